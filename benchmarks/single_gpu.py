@@ -1,0 +1,244 @@
+"""One GPU, one model, every way to hold its activations, side by side in one run.
+
+The model, `qwen3-moe-6l`: Qwen3-MoE, hidden 2048, 6 layers, 32 heads, 4 KV heads of 128, 128 experts top-8 of width 768,
+vocabulary 32768, bf16, batch 4 x 4096. A step is forward and backward; gradients stay allocated between steps, so the
+base (memory held before a step) holds weights and gradients and every arm adds into the same buffers.
+
+Columns: median step time by CUDA events, its ratio to the first arm, memory after forward over the base, peak over the
+base, reserved memory, loss of the first step on freshly seeded weights.
+
+    python benchmarks/single_gpu.py            # the table
+    python benchmarks/single_gpu.py --check    # gradients, bit for bit, between placements (deterministic kernels)
+"""
+
+import argparse
+import gc
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from common import GIB, median_ms, settle_memory, write
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+import forebay
+
+Step = Callable[[], torch.Tensor]
+
+
+def config(layers: int) -> Qwen3MoeConfig:
+    return Qwen3MoeConfig(
+        hidden_size=2048,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        vocab_size=32768,
+        norm_topk_prob=True,
+        max_position_embeddings=4096,
+        use_cache=False,
+    )
+
+
+def build(layers: int) -> Qwen3MoeForCausalLM:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = Qwen3MoeForCausalLM._from_config(config(layers), dtype=torch.bfloat16)
+    model.train()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return model
+
+
+class Batches:
+    """Four different batches, drawn once, taken in turn."""
+
+    def __init__(self, batch: int, sequence: int):
+        generator = torch.Generator(device="cuda").manual_seed(1)
+        self._all = [torch.randint(0, 32768, (batch, sequence), device="cuda", generator=generator) for _ in range(4)]
+        self._next = 0
+
+    def take(self) -> torch.Tensor:
+        self._next = (self._next + 1) % len(self._all)
+        return self._all[self._next]
+
+
+@contextmanager
+def checkpointed(model: Any) -> Iterator[None]:
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    yield
+
+
+def trl_offload(model: Any) -> AbstractContextManager[Any]:
+    from trl.models.activation_offloading import OffloadActivations
+
+    return OffloadActivations()
+
+
+@contextmanager
+def managed(model: Any, **options: Any) -> Iterator[Any]:
+    mem = forebay.manage(model, compile=True, **options)
+    try:
+        yield mem
+    finally:
+        mem.detach()
+
+
+def measure(name: str, enter: Callable[[Any], AbstractContextManager[Any]], options: argparse.Namespace, per_step: bool) -> dict[str, Any]:
+    """One arm in a fresh state. `per_step`: the context goes around each forward rather than around the run."""
+    model = build(options.layers)
+    batches = Batches(options.batch, options.sequence)
+    outer = nullcontext() if per_step else enter(model)
+    inner = (lambda: enter(model)) if per_step else nullcontext
+    with outer as mem:
+
+        def forward() -> torch.Tensor:
+            ids = batches.take()
+            with inner():
+                return model(input_ids=ids, labels=ids).loss
+
+        first = forward()
+        loss = first.item()
+        first.backward()
+        del first
+        for _ in range(5):
+            forward().backward()
+        settle_memory()
+        base = torch.cuda.memory_allocated()
+        out = forward()
+        after_forward = torch.cuda.memory_allocated() - base
+        out.backward()
+        del out
+        peak = torch.cuda.max_memory_allocated() - base
+        reserved = torch.cuda.max_memory_reserved()
+        if mem is not None and hasattr(mem, "report"):
+            mem.report()
+        ms, times = median_ms(lambda: forward().backward(), options.steps)
+        row = {
+            "arm": name,
+            "ms": ms,
+            "spread ms": max(times) - min(times),
+            "after forward GiB": after_forward / GIB,
+            "peak over base GiB": peak / GIB,
+            "reserved GiB": reserved / GIB,
+            "loss": loss,
+        }
+        if mem is not None and hasattr(mem, "report"):
+            report = mem.report()
+            row |= {
+                "planned GiB": report.planned_bytes / GIB,
+                "D2H GB/s": report.d2h_gbps,
+                "H2D GB/s": report.h2d_gbps,
+                "wait ms": report.wait_ms,
+                "recomputed regions": report.recomputed,
+            }
+    del model, mem, outer, inner, forward
+    gc.collect()
+    torch._dynamo.reset()
+    settle_memory()
+    return row
+
+
+def arms(options: argparse.Namespace) -> list[tuple[str, Callable[[Any], AbstractContextManager[Any]], bool]]:
+    chosen: list[tuple[str, Callable[[Any], AbstractContextManager[Any]], bool]] = [
+        ("transformers", lambda m: nullcontext(), False),
+        ("transformers, gradient checkpointing", checkpointed, False),
+    ]
+    if not options.quick:
+        chosen.append(("save_on_cpu(pin_memory=True)", lambda m: torch.autograd.graph.save_on_cpu(pin_memory=True), True))
+        if importlib.util.find_spec("trl"):
+            chosen.append(("TRL OffloadActivations", trl_offload, False))
+        else:
+            print("TRL is not installed: its arm is left out")
+    chosen += [
+        ("forebay keep", lambda m: managed(m, policy="keep"), False),
+        ("forebay offload", lambda m: managed(m, policy="offload"), False),
+    ]
+    for budget in options.budgets:
+        chosen.append((f"forebay auto {budget}", lambda m, b=budget: managed(m, policy="auto", budget=b), False))
+    return chosen
+
+
+def table(options: argparse.Namespace) -> None:
+    rows: list[dict[str, Any]] = []
+    for name, enter, per_step in arms(options):
+        try:
+            row = measure(name, enter, options, per_step)
+        except (RuntimeError, ValueError) as error:
+            if options.strict:
+                raise
+            row = {"arm": name, "error": f"{type(error).__name__}: {str(error)[:300]}"}
+            gc.collect()
+            torch._dynamo.reset()
+            torch.cuda.empty_cache()
+        rows.append(row)
+        print(row, flush=True)
+    first = rows[0]
+    keep = next((r for r in rows if r["arm"] == "forebay keep" and "ms" in r), None)
+    for row in rows:
+        if "ms" in row and "ms" in first:
+            row["ratio"] = row["ms"] / first["ms"]
+            row["after-forward ratio"] = row["after forward GiB"] / first["after forward GiB"]
+        if row.get("planned GiB") and keep:
+            row["R"] = (keep["peak over base GiB"] - row["peak over base GiB"]) / row["planned GiB"]
+            row["ratio to keep"] = row["ms"] / keep["ms"]
+    write("single_gpu", rows, batch=options.batch, sequence=options.sequence, layers=options.layers, steps=options.steps)
+
+
+def gradients(model: Any, options: argparse.Namespace, policy: Any, **more: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    mem = forebay.manage(model, policy=policy, compile=True, **more)
+    for _ in range(4):  # past the measuring cycles, so that the plan is what is tested
+        batches = Batches(options.batch, options.sequence)
+        for parameter in model.parameters():
+            parameter.grad.zero_()
+        ids = batches.take()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+    moved = mem.report()
+    print(policy, more, "planned", moved.planned_bytes, "recomputed", moved.recomputed, set(mem.placements.values()))
+    mem.detach()
+    return loss.detach(), [p.grad.clone() for p in model.parameters()]
+
+
+def check(options: argparse.Namespace) -> None:
+    """Loss and every gradient: offload and recompute against keep, twice keep to show that keep repeats itself."""
+    torch.use_deterministic_algorithms(True)
+    model = build(options.layers)
+    reference = gradients(model, options, "keep")
+    rows = []
+    for name, policy, more in (
+        ("keep again", "keep", {}),
+        ("offload", "offload", {}),
+        ("offload all", "offload", {"offload": "all"}),
+        ("recompute", "recompute", {}),
+        ("auto", "auto", {"budget": options.budgets[0]}),
+    ):
+        loss, grads = gradients(model, options, policy, **more)
+        different = [n for (n, _), a, b in zip(model.named_parameters(), grads, reference[1], strict=True) if not torch.equal(a, b)]
+        rows.append({"arm": name, "loss equal": torch.equal(loss, reference[0]), "gradients": len(grads), "different": len(different)})
+        if different:
+            print(name, different[:12])
+        del grads
+    write("single_gpu_bitwise", rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--sequence", type=int, default=4096)
+    parser.add_argument("--budgets", nargs="*", default=["4.9GiB", "5.5GiB", "6.63GiB"])
+    parser.add_argument("--quick", action="store_true", help="leave out the arms that take seconds a step")
+    parser.add_argument("--strict", action="store_true", help="stop at the first arm that fails")
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args()
+    check(options) if options.check else table(options)
+
+
+if __name__ == "__main__":
+    main()

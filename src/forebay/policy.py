@@ -1,0 +1,149 @@
+"""Placements and the policy that assigns them to regions.
+
+In: what the user wrote (one placement, a mapping from pattern to placement, or ``"auto"``) and the module paths
+that can be regions. Out: one placement per region path, or a `PolicyError` that names the pattern and the nearest
+paths. Nothing here touches a tensor; this file imports nothing of Forebay.
+
+Rules:
+
+* A pattern is an ``fnmatch`` pattern on module paths; ``*`` crosses dots. Of the paths it matches, it claims the
+  outermost ones: ``model.layers.*`` claims each layer, not each layer's children once more.
+* Where two patterns claim the same path, the later one wins.
+* A region other than ``keep`` may not contain another region other than ``keep``.
+"""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+PLACEMENTS = ("keep", "recompute", "offload", "stash")
+
+
+class PolicyError(ValueError):
+    """A policy that cannot be carried out; the message names the pattern and what would be valid."""
+
+
+class BudgetError(ValueError):
+    """A memory budget that no placement reaches; the message names the smallest one that can be reached."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One region: its module path, its placement and the pattern it came from."""
+
+    path: str
+    placement: str
+    pattern: str
+
+
+def parse_bytes(text: int | str) -> int:
+    """Bytes from an int or from text such as ``"2.5GiB"``, ``"80 GB"``, ``"512MiB"``.
+
+    Raises:
+        PolicyError: the text is no size, or is negative.
+    """
+    if isinstance(text, bool) or not isinstance(text, (int, str)):
+        raise PolicyError(f"{text!r} is no size in bytes; write an integer or a text such as '2.5GiB'")
+    if isinstance(text, int):
+        value = float(text)
+    else:
+        number = text.strip()
+        factor = 1
+        for suffix, scale in _SUFFIXES:
+            if number.lower().endswith(suffix.lower()):
+                number, factor = number[: -len(suffix)].strip(), scale
+                break
+        try:
+            value = float(number) * factor
+        except ValueError:
+            raise PolicyError(f"{text!r} is no size in bytes; valid are '2.5GiB', '80GB', '512MiB', 1073741824") from None
+    if not 0 <= value < float("inf"):
+        raise PolicyError(f"{text!r} is no size in bytes; it must be 0 or more")
+    return int(value)
+
+
+_SUFFIXES = (
+    ("TiB", 1 << 40),
+    ("GiB", 1 << 30),
+    ("MiB", 1 << 20),
+    ("KiB", 1 << 10),
+    ("TB", 10**12),
+    ("GB", 10**9),
+    ("MB", 10**6),
+    ("KB", 10**3),
+    ("B", 1),
+)
+
+
+def format_bytes(count: float) -> str:
+    """``2.63 GiB`` and the like: the unit is the largest one that leaves a figure of at least one."""
+    for name, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if abs(count) >= scale:
+            return f"{count / scale:.2f} {name}"
+    return f"{count:.0f} B"
+
+
+def resolve(policy: Mapping[str, str], paths: Iterable[str], sealed: Mapping[str, str] | None = None) -> list[Claim]:
+    """Claims of a policy on module paths, in the order of `paths`.
+
+    Args:
+        policy: pattern to placement, in the order in which later ones win.
+        paths: every module path that can be a region.
+        sealed: paths that cannot be regions because they run inside another one's compiled code, with the path of
+            the region that holds them.
+
+    Raises:
+        PolicyError: unknown placement, a pattern that matches nothing, or nested placements.
+    """
+    known = list(paths)
+    sealed = sealed or {}
+    claims: dict[str, Claim] = {}
+    for pattern, placement in policy.items():
+        if placement not in PLACEMENTS:
+            raise PolicyError(f"{pattern!r}: placement {placement!r} is unknown; valid are {', '.join(PLACEMENTS)}")
+        matched = [p for p in known if fnmatchcase(p, pattern)]
+        if not matched:
+            raise PolicyError(_no_match(pattern, known, sealed))
+        for path in outermost(matched):
+            claims[path] = Claim(path, placement, pattern)
+    _refuse_nesting(claims)
+    return [claims[p] for p in known if p in claims]
+
+
+def outermost(paths: Iterable[str]) -> list[str]:
+    """The paths that lie inside no other one of them, in their order."""
+    chosen = list(paths)
+    members = set(chosen)
+    return [p for p in chosen if not any(parent in members for parent in _parents(p))]
+
+
+def _parents(path: str) -> list[str]:
+    """All proper ancestors: ``a.b.c`` gives ``["", "a", "a.b"]``; the root has none."""
+    if not path:
+        return []
+    parts = path.split(".")
+    return ["", *(".".join(parts[:i]) for i in range(1, len(parts)))]
+
+
+def _refuse_nesting(claims: Mapping[str, Claim]) -> None:
+    active = {p: c for p, c in claims.items() if c.placement != "keep"}
+    for path, inner in claims.items():
+        for parent in _parents(path):
+            outer = active.get(parent)
+            if outer is not None:
+                raise PolicyError(
+                    f"{inner.pattern!r} puts {inner.placement!r} on {path!r}, which lies inside {parent or 'the model'!r}, where "
+                    f"{outer.pattern!r} puts {outer.placement!r}; regions cannot be nested, so narrow one of the patterns"
+                )
+
+
+def _no_match(pattern: str, known: list[str], sealed: Mapping[str, str]) -> str:
+    hidden = [p for p in sealed if fnmatchcase(p, pattern)]
+    if hidden:
+        return (
+            f"pattern {pattern!r} matches only modules inside compiled regions ({hidden[0]!r} runs inside {sealed[hidden[0]]!r}); "
+            f"place {sealed[hidden[0]]!r} instead, or manage the model without compile"
+        )
+    nearest = difflib.get_close_matches(pattern, known, n=3, cutoff=0.3) or known[:3]
+    return f"pattern {pattern!r} matches no module; the nearest paths are {', '.join(map(repr, nearest))}"

@@ -1,0 +1,469 @@
+"""The manager: regions, pack and unpack, the life of a step.
+
+In: a model, its regions (slots around pieces of its forward) and a placement for each. Out: the same results, bit for
+bit, with the saved tensors where the policy wants them.
+
+The way of a saved tensor: a region's forward runs inside ``saved_tensors_hooks``; ``pack`` decides whether its storage
+leaves (weights, small tensors and what the plan keeps are returned as detached aliases) and puts it into the store,
+which returns a ticket; the autograd node owns the ticket. When the gradient reaches the region's output, the manager
+waits for the region's tickets and starts the fetches that are due; ``unpack`` cuts the saved view out of the ticket's
+bytes. The ticket dies with the node, and its memory is free.
+
+Who owns what: the graph owns tickets and region calls; the manager owns the store (streams, host memory), the plan and
+nothing that lives as long as a step. There is no module-level state: two managers do not meet.
+
+The first cycles are measuring cycles: everything that may leave does, one call at a time, which is slow and small. Then
+the planner decides from their sizes, times and bandwidths, and says so in `Manager.plan`.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+from forebay.planner.simulate import Key, Plan, Timeline
+from forebay.planner.solve import fit_link, offload_all, under_budget
+from forebay.policy import BudgetError, Claim, PolicyError, format_bytes
+from forebay.saved.identify import Identity, View, is_storable, storage_bytes, weight_storages
+from forebay.saved.ledger import Ledger
+from forebay.saved.order import Cycle, Recorder, RegionCall
+from forebay.saved.recompute import recomputed, refuse_nested_checkpointing
+from forebay.stores.base import State, Ticket
+from forebay.stores.host import HostStore
+
+_MIN_BYTES_CUDA = 1 << 20  # a 1 MiB copy reaches 40 of 55 GB/s (H200); below that launches cost more than they free
+
+
+class Slot(Protocol):
+    """A place in a model's forward where a region sits."""
+
+    module: torch.nn.Module
+    """The module whose weights the region uses."""
+    light_recompute: Callable[[bool], None] | None
+    """Switches the region's own, cheaper recomputation of its largest saved tensor; None if it has none."""
+
+    def wrap(self, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Put ``wrapper(current)`` in the place of the current callable."""
+
+    def restore(self) -> None:
+        """Put everything back as it was before `wrap`."""
+
+
+class ModuleSlot:
+    """The slot of a whole module: its ``forward``, replaced on the instance. Module hooks stay outside the region."""
+
+    def __init__(self, module: torch.nn.Module, light_recompute: Callable[[bool], None] | None = None):
+        self.module = module
+        self.light_recompute = light_recompute
+        self._before: Callable[..., Any] | None = None
+        self._wrapped = False
+
+    def wrap(self, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        self._before = self.module.__dict__.get("forward")
+        inner = self.module.forward
+        self.module.forward = wraps(inner)(wrapper(inner))  # type: ignore[method-assign]
+        self._wrapped = True
+
+    def restore(self) -> None:
+        if not self._wrapped:
+            return
+        del self.module.forward
+        if self._before is not None:
+            self.module.forward = self._before  # type: ignore[method-assign]
+        self._wrapped = False
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What the last cycle moved. Bytes, bytes a second divided by 1e9, milliseconds; None where a CPU has no figure."""
+
+    planned_bytes: int
+    moved_bytes: int
+    d2h_gbps: float | None
+    h2d_gbps: float | None
+    wait_ms: float | None
+    saved_bytes_by_placement: dict[str, int]
+    recomputed: int
+
+
+@dataclass(eq=False)
+class _Region:
+    path: str
+    placement: str  # keep, recompute, offload, or auto
+    slot: Slot
+
+
+@dataclass(eq=False)
+class _Seen:
+    """A storage met in this cycle: which call saved it first, as its how-manieth item, and its ticket if it left."""
+
+    identity: Identity
+    key: Key
+    ordinal: int
+    ticket: "weakref.ref[Ticket] | None"
+
+
+class _Packed:
+    """What autograd owns in place of a tensor that left: the ticket, its region call, and how to cut the view."""
+
+    __slots__ = ("call", "ticket", "view")
+
+    def __init__(self, call: RegionCall, ticket: Ticket, view: View):
+        self.call, self.ticket, self.view = call, ticket, view
+
+
+class Manager:
+    """Placements on the regions of one model. Use `forebay.manage` to make one for a Hugging Face model.
+
+    Args:
+        slots: region path to slot. Regions without a claim are kept; they still mark the passing of time.
+        claims: placements, from `forebay.policy.resolve`; placement "auto" leaves the choice to the planner.
+        device: the device whose saved tensors are managed.
+        budget: bytes that the step's peak may rise over the memory held before it; needs an offload or auto region.
+        offload: "fit" offloads as much as the link carries without waiting, "all" everything.
+        min_bytes: storages below this stay on the device. Default: 1 MiB on CUDA, 1 elsewhere.
+
+    Raises:
+        PolicyError: a budget without anything to decide, ``stash`` (no region is paged), an unknown `offload`.
+        ValueError: a region to be recomputed that is already under gradient checkpointing.
+    """
+
+    def __init__(
+        self,
+        slots: Mapping[str, Slot],
+        claims: list[Claim],
+        device: torch.device,
+        *,
+        budget: int | None = None,
+        offload: str = "fit",
+        min_bytes: int | None = None,
+    ):
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())  # tensors say "cuda:0", never "cuda"
+        chosen = {c.path: c.placement for c in claims}
+        _check(claims, budget, offload)
+        self.ledger = Ledger()
+        self.plan: Plan | None = None
+        self.timeline: Timeline | None = None
+        self.store = HostStore(device)
+        self._device = device
+        self._budget = budget
+        self._offload = offload
+        self._min_bytes = min_bytes if min_bytes is not None else (_MIN_BYTES_CUDA if device.type == "cuda" else 1)
+        self._regions = {path: _Region(path, chosen.get(path, "keep"), slot) for path, slot in slots.items()}
+        self._plans = any(r.placement in ("offload", "auto") for r in self._regions.values())
+        self._cycle = Cycle()
+        self._recorder: Recorder | None = None
+        self._measured = 0
+        self._seen: dict[tuple[int, int], _Seen] = {}
+        self._leaving: list[weakref.ref[RegionCall]] = []
+        self._waits: list[tuple[Any, Any]] = []
+        self._tally: dict[str, int] = {}
+        self._recomputed = 0
+        self._trimmed = False
+        for region in self._regions.values():
+            self._install(region)
+
+    # --- what a user asks ---------------------------------------------------------------------------------------
+
+    @property
+    def placements(self) -> dict[str, str]:
+        """Region path to the placement in force now; what the planner has yet to decide reads "auto"."""
+        return {path: self._in_force(region) or "auto" for path, region in self._regions.items()}
+
+    def report(self) -> StepReport:
+        """Figures of the copies since the last report, and of the last cycle. Waits for the device."""
+        out, out_rate = self.store.outbound.drain()
+        _, back_rate = self.store.inbound.drain()
+        waits = None
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            waits = sum(a.elapsed_time(b) for a, b in self._waits)
+        return StepReport(
+            planned_bytes=self.plan.planned_bytes if self.plan else 0,
+            moved_bytes=out,
+            d2h_gbps=out_rate / 1e9 if out_rate else None,
+            h2d_gbps=back_rate / 1e9 if back_rate else None,
+            wait_ms=waits,
+            saved_bytes_by_placement=dict(self._tally),
+            recomputed=self._recomputed,
+        )
+
+    def detach(self) -> None:
+        """Put the model back as it was. Graphs that are alive stay valid and can still run backward."""
+        for region in reversed(self._regions.values()):
+            if region.slot.light_recompute is not None:
+                region.slot.light_recompute(False)
+            region.slot.restore()
+        self._regions = {}
+        self.store.close()
+
+    # --- a region's forward ---------------------------------------------------------------------------------------
+
+    def _install(self, region: _Region) -> None:
+        if region.placement == "recompute":
+            refuse_nested_checkpointing(region.path, region.slot.module)
+            if region.slot.light_recompute is not None:
+                region.slot.light_recompute(True)
+        if region.placement == "keep" and not self._plans:
+            return
+        region.slot.wrap(lambda forward: partial(self._run, region, forward, recomputed(forward)))
+
+    def _run(self, region: _Region, forward: Callable[..., Any], again: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        call = self._enter(region)
+        placement = self._in_force(region)
+        light = region.slot.light_recompute is not None
+        if placement == "recompute":
+            self._recomputed += 1
+            if not light:
+                forward = again
+        call.light_recompute = light
+        call.input_bytes = self._input_bytes(args, kwargs) if self._recorder is not None else 0
+        if placement in ("keep", "recompute") and not self._planned_items(call):
+            out = forward(*args, **kwargs)
+        else:
+            weights = weight_storages([region.slot.module])
+            with saved_tensors_hooks(partial(self._pack, call, weights), self._unpack):
+                out = forward(*args, **kwargs)
+        if self._recorder is not None:
+            self._recorder.region_left(call)
+        if self._plans:
+            self._watch(call, out)
+        return out
+
+    def _in_force(self, region: _Region) -> str | None:
+        """The placement now; None while the planner has yet to decide."""
+        if region.placement in ("keep", "recompute"):
+            return region.placement
+        if self.plan is None:
+            return "offload" if region.placement == "offload" else None
+        if region.path in self.plan.recompute:
+            return "recompute"
+        return "offload" if any(path == region.path for path, _ in self.plan.offload) else "keep"
+
+    def _planned_items(self, call: RegionCall) -> frozenset[int]:
+        return self.plan.offload.get(call.key, frozenset()) if self.plan is not None else frozenset()
+
+    def _input_bytes(self, args: Any, kwargs: Any) -> int:
+        tensors = {t.untyped_storage().data_ptr(): t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        return sum(t.untyped_storage().nbytes() for t in tensors.values() if is_storable(t, self._device, self._min_bytes, frozenset()))
+
+    def _watch(self, call: RegionCall, out: Any) -> None:
+        """See to it that the first gradient to reach an output announces this region's backward."""
+
+        def begin(_: torch.Tensor) -> None:
+            self._backward_begins(call)
+
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(begin)
+
+    # --- pack and unpack ------------------------------------------------------------------------------------------
+
+    def _pack(self, call: RegionCall, weights: frozenset[int], tensor: torch.Tensor) -> Any:
+        # A detached alias and never the tensor itself: a node that owns its own output is a cycle no collector breaks.
+        if not is_storable(tensor, self._device, self._min_bytes, weights):
+            return tensor.detach()
+        identity = Identity(tensor)
+        known, ticket = self._lookup(identity)
+        if not known:
+            ticket = self._admit(call, tensor)
+            held = weakref.ref(ticket) if ticket is not None else None
+            self._seen[identity.key] = _Seen(identity, call.key, len(call.items) - 1, held)
+        if ticket is None:
+            return tensor.detach()
+        if all(ref() is not ticket for ref in call.tickets):
+            call.tickets.append(weakref.ref(ticket))
+        return _Packed(call, ticket, View.of(tensor))
+
+    def _lookup(self, identity: Identity) -> tuple[bool, Ticket | None]:
+        """(this storage was met before, its ticket if it left). One storage is stored once, whoever saves views of it."""
+        entry = self._seen.get(identity.key)
+        if entry is None or entry.identity.expired:
+            return False, None
+        if entry.ticket is None:
+            return True, None
+        ticket = entry.ticket()
+        return ticket is not None, ticket
+
+    def _admit(self, call: RegionCall, tensor: torch.Tensor) -> Ticket | None:
+        """Give a storage met for the first time its ordinal, and a ticket if it is to leave."""
+        ordinal = len(call.items)
+        call.items.append(tensor.untyped_storage().nbytes())
+        leaves = self.plan is None or ordinal in self._planned_items(call)
+        kind = "offload" if leaves else "keep"
+        self._tally[kind] = self._tally.get(kind, 0) + call.items[-1]
+        if not leaves:
+            return None
+        ticket = self.store.put(storage_bytes(tensor))
+        self.ledger.enter(ticket, *call.key)
+        if not self._leaving or self._leaving[-1]() is not call:
+            self._leaving.append(weakref.ref(call))
+        return ticket
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if not isinstance(packed, _Packed):
+            return packed
+        self._backward_begins(packed.call)
+        return packed.view.cut(self.store.wait(packed.ticket))  # type: ignore[arg-type]
+
+    # --- the life of a cycle --------------------------------------------------------------------------------------
+
+    def _enter(self, region: _Region) -> RegionCall:
+        if not self._plans:
+            return RegionCall((region.path, 0))
+        if self._cycle.quiet:
+            self._begin_cycle()
+        call = self._cycle.new_call(region.path)
+        self._moment("F", call)
+        return call
+
+    def _backward_begins(self, call: RegionCall) -> None:
+        if not call.backward_started:
+            call.backward_started = True
+            self._moment("B", call)
+
+    def _begin_cycle(self) -> None:
+        if self._recorder is not None and self._recorder.complete:
+            self._measured += 1
+            # On a GPU the first cycle compiles, tunes and page-locks: its times say nothing.
+            if self._measured >= (2 if self._device.type == "cuda" else 1):
+                self._make_plan(self._recorder)
+            self.store.outbound.drain()
+            self.store.inbound.drain()
+        self._cycle = Cycle()
+        self._seen.clear()
+        self._leaving.clear()
+        self._waits.clear()
+        self._tally.clear()
+        self._recomputed = 0
+        self._recorder = Recorder(self._device) if self.plan is None else None
+
+    def _moment(self, kind: str, call: RegionCall) -> None:
+        """A region's forward or backward starts: settle, wait and fetch what is due."""
+        if self._recorder is not None:
+            self._recorder.before_waits(kind, call.key)
+        before = self._mark()
+        if self.plan is None:
+            self._step_by_step(kind, call)
+        else:
+            self._as_planned(kind, call, self.plan)
+        if before is not None:
+            self._waits.append((before, self._mark()))
+        if self._recorder is not None:
+            self._recorder.after_waits(self.ledger.device_bytes)
+
+    def _step_by_step(self, kind: str, call: RegionCall) -> None:
+        """Without a plan: one call's copy at a time, and the next call in backward order fetched ahead."""
+        self._settle(lambda other: other is not call)
+        if kind == "B":
+            if self._recorder is not None:
+                self._exclude_held_elsewhere(self._recorder)
+            self._take_back(call)
+            following = self._cycle.next_backward()
+            if following is not None:
+                self._fetch(following)
+
+    def _exclude_held_elsewhere(self, recorder: Recorder) -> None:
+        """What has left but whose storage is still alive is held by someone else, such as the batch by its loader: moving
+        it frees nothing. Called at backward moments, when the locals of the model's forward are gone."""
+        for seen in self._seen.values():
+            ticket = seen.ticket() if seen.ticket is not None else None
+            if ticket is not None and ticket.state is State.ON_HOST and not seen.identity.expired:
+                recorder.exclude(seen.key, seen.ordinal)
+
+    def _as_planned(self, kind: str, call: RegionCall, plan: Plan) -> None:
+        here = (kind, call.key)
+
+        def due(other: RegionCall) -> bool:
+            when = plan.settle_at.get(other.key)
+            missed = kind == "B" and when is not None and when[0] == "F"
+            return when == here or missed
+
+        self._settle(due)
+        for key in plan.fetch_at.get(here, ()):
+            wanted = self._cycle.find(key)
+            if wanted is not None:
+                self._fetch(wanted)
+        if kind == "B":
+            self._take_back(call)
+            if not self._trimmed:
+                # Once, while exactly what the plan needs is in use: the measuring cycles held more.
+                self.store.trim()
+                self._trimmed = True
+
+    def _settle(self, due: Callable[[RegionCall], bool]) -> None:
+        remaining = []
+        for ref in self._leaving:
+            call = ref()
+            if call is None:
+                continue
+            if not due(call):
+                remaining.append(ref)
+                continue
+            for ticket in call.live_tickets():
+                self.store.settle(ticket)  # type: ignore[arg-type]
+        self._leaving = remaining
+
+    def _fetch(self, call: RegionCall) -> None:
+        for ticket in call.live_tickets():
+            self.store.fetch(ticket)  # type: ignore[arg-type]
+
+    def _take_back(self, call: RegionCall) -> None:
+        for ticket in call.live_tickets():
+            if ticket.state is not State.ON_DEVICE:
+                self.store.wait(ticket)  # type: ignore[arg-type]
+
+    def _mark(self) -> Any:
+        if self._device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _make_plan(self, recorder: Recorder) -> None:
+        _, out_rate = self.store.outbound.drain()
+        _, back_rate = self.store.inbound.drain()
+        self.timeline = recorder.timeline(out_rate, back_rate)
+        auto = frozenset(r.path for r in self._regions.values() if r.placement == "auto")
+        offloaded = frozenset(r.path for r in self._regions.values() if r.placement == "offload")
+        if auto:
+            assert self._budget is not None
+            plan = under_budget(self.timeline, auto | offloaded, self._budget, auto)
+        elif self._offload == "all":
+            plan = offload_all(self.timeline, offloaded)
+        else:
+            plan = fit_link(self.timeline, offloaded)
+        if self._budget is not None and plan.peak_bytes > self._budget:
+            raise BudgetError(
+                f"this policy needs {format_bytes(plan.peak_bytes)} ({plan.peak_bytes} bytes) over what is held before the "
+                f"step, more than the budget of {format_bytes(self._budget)}; raise it to that, or let policy='auto' choose"
+            )
+        self.plan = plan
+        for path in plan.recompute:
+            switch = self._regions[path].slot.light_recompute
+            if switch is not None:
+                switch(True)
+
+
+def _check(claims: list[Claim], budget: int | None, offload: str) -> None:
+    if offload not in ("fit", "all"):
+        raise PolicyError(f"offload={offload!r} is unknown; valid are 'fit' (what the link carries) and 'all'")
+    placements = {c.placement for c in claims}
+    for claim in claims:
+        if claim.placement == "stash":
+            raise PolicyError(
+                f"{claim.pattern!r} asks for 'stash', but {claim.path!r} is no paged region; valid here are keep, recompute, offload"
+            )
+    if "auto" in placements and budget is None:
+        raise PolicyError("policy='auto' needs a budget, such as budget='6GiB': the peak over the memory held before a step")
+    if budget is not None and not placements & {"auto", "offload"}:
+        raise PolicyError("a budget needs policy='auto' or regions placed 'offload'; with keep and recompute nothing is left to decide")
+

@@ -1,0 +1,188 @@
+"""The order of region calls within a cycle, and what was measured at each moment of it.
+
+A *cycle* begins when a region is entered while no earlier call waits for its backward, and ends when the next begins. One
+forward and backward is a cycle; so are several forwards and then their backwards, and a pipeline's whole step. Nothing
+here assumes that a backward follows its forward: calls are numbered as they come and the backward order is what
+happens, or, before it has happened once, the reverse of forward.
+
+In: `Recorder.moment` at each start of a region's forward or backward. Out: a `Timeline` for the planner.
+"""
+
+import weakref
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from forebay.planner.simulate import CallFigures, Key, Moment, Timeline
+from forebay.stores.base import Ticket
+
+
+@dataclass(eq=False)
+class RegionCall:
+    """One forward of one region. Owned by the autograd graph (through packed tensors and gradient hooks).
+
+    ``tickets`` are weak: the graph owns them too.
+    """
+
+    key: Key
+    items: list[int] = field(default_factory=list)
+    tickets: list["weakref.ref[Ticket]"] = field(default_factory=list)
+    input_bytes: int = 0
+    light_recompute: bool = False
+    backward_started: bool = False
+
+    def live_tickets(self) -> list[Ticket]:
+        return [t for ref in self.tickets if (t := ref()) is not None]
+
+    @property
+    def over(self) -> bool:
+        """Backward has run. A loss that the user keeps still holds the graph's nodes, but no saved tensors."""
+        return self.backward_started and not self.live_tickets()
+
+
+class Cycle:
+    """The calls since the last quiet moment. Holds calls weakly: whether one is alive says whether its graph is."""
+
+    def __init__(self) -> None:
+        self._calls: list[weakref.ref[RegionCall]] = []
+        self._counts: dict[str, int] = {}
+
+    def new_call(self, path: str) -> RegionCall:
+        count = self._counts.get(path, 0)
+        self._counts[path] = count + 1
+        call = RegionCall((path, count))
+        self._calls.append(weakref.ref(call))
+        return call
+
+    @property
+    def quiet(self) -> bool:
+        """Every call's graph was dropped or has run backward."""
+        return all((call := ref()) is None or call.over for ref in self._calls)
+
+    def find(self, key: Key) -> RegionCall | None:
+        return next((c for ref in self._calls if (c := ref()) is not None and c.key == key), None)
+
+    def next_backward(self) -> RegionCall | None:
+        """The call whose backward is expected next when nothing is known of a schedule: the latest not yet run."""
+        return next((c for ref in reversed(self._calls) if (c := ref()) is not None and not c.backward_started), None)
+
+
+@dataclass
+class _Sample:
+    """A moment as recorded. Events are (before Forebay's waits, after them)."""
+
+    kind: str
+    key: Key
+    events: tuple[Any, Any] | None
+    start_bytes: int = 0
+    top_bytes: int = 0
+    ours: int = 0
+    region_end: Any = None
+
+
+class Recorder:
+    """Times and memory of one cycle. On a CPU there is neither; the timeline then has sizes and order only.
+
+    Reads the allocator's peak and resets it at each moment, so it is used for the measuring cycles only.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._gpu = device.type == "cuda"
+        self._samples: list[_Sample] = []
+        self._figures: dict[Key, CallFigures] = {}
+        self._base: int | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Every call that ran forward also ran backward."""
+        ran = {kind: {s.key for s in self._samples if s.kind == kind} for kind in "FB"}
+        return bool(ran["F"]) and ran["F"] == ran["B"]
+
+    def before_waits(self, kind: str, key: Key) -> None:
+        self._close_last()
+        self._samples.append(_Sample(kind, key, self._pair()))
+        if self._gpu and self._base is None:
+            self._base = torch.cuda.memory_allocated(self._device)
+
+    def after_waits(self, ours: int) -> None:
+        """`ours`: bytes of saved items on the device now."""
+        sample = self._samples[-1]
+        sample.ours = ours
+        if self._gpu:
+            assert sample.events is not None
+            sample.events[1].record()
+            torch.cuda.reset_peak_memory_stats(self._device)
+            sample.start_bytes = torch.cuda.memory_allocated(self._device)
+
+    def region_left(self, call: RegionCall) -> None:
+        """The forward of `call` is over; what it saved is known."""
+        self._figures[call.key] = CallFigures(call.key, tuple(call.items), 0.0, call.light_recompute, call.input_bytes)
+        if self._gpu:
+            end = torch.cuda.Event(enable_timing=True)
+            end.record()
+            last = next(s for s in reversed(self._samples) if s.key == call.key and s.kind == "F")
+            last.region_end = end
+
+    def exclude(self, key: Key, ordinal: int) -> None:
+        """An item that is not to leave: it counts as no bytes."""
+        figures = self._figures[key]
+        items = (*figures.items[:ordinal], 0, *figures.items[ordinal + 1 :])
+        self._figures[key] = replace(figures, items=items)
+
+    def timeline(self, out_rate: float | None, back_rate: float | None) -> Timeline:
+        """The cycle as figures. Waits for the device. Rates in bytes a second; None means no copies to wait for."""
+        self._close_last()
+        closing = self._pair()
+        if self._gpu:
+            torch.cuda.synchronize(self._device)
+        keys = list(self._figures)
+        numbers = {key: i for i, key in enumerate(keys)}
+        moments, forward_seconds = [], {}
+        for index, sample in enumerate(self._samples):
+            following = self._samples[index + 1].events if index + 1 < len(self._samples) else closing
+            seconds = self._seconds(sample.events, following)
+            if sample.region_end is not None and sample.events is not None:
+                forward_seconds[sample.key] = sample.events[1].elapsed_time(sample.region_end) / 1e3
+            moments.append(
+                Moment(
+                    sample.kind,
+                    numbers[sample.key],
+                    seconds,
+                    max(sample.start_bytes - (self._base or 0) - sample.ours, 0) if self._gpu else 0,
+                    max(sample.top_bytes - sample.start_bytes, 0),
+                )
+            )
+        calls = tuple(replace(self._figures[key], seconds=forward_seconds.get(key, 0.0)) for key in keys)
+        return Timeline(calls, _without_epilogue(moments), out_rate or float("inf"), back_rate or float("inf"))
+
+    def _pair(self) -> tuple[Any, Any] | None:
+        if not self._gpu:
+            return None
+        pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        pair[0].record()
+        return pair
+
+    def _close_last(self) -> None:
+        if self._samples and self._gpu and not self._samples[-1].top_bytes:
+            self._samples[-1].top_bytes = torch.cuda.max_memory_allocated(self._device)
+
+    def _seconds(self, this: tuple[Any, Any] | None, following: tuple[Any, Any] | None) -> float:
+        if this is None or following is None:
+            return 0.0
+        return this[1].elapsed_time(following[0]) / 1e3
+
+
+def _without_epilogue(moments: list[Moment]) -> tuple[Moment, ...]:
+    """The last backward moment runs on into the optimizer step and the next batch, which are no part of the cycle: it is
+    cut to the longest and highest of the other backward moments."""
+    others = [m for m in moments[:-1] if m.kind == "B"]
+    if not others:
+        return tuple(moments)
+    last = replace(
+        moments[-1],
+        seconds=min(moments[-1].seconds, max(m.seconds for m in others)),
+        transient=min(moments[-1].transient, max(m.transient for m in others)),
+    )
+    return (*moments[:-1], last)

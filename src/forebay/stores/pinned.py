@@ -1,0 +1,136 @@
+"""Host memory for saved bytes: slabs, and exact-size slots cut from them.
+
+In: a size in bytes. Out: a `Slot`, a contiguous uint8 tensor of just that size. A slot comes back through `give`; its
+neighbours are merged, so a later step with other shapes can use the room. On a GPU machine slabs are page-locked.
+
+Why not ``torch.empty(pin_memory=True)``: the caching host allocator rounds every block up to a power of two (up to
+2x the bytes). Here ordinary memory of the exact size is registered with ``cudaHostRegister`` instead. Registering
+costs about 0.32 s a GiB, so it happens while the first step runs and not again.
+
+A slab carries the end of the last copy that read from it. Who writes into the slab next waits for that (writers are on
+one stream and so in order among themselves): a slot that is handed out when its copy was only enqueued is a race that
+others have shipped.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from forebay.stores.streams import Done
+
+_ALIGN = 512  # bytes; keeps every dtype's views aligned, and equals the device allocator's rounding
+_SMALL_SLAB = 64 << 20  # slots below this share slabs of this size; larger ones get a slab of their own size
+
+
+@dataclass(eq=False)
+class Slot:
+    """A piece of a slab. ``bytes_`` is a uint8 tensor of exactly the size asked for."""
+
+    bytes_: torch.Tensor
+    slab: "_Slab"
+    start: int
+    length: int
+
+
+@dataclass(eq=False)
+class _Slab:
+    memory: torch.Tensor
+    pinned: bool
+    holes: list[tuple[int, int]] = field(default_factory=list)  # (start, length), sorted, never adjacent
+    last_read: Done | None = None
+
+    @property
+    def idle(self) -> bool:
+        return self.holes == [(0, self.memory.numel())]
+
+    def take(self, hole: int, length: int) -> int:
+        start, room = self.holes[hole]
+        if room == length:
+            del self.holes[hole]
+        else:
+            self.holes[hole] = (start + length, room - length)
+        return start
+
+    def __del__(self) -> None:
+        if self.pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
+
+    def give(self, start: int, length: int) -> None:
+        self.holes.append((start, length))
+        self.holes.sort()
+        merged: list[tuple[int, int]] = []
+        for begin, size in self.holes:
+            if merged and sum(merged[-1]) == begin:
+                merged[-1] = (merged[-1][0], merged[-1][1] + size)
+            else:
+                merged.append((begin, size))
+        self.holes = merged
+
+
+class HostPool:
+    """Slabs of host memory, owned by one store.
+
+    Args:
+        pin: page-lock the slabs (needs CUDA).
+    """
+
+    def __init__(self, pin: bool):
+        self._pin = pin
+        self._slabs: list[_Slab] = []
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of all slabs."""
+        return sum(slab.memory.numel() for slab in self._slabs)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all slots that are out."""
+        return self.reserved_bytes - sum(size for slab in self._slabs for _, size in slab.holes)
+
+    def take(self, nbytes: int) -> Slot:
+        """A slot of `nbytes`, from the tightest hole, else from a new slab.
+
+        Raises:
+            MemoryError: the host cannot give or page-lock that much; the message says how much the pool holds.
+        """
+        length = -(-nbytes // _ALIGN) * _ALIGN
+        best = min(
+            ((room, slab, i) for slab in self._slabs for i, (_, room) in enumerate(slab.holes) if room >= length),
+            key=lambda found: found[0],
+            default=None,
+        )
+        if best is None:
+            slab, hole = self._grow(max(length, _SMALL_SLAB if length < _SMALL_SLAB and self._pin else length)), 0
+        else:
+            _, slab, hole = best
+        start = slab.take(hole, length)
+        return Slot(slab.memory[start : start + nbytes], slab, start, length)
+
+    def give(self, slot: Slot) -> None:
+        """Take a slot back. A copy from it may still run: whoever writes there next waits for `last_read`."""
+        slot.slab.give(slot.start, slot.length)
+
+    def trim(self) -> None:
+        """Let go of the slabs of which no slot is out. Copies must be over (synchronise the lanes first)."""
+        self._slabs = [slab for slab in self._slabs if not slab.idle]
+
+    def close(self) -> None:
+        """Let go of every slab; one of which slots are out lives on until the last of them dies."""
+        self._slabs.clear()
+
+    def _grow(self, size: int) -> _Slab:
+        try:
+            memory = torch.empty(size, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise MemoryError(self._exhausted(size)) from error
+        if self._pin:
+            code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0)
+            if int(code) != 0:
+                raise MemoryError(f"{self._exhausted(size)} (cudaHostRegister: error {int(code)})")
+        slab = _Slab(memory, self._pin, [(0, size)])
+        self._slabs.append(slab)
+        return slab
+
+    def _exhausted(self, size: int) -> str:
+        return f"the host gave no {size} bytes for offloaded activations; the pool already holds {self.reserved_bytes} bytes"

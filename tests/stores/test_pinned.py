@@ -1,0 +1,55 @@
+"""Slots from slabs: never shared, exactly sized, merged when they come back."""
+
+import random
+
+import torch
+
+from forebay.stores.pinned import HostPool
+
+
+def test_slots_have_the_exact_size_and_come_back() -> None:
+    pool = HostPool(pin=False)
+    slots = [pool.take(n) for n in (1, 511, 512, 513, 100_000)]
+    assert [s.bytes_.numel() for s in slots] == [1, 511, 512, 513, 100_000]
+    for slot in slots:
+        pool.give(slot)
+    assert pool.used_bytes == 0
+    pool.trim()
+    assert pool.reserved_bytes == 0
+
+
+def test_the_same_sizes_again_need_no_new_slab() -> None:
+    pool = HostPool(pin=False)
+    for _ in range(3):
+        slots = [pool.take(n) for n in (5000, 70_000, 5000, 1_000_000)]
+        reserved = pool.reserved_bytes
+        for slot in reversed(slots):
+            pool.give(slot)
+    assert pool.reserved_bytes == reserved <= 5000 * 2 + 70_000 + 1_000_000 + 4 * 512
+
+
+def test_random_takes_and_gives_never_share_a_byte() -> None:
+    chance = random.Random(3)
+    pool = HostPool(pin=False)
+    out: list[tuple[object, int]] = []
+    for round_ in range(3000):
+        if out and chance.random() < 0.5:
+            slot, mark = out.pop(chance.randrange(len(out)))
+            assert bool((slot.bytes_ == mark).all())  # type: ignore[attr-defined]
+            pool.give(slot)  # type: ignore[arg-type]
+        else:
+            slot, mark = pool.take(chance.choice([0, 1, 100, 513, 4096, 20_000])), round_ % 256
+            slot.bytes_.fill_(mark)
+            out.append((slot, mark))
+    for slot, mark in out:
+        assert bool((slot.bytes_ == mark).all())  # type: ignore[attr-defined]
+        pool.give(slot)  # type: ignore[arg-type]
+    assert pool.used_bytes == 0
+
+
+def test_a_slab_outlives_the_pool_while_a_slot_is_out() -> None:
+    pool = HostPool(pin=False)
+    slot = pool.take(64)
+    slot.bytes_.copy_(torch.arange(64, dtype=torch.uint8))
+    pool.close()
+    assert torch.equal(slot.bytes_, torch.arange(64, dtype=torch.uint8))

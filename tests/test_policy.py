@@ -1,0 +1,64 @@
+"""Patterns, precedence and every refusal of a policy."""
+
+import pytest
+
+from forebay.policy import PolicyError, format_bytes, outermost, parse_bytes, resolve
+
+PATHS = ["model", "model.layers", *(f"model.layers.{i}{part}" for i in range(3) for part in ("", ".self_attn", ".mlp", ".mlp.experts")), "lm_head"]
+
+
+def placed(policy: dict[str, str]) -> dict[str, str]:
+    return {c.path: c.placement for c in resolve(policy, PATHS)}
+
+
+def test_a_pattern_claims_the_outermost_of_what_it_matches() -> None:
+    assert placed({"model.layers.*": "offload"}) == {f"model.layers.{i}": "offload" for i in range(3)}
+
+
+def test_later_rules_win_on_the_same_path() -> None:
+    chosen = placed({"model.layers.*": "offload", "model.layers.1": "keep"})
+    assert chosen == {"model.layers.0": "offload", "model.layers.1": "keep", "model.layers.2": "offload"}
+
+
+def test_keep_around_other_regions_is_no_nesting() -> None:
+    chosen = placed({"*.self_attn": "offload", "*.mlp.experts": "recompute", "*": "keep"})
+    assert chosen["model.layers.2.self_attn"] == "offload"
+    assert chosen["model.layers.2.mlp.experts"] == "recompute"
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        ({"model.layer.*": "keep"}, ["'model.layer.*'", "matches no module", "model.layers"]),
+        ({"lm_head": "drop"}, ["'lm_head'", "'drop'", "keep, recompute, offload, stash"]),
+        ({"*.mlp": "recompute", "*.mlp.experts": "offload"}, ["'*.mlp.experts'", "model.layers.0.mlp", "cannot be nested"]),
+    ],
+)
+def test_refusals_name_the_pattern_and_what_is_valid(policy: dict[str, str], words: list[str]) -> None:
+    with pytest.raises(PolicyError) as caught:
+        placed(policy)
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_a_module_inside_a_compiled_region_is_refused_with_the_region() -> None:
+    with pytest.raises(PolicyError, match=r"model\.layers\.0\.mlp"):
+        resolve({"*.experts": "offload"}, ["model.layers.0.mlp"], {"model.layers.0.mlp.experts": "model.layers.0.mlp"})
+
+
+def test_outermost_of_the_root_is_the_root() -> None:
+    assert outermost(["", "a", "a.b"]) == [""]
+
+
+@pytest.mark.parametrize(("text", "count"), [("2GiB", 2 << 30), ("1.5 KiB", 1536), ("80GB", 80 * 10**9), (7, 7), ("12", 12), ("3B", 3)])
+def test_sizes(text: int | str, count: int) -> None:
+    assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "2 XiB", -1, "-3GiB", "nan", True])
+def test_what_is_no_size_is_refused(text: int | str) -> None:
+    with pytest.raises(PolicyError, match="no size in bytes"):
+        parse_bytes(text)
+
+
+def test_bytes_are_written_in_the_largest_unit() -> None:
+    assert [format_bytes(n) for n in (0, 1536, 5 << 20, 3 << 30)] == ["0 B", "1.50 KiB", "5.00 MiB", "3.00 GiB"]

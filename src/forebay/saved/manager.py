@@ -17,7 +17,8 @@ the planner decides from their sizes, times and bandwidths, and says so in `Mana
 """
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, Protocol
@@ -166,6 +167,7 @@ class Manager:
         self._tally: dict[str, int] = {}
         self._recomputed = 0
         self._trimmed = False
+        self._around: Callable[[str], AbstractContextManager[Any]] | None = None
         for region in self._regions.values():
             self._install(region)
 
@@ -194,6 +196,15 @@ class Manager:
             recomputed=self._recomputed,
         )
 
+    @contextmanager
+    def suspended(self, around: Callable[[str], AbstractContextManager[Any]]) -> Iterator[None]:
+        """Within, regions run unmanaged, each forward inside ``around(path)``. Graphs made before keep their tickets."""
+        self._around = around
+        try:
+            yield
+        finally:
+            self._around = None
+
     def detach(self) -> None:
         """Put the model back as it was. Graphs that are alive stay valid and can still run backward."""
         for region in reversed(self._regions.values()):
@@ -210,12 +221,13 @@ class Manager:
             refuse_nested_checkpointing(region.path, region.slot.module)
             if region.slot.light_recompute is not None:
                 region.slot.light_recompute(True)
-        if region.placement == "keep" and not self._plans:
-            return
         region.slot.wrap(lambda forward: partial(self._run, region, forward, recomputed(forward)))
 
     def _run(self, region: _Region, forward: Callable[..., Any], again: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if self._around is not None:
+            with self._around(region.path):
+                return forward(*args, **kwargs)
+        if not torch.is_grad_enabled() or (region.placement == "keep" and not self._plans):
             return forward(*args, **kwargs)
         call = self._enter(region)
         placement = self._in_force(region)

@@ -1,0 +1,49 @@
+"""What the row kernels share when they are launched: the choice of backend, the device, the tile.
+
+`auto` takes Triton for tensors on a CUDA device and plain PyTorch elsewhere. A test names `triton`
+for CPU tensors, under TRITON_INTERPRET=1, or `reference` for CUDA tensors. No state.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
+
+import torch
+import triton
+from torch import Tensor
+
+Backend = Literal["auto", "triton", "reference"]
+
+
+def use_triton(backend: Backend, tensor: Tensor) -> bool:
+    """True if the Triton form is to handle `tensor`.
+
+    Raises:
+        ValueError: an unknown backend.
+        TypeError: `triton` asked for fp64, which the kernels would silently compute in fp32.
+    """
+    if backend not in ("auto", "triton", "reference"):
+        raise ValueError(f"backend must be 'auto', 'triton' or 'reference', got {backend!r}")
+    if tensor.dtype == torch.float64:
+        if backend == "triton":
+            raise TypeError("the Triton kernels compute in fp32: fp64 needs backend='reference'")
+        return False
+    return backend == "triton" or (backend == "auto" and tensor.is_cuda)
+
+
+def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device, not on its arguments': make it the tensor's."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+def column_block(width: int, largest: int) -> int:
+    """Power of two to cut `width` columns into: the largest that wastes at most an eighth.
+
+    768 with largest 256 -> 256 (3 blocks); 1408 -> 128 (11 blocks, 256 would idle one lane in 12
+    more); 2880 with largest 1024 -> 1024 (6 % idle). Never below 16.
+    """
+    block = min(largest, max(16, triton.next_power_of_2(width)))
+    while block > 64 and triton.cdiv(width, block) * block - width > width // 8:
+        block //= 2
+    return block

@@ -1,0 +1,63 @@
+"""Multiply a tensor by a number that lives on the device, into another dtype, rounding once.
+
+In: x of any shape, contiguous; factor, one element in x's dtype, on x's device. Out: a new tensor
+`(x * factor)` in `dtype`, x left alone. The caller owns both.
+
+Why not `torch.mul(x, factor, out=...)`: with fp32 in and bf16 out its elementwise loop converts
+element by element and moved 1.5 TB/s on an H200 (0.27 ms for [32768, 2048]); `x.mul(factor)` and a
+conversion after it hold one more fp32 copy of x. Why not `x.to(dtype) * factor`: two roundings.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from forebay.kernels.launch import Backend, on_device_of, use_triton
+
+_BLOCK = 4096
+
+
+@triton.jit
+def _scale_kernel(x_ptr, factor_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    """Elements [program_id(0) * BLOCK, + BLOCK) of n."""
+    # A weight's gradient may hold more than 2**31 elements: 64-bit offsets.
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    factor = tl.load(factor_ptr)
+    x = tl.load(x_ptr + at, mask=at < n)
+    tl.store(out_ptr + at, (x * factor).to(out_ptr.dtype.element_ty), mask=at < n)
+
+
+def scale(x: Tensor, factor: Tensor, dtype: torch.dtype, *, backend: Backend = "auto") -> Tensor:
+    """`(x * factor).to(dtype)` as a new tensor, the product in x's dtype, without a wait.
+
+    Args:
+        x: contiguous, floating point, any shape.
+        factor: one element, x's dtype and device. Read on the device.
+        dtype: of the result.
+        backend: "auto" is Triton on a CUDA device (fp64 excepted), PyTorch elsewhere.
+
+    Raises:
+        ValueError: x not contiguous; factor of another size or device.
+        TypeError: factor of another dtype.
+    """
+    if not x.is_contiguous():
+        raise ValueError(f"x must be contiguous, got strides {x.stride()} for {tuple(x.shape)}")
+    if factor.numel() != 1 or factor.device != x.device:
+        raise ValueError(
+            f"factor must be one element on {x.device}, got {tuple(factor.shape)} on "
+            f"{factor.device}"
+        )
+    if factor.dtype != x.dtype:
+        raise TypeError(f"factor is {factor.dtype}, x is {x.dtype}")
+    # Inductor fuses the plain form into one pass of its own.
+    if torch.compiler.is_compiling() or not use_triton(backend, x):
+        return (x * factor.reshape(())).to(dtype)
+    out = torch.empty_like(x, dtype=dtype)
+    if x.numel():
+        with on_device_of(x):
+            grid = (triton.cdiv(x.numel(), _BLOCK),)
+            _scale_kernel[grid](x, factor, out, x.numel(), BLOCK=_BLOCK, num_warps=8)
+    return out

@@ -1,0 +1,423 @@
+"""Gated activation of the experts' rows, the routing weight fused in, forward and backward.
+
+In: h [R, 2I], the first grouped GEMM's output, rows sorted by expert; `weights` [R], the routing
+weights by slot (slot = token * K + choice); `order` [R] int32, row -> slot; `offs` [E] int32, the
+end row of each expert. Out: new tensors that the caller owns; nothing is kept here.
+
+    gate, up = h[r] (+ bias[expert of r]), concatenated halves or interleaved pairs
+    swiglu:          glu = silu(gate) * up
+    clamped_swiglu:  gate = min(gate, limit), up = clamp(up, -limit, limit)
+                     glu = gate * sigmoid(alpha * gate) * (up + 1)
+    forward:         act[r] = w * glu                                w = weights[order[r]]
+    backward:        dh[r] = w * da[r] * glu'(h[r])                  da = dL / d act[r]
+                     act[r] again, for the down-projection's weight gradient
+                     dw[order[r]] = sum_i da[r, i] * glu[r, i]       the routing weight's gradient
+
+The mathematics is in fp32 (fp64 for fp64 tensors) with one rounding to the output's dtype. Row r is
+live if r < offs[-1]; the others (sentinels) are not read, and are written as zeros in every output.
+
+Bytes of memory traffic, bf16: forward 6I a row (read 2I, write I elements), backward 12I (read 3I,
+write 3I). For R = 131072 and I = 768 that is 0.60 and 1.21 GB: 0.15 and 0.30 ms at 4 TB/s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from forebay.kernels.launch import Backend, column_block, on_device_of, use_triton
+
+# Elements of a program's tile in the [R, I] plane: 16 a thread and operand on 4 warps. Not below
+# 1024: with less than a vector a thread, Triton may let two threads load the same element, and the
+# backward that writes over its inputs would race.
+_TILE = 2048
+_MAX_COLUMNS = 256
+_WARPS = 4
+
+
+@dataclass(frozen=True)
+class Glu:
+    """Which gated activation. `alpha` and `limit` are read by `clamped_swiglu` alone.
+
+    Raises:
+        ValueError: an unknown `kind`.
+    """
+
+    kind: str = "swiglu"
+    interleaved: bool = False
+    alpha: float = 1.702
+    limit: float = 7.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("swiglu", "clamped_swiglu"):
+            raise ValueError(f"activation must be 'swiglu' or 'clamped_swiglu', got {self.kind!r}")
+
+
+@triton.jit
+def _load_gate_up(
+    h_ptr,
+    bias_ptr,
+    rows,
+    expert,
+    live,
+    start,
+    N_INNER: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
+    """Gate and up [BLOCK_R, BLOCK_I] from column `start` on, in fp32; zero where not live."""
+    base = rows[:, None] * (2 * N_INNER)
+    bias_base = expert[:, None] * (2 * N_INNER)
+    if INTERLEAVED:
+        # Pairs are read as they lie, in whole vectors, and split in registers.
+        cols = 2 * start + tl.arange(0, 2 * BLOCK_I)[None, :]
+        mask = live[:, None] & (cols < 2 * N_INNER)
+        pairs = tl.load(h_ptr + base + cols, mask=mask, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            pairs += tl.load(bias_ptr + bias_base + cols, mask=mask, other=0.0).to(tl.float32)
+        gate, up = tl.split(tl.reshape(pairs, (BLOCK_R, BLOCK_I, 2)))
+    else:
+        cols = start + tl.arange(0, BLOCK_I)[None, :]
+        mask = live[:, None] & (cols < N_INNER)
+        gate = tl.load(h_ptr + base + cols, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(h_ptr + base + N_INNER + cols, mask=mask, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            bias_cols = bias_ptr + bias_base + cols
+            gate += tl.load(bias_cols, mask=mask, other=0.0).to(tl.float32)
+            up += tl.load(bias_cols + N_INNER, mask=mask, other=0.0).to(tl.float32)
+    return gate, up
+
+
+@triton.jit
+def _glu_parts(gate, up, alpha, limit, CLAMPED: tl.constexpr):
+    """silu-like factor, its derivative, the up factor, and where gate and up pass a gradient."""
+    if CLAMPED:
+        # tl.minimum drops a NaN; torch.clamp keeps it, and a NaN must stay visible.
+        gate_passes = ~(gate > limit)
+        up_passes = ~((up > limit) | (up < -limit))
+        gate = tl.where(gate_passes, gate, limit)
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + 1.0
+        sig = tl.sigmoid(alpha * gate)
+        slope = sig * (1.0 + alpha * gate * (1.0 - sig))
+        return gate * sig, tl.where(gate_passes, slope, 0.0), up, tl.where(up_passes, 1.0, 0.0)
+    else:
+        sig = tl.sigmoid(gate)
+        return gate * sig, sig * (1.0 + gate * (1.0 - sig)), up, tl.full((), 1.0, tl.float32)
+
+
+@triton.jit
+def _forward_kernel(
+    h_ptr,
+    weights_ptr,
+    order_ptr,
+    n_live_ptr,
+    bias_ptr,
+    row_expert_ptr,
+    act_ptr,
+    n_rows,
+    alpha,
+    limit,
+    N_INNER: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
+    """One [BLOCK_R, BLOCK_I] tile of act; see the module docstring."""
+    # Scalars are fp32 in eager Triton and fp64 under Inductor: pin them.
+    alpha = tl.cast(alpha, tl.float32)
+    limit = tl.cast(limit, tl.float32)
+    # R * 2I passes 2**31 for 1M rows of 1536: row offsets are 64-bit.
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    start = tl.program_id(1) * BLOCK_I
+    live = rows < tl.load(n_live_ptr)
+    slot = tl.load(order_ptr + rows, mask=live, other=0)
+    w = tl.load(weights_ptr + slot, mask=live, other=0.0).to(tl.float32)
+    expert = rows * 0
+    if HAS_BIAS:
+        expert += tl.load(row_expert_ptr + rows, mask=live, other=0)
+    gate, up = _load_gate_up(
+        h_ptr, bias_ptr, rows, expert, live, start, N_INNER, INTERLEAVED, HAS_BIAS, BLOCK_R, BLOCK_I
+    )
+    silu, _, up, _ = _glu_parts(gate, up, alpha, limit, CLAMPED)
+    act = (silu * up * w[:, None]).to(act_ptr.dtype.element_ty)
+    cols = start + tl.arange(0, BLOCK_I)[None, :]
+    inside = (rows < n_rows)[:, None] & (cols < N_INNER)
+    tl.store(act_ptr + rows[:, None] * N_INNER + cols, act, mask=inside)
+
+
+@triton.jit
+def _backward_kernel(
+    h_ptr,
+    da_ptr,
+    weights_ptr,
+    order_ptr,
+    n_live_ptr,
+    bias_ptr,
+    row_expert_ptr,
+    dh_ptr,
+    act_ptr,
+    dw_ptr,
+    n_rows,
+    alpha,
+    limit,
+    N_INNER: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    WRITE_DH: tl.constexpr,
+    WRITE_ACT: tl.constexpr,
+    WRITE_DW: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
+    """BLOCK_R whole rows, so that dw needs neither a second pass nor an atomic.
+
+    dh may be h itself and act may be da: a tile is read before the same tile is written.
+    """
+    alpha = tl.cast(alpha, tl.float32)
+    limit = tl.cast(limit, tl.float32)
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    live = rows < tl.load(n_live_ptr)
+    # A sentinel's slot is read too: its dw is zero, and every slot belongs to exactly one row.
+    slot = tl.load(order_ptr + rows, mask=rows < n_rows, other=0)
+    w = tl.load(weights_ptr + slot, mask=live, other=0.0).to(tl.float32)[:, None]
+    expert = rows * 0
+    if HAS_BIAS:
+        expert += tl.load(row_expert_ptr + rows, mask=live, other=0)
+    row_inside = (rows < n_rows)[:, None]
+    dw = tl.zeros((BLOCK_R, BLOCK_I), tl.float32)
+    for start in range(0, N_INNER, BLOCK_I):
+        cols = start + tl.arange(0, BLOCK_I)[None, :]
+        inside = row_inside & (cols < N_INNER)
+        at = rows[:, None] * N_INNER + cols
+        da = tl.load(da_ptr + at, mask=inside & live[:, None], other=0.0).to(tl.float32)
+        gate, up = _load_gate_up(
+            h_ptr, bias_ptr, rows, expert, live, start, N_INNER,
+            INTERLEAVED, HAS_BIAS, BLOCK_R, BLOCK_I,
+        )  # fmt: skip
+        silu, slope, up, up_slope = _glu_parts(gate, up, alpha, limit, CLAMPED)
+        glu = silu * up
+        if WRITE_DW:
+            dw += da * glu
+        if WRITE_DH:
+            wda = w * da
+            d_gate = (wda * up * slope).to(dh_ptr.dtype.element_ty)
+            d_up = (wda * silu * up_slope).to(dh_ptr.dtype.element_ty)
+            base = dh_ptr + rows[:, None] * (2 * N_INNER)
+            if INTERLEAVED:
+                pairs = tl.reshape(tl.join(d_gate, d_up), (BLOCK_R, 2 * BLOCK_I))
+                pair_cols = 2 * start + tl.arange(0, 2 * BLOCK_I)[None, :]
+                tl.store(base + pair_cols, pairs, mask=row_inside & (pair_cols < 2 * N_INNER))
+            else:
+                tl.store(base + cols, d_gate, mask=inside)
+                tl.store(base + N_INNER + cols, d_up, mask=inside)
+        if WRITE_ACT:
+            tl.store(act_ptr + at, (glu * w).to(act_ptr.dtype.element_ty), mask=inside)
+    if WRITE_DW:
+        tl.store(dw_ptr + slot, tl.sum(dw, 1), mask=rows < n_rows)
+
+
+def swiglu_forward(
+    h: Tensor,
+    weights: Tensor,
+    order: Tensor,
+    offs: Tensor,
+    glu: Glu,
+    *,
+    bias: Tensor | None = None,
+    row_expert: Tensor | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """act [R, I] in h's dtype.
+
+    Args:
+        h: [R, 2I], any strides (made contiguous if it is not).
+        weights: [R] (or [T, K] with T*K = R) by slot, any floating dtype.
+        order: [R] int32, row -> slot; a permutation.
+        offs: [E] int32 on h's device, end row of each expert; rows from offs[-1] on are sentinels.
+        bias: [E, 2I], laid out as h's columns, added before the activation.
+        row_expert: [R] int32, the expert of each live row; needed with `bias`.
+
+    Raises:
+        ValueError: shapes that do not fit, or bias without row_expert.
+    """
+    h, weights, bias = _prepare(h, weights, order, bias, row_expert)
+    rows, inner = h.shape[0], h.shape[1] // 2
+    if not use_triton(backend, h):
+        live = _live(h, offs)
+        silu, _, up, _ = _reference_parts(h, glu, bias, row_expert, live)
+        w = weights[order.long()].to(silu.dtype).unsqueeze(1)
+        return torch.where(live, silu * up * w, 0.0).to(h.dtype)
+    act = torch.empty((rows, inner), dtype=h.dtype, device=h.device)
+    if act.numel() == 0:
+        return act
+    block_r, block_i = _tile(inner)
+    with on_device_of(h):
+        _forward_kernel[(triton.cdiv(rows, block_r), triton.cdiv(inner, block_i))](
+            h,
+            weights,
+            order,
+            offs[-1:],
+            bias,
+            row_expert,
+            act,
+            rows,
+            glu.alpha,
+            glu.limit,
+            N_INNER=inner,
+            CLAMPED=glu.kind == "clamped_swiglu",
+            INTERLEAVED=glu.interleaved,
+            HAS_BIAS=bias is not None,
+            BLOCK_R=block_r,
+            BLOCK_I=block_i,
+            num_warps=_WARPS,
+        )
+    return act
+
+
+def swiglu_backward(
+    h: Tensor,
+    da: Tensor,
+    weights: Tensor,
+    order: Tensor,
+    offs: Tensor,
+    glu: Glu,
+    *,
+    bias: Tensor | None = None,
+    row_expert: Tensor | None = None,
+    need_dh: bool = True,
+    need_act: bool = True,
+    need_dw: bool = True,
+    over_h: bool = False,
+    over_da: bool = False,
+    backend: Backend = "auto",
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(dh [R, 2I] in h's dtype, act [R, I] in da's dtype, dw [R] fp32 by slot); None if not needed.
+
+    Args:
+        da: [R, I], the gradient with respect to act.
+        over_h, over_da: write dh over h, act over da: the caller gives those tensors up. They save
+            4RI and 2RI bytes of peak (bf16).
+        others: as in `swiglu_forward`.
+
+    Raises:
+        ValueError: shapes that do not fit, bias without row_expert, or a non-contiguous tensor to
+            be written over.
+    """
+    if (over_h and not h.is_contiguous()) or (over_da and not da.is_contiguous()):
+        raise ValueError("a tensor that is written over must be contiguous")
+    h, weights, bias = _prepare(h, weights, order, bias, row_expert)
+    da = da.contiguous()
+    rows, inner = h.shape[0], h.shape[1] // 2
+    if da.shape != (rows, inner):
+        raise ValueError(f"da must be {(rows, inner)} for h {tuple(h.shape)}, got {tuple(da.shape)}")
+    compute = torch.float64 if h.dtype == torch.float64 else torch.float32
+    dh = (h if over_h else torch.empty_like(h)) if need_dh else None
+    act = (da if over_da else torch.empty_like(da)) if need_act else None
+    dw = torch.empty(rows, dtype=compute, device=h.device) if need_dw else None
+    if not use_triton(backend, h):
+        live = _live(h, offs)
+        silu, slope, up, up_slope = _reference_parts(h, glu, bias, row_expert, live)
+        w = weights[order.long()].to(compute).unsqueeze(1)
+        da_f = torch.where(live, da.to(compute), 0.0)
+        if dw is not None:
+            dw[order.long()] = torch.where(live, da_f * silu * up, 0.0).sum(1)
+        if act is not None:
+            act.copy_(torch.where(live, silu * up * w, 0.0))
+        if dh is not None:
+            d_gate = torch.where(live, w * da_f * up * slope, 0.0)
+            d_up = torch.where(live, w * da_f * silu * up_slope, 0.0)
+            gate_out, up_out = _halves(dh, glu)
+            gate_out.copy_(d_gate)
+            up_out.copy_(d_up)
+        return dh, act, dw
+    if rows == 0:
+        return dh, act, dw
+    block_r, block_i = _tile(inner)
+    with on_device_of(h):
+        _backward_kernel[(triton.cdiv(rows, block_r),)](
+            h,
+            da,
+            weights,
+            order,
+            offs[-1:],
+            bias,
+            row_expert,
+            dh,
+            act,
+            dw,
+            rows,
+            glu.alpha,
+            glu.limit,
+            N_INNER=inner,
+            CLAMPED=glu.kind == "clamped_swiglu",
+            INTERLEAVED=glu.interleaved,
+            HAS_BIAS=bias is not None,
+            WRITE_DH=need_dh,
+            WRITE_ACT=need_act,
+            WRITE_DW=need_dw,
+            BLOCK_R=block_r,
+            BLOCK_I=block_i,
+            num_warps=_WARPS,
+        )
+    return dh, act, dw
+
+
+def _tile(inner: int) -> tuple[int, int]:
+    block_i = column_block(inner, _MAX_COLUMNS)
+    return _TILE // block_i, block_i
+
+
+def _prepare(
+    h: Tensor, weights: Tensor, order: Tensor, bias: Tensor | None, row_expert: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    if h.dim() != 2 or h.shape[1] % 2:
+        raise ValueError(f"h must be [R, 2I], got {tuple(h.shape)}")
+    if weights.numel() != h.shape[0] or order.shape != h.shape[:1]:
+        raise ValueError(
+            f"h {tuple(h.shape)} needs {h.shape[0]} weights and order [{h.shape[0]}], "
+            f"got {tuple(weights.shape)} and {tuple(order.shape)}"
+        )
+    if bias is not None and row_expert is None:
+        raise ValueError("bias needs row_expert, the expert of each row")
+    weights = weights.reshape(-1).contiguous()
+    return h.contiguous(), weights, None if bias is None else bias.contiguous()
+
+
+def _live(h: Tensor, offs: Tensor) -> Tensor:
+    return (torch.arange(h.shape[0], device=h.device) < offs[-1]).unsqueeze(1)
+
+
+def _halves(t: Tensor, glu: Glu) -> tuple[Tensor, Tensor]:
+    """Views of gate and up in a [R, 2I] tensor."""
+    if glu.interleaved:
+        return t[:, ::2], t[:, 1::2]
+    half = t.shape[1] // 2
+    return t[:, :half], t[:, half:]
+
+
+def _reference_parts(
+    h: Tensor, glu: Glu, bias: Tensor | None, row_expert: Tensor | None, live: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The plain PyTorch form of `_load_gate_up` and `_glu_parts`."""
+    h = torch.where(live, h.to(torch.float64 if h.dtype == torch.float64 else torch.float32), 0.0)
+    if bias is not None and row_expert is not None:
+        # A sentinel has no expert: clamp its index, its row is masked anyway.
+        h = h + bias[row_expert.long().clamp(0, bias.shape[0] - 1)].to(h.dtype)
+    gate, up = _halves(h, glu)
+    if glu.kind == "swiglu":
+        sig = torch.sigmoid(gate)
+        return gate * sig, sig * (1 + gate * (1 - sig)), up, torch.ones_like(up)
+    gate_passes, up_passes = ~(gate > glu.limit), ~(up.abs() > glu.limit)
+    gate = gate.clamp(max=glu.limit)
+    sig = torch.sigmoid(glu.alpha * gate)
+    slope = sig * (1 + glu.alpha * gate * (1 - sig)) * gate_passes
+    return gate * sig, slope, up.clamp(-glu.limit, glu.limit) + 1, up_passes.to(h.dtype)

@@ -1,0 +1,292 @@
+"""Linear layer and cross entropy in one, without ever holding the logits of all tokens.
+
+In: the last hidden states [T, H], the head's weight [V, H] and the targets [T]. Out: the scalar
+loss. The tokens are walked in chunks of C; a chunk's logits [C, V] become the loss and then, in
+place, their own gradient, which is multiplied into the gradients of hidden, weight and bias at
+once. What autograd keeps is those gradients; backward only scales them. The method (gradients in
+forward, chunks, in-place overwrite) is Liger-Kernel's `fused_linear_cross_entropy`.
+
+    for each chunk of C tokens:
+        logits  = hidden[chunk] @ weight.T (+ bias)       [C, V], in hidden's dtype, one buffer
+        loss   += sum of cross_entropy_(logits, targets)  logits now hold softmax - onehot
+        d_hidden[chunk] = logits @ weight
+        d_weight       += logits.T @ hidden[chunk]
+        d_bias         += column sums of logits
+
+Memory. T tokens, H hidden, V vocabulary, e bytes an element of hidden:
+- while it runs: one chunk of logits, at most max(256 MiB, e V H) bytes (`_pick_chunk`);
+- kept from forward to backward: 4 T H + 4 V H bytes (fp32), less what needs no gradient;
+- while backward runs: these and the gradients themselves, another e T H + e V H.
+A schedule that runs several forwards before the first backward holds one such set each.
+
+Why the gradients wait in fp32: adding chunks up in bf16 rounds d_weight once a chunk. Its error
+against fp64 (8192 tokens, H 128, V 2048, Zipf targets; torch's whole-batch bf16 GEMM: 1.7e-3) was
+2.7e-3 with 4 chunks, 3.6e-3 with 8, 5.4e-3 with 19 and 8.9e-3 with 64; with an fp32 sum it is
+torch's 1.7e-3 for any number of chunks. Kept in fp32 they are also rounded only once when
+`grad_output` is no power of two (1 / number of tokens, 1 / accumulation steps), and fp16 under a
+gradient scaler loses nothing to underflow. The pass over them in backward is the conversion to the
+weight's dtype; `grad_output` rides along, so it is read on the device and nobody waits for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forebay.kernels.cross_entropy import cross_entropy_
+from forebay.kernels.scale import scale
+
+# A quarter of a GiB of logits: at V = 32768 in bf16 4096 tokens, enough rows for full-speed GEMMs.
+_CHUNK_BYTES = 256 * 2**20
+# GEMM tiles are 128 or 256 rows: a chunk that is no multiple of it wastes part of its last tile.
+_CHUNK_MULTIPLE = 256
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    chunk_tokens: int | None = None,
+) -> Tensor:
+    """`F.cross_entropy(F.linear(hidden, weight, bias), targets)`, chunk by chunk.
+
+    Loss arithmetic is fp32, logits are rounded to hidden's dtype as `F.linear` rounds them. With
+    gradients disabled, or where no input needs one, only the loss is computed. Under autocast
+    hidden, weight and bias are cast as `F.linear` would cast them. No host synchronisation.
+
+    Args:
+        hidden: [T, H] bf16, fp16, fp32 or fp64. T may be 0.
+        weight: [V, H], dtype of hidden.
+        targets: [T] int64. One outside [0, V) other than `ignore_index` makes the loss NaN.
+        bias: [V], dtype of hidden.
+        ignore_index: targets that count for nothing.
+        reduction: "mean" over the targets not ignored (NaN with zero gradients where there are
+            none, as in torch), or "sum".
+        chunk_tokens: tokens a chunk; by default chosen from V, H and the dtype.
+
+    Returns:
+        Scalar in fp32 (fp64 for fp64 inputs). `backward` may run more than once with
+        `retain_graph=True`; with `create_graph=True` it raises RuntimeError.
+
+    Raises:
+        ValueError: shapes that do not fit, tensors on two devices, an unknown reduction,
+            chunk_tokens below 1.
+        TypeError: differing or integer dtypes, targets not int64.
+    """
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f'reduction must be "mean" or "sum", got {reduction!r}')
+    device_type = hidden.device.type
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    _check(hidden, weight, targets, bias)
+    if chunk_tokens is None:
+        adds_up = weight.requires_grad and torch.is_grad_enabled()
+        chunk_tokens = _pick_chunk(hidden, vocab=weight.shape[0], d_weight=adds_up)
+    elif chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
+
+    wants_grad = [t is not None and t.requires_grad for t in (hidden, weight, bias)]
+    total: Tensor
+    if torch.is_grad_enabled() and any(wants_grad):
+        total = _LinearCrossEntropy.apply(hidden, weight, bias, targets, ignore_index, chunk_tokens)
+    else:
+        none = [False, False, False]
+        total = _sum_and_grads(hidden, weight, bias, targets, ignore_index, chunk_tokens, none)[0]
+    if reduction == "sum":
+        return total
+    # Counted on the device. `where` keeps the gradient of a batch without targets 0, not NaN.
+    count = (targets != ignore_index).sum()
+    return torch.where(count > 0, total / count.clamp(min=1), float("nan"))
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Sum of the losses; its gradients are made in forward and scaled in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        ignore_index: int,
+        chunk_tokens: int,
+    ) -> Tensor:
+        needs = list(ctx.needs_input_grad[:3])
+        total, *grads = _sum_and_grads(
+            hidden, weight, bias, targets, ignore_index, chunk_tokens, needs
+        )
+        ctx.save_for_backward(*grads)
+        ctx.dtype = hidden.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        # Autograd's own `once_differentiable` is silent when grad_output is a constant.
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                "linear_cross_entropy is differentiable once: create_graph=True would drop the "
+                "second derivative"
+            )
+        # Out of place: with retain_graph the saved gradients must survive this call.
+        scaled = [
+            scale(grad, grad_output, ctx.dtype) if needed else None
+            for grad, needed in zip(ctx.saved_tensors, ctx.needs_input_grad[:3], strict=True)
+        ]
+        return (*scaled, None, None, None)
+
+
+@torch.library.custom_op("forebay::linear_cross_entropy", mutates_args=())
+def _sum_and_grads(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    ignore_index: int,
+    chunk_tokens: int,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Custom op (so that compiled callers need no graph break) around `_walk_chunks`."""
+    return _walk_chunks(hidden, weight, bias, targets, ignore_index, chunk_tokens, needs)
+
+
+@_sum_and_grads.register_fake
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    ignore_index: int,
+    chunk_tokens: int,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _empty_results(hidden, weight, needs)
+
+
+def _empty_results(
+    hidden: Tensor, weight: Tensor, needs: list[bool]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Uninitialised (total, d_hidden, d_weight, d_bias), empty where no gradient is needed."""
+    acc = _accumulator_dtype(hidden.dtype)
+    shapes = [hidden.shape, weight.shape, weight.shape[:1]]
+    d_hidden, d_weight, d_bias = (
+        hidden.new_empty(shape if needed else (0,), dtype=acc)
+        for shape, needed in zip(shapes, needs, strict=True)
+    )
+    return hidden.new_empty((), dtype=acc), d_hidden, d_weight, d_bias
+
+
+def _walk_chunks(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    ignore_index: int,
+    chunk_tokens: int,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sum of the losses and the gradients that `needs` (hidden, weight, bias) asks for.
+
+    Results are fp32 (fp64 for fp64 inputs); a gradient not needed is an empty tensor.
+    """
+    need_hidden, need_weight, need_bias = needs
+    total, d_hidden, d_weight, d_bias = _empty_results(hidden, weight, needs)
+    total.zero_()
+    if need_bias:
+        d_bias.zero_()
+    tokens = hidden.shape[0]
+    if tokens == 0:
+        d_weight.zero_()
+        return total, d_hidden, d_weight, d_bias
+
+    buffer = hidden.new_empty(min(chunk_tokens, tokens), weight.shape[0])
+    # The dtypes are settled by now: autocast must not touch the fp32 accumulation.
+    with torch.autocast(hidden.device.type, enabled=False):
+        for start in range(0, tokens, chunk_tokens):
+            chunk = slice(start, min(start + chunk_tokens, tokens))
+            x = hidden[chunk]
+            logits = buffer[: x.shape[0]]
+            if bias is None:
+                torch.mm(x, weight.t(), out=logits)
+            else:
+                torch.addmm(bias, x, weight.t(), out=logits)
+            losses = cross_entropy_(
+                logits, targets[chunk], ignore_index=ignore_index, write_grad=any(needs)
+            )
+            total += losses.sum()
+            if need_hidden:
+                _matmul_into(d_hidden[chunk], logits, weight, add=False)
+            if need_weight:
+                _matmul_into(d_weight, logits.t(), x, add=start > 0)
+            if need_bias:
+                d_bias += logits.sum(0, dtype=d_bias.dtype)
+    return total, d_hidden, d_weight, d_bias
+
+
+def _matmul_into(out: Tensor, a: Tensor, b: Tensor, *, add: bool) -> None:
+    """out = a @ b, or out += a @ b; `out` may be wider (fp32) than a and b, and is not rounded."""
+    beta = int(add)  # with 0 the old content is not read, so `out` may be uninitialised
+    if a.dtype == out.dtype:
+        torch.addmm(out, a, b, beta=beta, out=out)
+    elif a.is_cuda:
+        torch.addmm(out, a, b, out_dtype=out.dtype, beta=beta, out=out)
+    else:
+        # The CPU has no GEMM of bf16 into fp32.
+        torch.addmm(out, a.to(out.dtype), b.to(out.dtype), beta=beta, out=out)
+
+
+def _accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _pick_chunk(hidden: Tensor, *, vocab: int, d_weight: bool) -> int:
+    """Tokens a chunk: as even as can be, with logits of at most max(256 MiB, size of the weight).
+
+    Each chunk reads and writes the fp32 d_weight [V, H] once. A chunk of H tokens or more keeps
+    that traffic an eighth or less of the chunk's three GEMMs, so with a vocabulary so large that
+    256 MiB holds fewer tokens than H, the chunk grows to H tokens (its logits are then half as
+    large as the fp32 d_weight). Without d_weight there is no such traffic and 256 MiB it is.
+    """
+    tokens, width = hidden.shape
+    limit = max(1, _CHUNK_BYTES // (vocab * hidden.element_size()))
+    if d_weight:
+        limit = max(limit, width)
+    if limit >= tokens:
+        return max(tokens, 1)
+    chunks = -(-tokens // limit)
+    even = -(-tokens // chunks)
+    if limit < _CHUNK_MULTIPLE:
+        return even
+    return min(-(-even // _CHUNK_MULTIPLE), limit // _CHUNK_MULTIPLE) * _CHUNK_MULTIPLE
+
+
+def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
+    if hidden.dim() != 2:
+        raise ValueError(f"hidden must be [T, H], got {tuple(hidden.shape)}")
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[1] or weight.shape[0] < 1:
+        raise ValueError(
+            f"weight must be [V, {hidden.shape[1]}] for hidden {tuple(hidden.shape)}, "
+            f"got {tuple(weight.shape)}"
+        )
+    if targets.shape != hidden.shape[:1]:
+        raise ValueError(f"targets must be [{hidden.shape[0]}], got {tuple(targets.shape)}")
+    if targets.dtype != torch.int64:
+        raise TypeError(f"targets must be int64, got {targets.dtype}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias must be [{weight.shape[0]}], got {tuple(bias.shape)}")
+    if not hidden.is_floating_point():
+        raise TypeError(f"hidden must be floating point, got {hidden.dtype}")
+    for name, other in (("weight", weight), ("bias", bias)):
+        if other is not None and other.dtype != hidden.dtype:
+            raise TypeError(f"{name} is {other.dtype}, hidden is {hidden.dtype}")
+    for name, other in (("weight", weight), ("bias", bias), ("targets", targets)):
+        if other is not None and other.device != hidden.device:
+            raise ValueError(f"{name} is on {other.device}, hidden on {hidden.device}")

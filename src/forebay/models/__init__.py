@@ -1,0 +1,1 @@
+"""Adapters from Hugging Face modules; no modeling code of its own."""

@@ -1,0 +1,232 @@
+"""Hugging Face causal language models with the loss fused into the head.
+
+In: a `*ForCausalLM` instance. Out: the same instance, whose `forward(labels=...)` hands the last
+hidden states to `forebay.loss.linear_cross_entropy` instead of making logits for all tokens, and
+returns the family's own output class with `logits=None`. Without labels the original forward runs.
+
+    model.forward(input_ids, ..., labels) -> lm.model(input_ids, ...) -> hidden [B, S, H]
+        -> model.lm_head(hidden, targets) -> loss (+ router_aux_loss_coef * auxiliary loss)
+
+The two overrides, `model.forward` and `model.lm_head.forward`, are attributes of the instances and
+all the state there is; `restore()` deletes them. The loss runs *inside* a call of the head because
+that is where FSDP2's hooks gather the weight before and scatter its gradient after.
+
+A model is taken only if what its class's forward does around the loss is known here: the class is
+in `_FAMILIES`, its loss is transformers' `ForCausalLMLoss`, its head is a plain `nn.Linear`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from forebay.loss import linear_cross_entropy
+
+# Class name -> does its forward add the router's auxiliary loss? (Read in transformers 5.17.)
+_FAMILIES = {
+    "DeepseekV2ForCausalLM": False,
+    "DeepseekV3ForCausalLM": False,
+    "Glm4MoeForCausalLM": False,
+    "GptOssForCausalLM": True,
+    "LlamaForCausalLM": False,
+    "MistralForCausalLM": False,
+    "MixtralForCausalLM": True,
+    "OlmoeForCausalLM": True,
+    "Qwen2ForCausalLM": False,
+    "Qwen3ForCausalLM": False,
+    "Qwen3MoeForCausalLM": True,
+}
+# Configuration fields that change the logits after the head: Gemma, Cohere, Granite and others.
+_LOGIT_TRANSFORMS = (
+    "final_logit_softcapping",
+    "logit_scale",
+    "logits_scaling",
+    "lm_head_multiplier",
+)
+
+
+def install_fused_loss(model: nn.Module) -> Callable[[], None]:
+    """Make `model(labels=...)` compute its loss without logits, until the returned call undoes it.
+
+    With labels (int64 [B, S]), the loss equals the original's up to rounding: shifted labels or a
+    given `shift_labels`, `num_items_in_batch`, `ignore_index` and `logits_to_keep` count as
+    they do there, and the router's auxiliary loss is added under `output_router_logits`. The output
+    has `logits=None`, in evaluation too. Without labels nothing changes.
+
+    Args:
+        model: a transformers model of a class in `_FAMILIES` (FSDP2's subclasses included), with
+            neither `forward` nor `lm_head.forward` replaced on the instance.
+
+    Returns:
+        restore(): removes the overrides. Calling it again does nothing. RuntimeError if someone
+        has replaced `forward` on top since.
+
+    Raises:
+        ValueError: naming what is not supported: the class, a transformation of the logits, a
+            custom loss function, a head that is no plain linear layer, an override in the way.
+    """
+    family = _family(model)
+    lm: Any = model  # its attributes are those of its family, which nn.Module does not declare
+    head: Any = lm.lm_head
+    original: Callable[..., Any] = lm.forward
+    parameters = inspect.signature(original).parameters.values()
+    names = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
+    module = sys.modules[family.__module__]
+    adds_aux = _FAMILIES[family.__name__]
+    output_name = "MoeCausalLMOutputWithPast" if adds_aux else "CausalLMOutputWithPast"
+    output_class = getattr(module, output_name)
+
+    # `wraps` keeps the signature: Trainer reads it to decide which columns of a dataset to keep.
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        labels = given.pop("labels", None)
+        if labels is None:
+            return original(*args, **kwargs)
+        if len(given) + 1 < len(args) + len(kwargs):
+            # Too many arguments, or one given twice: Python's own TypeError comes from there.
+            return original(*args, **kwargs)
+        return_dict = given.pop("return_dict", None)
+        logits_to_keep = given.pop("logits_to_keep", 0)
+        if adds_aux and given.get("output_router_logits") is None:
+            given["output_router_logits"] = lm.config.output_router_logits
+
+        outputs = lm.model(**given)
+        hidden = outputs.last_hidden_state
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        loss = _loss(head, hidden[:, kept, :], labels, **given)
+        fields = {
+            "past_key_values": outputs.past_key_values,
+            "hidden_states": outputs.hidden_states,
+            "attentions": outputs.attentions,
+        }
+        if adds_aux:
+            fields["router_logits"] = outputs.router_logits
+            if given["output_router_logits"]:
+                aux_loss = module.load_balancing_loss_func(
+                    outputs.router_logits,
+                    lm.num_experts,
+                    lm.num_experts_per_tok,
+                    given.get("attention_mask"),
+                )
+                fields["aux_loss"] = aux_loss
+                loss = loss + lm.router_aux_loss_coef * aux_loss.to(loss.device)
+        output = output_class(loss=loss, logits=None, **fields)
+        if return_dict is None:
+            return_dict = lm.config.return_dict
+        return output if return_dict else output.to_tuple()
+
+    head_original: Callable[..., Tensor] = head.forward
+
+    @functools.wraps(head_original)
+    def head_forward(hidden: Tensor, targets: Tensor | None = None, **options: Any) -> Tensor:
+        if targets is None:
+            return head_original(hidden)
+        if isinstance(head.weight, DTensor):
+            raise ValueError(
+                "fused loss: lm_head.weight is a DTensor inside the head's own call (tensor "
+                "parallelism), which is not supported"
+            )
+        return linear_cross_entropy(hidden, head.weight, targets, bias=head.bias, **options)
+
+    lm.forward = forward
+    head.forward = head_forward
+
+    def restore() -> None:
+        ours = ((lm, forward), (head, head_forward))
+        present = [(owner, f) for owner, f in ours if "forward" in vars(owner)]
+        for owner, f in present:
+            if vars(owner)["forward"] is not f:
+                raise RuntimeError(
+                    f"{type(owner).__name__}.forward was replaced after the fused loss was "
+                    "installed: undo that first"
+                )
+        for owner, _ in present:
+            del owner.forward
+
+    return restore
+
+
+def _loss(
+    head: nn.Module,
+    hidden: Tensor,
+    labels: Tensor,
+    *,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """`transformers.loss.loss_utils.ForCausalLMLoss` on hidden states [B, S, H]."""
+    if shift_labels is None:
+        # Token n predicts label n + 1; the last one predicts nothing.
+        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    targets = shift_labels.reshape(-1).to(hidden.device)
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    loss = head(
+        hidden.reshape(-1, hidden.shape[-1]),
+        targets,
+        ignore_index=ignore_index,
+        reduction=reduction,
+    )
+    if num_items_in_batch is None:
+        return loss
+    if isinstance(num_items_in_batch, Tensor):
+        num_items_in_batch = num_items_in_batch.to(loss.device)
+    return loss / num_items_in_batch
+
+
+def _family(model: nn.Module) -> type[nn.Module]:
+    """The transformers class whose forward `model` runs; ValueError if the loss cannot be fused."""
+    name = type(model).__name__
+    config = getattr(model, "config", None)
+    for field in _LOGIT_TRANSFORMS:
+        if getattr(config, field, None) is not None:
+            raise ValueError(
+                f"fused loss: {name} transforms its logits (config.{field}="
+                f"{getattr(config, field)!r}), which is not supported"
+            )
+    # FSDP2 and parametrisations make a subclass on the fly, so look for the class among the bases.
+    family = next(
+        (
+            base
+            for base in type(model).__mro__
+            if base.__name__ in _FAMILIES and base.__module__.startswith("transformers.models.")
+        ),
+        None,
+    )
+    if family is None:
+        raise ValueError(
+            f"fused loss: {name} is not a supported model; supported are {', '.join(_FAMILIES)}"
+        )
+    if inspect.getattr_static(type(model), "forward") is not family.forward:
+        raise ValueError(
+            f"fused loss: {name} overrides the forward of {family.__name__}, whose loss it would "
+            "replace"
+        )
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    if model.loss_function is not ForCausalLMLoss:
+        raise ValueError(
+            f"fused loss: {name} has a custom loss_function ({model.loss_function!r}); only "
+            "transformers' ForCausalLMLoss can be fused"
+        )
+    head: nn.Module = model.lm_head  # type: ignore[assignment]
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+        raise ValueError(
+            f"fused loss: lm_head is a {type(head).__name__}, not a plain torch.nn.Linear "
+            "(an adapter or a quantised layer cannot be fused)"
+        )
+    for path, owner in (("forward", model), ("lm_head.forward", head)):
+        if "forward" in vars(owner):
+            raise ValueError(
+                f"fused loss: {path} of this {name} is already replaced on the instance (by a "
+                "fused loss, Accelerate or a hook); install the fused loss before that"
+            )
+    return family

@@ -1,0 +1,415 @@
+"""Hugging Face decoder layers as two halves: attention, and MoE (or dense MLP).
+
+In: a model whose decoder layers are of a class in `_LAYERS`. Out: the same model, each layer's
+`forward` replaced on the instance by one that calls
+
+    x2 = x + self_attn(input_layernorm(x))                                     attention half
+    x3, logits, ids = x2 + mlp(post_attention_layernorm(x2)), router outputs   MoE half
+
+through two `HalfSlot`s. A half is a function of tensors and of its layer's modules: it returns all
+it makes, the router's outputs included, and writes nowhere, so it may be compiled, run under
+`saved_tensors_hooks`, or run again in backward. What is done *with* the router's outputs (its
+forward hooks: transformers' `output_router_logits`, `forebay.models.router.RouterStats`) happens
+outside a compiled half, once per forward.
+
+The slots are owned by `Halves`, which lives as long as its owner keeps it; `uninstall()` deletes
+the instance attributes and all state is gone. A layer runs its original forward when it is asked
+for attention weights or given a KV cache.
+
+The MoE blocks are spelled out here (router, experts, shared experts) instead of calling the
+block's own forward: that is how the router's outputs get out of a compiled graph.
+"""
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forebay.models.compile import check_compiler, compile_half
+
+# Decoder layers whose forward is exactly the two residual halves (read in transformers 5.17).
+_LAYERS = (
+    "DeepseekV2DecoderLayer",
+    "DeepseekV3DecoderLayer",
+    "Glm4MoeDecoderLayer",
+    "GptOssDecoderLayer",
+    "LlamaDecoderLayer",
+    "MixtralDecoderLayer",
+    "OlmoeDecoderLayer",
+    "Qwen3DecoderLayer",
+    "Qwen3MoeDecoderLayer",
+)
+# Their MLPs: MoE block -> (name of its router, name of its shared experts or None) ...
+_MOE_BLOCKS: dict[str, tuple[str, str | None]] = {
+    "DeepseekV2Moe": ("gate", "shared_experts"),
+    "DeepseekV3MoE": ("gate", "shared_experts"),
+    "Glm4MoeMoE": ("gate", "shared_experts"),
+    "GptOssMLP": ("router", None),
+    "MixtralSparseMoeBlock": ("gate", None),
+    "OlmoeSparseMoeBlock": ("gate", None),
+    "Qwen3MoeSparseMoeBlock": ("gate", None),
+}
+# ... and dense ones, which map a tensor to a tensor.
+_DENSE_BLOCKS = (
+    "DeepseekV2MLP",
+    "DeepseekV3MLP",
+    "Glm4MoeMLP",
+    "LlamaMLP",
+    "Qwen3MLP",
+    "Qwen3MoeMLP",
+)
+# Keywords that a model hands down to its layers and that no attention reads. A compiled half must
+# not see them: num_items_in_batch differs each step and would compile it anew.
+_NOT_FOR_ATTENTION = frozenset(
+    {
+        "labels",
+        "num_items_in_batch",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "past_key_values",
+        "return_dict",
+        "shift_labels",
+        "use_cache",
+    }
+)
+
+MoeOutput = tuple[Tensor, Tensor | None, Tensor | None]
+
+
+@dataclass(frozen=True, eq=False)
+class MoeBlock:
+    """The parts of a transformers MoE block; `path` is the block's module path."""
+
+    path: str
+    router: nn.Module
+    """Returns (logits [T, E], weights [T, K], ids [T, K] int64) of [T, H]."""
+    experts: nn.Module
+    shared: nn.Module | None
+
+
+def attention_half(layer: Any, direct: bool, x: Tensor, **kwargs: Any) -> Tensor:
+    """x + self_attn(input_layernorm(x)) of a decoder layer; x and the result are [B, S, H].
+
+    `direct` goes around the module hooks of `self_attn`, which a compiled half must not run.
+    """
+    attention = layer.self_attn.forward if direct else layer.self_attn
+    return x + attention(hidden_states=layer.input_layernorm(x), **kwargs)[0]
+
+
+def dense_half(layer: Any, x: Tensor) -> MoeOutput:
+    """x + mlp(post_attention_layernorm(x)) of a decoder layer; x is [B, S, H]."""
+    return x + layer.mlp(layer.post_attention_layernorm(x)), None, None
+
+
+def moe_half(layer: Any, router: Any, experts: Any, shared: Any, direct: bool, x: Tensor) -> MoeOutput:
+    """x + experts(post_attention_layernorm(x)) of a decoder layer, shared experts included.
+
+    Returns:
+        The sum [B, S, H], the router's logits [B * S, E] and its ids [B * S, K].
+    """
+    normed = layer.post_attention_layernorm(x)
+    route = router.forward if direct else router
+    # As in the blocks' own forwards: where there are shared experts, the router gets the unflattened
+    # tensor, before the experts' view is made. In another order, gradients would be added in another.
+    if shared is None:
+        rows = normed.view(-1, normed.shape[-1])
+        logits, weights, ids = route(rows)
+    else:
+        logits, weights, ids = route(normed)
+        rows = normed.view(-1, normed.shape[-1])
+    y = experts(rows, ids, weights).view(normed.shape)
+    if shared is not None:
+        y = y + shared(normed)
+    return x + y, logits, ids
+
+
+class HalfSlot:
+    """Where a half is called from its layer's forward.
+
+    Attributes:
+        path: module path of the half's main module, `...self_attn` or `...mlp`.
+        module: the decoder layer, all of whose parameters are weights to the half.
+        call: the half as it is called now: `call(x, attention_mask=..., position_embeddings=...,
+            ...) -> x2` for attention, `call(x2) -> (x3, logits | None, ids | None)` for the MLP.
+        light_recompute: for a MoE half whose experts are Forebay's: makes them save less (True) or
+            normally (False); None otherwise.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        module: nn.Module,
+        call: Callable[..., Any],
+        light_recompute: Callable[[bool], None] | None = None,
+    ):
+        self.path = path
+        self.module = module
+        self.call = call
+        self.light_recompute = light_recompute
+        self._bare = call
+
+    def wrap(self, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Put `wrapper(call)` in the place of `call`."""
+        self.call = wrapper(self.call)
+
+    def restore(self) -> None:
+        """Undo every `wrap`, and `light_recompute`."""
+        self.call = self._bare
+        if self.light_recompute is not None:
+            self.light_recompute(False)
+
+
+class Halves(dict[str, HalfSlot]):
+    """Slots by path, in the order in which a forward pass meets them, and the layers they sit in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._layers: list[tuple[nn.Module, _TwoHalves]] = []
+
+    def uninstall(self) -> None:
+        """Give every layer its own forward back. Calling it again does nothing.
+
+        Raises:
+            RuntimeError: someone replaced a layer's forward on top; nothing is undone then.
+        """
+        for layer, ours in self._layers:
+            if layer.__dict__.get("forward") is not ours:
+                raise RuntimeError(
+                    f"{type(layer).__name__}.forward was replaced after the halves were installed: "
+                    "undo that first"
+                )
+        for layer, _ in self._layers:
+            del layer.__dict__["forward"]
+        for slot in self.values():
+            slot.restore()
+        self._layers = []
+
+    def add(self, layer: nn.Module, ours: "_TwoHalves") -> None:
+        for slot in (ours.attention, ours.mlp):
+            self[slot.path] = slot
+        self._layers.append((layer, ours))
+        layer.__dict__["forward"] = ours
+
+
+class _TwoHalves:
+    """The forward of one decoder layer: its two slots, and what has to happen around them."""
+
+    def __init__(
+        self, layer: nn.Module, attention: HalfSlot, mlp: HalfSlot, block: MoeBlock | None, compiled: bool
+    ):
+        self.attention = attention
+        self.mlp = mlp
+        self._layer = layer
+        self._original = partial(type(layer).forward, layer)
+        self._names = tuple(inspect.signature(type(layer).forward).parameters)[2:]
+        self._block = block
+        self._compiled = compiled
+        # transformers read the signature of a layer's forward when it exports or shards a model.
+        self.__signature__ = inspect.signature(self._original)
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        kwargs.update(zip(self._names, args, strict=False))
+        if self._wants_original(kwargs):
+            return self._original(hidden_states, **kwargs)
+        if self._compiled:
+            _refuse_hooks(self.attention.path, self._layer.self_attn, after=False)
+        mask = kwargs.pop("attention_mask", None)
+        others = {k: v for k, v in kwargs.items() if k not in _NOT_FOR_ATTENTION}
+        x2 = self.attention.call(hidden_states, attention_mask=mask, **others)
+        x3, logits, ids = self.mlp.call(x2)
+        if self._compiled and self._block is not None:
+            _run_hooks(self._block, (logits, None, ids))
+        return x3
+
+    def _wants_original(self, kwargs: dict[str, Any]) -> bool:
+        layer = self._layer
+        if getattr(layer, "gradient_checkpointing", False) and layer.training:
+            _refuse_checkpointing(self.attention.path, layer)
+        if kwargs.get("past_key_values") is not None:
+            if layer.training and torch.is_grad_enabled():
+                warnings.warn(
+                    "a KV cache in training: the layers run unmanaged and uncompiled; pass "
+                    "use_cache=False or set model.config.use_cache = False",
+                    stacklevel=2,
+                )
+            return True
+        return bool(kwargs.get("output_attentions")) or "attentions" in _collected()
+
+
+def install_halves(model: nn.Module, compile: bool = False) -> Halves:
+    """Replace the forward of every decoder layer of `model` by its two halves.
+
+    Eager halves give bitwise the original's results. Compiled ones (one graph for all layers of a
+    kind; see `forebay.models.compile`) round differently. On a GPU they choose cuDNN attention
+    where it applies.
+
+    Args:
+        model: a transformers model, or any module that has supported decoder layers below it.
+        compile: compile the halves. Shapes are static: another batch shape compiles once more.
+
+    Raises:
+        ValueError: naming the class and the supported ones, if there is no supported layer, a
+            decoder layer or MLP of an unknown class, or one with an overridden forward, or if a
+            layer is under gradient checkpointing.
+        RuntimeError: `compile` without a compiler for the model's device.
+    """
+    found = list(_decoder_layers(model))
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no decoder layers that Forebay knows; supported are "
+            f"{', '.join(_LAYERS)}"
+        )
+    parts = [_moe_block(f"{path}.mlp", layer.mlp) for path, layer in found]
+    attend: Callable[..., Any] = attention_half
+    mix: Callable[..., Any] = moe_half
+    plain: Callable[..., Any] = dense_half
+    if compile:
+        check_compiler(next(model.parameters()).device.type)
+        attend = compile_half(attend, attention=True)
+        mix, plain = compile_half(mix), compile_half(plain)
+    halves = Halves()
+    for (path, layer), block in zip(found, parts, strict=True):
+        attention = HalfSlot(f"{path}.self_attn", layer, partial(attend, layer, compile))
+        if block is None:
+            mlp = HalfSlot(f"{path}.mlp", layer, partial(plain, layer))
+        else:
+            mlp = HalfSlot(
+                f"{path}.mlp",
+                layer,
+                partial(mix, layer, block.router, block.experts, block.shared, compile),
+                light_recompute_of(block.experts),
+            )
+        halves.add(layer, _TwoHalves(layer, attention, mlp, block, compile))
+    return halves
+
+
+def moe_blocks(model: nn.Module) -> list[MoeBlock]:
+    """The MoE blocks below `model` that are of a class in `_MOE_BLOCKS`, in module order."""
+    found = []
+    for path, module in model.named_modules():
+        name = _known_base(module, _MOE_BLOCKS)
+        if name is not None:
+            router, shared = _MOE_BLOCKS[name]
+            shared_experts = getattr(module, shared) if shared is not None else None
+            found.append(MoeBlock(path, getattr(module, router), module.experts, shared_experts))
+    return found
+
+
+def _decoder_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    for path, module in model.named_modules():
+        name = _known_base(module, _LAYERS)
+        if name is None:
+            if type(module).__name__.endswith("DecoderLayer"):
+                raise ValueError(
+                    f"{path!r} is a {type(module).__name__}, which Forebay does not know to be two "
+                    f"residual halves; supported are {', '.join(_LAYERS)}"
+                )
+            continue
+        _refuse_override(path, module, name)
+        if getattr(module, "gradient_checkpointing", False):
+            _refuse_checkpointing(path, module)
+        yield path, module
+
+
+def _moe_block(path: str, mlp: nn.Module) -> MoeBlock | None:
+    """The parts of a MoE block, None for a dense MLP."""
+    name = _known_base(mlp, (*_MOE_BLOCKS, *_DENSE_BLOCKS))
+    if name is None:
+        raise ValueError(
+            f"{path!r} is a {type(mlp).__name__}, which Forebay does not know; supported are "
+            f"{', '.join((*_MOE_BLOCKS, *_DENSE_BLOCKS))}"
+        )
+    _refuse_override(path, mlp, name)
+    if getattr(mlp, "jitter_noise", 0):
+        raise ValueError(f"{path!r} has router_jitter_noise, which halves do not do; set it to 0")
+    if name in _DENSE_BLOCKS:
+        return None
+    (block,) = (b for b in moe_blocks(mlp) if b.path == "")
+    return MoeBlock(path, block.router, block.experts, block.shared)
+
+
+def _known_base(module: nn.Module, names: Any) -> str | None:
+    """The name of the transformers class in `names` that `module` is of.
+
+    FSDP2 and parametrisations subclass on the fly, so the bases count.
+    """
+    for base in type(module).__mro__:
+        if base.__name__ in names and base.__module__.startswith("transformers.models."):
+            return base.__name__
+    return None
+
+
+def _refuse_override(path: str, module: nn.Module, name: str) -> None:
+    base = next(b for b in type(module).__mro__ if b.__name__ == name)
+    if "forward" in module.__dict__ or type(module).forward is not base.forward:
+        raise ValueError(
+            f"the forward of {path!r} ({type(module).__name__}) has been replaced, so it is no longer "
+            f"{name}'s: undo that first, or install Forebay before it"
+        )
+
+
+def _refuse_checkpointing(path: str, layer: nn.Module) -> None:
+    raise ValueError(
+        f"{path!r} ({type(layer).__name__}) is under gradient checkpointing; call "
+        "model.gradient_checkpointing_disable() and use the placement 'recompute' instead"
+    )
+
+
+def _collected() -> dict[str, Any]:
+    """What the transformers model that is running now was asked to collect, such as attentions."""
+    from transformers.utils.output_capturing import _active_collector
+
+    return _active_collector.get() or {}
+
+
+def light_recompute_of(experts: nn.Module) -> Callable[[bool], None] | None:
+    """Switches `save_h` of Forebay's experts; None if the experts are someone else's."""
+    if getattr(getattr(experts, "config", None), "_experts_implementation", None) != "forebay":
+        return None
+
+    def switch(on: bool) -> None:
+        # Only the exception is an attribute, so that switching back leaves the module as it was.
+        if on:
+            experts.forebay_save_h = False
+        else:
+            experts.__dict__.pop("forebay_save_h", None)
+
+    return switch
+
+
+def _run_hooks(block: MoeBlock, output: tuple[Tensor | None, None, Tensor | None]) -> None:
+    """What a compiled half left out: the router's forward hooks, with empty arguments."""
+    _refuse_hooks(f"{block.path}'s router", block.router, after=True)
+    for key, hook in tuple(block.router._forward_hooks.items()):
+        arguments = ((), {}) if key in block.router._forward_hooks_with_kwargs else ((),)
+        if hook(block.router, *arguments, output) is not None:
+            raise RuntimeError(
+                f"a forward hook on {block.path}'s router returned a value: a compiled half cannot "
+                "take it back in; manage the model without compile"
+            )
+
+
+def _refuse_hooks(what: str, module: nn.Module, after: bool) -> None:
+    """Raise on module hooks that a compiled half would leave out silently.
+
+    Forward hooks are fine where they are run afterwards (`after`), and transformers' own ones,
+    which only act on a model asked for attentions: that one runs its original forward.
+    """
+    foreign = list(module._forward_pre_hooks.values())
+    if not after:
+        foreign += [
+            h
+            for h in module._forward_hooks.values()
+            if h.__module__ != "transformers.utils.output_capturing"
+        ]
+    if foreign:
+        raise RuntimeError(
+            f"{what} has the module hook {foreign[0]!r}, which a compiled half does not run: remove "
+            "it, or manage the model without compile"
+        )

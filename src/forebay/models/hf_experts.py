@@ -1,0 +1,74 @@
+"""Hugging Face's experts modules on `forebay.moe.experts`.
+
+`register()` adds "forebay" to transformers' table of experts implementations; a model then takes it
+by `model.set_experts_implementation("forebay")` or `from_pretrained(experts_implementation=...)`.
+Tokens, ids and weights come from the model's own router, parameters stay where they are in the module
+and keep their names and layouts. transformers owns the table; nothing is kept here.
+
+What a module says of itself is read at each call: `is_transposed`, `is_concatenated`, `has_bias`,
+`has_gate`, `num_experts`, `act_fn`, `alpha` and `limit`. `forebay_save_h` (bool attribute, default
+True) set to False makes h again in backward instead of saving it.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from transformers.activations import SiLUActivation
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
+
+from forebay.moe.experts import experts
+
+NAME = "forebay"
+
+
+def register() -> str:
+    """Make "forebay" known to transformers, and return that name. Calling it again changes nothing."""
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    return NAME
+
+
+def experts_forward(
+    self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """The forward of a transformers experts module: tokens [T, H] and routing [T, K] in, [T, H] out.
+
+    Raises:
+        ValueError: the module computes something else than silu or GPT-OSS's gated activation.
+    """
+    kind = activation_of(self)
+    return experts(
+        hidden_states,
+        top_k_index,
+        top_k_weights,
+        self.gate_up_proj,
+        self.down_proj,
+        gate_up_bias=self.gate_up_proj_bias if self.has_bias else None,
+        down_bias=self.down_proj_bias if self.has_bias else None,
+        activation=kind,
+        interleaved=not self.is_concatenated,
+        transposed=self.is_transposed,
+        alpha=float(self.alpha) if kind == "clamped_swiglu" else 1.0,
+        limit=float(self.limit) if kind == "clamped_swiglu" else 0.0,
+        save_h=getattr(self, "forebay_save_h", True),
+    )
+
+
+def activation_of(module: nn.Module) -> str:
+    """ "swiglu" or "clamped_swiglu".
+
+    Raises:
+        ValueError: any other activation, with the module's class and what would be right for it.
+    """
+    name = type(module).__name__
+    advice = 'leave this model on its own experts (experts=None, or experts_implementation="eager")'
+    if not module.has_gate:
+        raise ValueError(f"{name} has no gate projection: {advice}")
+    # A module that gates in its own way overrides `_apply_gate`. Only GPT-OSS's is known here; the
+    # attributes `alpha` and `limit` are no proof, other families use them with other formulas.
+    if type(module)._apply_gate is not _default_apply_gate:
+        if name == "GptOssExperts" and not module.is_concatenated:
+            return "clamped_swiglu"
+        raise ValueError(f"{name} has a gated activation of its own: {advice}")
+    if not isinstance(module.act_fn, (nn.SiLU, SiLUActivation)):
+        raise ValueError(f"{name} uses {module.act_fn}, not silu: {advice}")
+    return "swiglu"

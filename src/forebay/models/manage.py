@@ -1,0 +1,218 @@
+"""`forebay.manage`: one line that puts a model's activations under a policy.
+
+In: a model (a Hugging Face MoE or dense decoder, or any module) and a policy. Out: a `Managed`, which owns everything
+that was installed, reports on it, and takes it off again.
+
+What is installed, in this order, and undone in reverse: the experts implementation (transformers' own switch), the fused
+loss, the two halves of each decoder layer (compiled if asked for), and the placements around regions. Placements never
+change a bit of the results. The first three change the order of sums, and each can be left out.
+
+Regions: of a model whose decoder layers Forebay knows, each layer's attention half (`...self_attn`, with the norm before
+it and the residual sum after it) and its MoE half (`...mlp`, likewise); of any other model, the children of its module
+lists. A pattern may name any other module unless it runs inside compiled code.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from forebay.models.causal_lm import install_fused_loss
+from forebay.models.halves import Halves, install_halves, light_recompute_of, moe_blocks
+from forebay.models.hf_experts import register
+from forebay.planner.simulate import Plan, Timeline
+from forebay.policy import PLACEMENTS, Claim, PolicyError, outermost, parse_bytes, resolve
+from forebay.saved.ledger import Ledger
+from forebay.saved.manager import Manager, ModuleSlot, Slot, StepReport
+from forebay.saved.profile import Profiler, SavedProfile, profile_model
+
+
+class Managed:
+    """A model under management. Also a context manager: leaving it detaches.
+
+    Attributes:
+        ledger: live tickets and bytes by region and call.
+    """
+
+    def __init__(self, model: nn.Module, manager: Manager, watchable: list[str], undo: list[Callable[[], None]]):
+        self.ledger: Ledger = manager.ledger
+        self._model = model
+        self._manager = manager
+        self._watchable = watchable  # modules that do not run inside compiled code
+        self._undo = undo
+
+    @property
+    def placements(self) -> dict[str, str]:
+        """Region path to the placement in force; "auto" until the measuring steps are over."""
+        return self._manager.placements
+
+    @property
+    def plan(self) -> Plan | None:
+        """What the planner decided; None before that, or where nothing is offloaded."""
+        return self._manager.plan
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """The measured step that the plan is based on."""
+        return self._manager.timeline
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory held for offloaded tensors (page-locked on a GPU machine)."""
+        return self._manager.store.pool.reserved_bytes
+
+    def report(self) -> StepReport:
+        """Figures of the last step's copies and placements. Waits for the device."""
+        return self._manager.report()
+
+    def profile(self, step: Callable[[], Any]) -> SavedProfile:
+        """What autograd saves in one call of `step` (a forward pass that returns its loss), by region and operation.
+
+        Runs with the placements off, so that it is seen what a policy has to deal with; compiled halves stay, and what is
+        saved inside one counts for the half.
+        """
+        profiler = Profiler(self._model)
+        with self._manager.suspended(profiler.region):
+            return profile_model(self._model, step, self._watchable, profiler)
+
+    def detach(self) -> None:
+        """Put the model back as it was. Calling it again does nothing."""
+        while self._undo:
+            self._undo.pop()()
+
+    def __enter__(self) -> "Managed":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.detach()
+
+
+def manage(
+    model: nn.Module,
+    policy: str | Mapping[str, str] = "keep",
+    *,
+    budget: int | str | None = None,
+    compile: bool = False,
+    experts: str | None = "forebay",
+    loss: str | None = "fused",
+    offload: str = "fit",
+    min_bytes: int | None = None,
+) -> Managed:
+    """Put the saved tensors of `model` under a policy.
+
+    Args:
+        policy: pattern on module paths to placement (``keep``, ``recompute``, ``offload``), later rules winning; or one
+            placement for every default region; or ``"auto"``, which needs a budget.
+        budget: bytes, or text such as ``"6GiB"``: how far a step's peak may rise over the memory held before it.
+        compile: compile the halves of the decoder layers, so that autograd saves less.
+        experts: ``"forebay"`` for the minimal-residual experts, None to leave the model's own.
+        loss: ``"fused"`` for the loss that never holds ``[tokens, vocabulary]``, None to leave the model's own.
+        offload: ``"fit"`` offloads as much as the link carries without the GPU waiting, ``"all"`` everything placed so.
+        min_bytes: storages below this stay on the device. Default: 1 MiB on CUDA, 1 byte elsewhere.
+
+    Raises:
+        PolicyError: the policy, the budget or an option cannot be carried out.
+        BudgetError: (in a later step) no placement meets the budget; names the smallest that can be met.
+        ValueError: the model's layers, experts or loss are of a kind that the option does not know.
+    """
+    _check_options(experts, loss)
+    undo: list[Callable[[], None]] = []
+    try:
+        if isinstance(model, PreTrainedModel):
+            if experts is not None and moe_blocks(model):
+                undo.append(_use_experts(model))
+            if loss is not None and getattr(model, "lm_head", None) is not None:
+                undo.append(install_fused_loss(model))
+        halves = _halves(model, compile)
+        undo.append(halves.uninstall)
+        sealed = _sealed(model, halves) if compile else {}
+        slots, claims = _regions(model, halves, policy, sealed)
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        manager = Manager(
+            slots,
+            claims,
+            device,
+            budget=parse_bytes(budget) if budget is not None else None,
+            offload=offload,
+            min_bytes=min_bytes,
+        )
+    except BaseException:
+        while undo:
+            undo.pop()()
+        raise
+    undo.append(manager.detach)
+    watchable = [path for path, _ in model.named_modules() if path not in sealed and not (compile and path in halves)]
+    return Managed(model, manager, watchable, undo)
+
+
+def _check_options(experts: str | None, loss: str | None) -> None:
+    if experts not in ("forebay", None):
+        raise PolicyError(f"experts={experts!r} is unknown; valid are 'forebay' and None (the model's own)")
+    if loss not in ("fused", None):
+        raise PolicyError(f"loss={loss!r} is unknown; valid are 'fused' and None (the model's own)")
+
+
+def _use_experts(model: Any) -> Callable[[], None]:
+    before = model.config._experts_implementation
+    model.set_experts_implementation(register())
+
+    def undo() -> None:
+        model.set_experts_implementation(before)
+
+    return undo
+
+
+def _halves(model: nn.Module, compile: bool) -> Halves:
+    """The halves of the known decoder layers; none for a model without any, unless they are to be compiled."""
+    if not compile and not any(type(m).__name__.endswith("DecoderLayer") for m in model.modules()):
+        return Halves()
+    return install_halves(model, compile=compile)
+
+
+def _regions(
+    model: nn.Module, halves: Halves, policy: str | Mapping[str, str], sealed: Mapping[str, str]
+) -> tuple[dict[str, Slot], list[Claim]]:
+    """Slots in forward order, and the claims on them."""
+    modules = {path: module for path, module in model.named_modules() if path not in sealed}
+    default = list(halves) or _children_of_lists(model)
+    if isinstance(policy, str):
+        if policy not in (*PLACEMENTS, "auto"):
+            raise PolicyError(f"policy={policy!r} is unknown; valid are {', '.join(PLACEMENTS)}, auto, or a mapping from patterns")
+        if not default:
+            raise PolicyError(
+                f"{type(model).__name__} has no decoder layers and no module lists to take as regions; "
+                "give a mapping from module-path patterns to placements"
+            )
+        claims = [Claim(path, policy, policy) for path in default]
+    else:
+        claims = resolve(policy, modules, sealed)
+    claimed = {c.path for c in claims if c.placement != "keep"}
+    # Regions that are kept still mark the passing of time, by which copies are settled and begun.
+    marks = [p for p in default if not any(p.startswith(f"{c}.") or not c for c in claimed - {p})]
+    wanted = claimed | set(marks)
+    slots: dict[str, Slot] = {}
+    for path, module in model.named_modules():
+        if path in wanted:
+            slots[path] = halves[path] if path in halves else ModuleSlot(module, light_recompute_of(module))
+    return slots, [c for c in claims if c.path in slots]
+
+
+def _children_of_lists(model: nn.Module) -> list[str]:
+    lists = [path for path, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
+    found = [f"{top}.{name}" if top else name for top in outermost(lists) for name, _ in model.get_submodule(top).named_children()]
+    return found
+
+
+def _sealed(model: nn.Module, halves: Halves) -> dict[str, str]:
+    """Modules that run inside a compiled half, and which."""
+    sealed = {}
+    layers = {path.rpartition(".")[0] for path in halves}
+    for path, _ in model.named_modules():
+        for layer in layers:
+            if path.startswith(f"{layer}.") and path not in halves:
+                inner = path[len(layer) + 1 :]
+                half = "self_attn" if inner.startswith(("self_attn", "input_layernorm")) else "mlp"
+                sealed[path] = f"{layer}.{half}"
+    return sealed

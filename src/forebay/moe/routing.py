@@ -1,0 +1,87 @@
+"""Which row of which expert each routed token is: a stable sort, on the device, without a sync.
+
+In: `ids` [T, K], the experts a router chose. Out: a `Routing` of int32 tensors that the caller owns
+(autograd saves them; nothing is cached here).
+
+    slot   = token * K + choice, the position in ids.view(-1)
+    row    = position after sorting the slots by expert, stably: rows of one expert lie together, in
+             the order of their tokens
+    ids outside [0, E) are sentinels: no expert computes them; their rows come last
+
+Every operation has shapes known beforehand: no host synchronisation, capturable in a CUDA graph,
+and deterministic (no atomics; each slot has exactly one row).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Routing(NamedTuple):
+    """Slots sorted by expert.
+
+    order: [T*K] int32, row -> slot; a permutation, sentinels' slots last.
+    inverse: [T, K] int32, slot -> row; -1 for a sentinel.
+    offs: [E] int32, end row of each expert; offs[-1] is the number of live rows.
+    """
+
+    order: Tensor
+    inverse: Tensor
+    offs: Tensor
+
+
+def route(ids: Tensor, num_experts: int) -> Routing:
+    """Sort the slots of `ids` [T, K] (any integer dtype) by expert.
+
+    Raises:
+        ValueError: ids not [T, K], no experts, or 2**31 slots or more.
+    """
+    if ids.dim() != 2 or num_experts < 1:
+        raise ValueError(f"ids must be [T, K] and experts >= 1: {tuple(ids.shape)}, {num_experts}")
+    if ids.numel() >= 2**31:
+        raise ValueError(f"{ids.numel()} slots do not fit int32 row numbers")
+    # A radix sort makes one pass a byte of the key: two for int16, eight for int64.
+    key_dtype = torch.int16 if num_experts < 2**15 else torch.int32
+    flat = ids.reshape(-1)
+    sentinel = (flat < 0) | (flat >= num_experts)
+    keys = flat.masked_fill(sentinel, num_experts).to(key_dtype)
+    sorted_keys, order = torch.sort(keys, stable=True)
+    experts = torch.arange(num_experts, device=ids.device, dtype=key_dtype)
+    offs = torch.searchsorted(sorted_keys, experts, right=True, out_int32=True)
+    # A sentinel's row is -1: written to its slot in place of its position.
+    rows = torch.arange(flat.numel(), device=ids.device, dtype=torch.int32)
+    rows = rows.masked_fill(sorted_keys == num_experts, -1)
+    inverse = torch.empty_like(rows).scatter_(0, order, rows)
+    return Routing(order.to(torch.int32), inverse.view(ids.shape), offs)
+
+
+def row_experts(offs: Tensor, n_rows: int) -> Tensor:
+    """[R] int32: the expert of each row, E for the sentinels behind offs[-1]."""
+    rows = torch.arange(n_rows, device=offs.device, dtype=torch.int32)
+    return torch.searchsorted(offs, rows, right=True, out_int32=True)
+
+
+def slot_experts(routing: Routing, row_expert: Tensor, num_experts: int) -> Tensor:
+    """[T, K] int64: the expert of each slot, `num_experts` for a sentinel."""
+    if row_expert.numel() == 0:
+        return routing.inverse.long()
+    experts = row_expert[routing.inverse.long().clamp(min=0)].long()
+    return experts.masked_fill(routing.inverse < 0, num_experts)
+
+
+def routing_map(weights: Tensor, slot_expert: Tensor, num_experts: int) -> Tensor:
+    """[T, E] fp32 (fp64 for fp64): the sum of token t's weights for expert e, in the order of k.
+
+    K comparisons instead of a scatter: a token that names one expert twice keeps both weights, and
+    there is no atomic.
+    """
+    dtype = torch.float64 if weights.dtype == torch.float64 else torch.float32
+    experts = torch.arange(num_experts, device=weights.device)
+    result = torch.zeros((weights.shape[0], num_experts), dtype=dtype, device=weights.device)
+    for k in range(weights.shape[1]):
+        chosen = slot_expert[:, k, None] == experts
+        result += torch.where(chosen, weights[:, k, None].to(dtype), 0.0)
+    return result

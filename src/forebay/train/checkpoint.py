@@ -1,0 +1,297 @@
+"""Checkpoints: written whole or not at all, read only when whole, resumed bitwise.
+
+In: a model, its optimizer, the random generators and what the trainer knows of its position. Out: a folder a checkpoint
+under the run's ``checkpoints/``, in the format of ``torch.distributed.checkpoint``:
+
+    checkpoints/latest                    name of the newest whole one; written last, by rename
+    checkpoints/step-00000010/.metadata, *.distcp    tensors: model, optimizer, torch's generators
+                              trainer.json           step, data, configuration, Python's and numpy's generators
+                              model/config.json      the Hugging Face configuration, for export
+                              manifest.json          size and SHA-256 of every file above
+
+A checkpoint is written to ``.partial-step-...``, synced to disk, and renamed. A failure (a full disk, a kill) leaves the
+earlier ones and ``latest`` as they were. The learning rate and the order of data are functions of the step, so there is no
+state of theirs to save.
+"""
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from forebay.policy import format_bytes
+from forebay.train.errors import RunError, UsageError, first_line
+
+_PREFIX, _PARTIAL = "step-", ".partial-"
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+        folder: ``<run>/checkpoints``; made when the first one is written.
+        keep: how many of the newest stay.
+    """
+
+    def __init__(self, folder: Path, keep: int = 2):
+        self.folder, self.keep = folder, keep
+
+    def save(self, step: int, model: Any, optimizer: torch.optim.Optimizer, about: Mapping[str, Any]) -> Path:
+        """Write one, move ``latest`` to it, and delete all but the newest `keep`.
+
+        Args:
+            step: number of the last finished step.
+            model, optimizer: what to save; gradients must be None.
+            about: what else `load` shall give back; JSON.
+
+        Raises:
+            RunError: it could not be written (a full disk, say); earlier ones are as they were.
+        """
+        final = self.folder / f"{_PREFIX}{step:08d}"
+        partial = self.folder / f"{_PARTIAL}{final.name}"
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            _write(partial, model, optimizer, {**about, "step": step})
+            self._put(partial, final)
+            _replace_text(self.folder / "latest", final.name)
+        except (CheckpointException, OSError, RuntimeError) as error:
+            raise self._failed(final, error) from error
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+        self._prune(final)
+        return final
+
+    def all(self) -> list[Path]:
+        """Whole or damaged, in the order in which they were written."""
+        found = [p for p in self.folder.glob(f"{_PREFIX}*") if (p / "manifest.json").is_file()]
+        return sorted(found, key=lambda p: ((p / "manifest.json").stat().st_mtime_ns, p.name))
+
+    def latest(self) -> Path | None:
+        """What ``latest`` names; the newest folder if that is gone; None if there is none."""
+        pointer = self.folder / "latest"
+        if pointer.is_file():
+            named = self.folder / pointer.read_text(encoding="utf-8").strip()
+            if named != self.folder and named.is_dir():
+                return named
+        found = self.all()
+        return found[-1] if found else None
+
+    def _put(self, partial: Path, final: Path) -> None:
+        """Rename `partial` to `final`; what has that name (the same step of an earlier branch) goes when the new one is there."""
+        old = self.folder / f"{_PARTIAL}old-{final.name}"
+        shutil.rmtree(old, ignore_errors=True)
+        if final.exists():
+            final.rename(old)
+        partial.rename(final)
+        _sync(self.folder)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def _prune(self, newest: Path) -> None:
+        for old in [p for p in self.all() if p != newest][: -(self.keep - 1) or None]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def _failed(self, final: Path, error: BaseException) -> RunError:
+        cause = _cause(error)
+        if isinstance(cause, KeyboardInterrupt):
+            raise cause  # a second Ctrl-C while writing; dcp wraps even this
+        reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else first_line(cause)
+        before = self.latest()
+        kept = f"the earlier checkpoint {before} is intact" if before else "there is no earlier checkpoint"
+        try:
+            free = f" ({format_bytes(shutil.disk_usage(self.folder).free)} free)"
+        except OSError:
+            free = ""
+        return RunError(f"checkpoint {final} could not be written: {reason}{free}; {kept}; free some space, or set log.folder to another disk")
+
+
+def find(given: Path) -> Path:
+    """The checkpoint that a person means by a checkpoint's folder, a run's folder or its ``checkpoints`` folder.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if (given / "manifest.json").is_file() or given.name.startswith(_PREFIX) and given.is_dir():
+        return given
+    for folder in (given / "checkpoints", given):
+        found = Checkpoints(folder).latest()
+        if found is not None:
+            return found
+    raise UsageError(f"{given} holds no checkpoint; give a run's folder or one of its checkpoints/{_PREFIX}... folders")
+
+
+def verify(path: Path) -> None:
+    """Compare every file with the manifest.
+
+    Raises:
+        RunError: a file is missing, truncated or altered; the message names it and an earlier checkpoint, if there is one.
+    """
+    manifest = path / "manifest.json"
+    try:
+        files = json.loads(manifest.read_text(encoding="utf-8"))["files"]
+    except (OSError, ValueError, KeyError) as error:
+        raise _damaged(path, f"{manifest.name} is missing or unreadable") from error
+    for name, (size, digest) in files.items():
+        file = path / name
+        if not file.is_file():
+            raise _damaged(path, f"{name} is missing")
+        if file.stat().st_size != size:
+            raise _damaged(path, f"{name} has {file.stat().st_size} bytes instead of {size}")
+        if _digest(file) != digest:
+            raise _damaged(path, f"the content of {name} has changed since it was written")
+
+
+def read_about(path: Path) -> dict[str, Any]:
+    """What was given to `Checkpoints.save` as `about`, with ``step``."""
+    return json.loads((path / "trainer.json").read_text(encoding="utf-8"))["about"]
+
+
+def load(path: Path, model: Any, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+    """Read a verified checkpoint into a model and, for a resumption, its optimizer and the random generators.
+
+    Call it last, when nothing draws random numbers any more before the next step.
+
+    Returns:
+        What was given to `Checkpoints.save` as `about`, with ``step``.
+
+    Raises:
+        RunError: the checkpoint is damaged, or its tensors are not this model's; the first one is named.
+    """
+    verify(path)
+    wanted: dict[str, Any] = {"model": get_model_state_dict(model)}
+    if optimizer is not None:
+        wanted["optimizer"] = get_optimizer_state_dict(model, optimizer)
+        wanted["rng"] = _torch_rng()
+    reader = dcp.FileSystemReader(path)
+    _check_fits(path, reader, wanted["model"])
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # "torch.distributed is uninitialized": one process is meant
+            dcp.load(wanted, storage_reader=reader, no_dist=True)
+    except (CheckpointException, OSError, RuntimeError) as error:
+        raise RunError(f"checkpoint {path} cannot be read: {first_line(_cause(error))}") from error
+    set_model_state_dict(model, wanted["model"])
+    record = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
+    if optimizer is not None:
+        set_optimizer_state_dict(model, optimizer, wanted["optimizer"])
+        _set_rng(wanted["rng"], record["rng"])
+    return record["about"]
+
+
+def _write(partial: Path, model: Any, optimizer: torch.optim.Optimizer, about: Mapping[str, Any]) -> None:
+    state = {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+        "rng": _torch_rng(),
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # as in `load`
+        # One thread: an exception in another thread of this writer (a full disk) would be lost, and the file with it.
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(partial, thread_count=1, sync_files=True), no_dist=True)
+    _write_synced(partial / "trainer.json", json.dumps({"about": about, "rng": _host_rng()}))
+    if hasattr(model, "config"):
+        (partial / "model").mkdir()
+        model.config.save_pretrained(partial / "model")
+    names = sorted(str(p.relative_to(partial)) for p in partial.rglob("*") if p.is_file())
+    files = {name: (os.path.getsize(partial / name), _digest(partial / name)) for name in names}
+    _write_synced(partial / "manifest.json", json.dumps({"files": files}))
+    _sync(partial)
+
+
+def _check_fits(path: Path, reader: Any, model: Mapping[str, Any]) -> None:
+    held = reader.read_metadata().state_dict_metadata
+    for name, tensor in model.items():
+        stored = held.get(f"model.{name}")
+        if stored is None:
+            raise RunError(f"checkpoint {path} is of another model: it has no weight {name}; resume with the configuration it was made with")
+        if hasattr(tensor, "shape") and tuple(stored.size) != tuple(tensor.shape):
+            raise RunError(
+                f"checkpoint {path} is of another model: {name} has shape {list(stored.size)}, this model needs {list(tensor.shape)}; "
+                "resume with the configuration it was made with"
+            )
+
+
+def _damaged(path: Path, what: str) -> RunError:
+    others = [p for p in Checkpoints(path.parent).all() if p != path]
+    advice = f"resume from an earlier one: --resume {others[-1]}" if others else "there is no other checkpoint beside it"
+    return RunError(f"checkpoint {path} is damaged: {what}; {advice}")
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The exception inside dcp's wrapper (which is no Exception), else the OSError it was raised from, else itself."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    inner: BaseException | None = error
+    while inner is not None:
+        if isinstance(inner, OSError):
+            return inner
+        inner = inner.__cause__ or inner.__context__
+    return error
+
+
+def _torch_rng() -> dict[str, torch.Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states |= {f"cuda-{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
+    return states
+
+
+def _host_rng() -> dict[str, Any]:
+    version, words, gauss = random.getstate()
+    name, key, *rest = np.random.get_state()
+    return {"python": [version, list(words), gauss], "numpy": [name, np.asarray(key).tolist(), *rest]}
+
+
+def _set_rng(device: Mapping[str, torch.Tensor], host: Mapping[str, Any]) -> None:
+    torch.set_rng_state(device["cpu"])
+    for name, state in device.items():
+        if name.startswith("cuda-"):
+            torch.cuda.set_rng_state(state, int(name.removeprefix("cuda-")))
+    version, words, gauss = host["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, key, *rest = host["numpy"]
+    np.random.set_state((name, np.array(key, dtype=np.uint32), *rest))
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _write_synced(file: Path, content: str) -> None:
+    with file.open("w", encoding="utf-8") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _replace_text(file: Path, content: str) -> None:
+    new = file.with_name(f".{file.name}.new")
+    _write_synced(new, content)
+    new.replace(file)
+    _sync(file.parent)
+
+
+def _sync(folder: Path) -> None:
+    """Make renames in `folder` durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

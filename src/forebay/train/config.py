@@ -1,0 +1,268 @@
+"""Configuration: a TOML file or preset, with overrides, into frozen dataclasses that are known to be valid.
+
+In: a path or a preset's name and ``section.key=value`` texts. Out: a `Config`. Every mistake that can be seen without
+touching data, weights or a GPU is a `UsageError` here: it names the key, the section and what would be valid.
+
+The dataclasses below are the reference of all keys: name, type, default, meaning. A key's check stands beside it
+(`_key`); what involves several keys is in `_cross_check`.
+"""
+
+import dataclasses
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from forebay.policy import PLACEMENTS, PolicyError, parse_bytes
+from forebay.train.errors import UsageError
+from forebay.train.fields import build_section, nearest, parse_value
+from forebay.train.fields import key as _key
+
+
+@dataclass(frozen=True)
+class Model:
+    """[model]: a Hugging Face decoder, from a family's configuration or from a local folder. Give one of the two."""
+
+    family: str = _key("")  # model type in transformers, such as "qwen3_moe"; weights are random
+    path: str = _key("")  # folder with config.json and, unless weights = "random", safetensors
+    weights: str = _key("load", choices=("load", "random"))  # for `path` only
+    config: dict[str, Any] = field(default_factory=dict)  # keys of the family's own configuration
+    dtype: str = _key("float32", choices=("float32", "bfloat16"))  # parameters, gradients and optimizer state
+    attention: str = _key("sdpa", choices=("sdpa", "eager", "flash_attention_2", "flash_attention_3"))
+    experts: str = _key("forebay", choices=("forebay", "transformers"))
+    loss: str = _key("fused", choices=("fused", "transformers"))
+
+
+@dataclass(frozen=True)
+class Data:
+    """[data]: text, tokenised once into a memory-mapped file in `cache`."""
+
+    source: str = _key("stdlib", choices=("stdlib", "text", "jsonl", "parquet", "hf"))
+    path: str | tuple[str, ...] = _key("")  # file, folder or list of them; not for "stdlib"
+    field: str = _key("text")  # the field or column that holds the text (jsonl, parquet, hf)
+    tokenizer: str = _key("bytes")  # "bytes", or a folder with a Hugging Face tokenizer
+    validation: float = _key(0.02, low=0.0, high=0.5)  # fraction of the tokens, at the end, that is never trained on
+    cache: str = _key("")  # "" is $XDG_CACHE_HOME/forebay/data or ~/.cache/forebay/data
+
+
+@dataclass(frozen=True)
+class Train:
+    """[train]: how much, in what pieces."""
+
+    steps: int = _key(100, low=1)
+    batch: int = _key(8, low=1)  # sequences a step, over all processes
+    microbatch: int = _key(0, low=0)  # sequences a forward; 0 is the whole batch
+    sequence: int = _key(256, low=1)  # tokens a sequence
+    seed: int = _key(0, low=0)
+    clip: float = _key(1.0, low=0.0)  # largest gradient norm; 0 clips nothing
+    router_bias_rate: float = _key(0.001, low=0.0)  # DeepSeek-V3 and GLM-4-MoE: step of the router's bias
+    eval_every: int = _key(0, low=0)  # steps between validations; 0 is never
+    eval_batches: int = _key(4, low=1)  # batches a validation
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """[optimizer]: AdamW. Weight decay leaves out vectors and biases."""
+
+    lr: float = _key(3e-4, low=0.0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = _key(1e-8, low=0.0)
+    weight_decay: float = _key(0.1, low=0.0)
+    fused: bool = _key(True)  # one kernel for all parameters, where torch has it
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """[schedule]: the learning rate by step; see `forebay.train.schedule`."""
+
+    kind: str = _key("cosine", choices=("cosine", "wsd", "constant"))
+    warmup: int = _key(0, low=0)  # steps
+    decay: int = _key(0, low=0)  # steps of the fall at the end; "wsd" only
+    minimum: float = _key(0.1, low=0.0, high=1.0)  # fraction of the learning rate at the last step
+
+
+@dataclass(frozen=True)
+class Memory:
+    """[memory]: what becomes of saved activations; the arguments of `forebay.manage`."""
+
+    policy: str | dict[str, str] = _key("keep")  # a placement, "auto", or a table pattern -> placement
+    budget: str | int = _key("")  # bytes, such as "2.5GiB"; "" is none; needed by "auto"
+    compile: bool = _key(False)
+    offload: str = _key("fit", choices=("fit", "all"))
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """[checkpoint]: written to the run's folder."""
+
+    every: int = _key(0, low=0)  # steps between checkpoints; 0 is only at the end
+    keep: int = _key(2, low=1)  # newest ones that stay
+    last: bool = _key(True)  # one at the end of the run, and at Ctrl-C
+
+
+@dataclass(frozen=True)
+class Log:
+    """[log]: where the run writes, and what it shows."""
+
+    folder: str = _key("runs/forebay")  # a number is added when it already holds a run
+    tensorboard: bool = _key(False)
+    progress: str = _key("auto", choices=("auto", "on", "off"))  # the moving line; "auto": on a terminal
+
+
+@dataclass(frozen=True)
+class Device:
+    """[device]: where the model lives."""
+
+    type: str = _key("auto", choices=("auto", "cpu", "cuda"))  # "auto" is cuda where there is one
+    threads: int = _key(0, low=0)  # CPU threads; 0 leaves torch's own choice
+
+
+@dataclass(frozen=True)
+class Config:
+    """All sections. Build one with `load` or `from_mapping`, which validate; the constructor alone does not."""
+
+    model: Model = Model()
+    data: Data = Data()
+    train: Train = Train()
+    optimizer: Optimizer = Optimizer()
+    schedule: Schedule = Schedule()
+    memory: Memory = Memory()
+    checkpoint: Checkpoint = Checkpoint()
+    log: Log = Log()
+    device: Device = Device()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain nested dict; `from_mapping` of it gives an equal `Config`."""
+        return dataclasses.asdict(self)
+
+    @property
+    def microbatch(self) -> int:
+        """Sequences a forward, with 0 resolved."""
+        return self.train.microbatch or self.train.batch
+
+
+SECTIONS = tuple(f.name for f in dataclasses.fields(Config))
+
+
+def presets() -> dict[str, str]:
+    """Name to TOML text of the presets that come with the package."""
+    folder = resources.files("forebay.train") / "presets"
+    found = [f for f in folder.iterdir() if f.name.endswith(".toml")]
+    return {f.name.removesuffix(".toml"): f.read_text(encoding="utf-8") for f in sorted(found, key=lambda f: f.name)}
+
+
+def load(source: str, overrides: Iterable[str] = ()) -> Config:
+    """Read a TOML file, or a preset if no such file exists, and apply ``section.key=value`` texts.
+
+    Raises:
+        UsageError: neither a file nor a preset, TOML that cannot be read, or a key or value that is not valid.
+    """
+    path = Path(source)
+    if path.is_file():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"{source} cannot be read as a TOML file: {error}") from error
+    else:
+        named = presets()
+        if source not in named:
+            raise UsageError(
+                f"{source!r} is neither a file nor a preset; {nearest(source, named, 'preset')}valid presets are {', '.join(named)}"
+            )
+        text = named[source]
+    try:
+        raw = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{source} is not valid TOML: {error}") from error
+    for override in overrides:
+        _apply(raw, override)
+    return from_mapping(raw, origin=source)
+
+
+def from_mapping(raw: Mapping[str, Any], origin: str = "the configuration") -> Config:
+    """Validate nested mappings of sections.
+
+    Raises:
+        UsageError: as `load`.
+    """
+    types = {f.name: f.type for f in dataclasses.fields(Config)}
+    built = {}
+    for name, values in raw.items():
+        if name not in types:
+            raise UsageError(
+                f"{origin} has an unknown section [{name}]; {nearest(name, types, 'section')}valid sections are {', '.join(types)}"
+            )
+        if not isinstance(values, Mapping):
+            raise UsageError(f"{origin} has a key {name!r} outside any section; [{name}] must be a section")
+        built[name] = build_section(types[name], name, values)
+    config = Config(**built)
+    _cross_check(config)
+    return config
+
+
+def _apply(raw: dict[str, Any], override: str) -> None:
+    """Set ``section.key=value`` or, for a table, ``section.key.name=value`` (the name may hold dots)."""
+    target, equals, text = override.partition("=")
+    parts = target.strip().split(".", 2)
+    if not equals or len(parts) < 2 or not all(parts):
+        raise UsageError(f"--set {override!r} is not understood; write section.key=value, such as train.steps=20")
+    section = raw.setdefault(parts[0], {})
+    if not isinstance(section, dict):
+        raise UsageError(f"--set {override!r}: {parts[0]!r} is not a section")
+    value = parse_value(text)
+    if len(parts) == 2:
+        section[parts[1]] = value
+        return
+    table = section.setdefault(parts[1], {})
+    if not isinstance(table, dict):
+        raise UsageError(f"--set {override!r}: {parts[0]}.{parts[1]} is {table!r}, not a table; set it whole")
+    table[parts[2]] = value
+
+
+def _cross_check(c: Config) -> None:
+    """What involves several keys, or more than a type and a range."""
+    if bool(c.model.family) == bool(c.model.path):
+        raise UsageError("[model] needs one of family (such as 'qwen3_moe') and path (a folder), and not both")
+    if c.model.config and c.model.path and c.model.weights == "load":
+        raise UsageError("[model.config] cannot change a model whose weights are loaded; set model.weights = 'random' or leave it out")
+    if c.data.source != "stdlib" and not c.data.path:
+        raise UsageError(f"data.source = {c.data.source!r} needs data.path: a file, a folder or a list of them")
+    if c.data.source == "stdlib" and c.data.path:
+        raise UsageError("data.source = 'stdlib' takes no data.path; valid sources for a path are text, jsonl, parquet, hf")
+    if c.train.batch % c.microbatch:
+        raise UsageError(f"train.batch = {c.train.batch} is no multiple of train.microbatch = {c.train.microbatch}")
+    if c.train.eval_every and not c.data.validation:
+        raise UsageError("train.eval_every needs data.validation above 0")
+    if not all(0.0 <= b < 1.0 for b in c.optimizer.betas):
+        raise UsageError(f"optimizer.betas = {list(c.optimizer.betas)} must be two numbers in [0, 1)")
+    if c.schedule.warmup >= c.train.steps and c.schedule.warmup > 0:
+        raise UsageError(f"schedule.warmup = {c.schedule.warmup} must be less than train.steps = {c.train.steps}")
+    if c.schedule.kind == "wsd" and not 0 < c.schedule.decay <= c.train.steps - c.schedule.warmup:
+        raise UsageError(
+            f"schedule.kind = 'wsd' needs schedule.decay from 1 to {c.train.steps - c.schedule.warmup} (train.steps - warmup), "
+            f"not {c.schedule.decay}"
+        )
+    if c.schedule.kind != "wsd" and c.schedule.decay:
+        raise UsageError(f"schedule.decay is for schedule.kind = 'wsd', not {c.schedule.kind!r}")
+    _check_memory(c.memory)
+
+
+def _check_memory(memory: Memory) -> None:
+    if isinstance(memory.policy, str):
+        if memory.policy not in (*PLACEMENTS, "auto"):
+            raise UsageError(f"memory.policy = {memory.policy!r} is unknown; valid are {', '.join(PLACEMENTS)}, auto, or a table")
+    else:
+        for pattern, placement in memory.policy.items():
+            if placement not in PLACEMENTS:
+                raise UsageError(f"memory.policy: {pattern!r} = {placement!r} is unknown; valid are {', '.join(PLACEMENTS)}")
+    if memory.policy == "auto" and memory.budget == "":
+        raise UsageError("memory.policy = 'auto' needs memory.budget, such as '2.5GiB'")
+    if memory.policy != "auto" and memory.budget != "":
+        raise UsageError("memory.budget is for memory.policy = 'auto' only")
+    if memory.budget != "":
+        try:
+            parse_bytes(memory.budget)
+        except PolicyError as error:
+            raise UsageError(f"memory.budget: {error}") from error

@@ -1,0 +1,251 @@
+"""Tokens: text tokenised once into a memory map, and windows of it by position.
+
+In: the ``[data]`` section. Out: a `Corpus` (the memory-mapped tokens) and, from it, `Windows`: batch number -> tensors.
+The cache folder is written under another name and renamed, so a reader never sees half a file; its name is a hash of the
+files' contents and the tokenizer.
+
+The order of windows is a keyed permutation computed from (seed, epoch, position). There is no iterator and no state: a
+run resumes by its step number alone, and any process can compute its own part.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from forebay.train import text
+from forebay.train.config import Data
+from forebay.train.errors import RunError, UsageError, first_line
+from forebay.train.world import World
+
+BYTES_END = 256  # the one special token of the "bytes" tokenizer: end of document
+_FORMAT = 1  # part of the cache key; raise it when the meaning of the cached file changes
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Text to token ids.
+
+    Attributes:
+        name: what distinguishes it in the cache's key.
+        vocabulary: number of ids; every id is below it.
+        end: id put after each document, or None.
+        encode: UTF-8 bytes to ids, int64 [n].
+        folder: the Hugging Face folder it came from, to be exported with the model, or None.
+    """
+
+    name: str
+    vocabulary: int
+    end: int | None
+    encode: Callable[[bytes], np.ndarray]
+    folder: Path | None = None
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Tokens of all documents, one after the other.
+
+    Attributes:
+        tokens: read-only memory map, uint16 or uint32 [n].
+        identity: hash of the tokens; equal on every machine.
+        vocabulary: number of ids of the tokenizer.
+        description: one line for a person.
+    """
+
+    tokens: np.ndarray
+    identity: str
+    vocabulary: int
+    description: str
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """``"bytes"``, or a local Hugging Face tokenizer folder.
+
+    Raises:
+        UsageError: the folder is missing or holds no tokenizer.
+    """
+    if name == "bytes":
+        return Tokenizer("bytes", 257, BYTES_END, lambda raw: np.frombuffer(raw, dtype=np.uint8).astype(np.int64))
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        raise UsageError(f"data.tokenizer = {name!r} is neither 'bytes' nor a folder with a Hugging Face tokenizer")
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(f"data.tokenizer folder {folder} holds no tokenizer that transformers can load: {first_line(error)}") from error
+
+    def encode(raw: bytes) -> np.ndarray:
+        ids = tokenizer(raw.decode("utf-8"), add_special_tokens=False, verbose=False)["input_ids"]
+        return np.asarray(ids, dtype=np.int64)
+
+    held = sorted(f for f in folder.iterdir() if f.is_file() and f.suffix in (".json", ".model", ".txt"))
+    name = f"hf-{_hash_files(held)}"
+    return Tokenizer(name, len(tokenizer), tokenizer.eos_token_id, encode, folder)
+
+
+def load_corpus(data: Data, tokenizer: Tokenizer) -> Corpus:
+    """The tokens of `data`, from the cache if they are there.
+
+    Raises:
+        UsageError, RunError: data that is missing, empty or not text (see `forebay.train.text`), or a cache that cannot
+            be written.
+    """
+    found = text.files(data)
+    if not found:
+        raise UsageError(f"data.path {data.path!r} names no file")
+    key = hashlib.sha256(json.dumps([_FORMAT, data.source, data.field, tokenizer.name, _hash_files(found)]).encode()).hexdigest()
+    folder = cache_folder(data) / key[:32]
+    if not (folder / "meta.json").is_file():
+        _write_cache(folder, tokenizer, text.pieces(data, found))
+    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    if meta["tokens"] == 0:
+        raise RunError(f"the data ({data.source} {data.path or ''}) holds no text")
+    tokens = np.memmap(folder / "tokens.bin", dtype=meta["dtype"], mode="r")
+    if len(tokens) != meta["tokens"]:
+        raise RunError(f"the token cache {folder} is damaged ({len(tokens)} tokens, not {meta['tokens']}); delete that folder")
+    what = f"{data.source}: {len(found):,} file{'s' if len(found) > 1 else ''}, {meta['tokens']:,} tokens"
+    return Corpus(tokens, meta["identity"], tokenizer.vocabulary, what)
+
+
+def cache_folder(data: Data) -> Path:
+    """Where caches lie: ``data.cache``, else ``$XDG_CACHE_HOME/forebay/data``, else ``~/.cache/forebay/data``."""
+    if data.cache:
+        return Path(data.cache).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "forebay" / "data"
+
+
+def _hash_files(found: list[Path]) -> str:
+    """Hash of the files' contents in their order; names and times do not matter."""
+    total = hashlib.sha256()
+    for file in found:
+        with file.open("rb") as stream:
+            total.update(hashlib.file_digest(stream, "sha256").digest())
+    return total.hexdigest()
+
+
+def _write_cache(folder: Path, tokenizer: Tokenizer, pieces: Iterator[text.Piece]) -> None:
+    """Tokenise into a folder beside `folder` and rename it. Another process that was first wins; both wrote the same."""
+    dtype = np.dtype(np.uint16 if tokenizer.vocabulary <= 1 << 16 else np.uint32)
+    digest, count = hashlib.sha256(dtype.str.encode()), 0
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder.parent))
+        try:
+            with (partial / "tokens.bin").open("wb") as stream:
+                for piece in pieces:
+                    ids = tokenizer.encode(piece.text)
+                    if piece.ends and tokenizer.end is not None:
+                        ids = np.append(ids, tokenizer.end)
+                    raw = ids.astype(dtype).tobytes()
+                    digest.update(raw)
+                    stream.write(raw)
+                    count += len(ids)
+            meta = {"tokens": count, "dtype": dtype.str, "identity": digest.hexdigest(), "tokenizer": tokenizer.name}
+            (partial / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+            with contextlib.suppress(FileExistsError):
+                _rename_new(partial, folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        raise RunError(f"the token cache {folder} cannot be written: {first_line(error)}; set data.cache to another folder") from error
+
+
+def _rename_new(partial: Path, folder: Path) -> None:
+    """Rename to a name that is free. A folder that is there and not empty is another process's: FileExistsError."""
+    try:
+        partial.rename(folder)
+    except OSError as error:
+        if (folder / "meta.json").is_file():
+            raise FileExistsError(str(folder)) from error
+        raise
+
+
+class Windows:
+    """Shuffled windows of one range of a corpus.
+
+    Args:
+        tokens: uint16 or uint32 [n].
+        sequence: tokens a window predicts, S.
+        batch: windows a batch, over all processes.
+        seed: of the order; the same seed gives the same order for ever.
+        world: this process takes every `world.size`-th window of a batch.
+        what: name of the range, for the message.
+
+    Raises:
+        UsageError: the range holds no window of S + 1 tokens, or the batch cannot be divided.
+    """
+
+    def __init__(
+        self, tokens: np.ndarray, sequence: int, batch: int, seed: int, world: World = World(), what: str = "training data"
+    ):
+        self.count = (len(tokens) - 1) // sequence
+        if self.count < 1:
+            raise UsageError(
+                f"train.sequence = {sequence} needs {sequence + 1} tokens, but the {what} has {len(tokens)}; "
+                f"valid is at most {max(0, len(tokens) - 1)}"
+            )
+        if batch % world.size:
+            raise UsageError(f"train.batch = {batch} is no multiple of the {world.size} processes")
+        self.tokens, self.sequence, self.batch, self.seed, self.world = tokens, sequence, batch, seed, world
+
+    def __call__(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Batch `number` (from 0): inputs and targets, int64 [batch / world.size, S]; targets are the next tokens."""
+        first = number * self.batch + self.world.rank
+        rows = [self._window(p) for p in range(first, (number + 1) * self.batch, self.world.size)]
+        block = torch.from_numpy(np.stack(rows))
+        return block[:, :-1].contiguous(), block[:, 1:].contiguous()
+
+    def _window(self, position: int) -> np.ndarray:
+        epoch, place = divmod(position, self.count)
+        start = permute(place, self.count, self.seed, epoch) * self.sequence
+        return self.tokens[start : start + self.sequence + 1].astype(np.int64)
+
+
+def split(corpus: Corpus, validation: float) -> tuple[np.ndarray, np.ndarray]:
+    """Training and validation tokens: the last `validation` of the corpus is never trained on."""
+    held_out = int(len(corpus.tokens) * validation)
+    cut = len(corpus.tokens) - held_out
+    return corpus.tokens[:cut], corpus.tokens[cut:]
+
+
+def permute(place: int, count: int, seed: int, epoch: int) -> int:
+    """Image of `place` under a pseudo-random permutation of ``range(count)``, without a table.
+
+    A four-round Feistel network on the next even number of bits, walked until the image is below `count` (fewer than
+    four rounds of the walk on average). numpy's generators promise no stable stream across versions; this does.
+    """
+    half = max(1, ((count - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    while True:
+        left, right = place >> half, place & mask
+        for turn in range(4):
+            left, right = right, left ^ (_mix(right, seed, epoch, turn) & mask)
+        place = (left << half) | right
+        if place < count:
+            return place
+
+
+def _mix(value: int, seed: int, epoch: int, turn: int) -> int:
+    """64 well-mixed bits (SplitMix64's finaliser over the four numbers)."""
+    state = 0
+    for part in (seed, epoch, turn, value):
+        state = (state + part + 0x9E3779B97F4A7C15) & _WORD
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _WORD
+        state ^= state >> 31
+    return state
+
+
+_WORD = (1 << 64) - 1

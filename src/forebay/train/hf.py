@@ -1,0 +1,199 @@
+"""Hugging Face models in and out: from a family's configuration, from a local folder, to a local folder.
+
+In: the ``[model]`` section, the tokenizer's vocabulary, a device. Out: a `PreTrainedModel` whose every weight came from
+where the section says; nothing is initialised silently. transformers fills what a checkpoint lacks with random numbers
+and a warning: here that is a `RunError` that names the tensors. Nothing is ever fetched from a hub.
+"""
+
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forebay.train.config import Model
+from forebay.train.errors import RunError, UsageError, first_line
+from forebay.train.fields import nearest
+
+TESTED = ("qwen3_moe", "mixtral", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss", "glm4_moe")
+# Read by every configuration class, though a default instance need not show them.
+_EXTRA_KEYS = frozenset({"bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings"})
+# DeepSeek's own name of the load-balancing coefficient; transformers' class for V2 has none.
+_FAMILY_KEYS = {"deepseek_v2": frozenset({"aux_loss_alpha"})}
+
+
+def build(section: Model, vocabulary: int, device: torch.device) -> Any:
+    """The model of a section, on `device`, in the section's dtype, in training mode.
+
+    Args:
+        section: family or path, weights, config, dtype, attention.
+        vocabulary: number of token ids of the data; fills in ``vocab_size`` for a family that is given none.
+        device: where parameters are made.
+
+    Raises:
+        UsageError: unknown family or configuration key, or a vocabulary that is smaller than the data's.
+        RunError: a folder whose weights are missing, mis-shaped or truncated.
+    """
+    config = _configuration(section, vocabulary)
+    if config.get_text_config().vocab_size < vocabulary:
+        raise UsageError(
+            f"the model's vocab_size is {config.get_text_config().vocab_size}, but the tokenizer makes ids up to {vocabulary - 1}; "
+            f"set model.config.vocab_size to at least {vocabulary}, or use the model's own tokenizer (data.tokenizer)"
+        )
+    dtype = getattr(torch, section.dtype)
+    config.use_cache = False
+    if section.path and section.weights == "load":
+        model = _load(Path(section.path).expanduser(), config, dtype, section.attention).to(device)
+    else:
+        model = _random(config, dtype, section.attention, device)
+    return model.train()
+
+
+def save(model: Any, out: Path, tokenizer: Path | None = None) -> None:
+    """Write `model` as a folder that ``from_pretrained`` loads, with the tokenizer's files beside it.
+
+    The folder is written under another name and renamed, so `out` is whole or not there.
+
+    Raises:
+        UsageError: `out` is there and is not an empty folder.
+        RunError: it cannot be written.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out} is there already; give a folder that does not exist or is empty")
+    partial = out.parent / f".{out.name}.partial"
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        model.config.use_cache = True
+        model.save_pretrained(partial)
+        for file in sorted(tokenizer.iterdir()) if tokenizer else []:
+            if file.is_file() and "token" in file.name or file.name in ("vocab.json", "merges.txt", "vocab.txt"):
+                shutil.copy2(file, partial / file.name)
+        if out.is_dir():
+            out.rmdir()
+        partial.rename(out)
+    except OSError as error:
+        raise RunError(f"the model cannot be written to {out}: {error}") from error
+    finally:
+        model.config.use_cache = False
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def from_folder_config(folder: Path, dtype: torch.dtype) -> Any:
+    """A model of the folder's ``config.json`` on the CPU, to be filled with a checkpoint's weights."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+    return _random(config, dtype, "sdpa", torch.device("cpu"))
+
+
+def _configuration(section: Model, vocabulary: int) -> Any:
+    from transformers import AutoConfig
+
+    if section.path:
+        folder = Path(section.path).expanduser()
+        if not (folder / "config.json").is_file():
+            raise UsageError(f"model.path {section.path!r} is no folder with a config.json")
+        try:
+            config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        except (OSError, ValueError, TypeError) as error:
+            raise RunError(f"{folder / 'config.json'} is no configuration that transformers reads: {first_line(error)}") from error
+        _check_keys(type(config), config.model_type, section.config)
+        for name, value in section.config.items():
+            setattr(config, name, value)
+        return config
+    default = _family(section.family)
+    _check_keys(type(default), section.family, section.config)
+    filled = {"vocab_size": -(-vocabulary // 64) * 64, **section.config}
+    try:
+        return AutoConfig.for_model(section.family, **filled)
+    except Exception as error:  # transformers raises many kinds here, one of them a private class
+        raise UsageError(f"[model.config] is no valid {section.family} configuration: {' '.join(str(error).split())}") from error
+
+
+def _family(name: str) -> Any:
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise UsageError(
+            f"model.family {name!r} is no causal language model of transformers; "
+            f"{nearest(name, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, 'family')}tested ones are {', '.join(TESTED)}"
+        )
+    return AutoConfig.for_model(name)
+
+
+def _check_keys(kind: type, family: str, given: Iterable[str]) -> None:
+    valid = set(kind().to_dict()) | set(getattr(kind, "attribute_map", {})) | _EXTRA_KEYS | _FAMILY_KEYS.get(family, frozenset())
+    for name in given:
+        if name not in valid:
+            raise UsageError(f"unknown key {name!r} in section [model.config] for family {family!r}; {nearest(name, valid, 'key')}see transformers' {kind.__name__}")
+
+
+def _random(config: Any, dtype: torch.dtype, attention: str, device: torch.device) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    with device:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+
+
+def _load(folder: Path, config: Any, dtype: torch.dtype, attention: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    _check_files(folder)
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            str(folder),
+            config=config,
+            local_files_only=True,
+            use_safetensors=True,
+            dtype=dtype,
+            attn_implementation=attention,
+            ignore_mismatched_sizes=True,  # so that they are listed instead of raised one shape at a time
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise RunError(f"the weights in {folder} cannot be loaded: {first_line(error)}") from error
+    if info["mismatched_keys"]:
+        name, held, wanted = min(info["mismatched_keys"])
+        raise RunError(
+            f"the weights in {folder} do not fit its config.json: {name} has shape {list(held)}, the model needs {list(wanted)}"
+            f"{_others(info['mismatched_keys'])}"
+        )
+    if info["missing_keys"]:
+        raise RunError(
+            f"the weights in {folder} are not complete: {min(info['missing_keys'])} is missing{_others(info['missing_keys'])}; "
+            "use the whole checkpoint, or model.weights = 'random'"
+        )
+    if info.get("error_msgs"):
+        raise RunError(f"the weights in {folder} cannot be loaded: {info['error_msgs'][0]}")
+    return model
+
+
+def _others(names: Any) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+
+
+def _check_files(folder: Path) -> None:
+    """Every safetensors file is there and whole, before any of it is loaded."""
+    from safetensors import SafetensorError, safe_open
+
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise RunError(f"{index} is no valid index of safetensors files") from error
+    else:
+        names = ["model.safetensors"]
+    for name in names:
+        file = folder / name
+        if not file.is_file():
+            raise RunError(f"{file} is missing; a checkpoint folder holds model.safetensors, or model.safetensors.index.json and all its files")
+        try:
+            with safe_open(file, framework="pt"):  # reads the header and compares it with the file's size
+                pass
+        except (SafetensorError, OSError) as error:
+            raise RunError(f"{file} is truncated or damaged ({first_line(error)}); copy it again") from error

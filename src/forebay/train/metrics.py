@@ -1,0 +1,252 @@
+"""What a run shows and writes: a line a step, ``metrics.jsonl``, TensorBoard, the moving line, the closing table.
+
+In: a `StepRecord` a step and, at the end, a `Summary`. Out: text on the console and files in the run's folder. Nothing
+here computes; units are in the names.
+"""
+
+import json
+import os
+import resource
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from forebay.policy import format_bytes
+from forebay.train.errors import UsageError
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step.
+
+    Attributes:
+        step: 1-based number.
+        seconds: wall time from the first forward to the end of the optimizer.
+        cross_entropy_loss: mean over the step's target tokens, in nats.
+        load_balance_loss: the router's, mean over microbatches, before its coefficient; perfectly balanced is top_k. 0 for
+            a model without routers.
+        learning_rate, gradient_norm: of this step; the norm is before clipping.
+        tokens_per_second: input tokens of all processes over `seconds`.
+        peak_bytes: device memory allocated at most in this step, or the process's largest resident size on a CPU.
+        on_gpu: which of the two `peak_bytes` is.
+    """
+
+    step: int
+    seconds: float
+    cross_entropy_loss: float
+    load_balance_loss: float
+    learning_rate: float
+    gradient_norm: float
+    tokens_per_second: float
+    peak_bytes: int
+    on_gpu: bool
+
+
+def step_line(record: StepRecord, steps: int) -> str:
+    """The line of one step, in a form that is stable for those who parse it. GB are 10**9 bytes."""
+    return " | ".join(
+        (
+            f"step {record.step:08d}/{steps:08d}",
+            f"step-time {record.seconds:.3f} sec",
+            f"cross-entropy-loss {record.cross_entropy_loss:.4f}",
+            f"load-balance-loss {record.load_balance_loss:.4f}",
+            f"learning-rate {record.learning_rate:.6e}",
+            f"gradient-norm {record.gradient_norm:.4f}",
+            f"tokens-per-second {record.tokens_per_second:,.0f}",
+            f"peak-{'gpu' if record.on_gpu else 'host'}-memory {record.peak_bytes / 1e9:.2f} GB",
+        )
+    )
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Peak allocated bytes of a CUDA device since the last reset, or the process's largest resident size so far."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return used if sys.platform == "darwin" else used * 1024
+
+
+class Reporter:
+    """Owns the console's moving line and the metric files of a run; a context manager that closes them.
+
+    Args:
+        folder: the run's folder.
+        console: where lines go.
+        steps: number of the last step.
+        after: step that the run resumes after; records of later steps, from a run that was killed, are dropped.
+        tensorboard: also write events to ``<folder>/tensorboard``.
+        progress: "on", "off", or "auto": on a terminal.
+
+    Raises:
+        UsageError: TensorBoard is asked for and not installed.
+    """
+
+    def __init__(self, folder: Path, console: Console, steps: int, after: int = 0, tensorboard: bool = False, progress: str = "auto"):
+        self.console, self.steps = console, steps
+        self._events = _event_writer(folder / "tensorboard", after) if tensorboard else None
+        folder.mkdir(parents=True, exist_ok=True)
+        _drop_after(folder / "metrics.jsonl", after)
+        self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self._bar = _progress(console) if progress == "on" or (progress == "auto" and console.is_terminal) else None
+        self._task = self._bar.add_task("training", total=steps, completed=after, loss="") if self._bar else None
+
+    def __enter__(self) -> Self:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bar:
+            self._bar.stop()
+        self._file.close()
+        if self._events:
+            self._events.close()
+
+    def step(self, record: StepRecord) -> None:
+        """Show and write one step."""
+        self.say(step_line(record, self.steps))
+        values = asdict(record)
+        del values["on_gpu"]
+        self.write(values)
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=record.step, loss=f"{record.cross_entropy_loss:.4f}")
+
+    def validation(self, step: int, loss: float) -> None:
+        """Show and write the validation loss, in nats a token, after a step."""
+        self.say(f"step {step:08d}/{self.steps:08d} | validation-loss {loss:.4f}")
+        self.write({"step": step, "validation_loss": loss})
+
+    def say(self, text: str) -> None:
+        """A plain line: no wrapping, no colours, whatever it holds."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def write(self, values: Mapping[str, float]) -> None:
+        """One line of ``metrics.jsonl``, on disk when this returns to the operating system, and its TensorBoard scalars."""
+        self._file.write(json.dumps(dict(values)) + "\n")
+        self._file.flush()
+        if self._events:
+            for name in values.keys() - {"step"}:
+                self._events.add_scalar(name, values[name], int(values["step"]))
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}"), TimeRemainingColumn(),
+        console=console, transient=True,
+    )  # fmt: skip
+
+
+def _event_writer(folder: Path, after: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ModuleNotFoundError as error:
+        raise UsageError("log.tensorboard = true needs the package tensorboard: pip install tensorboard") from error
+    return SummaryWriter(str(folder), purge_step=after + 1 if after else None)
+
+
+def _drop_after(file: Path, step: int) -> None:
+    """Keep the records up to `step`; a last line cut off by a kill goes too."""
+    if not file.is_file():
+        return
+    kept = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError):
+            continue
+    new = file.with_name(".metrics.new")
+    new.write_text("".join(kept), encoding="utf-8")
+    os.replace(new, file)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What the closing table says.
+
+    Attributes:
+        placements: region path to placement.
+        saved_bytes: placement to bytes that a step's forward left there.
+        recomputed: regions that were recomputed in the last step.
+        moved_bytes: bytes copied to the host store in the last step.
+        d2h_gbps, h2d_gbps: achieved, GB/s; None where nothing was copied by a copy engine.
+        wait_ms: time the compute stream waited for copies in the last step, likewise.
+        first_loss, last_loss: of this process's first and last step.
+        tokens_per_second: median over the steps after the first.
+        peak_bytes: largest of all steps.
+        on_gpu: the model was on a GPU.
+        folder: the run's folder.
+    """
+
+    placements: Mapping[str, str]
+    saved_bytes: Mapping[str, int]
+    recomputed: int
+    moved_bytes: int
+    d2h_gbps: float | None
+    h2d_gbps: float | None
+    wait_ms: float | None
+    first_loss: float
+    last_loss: float
+    tokens_per_second: float
+    peak_bytes: int
+    on_gpu: bool
+    folder: Path
+    notes: tuple[str, ...] = field(default=())
+
+
+def summary_tables(summary: Summary) -> list[Table]:
+    """Where the saved bytes were, and what came of the run."""
+    where = Table(title="Saved for backward, by placement (last step)", title_justify="left")
+    for column, justify in (("placement", "left"), ("regions", "right"), ("bytes", "right"), ("where they waited", "left")):
+        where.add_column(column, justify=justify)  # type: ignore[arg-type]
+    for placement in dict.fromkeys((*_WHERE, *summary.placements.values(), *summary.saved_bytes)):
+        regions = sum(1 for p in summary.placements.values() if p == placement)
+        held = summary.saved_bytes.get(placement, 0)
+        if regions or held:
+            where.add_row(placement, str(regions), format_bytes(held), _where(placement, summary))
+    result = Table(title="Result", title_justify="left", show_header=False)
+    for row in _result_rows(summary):
+        result.add_row(*row)
+    return [where, result]
+
+
+_WHERE = {"keep": "", "recompute": "", "offload": ""}
+
+
+def _where(placement: str, summary: Summary) -> str:
+    if placement == "offload":
+        if not summary.on_gpu:
+            return "host store; on a CPU that is ordinary memory, so nothing is won here"
+        copied = (("out", summary.d2h_gbps, "GB/s"), ("back", summary.h2d_gbps, "GB/s"), ("waited", summary.wait_ms, "ms"))
+        figures = [f"{name} {value:.1f} {unit}" for name, value, unit in copied if value is not None]
+        return ", ".join(["pinned host memory", *figures])
+    if placement == "recompute":
+        return f"not at all but the inputs: {summary.recomputed} region calls were made again in backward"
+    return "GPU memory" if summary.on_gpu else "memory"
+
+
+def _result_rows(summary: Summary) -> list[tuple[str, str]]:
+    rows = [
+        ("loss first -> last", f"{summary.first_loss:.4f} -> {summary.last_loss:.4f} ({summary.last_loss - summary.first_loss:+.4f} nats a token)"),
+        ("tokens per second", f"{summary.tokens_per_second:,.0f} (median)"),
+        ("recomputed", _paths(summary, "recompute")),
+        ("offloaded", f"{_paths(summary, 'offload')}; {format_bytes(summary.moved_bytes)} moved in the last step"),
+        (f"peak {'GPU' if summary.on_gpu else 'host'} memory", f"{summary.peak_bytes / 1e9:.2f} GB"),
+        ("run", str(summary.folder)),
+    ]
+    return rows + [("note", note) for note in summary.notes]
+
+
+def _paths(summary: Summary, placement: str) -> str:
+    found = [p for p, where in summary.placements.items() if where == placement]
+    if len(found) > 4:
+        return f"{found[0]} ... {found[-1]} ({len(found)} regions)"
+    return ", ".join(found) or "nothing"

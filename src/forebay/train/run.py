@@ -1,0 +1,251 @@
+"""A training run from its first to its last step: folders, checkpoints, signals, and what a person sees.
+
+In: a `Config` and what to resume. Out: a run's folder:
+
+    run.json        configuration and versions
+    metrics.jsonl   a record a step
+    checkpoints/    see `forebay.train.checkpoint`
+    tensorboard/    if asked for
+
+A run never writes into a folder that holds another one. Ctrl-C or SIGTERM ends the run after the step in progress, with a
+checkpoint; a second Ctrl-C ends it at once, and the earlier checkpoint is what remains.
+"""
+
+import json
+import signal
+import statistics
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+
+from forebay.train import checkpoint
+from forebay.train.config import Config, from_mapping
+from forebay.train.errors import Interrupted, RunError, UsageError
+from forebay.train.metrics import Reporter, StepRecord, Summary, summary_tables
+from forebay.train.trainer import Trainer
+
+# What the order of data depends on: a resumed run with another value would skip or repeat text.
+_SAME_ON_RESUME = (("train", "batch"), ("train", "sequence"), ("train", "seed"), ("data", "validation"))
+
+
+class StopRequest:
+    """Whether the run was asked to stop, and by which signal. The second Ctrl-C is a KeyboardInterrupt."""
+
+    def __init__(self) -> None:
+        self.signal: str | None = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signal = signal.Signals(number).name
+
+    @contextmanager
+    def listening(self) -> Iterator["StopRequest"]:
+        """Listen to SIGINT and SIGTERM in the main thread; elsewhere signals stay as they are."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        before = {s: signal.signal(s, self) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins: its folder and, when resumed, the checkpoint."""
+
+    folder: Path
+    resumed: Path | None = None
+
+
+def where_to_start(config: Config, resume: str | None) -> Start:
+    """The folder of a new run, or the checkpoint to resume.
+
+    Args:
+        config: `log.folder` is the folder's name; the first of NAME, NAME-2, NAME-3, ... that holds no run is taken.
+        resume: None starts anew; "" resumes the newest of these runs that has a checkpoint; else a run or checkpoint.
+
+    Raises:
+        UsageError: nothing to resume.
+    """
+    base = Path(config.log.folder).expanduser()
+    if resume is None:
+        return Start(next(f for f in _numbered(base) if not f.is_dir() or not any(f.iterdir())))
+    if resume:
+        found = checkpoint.find(Path(resume).expanduser())
+        return Start(found.parent.parent, found)
+    newest: Path | None = None
+    for folder in _numbered(base):
+        if not folder.is_dir():
+            break
+        newest = checkpoint.Checkpoints(folder / "checkpoints").latest() or newest
+    if newest is None:
+        raise UsageError(f"{base} holds no checkpoint to resume; start without --resume, or name a run or checkpoint folder")
+    return Start(newest.parent.parent, newest)
+
+
+def train(config: Config, console: Console, resume: str | None = None) -> Path:
+    """Train until `train.steps`, printing to `console`.
+
+    Returns:
+        The run's folder.
+
+    Raises:
+        Interrupted: by Ctrl-C or SIGTERM; the message says what was saved.
+        UsageError, RunError: as their messages say.
+    """
+    start = where_to_start(config, resume)
+    with StopRequest().listening() as stop, Trainer(config) as trainer:
+        return _Run(config, console, start, trainer, stop).go()
+
+
+def export(run: Path, out: Path) -> Path:
+    """Write the model of a run's newest checkpoint (or of the given one) as a folder that transformers loads.
+
+    Returns:
+        The checkpoint that was exported.
+
+    Raises:
+        UsageError: there is no checkpoint, or `out` is taken.
+        RunError: the checkpoint is damaged.
+    """
+    import forebay.train.hf as hf
+    from forebay.train.data import load_tokenizer
+
+    path = checkpoint.find(run)
+    checkpoint.verify(path)
+    config = from_mapping(checkpoint.read_about(path)["config"], origin=str(path))
+    model = hf.from_folder_config(path / "model", getattr(torch, config.model.dtype))
+    checkpoint.load(path, model)
+    hf.save(model, out, load_tokenizer(config.data.tokenizer).folder)
+    return path
+
+
+def _numbered(base: Path) -> Iterator[Path]:
+    yield base
+    number = 2
+    while True:
+        yield base.with_name(f"{base.name}-{number}")
+        number += 1
+
+
+class _Run:
+    """The loop. Holds the records that the summary needs."""
+
+    def __init__(self, config: Config, console: Console, start: Start, trainer: Trainer, stop: StopRequest):
+        self.config, self.console, self.start, self.trainer, self.stop = config, console, start, trainer, stop
+        self.checkpoints = checkpoint.Checkpoints(start.folder / "checkpoints", config.checkpoint.keep)
+        self.records: list[StepRecord] = []
+        self.saved_at = 0
+
+    def go(self) -> Path:
+        """All steps; see `train`."""
+        c = self.config
+        done = self._resume() if self.start.resumed else 0
+        self.saved_at = done
+        self._write_run_file()
+        with Reporter(self.start.folder, self.console, c.train.steps, done, c.log.tensorboard, c.log.progress) as report:
+            self._announce(report, done)
+            for number in range(done + 1, c.train.steps + 1):
+                record = self.trainer.step(number)
+                self.records.append(record)
+                report.step(record)
+                if c.train.eval_every and number % c.train.eval_every == 0:
+                    report.validation(number, self.trainer.evaluate())
+                if self._is_due(number):
+                    self._save(number)
+                if self.stop.signal and number < c.train.steps:
+                    raise self._interrupted(number)
+        for table in summary_tables(self._summary()):
+            self.console.print(table)
+        return self.start.folder
+
+    def _resume(self) -> int:
+        path = self.start.resumed
+        assert path is not None
+        checkpoint.verify(path)
+        about = checkpoint.read_about(path)
+        self._check_same(path, about)
+        if about["step"] >= self.config.train.steps:
+            raise UsageError(
+                f"checkpoint {path} is at step {about['step']}, and train.steps is {self.config.train.steps}: nothing is left to do; "
+                "set train.steps to more"
+            )
+        checkpoint.load(path, self.trainer.model, self.trainer.optimizer)
+        return int(about["step"])
+
+    def _check_same(self, path: Path, about: dict[str, Any]) -> None:
+        if about["data"] != self.trainer.corpus.identity:
+            raise UsageError(f"checkpoint {path} was trained on other data than [data] names; resume with the same, or start anew from an export")
+        now = self.config.to_dict()
+        for section, key in _SAME_ON_RESUME:
+            before = about["config"][section][key]
+            if before != now[section][key]:
+                raise UsageError(f"checkpoint {path} was made with {section}.{key} = {before}, not {now[section][key]}; resume with {before}")
+
+    def _announce(self, report: Reporter, done: int) -> None:
+        model, device = self.trainer.model, self.trainer.device
+        count = sum(p.numel() for p in model.parameters())
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+        report.say(f"{type(model).__name__}: {count / 1e6:,.1f} M parameters, {self.config.model.dtype}, on {name}")
+        report.say(f"data {self.trainer.corpus.description}")
+        report.say(f"run {self.start.folder}" + (f", resumed after step {done} from {self.start.resumed}" if done else ""))
+
+    def _is_due(self, number: int) -> bool:
+        c = self.config.checkpoint
+        if c.every and number % c.every == 0:
+            return True
+        ending = number == self.config.train.steps or self.stop.signal is not None
+        return c.last and ending
+
+    def _save(self, number: int) -> None:
+        about = {"data": self.trainer.corpus.identity, "config": self.config.to_dict()}
+        self.checkpoints.save(number, self.trainer.model, self.trainer.optimizer, about)
+        self.saved_at = number
+
+    def _interrupted(self, number: int) -> Interrupted:
+        if self.saved_at:
+            after = f"the checkpoint of step {self.saved_at} is in {self.checkpoints.folder}; go on with --resume {self.start.folder}"
+        else:
+            after = "no checkpoint was asked for (checkpoint.last = false)"
+        return Interrupted(f"stopped by {self.stop.signal} after step {number} of {self.config.train.steps}; {after}")
+
+    def _write_run_file(self) -> None:
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        content = json.dumps({"config": self.config.to_dict(), "versions": versions}, indent=2)
+        try:
+            self.start.folder.mkdir(parents=True, exist_ok=True)
+            (self.start.folder / "run.json").write_text(content, encoding="utf-8")
+        except OSError as error:
+            raise RunError(f"the run's folder {self.start.folder} cannot be written: {error.strerror}; set log.folder to another") from error
+
+    def _summary(self) -> Summary:
+        memory, records = self.trainer.memory, self.records
+        last = memory.report()
+        steady = records[1:] or records
+        return Summary(
+            placements=memory.placements,
+            saved_bytes=last.saved_bytes_by_placement,
+            recomputed=last.recomputed,
+            moved_bytes=last.moved_bytes,
+            d2h_gbps=last.d2h_gbps,
+            h2d_gbps=last.h2d_gbps,
+            wait_ms=last.wait_ms,
+            first_loss=records[0].cross_entropy_loss,
+            last_loss=records[-1].cross_entropy_loss,
+            tokens_per_second=statistics.median(r.tokens_per_second for r in steady),
+            peak_bytes=max(r.peak_bytes for r in records),
+            on_gpu=self.trainer.device.type == "cuda",
+            folder=self.start.folder,
+        )

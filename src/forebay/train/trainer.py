@@ -1,0 +1,234 @@
+"""One optimizer step of one process: model, activation manager, optimizer, data, and how they act on each other.
+
+In: a valid `Config`. Out: a `Trainer` whose `step(n)` trains on batch n and returns a `StepRecord`. The run around it
+(folders, checkpoints, signals, what is printed) is `forebay.train.run`.
+
+The way of a batch: token windows by position -> microbatches -> forward (activations managed, cross entropy summed over the
+microbatch and divided by the step's target count, so uneven microbatches weigh as they should) + coefficient x the router's
+load-balancing loss -> backward -> gradient norm and clipping -> AdamW -> the router's bias update. The host waits for the
+device once a step, when it reads the losses.
+
+`Trainer` owns everything that it builds; `close` takes the manager off the model.
+"""
+
+import random
+import time
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+import forebay.train.hf as hf
+from forebay.models.manage import manage
+from forebay.models.router import RouterStats
+from forebay.train.config import Config
+from forebay.train.config import Device as DeviceSection
+from forebay.train.data import Windows, load_corpus, load_tokenizer, split
+from forebay.train.errors import RunError, UsageError
+from forebay.train.metrics import StepRecord, peak_bytes
+from forebay.train.schedule import factor
+from forebay.train.world import World
+
+IGNORE = -100  # target that no loss is computed for, as in transformers
+
+
+class Trainer:
+    """Model, manager, optimizer and data of one process.
+
+    Attributes:
+        model: a transformers `*ForCausalLM`, managed.
+        memory: what `forebay.manage` returned.
+        optimizer: AdamW over the model's trainable parameters.
+        corpus: the tokens.
+
+    Raises:
+        UsageError, RunError: see `forebay.train.hf`, `forebay.train.data` and `pick_device`.
+        PolicyError, BudgetError: from the policy.
+    """
+
+    def __init__(self, config: Config, world: World = World()):
+        self.config, self.world = config, world
+        self.device = pick_device(config.device)
+        if config.device.threads:
+            torch.set_num_threads(config.device.threads)
+        tokenizer = load_tokenizer(config.data.tokenizer)
+        self.corpus = load_corpus(config.data, tokenizer)
+        train, held_out = split(self.corpus, config.data.validation)
+        size, batch, seed = config.train.sequence, config.train.batch, config.train.seed
+        self._windows = Windows(train, size, batch, seed, world)
+        self._held_out = Windows(held_out, size, batch, seed, world, "validation data") if config.train.eval_every else None
+        _check_microbatch(config, world)
+        _seed(seed)
+        self.model = hf.build(config.model, tokenizer.vocabulary, self.device)
+        _check_positions(self.model, size)
+        self.memory = _manage(self.model, config)
+        self._router = RouterStats(self.model)
+        self._balance = balance_coefficient(self.model.config)
+        self._parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = _adamw(self.model, config, self.device)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take the manager off the model; the model is as `forebay.train.hf.build` made it, but trained."""
+        self.memory.detach()
+
+    def step(self, number: int) -> StepRecord:
+        """Train on the batch of step `number` (from 1).
+
+        Raises:
+            RunError: a loss or gradient that is not finite. Parameters may hold NaN then: do not save them.
+        """
+        inputs, targets = self._windows(number - 1)
+        started = time.perf_counter()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        rate = self.config.optimizer.lr * factor(self.config.schedule, number, self.config.train.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        cross_entropy, balance = self._gradients(inputs, targets)
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.config.train.clip or float("inf"))
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.config.train.router_bias_rate:
+            self._router.update_bias(self.config.train.router_bias_rate)
+        loss, imbalance, size = torch.stack([cross_entropy, balance, norm.float()]).tolist()
+        if not (np.isfinite(loss) and np.isfinite(size)):
+            raise RunError(
+                f"step {number}: the loss is {loss} and the gradient norm {size}, which is not finite; "
+                "lower optimizer.lr or lengthen schedule.warmup, and go on from an earlier checkpoint with --resume"
+            )
+        seconds = time.perf_counter() - started
+        tokens = self.config.train.batch * self.config.train.sequence
+        peak = peak_bytes(self.device)
+        return StepRecord(number, seconds, loss, imbalance, rate, size, tokens / seconds, peak, self.device.type == "cuda")
+
+    def forward(self) -> torch.Tensor:
+        """The loss of the first microbatch, with its graph. For the profile."""
+        ids, labels = self._microbatches(*self._windows(0))[0]
+        return self._loss(ids, labels, labels.numel(), 1)[0]
+
+    def evaluate(self) -> float:
+        """Mean loss in nats a token over the validation batches. Leaves parameters and random generators alone."""
+        if self._held_out is None:
+            raise UsageError("there is no validation data; set train.eval_every and data.validation")
+        total, count = 0.0, 0
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                for number in range(self.config.train.eval_batches):
+                    for ids, labels in self._microbatches(*self._held_out(number)):
+                        total += float(self._forward(ids, labels, 1))
+                        count += labels.numel()
+        finally:
+            self.model.train()
+        return total / count
+
+    def _gradients(self, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Accumulate gradients of the batch; cross entropy and load balance of it, fp32 scalars on the device."""
+        count = int((targets != IGNORE).sum())  # on the host: no wait for the device
+        parts = list(self._microbatches(inputs, targets))
+        cross_entropy = torch.zeros((), device=self.device)
+        balance = torch.zeros((), device=self.device)
+        for ids, labels in parts:
+            loss, own, imbalance = self._loss(ids, labels, count, len(parts))
+            cross_entropy += own
+            balance += imbalance
+            loss.backward()
+        return cross_entropy, balance
+
+    def _loss(
+        self, ids: torch.Tensor, labels: torch.Tensor, count: int, parts: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What backward starts from; and, detached, this microbatch's share of the cross entropy and of the load balance."""
+        with self._router.recording():
+            loss = self._forward(ids, labels, count)
+        if not self._router.layers:
+            return loss, loss.detach(), torch.zeros_like(loss)
+        with torch.set_grad_enabled(self._balance != 0):
+            imbalance = self._router.load_balancing_loss().float() / parts
+        return loss + self._balance * imbalance, loss.detach(), imbalance.detach()
+
+    def _forward(self, ids: torch.Tensor, labels: torch.Tensor, count: int) -> torch.Tensor:
+        """Sum of the cross entropies of [B, S] targets, over `count`. Targets are shifted already."""
+        output = self.model(input_ids=ids, labels=labels, shift_labels=labels, num_items_in_batch=count)
+        return output.loss
+
+    def _microbatches(self, inputs: torch.Tensor, targets: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        size = self.config.microbatch // self.world.size or 1
+        ids = inputs.to(self.device, non_blocking=True).split(size)
+        return list(zip(ids, targets.to(self.device, non_blocking=True).split(size), strict=True))
+
+
+def pick_device(section: DeviceSection) -> torch.device:
+    """The device that is asked for.
+
+    Raises:
+        UsageError: CUDA is asked for and torch sees none.
+    """
+    if section.type == "cpu" or (section.type == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        built = f"is built for CUDA {torch.version.cuda} but sees no GPU" if torch.version.cuda else "is built without CUDA"
+        raise UsageError(f"device.type = 'cuda', but torch {torch.__version__} {built}; valid here are 'cpu' and 'auto'")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def balance_coefficient(config: Any) -> float:
+    """Weight of the router's load-balancing loss, as the model's configuration has it; 0 where it has none.
+
+    DeepSeek-V3 and GLM-4-MoE have none: their router's bias is moved instead.
+    """
+    text = config.get_text_config()
+    return float(getattr(text, "router_aux_loss_coef", None) or getattr(text, "aux_loss_alpha", None) or 0.0)
+
+
+def decay_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Trainable parameters in two AdamW groups: matrices with `weight_decay`, vectors and every bias without."""
+    decayed, plain = [], []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            (plain if parameter.ndim < 2 or name.endswith("bias") else decayed).append(parameter)
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    return [g for g in groups if g["params"]]
+
+
+def _adamw(model: torch.nn.Module, config: Config, device: torch.device) -> torch.optim.Optimizer:
+    o = config.optimizer
+    return torch.optim.AdamW(decay_groups(model, o.weight_decay), lr=o.lr, betas=o.betas, eps=o.eps, fused=o.fused or None)
+
+
+def _manage(model: Any, config: Config) -> Any:
+    try:
+        return manage(
+        model,
+        policy=config.memory.policy,
+        budget=config.memory.budget if config.memory.budget != "" else None,
+        compile=config.memory.compile,
+        experts="forebay" if config.model.experts == "forebay" else None,
+        loss="fused" if config.model.loss == "fused" else None,
+        offload=config.memory.offload,
+    )
+    except ValueError as error:  # PolicyError too: all of it can be read off the configuration
+        raise UsageError(f"[memory] and [model]: {error}") from error
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+    torch.manual_seed(seed)  # every CUDA device's generator too
+
+
+def _check_microbatch(config: Config, world: World) -> None:
+    if config.microbatch % world.size:
+        raise UsageError(f"train.microbatch = {config.microbatch} is no multiple of the {world.size} processes")
+
+
+def _check_positions(model: Any, sequence: int) -> None:
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and sequence > longest:
+        raise UsageError(f"train.sequence = {sequence} is longer than the model's max_position_embeddings = {longest}; valid is at most that")

@@ -1,0 +1,217 @@
+"""The gated activation: Triton against the plain form, the plain form against autograd in fp64."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from forebay.kernels.swiglu import Glu, swiglu_backward, swiglu_forward
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SWIGLU = Glu()
+INTERLEAVED = Glu(interleaved=True)
+CLAMPED = Glu("clamped_swiglu", True, 1.702, 1.0)
+GLUS = [SWIGLU, INTERLEAVED, CLAMPED, Glu("clamped_swiglu", False, 1.3, 0.7)]
+# One rounding of the same fp32 numbers; exp differs by a few ulp, so a bf16 result may fall on the
+# other side of a rounding boundary: one ulp of the dtype.
+ATOL = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+RTOL = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """torch.empty hands out NaN: an element that a kernel leaves out shows."""
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    assert torch.empty(1).isnan()
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = before
+
+
+def make(rows, inner, live, dtype, experts=3, bias=False, weights_dtype=torch.float32):
+    """Inputs of R rows, `live` of them real; the sentinels' h and da are NaN."""
+    h = torch.randn(rows, 2 * inner, device=DEVICE).to(dtype)
+    da = torch.randn(rows, inner, device=DEVICE).to(dtype)
+    h[live:], da[live:] = torch.nan, torch.nan
+    weights = torch.rand(rows, device=DEVICE).to(weights_dtype)
+    order = torch.randperm(rows, device=DEVICE).int()
+    ends = sorted(torch.randint(0, live + 1, (experts - 1,)).tolist()) + [live]
+    offs = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+    extra = {}
+    if bias:
+        extra["bias"] = torch.randn(experts, 2 * inner, device=DEVICE).to(dtype)
+        at = torch.arange(rows, device=DEVICE, dtype=torch.int32)
+        extra["row_expert"] = torch.searchsorted(offs, at, right=True).int()
+    return h, da, weights, order, offs, extra
+
+
+def close(a: torch.Tensor, b: torch.Tensor, scale: float = 1.0) -> None:
+    torch.testing.assert_close(a, b, atol=scale * ATOL[b.dtype], rtol=scale * RTOL[b.dtype])
+
+
+def compare(h, da, weights, order, offs, extra, glu) -> None:
+    live = int(offs[-1])
+    both = [
+        (
+            swiglu_forward(h, weights, order, offs, glu, backend=b, **extra),
+            *swiglu_backward(h, da, weights, order, offs, glu, backend=b, **extra),
+        )
+        for b in ("triton", "reference")
+    ]
+    for got, wanted in zip(*both, strict=True):
+        assert got.dtype == wanted.dtype and got.shape == wanted.shape
+        assert not got.isnan().any()
+    for got, wanted in list(zip(*both, strict=True))[:3]:
+        close(got, wanted)
+        assert (got[live:] == 0).all() and (wanted[live:] == 0).all()
+    # dw is a sum over I in another order: a few fp32 roundings of the largest term each.
+    torch.testing.assert_close(both[0][3], both[1][3], atol=1e-4, rtol=1e-5)
+    assert (both[0][3][order[live:].long()] == 0).all()
+    # Forward and backward must round the same activation, or recomputation changes the gradient.
+    assert torch.equal(both[0][0], both[0][2])
+
+
+@pytest.mark.parametrize("glu", GLUS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_triton_is_the_reference(glu: Glu, dtype: torch.dtype, poisoned: None) -> None:
+    compare(*make(19, 24, 15, dtype), glu)
+    compare(*make(19, 24, 19, dtype, bias=True, weights_dtype=torch.bfloat16), glu)
+
+
+# Tiles are 2048 elements: 8 x 256 for I >= 256, 128 x 16 for the narrowest.
+@pytest.mark.parametrize(
+    ("rows", "inner", "live"),
+    [
+        (0, 8, 0),
+        (1, 8, 1),
+        (1, 8, 0),
+        (127, 8, 126),
+        (128, 8, 128),
+        (129, 8, 128),
+        (7, 256, 7),
+        (8, 256, 8),
+        (9, 256, 9),
+        (9, 257, 8),
+        (3, 255, 3),
+        (17, 1, 16),
+        (5, 300, 2),
+        (4, 176, 4),
+    ],
+)
+@pytest.mark.parametrize("glu", [SWIGLU, CLAMPED], ids=str)
+def test_shapes_around_a_tile(
+    rows: int, inner: int, live: int, glu: Glu, poisoned: None
+) -> None:
+    compare(*make(rows, inner, live, torch.float32, bias=True), glu)
+
+
+def test_inputs_that_are_not_contiguous(poisoned: None) -> None:
+    h, da, weights, order, offs, extra = make(19, 24, 15, torch.float32)
+    wanted = swiglu_backward(h, da, weights, order, offs, SWIGLU, backend="reference")
+    strided = torch.stack((weights, weights), 1)[:, 0]
+    got = swiglu_backward(
+        h.t().contiguous().t(), da.t().contiguous().t(), strided, order, offs, SWIGLU,
+        backend="triton",
+    )  # fmt: skip
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("glu", GLUS, ids=str)
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_written_over_its_inputs_gives_the_same_bits(glu: Glu, backend, poisoned: None) -> None:
+    h, da, weights, order, offs, extra = make(33, 72, 30, torch.bfloat16, bias=True)
+    wanted = swiglu_backward(h, da, weights, order, offs, glu, backend=backend, **extra)
+    over_h, over_da = h.clone(), da.clone()
+    got = swiglu_backward(
+        over_h, over_da, weights, order, offs, glu,
+        over_h=True, over_da=True, backend=backend, **extra,
+    )  # fmt: skip
+    for a, b in zip(got, wanted, strict=True):
+        assert torch.equal(a, b)
+    assert got[0] is over_h and got[1] is over_da
+
+
+def test_only_what_is_needed_is_made() -> None:
+    h, da, weights, order, offs, _ = make(9, 24, 8, torch.float32)
+    wanted = swiglu_backward(h, da, weights, order, offs, SWIGLU, backend="triton")
+    for needs in [(True, False, False), (False, True, False), (False, False, True)]:
+        got = swiglu_backward(
+            h, da, weights, order, offs, SWIGLU,
+            need_dh=needs[0], need_act=needs[1], need_dw=needs[2], backend="triton",
+        )  # fmt: skip
+        for need, a, b in zip(needs, got, wanted, strict=True):
+            assert torch.equal(a, b) if need else a is None
+
+
+@pytest.mark.parametrize("glu", GLUS, ids=str)
+def test_reference_is_what_autograd_says(glu: Glu) -> None:
+    """In fp64, against the definition written with torch.clamp and torch.sigmoid."""
+    h, da, weights, order, offs, extra = make(11, 6, 11, torch.float64, bias=True)
+    h, weights = h.requires_grad_(), weights.double().requires_grad_()
+    x = h + extra["bias"][extra["row_expert"].long()]
+    gate, up = (x[:, ::2], x[:, 1::2]) if glu.interleaved else x.chunk(2, dim=1)
+    if glu.kind == "swiglu":
+        y = torch.nn.functional.silu(gate) * up
+    else:
+        gate, up = gate.clamp(max=glu.limit), up.clamp(-glu.limit, glu.limit)
+        y = gate * torch.sigmoid(glu.alpha * gate) * (up + 1)
+    y = y * weights[order.long()].unsqueeze(1)
+    dh, dw = torch.autograd.grad(y, (h, weights), da)
+    args = (h.detach(), weights.detach(), order, offs, glu)
+    torch.testing.assert_close(swiglu_forward(*args, **extra), y.detach())
+    got = swiglu_backward(args[0], da, *args[1:], **extra)
+    for a, b in zip(got, (dh, y.detach(), dw), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_nan_in_a_live_row_stays_visible() -> None:
+    h, _, weights, order, offs, _ = make(4, 24, 4, torch.float32)
+    h[1, 0], h[2, 1] = torch.nan, torch.nan
+    for glu in (SWIGLU, CLAMPED):
+        for backend in ("triton", "reference"):
+            act = swiglu_forward(h, weights, order, offs, glu, backend=backend)
+            assert act[1].isnan().any() and act[2].isnan().any()
+            assert not act[[0, 3]].isnan().any()
+
+
+def test_refusals() -> None:
+    h, da, weights, order, offs, _ = make(4, 8, 4, torch.float32)
+    with pytest.raises(ValueError, match="2I"):
+        swiglu_forward(h[:, :15], weights, order, offs, SWIGLU)
+    with pytest.raises(ValueError, match="needs 4 weights"):
+        swiglu_forward(h, weights[:3], order, offs, SWIGLU)
+    with pytest.raises(ValueError, match="row_expert"):
+        swiglu_forward(h, weights, order, offs, SWIGLU, bias=h[:3])
+    with pytest.raises(ValueError, match="da must be"):
+        swiglu_backward(h, da[:, :7], weights, order, offs, SWIGLU)
+    with pytest.raises(ValueError, match="contiguous"):
+        swiglu_backward(h.t().contiguous().t(), da, weights, order, offs, SWIGLU, over_h=True)
+    with pytest.raises(TypeError, match="fp64"):
+        swiglu_forward(h.double(), weights, order, offs, SWIGLU, backend="triton")
+    with pytest.raises(ValueError, match="activation"):
+        Glu("gelu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("glu", [SWIGLU, CLAMPED], ids=str)
+def test_more_elements_than_int32_counts(glu: Glu) -> None:
+    """h has 2**31 + 2**21 elements: the last rows are wrong if any offset is 32-bit."""
+    inner = 1024
+    rows = 2**20 + 2**10
+    h = torch.zeros(rows, 2 * inner, dtype=torch.bfloat16, device="cuda")
+    da = torch.zeros(rows, inner, dtype=torch.bfloat16, device="cuda")
+    h[-64:].normal_()
+    da[-64:].normal_()
+    weights = torch.rand(rows, device="cuda")
+    order = torch.arange(rows, device="cuda", dtype=torch.int32)
+    offs = torch.tensor([rows], device="cuda", dtype=torch.int32)
+    act = swiglu_forward(h, weights, order, offs, glu)
+    got = swiglu_backward(h, da, weights, order, offs, glu)
+    small = (h[-64:], da[-64:], weights[-64:], order[:64], torch.full_like(offs, 64))
+    wanted = swiglu_backward(*small, glu, backend="reference")
+    close(act[-64:], wanted[1])
+    close(got[0][-64:], wanted[0])
+    close(got[1][-64:], wanted[1])
+    torch.testing.assert_close(got[2][-64:], wanted[2], atol=1e-3, rtol=1e-4)

@@ -39,15 +39,11 @@ def test_loss_and_gradients(chunk: int | None, reduction: str, with_bias: bool) 
     inputs = (hidden, weight, bias) if with_bias else (hidden, weight)
     options = {"bias": bias} if with_bias else {}
     want = reference(hidden, weight, targets, reduction=reduction, **options)
-    got = linear_cross_entropy(
-        hidden, weight, targets, reduction=reduction, chunk_tokens=chunk, **options
-    )
+    got = linear_cross_entropy(hidden, weight, targets, reduction=reduction, chunk_tokens=chunk, **options)
     assert got.dtype == torch.float64 and got.shape == ()
     torch.testing.assert_close(got, want)
     # A factor that is no power of two: the upstream gradient must reach every input.
-    for a, b in zip(
-        torch.autograd.grad(got * 0.3, inputs), torch.autograd.grad(want * 0.3, inputs), strict=True
-    ):
+    for a, b in zip(torch.autograd.grad(got * 0.3, inputs), torch.autograd.grad(want * 0.3, inputs), strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -77,9 +73,7 @@ def test_no_targets_at_all(tokens: int, reduction: str) -> None:
     hidden, weight, bias, targets = make(tokens)
     targets.fill_(-100)
     want = reference(hidden, weight, targets, bias=bias, reduction=reduction)
-    got = linear_cross_entropy(
-        hidden, weight, targets, bias=bias, reduction=reduction, chunk_tokens=2
-    )
+    got = linear_cross_entropy(hidden, weight, targets, bias=bias, reduction=reduction, chunk_tokens=2)
     torch.testing.assert_close(got, want, equal_nan=True)
     for grad in torch.autograd.grad(got, (hidden, weight, bias)):
         assert torch.equal(grad, torch.zeros_like(grad))
@@ -256,18 +250,14 @@ def test_compiles_without_a_graph_break() -> None:
     inputs = (hidden, weight, bias)
     got, want = compiled(*inputs), step(*inputs)
     assert torch.equal(got, want)
-    for a, b in zip(
-        torch.autograd.grad(got, inputs), torch.autograd.grad(want, inputs), strict=True
-    ):
+    for a, b in zip(torch.autograd.grad(got, inputs), torch.autograd.grad(want, inputs), strict=True):
         assert torch.equal(a, b)
 
 
 def test_custom_op_is_well_formed() -> None:
     hidden, weight, bias, targets = (t.detach() for t in make(dtype=torch.float32))
     for needs in ([True, True, True], [True, False, False], [False, False, False]):
-        torch.library.opcheck(
-            loss_module._sum_and_grads, (hidden, weight, bias, targets, -100, 8, needs)
-        )
+        torch.library.opcheck(loss_module._sum_and_grads, (hidden, weight, bias, targets, -100, 8, needs))
 
 
 def test_target_out_of_range_is_nan() -> None:
@@ -303,9 +293,7 @@ def test_refusals() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("chunk", [512, None])
-def test_low_precision_errs_no_more_than_torch_on_a_gpu(
-    dtype: torch.dtype, chunk: int | None
-) -> None:
+def test_low_precision_errs_no_more_than_torch_on_a_gpu(dtype: torch.dtype, chunk: int | None) -> None:
     check_low_precision(dtype, tokens=5000, width=256, vocab=4099, chunk=chunk, device="cuda")
 
 
@@ -316,9 +304,7 @@ def test_fp32_and_bias_on_a_gpu() -> None:
     want = reference(hidden, weight, targets, bias=bias)
     got = linear_cross_entropy(hidden, weight, targets, bias=bias, chunk_tokens=8)
     torch.testing.assert_close(got, want)
-    for a, b in zip(
-        torch.autograd.grad(got, inputs), torch.autograd.grad(want, inputs), strict=True
-    ):
+    for a, b in zip(torch.autograd.grad(got, inputs), torch.autograd.grad(want, inputs), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 

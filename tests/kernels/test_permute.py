@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
 from forebay.kernels.permute import combine_rows, gather_rows
 from forebay.moe.routing import Routing, route
 

@@ -29,7 +29,7 @@ def test_one_rounding(backend: Backend, dtype: torch.dtype, shape: tuple[int, ..
     out = scale(x, factor, dtype, backend=backend)
     assert out.dtype == dtype and out.shape == x.shape
     assert torch.equal(x, before)
-    want = x.double() * factor.double()
+    want = x.double() * factor.double().reshape(())
     torch.testing.assert_close(out.double(), want, rtol=ROUNDING[dtype], atol=1e-7)
 
 

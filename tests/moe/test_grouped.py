@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from forebay.moe import grouped
 from forebay.moe.grouped import rows_by_matrix, rows_by_rows
 

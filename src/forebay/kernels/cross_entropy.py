@@ -187,8 +187,7 @@ def _check(logits: Tensor, targets: Tensor) -> None:
         raise TypeError(f"logits must be floating point, got {logits.dtype}")
     if targets.shape != logits.shape[:1]:
         raise ValueError(
-            f"targets must be [{logits.shape[0]}] for logits {tuple(logits.shape)}, "
-            f"got {tuple(targets.shape)}"
+            f"targets must be [{logits.shape[0]}] for logits {tuple(logits.shape)}, got {tuple(targets.shape)}"
         )
     if targets.dtype != torch.int64:
         raise TypeError(f"targets must be int64, got {targets.dtype}")

@@ -46,10 +46,7 @@ def scale(x: Tensor, factor: Tensor, dtype: torch.dtype, *, backend: Backend = "
     if not x.is_contiguous():
         raise ValueError(f"x must be contiguous, got strides {x.stride()} for {tuple(x.shape)}")
     if factor.numel() != 1 or factor.device != x.device:
-        raise ValueError(
-            f"factor must be one element on {x.device}, got {tuple(factor.shape)} on "
-            f"{factor.device}"
-        )
+        raise ValueError(f"factor must be one element on {x.device}, got {tuple(factor.shape)} on {factor.device}")
     if factor.dtype != x.dtype:
         raise TypeError(f"factor is {factor.dtype}, x is {x.dtype}")
     # Inductor fuses the plain form into one pass of its own.

@@ -318,7 +318,9 @@ def swiglu_backward(
     da = da.contiguous()
     rows, inner = h.shape[0], h.shape[1] // 2
     if da.shape != (rows, inner):
-        raise ValueError(f"da must be {(rows, inner)} for h {tuple(h.shape)}, got {tuple(da.shape)}")
+        raise ValueError(
+            f"da must be {(rows, inner)} for h {tuple(h.shape)}, got {tuple(da.shape)}"
+        )
     compute = torch.float64 if h.dtype == torch.float64 else torch.float32
     dh = (h if over_h else torch.empty_like(h)) if need_dh else None
     act = (da if over_da else torch.empty_like(da)) if need_act else None

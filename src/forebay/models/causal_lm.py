@@ -21,6 +21,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -57,7 +58,8 @@ def install_fused_loss(model: nn.Module) -> Callable[[], None]:
     With labels (int64 [B, S]), the loss equals the original's up to rounding: shifted labels or a
     given `shift_labels`, `num_items_in_batch`, `ignore_index` and `logits_to_keep` count as
     they do there, and the router's auxiliary loss is added under `output_router_logits`. The output
-    has `logits=None`, in evaluation too. Without labels nothing changes.
+    has `logits=None`, in evaluation too. Without labels nothing changes. A deep copy made while
+    installed is fused as well, and `restore` leaves it so.
 
     Args:
         model: a transformers model of a class in `_FAMILIES` (FSDP2's subclasses included), with
@@ -72,10 +74,8 @@ def install_fused_loss(model: nn.Module) -> Callable[[], None]:
             custom loss function, a head that is no plain linear layer, an override in the way.
     """
     family = _family(model)
-    lm: Any = model  # its attributes are those of its family, which nn.Module does not declare
-    head: Any = lm.lm_head
-    original: Callable[..., Any] = lm.forward
-    parameters = inspect.signature(original).parameters.values()
+    original: Callable[..., Any] = family.forward
+    parameters = list(inspect.signature(original).parameters.values())[1:]
     names = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
     module = sys.modules[family.__module__]
     adds_aux = _FAMILIES[family.__name__]
@@ -84,23 +84,24 @@ def install_fused_loss(model: nn.Module) -> Callable[[], None]:
 
     # `wraps` keeps the signature: Trainer reads it to decide which columns of a dataset to keep.
     @functools.wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
         labels = given.pop("labels", None)
         if labels is None:
-            return original(*args, **kwargs)
+            return original(self, *args, **kwargs)
         if len(given) + 1 < len(args) + len(kwargs):
             # Too many arguments, or one given twice: Python's own TypeError comes from there.
-            return original(*args, **kwargs)
+            return original(self, *args, **kwargs)
         return_dict = given.pop("return_dict", None)
         logits_to_keep = given.pop("logits_to_keep", 0)
         if adds_aux and given.get("output_router_logits") is None:
-            given["output_router_logits"] = lm.config.output_router_logits
+            given["output_router_logits"] = self.config.output_router_logits
 
-        outputs = lm.model(**given)
+        # Named, because a config with return_dict=False would otherwise give a tuple here.
+        outputs = self.model(**given, return_dict=True)
         hidden = outputs.last_hidden_state
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        loss = _loss(head, hidden[:, kept, :], labels, **given)
+        loss = _loss(self.lm_head, hidden[:, kept, :], labels, **given)
         fields = {
             "past_key_values": outputs.past_key_values,
             "hidden_states": outputs.hidden_states,
@@ -111,46 +112,50 @@ def install_fused_loss(model: nn.Module) -> Callable[[], None]:
             if given["output_router_logits"]:
                 aux_loss = module.load_balancing_loss_func(
                     outputs.router_logits,
-                    lm.num_experts,
-                    lm.num_experts_per_tok,
+                    self.num_experts,
+                    self.num_experts_per_tok,
                     given.get("attention_mask"),
                 )
                 fields["aux_loss"] = aux_loss
-                loss = loss + lm.router_aux_loss_coef * aux_loss.to(loss.device)
+                loss = loss + self.router_aux_loss_coef * aux_loss.to(loss.device)
         output = output_class(loss=loss, logits=None, **fields)
         if return_dict is None:
-            return_dict = lm.config.return_dict
+            return_dict = self.config.return_dict
         return output if return_dict else output.to_tuple()
 
-    head_original: Callable[..., Tensor] = head.forward
-
-    @functools.wraps(head_original)
-    def head_forward(hidden: Tensor, targets: Tensor | None = None, **options: Any) -> Tensor:
-        if targets is None:
-            return head_original(hidden)
-        if isinstance(head.weight, DTensor):
-            raise ValueError(
-                "fused loss: lm_head.weight is a DTensor inside the head's own call (tensor "
-                "parallelism), which is not supported"
-            )
-        return linear_cross_entropy(hidden, head.weight, targets, bias=head.bias, **options)
-
-    lm.forward = forward
-    head.forward = head_forward
+    # Bound methods, not closures over `model`: a deep copy of the model then runs its own weights.
+    head: Any = model.lm_head
+    ours: list[tuple[Any, MethodType]] = [
+        (model, MethodType(forward, model)),
+        (head, MethodType(_head_forward, head)),
+    ]
+    for owner, method in ours:
+        owner.forward = method
 
     def restore() -> None:
-        ours = ((lm, forward), (head, head_forward))
-        present = [(owner, f) for owner, f in ours if "forward" in vars(owner)]
-        for owner, f in present:
-            if vars(owner)["forward"] is not f:
+        present = [(owner, method) for owner, method in ours if "forward" in vars(owner)]
+        for owner, method in present:
+            if vars(owner)["forward"] is not method:
                 raise RuntimeError(
-                    f"{type(owner).__name__}.forward was replaced after the fused loss was "
-                    "installed: undo that first"
+                    f"{type(owner).__name__}.forward was replaced after the fused loss was installed: undo that first"
                 )
         for owner, _ in present:
             del owner.forward
 
     return restore
+
+
+@functools.wraps(nn.Linear.forward)
+def _head_forward(self: nn.Linear, hidden: Tensor, targets: Tensor | None = None, **options: Any) -> Tensor:
+    """The head's forward: logits, or with targets the loss (`options` as in the loss)."""
+    if targets is None:
+        return nn.Linear.forward(self, hidden)
+    if isinstance(self.weight, DTensor):
+        raise ValueError(
+            "fused loss: lm_head.weight is a DTensor inside the head's own call (tensor "
+            "parallelism), which is not supported"
+        )
+    return linear_cross_entropy(hidden, self.weight, targets, bias=self.bias, **options)
 
 
 def _loss(
@@ -193,7 +198,7 @@ def _family(model: nn.Module) -> type[nn.Module]:
                 f"{getattr(config, field)!r}), which is not supported"
             )
     # FSDP2 and parametrisations make a subclass on the fly, so look for the class among the bases.
-    family = next(
+    family: Any = next(
         (
             base
             for base in type(model).__mro__
@@ -202,14 +207,9 @@ def _family(model: nn.Module) -> type[nn.Module]:
         None,
     )
     if family is None:
-        raise ValueError(
-            f"fused loss: {name} is not a supported model; supported are {', '.join(_FAMILIES)}"
-        )
+        raise ValueError(f"fused loss: {name} is not a supported model; supported are {', '.join(_FAMILIES)}")
     if inspect.getattr_static(type(model), "forward") is not family.forward:
-        raise ValueError(
-            f"fused loss: {name} overrides the forward of {family.__name__}, whose loss it would "
-            "replace"
-        )
+        raise ValueError(f"fused loss: {name} overrides the forward of {family.__name__}, whose loss it would replace")
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     if model.loss_function is not ForCausalLMLoss:

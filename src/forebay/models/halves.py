@@ -289,6 +289,11 @@ def install_halves(model: nn.Module, compile: bool = False) -> Halves:
     return halves
 
 
+def has_known_layers(model: nn.Module) -> bool:
+    """Whether some module below `model` is a decoder layer of a class in `_LAYERS`."""
+    return any(_known_base(module, _LAYERS) is not None for module in model.modules())
+
+
 def moe_blocks(model: nn.Module) -> list[MoeBlock]:
     """The MoE blocks below `model` that are of a class in `_MOE_BLOCKS`, in module order."""
     found = []
@@ -305,7 +310,7 @@ def _decoder_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for path, module in model.named_modules():
         name = _known_base(module, _LAYERS)
         if name is None:
-            if type(module).__name__.endswith("DecoderLayer"):
+            if _is_foreign_layer(module):
                 raise ValueError(
                     f"{path!r} is a {type(module).__name__}, which Forebay does not know to be two "
                     f"residual halves; supported are {', '.join(_LAYERS)}"
@@ -332,6 +337,11 @@ def _moe_block(path: str, mlp: nn.Module) -> MoeBlock | None:
         return None
     (block,) = (b for b in moe_blocks(mlp) if b.path == "")
     return MoeBlock(path, block.router, block.experts, block.shared)
+
+
+def _is_foreign_layer(module: nn.Module) -> bool:
+    kind = type(module)
+    return kind.__name__.endswith("DecoderLayer") and kind.__module__.startswith("transformers.")
 
 
 def _known_base(module: nn.Module, names: Any) -> str | None:

@@ -1,9 +1,9 @@
 """Hugging Face's experts modules on `forebay.moe.experts`.
 
-`register()` adds "forebay" to transformers' table of experts implementations; a model then takes it
-by `model.set_experts_implementation("forebay")` or `from_pretrained(experts_implementation=...)`.
-Tokens, ids and weights come from the model's own router, parameters stay where they are in the module
-and keep their names and layouts. transformers owns the table; nothing is kept here.
+`register()` adds "forebay" to transformers' table of experts implementations; a model takes it by
+`model.set_experts_implementation("forebay")` or `from_pretrained(experts_implementation=...)`.
+Tokens, ids and weights come from the model's own router; parameters stay where they are in the
+module and keep their names and layouts. transformers owns the table; nothing is kept here.
 
 What a module says of itself is read at each call: `is_transposed`, `is_concatenated`, `has_bias`,
 `has_gate`, `num_experts`, `act_fn`, `alpha` and `limit`. `forebay_save_h` (bool attribute, default
@@ -11,6 +11,8 @@ True) set to False makes h again in backward instead of saving it.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
@@ -22,15 +24,15 @@ NAME = "forebay"
 
 
 def register() -> str:
-    """Make "forebay" known to transformers, and return that name. Calling it again changes nothing."""
+    """Make "forebay" known to transformers and return that name. A second call changes nothing."""
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
     return NAME
 
 
 def experts_forward(
-    self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """The forward of a transformers experts module: tokens [T, H] and routing [T, K] in, [T, H] out.
+    """Forward of a transformers experts module: tokens [T, H] and routing [T, K] in, [T, H] out.
 
     Raises:
         ValueError: the module computes something else than silu or GPT-OSS's gated activation.
@@ -53,7 +55,7 @@ def experts_forward(
     )
 
 
-def activation_of(module: nn.Module) -> str:
+def activation_of(module: Any) -> str:
     """ "swiglu" or "clamped_swiglu".
 
     Raises:

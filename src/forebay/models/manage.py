@@ -13,6 +13,7 @@ lists. A pattern may name any other module unless it runs inside compiled code.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from forebay.models.causal_lm import install_fused_loss
-from forebay.models.halves import Halves, install_halves, light_recompute_of, moe_blocks
+from forebay.models.compile import compile_half
+from forebay.models.halves import Halves, has_known_layers, install_halves, light_recompute_of, moe_blocks
 from forebay.models.hf_experts import register
 from forebay.planner.simulate import Plan, Timeline
 from forebay.policy import PLACEMENTS, Claim, PolicyError, outermost, parse_bytes, resolve
@@ -121,12 +123,15 @@ def manage(
     undo: list[Callable[[], None]] = []
     try:
         if isinstance(model, PreTrainedModel):
+            undo.append(_without_cache(model))
             if experts is not None and moe_blocks(model):
                 undo.append(_use_experts(model))
             if loss is not None and getattr(model, "lm_head", None) is not None:
                 undo.append(install_fused_loss(model))
         halves = _halves(model, compile)
         undo.append(halves.uninstall)
+        if compile:
+            undo.append(_compile_final_norm(model))
         sealed = _sealed(model, halves) if compile else {}
         slots, claims = _regions(model, halves, policy, sealed)
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -154,6 +159,19 @@ def _check_options(experts: str | None, loss: str | None) -> None:
         raise PolicyError(f"loss={loss!r} is unknown; valid are 'fused' and None (the model's own)")
 
 
+def _without_cache(model: Any) -> Callable[[], None]:
+    """transformers make a KV cache in training too unless told otherwise; a layer with a cache runs unmanaged."""
+    before = getattr(model.config, "use_cache", None)
+    if not before:
+        return lambda: None
+    model.config.use_cache = False
+
+    def undo() -> None:
+        model.config.use_cache = before
+
+    return undo
+
+
 def _use_experts(model: Any) -> Callable[[], None]:
     before = model.config._experts_implementation
     model.set_experts_implementation(register())
@@ -166,9 +184,22 @@ def _use_experts(model: Any) -> Callable[[], None]:
 
 def _halves(model: nn.Module, compile: bool) -> Halves:
     """The halves of the known decoder layers; none for a model without any, unless they are to be compiled."""
-    if not compile and not any(type(m).__name__.endswith("DecoderLayer") for m in model.modules()):
+    if not compile and not has_known_layers(model):
         return Halves()
     return install_halves(model, compile=compile)
+
+
+def _compile_final_norm(model: nn.Module) -> Callable[[], None]:
+    """The norm before the head, compiled like the halves: it then saves its input and a number a row, not fp32 copies."""
+    norm = getattr(getattr(model, getattr(model, "base_model_prefix", ""), None), "norm", None)
+    if norm is None or "forward" in norm.__dict__:
+        return lambda: None
+    norm.forward = partial(compile_half(type(norm).forward), norm)
+
+    def undo() -> None:
+        del norm.forward
+
+    return undo
 
 
 def _regions(

@@ -1,47 +1,17 @@
-"""The routed experts of an MoE layer as one operation that saves the least it can.
+"""The routed experts of an MoE layer, for whoever has tokens and a router's choice.
 
-In: tokens x [T, H], the router's choice (ids and weights [T, K]) and stacked expert weights. Out:
-y [T, H]. What backward needs hangs on the autograd graph and nowhere else:
-
-    x [T, H]          once a token, not once a row                     2H bytes a token (bf16)
-    h [T*K, 2I]       the first grouped GEMM's output, before bias     4KI
-    order, inverse    int32 [T*K] and [T, K]; offs [E]; weights [T, K]  8K + weights
-
-The gathered rows and the activation are made again in backward; the down-projection's output is
-never needed, because the routing weight is applied before it: y_t = sum_k (w glu(h)) @ down, whose
-gradient in w is sum_i da_i glu_i with da = dy @ down.T. With save_h=False h is made again as well
-(bitwise the same: same operands, same kernel). Frozen tensors shrink this further: x is saved for
-gate_up's gradient or to make h again; h unless only down_bias wants a gradient; nothing when nothing
-requires a gradient.
-
-    forward:   x_rows = gather(x)                   backward:  dy_rows = gather(dy)
-               h      = x_rows @ gate_up                       da      = dy_rows @ down.T
-               act    = w * glu(h + bias)                      dh, act, dw = swiglu_backward(h, da)
-               y      = combine(act @ down)                    d_down  = dy_rows.T @ act   a expert
-                        + R @ down_bias                        dx      = combine(dh @ gate_up.T)
-                                                               d_gate_up = x_rows.T @ dh   a expert
-
-R [T, E] is the routing map: token t's weight for expert e. Peak of the transient memory, R = T*K rows
-of bf16, on top of inputs, outputs and what is saved: forward 2R(H + 3I) less h if it is saved;
-backward 2R(H + 3I) while dh and act are made, then 2R(H + 2I) while dx and d_gate_up are made, beside
-the weight gradients that exist by then. For T=16384, K=8, H=2048, I=768: 1088 and 896 MiB, plus 384
-and 1152 MiB of weight gradients for 128 experts, so the second is the higher. save_h=False adds h
-(4RI) only until dh is written over it: nothing at the peak but the gathered rows while h is made.
-
-Deterministic: no atomics. On CUDA in bf16 there is no host synchronisation and it can be captured in
-a CUDA graph (`forebay.moe.grouped` says which widths and dtypes fall back to a loop).
+In: tokens x [T, H], the router's ids and weights [T, K], and stacked expert weights. Out: y [T, H].
+This file checks and casts; `forebay.moe.experts_op` computes, and says what is saved for backward.
+Nothing is kept here.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from forebay.kernels.permute import combine_rows, gather_rows
-from forebay.kernels.swiglu import Glu, swiglu_backward, swiglu_forward
-from forebay.moe.grouped import rows_by_matrix, rows_by_rows
-from forebay.moe.routing import Routing, route, routing_map, row_experts, slot_experts
+from forebay.kernels.swiglu import Glu
+from forebay.moe.experts_op import experts_op
 
 
 def experts(
@@ -65,8 +35,8 @@ def experts(
     Args:
         x: [T, H]. Computed in the weights' dtype, whatever its own (autocast hands fp32 tokens to
             bf16 weights).
-        ids: [T, K], any integer dtype. Ids outside [0, E) are sentinels: their slots add nothing and
-            their weights get a zero gradient.
+        ids: [T, K], any integer dtype. Ids outside [0, E) are sentinels: their slots add nothing
+            and their weights get a zero gradient.
         weights: [T, K], any floating dtype; their gradient has it too.
         gate_up: [E, 2I, H], or [E, H, 2I] if `transposed`.
         down: [E, H, I], or [E, I, H] if `transposed`.
@@ -86,269 +56,11 @@ def experts(
         t is not None and t.requires_grad for t in trained
     )
     # autocast: the casts are autograd's, so the gradients come back in the caller's dtypes.
-    y, *_ = torch.ops.forebay.experts(
+    y, *_ = experts_op(
         x.to(gate_up.dtype).contiguous(), ids, weights, gate_up, down, gate_up_bias, down_bias,
         activation, interleaved, transposed, alpha, limit, save_h and backward_comes,
     )  # fmt: skip
     return y.to(x.dtype)
-
-
-@torch.library.custom_op("forebay::experts", mutates_args=())
-def _experts(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    activation: str,
-    interleaved: bool,
-    transposed: bool,
-    alpha: float,
-    limit: float,
-    save_h: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(y, h, order, inverse, offs), so that a checkpoint policy can keep all that backward reads.
-
-    h is empty without save_h. Rows of h from offs[-1] on are uninitialised and never read.
-    """
-    glu = Glu(activation, interleaved, alpha, limit)
-    num_experts = gate_up.shape[0]
-    # An operation inside is not autocast again: backward makes h outside of any autocast region.
-    with torch.autocast(x.device.type, enabled=False):
-        routing = route(ids, num_experts)
-        order, inverse, offs = routing
-        row_expert = _row_experts(routing, gate_up_bias, down_bias)
-        x_rows = gather_rows(x, order, offs, ids.shape[1])
-        h = rows_by_matrix(x_rows, _matrix(gate_up, transposed), offs)
-        del x_rows
-        act = swiglu_forward(
-            h, weights, order, offs, glu, bias=gate_up_bias, row_expert=row_expert
-        )
-        if not save_h:
-            h = x.new_empty(0)
-        y_rows = rows_by_matrix(act, _matrix(down, transposed), offs)
-        del act
-        bias_sum = None
-        if down_bias is not None and row_expert is not None:
-            slot_expert = slot_experts(routing, row_expert, num_experts)
-            weight_map = routing_map(weights, slot_expert, num_experts)
-            bias_sum = weight_map.to(down_bias.dtype) @ down_bias
-        y = combine_rows(y_rows, inverse, init=bias_sum)
-    return y, h, order, inverse, offs
-
-
-@_experts.register_fake
-def _(
-    x, ids, weights, gate_up, down, gate_up_bias, down_bias,
-    activation, interleaved, transposed, alpha, limit, save_h,
-):  # fmt: skip
-    slots = ids.shape[0] * ids.shape[1]
-    width = gate_up.shape[2] if transposed else gate_up.shape[1]
-    h = x.new_empty((slots, width)) if save_h else x.new_empty(0)
-    order = ids.new_empty(slots, dtype=torch.int32)
-    inverse = ids.new_empty(ids.shape, dtype=torch.int32)
-    offs = ids.new_empty(gate_up.shape[0], dtype=torch.int32)
-    return torch.empty_like(x), h, order, inverse, offs
-
-
-@torch.library.custom_op("forebay::experts_backward", mutates_args=())
-def _experts_backward(
-    dy: Tensor,
-    x: Tensor | None,
-    h: Tensor | None,
-    order: Tensor,
-    inverse: Tensor,
-    offs: Tensor,
-    weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    activation: str,
-    interleaved: bool,
-    transposed: bool,
-    alpha: float,
-    limit: float,
-    need_x: bool,
-    need_weights: bool,
-    need_gate_up: bool,
-    need_down: bool,
-    need_gate_up_bias: bool,
-    need_down_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of (x, weights, gate_up, down, gate_up_bias, down_bias), empty where not needed.
-
-    x is None where it was not saved, h where it is to be made again. Each tensor of R rows is dropped
-    as soon as its last reader is done; the module docstring has the peak.
-    """
-    glu = Glu(activation, interleaved, alpha, limit)
-    routing = Routing(order, inverse, offs)
-    num_experts, slots_per_token = gate_up.shape[0], inverse.shape[1]
-    nothing = dy.new_empty
-    dx, d_weights, d_gate_up, d_down = nothing(0), nothing(0), nothing(0), nothing(0)
-    d_gate_up_bias, d_down_bias = nothing(0), nothing(0)
-    need_dh = need_x or need_gate_up or need_gate_up_bias
-    need_da = need_dh or need_weights
-
-    with torch.autocast(dy.device.type, enabled=False):
-        dy = dy.contiguous()
-        row_expert = _row_experts(routing, gate_up_bias, down_bias)
-        made_again = h is None and (need_da or need_down)
-        if made_again:
-            assert x is not None, "x is saved wherever h is not"
-            x_rows = gather_rows(x, order, offs, slots_per_token)
-            h = rows_by_matrix(x_rows, _matrix(gate_up, transposed), offs)
-            del x_rows
-
-        dh = act = dw = None
-        if need_da or need_down:
-            assert h is not None
-            dy_rows = gather_rows(dy, order, offs, slots_per_token)
-            if need_da:
-                da = rows_by_matrix(dy_rows, _matrix(down, not transposed), offs)
-                if not need_down:
-                    del dy_rows
-                # da is ours to write over, and h too if it was made here; a saved h is autograd's.
-                dh, act, dw = swiglu_backward(
-                    h, da, weights, order, offs, glu, bias=gate_up_bias, row_expert=row_expert,
-                    need_dh=need_dh, need_act=need_down, need_dw=need_weights,
-                    over_h=made_again, over_da=True,
-                )  # fmt: skip
-                del da
-            else:
-                act = swiglu_forward(
-                    h, weights, order, offs, glu, bias=gate_up_bias, row_expert=row_expert
-                )
-            del h
-            if need_down:
-                assert act is not None
-                # The operand order gives the gradient in the parameter's own layout: no transpose.
-                left, right = (act, dy_rows) if transposed else (dy_rows, act)
-                d_down = rows_by_rows(left, right, offs)
-                del dy_rows, act, left, right
-
-        if need_dh:
-            assert dh is not None
-            if need_x:
-                dx_rows = rows_by_matrix(dh, _matrix(gate_up, not transposed), offs)
-                dx = combine_rows(dx_rows, inverse)
-                del dx_rows
-            if need_gate_up_bias:
-                d_gate_up_bias = _sum_by_expert(dh, offs)
-            if need_gate_up:
-                assert x is not None, "x is saved wherever gate_up is trained"
-                x_rows = gather_rows(x, order, offs, slots_per_token)
-                left, right = (x_rows, dh) if transposed else (dh, x_rows)
-                d_gate_up = rows_by_rows(left, right, offs)
-                del x_rows, left, right
-            del dh
-
-        if down_bias is not None and (need_weights or need_down_bias):
-            assert row_expert is not None
-            slot_expert = slot_experts(routing, row_expert, num_experts)
-            if need_down_bias:
-                weight_map = routing_map(weights, slot_expert, num_experts)
-                d_down_bias = weight_map.to(dy.dtype).t() @ dy
-            if need_weights:
-                assert dw is not None
-                # The spare last column is what the sentinels pick.
-                by_expert = torch.nn.functional.pad(dy @ down_bias.t(), (0, 1))
-                dw = dw + by_expert.gather(1, slot_expert).view(-1)
-        if need_weights:
-            assert dw is not None
-            d_weights = dw.view(weights.shape).to(weights.dtype)
-    return dx, d_weights, d_gate_up, d_down, d_gate_up_bias, d_down_bias
-
-
-@_experts_backward.register_fake
-def _(
-    dy, x, h, order, inverse, offs, weights, gate_up, down, gate_up_bias, down_bias,
-    activation, interleaved, transposed, alpha, limit,
-    need_x, need_weights, need_gate_up, need_down, need_gate_up_bias, need_down_bias,
-):  # fmt: skip
-    def like(t, need):
-        return t.new_empty(t.shape) if need else dy.new_empty(0)
-
-    return (
-        like(dy, need_x),
-        like(weights, need_weights),
-        like(gate_up, need_gate_up),
-        like(down, need_down),
-        like(gate_up_bias, need_gate_up_bias),
-        like(down_bias, need_down_bias),
-    )
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    x, _, weights, gate_up, down, gate_up_bias, down_bias, *settings, save_h = inputs
-    _, h, order, inverse, offs = output
-    ctx.set_materialize_grads(False)
-    # The caller cannot train through what the operation hands out to be kept.
-    ctx.mark_non_differentiable(h, order, inverse, offs)
-    need_x, _, need_weights, need_gate_up, need_down, need_gub, need_db = ctx.needs_input_grad[:7]
-    ctx.needs = (need_x, need_weights, need_gate_up, need_down, need_gub, need_db)
-    ctx.settings = settings
-    reads_h = need_x or need_weights or need_gate_up or need_down or need_gub
-    saves_x = need_gate_up or (reads_h and not save_h)
-    ctx.save_for_backward(
-        x if saves_x else None,
-        h if reads_h and save_h else None,
-        order, inverse, offs, weights, gate_up, down, gate_up_bias, down_bias,
-    )  # fmt: skip
-
-
-def _backward(ctx, dy, *_):
-    if dy is None:
-        return (None,) * 13
-    saved = ctx.saved_tensors
-    grads = torch.ops.forebay.experts_backward(dy, *saved, *ctx.settings, *ctx.needs)
-    dx, dw, *rest = (g if need else None for g, need in zip(grads, ctx.needs, strict=True))
-    return (dx, None, dw, *rest, *(None,) * 6)
-
-
-_experts.register_autograd(_backward, setup_context=_setup_context)
-
-
-@register_flop_formula(torch.ops.forebay.experts)
-def _experts_flop(x, ids, weights, gate_up, down, *args, out_shape=None, **kwargs) -> int:
-    """2 * R * 3IH: every slot counted, sentinels too, for shapes are all there is to see."""
-    return 2 * ids[0] * ids[1] * (gate_up[1] * gate_up[2] + down[1] * down[2])
-
-
-@register_flop_formula(torch.ops.forebay.experts_backward)
-def _experts_backward_flop(
-    dy, x, h, order, inverse, offs, weights, gate_up, down, gate_up_bias, down_bias,
-    activation, interleaved, transposed, alpha, limit,
-    need_x, need_weights, need_gate_up, need_down, need_gate_up_bias, need_down_bias,
-    out_shape=None, **kwargs,
-) -> int:  # fmt: skip
-    """One product of each projection for each gradient that is asked for, and one to make h again."""
-    need_dh = need_x or need_gate_up or need_gate_up_bias
-    need_da = need_dh or need_weights
-    first = (h is None and (need_da or need_down)) + need_x + need_gate_up
-    second = need_da + need_down
-    return 2 * order[0] * (gate_up[1] * gate_up[2] * first + down[1] * down[2] * second)
-
-
-def _matrix(weight: Tensor, transposed: bool) -> Tensor:
-    """A view [E, in, out] of a stack; `not transposed` gives the view for the gradient."""
-    return weight if transposed else weight.transpose(-2, -1)
-
-
-def _row_experts(routing: Routing, *biases: Tensor | None) -> Tensor | None:
-    """The rows' experts, which only biases ask for."""
-    if all(bias is None for bias in biases):
-        return None
-    return row_experts(routing.offs, routing.order.shape[0])
-
-
-def _sum_by_expert(rows: Tensor, offs: Tensor) -> Tensor:
-    """[E, N]: the sum of each expert's rows [R, N], in the accumulators of a grouped GEMM."""
-    # 16 bytes of ones a row: the narrowest matrix whose stride F.grouped_mm takes.
-    ones = rows.new_ones((rows.shape[0], 16 // rows.element_size()))
-    return rows_by_rows(rows, ones, offs)[:, :, 0].contiguous()
 
 
 def _check(
@@ -377,8 +89,8 @@ def _check(
         first, second = first[::-1], second[::-1]
     if tuple(gate_up.shape[1:]) != first or tuple(down.shape) != (num_experts, *second):
         raise ValueError(
-            f"for x {tuple(x.shape)} and transposed={transposed}, gate_up {tuple(gate_up.shape)} and "
-            f"down {tuple(down.shape)} must be [E, {first[0]}, {first[1]}] and "
+            f"for x {tuple(x.shape)} and transposed={transposed}, gate_up {tuple(gate_up.shape)} "
+            f"and down {tuple(down.shape)} must be [E, {first[0]}, {first[1]}] and "
             f"[E, {second[0]}, {second[1]}]"
         )
     for name, bias, width in (

@@ -3,10 +3,10 @@
 In: rows [R, *] sorted by expert and `offs` [E] int32, the end row of each expert, on their device.
 Out: a new tensor that the caller owns. Rows from offs[-1] on are neither read nor written.
 
-`F.grouped_mm` runs bf16 on CUDA without touching the host (fp16 and fp32 read the offsets back). It
-wants operands whose strides and addresses are multiples of 16 bytes and knows no fp64; anything else
-goes through a loop of products, one per expert, that reads the offsets on the host: correct, slow,
-not capturable.
+`F.grouped_mm` runs bf16 on CUDA without touching the host (fp16 and fp32 read the offsets back).
+It wants operands whose strides and addresses are multiples of 16 bytes and knows no fp64; anything
+else goes through a loop of products, one an expert, that reads the offsets on the host: correct,
+slow, not capturable.
 """
 
 from __future__ import annotations

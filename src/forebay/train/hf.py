@@ -18,8 +18,10 @@ from forebay.train.errors import RunError, UsageError, first_line
 from forebay.train.fields import nearest
 
 TESTED = ("qwen3_moe", "mixtral", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss", "glm4_moe")
-# Read by every configuration class, though a default instance need not show them.
-_EXTRA_KEYS = frozenset({"bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings"})
+# Keys that modelling code or the base class reads, though a default instance need not show them.
+_EXTRA_KEYS = frozenset(
+    {"bos_token_id", "eos_token_id", "head_dim", "pad_token_id", "rope_scaling", "rope_theta", "tie_word_embeddings"}
+)
 # DeepSeek's own name of the load-balancing coefficient; transformers' class for V2 has none.
 _FAMILY_KEYS = {"deepseek_v2": frozenset({"aux_loss_alpha"})}
 
@@ -136,7 +138,12 @@ def _random(config: Any, dtype: torch.dtype, attention: str, device: torch.devic
     from transformers import AutoModelForCausalLM
 
     with device:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    for module in model.modules():
+        bias = getattr(module, "e_score_correction_bias", None)
+        if isinstance(bias, torch.Tensor):  # moved by steps that bf16 would round away; from_pretrained keeps it so too
+            module.e_score_correction_bias = bias.float()
+    return model
 
 
 def _load(folder: Path, config: Any, dtype: torch.dtype, attention: str) -> Any:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 import forebay.train.hf as hf
+from forebay.models.halves import moe_blocks
 from forebay.models.manage import manage
 from forebay.models.router import RouterStats
 from forebay.train.config import Config
@@ -62,7 +63,7 @@ class Trainer:
         self.model = hf.build(config.model, tokenizer.vocabulary, self.device)
         _check_positions(self.model, size)
         self.memory = _manage(self.model, config)
-        self._router = RouterStats(self.model)
+        self._router = RouterStats(self.model) if moe_blocks(self.model) else None  # None: a dense model
         self._balance = balance_coefficient(self.model.config)
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = _adamw(self.model, config, self.device)
@@ -94,7 +95,7 @@ class Trainer:
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.config.train.clip or float("inf"))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        if self.config.train.router_bias_rate:
+        if self._router is not None and self._router.has_bias:
             self._router.update_bias(self.config.train.router_bias_rate)
         loss, imbalance, size = torch.stack([cross_entropy, balance, norm.float()]).tolist()
         if not (np.isfinite(loss) and np.isfinite(size)):
@@ -145,12 +146,14 @@ class Trainer:
         self, ids: torch.Tensor, labels: torch.Tensor, count: int, parts: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """What backward starts from; and, detached, this microbatch's share of the cross entropy and of the load balance."""
+        if self._router is None:
+            loss = self._forward(ids, labels, count)
+            return loss, loss.detach(), torch.zeros_like(loss)
         with self._router.recording():
             loss = self._forward(ids, labels, count)
-        if not self._router.layers:
-            return loss, loss.detach(), torch.zeros_like(loss)
         with torch.set_grad_enabled(self._balance != 0):
             imbalance = self._router.load_balancing_loss().float() / parts
+        self._router.clear()
         return loss + self._balance * imbalance, loss.detach(), imbalance.detach()
 
     def _forward(self, ids: torch.Tensor, labels: torch.Tensor, count: int) -> torch.Tensor:
@@ -205,15 +208,15 @@ def _adamw(model: torch.nn.Module, config: Config, device: torch.device) -> torc
 def _manage(model: Any, config: Config) -> Any:
     try:
         return manage(
-        model,
-        policy=config.memory.policy,
-        budget=config.memory.budget if config.memory.budget != "" else None,
-        compile=config.memory.compile,
-        experts="forebay" if config.model.experts == "forebay" else None,
-        loss="fused" if config.model.loss == "fused" else None,
-        offload=config.memory.offload,
-    )
-    except ValueError as error:  # PolicyError too: all of it can be read off the configuration
+            model,
+            policy=config.memory.policy,
+            budget=config.memory.budget if config.memory.budget != "" else None,
+            compile=config.memory.compile,
+            experts="forebay" if config.model.experts == "forebay" else None,
+            loss="fused" if config.model.loss == "fused" else None,
+            offload=config.memory.offload,
+        )
+    except (ValueError, RuntimeError) as error:  # PolicyError is a ValueError; no compiler is a RuntimeError
         raise UsageError(f"[memory] and [model]: {error}") from error
 
 

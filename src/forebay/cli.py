@@ -1,0 +1,151 @@
+"""The command line: ``forebay train | profile | doctor | export``.
+
+In: arguments. Out: text on standard output; a failure is one sentence on the error stream and an exit code:
+
+    0  done
+    1  failed while running: broken files, a full disk, a loss that is not finite, stopped by Ctrl-C or SIGTERM
+    2  asked for something that is not possible here: a wrong key, pattern, budget, path or device
+
+``--debug`` shows the traceback as well. Torch is imported only by the commands that need it, so ``--help`` is quick.
+"""
+
+import argparse
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from forebay.policy import BudgetError, PolicyError
+from forebay.train.errors import ForebayError, RunError, UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_WIDTH = 120  # of tables where the output is no terminal
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code. `arguments` defaults to the process's own.
+
+    Raises:
+        SystemExit: from argparse, with 2, for arguments it cannot parse.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        options.run(options)
+    except (ForebayError, PolicyError, BudgetError) as error:
+        return _fail(error, getattr(error, "exit_code", UsageError.exit_code), options.debug)
+    except KeyboardInterrupt as error:
+        return _fail(RunError(f"stopped by Ctrl-C{_interrupted(options)}"), RunError.exit_code, options.debug, error)
+    except BrokenPipeError:  # the reader of our output went away, as `head` does
+        sys.stderr.close()
+        return RunError.exit_code
+    except Exception as error:
+        if options.debug:
+            raise
+        sentence = f"{type(error).__name__}: {' '.join(str(error).split())}; this is unexpected, --debug shows where it happened"
+        return _fail(RunError(sentence), RunError.exit_code, False)
+    return 0
+
+
+def _fail(error: Exception, code: int, debug: bool, cause: BaseException | None = None) -> int:
+    if debug:
+        traceback.print_exception(cause or error)
+    print(f"forebay: {' '.join(str(error).split())}", file=sys.stderr)
+    return code
+
+
+def _interrupted(options: argparse.Namespace) -> str:
+    return "; earlier checkpoints are intact, go on with --resume" if options.command == "train" else ""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="forebay", description="Activation memory of Mixture-of-Experts training in PyTorch.")
+    parser.add_argument("--version", action="version", version=f"forebay {_version()}")
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("--debug", action="store_true", help="show the traceback of a failure")
+    configured = argparse.ArgumentParser(add_help=False)
+    configured.add_argument("config", metavar="CONFIG", help="a TOML file, or a preset: quickstart, quickstart-gpu")
+    configured.add_argument("--set", metavar="SECTION.KEY=VALUE", action="append", default=[], dest="overrides", help="override one key; may be repeated")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    train = commands.add_parser("train", parents=[shared, configured], help="train a model")
+    train.add_argument("--resume", nargs="?", const="", metavar="PATH", help="go on from a run or checkpoint folder; without PATH, from the newest of log.folder")
+    train.set_defaults(run=_train)
+
+    profile = commands.add_parser("profile", parents=[shared, configured], help="show what one forward pass saves for backward")
+    profile.add_argument("--json", action="store_true", help="as JSON")
+    profile.set_defaults(run=_profile)
+
+    doctor = commands.add_parser("doctor", parents=[shared], help="show what this machine has, and what that turns on")
+    doctor.add_argument("--json", action="store_true", help="as JSON")
+    doctor.set_defaults(run=_doctor)
+
+    export = commands.add_parser("export", parents=[shared], help="write a run's model as a folder that transformers loads")
+    export.add_argument("source", metavar="RUN", type=Path, help="a run's folder, or one of its checkpoints")
+    export.add_argument("out", metavar="OUT", type=Path, help="folder to write; must not exist or be empty")
+    export.set_defaults(run=_export)
+    return parser
+
+
+def _version() -> str:
+    try:
+        return metadata.version("forebay")
+    except metadata.PackageNotFoundError:  # run from a source tree
+        return "(not installed)"
+
+
+def _console() -> "Console":
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else _WIDTH)
+
+
+def _train(options: argparse.Namespace) -> None:
+    from forebay.train.config import load
+
+    config = load(options.config, options.overrides)  # before torch is imported: a wrong key answers at once
+    from forebay.train.run import train
+
+    _quiet_transformers()
+    train(config, _console(), options.resume)
+
+
+def _profile(options: argparse.Namespace) -> None:
+    from forebay.train.config import load
+
+    config = load(options.config, options.overrides)
+    from forebay.train.trainer import Trainer
+
+    _quiet_transformers()
+    with Trainer(config) as trainer:
+        profile = trainer.memory.profile(trainer.forward)
+    print(profile.to_json() if options.json else profile.table())
+
+
+def _doctor(options: argparse.Namespace) -> None:
+    from forebay.doctor import examine
+
+    report = examine()
+    if options.json:
+        print(report.to_json())
+    else:
+        _console().print(report.table())
+
+
+def _export(options: argparse.Namespace) -> None:
+    from forebay.train.run import export
+
+    _quiet_transformers()
+    done = export(options.source.expanduser(), options.out.expanduser())
+    print(f"{done} is now {options.out}, a folder that transformers loads")
+
+
+def _quiet_transformers() -> None:
+    """Its progress bars would cut our lines in two."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()

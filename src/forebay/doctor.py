@@ -1,0 +1,252 @@
+"""What this machine has for Forebay, and which features that turns on.
+
+In: nothing but the machine. Out: a `Report` of `Finding`s, as a table or JSON. Every check runs by itself and none can
+fail the others: what cannot be found out is a finding too. Bandwidths are measured with CUDA events; the checks of Triton,
+attention and grouped GEMMs run the thing itself on a small input and compare. Takes a few seconds on a GPU and frees
+what it used.
+"""
+
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib import metadata
+
+import torch
+import torch.nn.functional as F
+from rich.table import Table
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from forebay.policy import format_bytes
+
+_COPY_BYTES = 256 << 20  # large enough for the link's full rate (H200: 54.2 GB/s at 16 MiB, 55.4 from 64 MiB on)
+_COPIES = 7  # median of
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked for.
+
+    Attributes:
+        name: what.
+        has: whether the machine has it; None for plain information.
+        value: what was found, or why not.
+        enables: the feature it turns on, and what happens without; "" for plain information.
+    """
+
+    name: str
+    has: bool | None
+    value: str
+    enables: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """All findings, in a fixed order."""
+
+    findings: tuple[Finding, ...]
+
+    def to_json(self) -> str:
+        """A JSON list of objects with the fields of `Finding`."""
+        return json.dumps([asdict(f) for f in self.findings], indent=2)
+
+    def table(self) -> Table:
+        """For a terminal."""
+        table = Table(title="forebay doctor", title_justify="left")
+        for column in ("what", "", "found", "turns on"):
+            table.add_column(column, overflow="fold")
+        for f in self.findings:
+            mark = {True: "yes", False: "no", None: ""}[f.has]
+            table.add_row(f.name, mark, f.value, f.enables)
+        return table
+
+
+def examine() -> Report:
+    """Look at everything. Never raises for what the machine lacks."""
+    checks: list[tuple[str, Callable[[], list[Finding]]]] = [
+        ("machine", _machine),
+        ("packages", _packages),
+        ("GPU", _gpus),
+        ("pinned memory", _pinned_bandwidth),
+        ("NVLink and P2P", _links),
+        ("Triton", _triton),
+        ("C++ compiler", _compiler),
+        ("cuDNN attention", _cudnn_attention),
+        ("grouped_mm", _grouped_mm),
+        ("symmetric memory", _symmetric_memory),
+        ("NVSHMEM", _nvshmem),
+    ]
+    return Report(tuple(f for name, check in checks for f in _guarded(name, check)))
+
+
+def _guarded(name: str, check: Callable[[], list[Finding]]) -> list[Finding]:
+    """A check's findings, or the finding that it failed: one broken driver must not hide the rest."""
+    try:
+        return check()
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return [Finding(name, False, f"the check failed: {reason}")]
+
+
+def _machine() -> list[Finding]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return [
+        Finding("system", None, f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"),
+        Finding("CPU cores", None, str(cores)),
+        Finding("host memory", None, format_bytes(memory), "the room for placement 'offload'"),
+    ]
+
+
+def _packages() -> list[Finding]:
+    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+    fused = hasattr(F, "linear_cross_entropy")
+    return [
+        Finding("torch", True, f"{torch.__version__}, {cuda}"),
+        Finding("linear_cross_entropy", fused, "in torch" if fused else "from torch 2.13 on", "an alternative loss; Forebay's own needs no torch support"),
+        _package("transformers", "models and checkpoints"),
+        _package("pyarrow", "data.source = 'parquet'"),
+        _package("datasets", "data.source = 'hf'"),
+        _package("tensorboard", "log.tensorboard"),
+    ]
+
+
+def _package(name: str, enables: str) -> Finding:
+    if importlib.util.find_spec(name) is None:
+        return Finding(name, False, "not installed", enables)
+    return Finding(name, True, metadata.version(name), enables)
+
+
+def _gpus() -> list[Finding]:
+    enables = "everything that is measured in time; without it models train on the CPU, and offloading wins nothing"
+    if not torch.cuda.is_available():
+        return [Finding("GPU", False, "none that torch can use", enables)]
+    found = [Finding("driver", None, _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").splitlines()[0] or "unknown")]
+    for index in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(index)
+        what = f"{about.name}, {format_bytes(about.total_memory)}, {about.multi_processor_count} SMs, capability {about.major}.{about.minor}"
+        found.append(Finding(f"GPU {index}", True, what, enables))
+    return found
+
+
+def _nvidia_smi(*arguments: str) -> str:
+    """Output of nvidia-smi, or an empty line where there is none."""
+    if shutil.which("nvidia-smi") is None:
+        return "\n"
+    done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=20)
+    return done.stdout or "\n"
+
+
+def _pinned_bandwidth() -> list[Finding]:
+    enables = "placement 'offload': what the link carries decides how much it hides"
+    if not torch.cuda.is_available():
+        return [Finding("pinned memory", False, "no GPU; the host store is ordinary memory", enables)]
+    host = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cuda")
+    out, back = _copy_rate(host, device), _copy_rate(device, host)
+    return [Finding("pinned memory", True, f"device to host {out:.1f} GB/s, host to device {back:.1f} GB/s", enables)]
+
+
+def _copy_rate(target: torch.Tensor, source: torch.Tensor) -> float:
+    """GB/s, the median of several copies after one that does not count."""
+    rates = []
+    for _ in range(_COPIES + 1):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        target.copy_(source, non_blocking=True)
+        end.record()
+        end.synchronize()
+        rates.append(source.numel() / start.elapsed_time(end) / 1e6)
+    return statistics.median(rates[1:])
+
+
+def _links() -> list[Finding]:
+    enables = "fast exchange between GPUs (expert parallelism)"
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count < 2:
+        return [Finding("NVLink and P2P", False, f"{count} GPU{'' if count == 1 else 's'}: nothing to link", enables)]
+    pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
+    reached = sum(torch.cuda.can_device_access_peer(i, j) for i, j in pairs)
+    widths = {word for line in _nvidia_smi("topo", "-m").splitlines() if line.startswith("GPU") for word in line.split() if word[:2] == "NV" and word[2:].isdigit()}
+    return [
+        Finding("P2P", reached == len(pairs), f"{reached} of {len(pairs)} pairs of GPUs reach each other's memory", enables),
+        Finding("NVLink", bool(widths), ", ".join(sorted(widths)) + " between GPUs" if widths else "none found", enables),
+    ]
+
+
+def _triton() -> list[Finding]:
+    enables = "Forebay's kernels on a GPU; a CPU uses plain PyTorch, and tests the kernels with TRITON_INTERPRET=1"
+    if importlib.util.find_spec("triton") is None:
+        return [Finding("Triton", False, "not installed", enables)]
+    version = metadata.version("triton")
+    if not torch.cuda.is_available():
+        return [Finding("Triton", True, f"{version}; no GPU to compile for", enables)]
+    from forebay.kernels.swiglu import swiglu
+
+    h = torch.randn(8, 64, device="cuda")
+    right = torch.allclose(swiglu(h, backend="triton"), swiglu(h, backend="reference"), atol=1e-5)
+    return [Finding("Triton", right, f"{version}, {'compiles a kernel, which agrees with PyTorch' if right else 'a compiled kernel gives wrong results'}", enables)]
+
+
+def _compiler() -> list[Finding]:
+    from forebay.models.compile import check_compiler
+
+    enables = "memory.compile = true for a model on the CPU"
+    try:
+        check_compiler("cpu")
+    except RuntimeError:
+        return [Finding("C++ compiler", False, "none found (g++, or what CXX names)", enables)]
+    return [Finding("C++ compiler", True, os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or "found", enables)]
+
+
+def _cudnn_attention() -> list[Finding]:
+    enables = "the fastest attention; without it flash attention is used"
+    if not torch.cuda.is_available():
+        return [Finding("cuDNN attention", False, "no GPU", enables)]
+    q = torch.randn(1, 2, 128, 64, device="cuda", dtype=torch.bfloat16)
+    try:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    except RuntimeError as error:
+        return [Finding("cuDNN attention", False, str(error).splitlines()[0], enables)]
+    return [Finding("cuDNN attention", True, f"cuDNN {torch.backends.cudnn.version()}", enables)]
+
+
+def _grouped_mm() -> list[Finding]:
+    enables = "one GEMM for all experts; without it a GEMM for each"
+    if not hasattr(F, "grouped_mm"):
+        return [Finding("grouped_mm", False, f"not in torch {torch.__version__}", enables)]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x = torch.ones(32, 16, device=device, dtype=torch.bfloat16)
+    weight = torch.ones(2, 16, 16, device=device, dtype=torch.bfloat16)
+    ends = torch.tensor([8, 32], device=device, dtype=torch.int32)
+    right = bool((F.grouped_mm(x, weight, offs=ends) == 16).all())
+    return [Finding("grouped_mm", right, f"works on {device} in bfloat16" if right else "gives wrong results", enables)]
+
+
+def _symmetric_memory() -> list[Finding]:
+    enables = "exchange between GPUs without the host (expert parallelism)"
+    if not (torch.distributed.is_available() and importlib.util.find_spec("torch.distributed._symmetric_memory")):
+        return [Finding("symmetric memory", False, "not in this torch", enables)]
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count < 2:
+        return [Finding("symmetric memory", False, "in torch, but needs two GPUs that reach each other", enables)]
+    reached = all(torch.cuda.can_device_access_peer(0, i) for i in range(1, count))
+    return [Finding("symmetric memory", reached, "in torch, and the GPUs reach each other" if reached else "in torch, but the GPUs do not reach each other", enables)]
+
+
+def _nvshmem() -> list[Finding]:
+    enables = "splits that stay on the GPU in expert parallelism"
+    if sys.platform != "linux" or not torch.cuda.is_available():
+        return [Finding("NVSHMEM", False, "no GPU", enables)]
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    known = getattr(symmetric_memory, "is_nvshmem_available", None)
+    has = bool(known and known())
+    return [Finding("NVSHMEM", has, "in the torch wheel" if has else "not found by torch", enables)]

@@ -1,0 +1,199 @@
+"""What the routers of a model did: their logits and choices, for losses and load balancing.
+
+In: a model with MoE blocks (see `forebay.models.halves.moe_blocks`), whether its decoder layers are
+transformers' own, halves or compiled halves. Out: within `recording()`, one `Routing` a MoE layer
+and forward pass, in the order of the forward; from these the load-balancing loss of Switch-style
+models and the bias update of DeepSeek-V3 and GLM-4-MoE.
+
+`RouterStats` owns the records and the counts. Records hold the autograd graph of their forward until
+the next `recording()` or `clear()`; counts are plain integers on the device. Nothing here waits for
+the device.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forebay.models.halves import MoeBlock, moe_blocks
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """What one router did in one forward: T tokens, E experts, K choices each."""
+
+    path: str
+    """Module path of the MoE block."""
+    logits: Tensor
+    """[T, E], with the autograd graph of the forward."""
+    ids: Tensor
+    """[T, K] int64."""
+
+
+class RouterStats:
+    """Records routers through their forward hooks, which are there only during `recording()`.
+
+    Args:
+        model: the model, or a part of it.
+
+    Raises:
+        ValueError: there is no MoE block of a known class in it.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._blocks = moe_blocks(model)
+        if not self._blocks:
+            raise ValueError(f"{type(model).__name__} has no MoE block that Forebay knows")
+        self.records: list[Routing] = []
+        self._counts: dict[str, Tensor] = {}
+
+    @property
+    def paths(self) -> list[str]:
+        """Module paths of the MoE blocks: the rows of `load()` and `load_violation()`."""
+        return [block.path for block in self._blocks]
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether the family balances by a bias (`update_bias`) and not by a loss."""
+        return any(_bias(block) is not None for block in self._blocks)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record the forward passes within, after forgetting earlier records. Counts go on.
+
+        A recomputation in backward is not recorded again, even within.
+        """
+        self.clear()
+        handles = [b.router.register_forward_hook(partial(self._record, b.path)) for b in self._blocks]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def clear(self) -> None:
+        """Forget the records and let go of the graph they hold."""
+        self.records = []
+
+    def load_balancing_loss(self, attention_mask: Tensor | None = None) -> Tensor:
+        """The auxiliary loss of Switch Transformer over all records: a scalar, fp32 as a rule.
+
+        E * sum over experts of (share of choices) * (mean probability), where tokens of all layers
+        count alike. It equals transformers' `load_balancing_loss_func`, except that the choices are
+        the routers' own: transformers chooses again from probabilities in the logits' dtype, and in
+        bf16 ties then fall differently.
+
+        Args:
+            attention_mask: [B, S], 0 where a token does not count.
+
+        Raises:
+            ValueError: nothing is recorded, or the mask has another number of tokens.
+        """
+        if not self.records:
+            raise ValueError("no routing is recorded: run the model within `stats.recording()`")
+        device = self.records[0].logits.device
+        mask = None
+        if attention_mask is not None:
+            mask = attention_mask.reshape(-1).to(device, torch.float32)
+        experts = self.records[0].logits.shape[1]
+        chosen = torch.zeros(experts, device=device)
+        probability = torch.zeros(experts, device=device)
+        rows: Any = 0.0
+        for record in self.records:
+            shares = record.logits.to(device).softmax(-1).float()
+            ids = record.ids.to(device)
+            if mask is None:
+                chosen = chosen + _count(ids, experts)
+                probability = probability + shares.sum(0)
+                rows = rows + shares.shape[0]
+                continue
+            if mask.numel() != shares.shape[0]:
+                raise ValueError(
+                    f"attention_mask has {mask.numel()} tokens, but {record.path!r} routed "
+                    f"{shares.shape[0]}: pass the mask of the recorded forward"
+                )
+            weights = mask.repeat_interleave(ids.shape[1])
+            chosen = chosen + torch.zeros_like(chosen).scatter_add_(0, ids.reshape(-1), weights)
+            probability = probability + (shares * mask.unsqueeze(-1)).sum(0)
+            rows = rows + mask.sum()
+        return torch.sum((chosen / rows) * (probability / rows)) * experts
+
+    def load(self) -> Tensor:
+        """Choices of each expert since the last `reset_counts`: int64 [layers, E]."""
+        return torch.stack([self._count_of(block) for block in self._blocks])
+
+    def load_violation(self) -> Tensor:
+        """By how much the busiest expert exceeds the mean load, in means: fp32 [layers].
+
+        0 is balance, E / K - 1 is every token on the same experts. NaN where nothing was counted.
+        """
+        load = self.load().float()
+        mean = load.mean(1)
+        return (load.amax(1) - mean) / mean
+
+    @torch.no_grad()
+    def update_bias(self, rate: float) -> None:
+        """DeepSeek-V3's balancing without a loss: bias += rate * sign(mean load - load).
+
+        The load is that of all microbatches recorded since the last update; it is reset. Call it
+        once an optimizer step, after backward.
+
+        Raises:
+            ValueError: the family has no `e_score_correction_bias`, or keeps it in less than fp32,
+                where steps of the usual 0.001 are rounded away.
+        """
+        if not self.has_bias:
+            raise ValueError(
+                f"{type(self._blocks[0].router).__name__} has no e_score_correction_bias: this family "
+                "balances by `load_balancing_loss`"
+            )
+        for block in self._blocks:
+            bias = _bias(block)
+            if bias is None:
+                continue
+            if bias.dtype != torch.float32:
+                raise ValueError(
+                    f"e_score_correction_bias of {block.path!r} is {bias.dtype}; keep it in float32 "
+                    "(model.to(torch.bfloat16) casts buffers too, from_pretrained(dtype=...) does not)"
+                )
+            load = self._count_of(block).to(bias.device, torch.float32)
+            bias.add_(torch.sign(load.mean() - load), alpha=rate)
+        self.reset_counts()
+
+    def reset_counts(self) -> None:
+        """Start counting anew."""
+        self._counts = {}
+
+    def _record(self, path: str, router: nn.Module, _: Any, output: Any) -> None:
+        # Inside a backward pass, this forward is a recomputation.
+        if torch._C._current_graph_task_id() != -1:
+            return
+        logits, _, ids = output
+        self.records.append(Routing(path, logits, ids))
+        counted = _count(ids.detach(), logits.shape[1]).to(torch.int64)
+        previous = self._counts.get(path)
+        self._counts[path] = counted if previous is None else previous + counted
+
+    def _count_of(self, block: MoeBlock) -> Tensor:
+        counted = self._counts.get(block.path)
+        if counted is not None:
+            return counted
+        weight = next(block.router.parameters())
+        return torch.zeros(weight.shape[0], dtype=torch.int64, device=weight.device)
+
+
+def _bias(block: MoeBlock) -> Tensor | None:
+    bias = getattr(block.router, "e_score_correction_bias", None)
+    return bias if isinstance(bias, Tensor) else None
+
+
+def _count(ids: Tensor, experts: int) -> Tensor:
+    """How often each expert is in ids: int64 [E]. `bincount` would wait for the device."""
+    flat = ids.reshape(-1)
+    return torch.zeros(experts, dtype=torch.int64, device=ids.device).scatter_add_(
+        0, flat, torch.ones_like(flat)
+    )

@@ -1,0 +1,270 @@
+"""Compiled halves: right, one graph for all layers, and what they save, to the byte."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+from forebay.models import compile as compile_module
+from forebay.models.compile import check_compiler, compile_half
+from forebay.models.halves import install_halves
+from forebay.models.hf_experts import register
+
+BF16, FP32, INT64, INT32 = 2, 4, 8, 4
+TOKENS = 2 * 16
+# The tiny models' widths (conftest.py).
+HIDDEN, HEADS, KV_HEADS, HEAD, EXPERTS, TOP_K, WIDTH = 64, 8, 2, 16, 64, 4, 24
+
+
+def _graphs():
+    return counters["stats"]["unique_graphs"]
+
+
+def _managed(model):
+    model.set_experts_implementation(register())
+    return install_halves(model, compile=True)
+
+
+def _close(a, b):
+    return all(torch.allclose(x, y, rtol=1e-4, atol=1e-5) for x, y in zip(a, b, strict=True))
+
+
+@pytest.fixture
+def saved_by(tokens):
+    """saved_by(model, slot) -> {storage bytes saved by the slot's half that are neither weights nor shared inputs}."""
+
+    def measure(model, slot, shared=()):
+        weights = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+        sizes = {}
+
+        def pack(t):
+            storage = t.untyped_storage()
+            if storage.data_ptr() not in weights:
+                sizes[storage.data_ptr()] = storage.nbytes()
+            return t
+
+        def watched(fn):
+            def run(x, **kwargs):
+                embeddings = kwargs.get("position_embeddings", ())
+                embeddings = (embeddings,) if isinstance(embeddings, torch.Tensor) else embeddings
+                with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+                    out = fn(x, **kwargs)
+                for e in embeddings:  # one for all layers: not the half's
+                    sizes.pop(e.untyped_storage().data_ptr(), None)
+                return out
+
+            return run
+
+        slot.wrap(watched)
+        model(tokens, labels=tokens)
+        slot.restore()
+        return sum(sizes.values())
+
+    return measure
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "gpt_oss", "qwen3_moe"])
+def test_close_to_the_original(family, tiny, tokens, losses_and_gradients):
+    model = tiny(family)
+    expected = losses_and_gradients(model, tokens)
+    halves = _managed(model)
+    got = losses_and_gradients(model, tokens)
+    assert _close(got, expected)
+    halves.uninstall()
+    model.set_experts_implementation("eager")
+    assert all(map(torch.equal, losses_and_gradients(model, tokens), expected)) or _close(got, expected)
+
+
+def test_qwen3_moe_saves_these_bytes(tiny, saved_by):
+    """The attention half: its input, q, k and v before norm and rotation, the output, and sums."""
+    model = tiny("qwen3_moe", torch.bfloat16)
+    halves = _managed(model)
+    attention = (
+        BF16 * HIDDEN  # its input
+        + FP32  # of the norm
+        + (BF16 * HEAD + FP32) * (HEADS + KV_HEADS)  # q and k as projected, and of their norms
+        + BF16 * HEAD * KV_HEADS  # v
+        + (BF16 * HEAD + FP32) * HEADS  # attention's output and log-sum-exp
+    )
+    assert saved_by(model, halves["model.layers.1.self_attn"]) == TOKENS * attention
+    moe = (
+        BF16 * HIDDEN + FP32
+        + BF16 * EXPERTS + 2 * FP32  # the router's logits; maximum and sum of its softmax
+        + (INT64 + BF16) * TOP_K  # ids and weights
+        + 2 * BF16 * WIDTH * TOP_K  # h
+        + 2 * INT32 * TOP_K  # order and its inverse
+    )
+    ends = INT32 * EXPERTS  # where each expert's rows end
+    assert saved_by(model, halves["model.layers.1.mlp"]) == TOKENS * moe + ends
+    dense = BF16 * HIDDEN + FP32 + 2 * BF16 * 96  # gate and up
+    assert saved_by(model, halves["model.layers.0.mlp"]) == TOKENS * dense
+
+
+def test_deepseek_v3_saves_these_bytes(tiny, saved_by):
+    """Keys and values come from one projection: that is saved, and neither of them."""
+    model = tiny("deepseek_v3", torch.bfloat16)
+    halves = _managed(model)
+    attention = (
+        (BF16 * HIDDEN + FP32)
+        + (BF16 * 24 + FP32)  # q's latent
+        + (BF16 * (16 + 8) + FP32)  # kv's latent and the rotary key
+        + BF16 * HEADS * 16  # q
+        + BF16 * HEADS * (8 + 16)  # keys without position, and values
+        + (BF16 * 16 + FP32) * HEADS  # output and log-sum-exp
+    )
+    assert saved_by(model, halves["model.layers.1.self_attn"]) == TOKENS * attention
+
+
+def test_h_can_be_left_out_at_the_price_of_one_more_graph(tiny, tokens, saved_by, losses_and_gradients):
+    model = tiny("qwen3_moe", mlp_only_layers=[])
+    halves = _managed(model)
+    expected = losses_and_gradients(model, tokens)
+    slot = halves["model.layers.1.mlp"]
+    full, graphs = saved_by(model, slot), _graphs()
+    slot.light_recompute(True)
+    assert all(map(torch.equal, losses_and_gradients(model, tokens), expected))
+    assert _graphs() == graphs + 1
+    slot.wrap(lambda fn: fn)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    sizes = {}
+
+    def pack(t):
+        if t.untyped_storage().data_ptr() not in weights:
+            sizes[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = slot.call(torch.randn(2, 16, HIDDEN, requires_grad=True))
+    assert full - sum(sizes.values()) == TOKENS * 2 * FP32 * WIDTH * TOP_K
+    del out
+
+
+def test_experts_run_once(tiny, tokens):
+    model = tiny("qwen3_moe", mlp_only_layers=[])
+    _managed(model)
+    model(tokens, labels=tokens).loss.backward()
+    with torch.profiler.profile() as profile:
+        model(tokens, labels=tokens).loss.backward()
+    calls = {e.key: e.count for e in profile.key_averages()}
+    assert calls["forebay::experts"] == 2
+    assert calls["aten::_scaled_dot_product_flash_attention_for_cpu"] == 2
+
+
+def test_layers_share_a_graph_and_steps_recompile_nothing(tiny, tokens, losses_and_gradients):
+    model = tiny("qwen3_moe", num_hidden_layers=5, mlp_only_layers=[0, 3], router_aux_loss_coef=0.1)
+    halves = _managed(model)
+    before = _graphs()
+    losses_and_gradients(model, tokens)
+    assert _graphs() - before == 3, "attention, dense MLP, MoE: one graph each"
+    for count in (29, 30, 31):
+        losses_and_gradients(model, tokens, num_items_in_batch=count, output_router_logits=True)
+    for slot in halves.values():
+        slot.wrap(lambda fn: partial(checkpoint, fn, use_reentrant=False))
+    losses_and_gradients(model, tokens)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        losses_and_gradients(model, tokens)
+    assert _graphs() - before == 3
+
+
+def test_checkpointed_is_bitwise_kept(tiny, tokens, losses_and_gradients):
+    model = tiny("qwen3_moe")
+    halves = _managed(model)
+    expected = losses_and_gradients(model, tokens)
+    for slot in halves.values():
+        slot.wrap(lambda fn: partial(checkpoint, fn, use_reentrant=False))
+    assert all(map(torch.equal, losses_and_gradients(model, tokens), expected))
+
+
+def test_backward_may_run_twice(tiny, tokens):
+    """Zero-bubble schedules do: a backward that wrote into its saved tensors could not."""
+    model = tiny("qwen3_moe")
+    _managed(model)
+    loss = model(tokens, labels=tokens).loss
+    parameters = list(model.parameters())
+    first = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+    again = torch.autograd.grad(loss, parameters, allow_unused=True)
+    pairs = [(a, b) for a, b in zip(first, again, strict=True) if a is not None]
+    assert pairs and all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_transformers_capture_and_router_hooks_get_the_outputs(tiny, tokens, losses_and_gradients):
+    model = tiny("qwen3_moe", router_aux_loss_coef=0.5)
+    expected = losses_and_gradients(model, tokens, output_router_logits=True)
+    assert not _close(losses_and_gradients(model, tokens), expected)
+    logits = model(tokens, output_router_logits=True).router_logits
+    router = model.model.layers[1].mlp.gate
+    seen = []
+    router.register_forward_hook(lambda module, args, output: seen.append((module, args, output)))
+    _managed(model)
+    assert _close(losses_and_gradients(model, tokens, output_router_logits=True), expected)
+    assert _close(model(tokens, output_router_logits=True).router_logits, logits)
+    assert len(seen) == 2 and seen[0][0] is router and seen[0][1] == ()
+    assert torch.equal(seen[0][2][2].sort().values, seen[1][2][2].sort().values)
+
+
+@pytest.mark.parametrize("kind", ["router_pre", "router_returns", "attention"])
+def test_hooks_that_would_be_left_out_are_refused(kind, tiny, tokens):
+    model = tiny("qwen3_moe")
+    _managed(model)
+    layer = model.model.layers[1]
+    if kind == "router_pre":
+        layer.mlp.gate.register_forward_pre_hook(lambda *_: None)
+    elif kind == "router_returns":
+        layer.mlp.gate.register_forward_hook(lambda *_: 1)
+    else:
+        layer.self_attn.register_forward_hook(lambda *_: None)
+    with pytest.raises(RuntimeError, match=r"layers\.1\..*without compile"):
+        model(tokens)
+
+
+def test_inference_and_generation(tiny, tokens):
+    model = tiny("qwen3_moe").eval()
+    with torch.inference_mode():
+        expected = model(tokens).logits
+        words = model.generate(tokens[:, :4], max_new_tokens=3, do_sample=False, use_cache=True)
+    _managed(model)
+    with torch.inference_mode():
+        assert torch.allclose(model(tokens).logits, expected, rtol=1e-4, atol=1e-5)
+        got = model.generate(tokens[:, :4], max_new_tokens=3, do_sample=False, use_cache=True)
+    assert torch.equal(got, words)
+
+
+def test_more_shapes_than_torchs_default_limit_and_caches_of_their_own():
+    def double(x):
+        return x * 2
+
+    one, other = compile_half(double), compile_half(double)
+    before = _graphs()
+    for n in range(2, 12):  # torch's limit is 8
+        assert torch.equal(one(torch.ones(n)), torch.full((n,), 2.0))
+    assert _graphs() - before == 10
+    one(torch.ones(5))
+    assert _graphs() - before == 10
+    other(torch.ones(5))
+    assert _graphs() - before == 11
+
+
+def test_a_missing_compiler_is_said(monkeypatch, tiny):
+    def none():
+        raise compile_module.InvalidCxxCompiler
+
+    monkeypatch.setattr(compile_module, "get_cpp_compiler", none)
+    with pytest.raises(RuntimeError, match=r"C\+\+ compiler.*compile=False"):
+        install_halves(tiny("qwen3_moe"), compile=True)
+    monkeypatch.setattr(compile_module, "has_triton", lambda: False)
+    with pytest.raises(RuntimeError, match=r"Triton.*'cuda'.*compile=False"):
+        check_compiler("cuda")
+
+
+@pytest.mark.gpu
+def test_cudnn_attention_is_chosen_and_saves_as_little(tiny, tokens):
+    model = tiny("qwen3_moe", torch.bfloat16, head_dim=64).cuda()
+    _managed(model)
+    ids = tokens.cuda()
+    model(ids, labels=ids).loss.backward()
+    with torch.profiler.profile() as profile:
+        model(ids, labels=ids).loss.backward()
+    calls = {e.key: e.count for e in profile.key_averages()}
+    assert calls["aten::_scaled_dot_product_cudnn_attention"] == 2

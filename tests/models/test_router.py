@@ -1,0 +1,237 @@
+"""What routers did: recorded once, the loss of transformers, and DeepSeek-V3's bias."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+from forebay.models.halves import install_halves
+from forebay.models.router import Routing, RouterStats
+
+
+def _same(a, b):
+    return len(a) == len(b) and all(
+        torch.equal(x.logits, y.logits) and torch.equal(x.ids, y.ids) and x.path == y.path
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+@pytest.fixture
+def model(tiny):
+    return tiny("qwen3_moe", mlp_only_layers=[])
+
+
+def test_records_what_transformers_collect(model, tokens):
+    stats = RouterStats(model)
+    with stats.recording():
+        out = model(tokens, output_router_logits=True)
+    assert [r.path for r in stats.records] == ["model.layers.0.mlp", "model.layers.1.mlp"] == stats.paths
+    for record, logits in zip(stats.records, out.router_logits, strict=True):
+        assert torch.equal(record.logits, logits) and record.logits.requires_grad
+        assert torch.equal(record.ids, logits.softmax(-1).topk(4).indices)
+    model(tokens)
+    assert len(stats.records) == 2, "recorded outside of recording()"
+    with stats.recording():
+        pass
+    assert stats.records == []
+
+
+def test_hooks_are_gone_after_an_exception(model, tokens):
+    stats = RouterStats(model)
+    with pytest.raises(RuntimeError, match="on purpose"), stats.recording():
+        raise RuntimeError("on purpose")
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("how", ["halves", "checkpointed halves", "gradient checkpointing"])
+def test_a_recomputation_is_not_recorded(how, model, tokens):
+    stats = RouterStats(model)
+    with stats.recording():
+        model(tokens)
+    expected, load = stats.records, stats.load()
+    stats.reset_counts()
+    if how == "gradient checkpointing":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    else:
+        halves = install_halves(model)
+    runs = []
+    if how == "checkpointed halves":
+        for slot in halves.values():
+            slot.wrap(lambda fn: partial(checkpoint, fn, use_reentrant=False))
+    model.model.layers[0].mlp.gate.register_forward_pre_hook(lambda *_: runs.append(1))
+    with stats.recording():
+        loss = model(tokens, labels=tokens).loss + stats.load_balancing_loss()
+        loss.backward()
+    assert _same(stats.records, expected)
+    assert torch.equal(stats.load(), load)
+    assert len(runs) == (1 if how == "halves" else 2)
+
+
+def test_compiled_halves_are_recorded(tiny, tokens):
+    model = tiny("deepseek_v3", num_hidden_layers=3)
+    model.set_experts_implementation("eager")
+    stats = RouterStats(model)
+    with stats.recording():
+        model(tokens)
+    expected, load = stats.records, stats.load()
+    from forebay.models.hf_experts import register
+
+    model.set_experts_implementation(register())
+    install_halves(model, compile=True)
+    stats.reset_counts()
+    with stats.recording():
+        loss = model(tokens, labels=tokens).loss
+        loss.backward()
+    assert [r.path for r in stats.records] == [r.path for r in expected]
+    for record, wanted in zip(stats.records, expected, strict=True):
+        assert torch.allclose(record.logits, wanted.logits, atol=1e-5) and record.logits.requires_grad
+        assert torch.equal(record.ids.sort().values, wanted.ids.sort().values)
+    assert torch.equal(stats.load(), load)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_loss_and_gradient_are_those_of_transformers(family, masked, tiny, tokens):
+    model = tiny(family)
+    mask = None
+    if masked:
+        mask = torch.ones_like(tokens)
+        mask[0, :5] = 0
+    stats = RouterStats(model)
+    experts, top_k = model.num_experts, model.num_experts_per_tok
+
+    def gradients(loss):
+        model.zero_grad()
+        loss.backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    out = model(tokens, output_router_logits=True, attention_mask=mask)
+    expected = load_balancing_loss_func(out.router_logits, experts, top_k, mask)
+    wanted = gradients(expected)
+    with stats.recording():
+        model(tokens, attention_mask=mask)
+    loss = stats.load_balancing_loss(mask)
+    assert torch.equal(loss, expected)
+    got = gradients(loss)
+    assert len(got) == len(wanted) > 0
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+def test_loss_of_several_forwards_is_that_of_all_their_tokens(model, tokens):
+    stats = RouterStats(model)
+    with stats.recording():
+        model(tokens)
+    together = stats.load_balancing_loss()
+    with stats.recording():
+        model(tokens[:1])
+        model(tokens[1:])
+    assert len(stats.records) == 4
+    assert torch.allclose(stats.load_balancing_loss(), together)
+
+
+def test_loss_says_what_is_missing(model, tokens):
+    stats = RouterStats(model)
+    with pytest.raises(ValueError, match="recording"):
+        stats.load_balancing_loss()
+    with stats.recording():
+        model(tokens)
+    with pytest.raises(ValueError, match=r"16 tokens.*model.layers.0.mlp.*32"):
+        stats.load_balancing_loss(torch.ones_like(tokens[:1]))
+    stats.clear()
+    with pytest.raises(ValueError, match="recording"):
+        stats.load_balancing_loss()
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_bias_follows_the_counts_of_all_microbatches(family, tiny, tokens):
+    model = tiny(family)
+    stats = RouterStats(model)
+    assert stats.has_bias and stats.paths == ["model.layers.1.mlp"]
+    router = model.model.layers[1].mlp.gate
+    router.e_score_correction_bias.uniform_(-0.1, 0.1)
+    before = router.e_score_correction_bias.clone()
+    counts = torch.zeros(64)
+    for batch in (tokens[:1], tokens[1:]):
+        with stats.recording():
+            model(batch, labels=batch).loss.backward()
+        counts += torch.bincount(stats.records[0].ids.reshape(-1), minlength=64)
+    assert torch.equal(stats.load(), counts[None].long())
+    stats.update_bias(0.01)
+    expected = before + 0.01 * torch.sign(counts.mean() - counts)
+    assert torch.equal(router.e_score_correction_bias, expected)
+    assert not torch.equal(expected, before)
+    assert not stats.load().any(), "counts go on from zero after an update"
+    stats.update_bias(0.01)  # nothing counted: nothing to balance
+    assert torch.equal(router.e_score_correction_bias, expected)
+
+
+def test_bias_balances(tiny):
+    model = tiny("deepseek_v3")
+    gate = model.model.layers[1].mlp.gate
+    with torch.no_grad():
+        gate.weight.mul_(20)
+    ids = torch.randint(1, 97, (4, 64))
+    stats = RouterStats(model)
+    violations = []
+    for _ in range(60):
+        with stats.recording(), torch.no_grad():
+            model(ids)
+        violations.append(stats.load_violation().item())
+        stats.update_bias(0.02)
+    assert violations[-1] < 0.5 * violations[0]
+
+
+def test_a_bias_that_would_not_move_is_refused(tiny, tokens):
+    model = tiny("deepseek_v3").to(torch.bfloat16)
+    stats = RouterStats(model)
+    with pytest.raises(ValueError, match=r"model.layers.1.mlp.*bfloat16"):
+        stats.update_bias(0.001)
+
+
+def test_families_without_a_bias_are_named(model):
+    stats = RouterStats(model)
+    assert not stats.has_bias
+    with pytest.raises(ValueError, match=r"Qwen3MoeTopKRouter.*load_balancing_loss"):
+        stats.update_bias(0.001)
+
+
+def test_load_violation_of_known_loads(model):
+    stats = RouterStats(model)
+    assert stats.load_violation().isnan().all()
+    balanced = torch.arange(64).reshape(16, 4)
+    skewed = torch.arange(4).expand(16, 4)
+    for block, ids in zip(stats._blocks, (balanced, skewed), strict=True):
+        stats._record(block.path, block.router, None, (torch.zeros(16, 64), None, ids))
+    assert stats.load_violation().tolist() == [0.0, 64 / 4 - 1]
+    stats.reset_counts()
+    assert not stats.load().any()
+
+
+def test_a_model_without_routers_is_named(tiny):
+    with pytest.raises(ValueError, match="Linear"):
+        RouterStats(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="Qwen3ForCausalLM"):
+        RouterStats(tiny("qwen3"))
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_device(tiny):
+    model = tiny("deepseek_v3").cuda()
+    stats = RouterStats(model)
+    block = stats._blocks[0]
+    logits = torch.randn(32, 64, device="cuda", requires_grad=True)
+    ids = logits.topk(4).indices
+    mask = torch.ones(2, 16, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        stats._record(block.path, block.router, None, (logits, None, ids))
+        stats.load_balancing_loss().backward()
+        stats.load_balancing_loss(mask).backward()
+        stats.load_violation()
+        stats.update_bias(0.001)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert isinstance(stats.records[0], Routing)

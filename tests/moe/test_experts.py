@@ -1,0 +1,381 @@
+"""The experts operation: against a loop over slots in fp64, and what it saves, to the byte."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from forebay.moe.experts import experts
+
+T, H, WIDTH, E, K = 13, 16, 24, 5, 3
+
+
+@dataclass
+class Case:
+    """Inputs of `experts` and its settings; the parameters that may be trained by name."""
+
+    tensors: dict[str, Tensor]
+    ids: Tensor
+    settings: dict = field(default_factory=dict)
+
+    def to(self, dtype: torch.dtype, device: str = "cpu") -> "Case":
+        tensors = {
+            n: t.detach().to(device, dtype).requires_grad_() for n, t in self.tensors.items()
+        }
+        return Case(tensors, self.ids.to(device), self.settings)
+
+    def run(self, **more) -> Tensor:
+        t = self.tensors
+        return experts(
+            t["x"], self.ids, t["weights"], t["gate_up"], t["down"],
+            gate_up_bias=t.get("gate_up_bias"), down_bias=t.get("down_bias"),
+            **self.settings, **more,
+        )  # fmt: skip
+
+    def grads(self, dy: Tensor, **more) -> dict[str, Tensor]:
+        """y and the gradient of every tensor that requires one."""
+        y = self.run(**more)
+        wanted = {n: t for n, t in self.tensors.items() if t.requires_grad}
+        got = torch.autograd.grad(y, list(wanted.values()), dy)
+        return {"y": y.detach(), **dict(zip(wanted, got, strict=True))}
+
+
+def by_hand(case: Case) -> Tensor:
+    """The definition, slot by slot, differentiable."""
+    t, s = case.tensors, case.settings
+    gate_up, down = t["gate_up"], t["down"]
+    if s.get("transposed"):
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    tokens = []
+    for token in range(case.ids.shape[0]):
+        y = t["x"][token] * 0
+        for k in range(case.ids.shape[1]):
+            e = int(case.ids[token, k])
+            if not 0 <= e < gate_up.shape[0]:
+                continue
+            h = gate_up[e] @ t["x"][token]
+            if "gate_up_bias" in t:
+                h = h + t["gate_up_bias"][e]
+            gate, up = (h[::2], h[1::2]) if s.get("interleaved") else h.chunk(2)
+            if s.get("activation") == "clamped_swiglu":
+                gate = gate.clamp(max=s["limit"])
+                up = up.clamp(-s["limit"], s["limit"]) + 1
+                act = gate * torch.sigmoid(s["alpha"] * gate) * up
+            else:
+                act = torch.nn.functional.silu(gate) * up
+            out = down[e] @ act
+            if "down_bias" in t:
+                out = out + t["down_bias"][e]
+            y = y + t["weights"][token, k] * out
+        tokens.append(y)
+    return torch.stack(tokens)
+
+
+def make(ids: Tensor | None = None, *, gpt_oss: bool = False, width: int = WIDTH, hidden: int = H):
+    ids = torch.randint(0, E, (T, K)) if ids is None else ids
+    shapes = {"gate_up": (E, 2 * width, hidden), "down": (E, hidden, width)}
+    settings: dict = {}
+    if gpt_oss:
+        shapes = {n: (e, b, a) for n, (e, a, b) in shapes.items()}
+        shapes |= {"gate_up_bias": (E, 2 * width), "down_bias": (E, hidden)}
+        settings = {
+            "activation": "clamped_swiglu", "interleaved": True, "transposed": True,
+            "alpha": 1.702, "limit": 1.0,
+        }  # fmt: skip
+    shapes |= {"x": (ids.shape[0], hidden), "weights": tuple(ids.shape)}
+    tensors = {n: torch.randn(s, dtype=torch.float64) for n, s in shapes.items()}
+    for name in ("gate_up", "down"):
+        tensors[name] *= 0.25  # rows of h and y near 1, on both sides of the clamp
+    return Case(tensors, ids, settings)
+
+
+def assert_same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+IDS = {
+    "mixed": lambda: torch.randint(0, E, (T, K)),
+    "sentinels": lambda: torch.randint(-1, E + 1, (T, K)),
+    "int32 ids": lambda: torch.randint(0, E, (T, K), dtype=torch.int32),
+    "experts without tokens": lambda: torch.randint(1, 3, (T, K)),
+    "all on one expert": lambda: torch.full((T, K), 2),
+    "one token": lambda: torch.tensor([[4, 0, 2]]),
+    "one slot": lambda: torch.tensor([[1]]),
+    "all sentinels": lambda: torch.full((T, K), E),
+}
+# Relative to the largest entry. fp64: sums of a few hundred terms. fp32: the same, 2**-24 each.
+# bf16, fp16: h, act, da and dh are rounded once each on the way, 2**-9 and 2**-12 each (the inputs'
+# rounding the truth shares), and a routing weight's gradient is a sum whose terms cancel.
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 6e-3}
+
+
+def assert_close(got: dict[str, Tensor], truth: dict[str, Tensor], tolerance: float) -> None:
+    assert got.keys() == truth.keys()
+    for name, want in truth.items():
+        assert got[name].shape == want.shape, name
+        error = (got[name].double().cpu() - want).abs().max() if want.numel() else torch.zeros(())
+        scale = want.abs().max().clamp(min=1e-3) if want.numel() else torch.ones(())
+        assert error <= tolerance * scale, f"{name}: {error} of {scale}"
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """torch.empty hands out NaN, as unlucky memory would."""
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    assert torch.empty(1).isnan()
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = before
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("gpt_oss", [False, True])
+@pytest.mark.parametrize("ids", IDS)
+def test_against_the_definition(ids, gpt_oss: bool, dtype: torch.dtype, poisoned: None) -> None:
+    case = make(IDS[ids](), gpt_oss=gpt_oss).to(dtype)
+    if gpt_oss and dtype in (torch.bfloat16, torch.float16):
+        # A gate rounded to the other side of the clamp has another derivative than the truth's.
+        case.settings["limit"] = 7.0
+    exact = case.to(torch.float64)
+    dy = torch.randn(case.ids.shape[0], H).to(dtype)
+    y = by_hand(exact)
+    leaves = exact.tensors
+    grads = torch.autograd.grad(
+        y, list(leaves.values()), dy.double(), allow_unused=True, materialize_grads=True
+    )
+    truth = {"y": y.detach(), **dict(zip(leaves, grads, strict=True))}
+    got = case.grads(dy)
+    assert all(g.dtype == dtype for g in got.values())
+    assert_close(got, truth, TOLERANCE[dtype])
+    assert_same_bits(got, case.grads(dy, save_h=False))
+    for name in ("gate_up", "down"):
+        assert got[name].is_contiguous()
+        unused = [e for e in range(E) if not (case.ids == e).any()]
+        assert (got[name][unused] == 0).all()
+
+
+@pytest.mark.parametrize("gpt_oss", [False, True])
+def test_other_settings_and_widths_that_no_grouped_gemm_takes(gpt_oss: bool) -> None:
+    for settings in ({}, {"interleaved": True}):
+        case = make(gpt_oss=gpt_oss, width=7, hidden=9)
+        case.settings = {**case.settings, **settings}
+        case = case.to(torch.float64)
+        dy = torch.randn(T, 9, dtype=torch.float64)
+        y = by_hand(case)
+        grads = torch.autograd.grad(y, list(case.tensors.values()), dy)
+        truth = {"y": y.detach(), **dict(zip(case.tensors, grads, strict=True))}
+        assert_close(case.grads(dy), truth, 1e-13)
+
+
+def test_no_tokens() -> None:
+    case = make(torch.zeros((0, K), dtype=torch.int64)).to(torch.float32)
+    got = case.grads(torch.zeros(0, H))
+    assert got["y"].shape == (0, H) and got["weights"].shape == (0, K)
+    assert (got["gate_up"] == 0).all() and got["gate_up"].shape == (E, 2 * WIDTH, H)
+
+
+def test_gradients_that_autograd_expands_and_inputs_that_are_views() -> None:
+    case = make().to(torch.float32)
+    plain = case.grads(torch.ones(T, H))
+    assert_same_bits(plain, case.grads(torch.ones(()).expand(T, H)))
+    wide = torch.zeros(T, H + 4)
+    wide[:, 2 : H + 2] = case.tensors["x"].detach()
+    case.tensors["x"] = wide[:, 2 : H + 2].requires_grad_()
+    case.tensors["weights"] = case.tensors["weights"].detach().t().contiguous().t().requires_grad_()
+    assert_same_bits(plain, case.grads(torch.ones(T, H)))
+
+
+def test_gradcheck() -> None:
+    for gpt_oss in (False, True):
+        case = make(torch.tensor([[0, 1], [2, 5]]), gpt_oss=gpt_oss, width=2, hidden=3)
+        case = case.to(torch.float64)
+        names = list(case.tensors)
+
+        def call(*tensors, names=names, case=case):
+            return Case(dict(zip(names, tensors, strict=True)), case.ids, case.settings).run()
+
+        assert torch.autograd.gradcheck(call, tuple(case.tensors.values()))
+
+
+def saved(case: Case, **more) -> tuple[int, list[torch.Size]]:
+    """Bytes of the distinct storages that autograd keeps, parameters apart, and their shapes."""
+    parameters = {case.tensors[n].data_ptr() for n in case.tensors if n not in ("x", "weights")}
+    storages: dict[int, int] = {}
+    shapes = []
+    alive = []
+
+    def pack(t: Tensor) -> Tensor:
+        alive.append(t)  # no address is used twice while this list lives
+        if t.data_ptr() not in parameters and t.untyped_storage().data_ptr() not in storages:
+            storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            shapes.append(t.shape)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = case.run(**more)
+    assert y.shape == case.tensors["x"].shape
+    return sum(storages.values()), shapes
+
+
+ROUTING = 8 * T * K + 4 * E
+
+
+@pytest.mark.parametrize("gpt_oss", [False, True])
+def test_saves_exactly_the_residual(gpt_oss: bool) -> None:
+    case = make(gpt_oss=gpt_oss).to(torch.bfloat16)
+    assert saved(case)[0] == T * (2 * H + 4 * K * WIDTH) + ROUTING + 2 * T * K
+    assert saved(case, save_h=False)[0] == T * 2 * H + ROUTING + 2 * T * K
+
+
+def test_frozen_tensors_save_less() -> None:
+    case = make().to(torch.bfloat16)
+    small = ROUTING + 2 * T * K
+    for trained, wanted in {
+        ("x",): T * 4 * K * WIDTH + small,  # LoRA: x passes a gradient on, the stacks are frozen
+        ("weights",): T * 4 * K * WIDTH + small,
+        ("down",): T * 4 * K * WIDTH + small,
+        ("gate_up",): T * (2 * H + 4 * K * WIDTH) + small,
+        (): 0,
+    }.items():
+        for name, t in case.tensors.items():
+            t.requires_grad_(name in trained)
+        assert saved(case)[0] == wanted, trained
+    with torch.no_grad():
+        for t in case.tensors.values():
+            t.requires_grad_()
+        assert saved(case)[0] == 0
+    # Only the bias is trained: neither x nor h.
+    case = make(gpt_oss=True).to(torch.bfloat16)
+    for name, t in case.tensors.items():
+        t.requires_grad_(name == "down_bias")
+    assert saved(case)[0] == small
+
+
+@pytest.mark.parametrize("gpt_oss", [False, True])
+@pytest.mark.parametrize("save_h", [False, True])
+def test_each_gradient_alone_is_what_it_is_among_all(gpt_oss: bool, save_h: bool) -> None:
+    case = make(IDS["sentinels"](), gpt_oss=gpt_oss).to(torch.float32)
+    dy = torch.randn(T, H)
+    everything = case.grads(dy)
+    for name in case.tensors:
+        for other, t in case.tensors.items():
+            t.requires_grad_(other == name)
+        alone = case.grads(dy, save_h=save_h)
+        assert alone.keys() == {"y", name}
+        assert torch.equal(alone[name], everything[name]), name
+
+
+def test_runs_are_bitwise_equal_and_a_graph_may_be_walked_twice() -> None:
+    case = make(gpt_oss=True).to(torch.bfloat16)
+    dy = torch.randn(T, H).bfloat16()
+    assert_same_bits(case.grads(dy), case.grads(dy))
+    for save_h in (True, False):
+        y = case.run(save_h=save_h)
+        leaves = list(case.tensors.values())
+        first = torch.autograd.grad(y, leaves, dy, retain_graph=True)
+        second = torch.autograd.grad(y, leaves, dy)
+        for a, b in zip(first, second, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_tokens_of_another_dtype_than_the_weights() -> None:
+    case = make().to(torch.bfloat16)
+    case.tensors["x"] = case.tensors["x"].detach().float().requires_grad_()
+    case.tensors["weights"] = case.tensors["weights"].detach().float().requires_grad_()
+    dy = torch.randn(T, H)
+    got = case.grads(dy)
+    assert got["y"].dtype == got["x"].dtype == got["weights"].dtype == torch.float32
+    assert got["gate_up"].dtype == torch.bfloat16
+    low = case.to(torch.bfloat16).grads(dy.bfloat16())
+    for name in ("y", "x", "gate_up", "down"):
+        assert torch.equal(got[name].bfloat16(), low[name]), name
+
+
+def test_an_autocast_region_changes_nothing() -> None:
+    """Widths that only the loop of torch.mm takes: an operation that autocast would touch."""
+    case = make(gpt_oss=True, width=7, hidden=9).to(torch.float32)
+    dy = torch.randn(T, 9)
+    plain = case.grads(dy)
+    for save_h in (True, False):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = case.run(save_h=save_h)
+        grads = torch.autograd.grad(y, list(case.tensors.values()), dy)
+        assert_same_bits(plain, {"y": y.detach(), **dict(zip(case.tensors, grads, strict=True))})
+
+
+@pytest.mark.parametrize("gpt_oss", [False, True])
+@pytest.mark.parametrize("save_h", [False, True])
+def test_compiles_in_one_graph(gpt_oss: bool, save_h: bool) -> None:
+    case = make(gpt_oss=gpt_oss).to(torch.bfloat16)
+    dy = torch.randn(T, H).bfloat16()
+    eager = case.grads(dy, save_h=save_h)
+    torch._dynamo.reset()
+    case.run = torch.compile(case.run, fullgraph=True, backend="aot_eager")
+    assert_same_bits(case.grads(dy, save_h=save_h), eager)
+
+
+def test_compiled_it_saves_no_more() -> None:
+    case = make().to(torch.bfloat16)
+    torch._dynamo.reset()
+    case.run = torch.compile(case.run, fullgraph=True, backend="aot_eager")
+    assert saved(case)[0] == T * (2 * H + 4 * K * WIDTH) + ROUTING + 2 * T * K
+
+
+@pytest.mark.parametrize("gpt_oss", [False, True])
+def test_opcheck(gpt_oss: bool) -> None:
+    case = make(gpt_oss=gpt_oss).to(torch.float32)
+    t = case.tensors
+    settings = (*case.settings.values(),) if gpt_oss else ("swiglu", False, False, 1.0, 0.0)
+    inputs = (
+        t["x"], case.ids, t["weights"], t["gate_up"], t["down"],
+        t.get("gate_up_bias"), t.get("down_bias"), *settings,
+    )  # fmt: skip
+    for save_h in (True, False):
+        torch.library.opcheck(torch.ops.forebay.experts.default, (*inputs, save_h))
+    detached = [a.detach() if isinstance(a, Tensor) else a for a in inputs]
+    _, h, *routing = torch.ops.forebay.experts(*detached, True)
+    x, _, *rest = detached
+    needs = (True,) * 4 + (gpt_oss,) * 2
+    for keep in (h, None):
+        torch.library.opcheck(
+            torch.ops.forebay.experts_backward.default,
+            (torch.randn(T, H), x, keep, *routing, *rest, *needs),
+        )
+
+
+def test_flops_are_counted() -> None:
+    forward = 2 * T * K * 3 * H * WIDTH
+    for save_h in (True, False):
+        case = make().to(torch.float32)
+        with FlopCounterMode(display=False) as counter:
+            y = case.run(save_h=save_h)
+        assert counter.get_total_flops() == forward
+        with FlopCounterMode(display=False) as counter:
+            y.sum().backward()
+        again = 0 if save_h else 2 * T * K * 2 * H * WIDTH
+        assert counter.get_total_flops() == 2 * forward + again
+
+
+def test_refusals() -> None:
+    case = make().to(torch.float32)
+    t, ids = case.tensors, case.ids
+    args = (t["x"], ids, t["weights"], t["gate_up"], t["down"])
+    with pytest.raises(ValueError, match="do not fit"):
+        experts(t["x"][:4], *args[1:])
+    with pytest.raises(ValueError, match="stacks"):
+        experts(*args[:3], t["gate_up"][0], t["down"])
+    with pytest.raises(ValueError, match="transposed=True"):
+        experts(*args, transposed=True)
+    with pytest.raises(ValueError, match="down_bias"):
+        experts(*args, down_bias=torch.zeros(E, 3))
+    with pytest.raises(TypeError, match="share a dtype"):
+        experts(*args[:4], t["down"].bfloat16())
+    with pytest.raises(ValueError, match="activation"):
+        experts(*args, activation="gelu")

@@ -189,7 +189,7 @@ def table(options: argparse.Namespace) -> None:
     write("single_gpu", rows, batch=options.batch, sequence=options.sequence, layers=options.layers, steps=options.steps)
 
 
-def gradients(model: Any, options: argparse.Namespace, policy: Any, **more: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def gradients(model: Any, options: argparse.Namespace, policy: Any, **more: Any) -> tuple[torch.Tensor, list[torch.Tensor], int, int]:
     mem = forebay.manage(model, policy=policy, compile=True, **more)
     for _ in range(4):  # past the measuring cycles, so that the plan is what is tested
         batches = Batches(options.batch, options.sequence)
@@ -199,9 +199,10 @@ def gradients(model: Any, options: argparse.Namespace, policy: Any, **more: Any)
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
     moved = mem.report()
-    print(policy, more, "planned", moved.planned_bytes, "recomputed", moved.recomputed, set(mem.placements.values()))
+    print(policy, more, "planned", moved.planned_bytes, "recomputed", moved.recomputed, set(mem.placements.values()), flush=True)
     mem.detach()
-    return loss.detach(), [p.grad.clone() for p in model.parameters()]
+    gradients = [p.grad.clone() for p in model.parameters()]
+    return loss.detach(), gradients, moved.planned_bytes, moved.recomputed
 
 
 def check(options: argparse.Namespace) -> None:
@@ -217,9 +218,10 @@ def check(options: argparse.Namespace) -> None:
         ("recompute", "recompute", {}),
         ("auto", "auto", {"budget": options.budgets[0]}),
     ):
-        loss, grads = gradients(model, options, policy, **more)
+        loss, grads, planned, recomputed = gradients(model, options, policy, **more)
         different = [n for (n, _), a, b in zip(model.named_parameters(), grads, reference[1], strict=True) if not torch.equal(a, b)]
         rows.append({"arm": name, "loss equal": torch.equal(loss, reference[0]), "gradients": len(grads), "different": len(different)})
+        rows[-1] |= {"planned GiB": planned / GIB, "recomputed regions": recomputed}
         if different:
             print(name, different[:12])
         del grads

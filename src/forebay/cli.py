@@ -62,20 +62,37 @@ def _interrupted(options: argparse.Namespace) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="forebay", description="Activation memory of Mixture-of-Experts training in PyTorch.")
+    parser = argparse.ArgumentParser(
+        prog="forebay", description="Activation memory of Mixture-of-Experts training in PyTorch."
+    )
     parser.add_argument("--version", action="version", version=f"forebay {_version()}")
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--debug", action="store_true", help="show the traceback of a failure")
     configured = argparse.ArgumentParser(add_help=False)
     configured.add_argument("config", metavar="CONFIG", help="a TOML file, or a preset: quickstart, quickstart-gpu")
-    configured.add_argument("--set", metavar="SECTION.KEY=VALUE", action="append", default=[], dest="overrides", help="override one key; may be repeated")
+    configured.add_argument(
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        action="append",
+        default=[],
+        dest="overrides",
+        help="override one key; may be repeated",
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     train = commands.add_parser("train", parents=[shared, configured], help="train a model")
-    train.add_argument("--resume", nargs="?", const="", metavar="PATH", help="go on from a run or checkpoint folder; without PATH, from the newest of log.folder")
+    train.add_argument(
+        "--resume",
+        nargs="?",
+        const="",
+        metavar="PATH",
+        help="go on from a run or checkpoint folder; without PATH, from the newest of log.folder",
+    )
     train.set_defaults(run=_train)
 
-    profile = commands.add_parser("profile", parents=[shared, configured], help="show what one forward pass saves for backward")
+    profile = commands.add_parser(
+        "profile", parents=[shared, configured], help="show what one forward pass saves for backward"
+    )
     profile.add_argument("--json", action="store_true", help="as JSON")
     profile.set_defaults(run=_profile)
 
@@ -83,7 +100,9 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="as JSON")
     doctor.set_defaults(run=_doctor)
 
-    export = commands.add_parser("export", parents=[shared], help="write a run's model as a folder that transformers loads")
+    export = commands.add_parser(
+        "export", parents=[shared], help="write a run's model as a folder that transformers loads"
+    )
     export.add_argument("source", metavar="RUN", type=Path, help="a run's folder, or one of its checkpoints")
     export.add_argument("out", metavar="OUT", type=Path, help="folder to write; must not exist or be empty")
     export.set_defaults(run=_export)

@@ -109,7 +109,12 @@ def _packages() -> list[Finding]:
     fused = hasattr(F, "linear_cross_entropy")
     return [
         Finding("torch", True, f"{torch.__version__}, {cuda}"),
-        Finding("linear_cross_entropy", fused, "in torch" if fused else "from torch 2.13 on", "an alternative loss; Forebay's own needs no torch support"),
+        Finding(
+            "linear_cross_entropy",
+            fused,
+            "in torch" if fused else "from torch 2.13 on",
+            "an alternative loss; Forebay's own needs no torch support",
+        ),
         _package("transformers", "models and checkpoints"),
         _package("pyarrow", "data.source = 'parquet'"),
         _package("datasets", "data.source = 'hf'"),
@@ -127,10 +132,17 @@ def _gpus() -> list[Finding]:
     enables = "everything that is measured in time; without it models train on the CPU, and offloading wins nothing"
     if not torch.cuda.is_available():
         return [Finding("GPU", False, "none that torch can use", enables)]
-    found = [Finding("driver", None, _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").splitlines()[0] or "unknown")]
+    found = [
+        Finding(
+            "driver",
+            None,
+            _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").splitlines()[0] or "unknown",
+        )
+    ]
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
-        what = f"{about.name}, {format_bytes(about.total_memory)}, {about.multi_processor_count} SMs, capability {about.major}.{about.minor}"
+        parts = (about.name, format_bytes(about.total_memory), f"{about.multi_processor_count} SMs")
+        what = f"{', '.join(parts)}, capability {about.major}.{about.minor}"
         found.append(Finding(f"GPU {index}", True, what, enables))
     return found
 
@@ -173,10 +185,20 @@ def _links() -> list[Finding]:
         return [Finding("NVLink and P2P", False, f"{count} GPU{'' if count == 1 else 's'}: nothing to link", enables)]
     pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
     reached = sum(torch.cuda.can_device_access_peer(i, j) for i, j in pairs)
-    widths = {word for line in _nvidia_smi("topo", "-m").splitlines() if line.startswith("GPU") for word in line.split() if word[:2] == "NV" and word[2:].isdigit()}
+    widths = {
+        word
+        for line in _nvidia_smi("topo", "-m").splitlines()
+        if line.startswith("GPU")
+        for word in line.split()
+        if word[:2] == "NV" and word[2:].isdigit()
+    }
     return [
-        Finding("P2P", reached == len(pairs), f"{reached} of {len(pairs)} pairs of GPUs reach each other's memory", enables),
-        Finding("NVLink", bool(widths), ", ".join(sorted(widths)) + " between GPUs" if widths else "none found", enables),
+        Finding(
+            "P2P", reached == len(pairs), f"{reached} of {len(pairs)} pairs of GPUs reach each other's memory", enables
+        ),
+        Finding(
+            "NVLink", bool(widths), ", ".join(sorted(widths)) + " between GPUs" if widths else "none found", enables
+        ),
     ]
 
 
@@ -187,11 +209,25 @@ def _triton() -> list[Finding]:
     version = metadata.version("triton")
     if not torch.cuda.is_available():
         return [Finding("Triton", True, f"{version}; no GPU to compile for", enables)]
-    from forebay.kernels.swiglu import swiglu
+    right = _triton_doubles()
+    what = "compiles a kernel that gives the right result" if right else "a compiled kernel gives wrong results"
+    return [Finding("Triton", right, f"{version}, {what}", enables)]
 
-    h = torch.randn(8, 64, device="cuda")
-    right = torch.allclose(swiglu(h, backend="triton"), swiglu(h, backend="reference"), atol=1e-5)
-    return [Finding("Triton", right, f"{version}, {'compiles a kernel, which agrees with PyTorch' if right else 'a compiled kernel gives wrong results'}", enables)]
+
+def _triton_doubles() -> bool:
+    """Compile a kernel of three lines for the current GPU and compare what it makes."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def double(source, target, BLOCK: tl.constexpr):
+        at = tl.arange(0, BLOCK)
+        tl.store(target + at, 2 * tl.load(source + at))
+
+    source = torch.arange(64, device="cuda", dtype=torch.float32)
+    target = torch.empty_like(source)
+    double[(1,)](source, target, BLOCK=64)
+    return torch.equal(target, 2 * source)
 
 
 def _compiler() -> list[Finding]:
@@ -202,7 +238,14 @@ def _compiler() -> list[Finding]:
         check_compiler("cpu")
     except RuntimeError:
         return [Finding("C++ compiler", False, "none found (g++, or what CXX names)", enables)]
-    return [Finding("C++ compiler", True, os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or "found", enables)]
+    return [
+        Finding(
+            "C++ compiler",
+            True,
+            os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or "found",
+            enables,
+        )
+    ]
 
 
 def _cudnn_attention() -> list[Finding]:
@@ -238,7 +281,14 @@ def _symmetric_memory() -> list[Finding]:
     if count < 2:
         return [Finding("symmetric memory", False, "in torch, but needs two GPUs that reach each other", enables)]
     reached = all(torch.cuda.can_device_access_peer(0, i) for i in range(1, count))
-    return [Finding("symmetric memory", reached, "in torch, and the GPUs reach each other" if reached else "in torch, but the GPUs do not reach each other", enables)]
+    return [
+        Finding(
+            "symmetric memory",
+            reached,
+            "in torch, and the GPUs reach each other" if reached else "in torch, but the GPUs do not reach each other",
+            enables,
+        )
+    ]
 
 
 def _nvshmem() -> list[Finding]:

@@ -22,25 +22,25 @@ Memory. T tokens, H hidden, V vocabulary, e bytes an element of hidden:
 A schedule that runs several forwards before the first backward holds one such set each.
 
 Why the gradients wait in fp32: adding chunks up in bf16 rounds d_weight once a chunk. Its error
-against fp64 (8192 tokens, H 128, V 2048, Zipf targets; torch's whole-batch bf16 GEMM: 1.7e-3) was
-2.7e-3 with 4 chunks, 3.6e-3 with 8, 5.4e-3 with 19 and 8.9e-3 with 64; with an fp32 sum it is
-torch's 1.7e-3 for any number of chunks. Kept in fp32 they are also rounded only once when
-`grad_output` is no power of two (1 / number of tokens, 1 / accumulation steps), and fp16 under a
-gradient scaler loses nothing to underflow. It costs 5 % of the time. The pass over them in backward
-is the conversion to the weight's dtype; `grad_output` rides along, read on the device.
+against fp64 (emulated on a CPU, 8192 tokens, H 128, V 2048, Zipf targets; torch's whole-batch bf16
+GEMM: 1.7e-3) was 2.7e-3 with 4 chunks, 3.6e-3 with 8, 5.4e-3 with 19 and 8.9e-3 with 64; with an
+fp32 sum it is torch's 1.7e-3 for any number of chunks. Kept in fp32 they are also rounded only once
+when `grad_output` is no power of two (1 / number of tokens, 1 / accumulation steps), and fp16 under
+a gradient scaler loses nothing to underflow. It costs 5 % of the time. The pass over them in
+backward is the conversion to the weight's dtype; `grad_output` rides along, read on the device.
 
-Time and memory on an H200, T 16384, H 2048, bf16, forward and backward, torch 2.11:
-    V 32768:  10.3 ms, 672 MiB (torch's linear and cross entropy: 14.9 ms, 6176 MiB)
-    V 151936: 51.4 ms, 1973 MiB with chunks of 2048 tokens; 60.7 with 768, 55.6 with 1024, 50.7
-        with 4096
-The GEMMs alone at 700 TFLOP/s are 9.4 and 43.7 ms.
+Time and peak memory on an H200, T 16384, bf16, forward and backward, torch 2.11:
+    V 32768,  H 2048:  9.9 ms,  672 MiB (torch's linear and cross entropy: 14.9 ms, 6176 MiB)
+    V 151936, H 2048: 48.4 ms, 1975 MiB
+    V 201088, H 2880: 93.2 ms, 3585 MiB
+The GEMMs alone at 700 TFLOP/s are 9.4, 43.7 and 81.3 ms.
 
 Why not `F.linear_cross_entropy` (torch 2.13 and later): it returns the loss in hidden's dtype, in
 bf16 with eight bits, and breaks the graph of a compiled caller. On one CPU core in fp32, 1024
 tokens, it took 377 ms against 321 (H 512, V 8192) and 2410 against 781 (H 256, V 32768) with the
 chunks it picks, 304 against 306 and 705 against 764 with chunks of 256 for both: no gain worth a
-second path. In bf16 on a CPU it is 3 to 4 times faster at such chunks, because its GEMMs round to
-bf16 and these do not. It has not been measured on a GPU.
+second path. In bf16 on a CPU it is 3 to 4 times faster at such chunks, where this file upcasts to
+fp32 for want of a GEMM from bf16 into fp32. It has not been measured on a GPU.
 """
 
 from __future__ import annotations
@@ -258,9 +258,9 @@ def _pick_chunk(hidden: Tensor, *, vocab: int, d_weight: bool) -> int:
     """Tokens a chunk: as even as can be, with logits of at most max(256 MiB, size of the weight).
 
     Each chunk reads and writes the fp32 d_weight [V, H] once. Where the vocabulary is so large that
-    256 MiB holds fewer tokens than H, the chunk grows to H tokens: 768 tokens were 18 % slower
-    than 2048, 4096 only 1 % faster (V 151936, H 2048). Its logits are then as large as the weight.
-    Without d_weight there is no such traffic and 256 MiB it is.
+    256 MiB holds fewer tokens than H, the chunk grows to H tokens, and its logits to the size of
+    the weight: with V 151936 and H 2048 chunks of 768 tokens took 60.7 ms, 1024 55.6, 2048 51.4 and
+    4096 50.7 (H200). Without d_weight there is no such traffic and 256 MiB it is.
     """
     tokens, width = hidden.shape
     limit = max(1, _CHUNK_BYTES // (vocab * hidden.element_size()))

@@ -183,7 +183,7 @@ def test_refusals() -> None:
         swiglu_forward(h, weights[:3], order, offs, SWIGLU)
     with pytest.raises(ValueError, match="row_expert"):
         swiglu_forward(h, weights, order, offs, SWIGLU, bias=h[:3])
-    with pytest.raises(ValueError, match="needs da"):
+    with pytest.raises(ValueError, match="da must be"):
         swiglu_backward(h, da[:, :7], weights, order, offs, SWIGLU)
     with pytest.raises(ValueError, match="contiguous"):
         swiglu_backward(h.t().contiguous().t(), da, weights, order, offs, SWIGLU, over_h=True)

@@ -169,10 +169,9 @@ def test_bias_follows_the_counts_of_all_microbatches(family, tiny, tokens):
 
 
 def test_bias_balances(tiny):
-    model = tiny("deepseek_v3")
-    gate = model.model.layers[1].mlp.gate
+    model = tiny("deepseek_v3", n_group=1, topk_group=1)
     with torch.no_grad():
-        gate.weight.mul_(20)
+        model.model.layers[1].mlp.gate.weight.mul_(5)
     ids = torch.randint(1, 97, (4, 64))
     stats = RouterStats(model)
     violations = []
@@ -180,8 +179,8 @@ def test_bias_balances(tiny):
         with stats.recording(), torch.no_grad():
             model(ids)
         violations.append(stats.load_violation().item())
-        stats.update_bias(0.02)
-    assert violations[-1] < 0.5 * violations[0]
+        stats.update_bias(0.01)
+    assert violations[-1] < 0.4 * violations[0]
 
 
 def test_a_bias_that_would_not_move_is_refused(tiny, tokens):

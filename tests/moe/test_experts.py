@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 from forebay.moe.experts import experts
@@ -350,6 +351,23 @@ def test_opcheck(gpt_oss: bool) -> None:
         )
 
 
+def test_checkpointing_recomputes_it_unless_a_policy_names_it() -> None:
+    case = make(gpt_oss=True).to(torch.bfloat16)
+    dy = torch.randn(T, H).bfloat16()
+    plain = case.grads(dy)
+    forward_flops = 2 * T * K * 3 * H * WIDTH
+
+    def contexts():
+        return create_selective_checkpoint_contexts([torch.ops.forebay.experts.default])
+
+    for kept, more in ((False, {}), (True, {"context_fn": contexts})):
+        y = checkpoint(case.run, use_reentrant=False, **more)
+        with FlopCounterMode(display=False) as counter:
+            grads = torch.autograd.grad(y, list(case.tensors.values()), dy)
+        assert_same_bits(plain, {"y": y.detach(), **dict(zip(case.tensors, grads, strict=True))})
+        assert counter.get_total_flops() == (2 if kept else 3) * forward_flops
+
+
 def test_flops_are_counted() -> None:
     forward = 2 * T * K * 3 * H * WIDTH
     for save_h in (True, False):
@@ -379,3 +397,96 @@ def test_refusals() -> None:
         experts(*args[:4], t["down"].bfloat16())
     with pytest.raises(ValueError, match="activation"):
         experts(*args, activation="gelu")
+
+
+def gpu_case(gpt_oss: bool, tokens: int = 1024) -> tuple[Case, Tensor]:
+    """bf16 on the GPU, 16 experts of which three get no token, 8 choices, some sentinels."""
+    torch.manual_seed(0)
+    hidden, width, num, k = 512, 256, 16, 8
+    ids = torch.rand(tokens, num - 3).topk(k).indices + 3
+    ids[::7, 0] = num
+    shapes = {"gate_up": (num, 2 * width, hidden), "down": (num, hidden, width)}
+    case = make(ids[:, :1], gpt_oss=gpt_oss)
+    if gpt_oss:
+        shapes = {n: (e, b, a) for n, (e, a, b) in shapes.items()}
+        shapes |= {"gate_up_bias": (num, 2 * width), "down_bias": (num, hidden)}
+        case.settings["limit"] = 7.0
+    tensors = {n: torch.randn(s) * 0.05 for n, s in shapes.items()}
+    tensors |= {"x": torch.randn(tokens, hidden), "weights": torch.rand(tokens, k)}
+    dy = torch.randn(tokens, hidden).to("cuda", torch.bfloat16)
+    return Case(tensors, ids, case.settings).to(torch.bfloat16, "cuda"), dy
+
+
+def poison_gpu_memory() -> None:
+    """What the caching allocator hands out next holds NaN."""
+    blocks = [torch.full((2**s,), torch.nan, device="cuda") for s in range(8, 26)]
+    blocks += [torch.full((2**22,), torch.nan, device="cuda") for _ in range(32)]
+    del blocks
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gpt_oss", [False, True])
+def test_on_the_gpu_against_fp64_and_with_poisoned_memory(gpt_oss: bool) -> None:
+    case, dy = gpu_case(gpt_oss)
+    # The loop of fp64 products on the CPU, checked against the definition above.
+    truth = {
+        n: t.double() for n, t in case.to(torch.float64, "cpu").grads(dy.double().cpu()).items()
+    }
+    poison_gpu_memory()
+    got = case.grads(dy)
+    assert not any(t.isnan().any() for t in got.values())
+    assert_close(got, truth, TOLERANCE[torch.bfloat16])
+    for name in ("gate_up", "down"):
+        assert (got[name][:3] == 0).all() and got[name].is_contiguous()
+    poison_gpu_memory()
+    assert_same_bits(got, case.grads(dy))
+    poison_gpu_memory()
+    assert_same_bits(got, case.grads(dy, save_h=False))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gpt_oss", [False, True])
+@pytest.mark.parametrize("save_h", [False, True])
+def test_on_the_gpu_it_never_waits_and_can_be_captured(gpt_oss: bool, save_h: bool) -> None:
+    case, dy = gpu_case(gpt_oss)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        case.grads(dy, save_h=save_h)
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        case.grads(dy, save_h=save_h)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = case.grads(dy, save_h=save_h)
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        case.ids.copy_(torch.rand(case.ids.shape[0], 16).topk(8).indices)
+        graph.replay()
+        assert_same_bits(captured, case.grads(dy, save_h=save_h))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("save_h", [False, True])
+def test_on_the_gpu_the_peak_is_the_one_in_the_docstring(save_h: bool) -> None:
+    case, dy = gpu_case(gpt_oss=False, tokens=16384)
+    case.grads(dy, save_h=save_h)
+    rows, hidden, width = case.ids.numel(), 512, 256
+    torch.cuda.synchronize()
+    base = torch.cuda.memory_allocated()
+    y = case.run(save_h=save_h)
+    held = torch.cuda.memory_allocated() - base
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.autograd.grad(y, list(case.tensors.values()), dy)
+    peak = torch.cuda.max_memory_allocated() - before
+    parameters = 2 * 16 * 3 * hidden * width
+    wanted = 2 * rows * (hidden + 3 * width) + parameters
+    if not save_h:
+        # h itself is made beside the gathered rows, and lives in dh's place afterwards.
+        assert held < 2 * rows * width
+    small = 2**23  # dx, the routing weights' gradient, rounding of the allocator
+    assert peak <= wanted + dy.nbytes + small

@@ -271,3 +271,27 @@ def test_what_cannot_be_managed_is_refused_early() -> None:
     with pytest.raises(ValueError, match="already under gradient checkpointing"):
         manage(model, {"1": "recompute"}, "cpu")
     assert all("forward" not in block.__dict__ for block in model)
+
+
+def test_a_longer_batch_is_measured_and_planned_anew() -> None:
+    model = network("cpu").eval()
+    mem = manage(model, {"?": "offload"}, "cpu")
+    planned = []
+    for rows in (40, 40, 40, 80, 80, 80, 40, 40):
+        model(torch.randn(rows, WIDTH)).sum().backward()
+        planned.append(mem.plan.planned_bytes if mem.plan else None)
+    assert planned[0] is None and planned[2] and planned[4] is None, planned
+    assert planned[5] == 2 * planned[2] == planned[7]
+
+
+def test_the_report_says_where_the_saved_bytes_are() -> None:
+    model = network("cpu")
+    mem = manage(model, {"0": "offload", "1": "recompute", "2": "keep"}, "cpu")
+    for _ in range(3):
+        gradients(model, "cpu")
+    report = mem.report()
+    saved = report.saved_bytes_by_placement
+    assert set(saved) >= {"offload", "recompute", "keep"} and report.recomputed == 1
+    assert saved["recompute"] == 40 * WIDTH * 4, "a checkpoint keeps its input"
+    assert saved["offload"] == report.planned_bytes > 0
+    assert saved["keep"] > 3 * saved["recompute"]

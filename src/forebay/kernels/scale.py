@@ -3,9 +3,9 @@
 In: x of any shape, contiguous; factor, one element in x's dtype, on x's device. Out: a new tensor
 `(x * factor)` in `dtype`, x left alone. The caller owns both.
 
-Why not `torch.mul(x, factor, out=...)`: with fp32 in and bf16 out its elementwise loop converts
-element by element and moved 1.5 TB/s on an H200 (0.27 ms for [32768, 2048]); `x.mul(factor)` and a
-conversion after it hold one more fp32 copy of x. Why not `x.to(dtype) * factor`: two roundings.
+Why not `torch.mul(x, factor, out=...)`: from fp32 into bf16 its elementwise loop moved 1.5 TB/s on
+an H200 (0.27 ms for [32768, 2048]; this kernel 0.10). `x.mul(factor)` and a conversion after it
+hold one more fp32 copy of x, and `x.to(dtype) * factor` rounds twice.
 """
 
 from __future__ import annotations

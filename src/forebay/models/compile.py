@@ -49,9 +49,6 @@ _CUT = {
     "ban_recompute_materialized_backward": False,
     "ban_recompute_not_in_allowlist": False,  # the marks of _SaveLittle stand in for it
     "recompute_views": True,
-    # A backward that writes into its saved tensors can run only once, and only over tensors that
-    # are its own. Split backwards run it twice, and a store may hand out what others read too.
-    "donated_buffer": False,
 }
 # One graph for each: dense or MoE, sliding or full attention, training or not, save_h, mask or
 # none, and each batch shape. torch's default of 8 is for functions compiled by accident.
@@ -63,6 +60,10 @@ def compile_half(half: Callable[..., Any], *, attention: bool = False) -> Callab
 
     Modules among the arguments are inputs: layers of the same structure share one graph. Module
     hooks inside are not watched. Another shape, dtype or structure compiles once more.
+
+    The compiled backward writes into saved tensors that are nobody else's, so it runs once: with
+    `retain_graph=True` it raises, and says to set `torch._functorch.config.donated_buffer = False`
+    (before the half is first called).
 
     Args:
         half: a plain function. Its graphs are cached for this call of `compile_half` alone.

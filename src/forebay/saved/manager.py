@@ -17,7 +17,7 @@ the planner decides from their sizes, times and bandwidths, and says so in `Mana
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -81,7 +81,18 @@ class ModuleSlot:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What the last cycle moved. Bytes, bytes a second divided by 1e9, milliseconds; None where a CPU has no figure."""
+    """What was moved since the last report, and how the last cycle went. None where a CPU has no figure.
+
+    Attributes:
+        planned_bytes: bytes that the plan takes off the device each step.
+        moved_bytes: bytes copied to the host since the last report.
+        d2h_gbps, h2d_gbps: 1e9 bytes a second while copying, out and back.
+        wait_ms: time the compute stream waited for copies in the last cycle.
+        saved_bytes_by_placement: bytes of the storages that regions saved for one backward: "offload" left the device,
+            "keep" stayed, "recompute" stayed for recomputed regions (their inputs). Small ones that never leave are counted
+            for kept regions only; a storage that two regions save is counted for both.
+        recomputed: regions that run their forward again.
+    """
 
     planned_bytes: int
     moved_bytes: int
@@ -165,9 +176,13 @@ class Manager:
         self._leaving: list[weakref.ref[RegionCall]] = []
         self._waits: list[tuple[Any, Any]] = []
         self._tally: dict[str, int] = {}
-        self._recomputed = 0
+        self._held: dict[str, int] = {}  # region that stays on the device -> bytes it was seen to save there
+        self._outgrown = False
         self._trimmed = False
         self._around: Callable[[str], AbstractContextManager[Any]] | None = None
+        for region in self._regions.values():
+            if region.placement == "recompute":
+                refuse_nested_checkpointing(region.path, region.slot.module)
         for region in self._regions.values():
             self._install(region)
 
@@ -192,9 +207,17 @@ class Manager:
             d2h_gbps=out_rate / 1e9 if out_rate else None,
             h2d_gbps=back_rate / 1e9 if back_rate else None,
             wait_ms=waits,
-            saved_bytes_by_placement=dict(self._tally),
-            recomputed=self._recomputed,
+            saved_bytes_by_placement=self._saved_by_placement(),
+            recomputed=sum(placement == "recompute" for placement in self.placements.values()),
         )
+
+    def _saved_by_placement(self) -> dict[str, int]:
+        totals = dict(self._tally)
+        for path, region in self._regions.items():
+            placement = self._in_force(region)
+            if placement in ("keep", "recompute") and path in self._held:
+                totals[placement] = totals.get(placement, 0) + self._held[path]
+        return totals
 
     @contextmanager
     def suspended(self, around: Callable[[str], AbstractContextManager[Any]]) -> Iterator[None]:
@@ -217,27 +240,27 @@ class Manager:
     # --- a region's forward ---------------------------------------------------------------------------------------
 
     def _install(self, region: _Region) -> None:
-        if region.placement == "recompute":
-            refuse_nested_checkpointing(region.path, region.slot.module)
-            if region.slot.light_recompute is not None:
-                region.slot.light_recompute(True)
+        if region.placement == "recompute" and region.slot.light_recompute is not None:
+            region.slot.light_recompute(True)
         region.slot.wrap(lambda forward: partial(self._run, region, forward, recomputed(forward)))
 
     def _run(self, region: _Region, forward: Callable[..., Any], again: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._around is not None:
             with self._around(region.path):
                 return forward(*args, **kwargs)
-        if not torch.is_grad_enabled() or (region.placement == "keep" and not self._plans):
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        placement = self._in_force(region)
+        if region.path not in self._held and placement in ("keep", "recompute"):
+            return self._first_call(region, forward, again, args, kwargs)
+        if placement == "recompute" and region.slot.light_recompute is None:
+            forward = again
+        if not self._plans:
             return forward(*args, **kwargs)
         call = self._enter(region)
-        placement = self._in_force(region)
-        light = region.slot.light_recompute is not None
-        if placement == "recompute":
-            self._recomputed += 1
-            if not light:
-                forward = again
-        call.light_recompute = light
-        call.input_bytes = self._input_bytes(args, kwargs) if self._recorder is not None else 0
+        call.light_recompute = region.slot.light_recompute is not None
+        if self._recorder is not None:
+            call.input_bytes = self._input_bytes(args, kwargs)
         if placement in ("keep", "recompute") and not self._planned_items(call):
             out = forward(*args, **kwargs)
         else:
@@ -246,9 +269,30 @@ class Manager:
                 out = forward(*args, **kwargs)
         if self._recorder is not None:
             self._recorder.region_left(call)
-        if self._plans:
-            self._watch(call, out)
+        self._watch(call, out)
         return out
+
+    def _first_call(self, region: _Region, forward: Callable[..., Any], again: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a region that stays on the device for the first time, and count for the report what it holds there."""
+        self._held[region.path] = 0
+        if self._in_force(region) == "recompute" and region.slot.light_recompute is None:
+            self._held[region.path] = self._input_bytes(args, kwargs)  # a checkpoint keeps these and nothing else
+            return self._run(region, forward, again, *args, **kwargs)
+        weights = weight_storages([region.slot.module])
+        counted: dict[tuple[int, int], Identity] = {}
+
+        def count(tensor: torch.Tensor) -> torch.Tensor:
+            identity = Identity(tensor)
+            if is_storable(tensor, self._device, 1, weights) and identity.key not in counted:
+                counted[identity.key] = identity
+                self._held[region.path] += tensor.untyped_storage().nbytes()
+            return tensor.detach()
+
+        def counting(*a: Any, **k: Any) -> Any:
+            with saved_tensors_hooks(count, lambda tensor: tensor):
+                return forward(*a, **k)
+
+        return self._run(region, counting, again, *args, **kwargs)
 
     def _in_force(self, region: _Region) -> str | None:
         """The placement now; None while the planner has yet to decide."""
@@ -310,6 +354,7 @@ class Manager:
         ordinal = len(call.items)
         call.items.append(tensor.untyped_storage().nbytes())
         leaves = self.plan is None or ordinal in self._planned_items(call)
+        self._outgrown = self._outgrown or self._exceeds_plan(call)
         kind = "offload" if leaves else "keep"
         self._tally[kind] = self._tally.get(kind, 0) + call.items[-1]
         if not leaves:
@@ -319,6 +364,14 @@ class Manager:
         if not self._leaving or self._leaving[-1]() is not call:
             self._leaving.append(weakref.ref(call))
         return ticket
+
+    def _exceeds_plan(self, call: RegionCall) -> bool:
+        """More bytes than were measured: a longer batch, for which the plan does not hold."""
+        if self.plan is None or self.timeline is None:
+            return False
+        measured = next((c.items for c in self.timeline.calls if c.key == call.key), ())
+        pairs = zip(call.items, measured, strict=False)
+        return len(call.items) > len(measured) or any(now > 1.01 * then for now, then in pairs if then)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if not isinstance(packed, _Packed):
@@ -350,12 +403,13 @@ class Manager:
                 self._make_plan(self._recorder)
             self.store.outbound.drain()
             self.store.inbound.drain()
+        elif self._outgrown:
+            self._drop_plan()
         self._cycle = Cycle()
         self._seen.clear()
         self._leaving.clear()
         self._waits.clear()
         self._tally.clear()
-        self._recomputed = 0
         self._recorder = Recorder(self._device) if self.plan is None else None
 
     def _moment(self, kind: str, call: RegionCall) -> None:
@@ -459,10 +513,20 @@ class Manager:
                 f"step, more than the budget of {format_bytes(self._budget)}; raise it to that, or let policy='auto' choose"
             )
         self.plan = plan
-        for path in plan.recompute:
+        self._switch_light(plan.recompute, True)
+
+    def _drop_plan(self) -> None:
+        """Measure again, from the next cycle on."""
+        assert self.plan is not None
+        self._switch_light(self.plan.recompute, False)
+        self.plan, self.timeline, self._measured = None, None, 0
+        self._outgrown = self._trimmed = False
+
+    def _switch_light(self, paths: Iterable[str], on: bool) -> None:
+        for path in paths:
             switch = self._regions[path].slot.light_recompute
             if switch is not None:
-                switch(True)
+                switch(on)
 
 
 def _check(claims: list[Claim], budget: int | None, offload: str) -> None:

@@ -2,14 +2,20 @@
 
 In: a model and a step that returns a loss with its graph. Out: a `SavedProfile`, plain figures that keep no tensor
 alive. A storage is counted once, whole, under the region and operation that saved it first: saving a view keeps the
-whole storage. On a GPU the total is what the allocator holds for the graph (it rounds each block up to 512 bytes, as is
-done here), except for storages that somebody else would hold anyway, such as the batch; those are counted too.
+whole storage, and writing to a tensor between two saves makes no second one. What was saved in the step and let go of
+before its end (a branch that does not lead to the loss) is not counted.
+
+On a GPU the total is what the allocator holds for the graph (it rounds each block up to 512 bytes, as is done here).
+Three kinds of memory tell the two apart: storages that somebody else holds anyway, such as the batch, are counted here
+and were there before; a loss or logits kept by the caller are new but need not be saved; and tensors that a custom
+function keeps as plain attributes are saved behind autograd's back.
 
 How operations are found: ``pack`` numbers each saved tensor; afterwards the graph is walked and every node is asked for
 what it saved, which calls ``unpack`` with those numbers. That works for compiled code and custom functions as well.
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,10 +25,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from forebay.saved.identify import Identity, weight_storages
+from forebay.policy import format_bytes
 
 _BLOCK = 512  # bytes; the CUDA allocator's rounding
+_ELSEWHERE = "(not in the loss's graph)"
+_CUSTOM_OP = re.compile(r"GeneratedBackwardFor_([^_]+)_(.+)_default")  # torch.library's name for its autograd function
 
 
 @dataclass(frozen=True)
@@ -42,6 +52,8 @@ class SavedProfile:
     """All storages that one forward pass saved. Bytes."""
 
     storages: tuple[SavedStorage, ...]
+    allocator_bytes: int | None = None
+    """CUDA: by how much the allocator's count rose over the step, its loss held; a first step makes workspaces too."""
 
     @property
     def activation_bytes(self) -> int:
@@ -70,12 +82,22 @@ class SavedProfile:
     def table(self) -> str:
         """Plain text: by region, by operation, and the largest tensors."""
         total = max(self.activation_bytes, 1)
-        lines = [f"saved for backward: {_mib(self.activation_bytes)} of activations ({_mib(self.weight_bytes)} of weights, held anyway)"]
+        lines = [
+            f"saved for backward: {format_bytes(self.activation_bytes)} of activations "
+            f"({format_bytes(self.weight_bytes)} of weights, held anyway)"
+        ]
+        if self.allocator_bytes is not None:
+            lines.append(f"the allocator gave out {format_bytes(self.allocator_bytes)}")
         for title, sums in (("by region", self.by_region), ("by operation", self.by_op)):
             lines += ["", title]
-            lines += [f"  {_mib(n):>14}  {100 * n / total:5.1f} %  {name or '(outside)'}" for name, n in sums.items()]
+            lines += [
+                f"  {format_bytes(n):>12}  {100 * n / total:5.1f} %  {name or '(outside)'}" for name, n in sums.items()
+            ]
         lines += ["", "largest tensors"]
-        lines += [f"  {_mib(s.nbytes):>14}  {s.dtype} {list(s.shape)}  {s.operation}  {s.region}" for s in self.largest()]
+        lines += [
+            f"  {format_bytes(s.nbytes):>12}  {s.dtype} {list(s.shape)}  {s.operation}  {s.region or '(outside)'}"
+            for s in self.largest()
+        ]
         return "\n".join(lines)
 
     def to_json(self) -> str:
@@ -84,6 +106,7 @@ class SavedProfile:
             {
                 "activation_bytes": self.activation_bytes,
                 "weight_bytes": self.weight_bytes,
+                "allocator_bytes": self.allocator_bytes,
                 "by_region": self.by_region,
                 "by_operation": self.by_op,
                 "largest": [vars(s) for s in self.largest()],
@@ -100,27 +123,43 @@ class SavedProfile:
 
 
 class _Packed:
-    """What the graph owns while it is profiled: the tensor's alias and its number."""
+    """What the graph owns while it is profiled: the tensor's alias and the numbers of its storages."""
 
-    __slots__ = ("number", "tensor")
+    __slots__ = ("numbers", "tensor")
 
-    def __init__(self, number: int, tensor: Tensor):
-        self.number, self.tensor = number, tensor
+    def __init__(self, numbers: tuple[int, ...], tensor: Tensor):
+        self.numbers, self.tensor = numbers, tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _Row:
+    """A storage met by ``pack``. The weak reference keeps its identity from being used again, not its memory."""
+
+    storage: StorageWeakRef
+    region: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
 
 
 class Profiler:
-    """Collects while `recording`; `region` names the region for what is saved inside it."""
+    """Collects during one `run`; `region` names the region for what is saved inside it."""
 
     def __init__(self, model: nn.Module):
-        self._weights = weight_storages([model])
+        self._modules = dict(model.named_modules())
         self._path = [""]
-        self._rows: list[tuple[str, tuple[int, ...], str, int, bool]] = []
-        self._numbers: dict[tuple[int, int], tuple[Identity, int]] = {}
+        self._rows: list[_Row] = []
+        self._numbers: dict[int, int] = {}  # a storage's address as an object -> its row
+        self._weights: dict[int, StorageWeakRef] = {}
         self._operations: dict[int, str] = {}
         self._asking: str | None = None
+        self._add_weights(model)
 
     @contextmanager
     def region(self, path: str) -> Iterator[None]:
+        """Within, what is saved counts for `path`, a module's or any other name."""
+        if path in self._modules:  # FSDP2 swaps a module's parameters for gathered ones in its forward
+            self._add_weights(self._modules[path])
         self._path.append(path)
         try:
             yield
@@ -132,50 +171,71 @@ class Profiler:
 
         Raises:
             ValueError: `step` returned nothing with a graph, so there is nothing to walk.
+            NotImplementedError: a sparse tensor was saved, whose bytes are not known here.
         """
+        before = _allocated()
         with torch.enable_grad(), saved_tensors_hooks(self._pack, self._unpack):
             loss = step()
+        after = _allocated()
         if not isinstance(loss, Tensor) or loss.grad_fn is None:
-            raise ValueError("the step to profile must return its loss, a tensor with a graph, without running backward")
+            raise ValueError(
+                "the step to profile must return its loss, a tensor with a graph, without running backward"
+            )
         self._name_operations(loss.grad_fn)
         return SavedProfile(
             tuple(
-                SavedStorage(region, self._operations.get(i, "(released)"), shape, dtype, nbytes, weight)
-                for i, (region, shape, dtype, nbytes, weight) in enumerate(self._rows)
-            )
+                SavedStorage(
+                    row.region,
+                    self._operations.get(number, _ELSEWHERE),
+                    row.shape,
+                    row.dtype,
+                    row.nbytes,
+                    row.storage.cdata in self._weights,
+                )
+                for number, row in enumerate(self._rows)
+                if not row.storage.expired()
+            ),
+            after - before if loss.is_cuda else None,
         )
 
+    def _add_weights(self, module: nn.Module) -> None:
+        for tensor in (*module.parameters(), *module.buffers()):
+            for part in _parts(tensor):
+                weak = StorageWeakRef(part.untyped_storage())
+                self._weights[weak.cdata] = weak
+
     def _pack(self, tensor: Tensor) -> _Packed:
-        identity = Identity(tensor)
-        known = self._numbers.get(identity.key)
-        if known is None or known[0].expired:
-            storage = tensor.untyped_storage()
-            known = identity, len(self._rows)
-            self._numbers[identity.key] = known
-            nbytes = -(-storage.nbytes() // _BLOCK) * _BLOCK if tensor.is_cuda else storage.nbytes()
-            weight = storage.data_ptr() in self._weights and nbytes > 0
+        # A detached alias and never the tensor itself: a node that owns its own output is a cycle no collector breaks.
+        return _Packed(tuple(self._number(part) for part in _parts(tensor)), tensor.detach())
+
+    def _number(self, tensor: Tensor) -> int:
+        weak = StorageWeakRef(tensor.untyped_storage())
+        if weak.cdata not in self._numbers:
+            nbytes = tensor.untyped_storage().nbytes()
+            if tensor.is_cuda:
+                nbytes = -(-nbytes // _BLOCK) * _BLOCK
+            self._numbers[weak.cdata] = len(self._rows)
             dtype = str(tensor.dtype).removeprefix("torch.")
-            self._rows.append((self._path[-1], tuple(tensor.shape), dtype, nbytes, weight))
-        return _Packed(known[1], tensor.detach())
+            self._rows.append(_Row(weak, self._path[-1], tuple(tensor.shape), dtype, nbytes))
+        return self._numbers[weak.cdata]
 
     def _unpack(self, packed: _Packed) -> Tensor:
         if self._asking is not None:
-            self._operations.setdefault(packed.number, self._asking)
+            for number in packed.numbers:
+                self._operations.setdefault(number, self._asking)
         return packed.tensor
 
     def _name_operations(self, root: Any) -> None:
-        """Ask every node of the graph for what it saved. Nodes saved their inputs in forward order, so the walk goes from
-        the first node to the last: of two nodes that saved one storage the earlier one is named."""
-        order, seen, stack = [], {root}, [root]
+        """Ask every node of the graph for what it saved, in the order in which the nodes were made: of two that saved
+        one storage, the earlier is named."""
+        seen, stack = {root}, [root]
         while stack:
-            node = stack.pop()
-            order.append(node)
-            for following, _ in node.next_functions:
+            for following, _ in stack.pop().next_functions:
                 if following is not None and following not in seen:
                     seen.add(following)
                     stack.append(following)
-        for node in reversed(order):
-            self._asking = node.name().removesuffix("Backward0").removesuffix("Backward")
+        for node in sorted(seen, key=lambda node: node._sequence_nr()):
+            self._asking = _operation(node.name())
             for name in dir(node):
                 if name == "saved_tensors" or name.startswith("_saved_"):
                     # A node may hold a tensor that was written to since, which it refuses to give out.
@@ -183,6 +243,27 @@ class Profiler:
                         quiet.push(lambda kind, *_: kind is not None and issubclass(kind, RuntimeError))
                         getattr(node, name)
         self._asking = None
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """The plain tensors that hold a tensor's bytes: itself, or those inside a wrapper such as DTensor."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+            yield from _parts(getattr(tensor, name))
+    elif tensor.layout is torch.strided:
+        yield tensor
+    else:
+        raise NotImplementedError(f"a saved tensor of layout {tensor.layout}: only strided ones can be profiled")
+
+
+def _operation(node: str) -> str:
+    """``Mm`` of ``MmBackward0``, ``forebay::experts`` of the name that torch.library gives its autograd function."""
+    name = node.removesuffix("Backward0").removesuffix("Backward")
+    return _CUSTOM_OP.sub(r"\1::\2", name)
+
+
+def _allocated() -> int:
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
 
 
 def profile_model(
@@ -217,17 +298,18 @@ def profile_model(
 def _enter_on_forward(module: nn.Module, path: str, profiler: Profiler, hooks: ExitStack) -> None:
     running: list[ExitStack] = []
 
+    # While torch.compile traces a module these do nothing: what compiled code saves counts for whoever calls it.
     def before(*_: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         stack = ExitStack()
         stack.enter_context(profiler.region(path))
         running.append(stack)
 
     def after(*_: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         running.pop().close()
 
     hooks.callback(module.register_forward_pre_hook(before).remove)
     hooks.callback(module.register_forward_hook(after, always_call=True).remove)
-
-
-def _mib(count: int) -> str:
-    return f"{count / (1 << 20):,.2f} MiB"

@@ -118,7 +118,9 @@ class Checkpoints:
             free = f" ({format_bytes(shutil.disk_usage(self.folder).free)} free)"
         except OSError:
             free = ""
-        return RunError(f"checkpoint {final} could not be written: {reason}{free}; {kept}; free some space, or set log.folder to another disk")
+        return RunError(
+            f"checkpoint {final} could not be written: {reason}{free}; {kept}; free some space, or set log.folder to another disk"
+        )
 
 
 def find(given: Path) -> Path:
@@ -127,7 +129,7 @@ def find(given: Path) -> Path:
     Raises:
         UsageError: there is none.
     """
-    if (given / "manifest.json").is_file() or given.name.startswith(_PREFIX) and given.is_dir():
+    if (given / "manifest.json").is_file() or (given.name.startswith(_PREFIX) and given.is_dir()):
         return given
     for folder in (given / "checkpoints", given):
         found = Checkpoints(folder).latest()
@@ -219,17 +221,21 @@ def _check_fits(path: Path, reader: Any, model: Mapping[str, Any]) -> None:
     for name, tensor in model.items():
         stored = held.get(f"model.{name}")
         if stored is None:
-            raise RunError(f"checkpoint {path} is of another model: it has no weight {name}; resume with the configuration it was made with")
+            raise RunError(
+                f"checkpoint {path} is of another model: it has no weight {name}; resume with the configuration it was made with"
+            )
         if hasattr(tensor, "shape") and tuple(stored.size) != tuple(tensor.shape):
             raise RunError(
-                f"checkpoint {path} is of another model: {name} has shape {list(stored.size)}, this model needs {list(tensor.shape)}; "
-                "resume with the configuration it was made with"
+                f"checkpoint {path} is of another model: {name} has shape {list(stored.size)}, this model needs "
+                f"{list(tensor.shape)}; resume with the configuration it was made with"
             )
 
 
 def _damaged(path: Path, what: str) -> RunError:
     others = [p for p in Checkpoints(path.parent).all() if p != path]
-    advice = f"resume from an earlier one: --resume {others[-1]}" if others else "there is no other checkpoint beside it"
+    advice = (
+        f"resume from an earlier one: --resume {others[-1]}" if others else "there is no other checkpoint beside it"
+    )
     return RunError(f"checkpoint {path} is damaged: {what}; {advice}")
 
 

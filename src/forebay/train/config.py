@@ -87,7 +87,7 @@ class Schedule:
 class Memory:
     """[memory]: what becomes of saved activations; the arguments of `forebay.manage`."""
 
-    policy: str | dict[str, str] = _key("keep")  # a placement, "auto", or a table pattern -> placement
+    policy: str | dict[str, str] = "keep"  # a placement, "auto", or a table pattern -> placement
     budget: str | int = _key("")  # bytes, such as "2.5GiB"; "" is none; needed by "auto"
     compile: bool = _key(False)
     offload: str = _key("fit", choices=("fit", "all"))
@@ -169,7 +169,8 @@ def load(source: str, overrides: Iterable[str] = ()) -> Config:
         named = presets()
         if source not in named:
             raise UsageError(
-                f"{source!r} is neither a file nor a preset; {nearest(source, named, 'preset')}valid presets are {', '.join(named)}"
+                f"{source!r} is neither a file nor a preset; "
+                f"{nearest(source, named, 'preset')}valid presets are {', '.join(named)}"
             )
         text = named[source]
     try:
@@ -192,7 +193,8 @@ def from_mapping(raw: Mapping[str, Any], origin: str = "the configuration") -> C
     for name, values in raw.items():
         if name not in types:
             raise UsageError(
-                f"{origin} has an unknown section [{name}]; {nearest(name, types, 'section')}valid sections are {', '.join(types)}"
+                f"{origin} has an unknown section [{name}]; "
+                f"{nearest(name, types, 'section')}valid sections are {', '.join(types)}"
             )
         if not isinstance(values, Mapping):
             raise UsageError(f"{origin} has a key {name!r} outside any section; [{name}] must be a section")
@@ -226,11 +228,15 @@ def _cross_check(c: Config) -> None:
     if bool(c.model.family) == bool(c.model.path):
         raise UsageError("[model] needs one of family (such as 'qwen3_moe') and path (a folder), and not both")
     if c.model.config and c.model.path and c.model.weights == "load":
-        raise UsageError("[model.config] cannot change a model whose weights are loaded; set model.weights = 'random' or leave it out")
+        raise UsageError(
+            "[model.config] cannot change a model whose weights are loaded; set model.weights = 'random' or leave it out"
+        )
     if c.data.source != "stdlib" and not c.data.path:
         raise UsageError(f"data.source = {c.data.source!r} needs data.path: a file, a folder or a list of them")
     if c.data.source == "stdlib" and c.data.path:
-        raise UsageError("data.source = 'stdlib' takes no data.path; valid sources for a path are text, jsonl, parquet, hf")
+        raise UsageError(
+            "data.source = 'stdlib' takes no data.path; valid sources for a path are text, jsonl, parquet, hf"
+        )
     if c.train.batch % c.microbatch:
         raise UsageError(f"train.batch = {c.train.batch} is no multiple of train.microbatch = {c.train.microbatch}")
     if c.train.eval_every and not c.data.validation:
@@ -252,11 +258,15 @@ def _cross_check(c: Config) -> None:
 def _check_memory(memory: Memory) -> None:
     if isinstance(memory.policy, str):
         if memory.policy not in (*PLACEMENTS, "auto"):
-            raise UsageError(f"memory.policy = {memory.policy!r} is unknown; valid are {', '.join(PLACEMENTS)}, auto, or a table")
+            raise UsageError(
+                f"memory.policy = {memory.policy!r} is unknown; valid are {', '.join(PLACEMENTS)}, auto, or a table"
+            )
     else:
         for pattern, placement in memory.policy.items():
             if placement not in PLACEMENTS:
-                raise UsageError(f"memory.policy: {pattern!r} = {placement!r} is unknown; valid are {', '.join(PLACEMENTS)}")
+                raise UsageError(
+                    f"memory.policy: {pattern!r} = {placement!r} is unknown; valid are {', '.join(PLACEMENTS)}"
+                )
     if memory.policy == "auto" and memory.budget == "":
         raise UsageError("memory.policy = 'auto' needs memory.budget, such as '2.5GiB'")
     if memory.policy != "auto" and memory.budget != "":

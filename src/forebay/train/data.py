@@ -25,7 +25,7 @@ import torch
 from forebay.train import text
 from forebay.train.config import Data
 from forebay.train.errors import RunError, UsageError, first_line
-from forebay.train.world import World
+from forebay.train.world import ALONE, World
 
 BYTES_END = 256  # the one special token of the "bytes" tokenizer: end of document
 _FORMAT = 1  # part of the cache key; raise it when the meaning of the cached file changes
@@ -83,7 +83,9 @@ def load_tokenizer(name: str) -> Tokenizer:
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        raise UsageError(f"data.tokenizer folder {folder} holds no tokenizer that transformers can load: {first_line(error)}") from error
+        raise UsageError(
+            f"data.tokenizer folder {folder} holds no tokenizer that transformers can load: {first_line(error)}"
+        ) from error
 
     def encode(raw: bytes) -> np.ndarray:
         ids = tokenizer(raw.decode("utf-8"), add_special_tokens=False, verbose=False)["input_ids"]
@@ -104,7 +106,9 @@ def load_corpus(data: Data, tokenizer: Tokenizer) -> Corpus:
     found = text.files(data)
     if not found:
         raise UsageError(f"data.path {data.path!r} names no file")
-    key = hashlib.sha256(json.dumps([_FORMAT, data.source, data.field, tokenizer.name, _hash_files(found)]).encode()).hexdigest()
+    key = hashlib.sha256(
+        json.dumps([_FORMAT, data.source, data.field, tokenizer.name, _hash_files(found)]).encode()
+    ).hexdigest()
     folder = cache_folder(data) / key[:32]
     if not (folder / "meta.json").is_file():
         _write_cache(folder, tokenizer, text.pieces(data, found))
@@ -113,7 +117,9 @@ def load_corpus(data: Data, tokenizer: Tokenizer) -> Corpus:
         raise RunError(f"the data ({data.source} {data.path or ''}) holds no text")
     tokens = np.memmap(folder / "tokens.bin", dtype=meta["dtype"], mode="r")
     if len(tokens) != meta["tokens"]:
-        raise RunError(f"the token cache {folder} is damaged ({len(tokens)} tokens, not {meta['tokens']}); delete that folder")
+        raise RunError(
+            f"the token cache {folder} is damaged ({len(tokens)} tokens, not {meta['tokens']}); delete that folder"
+        )
     what = f"{data.source}: {len(found):,} file{'s' if len(found) > 1 else ''}, {meta['tokens']:,} tokens"
     return Corpus(tokens, meta["identity"], tokenizer.vocabulary, what)
 
@@ -159,7 +165,9 @@ def _write_cache(folder: Path, tokenizer: Tokenizer, pieces: Iterator[text.Piece
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
-        raise RunError(f"the token cache {folder} cannot be written: {first_line(error)}; set data.cache to another folder") from error
+        raise RunError(
+            f"the token cache {folder} cannot be written: {first_line(error)}; set data.cache to another folder"
+        ) from error
 
 
 def _rename_new(partial: Path, folder: Path) -> None:
@@ -188,7 +196,13 @@ class Windows:
     """
 
     def __init__(
-        self, tokens: np.ndarray, sequence: int, batch: int, seed: int, world: World = World(), what: str = "training data"
+        self,
+        tokens: np.ndarray,
+        sequence: int,
+        batch: int,
+        seed: int,
+        world: World = ALONE,
+        what: str = "training data",
     ):
         self.count = (len(tokens) - 1) // sequence
         if self.count < 1:

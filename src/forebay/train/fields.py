@@ -65,7 +65,9 @@ def build_section(section: Any, name: str, values: Mapping[str, Any]) -> Any:
 def _check_limits(where: str, value: Any, limits: Mapping[str, Any]) -> None:
     choices, low, high = limits.get("choices"), limits.get("low"), limits.get("high")
     if choices and value not in choices:
-        raise UsageError(f"{where} = {value!r} is unknown; {nearest(value, choices, 'value')}valid are {', '.join(choices)}")
+        raise UsageError(
+            f"{where} = {value!r} is unknown; {nearest(value, choices, 'value')}valid are {', '.join(choices)}"
+        )
     if low is not None and value < low:
         raise UsageError(f"{where} = {value!r} is too small; it must be at least {low}")
     if high is not None and value > high:

@@ -41,8 +41,8 @@ def build(section: Model, vocabulary: int, device: torch.device) -> Any:
     config = _configuration(section, vocabulary)
     if config.get_text_config().vocab_size < vocabulary:
         raise UsageError(
-            f"the model's vocab_size is {config.get_text_config().vocab_size}, but the tokenizer makes ids up to {vocabulary - 1}; "
-            f"set model.config.vocab_size to at least {vocabulary}, or use the model's own tokenizer (data.tokenizer)"
+            f"the model's vocab_size is {config.get_text_config().vocab_size}, but the tokenizer goes up to "
+            f"{vocabulary - 1}; set model.config.vocab_size to at least {vocabulary}, or use the model's own tokenizer (data.tokenizer)"
         )
     dtype = getattr(torch, section.dtype)
     config.use_cache = False
@@ -71,7 +71,7 @@ def save(model: Any, out: Path, tokenizer: Path | None = None) -> None:
         model.config.use_cache = True
         model.save_pretrained(partial)
         for file in sorted(tokenizer.iterdir()) if tokenizer else []:
-            if file.is_file() and "token" in file.name or file.name in ("vocab.json", "merges.txt", "vocab.txt"):
+            if (file.is_file() and "token" in file.name) or file.name in ("vocab.json", "merges.txt", "vocab.txt"):
                 shutil.copy2(file, partial / file.name)
         if out.is_dir():
             out.rmdir()
@@ -101,7 +101,9 @@ def _configuration(section: Model, vocabulary: int) -> Any:
         try:
             config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
         except (OSError, ValueError, TypeError) as error:
-            raise RunError(f"{folder / 'config.json'} is no configuration that transformers reads: {first_line(error)}") from error
+            raise RunError(
+                f"{folder / 'config.json'} is no configuration that transformers reads: {first_line(error)}"
+            ) from error
         _check_keys(type(config), config.model_type, section.config)
         for name, value in section.config.items():
             setattr(config, name, value)
@@ -112,7 +114,9 @@ def _configuration(section: Model, vocabulary: int) -> Any:
     try:
         return AutoConfig.for_model(section.family, **filled)
     except Exception as error:  # transformers raises many kinds here, one of them a private class
-        raise UsageError(f"[model.config] is no valid {section.family} configuration: {' '.join(str(error).split())}") from error
+        raise UsageError(
+            f"[model.config] is no valid {section.family} configuration: {' '.join(str(error).split())}"
+        ) from error
 
 
 def _family(name: str) -> Any:
@@ -128,10 +132,18 @@ def _family(name: str) -> Any:
 
 
 def _check_keys(kind: type, family: str, given: Iterable[str]) -> None:
-    valid = set(kind().to_dict()) | set(getattr(kind, "attribute_map", {})) | _EXTRA_KEYS | _FAMILY_KEYS.get(family, frozenset())
+    valid = (
+        set(kind().to_dict())
+        | set(getattr(kind, "attribute_map", {}))
+        | _EXTRA_KEYS
+        | _FAMILY_KEYS.get(family, frozenset())
+    )
     for name in given:
         if name not in valid:
-            raise UsageError(f"unknown key {name!r} in section [model.config] for family {family!r}; {nearest(name, valid, 'key')}see transformers' {kind.__name__}")
+            raise UsageError(
+                f"unknown key {name!r} in section [model.config] for family {family!r}; "
+                f"{nearest(name, valid, 'key')}see transformers' {kind.__name__}"
+            )
 
 
 def _random(config: Any, dtype: torch.dtype, attention: str, device: torch.device) -> Any:
@@ -151,7 +163,7 @@ def _load(folder: Path, config: Any, dtype: torch.dtype, attention: str) -> Any:
 
     _check_files(folder)
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(folder),
             config=config,
             local_files_only=True,
@@ -161,6 +173,7 @@ def _load(folder: Path, config: Any, dtype: torch.dtype, attention: str) -> Any:
             ignore_mismatched_sizes=True,  # so that they are listed instead of raised one shape at a time
             output_loading_info=True,
         )
+        model, info = loaded
     except (OSError, ValueError, RuntimeError) as error:
         raise RunError(f"the weights in {folder} cannot be loaded: {first_line(error)}") from error
     if info["mismatched_keys"]:
@@ -198,7 +211,10 @@ def _check_files(folder: Path) -> None:
     for name in names:
         file = folder / name
         if not file.is_file():
-            raise RunError(f"{file} is missing; a checkpoint folder holds model.safetensors, or model.safetensors.index.json and all its files")
+            raise RunError(
+                f"{file} is missing; a checkpoint folder holds model.safetensors, "
+                "or model.safetensors.index.json and all its files"
+            )
         try:
             with safe_open(file, framework="pt"):  # reads the header and compares it with the file's size
                 pass

@@ -89,7 +89,15 @@ class Reporter:
         UsageError: TensorBoard is asked for and not installed.
     """
 
-    def __init__(self, folder: Path, console: Console, steps: int, after: int = 0, tensorboard: bool = False, progress: str = "auto"):
+    def __init__(
+        self,
+        folder: Path,
+        console: Console,
+        steps: int,
+        after: int = 0,
+        tensorboard: bool = False,
+        progress: str = "auto",
+    ):
         self.console, self.steps = console, steps
         self._events = _event_writer(folder / "tensorboard", after) if tensorboard else None
         folder.mkdir(parents=True, exist_ok=True)
@@ -103,7 +111,9 @@ class Reporter:
             self._bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._bar:
             self._bar.stop()
         self._file.close()
@@ -139,9 +149,14 @@ class Reporter:
 
 def _progress(console: Console) -> Progress:
     return Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}"), TimeRemainingColumn(),
-        console=console, transient=True,
-    )  # fmt: skip
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]}"),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    )
 
 
 def _event_writer(folder: Path, after: int) -> Any:
@@ -205,7 +220,12 @@ class Summary:
 def summary_tables(summary: Summary) -> list[Table]:
     """Where the saved bytes were, and what came of the run."""
     where = Table(title="Saved for backward, by placement (last step)", title_justify="left")
-    for column, justify in (("placement", "left"), ("regions", "right"), ("bytes", "right"), ("where they waited", "left")):
+    for column, justify in (
+        ("placement", "left"),
+        ("regions", "right"),
+        ("bytes", "right"),
+        ("where they waited", "left"),
+    ):
         where.add_column(column, justify=justify)  # type: ignore[arg-type]
     for placement in dict.fromkeys((*_WHERE, *summary.placements.values(), *summary.saved_bytes)):
         regions = sum(1 for p in summary.placements.values() if p == placement)
@@ -225,7 +245,11 @@ def _where(placement: str, summary: Summary) -> str:
     if placement == "offload":
         if not summary.on_gpu:
             return "host store; on a CPU that is ordinary memory, so nothing is won here"
-        copied = (("out", summary.d2h_gbps, "GB/s"), ("back", summary.h2d_gbps, "GB/s"), ("waited", summary.wait_ms, "ms"))
+        copied = (
+            ("out", summary.d2h_gbps, "GB/s"),
+            ("back", summary.h2d_gbps, "GB/s"),
+            ("waited", summary.wait_ms, "ms"),
+        )
         figures = [f"{name} {value:.1f} {unit}" for name, value, unit in copied if value is not None]
         return ", ".join(["pinned host memory", *figures])
     if placement == "recompute":
@@ -235,7 +259,10 @@ def _where(placement: str, summary: Summary) -> str:
 
 def _result_rows(summary: Summary) -> list[tuple[str, str]]:
     rows = [
-        ("loss first -> last", f"{summary.first_loss:.4f} -> {summary.last_loss:.4f} ({summary.last_loss - summary.first_loss:+.4f} nats a token)"),
+        (
+            "loss first -> last",
+            f"{summary.first_loss:.4f} -> {summary.last_loss:.4f} ({summary.last_loss - summary.first_loss:+.4f} nats a token)",
+        ),
         ("tokens per second", f"{summary.tokens_per_second:,.0f} (median)"),
         ("recomputed", _paths(summary, "recompute")),
         ("offloaded", f"{_paths(summary, 'offload')}; {format_bytes(summary.moved_bytes)} moved in the last step"),

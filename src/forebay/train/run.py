@@ -91,7 +91,9 @@ def where_to_start(config: Config, resume: str | None) -> Start:
             break
         newest = checkpoint.Checkpoints(folder / "checkpoints").latest() or newest
     if newest is None:
-        raise UsageError(f"{base} holds no checkpoint to resume; start without --resume, or name a run or checkpoint folder")
+        raise UsageError(
+            f"{base} holds no checkpoint to resume; start without --resume, or name a run or checkpoint folder"
+        )
     return Start(newest.parent.parent, newest)
 
 
@@ -147,6 +149,7 @@ class _Run:
         self.config, self.console, self.start, self.trainer, self.stop = config, console, start, trainer, stop
         self.checkpoints = checkpoint.Checkpoints(start.folder / "checkpoints", config.checkpoint.keep)
         self.records: list[StepRecord] = []
+        self.last: Any = None
         self.saved_at = 0
 
     def go(self) -> Path:
@@ -155,12 +158,16 @@ class _Run:
         done = self._resume() if self.start.resumed else 0
         self.saved_at = done
         self._write_run_file()
-        with Reporter(self.start.folder, self.console, c.train.steps, done, c.log.tensorboard, c.log.progress) as report:
+        with Reporter(
+            self.start.folder, self.console, c.train.steps, done, c.log.tensorboard, c.log.progress
+        ) as report:
             self._announce(report, done)
             for number in range(done + 1, c.train.steps + 1):
                 record = self.trainer.step(number)
                 self.records.append(record)
                 report.step(record)
+                if number == c.train.steps:
+                    self.last = self.trainer.memory.report()  # before a validation pass, which saves nothing
                 if c.train.eval_every and number % c.train.eval_every == 0:
                     report.validation(number, self.trainer.evaluate())
                 if self._is_due(number):
@@ -179,28 +186,37 @@ class _Run:
         self._check_same(path, about)
         if about["step"] >= self.config.train.steps:
             raise UsageError(
-                f"checkpoint {path} is at step {about['step']}, and train.steps is {self.config.train.steps}: nothing is left to do; "
-                "set train.steps to more"
+                f"checkpoint {path} is at step {about['step']}, and train.steps is {self.config.train.steps}: "
+                "nothing is left to do; set train.steps to more"
             )
         checkpoint.load(path, self.trainer.model, self.trainer.optimizer)
         return int(about["step"])
 
     def _check_same(self, path: Path, about: dict[str, Any]) -> None:
         if about["data"] != self.trainer.corpus.identity:
-            raise UsageError(f"checkpoint {path} was trained on other data than [data] names; resume with the same, or start anew from an export")
+            raise UsageError(
+                f"checkpoint {path} was trained on other data than [data] names; "
+                "resume with the same, or start anew from an export"
+            )
         now = self.config.to_dict()
         for section, key in _SAME_ON_RESUME:
             before = about["config"][section][key]
             if before != now[section][key]:
-                raise UsageError(f"checkpoint {path} was made with {section}.{key} = {before}, not {now[section][key]}; resume with {before}")
+                raise UsageError(
+                    f"checkpoint {path} was made with {section}.{key} = {before}, not {now[section][key]}; resume with {before}"
+                )
 
     def _announce(self, report: Reporter, done: int) -> None:
         model, device = self.trainer.model, self.trainer.device
         count = sum(p.numel() for p in model.parameters())
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+        name = (
+            torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+        )
         report.say(f"{type(model).__name__}: {count / 1e6:,.1f} M parameters, {self.config.model.dtype}, on {name}")
         report.say(f"data {self.trainer.corpus.description}")
-        report.say(f"run {self.start.folder}" + (f", resumed after step {done} from {self.start.resumed}" if done else ""))
+        report.say(
+            f"run {self.start.folder}" + (f", resumed after step {done} from {self.start.resumed}" if done else "")
+        )
 
     def _is_due(self, number: int) -> bool:
         c = self.config.checkpoint
@@ -216,7 +232,9 @@ class _Run:
 
     def _interrupted(self, number: int) -> Interrupted:
         if self.saved_at:
-            after = f"the checkpoint of step {self.saved_at} is in {self.checkpoints.folder}; go on with --resume {self.start.folder}"
+            after = f"its checkpoint is safe in {self.start.folder}; go on with --resume {self.start.folder}"
+            if self.saved_at != number:
+                after = f"the checkpoint of step {self.saved_at} is safe; go on with --resume {self.start.folder}"
         else:
             after = "no checkpoint was asked for (checkpoint.last = false)"
         return Interrupted(f"stopped by {self.stop.signal} after step {number} of {self.config.train.steps}; {after}")
@@ -228,11 +246,13 @@ class _Run:
             self.start.folder.mkdir(parents=True, exist_ok=True)
             (self.start.folder / "run.json").write_text(content, encoding="utf-8")
         except OSError as error:
-            raise RunError(f"the run's folder {self.start.folder} cannot be written: {error.strerror}; set log.folder to another") from error
+            raise RunError(
+                f"the run's folder {self.start.folder} cannot be written: {error.strerror}; set log.folder to another"
+            ) from error
 
     def _summary(self) -> Summary:
         memory, records = self.trainer.memory, self.records
-        last = memory.report()
+        last = self.last
         steady = records[1:] or records
         return Summary(
             placements=memory.placements,

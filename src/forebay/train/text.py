@@ -84,7 +84,9 @@ def _stdlib() -> list[Path]:
         found += [Path(folder, name) for name in sorted(names) if name.endswith(".py")]
     found = [f for f in found if f.stat().st_size]
     if not found:
-        raise RunError(f"no Python source under {root}: this Python comes without its standard library's source; use data.source = 'text'")
+        raise RunError(
+            f"no Python source under {root}: this Python comes without its standard library's source; use data.source = 'text'"
+        )
     return found
 
 
@@ -93,10 +95,14 @@ def _expand(path: Path, source: str) -> list[Path]:
         raise UsageError(f"data.path {str(path)!r} does not exist; it must be a file or a folder")
     if path.is_file():
         if source == "hf":
-            raise UsageError(f"data.path {str(path)!r} is a file; source 'hf' needs a folder written by datasets' save_to_disk")
+            raise UsageError(
+                f"data.path {str(path)!r} is a file; source 'hf' needs a folder written by datasets' save_to_disk"
+            )
         return [path]
     wanted = _SUFFIXES.get(source, ())
-    found = sorted(f for f in path.rglob("*") if f.is_file() and not any(p.startswith(".") for p in f.relative_to(path).parts))
+    found = sorted(
+        f for f in path.rglob("*") if f.is_file() and not any(p.startswith(".") for p in f.relative_to(path).parts)
+    )
     found = [f for f in found if not wanted or f.suffix in wanted]
     if not found:
         raise UsageError(f"data.path {str(path)!r} holds no {' or '.join(wanted) or 'readable'} file")
@@ -152,13 +158,20 @@ def _jsonl(file: Path, field: str) -> Iterator[Piece]:
                 record = json.loads(line)
             except ValueError as error:
                 raise RunError(f"data file {file}, line {number}: not a JSON object ({error})") from None
-            yield _document(record.get(field) if isinstance(record, dict) else None, f"data file {file}, line {number}", field, record)
+            yield _document(
+                record.get(field) if isinstance(record, dict) else None,
+                f"data file {file}, line {number}",
+                field,
+                record,
+            )
 
 
 def _document(text: Any, where: str, field: str, record: Any) -> Piece:
     if not isinstance(text, str):
         held = ", ".join(map(repr, record)) if isinstance(record, dict) else "no fields"
-        raise RunError(f"{where}: no text in field {field!r}; the record has {held}, so set data.field to the one with the text")
+        raise RunError(
+            f"{where}: no text in field {field!r}; the record has {held}, so set data.field to the one with the text"
+        )
     return Piece(text.encode("utf-8", errors="replace"), True)
 
 
@@ -172,7 +185,9 @@ def _parquet(file: Path, field: str) -> Iterator[Piece]:
         with parquet.ParquetFile(file) as table:
             names = table.schema_arrow.names
             if field not in names:
-                raise UsageError(f"data file {file} has no column {field!r}; set data.field to one of {', '.join(names)}")
+                raise UsageError(
+                    f"data file {file} has no column {field!r}; set data.field to one of {', '.join(names)}"
+                )
             for batch in table.iter_batches(columns=[field]):
                 for text in batch.column(0).to_pylist():
                     yield _document(text, f"data file {file}", field, dict.fromkeys(names))
@@ -191,7 +206,9 @@ def _hf(folder: Path, field: str) -> Iterator[Piece]:
         raise RunError(f"{folder} is no folder written by datasets' save_to_disk: {error}") from error
     if isinstance(loaded, datasets.DatasetDict):
         if "train" not in loaded:
-            raise UsageError(f"{folder} holds the splits {', '.join(loaded)}; save the one to train on by itself, or name it 'train'")
+            raise UsageError(
+                f"{folder} holds the splits {', '.join(loaded)}; save the one to train on by itself, or name it 'train'"
+            )
         loaded = loaded["train"]
     if field not in loaded.column_names:
         raise UsageError(f"{folder} has no column {field!r}; set data.field to one of {', '.join(loaded.column_names)}")

@@ -28,7 +28,7 @@ from forebay.train.data import Windows, load_corpus, load_tokenizer, split
 from forebay.train.errors import RunError, UsageError
 from forebay.train.metrics import StepRecord, peak_bytes
 from forebay.train.schedule import factor
-from forebay.train.world import World
+from forebay.train.world import ALONE, World
 
 IGNORE = -100  # target that no loss is computed for, as in transformers
 
@@ -47,7 +47,7 @@ class Trainer:
         PolicyError, BudgetError: from the policy.
     """
 
-    def __init__(self, config: Config, world: World = World()):
+    def __init__(self, config: Config, world: World = ALONE):
         self.config, self.world = config, world
         self.device = pick_device(config.device)
         if config.device.threads:
@@ -57,7 +57,9 @@ class Trainer:
         train, held_out = split(self.corpus, config.data.validation)
         size, batch, seed = config.train.sequence, config.train.batch, config.train.seed
         self._windows = Windows(train, size, batch, seed, world)
-        self._held_out = Windows(held_out, size, batch, seed, world, "validation data") if config.train.eval_every else None
+        self._held_out = (
+            Windows(held_out, size, batch, seed, world, "validation data") if config.train.eval_every else None
+        )
         _check_microbatch(config, world)
         _seed(seed)
         self.model = hf.build(config.model, tokenizer.vocabulary, self.device)
@@ -106,7 +108,9 @@ class Trainer:
         seconds = time.perf_counter() - started
         tokens = self.config.train.batch * self.config.train.sequence
         peak = peak_bytes(self.device)
-        return StepRecord(number, seconds, loss, imbalance, rate, size, tokens / seconds, peak, self.device.type == "cuda")
+        return StepRecord(
+            number, seconds, loss, imbalance, rate, size, tokens / seconds, peak, self.device.type == "cuda"
+        )
 
     def forward(self) -> torch.Tensor:
         """The loss of the first microbatch, with its graph. For the profile."""
@@ -176,8 +180,12 @@ def pick_device(section: DeviceSection) -> torch.device:
     if section.type == "cpu" or (section.type == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        built = f"is built for CUDA {torch.version.cuda} but sees no GPU" if torch.version.cuda else "is built without CUDA"
-        raise UsageError(f"device.type = 'cuda', but torch {torch.__version__} {built}; valid here are 'cpu' and 'auto'")
+        built = (
+            f"is built for CUDA {torch.version.cuda} but sees no GPU" if torch.version.cuda else "is built without CUDA"
+        )
+        raise UsageError(
+            f"device.type = 'cuda', but torch {torch.__version__} {built}; valid here are 'cpu' and 'auto'"
+        )
     return torch.device("cuda", torch.cuda.current_device())
 
 
@@ -192,7 +200,8 @@ def balance_coefficient(config: Any) -> float:
 
 def decay_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Trainable parameters in two AdamW groups: matrices with `weight_decay`, vectors and every bias without."""
-    decayed, plain = [], []
+    decayed: list[torch.nn.Parameter] = []
+    plain: list[torch.nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             (plain if parameter.ndim < 2 or name.endswith("bias") else decayed).append(parameter)
@@ -202,7 +211,9 @@ def decay_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, 
 
 def _adamw(model: torch.nn.Module, config: Config, device: torch.device) -> torch.optim.Optimizer:
     o = config.optimizer
-    return torch.optim.AdamW(decay_groups(model, o.weight_decay), lr=o.lr, betas=o.betas, eps=o.eps, fused=o.fused or None)
+    return torch.optim.AdamW(
+        decay_groups(model, o.weight_decay), lr=o.lr, betas=o.betas, eps=o.eps, fused=o.fused or None
+    )
 
 
 def _manage(model: Any, config: Config) -> Any:
@@ -234,4 +245,6 @@ def _check_microbatch(config: Config, world: World) -> None:
 def _check_positions(model: Any, sequence: int) -> None:
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest is not None and sequence > longest:
-        raise UsageError(f"train.sequence = {sequence} is longer than the model's max_position_embeddings = {longest}; valid is at most that")
+        raise UsageError(
+            f"train.sequence = {sequence} is longer than the model's max_position_embeddings = {longest}; valid is at most that"
+        )

@@ -18,3 +18,7 @@ class World:
     def is_main(self) -> bool:
         """True on the one process that prints, writes metrics and exports."""
         return self.rank == 0
+
+
+ALONE = World()
+"""One process."""

@@ -1,0 +1,249 @@
+"""The structure of the source tree, read from its syntax trees: who may import whom, and no module-level state.
+
+Nothing is imported here, so a module that cannot be imported on this machine is checked as well.
+"""
+
+import ast
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "src"
+
+# Part of the tree (a folder or a module below forebay) -> the parts it may import, itself included without saying.
+# A pattern with a dot allows single modules. `policy` and `kernels` are leaves: the one knows names, the other tensors.
+MAY_IMPORT: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "policy": (),
+        "kernels": (),
+        "moe": ("kernels",),
+        "loss": ("kernels",),
+        "stores": ("kernels", "policy"),
+        "planner": ("policy", "pipeline.partition", "models"),
+        "saved": ("stores", "planner", "policy", "kernels"),
+        "models": ("saved", "planner", "policy", "moe", "loss", "kernels"),
+        "pipeline": ("saved", "stores", "planner", "policy", "moe", "loss", "kernels", "models"),
+        **dict.fromkeys(("train", "integrations", "report", "cli", "doctor", "__main__", "<root>"), ("*",)),
+    }
+)
+# Inside "pipeline", this module is device-free: the planner reads it.
+DEVICE_FREE = "pipeline.partition"
+
+READ_ONLY_CALLS = frozenset(
+    "bytes field float frozenset getLogger int len max min MappingProxyType namedtuple NewType ParamSpec Path str Struct "
+    "sum tuple TypeVar".split()
+)
+CONTAINERS = frozenset(
+    "bytearray Counter defaultdict deque dict list OrderedDict set WeakKeyDictionary WeakSet WeakValueDictionary".split()
+)
+READ_ONLY_ANNOTATIONS = ("Mapping[*", "Sequence[*", "Final[Mapping[*", "Final[Sequence[*", "Set[*", "AbstractSet[*")
+MUTABLE_DISPLAYS = (ast.Dict, ast.List, ast.Set, ast.DictComp, ast.ListComp, ast.SetComp, ast.GeneratorExp)
+
+
+def modules() -> dict[str, Path]:
+    """Dotted name below forebay ("" is forebay itself) to file."""
+    found = {}
+    for path in sorted((ROOT / "forebay").rglob("*.py")):
+        parts = path.relative_to(ROOT / "forebay").with_suffix("").parts
+        found[".".join(p for p in parts if p != "__init__")] = path
+    return found
+
+
+def imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
+    """Names below forebay that are imported anywhere in the tree, functions and TYPE_CHECKING blocks included."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "forebay":
+                    yield alias.name.removeprefix("forebay").removeprefix(".")
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                here = f"forebay.{module}".rstrip(".").split(".")
+                here = here[: len(here) - node.level + int(is_package)]
+                base = ".".join([*here, *filter(None, [base])])
+            if base.split(".")[0] == "forebay":
+                for alias in node.names:
+                    yield f"{base}.{alias.name}".removeprefix("forebay").removeprefix(".")
+
+
+def part(name: str) -> str:
+    return name.split(".")[0] or "<root>"
+
+
+def wrong_imports(module: str, source: str, is_package: bool = False) -> list[str]:
+    ours = part(module)
+    allowed = MAY_IMPORT.get(ours)
+    assert allowed is not None, f"forebay.{module}: say in MAY_IMPORT what {ours!r} may import"
+    if module == DEVICE_FREE:
+        allowed = ("policy",)
+    elif ours != "<root>":
+        allowed = (*allowed, ours)
+    wrong = []
+    for name in imports(ast.parse(source), module, is_package):
+        if not any(name == a or name.startswith(f"{a}.") or a == "*" for a in allowed):
+            wrong.append(f"{module or 'forebay'} imports {name or 'forebay'}")
+    return wrong
+
+
+def state(source: str) -> list[str]:
+    """What makes module-level mutable state: containers, results of unknown calls, function caches, ``global``."""
+    tree = ast.parse(source)
+    frozen = frozen_classes(tree)
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            found.append(f"line {node.lineno}: global {', '.join(node.names)}")
+        if isinstance(node, ast.FunctionDef):
+            for decorator in node.decorator_list:
+                if ast.unparse(decorator).split("(")[0].split(".")[-1] in ("cache", "lru_cache"):
+                    found.append(f"line {node.lineno}: {node.name} caches for as long as the process lives")
+    for node, in_class in module_level(tree.body):
+        if isinstance(node, ast.Assign):
+            names, annotation = [ast.unparse(t) for t in node.targets], ""
+        elif isinstance(node, ast.AnnAssign) and node.value is not None:
+            names, annotation = [ast.unparse(node.target)], ast.unparse(node.annotation)
+        else:
+            continue
+        # A mapping that is annotated as read-only is held to it by the type checker.
+        if names == ["__all__"] or any(fnmatchcase(annotation, pattern) for pattern in READ_ONLY_ANNOTATIONS):
+            continue
+        assert node.value is not None
+        # In a class body a call is mostly a descriptor or a dataclass field; shared containers are what to find there.
+        if holds_state(node.value, frozen, in_class):
+            found.append(f"line {node.lineno}: {ast.unparse(node).splitlines()[0][:80]}")
+    return found
+
+
+def frozen_classes(tree: ast.Module) -> frozenset[str]:
+    """Classes of this module whose instances cannot change: ``@dataclass(frozen=True)``."""
+    return frozenset(
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and any("frozen=True" in ast.unparse(d) for d in node.decorator_list)
+    )
+
+
+def module_level(body: list[ast.stmt], in_class: bool = False) -> Iterator[tuple[ast.stmt, bool]]:
+    """The statements that run at import, those under if, try, with and for included, and whether in a class body."""
+    for node in body:
+        yield node, in_class
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        for field in ("body", "orelse", "finalbody"):
+            yield from module_level(getattr(node, field, []), in_class or isinstance(node, ast.ClassDef))
+        for handler in getattr(node, "handlers", []):
+            yield from module_level(handler.body, in_class)
+
+
+def holds_state(value: ast.expr, frozen: frozenset[str], in_class: bool) -> bool:
+    """Whether the value can change: a container, or what a call gave that is not known to be read-only."""
+    if isinstance(value, MUTABLE_DISPLAYS):
+        return True
+    if isinstance(value, ast.Call):
+        name = ast.unparse(value.func)
+        if name.split(".")[-1] in CONTAINERS:
+            return True
+        return not (in_class or name in frozen or name == "re.compile" or name.split(".")[-1] in READ_ONLY_CALLS)
+    if isinstance(value, ast.Tuple):
+        return any(holds_state(item, frozen, in_class) for item in value.elts)
+    if isinstance(value, ast.IfExp):
+        return holds_state(value.body, frozen, in_class) or holds_state(value.orelse, frozen, in_class)
+    return False
+
+
+def test_the_tree_is_there() -> None:
+    assert {"policy", "saved.manager", "stores.host"} <= set(modules())
+
+
+@pytest.mark.parametrize("module", modules())
+def test_imports_go_one_way(module: str) -> None:
+    path = modules()[module]
+    assert wrong_imports(module, path.read_text(), path.name == "__init__.py") == []
+
+
+@pytest.mark.parametrize("module", modules())
+def test_no_state_in_modules(module: str) -> None:
+    assert state(modules()[module].read_text()) == []
+
+
+@pytest.mark.parametrize("module", modules())
+def test_every_module_says_what_it_is_for(module: str) -> None:
+    assert ast.get_docstring(ast.parse(modules()[module].read_text()))
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("stores.host", "from forebay.saved.manager import Manager"),
+        ("stores.host", "from forebay import manage"),
+        ("saved.manager", "import forebay.models.manage"),
+        ("moe.experts", "def f():\n    from forebay.stores.host import HostStore"),
+        ("moe.experts", "from forebay.policy import resolve"),
+        ("planner.solve", "from forebay.saved.order import Cycle"),
+        ("planner.solve", "from ..stores import base"),
+        ("planner.solve", "from forebay.pipeline import overlap"),
+        ("pipeline.partition", "from forebay.stores import host"),
+        ("policy", "from .kernels import swiglu"),
+        ("loss", "from forebay.saved import profile"),
+        ("models.halves", "from forebay.train import config"),
+    ],
+)
+def test_a_wrong_import_is_found(module: str, source: str) -> None:
+    assert len(wrong_imports(module, source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("planner.solve", "from forebay.pipeline.partition import partition_layers"),
+        ("planner.solve", "from forebay.pipeline import partition"),
+        ("saved.manager", "from forebay.stores.base import Ticket\nfrom . import ledger\nimport torch"),
+        ("models.manage", "from forebay.saved import manager"),
+        ("train.trainer", "import forebay"),
+    ],
+)
+def test_a_right_import_passes(module: str, source: str) -> None:
+    assert wrong_imports(module, source) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "_cache = {}",
+        "CACHE: dict[int, int] = {1: 2}",
+        "names = ['a']",
+        "stream = torch.cuda.Stream()",
+        "LIVE = weakref.WeakValueDictionary()",
+        "if True:\n    buffers = [None]",
+        "class A:\n    live = {}",
+        "class A:\n    live = weakref.WeakSet()",
+        "step = torch.compile(f)",
+        "THE = Manager()",
+        "A, B = 1, []",
+        "@functools.lru_cache(None)\ndef f(): ...",
+        "def f():\n    global x\n    x = 1",
+    ],
+)
+def test_state_is_found(source: str) -> None:
+    assert len(state(source)) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "__all__ = ['a']",
+        "SIZES = (1, 2)",
+        "NAMES = frozenset({'a'})",
+        "TABLE = MappingProxyType({'a': 1})",
+        "TABLE: Mapping[str, int] = {'a': 1}",
+        "Key = tuple[str, int]",
+        "def f():\n    x = []",
+        "@dataclass(frozen=True)\nclass A:\n    n: int = key(low=1)\nONE = A()",
+    ],
+)
+def test_constants_pass(source: str) -> None:
+    assert state(source) == []

@@ -46,11 +46,11 @@ smoke: setup
 	$(BIN)/forebay train quickstart --set train.steps=6 --set train.eval_every=0 --set checkpoint.every=3 --set log.folder=$(SMOKE)
 
 test: check smoke
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not gpu and not multi"
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not gpu and not multi"
 	$(if $(HAS_GPU),$(MAKE) test-gpu)
 
 test-gpu: setup
-	$(BIN)/python -m pytest -m "gpu or multi"
+	$(BIN)/python -m pytest -q -m "gpu or multi"
 
 clean:
 	rm -rf $(VENV) $(SMOKE) build dist

@@ -162,17 +162,17 @@ def test_the_tree_is_there() -> None:
 @pytest.mark.parametrize("module", modules())
 def test_imports_go_one_way(module: str) -> None:
     path = modules()[module]
-    assert wrong_imports(module, path.read_text(), path.name == "__init__.py") == []
+    assert wrong_imports(module, path.read_text("utf-8"), path.name == "__init__.py") == []
 
 
 @pytest.mark.parametrize("module", modules())
 def test_no_state_in_modules(module: str) -> None:
-    assert state(modules()[module].read_text()) == []
+    assert state(modules()[module].read_text("utf-8")) == []
 
 
 @pytest.mark.parametrize("module", modules())
 def test_every_module_says_what_it_is_for(module: str) -> None:
-    assert ast.get_docstring(ast.parse(modules()[module].read_text()))
+    assert ast.get_docstring(ast.parse(modules()[module].read_text("utf-8")))
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,20 @@ def test_inputs_that_are_not_contiguous(poisoned: None) -> None:
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
+def test_pairs_that_start_on_an_odd_element(poisoned: None) -> None:
+    """They cannot be read as words where they lie."""
+    h, da, weights, order, offs, extra = make(9, 24, 8, torch.bfloat16, bias=True)
+    wanted = swiglu_backward(h, da, weights, order, offs, CLAMPED, backend="triton", **extra)
+    odd = [torch.cat((t.new_zeros(1), t.view(-1)))[1:].view(t.shape) for t in (h, extra["bias"])]
+    assert all(t.storage_offset() == 1 for t in odd)
+    extra["bias"] = odd[1]
+    got = swiglu_backward(odd[0], da, weights, order, offs, CLAMPED, backend="triton", **extra)
+    for a, b in zip(got, wanted, strict=True):
+        assert torch.equal(a, b)
+    with pytest.raises(ValueError, match="even offset"):
+        swiglu_backward(odd[0], da, weights, order, offs, CLAMPED, over_h=True, **extra)
+
+
 @pytest.mark.parametrize("glu", GLUS, ids=str)
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 def test_written_over_its_inputs_gives_the_same_bits(glu: Glu, backend, poisoned: None) -> None:

@@ -90,8 +90,10 @@ def test_qwen3_moe_saves_these_bytes(tiny, saved_by):
     )
     assert saved_by(model, halves["model.layers.1.self_attn"]) == TOKENS * attention
     moe = (
-        BF16 * HIDDEN + FP32
-        + BF16 * EXPERTS + 2 * FP32  # the router's logits; maximum and sum of its softmax
+        BF16 * HIDDEN
+        + FP32
+        + BF16 * EXPERTS
+        + 2 * FP32  # the router's logits; maximum and sum of its softmax
         + (INT64 + BF16) * TOP_K  # ids and weights
         + 2 * BF16 * WIDTH * TOP_K  # h
         + 2 * INT32 * TOP_K  # order and its inverse

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from forebay.models.halves import has_known_layers, install_halves
+from forebay.models.families import has_known_layers
+from forebay.models.halves import install_halves
 from forebay.models.hf_experts import register
 
 FAMILIES = (

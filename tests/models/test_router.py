@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from forebay.models.halves import install_halves
-from forebay.models.router import Routing, RouterStats
+from forebay.models.router import RouterStats, Routing
 
 
 def _same(a, b):

@@ -333,11 +333,12 @@ def swiglu_backward(
         others: as in `swiglu_forward`.
 
     Raises:
-        ValueError: shapes that do not fit, bias without row_expert, or a non-contiguous tensor to
-            be written over.
+        ValueError: shapes that do not fit, bias without row_expert, or a tensor to be written over
+            that is not contiguous or starts at an odd element of its storage.
     """
-    if (over_h and not h.is_contiguous()) or (over_da and not da.is_contiguous()):
-        raise ValueError("a tensor that is written over must be contiguous")
+    for over, t in ((over_h, h), (over_da, da)):
+        if over and (not t.is_contiguous() or t.storage_offset() % 2):
+            raise ValueError("a tensor to be written over must be contiguous, from an even offset")
     h, weights, bias = _prepare(h, weights, order, bias, row_expert)
     da = da.contiguous()
     rows, inner = h.shape[0], h.shape[1] // 2
@@ -408,12 +409,19 @@ def _tile(inner: int) -> tuple[int, int]:
 def _words(h: Tensor, glu: Glu) -> tuple[Callable[[Tensor | None], Tensor | None], Any, Any]:
     """How h, bias and dh are handed to a kernel, and the integers of an element's and a pair's size.
 
-    Interleaved pairs go in as words of twice the size, the rest as it is.
+    Interleaved pairs go in as words of twice the size, the rest as it is. A tensor that starts on an
+    odd element of its storage has no such view: it is copied (dh never is: it is new, or checked).
     """
     half, word, torch_word = _INTEGERS[h.element_size()]
     if not glu.interleaved:
         return (lambda t: t), half, word
-    return (lambda t: None if t is None else t.view(torch_word)), half, word
+
+    def words(t: Tensor | None) -> Tensor | None:
+        if t is None:
+            return None
+        return (t.clone() if t.storage_offset() % 2 else t).view(torch_word)
+
+    return words, half, word
 
 
 def _prepare(

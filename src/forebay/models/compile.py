@@ -167,7 +167,7 @@ def _slice_instead_of_split(graph: Graph) -> None:
             begin = end
 
 
-def _inductor(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+def _inductor(graph: GraphModule, inputs: Sequence[Any]) -> Any:
     with (
         torch._functorch.config.patch(_CUT),
         torch._inductor.config.patch(custom_partitioner_fn=_SaveLittle()),

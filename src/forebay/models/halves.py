@@ -1,6 +1,6 @@
 """Hugging Face decoder layers as two halves: attention, and MoE (or dense MLP).
 
-In: a model whose decoder layers are of a class in `_LAYERS`. Out: the same model, each layer's
+In: a model whose decoder layers are of a class in `families.LAYERS`. Out: the same model, each layer's
 `forward` replaced on the instance by one that calls
 
     x2 = x + self_attn(input_layernorm(x))                                     attention half
@@ -22,8 +22,7 @@ block's own forward: that is how the router's outputs get out of a compiled grap
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -31,38 +30,8 @@ import torch
 from torch import Tensor, nn
 
 from forebay.models.compile import check_compiler, compile_half
+from forebay.models.families import LAYERS, MoeBlock, decoder_layers, moe_block, refuse_checkpointing
 
-# Decoder layers whose forward is exactly the two residual halves (read in transformers 5.17).
-_LAYERS = (
-    "DeepseekV2DecoderLayer",
-    "DeepseekV3DecoderLayer",
-    "Glm4MoeDecoderLayer",
-    "GptOssDecoderLayer",
-    "LlamaDecoderLayer",
-    "MixtralDecoderLayer",
-    "OlmoeDecoderLayer",
-    "Qwen3DecoderLayer",
-    "Qwen3MoeDecoderLayer",
-)
-# Their MLPs: MoE block -> (name of its router, name of its shared experts or None) ...
-_MOE_BLOCKS: dict[str, tuple[str, str | None]] = {
-    "DeepseekV2Moe": ("gate", "shared_experts"),
-    "DeepseekV3MoE": ("gate", "shared_experts"),
-    "Glm4MoeMoE": ("gate", "shared_experts"),
-    "GptOssMLP": ("router", None),
-    "MixtralSparseMoeBlock": ("gate", None),
-    "OlmoeSparseMoeBlock": ("gate", None),
-    "Qwen3MoeSparseMoeBlock": ("gate", None),
-}
-# ... and dense ones, which map a tensor to a tensor.
-_DENSE_BLOCKS = (
-    "DeepseekV2MLP",
-    "DeepseekV3MLP",
-    "Glm4MoeMLP",
-    "LlamaMLP",
-    "Qwen3MLP",
-    "Qwen3MoeMLP",
-)
 # Keywords that a model hands down to its layers and that no attention reads. A compiled half must
 # not see them: num_items_in_batch differs each step and would compile it anew.
 _NOT_FOR_ATTENTION = frozenset(
@@ -80,17 +49,6 @@ _NOT_FOR_ATTENTION = frozenset(
 )
 
 MoeOutput = tuple[Tensor, Tensor | None, Tensor | None]
-
-
-@dataclass(frozen=True, eq=False)
-class MoeBlock:
-    """The parts of a transformers MoE block; `path` is the block's module path."""
-
-    path: str
-    router: nn.Module
-    """Returns (logits [T, E], weights [T, K], ids [T, K] int64) of [T, H]."""
-    experts: nn.Module
-    shared: nn.Module | None
 
 
 def attention_half(layer: Any, direct: bool, x: Tensor, **kwargs: Any) -> Tensor:
@@ -181,8 +139,7 @@ class Halves(dict[str, HalfSlot]):
         for layer, ours in self._layers:
             if layer.__dict__.get("forward") is not ours:
                 raise RuntimeError(
-                    f"{type(layer).__name__}.forward was replaced after the halves were installed: "
-                    "undo that first"
+                    f"{type(layer).__name__}.forward was replaced after the halves were installed: undo that first"
                 )
         for layer, _ in self._layers:
             del layer.__dict__["forward"]
@@ -200,12 +157,11 @@ class Halves(dict[str, HalfSlot]):
 class _TwoHalves:
     """The forward of one decoder layer: its two slots, and what has to happen around them."""
 
-    def __init__(
-        self, layer: nn.Module, attention: HalfSlot, mlp: HalfSlot, block: MoeBlock | None, compiled: bool
-    ):
+    def __init__(self, layer: nn.Module, attention: HalfSlot, mlp: HalfSlot, block: MoeBlock | None, compiled: bool):
         self.attention = attention
         self.mlp = mlp
         self._layer = layer
+        self._self_attn: nn.Module = layer.self_attn  # type: ignore[assignment]
         self._original = partial(type(layer).forward, layer)
         self._names = tuple(inspect.signature(type(layer).forward).parameters)[2:]
         self._block = block
@@ -218,7 +174,7 @@ class _TwoHalves:
         if self._wants_original(kwargs):
             return self._original(hidden_states, **kwargs)
         if self._compiled:
-            _refuse_hooks(self.attention.path, self._layer.self_attn, after=False)
+            _refuse_hooks(self.attention.path, self._self_attn, after=False)
         mask = kwargs.pop("attention_mask", None)
         others = {k: v for k, v in kwargs.items() if k not in _NOT_FOR_ATTENTION}
         x2 = self.attention.call(hidden_states, attention_mask=mask, **others)
@@ -230,7 +186,7 @@ class _TwoHalves:
     def _wants_original(self, kwargs: dict[str, Any]) -> bool:
         layer = self._layer
         if getattr(layer, "gradient_checkpointing", False) and layer.training:
-            _refuse_checkpointing(self.attention.path, layer)
+            refuse_checkpointing(self.attention.path, layer)
         if kwargs.get("past_key_values") is not None:
             if layer.training and torch.is_grad_enabled():
                 warnings.warn(
@@ -259,13 +215,12 @@ def install_halves(model: nn.Module, compile: bool = False) -> Halves:
             layer is under gradient checkpointing.
         RuntimeError: `compile` without a compiler for the model's device.
     """
-    found = list(_decoder_layers(model))
+    found = list(decoder_layers(model))
     if not found:
         raise ValueError(
-            f"{type(model).__name__} has no decoder layers that Forebay knows; supported are "
-            f"{', '.join(_LAYERS)}"
+            f"{type(model).__name__} has no decoder layers that Forebay knows; supported are {', '.join(LAYERS)}"
         )
-    parts = [_moe_block(f"{path}.mlp", layer.mlp) for path, layer in found]
+    parts = [moe_block(f"{path}.mlp", layer.mlp) for path, layer in found]
     attend: Callable[..., Any] = attention_half
     mix: Callable[..., Any] = moe_half
     plain: Callable[..., Any] = dense_half
@@ -289,88 +244,6 @@ def install_halves(model: nn.Module, compile: bool = False) -> Halves:
     return halves
 
 
-def has_known_layers(model: nn.Module) -> bool:
-    """Whether some module below `model` is a decoder layer of a class in `_LAYERS`."""
-    return any(_known_base(module, _LAYERS) is not None for module in model.modules())
-
-
-def moe_blocks(model: nn.Module) -> list[MoeBlock]:
-    """The MoE blocks below `model` that are of a class in `_MOE_BLOCKS`, in module order."""
-    found = []
-    for path, module in model.named_modules():
-        name = _known_base(module, _MOE_BLOCKS)
-        if name is not None:
-            router, shared = _MOE_BLOCKS[name]
-            shared_experts = getattr(module, shared) if shared is not None else None
-            found.append(MoeBlock(path, getattr(module, router), module.experts, shared_experts))
-    return found
-
-
-def _decoder_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    for path, module in model.named_modules():
-        name = _known_base(module, _LAYERS)
-        if name is None:
-            if _is_foreign_layer(module):
-                raise ValueError(
-                    f"{path!r} is a {type(module).__name__}, which Forebay does not know to be two "
-                    f"residual halves; supported are {', '.join(_LAYERS)}"
-                )
-            continue
-        _refuse_override(path, module, name)
-        if getattr(module, "gradient_checkpointing", False):
-            _refuse_checkpointing(path, module)
-        yield path, module
-
-
-def _moe_block(path: str, mlp: nn.Module) -> MoeBlock | None:
-    """The parts of a MoE block, None for a dense MLP."""
-    name = _known_base(mlp, (*_MOE_BLOCKS, *_DENSE_BLOCKS))
-    if name is None:
-        raise ValueError(
-            f"{path!r} is a {type(mlp).__name__}, which Forebay does not know; supported are "
-            f"{', '.join((*_MOE_BLOCKS, *_DENSE_BLOCKS))}"
-        )
-    _refuse_override(path, mlp, name)
-    if getattr(mlp, "jitter_noise", 0):
-        raise ValueError(f"{path!r} has router_jitter_noise, which halves do not do; set it to 0")
-    if name in _DENSE_BLOCKS:
-        return None
-    (block,) = (b for b in moe_blocks(mlp) if b.path == "")
-    return MoeBlock(path, block.router, block.experts, block.shared)
-
-
-def _is_foreign_layer(module: nn.Module) -> bool:
-    kind = type(module)
-    return kind.__name__.endswith("DecoderLayer") and kind.__module__.startswith("transformers.")
-
-
-def _known_base(module: nn.Module, names: Any) -> str | None:
-    """The name of the transformers class in `names` that `module` is of.
-
-    FSDP2 and parametrisations subclass on the fly, so the bases count.
-    """
-    for base in type(module).__mro__:
-        if base.__name__ in names and base.__module__.startswith("transformers.models."):
-            return base.__name__
-    return None
-
-
-def _refuse_override(path: str, module: nn.Module, name: str) -> None:
-    base = next(b for b in type(module).__mro__ if b.__name__ == name)
-    if "forward" in module.__dict__ or type(module).forward is not base.forward:
-        raise ValueError(
-            f"the forward of {path!r} ({type(module).__name__}) has been replaced, so it is no longer "
-            f"{name}'s: undo that first, or install Forebay before it"
-        )
-
-
-def _refuse_checkpointing(path: str, layer: nn.Module) -> None:
-    raise ValueError(
-        f"{path!r} ({type(layer).__name__}) is under gradient checkpointing; call "
-        "model.gradient_checkpointing_disable() and use the placement 'recompute' instead"
-    )
-
-
 def _collected() -> dict[str, Any]:
     """What the transformers model that is running now was asked to collect, such as attentions."""
     from transformers.utils.output_capturing import _active_collector
@@ -386,7 +259,7 @@ def light_recompute_of(experts: nn.Module) -> Callable[[bool], None] | None:
     def switch(on: bool) -> None:
         # Only the exception is an attribute, so that switching back leaves the module as it was.
         if on:
-            experts.forebay_save_h = False
+            experts.__dict__["forebay_save_h"] = False
         else:
             experts.__dict__.pop("forebay_save_h", None)
 
@@ -397,7 +270,7 @@ def _run_hooks(block: MoeBlock, output: tuple[Tensor | None, None, Tensor | None
     """What a compiled half left out: the router's forward hooks, with empty arguments."""
     _refuse_hooks(f"{block.path}'s router", block.router, after=True)
     for key, hook in tuple(block.router._forward_hooks.items()):
-        arguments = ((), {}) if key in block.router._forward_hooks_with_kwargs else ((),)
+        arguments: tuple[Any, ...] = ((), {}) if key in block.router._forward_hooks_with_kwargs else ((),)
         if hook(block.router, *arguments, output) is not None:
             raise RuntimeError(
                 f"a forward hook on {block.path}'s router returned a value: a compiled half cannot "
@@ -413,11 +286,7 @@ def _refuse_hooks(what: str, module: nn.Module, after: bool) -> None:
     """
     foreign = list(module._forward_pre_hooks.values())
     if not after:
-        foreign += [
-            h
-            for h in module._forward_hooks.values()
-            if h.__module__ != "transformers.utils.output_capturing"
-        ]
+        foreign += [h for h in module._forward_hooks.values() if h.__module__ != "transformers.utils.output_capturing"]
     if foreign:
         raise RuntimeError(
             f"{what} has the module hook {foreign[0]!r}, which a compiled half does not run: remove "

@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 
 from forebay.models.causal_lm import install_fused_loss
 from forebay.models.compile import compile_half
-from forebay.models.halves import Halves, has_known_layers, install_halves, light_recompute_of, moe_blocks
+from forebay.models.families import has_known_layers, moe_blocks
+from forebay.models.halves import Halves, install_halves, light_recompute_of
 from forebay.models.hf_experts import register
 from forebay.planner.simulate import Plan, Timeline
 from forebay.policy import PLACEMENTS, Claim, PolicyError, outermost, parse_bytes, resolve

@@ -1,6 +1,6 @@
 """What the routers of a model did: their logits and choices, for losses and load balancing.
 
-In: a model with MoE blocks (see `forebay.models.halves.moe_blocks`), whether its decoder layers are
+In: a model with MoE blocks (see `forebay.models.families.moe_blocks`), whether its decoder layers are
 transformers' own, halves or compiled halves. Out: within `recording()`, one `Routing` a MoE layer
 and forward pass, in the order of the forward; from these the load-balancing loss of Switch-style
 models and the bias update of DeepSeek-V3 and GLM-4-MoE.
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forebay.models.halves import MoeBlock, moe_blocks
+from forebay.models.families import MoeBlock, moe_blocks
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,6 +194,4 @@ def _bias(block: MoeBlock) -> Tensor | None:
 def _count(ids: Tensor, experts: int) -> Tensor:
     """How often each expert is in ids: int64 [E]. `bincount` would wait for the device."""
     flat = ids.reshape(-1)
-    return torch.zeros(experts, dtype=torch.int64, device=ids.device).scatter_add_(
-        0, flat, torch.ones_like(flat)
-    )
+    return torch.zeros(experts, dtype=torch.int64, device=ids.device).scatter_add_(0, flat, torch.ones_like(flat))

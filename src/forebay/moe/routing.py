@@ -1,4 +1,4 @@
-"""Which row of which expert each routed token is: a stable sort, on the device, without a sync.
+"""Which row of which expert each routed token is, on the device, without a sync.
 
 In: `ids` [T, K], the experts a router chose. Out: a `Routing` of int32 tensors that the caller owns
 (autograd saves them; nothing is cached here).
@@ -19,6 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from forebay.kernels.sort_slots import sort_slots
+
 
 class Routing(NamedTuple):
     """Slots sorted by expert.
@@ -37,25 +39,13 @@ def route(ids: Tensor, num_experts: int) -> Routing:
     """Sort the slots of `ids` [T, K] (any integer dtype) by expert.
 
     Raises:
-        ValueError: ids not [T, K], no experts, or 2**31 slots or more.
+        ValueError: ids not [T, K], no experts, or too many slots for int32 row numbers.
     """
     if ids.dim() != 2 or num_experts < 1:
         raise ValueError(f"ids must be [T, K] and experts >= 1: {tuple(ids.shape)}, {num_experts}")
-    if ids.numel() >= 2**31:
+    if ids.numel() >= 2**31 - 2**10:
         raise ValueError(f"{ids.numel()} slots do not fit int32 row numbers")
-    # A radix sort makes one pass a byte of the key: two for int16, eight for int64.
-    key_dtype = torch.int16 if num_experts < 2**15 else torch.int32
-    flat = ids.reshape(-1)
-    sentinel = (flat < 0) | (flat >= num_experts)
-    keys = flat.masked_fill(sentinel, num_experts).to(key_dtype)
-    sorted_keys, order = torch.sort(keys, stable=True)
-    experts = torch.arange(num_experts, device=ids.device, dtype=key_dtype)
-    offs = torch.searchsorted(sorted_keys, experts, right=True, out_int32=True)
-    # A sentinel's row is -1: written to its slot in place of its position.
-    rows = torch.arange(flat.numel(), device=ids.device, dtype=torch.int32)
-    rows = rows.masked_fill(sorted_keys == num_experts, -1)
-    inverse = torch.empty_like(rows).scatter_(0, order, rows)
-    return Routing(order.to(torch.int32), inverse.view(ids.shape), offs)
+    return Routing(*sort_slots(ids, num_experts))
 
 
 def row_experts(offs: Tensor, n_rows: int) -> Tensor:

@@ -41,8 +41,8 @@ def build(section: Model, vocabulary: int, device: torch.device) -> Any:
     config = _configuration(section, vocabulary)
     if config.get_text_config().vocab_size < vocabulary:
         raise UsageError(
-            f"the model's vocab_size is {config.get_text_config().vocab_size}, but the tokenizer goes up to "
-            f"{vocabulary - 1}; set model.config.vocab_size to at least {vocabulary}, or use the model's own tokenizer (data.tokenizer)"
+            f"the model's vocab_size is {config.get_text_config().vocab_size}, but the tokenizer has {vocabulary} ids; "
+            f"set model.config.vocab_size to at least {vocabulary}, or use the model's own tokenizer (data.tokenizer)"
         )
     dtype = getattr(torch, section.dtype)
     config.use_cache = False

@@ -8,8 +8,8 @@ import json
 import os
 import resource
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -185,15 +185,17 @@ def _drop_after(file: Path, step: int) -> None:
 
 @dataclass(frozen=True)
 class Summary:
-    """What the closing table says.
+    """What the closing tables say. Bytes and figures of copies are those of one microbatch unless it says otherwise.
 
     Attributes:
         placements: region path to placement.
-        saved_bytes: placement to bytes that a step's forward left there.
-        recomputed: regions that were recomputed in the last step.
-        moved_bytes: bytes copied to the host store in the last step.
-        d2h_gbps, h2d_gbps: achieved, GB/s; None where nothing was copied by a copy engine.
-        wait_ms: time the compute stream waited for copies in the last step, likewise.
+        saved_bytes: what autograd saves, by region path ("" is outside of every region), before placements act; None
+            where there was no room to find out.
+        left_bytes: what left the device for the host store.
+        stayed_bytes: what stayed of the regions that offload.
+        moved_bytes: bytes copied to the host store by this process, all steps together.
+        d2h_gbps, h2d_gbps: GB/s of copies out and back; None where there is no copy engine.
+        wait_ms: time the compute stream waited for copies; None likewise.
         first_loss, last_loss: of this process's first and last step.
         tokens_per_second: median over the steps after the first.
         peak_bytes: largest of all steps.
@@ -202,8 +204,9 @@ class Summary:
     """
 
     placements: Mapping[str, str]
-    saved_bytes: Mapping[str, int]
-    recomputed: int
+    saved_bytes: Mapping[str, int] | None
+    left_bytes: int
+    stayed_bytes: int
     moved_bytes: int
     d2h_gbps: float | None
     h2d_gbps: float | None
@@ -214,62 +217,60 @@ class Summary:
     peak_bytes: int
     on_gpu: bool
     folder: Path
-    notes: tuple[str, ...] = field(default=())
 
 
 def summary_tables(summary: Summary) -> list[Table]:
     """Where the saved bytes were, and what came of the run."""
-    where = Table(title="Saved for backward, by placement (last step)", title_justify="left")
-    for column, justify in (
-        ("placement", "left"),
-        ("regions", "right"),
-        ("bytes", "right"),
-        ("where they waited", "left"),
-    ):
-        where.add_column(column, justify=justify)  # type: ignore[arg-type]
-    for placement in dict.fromkeys((*_WHERE, *summary.placements.values(), *summary.saved_bytes)):
-        regions = sum(1 for p in summary.placements.values() if p == placement)
-        held = summary.saved_bytes.get(placement, 0)
-        if regions or held:
-            where.add_row(placement, str(regions), format_bytes(held), _where(placement, summary))
+    where = Table(title="Saved for backward in one microbatch", title_justify="left")
+    where.add_column("placement")
+    where.add_column("regions", justify="right")
+    where.add_column("saved", justify="right")
+    where.add_column("where it waited for backward")
+    for placement in dict.fromkeys(("keep", "recompute", "offload", *summary.placements.values())):
+        paths = [path for path, chosen in summary.placements.items() if chosen == placement]
+        if paths:
+            where.add_row(placement, str(len(paths)), _saved(summary, paths), _where(placement, summary))
+    if summary.saved_bytes is not None:
+        outside = sorted(summary.saved_bytes.keys() - summary.placements.keys())
+        where.add_row("(outside)", "", _saved(summary, outside), f"{_device(summary)}: embeddings, last norm, loss")
     result = Table(title="Result", title_justify="left", show_header=False)
     for row in _result_rows(summary):
         result.add_row(*row)
     return [where, result]
 
 
-_WHERE = {"keep": "", "recompute": "", "offload": ""}
+def _saved(summary: Summary, paths: Iterable[str]) -> str:
+    if summary.saved_bytes is None:
+        return "-"
+    return format_bytes(sum(summary.saved_bytes.get(path, 0) for path in paths))
 
 
-def _where(placement: str, summary: Summary) -> str:
-    if placement == "offload":
-        if not summary.on_gpu:
-            return "host store; on a CPU that is ordinary memory, so nothing is won here"
-        copied = (
-            ("out", summary.d2h_gbps, "GB/s"),
-            ("back", summary.h2d_gbps, "GB/s"),
-            ("waited", summary.wait_ms, "ms"),
-        )
-        figures = [f"{name} {value:.1f} {unit}" for name, value, unit in copied if value is not None]
-        return ", ".join(["pinned host memory", *figures])
-    if placement == "recompute":
-        return f"not at all but the inputs: {summary.recomputed} region calls were made again in backward"
+def _device(summary: Summary) -> str:
     return "GPU memory" if summary.on_gpu else "memory"
 
 
+def _where(placement: str, summary: Summary) -> str:
+    if placement == "recompute":
+        return "nowhere: but for the regions' inputs it was made again in backward"
+    if placement != "offload":
+        return _device(summary)
+    store = "pinned host memory" if summary.on_gpu else "the host store, which on a CPU is ordinary memory: nothing is won here"
+    stayed = f"; {format_bytes(summary.stayed_bytes)} stayed" if summary.stayed_bytes else ""
+    copied = (("out at", summary.d2h_gbps, "GB/s"), ("back at", summary.h2d_gbps, "GB/s"), ("waited", summary.wait_ms, "ms"))
+    figures = [f"{name} {value:.1f} {unit}" for name, value, unit in copied if value is not None]
+    return ", ".join([f"{format_bytes(summary.left_bytes)} in {store}", *figures]) + stayed
+
+
 def _result_rows(summary: Summary) -> list[tuple[str, str]]:
-    rows = [
-        (
-            "loss first -> last",
-            f"{summary.first_loss:.4f} -> {summary.last_loss:.4f} ({summary.last_loss - summary.first_loss:+.4f} nats a token)",
-        ),
+    change = summary.last_loss - summary.first_loss
+    return [
+        ("loss first -> last", f"{summary.first_loss:.4f} -> {summary.last_loss:.4f} ({change:+.4f} nats a token)"),
         ("tokens per second", f"{summary.tokens_per_second:,.0f} (median)"),
         ("recomputed", _paths(summary, "recompute")),
-        ("offloaded", f"{_paths(summary, 'offload')}; {format_bytes(summary.moved_bytes)} moved in the last step"),
+        ("offloaded", f"{_paths(summary, 'offload')}; {format_bytes(summary.moved_bytes)} moved over the run"),
         (f"peak {'GPU' if summary.on_gpu else 'host'} memory", f"{summary.peak_bytes / 1e9:.2f} GB"),
         ("run", str(summary.folder)),
     ]
-    return rows + [("note", note) for note in summary.notes]
 
 
 def _paths(summary: Summary, placement: str) -> str:

@@ -149,7 +149,6 @@ class _Run:
         self.config, self.console, self.start, self.trainer, self.stop = config, console, start, trainer, stop
         self.checkpoints = checkpoint.Checkpoints(start.folder / "checkpoints", config.checkpoint.keep)
         self.records: list[StepRecord] = []
-        self.last: Any = None
         self.saved_at = 0
 
     def go(self) -> Path:
@@ -166,8 +165,6 @@ class _Run:
                 record = self.trainer.step(number)
                 self.records.append(record)
                 report.step(record)
-                if number == c.train.steps:
-                    self.last = self.trainer.memory.report()  # before a validation pass, which saves nothing
                 if c.train.eval_every and number % c.train.eval_every == 0:
                     report.validation(number, self.trainer.evaluate())
                 if self._is_due(number):
@@ -252,12 +249,14 @@ class _Run:
 
     def _summary(self) -> Summary:
         memory, records = self.trainer.memory, self.records
-        last = self.last
+        last = memory.report()
+        left = last.saved_bytes_by_placement
         steady = records[1:] or records
         return Summary(
             placements=memory.placements,
-            saved_bytes=last.saved_bytes_by_placement,
-            recomputed=last.recomputed,
+            saved_bytes=self._saved_by_region(),
+            left_bytes=left.get("offload", 0),
+            stayed_bytes=left.get("keep", 0),
             moved_bytes=last.moved_bytes,
             d2h_gbps=last.d2h_gbps,
             h2d_gbps=last.h2d_gbps,
@@ -269,3 +268,10 @@ class _Run:
             on_gpu=self.trainer.device.type == "cuda",
             folder=self.start.folder,
         )
+
+    def _saved_by_region(self) -> dict[str, int] | None:
+        """From one more forward pass with nothing placed, which a budgeted run may have no room for."""
+        try:
+            return self.trainer.memory.profile(self.trainer.forward).by_region
+        except torch.OutOfMemoryError:
+            return None

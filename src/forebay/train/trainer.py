@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 import forebay.train.hf as hf
-from forebay.models.halves import moe_blocks
+from forebay.models.families import moe_blocks
 from forebay.models.manage import manage
 from forebay.models.router import RouterStats
 from forebay.train.config import Config

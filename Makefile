@@ -43,7 +43,7 @@ quickstart: setup
 
 smoke: setup
 	@rm -rf $(SMOKE)
-	$(BIN)/forebay train quickstart --set train.steps=6 --set train.eval_every=0 --set checkpoint.every=3 --set log.folder=$(SMOKE)
+	$(BIN)/forebay train quickstart --set train.steps=6 --set schedule.warmup=2 --set train.eval_every=0 --set checkpoint.every=3 --set log.folder=$(SMOKE)
 
 test: check smoke
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not gpu and not multi"

@@ -10,6 +10,7 @@ tensors that the garbage collector knows, and of the host pool.
 import argparse
 import gc
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -47,17 +48,17 @@ def ways(model: Any, ids: torch.Tensor) -> dict[str, Callable[[], None]]:
     def loss() -> torch.Tensor:
         return model(input_ids=ids, labels=ids).loss
 
+    def forward_only() -> None:
+        loss()
+
     def exception() -> None:
         def fail(*_: Any) -> None:
             raise _Fault
 
         hook = model.model.norm.register_forward_pre_hook(fail)
-        try:
+        with suppress(_Fault):
             loss()
-        except _Fault:
-            pass
-        finally:
-            hook.remove()
+        hook.remove()
 
     def exception_in_backward() -> None:
         value = loss()
@@ -66,17 +67,15 @@ def ways(model: Any, ids: torch.Tensor) -> dict[str, Callable[[], None]]:
             raise _Fault
 
         value.register_hook(fail)
-        try:
+        with suppress(_Fault):
             value.backward()
-        except _Fault:
-            pass
 
     def inference() -> None:
         with torch.inference_mode():
             loss()
 
     return {
-        "forward only (dropped graph)": lambda: None if loss() is None else None,
+        "forward only (dropped graph)": forward_only,
         "forward-backward": lambda: loss().backward(),
         "forward-forward-backward": lambda: (loss() + loss()).backward(),
         "inference": inference,
@@ -90,7 +89,11 @@ def held(device: str, mem: Any) -> int:
     if device == "cuda":
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated()
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter)}
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in gc.get_objects()
+        if type(t) in (torch.Tensor, torch.nn.Parameter)
+    }
     return sum(storages.values()) + mem.store.pool.used_bytes
 
 

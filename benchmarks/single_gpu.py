@@ -13,7 +13,6 @@ keep and offload arms run twice, each for four times the steps, because they dif
 """
 
 import argparse
-import gc
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -89,7 +88,9 @@ def managed(model: Any, **options: Any) -> Iterator[Any]:
         mem.detach()
 
 
-def measure(name: str, enter: Callable[[Any], AbstractContextManager[Any]], options: argparse.Namespace, per_step: bool) -> dict[str, Any]:
+def measure(
+    name: str, enter: Callable[[Any], AbstractContextManager[Any]], options: argparse.Namespace, per_step: bool
+) -> dict[str, Any]:
     """One arm in a fresh state. `per_step`: the context goes around each forward rather than around the run."""
     model = build(options.layers)
     batches = Batches(options.batch, options.sequence)
@@ -138,10 +139,6 @@ def measure(name: str, enter: Callable[[Any], AbstractContextManager[Any]], opti
                 "wait ms": report.wait_ms,
                 "recomputed regions": report.recomputed,
             }
-    del model, mem, outer, inner, forward
-    gc.collect()
-    torch._dynamo.reset()
-    settle_memory()
     return row
 
 
@@ -151,7 +148,9 @@ def arms(options: argparse.Namespace) -> list[tuple[str, Callable[[Any], Abstrac
         ("transformers, gradient checkpointing", checkpointed, False),
     ]
     if not options.quick:
-        chosen.append(("save_on_cpu(pin_memory=True)", lambda m: torch.autograd.graph.save_on_cpu(pin_memory=True), True))
+        chosen.append(
+            ("save_on_cpu(pin_memory=True)", lambda m: torch.autograd.graph.save_on_cpu(pin_memory=True), True)
+        )
         if importlib.util.find_spec("trl"):
             chosen.append(("TRL OffloadActivations", trl_offload, False))
         else:
@@ -176,9 +175,8 @@ def table(options: argparse.Namespace) -> None:
             if options.strict:
                 raise
             row = {"arm": name, "error": f"{type(error).__name__}: {str(error)[:300]}"}
-            gc.collect()
-            torch._dynamo.reset()
-            torch.cuda.empty_cache()
+        torch._dynamo.reset()
+        settle_memory()
         rows.append(row)
         print(row, flush=True)
     first = rows[0]
@@ -192,10 +190,14 @@ def table(options: argparse.Namespace) -> None:
             if "offload" in row["arm"]:  # where regions are recomputed, more than the planned bytes leaves the peak
                 row["R"] = (keeps[0]["peak over base GiB"] - row["peak over base GiB"]) / row["planned GiB"]
             row["ratio to keep"] = row["ms"] / keep_ms
-    write("single_gpu", rows, batch=options.batch, sequence=options.sequence, layers=options.layers, steps=options.steps)
+    write(
+        "single_gpu", rows, batch=options.batch, sequence=options.sequence, layers=options.layers, steps=options.steps
+    )
 
 
-def gradients(model: Any, options: argparse.Namespace, policy: Any, **more: Any) -> tuple[torch.Tensor, list[torch.Tensor], int, int]:
+def gradients(
+    model: Any, options: argparse.Namespace, policy: Any, **more: Any
+) -> tuple[torch.Tensor, list[torch.Tensor], int, int]:
     mem = forebay.manage(model, policy=policy, compile=True, **more)
     for _ in range(4):  # past the measuring cycles, so that the plan is what is tested
         batches = Batches(options.batch, options.sequence)
@@ -205,7 +207,16 @@ def gradients(model: Any, options: argparse.Namespace, policy: Any, **more: Any)
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
     moved = mem.report()
-    print(policy, more, "planned", moved.planned_bytes, "recomputed", moved.recomputed, set(mem.placements.values()), flush=True)
+    print(
+        policy,
+        more,
+        "planned",
+        moved.planned_bytes,
+        "recomputed",
+        moved.recomputed,
+        set(mem.placements.values()),
+        flush=True,
+    )
     mem.detach()
     gradients = [p.grad.clone() for p in model.parameters()]
     return loss.detach(), gradients, moved.planned_bytes, moved.recomputed
@@ -225,8 +236,19 @@ def check(options: argparse.Namespace) -> None:
         ("auto", "auto", {"budget": options.budgets[0]}),
     ):
         loss, grads, planned, recomputed = gradients(model, options, policy, **more)
-        different = [n for (n, _), a, b in zip(model.named_parameters(), grads, reference[1], strict=True) if not torch.equal(a, b)]
-        rows.append({"arm": name, "loss equal": torch.equal(loss, reference[0]), "gradients": len(grads), "different": len(different)})
+        different = [
+            n
+            for (n, _), a, b in zip(model.named_parameters(), grads, reference[1], strict=True)
+            if not torch.equal(a, b)
+        ]
+        rows.append(
+            {
+                "arm": name,
+                "loss equal": torch.equal(loss, reference[0]),
+                "gradients": len(grads),
+                "different": len(different),
+            }
+        )
         rows[-1] |= {"planned GiB": planned / GIB, "recomputed regions": recomputed}
         if different:
             print(name, different[:12])

@@ -4,7 +4,12 @@ import pytest
 
 from forebay.policy import PolicyError, format_bytes, outermost, parse_bytes, resolve
 
-PATHS = ["model", "model.layers", *(f"model.layers.{i}{part}" for i in range(3) for part in ("", ".self_attn", ".mlp", ".mlp.experts")), "lm_head"]
+PATHS = [
+    "model",
+    "model.layers",
+    *(f"model.layers.{i}{part}" for i in range(3) for part in ("", ".self_attn", ".mlp", ".mlp.experts")),
+    "lm_head",
+]
 
 
 def placed(policy: dict[str, str]) -> dict[str, str]:
@@ -31,7 +36,10 @@ def test_keep_around_other_regions_is_no_nesting() -> None:
     [
         ({"model.layer.*": "keep"}, ["'model.layer.*'", "matches no module", "model.layers"]),
         ({"lm_head": "drop"}, ["'lm_head'", "'drop'", "keep, recompute, offload, stash"]),
-        ({"*.mlp": "recompute", "*.mlp.experts": "offload"}, ["'*.mlp.experts'", "model.layers.0.mlp", "cannot be nested"]),
+        (
+            {"*.mlp": "recompute", "*.mlp.experts": "offload"},
+            ["'*.mlp.experts'", "model.layers.0.mlp", "cannot be nested"],
+        ),
     ],
 )
 def test_refusals_name_the_pattern_and_what_is_valid(policy: dict[str, str], words: list[str]) -> None:
@@ -49,7 +57,9 @@ def test_outermost_of_the_root_is_the_root() -> None:
     assert outermost(["", "a", "a.b"]) == [""]
 
 
-@pytest.mark.parametrize(("text", "count"), [("2GiB", 2 << 30), ("1.5 KiB", 1536), ("80GB", 80 * 10**9), (7, 7), ("12", 12), ("3B", 3)])
+@pytest.mark.parametrize(
+    ("text", "count"), [("2GiB", 2 << 30), ("1.5 KiB", 1536), ("80GB", 80 * 10**9), (7, 7), ("12", 12), ("3B", 3)]
+)
 def test_sizes(text: int | str, count: int) -> None:
     assert parse_bytes(text) == count
 

@@ -10,6 +10,7 @@ In: arguments. Out: text on standard output; a failure is one sentence on the er
 """
 
 import argparse
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -35,12 +36,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         options.run(options)
+        sys.stdout.flush()
     except (ForebayError, PolicyError, BudgetError) as error:
         return _fail(error, getattr(error, "exit_code", UsageError.exit_code), options.debug)
     except KeyboardInterrupt as error:
         return _fail(RunError(f"stopped by Ctrl-C{_interrupted(options)}"), RunError.exit_code, options.debug, error)
     except BrokenPipeError:  # the reader of our output went away, as `head` does
-        sys.stderr.close()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's last flush fails aloud
         return RunError.exit_code
     except Exception as error:
         if options.debug:

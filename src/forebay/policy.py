@@ -57,7 +57,9 @@ def parse_bytes(text: int | str) -> int:
         try:
             value = float(number) * factor
         except ValueError:
-            raise PolicyError(f"{text!r} is no size in bytes; valid are '2.5GiB', '80GB', '512MiB', 1073741824") from None
+            raise PolicyError(
+                f"{text!r} is no size in bytes; valid are '2.5GiB', '80GB', '512MiB', 1073741824"
+            ) from None
     if not 0 <= value < float("inf"):
         raise PolicyError(f"{text!r} is no size in bytes; it must be 0 or more")
     return int(value)
@@ -142,8 +144,8 @@ def _no_match(pattern: str, known: list[str], sealed: Mapping[str, str]) -> str:
     hidden = [p for p in sealed if fnmatchcase(p, pattern)]
     if hidden:
         return (
-            f"pattern {pattern!r} matches only modules inside compiled regions ({hidden[0]!r} runs inside {sealed[hidden[0]]!r}); "
-            f"place {sealed[hidden[0]]!r} instead, or manage the model without compile"
+            f"pattern {pattern!r} matches only modules inside compiled regions "
+            f"({hidden[0]!r} runs inside {sealed[hidden[0]]!r}); place {sealed[hidden[0]]!r} instead, or manage the model without compile"
         )
     nearest = difflib.get_close_matches(pattern, known, n=3, cutoff=0.3) or known[:3]
     return f"pattern {pattern!r} matches no module; the nearest paths are {', '.join(map(repr, nearest))}"

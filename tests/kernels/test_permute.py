@@ -32,8 +32,8 @@ def routing(tokens: int, k: int, sentinels: bool) -> Routing:
 @pytest.mark.parametrize("sentinels", [False, True])
 @pytest.mark.parametrize(
     ("tokens", "k", "width"),
-    # Tiles: gather 4096 elements, combine 1024, both at most 1024 columns wide.
-    [(0, 2, 16), (1, 1, 16), (3, 8, 1024), (5, 2, 1025), (5, 4, 1023), (63, 2, 64), (65, 1, 64),
+    # Tiles: gather 2048 elements, at most 512 columns; combine 1024, all in columns if there are.
+    [(0, 2, 16), (1, 1, 16), (3, 8, 1024), (5, 2, 1025), (5, 4, 1023), (31, 1, 64), (33, 1, 64), (2, 2, 513),
      (7, 3, 100), (33, 2, 1)],
 )  # fmt: skip
 def test_triton_is_the_reference(tokens, k, width, sentinels, dtype, poisoned: None) -> None:

@@ -53,6 +53,10 @@ def test_cases(case: str) -> None:
     assert_sorts(CASES[case](), 5)
 
 
+def test_every_value_of_a_byte_is_an_expert() -> None:
+    assert_sorts(torch.randint(0, 256, (65, 2), dtype=torch.uint8), 256)
+
+
 @pytest.mark.gpu
 def test_the_size_of_a_real_layer() -> None:
     for num_experts, shape in ((128, (16384, 8)), (256, (65536, 8)), (512, (16384, 10))):

@@ -80,21 +80,23 @@ def test_triton_is_the_reference(glu: Glu, dtype: torch.dtype, poisoned: None) -
     compare(*make(19, 24, 19, dtype, bias=True, weights_dtype=torch.bfloat16), glu)
 
 
-# Tiles are 2048 elements: 8 x 256 for I >= 256, 128 x 16 for the narrowest.
+# Tiles are 1024 elements: 2 x 512 for I >= 449, 4 x 256 for 256, 64 x 16 for the narrowest.
 @pytest.mark.parametrize(
     ("rows", "inner", "live"),
     [
         (0, 8, 0),
         (1, 8, 1),
         (1, 8, 0),
-        (127, 8, 126),
-        (128, 8, 128),
-        (129, 8, 128),
-        (7, 256, 7),
-        (8, 256, 8),
-        (9, 256, 9),
+        (63, 8, 62),
+        (64, 8, 64),
+        (65, 8, 64),
+        (3, 256, 3),
+        (4, 256, 4),
+        (5, 256, 5),
         (9, 257, 8),
         (3, 255, 3),
+        (3, 512, 2),
+        (2, 513, 2),
         (17, 1, 16),
         (5, 300, 2),
         (4, 176, 4),

@@ -184,9 +184,7 @@ def _own_gate(module: nn.Module) -> None:
     ("change", "message"),
     [(_gelu, "not silu"), (_no_gate, "no gate"), (_own_gate, "activation of its own")],
 )
-def test_refuses_what_it_would_compute_wrongly(
-    change: Callable[[nn.Module], None], message: str
-) -> None:
+def test_refuses_what_it_would_compute_wrongly(change: Callable[[nn.Module], None], message: str) -> None:
     module = experts_of(pair("Qwen3Moe")[1])
     change(module)
     with pytest.raises(ValueError, match=message):

@@ -23,9 +23,7 @@ class Case:
     settings: dict = field(default_factory=dict)
 
     def to(self, dtype: torch.dtype, device: str = "cpu") -> "Case":
-        tensors = {
-            n: t.detach().to(device, dtype).requires_grad_() for n, t in self.tensors.items()
-        }
+        tensors = {n: t.detach().to(device, dtype).requires_grad_() for n, t in self.tensors.items()}
         return Case(tensors, self.ids.to(device), self.settings)
 
     def run(self, **more) -> Tensor:
@@ -148,9 +146,7 @@ def test_against_the_definition(ids, gpt_oss: bool, dtype: torch.dtype, poisoned
     dy = torch.randn(case.ids.shape[0], H).to(dtype)
     y = by_hand(exact)
     leaves = exact.tensors
-    grads = torch.autograd.grad(
-        y, list(leaves.values()), dy.double(), allow_unused=True, materialize_grads=True
-    )
+    grads = torch.autograd.grad(y, list(leaves.values()), dy.double(), allow_unused=True, materialize_grads=True)
     truth = {"y": y.detach(), **dict(zip(leaves, grads, strict=True))}
     got = case.grads(dy)
     assert all(g.dtype == dtype for g in got.values())
@@ -429,9 +425,7 @@ def poison_gpu_memory() -> None:
 def test_on_the_gpu_against_fp64_and_with_poisoned_memory(gpt_oss: bool) -> None:
     case, dy = gpu_case(gpt_oss)
     # The loop of fp64 products on the CPU, checked against the definition above.
-    truth = {
-        n: t.double() for n, t in case.to(torch.float64, "cpu").grads(dy.double().cpu()).items()
-    }
+    truth = {n: t.double() for n, t in case.to(torch.float64, "cpu").grads(dy.double().cpu()).items()}
     poison_gpu_memory()
     got = case.grads(dy)
     assert not any(t.isnan().any() for t in got.values())

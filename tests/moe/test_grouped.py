@@ -28,16 +28,12 @@ def test_products(m: int, n: int, dtype: torch.dtype) -> None:
         assert out.shape == (10, n) and out.dtype == dtype
         for e, (start, end) in enumerate(zip([0, *OFFS], OFFS, strict=False)):
             wanted = a[start:end].double() @ w[e].double()
-            torch.testing.assert_close(
-                out[start:end].double(), wanted, atol=tolerance(dtype), rtol=tolerance(dtype)
-            )
+            torch.testing.assert_close(out[start:end].double(), wanted, atol=tolerance(dtype), rtol=tolerance(dtype))
     grad = rows_by_rows(a, b, offs)
     assert grad.shape == (4, m, n) and grad.is_contiguous() and grad.dtype == dtype
     for e, (start, end) in enumerate(zip([0, *OFFS], OFFS, strict=False)):
         wanted = a[start:end].double().t() @ b[start:end].double()
-        torch.testing.assert_close(
-            grad[e].double(), wanted, atol=tolerance(dtype), rtol=tolerance(dtype)
-        )
+        torch.testing.assert_close(grad[e].double(), wanted, atol=tolerance(dtype), rtol=tolerance(dtype))
     assert (grad[[0, 2]] == 0).all()
 
 

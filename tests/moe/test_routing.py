@@ -12,10 +12,7 @@ def by_hand(ids: torch.Tensor, num_experts: int) -> tuple[list[int], list[list[i
     order = sorted(range(len(flat)), key=lambda slot: (keys[slot], slot))
     row = {slot: r for r, slot in enumerate(order)}
     k = ids.shape[1]
-    inverse = [
-        [row[t * k + i] if keys[t * k + i] < num_experts else -1 for i in range(k)]
-        for t in range(ids.shape[0])
-    ]
+    inverse = [[row[t * k + i] if keys[t * k + i] < num_experts else -1 for i in range(k)] for t in range(ids.shape[0])]
     offs = [sum(key <= e for key in keys) for e in range(num_experts)]
     return order, inverse, offs
 

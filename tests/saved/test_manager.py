@@ -144,7 +144,14 @@ def test_nothing_is_left_behind(policy: dict[str, str], device: str) -> None:
         with pytest.raises(ZeroDivisionError):
             out.sum().backward()
 
-    ways: list[Callable[[], None]] = [forward_only, no_grad, inference, exception, forward_forward_backward, backward_fails]
+    ways: list[Callable[[], None]] = [
+        forward_only,
+        no_grad,
+        inference,
+        exception,
+        forward_forward_backward,
+        backward_fails,
+    ]
     for way in ways * 3:
         way()
         gc.collect()
@@ -238,20 +245,26 @@ def test_auto_meets_its_budget_and_names_the_smallest_when_it_cannot() -> None:
 
     claims = resolve({"?": "keep"}, [str(i) for i in range(5)])
     auto = [type(c)(c.path, "auto", c.pattern) for c in claims]
-    mem = Manager({str(i): ModuleSlot(b) for i, b in enumerate(model)}, auto, torch.device("cpu"), budget=every // 2, min_bytes=1)
+    mem = Manager(
+        {str(i): ModuleSlot(b) for i, b in enumerate(model)}, auto, torch.device("cpu"), budget=every // 2, min_bytes=1
+    )
     truth = gradients(network("cpu"), "cpu")
     for _ in range(3):
         assert all(torch.equal(a, b) for a, b in zip(gradients(model, "cpu"), truth, strict=True))
     assert mem.plan is not None and mem.plan.peak_bytes <= every // 2
     mem.detach()
 
-    tight = Manager({str(i): ModuleSlot(b) for i, b in enumerate(model)}, auto, torch.device("cpu"), budget=10, min_bytes=1)
+    tight = Manager(
+        {str(i): ModuleSlot(b) for i, b in enumerate(model)}, auto, torch.device("cpu"), budget=10, min_bytes=1
+    )
     gradients(model, "cpu")
     with pytest.raises(BudgetError, match=r"smallest budget .* is \d") as caught:
         gradients(model, "cpu")
     smallest = int(str(caught.value).rsplit("(", 1)[1].split()[0])
     tight.detach()
-    again = Manager({str(i): ModuleSlot(b) for i, b in enumerate(model)}, auto, torch.device("cpu"), budget=smallest, min_bytes=1)
+    again = Manager(
+        {str(i): ModuleSlot(b) for i, b in enumerate(model)}, auto, torch.device("cpu"), budget=smallest, min_bytes=1
+    )
     for _ in range(3):
         gradients(model, "cpu")
     assert again.plan is not None and again.plan.peak_bytes <= smallest

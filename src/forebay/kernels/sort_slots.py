@@ -10,12 +10,12 @@ Example, E = 2, ids = [[1, 0], [1, 7]]: order = [1, 0, 2, 3], inverse = [[1, 0],
 offs = [1, 3].
 
     1 every chunk of 512 slots counts its slots by expert     counts [E + 1, chunks]
-    2 cumulative sum over (expert, chunk)                     where each chunk's slots of an expert end
+    2 cumulative sum over (expert, chunk)                     where a chunk's slots of one end
     3 row = where they begin + equal slots before this one in the chunk
 
 Step 3 compares a slot with the 511 others of its chunk: no atomics, and so the order is the same
-every time. Reads the ids twice and writes 8 bytes a slot: 3 MB for 131072 slots, so the time is that
-of five short launches (torch.sort on int16 keys and the arithmetic around it are fourteen).
+every time. Reads the ids twice and writes 8 bytes a slot: 3 MB for 131072 slots, so the time is
+that of five short launches (torch.sort on int16 keys and the arithmetic around it are fourteen).
 """
 
 from __future__ import annotations
@@ -37,14 +37,13 @@ _CHUNK = _BLOCK * _BLOCKS_PER_CHUNK
 @triton.jit
 def _keys(ids_ptr, slots, n_slots, n_experts):
     """The expert of each slot, `n_experts` for a sentinel and for slots behind the last."""
-    ids = tl.load(ids_ptr + slots, mask=slots < n_slots, other=-1)
-    return tl.where((ids >= 0) & (ids < n_experts), ids, n_experts).to(tl.int32)
+    exists = slots < n_slots
+    ids = tl.load(ids_ptr + slots, mask=exists, other=0)
+    return tl.where(exists & (ids >= 0) & (ids < n_experts), ids, n_experts).to(tl.int32)
 
 
 @triton.jit
-def _count_kernel(
-    ids_ptr, counts_ptr, n_slots, n_experts, n_chunks, BINS: tl.constexpr, CHUNK: tl.constexpr
-):
+def _count_kernel(ids_ptr, counts_ptr, n_slots, n_experts, n_chunks, BINS: tl.constexpr, CHUNK: tl.constexpr):
     """Column `program_id(0)` of counts [n_experts + 1, n_chunks]."""
     chunk = tl.program_id(0)
     keys = _keys(ids_ptr, chunk * CHUNK + tl.arange(0, CHUNK), n_slots, n_experts)
@@ -94,9 +93,7 @@ def _place_kernel(
         tl.store(offs_ptr + bins, tl.load(ends_ptr + last, mask=inside, other=0), mask=inside)
 
 
-def sort_slots(
-    ids: Tensor, num_experts: int, *, backend: Backend = "auto"
-) -> tuple[Tensor, Tensor, Tensor]:
+def sort_slots(ids: Tensor, num_experts: int, *, backend: Backend = "auto") -> tuple[Tensor, Tensor, Tensor]:
     """(order, inverse, offs) of the module docstring.
 
     Args:
@@ -113,9 +110,7 @@ def sort_slots(
     inverse = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
     offs = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
     with on_device_of(ids):
-        _count_kernel[(n_chunks,)](
-            ids, counts, n_slots, num_experts, n_chunks, BINS=bins, CHUNK=_CHUNK, num_warps=4
-        )
+        _count_kernel[(n_chunks,)](ids, counts, n_slots, num_experts, n_chunks, BINS=bins, CHUNK=_CHUNK, num_warps=4)
         ends = counts.view(-1).cumsum(0, dtype=torch.int32)
         _place_kernel[(triton.cdiv(n_slots, _BLOCK),)](
             ids,

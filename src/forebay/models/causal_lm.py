@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
 
@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from forebay.loss import linear_cross_entropy
 
 # Class name -> does its forward add the router's auxiliary loss? (Read in transformers 5.17.)
-_FAMILIES = {
+_FAMILIES: Mapping[str, bool] = {
     "DeepseekV2ForCausalLM": False,
     "DeepseekV3ForCausalLM": False,
     "Glm4MoeForCausalLM": False,

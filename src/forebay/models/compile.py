@@ -11,8 +11,10 @@ cross. Which operations may run again is its allow-list; we take out what stands
 * Three rules keep tensors although they are cheap to make: those used far from each other, at the
   end of long chains, or needed in memory by a backward kernel (that is every rotated query). Off.
 * `aten.cat` is not on the list, and rotary embeddings contain one: queries and keys would be saved
-  before *and* after rotation. So are the copies into slices by which DeepSeek assembles its keys.
-  Added (`_ALSO_RECOMPUTABLE`), by lifting the list and marking everything else as to be saved.
+  before *and* after rotation. Nor are the copies by which DeepSeek assembles its keys. Both are added
+  (`_ALSO_RECOMPUTABLE`), by lifting the list and marking everything else as to be saved.
+* A saved view keeps the whole of what it is a view of, but counts as its own bytes. Views are never
+  saved; the parts of a split count as views (`_slice_instead_of_split`).
 
 An opaque operation is not on the list and so never runs twice; `tests/models/test_compile.py` holds
 all this to the byte.
@@ -21,7 +23,7 @@ Compiled graphs belong to the function that `compile_half` returns and die with 
 """
 
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import wraps
 from typing import Any
@@ -43,7 +45,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 aten = torch.ops.aten
 _ALSO_RECOMPUTABLE = frozenset({aten.cat, aten.copy, aten.slice_scatter})
-_CUT = {
+_CUT: Mapping[str, bool] = {
     "ban_recompute_used_far_apart": False,
     "ban_recompute_long_fusible_chains": False,
     "ban_recompute_materialized_backward": False,
@@ -169,7 +171,7 @@ def _slice_instead_of_split(graph: Graph) -> None:
 
 def _inductor(graph: GraphModule, inputs: Sequence[Any]) -> Any:
     with (
-        torch._functorch.config.patch(_CUT),
+        torch._functorch.config.patch(dict(_CUT)),
         torch._inductor.config.patch(custom_partitioner_fn=_SaveLittle()),
     ):
         return compile_fx(graph, list(inputs))

@@ -5,7 +5,7 @@ and the ones that are. Read in transformers 5.17; a class is known by its name a
 as long as it runs its own forward. Nothing is changed here and nothing kept.
 """
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -24,7 +24,7 @@ LAYERS = (
     "Qwen3MoeDecoderLayer",
 )
 # Their MLPs: MoE block -> (name of its router, name of its shared experts or None) ...
-_MOE_BLOCKS: dict[str, tuple[str, str | None]] = {
+_MOE_BLOCKS: Mapping[str, tuple[str, str | None]] = {
     "DeepseekV2Moe": ("gate", "shared_experts"),
     "DeepseekV3MoE": ("gate", "shared_experts"),
     "Glm4MoeMoE": ("gate", "shared_experts"),

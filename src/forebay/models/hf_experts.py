@@ -29,9 +29,7 @@ def register() -> str:
     return NAME
 
 
-def experts_forward(
-    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> Tensor:
+def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Forward of a transformers experts module: tokens [T, H] and routing [T, K] in, [T, H] out.
 
     Raises:

@@ -211,7 +211,9 @@ def _regions(
     default = list(halves) or _children_of_lists(model)
     if isinstance(policy, str):
         if policy not in (*PLACEMENTS, "auto"):
-            raise PolicyError(f"policy={policy!r} is unknown; valid are {', '.join(PLACEMENTS)}, auto, or a mapping from patterns")
+            raise PolicyError(
+                f"policy={policy!r} is unknown; valid are {', '.join(PLACEMENTS)}, auto, or a mapping from patterns"
+            )
         if not default:
             raise PolicyError(
                 f"{type(model).__name__} has no decoder layers and no module lists to take as regions; "
@@ -233,7 +235,11 @@ def _regions(
 
 def _children_of_lists(model: nn.Module) -> list[str]:
     lists = [path for path, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
-    found = [f"{top}.{name}" if top else name for top in outermost(lists) for name, _ in model.get_submodule(top).named_children()]
+    found = [
+        f"{top}.{name}" if top else name
+        for top in outermost(lists)
+        for name, _ in model.get_submodule(top).named_children()
+    ]
     return found
 
 

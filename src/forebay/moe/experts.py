@@ -52,9 +52,7 @@ def experts(
     _check(x, ids, weights, gate_up, down, gate_up_bias, down_bias, transposed)
     Glu(activation, interleaved, alpha, limit)
     trained = (x, weights, gate_up, down, gate_up_bias, down_bias)
-    backward_comes = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in trained
-    )
+    backward_comes = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in trained)
     # autocast: the casts are autograd's, so the gradients come back in the caller's dtypes.
     y, *_ = experts_op(
         x.to(gate_up.dtype).contiguous(), ids, weights, gate_up, down, gate_up_bias, down_bias,
@@ -75,13 +73,10 @@ def _check(
 ) -> None:
     if x.dim() != 2 or ids.dim() != 2 or ids.shape[0] != x.shape[0] or weights.shape != ids.shape:
         raise ValueError(
-            f"x [T, H], ids and weights [T, K] do not fit: "
-            f"{tuple(x.shape)}, {tuple(ids.shape)}, {tuple(weights.shape)}"
+            f"x [T, H], ids and weights [T, K] do not fit: {tuple(x.shape)}, {tuple(ids.shape)}, {tuple(weights.shape)}"
         )
     if gate_up.dim() != 3 or down.dim() != 3:
-        raise ValueError(
-            f"expert weights must be stacks, got {tuple(gate_up.shape)}, {tuple(down.shape)}"
-        )
+        raise ValueError(f"expert weights must be stacks, got {tuple(gate_up.shape)}, {tuple(down.shape)}")
     num_experts, hidden = gate_up.shape[0], x.shape[1]
     inner = down.shape[1] if transposed else down.shape[2]
     first, second = (2 * inner, hidden), (hidden, inner)

@@ -170,9 +170,7 @@ def experts_backward_op(
                 )  # fmt: skip
                 del da
             else:
-                act = swiglu_forward(
-                    h, weights, order, offs, glu, bias=gate_up_bias, row_expert=row_expert
-                )
+                act = swiglu_forward(h, weights, order, offs, glu, bias=gate_up_bias, row_expert=row_expert)
             del h
             if need_down:
                 assert act is not None

@@ -211,7 +211,9 @@ class _Run:
         for index in range(self.turn, len(self.moments)):
             now = starts[index] + delay
             ahead = sum(self.leaves[c] for c in ends if self.backward[c] > index)
-            while waiting and (self.backward[waiting[0]] <= index + 1 or ahead + self.leaves[waiting[0]] <= self.window):
+            while waiting and (
+                self.backward[waiting[0]] <= index + 1 or ahead + self.leaves[waiting[0]] <= self.window
+            ):
                 call = waiting.pop(0)
                 lane_free = max(lane_free, now) + self.leaves[call] / self.timeline.back_rate
                 ends[call], self.fetched[call] = lane_free, index

@@ -72,7 +72,9 @@ def _tolerance(timeline: Timeline) -> float:
     return _STALL_TOLERANCE * sum(m.seconds for m in timeline.moments)
 
 
-def _by_wait(timeline: Timeline, paths: frozenset[str], recompute: frozenset[str] = frozenset()) -> list[tuple[int, int]]:
+def _by_wait(
+    timeline: Timeline, paths: frozenset[str], recompute: frozenset[str] = frozenset()
+) -> list[tuple[int, int]]:
     """(call, ordinal) of the items that may leave, longest wait first."""
     forward = {m.call: i for i, m in enumerate(timeline.moments) if m.kind == "F"}
     backward = {m.call: i for i, m in enumerate(timeline.moments) if m.kind == "B"}
@@ -126,7 +128,9 @@ def _longest_prefix(timeline: Timeline, items: list[tuple[int, int]], recompute:
     return best
 
 
-def _least_offload(timeline: Timeline, items: list[tuple[int, int]], recompute: frozenset[str], budget: int) -> Plan | None:
+def _least_offload(
+    timeline: Timeline, items: list[tuple[int, int]], recompute: frozenset[str], budget: int
+) -> Plan | None:
     """The plan with the fewest items that meets the budget without waiting, or None."""
     most = _longest_prefix(timeline, items, recompute, lambda p: _fits(timeline, p))
     if most.peak_bytes > budget:

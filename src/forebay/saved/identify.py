@@ -52,7 +52,7 @@ class View:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> "View":
-        return View(tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return View(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def cut(self, storage_bytes: torch.Tensor) -> torch.Tensor:
         """The tensor, sharing memory with the uint8 tensor `storage_bytes`, which must start at its storage's begin."""

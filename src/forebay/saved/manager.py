@@ -244,7 +244,9 @@ class Manager:
             region.slot.light_recompute(True)
         region.slot.wrap(lambda forward: partial(self._run, region, forward, recomputed(forward)))
 
-    def _run(self, region: _Region, forward: Callable[..., Any], again: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run(
+        self, region: _Region, forward: Callable[..., Any], again: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         if self._around is not None:
             with self._around(region.path):
                 return forward(*args, **kwargs)
@@ -272,7 +274,9 @@ class Manager:
         self._watch(call, out)
         return out
 
-    def _first_call(self, region: _Region, forward: Callable[..., Any], again: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _first_call(
+        self, region: _Region, forward: Callable[..., Any], again: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
         """Run a region that stays on the device for the first time, and count for the report what it holds there."""
         self._held[region.path] = 0
         if self._in_force(region) == "recompute" and region.slot.light_recompute is None:
@@ -308,8 +312,14 @@ class Manager:
         return self.plan.offload.get(call.key, frozenset()) if self.plan is not None else frozenset()
 
     def _input_bytes(self, args: Any, kwargs: Any) -> int:
-        tensors = {t.untyped_storage().data_ptr(): t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        return sum(t.untyped_storage().nbytes() for t in tensors.values() if is_storable(t, self._device, self._min_bytes, frozenset()))
+        tensors = {
+            t.untyped_storage().data_ptr(): t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
+        }
+        return sum(
+            t.untyped_storage().nbytes()
+            for t in tensors.values()
+            if is_storable(t, self._device, self._min_bytes, frozenset())
+        )
 
     def _watch(self, call: RegionCall, out: Any) -> None:
         """See to it that the first gradient to reach an output announces this region's backward."""
@@ -416,13 +426,13 @@ class Manager:
         """A region's forward or backward starts: settle, wait and fetch what is due."""
         if self._recorder is not None:
             self._recorder.before_waits(kind, call.key)
-        before = self._mark()
         if self.plan is None:
             self._step_by_step(kind, call)
-        else:
+        elif self.plan.planned_bytes:
+            before = self._mark() if self._leaving or call.tickets else None
             self._as_planned(kind, call, self.plan)
-        if before is not None:
-            self._waits.append((before, self._mark()))
+            if before is not None:
+                self._waits.append((before, self._mark()))
         if self._recorder is not None:
             self._recorder.after_waits(self.ledger.device_bytes)
 
@@ -536,10 +546,14 @@ def _check(claims: list[Claim], budget: int | None, offload: str) -> None:
     for claim in claims:
         if claim.placement == "stash":
             raise PolicyError(
-                f"{claim.pattern!r} asks for 'stash', but {claim.path!r} is no paged region; valid here are keep, recompute, offload"
+                f"{claim.pattern!r} asks for 'stash', but {claim.path!r} is no paged region; "
+                "valid here are keep, recompute, offload"
             )
     if "auto" in placements and budget is None:
-        raise PolicyError("policy='auto' needs a budget, such as budget='6GiB': the peak over the memory held before a step")
+        raise PolicyError(
+            "policy='auto' needs a budget, such as budget='6GiB': the peak over the memory held before a step"
+        )
     if budget is not None and not placements & {"auto", "offload"}:
-        raise PolicyError("a budget needs policy='auto' or regions placed 'offload'; with keep and recompute nothing is left to decide")
-
+        raise PolicyError(
+            "a budget needs policy='auto' or regions placed 'offload'; with keep and recompute nothing is left to decide"
+        )

@@ -217,17 +217,20 @@ def _write(partial: Path, model: Any, optimizer: torch.optim.Optimizer, about: M
 
 
 def _check_fits(path: Path, reader: Any, model: Mapping[str, Any]) -> None:
+    """The checkpoint's weights are the model's, by name and shape."""
     held = reader.read_metadata().state_dict_metadata
+    advice = "resume with the configuration it was made with"
     for name, tensor in model.items():
         stored = held.get(f"model.{name}")
         if stored is None:
-            raise RunError(
-                f"checkpoint {path} is of another model: it has no weight {name}; resume with the configuration it was made with"
-            )
+            raise RunError(f"checkpoint {path} is of another model: it has no {name}; {advice}")
         if hasattr(tensor, "shape") and tuple(stored.size) != tuple(tensor.shape):
+            shapes = f"{name} has shape {list(stored.size)}, this model needs {list(tensor.shape)}"
+            raise RunError(f"checkpoint {path} is of another model: {shapes}; {advice}")
+    for name in held:
+        if name.startswith("model.") and name.removeprefix("model.") not in model:
             raise RunError(
-                f"checkpoint {path} is of another model: {name} has shape {list(stored.size)}, this model needs "
-                f"{list(tensor.shape)}; resume with the configuration it was made with"
+                f"checkpoint {path} is of another model: this one has no {name.removeprefix('model.')}; {advice}"
             )
 
 

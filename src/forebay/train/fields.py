@@ -115,5 +115,5 @@ def _describe(hint: Any) -> str:
     return _SINGULAR[hint]
 
 
-_SINGULAR = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
-_PLURAL = {str: "texts", int: "whole numbers", float: "numbers"}
+_SINGULAR: Mapping[type, str] = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
+_PLURAL: Mapping[type, str] = {str: "texts", int: "whole numbers", float: "numbers"}

@@ -7,7 +7,7 @@ and a warning: here that is a `RunError` that names the tensors. Nothing is ever
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ _EXTRA_KEYS = frozenset(
     {"bos_token_id", "eos_token_id", "head_dim", "pad_token_id", "rope_scaling", "rope_theta", "tie_word_embeddings"}
 )
 # DeepSeek's own name of the load-balancing coefficient; transformers' class for V2 has none.
-_FAMILY_KEYS = {"deepseek_v2": frozenset({"aux_loss_alpha"})}
+_FAMILY_KEYS: Mapping[str, frozenset[str]] = {"deepseek_v2": frozenset({"aux_loss_alpha"})}
 
 
 def build(section: Model, vocabulary: int, device: torch.device) -> Any:

@@ -8,7 +8,7 @@ import json
 import os
 import resource
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -189,10 +189,8 @@ class Summary:
 
     Attributes:
         placements: region path to placement.
-        saved_bytes: what autograd saves, by region path ("" is outside of every region), before placements act; None
-            where there was no room to find out.
-        left_bytes: what left the device for the host store.
-        stayed_bytes: what stayed of the regions that offload.
+        saved_bytes: what the regions' forward left for their backward, by where it waited: "keep" (on the device),
+            "offload" (in the host store), "recompute" (what stays of regions that run again: their inputs).
         moved_bytes: bytes copied to the host store by this process, all steps together.
         d2h_gbps, h2d_gbps: GB/s of copies out and back; None where there is no copy engine.
         wait_ms: time the compute stream waited for copies; None likewise.
@@ -204,9 +202,7 @@ class Summary:
     """
 
     placements: Mapping[str, str]
-    saved_bytes: Mapping[str, int] | None
-    left_bytes: int
-    stayed_bytes: int
+    saved_bytes: Mapping[str, int]
     moved_bytes: int
     d2h_gbps: float | None
     h2d_gbps: float | None
@@ -227,38 +223,33 @@ def summary_tables(summary: Summary) -> list[Table]:
     where.add_column("saved", justify="right")
     where.add_column("where it waited for backward")
     for placement in dict.fromkeys(("keep", "recompute", "offload", *summary.placements.values())):
-        paths = [path for path, chosen in summary.placements.items() if chosen == placement]
-        if paths:
-            where.add_row(placement, str(len(paths)), _saved(summary, paths), _where(placement, summary))
-    if summary.saved_bytes is not None:
-        outside = sorted(summary.saved_bytes.keys() - summary.placements.keys())
-        where.add_row("(outside)", "", _saved(summary, outside), f"{_device(summary)}: embeddings, last norm, loss")
+        regions = sum(chosen == placement for chosen in summary.placements.values())
+        held = summary.saved_bytes.get(placement, 0)
+        if regions or held:
+            where.add_row(placement, str(regions), format_bytes(held), _where(placement, summary))
     result = Table(title="Result", title_justify="left", show_header=False)
     for row in _result_rows(summary):
         result.add_row(*row)
     return [where, result]
 
 
-def _saved(summary: Summary, paths: Iterable[str]) -> str:
-    if summary.saved_bytes is None:
-        return "-"
-    return format_bytes(sum(summary.saved_bytes.get(path, 0) for path in paths))
-
-
-def _device(summary: Summary) -> str:
-    return "GPU memory" if summary.on_gpu else "memory"
-
-
 def _where(placement: str, summary: Summary) -> str:
     if placement == "recompute":
-        return "nowhere: but for the regions' inputs it was made again in backward"
+        return "nowhere: all but this, the regions' inputs, was made again in backward"
     if placement != "offload":
-        return _device(summary)
-    store = "pinned host memory" if summary.on_gpu else "the host store, which on a CPU is ordinary memory: nothing is won here"
-    stayed = f"; {format_bytes(summary.stayed_bytes)} stayed" if summary.stayed_bytes else ""
-    copied = (("out at", summary.d2h_gbps, "GB/s"), ("back at", summary.h2d_gbps, "GB/s"), ("waited", summary.wait_ms, "ms"))
+        return "GPU memory" if summary.on_gpu else "memory"
+    store = (
+        "pinned host memory"
+        if summary.on_gpu
+        else "the host store; on a CPU that is ordinary memory, so nothing is won"
+    )
+    copied = (
+        ("out at", summary.d2h_gbps, "GB/s"),
+        ("back at", summary.h2d_gbps, "GB/s"),
+        ("waited", summary.wait_ms, "ms"),
+    )
     figures = [f"{name} {value:.1f} {unit}" for name, value, unit in copied if value is not None]
-    return ", ".join([f"{format_bytes(summary.left_bytes)} in {store}", *figures]) + stayed
+    return ", ".join([store, *figures])
 
 
 def _result_rows(summary: Summary) -> list[tuple[str, str]]:

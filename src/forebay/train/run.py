@@ -250,13 +250,10 @@ class _Run:
     def _summary(self) -> Summary:
         memory, records = self.trainer.memory, self.records
         last = memory.report()
-        left = last.saved_bytes_by_placement
         steady = records[1:] or records
         return Summary(
             placements=memory.placements,
-            saved_bytes=self._saved_by_region(),
-            left_bytes=left.get("offload", 0),
-            stayed_bytes=left.get("keep", 0),
+            saved_bytes=last.saved_bytes_by_placement,
             moved_bytes=last.moved_bytes,
             d2h_gbps=last.d2h_gbps,
             h2d_gbps=last.h2d_gbps,
@@ -268,10 +265,3 @@ class _Run:
             on_gpu=self.trainer.device.type == "cuda",
             folder=self.start.folder,
         )
-
-    def _saved_by_region(self) -> dict[str, int] | None:
-        """From one more forward pass with nothing placed, which a budgeted run may have no room for."""
-        try:
-            return self.trainer.memory.profile(self.trainer.forward).by_region
-        except torch.OutOfMemoryError:
-            return None

@@ -8,7 +8,7 @@ and the place; nothing is skipped silently.
 import json
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 BLOCK = 4 << 20  # bytes read at once; also the largest piece of a document handed to a tokenizer
 # Left out of the standard library: what is no code of its own, and tests, which hold deliberately broken encodings.
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3"})
-_SUFFIXES = {"jsonl": (".jsonl", ".json"), "parquet": (".parquet",), "hf": ()}
+_SUFFIXES: Mapping[str, tuple[str, ...]] = {"jsonl": (".jsonl", ".json"), "parquet": (".parquet",), "hf": ()}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,85 @@
+"""Draw docs/single_gpu.svg from benchmarks/results/single_gpu.json: step time against memory after forward.
+
+python benchmarks/plot.py
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import escape
+
+_ROOT = Path(__file__).parent
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _BOTTOM, _TOP = 860, 400, 64, 836, 348, 28
+_MOST_MS = 320  # the arms that take seconds would flatten all others; they are named in a note
+_OURS, _THEIRS, _GREY = "#0b6e99", "#b04a2f", "#444444"
+
+
+def text(x: float, y: float, words: str, anchor: str = "start", colour: str = _GREY) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}">{escape(words)}</text>'
+
+
+def line(x1: float, y1: float, x2: float, y2: float, colour: str) -> str:
+    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}" stroke-width="0.8"/>'
+
+
+class Chart:
+    """Axes in ms and GiB, and the labels placed so far."""
+
+    def __init__(self, most_gib: float):
+        self.most_gib = most_gib
+        self.parts = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}"',
+            ' font-family="system-ui, sans-serif" font-size="13">',
+            f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>',
+        ]
+        self._taken: list[float] = []
+
+    def x(self, gib: float) -> float:
+        return _LEFT + gib / self.most_gib * (_RIGHT - _LEFT)
+
+    def y(self, ms: float) -> float:
+        return _BOTTOM - ms / _MOST_MS * (_BOTTOM - _TOP)
+
+    def axes(self) -> None:
+        for ms in range(0, _MOST_MS + 1, 80):
+            self.parts.append(line(_LEFT, self.y(ms), _RIGHT, self.y(ms), "#dddddd"))
+            self.parts.append(text(_LEFT - 8, self.y(ms) + 4, str(ms), "end"))
+        for gib in range(0, int(self.most_gib) + 1, 5):
+            self.parts.append(text(self.x(gib), _BOTTOM + 20, str(gib), "middle"))
+        self.parts.append(text(_RIGHT, _HEIGHT - 12, "GiB after forward, over weights and gradients", "end"))
+        self.parts.append(text(_LEFT, _TOP - 10, "ms a step (forward and backward), one H200"))
+
+    def point(self, row: dict[str, Any]) -> None:
+        ours = row["arm"].startswith("forebay")
+        colour = _OURS if ours else _THEIRS
+        x, y = self.x(row["after forward GiB"]), self.y(row["ms"])
+        label_y = y + 4
+        while any(abs(label_y - other) < 16 for other in self._taken):
+            label_y += 16
+        self._taken.append(label_y)
+        at_right = x > 0.6 * _WIDTH
+        label_x = x - 12 if at_right else max(x, self.x(5.6)) + 14 if ours else x + 12
+        if ours:
+            self.parts.append(line(x, y, label_x - 3, label_y - 4, colour))
+        self.parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5.5" fill="{colour}"/>')
+        words = f"{row['arm']}  ({row['ms']:.0f} ms, {row['after forward GiB']:.1f} GiB)"
+        self.parts.append(text(label_x, label_y, words, "end" if at_right else "start", "#222222"))
+
+
+def main() -> None:
+    results = json.loads((_ROOT / "results" / "single_gpu.json").read_text())["rows"]
+    rows = [r for r in results if "ms" in r and "again" not in r["arm"]]
+    shown = [r for r in rows if r["ms"] <= _MOST_MS]
+    chart = Chart(max(r["after forward GiB"] for r in shown) * 1.15)
+    chart.axes()
+    for row in sorted(shown, key=lambda r: (-r["ms"], r["after forward GiB"])):
+        chart.point(row)
+    slow = ", ".join(f"{r['arm']} {r['ms']:.0f} ms" for r in rows if r["ms"] > _MOST_MS)
+    chart.parts.append(text(_RIGHT, _TOP + 20, f"off the chart: {slow}" if slow else "", "end"))
+    target = _ROOT.parent / "docs" / "single_gpu.svg"
+    target.write_text("\n".join([*chart.parts, "</svg>"]) + "\n")
+    print(target)
+
+
+if __name__ == "__main__":
+    main()

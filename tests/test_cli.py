@@ -1,0 +1,290 @@
+"""The command line: exit codes, one sentence on the error stream, no traceback, and nothing lost.
+
+Each case of bad input is run as a person would run it. What each part says in detail is tested beside that part.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from forebay import cli
+from forebay.train import checkpoint
+from forebay.train.trainer import Trainer
+
+CONFIG = """
+[model]
+family = "qwen3_moe"
+[model.config]
+hidden_size = 16
+num_hidden_layers = 2
+num_attention_heads = 2
+num_key_value_heads = 1
+head_dim = 8
+intermediate_size = 16
+moe_intermediate_size = 8
+num_experts = 4
+num_experts_per_tok = 2
+[data]
+source = "text"
+path = "{folder}/text.txt"
+cache = "{folder}/cache"
+[train]
+steps = 2
+batch = 2
+sequence = 16
+[checkpoint]
+every = 1
+[log]
+folder = "{folder}/run"
+[device]
+type = "cpu"
+"""
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    (tmp_path / "text.txt").write_text("".join(f"line {i} of a small text\n" for i in range(200)))
+    file = tmp_path / "config.toml"
+    file.write_text(CONFIG.format(folder=tmp_path))
+    return str(file)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """``run("train", ...)`` -> exit code, standard output, error stream."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = cli.main(arguments)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+def one_sentence(error: str) -> str:
+    """The error stream's text, after checking that it is one line of ours."""
+    assert error.startswith("forebay: ") and error.count("\n") == 1 and error.endswith("\n"), error
+    assert "Traceback" not in error
+    return error
+
+
+def test_train_shows_lines_and_a_summary(run: Run, config: str, tmp_path: Path) -> None:
+    code, out, error = run("train", config)
+    assert code == 0 and not error
+    steps = [line for line in out.splitlines() if line.startswith("step ")]
+    assert len(steps) == 2 and steps[1].startswith("step 00000002/00000002 | step-time ")
+    assert "peak-host-memory" in steps[0]
+    for part in ("Saved for backward", "keep", "loss first -> last", "tokens per second", str(tmp_path / "run")):
+        assert part in out
+    assert (tmp_path / "run" / "metrics.jsonl").is_file()
+
+
+def test_resume_and_export(run: Run, config: str, tmp_path: Path) -> None:
+    assert run("train", config)[0] == 0
+    code, out, _ = run("train", config, "--resume", "--set", "train.steps=3")
+    assert code == 0 and "resumed after step 2" in out and "step 00000003/00000003" in out
+    code, out, _ = run("export", str(tmp_path / "run"), str(tmp_path / "out"))
+    assert code == 0 and "step-00000003" in out
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out", local_files_only=True)
+    code, _, error = run("export", str(tmp_path / "run"), str(tmp_path / "out"))
+    assert code == 2 and "is there already" in one_sentence(error)
+
+
+def test_profile(run: Run, config: str) -> None:
+    code, out, _ = run("profile", config)
+    assert code == 0 and "model.layers.0" in out
+    code, out, _ = run("profile", config, "--json")
+    assert code == 0 and json.loads(out)
+
+
+USAGE = [
+    (["train.stpes=3"], ["'stpes'", "[train]", "nearest valid key is 'steps'"]),
+    (["train.steps=none"], ["train.steps", "a whole number"]),
+    (['memory.policy={"*.nothing" = "offload"}'], ["'*.nothing' matches no module", "nearest paths"]),
+    (["memory.policy=auto", "memory.budget=1KiB", "train.steps=20"], ["budget", "smallest"]),
+    (["train.sequence=1000000"], ["train.sequence = 1000000 needs 1000001 tokens", "valid is at most"]),
+    (["data.path=/nowhere/at/all"], ["'/nowhere/at/all' does not exist"]),
+    pytest.param(
+        ["device.type=cuda"],
+        ["device.type = 'cuda'", "valid here are 'cpu' and 'auto'"],
+        marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has CUDA"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "said"), USAGE)
+def test_usage_errors(run: Run, config: str, overrides: list[str], said: list[str]) -> None:
+    code, _, error = run("train", config, *(f"--set={o}" for o in overrides))
+    assert code == 2, error
+    for part in said:
+        assert part in one_sentence(error)
+
+
+def test_unknown_preset(run: Run) -> None:
+    code, _, error = run("train", "quickstrat")
+    assert code == 2 and "'quickstart'" in one_sentence(error)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [(b"", "is empty"), (b"text\0more", "is binary (a NUL byte at offset 4)")]
+)
+def test_bad_data_files(run: Run, config: str, tmp_path: Path, content: bytes, said: str) -> None:
+    (tmp_path / "text.txt").write_bytes(content)
+    code, _, error = run("train", config)
+    assert code == 1 and said in one_sentence(error) and "text.txt" in error
+
+
+def from_folder(folder: Path) -> list[str]:
+    """Overrides that load the model from `folder` (a table cannot be unset, so a config of its own)."""
+    file = folder.parent / "from_folder.toml"
+    rest = CONFIG.format(folder=folder.parent).split("[data]")[1]
+    file.write_text(f'[model]\npath = "{folder}"\n[data]{rest}')
+    return ["train", str(file)]
+
+
+@pytest.fixture
+def exported(run: Run, config: str, tmp_path: Path) -> Path:
+    assert run("train", config)[0] == 0
+    assert run("export", str(tmp_path / "run"), str(tmp_path / "model"))[0] == 0
+    return tmp_path / "model"
+
+
+def test_an_exported_model_trains(run: Run, exported: Path) -> None:
+    assert run(*from_folder(exported))[0] == 0
+
+
+def test_missing_and_mis_shaped_weights(run: Run, exported: Path) -> None:
+    file = exported / "model.safetensors"
+    weights = load_file(file)
+    save_file({k: v for k, v in weights.items() if k != "model.norm.weight"}, file, {"format": "pt"})
+    code, _, error = run(*from_folder(exported))
+    assert code == 1 and "model.norm.weight is missing" in one_sentence(error)
+    save_file({**weights, "model.norm.weight": torch.zeros(5)}, file, {"format": "pt"})
+    code, _, error = run(*from_folder(exported))
+    assert code == 1 and "model.norm.weight has shape [5], the model needs [16]" in one_sentence(error)
+
+
+def test_truncated_safetensors(run: Run, exported: Path) -> None:
+    file = exported / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    code, _, error = run(*from_folder(exported))
+    assert code == 1 and f"{file} is truncated" in one_sentence(error)
+
+
+def test_truncated_checkpoint(run: Run, config: str, tmp_path: Path) -> None:
+    assert run("train", config)[0] == 0
+    file = tmp_path / "run" / "checkpoints" / "step-00000002" / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:50])
+    code, _, error = run("train", config, "--resume", "--set=train.steps=3")
+    assert code == 1 and "step-00000002 is damaged" in one_sentence(error)
+    assert (offered := str(file.parent.with_name("step-00000001"))) in error
+    assert run("train", config, "--resume", offered, "--set=train.steps=3")[0] == 0
+
+
+def test_an_unexpected_error_is_one_sentence_too(run: Run, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("surprise")
+
+    monkeypatch.setattr(Trainer, "step", broken)
+    code, _, error = run("train", config)
+    assert code == 1 and "ZeroDivisionError: surprise" in one_sentence(error) and "--debug" in error
+    with pytest.raises(ZeroDivisionError):
+        run("train", config, "--debug")
+
+
+def test_debug_shows_the_traceback(run: Run, config: str) -> None:
+    code, _, error = run("train", config, "--set", "train.steps=0", "--debug")
+    assert code == 2 and "Traceback" in error and error.splitlines()[-1].startswith("forebay: train.steps")
+
+
+def test_arguments_that_do_not_parse(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["trian"], ["train"], ["train", "quickstart", "--nope"]):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(arguments)
+        assert caught.value.code == 2
+    assert "usage: forebay" in capsys.readouterr().err
+
+
+def start(*arguments: str) -> "subprocess.Popen[str]":
+    """``python -m forebay`` in its own process group, with our sources."""
+    source = Path(cli.__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "forebay", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "SIGINT"), (signal.SIGTERM, "SIGTERM")])
+def test_ctrl_c_in_a_step(run: Run, config: str, tmp_path: Path, number: signal.Signals, name: str) -> None:
+    process = start("train", config, "--set=train.steps=100000", "--set=checkpoint.every=5")
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step 00000007/"):
+            break
+    process.send_signal(number)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert f"stopped by {name} after step" in one_sentence(error) and "--resume" in error
+    newest = checkpoint.find(tmp_path / "run")
+    checkpoint.verify(newest)
+    done = checkpoint.read_about(newest)["step"]
+    assert done >= 7
+    code, out, _ = run("train", config, "--resume", f"--set=train.steps={done + 1}", "--set=checkpoint.every=5")
+    assert code == 0 and f"resumed after step {done}" in out
+
+
+def test_a_disk_that_is_full_at_a_checkpoint(run: Run, config: str, tmp_path: Path) -> None:
+    """A real short write: the process may write no file larger than half a checkpoint."""
+    assert run("train", config, "--set=train.steps=1")[0] == 0
+    earlier = checkpoint.find(tmp_path / "run")
+    limit = (earlier / "__0_0.distcp").stat().st_size // 2
+    script = (
+        "import resource, signal, sys; from forebay.cli import main; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); "
+        f"sys.exit(main(['train', {config!r}, '--resume', '--set=train.steps=3']))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 1, done.stderr
+    error = one_sentence(done.stderr)
+    assert "step-00000002 could not be written: File too large" in error
+    assert f"earlier checkpoint {earlier} is intact" in error
+    checkpoint.verify(earlier)
+    assert checkpoint.find(tmp_path / "run") == earlier
+
+
+def test_an_interrupt_before_the_first_step(
+    run: Run, config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trainer, "__init__", interrupted)
+    code, _, error = run("train", config)
+    assert code == 1 and "stopped by Ctrl-C; earlier checkpoints are intact" in one_sentence(error)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_reader_that_goes_away(config: str) -> None:
+    process = start("profile", config)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    error = process.stderr.read()
+    assert process.wait(timeout=60) == 1 and not error

@@ -1,0 +1,85 @@
+"""The doctor answers on every machine, says what it turns on, and survives a check that breaks."""
+
+import json
+
+import pytest
+import torch
+from rich.console import Console
+
+from forebay import doctor
+from forebay.cli import main
+from forebay.doctor import Finding, examine
+
+NAMES = (
+    "torch",
+    "transformers",
+    "Triton",
+    "C++ compiler",
+    "cuDNN attention",
+    "grouped_mm",
+    "symmetric memory",
+    "NVSHMEM",
+    "pinned memory",
+)
+
+
+def found() -> dict[str, Finding]:
+    return {f.name: f for f in examine().findings}
+
+
+def test_everything_is_looked_at() -> None:
+    findings = found()
+    assert set(NAMES) <= findings.keys()
+    assert all(f.enables for name, f in findings.items() if name in NAMES[2:])
+    assert findings["torch"].value.startswith(torch.__version__)
+    assert not any("the check failed" in f.value for f in findings.values())
+
+
+def test_grouped_mm_is_run_here() -> None:
+    assert found()["grouped_mm"].has is True
+    assert "cpu" in found()["grouped_mm"].value or torch.cuda.is_available()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has CUDA")
+def test_without_a_gpu() -> None:
+    findings = found()
+    assert findings["GPU"].has is False
+    assert "ordinary memory" in findings["pinned memory"].value
+
+
+@pytest.mark.gpu
+def test_with_a_gpu() -> None:
+    findings = found()
+    assert findings["GPU 0"].value.startswith(torch.cuda.get_device_name(0))
+    assert findings["Triton"].has is True
+    assert "GB/s" in findings["pinned memory"].value
+    out, back = (float(part.split()[-1]) for part in findings["pinned memory"].value.split(" GB/s")[:2])
+    assert 1 < out < 1000 and 1 < back < 1000
+
+
+def test_a_broken_check_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> list[Finding]:
+        raise OSError("driver went away\nwith details")
+
+    monkeypatch.setattr(doctor, "_triton", broken)
+    findings = found()
+    assert findings["Triton"].has is False and findings["Triton"].value == "the check failed: driver went away"
+    assert "NVSHMEM" in findings
+
+
+def test_no_compiler_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(_: str) -> None:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr("forebay.models.compile.check_compiler", none)
+    assert found()["C++ compiler"].has is False
+
+
+def test_json_and_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    findings = json.loads(capsys.readouterr().out)
+    assert {"name", "has", "value", "enables"} == findings[0].keys()
+    console = Console(width=200)
+    with console.capture() as captured:
+        console.print(examine().table())
+    assert all(f["name"] in captured.get() for f in findings)

@@ -1,0 +1,166 @@
+"""The token cache and the order of windows."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from forebay.train.config import Data
+from forebay.train.data import (
+    BYTES_END,
+    Corpus,
+    Tokenizer,
+    Windows,
+    cache_folder,
+    load_corpus,
+    load_tokenizer,
+    permute,
+    split,
+)
+from forebay.train.errors import RunError, UsageError
+from forebay.train.world import World
+
+
+def corpus_of(tmp_path: Path, content: str, name: str = "a.txt") -> Corpus:
+    (tmp_path / name).write_text(content)
+    data = Data(source="text", path=str(tmp_path / name), cache=str(tmp_path / "cache"))
+    return load_corpus(data, load_tokenizer("bytes"))
+
+
+def test_bytes_and_end_of_document(tmp_path: Path) -> None:
+    corpus = corpus_of(tmp_path, "añ")
+    assert corpus.tokens.tolist() == [97, 195, 177, BYTES_END]
+    assert corpus.tokens.dtype == np.uint16 and corpus.vocabulary == 257
+
+
+def test_cache_is_read_the_second_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = corpus_of(tmp_path, "same")
+    monkeypatch.setattr("forebay.train.data._write_cache", lambda *_: pytest.fail("tokenised again"))
+    assert corpus_of(tmp_path, "same", "other name.txt").identity == first.identity
+
+
+def test_cache_follows_the_content(tmp_path: Path) -> None:
+    assert corpus_of(tmp_path, "one").identity != corpus_of(tmp_path, "two").identity
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+def test_half_written_cache_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("good")
+    (tmp_path / "b").write_bytes(b"bad\0")
+    data = Data(source="text", path=(str(tmp_path / "a"), str(tmp_path / "b")), cache=str(tmp_path / "cache"))
+    with pytest.raises(RunError, match="binary"):
+        load_corpus(data, load_tokenizer("bytes"))
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_damaged_cache_is_named(tmp_path: Path) -> None:
+    corpus_of(tmp_path, "four")
+    (folder,) = (tmp_path / "cache").iterdir()
+    (folder / "tokens.bin").write_bytes(b"\0\0")
+    with pytest.raises(RunError, match=f"{folder} is damaged"):
+        corpus_of(tmp_path, "four")
+
+
+def test_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(RunError, match=r"cache.*cannot be written.*data\.cache"):
+        corpus_of(tmp_path, "x")
+
+
+def test_large_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("x")
+    wide = Tokenizer("wide", 70_000, None, lambda raw: np.array([69_999] * len(raw)))
+    corpus = load_corpus(Data(source="text", path=str(tmp_path / "a"), cache=str(tmp_path / "c")), wide)
+    assert corpus.tokens.tolist() == [69_999] and corpus.tokens.dtype == np.uint32
+
+
+def test_default_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert cache_folder(Data()) == Path("/somewhere/forebay/data")
+
+
+def test_hf_tokenizer_folder(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer as Rust
+    from tokenizers import models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    rust = Rust(models.WordLevel({"[U]": 0, "end": 1, "big": 2, "cat": 3}, unk_token="[U]"))
+    rust.pre_tokenizer = pre_tokenizers.Whitespace()
+    folder = tmp_path / "tokenizer"
+    PreTrainedTokenizerFast(tokenizer_object=rust, eos_token="end", unk_token="[U]").save_pretrained(folder)
+    (tmp_path / "a").write_text("big cat\nbig dog")
+    tokenizer = load_tokenizer(str(folder))
+    corpus = load_corpus(Data(source="text", path=str(tmp_path / "a"), cache=str(tmp_path / "c")), tokenizer)
+    assert corpus.tokens.tolist() == [2, 3, 2, 0, 1]
+    assert corpus.vocabulary == 4
+
+
+def test_missing_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="neither 'bytes' nor a folder"):
+        load_tokenizer(str(tmp_path / "nowhere"))
+    (tmp_path / "config.json").write_text(json.dumps({}))
+    with pytest.raises(UsageError, match="holds no tokenizer"):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 17, 64, 65, 1000])
+def test_permutation(count: int) -> None:
+    for epoch in (0, 1):
+        assert sorted(permute(i, count, 7, epoch) for i in range(count)) == list(range(count))
+    if count > 50:
+        orders = {tuple(permute(i, count, seed, epoch) for i in range(count)) for seed in (0, 1) for epoch in (0, 1)}
+        assert len(orders) == 4 and tuple(range(count)) not in orders
+
+
+def test_permutation_never_changes() -> None:
+    """A resumed run relies on these values in every later version."""
+    assert [permute(i, 10, 0, 0) for i in range(10)] == [2, 4, 8, 9, 7, 5, 3, 6, 1, 0]
+
+
+def test_targets_are_the_next_tokens() -> None:
+    windows = Windows(np.arange(101, dtype=np.uint16), sequence=10, batch=3, seed=0)
+    inputs, targets = windows(0)
+    assert inputs.shape == targets.shape == (3, 10) and inputs.dtype == torch.int64
+    assert torch.equal(targets, inputs + 1)
+
+
+def test_an_epoch_is_every_window_once_and_epochs_differ() -> None:
+    windows = Windows(np.arange(401, dtype=np.uint16), sequence=10, batch=4, seed=0)
+    epochs = [[int(row[0]) for n in range(10) for row in windows(10 * e + n)[0]] for e in (0, 1)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(0, 400, 10))
+    assert epochs[0] != epochs[1]
+
+
+def test_batches_depend_on_position_and_seed_alone() -> None:
+    tokens = np.arange(401, dtype=np.uint16)
+    fresh, used = Windows(tokens, 10, 4, 0), Windows(tokens, 10, 4, 0)
+    for number in range(5):
+        used(number)
+    assert torch.equal(fresh(7)[0], used(7)[0])
+    assert not torch.equal(fresh(7)[0], Windows(tokens, 10, 4, 1)(7)[0])
+
+
+def test_two_processes_share_a_batch() -> None:
+    tokens = np.arange(401, dtype=np.uint16)
+    whole = Windows(tokens, 10, 4, 0)(3)[0]
+    parts = [Windows(tokens, 10, 4, 0, World(rank, 2))(3)[0] for rank in (0, 1)]
+    assert torch.equal(whole[0::2], parts[0]) and torch.equal(whole[1::2], parts[1])
+    with pytest.raises(UsageError, match="batch = 4 is no multiple of the 3 processes"):
+        Windows(tokens, 10, 4, 0, World(0, 3))
+
+
+def test_sequence_longer_than_the_data() -> None:
+    with pytest.raises(
+        UsageError, match=r"train\.sequence = 10 needs 11 tokens, but the training data has 10.*at most 9"
+    ):
+        Windows(np.arange(10, dtype=np.uint16), 10, 1, 0)
+    Windows(np.arange(11, dtype=np.uint16), 10, 1, 0)
+
+
+def test_split_never_overlaps(tmp_path: Path) -> None:
+    corpus = corpus_of(tmp_path, "x" * 99)
+    train, held_out = split(corpus, 0.1)
+    assert (len(train), len(held_out)) == (90, 10)
+    assert len(split(corpus, 0.0)[1]) == 0

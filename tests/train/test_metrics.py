@@ -1,0 +1,140 @@
+"""The step's line to the letter, the metric files, the closing tables."""
+
+import io
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from forebay.train.errors import UsageError
+from forebay.train.metrics import Reporter, StepRecord, Summary, peak_bytes, step_line, summary_tables
+
+RECORD = StepRecord(11, 17.6913, 2.57701, 1.00123, 1e-6, 696.03551, 237_089.6, 58_310_000_000, True)
+
+
+def test_step_line() -> None:
+    assert step_line(RECORD, 15) == (
+        "step 00000011/00000015 | step-time 17.691 sec | cross-entropy-loss 2.5770 | load-balance-loss 1.0012 | "
+        "learning-rate 1.000000e-06 | gradient-norm 696.0355 | tokens-per-second 237,090 | peak-gpu-memory 58.31 GB"
+    )
+    assert step_line(replace(RECORD, on_gpu=False), 15).endswith("| peak-host-memory 58.31 GB")
+
+
+def console() -> Console:
+    return Console(file=io.StringIO(), width=60)
+
+
+def printed(of: Console) -> str:
+    assert isinstance(of.file, io.StringIO)
+    return of.file.getvalue()
+
+
+def test_lines_are_not_wrapped(tmp_path: Path) -> None:
+    out = console()
+    with Reporter(tmp_path, out, 15) as report:
+        report.step(RECORD)
+    assert printed(out) == step_line(RECORD, 15) + "\n"
+
+
+def test_metrics_file(tmp_path: Path) -> None:
+    with Reporter(tmp_path, console(), 15) as report:
+        report.step(RECORD)
+        report.validation(11, 3.5)
+        lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["cross_entropy_loss"] == 2.57701 and lines[0]["peak_bytes"] == 58_310_000_000
+    assert lines[1] == {"step": 11, "validation_loss": 3.5}
+
+
+def test_resuming_drops_the_records_of_lost_steps(tmp_path: Path) -> None:
+    with Reporter(tmp_path, console(), 15) as report:
+        for step in (9, 10, 11):
+            report.step(replace(RECORD, step=step))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "cut o')
+    with Reporter(tmp_path, console(), 15, after=10) as report:
+        report.step(RECORD)
+    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [9, 10, 11]
+
+
+def test_moving_line_only_on_a_terminal(tmp_path: Path) -> None:
+    for choice, terminal, expected in (
+        ("auto", True, True),
+        ("auto", False, False),
+        ("on", False, True),
+        ("off", True, False),
+    ):
+        out = Console(file=io.StringIO(), force_terminal=terminal, width=80)
+        with Reporter(tmp_path, out, 15, progress=choice) as report:
+            report.step(RECORD)
+            assert (report._bar is not None) is expected
+        assert step_line(RECORD, 15) in printed(out)
+
+
+def test_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tensorboard")
+    with Reporter(tmp_path, console(), 15, tensorboard=True) as report:
+        report.step(RECORD)
+    assert list((tmp_path / "tensorboard").glob("events.*"))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(UsageError, match="pip install tensorboard"):
+        Reporter(tmp_path, console(), 15, tensorboard=True)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+def test_host_peak_is_this_process() -> None:
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
+    high_water = int(line.split()[1]) * 1024
+    assert peak_bytes(torch.device("cpu")) == pytest.approx(high_water, rel=0.05)
+
+
+def summary(**changes: object) -> str:
+    base = Summary(
+        placements={"a": "keep", "b": "recompute", "c": "offload", "d": "offload"},
+        saved_bytes={"keep": 3 << 20, "recompute": 1 << 20, "offload": 5 << 20},
+        moved_bytes=50 << 20,
+        d2h_gbps=None,
+        h2d_gbps=None,
+        wait_ms=None,
+        first_loss=5.5,
+        last_loss=2.25,
+        tokens_per_second=12345.6,
+        peak_bytes=1_500_000_000,
+        on_gpu=False,
+        folder=Path("runs/x"),
+    )
+    out = Console(file=io.StringIO(), width=160)
+    for table in summary_tables(replace(base, **changes)):
+        out.print(table)
+    return printed(out)
+
+
+def test_summary_on_a_cpu() -> None:
+    said = summary()
+    for part in ("keep", "3.00 MiB", "recompute", "1.00 MiB", "made again", "offload", "5.00 MiB", "50.00 MiB moved"):
+        assert part in said
+    for part in (
+        "on a CPU that is ordinary memory",
+        "5.5000 -> 2.2500 (-3.2500",
+        "12,346",
+        "c, d",
+        "1.50 GB",
+        "peak host",
+    ):
+        assert part in said
+
+
+def test_summary_on_a_gpu() -> None:
+    said = summary(on_gpu=True, d2h_gbps=54.25, h2d_gbps=55.0, wait_ms=0.31)
+    for part in ("pinned host memory, out at 54.2 GB/s, back at 55.0 GB/s, waited 0.3 ms", "GPU memory", "peak GPU"):
+        assert part in said
+    assert "ordinary memory" not in said
+
+
+def test_summary_without_offloading() -> None:
+    said = summary(placements={"a": "keep"}, saved_bytes={"keep": 1}, moved_bytes=0)
+    assert "nothing" in said and "recompute " not in said

@@ -1,0 +1,177 @@
+"""One step of the trainer against plain PyTorch and transformers."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from forebay.models.router import RouterStats
+from forebay.train import hf
+from forebay.train.config import Config, Device
+from forebay.train.errors import RunError, UsageError
+from forebay.train.trainer import Trainer, balance_coefficient, decay_groups, pick_device
+
+PLAIN = {"experts": "transformers", "loss": "transformers"}
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {k: v.clone() for k, v in trainer.model.state_dict().items()}
+
+
+def test_a_step_is_what_plain_pytorch_does(tiny: Callable[..., Config]) -> None:
+    """Cross entropy over all tokens of the batch + coefficient x mean load balance; clipping; AdamW."""
+    config = tiny(model=PLAIN, train={"clip": 0.5}, schedule={"kind": "constant"})
+    with Trainer(config) as trainer:
+        record = trainer.step(1)
+        inputs, targets = trainer._windows(0)
+
+    torch.manual_seed(config.train.seed)
+    model = hf.build(config.model, 257, torch.device("cpu"))
+    groups = decay_groups(model, config.optimizer.weight_decay)
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    stats = RouterStats(model)
+    total, balance = 0.0, 0.0
+    for ids, labels in zip(inputs.split(2), targets.split(2), strict=True):
+        with stats.recording():
+            logits = model(input_ids=ids).logits
+        own = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / targets.numel()
+        half = stats.load_balancing_loss() / 2
+        (own + model.config.router_aux_loss_coef * half).backward()
+        total, balance = total + own.item(), balance + half.item()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    assert norm > 0.5
+    assert record.cross_entropy_loss == pytest.approx(total, rel=1e-6)
+    assert record.load_balance_loss == pytest.approx(balance, rel=1e-6)
+    assert record.gradient_norm == pytest.approx(norm.item(), rel=1e-5)
+    assert record.learning_rate == 1e-2
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(trainer.model.state_dict()[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+def test_microbatches_add_up_to_the_batch(tiny: Callable[..., Config]) -> None:
+    """Without the load-balancing loss, which is a mean over microbatches, their size does not matter."""
+    model = {"config": {**tiny().model.config, "router_aux_loss_coef": 0.0}}
+    whole, parts = (Trainer(tiny(model=model, train={"microbatch": m})) for m in (4, 1))
+    a, b = whole.step(1), parts.step(1)
+    assert a.cross_entropy_loss == pytest.approx(b.cross_entropy_loss, rel=1e-5)
+    assert a.gradient_norm == pytest.approx(b.gradient_norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("placement", ["recompute", "offload"])
+def test_placements_do_not_change_a_bit(tiny: Callable[..., Config], placement: str) -> None:
+    with Trainer(tiny()) as kept, Trainer(tiny(memory={"policy": placement, "offload": "all"})) as placed:
+        for number in (1, 2):
+            a, b = kept.step(number), placed.step(number)
+            assert (a.cross_entropy_loss, a.gradient_norm) == (b.cross_entropy_loss, b.gradient_norm)
+        assert all(torch.equal(x, y) for x, y in zip(weights(kept).values(), weights(placed).values(), strict=True))
+        assert set(placed.memory.placements.values()) == {placement}
+
+
+def test_the_load_balancing_loss_reaches_the_router(tiny: Callable[..., Config]) -> None:
+    def router_gradient(coefficient: float) -> torch.Tensor:
+        model = {"config": {**tiny().model.config, "router_aux_loss_coef": coefficient}}
+        with Trainer(tiny(model=model)) as trainer:
+            trainer._gradients(*trainer._windows(0))
+            return trainer.model.model.layers[0].mlp.gate.weight.grad.clone()
+
+    without, with_it = router_gradient(0.0), router_gradient(10.0)
+    assert not torch.allclose(without, with_it)
+
+
+def test_families_with_a_bias_move_it(tiny: Callable[..., Config]) -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    more = {"intermediate_size": 16, "moe_intermediate_size": 8, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    model = {"family": "glm4_moe", "config": {**sizes, **more, "first_k_dense_replace": 0, "n_shared_experts": 1}}
+    with Trainer(tiny(model=model, train={"router_bias_rate": 0.25})) as trainer:
+        bias = trainer.model.model.layers[0].mlp.gate.e_score_correction_bias
+        assert bias.abs().max() == 0
+        record = trainer.step(1)
+        assert bias.abs().max() == 0.25
+    assert record.load_balance_loss > 0  # shown, though nothing of it is trained on
+    with Trainer(tiny(model=model, train={"router_bias_rate": 0.0})) as trainer:
+        trainer.step(1)
+        assert trainer.model.model.layers[0].mlp.gate.e_score_correction_bias.abs().max() == 0
+
+
+def test_dense_models_train(tiny: Callable[..., Config]) -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    with Trainer(tiny(model={"family": "llama", "config": {**sizes, "intermediate_size": 16}})) as trainer:
+        assert trainer.step(1).load_balance_loss == 0.0
+
+
+def test_bfloat16_trains(tiny: Callable[..., Config]) -> None:
+    with Trainer(tiny(model={"dtype": "bfloat16"})) as trainer:
+        first = trainer.step(1).cross_entropy_loss
+        assert [trainer.step(n).cross_entropy_loss for n in (2, 3, 4)][-1] < first
+
+
+def test_evaluation_changes_nothing(tiny: Callable[..., Config]) -> None:
+    config = tiny(train={"eval_every": 1, "eval_batches": 2})
+    with Trainer(config) as trainer:
+        before, generator = weights(trainer), torch.get_rng_state()
+        loss = trainer.evaluate()
+        assert 4.0 < loss < 8.0 and loss == trainer.evaluate()
+        assert torch.equal(generator, torch.get_rng_state()) and trainer.model.training
+        assert all(torch.equal(before[k], v) for k, v in weights(trainer).items())
+        assert all(p.grad is None for p in trainer.model.parameters())
+    with Trainer(tiny()) as trainer, pytest.raises(UsageError, match="eval_every"):
+        trainer.evaluate()
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tiny: Callable[..., Config]) -> None:
+    with Trainer(tiny()) as trainer:
+        with torch.no_grad():
+            trainer.model.lm_head.weight.fill_(float("nan"))
+        with pytest.raises(RunError, match=r"step 3: the loss is nan.*optimizer\.lr.*--resume"):
+            trainer.step(3)
+
+
+def test_weight_decay_leaves_vectors_and_biases_out(tiny: Callable[..., Config]) -> None:
+    model = torch.nn.Module()
+    model.matrix = torch.nn.Parameter(torch.ones(2, 2))
+    model.gate_up_bias = torch.nn.Parameter(torch.ones(2, 2))
+    model.norm = torch.nn.Parameter(torch.ones(2))
+    model.frozen = torch.nn.Parameter(torch.ones(2, 2), requires_grad=False)
+    decayed, plain = decay_groups(model, 0.3)
+    assert decayed["params"] == [model.matrix] and decayed["weight_decay"] == 0.3
+    assert {id(p) for p in plain["params"]} == {id(model.gate_up_bias), id(model.norm)} and plain["weight_decay"] == 0.0
+
+
+def test_balance_coefficient(tiny: Callable[..., Config]) -> None:
+    from transformers import AutoConfig
+
+    assert balance_coefficient(AutoConfig.for_model("olmoe")) == 0.01
+    assert balance_coefficient(AutoConfig.for_model("deepseek_v3")) == 0.0
+    assert balance_coefficient(AutoConfig.for_model("deepseek_v2", aux_loss_alpha=0.002)) == 0.002
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has CUDA")
+def test_cuda_absent_but_asked_for() -> None:
+    with pytest.raises(UsageError, match=r"device\.type = 'cuda', but torch .*valid here are 'cpu' and 'auto'"):
+        pick_device(Device(type="cuda"))
+    assert pick_device(Device(type="auto")).type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"memory": {"policy": {"*.nothing": "offload"}}}, r"'\*\.nothing' matches no module; the nearest paths"),
+        ({"train": {"sequence": 100_000}}, r"train\.sequence = 100000 needs 100001 tokens"),
+        ({"train": {"sequence": 600, "eval_every": 1}}, r"validation data has"),
+        (
+            {"model": {"family": "gpt2", "config": {"n_layer": 1, "n_embd": 8, "n_head": 1}}},
+            "GPT2LMHeadModel is not a supported model",
+        ),
+    ],
+)
+def test_mistakes_are_named(tiny: Callable[..., Config], changes: dict[str, dict[str, object]], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        Trainer(tiny(**changes))
+
+
+def test_sequence_longer_than_the_models_positions(tiny: Callable[..., Config]) -> None:
+    model = {"config": {**tiny().model.config, "max_position_embeddings": 8}}
+    with pytest.raises(UsageError, match=r"train\.sequence = 16 .*max_position_embeddings = 8"):
+        Trainer(tiny(model=model))

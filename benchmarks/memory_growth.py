@@ -94,7 +94,7 @@ def held(device: str, mem: Any) -> int:
         for t in gc.get_objects()
         if type(t) in (torch.Tensor, torch.nn.Parameter)
     }
-    return sum(storages.values()) + mem.store.pool.used_bytes
+    return sum(storages.values()) + mem.ledger.live_bytes
 
 
 def main() -> None:

@@ -69,8 +69,6 @@ def main() -> None:
         mem = start()
         for _ in range(4):
             step()
-        if mem:
-            mem.report()
         settle_memory()
         before = torch.cuda.memory_allocated()
         ms, times = median_ms(step, options.steps)
@@ -93,7 +91,7 @@ def main() -> None:
                 "ratio": ms / base_ms if base_ms else None,
                 "spread ms": max(times) - min(times),
                 "planned MiB": planned >> 20,
-                "moved MiB a step": (report.moved_bytes // options.steps) >> 20 if report else 0,
+                "moved MiB a step": report.moved_bytes >> 20 if report else 0,
                 "peak over base GiB": peak / GIB,
                 "R": (base_peak - peak) / planned if planned else None,
                 "D2H GB/s": report.d2h_gbps if report else None,

@@ -1,7 +1,13 @@
 """What every test shares: one thread, fixed seeds, and GPU tests skipped where there is no GPU."""
 
+import os
+
 import pytest
 import torch
+
+# Before anything imports Triton: without a GPU its kernels run in the interpreter.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

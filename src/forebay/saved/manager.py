@@ -81,11 +81,11 @@ class ModuleSlot:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What was moved since the last report, and how the last cycle went. None where a CPU has no figure.
+    """How the last cycle (one forward and its backward, usually) went. None where a CPU has no figure.
 
     Attributes:
-        planned_bytes: bytes that the plan takes off the device each step.
-        moved_bytes: bytes copied to the host since the last report.
+        planned_bytes: bytes that the plan takes off the device.
+        moved_bytes: bytes copied to the host.
         d2h_gbps, h2d_gbps: 1e9 bytes a second while copying, out and back.
         wait_ms: time the compute stream waited for copies in the last cycle.
         saved_bytes_by_placement: bytes of the storages that regions saved for one backward: "offload" left the device,
@@ -194,9 +194,9 @@ class Manager:
         return {path: self._in_force(region) or "auto" for path, region in self._regions.items()}
 
     def report(self) -> StepReport:
-        """Figures of the copies since the last report, and of the last cycle. Waits for the device."""
-        out, out_rate = self.store.outbound.drain()
-        _, back_rate = self.store.inbound.drain()
+        """Figures of the last cycle; ask after its backward. Waits for the device."""
+        out, out_rate = self.store.outbound.measure()
+        _, back_rate = self.store.inbound.measure()
         waits = None
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -411,10 +411,10 @@ class Manager:
             # On a GPU the first cycle compiles, tunes and page-locks: its times say nothing.
             if self._measured >= (2 if self._device.type == "cuda" else 1):
                 self._make_plan(self._recorder)
-            self.store.outbound.drain()
-            self.store.inbound.drain()
         elif self._outgrown:
             self._drop_plan()
+        self.store.outbound.restart()
+        self.store.inbound.restart()
         self._cycle = Cycle()
         self._seen.clear()
         self._leaving.clear()
@@ -505,8 +505,8 @@ class Manager:
         return event
 
     def _make_plan(self, recorder: Recorder) -> None:
-        _, out_rate = self.store.outbound.drain()
-        _, back_rate = self.store.inbound.drain()
+        _, out_rate = self.store.outbound.measure()
+        _, back_rate = self.store.inbound.measure()
         self.timeline = recorder.timeline(out_rate, back_rate)
         auto = frozenset(r.path for r in self._regions.values() if r.placement == "auto")
         offloaded = frozenset(r.path for r in self._regions.values() if r.placement == "offload")

@@ -49,7 +49,7 @@ class HostTicket(Ticket):
 
 
 class Traffic:
-    """Copies of one direction since the last `drain`: bytes and the ends of the copies, for bandwidth."""
+    """Copies of one direction since the last `restart`: bytes and the ends of the copies, for bandwidth."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -59,19 +59,19 @@ class Traffic:
         self.nbytes += nbytes
         self.copies.append((nbytes, done))
 
-    def drain(self) -> tuple[int, float | None]:
-        """(bytes, bytes a second while copying), then start anew. The rate is None on a CPU or without copies.
+    def restart(self) -> None:
+        """Count from here."""
+        self.nbytes = 0
+        self.copies.clear()
 
-        Waits on the host for the copies.
-        """
-        nbytes, timed, milliseconds = self.nbytes, 0, 0.0
+    def measure(self) -> tuple[int, float | None]:
+        """(bytes, bytes a second while copying). The rate is None on a CPU or without copies. Waits for the copies."""
+        timed, milliseconds = 0, 0.0
         for size, done in self.copies:
             taken = done.milliseconds()
             if taken is not None:
                 timed, milliseconds = timed + size, milliseconds + taken
-        self.nbytes = 0
-        self.copies.clear()
-        return nbytes, (timed / milliseconds * 1e3 if milliseconds else None)
+        return self.nbytes, (timed / milliseconds * 1e3 if milliseconds else None)
 
 
 class HostStore:

@@ -176,12 +176,14 @@ def load(path: Path, model: Any, optimizer: torch.optim.Optimizer | None = None)
         RunError: the checkpoint is damaged, or its tensors are not this model's; the first one is named.
     """
     verify(path)
+    reader = dcp.FileSystemReader(path)
+    held = reader.read_metadata().state_dict_metadata
     wanted: dict[str, Any] = {"model": get_model_state_dict(model)}
     if optimizer is not None:
         wanted["optimizer"] = get_optimizer_state_dict(model, optimizer)
-        wanted["rng"] = _torch_rng()
-    reader = dcp.FileSystemReader(path)
-    _check_fits(path, reader, wanted["model"])
+        # Generators of GPUs that were not there then are left alone, and there is no place for those that are gone.
+        wanted["rng"] = {name: state for name, state in _torch_rng().items() if f"rng.{name}" in held}
+    _check_fits(path, held, wanted["model"])
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # "torch.distributed is uninitialized": one process is meant
@@ -216,9 +218,8 @@ def _write(partial: Path, model: Any, optimizer: torch.optim.Optimizer, about: M
     _sync(partial)
 
 
-def _check_fits(path: Path, reader: Any, model: Mapping[str, Any]) -> None:
+def _check_fits(path: Path, held: Mapping[str, Any], model: Mapping[str, Any]) -> None:
     """The checkpoint's weights are the model's, by name and shape."""
-    held = reader.read_metadata().state_dict_metadata
     advice = "resume with the configuration it was made with"
     for name, tensor in model.items():
         stored = held.get(f"model.{name}")

@@ -53,11 +53,14 @@ def test_another_number_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     """A run may go on where there are more GPUs, or fewer; the generators that both have come back."""
     set_before: list[int] = []
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, index: set_before.append(index))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    state = torch.get_rng_state()
-    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: [state] * gpus[0])
+
+    def pretend(count: int) -> None:
+        states = {"cpu": torch.get_rng_state(), **{f"cuda-{i}": torch.get_rng_state() for i in range(count)}}
+        monkeypatch.setattr(checkpoint, "_torch_rng", lambda: states)
+
+    pretend(gpus[0])
     path = Checkpoints(tmp_path).save(1, *make(), {})
-    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: [state] * gpus[1])
+    pretend(gpus[1])
     checkpoint.load(path, *make())
     assert set_before == list(range(min(gpus)))
 

@@ -78,8 +78,11 @@ def test_overrides(tmp_path: Path) -> None:
         (with_key("memory", budget="1GiB"), ["memory.budget", "auto"]),
         (with_key("train", batch=6, microbatch=4), ["train.batch = 6", "train.microbatch = 4"]),
         (with_key("train", eval_every=2) | {"data": {"validation": 0.0}}, ["eval_every", "data.validation"]),
-        (with_key("schedule", warmup=100), ["schedule.warmup = 100", "train.steps = 100"]),
-        (with_key("schedule", kind="wsd"), ["schedule.decay", "1 to 100"]),
+        (with_key("schedule", kind="wsd"), ["needs schedule.decay"]),
+        (
+            with_key("schedule", kind="wsd", warmup=50, decay=51),
+            ["schedule.warmup = 50", "decay = 51", "train.steps = 100"],
+        ),
         (with_key("schedule", decay=5), ["schedule.decay", "wsd"]),
         (with_key("data", source="text"), ["data.path"]),
         (with_key("data", path="x"), ["stdlib", "data.path"]),

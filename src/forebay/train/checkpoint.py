@@ -14,6 +14,7 @@ earlier ones and ``latest`` as they were. The learning rate and the order of dat
 state of theirs to save.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -35,7 +36,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from forebay.policy import format_bytes
 from forebay.train.errors import RunError, UsageError, first_line
 
 _PREFIX, _PARTIAL = "step-", ".partial-"
@@ -114,13 +114,9 @@ class Checkpoints:
         reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else first_line(cause)
         before = self.latest()
         kept = f"the earlier checkpoint {before} is intact" if before else "there is no earlier checkpoint"
-        try:
-            free = f" ({format_bytes(shutil.disk_usage(self.folder).free)} free)"
-        except OSError:
-            free = ""
-        return RunError(
-            f"checkpoint {final} could not be written: {reason}{free}; {kept}; free some space, or set log.folder to another disk"
-        )
+        full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        advice = "; free some space, or set log.folder to another disk" if full else ""
+        return RunError(f"checkpoint {final} could not be written: {reason}; {kept}{advice}")
 
 
 def find(given: Path) -> Path:

@@ -78,7 +78,7 @@ class Schedule:
     """[schedule]: the learning rate by step; see `forebay.train.schedule`."""
 
     kind: str = _key("cosine", choices=("cosine", "wsd", "constant"))
-    warmup: int = _key(0, low=0)  # steps
+    warmup: int = _key(0, low=0)  # steps; a run that is shorter ends within it
     decay: int = _key(0, low=0)  # steps of the fall at the end; "wsd" only
     minimum: float = _key(0.1, low=0.0, high=1.0)  # fraction of the learning rate at the last step
 
@@ -243,12 +243,12 @@ def _cross_check(c: Config) -> None:
         raise UsageError("train.eval_every needs data.validation above 0")
     if not all(0.0 <= b < 1.0 for b in c.optimizer.betas):
         raise UsageError(f"optimizer.betas = {list(c.optimizer.betas)} must be two numbers in [0, 1)")
-    if c.schedule.warmup >= c.train.steps and c.schedule.warmup > 0:
-        raise UsageError(f"schedule.warmup = {c.schedule.warmup} must be less than train.steps = {c.train.steps}")
-    if c.schedule.kind == "wsd" and not 0 < c.schedule.decay <= c.train.steps - c.schedule.warmup:
+    if c.schedule.kind == "wsd" and not c.schedule.decay:
+        raise UsageError("schedule.kind = 'wsd' needs schedule.decay: the number of steps of the fall at the end")
+    if c.schedule.kind == "wsd" and c.schedule.warmup + c.schedule.decay > c.train.steps:
         raise UsageError(
-            f"schedule.kind = 'wsd' needs schedule.decay from 1 to {c.train.steps - c.schedule.warmup} (train.steps - warmup), "
-            f"not {c.schedule.decay}"
+            f"schedule.warmup = {c.schedule.warmup} and schedule.decay = {c.schedule.decay} do not fit into "
+            f"train.steps = {c.train.steps}"
         )
     if c.schedule.kind != "wsd" and c.schedule.decay:
         raise UsageError(f"schedule.decay is for schedule.kind = 'wsd', not {c.schedule.kind!r}")

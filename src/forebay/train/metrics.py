@@ -191,7 +191,7 @@ class Summary:
         placements: region path to placement.
         saved_bytes: what the regions' forward left for their backward, by where it waited: "keep" (on the device),
             "offload" (in the host store), "recompute" (what stays of regions that run again: their inputs).
-        moved_bytes: bytes copied to the host store by this process, all steps together.
+        moved_bytes: bytes copied to the host store.
         d2h_gbps, h2d_gbps: GB/s of copies out and back; None where there is no copy engine.
         wait_ms: time the compute stream waited for copies; None likewise.
         first_loss, last_loss: of this process's first and last step.
@@ -258,7 +258,7 @@ def _result_rows(summary: Summary) -> list[tuple[str, str]]:
         ("loss first -> last", f"{summary.first_loss:.4f} -> {summary.last_loss:.4f} ({change:+.4f} nats a token)"),
         ("tokens per second", f"{summary.tokens_per_second:,.0f} (median)"),
         ("recomputed", _paths(summary, "recompute")),
-        ("offloaded", f"{_paths(summary, 'offload')}; {format_bytes(summary.moved_bytes)} moved over the run"),
+        ("offloaded", f"{_paths(summary, 'offload')}; {format_bytes(summary.moved_bytes)} moved in a microbatch"),
         (f"peak {'GPU' if summary.on_gpu else 'host'} memory", f"{summary.peak_bytes / 1e9:.2f} GB"),
         ("run", str(summary.folder)),
     ]

@@ -26,6 +26,7 @@ import torch
 import transformers
 from rich.console import Console
 
+from forebay.saved.manager import StepReport
 from forebay.train import checkpoint
 from forebay.train.config import Config, from_mapping
 from forebay.train.errors import Interrupted, RunError, UsageError
@@ -165,13 +166,15 @@ class _Run:
                 record = self.trainer.step(number)
                 self.records.append(record)
                 report.step(record)
+                if number == c.train.steps:
+                    last = self.trainer.memory.report()  # of a backward: before a validation pass
                 if c.train.eval_every and number % c.train.eval_every == 0:
                     report.validation(number, self.trainer.evaluate())
                 if self._is_due(number):
                     self._save(number)
                 if self.stop.signal and number < c.train.steps:
                     raise self._interrupted(number)
-        for table in summary_tables(self._summary()):
+        for table in summary_tables(self._summary(last)):
             self.console.print(table)
         return self.start.folder
 
@@ -247,12 +250,11 @@ class _Run:
                 f"the run's folder {self.start.folder} cannot be written: {error.strerror}; set log.folder to another"
             ) from error
 
-    def _summary(self) -> Summary:
-        memory, records = self.trainer.memory, self.records
-        last = memory.report()
+    def _summary(self, last: StepReport) -> Summary:
+        records = self.records
         steady = records[1:] or records
         return Summary(
-            placements=memory.placements,
+            placements=self.trainer.memory.placements,
             saved_bytes=last.saved_bytes_by_placement,
             moved_bytes=last.moved_bytes,
             d2h_gbps=last.d2h_gbps,

@@ -1,8 +1,30 @@
-"""Forebay: the activation memory of Mixture-of-Experts training. Public names, nothing else."""
+"""Forebay: the activation memory of Mixture-of-Experts training. Public names, nothing else.
 
-from forebay.loss import linear_cross_entropy
-from forebay.models.manage import Managed, manage
-from forebay.moe.experts import experts
-from forebay.policy import BudgetError, PolicyError
+The names are loaded when they are first asked for: `forebay --help` and a typo in a config should not take the seconds
+that importing torch and transformers takes.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from forebay.loss import linear_cross_entropy
+    from forebay.models.manage import Managed, manage
+    from forebay.moe.experts import experts
+    from forebay.policy import BudgetError, PolicyError
 
 __all__ = ["BudgetError", "Managed", "PolicyError", "experts", "linear_cross_entropy", "manage"]
+
+
+def __getattr__(name: str) -> Any:
+    homes = {
+        "BudgetError": "forebay.policy",
+        "Managed": "forebay.models.manage",
+        "PolicyError": "forebay.policy",
+        "experts": "forebay.moe.experts",
+        "linear_cross_entropy": "forebay.loss",
+        "manage": "forebay.models.manage",
+    }
+    if name not in homes:
+        raise AttributeError(f"module 'forebay' has no attribute {name!r}")
+    return getattr(import_module(homes[name]), name)

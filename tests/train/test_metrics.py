@@ -115,7 +115,16 @@ def summary(**changes: object) -> str:
 
 def test_summary_on_a_cpu() -> None:
     said = summary()
-    for part in ("keep", "3.00 MiB", "recompute", "1.00 MiB", "made again", "offload", "5.00 MiB", "50.00 MiB moved in a microbatch"):
+    for part in (
+        "keep",
+        "3.00 MiB",
+        "recompute",
+        "1.00 MiB",
+        "made again",
+        "offload",
+        "5.00 MiB",
+        "50.00 MiB moved in a microbatch",
+    ):
         assert part in said
     for part in (
         "on a CPU that is ordinary memory",

@@ -174,4 +174,7 @@ def _inductor(graph: GraphModule, inputs: Sequence[Any]) -> Any:
         torch._functorch.config.patch(dict(_CUT)),
         torch._inductor.config.patch(custom_partitioner_fn=_SaveLittle()),
     ):
-        return compile_fx(graph, list(inputs))
+        # torch's key of a cached graph says nothing of donated buffers: a backward that writes into what was saved would be
+        # found for one that must not.
+        patches = {} if torch._functorch.config.donated_buffer else {"fx_graph_cache": False}
+        return compile_fx(graph, list(inputs), config_patches=patches)

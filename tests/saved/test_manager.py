@@ -308,3 +308,20 @@ def test_the_report_says_where_the_saved_bytes_are() -> None:
     assert saved["recompute"] == 40 * WIDTH * 4, "a checkpoint keeps its input"
     assert saved["offload"] == report.planned_bytes > 0
     assert saved["keep"] > 3 * saved["recompute"]
+
+
+def test_what_distant_regions_share_stays_on_the_device() -> None:
+    class Rotated(nn.Module):
+        def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+            x, table = pair
+            return (x * table).sin(), table
+
+    model = nn.Sequential(*[Rotated() for _ in range(6)])
+    mem = manage(model, {"?": "offload"}, "cpu")
+    x = torch.randn(16, 32, requires_grad=True)
+    for _ in range(3):
+        model((x * 1, torch.randn(32)))[0].sum().backward()
+    assert mem.timeline is not None and mem.plan is not None
+    sizes = {c.key[0]: sorted(c.items) for c in mem.timeline.calls}
+    assert sizes["0"] == [0, 16 * 32 * 4], "the table counts as nothing to move"
+    assert sizes["4"] == [16 * 32 * 4]

@@ -39,6 +39,8 @@ from forebay.stores.host import HostStore
 
 _MIN_BYTES_CUDA = 1 << 20  # a 1 MiB copy reaches 40 of 55 GB/s (H200); below that launches cost more than they free
 
+_NEIGHBOURS = 2  # calls; a tensor that runs from one region into the next or the one after may still leave
+
 
 class Slot(Protocol):
     """A place in a model's forward where a region sits."""
@@ -116,6 +118,7 @@ class _Seen:
 
     identity: Identity
     key: Key
+    number: int
     ordinal: int
     ticket: "weakref.ref[Ticket] | None"
 
@@ -342,12 +345,20 @@ class Manager:
         if not known:
             ticket = self._admit(call, tensor)
             held = weakref.ref(ticket) if ticket is not None else None
-            self._seen[identity.key] = _Seen(identity, call.key, len(call.items) - 1, held)
+            self._seen[identity.key] = _Seen(identity, call.key, call.number, len(call.items) - 1, held)
+        elif self._recorder is not None:
+            self._exclude_shared(self._recorder, call, self._seen[identity.key])
         if ticket is None:
             return tensor.detach()
         if all(ref() is not ticket for ref in call.tickets):
             call.tickets.append(weakref.ref(ticket))
         return _Packed(call, ticket, View.of(tensor))
+
+    def _exclude_shared(self, recorder: Recorder, call: RegionCall, seen: _Seen) -> None:
+        """What regions far apart save in common (rotary tables) is needed by the last of them, soon after the turn: a plan
+        that waits for the first one's backward would fetch it late."""
+        if call.number > seen.number + _NEIGHBOURS:
+            recorder.exclude(seen.key, seen.ordinal)
 
     def _lookup(self, identity: Identity) -> tuple[bool, Ticket | None]:
         """(this storage was met before, its ticket if it left). One storage is stored once, whoever saves views of it."""

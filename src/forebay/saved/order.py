@@ -22,10 +22,11 @@ from forebay.stores.base import Ticket
 class RegionCall:
     """One forward of one region. Owned by the autograd graph (through packed tensors and gradient hooks).
 
-    ``tickets`` are weak: the graph owns them too.
+    ``number`` counts the cycle's calls. ``tickets`` are weak: the graph owns them too.
     """
 
     key: Key
+    number: int = 0
     items: list[int] = field(default_factory=list)
     tickets: list["weakref.ref[Ticket]"] = field(default_factory=list)
     input_bytes: int = 0
@@ -51,7 +52,7 @@ class Cycle:
     def new_call(self, path: str) -> RegionCall:
         count = self._counts.get(path, 0)
         self._counts[path] = count + 1
-        call = RegionCall((path, count))
+        call = RegionCall((path, count), len(self._calls))
         self._calls.append(weakref.ref(call))
         return call
 

@@ -15,7 +15,8 @@ from common import GIB, median_ms, settle_memory, write
 from torch import nn
 
 from forebay.policy import resolve
-from forebay.saved.manager import Manager, ModuleSlot
+from forebay.saved.manager import Manager
+from forebay.saved.slots import ModuleSlot
 
 
 class Block(nn.Module):

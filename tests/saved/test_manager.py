@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from forebay.policy import BudgetError, PolicyError, resolve
-from forebay.saved.manager import Manager, ModuleSlot
+from forebay.saved.manager import Manager
+from forebay.saved.slots import ModuleSlot
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WIDTH = 24

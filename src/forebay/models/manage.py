@@ -28,8 +28,9 @@ from forebay.models.hf_experts import register
 from forebay.planner.simulate import Plan, Timeline
 from forebay.policy import PLACEMENTS, Claim, PolicyError, outermost, parse_bytes, resolve
 from forebay.saved.ledger import Ledger
-from forebay.saved.manager import Manager, ModuleSlot, Slot, StepReport
+from forebay.saved.manager import Manager, StepReport
 from forebay.saved.profile import Profiler, SavedProfile, profile_model
+from forebay.saved.slots import ModuleSlot, Slot
 
 
 class Managed:

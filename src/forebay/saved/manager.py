@@ -20,8 +20,8 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial, wraps
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -34,51 +34,13 @@ from forebay.saved.identify import Identity, View, is_storable, storage_bytes, w
 from forebay.saved.ledger import Ledger
 from forebay.saved.order import Cycle, Recorder, RegionCall
 from forebay.saved.recompute import recomputed, refuse_nested_checkpointing
+from forebay.saved.slots import Slot
 from forebay.stores.base import State, Ticket
 from forebay.stores.host import HostStore
 
 _MIN_BYTES_CUDA = 1 << 20  # a 1 MiB copy reaches 40 of 55 GB/s (H200); below that launches cost more than they free
 
 _NEIGHBOURS = 2  # calls; a tensor that runs from one region into the next or the one after may still leave
-
-
-class Slot(Protocol):
-    """A place in a model's forward where a region sits."""
-
-    module: torch.nn.Module
-    """The module whose weights the region uses."""
-    light_recompute: Callable[[bool], None] | None
-    """Switches the region's own, cheaper recomputation of its largest saved tensor; None if it has none."""
-
-    def wrap(self, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Put ``wrapper(current)`` in the place of the current callable."""
-
-    def restore(self) -> None:
-        """Put everything back as it was before `wrap`."""
-
-
-class ModuleSlot:
-    """The slot of a whole module: its ``forward``, replaced on the instance. Module hooks stay outside the region."""
-
-    def __init__(self, module: torch.nn.Module, light_recompute: Callable[[bool], None] | None = None):
-        self.module = module
-        self.light_recompute = light_recompute
-        self._before: Callable[..., Any] | None = None
-        self._wrapped = False
-
-    def wrap(self, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        self._before = self.module.__dict__.get("forward")
-        inner = self.module.forward
-        self.module.forward = wraps(inner)(wrapper(inner))  # type: ignore[method-assign]
-        self._wrapped = True
-
-    def restore(self) -> None:
-        if not self._wrapped:
-            return
-        del self.module.forward
-        if self._before is not None:
-            self.module.forward = self._before  # type: ignore[method-assign]
-        self._wrapped = False
 
 
 @dataclass(frozen=True)

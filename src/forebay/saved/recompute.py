@@ -5,7 +5,7 @@ the second run, so that dropout repeats itself and the results are bitwise those
 deterministic.
 
 Regions that know a cheaper way (experts, which can make their first grouped GEMM's output again from what they keep
-anyway) offer it through their slot, and no checkpoint is involved: see `forebay.saved.manager.Slot.light_recompute`.
+anyway) offer it through their slot, and no checkpoint is involved: see `forebay.saved.slots.Slot.light_recompute`.
 """
 
 from collections.abc import Callable

@@ -97,16 +97,16 @@ def gather_rows(x: Tensor, order: Tensor, offs: Tensor, slots_per_token: int, *,
 
     Args:
         x: [T, H]; a last dimension that is not contiguous is copied first.
-        order: [R] int32, R = T * slots_per_token.
+        order: [R] int32, R <= T * slots_per_token.
         offs: [E] int32 on x's device; rows from offs[-1] on are sentinels.
 
     Raises:
         ValueError: shapes that do not fit.
     """
-    if x.dim() != 2 or order.shape != (x.shape[0] * slots_per_token,):
+    if x.dim() != 2 or order.dim() != 1 or order.shape[0] > x.shape[0] * slots_per_token:
         raise ValueError(
             f"x {tuple(x.shape)} with {slots_per_token} slots a token needs order "
-            f"[{x.shape[0] * slots_per_token}], got {tuple(order.shape)}"
+            f"[R], R <= {x.shape[0] * slots_per_token}, got {tuple(order.shape)}"
         )
     n_rows, width = order.shape[0], x.shape[1]
     if not use_triton(backend, x):

@@ -267,8 +267,8 @@ def swiglu_forward(
 
     Args:
         h: [R, 2I], any strides (made contiguous if it is not).
-        weights: [R] (or [T, K] with T*K = R) by slot, any floating dtype.
-        order: [R] int32, row -> slot; a permutation.
+        weights: [N] (or [T, K] with T*K = N) by slot, N >= R, any floating dtype.
+        order: [R] int32, row -> slot, each slot at most once.
         offs: [E] int32 on h's device, end row of each expert; rows from offs[-1] on are sentinels.
         bias: [E, 2I], laid out as h's columns, added before the activation.
         row_expert: [R] int32, the expert of each live row; needed with `bias`.
@@ -329,7 +329,9 @@ def swiglu_backward(
     over_da: bool = False,
     backend: Backend = "auto",
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(dh [R, 2I] in h's dtype, act [R, I] in da's dtype, dw [R] fp32 by slot); None if not needed.
+    """(dh [R, 2I] in h's dtype, act [R, I] in da's dtype, dw [N] fp32 by slot); None if not needed.
+
+    The dw of a slot without a row is zero.
 
     Args:
         da: [R, I], the gradient with respect to act.
@@ -352,7 +354,9 @@ def swiglu_backward(
     compute = torch.float64 if h.dtype == torch.float64 else torch.float32
     dh = (h if over_h else torch.empty_like(h)) if need_dh else None
     act = (da if over_da else torch.empty_like(da)) if need_act else None
-    dw = torch.empty(rows, dtype=compute, device=h.device) if need_dw else None
+    every_slot_has_a_row = weights.shape[0] == rows
+    new_dw = torch.empty if every_slot_has_a_row else torch.zeros
+    dw = new_dw(weights.shape[0], dtype=compute, device=h.device) if need_dw else None
     if not use_triton(backend, h):
         live = _live(h, offs)
         silu, slope, up, up_slope = _reference_parts(h, glu, bias, row_expert, live)
@@ -432,9 +436,9 @@ def _prepare(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     if h.dim() != 2 or h.shape[1] % 2:
         raise ValueError(f"h must be [R, 2I], got {tuple(h.shape)}")
-    if weights.numel() != h.shape[0] or order.shape != h.shape[:1]:
+    if weights.numel() < h.shape[0] or order.shape != h.shape[:1]:
         raise ValueError(
-            f"h {tuple(h.shape)} needs {h.shape[0]} weights and order [{h.shape[0]}], "
+            f"h {tuple(h.shape)} needs at least {h.shape[0]} weights and order [{h.shape[0]}], "
             f"got {tuple(weights.shape)} and {tuple(order.shape)}"
         )
     if bias is not None and row_expert is None:

@@ -29,6 +29,7 @@ def experts(
     alpha: float = 1.702,
     limit: float = 7.0,
     save_h: bool = True,
+    max_rows: int | None = None,
 ) -> Tensor:
     """y [T, H] in x's dtype: each token's chosen experts, weighted and summed.
 
@@ -44,6 +45,8 @@ def experts(
         activation: "swiglu" (silu) or "clamped_swiglu" (GPT-OSS; reads alpha and limit).
         interleaved: gate and up columns alternate instead of lying in two halves.
         save_h: keep h for backward (4KI bytes a token in bf16) or make it again there.
+        max_rows: how many rows to compute at most; the default is T*K. For ids that are mostly sentinels
+            (`forebay.moe.dispatch` says the bound); live slots beyond it would add nothing.
 
     Raises:
         ValueError: shapes that do not fit, or an unknown activation.
@@ -56,7 +59,7 @@ def experts(
     # autocast: the casts are autograd's, so the gradients come back in the caller's dtypes.
     y, *_ = experts_op(
         x.to(gate_up.dtype).contiguous(), ids, weights, gate_up, down, gate_up_bias, down_bias,
-        activation, interleaved, transposed, alpha, limit, save_h and backward_comes,
+        activation, interleaved, transposed, alpha, limit, save_h and backward_comes, max_rows,
     )  # fmt: skip
     return y.to(x.dtype)
 

@@ -5,8 +5,10 @@ checked and of one dtype (`forebay.moe.experts` does that). Out: y [T, H], and w
 which hangs on the autograd graph and nowhere else:
 
     x [T, H]         once a token, not once a row                         2H bytes a token (bf16)
-    h [T*K, 2I]      the first grouped GEMM's output, before its bias     4KI
-    order, inverse   int32 [T*K] and [T, K]; offs [E]; weights [T, K]     8K and the weights
+    h [R, 2I]        the first grouped GEMM's output, before its bias     4KI
+    order, inverse   int32 [R] and [T, K]; offs [E]; weights [T, K]       8K and the weights
+
+R is T*K, or `max_rows` where most slots are sentinels.
 
 The gathered rows and the activation are made again in backward. The down projection's output is
 never needed, because the routing weight is applied before it: y_t = sum_k (w * glu(h)) @ down,
@@ -62,6 +64,7 @@ def experts_op(
     alpha: float,
     limit: float,
     save_h: bool,
+    max_rows: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(y, h, order, inverse, offs), so that a checkpoint policy can keep all that backward reads.
 
@@ -71,7 +74,7 @@ def experts_op(
     num_experts = gate_up.shape[0]
     # An operation inside is not autocast again: backward makes h outside of any autocast region.
     with torch.autocast(x.device.type, enabled=False):
-        routing = route(ids, num_experts)
+        routing = route(ids, num_experts, max_rows)
         order, inverse, offs = routing
         row_expert = _row_experts(routing, gate_up_bias, down_bias)
         x_rows = gather_rows(x, order, offs, ids.shape[1])
@@ -94,9 +97,10 @@ def experts_op(
 @experts_op.register_fake
 def _(
     x, ids, weights, gate_up, down, gate_up_bias, down_bias,
-    activation, interleaved, transposed, alpha, limit, save_h,
+    activation, interleaved, transposed, alpha, limit, save_h, max_rows,
 ):  # fmt: skip
     slots = ids.shape[0] * ids.shape[1]
+    slots = slots if max_rows is None else torch.sym_min(slots, max_rows)
     width = gate_up.shape[2] if transposed else gate_up.shape[1]
     h = x.new_empty((slots, width)) if save_h else x.new_empty(0)
     order = ids.new_empty(slots, dtype=torch.int32)
@@ -232,7 +236,7 @@ def _(
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    x, _, weights, gate_up, down, gate_up_bias, down_bias, *settings, save_h = inputs
+    x, _, weights, gate_up, down, gate_up_bias, down_bias, *settings, save_h, _ = inputs
     _, h, order, inverse, offs = output
     ctx.set_materialize_grads(False)
     # The caller cannot train through what the operation hands out to be kept.
@@ -251,11 +255,11 @@ def _setup_context(ctx, inputs, output) -> None:
 
 def _backward(ctx, dy, *_):
     if dy is None:
-        return (None,) * 13
+        return (None,) * 14
     saved = ctx.saved_tensors
     grads = experts_backward_op(dy, *saved, *ctx.settings, *ctx.needs)
     dx, dw, *rest = (g if need else None for g, need in zip(grads, ctx.needs, strict=True))
-    return (dx, None, dw, *rest, *(None,) * 6)
+    return (dx, None, dw, *rest, *(None,) * 7)
 
 
 experts_op.register_autograd(_backward, setup_context=_setup_context)

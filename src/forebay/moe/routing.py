@@ -25,7 +25,7 @@ from forebay.kernels.sort_slots import sort_slots
 class Routing(NamedTuple):
     """Slots sorted by expert.
 
-    order: [T*K] int32, row -> slot; a permutation, sentinels' slots last.
+    order: [R] int32, row -> slot, sentinels' slots last; a permutation if R = T*K.
     inverse: [T, K] int32, slot -> row; -1 for a sentinel.
     offs: [E] int32, end row of each expert; offs[-1] is the number of live rows.
     """
@@ -35,8 +35,12 @@ class Routing(NamedTuple):
     offs: Tensor
 
 
-def route(ids: Tensor, num_experts: int) -> Routing:
+def route(ids: Tensor, num_experts: int, max_rows: int | None = None) -> Routing:
     """Sort the slots of `ids` [T, K] (any integer dtype) by expert.
+
+    Args:
+        max_rows: keep this many rows (R = min(T*K, max_rows)) where most slots are sentinels, as on a rank of expert
+            parallelism. Live rows beyond are left out as if they were sentinels: whoever gives a bound watches it.
 
     Raises:
         ValueError: ids not [T, K], no experts, or too many slots for int32 row numbers.
@@ -45,7 +49,11 @@ def route(ids: Tensor, num_experts: int) -> Routing:
         raise ValueError(f"ids must be [T, K] and experts >= 1: {tuple(ids.shape)}, {num_experts}")
     if ids.numel() >= 2**31 - 2**10:
         raise ValueError(f"{ids.numel()} slots do not fit int32 row numbers")
-    return Routing(*sort_slots(ids, num_experts))
+    order, inverse, offs = sort_slots(ids, num_experts)
+    if max_rows is None or max_rows >= order.shape[0]:
+        return Routing(order, inverse, offs)
+    # Cloned: a view would keep all T*K entries alive for backward.
+    return Routing(order[:max_rows].clone(), inverse.masked_fill_(inverse >= max_rows, -1), offs.clamp_(max=max_rows))
 
 
 def row_experts(offs: Tensor, n_rows: int) -> Tensor:

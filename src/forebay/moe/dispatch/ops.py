@@ -1,0 +1,177 @@
+"""`forebay::dispatch` and `forebay::combine`: what autograd sees of an exchange.
+
+In: tokens and a router's choice, and an `Exchange`. Out: a `Dispatched`, whose handle goes to `combine`. Both are operations
+with fake implementations and autograd, so a checkpoint policy can name them, and a trace without a device can run them.
+
+    dispatch(x, ids, weights, exchange) -> rows, ids, weights, handle      gradient: forebay::collect
+    experts(rows, ids, weights, ...)    -> y_rows
+    combine(y_rows, handle, init)       -> y                               gradient: forebay::spread
+
+Who owns a handle: whoever holds it, which is the autograd graph and the caller's frame. Forward only, a checkpoint that stops
+early, an exception in between: the handle goes when the frame or the graph goes. There is nothing to clear.
+
+With one rank nothing travels: `dispatch` returns x itself and `combine` its argument, with no operation and no copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from forebay.moe.dispatch.exchange import Exchange
+
+
+@dataclass(frozen=True, eq=False)
+class Handle:
+    """The way back of dispatched rows: pass it to `combine`."""
+
+    tensors: list[Tensor]
+    exchange: Exchange
+    n_tokens: int
+
+
+@dataclass(frozen=True, eq=False)
+class Dispatched:
+    """What a rank received: R rows, each with K slots, of which those that name this rank's experts count.
+
+    Attributes:
+        rows: [R, H] in x's dtype; rows behind the last one received are undefined.
+        ids: [R, K], the rank's own experts from 0 on; -1 elsewhere.
+        weights: [R, K] in the weights' dtype.
+        max_rows: bound on the number of live slots, for `forebay.moe.experts.experts`; None is R * K.
+        handle: for `combine`.
+    """
+
+    rows: Tensor
+    ids: Tensor
+    weights: Tensor
+    max_rows: int | None
+    handle: Handle
+
+
+def dispatch(x: Tensor, ids: Tensor, weights: Tensor, exchange: Exchange) -> Dispatched:
+    """Send each token to every rank that holds one of its experts, once.
+
+    Args:
+        x: [T, H], any floating dtype; T may differ between ranks.
+        ids: [T, K], any integer dtype, in [0, E); -1 for a slot that chooses nobody.
+        weights: [T, K], any floating dtype.
+
+    Raises:
+        ValueError: shapes that do not fit, or more tokens than the exchange was made for.
+    """
+    if x.dim() != 2 or ids.dim() != 2 or ids.shape[0] != x.shape[0] or weights.shape != ids.shape:
+        raise ValueError(
+            f"x [T, H], ids and weights [T, K] do not fit: {tuple(x.shape)}, {tuple(ids.shape)}, {tuple(weights.shape)}"
+        )
+    if exchange.size == 1:
+        return Dispatched(x, ids, weights, None, Handle([], exchange, x.shape[0]))
+    rows, local_ids, row_weights, handle = dispatch_op(x, ids, weights, exchange)
+    max_rows = exchange.max_rows(handle, rows.shape[0], ids.shape[1])
+    return Dispatched(rows, local_ids, row_weights, max_rows, Handle(handle, exchange, x.shape[0]))
+
+
+def combine(rows: Tensor, handle: Handle, init: Tensor | None = None) -> Tensor:
+    """[T, H] in rows' dtype: for each token, `init` plus the sum of its rows over all ranks, in the order of ranks.
+
+    Args:
+        rows: [R, H], one for each row that was dispatched.
+        init: [T, H], such as the residual; added first, in the same pass.
+    """
+    if handle.exchange.size == 1:
+        return rows if init is None else init + rows
+    return combine_op(rows, init, handle.tensors, handle.n_tokens, handle.exchange)
+
+
+@torch.library.custom_op("forebay::dispatch", mutates_args=())
+def dispatch_op(
+    x: Tensor, ids: Tensor, weights: Tensor, exchange: Exchange
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """See `Exchange.dispatch`."""
+    rows, local_ids, row_weights, handle = exchange.dispatch(x, ids, weights)
+    exchange.watch(handle)
+    return rows, local_ids, row_weights, handle
+
+
+@dispatch_op.register_fake
+def _(x, ids, weights, exchange):
+    n_rows, handle = exchange.fake_handle(x.shape[0], ids.shape[1], x.device)
+    if n_rows is None:
+        n_rows = torch.library.get_ctx().new_dynamic_size()
+    slots = (n_rows, ids.shape[1])
+    local_ids = ids.new_empty(slots, dtype=torch.int32)
+    return x.new_empty((n_rows, x.shape[1])), local_ids, weights.new_empty(slots), handle
+
+
+@torch.library.custom_op("forebay::combine", mutates_args=())
+def combine_op(rows: Tensor, init: Tensor | None, handle: list[Tensor], n_tokens: int, exchange: Exchange) -> Tensor:
+    """See `Exchange.collect`."""
+    return exchange.collect(rows, None, handle, n_tokens, init)[0]
+
+
+@combine_op.register_fake
+def _(rows, init, handle, n_tokens, exchange):
+    return rows.new_empty((n_tokens, rows.shape[1]))
+
+
+@torch.library.custom_op("forebay::spread", mutates_args=())
+def spread_op(values: Tensor, handle: list[Tensor], n_rows: int, exchange: Exchange) -> Tensor:
+    """See `Exchange.spread`. Gradient of combine."""
+    return exchange.spread(values, handle, n_rows)
+
+
+@spread_op.register_fake
+def _(values, handle, n_rows, exchange):
+    return values.new_empty((n_rows, values.shape[1]))
+
+
+@torch.library.custom_op("forebay::collect", mutates_args=())
+def collect_op(
+    rows: Tensor, narrow: Tensor, handle: list[Tensor], n_tokens: int, exchange: Exchange
+) -> tuple[Tensor, Tensor]:
+    """See `Exchange.collect`. Gradient of dispatch."""
+    wide, thin = exchange.collect(rows, narrow, handle, n_tokens, None)
+    assert thin is not None
+    return wide, thin
+
+
+@collect_op.register_fake
+def _(rows, narrow, handle, n_tokens, exchange):
+    return rows.new_empty((n_tokens, rows.shape[1])), narrow.new_empty((n_tokens, narrow.shape[1]))
+
+
+def _dispatch_setup(ctx, inputs, output) -> None:
+    x, _, _, exchange = inputs
+    _, local_ids, _, handle = output
+    ctx.mark_non_differentiable(local_ids, *handle)
+    # Every rank has to take part in backward, also one whose rows got no gradient: zeros are made for it.
+    ctx.exchange, ctx.n_tokens = exchange, x.shape[0]
+    ctx.save_for_backward(*handle)
+
+
+def _dispatch_backward(ctx, d_rows, _, d_weights, __):
+    dx, dw = collect_op(
+        d_rows.contiguous(), d_weights.contiguous(), list(ctx.saved_tensors), ctx.n_tokens, ctx.exchange
+    )
+    need_x, _, need_weights, _ = ctx.needs_input_grad
+    return dx if need_x else None, None, dw if need_weights else None, None
+
+
+dispatch_op.register_autograd(_dispatch_backward, setup_context=_dispatch_setup)
+
+
+def _combine_setup(ctx, inputs, output) -> None:
+    rows, _, handle, _, exchange = inputs
+    ctx.exchange, ctx.n_rows = exchange, rows.shape[0]
+    ctx.save_for_backward(*handle)
+
+
+def _combine_backward(ctx, dy):
+    need_rows, need_init, *_ = ctx.needs_input_grad
+    d_rows = spread_op(dy.contiguous(), list(ctx.saved_tensors), ctx.n_rows, ctx.exchange) if need_rows else None
+    return d_rows, dy if need_init else None, [None] * len(ctx.saved_tensors), None, None
+
+
+combine_op.register_autograd(_combine_backward, setup_context=_combine_setup)

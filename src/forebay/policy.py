@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 PLACEMENTS = ("keep", "recompute", "offload", "stash")
+# What "recompute" does to a MoE half: "light" is the experts' own way, the others checkpoint all of it.
+RECOMPUTE_MODES = ("light", "full", "save-dispatch", "save-both")
 
 
 class PolicyError(ValueError):

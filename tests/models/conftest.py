@@ -86,19 +86,20 @@ FAMILIES: dict[str, tuple[str, dict]] = {
 }
 
 
+def build_tiny(family: str, dtype: torch.dtype = torch.float32, **fields: object) -> nn.Module:
+    """A `*ForCausalLM` in training mode, seeded."""
+    import transformers
+
+    name, defaults = FAMILIES[family]
+    config = getattr(transformers, name)(**{**defaults, **fields})
+    torch.manual_seed(1)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+
+
 @pytest.fixture
 def tiny() -> Callable[..., nn.Module]:
-    """tiny(family, dtype=torch.float32, **fields) -> a `*ForCausalLM` in training mode, seeded."""
-
-    def make(family: str, dtype: torch.dtype = torch.float32, **fields: object) -> nn.Module:
-        import transformers
-
-        name, defaults = FAMILIES[family]
-        config = getattr(transformers, name)(**{**defaults, **fields})
-        torch.manual_seed(1)
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).train()
-
-    return make
+    """tiny(family, dtype=torch.float32, **fields): `build_tiny`."""
+    return build_tiny
 
 
 @pytest.fixture

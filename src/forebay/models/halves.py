@@ -16,6 +16,8 @@ The slots are owned by `Halves`, which lives as long as its owner keeps it; `uni
 the instance attributes and all state is gone. A layer runs its original forward when it is asked
 for attention weights or given a KV cache.
 
+Under expert parallelism a MoE half is a `forebay.moe.layer.MoeStages`: the same parts, cut where tokens travel.
+
 The MoE blocks are spelled out here (router, experts, shared experts) instead of calling the
 block's own forward: that is how the router's outputs get out of a compiled graph.
 """
@@ -28,9 +30,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from forebay.models.compile import check_compiler, compile_half
 from forebay.models.families import LAYERS, MoeBlock, decoder_layers, moe_block, refuse_checkpointing
+from forebay.moe.dispatch.exchange import Exchange
+from forebay.moe.layer import Front, MoeStages
 
 # Keywords that a model hands down to its layers and that no attention reads. A compiled half must
 # not see them: num_items_in_batch differs each step and would compile it anew.
@@ -85,6 +90,16 @@ def moe_half(layer: Any, router: Any, experts: Any, shared: Any, direct: bool, x
     if shared is not None:
         y = y + shared(normed)
     return x + y, logits, ids
+
+
+def moe_front(layer: Any, router: Any, shared: Any, direct: bool, x: Tensor) -> Front:
+    """The first stage of `moe_half` under expert parallelism: all that comes before tokens travel; x is [B, S, H]."""
+    normed = layer.post_attention_layernorm(x)
+    route = router.forward if direct else router
+    rows = normed.view(-1, normed.shape[-1])
+    logits, weights, ids = route(rows if shared is None else normed)
+    residual = x if shared is None else x + shared(normed)
+    return Front(residual.view(-1, x.shape[-1]), rows, ids, weights, logits)
 
 
 class HalfSlot:
@@ -198,7 +213,7 @@ class _TwoHalves:
         return bool(kwargs.get("output_attentions")) or "attentions" in _collected()
 
 
-def install_halves(model: nn.Module, compile: bool = False) -> Halves:
+def install_halves(model: nn.Module, compile: bool = False, exchange: Exchange | None = None) -> Halves:
     """Replace the forward of every decoder layer of `model` by its two halves.
 
     Eager halves give bitwise the original's results. Compiled ones (one graph for all layers of a
@@ -208,9 +223,11 @@ def install_halves(model: nn.Module, compile: bool = False) -> Halves:
     Args:
         model: a transformers model, or any module that has supported decoder layers below it.
         compile: compile the halves. Shapes are static: another batch shape compiles once more.
+        exchange: run the MoE halves of expert parallelism, whose experts modules hold this rank's experts. What comes before the
+            tokens travel is compiled then, and the experts are called as modules, between dispatch and combine.
 
     Raises:
-        ValueError: naming the class and the supported ones, if there is no supported layer, a
+        ValueError: experts that are not Forebay's with an exchange, or of another number than its own; or naming the class and the supported ones, if there is no supported layer, a
             decoder layer or MLP of an unknown class, or one with an overridden forward, or if a
             layer is under gradient checkpointing.
         RuntimeError: `compile` without a compiler for the model's device.
@@ -221,27 +238,54 @@ def install_halves(model: nn.Module, compile: bool = False) -> Halves:
             f"{type(model).__name__} has no decoder layers that Forebay knows; supported are {', '.join(LAYERS)}"
         )
     parts = [moe_block(f"{path}.mlp", layer.mlp) for path, layer in found]
+    if exchange is not None:
+        for block in parts:
+            if block is not None:
+                _check_experts(block, exchange)
     attend: Callable[..., Any] = attention_half
     mix: Callable[..., Any] = moe_half
     plain: Callable[..., Any] = dense_half
+    front: Callable[..., Any] = moe_front
     if compile:
         check_compiler(next(model.parameters()).device.type)
         attend = compile_half(attend, attention=True)
-        mix, plain = compile_half(mix), compile_half(plain)
+        mix, plain, front = compile_half(mix), compile_half(plain), compile_half(front)
     halves = Halves()
     for (path, layer), block in zip(found, parts, strict=True):
         attention = HalfSlot(f"{path}.self_attn", layer, partial(attend, layer, compile))
         if block is None:
             mlp = HalfSlot(f"{path}.mlp", layer, partial(plain, layer))
         else:
-            mlp = HalfSlot(
-                f"{path}.mlp",
-                layer,
-                partial(mix, layer, block.router, block.experts, block.shared, compile),
-                light_recompute_of(block.experts),
-            )
+            half: Callable[..., Any] = partial(mix, layer, block.router, block.experts, block.shared, compile)
+            if exchange is not None:
+                half = MoeStages(
+                    partial(front, layer, block.router, block.shared, compile), _experts_of(block.experts), exchange
+                )
+            mlp = HalfSlot(f"{path}.mlp", layer, half, light_recompute_of(block.experts))
         halves.add(layer, _TwoHalves(layer, attention, mlp, block, compile))
     return halves
+
+
+def _experts_of(experts: nn.Module) -> Callable[[Tensor, Tensor, Tensor, int | None], Tensor]:
+    """Stage 3: a call of the experts module, hooks and all (FSDP2 gathers the experts' parameters in one)."""
+    return lambda rows, ids, weights, max_rows: experts(rows, ids, weights, max_rows=max_rows)
+
+
+def _check_experts(block: MoeBlock, exchange: Exchange) -> None:
+    experts: Any = block.experts
+    if light_recompute_of(experts) is None:
+        raise ValueError(f"expert parallelism needs Forebay's experts (experts='forebay'), {block.path!r} has others")
+    if experts.num_experts != exchange.num_experts:
+        raise ValueError(
+            f"{block.path!r} has {experts.num_experts} experts, the exchange was made for {exchange.num_experts}"
+        )
+    weight = experts.gate_up_proj
+    held = weight.to_local().shape[0] if isinstance(weight, DTensor) else weight.shape[0]
+    if held != exchange.local_experts:
+        raise ValueError(
+            f"{block.path!r} holds {held} experts on rank {exchange.rank}, but {exchange.num_experts} experts on "
+            f"{exchange.size} ranks are {exchange.local_experts} each: give each rank its own before"
+        )
 
 
 def _collected() -> dict[str, Any]:

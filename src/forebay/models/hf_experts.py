@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers.activations import SiLUActivation
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
@@ -29,8 +30,15 @@ def register() -> str:
     return NAME
 
 
-def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def experts_forward(
+    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, max_rows: int | None = None
+) -> Tensor:
     """Forward of a transformers experts module: tokens [T, H] and routing [T, K] in, [T, H] out.
+
+    Parameters that are DTensors (expert parallelism) stand for their local part: ids count this rank's experts from 0.
+
+    Args:
+        max_rows: see `forebay.moe.experts.experts`.
 
     Raises:
         ValueError: the module computes something else than silu or GPT-OSS's gated activation.
@@ -40,17 +48,22 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         hidden_states,
         top_k_index,
         top_k_weights,
-        self.gate_up_proj,
-        self.down_proj,
-        gate_up_bias=self.gate_up_proj_bias if self.has_bias else None,
-        down_bias=self.down_proj_bias if self.has_bias else None,
+        _local(self.gate_up_proj),
+        _local(self.down_proj),
+        gate_up_bias=_local(self.gate_up_proj_bias) if self.has_bias else None,
+        down_bias=_local(self.down_proj_bias) if self.has_bias else None,
         activation=kind,
         interleaved=not self.is_concatenated,
         transposed=self.is_transposed,
         alpha=float(self.alpha) if kind == "clamped_swiglu" else 1.0,
         limit=float(self.limit) if kind == "clamped_swiglu" else 0.0,
         save_h=getattr(self, "forebay_save_h", True),
+        max_rows=max_rows,
     )
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def activation_of(module: Any) -> str:

@@ -25,8 +25,9 @@ from forebay.models.compile import compile_half
 from forebay.models.families import has_known_layers, moe_blocks
 from forebay.models.halves import Halves, install_halves, light_recompute_of
 from forebay.models.hf_experts import register
+from forebay.moe.dispatch.exchange import Exchange
 from forebay.planner.simulate import Plan, Timeline
-from forebay.policy import PLACEMENTS, Claim, PolicyError, outermost, parse_bytes, resolve
+from forebay.policy import PLACEMENTS, RECOMPUTE_MODES, Claim, PolicyError, outermost, parse_bytes, resolve
 from forebay.saved.ledger import Ledger
 from forebay.saved.manager import Manager, StepReport
 from forebay.saved.profile import Profiler, SavedProfile, profile_model
@@ -102,6 +103,8 @@ def manage(
     experts: str | None = "forebay",
     loss: str | None = "fused",
     offload: str = "fit",
+    recompute: str = "light",
+    exchange: Exchange | None = None,
     min_bytes: int | None = None,
 ) -> Managed:
     """Put the saved tensors of `model` under a policy.
@@ -114,6 +117,11 @@ def manage(
         experts: ``"forebay"`` for the minimal-residual experts, None to leave the model's own.
         loss: ``"fused"`` for the loss that never holds ``[tokens, vocabulary]``, None to leave the model's own.
         offload: ``"fit"`` offloads as much as the link carries without the GPU waiting, ``"all"`` everything placed so.
+        recompute: what ``recompute`` does to a MoE half: ``"light"`` makes the experts' first product again and repeats no
+            communication; ``"full"`` runs the whole half again; ``"save-dispatch"`` and ``"save-both"`` do too, but keep what
+            dispatch, or dispatch and combine, brought.
+        exchange: expert parallelism: how tokens travel (see `forebay.moe.dispatch.choose`). The experts modules must hold this
+            rank's experts. It stays the caller's.
         min_bytes: storages below this stay on the device. Default: 1 MiB on CUDA, 1 byte elsewhere.
 
     Raises:
@@ -121,7 +129,7 @@ def manage(
         BudgetError: (in a later step) no placement meets the budget; names the smallest that can be met.
         ValueError: the model's layers, experts or loss are of a kind that the option does not know.
     """
-    _check_options(experts, loss)
+    _check_options(experts, loss, recompute, exchange)
     undo: list[Callable[[], None]] = []
     try:
         if isinstance(model, PreTrainedModel):
@@ -130,7 +138,7 @@ def manage(
                 undo.append(_use_experts(model))
             if loss is not None and getattr(model, "lm_head", None) is not None:
                 undo.append(install_fused_loss(model))
-        halves = _halves(model, compile)
+        halves = _halves(model, compile, exchange)
         undo.append(halves.uninstall)
         if compile:
             undo.append(_compile_final_norm(model))
@@ -143,6 +151,7 @@ def manage(
             device,
             budget=parse_bytes(budget) if budget is not None else None,
             offload=offload,
+            recompute=recompute,
             min_bytes=min_bytes,
         )
     except BaseException:
@@ -154,7 +163,11 @@ def manage(
     return Managed(model, manager, watchable, undo)
 
 
-def _check_options(experts: str | None, loss: str | None) -> None:
+def _check_options(experts: str | None, loss: str | None, recompute: str, exchange: Exchange | None) -> None:
+    if recompute not in RECOMPUTE_MODES:
+        raise PolicyError(f"recompute={recompute!r} is unknown; valid are {', '.join(RECOMPUTE_MODES)}")
+    if exchange is not None and experts is None:
+        raise PolicyError("expert parallelism (exchange=...) needs experts='forebay'")
     if experts not in ("forebay", None):
         raise PolicyError(f"experts={experts!r} is unknown; valid are 'forebay' and None (the model's own)")
     if loss not in ("fused", None):
@@ -184,11 +197,12 @@ def _use_experts(model: Any) -> Callable[[], None]:
     return undo
 
 
-def _halves(model: nn.Module, compile: bool) -> Halves:
-    """The halves of the known decoder layers; none for a model without any, unless they are to be compiled."""
-    if not compile and not has_known_layers(model):
+def _halves(model: nn.Module, compile: bool, exchange: Exchange | None) -> Halves:
+    """The halves of the known decoder layers; none for a model without any, unless they are needed."""
+    if not compile and exchange is None and not has_known_layers(model):
         return Halves()
-    return install_halves(model, compile=compile)
+    # With one rank nothing travels: the halves are whole.
+    return install_halves(model, compile, exchange if exchange is not None and exchange.size > 1 else None)
 
 
 def _compile_final_norm(model: nn.Module) -> Callable[[], None]:

@@ -72,6 +72,7 @@ class _Region:
     path: str
     placement: str  # keep, recompute, offload, or auto
     slot: Slot
+    light: Callable[[bool], None] | None  # how the region recomputes by itself; None: under a checkpoint
 
 
 @dataclass(eq=False)
@@ -103,6 +104,8 @@ class Manager:
         device: the device whose saved tensors are managed.
         budget: bytes that the step's peak may rise over the memory held before it; needs an offload or auto region.
         offload: "fit" offloads as much as the link carries without waiting, "all" everything.
+        recompute: "light" uses a slot's `light_recompute` where it has one; any other mode of `forebay.saved.recompute`
+            checkpoints the whole region.
         min_bytes: storages below this stay on the device. Default: 1 MiB on CUDA, 1 elsewhere.
 
     Raises:
@@ -118,6 +121,7 @@ class Manager:
         *,
         budget: int | None = None,
         offload: str = "fit",
+        recompute: str = "light",
         min_bytes: int | None = None,
     ):
         if device.type == "cuda" and device.index is None:
@@ -132,7 +136,11 @@ class Manager:
         self._budget = budget
         self._offload = offload
         self._min_bytes = min_bytes if min_bytes is not None else (_MIN_BYTES_CUDA if device.type == "cuda" else 1)
-        self._regions = {path: _Region(path, chosen.get(path, "keep"), slot) for path, slot in slots.items()}
+        self._recompute = recompute
+        self._regions = {
+            path: _Region(path, chosen.get(path, "keep"), slot, slot.light_recompute if recompute == "light" else None)
+            for path, slot in slots.items()
+        }
         self._plans = any(r.placement in ("offload", "auto") for r in self._regions.values())
         self._cycle = Cycle()
         self._recorder: Recorder | None = None
@@ -196,8 +204,8 @@ class Manager:
     def detach(self) -> None:
         """Put the model back as it was. Graphs that are alive stay valid and can still run backward."""
         for region in reversed(self._regions.values()):
-            if region.slot.light_recompute is not None:
-                region.slot.light_recompute(False)
+            if region.light is not None:
+                region.light(False)
             region.slot.restore()
         self._regions = {}
         self.store.close()
@@ -205,9 +213,10 @@ class Manager:
     # --- a region's forward ---------------------------------------------------------------------------------------
 
     def _install(self, region: _Region) -> None:
-        if region.placement == "recompute" and region.slot.light_recompute is not None:
-            region.slot.light_recompute(True)
-        region.slot.wrap(lambda forward: partial(self._run, region, forward, recomputed(forward)))
+        if region.placement == "recompute" and region.light is not None:
+            region.light(True)
+        mode = "full" if self._recompute == "light" else self._recompute
+        region.slot.wrap(lambda forward: partial(self._run, region, forward, recomputed(forward, mode)))
 
     def _run(
         self, region: _Region, forward: Callable[..., Any], again: Callable[..., Any], *args: Any, **kwargs: Any
@@ -220,12 +229,12 @@ class Manager:
         placement = self._in_force(region)
         if region.path not in self._held and placement in ("keep", "recompute"):
             return self._first_call(region, forward, again, args, kwargs)
-        if placement == "recompute" and region.slot.light_recompute is None:
+        if placement == "recompute" and region.light is None:
             forward = again
         if not self._plans:
             return forward(*args, **kwargs)
         call = self._enter(region)
-        call.light_recompute = region.slot.light_recompute is not None
+        call.light_recompute = region.light is not None
         if self._recorder is not None:
             call.input_bytes = self._input_bytes(args, kwargs)
         if placement in ("keep", "recompute") and not self._planned_items(call):
@@ -244,7 +253,7 @@ class Manager:
     ) -> Any:
         """Run a region that stays on the device for the first time, and count for the report what it holds there."""
         self._held[region.path] = 0
-        if self._in_force(region) == "recompute" and region.slot.light_recompute is None:
+        if self._in_force(region) == "recompute" and region.light is None:
             self._held[region.path] = self._input_bytes(args, kwargs)  # a checkpoint keeps these and nothing else
             return self._run(region, forward, again, *args, **kwargs)
         weights = weight_storages([region.slot.module])
@@ -507,7 +516,7 @@ class Manager:
 
     def _switch_light(self, paths: Iterable[str], on: bool) -> None:
         for path in paths:
-            switch = self._regions[path].slot.light_recompute
+            switch = self._regions[path].light
             if switch is not None:
                 switch(on)
 

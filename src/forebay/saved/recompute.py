@@ -15,7 +15,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 
-def recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+def recomputed(forward: Callable[..., Any], mode: str = "full") -> Callable[..., Any]:
     """`forward` under activation checkpointing; a plain call when no gradient is wanted."""
 
     def run(*args: Any, **kwargs: Any) -> Any:

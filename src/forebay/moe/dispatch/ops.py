@@ -170,8 +170,9 @@ def _combine_setup(ctx, inputs, output) -> None:
 
 def _combine_backward(ctx, dy):
     need_rows, need_init, *_ = ctx.needs_input_grad
-    d_rows = spread_op(dy.contiguous(), list(ctx.saved_tensors), ctx.n_rows, ctx.exchange) if need_rows else None
-    return d_rows, dy if need_init else None, [None] * len(ctx.saved_tensors), None, None
+    handle = list(ctx.saved_tensors)  # once: under a checkpoint a second reading raises
+    d_rows = spread_op(dy.contiguous(), handle, ctx.n_rows, ctx.exchange) if need_rows else None
+    return d_rows, dy if need_init else None, [None] * len(handle), None, None
 
 
 combine_op.register_autograd(_combine_backward, setup_context=_combine_setup)

@@ -223,13 +223,13 @@ def install_halves(model: nn.Module, compile: bool = False, exchange: Exchange |
     Args:
         model: a transformers model, or any module that has supported decoder layers below it.
         compile: compile the halves. Shapes are static: another batch shape compiles once more.
-        exchange: run the MoE halves of expert parallelism, whose experts modules hold this rank's experts. What comes before the
-            tokens travel is compiled then, and the experts are called as modules, between dispatch and combine.
+        exchange: run the MoE halves of expert parallelism, whose experts modules hold this rank's experts. What comes
+            before the tokens travel is compiled then; the experts are called as modules, between dispatch and combine.
 
     Raises:
-        ValueError: experts that are not Forebay's with an exchange, or of another number than its own; or naming the class and the supported ones, if there is no supported layer, a
-            decoder layer or MLP of an unknown class, or one with an overridden forward, or if a
-            layer is under gradient checkpointing.
+        ValueError: naming the class and the supported ones, if there is no supported layer, a decoder layer or MLP of an
+            unknown class, or one with an overridden forward, or if a layer is under gradient checkpointing; with an
+            exchange also if experts are not Forebay's or of another number than its own.
         RuntimeError: `compile` without a compiler for the model's device.
     """
     found = list(decoder_layers(model))

@@ -4,10 +4,12 @@ In: the tensors that autograd hands to ``pack``. Out: whether to leave it alone,
 which one storage is stored once however many nodes save views of it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 
@@ -19,13 +21,33 @@ def weight_storages(modules: Iterable[torch.nn.Module]) -> frozenset[int]:
     """
     found = set()
     for module in modules:
-        for tensor in (*module.parameters(), *module.buffers()):
-            if _is_plain(tensor.data):
+        for parameter in (*module.parameters(), *module.buffers()):
+            # Expert-parallel weights stay DTensors while gathered; what autograd saves is their local part.
+            tensor = parameter.data.to_local() if isinstance(parameter.data, DTensor) else parameter.data
+            if _is_plain(tensor):
                 found.add(tensor.untyped_storage().data_ptr())
     return frozenset(found)
 
 
-def is_storable(tensor: torch.Tensor, device: torch.device, min_bytes: int, weights: frozenset[int]) -> bool:
+class Weights(Container[int]):
+    """Data pointers of a region's weights, as they are when asked.
+
+    FSDP2 may gather a module *inside* the region (experts have a mesh of their own): those weights get their storage after the
+    region was entered, and moving them to the host would move the model. So a pointer that is not known is looked up again.
+    """
+
+    def __init__(self, module: torch.nn.Module):
+        self._module = module
+        self._pointers = weight_storages([module])
+        self._gathered_inside = any(isinstance(m, FSDPModule) for m in module.modules() if m is not module)
+
+    def __contains__(self, pointer: object) -> bool:
+        if pointer not in self._pointers and self._gathered_inside:
+            self._pointers = weight_storages([self._module])
+        return pointer in self._pointers
+
+
+def is_storable(tensor: torch.Tensor, device: torch.device, min_bytes: int, weights: Container[int]) -> bool:
     """Whether a store may take this tensor's storage.
 
     False for tensors elsewhere than on `device`, for subclasses (DTensor, fake tensors) and sparse layouts, for storages

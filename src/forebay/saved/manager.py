@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from forebay.planner.simulate import Key, Plan, Timeline
 from forebay.planner.solve import fit_link, offload_all, under_budget
 from forebay.policy import BudgetError, Claim, PolicyError, format_bytes
-from forebay.saved.identify import Identity, View, is_storable, storage_bytes, weight_storages
+from forebay.saved.identify import Identity, View, Weights, is_storable, storage_bytes
 from forebay.saved.ledger import Ledger
 from forebay.saved.order import Cycle, Recorder, RegionCall
 from forebay.saved.recompute import recomputed, refuse_nested_checkpointing
@@ -240,7 +240,7 @@ class Manager:
         if placement in ("keep", "recompute") and not self._planned_items(call):
             out = forward(*args, **kwargs)
         else:
-            weights = weight_storages([region.slot.module])
+            weights = Weights(region.slot.module)
             with saved_tensors_hooks(partial(self._pack, call, weights), self._unpack):
                 out = forward(*args, **kwargs)
         if self._recorder is not None:
@@ -256,7 +256,7 @@ class Manager:
         if self._in_force(region) == "recompute" and region.light is None:
             self._held[region.path] = self._input_bytes(args, kwargs)  # a checkpoint keeps these and nothing else
             return self._run(region, forward, again, *args, **kwargs)
-        weights = weight_storages([region.slot.module])
+        weights = Weights(region.slot.module)
         counted: dict[tuple[int, int], Identity] = {}
 
         def count(tensor: torch.Tensor) -> torch.Tensor:
@@ -307,7 +307,7 @@ class Manager:
 
     # --- pack and unpack ------------------------------------------------------------------------------------------
 
-    def _pack(self, call: RegionCall, weights: frozenset[int], tensor: torch.Tensor) -> Any:
+    def _pack(self, call: RegionCall, weights: Weights, tensor: torch.Tensor) -> Any:
         # A detached alias and never the tensor itself: a node that owns its own output is a cycle no collector breaks.
         if not is_storable(tensor, self._device, self._min_bytes, weights):
             return tensor.detach()

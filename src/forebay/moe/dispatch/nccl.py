@@ -84,7 +84,7 @@ class NcclExchange(Exchange):
         return None, [sent, places, torch.empty(2 * self.size + 1, dtype=torch.int64)]
 
     def _return(self, rows: Tensor, handle: Sequence[Tensor], init: Tensor | None) -> Tensor:
-        sent, places, splits = handle
+        _, places, splits = handle
         out, back = self._splits(splits, places.shape[1])
         returned = rows.new_empty((sum(out), rows.shape[1]))
         dist.all_to_all_single(returned, rows[: sum(back)].contiguous(), out, back, group=self._group)

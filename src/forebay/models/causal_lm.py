@@ -101,7 +101,7 @@ def install_fused_loss(model: nn.Module) -> Callable[[], None]:
         outputs = self.model(**given, return_dict=True)
         hidden = outputs.last_hidden_state
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        loss = _loss(self.lm_head, hidden[:, kept, :], labels, **given)
+        loss = head_loss(self.lm_head, hidden[:, kept, :], labels, **given)
         fields = {
             "past_key_values": outputs.past_key_values,
             "hidden_states": outputs.hidden_states,
@@ -158,7 +158,7 @@ def _head_forward(self: nn.Linear, hidden: Tensor, targets: Tensor | None = None
     return linear_cross_entropy(hidden, self.weight, targets, bias=self.bias, **options)
 
 
-def _loss(
+def head_loss(
     head: nn.Module,
     hidden: Tensor,
     labels: Tensor,
@@ -168,7 +168,12 @@ def _loss(
     shift_labels: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """`transformers.loss.loss_utils.ForCausalLMLoss` on hidden states [B, S, H]."""
+    """`transformers.loss.loss_utils.ForCausalLMLoss` on normed hidden states [B, S, H], through a head with the fused loss.
+
+    Args:
+        labels: [B, S] int64; not read if `shift_labels` [B, S] is given.
+        num_items_in_batch: what the sum is divided by; None for the mean.
+    """
     if shift_labels is None:
         # Token n predicts label n + 1; the last one predicts nothing.
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]

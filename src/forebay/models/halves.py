@@ -143,7 +143,12 @@ class Halves(dict[str, HalfSlot]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._layers: list[tuple[nn.Module, _TwoHalves]] = []
+        self._layers: list[tuple[nn.Module, TwoHalves]] = []
+
+    @property
+    def layers(self) -> "list[TwoHalves]":
+        """The layers' forwards, in order."""
+        return [ours for _, ours in self._layers]
 
     def uninstall(self) -> None:
         """Give every layer its own forward back. Calling it again does nothing.
@@ -162,19 +167,25 @@ class Halves(dict[str, HalfSlot]):
             slot.restore()
         self._layers = []
 
-    def add(self, layer: nn.Module, ours: "_TwoHalves") -> None:
+    def add(self, layer: nn.Module, ours: "TwoHalves") -> None:
         for slot in (ours.attention, ours.mlp):
             self[slot.path] = slot
         self._layers.append((layer, ours))
         layer.__dict__["forward"] = ours
 
 
-class _TwoHalves:
-    """The forward of one decoder layer: its two slots, and what has to happen around them."""
+class TwoHalves:
+    """The forward of one decoder layer: its two slots, and what has to happen around them.
+
+    Attributes:
+        attention, mlp: the slots.
+        stages: the MoE half in stages under expert parallelism, else None.
+    """
 
     def __init__(self, layer: nn.Module, attention: HalfSlot, mlp: HalfSlot, block: MoeBlock | None, compiled: bool):
         self.attention = attention
         self.mlp = mlp
+        self.stages: MoeStages | None = mlp.call if isinstance(mlp.call, MoeStages) else None
         self._layer = layer
         self._self_attn: nn.Module = layer.self_attn  # type: ignore[assignment]
         self._original = partial(type(layer).forward, layer)
@@ -188,15 +199,22 @@ class _TwoHalves:
         kwargs.update(zip(self._names, args, strict=False))
         if self._wants_original(kwargs):
             return self._original(hidden_states, **kwargs)
+        x2 = self.attend(hidden_states, **kwargs)
+        x3, logits, ids = self.mlp.call(x2)
+        self.announce(logits, ids)
+        return x3
+
+    def attend(self, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any) -> Tensor:
+        """The attention half, [B, S, H] to the same, with the keywords that a model gives its layers."""
         if self._compiled:
             _refuse_hooks(self.attention.path, self._self_attn, after=False)
-        mask = kwargs.pop("attention_mask", None)
         others = {k: v for k, v in kwargs.items() if k not in _NOT_FOR_ATTENTION}
-        x2 = self.attention.call(hidden_states, attention_mask=mask, **others)
-        x3, logits, ids = self.mlp.call(x2)
+        return self.attention.call(hidden_states, attention_mask=attention_mask, **others)
+
+    def announce(self, logits: Tensor | None, ids: Tensor | None) -> None:
+        """Run the router's forward hooks on what it returned, where the half itself cannot: in compiled code."""
         if self._compiled and self._block is not None:
             _run_hooks(self._block, (logits, None, ids))
-        return x3
 
     def _wants_original(self, kwargs: dict[str, Any]) -> bool:
         layer = self._layer
@@ -262,7 +280,7 @@ def install_halves(model: nn.Module, compile: bool = False, exchange: Exchange |
                     partial(front, layer, block.router, block.shared, compile), _experts_of(block.experts), exchange
                 )
             mlp = HalfSlot(f"{path}.mlp", layer, half, light_recompute_of(block.experts))
-        halves.add(layer, _TwoHalves(layer, attention, mlp, block, compile))
+        halves.add(layer, TwoHalves(layer, attention, mlp, block, compile))
     return halves
 
 

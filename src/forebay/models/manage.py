@@ -39,10 +39,19 @@ class Managed:
 
     Attributes:
         ledger: live tickets and bytes by region and call.
+        halves: the halves of the known decoder layers.
     """
 
-    def __init__(self, model: nn.Module, manager: Manager, watchable: list[str], undo: list[Callable[[], None]]):
+    def __init__(
+        self,
+        model: nn.Module,
+        manager: Manager,
+        halves: Halves,
+        watchable: list[str],
+        undo: list[Callable[[], None]],
+    ):
         self.ledger: Ledger = manager.ledger
+        self.halves = halves
         self._model = model
         self._manager = manager
         self._watchable = watchable  # modules that do not run inside compiled code
@@ -160,7 +169,7 @@ def manage(
         raise
     undo.append(manager.detach)
     watchable = [path for path, _ in model.named_modules() if path not in sealed and not (compile and path in halves)]
-    return Managed(model, manager, watchable, undo)
+    return Managed(model, manager, halves, watchable, undo)
 
 
 def _check_options(experts: str | None, loss: str | None, recompute: str, exchange: Exchange | None) -> None:

@@ -211,6 +211,11 @@ class TwoHalves:
         others = {k: v for k, v in kwargs.items() if k not in _NOT_FOR_ATTENTION}
         return self.attention.call(hidden_states, attention_mask=attention_mask, **others)
 
+    @property
+    def experts(self) -> nn.Module | None:
+        """The experts module of an MoE layer."""
+        return None if self._block is None else self._block.experts
+
     def announce(self, logits: Tensor | None, ids: Tensor | None) -> None:
         """Run the router's forward hooks on what it returned, where the half itself cannot: in compiled code."""
         if self._compiled and self._block is not None:

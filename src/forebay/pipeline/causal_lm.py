@@ -1,6 +1,6 @@
 """A managed Hugging Face causal language model, cut into what an engine runs: prologue, layers, epilogue.
 
-In: a `*ForCausalLM` under `forebay.manage` (fused loss, halves of its decoder layers). Out: a `CutModel`, whose parts together are
+In: a `*ForCausalLM` under `forebay.manage` (fused loss, halves of its decoder layers). Out: a `CutModel`, whose parts are together
 the model's forward and whose results are the same, bit for bit:
 
     prologue(microbatch) -> x            embedding; masks and rotary tables too, which the layers get from here
@@ -50,7 +50,12 @@ class CutLayer:
         self._keywords = keywords
         stages = halves.stages
         self.exchange: Exchange | None = stages.exchange if stages else None
-        self.experts: Callable[[Tensor, Tensor, Tensor, int | None], Tensor] | None = stages.experts if stages else None
+        self.experts: Callable[[Tensor, Tensor, Tensor, int | None], Tensor] | None = None
+        if stages is not None:
+            # Without the module's hooks: FSDP2's would take the end of this stage's backward for the end of the step's,
+            # and reshard everything. Whoever runs a cut model has gathered its parameters.
+            module: Any = halves.experts
+            self.experts = lambda rows, ids, weights, max_rows: module.forward(rows, ids, weights, max_rows=max_rows)
 
     def stage1(self, x: Tensor) -> Front:
         """Attention, norm, router and shared experts; x is [B, S, H]."""

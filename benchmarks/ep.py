@@ -17,6 +17,7 @@ permutations, so that tokens spread over ranks as random ones do; `router` is th
 """
 
 import argparse
+import os
 import statistics
 import time
 from typing import Any
@@ -80,7 +81,13 @@ def settings(args: argparse.Namespace, model: str, world: int) -> Any:
         "model": {**MODELS[model], "dtype": "float32", "compute": "bfloat16"},
         "train": {"steps": 100, "batch": args.batch, "microbatch": 1, "sequence": args.sequence},
         "memory": {"policy": args.policy, "compile": True, **args.memory},
-        "parallel": {"ep": world, "dispatch": args.dispatch, "capacity_factor": args.capacity, **args.parallel},
+        "parallel": {
+            "ep": world,
+            "dispatch": args.dispatch,
+            "capacity_factor": args.capacity,
+            "reshard": False,
+            **args.parallel,
+        },
         "log": {"folder": "/tmp/forebay-ep"},
     }
     return from_mapping(sections, origin="benchmarks/ep.py")
@@ -117,12 +124,12 @@ def balanced_ids(tokens: int, experts: int, k: int, device: torch.device) -> tor
     return ids[:tokens]
 
 
-def measure(args: argparse.Namespace, name: str, routing: str, mesh_of: Any) -> dict[str, Any]:
+def measure(args: argparse.Namespace, name: str, routing: str) -> dict[str, Any]:
+    from forebay.train.mesh import Mesh
     from forebay.train.trainer import Trainer
 
-    world = dist.get_world_size()
-    config = settings(args, name, world)
-    with Trainer(config, mesh_of(config)) as trainer:
+    config = settings(args, name, dist.get_world_size())
+    with Mesh.open(config) as mesh, Trainer(config, mesh) as trainer:
         if routing == "balanced":
             force_balance(trainer.model)
         trainer.step(1)  # makes AdamW's states, which belong to what is held
@@ -137,7 +144,9 @@ def measure(args: argparse.Namespace, name: str, routing: str, mesh_of: Any) -> 
             trainer.gradients(number)
             torch.cuda.synchronize()
             figures = torch.tensor(
-                [time.perf_counter() - started, torch.cuda.max_memory_allocated() - base], device="cuda", dtype=torch.float64
+                [time.perf_counter() - started, torch.cuda.max_memory_allocated() - base],
+                device="cuda",
+                dtype=torch.float64,
             )
             dist.all_reduce(figures, dist.ReduceOp.MAX)
             seconds.append(float(figures[0]))
@@ -148,6 +157,7 @@ def measure(args: argparse.Namespace, name: str, routing: str, mesh_of: Any) -> 
             "model": name,
             "routing": routing,
             "dispatch": type(trainer.exchange).__name__,
+            "overlap": config.parallel.overlap,
             "policy": args.policy,
             "tokens/s": tokens / statistics.median(timed),
             "slowest, fastest step s": f"{max(timed):.3f}, {min(timed):.3f}",
@@ -164,7 +174,9 @@ def main() -> None:
     parser.add_argument("--dispatch", default="auto")
     parser.add_argument("--capacity", type=float, default=1.0)
     parser.add_argument("--policy", default="keep")
-    parser.add_argument("--set", nargs="*", default=[], metavar="SECTION.KEY=VALUE", help="memory.* and parallel.* only")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="SECTION.KEY=VALUE", help="memory.* and parallel.* only"
+    )
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--sequence", type=int, default=4096)
     parser.add_argument("--warm", type=int, default=1)
@@ -177,15 +189,14 @@ def main() -> None:
         section, _, key = path.partition(".")
         vars(args)[section][key] = {"true": True, "false": False}.get(value, value)
 
-    from forebay.train.mesh import Mesh
-
-    rows = []
-    with Mesh.open() as mesh:
-        for name in args.models:
-            for routing in args.routings:
-                rows.append(measure(args, name, routing, lambda _: mesh))
-        if mesh.rank == 0:
-            write(args.name, rows, world=mesh.size)
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    rows = [measure(args, name, routing) for name in args.models for routing in args.routings]
+    if dist.get_rank() == 0:
+        write(args.name, rows, world=dist.get_world_size())
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forebay import loss as loss_module
-from forebay.loss import linear_cross_entropy
+from forebay.loss import linear_cross_entropy, linear_cross_entropy_into
 
 T, H, V = 37, 8, 50
 
@@ -337,3 +337,30 @@ def test_no_host_synchronisation_on_a_gpu() -> None:
         linear_cross_entropy(hidden, weight, targets, bias=bias, chunk_tokens=8).backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_weight_gradient_into_a_sum() -> None:
+    """Two microbatches into one sum: autograd's gradients, but for the order of sums; the weight itself gets none."""
+    weight = torch.randn(37, 8, dtype=torch.float64, requires_grad=True)
+    total = torch.zeros_like(weight)
+    wanted = torch.zeros_like(weight)
+    for tokens in (5, 0, 7):
+        hidden = torch.randn(tokens, 8, dtype=torch.float64, requires_grad=True)
+        targets = torch.randint(0, 37, (tokens,))
+        targets[:1] = -100
+        loss = linear_cross_entropy_into(hidden, weight, targets, total) / 3
+        loss.backward()
+        expected = linear_cross_entropy(hidden, weight, targets, reduction="sum") / 3
+        d_hidden, d_weight = torch.autograd.grad(expected, (hidden, weight))
+        wanted += d_weight
+        assert torch.equal(loss, expected)
+        torch.testing.assert_close(hidden.grad, d_hidden)
+    assert weight.grad is None
+    torch.testing.assert_close(total / 3, wanted)
+
+
+def test_a_sum_of_another_shape_is_refused() -> None:
+    hidden, weight = torch.randn(3, 8), torch.randn(37, 8)
+    for bad in (torch.zeros(8, 37), torch.zeros(37, 8, dtype=torch.bfloat16)):
+        with pytest.raises(ValueError, match="weight_sum"):
+            linear_cross_entropy_into(hidden, weight, torch.zeros(3, dtype=torch.int64), bad)

@@ -6,6 +6,8 @@ In: arguments. Out: text on standard output; a failure is one sentence on the er
     1  failed while running: broken files, a full disk, a loss that is not finite, stopped by Ctrl-C or SIGTERM
     2  asked for something that is not possible here: a wrong key, pattern, budget, path or device
 
+Of the processes that torchrun started for ``train``, one prints and one says what failed.
+
 ``--debug`` shows the traceback as well. Torch is imported only by the commands that need it, so ``--help`` is quick.
 """
 
@@ -19,10 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forebay.policy import BudgetError, PolicyError
-from forebay.train.errors import ForebayError, RunError, UsageError
+from forebay.train.errors import ForebayError, RunError, SaidElsewhere, UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from forebay.train.config import Config
 
 _WIDTH = 120  # of tables where the output is no terminal
 
@@ -37,6 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options.run(options)
         sys.stdout.flush()
+    except SaidElsewhere as error:
+        if options.debug:
+            traceback.print_exception(error)
+        return error.exit_code
     except (ForebayError, PolicyError, BudgetError) as error:
         return _fail(error, getattr(error, "exit_code", UsageError.exit_code), options.debug)
     except KeyboardInterrupt as error:
@@ -124,10 +132,24 @@ def _console() -> "Console":
     return Console(width=None if sys.stdout.isatty() else _WIDTH)
 
 
-def _train(options: argparse.Namespace) -> None:
-    from forebay.train.config import load
+def _configured(options: argparse.Namespace) -> "Config":
+    """The configuration. What is wrong with it, all processes of a machine find out alike: the first one says so."""
+    from forebay.train.config import check_world, load
+    from forebay.train.world import World
 
-    config = load(options.config, options.overrides)  # before torch is imported: a wrong key answers at once
+    world = World.of_environment()
+    try:
+        config = load(options.config, options.overrides)
+        check_world(config, world.size)
+    except UsageError as error:
+        if world.local_rank:
+            raise SaidElsewhere(error.exit_code) from error
+        raise
+    return config
+
+
+def _train(options: argparse.Namespace) -> None:
+    config = _configured(options)  # before torch is imported: a wrong key answers at once
     from forebay.train.run import train
 
     _quiet_transformers()
@@ -135,9 +157,7 @@ def _train(options: argparse.Namespace) -> None:
 
 
 def _profile(options: argparse.Namespace) -> None:
-    from forebay.train.config import load
-
-    config = load(options.config, options.overrides)
+    config = _configured(options)
     from forebay.train.trainer import Trainer
 
     _quiet_transformers()

@@ -122,6 +122,52 @@ def linear_cross_entropy(
     return torch.where(count > 0, total / count.clamp(min=1), float("nan"))
 
 
+def linear_cross_entropy_into(
+    hidden: Tensor, weight: Tensor, targets: Tensor, weight_sum: Tensor, *, ignore_index: int = -100
+) -> Tensor:
+    """The summed loss, a scalar, whose gradient of the weight is added to `weight_sum` at once, in forward.
+
+    For gradients of several microbatches: autograd would hold a gradient [V, H] of each in fp32, and another one rounded to the
+    weight's dtype, before it is added to a sum of them. What is added here is the gradient of *this sum of losses*: a factor that
+    comes later (one over the number of targets) is the caller's to apply to `weight_sum`. The gradient of hidden is autograd's,
+    factors and all; the weight gets none.
+
+    Args:
+        hidden, weight, targets, ignore_index: as in `linear_cross_entropy`; weight is a plain tensor.
+        weight_sum: [V, H] fp32 (fp64 for fp64), contiguous; no graph.
+
+    Raises:
+        ValueError, TypeError: as in `linear_cross_entropy`, or a sum of another shape or dtype.
+    """
+    _check(hidden, weight, targets, None)
+    if weight_sum.shape != weight.shape or weight_sum.dtype != _accumulator_dtype(hidden.dtype):
+        raise ValueError(
+            f"weight_sum must be {tuple(weight.shape)} {_accumulator_dtype(hidden.dtype)}, "
+            f"got {tuple(weight_sum.shape)} {weight_sum.dtype}"
+        )
+    return _SummingCrossEntropy.apply(hidden, weight.detach(), targets, weight_sum, ignore_index)
+
+
+class _SummingCrossEntropy(torch.autograd.Function):
+    """As `_LinearCrossEntropy`, for `linear_cross_entropy_into`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, weight_sum: Tensor, ignore_index: int
+    ) -> Tensor:
+        chunk = _pick_chunk(hidden, vocab=weight.shape[0], d_weight=True)
+        needs = [True, True, False]
+        total, d_hidden, *_ = _walk_chunks(hidden, weight, None, targets, ignore_index, chunk, needs, weight_sum)
+        ctx.save_for_backward(d_hidden)
+        ctx.dtype = hidden.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        (d_hidden,) = ctx.saved_tensors
+        return scale(d_hidden, grad_output, ctx.dtype), None, None, None, None
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """Sum of the losses; its gradients are made in forward and scaled in backward."""
 
@@ -201,19 +247,25 @@ def _walk_chunks(
     ignore_index: int,
     chunk_tokens: int,
     needs: list[bool],
+    weight_sum: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sum of the losses and the gradients that `needs` (hidden, weight, bias) asks for.
 
-    Results are fp32 (fp64 for fp64 inputs); a gradient not needed is an empty tensor.
+    Results are fp32 (fp64 for fp64 inputs); a gradient not needed is an empty tensor. That of the weight is added to
+    `weight_sum`, if given.
     """
     need_hidden, need_weight, need_bias = needs
-    total, d_hidden, d_weight, d_bias = _empty_results(hidden, weight, needs)
+    wanted = needs if weight_sum is None else [need_hidden, False, need_bias]
+    total, d_hidden, d_weight, d_bias = _empty_results(hidden, weight, wanted)
+    if weight_sum is not None:
+        d_weight = weight_sum
     total.zero_()
     if need_bias:
         d_bias.zero_()
     tokens = hidden.shape[0]
     if tokens == 0:
-        d_weight.zero_()
+        if weight_sum is None:
+            d_weight.zero_()
         return total, d_hidden, d_weight, d_bias
 
     buffer = hidden.new_empty(min(chunk_tokens, tokens), weight.shape[0])
@@ -232,7 +284,7 @@ def _walk_chunks(
             if need_hidden:
                 _matmul_into(d_hidden[chunk], logits, weight, add=False)
             if need_weight:
-                _matmul_into(d_weight, logits.t(), x, add=start > 0)
+                _matmul_into(d_weight, logits.t(), x, add=start > 0 or weight_sum is not None)
             if need_bias:
                 d_bias += logits.sum(0, dtype=d_bias.dtype)
     return total, d_hidden, d_weight, d_bias

@@ -138,7 +138,7 @@ def test_loss_says_what_is_missing(model, tokens):
         stats.load_balancing_loss()
     with stats.recording():
         model(tokens)
-    with pytest.raises(ValueError, match=r"16 tokens.*model.layers.0.mlp.*32"):
+    with pytest.raises(ValueError, match=r"16 tokens.*32"):
         stats.load_balancing_loss(torch.ones_like(tokens[:1]))
     stats.clear()
     with pytest.raises(ValueError, match="recording"):

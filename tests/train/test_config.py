@@ -17,7 +17,7 @@ def with_key(section: str, **values: Any) -> dict[str, Any]:
 
 def test_defaults_and_round_trip() -> None:
     config = from_mapping(VALID)
-    assert config.train.steps == 100 and config.microbatch == config.train.batch
+    assert config.train.steps == 100 and config.microbatch() == config.train.batch and config.microbatch(4) == 2
     assert from_mapping(config.to_dict()) == config
 
 

@@ -10,7 +10,8 @@ from forebay.models.router import RouterStats
 from forebay.train import hf
 from forebay.train.config import Config, Device
 from forebay.train.errors import RunError, UsageError
-from forebay.train.trainer import Trainer, balance_coefficient, decay_groups, pick_device
+from forebay.train.mesh import pick_device
+from forebay.train.trainer import Trainer, balance_coefficient, decay_groups
 
 PLAIN = {"experts": "transformers", "loss": "transformers"}
 
@@ -73,7 +74,7 @@ def test_the_load_balancing_loss_reaches_the_router(tiny: Callable[..., Config])
     def router_gradient(coefficient: float) -> torch.Tensor:
         model = {"config": {**tiny().model.config, "router_aux_loss_coef": coefficient}}
         with Trainer(tiny(model=model)) as trainer:
-            trainer._gradients(*trainer._windows(0))
+            trainer.gradients(1)
             return trainer.model.model.layers[0].mlp.gate.weight.grad.clone()
 
     without, with_it = router_gradient(0.0), router_gradient(10.0)

@@ -303,7 +303,10 @@ def _check_experts(block: MoeBlock, exchange: Exchange) -> None:
             f"{block.path!r} has {experts.num_experts} experts, the exchange was made for {exchange.num_experts}"
         )
     weight = experts.gate_up_proj
-    held = weight.to_local().shape[0] if isinstance(weight, DTensor) else weight.shape[0]
+    held = weight.shape[0]
+    if isinstance(weight, DTensor):
+        # Not the local part: until FSDP2 gathers it, that is a piece. Its own mesh dimension comes before the experts'.
+        held //= weight.device_mesh.shape[-1]
     if held != exchange.local_experts:
         raise ValueError(
             f"{block.path!r} holds {held} experts on rank {exchange.rank}, but {exchange.num_experts} experts on "

@@ -10,7 +10,7 @@ the next `recording()` or `clear()`; counts are plain integers on the device. No
 the device.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -75,52 +75,32 @@ class RouterStats:
             for handle in handles:
                 handle.remove()
 
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count the choices of the forward passes within, and record nothing: no graph is held."""
+        handles = [b.router.register_forward_hook(partial(self._count, b.path)) for b in self._blocks]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
     def clear(self) -> None:
         """Forget the records and let go of the graph they hold."""
         self.records = []
 
     def load_balancing_loss(self, attention_mask: Tensor | None = None) -> Tensor:
-        """The auxiliary loss of Switch Transformer over all records: a scalar, fp32 as a rule.
+        """`balance_loss` over all records: a scalar, fp32 as a rule.
 
-        E * sum over experts of (share of choices) * (mean probability), where tokens of all layers
-        count alike. It equals transformers' `load_balancing_loss_func`, except that the choices are
-        the routers' own: transformers chooses again from probabilities in the logits' dtype, and in
-        bf16 ties then fall differently.
-
-        Args:
-            attention_mask: [B, S], 0 where a token does not count.
+        It equals transformers' `load_balancing_loss_func`, except that the choices are the routers' own: transformers chooses
+        again from probabilities in the logits' dtype, and in bf16 ties then fall differently.
 
         Raises:
             ValueError: nothing is recorded, or the mask has another number of tokens.
         """
         if not self.records:
             raise ValueError("no routing is recorded: run the model within `stats.recording()`")
-        device = self.records[0].logits.device
-        mask = None
-        if attention_mask is not None:
-            mask = attention_mask.reshape(-1).to(device, torch.float32)
-        experts = self.records[0].logits.shape[1]
-        chosen = torch.zeros(experts, device=device)
-        probability = torch.zeros(experts, device=device)
-        rows: Any = 0.0
-        for record in self.records:
-            shares = record.logits.to(device).softmax(-1).float()
-            ids = record.ids.to(device)
-            if mask is None:
-                chosen = chosen + _count(ids, experts)
-                probability = probability + shares.sum(0)
-                rows = rows + shares.shape[0]
-                continue
-            if mask.numel() != shares.shape[0]:
-                raise ValueError(
-                    f"attention_mask has {mask.numel()} tokens, but {record.path!r} routed "
-                    f"{shares.shape[0]}: pass the mask of the recorded forward"
-                )
-            weights = mask.repeat_interleave(ids.shape[1])
-            chosen = chosen + torch.zeros_like(chosen).scatter_add_(0, ids.reshape(-1), weights)
-            probability = probability + (shares * mask.unsqueeze(-1)).sum(0)
-            rows = rows + mask.sum()
-        return torch.sum((chosen / rows) * (probability / rows)) * experts
+        return balance_loss([(r.logits, r.ids) for r in self.records], attention_mask)
 
     def load(self) -> Tensor:
         """Choices of each expert since the last `reset_counts`: int64 [layers, E]."""
@@ -134,6 +114,15 @@ class RouterStats:
         load = self.load().float()
         mean = load.mean(1)
         return (load.amax(1) - mean) / mean
+
+    def sum_counts(self, add_up: Callable[[Tensor], Tensor]) -> None:
+        """Make the counts those of all processes, before `load_violation` or `update_bias`. Reset them before going on.
+
+        Args:
+            add_up: takes int64 [layers, E] of this process and gives the sum over processes.
+        """
+        load = add_up(self.load())
+        self._counts = {block.path: counted for block, counted in zip(self._blocks, load.unbind(), strict=True)}
 
     @torch.no_grad()
     def update_bias(self, rate: float) -> None:
@@ -168,12 +157,15 @@ class RouterStats:
         """Start counting anew."""
         self._counts = {}
 
-    def _record(self, path: str, router: nn.Module, _: Any, output: Any) -> None:
+    def _record(self, path: str, router: nn.Module, inputs: Any, output: Any) -> None:
         # Inside a backward pass, this forward is a recomputation.
         if torch._C._current_graph_task_id() != -1:
             return
+        self.records.append(Routing(path, output[0], output[2]))
+        self._count(path, router, inputs, output)
+
+    def _count(self, path: str, router: nn.Module, inputs: Any, output: Any) -> None:
         logits, _, ids = output
-        self.records.append(Routing(path, logits, ids))
         counted = _count(ids.detach(), logits.shape[1]).to(torch.int64)
         previous = self._counts.get(path)
         self._counts[path] = counted if previous is None else previous + counted
@@ -184,6 +176,42 @@ class RouterStats:
             return counted
         weight = next(block.router.parameters())
         return torch.zeros(weight.shape[0], dtype=torch.int64, device=weight.device)
+
+
+def balance_loss(said: Sequence[tuple[Tensor, Tensor]], attention_mask: Tensor | None = None) -> Tensor:
+    """The auxiliary loss of Switch Transformer: E * sum over experts of (share of choices) * (mean probability).
+
+    Args:
+        said: (logits [T, E], ids [T, K]) of each router; tokens of all layers count alike.
+        attention_mask: [B, S], 0 where a token does not count.
+
+    Raises:
+        ValueError: the mask has another number of tokens than a router saw.
+    """
+    device, experts = said[0][0].device, said[0][0].shape[1]
+    mask = None
+    if attention_mask is not None:
+        mask = attention_mask.reshape(-1).to(device, torch.float32)
+    chosen = torch.zeros(experts, device=device)
+    probability = torch.zeros(experts, device=device)
+    rows: Any = 0.0
+    for logits, ids in said:
+        shares = logits.to(device).softmax(-1).float()
+        ids = ids.to(device)
+        if mask is None:
+            chosen = chosen + _count(ids, experts)
+            probability = probability + shares.sum(0)
+            rows = rows + shares.shape[0]
+            continue
+        if mask.numel() != shares.shape[0]:
+            raise ValueError(
+                f"attention_mask has {mask.numel()} tokens, but a router saw {shares.shape[0]}: pass the mask of that forward"
+            )
+        weights = mask.repeat_interleave(ids.shape[1])
+        chosen = chosen + torch.zeros_like(chosen).scatter_add_(0, ids.reshape(-1), weights)
+        probability = probability + (shares * mask.unsqueeze(-1)).sum(0)
+        rows = rows + mask.sum()
+    return torch.sum((chosen / rows) * (probability / rows)) * experts
 
 
 def _bias(block: MoeBlock) -> Tensor | None:

@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from forebay.loss import linear_cross_entropy_into
 from forebay.models.causal_lm import head_loss
 from forebay.models.halves import TwoHalves
 from forebay.models.manage import Managed
@@ -34,7 +35,7 @@ class Microbatch:
 
     ids: Tensor
     labels: Tensor
-    count: int
+    count: Tensor | int
 
 
 class CutLayer:
@@ -74,6 +75,8 @@ class CutModel:
 
     Attributes:
         layers: in forward order.
+        head_sum: if set, [V, H] fp32: the epilogue adds the head's weight gradient to it, before the division by a
+            microbatch's count, and autograd gives the weight none; see `forebay.loss.linear_cross_entropy_into`.
 
     Raises:
         ValueError: the loss is not fused, or the model's layers are not all known.
@@ -86,6 +89,7 @@ class CutModel:
         found = memory.halves.layers
         if len(found) != len(base.layers):
             raise ValueError(f"{len(found)} of {len(base.layers)} decoder layers are known: nothing to cut")
+        self.head_sum: Tensor | None = None
         self._model, self._base = model, base
         self._given: list[dict[str, Any]] = []
         self._stand_ins = nn.ModuleList(_StandIn(layer, self._note) for layer in base.layers)
@@ -104,6 +108,10 @@ class CutModel:
 
     def epilogue(self, x: Tensor, microbatch: Microbatch) -> Tensor:
         """The sum of the cross entropies over `count`, a scalar."""
+        if self.head_sum is not None:
+            hidden = self._base.norm(x)
+            rows, targets = hidden.reshape(-1, hidden.shape[-1]), microbatch.labels.reshape(-1)
+            return linear_cross_entropy_into(rows, self.head.weight, targets, self.head_sum) / microbatch.count
         return head_loss(
             self._model.lm_head,
             self._base.norm(x),
@@ -111,6 +119,11 @@ class CutModel:
             shift_labels=microbatch.labels,
             num_items_in_batch=microbatch.count,
         )
+
+    @property
+    def head(self) -> Any:
+        """The language-model head."""
+        return self._model.lm_head
 
     def _note(self, hidden_states: Tensor, keywords: dict[str, Any]) -> None:
         first = {} if self._given else {"hidden_states": hidden_states}

@@ -15,7 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from forebay.policy import PLACEMENTS, PolicyError, parse_bytes
+from forebay.policy import PLACEMENTS, RECOMPUTE_MODES, PolicyError, parse_bytes
 from forebay.train.errors import UsageError
 from forebay.train.fields import build_section, nearest, parse_value
 from forebay.train.fields import key as _key
@@ -30,6 +30,9 @@ class Model:
     weights: str = _key("load", choices=("load", "random"))  # for `path` only
     config: dict[str, Any] = field(default_factory=dict)  # keys of the family's own configuration
     dtype: str = _key("float32", choices=("float32", "bfloat16"))  # parameters, gradients and optimizer state
+    compute: str = _key(
+        "", choices=("", "bfloat16")
+    )  # forward and backward, where it is not dtype; sums stay in float32
     attention: str = _key("sdpa", choices=("sdpa", "eager", "flash_attention_2", "flash_attention_3"))
     experts: str = _key("forebay", choices=("forebay", "transformers"))
     loss: str = _key("fused", choices=("fused", "transformers"))
@@ -53,7 +56,7 @@ class Train:
 
     steps: int = _key(100, low=1)
     batch: int = _key(8, low=1)  # sequences a step, over all processes
-    microbatch: int = _key(0, low=0)  # sequences a forward; 0 is the whole batch
+    microbatch: int = _key(0, low=0)  # sequences a forward of each process; 0 is its whole part of the batch
     sequence: int = _key(256, low=1)  # tokens a sequence
     seed: int = _key(0, low=0)
     clip: float = _key(1.0, low=0.0)  # largest gradient norm; 0 clips nothing
@@ -91,6 +94,24 @@ class Memory:
     budget: str | int = _key("")  # bytes, such as "2.5GiB"; "" is none; needed by "auto"
     compile: bool = _key(False)
     offload: str = _key("fit", choices=("fit", "all"))
+    recompute: str = _key("light", choices=RECOMPUTE_MODES)  # how a MoE half is recomputed
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """[parallel]: how the processes that torchrun started share a model.
+
+    Experts are spread over groups of `ep` processes and then over the groups, everything else over all processes.
+    """
+
+    ep: int = _key(1, low=1)  # processes that share the experts of a layer; 1 gives every process all of them
+    dispatch: str = _key("auto", choices=("auto", "nccl", "symmetric", "deepep"))  # how tokens travel to their experts
+    capacity_factor: float = _key(1.0, low=1.0)  # "symmetric": room for tokens received, over that for even routing
+    timeout: int = _key(600, low=1)  # seconds that a process waits for the others before it gives up
+    reshard: bool = _key(True)  # give gathered weights back after each use; false keeps them until the step's end
+    reduce: str = _key("step", choices=("step", "microbatch"))  # when gradients are summed over processes; the latter
+    # holds only this process's part of them in float32, and sends more
+    overlap: bool = _key(False)  # run the forward of a microbatch with the backward of the one before
 
 
 @dataclass(frozen=True)
@@ -129,6 +150,7 @@ class Config:
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
     memory: Memory = Memory()
+    parallel: Parallel = Parallel()
     checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()
     device: Device = Device()
@@ -137,10 +159,9 @@ class Config:
         """Plain nested dict; `from_mapping` of it gives an equal `Config`."""
         return dataclasses.asdict(self)
 
-    @property
-    def microbatch(self) -> int:
-        """Sequences a forward, with 0 resolved."""
-        return self.train.microbatch or self.train.batch
+    def microbatch(self, world_size: int = 1) -> int:
+        """Sequences a forward of each of `world_size` processes, with 0 resolved."""
+        return self.train.microbatch or self.train.batch // world_size
 
 
 SECTIONS = tuple(f.name for f in dataclasses.fields(Config))
@@ -204,6 +225,56 @@ def from_mapping(raw: Mapping[str, Any], origin: str = "the configuration") -> C
     return config
 
 
+def check_world(c: Config, size: int) -> None:
+    """Whether `size` processes can share this run. Looks at nothing but the configuration.
+
+    Raises:
+        UsageError: expert groups that do not fit into the processes, a batch that cannot be divided, options that need more.
+    """
+    ep, batch, microbatch = c.parallel.ep, c.train.batch, c.train.microbatch
+    if size == 1 and ep > 1:
+        raise UsageError(
+            f"parallel.ep = {ep} needs {ep} processes or a multiple of that, and this is one alone; "
+            f"start them with: torchrun --nproc-per-node {ep} -m forebay train CONFIG"
+        )
+    if size % ep:
+        raise UsageError(f"parallel.ep = {ep} does not divide the {size} processes; valid are {_divisors(size)}")
+    if batch % size:
+        raise UsageError(
+            f"train.batch = {batch} is no multiple of the {size} processes; the nearest above is {-(-batch // size) * size}"
+        )
+    if microbatch and batch % (microbatch * size):
+        raise UsageError(
+            f"train.batch = {batch} is no multiple of train.microbatch = {microbatch} on each of {size} processes; "
+            f"valid here for train.microbatch are {_divisors(batch // size)}"
+        )
+    if ep > 1 and c.model.experts != "forebay":
+        raise UsageError(f"parallel.ep = {ep} needs model.experts = 'forebay', not {c.model.experts!r}")
+    if ep > 1 and c.memory.policy == "auto" and c.memory.recompute != "light":
+        raise UsageError(
+            f"memory.recompute = {c.memory.recompute!r} repeats communication, and under memory.policy = 'auto' processes choose "
+            "regions each for itself; valid here are memory.recompute = 'light', or a policy of placements"
+        )
+
+
+def check_experts(ep: int, experts: int) -> None:
+    """Whether `experts` (0: a dense model) can be shared by `ep` processes.
+
+    Raises:
+        UsageError: they cannot.
+    """
+    if ep > 1 and not experts:
+        raise UsageError(f"parallel.ep = {ep}, but this model has no experts; valid is 1")
+    if experts % ep:
+        raise UsageError(
+            f"parallel.ep = {ep} does not divide the model's {experts} experts; valid are {_divisors(experts)}"
+        )
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
 def _apply(raw: dict[str, Any], override: str) -> None:
     """Set ``section.key=value`` or, for a table, ``section.key.name=value`` (the name may hold dots)."""
     target, equals, text = override.partition("=")
@@ -237,7 +308,7 @@ def _cross_check(c: Config) -> None:
         raise UsageError(
             "data.source = 'stdlib' takes no data.path; valid sources for a path are text, jsonl, parquet, hf"
         )
-    if c.train.batch % c.microbatch:
+    if c.train.batch % c.microbatch():
         raise UsageError(f"train.batch = {c.train.batch} is no multiple of train.microbatch = {c.train.microbatch}")
     if c.train.eval_every and not c.data.validation:
         raise UsageError("train.eval_every needs data.validation above 0")
@@ -253,6 +324,20 @@ def _cross_check(c: Config) -> None:
     if c.schedule.kind != "wsd" and c.schedule.decay:
         raise UsageError(f"schedule.decay is for schedule.kind = 'wsd', not {c.schedule.kind!r}")
     _check_memory(c.memory)
+    _check_overlap(c)
+
+
+def _check_overlap(c: Config) -> None:
+    if not c.parallel.overlap:
+        return
+    placements = {c.memory.policy} if isinstance(c.memory.policy, str) else set(c.memory.policy.values())
+    if not placements <= {"keep", "recompute"} or c.memory.recompute != "light":
+        raise UsageError(
+            "parallel.overlap = true runs the stages of two microbatches in turn, for which memory.policy can be 'keep' or "
+            f"'recompute' (memory.recompute = 'light') so far, not {', '.join(sorted(placements))} ({c.memory.recompute})"
+        )
+    if c.model.loss != "fused":
+        raise UsageError("parallel.overlap = true needs model.loss = 'fused'")
 
 
 def _check_memory(memory: Memory) -> None:

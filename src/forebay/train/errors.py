@@ -1,4 +1,4 @@
-"""The two kinds of failure that reach a person, and the exit code of each.
+"""The kinds of failure that reach a person, and the exit code of each.
 
 In: whatever went wrong in `forebay.train` or `forebay.cli`. Out: one sentence on the error stream and an exit code; the
 command line turns these exceptions into both. Nothing else in the package decides an exit code.
@@ -25,6 +25,17 @@ class RunError(ForebayError):
 
 class Interrupted(RunError):
     """The run was asked to stop (Ctrl-C or SIGTERM) and has stopped (exit code 1)."""
+
+
+class SaidElsewhere(ForebayError):
+    """This process failed, but another one of the run says why: nothing is printed here.
+
+    `exit_code` is that of the failure.
+    """
+
+    def __init__(self, exit_code: int = 1):
+        super().__init__("another process says why")
+        self.exit_code = exit_code
 
 
 def first_line(error: BaseException) -> str:

@@ -29,13 +29,14 @@ class StepRecord:
 
     Attributes:
         step: 1-based number.
-        seconds: wall time from the first forward to the end of the optimizer.
-        cross_entropy_loss: mean over the step's target tokens, in nats.
-        load_balance_loss: the router's, mean over microbatches, before its coefficient; perfectly balanced is top_k. 0 for
+        seconds: wall time from the first forward to the end of the optimizer, of the slowest process.
+        cross_entropy_loss: mean over the step's target tokens of all processes, in nats.
+        load_balance_loss: the router's, mean over microbatches of all processes, before its coefficient; perfectly balanced is top_k. 0 for
             a model without routers.
         learning_rate, gradient_norm: of this step; the norm is before clipping.
         tokens_per_second: input tokens of all processes over `seconds`.
-        peak_bytes: device memory allocated at most in this step, or the process's largest resident size on a CPU.
+        peak_bytes: device memory allocated at most in this step, or the largest resident size on a CPU; of the process that
+            has most.
         on_gpu: which of the two `peak_bytes` is.
     """
 
@@ -145,6 +146,33 @@ class Reporter:
         if self._events:
             for name in values.keys() - {"step"}:
                 self._events.add_scalar(name, values[name], int(values["step"]))
+
+
+class SilentReporter(Reporter):
+    """What processes other than the main one report to: it shows and writes nothing."""
+
+    def __init__(self) -> None:
+        """No folder, no console."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """There is nothing to close."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def step(self, record: StepRecord) -> None:
+        """Nothing."""
+
+    def validation(self, step: int, loss: float) -> None:
+        """Nothing."""
+
+    def say(self, text: str) -> None:
+        """Nothing."""
+
+    def write(self, values: Mapping[str, float]) -> None:
+        """Nothing."""
 
 
 def _progress(console: Console) -> Progress:

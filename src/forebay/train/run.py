@@ -7,6 +7,8 @@ In: a `Config` and what to resume. Out: a run's folder:
     checkpoints/    see `forebay.train.checkpoint`
     tensorboard/    if asked for
 
+Of several processes the main one decides on the folder, writes and prints; all save their part of a checkpoint and evaluate.
+
 A run never writes into a folder that holds another one. Ctrl-C or SIGTERM ends the run after the step in progress, with a
 checkpoint; a second Ctrl-C ends it at once, and the earlier checkpoint is what remains.
 """
@@ -25,13 +27,16 @@ from typing import Any
 import torch
 import transformers
 from rich.console import Console
+from torch.distributed.fsdp import FSDPModule
 
 from forebay.saved.manager import StepReport
 from forebay.train import checkpoint
-from forebay.train.config import Config, from_mapping
-from forebay.train.errors import Interrupted, RunError, UsageError
-from forebay.train.metrics import Reporter, StepRecord, Summary, summary_tables
+from forebay.train.config import Config, check_world, from_mapping
+from forebay.train.errors import Interrupted, RunError, SaidElsewhere, UsageError
+from forebay.train.mesh import Mesh
+from forebay.train.metrics import Reporter, SilentReporter, StepRecord, Summary, summary_tables
 from forebay.train.trainer import Trainer
+from forebay.train.world import World
 
 # What the order of data depends on: a resumed run with another value would skip or repeat text.
 _SAME_ON_RESUME = (("train", "batch"), ("train", "sequence"), ("train", "seed"), ("data", "validation"))
@@ -105,12 +110,21 @@ def train(config: Config, console: Console, resume: str | None = None) -> Path:
         The run's folder.
 
     Raises:
-        Interrupted: by Ctrl-C or SIGTERM; the message says what was saved.
+        Interrupted: by Ctrl-C or SIGTERM of any process; the message says what was saved.
+        SaidElsewhere: of several processes, all but one raise this when the run fails.
         UsageError, RunError: as their messages say.
     """
-    start = where_to_start(config, resume)
-    with StopRequest().listening() as stop, Trainer(config) as trainer:
-        return _Run(config, console, start, trainer, stop).go()
+    world = World.of_environment()
+    check_world(config, world.size)
+    with StopRequest().listening() as stop, Mesh.open(config, world) as mesh:
+        try:
+            start = mesh.on_main(lambda: where_to_start(config, resume))
+            with Trainer(config, mesh) as trainer:
+                return _Run(config, console, start, trainer, stop).go()
+        except (Exception, KeyboardInterrupt) as error:
+            if mesh.speaks_first():
+                raise
+            raise SaidElsewhere(getattr(error, "exit_code", RunError.exit_code)) from error
 
 
 def export(run: Path, out: Path) -> Path:
@@ -143,11 +157,18 @@ def _numbered(base: Path) -> Iterator[Path]:
         number += 1
 
 
+def _class_of(model: Any) -> str:
+    """The name of a model's class as transformers has it: FSDP2 makes a subclass on the fly."""
+    kind = type(model)
+    return (kind.__mro__[2] if isinstance(model, FSDPModule) else kind).__name__
+
+
 class _Run:
     """The loop. Holds the records that the summary needs."""
 
     def __init__(self, config: Config, console: Console, start: Start, trainer: Trainer, stop: StopRequest):
         self.config, self.console, self.start, self.trainer, self.stop = config, console, start, trainer, stop
+        self.mesh = trainer.mesh
         self.checkpoints = checkpoint.Checkpoints(start.folder / "checkpoints", config.checkpoint.keep)
         self.records: list[StepRecord] = []
         self.saved_at = 0
@@ -158,9 +179,7 @@ class _Run:
         done = self._resume() if self.start.resumed else 0
         self.saved_at = done
         self._write_run_file()
-        with Reporter(
-            self.start.folder, self.console, c.train.steps, done, c.log.tensorboard, c.log.progress
-        ) as report:
+        with self._reporter(done) as report:
             self._announce(report, done)
             for number in range(done + 1, c.train.steps + 1):
                 record = self.trainer.step(number)
@@ -170,13 +189,26 @@ class _Run:
                     last = self.trainer.memory.report()  # of a backward: before a validation pass
                 if c.train.eval_every and number % c.train.eval_every == 0:
                     report.validation(number, self.trainer.evaluate())
-                if self._is_due(number):
+                stopped = self._stopped()
+                if self._is_due(number, stopped):
                     self._save(number)
-                if self.stop.signal and number < c.train.steps:
-                    raise self._interrupted(number)
-        for table in summary_tables(self._summary(last)):
-            self.console.print(table)
+                if stopped and number < c.train.steps:
+                    raise self._interrupted(number, stopped)
+        if self.mesh.world.is_main:
+            for table in summary_tables(self._summary(last)):
+                self.console.print(table)
         return self.start.folder
+
+    def _reporter(self, done: int) -> Reporter:
+        c = self.config
+        if not self.mesh.world.is_main:
+            return SilentReporter()
+        return Reporter(self.start.folder, self.console, c.train.steps, done, c.log.tensorboard, c.log.progress)
+
+    def _stopped(self) -> str:
+        """Which signal any of the processes got, or "". All have to stop after the same step."""
+        (number,) = self.mesh.max(signal.Signals[self.stop.signal] if self.stop.signal else 0)
+        return signal.Signals(int(number)).name if number else ""
 
     def _resume(self) -> int:
         path = self.start.resumed
@@ -212,34 +244,39 @@ class _Run:
         name = (
             torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
         )
-        report.say(f"{type(model).__name__}: {count / 1e6:,.1f} M parameters, {self.config.model.dtype}, on {name}")
+        dtype = self.config.model.dtype + (f" ({needed} to compute)" if (needed := self.config.model.compute) else "")
+        many = f"{self.mesh.size} x " if self.mesh.size > 1 else ""
+        shared = f", experts over {self.mesh.ep}" if self.mesh.ep > 1 else ""
+        report.say(f"{_class_of(model)}: {count / 1e6:,.1f} M parameters, {dtype}, on {many}{name}{shared}")
         report.say(f"data {self.trainer.corpus.description}")
         report.say(
             f"run {self.start.folder}" + (f", resumed after step {done} from {self.start.resumed}" if done else "")
         )
 
-    def _is_due(self, number: int) -> bool:
+    def _is_due(self, number: int, stopped: str) -> bool:
         c = self.config.checkpoint
         if c.every and number % c.every == 0:
             return True
-        ending = number == self.config.train.steps or self.stop.signal is not None
-        return c.last and ending
+        return c.last and (number == self.config.train.steps or bool(stopped))
 
     def _save(self, number: int) -> None:
         about = {"data": self.trainer.corpus.identity, "config": self.config.to_dict()}
         self.checkpoints.save(number, self.trainer.model, self.trainer.optimizer, about)
         self.saved_at = number
 
-    def _interrupted(self, number: int) -> Interrupted:
+    def _interrupted(self, number: int, by: str) -> Interrupted:
         if self.saved_at:
             after = f"its checkpoint is safe in {self.start.folder}; go on with --resume {self.start.folder}"
             if self.saved_at != number:
                 after = f"the checkpoint of step {self.saved_at} is safe; go on with --resume {self.start.folder}"
         else:
             after = "no checkpoint was asked for (checkpoint.last = false)"
-        return Interrupted(f"stopped by {self.stop.signal} after step {number} of {self.config.train.steps}; {after}")
+        return Interrupted(f"stopped by {by} after step {number} of {self.config.train.steps}; {after}")
 
     def _write_run_file(self) -> None:
+        self.mesh.on_main(self._write_run_file_here)
+
+    def _write_run_file_here(self) -> None:
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
         content = json.dumps({"config": self.config.to_dict(), "versions": versions}, indent=2)
         try:

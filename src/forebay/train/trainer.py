@@ -1,14 +1,14 @@
-"""One optimizer step of one process: model, activation manager, optimizer, data, and how they act on each other.
+"""One optimizer step: model, activation manager, optimizer, data, and how they act on each other, on one process or on N.
 
-In: a valid `Config`. Out: a `Trainer` whose `step(n)` trains on batch n and returns a `StepRecord`. The run around it
-(folders, checkpoints, signals, what is printed) is `forebay.train.run`.
+In: a valid `Config` and the `Mesh` of processes. Out: a `Trainer` whose `step(n)` trains on batch n and returns a `StepRecord`,
+the same on every process. The run around it (folders, checkpoints, signals, what is printed) is `forebay.train.run`.
 
-The way of a batch: token windows by position -> microbatches -> forward (activations managed, cross entropy summed over the
-microbatch and divided by the step's target count, so uneven microbatches weigh as they should) + coefficient x the router's
-load-balancing loss -> backward -> gradient norm and clipping -> AdamW -> the router's bias update. The host waits for the
-device once a step, when it reads the losses.
+The way of a batch: token windows by position, each process its own -> microbatches -> forward (activations managed, cross
+entropy summed over the microbatch and divided by the target count of the whole step, so uneven parts weigh as they should)
++ coefficient x the router's load-balancing loss -> backward, gradients summed over processes -> gradient norm and clipping ->
+AdamW -> the router's bias update. The host waits for the device once a step, when it reads the losses.
 
-`Trainer` owns everything that it builds; `close` takes the manager off the model.
+`Trainer` owns everything that it builds; `close` takes the manager off the model. The mesh is its own only if none was given.
 """
 
 import random
@@ -19,16 +19,19 @@ import numpy as np
 import torch
 
 import forebay.train.hf as hf
+import forebay.train.parallel as parallel
 from forebay.models.families import moe_blocks
 from forebay.models.manage import manage
 from forebay.models.router import RouterStats
+from forebay.moe.dispatch.exchange import Exchange
 from forebay.train.config import Config
-from forebay.train.config import Device as DeviceSection
 from forebay.train.data import Windows, load_corpus, load_tokenizer, split
 from forebay.train.errors import RunError, UsageError
+from forebay.train.mesh import Mesh
 from forebay.train.metrics import StepRecord, peak_bytes
+from forebay.train.overlapped import OverlappedGradients
 from forebay.train.schedule import factor
-from forebay.train.world import ALONE, World
+from forebay.train.world import ALONE
 
 IGNORE = -100  # target that no loss is computed for, as in transformers
 
@@ -36,39 +39,57 @@ IGNORE = -100  # target that no loss is computed for, as in transformers
 class Trainer:
     """Model, manager, optimizer and data of one process.
 
+    Args:
+        config: a valid one.
+        mesh: the processes; None for this one alone. It stays the caller's.
+
     Attributes:
-        model: a transformers `*ForCausalLM`, managed.
+        model: a transformers `*ForCausalLM`, managed; sharded if there is a process group.
         memory: what `forebay.manage` returned.
+        exchange: how tokens travel to their experts; None if `parallel.ep` is 1.
         optimizer: AdamW over the model's trainable parameters.
         corpus: the tokens.
 
     Raises:
-        UsageError, RunError: see `forebay.train.hf`, `forebay.train.data` and `pick_device`.
+        UsageError, RunError: see `forebay.train.hf`, `forebay.train.data`, `forebay.train.mesh` and `forebay.train.parallel`.
         PolicyError, BudgetError: from the policy.
     """
 
-    def __init__(self, config: Config, world: World = ALONE):
-        self.config, self.world = config, world
-        self.device = pick_device(config.device)
+    def __init__(self, config: Config, mesh: Mesh | None = None):
+        self.mesh = Mesh.open(config, ALONE) if mesh is None else mesh
+        self._own_mesh = self.mesh if mesh is None else None
+        try:
+            self._build(config, self.mesh)
+        except BaseException:
+            if self._own_mesh is not None:
+                self._own_mesh.close()
+            raise
+
+    def _build(self, config: Config, mesh: Mesh) -> None:
+        self.config, self.device = config, mesh.device
         if config.device.threads:
             torch.set_num_threads(config.device.threads)
         tokenizer = load_tokenizer(config.data.tokenizer)
         self.corpus = load_corpus(config.data, tokenizer)
         train, held_out = split(self.corpus, config.data.validation)
         size, batch, seed = config.train.sequence, config.train.batch, config.train.seed
-        self._windows = Windows(train, size, batch, seed, world)
+        self._windows = Windows(train, size, batch, seed, mesh.world)
         self._held_out = (
-            Windows(held_out, size, batch, seed, world, "validation data") if config.train.eval_every else None
+            Windows(held_out, size, batch, seed, mesh.world, "validation data") if config.train.eval_every else None
         )
-        _check_microbatch(config, world)
         _seed(seed)
         self.model = hf.build(config.model, tokenizer.vocabulary, self.device)
         _check_positions(self.model, size)
-        self.memory = _manage(self.model, config)
+        self._shards = parallel.shard(self.model, mesh, config) if mesh.data is not None else None
+        self.exchange = parallel.exchange_of(self.model, mesh, config)
+        self.memory = _manage(self.model, config, self.exchange)
         self._router = RouterStats(self.model) if moe_blocks(self.model) else None  # None: a dense model
         self._balance = balance_coefficient(self.model.config)
+        self._overlapped = self._overlap() if config.parallel.overlap else None
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = _adamw(self.model, config, self.device)
+        self.optimizer = _adamw(self.model, config)
+        if mesh.rank:
+            _seed(seed + mesh.rank)  # weights are the same on all processes, dropout is not
 
     def __enter__(self) -> Self:
         return self
@@ -77,40 +98,74 @@ class Trainer:
         self.close()
 
     def close(self) -> None:
-        """Take the manager off the model; the model is as `forebay.train.hf.build` made it, but trained."""
+        """Take the manager off the model; the model is as it was built and sharded, but trained."""
+        if self._overlapped is not None:
+            self._overlapped.close()
         self.memory.detach()
+        if self.exchange is not None:
+            self.exchange.close()
+        if self._own_mesh is not None:
+            self._own_mesh.close()
 
     def step(self, number: int) -> StepRecord:
         """Train on the batch of step `number` (from 1).
 
         Raises:
             RunError: a loss or gradient that is not finite. Parameters may hold NaN then: do not save them.
+            RuntimeError: tokens were lost on their way to the experts (a capacity was too small).
         """
-        inputs, targets = self._windows(number - 1)
         started = time.perf_counter()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         rate = self.config.optimizer.lr * factor(self.config.schedule, number, self.config.train.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        cross_entropy, balance = self._gradients(inputs, targets)
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.config.train.clip or float("inf"))
+        losses = self.mesh.sum(torch.stack(self.gradients(number)))
+        norm = parallel.clip_gradients(self._parameters, self.config.train.clip, self.mesh)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self._router is not None and self._router.has_bias:
+            self._router.sum_counts(self.mesh.sum)
             self._router.update_bias(self.config.train.router_bias_rate)
-        loss, imbalance, size = torch.stack([cross_entropy, balance, norm.float()]).tolist()
+        loss, imbalance, size = torch.cat([losses, norm.float()[None]]).tolist()
+        if self.exchange is not None:
+            self.exchange.check()
         if not (np.isfinite(loss) and np.isfinite(size)):
             raise RunError(
                 f"step {number}: the loss is {loss} and the gradient norm {size}, which is not finite; "
                 "lower optimizer.lr or lengthen schedule.warmup, and go on from an earlier checkpoint with --resume"
             )
-        seconds = time.perf_counter() - started
+        seconds, peak = self.mesh.max(time.perf_counter() - started, peak_bytes(self.device))
         tokens = self.config.train.batch * self.config.train.sequence
-        peak = peak_bytes(self.device)
         return StepRecord(
-            number, seconds, loss, imbalance, rate, size, tokens / seconds, peak, self.device.type == "cuda"
+            number, seconds, loss, imbalance, rate, size, tokens / seconds, int(peak), self.device.type == "cuda"
         )
+
+    def gradients(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Forward and backward of all microbatches of step `number`: gradients, summed over processes, are on the parameters.
+
+        They are added to what is there. The host does not wait for the device, but where the exchange does.
+
+        Returns:
+            This process's part of the mean cross entropy and of the load balance, fp32 scalars on the device.
+        """
+        inputs, targets = self._windows(number - 1)
+        parts = self._microbatches(inputs, targets)
+        count = self._count(targets)
+        if self._overlapped is not None:
+            return self._overlapped(parts, count, len(parts) * self.mesh.size)
+        cross_entropy = torch.zeros((), device=self.device)
+        balance = torch.zeros((), device=self.device)
+        for index, (ids, labels) in enumerate(parts):
+            if self._shards is not None:
+                self._shards.microbatch(last=index == len(parts) - 1)
+            loss, own, imbalance = self._loss(ids, labels, count, len(parts) * self.mesh.size)
+            cross_entropy += own
+            balance += imbalance
+            loss.backward()
+        if self._shards is not None:
+            self._shards.finish()
+        return cross_entropy, balance
 
     def forward(self) -> torch.Tensor:
         """The loss of the first microbatch, with its graph. For the profile."""
@@ -131,25 +186,31 @@ class Trainer:
                         count += labels.numel()
         finally:
             self.model.train()
-        return total / count
+        if self._shards is not None:
+            self._shards.release()
+        total, counted = self.mesh.sum(torch.tensor([total, count], dtype=torch.float64, device=self.device)).tolist()
+        return total / counted
 
-    def _gradients(self, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Accumulate gradients of the batch; cross entropy and load balance of it, fp32 scalars on the device."""
-        count = int((targets != IGNORE).sum())  # on the host: no wait for the device
-        parts = list(self._microbatches(inputs, targets))
-        cross_entropy = torch.zeros((), device=self.device)
-        balance = torch.zeros((), device=self.device)
-        for ids, labels in parts:
-            loss, own, imbalance = self._loss(ids, labels, count, len(parts))
-            cross_entropy += own
-            balance += imbalance
-            loss.backward()
-        return cross_entropy, balance
+    def _overlap(self) -> OverlappedGradients:
+        try:
+            return OverlappedGradients(self.model, self.memory, self.device, self._router, self._balance)
+        except ValueError as error:
+            raise UsageError(f"parallel.overlap: {error}") from error
+
+    def _count(self, targets: torch.Tensor) -> torch.Tensor | int:
+        """Targets of the step that a loss is computed for, over all processes. The host does not wait for it."""
+        own = int((targets != IGNORE).sum())
+        if self.mesh.size == 1:
+            return own
+        return self.mesh.sum(torch.full((), own, dtype=torch.int64, device=self.device))
 
     def _loss(
-        self, ids: torch.Tensor, labels: torch.Tensor, count: int, parts: int
+        self, ids: torch.Tensor, labels: torch.Tensor, count: torch.Tensor | int, parts: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What backward starts from; and, detached, this microbatch's share of the cross entropy and of the load balance."""
+        """What backward starts from; and, detached, this microbatch's share of the cross entropy and of the load balance.
+
+        `count` targets and `parts` microbatches has the step over all processes.
+        """
         if self._router is None:
             loss = self._forward(ids, labels, count)
             return loss, loss.detach(), torch.zeros_like(loss)
@@ -160,33 +221,15 @@ class Trainer:
         self._router.clear()
         return loss + self._balance * imbalance, loss.detach(), imbalance.detach()
 
-    def _forward(self, ids: torch.Tensor, labels: torch.Tensor, count: int) -> torch.Tensor:
+    def _forward(self, ids: torch.Tensor, labels: torch.Tensor, count: torch.Tensor | int) -> torch.Tensor:
         """Sum of the cross entropies of [B, S] targets, over `count`. Targets are shifted already."""
         output = self.model(input_ids=ids, labels=labels, shift_labels=labels, num_items_in_batch=count)
         return output.loss
 
     def _microbatches(self, inputs: torch.Tensor, targets: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        size = self.config.microbatch // self.world.size or 1
+        size = self.config.microbatch(self.mesh.size)
         ids = inputs.to(self.device, non_blocking=True).split(size)
         return list(zip(ids, targets.to(self.device, non_blocking=True).split(size), strict=True))
-
-
-def pick_device(section: DeviceSection) -> torch.device:
-    """The device that is asked for.
-
-    Raises:
-        UsageError: CUDA is asked for and torch sees none.
-    """
-    if section.type == "cpu" or (section.type == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        built = (
-            f"is built for CUDA {torch.version.cuda} but sees no GPU" if torch.version.cuda else "is built without CUDA"
-        )
-        raise UsageError(
-            f"device.type = 'cuda', but torch {torch.__version__} {built}; valid here are 'cpu' and 'auto'"
-        )
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def balance_coefficient(config: Any) -> float:
@@ -209,14 +252,14 @@ def decay_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, 
     return [g for g in groups if g["params"]]
 
 
-def _adamw(model: torch.nn.Module, config: Config, device: torch.device) -> torch.optim.Optimizer:
+def _adamw(model: torch.nn.Module, config: Config) -> torch.optim.Optimizer:
     o = config.optimizer
-    return torch.optim.AdamW(
+    return parallel.ShardedAdamW(
         decay_groups(model, o.weight_decay), lr=o.lr, betas=o.betas, eps=o.eps, fused=o.fused or None
     )
 
 
-def _manage(model: Any, config: Config) -> Any:
+def _manage(model: Any, config: Config, exchange: Exchange | None) -> Any:
     try:
         return manage(
             model,
@@ -226,6 +269,8 @@ def _manage(model: Any, config: Config) -> Any:
             experts="forebay" if config.model.experts == "forebay" else None,
             loss="fused" if config.model.loss == "fused" else None,
             offload=config.memory.offload,
+            recompute=config.memory.recompute,
+            exchange=exchange,
         )
     except (ValueError, RuntimeError) as error:  # PolicyError is a ValueError; no compiler is a RuntimeError
         raise UsageError(f"[memory] and [model]: {error}") from error
@@ -235,11 +280,6 @@ def _seed(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % (1 << 32))
     torch.manual_seed(seed)  # every CUDA device's generator too
-
-
-def _check_microbatch(config: Config, world: World) -> None:
-    if config.microbatch % world.size:
-        raise UsageError(f"train.microbatch = {config.microbatch} is no multiple of the {world.size} processes")
 
 
 def _check_positions(model: Any, sequence: int) -> None:

@@ -1,0 +1,235 @@
+"""The exchange through symmetric memory: the GPUs of one host read and write each other, and the host waits for nothing.
+
+    dispatch   copy tokens to the own symmetric memory, lists of who gets what to the peers | wait | read the peers' rows
+    spread     copy values to the own symmetric memory                                      | wait | read the peers' rows
+    collect    write rows to their owners' symmetric memory                                 | wait | sum them
+
+Two launches each (`forebay.kernels.peer_rows`, `peer_sums`; `peer_memory` says how ranks wait for one another). No step asks
+the device for a number, so a captured CUDA graph can be replayed with other ids and other splits. That takes a capacity,
+which the constructor fixes: C rows and S live slots, a slot being a (row, expert) pair that this rank computes.
+
+    S = min(P * T * min(K, E / P), capacity_factor * T * K), rounded up to `ALIGNMENT`
+    C = min(P * T, S)
+
+capacity_factor is over an even split of all slots; from P on nothing can go over. What goes over is left out and noted on all
+ranks; `check` raises and says what would have been enough. The results since the check before are wrong then.
+
+With `exact` there is one wait of the host a dispatch, for the counts: C and S are the exact numbers, rounded up to
+`ALIGNMENT`, and there is no capacity to go over. For eager runs that want the transfer's speed and no memory above the need.
+
+Handle:
+
+    source [C] int32       p * T + t: row r is token t of rank p; -1 behind the last row
+    places [t, P] int32    -1 where a token did not go to rank p
+    starts [P + 1] int32   where each rank's rows begin
+    counts [2] int64       only if `exact`: rows and live slots received, on the CPU
+
+Results are bitwise those of `NcclExchange`: the same rows in the same order, the same sums.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from forebay.kernels.peer_memory import LATE, PeerLayout, PeerMemory, read_counts
+from forebay.kernels.peer_rows import receive_tokens, receive_values, send_tokens, send_values
+from forebay.kernels.peer_sums import push_rows, sum_rows
+from forebay.moe.dispatch.exchange import ALIGNMENT, Exchange, Handle
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Programs of a launch for each multiprocessor.
+_PROGRAMS = 4
+
+
+class SymmetricExchange(Exchange):
+    """Dispatch and combine over the peers' memory.
+
+    Args:
+        group: the expert-parallel process group, all on one host, each with a GPU of its own and peer access to the others
+            (NVLink). The constructor is collective.
+        num_experts: E, a multiple of the group's size.
+        tokens: T, the most a rank ever dispatches at once; the same on all ranks.
+        hidden: H; a row must be a multiple of 16 bytes.
+        slots_per_token: K.
+        dtype: of the rows: bf16, fp16 or fp32. Weights may be any of them too.
+        capacity_factor: at least 1; see the module docstring. Ignored if `exact`.
+        timeout_s: how long a kernel waits for the other ranks.
+        exact: one wait of the host a dispatch instead of a capacity.
+
+    Attributes:
+        capacity_rows, capacity_slots: C and S; with `exact` no bounds but the most there can be.
+        memory_bytes: symmetric memory of each rank: about 2 T (P + 1) rows.
+
+    Raises:
+        ValueError: a capacity factor below 1, a row of odd bytes, another dtype, experts that cannot be divided.
+        RuntimeError: no CUDA device; memory that cannot be shared among the ranks.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        num_experts: int,
+        *,
+        tokens: int,
+        hidden: int,
+        slots_per_token: int,
+        dtype: torch.dtype,
+        capacity_factor: float = 2.0,
+        timeout_s: float = 120.0,
+        exact: bool = False,
+    ):
+        super().__init__(group.rank(), group.size(), num_experts)
+        if not capacity_factor >= 1:
+            raise ValueError(f"capacity_factor must be at least 1 (an even split), got {capacity_factor}")
+        if dtype not in _DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(map(str, _DTYPES))}, got {dtype}")
+        if tokens < 1 or hidden < 1 or slots_per_token < 1 or timeout_s <= 0:
+            raise ValueError(
+                f"tokens, hidden, slots_per_token and timeout_s must be positive, got {tokens}, {hidden}, "
+                f"{slots_per_token}, {timeout_s}"
+            )
+        layout = PeerLayout(self.size, tokens, slots_per_token, hidden * dtype.itemsize)
+        most = self.size * tokens * min(slots_per_token, self.local_experts)
+        allowed = most if exact else min(most, math.ceil(capacity_factor * tokens * slots_per_token))
+        self.capacity_slots = _aligned(allowed)
+        self.capacity_rows = min(self.size * tokens, self.capacity_slots)
+        self.memory_bytes = layout.total
+        self._tokens, self._hidden, self._slots, self._dtype, self._exact = (
+            tokens, hidden, slots_per_token, dtype, exact,
+        )  # fmt: skip
+        self._group: Any = group
+        self._timeout_s = timeout_s
+        self._memory: PeerMemory | None = self._share(layout)
+
+    def _share(self, layout: PeerLayout) -> PeerMemory:
+        """Allocate and exchange addresses. Collective."""
+        import torch.distributed._symmetric_memory as symmetric
+
+        if not torch.cuda.is_available():
+            raise RuntimeError("the symmetric exchange needs a CUDA device; on CPUs use the nccl exchange over gloo")
+        device = torch.device("cuda", torch.cuda.current_device())
+        base = symmetric.empty(layout.total, dtype=torch.uint8, device=device)
+        base.zero_()
+        torch.cuda.synchronize(device)  # before any rank can write a flag into it
+        shared = symmetric.rendezvous(base, self._group)
+        own = shared.buffer_ptrs[self.rank]
+        return PeerMemory(
+            base,
+            torch.tensor([p - own for p in shared.buffer_ptrs], dtype=torch.int64, device=device),
+            torch.zeros(layout.state_size, dtype=torch.int64, device=device),
+            self.rank,
+            layout,
+            timeout_ns=int(self._timeout_s * 1e9),
+            programs=_PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count,
+        )
+
+    def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor, Handle]:
+        """See `Exchange.dispatch`. ValueError for tokens that the exchange was not made for."""
+        peers = self._open()
+        self._check_rows("x", x, self._tokens)
+        if ids.shape[1] != self._slots or weights.dtype not in _DTYPES:
+            raise ValueError(
+                f"made for {self._slots} slots a token and weights in bf16, fp16 or fp32; "
+                f"got {ids.shape[1]} slots and {weights.dtype}"
+            )
+        places = send_tokens(x, ids, weights, self.local_experts, peers)
+        rows, slots, counts = self.capacity_rows, self.capacity_slots, []
+        if self._exact:
+            # The one host synchronisation.
+            received = read_counts(peers).sum(0).cpu()
+            rows, slots = _aligned(int(received[0])), _aligned(int(received[1]))
+            counts = [received]
+        out, local_ids, row_weights, source, starts = receive_tokens(
+            rows, slots, self._hidden, self._dtype, weights.dtype, self.local_experts, peers
+        )
+        return out, local_ids, row_weights, [source, places, starts, *counts]
+
+    def spread(self, values: Tensor, handle: Sequence[Tensor], n_rows: int) -> Tensor:
+        """See `Exchange.spread`."""
+        peers = self._open()
+        source, places, starts, *_ = handle
+        self._check_rows("values", values, places.shape[0])
+        send_values(values, peers)
+        return receive_values(source, starts, self._hidden, self._dtype, peers)
+
+    def collect(
+        self, rows: Tensor, narrow: Tensor | None, handle: Sequence[Tensor], n_tokens: int, init: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `Exchange.collect`."""
+        peers = self._open()
+        source, places, starts, *_ = handle
+        self._check_rows("rows", rows, source.shape[0])
+        if init is not None and (init.shape != (n_tokens, self._hidden) or init.dtype == torch.float64):
+            raise ValueError(
+                f"init must be {(n_tokens, self._hidden)} and not in fp64, got {tuple(init.shape)} in {init.dtype}"
+            )
+        push_rows(rows, narrow, source, starts, peers)
+        return sum_rows(places, init, rows.dtype, None if narrow is None else narrow.dtype, peers)
+
+    def max_rows(self, handle: Sequence[Tensor], rows: int, slots_per_token: int) -> int:
+        """S; with `exact` the live slots received, rounded up to `ALIGNMENT`."""
+        return _aligned(int(handle[3][1])) if self._exact else self.capacity_slots
+
+    def fake_handle(self, tokens: int, slots_per_token: int, device: torch.device) -> tuple[int | None, Handle]:
+        """See `Exchange.fake_handle`."""
+        rows: Any = torch.library.get_ctx().new_dynamic_size() if self._exact else self.capacity_rows
+        handle = [
+            torch.empty(rows, dtype=torch.int32, device=device),
+            torch.empty((tokens, self.size), dtype=torch.int32, device=device),
+            torch.empty(self.size + 1, dtype=torch.int32, device=device),
+        ]
+        return rows, [*handle, torch.empty(2, dtype=torch.int64)] if self._exact else handle
+
+    def check(self) -> None:
+        """See `Exchange.check`; waits for the device once. Also RuntimeError if a rank did not come in time.
+
+        Every rank raises for the overflow of any. The note is cleared then.
+        """
+        peers = self._open()
+        at = peers.layout.needs_at
+        noted = peers.base[at : at + 8 * self.size].view(torch.int64)
+        late, *needs = torch.cat([peers.state[LATE : LATE + 1], noted]).tolist()
+        if late:
+            peers.state[LATE] = 0
+            raise RuntimeError(
+                f"rank {late - 1} of {self.size} did not come to an exchange within {self._timeout_s:g} s of rank "
+                f"{self.rank}; results since the last check are wrong"
+            )
+        if any(needs):
+            noted.zero_()
+            rank = max(range(self.size), key=needs.__getitem__)
+            enough = math.ceil(100 * needs[rank] / (self._tokens * self._slots)) / 100
+            raise RuntimeError(
+                f"rank {rank} needed {needs[rank]} slots and has {self.capacity_slots}: rows were left out since the last "
+                f"check; a capacity_factor of {enough:g} would have been enough"
+            )
+
+    def close(self) -> None:
+        """Free the symmetric memory. Collective: no rank may read from one that has freed."""
+        if self._memory is not None:
+            if self._memory.base.is_cuda:
+                torch.cuda.synchronize(self._memory.base.device)
+            dist.barrier(self._group)
+            self._memory = None
+
+    def _open(self) -> PeerMemory:
+        if self._memory is None:
+            raise RuntimeError("this exchange is closed")
+        return self._memory
+
+    def _check_rows(self, what: str, rows: Tensor, most: int) -> None:
+        if rows.shape[0] > most or rows.shape[1] != self._hidden or rows.dtype != self._dtype:
+            raise ValueError(
+                f"{what}: the exchange takes up to {most} rows of {self._hidden} in {self._dtype}, "
+                f"got {rows.shape[0]} of {rows.shape[1]} in {rows.dtype}"
+            )
+
+
+def _aligned(n: int) -> int:
+    return -(-n // ALIGNMENT) * ALIGNMENT

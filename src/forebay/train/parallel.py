@@ -1,0 +1,227 @@
+"""A model on N processes: experts spread over expert groups, every weight sharded by FSDP2, and what that asks of a step.
+
+In: a model with all weights on every process (or on the meta device), and the `Mesh`. Out: the same model, whose parameters
+are DTensors of which each process holds a part that no other has, and a `Shards` that tells FSDP2 when a step begins and ends.
+
+    experts' parameters [E, ...]    DTensor Shard(0) over "ep", then FSDP2 over "fsdp"
+    the rest of a decoder layer     FSDP2 over all processes, gathered before the layer's forward and backward
+    embedding, norm, head           FSDP2 over all processes, gathered from a step's first forward to its end
+
+Gradients are *sums* over processes: each process's loss is the sum over its own tokens, divided by the number of all processes'
+tokens, so any split of tokens is right. Under mixed precision the shards, their gradients and the optimizer's states are in
+the parameters' dtype, and everything in between is in the dtype that is computed in, but for sums of gradients: float32.
+
+Apply `shard` before `forebay.manage`, whose regions then lie inside FSDP2's hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from forebay.models.families import decoder_layers, moe_blocks
+from forebay.moe.dispatch.exchange import Exchange
+from forebay.train.config import Config, check_experts
+from forebay.train.errors import UsageError
+from forebay.train.mesh import Mesh
+
+
+class Shards:
+    """What FSDP2 has to be told during a step. Made by `shard`.
+
+    Args:
+        model: whose parts `fully_shard` was applied to, itself included.
+        reshard, reduce_each: see `[parallel]`.
+    """
+
+    def __init__(self, model: nn.Module, reshard: bool, reduce_each: bool):
+        self._root: Any = model
+        self._reshard, self._reduce_each = reshard, reduce_each
+        self._modules: list[Any] = [m for m in model.modules() if isinstance(m, FSDPModule)]
+        # Weights that this process has whole (experts, with one process a column): nothing to gather, nothing to reduce.
+        self._own = [m for m in self._modules if _mesh_size(m) == 1]
+
+    def microbatch(self, last: bool) -> None:
+        """Before each forward of a step: whether this is the step's last microbatch, after which gradients are complete."""
+        self._root.set_requires_gradient_sync(last or self._reduce_each)
+        self._root.set_reshard_after_backward(last or self._reshard)
+        self._root.set_is_last_backward(last)
+        for module in self._own:
+            module.set_requires_gradient_sync(False, recurse=False)
+
+    def finish(self) -> None:
+        """After the last backward of a step: all gradients are on the sharded parameters, in their dtype."""
+        for module in self._own:
+            for parameter in _group(module).fsdp_params:
+                _hand_over(parameter)
+
+    def release(self) -> None:
+        """Give back gathered weights after a forward that no backward follows."""
+        for module in self._modules:
+            module.reshard()
+
+
+def _group(module: Any) -> Any:
+    """FSDP2's own record of a module's parameters; not public, and the same in torch 2.11 to 2.13."""
+    return module._get_fsdp_state()._fsdp_param_group
+
+
+def _mesh_size(module: Any) -> int:
+    group = _group(module)
+    return group.mesh_info.mesh.size() if group is not None else 0
+
+
+def _hand_over(parameter: Any) -> None:
+    """Make the accumulated gradient of a weight that is one process's own the gradient of its shard, which has the same shape.
+
+    FSDP2 would do so through two copies in the reduction's dtype of all weights of the module: for a layer's experts, a GiB.
+    """
+    grad = parameter.unsharded_accumulated_grad
+    if grad is None:
+        grad, parameter._unsharded_param.grad = parameter._unsharded_param.grad, None
+    parameter.unsharded_accumulated_grad = None
+    if grad is None:
+        return
+    shard = parameter.sharded_param
+    local = _local(grad).detach().to(shard.dtype)
+    if shard.grad is not None:
+        shard.grad.to_local().add_(local)
+    else:
+        shard.grad = DTensor.from_local(
+            local, shard.device_mesh, shard.placements, run_check=False, shape=shard.shape, stride=shard.stride()
+        )
+
+
+def shard(model: nn.Module, mesh: Mesh, config: Config) -> Shards:
+    """Shard `model` in place.
+
+    Raises:
+        UsageError: the model's decoder layers are not known, or its experts cannot be divided by `parallel.ep`.
+    """
+    assert mesh.data is not None, "sharding needs a process group"
+    try:
+        layers = [layer for _, layer in decoder_layers(model)]
+    except ValueError as error:
+        raise UsageError(f"several processes or model.compute: {error}") from error
+    if not layers:
+        raise UsageError(
+            f"{type(model).__name__} has no decoder layers that Forebay knows: train it in one process, without model.compute"
+        )
+    options: dict[str, Any] = {
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=getattr(torch, config.model.compute) if config.model.compute else None,
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,  # routing weights are float32 in some families, and stay so
+        ),
+        "reshard_after_forward": config.parallel.reshard,
+    }
+    check_experts(mesh.ep, experts_of(model))
+    if mesh.grid is not None:
+        for block in moe_blocks(model):
+            _spread_experts(block.experts, mesh.grid["ep"])
+            fully_shard(
+                block.experts, mesh=mesh.grid["fsdp"], shard_placement_fn=_Placement(mesh.size // mesh.ep), **options
+            )
+    for layer in layers:
+        fully_shard(layer, mesh=mesh.data, **options)
+    fully_shard(model, mesh=mesh.data, **options)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # Sums, not means. A plain SUM is what every backend has; a factor of 1 alone would multiply by it before.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    return Shards(model, config.parallel.reshard, config.parallel.reduce == "microbatch")
+
+
+def experts_of(model: nn.Module) -> int:
+    """Experts of a MoE layer, over all processes; 0 for a dense model."""
+    blocks = moe_blocks(model)
+    return int(blocks[0].experts.num_experts) if blocks else 0  # type: ignore[arg-type]
+
+
+def exchange_of(model: Any, mesh: Mesh, config: Config) -> Exchange | None:
+    """How tokens travel between the processes of an expert group; None if `parallel.ep` is 1. The caller closes it.
+
+    Raises:
+        UsageError: the backend that is asked for is not to be had here.
+    """
+    if mesh.expert_group is None:
+        return None
+    from forebay.moe.dispatch.choose import make_exchange
+
+    text = model.config.get_text_config()
+    try:
+        return make_exchange(
+            config.parallel.dispatch,
+            mesh.expert_group,
+            experts_of(model),
+            tokens=config.microbatch(mesh.size) * config.train.sequence,
+            hidden=text.hidden_size,
+            slots_per_token=text.num_experts_per_tok,
+            dtype=getattr(torch, config.model.compute or config.model.dtype),
+            capacity_factor=config.parallel.capacity_factor,
+        )
+    except (ValueError, RuntimeError, ImportError) as error:
+        raise UsageError(f"parallel.dispatch = {config.parallel.dispatch!r}: {error}") from error
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, mesh: Mesh) -> torch.Tensor:
+    """Scale gradients so that their norm over all processes is at most `limit` (0: leave them); the norm before, on the device.
+
+    Every process's part of a DTensor is its own, so squares of norms add up. One all-reduce; the host does not wait.
+    """
+    grads = [_local(p.grad) for p in parameters if p.grad is not None]
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+    if mesh.size > 1:
+        norm = mesh.sum(norm.float().square()).sqrt()
+    if limit:
+        # As torch.nn.utils.clip_grad_norm_ does, bit for bit.
+        torch._foreach_mul_(grads, torch.clamp(limit / (norm + 1e-6), max=1.0))
+    return norm
+
+
+class ShardedAdamW(torch.optim.AdamW):
+    """AdamW that updates the local parts of DTensors.
+
+    The states are DTensors like their parameters, so that checkpoints know the whole, but the update itself sees plain tensors:
+    a fused update takes no DTensors of two meshes at once, and would pay for each one's dispatch.
+    """
+
+    def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
+        complex_found = super()._init_group(group, *lists)  # type: ignore[misc]  # not in the stubs
+        for tensors in lists:
+            tensors[:] = [_local(t) for t in tensors]
+        return complex_found
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _spread_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
+    """Replace each parameter [E, ...] by this process's [E / P, ...] of it, as a DTensor of the whole."""
+    rank, size = mesh.get_local_rank(), mesh.size()
+    for name, parameter in list(experts.named_parameters(recurse=False)):
+        held = parameter.shape[0] // size
+        local = parameter.detach()[rank * held : (rank + 1) * held].clone()
+        whole = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+        setattr(experts, name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+
+
+class _Placement:
+    """Along which dimension FSDP2 shards an experts' parameter: that of the experts, or the first one that divides evenly."""
+
+    def __init__(self, size: int):
+        self._size = size
+
+    def __call__(self, parameter: nn.Parameter) -> Shard:
+        shape = _local(parameter.data).shape
+        even = (dim for dim, length in enumerate(shape) if length % self._size == 0)
+        return Shard(next(even, 0))

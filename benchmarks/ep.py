@@ -1,13 +1,13 @@
 """The trainer on N GPUs with its experts spread over them: tokens a second, and activation memory.
 
-Two models at their published widths, cut to 8 layers: DeepSeek-V2-Lite (hidden 2048, 16 MLA heads, 64 experts top-6 of width 1408,
-2 shared, first layer dense, vocabulary 102400) and Qwen3-30B-A3B (32 heads, 4 KV heads of 128, 128 experts top-8 of width 768,
-vocabulary 151936). EP over all ranks, PP 1, sequence 4096, microbatch 1, global batch 64; parameters and AdamW states are fp32 shards,
-compute bf16.
+Two models at their published widths, cut to 8 layers: DeepSeek-V2-Lite (hidden 2048, 16 MLA heads, 64 experts top-6 of
+width 1408, 2 shared, first layer dense, vocabulary 102400) and Qwen3-30B-A3B (32 heads, 4 KV heads of 128, 128 experts top-8
+of width 768, vocabulary 151936). EP over all ranks, PP 1, sequence 4096, microbatch 1, global batch 64; parameters and AdamW
+states are fp32 shards, compute bf16.
 
-A step is forward and backward of all microbatches of the global batch, until the reduced gradients lie on the shards. Columns: tokens
-of the global batch over its wall time on the slowest rank (median of the timed steps); peak over the memory held before the step
-with gradients set to None, so that gradients and gathered parameters count; the largest of all ranks.
+A step is forward and backward of all microbatches of the global batch, until the reduced gradients lie on the shards.
+Columns: tokens of the global batch over its wall time on the slowest rank (median of the timed steps); peak over the memory
+held before the step with gradients set to None, so that gradients and gathered parameters count; the largest of all ranks.
 
 Routing `balanced` gives every expert the same number of tokens, drawn afresh for each microbatch and layer as random
 permutations, so that tokens spread over ranks as random ones do; `router` is the (random) model's own.
@@ -136,7 +136,10 @@ def measure(args: argparse.Namespace, name: str, routing: str) -> dict[str, Any]
         seconds, peaks = [], []
         for number in range(2, 2 + args.warm + args.steps):
             trainer.optimizer.zero_grad(set_to_none=True)
-            settle_memory()
+            if number == 2:
+                settle_memory()  # only once: what the allocator holds is part of a warm step
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
             base = torch.cuda.memory_allocated()
             dist.barrier()
             torch.cuda.synchronize()
@@ -158,6 +161,8 @@ def measure(args: argparse.Namespace, name: str, routing: str) -> dict[str, Any]
             "routing": routing,
             "dispatch": type(trainer.exchange).__name__,
             "overlap": config.parallel.overlap,
+            "sums": config.parallel.gradients,
+            "reshard": config.parallel.reshard,
             "policy": args.policy,
             "tokens/s": tokens / statistics.median(timed),
             "slowest, fastest step s": f"{max(timed):.3f}, {min(timed):.3f}",

@@ -12,9 +12,9 @@ E = 128, random routing, a token goes once to each rank that it needs):
     nccl ...         its dispatch (with index, gather, slots and the wait of the host) and combine (with the sum)
     symmetric ...    dispatch (lists, copy, wait, gather), combine (scatter, wait, sum), and combine's gradient
 
-GB/s counts bytes received from other ranks; `of all-to-all` is that over the first row with the same payload. `ms` is the
-time on the device: launches are queued behind a pause, so that the host's speed is no part of it; where an operation waits for the
-host there is no such time. `eager ms` is without the pause. Median of 30, slowest rank.
+GB/s counts bytes received from other ranks; `of all-to-all` is that over the first row with the same payload. `ms` is the time on
+the device: launches are queued behind a pause, so that the host's speed is no part of it; where an operation waits for the host
+there is no such time. `eager ms` is without the pause. Median of 30, slowest rank.
 
     torchrun --nproc-per-node 2 benchmarks/ep_exchange.py
 """

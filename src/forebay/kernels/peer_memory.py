@@ -29,11 +29,10 @@ from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
 from forebay.kernels.launch import column_block, on_device_of
+from forebay.kernels.peer_lists import LIST_BLOCK
 
 # Elements of `PeerMemory.state`; from CHUNKS on, what the chunks of the lists count.
 EPOCH, TICKET, LATE, CHUNKS = 0, 1, 2, 3
-# Tokens that one program lists for one rank.
-LIST_BLOCK = 1024
 # Regions begin on cache lines.
 _LINE = 128
 # A row is moved in blocks of at most 1024 words, 4 KiB; a program moves 4096 words at once, 16 bytes a thread and load.

@@ -33,55 +33,11 @@ import triton.language as tl
 from torch import Tensor
 
 from forebay.kernels.launch import on_device_of
-from forebay.kernels.peer_memory import (
-    CHUNKS,
-    LIST_BLOCK,
-    PeerMemory,
-    as_words,
-    copy_rows,
-    half_of,
-    peer_of,
-    tell,
-    wait,
-)
+from forebay.kernels.peer_lists import LIST_BLOCK, list_tokens
+from forebay.kernels.peer_memory import CHUNKS, PeerMemory, as_words, copy_rows, half_of, peer_of, tell, wait
 
 _WARPS = 8
 _SLOT_BLOCK = 1024
-
-
-@triton.jit
-def _list_tokens(
-    ids_ptr, places_ptr, lists_ptr, counts_ptr, chunks_ptr, peer, chunk, n_tokens, local_experts, epoch,
-    RANKS: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    """Tokens of one chunk in the list for `peer`, in its memory, and in column `peer` of places.
-
-    A chunk says how many it has, then sums up what the chunks before it said: they have lower program numbers, so they run
-    or have run. A word holds rows (20 bits), slots (20 bits), and the operation that it is of, never 0.
-    """
-    tokens = chunk * BLOCK + tl.arange(0, BLOCK)
-    exists = tokens < n_tokens
-    n_here = tl.zeros((BLOCK,), tl.int32)
-    for k in tl.static_range(K):
-        ids = tl.load(ids_ptr + tokens.to(tl.int64) * K + k, mask=exists, other=-1)
-        n_here += ((ids >= peer * local_experts) & (ids < (peer + 1) * local_experts)).to(tl.int32)
-    goes = (n_here > 0).to(tl.int32)
-    rows = tl.sum(goes, 0)
-    slots = tl.sum(n_here, 0)
-    tag = (epoch % 0x3FFFFF) + 1
-    tl.atomic_xchg(chunks_ptr + chunk, (tag << 40) + (slots.to(tl.int64) << 20) + rows, sem="relaxed")
-    lanes = tl.arange(0, LANES)
-    earlier = lanes < chunk
-    words = tl.load(chunks_ptr + lanes, mask=earlier, other=0, volatile=True)
-    while tl.sum((earlier & (words >> 40 != tag)).to(tl.int32), 0) > 0:
-        words = tl.load(chunks_ptr + lanes, mask=earlier, other=0, volatile=True)
-    begin = tl.sum((words & 0xFFFFF).to(tl.int32), 0)
-    place = begin + tl.cumsum(goes, 0) - goes
-    tl.store(lists_ptr + place, tokens, mask=goes > 0)
-    tl.store(places_ptr + tokens.to(tl.int64) * RANKS + peer, tl.where(goes > 0, place, -1), mask=exists)
-    if (chunk + 1) * BLOCK >= n_tokens:
-        tl.store(counts_ptr, begin + rows)
-        tl.store(counts_ptr + 1, tl.sum(((words >> 20) & 0xFFFFF).to(tl.int32), 0) + slots)
 
 
 @triton.jit
@@ -131,7 +87,7 @@ def _send_kernel(
         _stage_rows(x_ptr, own + rows_at, program, programs, n_tokens, WORDS, BLOCK_R, BLOCK_W)
     elif program < lists:
         peer = peer_of(base_ptr, offsets_ptr, program % RANKS) + here
-        _list_tokens(
+        list_tokens(
             ids_ptr,
             places_ptr,
             (peer + lists_at).to(tl.pointer_type(tl.int32)) + rank * tokens_max,

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from forebay.moe.dispatch.exchange import Exchange
@@ -60,4 +61,6 @@ class MoeStages:
         residual, rows, ids, weights, logits = self.front(x)
         sent = dispatch(rows, ids, weights, self.exchange)
         y_rows = self.experts(sent.rows, sent.ids, sent.weights, sent.max_rows)
-        return combine(y_rows, sent.handle, residual).view(x.shape), logits, ids
+        y = combine(y_rows, sent.handle, residual)
+        # No view to autograd, as the layer's own sum would be none: FSDP2 hooks layers' outputs, and warns of views.
+        return torch.ops.aten._unsafe_view(y, x.shape), logits, ids

@@ -1,16 +1,16 @@
 """A managed Hugging Face causal language model, cut into what an engine runs: prologue, layers, epilogue.
 
-In: a `*ForCausalLM` under `forebay.manage` (fused loss, halves of its decoder layers). Out: a `CutModel`, whose parts are together
+In: a `*ForCausalLM` under `forebay.manage` (fused loss, halves of its decoder layers). Out: a `CutModel`, whose parts are
 the model's forward and whose results are the same, bit for bit:
 
     prologue(microbatch) -> x            embedding; masks and rotary tables too, which the layers get from here
     layers[i].stage1(x), .experts(...)   a layer's stages, or the whole of a dense layer
     epilogue(x, microbatch) -> loss      final norm, head and loss
 
-The model's own code makes the masks and tables: its base model runs once with stand-ins for its layers, which note what
-they are given. So there is no modeling code here, and every family's peculiarities (sliding windows) are its own.
+The model's own code makes the masks and tables: its base model runs once for each shape with stand-ins for its layers, which
+note what they are given. So there is no modeling code here, and every family's peculiarities (sliding windows) are its own.
 
-`CutModel` owns nothing but the keywords of the latest forward. One forward is under way at a time; backwards need none.
+`CutModel` owns those masks and tables. One forward is under way at a time; backwards need none of them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from forebay.loss import linear_cross_entropy_into
@@ -44,19 +45,22 @@ class CutLayer:
     Attributes:
         exchange: how its tokens travel; None for a dense layer.
         experts: stage 3, see `forebay.moe.layer.MoeStages`; None for a dense layer.
+        experts_module: whose parameters stage 3 uses.
     """
 
     def __init__(self, halves: TwoHalves, keywords: Callable[[], dict[str, Any]]):
         self._halves = halves
         self._keywords = keywords
+        self.experts_module: Any = halves.experts
         stages = halves.stages
         self.exchange: Exchange | None = stages.exchange if stages else None
         self.experts: Callable[[Tensor, Tensor, Tensor, int | None], Tensor] | None = None
         if stages is not None:
             # Without the module's hooks: FSDP2's would take the end of this stage's backward for the end of the step's,
             # and reshard everything. Whoever runs a cut model has gathered its parameters.
-            module: Any = halves.experts
-            self.experts = lambda rows, ids, weights, max_rows: module.forward(rows, ids, weights, max_rows=max_rows)
+            self.experts = lambda rows, ids, weights, max_rows: self.experts_module.forward(
+                rows, ids, weights, max_rows=max_rows
+            )
 
     def stage1(self, x: Tensor) -> Front:
         """Attention, norm, router and shared experts; x is [B, S, H]."""
@@ -73,8 +77,13 @@ class CutLayer:
 class CutModel:
     """See the module docstring.
 
+    The masks and tables of a shape are made once: nothing but the shape goes into them, and transformers waits for the device to
+    find out.
+
     Attributes:
         layers: in forward order.
+        embedded: if set, gradients of embedded tokens are collected here as (ids [B, S], gradient [B, S, H]) instead of being
+            spread over the vocabulary at once; see `embedding_gradient`.
         head_sum: if set, [V, H] fp32: the epilogue adds the head's weight gradient to it, before the division by a
             microbatch's count, and autograd gives the weight none; see `forebay.loss.linear_cross_entropy_into`.
 
@@ -90,21 +99,33 @@ class CutModel:
         if len(found) != len(base.layers):
             raise ValueError(f"{len(found)} of {len(base.layers)} decoder layers are known: nothing to cut")
         self.head_sum: Tensor | None = None
+        self.embedded: list[tuple[Tensor, Tensor]] | None = None
         self._model, self._base = model, base
         self._given: list[dict[str, Any]] = []
-        self._stand_ins = nn.ModuleList(_StandIn(layer, self._note) for layer in base.layers)
+        self._by_shape: dict[tuple[torch.Size, torch.dtype], list[dict[str, Any]]] = {}
         self.layers = [CutLayer(halves, self._keywords_of(i)) for i, halves in enumerate(found)]
 
     def prologue(self, microbatch: Microbatch) -> Tensor:
         """[B, S, H]: the embedded tokens."""
-        self._given = []
-        real = self._base.layers
-        self._base.layers = self._stand_ins
-        try:
-            self._base(input_ids=microbatch.ids, use_cache=False)
-        finally:
-            self._base.layers = real
-        return self._given[0].pop("hidden_states")
+        if self.embedded is None:
+            x = self.embedding(microbatch.ids)
+        else:
+            anchor = torch.empty(0, device=microbatch.ids.device, requires_grad=True)
+            x = _Embed.apply(anchor, self.embedding, microbatch.ids, self.embedded)
+        shape = microbatch.ids.shape, x.dtype
+        if shape not in self._by_shape:
+            self._by_shape[shape] = self._keywords_for(microbatch.ids, x.detach())
+        self._given = self._by_shape[shape]
+        return x
+
+    def embedding_gradient(self, dtype: torch.dtype) -> Tensor:
+        """[V, H]: the gradients collected in `embedded`, spread over the vocabulary in one pass; empties the list."""
+        assert self.embedded, "no gradients were collected"
+        ids = torch.cat([ids.reshape(-1) for ids, _ in self.embedded])
+        grads = torch.cat([g.reshape(-1, g.shape[-1]) for _, g in self.embedded]).to(dtype)
+        self.embedded.clear()
+        padding = -1 if self.embedding.padding_idx is None else self.embedding.padding_idx
+        return torch.ops.aten.embedding_dense_backward(grads, ids, self.embedding.num_embeddings, padding, False)
 
     def epilogue(self, x: Tensor, microbatch: Microbatch) -> Tensor:
         """The sum of the cross entropies over `count`, a scalar."""
@@ -125,12 +146,47 @@ class CutModel:
         """The language-model head."""
         return self._model.lm_head
 
-    def _note(self, hidden_states: Tensor, keywords: dict[str, Any]) -> None:
-        first = {} if self._given else {"hidden_states": hidden_states}
-        self._given.append({**keywords, **first})
+    @property
+    def embedding(self) -> Any:
+        """The token embedding."""
+        return self._base.get_input_embeddings()
+
+    def _keywords_for(self, ids: Tensor, x: Tensor) -> list[dict[str, Any]]:
+        """What each layer is given besides hidden states, for tokens of this shape."""
+        given: list[dict[str, Any]] = []
+
+        def note(hidden_states: Tensor, keywords: dict[str, Any]) -> None:
+            if not given and not torch.equal(hidden_states, x):
+                raise ValueError(f"{type(self._base).__name__} does more to its tokens than to embed them")
+            given.append(keywords)
+
+        real = self._base.layers
+        self._base.layers = nn.ModuleList(_StandIn(layer, note) for layer in real)
+        try:
+            with torch.no_grad():
+                self._base(input_ids=ids, use_cache=False)
+        finally:
+            self._base.layers = real
+        return given
 
     def _keywords_of(self, index: int) -> Callable[[], dict[str, Any]]:
         return lambda: self._given[index]
+
+
+class _Embed(torch.autograd.Function):
+    """Embeds tokens; backward only notes the gradient. `anchor` is what makes autograd call it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, embedding: Any, ids: Tensor, collected: list[tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        ctx.ids, ctx.collected = ids, collected
+        return embedding(ids)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
+        ctx.collected.append((ctx.ids, grad))
+        return None, None, None, None
 
 
 class _StandIn(nn.Module):

@@ -111,6 +111,10 @@ class Parallel:
     reshard: bool = _key(True)  # give gathered weights back after each use; false keeps them until the step's end
     reduce: str = _key("step", choices=("step", "microbatch"))  # when gradients are summed over processes; the latter
     # holds only this process's part of them in float32, and sends more
+    gradients: str = _key(
+        "float32", choices=("float32", "compute")
+    )  # dtype in which microbatches' gradients are summed and
+    # reduced: "compute" is that of model.compute, half the memory, and each sum rounded to it
     overlap: bool = _key(False)  # run the forward of a microbatch with the backward of the one before
 
 

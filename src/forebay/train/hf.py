@@ -38,7 +38,7 @@ def build(section: Model, vocabulary: int, device: torch.device) -> Any:
         UsageError: unknown family or configuration key, or a vocabulary that is smaller than the data's.
         RunError: a folder whose weights are missing, mis-shaped or truncated.
     """
-    config = _configuration(section, vocabulary)
+    config = configuration(section, vocabulary)
     if config.get_text_config().vocab_size < vocabulary:
         raise UsageError(
             f"the model's vocab_size is {config.get_text_config().vocab_size}, but the tokenizer has {vocabulary} ids; "
@@ -91,7 +91,12 @@ def from_folder_config(folder: Path, dtype: torch.dtype) -> Any:
     return _random(config, dtype, "sdpa", torch.device("cpu"))
 
 
-def _configuration(section: Model, vocabulary: int) -> Any:
+def configuration(section: Model, vocabulary: int) -> Any:
+    """The Hugging Face configuration of a section; `vocabulary` fills in ``vocab_size`` for a family that is given none.
+
+    Raises:
+        UsageError, RunError: as `build`, for what has nothing to do with weights.
+    """
     from transformers import AutoConfig
 
     if section.path:

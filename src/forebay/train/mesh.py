@@ -50,7 +50,9 @@ class Mesh:
         self.grid: DeviceMesh | None = None
         if not dist.is_initialized() or (world.size == 1 and dist.get_world_size() > 1):
             return  # alone, whatever other processes there are
-        self.data = DeviceMesh.from_group(dist.group.WORLD, device.type, mesh_dim_names=("data",))
+        everyone = dist.group.WORLD
+        assert everyone is not None
+        self.data = DeviceMesh.from_group(everyone, device.type, mesh_dim_names=("data",))
         if ep > 1:
             self.grid = _grid(world.size, ep, device.type, timeout)
 

@@ -31,8 +31,8 @@ class StepRecord:
         step: 1-based number.
         seconds: wall time from the first forward to the end of the optimizer, of the slowest process.
         cross_entropy_loss: mean over the step's target tokens of all processes, in nats.
-        load_balance_loss: the router's, mean over microbatches of all processes, before its coefficient; perfectly balanced is top_k. 0 for
-            a model without routers.
+        load_balance_loss: the router's, mean over microbatches of all processes, before its coefficient; perfectly balanced
+            is top_k. 0 for a model without routers.
         learning_rate, gradient_norm: of this step; the norm is before clipping.
         tokens_per_second: input tokens of all processes over `seconds`.
         peak_bytes: device memory allocated at most in this step, or the largest resident size on a CPU; of the process that

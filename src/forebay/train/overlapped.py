@@ -5,7 +5,7 @@ backward of one microbatch after the other leave them, and the losses.
 
 The engine (`forebay.pipeline.overlap`) runs stages and not modules, so FSDP2's hooks do not see the step: weights are
 gathered here once before it, and gradients reduced once behind it, as `torch.distributed.pipelining` does it. Under mixed
-precision each gradient is added into a float32 sum as soon as it is made, so no second set of gradients waits for a microbatch's end.
+precision each gradient is added into a float32 sum as soon as it is made: no second set of them waits for a microbatch's end.
 
 `OverlappedGradients` owns the engine and the hooks on gathered parameters.
 """
@@ -33,12 +33,22 @@ class OverlappedGradients:
         model: a `*ForCausalLM` under `memory`, with all regions kept.
         router: what counts the routers' choices; None for a dense model.
         balance: coefficient of the load-balancing loss.
+        reshard: give the experts' gathered weights back after each use, and gather them again in backward; everything else
+            stays gathered for the step.
 
     Raises:
         ValueError: see `CutModel`.
     """
 
-    def __init__(self, model: Any, memory: Managed, device: torch.device, router: RouterStats | None, balance: float):
+    def __init__(
+        self,
+        model: Any,
+        memory: Managed,
+        device: torch.device,
+        router: RouterStats | None,
+        balance: float,
+        reshard: bool = False,
+    ):
         self._model, self._router, self._balance = model, router, balance
         self._device = device
         self._cut = cut = CutModel(model, memory)
@@ -48,6 +58,10 @@ class OverlappedGradients:
         self._step = OverlappedStep(cut.layers, cut.prologue, cut.epilogue, device, routers=routers)
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._sharded = isinstance(model, FSDPModule)
+        if self._sharded and reshard:
+            for layer in cut.layers:
+                if isinstance(layer.experts_module, FSDPModule):
+                    layer.experts = _Briefly(layer.experts_module, layer.experts)
 
     def __call__(
         self, microbatches: Sequence[tuple[Tensor, Tensor]], count: Tensor | int, parts: int
@@ -66,14 +80,13 @@ class OverlappedGradients:
         work = [Microbatch(ids, labels, count) for ids, labels in microbatches]
         if self._sharded:
             self._gather()
-        head = self._begin_head_sum()
+        sums = self._begin_sums()
         if self._router is None:
             losses = self._step.run(work)
         else:
             with self._router.counting():
                 losses = self._step.run(work)
-        if head is not None:
-            self._end_head_sum(head, count)
+        self._end_sums(sums, count)
         if self._sharded:
             self._reduce()
         imbalance = torch.stack(self._imbalance).sum() if self._imbalance else torch.zeros((), device=self._device)
@@ -91,26 +104,40 @@ class OverlappedGradients:
         self._imbalance.append(imbalance.detach())
         return self._balance * imbalance
 
-    def _begin_head_sum(self) -> Any:
-        """Under mixed precision, let the loss add the head's gradient to a sum; the FSDP2 parameter it is for."""
-        weight, bias = self._cut.head.weight, self._cut.head.bias
-        if not self._sharded or bias is not None or not weight.requires_grad:
-            return None
-        for group in self._groups():
-            for held in group.fsdp_params:
-                if held.unsharded_param is weight and held.reduce_dtype == torch.float32 != weight.dtype:
-                    self._cut.head_sum = torch.zeros_like(weight, dtype=torch.float32)
-                    return held
+    def _begin_sums(self) -> dict[str, Any]:
+        """Under mixed precision, what the vocabulary's two weights get is summed here: FSDP2's record of each, by name.
+
+        A gradient of the head or the embedding has [V, H], 1.2 GiB in fp32 at V = 151936, H = 2048: too much to make one for each
+        microbatch, in two dtypes, only to add it up.
+        """
+        found = {}
+        for name, module in (("head", self._cut.head), ("embedding", self._cut.embedding)):
+            held = self._mixed(module.weight)
+            if held is not None and (name == "embedding" or module.bias is None):
+                found[name] = held
+        if "head" in found:
+            self._cut.head_sum = torch.zeros_like(self._cut.head.weight, dtype=torch.float32)
+        if "embedding" in found:
+            self._cut.embedded = []
+        return found
+
+    def _mixed(self, weight: Tensor) -> Any:
+        """FSDP2's record of a gathered weight, if its gradients are to be summed in fp32 and it is something else."""
+        if self._sharded and weight.requires_grad:
+            for group in self._groups():
+                for held in group.fsdp_params:
+                    if held.unsharded_param is weight and held.reduce_dtype == torch.float32 != weight.dtype:
+                        return held
         return None
 
-    def _end_head_sum(self, held: Any, count: Tensor | int) -> None:
-        head_sum, self._cut.head_sum = self._cut.head_sum, None
-        assert head_sum is not None
-        head_sum.div_(count)
-        if held.unsharded_accumulated_grad is None:
-            held.unsharded_accumulated_grad = head_sum
-        else:  # tied to the embedding, which has its own part
-            held.unsharded_accumulated_grad.add_(head_sum)
+    def _end_sums(self, held: dict[str, Any], count: Tensor | int) -> None:
+        if "head" in held:
+            head_sum, self._cut.head_sum = self._cut.head_sum, None
+            assert head_sum is not None
+            _add(held["head"], head_sum.div_(count))
+        if "embedding" in held:
+            _add(held["embedding"], self._cut.embedding_gradient(torch.float32))
+            self._cut.embedded = None
 
     def _groups(self) -> list[Any]:
         states = fully_shard.state(self._model)._state_ctx.all_states  # type: ignore[attr-defined]
@@ -148,9 +175,48 @@ class OverlappedGradients:
     def _reduce(self) -> None:
         for group in self._groups():
             group.reduce_grads, group.reshard_after_backward = True, True
-            group.post_backward()
+            if group.mesh_info.mesh.size() == 1:
+                group.reshard()  # nothing to reduce: see `forebay.train.parallel.Shards.finish`
+            else:
+                group.post_backward()
         # Joins FSDP2's streams; without it the optimizer could read shards that are still being written.
         fully_shard.state(self._model)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+
+
+class _Briefly:
+    """Stage 3 with its weights gathered for the call, and again for its backward."""
+
+    def __init__(self, module: Any, experts: Any):
+        self._module, self._experts = module, experts
+
+    def __call__(self, rows: Tensor, ids: Tensor, weights: Tensor, max_rows: int | None) -> Tensor:
+        self._module.unshard()
+        # Autograd runs the nodes of a stage from its end to its beginning: gathered before the first, given back after the last.
+        rows = _Hook.apply(rows, self._module.reshard)
+        y = _Hook.apply(self._experts(rows, ids, weights, max_rows), self._module.unshard)
+        self._module.reshard()
+        return y
+
+
+class _Hook(torch.autograd.Function):
+    """The identity, which calls `then` in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, then: Any) -> Tensor:
+        ctx.then = then
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.then()
+        return grad, None
+
+
+def _add(held: Any, gradient: Tensor) -> None:
+    if held.unsharded_accumulated_grad is None:
+        held.unsharded_accumulated_grad = gradient
+    else:  # the other one of two tied weights
+        held.unsharded_accumulated_grad.add_(gradient)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -116,7 +116,7 @@ def shard(model: nn.Module, mesh: Mesh, config: Config) -> Shards:
     options: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=getattr(torch, config.model.compute) if config.model.compute else None,
-            reduce_dtype=torch.float32,
+            reduce_dtype=torch.float32 if config.parallel.gradients == "float32" else None,
             cast_forward_inputs=False,  # routing weights are float32 in some families, and stay so
         ),
         "reshard_after_forward": config.parallel.reshard,
@@ -137,6 +137,13 @@ def shard(model: nn.Module, mesh: Mesh, config: Config) -> Shards:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return Shards(model, config.parallel.reshard, config.parallel.reduce == "microbatch")
+
+
+def experts_in(configuration: Any) -> int:
+    """Experts of a MoE layer as a Hugging Face configuration says, whatever its family calls them; 0 for a dense model."""
+    text = configuration.get_text_config()
+    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    return next((int(n) for name in names if (n := getattr(text, name, None))), 0)
 
 
 def experts_of(model: nn.Module) -> int:

@@ -24,7 +24,7 @@ from forebay.models.families import moe_blocks
 from forebay.models.manage import manage
 from forebay.models.router import RouterStats
 from forebay.moe.dispatch.exchange import Exchange
-from forebay.train.config import Config
+from forebay.train.config import Config, check_experts
 from forebay.train.data import Windows, load_corpus, load_tokenizer, split
 from forebay.train.errors import RunError, UsageError
 from forebay.train.mesh import Mesh
@@ -77,6 +77,8 @@ class Trainer:
         self._held_out = (
             Windows(held_out, size, batch, seed, mesh.world, "validation data") if config.train.eval_every else None
         )
+        declared = hf.configuration(config.model, tokenizer.vocabulary)
+        check_experts(mesh.ep, parallel.experts_in(declared))
         _seed(seed)
         self.model = hf.build(config.model, tokenizer.vocabulary, self.device)
         _check_positions(self.model, size)
@@ -153,7 +155,17 @@ class Trainer:
         parts = self._microbatches(inputs, targets)
         count = self._count(targets)
         if self._overlapped is not None:
-            return self._overlapped(parts, count, len(parts) * self.mesh.size)
+            losses = self._overlapped(parts, count, len(parts) * self.mesh.size)
+        else:
+            losses = self._in_turn(parts, count)
+        if self._shards is not None:
+            self._shards.finish()
+        return losses
+
+    def _in_turn(
+        self, parts: list[tuple[torch.Tensor, torch.Tensor]], count: torch.Tensor | int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Forward and backward of one microbatch after the other."""
         cross_entropy = torch.zeros((), device=self.device)
         balance = torch.zeros((), device=self.device)
         for index, (ids, labels) in enumerate(parts):
@@ -163,8 +175,6 @@ class Trainer:
             cross_entropy += own
             balance += imbalance
             loss.backward()
-        if self._shards is not None:
-            self._shards.finish()
         return cross_entropy, balance
 
     def forward(self) -> torch.Tensor:
@@ -193,7 +203,9 @@ class Trainer:
 
     def _overlap(self) -> OverlappedGradients:
         try:
-            return OverlappedGradients(self.model, self.memory, self.device, self._router, self._balance)
+            return OverlappedGradients(
+                self.model, self.memory, self.device, self._router, self._balance, self.config.parallel.reshard
+            )
         except ValueError as error:
             raise UsageError(f"parallel.overlap: {error}") from error
 

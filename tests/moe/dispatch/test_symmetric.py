@@ -191,6 +191,7 @@ class Group:
         ),
         ({"hidden": 12, "dtype": torch.bfloat16}, "multiple of 16 bytes, got 24"),
         ({"tokens": 0}, "must be positive, got 0"),
+        ({"programs": 0}, "must be positive, got 9, 16, 3, 120.0, 0"),
         ({"num_experts": 9}, "9 experts cannot be divided evenly among 2 ranks"),
     ],
 )

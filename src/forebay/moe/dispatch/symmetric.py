@@ -61,6 +61,7 @@ class SymmetricExchange(Exchange):
         capacity_factor: at least 1; see the module docstring. Ignored if `exact`.
         timeout_s: how long a kernel waits for the other ranks.
         exact: one wait of the host a dispatch instead of a capacity.
+        programs: of a launch; 4 for each multiprocessor if None. Fewer leave room for kernels that run beside it.
 
     Attributes:
         capacity_rows, capacity_slots: C and S; with `exact` no bounds but the most there can be.
@@ -83,16 +84,17 @@ class SymmetricExchange(Exchange):
         capacity_factor: float = 2.0,
         timeout_s: float = 120.0,
         exact: bool = False,
+        programs: int | None = None,
     ):
         super().__init__(group.rank(), group.size(), num_experts)
         if not capacity_factor >= 1:
             raise ValueError(f"capacity_factor must be at least 1 (an even split), got {capacity_factor}")
         if dtype not in _DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(map(str, _DTYPES))}, got {dtype}")
-        if tokens < 1 or hidden < 1 or slots_per_token < 1 or timeout_s <= 0:
+        if min(tokens, hidden, slots_per_token, 1 if programs is None else programs) < 1 or timeout_s <= 0:
             raise ValueError(
-                f"tokens, hidden, slots_per_token and timeout_s must be positive, got {tokens}, {hidden}, "
-                f"{slots_per_token}, {timeout_s}"
+                f"tokens, hidden, slots_per_token, timeout_s and programs must be positive, got {tokens}, {hidden}, "
+                f"{slots_per_token}, {timeout_s}, {programs}"
             )
         layout = PeerLayout(self.size, tokens, slots_per_token, hidden * dtype.itemsize)
         most = self.size * tokens * min(slots_per_token, self.local_experts)
@@ -104,7 +106,7 @@ class SymmetricExchange(Exchange):
             tokens, hidden, slots_per_token, dtype, exact,
         )  # fmt: skip
         self._group: Any = group
-        self._timeout_s = timeout_s
+        self._timeout_s, self._programs = timeout_s, programs
         self._memory: PeerMemory | None = self._share(layout)
 
     def _share(self, layout: PeerLayout) -> PeerMemory:
@@ -126,7 +128,7 @@ class SymmetricExchange(Exchange):
             self.rank,
             layout,
             timeout_ns=int(self._timeout_s * 1e9),
-            programs=_PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count,
+            programs=self._programs or _PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count,
         )
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor, Handle]:

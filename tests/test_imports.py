@@ -33,8 +33,8 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = MappingProxyType(
 DEVICE_FREE = "pipeline.partition"
 
 READ_ONLY_CALLS = frozenset(
-    "bytes field float frozenset getLogger int len max min MappingProxyType namedtuple NewType ParamSpec Path str Struct "
-    "sum tuple TypeVar".split()
+    "bytes constexpr field float frozenset getLogger int len max min MappingProxyType namedtuple NewType ParamSpec Path str "
+    "Struct sum tuple TypeVar".split()
 )
 CONTAINERS = frozenset(
     "bytearray Counter defaultdict deque dict list OrderedDict set WeakKeyDictionary WeakSet WeakValueDictionary".split()

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from forebay.kernels.peer_memory import EPOCH, TICKET, PeerLayout, PeerMemory, read_counts
+from forebay.kernels.peer_memory import BEGUN, DONE, EPOCH, LISTS, TICKETS, PeerLayout, PeerMemory
 from forebay.kernels.peer_rows import dispatch_reference, receive_tokens, receive_values, send_tokens, send_values
 from forebay.kernels.peer_sums import push_rows, sum_rows
+from forebay.kernels.peer_sync import read_counts
 from forebay.kernels.permute import combine_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -21,7 +22,7 @@ class World:
     """P ranks in one process. `fill` and `drain` of an operation are called for all ranks in turn."""
 
     def __init__(self, ranks: int, tokens: int, slots: int, width: int, dtype: torch.dtype, programs: int = 3):
-        self.layout = PeerLayout(ranks, tokens, slots, width * dtype.itemsize)
+        self.layout = PeerLayout(ranks, tokens, slots, width * dtype.itemsize, chunk_bytes=512)
         memory = [torch.zeros(self.layout.total, dtype=torch.uint8, device=DEVICE) for _ in range(ranks)]
         self.peers = [
             PeerMemory(
@@ -108,7 +109,7 @@ def test_rows_go_there_and_back(counts, k, width, dtype, weights, kind) -> None:
             b[int(r[4][-1]) :] = t[int(r[4][-1]) :] = torch.nan  # behind the last row: not to be read
         init = [torch.randn_like(t) for t in x] if step else [None] * ranks
         world.each(lambda b, t, r, p: push_rows(b, t, r[3], r[4], p), back, thin, received)
-        sums = world.each(lambda at, i, p: sum_rows(at, i, dtype, weights, p), places, init)
+        sums = world.each(lambda b, t, r, at, i, p: sum_rows(b, t, r[4], at, i, p), back, thin, received, places, init)
         for rank, (y, narrow) in enumerate(sums):
             assert_sum(y, whole_sum(back, received, rank, counts[rank], tokens_max, init[rank]))
             assert_sum(narrow, whole_sum(thin, received, rank, counts[rank], tokens_max, None))
@@ -120,7 +121,8 @@ def test_rows_go_there_and_back(counts, k, width, dtype, weights, kind) -> None:
             wanted = dispatch_reference(values, ids, w, rank, LOCAL, tokens_max)[0]
             assert torch.equal(rows[: wanted.shape[0]], wanted)
     for p in world.peers:
-        assert p.state[EPOCH] == 9 and p.state[TICKET] == 0
+        assert p.state[EPOCH] == 9 and p.state[BEGUN] == p.state[DONE] == 0
+        assert not p.state[TICKETS:LISTS].any()
 
 
 def whole_sum(
@@ -189,7 +191,7 @@ def test_rows_of_odd_bytes_are_refused() -> None:
 def test_regions_do_not_overlap() -> None:
     at = PeerLayout(3, 7, 5, 48)
     sizes = [
-        (at.flags_at, 24), (at.needs_at, 24), (at.rows_at, 7 * 48), (at.ids_at, 7 * 20), (at.weights_at, 7 * 20),
+        (at.flags_at, 9 * 24), (at.needs_at, 24), (at.rows_at, 7 * 48), (at.ids_at, 7 * 20), (at.weights_at, 7 * 20),
         (at.lists_at, 7 * 12), (at.counts_at, 24), (at.landing_at, 21 * 48), (at.narrow_at, 21 * 20),
         (at.rows_at + at.half, at.half),
     ]  # fmt: skip

@@ -72,6 +72,48 @@ def test_gradients_are_those_of_one_process(world: int) -> None:
         assert all(error <= 2e-6 for error in worst.values()), (rank, worst)
 
 
+class Counting(NcclExchange):
+    """Counts what travels in a step: dispatch and combine, and their gradients (spread for combine, collect for both)."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.dispatched = self.summed = 0
+
+    def dispatch(self, *args: Any) -> Any:
+        self.dispatched += 1
+        return super().dispatch(*args)
+
+    def collect(self, *args: Any) -> Any:
+        self.summed += 1
+        return super().collect(*args)
+
+
+def communication(rank: int, world: int, compile: bool) -> dict[str, tuple[int, int]]:
+    """How often rows were dispatched and summed in a step of one MoE layer, by recompute mode; loss and gradients are equal."""
+    ids, labels = tokens()
+    mine = slice(rank * BATCH // world, (rank + 1) * BATCH // world)
+    model = build_tiny("qwen3_moe")
+    exchange = Counting(dist.group.WORLD, experts_of(model))
+    keep_local_experts(model, exchange)
+    counts, results = {}, []
+    for mode in ("light", "full", "save-dispatch", "save-both"):
+        with manage(model, {"*.mlp": "recompute"}, recompute=mode, exchange=exchange, compile=compile):
+            exchange.dispatched = exchange.summed = 0
+            results.append(gradients(model, ids[mine], labels[mine]))
+            counts[mode] = exchange.dispatched, exchange.summed
+    loss, wanted = results[0]
+    for its_loss, got in results[1:]:
+        assert its_loss == loss and all(torch.equal(got[n], wanted[n]) for n in wanted)
+    return counts
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_recompute_modes_repeat_what_they_say(compile: bool) -> None:
+    # Summed: combine, and the gradient of dispatch. An early stop comes before combine is repeated.
+    expected = {"light": (1, 2), "full": (2, 2), "save-dispatch": (1, 2), "save-both": (1, 2)}
+    assert run_ranks(communication, 2, compile) == [expected] * 2
+
+
 def compare_placements(rank: int, world: int) -> list[str]:
     ids, labels = tokens()
     mine = slice(rank * BATCH // world, (rank + 1) * BATCH // world)

@@ -169,6 +169,8 @@ def in_bfloat16(rank: int, world: int, raws: list[dict[str, Any]]) -> list[list[
             trainer.gradients(STEPS + 1)
             held = [p for p in trainer.model.parameters()] + [p.grad for p in trainer.model.parameters()]
             held += [v for s in trainer.optimizer.state.values() for v in s.values()]
+            for p, state in trainer.optimizer.state.items():  # DTensors, so that a checkpoint knows the whole
+                assert state["exp_avg"].placements == p.placements and state["exp_avg"].device_mesh == p.device_mesh
             found.append([losses, sorted({str(t.dtype) for t in held}), trainer.evaluate()])
     return found
 

@@ -33,73 +33,17 @@ import triton.language as tl
 from torch import Tensor
 
 from forebay.kernels.launch import on_device_of
-from forebay.kernels.peer_lists import LIST_BLOCK, list_tokens
-from forebay.kernels.peer_memory import CHUNKS, PeerMemory, as_words, copy_rows, half_of, peer_of, tell, wait
+from forebay.kernels.peer_memory import LIST_BLOCK, LISTS, PeerMemory, aligned
+from forebay.kernels.peer_send import list_tokens, stage
+from forebay.kernels.peer_sync import copy_rows, draw, half_of, leave, peer_of, tell, wait
 
+Received = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""rows [C, H], ids [C, K] int32, weights [C, K], source [C], starts [P + 1]."""
 _WARPS = 8
 _SLOT_BLOCK = 1024
-
-
-@triton.jit
-def _stage_rows(
-    x_ptr, staged_ptr, worker, workers, n_tokens, WORDS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr
-):
-    staged = staged_ptr.to(tl.pointer_type(tl.int32))
-    tile = worker
-    while tile < tl.cdiv(n_tokens, BLOCK_R):
-        tokens = (tile * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
-        copy_rows(x_ptr, tokens, staged, tokens, tokens < n_tokens, WORDS, WORDS, WORDS, BLOCK_W)
-        tile += workers
-
-
-@triton.jit
-def _stage_slots(
-    ids_ptr, weights_ptr, staged_ids_ptr, staged_weights_ptr, worker, workers, n_slots, BLOCK: tl.constexpr
-):
-    staged_ids = staged_ids_ptr.to(tl.pointer_type(tl.int32))
-    staged_weights = staged_weights_ptr.to(weights_ptr.dtype)
-    tile = worker
-    while tile < tl.cdiv(n_slots, BLOCK):
-        slots = tile * BLOCK + tl.arange(0, BLOCK)
-        exists = slots < n_slots
-        ids = tl.load(ids_ptr + slots, mask=exists, other=-1)
-        tl.store(staged_ids + slots, ids.to(tl.int32), mask=exists)
-        tl.store(staged_weights + slots, tl.load(weights_ptr + slots, mask=exists), mask=exists)
-        tile += workers
-
-
-# Numbers that change, or that may be 1, which Triton would make a constant of.
-@triton.jit(do_not_specialize=["rank", "n_tokens", "tokens_max", "local_experts", "lists"])
-def _send_kernel(
-    x_ptr, ids_ptr, weights_ptr, places_ptr, base_ptr, offsets_ptr, state_ptr,
-    rank, n_tokens, tokens_max, local_experts, lists, half, flags_at, rows_at, ids_at, weights_at, lists_at, counts_at,
-    WITH_SLOTS: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, K: tl.constexpr, CHUNKS_AT: tl.constexpr,
-    CHUNK_LANES: tl.constexpr, WORDS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
-    LIST_BLOCK: tl.constexpr, SLOT_BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The first `lists` programs make the lists, if WITH_SLOTS; the others copy rows and slots to the own memory."""
-    epoch = tl.load(state_ptr)
-    here = half_of(epoch, half)
-    own = base_ptr + here
-    program = tl.program_id(0)
-    programs = tl.num_programs(0)
-    if not WITH_SLOTS:
-        _stage_rows(x_ptr, own + rows_at, program, programs, n_tokens, WORDS, BLOCK_R, BLOCK_W)
-    elif program < lists:
-        peer = peer_of(base_ptr, offsets_ptr, program % RANKS) + here
-        list_tokens(
-            ids_ptr,
-            places_ptr,
-            (peer + lists_at).to(tl.pointer_type(tl.int32)) + rank * tokens_max,
-            (peer + counts_at).to(tl.pointer_type(tl.int32)) + rank * 2,
-            state_ptr + CHUNKS_AT + (program % RANKS) * CHUNK_LANES,
-            program % RANKS, program // RANKS, n_tokens, local_experts, epoch, RANKS, K, LIST_BLOCK, CHUNK_LANES,
-        )  # fmt: skip
-    else:
-        worker, workers = program - lists, programs - lists
-        _stage_rows(x_ptr, own + rows_at, worker, workers, n_tokens, WORDS, BLOCK_R, BLOCK_W)
-        _stage_slots(ids_ptr, weights_ptr, own + ids_at, own + weights_at, worker, workers, n_tokens * K, SLOT_BLOCK)
-    tell(base_ptr, offsets_ptr, state_ptr, flags_at, rank, epoch, RANKS, LANES)
+# Programs of each role, in units of `PeerMemory.programs`.
+_STAGERS = 1
+_FETCHERS = 1
 
 
 @triton.jit
@@ -135,22 +79,22 @@ def _bounds(
         tl.atomic_max(at.to(tl.pointer_type(tl.int64)) + rank, need, mask=exists, scope="sys")
 
 
-@triton.jit(do_not_specialize=["rank", "tokens_max", "capacity", "slots_max", "local_experts", "timeout_ns"])
-def _receive_kernel(
+@triton.jit
+def _fetch(
     out_ptr, ids_out_ptr, weights_out_ptr, source_ptr, starts_ptr, base_ptr, offsets_ptr, state_ptr,
-    rank, tokens_max, capacity, slots_max, local_experts, timeout_ns,
+    worker, workers, rank, epoch, tokens_max, capacity, slots_max, local_experts, chunk_tokens, timeout_ns,
     half, flags_at, needs_at, rows_at, ids_at, weights_at, lists_at, counts_at,
     WITH_SLOTS: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, K: tl.constexpr, LANES_K: tl.constexpr,
-    WORDS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr, TAIL: tl.constexpr, WAIT: tl.constexpr,
+    CHUNKS: tl.constexpr, WORDS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr, TAIL: tl.constexpr,
+    WAIT: tl.constexpr,
 ):  # fmt: skip
     """Tiles of the P senders in turn, from the next rank on, so that all links are busy from begin to end."""
-    epoch = tl.load(state_ptr)
-    wait(base_ptr, state_ptr, flags_at, epoch, timeout_ns, RANKS, WAIT)
-    here = half_of(epoch - 1, half)
+    here = half_of(epoch, half)
     counts_ptr = (base_ptr + here + counts_at).to(tl.pointer_type(tl.int32))
     lists_ptr = (base_ptr + here + lists_at).to(tl.pointer_type(tl.int32))
     choice = tl.arange(0, LANES_K)[None, :]
-    program = tl.program_id(0)
+    wait(base_ptr, state_ptr, flags_at, CHUNKS if WITH_SLOTS else 0, epoch, timeout_ns, RANKS, WAIT)
+    ready = 0
     most = 0
     last = 0
     for p in tl.static_range(RANKS):
@@ -161,24 +105,30 @@ def _receive_kernel(
         most = tl.maximum(most, end - begin)
         last = end
     if WITH_SLOTS:  # noqa: SIM102, the compiler decides this one, the program the next
-        if program == 0:
+        if worker == 0:
             _bounds(counts_ptr, starts_ptr, base_ptr, offsets_ptr, needs_at, rank, capacity, slots_max, RANKS, LANES)
-    tile = program
+    tile = worker
     while tile < tl.cdiv(most, BLOCK_R) * RANKS:
         peer = (tile + rank + 1) % RANKS
         if WITH_SLOTS:
             begin, end = _span(counts_ptr, peer, capacity, RANKS)
+            list_ptr = lists_ptr + peer * tokens_max
+            first = 0
         else:
             begin, end = tl.load(starts_ptr + peer), tl.load(starts_ptr + peer + 1)
-        theirs = peer_of(base_ptr, offsets_ptr, peer) + here
+            list_ptr = source_ptr + begin
+            first = peer * tokens_max
         place = (tile // RANKS) * BLOCK_R + tl.arange(0, BLOCK_R)
         inside = place < end - begin
         row = (begin + place).to(tl.int64)
-        if WITH_SLOTS:
-            token = tl.load(lists_ptr + peer * tokens_max + place, mask=inside, other=0)
-        else:
-            token = tl.load(source_ptr + row, mask=inside, other=0) - peer * tokens_max
-        token = tl.where(inside, token, 0).to(tl.int64)
+        token = (tl.load(list_ptr + place, mask=inside, other=first) - first).to(tl.int64)
+        # Tokens ascend: the last one's chunk is the last that the tile needs.
+        highest = tl.minimum((tile // RANKS + 1) * BLOCK_R, end - begin) - 1
+        chunk = (tl.load(list_ptr + highest, mask=highest >= 0, other=first) - first) // chunk_tokens
+        if chunk >= ready:
+            wait(base_ptr, state_ptr, flags_at, chunk, epoch, timeout_ns, RANKS, WAIT)
+            ready = chunk + 1
+        theirs = peer_of(base_ptr, offsets_ptr, peer) + here
         staged = (theirs + rows_at).to(tl.pointer_type(tl.int32))
         if WITH_SLOTS:
             slots = token[:, None] * K + choice
@@ -192,16 +142,68 @@ def _receive_kernel(
             tl.store(ids_out_ptr + row[:, None] * K + choice, ids, mask=chosen)
             tl.store(weights_out_ptr + row[:, None] * K + choice, weights, mask=chosen)
             tl.store(source_ptr + row, peer * tokens_max + token.to(tl.int32), mask=inside)
-        tile += tl.num_programs(0)
+        tile += workers
     if WITH_SLOTS:
-        tile = program
+        tile = worker
         while tile < tl.cdiv(capacity - last, TAIL):
             row = (last + tile * TAIL + tl.arange(0, TAIL)).to(tl.int64)
             inside = row < capacity
             none = tl.full((TAIL, LANES_K), -1, tl.int32)
             tl.store(ids_out_ptr + row[:, None] * K + choice, none, mask=inside[:, None] & (choice < K))
             tl.store(source_ptr + row, tl.full((TAIL,), -1, tl.int32), mask=inside)
-            tile += tl.num_programs(0)
+            tile += workers
+
+
+# Numbers that change, or that may be 1, which Triton would make a constant of, are not specialised.
+@triton.jit(
+    do_not_specialize=[
+        "rank", "n_tokens", "tokens_max", "capacity", "slots_max", "local_experts", "lists", "stagers", "chunk_tokens",
+        "timeout_ns",
+    ]
+)  # fmt: skip
+def _rows_kernel(
+    x_ptr, ids_ptr, weights_ptr, places_ptr, out_ptr, ids_out_ptr, weights_out_ptr, source_ptr, starts_ptr,
+    base_ptr, offsets_ptr, state_ptr, rank, n_tokens, tokens_max, capacity, slots_max, local_experts, lists, stagers,
+    chunk_tokens, timeout_ns, half, flags_at, needs_at, rows_at, ids_at, weights_at, lists_at, counts_at,
+    FILL: tl.constexpr, DRAIN: tl.constexpr, WITH_SLOTS: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr,
+    K: tl.constexpr, LANES_K: tl.constexpr, CHUNKS: tl.constexpr, LISTS_AT: tl.constexpr, LIST_LANES: tl.constexpr,
+    WORDS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr, LIST_BLOCK: tl.constexpr,
+    SLOT_BLOCK: tl.constexpr, TAIL: tl.constexpr, WAIT: tl.constexpr,
+):  # fmt: skip
+    """`lists` programs make the lists, `stagers` copy to the own memory, the others fetch from all ranks'."""
+    epoch = tl.load(state_ptr)
+    here = half_of(epoch, half)
+    program = draw(state_ptr)
+    if FILL:
+        if WITH_SLOTS:  # noqa: SIM102, as above
+            if program < lists:
+                peer = program % RANKS
+                theirs = peer_of(base_ptr, offsets_ptr, peer) + here
+                list_tokens(
+                    ids_ptr,
+                    places_ptr,
+                    (theirs + lists_at).to(tl.pointer_type(tl.int32)) + rank * tokens_max,
+                    (theirs + counts_at).to(tl.pointer_type(tl.int32)) + rank * 2,
+                    state_ptr + LISTS_AT + peer * LIST_LANES,
+                    peer, program // RANKS, n_tokens, local_experts, epoch, RANKS, K, LIST_BLOCK, LIST_LANES,
+                )  # fmt: skip
+                tell(base_ptr, offsets_ptr, state_ptr, flags_at, CHUNKS, rank, epoch, lists, RANKS, LANES)
+        if (program >= lists) & (program < lists + stagers):
+            stage(
+                x_ptr, ids_ptr, weights_ptr, base_ptr + here, base_ptr, offsets_ptr, state_ptr,
+                program - lists, stagers, rank, epoch, n_tokens, chunk_tokens, flags_at, rows_at, ids_at, weights_at,
+                WITH_SLOTS, RANKS, LANES, K, CHUNKS, WORDS, BLOCK_R, BLOCK_W, SLOT_BLOCK,
+            )  # fmt: skip
+    if DRAIN:  # noqa: SIM102, as above
+        if program >= lists + stagers:
+            _fetch(
+                out_ptr, ids_out_ptr, weights_out_ptr, source_ptr, starts_ptr, base_ptr, offsets_ptr, state_ptr,
+                program - lists - stagers, tl.num_programs(0) - lists - stagers, rank, epoch, tokens_max, capacity,
+                slots_max, local_experts, chunk_tokens, timeout_ns,
+                half, flags_at, needs_at, rows_at, ids_at, weights_at, lists_at, counts_at,
+                WITH_SLOTS, RANKS, LANES, K, LANES_K, CHUNKS, WORDS, BLOCK_R, BLOCK_W, TAIL, WAIT,
+            )  # fmt: skip
+    leave(state_ptr, epoch, DRAIN)
 
 
 def send_tokens(x: Tensor, ids: Tensor, weights: Tensor, local_experts: int, peers: PeerMemory) -> Tensor:
@@ -213,41 +215,16 @@ def send_tokens(x: Tensor, ids: Tensor, weights: Tensor, local_experts: int, pee
         weights: [T, K] of 2 or 4 bytes.
         local_experts: of each rank.
     """
-    layout = peers.layout
-    places = torch.empty((x.shape[0], layout.ranks), dtype=torch.int32, device=x.device)
-    _send(x, ids.contiguous(), _raw(weights), places, local_experts, peers)
+    places = _places(x, peers)
+    _launch(peers, fill=(x, ids, weights, places), local_experts=local_experts)
     return places
-
-
-def send_values(values: Tensor, peers: PeerMemory) -> None:
-    """Fill with rows alone."""
-    _send(values, None, None, None, 0, peers)
-
-
-def _send(
-    x: Tensor, ids: Tensor | None, weights: Tensor | None, places: Tensor | None, local_experts: int, peers: PeerMemory
-) -> None:
-    at = peers.layout
-    block_rows = at.block_rows()
-    workers = min(peers.programs, max(1, triton.cdiv(x.shape[0], block_rows)))
-    lists = 0 if ids is None else at.ranks * max(1, triton.cdiv(x.shape[0], LIST_BLOCK))
-    with on_device_of(x):
-        _send_kernel[(lists + workers,)](
-            as_words(x), ids, weights, places, peers.base, peers.offsets, peers.state,
-            peers.rank, x.shape[0], at.tokens, local_experts, lists,
-            at.half, at.flags_at, at.rows_at, at.ids_at, at.weights_at, at.lists_at, at.counts_at,
-            WITH_SLOTS=ids is not None, RANKS=at.ranks, LANES=triton.next_power_of_2(at.ranks),
-            K=at.slots, CHUNKS_AT=CHUNKS, CHUNK_LANES=at.list_lanes(),
-            WORDS=at.words, BLOCK_R=block_rows, BLOCK_W=at.block_words(), LIST_BLOCK=LIST_BLOCK, SLOT_BLOCK=_SLOT_BLOCK,
-            num_warps=_WARPS,
-        )  # fmt: skip
 
 
 def receive_tokens(
     capacity: int, slots_max: int, width: int, dtype: torch.dtype, weights_dtype: torch.dtype, local_experts: int,
     peers: PeerMemory,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Drain what all ranks' `send_tokens` filled: (rows [C, H], ids [C, K] int32, weights [C, K], source, starts).
+) -> Received:  # fmt: skip
+    """Drain what all ranks' `send_tokens` filled.
 
     Args:
         capacity: C, of the rows.
@@ -255,40 +232,101 @@ def receive_tokens(
         width, dtype: H and dtype of the rows.
         weights_dtype: as sent.
     """
-    device, k = peers.base.device, peers.layout.slots
-    out = torch.empty((capacity, width), dtype=dtype, device=device)
-    ids = torch.empty((capacity, k), dtype=torch.int32, device=device)
-    weights = torch.empty((capacity, k), dtype=weights_dtype, device=device)
-    source = torch.empty(capacity, dtype=torch.int32, device=device)
-    starts = torch.empty(peers.layout.ranks + 1, dtype=torch.int32, device=device)
-    _receive(out, ids, _raw(weights), source, starts, slots_max, local_experts, peers)
-    return out, ids, weights, source, starts
+    received = _empty(capacity, width, dtype, weights_dtype, peers)
+    if peers.meet is not None:
+        peers.meet()
+    _launch(peers, drain=received, slots_max=slots_max, local_experts=local_experts)
+    return received
+
+
+def exchange_tokens(
+    x: Tensor, ids: Tensor, weights: Tensor, capacity: int, slots_max: int, local_experts: int, peers: PeerMemory
+) -> tuple[Tensor, Received]:
+    """`send_tokens` and `receive_tokens` in one: (places, what was received)."""
+    if peers.meet is not None:
+        places = send_tokens(x, ids, weights, local_experts, peers)
+        return places, receive_tokens(capacity, slots_max, x.shape[1], x.dtype, weights.dtype, local_experts, peers)
+    places, received = _places(x, peers), _empty(capacity, x.shape[1], x.dtype, weights.dtype, peers)
+    fill = (x, ids, weights, places)
+    _launch(peers, fill=fill, drain=received, slots_max=slots_max, local_experts=local_experts)
+    return places, received
+
+
+def send_values(values: Tensor, peers: PeerMemory) -> None:
+    """Fill with rows alone."""
+    _launch(peers, fill=(values, None, None, None))
 
 
 def receive_values(source: Tensor, starts: Tensor, width: int, dtype: torch.dtype, peers: PeerMemory) -> Tensor:
     """Drain what all ranks' `send_values` filled, along `source` and `starts`: rows [C, H]."""
     out = torch.empty((source.shape[0], width), dtype=dtype, device=peers.base.device)
-    _receive(out, None, None, source, starts, 0, 0, peers)
+    if peers.meet is not None:
+        peers.meet()
+    _launch(peers, drain=(out, None, None, source, starts))
     return out
 
 
-def _receive(
-    out: Tensor, ids: Tensor | None, weights: Tensor | None, source: Tensor, starts: Tensor, slots_max: int,
-    local_experts: int, peers: PeerMemory,
-) -> None:  # fmt: skip
+def exchange_values(values: Tensor, source: Tensor, starts: Tensor, peers: PeerMemory) -> Tensor:
+    """`send_values` and `receive_values` in one."""
+    if peers.meet is not None:
+        send_values(values, peers)
+        return receive_values(source, starts, values.shape[1], values.dtype, peers)
+    out = values.new_empty((source.shape[0], values.shape[1]))
+    _launch(peers, fill=(values, None, None, None), drain=(out, None, None, source, starts))
+    return out
+
+
+def _places(x: Tensor, peers: PeerMemory) -> Tensor:
+    return torch.empty((x.shape[0], peers.layout.ranks), dtype=torch.int32, device=x.device)
+
+
+def _empty(capacity: int, width: int, dtype: torch.dtype, weights_dtype: torch.dtype, peers: PeerMemory) -> Received:
+    device, k = peers.base.device, peers.layout.slots
+    return (
+        torch.empty((capacity, width), dtype=dtype, device=device),
+        torch.empty((capacity, k), dtype=torch.int32, device=device),
+        torch.empty((capacity, k), dtype=weights_dtype, device=device),
+        torch.empty(capacity, dtype=torch.int32, device=device),
+        torch.empty(peers.layout.ranks + 1, dtype=torch.int32, device=device),
+    )
+
+
+def _launch(
+    peers: PeerMemory,
+    fill: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None] | None = None,
+    drain: tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor] | None = None,
+    slots_max: int = 0,
+    local_experts: int = 0,
+) -> None:
+    """One launch of the roles that are given."""
     at = peers.layout
     block_rows = at.block_rows()
-    tiles = at.ranks * triton.cdiv(min(out.shape[0], at.tokens), block_rows)
-    wait_in_kernel = peers.before_drain()
-    with on_device_of(out):
-        _receive_kernel[(max(1, min(peers.programs, tiles)),)](
-            out.view(torch.int32), ids, weights, source, starts, peers.base, peers.offsets, peers.state,
-            peers.rank, at.tokens, out.shape[0], slots_max, local_experts, peers.timeout_ns,
+    x, ids, weights, places = fill or (None, None, None, None)
+    out, ids_out, weights_out, source, starts = drain or (None, None, None, None, None)
+    n_tokens, capacity = (0 if x is None else x.shape[0]), (0 if out is None else out.shape[0])
+    lists = 0 if ids is None else at.ranks * max(1, triton.cdiv(n_tokens, LIST_BLOCK))
+    tiles = triton.cdiv(min(n_tokens, at.chunk_tokens), block_rows)
+    stagers = 0 if x is None else max(1, min(_STAGERS * peers.programs, tiles))
+    tiles = at.ranks * triton.cdiv(min(capacity, at.tokens), block_rows)
+    fetchers = 0 if out is None else max(1, min(_FETCHERS * peers.programs, tiles))
+    with on_device_of(peers.base):
+        _rows_kernel[(lists + stagers + fetchers,)](
+            None if x is None else aligned(x).view(torch.int32),
+            None if ids is None else ids.contiguous(),
+            None if weights is None else _raw(weights),
+            places,
+            None if out is None else out.view(torch.int32),
+            ids_out,
+            None if weights_out is None else _raw(weights_out),
+            source, starts, peers.base, peers.offsets, peers.state,
+            peers.rank, n_tokens, at.tokens, capacity, slots_max, local_experts, lists, stagers,
+            at.chunk_tokens, peers.timeout_ns,
             at.half, at.flags_at, at.needs_at, at.rows_at, at.ids_at, at.weights_at, at.lists_at, at.counts_at,
-            WITH_SLOTS=ids is not None, RANKS=at.ranks, LANES=triton.next_power_of_2(at.ranks),
-            K=at.slots, LANES_K=triton.next_power_of_2(at.slots),
-            WORDS=at.words, BLOCK_R=block_rows, BLOCK_W=at.block_words(), TAIL=128, WAIT=wait_in_kernel,
-            num_warps=_WARPS,
+            FILL=fill is not None, DRAIN=drain is not None, WITH_SLOTS=ids is not None or ids_out is not None,
+            RANKS=at.ranks, LANES=triton.next_power_of_2(at.ranks), K=at.slots, LANES_K=triton.next_power_of_2(at.slots),
+            CHUNKS=at.chunks, LISTS_AT=LISTS, LIST_LANES=at.list_lanes(),
+            WORDS=at.words, BLOCK_R=block_rows, BLOCK_W=at.block_words(), LIST_BLOCK=LIST_BLOCK, SLOT_BLOCK=_SLOT_BLOCK,
+            TAIL=128, WAIT=peers.meet is None, num_warps=_WARPS,
         )  # fmt: skip
 
 

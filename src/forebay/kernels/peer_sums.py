@@ -3,13 +3,13 @@
     push_rows   rows [C, H] (, narrow [C, K]), source, starts   -> the landing place of (token, this rank) at each owner
     sum_rows    own memory, places [T, P]                       -> y [T, H] (, [T, K])
 
-    y[t] = init[t] + sum over p of landing[t, p], where places[t, p] >= 0
+    y[t] = init[t] + sum over p of landing[t, p], where places[t, p] >= 0; p = this rank: its own row, which does not move
 
 One operation of `peer_memory`: the first call fills, the second drains. `source`, `starts` and `places` are those of
 `peer_rows`. Sums are in fp32, begin with init, run in the order of ranks and are rounded once: bitwise those of
 `permute.combine_rows` over the same rows.
 
-Bytes, each rank: R rows over the link; R landed rows read again and T written.
+Bytes, each rank: the rows of others over the link, R rows read again and T written.
 """
 
 from __future__ import annotations
@@ -20,102 +20,155 @@ import triton.language as tl
 from torch import Tensor
 
 from forebay.kernels.launch import column_block, on_device_of
-from forebay.kernels.peer_memory import PeerMemory, as_words, copy_rows, half_of, peer_of, tell, wait
+from forebay.kernels.peer_memory import PeerMemory, aligned
+from forebay.kernels.peer_sync import copy_rows, draw, half_of, leave, peer_of, tell, wait
 
 _WARPS = 8
-_SUM_WARPS = 4
-# Of a sum: up to 2048 columns of a token on 4 warps, two 16-byte loads a thread for each rank.
+# Of a sum: up to 2048 columns of a token, one 16-byte load a thread for each rank.
 _SUM_COLUMNS = 2048
-# Small programs, more of them.
-_SUM_PROGRAMS = 4
+# Programs of each role, in units of `PeerMemory.programs`.
+_PUSHERS = 2
+_ADDERS = 2
 
 
-@triton.jit(do_not_specialize=["rank", "tokens_max"])
-def _push_kernel(
+@triton.jit
+def _push(
     rows_ptr, narrow_ptr, source_ptr, starts_ptr, base_ptr, offsets_ptr, state_ptr,
-    rank, tokens_max, half, flags_at, landing_at, narrow_at,
+    worker, workers, rank, epoch, tokens_max, chunk_tokens, half, flags_at, landing_at, narrow_at,
     WITH_NARROW: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, K: tl.constexpr, LANES_K: tl.constexpr,
-    WORDS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
+    CHUNKS: tl.constexpr, WORDS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of the P owners in turn, from the next rank on, so that all links are busy from begin to end."""
-    epoch = tl.load(state_ptr)
+    """Tiles of the P - 1 other owners in turn, from the next rank on, so that all links are busy from begin to end.
+
+    A chunk is of positions among the rows from one owner, whose tokens ascend: what `places` holds at the owner.
+    """
     here = half_of(epoch, half)
     most = 0
     for p in tl.static_range(RANKS):
         most = tl.maximum(most, tl.load(starts_ptr + p + 1) - tl.load(starts_ptr + p))
-    tile = tl.program_id(0)
-    while tile < tl.cdiv(most, BLOCK_R) * RANKS:
-        peer = (tile + rank + 1) % RANKS
-        begin, end = tl.load(starts_ptr + peer), tl.load(starts_ptr + peer + 1)
-        theirs = peer_of(base_ptr, offsets_ptr, peer) + here
-        row = begin + (tile // RANKS) * BLOCK_R + tl.arange(0, BLOCK_R)
-        inside = row < end
-        token = tl.load(source_ptr + row, mask=inside, other=0) - peer * tokens_max
-        token = tl.where(inside, token, 0).to(tl.int64)
-        row = row.to(tl.int64)
-        # Of a token's P landing rows, the one for this rank.
-        landing = (theirs + landing_at).to(tl.pointer_type(tl.int32)) + rank * WORDS
-        copy_rows(rows_ptr, row, landing, token, inside, WORDS, WORDS, RANKS * WORDS, BLOCK_W)
-        if WITH_NARROW:
-            choice = tl.arange(0, LANES_K)[None, :]
-            chosen = inside[:, None] & (choice < K)
-            values = tl.load(narrow_ptr + row[:, None] * K + choice, mask=chosen)
-            at = (theirs + narrow_at).to(narrow_ptr.dtype) + rank * K
-            tl.store(at + token[:, None] * (RANKS * K) + choice, values, mask=chosen)
-        tile += tl.num_programs(0)
-    tell(base_ptr, offsets_ptr, state_ptr, flags_at, rank, epoch, RANKS, LANES)
+    chunk = 0
+    while chunk < CHUNKS:
+        tile = worker
+        while tile < tl.cdiv(tl.minimum(chunk_tokens, most - chunk * chunk_tokens), BLOCK_R) * (RANKS - 1):
+            peer = (tile % (RANKS - 1) + rank + 1) % RANKS
+            begin, end = tl.load(starts_ptr + peer), tl.load(starts_ptr + peer + 1)
+            theirs = peer_of(base_ptr, offsets_ptr, peer) + here
+            row = begin + chunk * chunk_tokens + (tile // (RANKS - 1)) * BLOCK_R + tl.arange(0, BLOCK_R)
+            inside = row < end
+            token = tl.load(source_ptr + row, mask=inside, other=0) - peer * tokens_max
+            token = tl.where(inside, token, 0).to(tl.int64)
+            row = row.to(tl.int64)
+            # Of a token's P landing rows, the one for this rank.
+            landing = (theirs + landing_at).to(tl.pointer_type(tl.int32)) + rank * WORDS
+            copy_rows(rows_ptr, row, landing, token, inside, WORDS, WORDS, RANKS * WORDS, BLOCK_W)
+            if WITH_NARROW:
+                choice = tl.arange(0, LANES_K)[None, :]
+                chosen = inside[:, None] & (choice < K)
+                values = tl.load(narrow_ptr + row[:, None] * K + choice, mask=chosen)
+                at = (theirs + narrow_at).to(narrow_ptr.dtype) + rank * K
+                tl.store(at + token[:, None] * (RANKS * K) + choice, values, mask=chosen)
+            tile += workers
+        tell(base_ptr, offsets_ptr, state_ptr, flags_at, chunk, rank, epoch, workers, RANKS, LANES)
+        chunk += 1
 
 
 @triton.jit
-def _sum_ranks(total, landing_ptr, landed, places_ptr, place, exists, inside, WIDTH: tl.constexpr, RANKS: tl.constexpr):
-    """total + the rows that landed for a token or a column of tokens; `landed`, `place`: where those of rank 0 are."""
+def _sum_ranks(
+    total, own_ptr, own_begin, landing_ptr, places_ptr, token, cols, rank, exists, inside,
+    WIDTH: tl.constexpr, RANKS: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """total + the rows of one token, or of a column of tokens: what landed, and this rank's own where they are."""
+    to_landing = tl.multiple_of(landing_ptr.to(tl.int64) - own_ptr.to(tl.int64), ALIGNED)
+    own_bytes = own_ptr.to(tl.pointer_type(tl.uint8))
     # Unrolled: the P places and then the P rows are in flight together.
     for p in tl.static_range(RANKS):
-        came = tl.load(places_ptr + place + p, mask=exists, other=-1) >= 0
-        values = tl.load(landing_ptr + landed + p * WIDTH, mask=inside & came, other=0.0)
+        place = tl.load(places_ptr + token * RANKS + p, mask=exists, other=-1)
+        row = tl.where(p == rank, (own_begin + place).to(tl.int64), token * RANKS + p)
+        rows_ptr = (own_bytes + tl.multiple_of(tl.where(p == rank, 0, to_landing), ALIGNED)).to(landing_ptr.dtype)
+        values = tl.load(rows_ptr + row * WIDTH + cols, mask=inside & (place >= 0), other=0.0)
         total += values.to(tl.float32)
     return total
 
 
-@triton.jit(do_not_specialize=["n_tokens", "timeout_ns"])
-def _sum_kernel(
-    places_ptr, init_ptr, y_ptr, narrow_y_ptr, base_ptr, state_ptr, n_tokens, timeout_ns,
-    half, flags_at, landing_at, narrow_at,
+@triton.jit
+def _sum(
+    rows_ptr, narrow_ptr, starts_ptr, places_ptr, init_ptr, y_ptr, narrow_y_ptr, base_ptr, state_ptr,
+    worker, workers, rank, epoch, n_tokens, chunk_tokens, timeout_ns, half, flags_at, landing_at, narrow_at,
     WITH_INIT: tl.constexpr, WITH_NARROW: tl.constexpr, RANKS: tl.constexpr, K: tl.constexpr, LANES_K: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK_H: tl.constexpr, NARROW_T: tl.constexpr, WAIT: tl.constexpr,
+    CHUNKS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_H: tl.constexpr, NARROW_T: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """One token at a time, then the narrow rows of NARROW_T tokens at a time."""
-    epoch = tl.load(state_ptr)
-    wait(base_ptr, state_ptr, flags_at, epoch, timeout_ns, RANKS, WAIT)
-    own = base_ptr + half_of(epoch - 1, half)
+    own = base_ptr + half_of(epoch, half)
     landing = (own + landing_at).to(y_ptr.dtype)
-    token = tl.program_id(0).to(tl.int64)
+    wait(base_ptr, state_ptr, flags_at, 0, epoch, timeout_ns, RANKS, WAIT)
+    ready = 1
+    own_begin = tl.load(starts_ptr + rank)
+    token = worker.to(tl.int64)
     while token < n_tokens:
+        chunk = 0
+        for p in tl.static_range(RANKS):
+            chunk = tl.maximum(chunk, tl.load(places_ptr + token * RANKS + p) // chunk_tokens)
+        if chunk >= ready:
+            wait(base_ptr, state_ptr, flags_at, chunk, epoch, timeout_ns, RANKS, WAIT)
+            ready = chunk + 1
         for column in tl.static_range(0, WIDTH, BLOCK_H):
             cols = column + tl.arange(0, BLOCK_H)
             inside = cols < WIDTH
             total = tl.zeros((BLOCK_H,), tl.float32)
             if WITH_INIT:
                 total += tl.load(init_ptr + token * WIDTH + cols, mask=inside, other=0.0).to(tl.float32)
-            landed = token * (RANKS * WIDTH) + cols
             total = _sum_ranks(
-                total, landing, landed, places_ptr, token * RANKS, token < n_tokens, inside, WIDTH, RANKS
-            )
+                total, rows_ptr, own_begin, landing, places_ptr, token, cols, rank, token < n_tokens, inside,
+                WIDTH, RANKS, 16,
+            )  # fmt: skip
             tl.store(y_ptr + token * WIDTH + cols, total.to(y_ptr.dtype.element_ty), mask=inside)
-        token += tl.num_programs(0)
+        token += workers
     if WITH_NARROW:
+        wait(base_ptr, state_ptr, flags_at, CHUNKS - 1, epoch, timeout_ns, RANKS, WAIT)
         landing = (own + narrow_at).to(narrow_y_ptr.dtype)
-        tile = tl.program_id(0)
+        tile = worker
         while tile < tl.cdiv(n_tokens, NARROW_T):
             tokens = (tile * NARROW_T + tl.arange(0, NARROW_T)).to(tl.int64)[:, None]
             cols = tl.arange(0, LANES_K)[None, :]
             exists = tokens < n_tokens
             inside = exists & (cols < K)
             total = tl.zeros((NARROW_T, LANES_K), tl.float32)
-            landed = tokens * (RANKS * K) + cols
-            total = _sum_ranks(total, landing, landed, places_ptr, tokens * RANKS, exists, inside, K, RANKS)
+            total = _sum_ranks(
+                total, narrow_ptr, own_begin, landing, places_ptr, tokens, cols, rank, exists, inside, K, RANKS, 2
+            )
             tl.store(narrow_y_ptr + tokens * K + cols, total.to(narrow_y_ptr.dtype.element_ty), mask=inside)
-            tile += tl.num_programs(0)
+            tile += workers
+
+
+@triton.jit(do_not_specialize=["rank", "tokens_max", "n_tokens", "pushers", "chunk_tokens", "timeout_ns"])
+def _sums_kernel(
+    words_ptr, narrow_words_ptr, rows_ptr, narrow_ptr, source_ptr, starts_ptr, places_ptr, init_ptr, y_ptr, narrow_y_ptr,
+    base_ptr, offsets_ptr, state_ptr, rank, tokens_max, n_tokens, pushers, chunk_tokens, timeout_ns,
+    half, flags_at, landing_at, narrow_at,
+    FILL: tl.constexpr, DRAIN: tl.constexpr, WITH_INIT: tl.constexpr, WITH_NARROW: tl.constexpr, RANKS: tl.constexpr,
+    LANES: tl.constexpr, K: tl.constexpr, LANES_K: tl.constexpr, CHUNKS: tl.constexpr, WORDS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr, WIDTH: tl.constexpr, BLOCK_H: tl.constexpr, NARROW_T: tl.constexpr,
+    WAIT: tl.constexpr,
+):  # fmt: skip
+    """`pushers` programs write to all ranks' memory, the others sum what landed in the own."""
+    epoch = tl.load(state_ptr)
+    program = draw(state_ptr)
+    if FILL:  # noqa: SIM102, the compiler decides this one, the program the next
+        if program < pushers:
+            _push(
+                words_ptr, narrow_words_ptr, source_ptr, starts_ptr, base_ptr, offsets_ptr, state_ptr,
+                program, pushers, rank, epoch, tokens_max, chunk_tokens, half, flags_at, landing_at, narrow_at,
+                WITH_NARROW, RANKS, LANES, K, LANES_K, CHUNKS, WORDS, BLOCK_R, BLOCK_W,
+            )  # fmt: skip
+    if DRAIN:  # noqa: SIM102, as above
+        if program >= pushers:
+            _sum(
+                rows_ptr, narrow_ptr, starts_ptr, places_ptr, init_ptr, y_ptr, narrow_y_ptr, base_ptr, state_ptr,
+                program - pushers, tl.num_programs(0) - pushers, rank, epoch, n_tokens, chunk_tokens, timeout_ns,
+                half, flags_at, landing_at, narrow_at,
+                WITH_INIT, WITH_NARROW, RANKS, K, LANES_K, CHUNKS, WIDTH, BLOCK_H, NARROW_T, WAIT,
+            )  # fmt: skip
+    leave(state_ptr, epoch, DRAIN)
 
 
 def push_rows(rows: Tensor, narrow: Tensor | None, source: Tensor, starts: Tensor, peers: PeerMemory) -> None:
@@ -126,46 +179,79 @@ def push_rows(rows: Tensor, narrow: Tensor | None, source: Tensor, starts: Tenso
         narrow: [C, K] of 2 or 4 bytes, sent beside them.
         source, starts: [C] and [P + 1] int32, from `receive_tokens`.
     """
-    at = peers.layout
-    block_rows = at.block_rows()
-    tiles = at.ranks * triton.cdiv(min(rows.shape[0], at.tokens), block_rows)
-    raw = (
-        None if narrow is None else narrow.contiguous().view(torch.int16 if narrow.element_size() == 2 else torch.int32)
-    )
-    with on_device_of(rows):
-        _push_kernel[(max(1, min(peers.programs, tiles)),)](
-            as_words(rows), raw, source, starts, peers.base, peers.offsets, peers.state,
-            peers.rank, at.tokens, at.half, at.flags_at, at.landing_at, at.narrow_at,
-            WITH_NARROW=narrow is not None, RANKS=at.ranks, LANES=triton.next_power_of_2(at.ranks),
-            K=at.slots, LANES_K=triton.next_power_of_2(at.slots),
-            WORDS=at.words, BLOCK_R=block_rows, BLOCK_W=at.block_words(), num_warps=_WARPS,
-        )  # fmt: skip
+    _launch(peers, rows, narrow, source, starts)
 
 
 def sum_rows(
-    places: Tensor, init: Tensor | None, dtype: torch.dtype, narrow_dtype: torch.dtype | None, peers: PeerMemory
+    rows: Tensor, narrow: Tensor | None, starts: Tensor, places: Tensor, init: Tensor | None, peers: PeerMemory
 ) -> tuple[Tensor, Tensor | None]:
-    """Drain the own landing places: (y [T, H] in `dtype`, [T, K] in `narrow_dtype`, or None).
+    """Drain the own landing places: y [T, H] in rows' dtype, and [T, K] in narrow's.
 
     Args:
+        rows, narrow, starts: as pushed: a rank's rows for itself are read from there.
         places: [T, P] int32, from `send_tokens`: landing places without a place are not read.
         init: [T, H] in any floating dtype but fp64, added in fp32 before the rows.
-        dtype: of the rows that were pushed.
-        narrow_dtype: of the narrow rows, if they were.
     """
+    sums = _empty(rows, narrow, places)
+    if peers.meet is not None:
+        peers.meet()
+    _launch(peers, rows, narrow, None, starts, drain=(places, init, *sums))
+    return sums
+
+
+def return_rows(
+    rows: Tensor,
+    narrow: Tensor | None,
+    source: Tensor,
+    starts: Tensor,
+    places: Tensor,
+    init: Tensor | None,
+    peers: PeerMemory,
+) -> tuple[Tensor, Tensor | None]:
+    """`push_rows` and `sum_rows` in one."""
+    if peers.meet is not None:
+        push_rows(rows, narrow, source, starts, peers)
+        return sum_rows(rows, narrow, starts, places, init, peers)
+    sums = _empty(rows, narrow, places)
+    _launch(peers, rows, narrow, source, starts, drain=(places, init, *sums))
+    return sums
+
+
+def _empty(rows: Tensor, narrow: Tensor | None, places: Tensor) -> tuple[Tensor, Tensor | None]:
+    n_tokens = places.shape[0]
+    return rows.new_empty((n_tokens, rows.shape[1])), None if narrow is None else narrow.new_empty(
+        (n_tokens, narrow.shape[1])
+    )
+
+
+def _launch(
+    peers: PeerMemory,
+    rows: Tensor,
+    narrow: Tensor | None,
+    source: Tensor | None,
+    starts: Tensor,
+    drain: tuple[Tensor, Tensor | None, Tensor, Tensor | None] | None = None,
+) -> None:
+    """One launch: to push if `source` is given, to sum if `drain` is."""
     at = peers.layout
-    n_tokens, width = places.shape[0], at.row_bytes // dtype.itemsize
-    y = torch.empty((n_tokens, width), dtype=dtype, device=places.device)
-    narrow = None
-    if narrow_dtype is not None:
-        narrow = torch.empty((n_tokens, at.slots), dtype=narrow_dtype, device=places.device)
-    wait_in_kernel = peers.before_drain()
-    with on_device_of(y):
-        _sum_kernel[(max(1, min(_SUM_PROGRAMS * peers.programs, n_tokens)),)](
-            places, None if init is None else init.contiguous(), y, narrow, peers.base, peers.state, n_tokens,
-            peers.timeout_ns, at.half, at.flags_at, at.landing_at, at.narrow_at,
-            WITH_INIT=init is not None, WITH_NARROW=narrow is not None, RANKS=at.ranks, K=at.slots,
-            LANES_K=triton.next_power_of_2(at.slots), WIDTH=width, BLOCK_H=column_block(width, _SUM_COLUMNS), NARROW_T=128,
-            WAIT=wait_in_kernel, num_warps=_SUM_WARPS,
+    block_rows = at.block_rows()
+    rows = aligned(rows)
+    narrow = None if narrow is None else narrow.contiguous()
+    places, init, y, narrow_y = drain or (None, None, None, None)
+    n_tokens, width = (0 if y is None else y.shape[0]), rows.shape[1]
+    tiles = (at.ranks - 1) * triton.cdiv(min(rows.shape[0], at.chunk_tokens), block_rows)
+    pushers = 0 if source is None else max(1, min(_PUSHERS * peers.programs, tiles))
+    adders = 0 if y is None else max(1, min(_ADDERS * peers.programs, n_tokens))
+    words = None if narrow is None else narrow.view({2: torch.int16, 4: torch.int32}[narrow.element_size()])
+    with on_device_of(peers.base):
+        _sums_kernel[(pushers + adders,)](
+            rows.view(torch.int32), words, rows, narrow, source, starts,
+            places, None if init is None else init.contiguous(), y, narrow_y, peers.base, peers.offsets, peers.state,
+            peers.rank, at.tokens, n_tokens, pushers, at.chunk_tokens, peers.timeout_ns,
+            at.half, at.flags_at, at.landing_at, at.narrow_at,
+            FILL=source is not None, DRAIN=drain is not None, WITH_INIT=init is not None, WITH_NARROW=narrow is not None,
+            RANKS=at.ranks, LANES=triton.next_power_of_2(at.ranks), K=at.slots, LANES_K=triton.next_power_of_2(at.slots),
+            CHUNKS=at.chunks, WORDS=at.words, BLOCK_R=block_rows, BLOCK_W=at.block_words(),
+            WIDTH=width, BLOCK_H=column_block(width, _SUM_COLUMNS), NARROW_T=128, WAIT=peers.meet is None,
+            num_warps=_WARPS,
         )  # fmt: skip
-    return y, narrow

@@ -8,22 +8,43 @@ Regions that know a cheaper way (experts, which can make their first grouped GEM
 anyway) offer it through their slot, and no checkpoint is involved: see `forebay.saved.slots.Slot.light_recompute`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+
+# Mode -> operations whose results are kept. A recomputation would repeat them on all ranks.
+_KEPT: Mapping[str, frozenset[str]] = {
+    "full": frozenset(),
+    "save-dispatch": frozenset({"forebay::dispatch"}),
+    "save-both": frozenset({"forebay::dispatch", "forebay::combine"}),
+}
 
 
 def recomputed(forward: Callable[..., Any], mode: str = "full") -> Callable[..., Any]:
-    """`forward` under activation checkpointing; a plain call when no gradient is wanted."""
+    """`forward` under activation checkpointing; a plain call when no gradient is wanted.
+
+    Args:
+        mode: "full" keeps nothing but the arguments; "save-dispatch" and "save-both" keep what expert parallelism's dispatch,
+            or dispatch and combine, brought, so that backward repeats no communication.
+    """
+    kept = _KEPT[mode]
+    selective = {"context_fn": partial(create_selective_checkpoint_contexts, partial(_keep, kept))} if kept else {}
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **selective, **kwargs)
 
     return run
+
+
+def _keep(names: frozenset[str], _: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    # By name: what is recomputed need not know expert parallelism, nor import it.
+    return CheckpointPolicy.MUST_SAVE if operation.name() in names else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def refuse_nested_checkpointing(path: str, module: torch.nn.Module) -> None:

@@ -165,14 +165,15 @@ dispatch_op.register_autograd(_dispatch_backward, setup_context=_dispatch_setup)
 def _combine_setup(ctx, inputs, output) -> None:
     rows, _, handle, _, exchange = inputs
     ctx.exchange, ctx.n_rows = exchange, rows.shape[0]
-    ctx.save_for_backward(*handle)
+    # Not saved as tensors: a recomputation would then have to run combine again only to save them. They have no graph of their
+    # own, so holding them here makes no cycle, and they are small.
+    ctx.handle = list(handle)
 
 
 def _combine_backward(ctx, dy):
     need_rows, need_init, *_ = ctx.needs_input_grad
-    handle = list(ctx.saved_tensors)  # once: under a checkpoint a second reading raises
-    d_rows = spread_op(dy.contiguous(), handle, ctx.n_rows, ctx.exchange) if need_rows else None
-    return d_rows, dy if need_init else None, [None] * len(handle), None, None
+    d_rows = spread_op(dy.contiguous(), ctx.handle, ctx.n_rows, ctx.exchange) if need_rows else None
+    return d_rows, dy if need_init else None, [None] * len(ctx.handle), None, None
 
 
 combine_op.register_autograd(_combine_backward, setup_context=_combine_setup)

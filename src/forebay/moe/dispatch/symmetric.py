@@ -1,12 +1,13 @@
 """The exchange through symmetric memory: the GPUs of one host read and write each other, and the host waits for nothing.
 
-    dispatch   copy tokens to the own symmetric memory, lists of who gets what to the peers | wait | read the peers' rows
-    spread     copy values to the own symmetric memory                                      | wait | read the peers' rows
-    collect    write rows to their owners' symmetric memory                                 | wait | sum them
+    dispatch   copy tokens to the own symmetric memory, lists of who gets what to the peers; read the peers' rows
+    spread     copy values to the own symmetric memory; read the peers' rows
+    collect    write rows to their owners' symmetric memory; sum those that landed in the own
 
-Two launches each (`forebay.kernels.peer_rows`, `peer_sums`; `peer_memory` says how ranks wait for one another). No step asks
-the device for a number, so a captured CUDA graph can be replayed with other ids and other splits. That takes a capacity,
-which the constructor fixes: C rows and S live slots, a slot being a (row, expert) pair that this rank computes.
+One launch each (`forebay.kernels.peer_rows`, `peer_sums`), with programs for both ends, so that the copy and the sum hide
+behind the transfer (`peer_memory` says how ranks wait for one another). No step asks the device for a number, so a captured
+CUDA graph can be replayed with other ids and other splits. That takes a capacity, which the constructor fixes: C rows and S
+live slots, a slot being a (row, expert) pair that this rank computes.
 
     S = min(P * T * min(K, E / P), capacity_factor * T * K), rounded up to `ALIGNMENT`
     C = min(P * T, S)
@@ -37,14 +38,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from forebay.kernels.peer_memory import LATE, PeerLayout, PeerMemory, read_counts
-from forebay.kernels.peer_rows import receive_tokens, receive_values, send_tokens, send_values
-from forebay.kernels.peer_sums import push_rows, sum_rows
+from forebay.kernels.peer_memory import LATE, PeerLayout, PeerMemory
+from forebay.kernels.peer_rows import exchange_tokens, exchange_values, receive_tokens, send_tokens
+from forebay.kernels.peer_sums import return_rows
+from forebay.kernels.peer_sync import read_counts
 from forebay.moe.dispatch.exchange import ALIGNMENT, Exchange, Handle
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Programs of a launch for each multiprocessor.
-_PROGRAMS = 4
 
 
 class SymmetricExchange(Exchange):
@@ -61,7 +61,8 @@ class SymmetricExchange(Exchange):
         capacity_factor: at least 1; see the module docstring. Ignored if `exact`.
         timeout_s: how long a kernel waits for the other ranks.
         exact: one wait of the host a dispatch instead of a capacity.
-        programs: of a launch; 4 for each multiprocessor if None. Fewer leave room for kernels that run beside it.
+        programs: of each end of a launch, twice as many for `collect`; None is the number of multiprocessors. Fewer leave room
+            for kernels beside it.
 
     Attributes:
         capacity_rows, capacity_slots: C and S; with `exact` no bounds but the most there can be.
@@ -128,7 +129,7 @@ class SymmetricExchange(Exchange):
             self.rank,
             layout,
             timeout_ns=int(self._timeout_s * 1e9),
-            programs=self._programs or _PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count,
+            programs=self._programs or torch.cuda.get_device_properties(device).multi_processor_count,
         )
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor, Handle]:
@@ -140,25 +141,27 @@ class SymmetricExchange(Exchange):
                 f"made for {self._slots} slots a token and weights in bf16, fp16 or fp32; "
                 f"got {ids.shape[1]} slots and {weights.dtype}"
             )
+        if not self._exact:
+            places, received = exchange_tokens(
+                x, ids, weights, self.capacity_rows, self.capacity_slots, self.local_experts, peers
+            )
+            rows, local_ids, row_weights, source, starts = received
+            return rows, local_ids, row_weights, [source, places, starts]
         places = send_tokens(x, ids, weights, self.local_experts, peers)
-        rows, slots, counts = self.capacity_rows, self.capacity_slots, []
-        if self._exact:
-            # The one host synchronisation.
-            received = read_counts(peers).sum(0).cpu()
-            rows, slots = _aligned(int(received[0])), _aligned(int(received[1]))
-            counts = [received]
-        out, local_ids, row_weights, source, starts = receive_tokens(
-            rows, slots, self._hidden, self._dtype, weights.dtype, self.local_experts, peers
-        )
-        return out, local_ids, row_weights, [source, places, starts, *counts]
+        # The one host synchronisation.
+        counts = read_counts(peers).sum(0).cpu()
+        rows, local_ids, row_weights, source, starts = receive_tokens(
+            _aligned(int(counts[0])), _aligned(int(counts[1])), self._hidden, self._dtype, weights.dtype,
+            self.local_experts, peers,
+        )  # fmt: skip
+        return rows, local_ids, row_weights, [source, places, starts, counts]
 
     def spread(self, values: Tensor, handle: Sequence[Tensor], n_rows: int) -> Tensor:
         """See `Exchange.spread`."""
         peers = self._open()
         source, places, starts, *_ = handle
         self._check_rows("values", values, places.shape[0])
-        send_values(values, peers)
-        return receive_values(source, starts, self._hidden, self._dtype, peers)
+        return exchange_values(values, source, starts, peers)
 
     def collect(
         self, rows: Tensor, narrow: Tensor | None, handle: Sequence[Tensor], n_tokens: int, init: Tensor | None
@@ -171,8 +174,7 @@ class SymmetricExchange(Exchange):
             raise ValueError(
                 f"init must be {(n_tokens, self._hidden)} and not in fp64, got {tuple(init.shape)} in {init.dtype}"
             )
-        push_rows(rows, narrow, source, starts, peers)
-        return sum_rows(places, init, rows.dtype, None if narrow is None else narrow.dtype, peers)
+        return return_rows(rows, narrow, source, starts, places, init, peers)
 
     def max_rows(self, handle: Sequence[Tensor], rows: int, slots_per_token: int) -> int:
         """S; with `exact` the live slots received, rounded up to `ALIGNMENT`."""

@@ -1,0 +1,252 @@
+"""Does an expert-parallel layer leak? Thirteen ways to use, misuse and drop it, a thousand times each, for every exchange.
+
+A layer is dispatch, experts, combine. For each way and exchange: the handles that are alive after the rounds (weak references to
+their memory, `Exchange.live_handles`), the bytes that were grown since a warm-up (on a GPU the allocator's own count; on a CPU
+the bytes of all tensors that the garbage collector knows, and handles are counted by their memory), and whether loss and
+gradients are those of a plain forward and backward, bit for bit, in the first and in the last round.
+
+    torchrun --nproc-per-node 2 benchmarks/leaks.py                 # gloo, or NCCL and symmetric memory on GPUs
+    torchrun --nproc-per-node 2 benchmarks/leaks.py --rounds 20
+"""
+
+import argparse
+import gc
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import write
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from forebay.moe.dispatch.choose import make_exchange
+from forebay.moe.dispatch.exchange import Exchange
+from forebay.moe.dispatch.ops import combine, dispatch
+from forebay.moe.experts import experts
+from forebay.saved.recompute import recomputed
+
+TOKENS, EXPERTS, SLOTS, HIDDEN, WIDTH = 24, 8, 3, 64, 32
+
+
+class OnPurpose(Exception):
+    """Raised between dispatch and combine."""
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """An expert-parallel layer with this rank's part of everything."""
+
+    exchange: Exchange
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+    gate_up: Tensor
+    down: Tensor
+    dy: Tensor
+
+    def __call__(self, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, fails: bool = False) -> Tensor:
+        sent = dispatch(x, self.ids, weights, self.exchange)
+        y_rows = experts(sent.rows, sent.ids, sent.weights, gate_up, down, max_rows=sent.max_rows)
+        if fails:
+            raise OnPurpose
+        return combine(y_rows, sent.handle)
+
+    @property
+    def trained(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.x, self.weights, self.gate_up, self.down
+
+    def grads(self, y: Tensor) -> list[Tensor]:
+        return [y.detach(), *torch.autograd.grad(y, self.trained, self.dy)]
+
+
+Way = Callable[[Layer], list[Tensor] | None]
+
+
+def forward_only(layer: Layer) -> None:
+    layer(*layer.trained)
+
+
+def forward_backward(layer: Layer) -> list[Tensor]:
+    return layer.grads(layer(*layer.trained))
+
+
+def forward_forward_backward(layer: Layer) -> list[Tensor]:
+    first = layer(*layer.trained)
+    second = layer(*layer.trained)
+    del first
+    return layer.grads(second)
+
+
+def no_grad(layer: Layer) -> None:
+    with torch.no_grad():
+        layer(*layer.trained)
+
+
+def inference_mode(layer: Layer) -> None:
+    with torch.inference_mode():
+        layer(*layer.trained)
+
+
+def nothing_requires_grad(layer: Layer) -> None:
+    layer(*(t.detach() for t in layer.trained))
+
+
+def exception_between(layer: Layer) -> None:
+    try:
+        layer(*layer.trained, fails=True)
+    except OnPurpose:
+        return
+    raise AssertionError("the exception went lost")
+
+
+def full_checkpoint(early_stop: bool) -> Way:
+    def run(layer: Layer) -> list[Tensor]:
+        with set_checkpoint_early_stop(early_stop):
+            y: Any = checkpoint(layer, *layer.trained, use_reentrant=False)
+            return layer.grads(y)
+
+    return run
+
+
+def selective(mode: str) -> Way:
+    return lambda layer: layer.grads(recomputed(layer, mode)(*layer.trained))
+
+
+def split_backward(layer: Layer) -> list[Tensor]:
+    y = layer(*layer.trained)
+    dx, dw = torch.autograd.grad(y, (layer.x, layer.weights), layer.dy, retain_graph=True)
+    d_gate_up, d_down = torch.autograd.grad(y, (layer.gate_up, layer.down), layer.dy)
+    return [y.detach(), dx, dw, d_gate_up, d_down]
+
+
+WAYS: dict[str, Way] = {
+    "forward only": forward_only,
+    "forward, backward": forward_backward,
+    "forward, forward, backward": forward_forward_backward,
+    "no_grad": no_grad,
+    "inference_mode": inference_mode,
+    "full checkpoint, early stop": full_checkpoint(True),
+    "full checkpoint, no early stop": full_checkpoint(False),
+    "nothing requires grad": nothing_requires_grad,
+    "exception between": exception_between,
+    "selective, saving dispatch": selective("save-dispatch"),
+    "selective, saving both": selective("save-both"),
+    "selective, saving none": selective("full"),
+    "split input and weight backward": split_backward,
+}
+
+
+def make(backend: str, device: torch.device, seed: int) -> Layer:
+    group = None if backend == "local" else dist.group.WORLD
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    exchange = make_exchange(
+        "auto" if backend == "local" else backend,
+        group,
+        EXPERTS,
+        tokens=TOKENS,
+        hidden=HIDDEN,
+        slots_per_token=SLOTS,
+        dtype=dtype,
+        capacity_factor=float(dist.get_world_size()),
+    )
+    g = torch.Generator().manual_seed(seed + dist.get_rank())
+    held = exchange.local_experts
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g).to(device, dtype)
+
+    return Layer(
+        exchange,
+        randn(TOKENS, HIDDEN).requires_grad_(),
+        torch.rand(TOKENS, EXPERTS, generator=g).argsort(1)[:, :SLOTS].to(device),
+        torch.rand(TOKENS, SLOTS, generator=g).to(device).requires_grad_(),
+        (randn(held, 2 * WIDTH, HIDDEN) * 0.2).requires_grad_(),
+        (randn(held, HIDDEN, WIDTH) * 0.2).requires_grad_(),
+        randn(TOKENS, HIDDEN),
+    )
+
+
+@contextmanager
+def measured(layer: Layer, row: dict[str, Any]) -> Iterator[None]:
+    before = held_bytes(layer)
+    yield
+    row["growth bytes"] = held_bytes(layer) - before
+    row["live handles"] = layer.exchange.live_handles
+
+
+def held_bytes(layer: Layer) -> int:
+    gc.collect()
+    if layer.x.is_cuda:
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+    tensors = (t for t in gc.get_objects() if isinstance(t, Tensor))
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def equal(got: list[Tensor] | None, wanted: list[Tensor]) -> bool:
+    return got is None or all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+def check(layer: Layer, backend: str, name: str, rounds: int) -> dict[str, Any]:
+    row: dict[str, Any] = {"exchange": backend, "way": name, "rounds": rounds}
+    way, wanted = WAYS[name], forward_backward(layer)
+    same = equal(way(layer), wanted)
+    for _ in range(3):
+        way(layer)
+    with measured(layer, row):
+        for _ in range(rounds - 1):
+            way(layer)
+        same &= equal(way(layer), wanted)
+    row["same results"] = same
+    return row
+
+
+def worst(row: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """The worst of all ranks."""
+    figures = torch.tensor([row["growth bytes"], row["live handles"], not row["same results"]], device=device)
+    dist.all_reduce(figures, dist.ReduceOp.MAX)
+    growth, live, differ = figures.tolist()
+    return {**row, "growth bytes": growth, "live handles": live, "same results": not differ}
+
+
+def matrix(backends: list[str], device: torch.device, rounds: int) -> list[dict[str, Any]]:
+    """One row for each exchange and way, the worst of all ranks."""
+    rows = []
+    for backend in backends:
+        layer = make(backend, device, seed=len(rows))
+        rows += [worst(check(layer, backend, name, rounds), device) for name in WAYS]
+        layer.exchange.close()
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=1000)
+    parser.add_argument("--cpu", action="store_true", help="gloo, even where there are GPUs")
+    args = parser.parse_args()
+    on_gpu = torch.cuda.is_available() and not args.cpu
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    rows = matrix(["local", "nccl", "symmetric"] if on_gpu else ["local", "nccl"], device, args.rounds)
+    if dist.get_rank() == 0:
+        for row in rows:
+            if row["exchange"] == "nccl" and not on_gpu:
+                row["exchange"] = "nccl (gloo)"
+        write("leaks_cuda" if on_gpu else "leaks_cpu", rows, world=dist.get_world_size())
+    dist.barrier()
+    dist.destroy_process_group()
+    if any(row["growth bytes"] or row["live handles"] or not row["same results"] for row in rows):
+        raise SystemExit("memory grew, handles are alive, or results differ")
+
+
+if __name__ == "__main__":
+    main()

@@ -181,9 +181,11 @@ def test_tokens_that_are_not_contiguous_and_narrow_ids() -> None:
             assert torch.equal(got[: want.shape[0]], want)
 
 
-def test_rows_of_odd_bytes_are_refused() -> None:
+def test_layouts_that_are_refused() -> None:
     with pytest.raises(ValueError, match="multiple of 16 bytes, got 20"):
         PeerLayout(2, 4, 2, 20)
+    with pytest.raises(ValueError, match="two ranks or more, got 1"):
+        PeerLayout(1, 4, 2, 32)
     with pytest.raises(ValueError, match="more than 2\\*\\*31"):
         PeerLayout(2, 2**28, 8, 32)
 

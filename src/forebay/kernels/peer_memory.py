@@ -62,7 +62,7 @@ class PeerLayout:
             telling takes.
 
     Raises:
-        ValueError: rows that are no multiple of 16 bytes; more rows or slots than 32-bit numbers count.
+        ValueError: fewer than two ranks; rows that are no multiple of 16 bytes; more rows or slots than 32-bit numbers count.
     """
 
     ranks: int
@@ -72,6 +72,8 @@ class PeerLayout:
     chunk_bytes: int = 4 << 20
 
     def __post_init__(self) -> None:
+        if self.ranks < 2:
+            raise ValueError(f"memory is shared by two ranks or more, got {self.ranks}")
         if self.row_bytes % 16 or self.row_bytes <= 0:
             raise ValueError(f"a row must be a multiple of 16 bytes, got {self.row_bytes}")
         if self.tokens * max(self.ranks, self.slots) >= 2**31:

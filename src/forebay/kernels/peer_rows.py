@@ -41,7 +41,7 @@ Received = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """rows [C, H], ids [C, K] int32, weights [C, K], source [C], starts [P + 1]."""
 _WARPS = 8
 _SLOT_BLOCK = 1024
-# Programs of each role, in units of `PeerMemory.programs`.
+# Programs of each role, in units of `PeerMemory.programs`. Four H200, 256 MiB a rank: 652 us; 2 and 2: 680.
 _STAGERS = 1
 _FETCHERS = 1
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-
 # Mode -> operations whose results are kept. A recomputation would repeat them on all ranks.
 _KEPT: Mapping[str, frozenset[str]] = {
     "full": frozenset(),
@@ -32,7 +31,9 @@ def recomputed(forward: Callable[..., Any], mode: str = "full") -> Callable[...,
             or dispatch and combine, brought, so that backward repeats no communication.
     """
     kept = _KEPT[mode]
-    selective = {"context_fn": partial(create_selective_checkpoint_contexts, partial(_keep, kept))} if kept else {}
+    selective: dict[str, Any] = {}
+    if kept:
+        selective["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_keep, kept))
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

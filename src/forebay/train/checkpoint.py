@@ -5,9 +5,12 @@ under the run's ``checkpoints/``, in the format of ``torch.distributed.checkpoin
 
     checkpoints/latest                    name of the newest whole one; written last, by rename
     checkpoints/step-00000010/.metadata, *.distcp    tensors: model, optimizer, torch's generators
-                              trainer.json           step, data, configuration, Python's and numpy's generators
+                              trainer.json           step, data, configuration, Python's and numpy's generators by process
                               model/config.json      the Hugging Face configuration, for export
                               manifest.json          size and SHA-256 of every file above
+
+All processes of a run call `Checkpoints.save` and `load` together: each writes its own shards of DTensors, and process 0 what
+is said once. Tensors are known by the whole, so another number of processes, laid out in another way, reads them too.
 
 A checkpoint is written to ``.partial-step-...``, synced to disk, and renamed. A failure (a full disk, a kill) leaves the
 earlier ones and ``latest`` as they were. The learning rate and the order of data are functions of the step, so there is no
@@ -37,6 +40,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from forebay.train.errors import RunError, UsageError, first_line
+from forebay.train.together import on_main, processes, together
 
 _PREFIX, _PARTIAL = "step-", ".partial-"
 
@@ -66,16 +70,14 @@ class Checkpoints:
         final = self.folder / f"{_PREFIX}{step:08d}"
         partial = self.folder / f"{_PARTIAL}{final.name}"
         try:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
+            on_main(lambda: _fresh(partial))
             _write(partial, model, optimizer, {**about, "step": step})
-            self._put(partial, final)
-            _replace_text(self.folder / "latest", final.name)
-        except (CheckpointException, OSError, RuntimeError) as error:
+            on_main(lambda: self._publish(partial, final))
+        except (CheckpointException, OSError, RuntimeError, RunError) as error:
             raise self._failed(final, error) from error
         finally:
-            shutil.rmtree(partial, ignore_errors=True)
-        self._prune(final)
+            if processes()[0] == 0:
+                shutil.rmtree(partial, ignore_errors=True)
         return final
 
     def all(self) -> list[Path]:
@@ -92,6 +94,11 @@ class Checkpoints:
                 return named
         found = self.all()
         return found[-1] if found else None
+
+    def _publish(self, partial: Path, final: Path) -> None:
+        self._put(partial, final)
+        _replace_text(self.folder / "latest", final.name)
+        self._prune(final)
 
     def _put(self, partial: Path, final: Path) -> None:
         """Rename `partial` to `final`; what has that name (the same step of an earlier branch) goes when the new one is there."""
@@ -135,7 +142,7 @@ def find(given: Path) -> Path:
 
 
 def verify(path: Path) -> None:
-    """Compare every file with the manifest.
+    """Compare every file with the manifest; several processes take a part of the files each.
 
     Raises:
         RunError: a file is missing, truncated or altered; the message names it and an earlier checkpoint, if there is one.
@@ -145,6 +152,11 @@ def verify(path: Path) -> None:
         files = json.loads(manifest.read_text(encoding="utf-8"))["files"]
     except (OSError, ValueError, KeyError) as error:
         raise _damaged(path, f"{manifest.name} is missing or unreadable") from error
+    rank, processes_here = processes()
+    together(lambda: _compare(path, dict(list(files.items())[rank::processes_here])))
+
+
+def _compare(path: Path, files: Mapping[str, Any]) -> None:
     for name, (size, digest) in files.items():
         file = path / name
         if not file.is_file():
@@ -178,40 +190,61 @@ def load(path: Path, model: Any, optimizer: torch.optim.Optimizer | None = None)
     if optimizer is not None:
         wanted["optimizer"] = get_optimizer_state_dict(model, optimizer)
         # Generators of GPUs that were not there then are left alone, and there is no place for those that are gone.
-        wanted["rng"] = {name: state for name, state in _torch_rng().items() if f"rng.{name}" in held}
+        wanted["rng"] = {name: state for name, state in _torch_rng(_sibling(path)).items() if f"rng.{name}" in held}
     _check_fits(path, held, wanted["model"])
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # "torch.distributed is uninitialized": one process is meant
-            dcp.load(wanted, storage_reader=reader, no_dist=True)
+            dcp.load(wanted, storage_reader=reader, no_dist=processes()[1] == 1)
     except (CheckpointException, OSError, RuntimeError) as error:
         raise RunError(f"checkpoint {path} cannot be read: {first_line(_cause(error))}") from error
     set_model_state_dict(model, wanted["model"])
     record = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
     if optimizer is not None:
         set_optimizer_state_dict(model, optimizer, wanted["optimizer"])
-        _set_rng(wanted["rng"], record["rng"])
+        _set_rng(wanted["rng"], record["rng"][_sibling(path)])
     return record["about"]
 
 
+def _fresh(partial: Path) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+
+
 def _write(partial: Path, model: Any, optimizer: torch.optim.Optimizer, about: Mapping[str, Any]) -> None:
+    rank, size = processes()
     state = {
         "model": get_model_state_dict(model),
         "optimizer": get_optimizer_state_dict(model, optimizer),
-        "rng": _torch_rng(),
+        "rng": _torch_rng(rank),
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # as in `load`
         # One thread: an exception in another thread of this writer (a full disk) would be lost, and the file with it.
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(partial, thread_count=1, sync_files=True), no_dist=True)
-    _write_synced(partial / "trainer.json", json.dumps({"about": about, "rng": _host_rng()}))
+        writer = dcp.FileSystemWriter(partial, thread_count=1, sync_files=True)
+        dcp.save(state, storage_writer=writer, no_dist=size == 1)
+    generators = together(_host_rng)
+    on_main(lambda: _write_once(partial, model, about, generators))
+    names = on_main(lambda: sorted(str(p.relative_to(partial)) for p in partial.rglob("*") if p.is_file()))
+    parts = together(lambda: {n: (os.path.getsize(partial / n), _digest(partial / n)) for n in names[rank::size]})
+    files = {name: part[name] for name in names for part in parts if name in part}
+    on_main(lambda: _write_synced(partial / "manifest.json", json.dumps({"files": files})))
+    on_main(lambda: _sync(partial))
+
+
+def _write_once(partial: Path, model: Any, about: Mapping[str, Any], generators: list[dict[str, Any]]) -> None:
+    """What process 0 writes for all."""
+    _write_synced(partial / "trainer.json", json.dumps({"about": about, "rng": generators}))
     if hasattr(model, "config"):
         (partial / "model").mkdir()
         model.config.save_pretrained(partial / "model")
-    names = sorted(str(p.relative_to(partial)) for p in partial.rglob("*") if p.is_file())
-    files = {name: (os.path.getsize(partial / name), _digest(partial / name)) for name in names}
-    _write_synced(partial / "manifest.json", json.dumps({"files": files}))
-    _sync(partial)
+
+
+def _sibling(path: Path) -> int:
+    """The process whose generators this one takes over: that of its own rank, or 0 where there was none."""
+    rank, _ = processes()
+    written = len(json.loads((path / "trainer.json").read_text(encoding="utf-8"))["rng"])
+    return rank if rank < written else 0
 
 
 def _check_fits(path: Path, held: Mapping[str, Any], model: Mapping[str, Any]) -> None:
@@ -251,10 +284,11 @@ def _cause(error: BaseException) -> BaseException:
     return error
 
 
-def _torch_rng() -> dict[str, torch.Tensor]:
-    states = {"cpu": torch.get_rng_state()}
+def _torch_rng(rank: int) -> dict[str, torch.Tensor]:
+    """States of torch's generators, by names that say whose they are: a process's own, and that of its current GPU."""
+    states = {f"{rank}-cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
-        states |= {f"cuda-{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
+        states[f"{rank}-cuda"] = torch.cuda.get_rng_state()
     return states
 
 
@@ -265,10 +299,8 @@ def _host_rng() -> dict[str, Any]:
 
 
 def _set_rng(device: Mapping[str, torch.Tensor], host: Mapping[str, Any]) -> None:
-    torch.set_rng_state(device["cpu"])
     for name, state in device.items():
-        if name.startswith("cuda-"):
-            torch.cuda.set_rng_state(state, int(name.removeprefix("cuda-")))
+        (torch.set_rng_state if name.endswith("-cpu") else torch.cuda.set_rng_state)(state)
     version, words, gauss = host["python"]
     random.setstate((version, tuple(words), gauss))
     name, key, *rest = host["numpy"]

@@ -40,12 +40,13 @@ class Mesh:
         device: this process's.
         ep: processes that share the experts of a layer.
         data: one-dimensional mesh over all processes; None without a process group.
+        store: through which the processes found each other; None if the group is somebody else's, or there is none.
         grid: two-dimensional mesh ("fsdp", "ep") over all processes; None if `ep` is 1.
     """
 
     def __init__(self, world: World, device: torch.device, ep: int, timeout: timedelta, owns: bool, store: Any):
         self.world, self.device, self.ep = world, device, ep
-        self._owns, self._store = owns, store
+        self._owns, self.store = owns, store
         self.data: DeviceMesh | None = None
         self.grid: DeviceMesh | None = None
         if not dist.is_initialized() or (world.size == 1 and dist.get_world_size() > 1):
@@ -130,10 +131,10 @@ class Mesh:
         """Whether this process is the first one that asked: the one that says why the run failed. Never waits for others."""
         if self.size == 1:
             return True
-        if self._store is None:
+        if self.store is None:
             return self.world.is_main
         try:
-            return self._store.add("forebay/failed", 1) == 1
+            return self.store.add("forebay/failed", 1) == 1
         except RuntimeError:  # DistStoreError too: the process that held the store is gone, and cannot say it
             return True
 

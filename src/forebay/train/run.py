@@ -18,7 +18,7 @@ import signal
 import statistics
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -33,6 +33,7 @@ from forebay.saved.manager import StepReport
 from forebay.train import checkpoint
 from forebay.train.config import Config, check_world, from_mapping
 from forebay.train.errors import Interrupted, RunError, SaidElsewhere, UsageError
+from forebay.train.heartbeat import Heartbeat
 from forebay.train.mesh import Mesh
 from forebay.train.metrics import Reporter, SilentReporter, StepRecord, Summary, summary_tables
 from forebay.train.trainer import Trainer
@@ -119,12 +120,33 @@ def train(config: Config, console: Console, resume: str | None = None) -> Path:
     with StopRequest().listening() as stop, Mesh.open(config, world) as mesh:
         try:
             start = mesh.on_main(lambda: where_to_start(config, resume))
-            with Trainer(config, mesh) as trainer:
-                return _Run(config, console, start, trainer, stop).go()
+            with _heartbeat(config, mesh, start) as heart, Trainer(config, mesh) as trainer:
+                try:
+                    return _Run(config, console, start, trainer, stop).go()
+                except RuntimeError as error:  # of a collective, perhaps: its own text names nobody
+                    gone = heart.who_is_gone() if heart is not None else ""
+                    if not gone:
+                        raise
+                    raise RunError(f"{gone}; {_intact(start)}") from error
         except (Exception, KeyboardInterrupt) as error:
             if mesh.speaks_first():
                 raise
             raise SaidElsewhere(getattr(error, "exit_code", RunError.exit_code)) from error
+
+
+def _heartbeat(config: Config, mesh: Mesh, start: Start) -> AbstractContextManager[Heartbeat | None]:
+    """The thread that notices when another process dies; nothing for one process."""
+    if mesh.size == 1 or mesh.store is None:
+        return nullcontext()
+    # Within the collectives' timeout, after which they end the process without a word of who was missing.
+    return Heartbeat(mesh.store, mesh.rank, mesh.size, 0.8 * config.parallel.timeout, lambda: _intact(start))
+
+
+def _intact(start: Start) -> str:
+    newest = checkpoint.Checkpoints(start.folder / "checkpoints").latest()
+    if newest is None:
+        return "there is no checkpoint yet"
+    return f"the checkpoint {newest} is intact: go on with --resume {start.folder}"
 
 
 def export(run: Path, out: Path) -> Path:

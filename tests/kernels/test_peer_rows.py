@@ -147,19 +147,26 @@ def assert_sum(got: Tensor, wanted: Tensor) -> None:
 def test_what_does_not_fit_is_left_out_and_told_to_all() -> None:
     world = World(2, 8, 2, 16, torch.float32)
     x, ids, w = inputs([8, 8], 2, 16, torch.float32, torch.float32, "all to one")
-    _, received = dispatched(world, x, ids, w, 11, 11)
-    rows, local, _, source, starts = received[0]
-    wanted = dispatch_reference(x, ids, w, 0, LOCAL, 8)
+    ids = [i + LOCAL for i in ids]  # to rank 1, whose own rows come last
+    places, received = dispatched(world, x, ids, w, 11, 11)
+    rows, local, _, source, starts = received[1]
+    wanted = dispatch_reference(x, ids, w, 1, LOCAL, 8)
     assert torch.equal(rows, wanted[0][:11]) and torch.equal(source, wanted[3][:11])
     assert torch.equal(local, wanted[1][:11])
     assert starts.tolist() == [0, 8, 11]
-    needed = sum(int((i >= 0).sum()) for i in ids)
-    assert needed == 32
-    assert world.needs(0) == world.needs(1) == [32, 0]
-    # A smaller need later does not hide it, and what was left out is not sent back.
+    assert world.needs(0) == world.needs(1) == [0, 32]
+
+    # On the way back, what was left out is neither sent nor read.
+    back = [torch.full((20, 16), torch.nan, device=DEVICE)[:11] for _ in range(2)]
+    back[1][:] = 1
+    world.each(lambda b, r, p: push_rows(b, None, r[3], r[4], p), back, received)
+    sums = world.each(lambda b, r, at, p: sum_rows(b, None, r[4], at, None, p)[0], back, received, places)
+    assert torch.equal(sums[0], torch.ones_like(sums[0]))
+    assert torch.equal(sums[1], torch.cat([torch.ones_like(sums[1][:3]), torch.zeros_like(sums[1][3:])]))
+
+    # A smaller need later does not hide it.
     dispatched(world, *inputs([6, 6], 2, 16, torch.float32, torch.float32, "all to one"), 11, 11)
-    assert world.needs(1) == [32, 0]
-    world.each(lambda r, p: push_rows(r[0], None, r[3], r[4], p), received)
+    assert world.needs(1) == [24, 32]
 
 
 def test_counts_before_the_rows() -> None:

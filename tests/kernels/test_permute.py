@@ -89,8 +89,10 @@ def test_each_is_the_gradient_of_the_other() -> None:
 def test_refusals() -> None:
     order, inverse, offs = routing(4, 2, False)
     x = torch.randn(4, 8, device=DEVICE)
+    with pytest.raises(ValueError, match=r"R <= 4, got \(8,\)"):
+        gather_rows(x, order, offs, 1)
     with pytest.raises(ValueError, match="needs order"):
-        gather_rows(x, order, offs, 3)
+        gather_rows(x, order.view(4, 2), offs, 2)
     with pytest.raises(ValueError, match="init"):
         combine_rows(x, inverse, init=x[:2])
     with pytest.raises(ValueError, match="backend"):

@@ -195,8 +195,10 @@ def test_refusals() -> None:
     h, da, weights, order, offs, _ = make(4, 8, 4, torch.float32)
     with pytest.raises(ValueError, match="2I"):
         swiglu_forward(h[:, :15], weights, order, offs, SWIGLU)
-    with pytest.raises(ValueError, match="needs 4 weights"):
+    with pytest.raises(ValueError, match="at least 4 weights"):
         swiglu_forward(h, weights[:3], order, offs, SWIGLU)
+    with pytest.raises(ValueError, match=r"order \[4\]"):
+        swiglu_forward(h, weights, order[:3], offs, SWIGLU)
     with pytest.raises(ValueError, match="row_expert"):
         swiglu_forward(h, weights, order, offs, SWIGLU, bias=h[:3])
     with pytest.raises(ValueError, match="da must be"):

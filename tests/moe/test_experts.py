@@ -334,17 +334,18 @@ def test_opcheck(gpt_oss: bool) -> None:
         t["x"], case.ids, t["weights"], t["gate_up"], t["down"],
         t.get("gate_up_bias"), t.get("down_bias"), *settings,
     )  # fmt: skip
-    for save_h in (True, False):
-        torch.library.opcheck(torch.ops.forebay.experts.default, (*inputs, save_h))
+    for save_h, max_rows in ((True, None), (False, None), (True, 20)):
+        torch.library.opcheck(torch.ops.forebay.experts.default, (*inputs, save_h, max_rows))
     detached = [a.detach() if isinstance(a, Tensor) else a for a in inputs]
-    _, h, *routing = torch.ops.forebay.experts(*detached, True)
-    x, _, *rest = detached
     needs = (True,) * 4 + (gpt_oss,) * 2
-    for keep in (h, None):
-        torch.library.opcheck(
-            torch.ops.forebay.experts_backward.default,
-            (torch.randn(T, H), x, keep, *routing, *rest, *needs),
-        )
+    for max_rows in (None, 20):
+        _, h, *routing = torch.ops.forebay.experts(*detached, True, max_rows)
+        x, _, *rest = detached
+        for keep in (h, None):
+            torch.library.opcheck(
+                torch.ops.forebay.experts_backward.default,
+                (torch.randn(T, H), x, keep, *routing, *rest, *needs),
+            )
 
 
 def test_checkpointing_recomputes_it_unless_a_policy_names_it() -> None:
@@ -375,6 +376,50 @@ def test_flops_are_counted() -> None:
             y.sum().backward()
         again = 0 if save_h else 2 * T * K * 2 * H * WIDTH
         assert counter.get_total_flops() == 2 * forward + again
+
+
+@pytest.mark.parametrize("save_h", [False, True])
+@pytest.mark.parametrize("gpt_oss", [False, True])
+@pytest.mark.parametrize("room", [0, 5, T * K])
+def test_a_bound_on_the_rows_changes_nothing_where_it_holds(
+    room: int, gpt_oss: bool, save_h: bool, poisoned: None
+) -> None:
+    """Gradients included: a slot without a row is a sentinel, whose weight gets a zero."""
+    case = make(IDS["sentinels"](), gpt_oss=gpt_oss).to(torch.float32)
+    dy = torch.randn(T, H)
+    live = (case.ids >= 0) & (case.ids < E)
+    got = case.grads(dy, max_rows=int(live.sum()) + room, save_h=save_h)
+    # Not bitwise: the CPU's sigmoid rounds the last elements of a tensor, which no vector takes, in another way.
+    assert_close(got, {n: t.double() for n, t in case.grads(dy).items()}, TOLERANCE[torch.float32])
+    assert (got["weights"][~live] == 0).all() and (got["weights"][live] != 0).all()
+
+
+@pytest.mark.parametrize("gpt_oss", [False, True])
+@pytest.mark.parametrize("bound", [0, 1, 17])
+def test_live_rows_beyond_the_bound_are_left_out(bound: int, gpt_oss: bool, poisoned: None) -> None:
+    """The last ones in the order of experts, then of slots; as if their ids had been sentinels."""
+    case = make(IDS["mixed"](), gpt_oss=gpt_oss).to(torch.float32)
+    dy = torch.randn(T, H)
+    kept = case.ids.view(-1).argsort(stable=True)[:bound]
+    left_out = torch.ones(T * K, dtype=torch.bool).index_fill(0, kept, False).view(T, K)
+    without = Case(case.tensors, case.ids.masked_fill(left_out, -1), case.settings)
+    got = case.grads(dy, max_rows=bound)
+    assert_close(got, {n: t.double() for n, t in without.grads(dy).items()}, TOLERANCE[torch.float32])
+    assert (got["weights"][left_out] == 0).all() and (got["weights"][~left_out] != 0).all()
+
+
+def test_a_bound_on_the_rows_saves_and_computes_no_more() -> None:
+    rows = 20
+    case = make().to(torch.bfloat16)
+    kept = T * 2 * H + 4 * rows * WIDTH + 4 * rows + 4 * T * K + 4 * E + 2 * T * K
+    assert saved(case, max_rows=rows)[0] == kept
+    assert saved(case, max_rows=T * K + 1)[0] == saved(case)[0]
+    with FlopCounterMode(display=False) as counter:
+        y = case.run(max_rows=rows)
+    assert counter.get_total_flops() == 2 * rows * 3 * H * WIDTH
+    with FlopCounterMode(display=False) as counter:
+        y.sum().backward()
+    assert counter.get_total_flops() == 2 * 2 * rows * 3 * H * WIDTH
 
 
 def test_refusals() -> None:

@@ -5,9 +5,10 @@
     send_values     values [T, H]                     -> own memory
     receive_values  peers' memory, source, starts     -> rows [C, H]
 
-Each pair is one operation of `peer_memory`: the first call fills, the second drains. The gather by token happens while the
-row crosses the link, so nothing is permuted before or after. A token goes once to each rank with at least one of its
-experts; rows arrive ordered by sending rank, then by token. C is a number of the host's choosing:
+Each pair is one operation of `peer_memory`: the first call fills, the second drains; `exchange_tokens` and `exchange_values`
+are both in one launch. The gather by token happens while the row crosses the link: nothing is permuted before or after. A
+token goes once to each rank with at least one of its experts; rows arrive ordered by sending rank, then by token. C is a
+number of the host's choosing:
 
     source [C] int32       p * T_max + t: row r is token t of rank p; -1 behind the last row received
     starts [P + 1] int32   where the rows of each sending rank begin, and the end; none beyond C
@@ -336,13 +337,8 @@ def _raw(weights: Tensor) -> Tensor:
 
 
 def dispatch_reference(
-    x: Sequence[Tensor],
-    ids: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    rank: int,
-    local_experts: int,
-    tokens_max: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Sequence[Tensor], ids: Sequence[Tensor], weights: Sequence[Tensor], rank: int, local_experts: int, tokens_max: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The plain form: (rows, ids, weights, source) that `rank` receives of all ranks' tokens, without a capacity."""
     first = rank * local_experts
     parts: list[tuple[Tensor, ...]] = []

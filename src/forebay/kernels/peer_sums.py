@@ -74,7 +74,7 @@ def _push(
 
 @triton.jit
 def _sum_ranks(
-    total, own_ptr, own_begin, landing_ptr, places_ptr, token, cols, rank, exists, inside,
+    total, own_ptr, own_begin, own_end, landing_ptr, places_ptr, token, cols, rank, exists, inside,
     WIDTH: tl.constexpr, RANKS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """total + the rows of one token, or of a column of tokens: what landed, and this rank's own where they are."""
@@ -83,6 +83,8 @@ def _sum_ranks(
     # Unrolled: the P places and then the P rows are in flight together.
     for p in tl.static_range(RANKS):
         place = tl.load(places_ptr + token * RANKS + p, mask=exists, other=-1)
+        # Over the capacity, the list of a token's places is longer than what was received.
+        place = tl.where((p == rank) & (own_begin + place >= own_end), -1, place)
         row = tl.where(p == rank, (own_begin + place).to(tl.int64), token * RANKS + p)
         rows_ptr = (own_bytes + tl.multiple_of(tl.where(p == rank, 0, to_landing), ALIGNED)).to(landing_ptr.dtype)
         values = tl.load(rows_ptr + row * WIDTH + cols, mask=inside & (place >= 0), other=0.0)
@@ -102,7 +104,7 @@ def _sum(
     landing = (own + landing_at).to(y_ptr.dtype)
     wait(base_ptr, state_ptr, flags_at, 0, epoch, timeout_ns, RANKS, WAIT)
     ready = 1
-    own_begin = tl.load(starts_ptr + rank)
+    own_begin, own_end = tl.load(starts_ptr + rank), tl.load(starts_ptr + rank + 1)
     token = worker.to(tl.int64)
     while token < n_tokens:
         chunk = 0
@@ -118,7 +120,7 @@ def _sum(
             if WITH_INIT:
                 total += tl.load(init_ptr + token * WIDTH + cols, mask=inside, other=0.0).to(tl.float32)
             total = _sum_ranks(
-                total, rows_ptr, own_begin, landing, places_ptr, token, cols, rank, token < n_tokens, inside,
+                total, rows_ptr, own_begin, own_end, landing, places_ptr, token, cols, rank, token < n_tokens, inside,
                 WIDTH, RANKS, 16,
             )  # fmt: skip
             tl.store(y_ptr + token * WIDTH + cols, total.to(y_ptr.dtype.element_ty), mask=inside)
@@ -134,8 +136,9 @@ def _sum(
             inside = exists & (cols < K)
             total = tl.zeros((NARROW_T, LANES_K), tl.float32)
             total = _sum_ranks(
-                total, narrow_ptr, own_begin, landing, places_ptr, tokens, cols, rank, exists, inside, K, RANKS, 2
-            )
+                total, narrow_ptr, own_begin, own_end, landing, places_ptr, tokens, cols, rank, exists, inside,
+                K, RANKS, 2,
+            )  # fmt: skip
             tl.store(narrow_y_ptr + tokens * K + cols, total.to(narrow_y_ptr.dtype.element_ty), mask=inside)
             tile += workers
 

@@ -266,9 +266,14 @@ experts_op.register_autograd(_backward, setup_context=_setup_context)
 
 
 @register_flop_formula(torch.ops.forebay.experts)
-def _experts_flop(x, ids, weights, gate_up, down, *args, out_shape=None, **kwargs) -> int:
-    """2 * R * 3IH: every slot counted, sentinels too, for shapes are all there is to see."""
-    return 2 * ids[0] * ids[1] * (gate_up[1] * gate_up[2] + down[1] * down[2])
+def _experts_flop(
+    x, ids, weights, gate_up, down, gate_up_bias, down_bias,
+    activation, interleaved, transposed, alpha, limit, save_h, max_rows, out_shape=None, **kwargs,
+) -> int:  # fmt: skip
+    """2 * R * 3IH: every row counted, sentinels' too, for shapes are all there is to see."""
+    slots = ids[0] * ids[1]
+    rows = slots if max_rows is None else min(slots, max_rows)
+    return 2 * rows * (gate_up[1] * gate_up[2] + down[1] * down[2])
 
 
 @register_flop_formula(torch.ops.forebay.experts_backward)

@@ -106,7 +106,10 @@ class Parallel:
 
     ep: int = _key(1, low=1)  # processes that share the experts of a layer; 1 gives every process all of them
     dispatch: str = _key("auto", choices=("auto", "nccl", "symmetric", "deepep"))  # how tokens travel to their experts
-    capacity_factor: float = _key(1.0, low=1.0)  # "symmetric": room for tokens received, over that for even routing
+    capacity_factor: float = _key(
+        0.0, low=0.0
+    )  # "symmetric": room for tokens received, over that for even routing, and no host
+    # synchronisation; more is an error. 0 is exact sizes, with one synchronisation a layer
     timeout: int = _key(600, low=1)  # seconds that a process waits for the others before it gives up
     reshard: bool = _key(True)  # give gathered weights back after each use; false keeps them until the step's end
     reduce: str = _key("step", choices=("step", "microbatch"))  # when gradients are summed over processes; the latter
@@ -261,6 +264,14 @@ def check_world(c: Config, size: int) -> None:
         )
 
 
+def _check_capacity(c: Config) -> None:
+    if 0 < c.parallel.capacity_factor < 1:
+        raise UsageError(
+            f"parallel.capacity_factor = {c.parallel.capacity_factor} is too small; it must be at least 1.0, which is room for an "
+            "even load, or 0 for exact sizes"
+        )
+
+
 def check_experts(ep: int, experts: int) -> None:
     """Whether `experts` (0: a dense model) can be shared by `ep` processes.
 
@@ -329,6 +340,7 @@ def _cross_check(c: Config) -> None:
         raise UsageError(f"schedule.decay is for schedule.kind = 'wsd', not {c.schedule.kind!r}")
     _check_memory(c.memory)
     _check_overlap(c)
+    _check_capacity(c)
 
 
 def _check_overlap(c: Config) -> None:

@@ -5,9 +5,8 @@ where the section says; nothing is initialised silently. transformers fills what
 and a warning: here that is a `RunError` that names the tensors. Nothing is ever fetched from a hub.
 """
 
-import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,9 @@ import torch
 from forebay.train.config import Model
 from forebay.train.errors import RunError, UsageError, first_line
 from forebay.train.fields import nearest
+from forebay.train.shards import initialise, initialise_buffers, materialise
+from forebay.train.together import together
+from forebay.train.weights import files_of, fill, others
 
 TESTED = ("qwen3_moe", "mixtral", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss", "glm4_moe")
 # Keys that modelling code or the base class reads, though a default instance need not show them.
@@ -26,17 +28,27 @@ _EXTRA_KEYS = frozenset(
 _FAMILY_KEYS: Mapping[str, frozenset[str]] = {"deepseek_v2": frozenset({"aux_loss_alpha"})}
 
 
-def build(section: Model, vocabulary: int, device: torch.device) -> Any:
+def build(
+    section: Model,
+    vocabulary: int,
+    device: torch.device,
+    shard: Callable[[Any], object] | None = None,
+    seed: int = 0,
+) -> Any:
     """The model of a section, on `device`, in the section's dtype, in training mode.
+
+    Random weights depend on `seed`, the configuration and the kind of device alone, not on `shard`.
 
     Args:
         section: family or path, weights, config, dtype, attention.
         vocabulary: number of token ids of the data; fills in ``vocab_size`` for a family that is given none.
         device: where parameters are made.
+        shard: called with the model on the meta device, to make DTensors of its parameters; each process then makes or reads
+            its own part of them only. All processes must call this together.
 
     Raises:
         UsageError: unknown family or configuration key, or a vocabulary that is smaller than the data's.
-        RunError: a folder whose weights are missing, mis-shaped or truncated.
+        RunError: a folder whose weights are missing, mis-shaped or truncated; on all processes, if on one.
     """
     config = configuration(section, vocabulary)
     if config.get_text_config().vocab_size < vocabulary:
@@ -46,10 +58,17 @@ def build(section: Model, vocabulary: int, device: torch.device) -> Any:
         )
     dtype = getattr(torch, section.dtype)
     config.use_cache = False
-    if section.path and section.weights == "load":
-        model = _load(Path(section.path).expanduser(), config, dtype, section.attention).to(device)
+    loads = bool(section.path) and section.weights == "load"
+    if loads and shard is None:
+        return _load(Path(section.path).expanduser(), config, dtype, section.attention).to(device).train()
+    model, blueprint = _skeleton(config, dtype, section.attention), _skeleton(config, dtype, section.attention)
+    if shard is not None:
+        shard(model)
+    materialise(model, device)
+    if loads:
+        _fill(model, blueprint, Path(section.path).expanduser())
     else:
-        model = _random(config, dtype, section.attention, device)
+        initialise(model, blueprint, seed)
     return model.train()
 
 
@@ -84,11 +103,14 @@ def save(model: Any, out: Path, tokenizer: Path | None = None) -> None:
 
 
 def from_folder_config(folder: Path, dtype: torch.dtype) -> Any:
-    """A model of the folder's ``config.json`` on the CPU, to be filled with a checkpoint's weights."""
+    """A model of the folder's ``config.json`` on the CPU, to be filled with a checkpoint's weights: it has none yet."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
-    return _random(config, dtype, "sdpa", torch.device("cpu"))
+    model = _skeleton(config, dtype, "sdpa")
+    materialise(model, torch.device("cpu"))
+    initialise_buffers(model, _skeleton(config, dtype, "sdpa"))
+    return model
 
 
 def configuration(section: Model, vocabulary: int) -> Any:
@@ -151,10 +173,11 @@ def _check_keys(kind: type, family: str, given: Iterable[str]) -> None:
             )
 
 
-def _random(config: Any, dtype: torch.dtype, attention: str, device: torch.device) -> Any:
+def _skeleton(config: Any, dtype: torch.dtype, attention: str) -> Any:
+    """The model on the meta device."""
     from transformers import AutoModelForCausalLM
 
-    with device:
+    with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     for module in model.modules():
         bias = getattr(module, "e_score_correction_bias", None)
@@ -163,10 +186,27 @@ def _random(config: Any, dtype: torch.dtype, attention: str, device: torch.devic
     return model
 
 
+def _fill(model: Any, blueprint: Any, folder: Path) -> None:
+    """Read this process's parts; `fill`, with an error that all processes raise."""
+    if getattr(blueprint.config, "quantization_config", None) is not None:
+        raise UsageError(
+            f"the weights in {folder} are quantised, which several processes cannot read; dequantise them first"
+        )
+    initialise_buffers(model, blueprint)  # the folder holds some of them, and those are read over these
+
+    def read() -> None:
+        try:
+            fill(model, blueprint, folder)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise RunError(f"the weights in {folder} cannot be loaded: {first_line(error)}") from error
+
+    together(read)
+
+
 def _load(folder: Path, config: Any, dtype: torch.dtype, attention: str) -> Any:
     from transformers import AutoModelForCausalLM
 
-    _check_files(folder)
+    files_of(folder)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(folder),
@@ -185,43 +225,13 @@ def _load(folder: Path, config: Any, dtype: torch.dtype, attention: str) -> Any:
         name, held, wanted = min(info["mismatched_keys"])
         raise RunError(
             f"the weights in {folder} do not fit its config.json: {name} has shape {list(held)}, the model needs {list(wanted)}"
-            f"{_others(info['mismatched_keys'])}"
+            f"{others(info['mismatched_keys'])}"
         )
     if info["missing_keys"]:
         raise RunError(
-            f"the weights in {folder} are not complete: {min(info['missing_keys'])} is missing{_others(info['missing_keys'])}; "
+            f"the weights in {folder} are not complete: {min(info['missing_keys'])} is missing{others(info['missing_keys'])}; "
             "use the whole checkpoint, or model.weights = 'random'"
         )
     if info.get("error_msgs"):
         raise RunError(f"the weights in {folder} cannot be loaded: {info['error_msgs'][0]}")
     return model
-
-
-def _others(names: Any) -> str:
-    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-
-
-def _check_files(folder: Path) -> None:
-    """Every safetensors file is there and whole, before any of it is loaded."""
-    from safetensors import SafetensorError, safe_open
-
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise RunError(f"{index} is no valid index of safetensors files") from error
-    else:
-        names = ["model.safetensors"]
-    for name in names:
-        file = folder / name
-        if not file.is_file():
-            raise RunError(
-                f"{file} is missing; a checkpoint folder holds model.safetensors, "
-                "or model.safetensors.index.json and all its files"
-            )
-        try:
-            with safe_open(file, framework="pt"):  # reads the header and compares it with the file's size
-                pass
-        except (SafetensorError, OSError) as error:
-            raise RunError(f"{file} is truncated or damaged ({first_line(error)}); copy it again") from error

@@ -172,7 +172,7 @@ def exchange_of(model: Any, mesh: Mesh, config: Config) -> Exchange | None:
             hidden=text.hidden_size,
             slots_per_token=text.num_experts_per_tok,
             dtype=getattr(torch, config.model.compute or config.model.dtype),
-            capacity_factor=config.parallel.capacity_factor,
+            capacity_factor=config.parallel.capacity_factor or None,
         )
     except (ValueError, RuntimeError, ImportError) as error:
         raise UsageError(f"parallel.dispatch = {config.parallel.dispatch!r}: {error}") from error

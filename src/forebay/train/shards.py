@@ -11,6 +11,7 @@ are applied to the blueprint, in which one parameter at a time is real and the r
 
 import hashlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ def initialise(model: Any, blueprint: Any, seed: int) -> None:
             whole = nn.Parameter(torch.empty(meta.shape, dtype=meta.dtype, device=held.device), meta.requires_grad)
             _seed(f"{seed} {name}")
             path, _, leaf = name.rpartition(".")
-            with _standing_in(blueprint.get_submodule(path), leaf, whole, held.device):
+            with _standing_in(blueprint.get_submodule(path)._parameters, {leaf: whole}):
                 for owner, module in around[path]:
                     owner._init_weights(module)
             held.copy_(whole[part(parameters[name])])
@@ -79,15 +80,17 @@ def initialise_buffers(model: Any, blueprint: Any) -> None:
 
     No checkpoint holds those that transformers computes from the configuration.
     """
-    held = dict(model.named_buffers())
     around = _around(blueprint)
     for path, module in blueprint.named_modules():
-        for name, meta in module.named_buffers(path, recurse=False):
-            whole = torch.empty(meta.shape, dtype=meta.dtype, device=held[name].device)
-            with _standing_in(module, name.rpartition(".")[2], whole, whole.device):
-                for owner, outer in around[path]:
-                    owner._init_weights(outer)
-            held[name].copy_(whole)
+        # Those of a module together: one may be made from the other. On the CPU, as `from_pretrained` makes them.
+        whole = {n: torch.empty_like(b, device="cpu") for n, b in module.named_buffers(recurse=False)}
+        if not whole:
+            continue
+        with _standing_in(module._buffers, whole):
+            for owner, outer in around[path]:
+                owner._init_weights(outer)
+        for name, value in whole.items():
+            model.get_submodule(path).get_buffer(name).copy_(value)
 
 
 def _around(model: Any) -> dict[str, list[tuple[Any, nn.Module]]]:
@@ -104,20 +107,15 @@ def _around(model: Any) -> dict[str, list[tuple[Any, nn.Module]]]:
     return dict(walk("", model, model, []))
 
 
-class _standing_in:
-    """In a `with` block, the meta tensor `name` of `module` is `real`; new tensors are made on `device`."""
-
-    def __init__(self, module: nn.Module, name: str, real: torch.Tensor, device: torch.device):
-        self._held = module._parameters if name in module._parameters else module._buffers
-        self._name, self._real, self._device = name, real, device
-
-    def __enter__(self) -> None:
-        self._meta, self._held[self._name] = self._held[self._name], self._real
-        self._device.__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        self._device.__exit__(*exception)
-        self._held[self._name] = self._meta
+@contextmanager
+def _standing_in(held: dict[str, Any], real: dict[str, Any]) -> Iterator[None]:
+    """In a `with` block, these of a module's parameters or buffers are the real ones."""
+    meta = {name: held[name] for name in real}
+    held.update(real)
+    try:
+        yield
+    finally:
+        held.update(meta)
 
 
 def _seed(text: str) -> None:

@@ -80,9 +80,11 @@ class Trainer:
         declared = hf.configuration(config.model, tokenizer.vocabulary)
         check_experts(mesh.ep, parallel.experts_in(declared))
         _seed(seed)
-        self.model = hf.build(config.model, tokenizer.vocabulary, self.device)
+        self._shards: parallel.Shards | None = None
+        self.model = hf.build(
+            config.model, tokenizer.vocabulary, self.device, self._shard if mesh.data is not None else None, seed
+        )
         _check_positions(self.model, size)
-        self._shards = parallel.shard(self.model, mesh, config) if mesh.data is not None else None
         self.exchange = parallel.exchange_of(self.model, mesh, config)
         self.memory = _manage(self.model, config, self.exchange)
         self._router = RouterStats(self.model) if moe_blocks(self.model) else None  # None: a dense model
@@ -200,6 +202,10 @@ class Trainer:
             self._shards.release()
         total, counted = self.mesh.sum(torch.tensor([total, count], dtype=torch.float64, device=self.device)).tolist()
         return total / counted
+
+    def _shard(self, model: Any) -> None:
+        """Before the model has any memory: each process then makes or reads its own part only."""
+        self._shards = parallel.shard(model, self.mesh, self.config)
 
     def _overlap(self) -> OverlappedGradients:
         try:

@@ -1,6 +1,12 @@
-"""An exchange by name."""
+"""An exchange by name, or the fastest one that works here.
+
+In: a backend's name, the expert-parallel process group and the shapes of a layer. Out: an `Exchange`, which the caller closes.
+Backends are imported when they are chosen: none of them is needed for another one.
+"""
 
 from __future__ import annotations
+
+import os
 
 import torch
 import torch.distributed as dist
@@ -9,6 +15,7 @@ from forebay.moe.dispatch.exchange import Exchange
 from forebay.moe.dispatch.local import LocalExchange
 
 BACKENDS = ("auto", "nccl", "symmetric", "deepep")
+_SYMMETRIC_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def make_exchange(
@@ -20,13 +27,36 @@ def make_exchange(
     hidden: int,
     slots_per_token: int,
     dtype: torch.dtype,
-    capacity_factor: float = 2.0,
+    capacity_factor: float | None = None,
 ) -> Exchange:
-    """The exchange of a group."""
+    """The exchange of a group. Collective: all ranks of the group call it with the same arguments.
+
+    Args:
+        backend: "nccl" (gloo on CPUs), "symmetric", "deepep", or "auto": symmetric where the group's GPUs can read each other's
+            memory, else nccl.
+        group: None, or a group of one rank, gives the exchange in which nothing travels.
+        num_experts: E, over all ranks.
+        tokens: T, the most that a rank sends at once.
+        hidden, slots_per_token, dtype: H, K, and the rows' dtype.
+        capacity_factor: for "symmetric": receive up to this times the even load, without any host synchronisation; None for
+            exact sizes, with one a layer.
+
+    Raises:
+        ValueError: an unknown backend, a capacity factor below 1, experts that the ranks do not divide, shapes that the
+            backend cannot take.
+        RuntimeError: the backend is not to be had here.
+    """
     if backend not in BACKENDS:
         raise ValueError(f"dispatch backend {backend!r} is unknown; valid are {', '.join(BACKENDS)}")
+    if capacity_factor is not None and not capacity_factor >= 1:
+        raise ValueError(
+            f"capacity_factor must be at least 1 (an even load), or None for exact sizes; got {capacity_factor}"
+        )
     if group is None or group.size() == 1:
         return LocalExchange(num_experts)
+    if backend == "auto":
+        fits = dtype in _SYMMETRIC_DTYPES and hidden * dtype.itemsize % 16 == 0
+        backend = "symmetric" if fits and _peers_are_reachable(group) else "nccl"
     if backend == "symmetric":
         from forebay.moe.dispatch.symmetric import SymmetricExchange
 
@@ -37,8 +67,28 @@ def make_exchange(
             hidden=hidden,
             slots_per_token=slots_per_token,
             dtype=dtype,
-            capacity_factor=capacity_factor,
+            capacity_factor=capacity_factor or 1.0,
+            exact=capacity_factor is None,
         )
+    if backend == "deepep":
+        from forebay.moe.dispatch.deepep import DeepEpExchange
+
+        return DeepEpExchange(group, num_experts, hidden=hidden, dtype=dtype)
     from forebay.moe.dispatch.nccl import NcclExchange
 
     return NcclExchange(group, num_experts)
+
+
+def _peers_are_reachable(group: dist.ProcessGroup) -> bool:
+    """Whether all ranks have a GPU each in one machine, and each can read the others'. Collective."""
+    if not torch.cuda.is_available() or dist.get_backend(group) != "nccl":
+        return False
+    own = torch.cuda.current_device()
+    seen: list[tuple[str, int] | None] = [None] * group.size()
+    dist.all_gather_object(seen, (os.uname().nodename, own), group=group)
+    hosts, devices = {s[0] for s in seen if s}, [s[1] for s in seen if s]
+    fine = len(hosts) == 1 and len(set(devices)) == len(devices)
+    fine = fine and all(d == own or torch.cuda.can_device_access_peer(own, d) for d in devices)
+    answers: list[bool] = [False] * group.size()
+    dist.all_gather_object(answers, fine, group=group)
+    return all(answers)

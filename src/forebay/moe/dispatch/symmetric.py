@@ -61,7 +61,7 @@ class SymmetricExchange(Exchange):
         capacity_factor: at least 1; see the module docstring. Ignored if `exact`.
         timeout_s: how long a kernel waits for the other ranks.
         exact: one wait of the host a dispatch instead of a capacity.
-        programs: of each end of a launch, twice as many for `collect`; None is the number of multiprocessors. Fewer leave room
+        programs: of each end of a launch, twice as many to sum; None is the number of multiprocessors. Fewer leave room
             for kernels beside it.
 
     Attributes:

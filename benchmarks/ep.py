@@ -10,10 +10,15 @@ Columns: tokens of the global batch over its wall time on the slowest rank (medi
 held before the step with gradients set to None, so that gradients and gathered parameters count; the largest of all ranks.
 
 Routing `balanced` gives every expert the same number of tokens, drawn afresh for each microbatch and layer as random
-permutations, so that tokens spread over ranks as random ones do; `router` is the (random) model's own.
+permutations, so that tokens spread over ranks as random ones do; `router` is the (random) model's own. Arms:
 
-    torchrun --nproc-per-node 4 benchmarks/ep.py                  # both models, both routings
-    torchrun --nproc-per-node 4 benchmarks/ep.py --models qwen3 --dispatch nccl
+    float32      gradients of the microbatches are summed in fp32; the experts' gathered weights are given back after each use
+    own routing  the same, routed by the router, with exact sizes: one host synchronisation a layer
+    bfloat16     gradients are summed in the dtype that is computed in; gathered weights stay for the step
+    in turn      as float32, microbatches one after the other: nothing hides the communication
+
+    torchrun --nproc-per-node 4 benchmarks/ep.py                  # both models, all arms
+    torchrun --nproc-per-node 4 benchmarks/ep.py --models qwen3-30b-a3b --arms float32 --dispatch nccl
 """
 
 import argparse
@@ -76,18 +81,21 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def settings(args: argparse.Namespace, model: str, world: int) -> Any:
+# Arm -> (routing, keys of [parallel]). Balanced loads need no more than an even capacity, and no host synchronisation.
+ARMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "float32": ("balanced", {"overlap": True, "reshard": True, "capacity_factor": 1.0}),
+    "own routing": ("router", {"overlap": True, "reshard": True, "capacity_factor": 0.0}),
+    "bfloat16": ("balanced", {"overlap": True, "reshard": False, "gradients": "compute", "capacity_factor": 1.0}),
+    "in turn": ("balanced", {"overlap": False, "reshard": False, "capacity_factor": 1.0}),
+}
+
+
+def settings(args: argparse.Namespace, model: str, parallel: dict[str, Any], world: int) -> Any:
     sections = {
         "model": {**MODELS[model], "dtype": "float32", "compute": "bfloat16"},
         "train": {"steps": 100, "batch": args.batch, "microbatch": 1, "sequence": args.sequence},
-        "memory": {"policy": args.policy, "compile": True, **args.memory},
-        "parallel": {
-            "ep": world,
-            "dispatch": args.dispatch,
-            "capacity_factor": args.capacity,
-            "reshard": False,
-            **args.parallel,
-        },
+        "memory": {"policy": args.policy, "compile": True},
+        "parallel": {"ep": world, "dispatch": args.dispatch, **parallel},
         "log": {"folder": "/tmp/forebay-ep"},
     }
     return from_mapping(sections, origin="benchmarks/ep.py")
@@ -124,11 +132,12 @@ def balanced_ids(tokens: int, experts: int, k: int, device: torch.device) -> tor
     return ids[:tokens]
 
 
-def measure(args: argparse.Namespace, name: str, routing: str) -> dict[str, Any]:
+def measure(args: argparse.Namespace, name: str, arm: str) -> dict[str, Any]:
     from forebay.train.mesh import Mesh
     from forebay.train.trainer import Trainer
 
-    config = settings(args, name, dist.get_world_size())
+    routing, parallel = ARMS[arm]
+    config = settings(args, name, parallel, dist.get_world_size())
     with Mesh.open(config) as mesh, Trainer(config, mesh) as trainer:
         if routing == "balanced":
             force_balance(trainer.model)
@@ -158,11 +167,9 @@ def measure(args: argparse.Namespace, name: str, routing: str) -> dict[str, Any]
         timed = seconds[args.warm :]
         return {
             "model": name,
+            "arm": arm,
             "routing": routing,
             "dispatch": type(trainer.exchange).__name__,
-            "overlap": config.parallel.overlap,
-            "sums": config.parallel.gradients,
-            "reshard": config.parallel.reshard,
             "policy": args.policy,
             "tokens/s": tokens / statistics.median(timed),
             "slowest, fastest step s": f"{max(timed):.3f}, {min(timed):.3f}",
@@ -175,31 +182,24 @@ def measure(args: argparse.Namespace, name: str, routing: str) -> dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=sorted(MODELS))
-    parser.add_argument("--routings", nargs="+", choices=("balanced", "router"), default=["balanced", "router"])
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--dispatch", default="auto")
-    parser.add_argument("--capacity", type=float, default=1.0)
     parser.add_argument("--policy", default="keep")
-    parser.add_argument(
-        "--set", nargs="*", default=[], metavar="SECTION.KEY=VALUE", help="memory.* and parallel.* only"
-    )
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--sequence", type=int, default=4096)
     parser.add_argument("--warm", type=int, default=1)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--name", default="ep")
     args = parser.parse_args()
-    args.memory, args.parallel = {}, {}
-    for text in args.set:
-        path, _, value = text.partition("=")
-        section, _, key = path.partition(".")
-        vars(args)[section][key] = {"true": True, "false": False}.get(value, value)
-
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
-    rows = [measure(args, name, routing) for name in args.models for routing in args.routings]
-    if dist.get_rank() == 0:
-        write(args.name, rows, world=dist.get_world_size())
+    rows: list[dict[str, Any]] = []
+    for arm in args.arms:
+        for name in args.models:
+            rows.append(measure(args, name, arm))
+            if dist.get_rank() == 0:
+                write(args.name, rows, world=dist.get_world_size(), arms=ARMS)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -6,6 +6,7 @@ of the test file. An exception in a rank is raised here, with its traceback.
 
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,7 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def run_ranks(fn: Callable[..., Any], world: int, *args: Any, seconds: int = 120) -> list[Any]:
+def run_ranks(fn: Callable[..., Any], world: int, *args: Any, seconds: int = 200) -> list[Any]:
     """Results of fn(rank, world, *args) by rank. They must be picklable without shared memory: floats, lists, dicts."""
     with tempfile.TemporaryDirectory() as folder:
         context = mp.get_context("spawn")
@@ -26,17 +27,24 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, seconds: int = 120
         ]
         for p in processes:
             p.start()
+        found: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + seconds
+        # Read while they run: a rank whose results fill the pipe would wait for a reader, and never end.
+        while len(found) < world and time.monotonic() < deadline:
+            if not results.empty():
+                rank, ok, value = results.get()
+                found[rank] = (ok, value)
+            elif not any(p.is_alive() for p in processes):
+                break
+            else:
+                time.sleep(0.02)
         for p in processes:
-            p.join(seconds)
+            p.join(10)
         alive = [p for p in processes if p.is_alive()]
         for p in alive:
             p.kill()
-        found = {}
-        while not results.empty():
-            rank, ok, value = results.get()
-            found[rank] = (ok, value)
     failed = [f"rank {rank}:\n{value}" for rank, (ok, value) in sorted(found.items()) if not ok]
-    if failed or alive or len(found) < world:
+    if failed or len(found) < world:
         missing = [r for r in range(world) if r not in found]
         raise AssertionError(
             "\n".join(failed) + (f"\nranks {missing} did not answer in {seconds} s" if missing else "")

@@ -61,7 +61,7 @@ def build(
     loads = bool(section.path) and section.weights == "load"
     if loads and shard is None:
         return _load(Path(section.path).expanduser(), config, dtype, section.attention).to(device).train()
-    model, blueprint = _skeleton(config, dtype, section.attention), _skeleton(config, dtype, section.attention)
+    model, blueprint = (_skeleton(config, dtype, section.attention) for _ in range(2))
     if shard is not None:
         shard(model)
     materialise(model, device)
@@ -107,9 +107,9 @@ def from_folder_config(folder: Path, dtype: torch.dtype) -> Any:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
-    model = _skeleton(config, dtype, "sdpa")
+    model, blueprint = (_skeleton(config, dtype, "eager") for _ in range(2))  # every family has eager attention
     materialise(model, torch.device("cpu"))
-    initialise_buffers(model, _skeleton(config, dtype, "sdpa"))
+    initialise_buffers(model, blueprint)
     return model
 
 
@@ -177,8 +177,11 @@ def _skeleton(config: Any, dtype: torch.dtype, attention: str) -> Any:
     """The model on the meta device."""
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    except (ValueError, ImportError) as error:  # gpt_oss has no sdpa; flash attention may not be installed
+        raise UsageError(f"model.attention = {attention!r} is not to be had here: {first_line(error)}") from error
     for module in model.modules():
         bias = getattr(module, "e_score_correction_bias", None)
         if isinstance(bias, torch.Tensor):  # moved by steps that bf16 would round away; from_pretrained keeps it so too

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,6 +111,12 @@ class Exchange(OpaqueBase):
 
 # `typ="reference"`: an object with identity, never specialised on.
 register_opaque_type(Exchange, typ="reference")
+
+
+def host_int(number: Tensor) -> int:
+    """The number of a CPU tensor of one element; in a trace a symbol, which `int` would refuse."""
+    found: Any = number.item()
+    return found
 
 
 def check_ids(ids: Tensor, num_experts: int) -> None:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from forebay.kernels.permute import combine_rows
-from forebay.moe.dispatch.exchange import ALIGNMENT, Exchange, Handle
+from forebay.moe.dispatch.exchange import ALIGNMENT, Exchange, Handle, host_int
 
 
 class NcclExchange(Exchange):
@@ -75,7 +75,7 @@ class NcclExchange(Exchange):
 
     def max_rows(self, handle: Sequence[Tensor], rows: int, slots_per_token: int) -> int:
         """The exact number of live slots, rounded up to `ALIGNMENT`."""
-        return -(-int(handle[2][-1]) // ALIGNMENT) * ALIGNMENT
+        return -(-host_int(handle[2][-1]) // ALIGNMENT) * ALIGNMENT
 
     def fake_handle(self, tokens: int, slots_per_token: int, device: torch.device) -> tuple[int | None, Handle]:
         """See `Exchange.fake_handle`; R and S are known on the device only."""

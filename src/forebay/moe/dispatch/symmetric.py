@@ -42,7 +42,7 @@ from forebay.kernels.peer_memory import LATE, PeerLayout, PeerMemory
 from forebay.kernels.peer_rows import exchange_tokens, exchange_values, receive_tokens, send_tokens
 from forebay.kernels.peer_sums import return_rows
 from forebay.kernels.peer_sync import read_counts
-from forebay.moe.dispatch.exchange import ALIGNMENT, Exchange, Handle
+from forebay.moe.dispatch.exchange import ALIGNMENT, Exchange, Handle, host_int
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -178,7 +178,7 @@ class SymmetricExchange(Exchange):
 
     def max_rows(self, handle: Sequence[Tensor], rows: int, slots_per_token: int) -> int:
         """S; with `exact` the live slots received, rounded up to `ALIGNMENT`."""
-        return _aligned(int(handle[3][1])) if self._exact else self.capacity_slots
+        return _aligned(host_int(handle[3][1])) if self._exact else self.capacity_slots
 
     def fake_handle(self, tokens: int, slots_per_token: int, device: torch.device) -> tuple[int | None, Handle]:
         """See `Exchange.fake_handle`."""

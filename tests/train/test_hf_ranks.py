@@ -67,10 +67,10 @@ def digests(model: Any) -> dict[str, str]:
     return found
 
 
-def built(rank: int, world: int, cases: list[tuple[dict[str, Any], int]]) -> list[tuple[dict[str, str], int, int]]:
-    """Digests of the model of each case; bytes read for experts' parameters; bytes read for the rest."""
+def built(rank: int, world: int, cases: list[Any], wanted: list[dict[str, str]]) -> list[tuple[list[str], int, int]]:
+    """Of each case what differs from what is wanted; bytes read for experts' parameters; bytes read for the rest."""
     results = []
-    for raw, ep in cases:
+    for (raw, ep), digests_wanted in zip(cases, wanted, strict=True):
         config = config_of(raw, ep)
         read: dict[str, int] = {}
         fill = weights.fill
@@ -79,7 +79,8 @@ def built(rank: int, world: int, cases: list[tuple[dict[str, Any], int]]) -> lis
             model = hf.build(config.model, 257, CPU, lambda m, mesh=mesh, c=config: parallel.shard(m, mesh, c), 5)
             assert model.training and all(not t.is_meta for t in [*model.parameters(), *model.buffers()])
             experts = sum(n for name, n in read.items() if name.endswith(EXPERTS))
-            results.append((digests(model), experts, sum(read.values()) - experts))
+            differing = sorted(name for name, _ in digests(model).items() ^ digests_wanted.items())
+            results.append((differing, experts, sum(read.values()) - experts))
     return results
 
 
@@ -99,7 +100,7 @@ def test_random_weights_are_as_transformers_makes_them(family: str) -> None:
         constant = float(b.std()) == 0 if b.numel() > 1 else True
         if constant:
             assert torch.equal(a, b), name
-        else:
+        elif b.numel() > 50:
             # Two estimates from n normal numbers each: their difference has a deviation of std / sqrt(n).
             assert abs(float(a.std() - b.std())) < 6 * float(b.std()) / b.numel() ** 0.5, name
             assert abs(float(a.mean() - b.mean())) < 9 * float(b.std()) / b.numel() ** 0.5, name
@@ -115,9 +116,9 @@ def test_every_mesh_starts_from_the_same_model() -> None:
     cases = [(raw, ep) for raw in [*raws, half] for ep in (1, 2)]
     wanted = [digests(hf.build(config_of(raw, 1).model, 257, CPU, seed=5)) for raw, _ in cases]
     assert any("e_score_correction_bias torch.float32" in name for name in wanted[-1])
-    for results in run_ranks(built, 4, cases):
-        for (raw, ep), (got, *_), want in zip(cases, results, wanted, strict=True):
-            assert got == want, (raw["family"], ep)
+    for results in run_ranks(built, 4, cases, wanted):
+        for (raw, ep), (differing, *_) in zip(cases, results, strict=True):
+            assert differing == [], (raw["family"], ep)
 
 
 def folders(base: Path) -> dict[str, Path]:
@@ -135,7 +136,7 @@ def folders(base: Path) -> dict[str, Path]:
 
 
 def test_each_process_reads_its_part(tmp_path: Path) -> None:
-    """The same tensors as from_pretrained's. Experts' bytes: a fourth on 4 processes, whatever the expert group's size."""
+    """The same tensors as from_pretrained's. Of the experts' bytes a fourth on 4 processes, whatever the expert group's size."""
     made = folders(tmp_path)
     cases, wanted, sizes = [], [], []
     for family, folder in made.items():
@@ -144,18 +145,16 @@ def test_each_process_reads_its_part(tmp_path: Path) -> None:
         stored = [t for file in folder.glob("*.safetensors") for t in load_file(file).items()]
         experts = sum(t.nbytes for name, t in stored if ".experts." in name)
         for ep in (1, 2, 4):
-            if len(family) and FAMILIES[family].get("num_local_experts", 8) % ep:
+            if FAMILIES[family].get("num_local_experts", 8) % ep:
                 continue
             cases.append(({"path": str(folder), "dtype": dtype}, ep))
             wanted.append(digests(model))
             sizes.append((experts, sum(t.nbytes for _, t in stored) - experts))
-    results = run_ranks(built, 4, cases)
-    for rank, of_rank in enumerate(results):
-        for (raw, ep), (got, experts, rest), want, (all_experts, all_rest) in zip(
-            cases, of_rank, wanted, sizes, strict=True
-        ):
-            assert got == want, (rank, raw, ep)
-            assert experts == all_experts / 4, (rank, raw, ep)
+    for rank, results in enumerate(run_ranks(built, 4, cases, wanted)):
+        for (raw, ep), (differing, experts, rest), (all_experts, all_rest) in zip(cases, results, sizes, strict=True):
+            assert differing == [], (rank, raw, ep)
+            even = ep > 1 or "mixtral" not in raw["path"]  # 6 experts are shared as 2, 2, 2, 0
+            assert experts in ((all_experts / 4,) if even else (all_experts / 3, 0)), (rank, raw, ep)
             assert rest < 0.35 * all_rest  # FSDP2 cuts into equal parts of rows, rounded up
 
 
@@ -205,7 +204,7 @@ def test_what_is_wrong_is_said_by_all(tmp_path: Path) -> None:
         ),
         (
             broken(tmp_path, "e", lambda t: t.update({up.format(8): torch.zeros(8, 16)})),
-            "RunError",
+            "model.layers.1.mlp.experts.gate_up_proj has parts of 8 and 9 experts",
         ),
         (
             broken(tmp_path, "f", lambda t: t.update({up.format(2): torch.zeros(7, 16)})),
@@ -236,9 +235,7 @@ def test_a_conversion_that_is_not_known_here(tmp_path: Path, monkeypatch: pytest
     save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
     converters = [
         WeightConverter("mlp.router", "mlp.gate.weight", [Transpose(0, 1)]),
-        WeightConverter(
-            "self_attn.kv.weight", ["self_attn.k_proj.weight", "self_attn.v_proj.weight"], [Chunk(dim=0)]
-        ),
+        WeightConverter("self_attn.kv.weight", ["self_attn.k_proj.weight", "self_attn.v_proj.weight"], [Chunk(dim=0)]),
     ]
     monkeypatch.setattr(mapping, "get_model_conversion_mapping", lambda *_: converters)
     section = config_of({"family": "qwen3_moe", "config": FAMILIES["qwen3_moe"]}, 1).model

@@ -27,9 +27,16 @@ def recomputed(forward: Callable[..., Any], mode: str = "full") -> Callable[...,
     """`forward` under activation checkpointing; a plain call when no gradient is wanted.
 
     Args:
-        mode: "full" keeps nothing but the arguments; "save-dispatch" and "save-both" keep what expert parallelism's dispatch,
-            or dispatch and combine, brought, so that backward repeats no communication.
+        mode: "full" keeps nothing but the arguments: expert parallelism's dispatch runs again, and combine where something
+            behind it in `forward` was saved. "save-dispatch" and "save-both" keep what dispatch, or dispatch and combine,
+            brought, so that backward does not repeat it. With these two a graph can be walked once only: torch raises for a
+            retained one.
+
+    Raises:
+        ValueError: an unknown mode.
     """
+    if mode not in _KEPT:
+        raise ValueError(f"recompute mode {mode!r} is unknown; valid are {', '.join(_KEPT)}")
     kept = _KEPT[mode]
     selective: dict[str, Any] = {}
     if kept:

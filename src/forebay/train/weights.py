@@ -268,6 +268,10 @@ def _converted(name: str, converter: Any, members: list[Member], blueprint: Any)
                     if leaf.shape != first:
                         raise RunError(f"{key} has shape {list(leaf.shape)}, unlike the other experts' {list(first)}")
                 stacks.append(Stacked(tuple(pieces.values())))
+            if len({len(stack.pieces) for stack in stacks}) > 1:
+                raise RunError(
+                    f"{name} has parts of {' and '.join(str(len(stack.pieces)) for stack in stacks)} experts"
+                )
             return {name: Joined(rest[0].dim, tuple(stacks)) if rest else stacks[0]}
     conversion = Conversion(name, converter, tuple(members), blueprint)
     made = conversion(lambda leaf: torch.empty(leaf.shape, device="meta"))

@@ -81,7 +81,7 @@ def make_exchange(
 
 def _peers_are_reachable(group: dist.ProcessGroup) -> bool:
     """Whether all ranks have a GPU each in one machine, and each can read the others'. Collective."""
-    if not torch.cuda.is_available() or dist.get_backend(group) != "nccl":
+    if not torch.cuda.is_available() or "cuda:nccl" not in dist.get_backend_config(group):
         return False
     own = torch.cuda.current_device()
     seen: list[tuple[str, int] | None] = [None] * group.size()

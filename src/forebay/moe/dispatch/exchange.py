@@ -63,6 +63,10 @@ class Exchange(OpaqueBase):
         self.rank, self.size, self.num_experts = rank, size, num_experts
         self._handles: list[StorageWeakRef] = []
 
+    def __deepcopy__(self, _: Any) -> Exchange:
+        """Itself: torch.compile copies its graphs, and a process group exists once."""
+        return self
+
     @property
     def local_experts(self) -> int:
         """E / P."""

@@ -1,9 +1,9 @@
 """Does an expert-parallel layer leak? Thirteen ways to use, misuse and drop it, a thousand times each, for every exchange.
 
 A layer is dispatch, experts, combine. For each way and exchange: the handles that are alive after the rounds (weak references to
-their memory, `Exchange.live_handles`), the bytes that were grown since a warm-up (on a GPU the allocator's own count; on a CPU
-the bytes of all tensors that the garbage collector knows, and handles are counted by their memory), and whether loss and
-gradients are those of a plain forward and backward, bit for bit, in the first and in the last round.
+their memory, `Exchange.live_handles`), and so the other tensors that the layer made; the bytes that were grown since a warm-up (on
+a GPU the allocator's own count; on a CPU the bytes of all tensors that the garbage collector knows); whether it crashed; and whether
+loss and gradients are those of a plain forward and backward, bit for bit, in the first and in the last round.
 
     torchrun --nproc-per-node 2 benchmarks/leaks.py                 # gloo, or NCCL and symmetric memory on GPUs
     torchrun --nproc-per-node 2 benchmarks/leaks.py --rounds 20
@@ -12,15 +12,16 @@ gradients are those of a plain forward and backward, bit for bit, in the first a
 import argparse
 import gc
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from common import write
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from forebay.moe.dispatch.choose import make_exchange
@@ -47,13 +48,28 @@ class Layer:
     gate_up: Tensor
     down: Tensor
     dy: Tensor
+    made: list[StorageWeakRef] = field(default_factory=list)
 
     def __call__(self, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, fails: bool = False) -> Tensor:
         sent = dispatch(x, self.ids, weights, self.exchange)
         y_rows = experts(sent.rows, sent.ids, sent.weights, gate_up, down, max_rows=sent.max_rows)
+        # With one rank, rows and weights are the arguments.
+        self.watch(t for t in (sent.rows, sent.weights, y_rows) if t is not x and t is not weights)
         if fails:
             raise OnPurpose
-        return combine(y_rows, sent.handle)
+        y = combine(y_rows, sent.handle)
+        self.watch([y])
+        return y
+
+    def watch(self, tensors: Iterable[Tensor]) -> None:
+        """Count `tensors` among the live ones until their memory is gone, whoever holds it: Python or a graph."""
+        self.made[:] = [r for r in self.made if not r.expired()]
+        self.made.extend(StorageWeakRef(t.untyped_storage()) for t in tensors)
+
+    @property
+    def live_tensors(self) -> int:
+        self.watch([])
+        return len(self.made)
 
     @property
     def trained(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -170,14 +186,6 @@ def make(backend: str, device: torch.device, seed: int) -> Layer:
     )
 
 
-@contextmanager
-def measured(layer: Layer, row: dict[str, Any]) -> Iterator[None]:
-    before = held_bytes(layer)
-    yield
-    row["growth bytes"] = held_bytes(layer) - before
-    row["live handles"] = layer.exchange.live_handles
-
-
 def held_bytes(layer: Layer) -> int:
     gc.collect()
     if layer.x.is_cuda:
@@ -193,25 +201,48 @@ def equal(got: list[Tensor] | None, wanted: list[Tensor]) -> bool:
 
 
 def check(layer: Layer, backend: str, name: str, rounds: int) -> dict[str, Any]:
-    row: dict[str, Any] = {"exchange": backend, "way": name, "rounds": rounds}
-    way, wanted = WAYS[name], forward_backward(layer)
+    """One cell on this rank; without figures if it crashed."""
+    row: dict[str, Any] = {"exchange": backend, "way": name, "rounds": rounds, "crash": False}
+    try:
+        return {**row, **figures(layer, WAYS[name], rounds)}
+    except Exception:
+        traceback.print_exc()
+        return {**row, "crash": True}
+
+
+def figures(layer: Layer, way: Way, rounds: int) -> dict[str, Any]:
+    wanted = forward_backward(layer)
+    layer.made.clear()  # `wanted` is held on purpose
     same = equal(way(layer), wanted)
     for _ in range(3):
         way(layer)
-    with measured(layer, row):
-        for _ in range(rounds - 1):
-            way(layer)
-        same &= equal(way(layer), wanted)
-    row["same results"] = same
-    return row
+    before = held_bytes(layer)
+    for _ in range(rounds - 1):
+        way(layer)
+    same &= equal(way(layer), wanted)
+    growth = held_bytes(layer) - before
+    return {
+        "live handles": layer.exchange.live_handles,
+        "live tensors": layer.live_tensors,
+        "growth bytes": growth,
+        "same results": same,
+    }
 
 
 def worst(row: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """The worst of all ranks."""
-    figures = torch.tensor([row["growth bytes"], row["live handles"], not row["same results"]], device=device)
-    dist.all_reduce(figures, dist.ReduceOp.MAX)
-    growth, live, differ = figures.tolist()
-    return {**row, "growth bytes": growth, "live handles": live, "same results": not differ}
+    names = ("live handles", "live tensors", "growth bytes")
+    mine = [row["crash"], not row.get("same results", True), *(row.get(n, 0) for n in names)]
+    of_all = torch.tensor(mine, dtype=torch.int64, device=device)
+    dist.all_reduce(of_all, dist.ReduceOp.MAX)
+    crash, differ, *most = of_all.tolist()
+    if crash:
+        return {**row, **dict.fromkeys((*names, "same results")), "crash": True}
+    return {**row, **dict(zip(names, most, strict=True)), "same results": not differ}
+
+
+def failed(row: dict[str, Any]) -> bool:
+    return bool(row["crash"] or row["live handles"] or row["live tensors"] or row["growth bytes"]) or not row["same results"]
 
 
 def matrix(backends: list[str], device: torch.device, rounds: int) -> list[dict[str, Any]]:
@@ -244,8 +275,8 @@ def main() -> None:
         write("leaks_cuda" if on_gpu else "leaks_cpu", rows, world=dist.get_world_size())
     dist.barrier()
     dist.destroy_process_group()
-    if any(row["growth bytes"] or row["live handles"] or not row["same results"] for row in rows):
-        raise SystemExit("memory grew, handles are alive, or results differ")
+    if any(map(failed, rows)):
+        raise SystemExit("a way crashed, memory grew, tensors are alive, or results differ")
 
 
 if __name__ == "__main__":

@@ -226,7 +226,7 @@ def _sources(folder: Path, blueprint: Any, leaves: Mapping[str, Leaf]) -> dict[s
 def _targets(
     blueprint: Any,
     leaves: Mapping[str, Leaf],
-    wanted: Mapping[str, Any],
+    wanted: dict[str, Any],
     found: dict[str, Source],
     groups: dict[str, list[Member]],
 ) -> dict[str, Any]:

@@ -1,7 +1,9 @@
 """The leak matrix of benchmarks/leaks.py, with few rounds."""
 
 import importlib.util
+import itertools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,28 +29,48 @@ def matrix(rank: int, world: int) -> list[dict[str, Any]]:
     return load().matrix(["local", "nccl"], torch.device("cpu"), 5)
 
 
-def leaking_matrix(rank: int, world: int) -> list[dict[str, Any]]:
-    """With an exchange that remembers its handles until they are combined, as public ones do."""
+def broken_matrices(rank: int, world: int) -> dict[str, list[dict[str, Any]]]:
+    """With an exchange that remembers its handles, as public ones do until they are combined; one that remembers rows; one whose
+    gradients are not always the same; and one that crashes where nothing requires grad."""
     leaks = load()
-    remembered: list[Any] = []
+    cpu = torch.device("cpu")
     original = nccl.NcclExchange.dispatch
+    remembered: list[Any] = []
 
-    def dispatch(self: Any, *args: Any) -> Any:
-        result = original(self, *args)
-        remembered.append(result[3])
-        return result
+    def changed(change: Callable[[tuple[Any, ...]], None]) -> list[dict[str, Any]]:
+        def dispatch(self: Any, *args: Any) -> Any:
+            result = original(self, *args)
+            change(result)
+            return result
 
-    nccl.NcclExchange.dispatch = dispatch  # type: ignore[method-assign]
-    return leaks.matrix(["nccl"], torch.device("cpu"), 5)
+        nccl.NcclExchange.dispatch = dispatch  # type: ignore[method-assign]
+        return leaks.matrix(["nccl"], cpu, 3)
+
+    calls = itertools.count()
+    found = {
+        "handles": changed(lambda result: remembered.append(result[3])),
+        "rows": changed(lambda result: remembered.append(result[0])),
+        "numbers": changed(lambda result: result[0].add_(next(calls))),
+        "crash": changed(lambda result: 1 // 0),
+    }
+    nccl.NcclExchange.dispatch = original  # type: ignore[method-assign]
+    return found
 
 
 def test_nothing_leaks() -> None:
     for rows in run_ranks(matrix, 2):
         assert len(rows) == 26
-        bad = [r for r in rows if r["growth bytes"] or r["live handles"] or not r["same results"]]
-        assert not bad
+        assert not [r for r in rows if load().failed(r)]
 
 
-def test_the_matrix_would_see_a_leak() -> None:
-    rows = run_ranks(leaking_matrix, 2)[0]
-    assert all(row["live handles"] > 0 and row["growth bytes"] > 0 for row in rows)
+def test_the_matrix_would_see_it() -> None:
+    failed = load().failed
+    found = run_ranks(broken_matrices, 2)[0]
+    for rows in found.values():
+        # Forward only, no_grad and the like have no results to compare; those that do all differ.
+        assert len(rows) == 13 and sum(map(failed, rows)) >= 8
+    assert all(row["live handles"] > 0 and row["growth bytes"] > 0 for row in found["handles"])
+    assert all(row["live tensors"] > 0 and row["growth bytes"] > 0 for row in found["rows"])
+    assert sum(row["same results"] is False for row in found["numbers"]) == 8
+    assert not any(row["live tensors"] or row["growth bytes"] for row in found["numbers"])
+    assert all(row["crash"] and row["growth bytes"] is None for row in found["crash"])

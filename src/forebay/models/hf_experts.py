@@ -15,11 +15,11 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers.activations import SiLUActivation
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
 from forebay.moe.experts import experts
+from forebay.saved.identify import local
 
 NAME = "forebay"
 
@@ -48,10 +48,10 @@ def experts_forward(
         hidden_states,
         top_k_index,
         top_k_weights,
-        _local(self.gate_up_proj),
-        _local(self.down_proj),
-        gate_up_bias=_local(self.gate_up_proj_bias) if self.has_bias else None,
-        down_bias=_local(self.down_proj_bias) if self.has_bias else None,
+        local(self.gate_up_proj),
+        local(self.down_proj),
+        gate_up_bias=local(self.gate_up_proj_bias) if self.has_bias else None,
+        down_bias=local(self.down_proj_bias) if self.has_bias else None,
         activation=kind,
         interleaved=not self.is_concatenated,
         transposed=self.is_transposed,
@@ -60,10 +60,6 @@ def experts_forward(
         save_h=getattr(self, "forebay_save_h", True),
         max_rows=max_rows,
     )
-
-
-def _local(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def activation_of(module: Any) -> str:

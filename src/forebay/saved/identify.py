@@ -13,6 +13,11 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds of `tensor`: its part of a DTensor, all of a plain one. Shares memory with it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def weight_storages(modules: Iterable[torch.nn.Module]) -> frozenset[int]:
     """Data pointers of the storages of all parameters and buffers below `modules`.
 
@@ -23,7 +28,7 @@ def weight_storages(modules: Iterable[torch.nn.Module]) -> frozenset[int]:
     for module in modules:
         for parameter in (*module.parameters(), *module.buffers()):
             # Expert-parallel weights stay DTensors while gathered; what autograd saves is their local part.
-            tensor = parameter.data.to_local() if isinstance(parameter.data, DTensor) else parameter.data
+            tensor = local(parameter.data)
             if _is_plain(tensor):
                 found.add(tensor.untyped_storage().data_ptr())
     return frozenset(found)

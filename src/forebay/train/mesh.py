@@ -26,7 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from forebay.train.config import Config, check_world
 from forebay.train.config import Device as DeviceSection
-from forebay.train.errors import ForebayError, RunError, UsageError
+from forebay.train.errors import RunError, UsageError
+from forebay.train.together import on_main
 from forebay.train.world import ALONE, World
 
 T = TypeVar("T")
@@ -114,18 +115,7 @@ class Mesh:
 
     def on_main(self, call: Callable[[], T]) -> T:
         """What `call()` returned on the main process (picklable), on every one; what it raised there is raised everywhere."""
-        if self.size == 1:
-            return call()
-        outcome: list[Any] = [None, None]
-        if self.world.is_main:
-            try:
-                outcome[0] = call()
-            except ForebayError as error:
-                outcome[1] = error
-        dist.broadcast_object_list(outcome, src=0, device=self.device)
-        if outcome[1] is not None:
-            raise outcome[1]
-        return outcome[0]
+        return call() if self.size == 1 else on_main(call)
 
     def speaks_first(self) -> bool:
         """Whether this process is the first one that asked: the one that says why the run failed. Never waits for others."""

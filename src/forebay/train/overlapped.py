@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 
 from forebay.models.manage import Managed
 from forebay.models.router import RouterStats, balance_loss
 from forebay.pipeline.causal_lm import CutModel, Microbatch
 from forebay.pipeline.overlap import OverlappedStep
+from forebay.saved.identify import local
 
 
 class OverlappedGradients:
@@ -167,7 +167,7 @@ class OverlappedGradients:
             if held.unsharded_accumulated_grad is None:
                 held.unsharded_accumulated_grad = gradient.to(dtype)
             else:
-                _local(held.unsharded_accumulated_grad).add_(_local(gradient))
+                local(held.unsharded_accumulated_grad).add_(local(gradient))
             parameter.grad = None
 
         self._hooks.append(held.unsharded_param.register_post_accumulate_grad_hook(add))
@@ -217,7 +217,3 @@ def _add(held: Any, gradient: Tensor) -> None:
         held.unsharded_accumulated_grad = gradient
     else:  # the other one of two tied weights
         held.unsharded_accumulated_grad.add_(gradient)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from forebay.models.families import decoder_layers, moe_blocks
 from forebay.moe.dispatch.exchange import Exchange
+from forebay.saved.identify import local
 from forebay.train.config import Config, check_experts
 from forebay.train.errors import UsageError
 from forebay.train.mesh import Mesh
@@ -89,12 +90,12 @@ def _hand_over(parameter: Any) -> None:
     if grad is None:
         return
     shard = parameter.sharded_param
-    local = _local(grad).detach().to(shard.dtype)
+    own = local(grad).detach().to(shard.dtype)
     if shard.grad is not None:
-        shard.grad.to_local().add_(local)
+        local(shard.grad).add_(own)
     else:
         shard.grad = DTensor.from_local(
-            local, shard.device_mesh, shard.placements, run_check=False, shape=shard.shape, stride=shard.stride()
+            own, shard.device_mesh, shard.placements, run_check=False, shape=shard.shape, stride=shard.stride()
         )
 
 
@@ -184,7 +185,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, mesh: Mesh)
 
     Every process's part of a DTensor is its own, so squares of norms add up. One all-reduce; the host does not wait.
     """
-    grads = [_local(p.grad) for p in parameters if p.grad is not None]
+    grads = [local(p.grad) for p in parameters if p.grad is not None]
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
     if mesh.size > 1:
         norm = mesh.sum(norm.float().square()).sqrt()
@@ -204,12 +205,8 @@ class ShardedAdamW(torch.optim.AdamW):
     def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
         complex_found = super()._init_group(group, *lists)  # type: ignore[misc]  # not in the stubs
         for tensors in lists:
-            tensors[:] = [_local(t) for t in tensors]
+            tensors[:] = [local(t) for t in tensors]
         return complex_found
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _spread_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
@@ -217,8 +214,8 @@ def _spread_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
     rank, size = mesh.get_local_rank(), mesh.size()
     for name, parameter in list(experts.named_parameters(recurse=False)):
         held = parameter.shape[0] // size
-        local = parameter.detach()[rank * held : (rank + 1) * held].clone()
-        whole = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+        own = parameter.detach()[rank * held : (rank + 1) * held].clone()
+        whole = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
         setattr(experts, name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
 
 
@@ -229,6 +226,6 @@ class _Placement:
         self._size = size
 
     def __call__(self, parameter: nn.Parameter) -> Shard:
-        shape = _local(parameter.data).shape
+        shape = local(parameter.data).shape
         even = (dim for dim, length in enumerate(shape) if length % self._size == 0)
         return Shard(next(even, 0))

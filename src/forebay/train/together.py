@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from forebay.train.errors import RunError
+from forebay.train.errors import ForebayError, RunError
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ def together(call: Callable[[], T]) -> list[T]:
     dist.all_gather_object(found, outcome)
     for sender, (fine, value) in enumerate(found):
         if not fine:
-            raise own if own is not None and sender == rank else value
+            raise value from (own if sender == rank else None)
     return [value for _, value in found]
 
 
@@ -55,6 +55,8 @@ def on_main(call: Callable[[], T]) -> T:
 
 def _portable(error: Exception, rank: int) -> Exception:
     """An error that survives pickling and says where it came from."""
+    if isinstance(error, ForebayError):
+        return error
     if isinstance(error, OSError):
         return OSError(error.errno, f"{error.strerror or error} (process {rank} on {os.uname().nodename})")
     return RunError(str(error))

@@ -121,7 +121,9 @@ def test_multi_hot_without_weights_counts() -> None:
 
 
 def test_multi_hot_keeps_a_nan_visible_and_in_its_place() -> None:
-    _, probabilities = multi_hot(torch.tensor([[1, -1], [0, 2]]), torch.tensor([[float("nan"), float("nan")], [1, 2]]), 3)
+    _, probabilities = multi_hot(
+        torch.tensor([[1, -1], [0, 2]]), torch.tensor([[float("nan"), float("nan")], [1, 2]]), 3
+    )
     assert probabilities.isnan().tolist() == [[False, True, False], [False, False, False]]
 
 

@@ -160,8 +160,9 @@ def test_it_knows_the_operations_by_name_alone() -> None:
 
 
 def test_a_checkpointed_child_is_named() -> None:
-    module = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    child: Any = nn.Sequential(nn.Linear(2, 2))
+    module = nn.Sequential(nn.Linear(2, 2), child)
     refuse_nested_checkpointing("model.layers.0", module)
-    module[1].gradient_checkpointing = True
+    child.gradient_checkpointing = True
     with pytest.raises(ValueError, match=r"'model.layers.0' is to be recomputed, but 'model.layers.0.1' is already"):
         refuse_nested_checkpointing("model.layers.0", module)

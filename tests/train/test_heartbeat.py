@@ -1,5 +1,6 @@
 """A process that dies is named by the others, which end."""
 
+import json
 import os
 import re
 import signal
@@ -8,6 +9,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -79,41 +81,106 @@ def wait_for_checkpoint(folder: Path) -> None:
         time.sleep(0.2)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_dead_or_frozen_process_is_named(tmp_path: Path, how: signal.Signals) -> None:
-    processes = start(tmp_path, timeout=15)
+@pytest.mark.parametrize(("how", "timeout"), [(signal.SIGKILL, 90), (signal.SIGSTOP, 15)])
+def test_a_dead_or_frozen_process_is_named(tmp_path: Path, how: signal.Signals, timeout: int) -> None:
+    processes = start(tmp_path, timeout)
     try:
         wait_for_checkpoint(tmp_path)
+        began = time.monotonic()
         processes[2].send_signal(how)
         others = [p for rank, p in enumerate(processes) if rank != 2]
         said = "".join(p.communicate(timeout=90)[0] for p in others)
         assert all(p.returncode == 1 for p in others), [p.returncode for p in others]
+        if how == signal.SIGKILL:  # on the same machine nobody waits for the end of all patience
+            assert time.monotonic() - began < 40
     finally:
         for p in processes:
             p.kill()
-    assert re.search(rf"process 2 \(\S+, pid {processes[2].pid}\) has not answered", said), said
+    fate = "died" if how == signal.SIGKILL else "has not answered for"
+    assert re.search(rf"process 2 \(\S+, pid {processes[2].pid}\) {fate}", said), said
     assert re.search(r"checkpoint \S*step-\d+ is intact", said), said
 
 
-def test_nobody_is_blamed_while_all_beat() -> None:
-    store = dist.TCPStore("127.0.0.1", free_port(), 1, True, timeout=timedelta(seconds=10), wait_for_workers=False)
+def store_of_one() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", free_port(), 1, True, timeout=timedelta(seconds=10), wait_for_workers=False)
+
+
+def a_beat(pid: int, **more: Any) -> str:
+    return json.dumps({"name": f"elsewhere, pid {pid}", "place": "elsewhere", "pid": pid, "beat": 1, **more})
+
+
+def test_nobody_is_blamed_while_all_beat_nor_for_leaving_early() -> None:
+    store = store_of_one()
     left: list[int] = []
-    hearts = [Heartbeat(store, rank, 2, 1.0, str, period=0.05, leave=left.append) for rank in range(2)]
-    with hearts[0], hearts[1]:
+    hearts = [Heartbeat(store, rank, 3, 1.0, str, period=0.05, leave=left.append) for rank in range(3)]
+    with hearts[0]:
+        with hearts[1], hearts[2]:
+            time.sleep(0.5)
+            assert hearts[0].who_is_gone() == ""
         time.sleep(1.5)
         assert hearts[0].who_is_gone() == ""
     assert left == []
 
 
 def test_silence_ends_the_others(capsys: pytest.CaptureFixture[str]) -> None:
-    store = dist.TCPStore("127.0.0.1", free_port(), 1, True, timeout=timedelta(seconds=10), wait_for_workers=False)
+    store = store_of_one()
+    store.set("forebay/beat/1", a_beat(77))
     left: list[int] = []
-    first = Heartbeat(store, 0, 2, 0.5, lambda: "all is lost", period=0.05, leave=left.append)
-    with first:
-        with Heartbeat(store, 1, 2, 60.0, str, period=0.05):
-            time.sleep(0.5)
+    with Heartbeat(store, 0, 2, 1.0, lambda: "all is lost", period=0.05, leave=left.append) as heart:
+        time.sleep(0.6)
         assert left == []
+        assert re.fullmatch(r"process 1 \(elsewhere, pid 77\) has not answered for \d s", heart.who_is_gone())
         time.sleep(1.0)
-        assert left and set(left) == {1}
-        assert "process 1" in first.who_is_gone()
-    assert "all is lost" in capsys.readouterr().err
+        assert set(left) == {1}
+    said = capsys.readouterr().err
+    assert (
+        said.count("the run has ended; all is lost") == 1 and "process 1 (elsewhere, pid 77) has not answered" in said
+    )
+
+
+def test_an_error_of_one_is_known_to_all(capsys: pytest.CaptureFixture[str]) -> None:
+    """At once, and with its reason; a third, which ends because of it, is not blamed."""
+    store = store_of_one()
+    left: list[int] = []
+    with Heartbeat(store, 0, 3, 60.0, str, period=0.05, leave=left.append) as heart:
+        with pytest.raises(ValueError), Heartbeat(store, 2, 3, 60.0, str, period=0.05) as third:
+            with pytest.raises(MemoryError), Heartbeat(store, 1, 3, 60.0, str, period=0.05):
+                time.sleep(0.3)
+                raise MemoryError("too large\nby far")
+            assert "failed: too large" in third.who_is_gone()
+            raise ValueError("connection closed by somebody")
+        assert re.fullmatch(r"process 1 \(\S+, pid \d+\) failed: too large", heart.who_is_gone())
+        time.sleep(0.6)
+        assert set(left) == {1}
+    assert "failed: too large; the run has ended" in capsys.readouterr().err
+
+
+def test_the_store_dies_with_its_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Process 0 holds it, unless torchrun does. Beats end too, and nobody else is blamed."""
+    port = free_port()
+    code = f"""
+import time, torch.distributed as dist
+from datetime import timedelta
+from forebay.train.heartbeat import Heartbeat
+store = dist.TCPStore("127.0.0.1", {port}, 1, True, timeout=timedelta(seconds=10), wait_for_workers=False)
+with Heartbeat(store, 0, 3, 60.0, str, period=0.05):
+    time.sleep(100)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    holder = subprocess.Popen([sys.executable, "-c", code], env=environment)
+    try:
+        store = dist.TCPStore("127.0.0.1", port, 1, False, timeout=timedelta(seconds=60))
+        left: list[int] = []
+        first, second = (Heartbeat(store, r, 3, 60.0, str, period=0.05, leave=left.append) for r in (1, 2))
+        with first, second:
+            while 0 not in first._others:
+                time.sleep(0.05)
+            time.sleep(0.3)
+            holder.kill()
+            time.sleep(1.5)
+            assert set(left) == {1}
+            assert first.who_is_gone().endswith(f"pid {holder.pid}) died")
+    finally:
+        holder.kill()
+        holder.wait()
+    assert f"pid {holder.pid}) died; the run has ended" in capsys.readouterr().err

@@ -147,13 +147,17 @@ def verify(path: Path) -> None:
     Raises:
         RunError: a file is missing, truncated or altered; the message names it and an earlier checkpoint, if there is one.
     """
+    rank, size = processes()
+    together(lambda: _compare(path, dict(list(_manifest(path).items())[rank::size])))
+
+
+def _manifest(path: Path) -> dict[str, tuple[int, str]]:
+    """Size and digest by name."""
     manifest = path / "manifest.json"
     try:
-        files = json.loads(manifest.read_text(encoding="utf-8"))["files"]
+        return json.loads(manifest.read_text(encoding="utf-8"))["files"]
     except (OSError, ValueError, KeyError) as error:
         raise _damaged(path, f"{manifest.name} is missing or unreadable") from error
-    rank, processes_here = processes()
-    together(lambda: _compare(path, dict(list(files.items())[rank::processes_here])))
 
 
 def _compare(path: Path, files: Mapping[str, Any]) -> None:
@@ -168,14 +172,20 @@ def _compare(path: Path, files: Mapping[str, Any]) -> None:
 
 
 def read_about(path: Path) -> dict[str, Any]:
-    """What was given to `Checkpoints.save` as `about`, with ``step``."""
+    """What was given to `Checkpoints.save` as `about`, with ``step``. Looks at no tensors.
+
+    Raises:
+        RunError: one of the small files is missing or damaged.
+    """
+    _compare(path, {name: of for name, of in _manifest(path).items() if name.endswith(".json")})
     return json.loads((path / "trainer.json").read_text(encoding="utf-8"))["about"]
 
 
 def load(path: Path, model: Any, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-    """Read a verified checkpoint into a model and, for a resumption, its optimizer and the random generators.
+    """Verify a checkpoint and read it into a model and, for a resumption, its optimizer and the random generators.
 
-    Call it last, when nothing draws random numbers any more before the next step.
+    Call it last, when nothing draws random numbers any more before the next step. A process that had no counterpart when the
+    checkpoint was written goes on with numbers of its own, which depend on those of process 0.
 
     Returns:
         What was given to `Checkpoints.save` as `about`, with ``step``.
@@ -184,25 +194,29 @@ def load(path: Path, model: Any, optimizer: torch.optim.Optimizer | None = None)
         RunError: the checkpoint is damaged, or its tensors are not this model's; the first one is named.
     """
     verify(path)
+    rank, size = processes()
+    record = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
+    counterpart = rank if rank < len(record["rng"]) else 0
     reader = dcp.FileSystemReader(path)
     held = reader.read_metadata().state_dict_metadata
     wanted: dict[str, Any] = {"model": get_model_state_dict(model)}
     if optimizer is not None:
         wanted["optimizer"] = get_optimizer_state_dict(model, optimizer)
         # Generators of GPUs that were not there then are left alone, and there is no place for those that are gone.
-        wanted["rng"] = {name: state for name, state in _torch_rng(_sibling(path)).items() if f"rng.{name}" in held}
+        wanted["rng"] = {name: state for name, state in _torch_rng(counterpart).items() if f"rng.{name}" in held}
     _check_fits(path, held, wanted["model"])
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # "torch.distributed is uninitialized": one process is meant
-            dcp.load(wanted, storage_reader=reader, no_dist=processes()[1] == 1)
+            dcp.load(wanted, storage_reader=reader, no_dist=size == 1)
     except (CheckpointException, OSError, RuntimeError) as error:
         raise RunError(f"checkpoint {path} cannot be read: {first_line(_cause(error))}") from error
     set_model_state_dict(model, wanted["model"])
-    record = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
     if optimizer is not None:
         set_optimizer_state_dict(model, optimizer, wanted["optimizer"])
-        _set_rng(wanted["rng"], record["rng"][_sibling(path)])
+        _set_rng(wanted["rng"], record["rng"][counterpart])
+        if counterpart != rank:
+            _seed(int(torch.randint(1 << 62, (rank + 1,))[rank]))
     return record["about"]
 
 
@@ -213,11 +227,13 @@ def _fresh(partial: Path) -> None:
 
 def _write(partial: Path, model: Any, optimizer: torch.optim.Optimizer, about: Mapping[str, Any]) -> None:
     rank, size = processes()
-    state = {
-        "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer),
-        "rng": _torch_rng(rank),
-    }
+    state: dict[str, Any] = {"rng": _torch_rng(rank)}
+
+    def collect() -> None:
+        state["model"] = get_model_state_dict(model)
+        state["optimizer"] = get_optimizer_state_dict(model, optimizer)
+
+    together(collect)  # a process without memory for it must not leave the others in what follows
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # as in `load`
         # One thread: an exception in another thread of this writer (a full disk) would be lost, and the file with it.
@@ -238,13 +254,6 @@ def _write_once(partial: Path, model: Any, about: Mapping[str, Any], generators:
     if hasattr(model, "config"):
         (partial / "model").mkdir()
         model.config.save_pretrained(partial / "model")
-
-
-def _sibling(path: Path) -> int:
-    """The process whose generators this one takes over: that of its own rank, or 0 where there was none."""
-    rank, _ = processes()
-    written = len(json.loads((path / "trainer.json").read_text(encoding="utf-8"))["rng"])
-    return rank if rank < written else 0
 
 
 def _check_fits(path: Path, held: Mapping[str, Any], model: Mapping[str, Any]) -> None:
@@ -305,6 +314,12 @@ def _set_rng(device: Mapping[str, torch.Tensor], host: Mapping[str, Any]) -> Non
     random.setstate((version, tuple(words), gauss))
     name, key, *rest = host["numpy"]
     np.random.set_state((name, np.array(key, dtype=np.uint32), *rest))
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
 
 
 def _digest(file: Path) -> str:

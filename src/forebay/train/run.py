@@ -163,7 +163,6 @@ def export(run: Path, out: Path) -> Path:
     from forebay.train.data import load_tokenizer
 
     path = checkpoint.find(run)
-    checkpoint.verify(path)
     config = from_mapping(checkpoint.read_about(path)["config"], origin=str(path))
     model = hf.from_folder_config(path / "model", getattr(torch, config.model.dtype))
     checkpoint.load(path, model)
@@ -235,7 +234,6 @@ class _Run:
     def _resume(self) -> int:
         path = self.start.resumed
         assert path is not None
-        checkpoint.verify(path)
         about = checkpoint.read_about(path)
         self._check_same(path, about)
         if about["step"] >= self.config.train.steps:

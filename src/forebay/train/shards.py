@@ -18,12 +18,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from forebay.saved.identify import local
 from forebay.train.errors import RunError
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process holds of `tensor`: its part of a DTensor, all of a plain one. Shares memory with it."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def part(tensor: torch.Tensor) -> tuple[slice, ...]:

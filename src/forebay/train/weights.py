@@ -23,8 +23,9 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from forebay.saved.identify import local
 from forebay.train.errors import RunError, first_line
-from forebay.train.shards import local, part
+from forebay.train.shards import part
 
 Block = tuple[slice, ...]
 Member: TypeAlias = "tuple[str, str, Leaf]"

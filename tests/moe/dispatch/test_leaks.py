@@ -15,6 +15,10 @@ from tests.ranks import run_ranks
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 
+WITH_RESULTS = ["forward, backward", "full checkpoint, early stop", "selective, saving both"]
+WITHOUT = ["no_grad", "exception between"]
+
+
 def load() -> Any:
     sys.path.insert(0, str(BENCHMARKS))
     spec = importlib.util.spec_from_file_location("leaks", BENCHMARKS / "leaks.py")
@@ -37,14 +41,14 @@ def broken_matrices(rank: int, world: int) -> dict[str, list[dict[str, Any]]]:
     original = nccl.NcclExchange.dispatch
     remembered: list[Any] = []
 
-    def changed(change: Callable[[tuple[Any, ...]], None]) -> list[dict[str, Any]]:
+    def changed(change: Callable[[tuple[Any, ...]], Any]) -> list[dict[str, Any]]:
         def dispatch(self: Any, *args: Any) -> Any:
             result = original(self, *args)
             change(result)
             return result
 
         nccl.NcclExchange.dispatch = dispatch  # type: ignore[method-assign]
-        return leaks.matrix(["nccl"], cpu, 3)
+        return leaks.matrix(["nccl"], cpu, 3, WITH_RESULTS + WITHOUT)
 
     calls = itertools.count()
     found = {
@@ -66,11 +70,11 @@ def test_nothing_leaks() -> None:
 def test_the_matrix_would_see_it() -> None:
     failed = load().failed
     found = run_ranks(broken_matrices, 2)[0]
-    for rows in found.values():
-        # Forward only, no_grad and the like have no results to compare; those that do all differ.
-        assert len(rows) == 13 and sum(map(failed, rows)) >= 8
+    ways = len(WITH_RESULTS + WITHOUT)
+    for name, rows in found.items():
+        assert len(rows) == ways and sum(map(failed, rows)) == (len(WITH_RESULTS) if name == "numbers" else ways)
     assert all(row["live handles"] > 0 and row["growth bytes"] > 0 for row in found["handles"])
     assert all(row["live tensors"] > 0 and row["growth bytes"] > 0 for row in found["rows"])
-    assert sum(row["same results"] is False for row in found["numbers"]) == 8
+    assert [row["way"] for row in found["numbers"] if row["same results"] is False] == WITH_RESULTS
     assert not any(row["live tensors"] or row["growth bytes"] for row in found["numbers"])
     assert all(row["crash"] and row["growth bytes"] is None for row in found["crash"])

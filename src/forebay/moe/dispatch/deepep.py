@@ -3,13 +3,16 @@
     dispatch   Buffer.get_dispatch_layout, then Buffer.dispatch         spread    Buffer.dispatch with the handle of the first
     collect    Buffer.combine, with narrow as its `topk_weights`
 
-It is written against the interface of `deep_ep.Buffer` (DeepEP 1.1 and later; 2.x has it among its legacy interfaces) and has
+It is written against the interface of `deep_ep.Buffer` (DeepEP 1.2 and later; 2.x has it among its legacy interfaces) and has
 **not run on hardware**: the tests check it against a stand-in of that interface over gloo.
 
 Handle:
 
     counts [2] int64    on the CPU: rows and live slots received
     ...                 the tensors of DeepEP's own handle, in its order; 6 within a host
+
+Its combine writes into the last of them (queue heads of tokens that do not go to a rank), every time the same, so that one
+handle serves combine and the gradient of dispatch.
 
 The host waits once a layer, in dispatch, for the counts. Results are ordered and summed as by `NcclExchange`, in fp32 in the
 order of ranks, within a host; between hosts DeepEP orders and rounds in its own way. R is the exact number of rows.
@@ -47,6 +50,8 @@ class DeepEpExchange(Exchange):
             settings for.
         RuntimeError: `deep_ep` is not installed, or has no `Buffer`.
         ImportError: it is installed and broken; the message is its own.
+        AssertionError: (in an operation) DeepEP's own: deterministic algorithms are on, and
+            `torch.utils.deterministic.fill_uninitialized_memory` is too.
     """
 
     def __init__(
@@ -161,9 +166,7 @@ class DeepEpExchange(Exchange):
 
     def _check_rows(self, rows: Tensor) -> None:
         if rows.dtype != torch.bfloat16 or rows.shape[1] != self._hidden:
-            raise ValueError(
-                f"made for rows of {self._hidden} in torch.bfloat16, got {rows.shape[1]} in {rows.dtype}"
-            )
+            raise ValueError(f"made for rows of {self._hidden} in torch.bfloat16, got {rows.shape[1]} in {rows.dtype}")
 
 
 def _package() -> Any:

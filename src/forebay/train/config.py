@@ -267,8 +267,8 @@ def check_world(c: Config, size: int) -> None:
 def _check_capacity(c: Config) -> None:
     if 0 < c.parallel.capacity_factor < 1:
         raise UsageError(
-            f"parallel.capacity_factor = {c.parallel.capacity_factor} is too small; it must be at least 1.0, which is room for an "
-            "even load, or 0 for exact sizes"
+            f"parallel.capacity_factor = {c.parallel.capacity_factor} is too small; it must be at least 1.0, which is room for "
+            "an even load, or 0 for exact sizes"
         )
 
 

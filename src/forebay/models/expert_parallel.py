@@ -7,6 +7,8 @@ experts as plain parameters, to be managed with `forebay.manage(model, exchange=
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -26,14 +28,25 @@ def keep_local_experts(model: nn.Module, exchange: Exchange) -> None:
     blocks = moe_blocks(model)
     if not blocks:
         raise ValueError(f"{type(model).__name__} has no MoE block that Forebay knows")
-    first = exchange.rank * exchange.local_experts
     for block in blocks:
-        for name, parameter in list(block.experts.named_parameters(recurse=False)):
+        for name, parameter in block.experts.named_parameters(recurse=False):
             if parameter.shape[0] != exchange.num_experts:
                 raise ValueError(
                     f"{block.path}.experts.{name} is {tuple(parameter.shape)}; its first dimension should be the "
                     f"{exchange.num_experts} experts of the exchange"
                 )
-            with torch.no_grad():
-                local = parameter[first : first + exchange.local_experts].clone()
-            setattr(block.experts, name, nn.Parameter(local, requires_grad=parameter.requires_grad))
+        cut_experts(block.experts, exchange.rank, exchange.size)
+
+
+def cut_experts(
+    experts: nn.Module, rank: int, size: int, stored: Callable[[torch.Tensor], torch.Tensor] = lambda own: own
+) -> None:
+    """Replace each parameter [E, ...] of an experts module by rank's [E / size, ...] of it.
+
+    Args:
+        stored: what becomes the parameter, given the rank's own part; such as a DTensor of the whole.
+    """
+    for name, parameter in list(experts.named_parameters(recurse=False)):
+        held = parameter.shape[0] // size
+        own = parameter.detach()[rank * held : (rank + 1) * held].clone()
+        setattr(experts, name, nn.Parameter(stored(own), requires_grad=parameter.requires_grad))

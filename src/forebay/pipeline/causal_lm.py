@@ -129,13 +129,13 @@ class CutModel:
 
     def epilogue(self, x: Tensor, microbatch: Microbatch) -> Tensor:
         """The sum of the cross entropies over `count`, a scalar."""
+        hidden = self._base.norm(x)
         if self.head_sum is not None:
-            hidden = self._base.norm(x)
             rows, targets = hidden.reshape(-1, hidden.shape[-1]), microbatch.labels.reshape(-1)
             return linear_cross_entropy_into(rows, self.head.weight, targets, self.head_sum) / microbatch.count
         return head_loss(
-            self._model.lm_head,
-            self._base.norm(x),
+            self.head,
+            hidden,
             microbatch.labels,
             shift_labels=microbatch.labels,
             num_items_in_batch=microbatch.count,

@@ -24,6 +24,7 @@ from forebay.models.router import RouterStats, balance_loss
 from forebay.pipeline.causal_lm import CutModel, Microbatch
 from forebay.pipeline.overlap import OverlappedStep
 from forebay.saved.identify import local
+from forebay.train.parallel import fsdp_group
 
 
 class OverlappedGradients:
@@ -58,6 +59,7 @@ class OverlappedGradients:
         self._step = OverlappedStep(cut.layers, cut.prologue, cut.epilogue, device, routers=routers)
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._sharded = isinstance(model, FSDPModule)
+        self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         if self._sharded and reshard:
             for layer in cut.layers:
                 if isinstance(layer.experts_module, FSDPModule):
@@ -140,14 +142,13 @@ class OverlappedGradients:
             self._cut.embedded = None
 
     def _groups(self) -> list[Any]:
-        states = fully_shard.state(self._model)._state_ctx.all_states  # type: ignore[attr-defined]
-        return [s._fsdp_param_group for s in states if s._fsdp_param_group is not None]
+        found = [fsdp_group(module) for module in self._modules]
+        return [group for group in found if group is not None]
 
     def _gather(self) -> None:
         fully_shard.state(self._model)._lazy_init()  # type: ignore[attr-defined]  # the root's forward would do it
-        for module in self._model.modules():
-            if isinstance(module, FSDPModule):
-                module.unshard()
+        for module in self._modules:
+            module.unshard()
         if not self._hooks:
             # FSDP2 makes each gathered parameter once and fills it again for every step: hooks on it last.
             for group in self._groups():

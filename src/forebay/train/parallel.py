@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from forebay.models.expert_parallel import cut_experts
 from forebay.models.families import decoder_layers, moe_blocks
 from forebay.moe.dispatch.exchange import Exchange
 from forebay.saved.identify import local
@@ -59,7 +60,7 @@ class Shards:
     def finish(self) -> None:
         """After the last backward of a step: all gradients are on the sharded parameters, in their dtype."""
         for module in self._own:
-            for parameter in _group(module).fsdp_params:
+            for parameter in fsdp_group(module).fsdp_params:
                 _hand_over(parameter)
 
     def release(self) -> None:
@@ -68,13 +69,13 @@ class Shards:
             module.reshard()
 
 
-def _group(module: Any) -> Any:
+def fsdp_group(module: Any) -> Any:
     """FSDP2's own record of a module's parameters; not public, and the same in torch 2.11 to 2.13."""
     return module._get_fsdp_state()._fsdp_param_group
 
 
 def _mesh_size(module: Any) -> int:
-    group = _group(module)
+    group = fsdp_group(module)
     return group.mesh_info.mesh.size() if group is not None else 0
 
 
@@ -210,13 +211,12 @@ class ShardedAdamW(torch.optim.AdamW):
 
 
 def _spread_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
-    """Replace each parameter [E, ...] by this process's [E / P, ...] of it, as a DTensor of the whole."""
-    rank, size = mesh.get_local_rank(), mesh.size()
-    for name, parameter in list(experts.named_parameters(recurse=False)):
-        held = parameter.shape[0] // size
-        own = parameter.detach()[rank * held : (rank + 1) * held].clone()
-        whole = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
-        setattr(experts, name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+    """Keep this process's part of each parameter [E, ...], as a DTensor of the whole."""
+
+    def whole(own: torch.Tensor) -> torch.Tensor:
+        return DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
+
+    cut_experts(experts, mesh.get_local_rank(), mesh.size(), whole)
 
 
 class _Placement:

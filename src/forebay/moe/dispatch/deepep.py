@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from forebay.moe.dispatch.exchange import ALIGNMENT, Exchange, Handle, host_int
+from forebay.moe.dispatch.exchange import Exchange, Handle, aligned, host_int
 
 _RANKS_OF_A_HOST = 8  # DeepEP's own bound: more ranks are several hosts, and its handles are others then
 
@@ -132,7 +132,7 @@ class DeepEpExchange(Exchange):
 
     def max_rows(self, handle: Sequence[Tensor], rows: int, slots_per_token: int) -> int:
         """The exact number of live slots, rounded up to `ALIGNMENT`."""
-        return -(-host_int(handle[0][1]) // ALIGNMENT) * ALIGNMENT
+        return aligned(host_int(handle[0][1]))
 
     def fake_handle(self, tokens: int, slots_per_token: int, device: torch.device) -> tuple[int | None, Handle]:
         """See `Exchange.fake_handle`. RuntimeError for ranks of several hosts."""

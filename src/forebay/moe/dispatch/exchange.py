@@ -123,6 +123,11 @@ def host_int(number: Tensor) -> int:
     return found
 
 
+def aligned(rows: int) -> int:
+    """`rows` rounded up to `ALIGNMENT`."""
+    return -(-rows // ALIGNMENT) * ALIGNMENT
+
+
 def check_ids(ids: Tensor, num_experts: int) -> None:
     """Raise ValueError, naming the first, for ids outside [0, E) other than -1. Reads the device: for tests and doubt."""
     bad = (ids < -1) | (ids >= num_experts)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from forebay.kernels.permute import combine_rows
-from forebay.moe.dispatch.exchange import ALIGNMENT, Exchange, Handle, host_int
+from forebay.moe.dispatch.exchange import Exchange, Handle, aligned, host_int
 
 
 class NcclExchange(Exchange):
@@ -45,23 +45,23 @@ class NcclExchange(Exchange):
         counts = torch.stack([goes.sum(0), per_rank], 1)
         received = torch.empty_like(counts)
         dist.all_to_all_single(received, counts, group=self._group)
-        ranks = goes.shape[1]
         # The one host synchronisation of the layer.
-        both = torch.cat([counts[:, 0], received[:, 0], received[:, 1].sum(0, keepdim=True)]).cpu()
-        sent, places = order_by_rank(goes, int(both[:ranks].sum()))
-        handle = [sent, places, both]
-        rows = self.spread(x, handle, _padded(both, ranks))
-        slots = torch.cat([ids.to(torch.int32).view(torch.int32), _as_int32(weights)], 1)
+        splits = torch.cat([counts[:, 0], received[:, 0], received[:, 1].sum(0, keepdim=True)]).cpu()
+        out, back = self._splits(splits)
+        sent, places = order_by_rank(goes, sum(out))
+        handle = [sent, places, splits]
+        rows = self.spread(x, handle, aligned(sum(back)))
+        slots = torch.cat([ids.to(torch.int32), _as_int32(weights)], 1)
         row_slots = self.spread(slots, handle, rows.shape[0])
-        n_received, k = int(both[ranks : 2 * ranks].sum()), ids.shape[1]
-        local_ids = _local_ids(row_slots[:, :k], self.rank * self.local_experts, self.local_experts, n_received)
-        row_weights = _from_int32(row_slots[:, k:], weights.dtype, k)
+        k = ids.shape[1]
+        local_ids = _local_ids(row_slots[:, :k], self.rank * self.local_experts, self.local_experts, sum(back))
+        row_weights = _from_int32(row_slots[:, k:], weights.dtype)
         return rows, local_ids, row_weights, handle
 
     def spread(self, values: Tensor, handle: Sequence[Tensor], n_rows: int) -> Tensor:
         """See `Exchange.spread`."""
-        sent, places, splits = handle
-        out, back = self._splits(splits, places.shape[1])
+        sent, _, splits = handle
+        out, back = self._splits(splits)
         rows = values.new_empty((n_rows, values.shape[1]))
         dist.all_to_all_single(rows[: sum(back)], values[sent], back, out, group=self._group)
         return rows
@@ -75,7 +75,7 @@ class NcclExchange(Exchange):
 
     def max_rows(self, handle: Sequence[Tensor], rows: int, slots_per_token: int) -> int:
         """The exact number of live slots, rounded up to `ALIGNMENT`."""
-        return -(-host_int(handle[2][-1]) // ALIGNMENT) * ALIGNMENT
+        return aligned(host_int(handle[2][-1]))
 
     def fake_handle(self, tokens: int, slots_per_token: int, device: torch.device) -> tuple[int | None, Handle]:
         """See `Exchange.fake_handle`; R and S are known on the device only."""
@@ -85,15 +85,15 @@ class NcclExchange(Exchange):
 
     def _return(self, rows: Tensor, handle: Sequence[Tensor], init: Tensor | None) -> Tensor:
         _, places, splits = handle
-        out, back = self._splits(splits, places.shape[1])
+        out, back = self._splits(splits)
         returned = rows.new_empty((sum(out), rows.shape[1]))
         dist.all_to_all_single(returned, rows[: sum(back)].contiguous(), out, back, group=self._group)
         return combine_rows(returned, places, init=init)
 
-    @staticmethod
-    def _splits(splits: Tensor, ranks: int) -> tuple[list[int], list[int]]:
+    def _splits(self, splits: Tensor) -> tuple[list[int], list[int]]:
+        """Rows sent to each rank, and rows received from each."""
         numbers = splits.tolist()
-        return numbers[:ranks], numbers[ranks : 2 * ranks]
+        return numbers[: self.size], numbers[self.size : 2 * self.size]
 
 
 def who_goes(ids: Tensor, num_experts: int, ranks: int) -> tuple[Tensor, Tensor]:
@@ -124,11 +124,6 @@ def _local_ids(ids: Tensor, first: int, count: int, n_live: int) -> Tensor:
     return local
 
 
-def _padded(splits: Tensor, ranks: int) -> int:
-    received = int(splits[ranks : 2 * ranks].sum())
-    return -(-received // ALIGNMENT) * ALIGNMENT
-
-
 def _as_int32(weights: Tensor) -> Tensor:
     """Weights [T, K] as int32 words beside the ids, bit for bit."""
     if weights.element_size() < 4:
@@ -136,7 +131,7 @@ def _as_int32(weights: Tensor) -> Tensor:
     return weights.detach().contiguous().view(torch.int32)
 
 
-def _from_int32(words: Tensor, dtype: torch.dtype, k: int) -> Tensor:
+def _from_int32(words: Tensor, dtype: torch.dtype) -> Tensor:
     """The inverse of `_as_int32`: [R, K] in `dtype`, new memory."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     return words.contiguous().view(wide).to(dtype)

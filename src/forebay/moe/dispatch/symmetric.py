@@ -42,7 +42,7 @@ from forebay.kernels.peer_memory import LATE, PeerLayout, PeerMemory
 from forebay.kernels.peer_rows import exchange_tokens, exchange_values, receive_tokens, send_tokens
 from forebay.kernels.peer_sums import return_rows
 from forebay.kernels.peer_sync import read_counts
-from forebay.moe.dispatch.exchange import ALIGNMENT, Exchange, Handle, host_int
+from forebay.moe.dispatch.exchange import Exchange, Handle, aligned, host_int
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -100,7 +100,7 @@ class SymmetricExchange(Exchange):
         layout = PeerLayout(self.size, tokens, slots_per_token, hidden * dtype.itemsize)
         most = self.size * tokens * min(slots_per_token, self.local_experts)
         allowed = most if exact else min(most, math.ceil(capacity_factor * tokens * slots_per_token))
-        self.capacity_slots = _aligned(allowed)
+        self.capacity_slots = aligned(allowed)
         self.capacity_rows = min(self.size * tokens, self.capacity_slots)
         self.memory_bytes = layout.total
         self._tokens, self._hidden, self._slots, self._dtype, self._exact = (
@@ -151,7 +151,7 @@ class SymmetricExchange(Exchange):
         # The one host synchronisation.
         counts = read_counts(peers).sum(0).cpu()
         rows, local_ids, row_weights, source, starts = receive_tokens(
-            _aligned(int(counts[0])), _aligned(int(counts[1])), self._hidden, self._dtype, weights.dtype,
+            aligned(int(counts[0])), aligned(int(counts[1])), self._hidden, self._dtype, weights.dtype,
             self.local_experts, peers,
         )  # fmt: skip
         return rows, local_ids, row_weights, [source, places, starts, counts]
@@ -178,7 +178,7 @@ class SymmetricExchange(Exchange):
 
     def max_rows(self, handle: Sequence[Tensor], rows: int, slots_per_token: int) -> int:
         """S; with `exact` the live slots received, rounded up to `ALIGNMENT`."""
-        return _aligned(host_int(handle[3][1])) if self._exact else self.capacity_slots
+        return aligned(host_int(handle[3][1])) if self._exact else self.capacity_slots
 
     def fake_handle(self, tokens: int, slots_per_token: int, device: torch.device) -> tuple[int | None, Handle]:
         """See `Exchange.fake_handle`."""
@@ -233,7 +233,3 @@ class SymmetricExchange(Exchange):
                 f"{what}: the exchange takes up to {most} rows of {self._hidden} in {self._dtype}, "
                 f"got {rows.shape[0]} of {rows.shape[1]} in {rows.dtype}"
             )
-
-
-def _aligned(n: int) -> int:
-    return -(-n // ALIGNMENT) * ALIGNMENT

@@ -1,4 +1,4 @@
-"""The command line: ``forebay train | profile | doctor | export``.
+"""The command line: ``forebay train | plan | profile | doctor | export``.
 
 In: arguments. Out: text on standard output; a failure is one sentence on the error stream and an exit code:
 
@@ -100,6 +100,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.set_defaults(run=_train)
 
+    plan = commands.add_parser(
+        "plan", parents=[shared, configured], help="show which layers each pipeline rank has, and what they cost it"
+    )
+    plan.add_argument("--pp", type=int, metavar="N", help="pipeline ranks; the same as --set parallel.pp=N")
+    plan.add_argument("--json", action="store_true", help="as JSON")
+    plan.set_defaults(run=_plan)
+
     profile = commands.add_parser(
         "profile", parents=[shared, configured], help="show what one forward pass saves for backward"
     )
@@ -154,6 +161,23 @@ def _train(options: argparse.Namespace) -> None:
 
     _quiet_transformers()
     train(config, _console(), options.resume)
+
+
+def _plan(options: argparse.Namespace) -> None:
+    from forebay.train.config import load
+
+    given = [] if options.pp is None else [f"parallel.pp={options.pp}"]
+    config = load(
+        options.config, [*options.overrides, *given]
+    )  # of any number of processes: this one is not one of them
+    from forebay.train.planning import plan_layers
+
+    _quiet_transformers()
+    plan = plan_layers(config)
+    if options.json:
+        print(plan.to_json())
+    else:
+        _console().print(plan.table())
 
 
 def _profile(options: argparse.Namespace) -> None:

@@ -10,11 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from forebay.train import checkpoint
+import forebay.train.hf as hf
+from forebay.models.parts import keep_part
+from forebay.train import checkpoint, parallel
 from forebay.train.checkpoint import Checkpoints
 from forebay.train.config import from_mapping
 from forebay.train.errors import RunError
+from forebay.train.mesh import Mesh
 from forebay.train.run import export
+from forebay.train.trainer import decay_groups
+from forebay.train.world import ALONE
 from tests.ranks import run_ranks
 
 TINY = {
@@ -78,7 +83,6 @@ def go_on(
     rank: int, world: int, folder: str, ep: int, resume: str | None, save: bool
 ) -> tuple[dict[str, str], Any, str]:
     """(fingerprints after loading or two steps, loss and norm of the step after, path of a checkpoint made in between)."""
-    from forebay.train.mesh import Mesh
     from forebay.train.trainer import Trainer
 
     settings = config(folder, ep)
@@ -119,9 +123,146 @@ def test_another_mesh_reads_it(tmp_path: Path) -> None:
         assert got == prints and (loss, norm) == pytest.approx(figures, rel=1e-5)
 
 
+# Layouts of 4 layers over processes: (pp, ep) and, by pipeline rank, numbers, embedding, head.
+LAYOUTS: dict[str, Any] = {
+    "alone": (1, 1, [(range(4), True, True)]),
+    "ep": (1, 4, [(range(4), True, True)]),
+    "v": (2, 2, [((0, 3), True, True), ((1, 2), False, False)]),
+    "chain": (2, 2, [((0,), True, False), ((1, 2, 3), False, True)]),
+    "fsdp": (2, 1, [((0, 1), True, False), ((2, 3), False, True)]),
+    "four": (4, 1, [((0,), True, False), ((1,), False, False), ((2,), False, False), ((3,), False, True)]),
+}
+DENSE_FIRST = {**TINY, "num_hidden_layers": 4, "mlp_only_layers": [0]}  # a pipeline rank may have no experts
+
+
+class Held:
+    """A process's part of a model in a layout, with an optimizer that has seen a step."""
+
+    def __init__(self, mesh: Mesh, settings: Any, parts: Any, seed: int):
+        def cut(model: Any) -> None:
+            if len(parts) > 1:
+                keep_part(model, *parts[mesh.pp_rank])
+
+        def shard(model: Any) -> None:
+            if mesh.data is not None:
+                parallel.shard(model, mesh, settings)
+
+        self.model = hf.build(settings.model, 257, torch.device("cpu"), shard, seed, cut)
+        groups = decay_groups(self.model, 0.25)
+        self.optimizer = parallel.ShardedAdamW(groups, lr=seed / 100, betas=(0.5, seed / 10))
+        for parameter in self.model.parameters():
+            parameter.grad = parameter.detach() * seed + 1
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def facts(self) -> dict[str, Any]:
+        """Digests as `fingerprints`, and the optimizer's settings by parameter."""
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        settings = {
+            f"{names[p]} settings": (group["lr"], tuple(group["betas"]), group["weight_decay"])
+            for group in self.optimizer.param_groups
+            for p in group["params"]
+        }
+        return {**fingerprints(self), **settings}
+
+
+def layout(folder: str, name: str, layers: int = 4) -> Any:
+    pp, ep, parts = LAYOUTS[name]
+    raw = config(folder, ep).to_dict()
+    raw["parallel"] |= {"pp": pp}
+    raw["model"] |= {"config": {**DENSE_FIRST, "num_hidden_layers": layers}}
+    raw["train"] |= {"batch": 16, "microbatch": 1}
+    return from_mapping(raw), parts
+
+
+def saved(rank: int, world: int, folder: str, names: list[str]) -> list[tuple[dict[str, Any], str]]:
+    """For each layout: facts of this process's part, and the checkpoint."""
+    found = []
+    for name in names:
+        settings, parts = layout(folder, name)
+        with Mesh.open(settings, ALONE if world == 1 else None) as mesh:
+            held = Held(mesh, settings, parts, 1)
+            store = Checkpoints(Path(folder) / name)
+            path = store.save(5, held.model, held.optimizer, {"config": settings.to_dict()})
+            found.append((held.facts(), str(path)))
+    return found
+
+
+def loaded(rank: int, world: int, folder: str, cases: list[tuple[str, str]]) -> list[dict[str, Any]]:
+    """For each (checkpoint, layout): facts of this process's part after loading."""
+    found = []
+    for path, name in cases:
+        settings, parts = layout(folder, name)
+        with Mesh.open(settings, ALONE if world == 1 else None) as mesh:
+            held = Held(mesh, settings, parts, 2)
+            before = held.facts()
+            assert checkpoint.load(Path(path), held.model, held.optimizer)["step"] == 5
+            found.append(held.facts())
+            assert all(value != before[name] for name, value in found[-1].items() if not name.endswith(" step"))
+    return found
+
+
+def union(of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for facts in of_ranks:
+        assert all(merged.setdefault(name, value) == value for name, value in facts.items())
+    return merged
+
+
+def test_pipelines_read_what_others_wrote(tmp_path: Path) -> None:
+    """Bit for bit: parameters, AdamW's states and settings, between all layouts of 1 and 4 processes."""
+    folder, many = str(tmp_path), ["v", "chain", "four", "ep"]
+    (by_one, alone), *_ = saved(0, 1, folder, ["alone"])
+    assert {name.split()[-1] for name in by_one} >= {"exp_avg", "exp_avg_sq", "step", "settings"}
+    paths, written = {"alone": alone}, {"alone": by_one}
+    ranks = run_ranks(saved, 4, folder, many)
+    for index, name in enumerate(many):
+        paths[name] = ranks[0][index][1]
+        written[name] = union([results[index][0] for results in ranks])
+        assert written[name].keys() == by_one.keys()
+    ends = {
+        "alone": ("v", "chain", "four"),
+        "v": ("chain", "ep", "fsdp"),
+        "chain": ("four",),
+        "ep": ("v",),
+        "four": ("v",),
+    }
+    cases = [(start, end) for start, those in ends.items() for end in those]
+    read = run_ranks(loaded, 4, folder, [(paths[start], end) for start, end in cases])
+    for index, (start, end) in enumerate(cases):
+        assert union([results[index] for results in read]) == written[start], (start, end)
+    for name, path in paths.items():
+        (got,) = loaded(0, 1, folder, [(path, "alone")])
+        assert got == written[name], name
+    assert digests_of(export_of(Path(paths["v"]), tmp_path / "exported")) == {
+        name.rstrip(): digest for name, digest in written["v"].items() if name.endswith(" ")
+    }
+
+
+def refusing(rank: int, world: int, folder: str, path: str) -> list[str]:
+    """What is said by a pipeline of 5 layers, and by one of 4 whose second rank left out the last one."""
+    said = []
+    for count, numbers in ((5, (1, 2, 3, 4)), (4, (1, 2))):
+        settings, (first, (_, *ends)) = layout(folder, "chain", count)
+        with Mesh.open(settings) as mesh, pytest.raises(RunError) as caught:
+            held = Held(mesh, settings, [first, (numbers, *ends)], 1)
+            checkpoint.load(Path(path), held.model, held.optimizer)
+        said.append(str(caught.value))
+    return said
+
+
+def test_another_model_is_named_by_every_pipeline_rank(tmp_path: Path) -> None:
+    """Though only some of them hold the layer, or none."""
+    ((_, path),) = saved(0, 1, str(tmp_path), ["alone"])
+    results = run_ranks(refusing, 4, str(tmp_path), path)
+    assert all(said == results[0] for said in results)
+    more, fewer = results[0]
+    assert "another model: it has no model.layers.4." in more
+    assert "another model: this one has no model.layers.3." in fewer
+
+
 def failing(rank: int, world: int, folder: str) -> list[str]:
     """Messages: of a save where one rank has no memory, of one where it cannot write, of loading a damaged file."""
-    from forebay.train.mesh import Mesh
     from forebay.train.trainer import Trainer
 
     settings = config(folder, 2)
@@ -148,7 +289,7 @@ def failing(rank: int, world: int, folder: str) -> list[str]:
         return [*messages, str(caught.value)]
 
 
-def no_memory(*_: Any) -> Any:
+def no_memory(*_: Any, **options: Any) -> Any:
     raise torch.OutOfMemoryError("out of memory")
 
 

@@ -4,11 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.pipelining import schedules
 
-from forebay.train.config import Config, from_mapping, load, presets
+from forebay.train.config import Config, check_world, from_mapping, load, presets
 from forebay.train.errors import UsageError
 
 VALID: dict[str, Any] = {"model": {"family": "qwen3_moe"}}
+PIPELINE: dict[str, Any] = {**VALID, "parallel": {"pp": 2}}
 
 
 def with_key(section: str, **values: Any) -> dict[str, Any]:
@@ -89,6 +92,31 @@ def test_overrides(tmp_path: Path) -> None:
         ({}, ["[model]", "family", "path"]),
         (with_key("model", path="x"), ["[model]", "not both"]),
         ({"model": {"path": "x", "config": {"a": 1}}}, ["[model.config]", "weights = 'random'"]),
+        (
+            with_key("parallel", schedule="dualpipe"),
+            ["parallel.schedule", "'dualpipe'", "nearest valid value is 'dualpipev'"],
+        ),
+        (with_key("parallel", chunks=3), ["parallel.chunks", "'interleaved-1f1b'", "not 'dualpipev'"]),
+        (with_key("parallel", chunks=1), ["parallel.chunks = 1", "at least 2"]),
+        (with_key("parallel", partition="evenly"), ["parallel.partition = 'evenly'", "'auto', 'even' or a list"]),
+        (with_key("parallel", partition=[1.5]), ["parallel.partition", "a text or a list of whole numbers"]),
+        (with_key("parallel", partition=[4]), ["parallel.partition", "parallel.pp above 1"]),
+        (
+            with_key("parallel", pp=2, partition=[1, 2, 1]),
+            ["has 3 numbers", "'dualpipev' with parallel.pp = 2 has 4 stages"],
+        ),
+        (
+            with_key("parallel", pp=2, partition=[1, 0, 1, 2]),
+            ["[1, 0, 1, 2] leaves a stage without layers", "at least 1"],
+        ),
+        (with_key("parallel", pp=2, overlap=True), ["parallel.overlap", "'dualpipev' overlaps by itself"]),
+        ({"model": {"family": "mixtral", "loss": "transformers"}, "parallel": {"pp": 2}}, ["model.loss = 'fused'"]),
+        (PIPELINE | {"memory": {"policy": "auto", "budget": "1GiB"}}, ["memory.policy = auto", "keep", "offload"]),
+        (PIPELINE | {"memory": {"policy": {"*.mlp": "stash", "*": "keep"}}}, ["memory.policy = stash", "'recompute'"]),
+        (
+            PIPELINE | {"memory": {"policy": "recompute", "recompute": "save-both"}},
+            ["recompute = 'light'", "'save-both'"],
+        ),
     ],
 )
 def test_mistakes_are_named(raw: dict[str, Any], said: list[str]) -> None:
@@ -127,3 +155,83 @@ def test_unknown_preset_and_broken_toml(tmp_path: Path) -> None:
 def test_config_is_frozen() -> None:
     with pytest.raises(AttributeError):
         Config().train.steps = 3  # type: ignore[misc]
+
+
+def pipeline(schedule: str, pp: int, batch: int, microbatch: int = 0, **keys: Any) -> Config:
+    train = {"batch": batch, "microbatch": microbatch}
+    return from_mapping({**VALID, "train": train, "parallel": {"schedule": schedule, "pp": pp, **keys}})
+
+
+def test_stages() -> None:
+    assert from_mapping(VALID).stages == 1
+    assert pipeline("1f1b", 4, 8).stages == 4 and pipeline("zbv", 4, 8).stages == 8
+    assert pipeline("dualpipev", 2, 8, partition=[1, 2, 2, 1]).parallel.partition == (1, 2, 2, 1)
+    assert pipeline("interleaved-1f1b", 2, 8, chunks=3, partition=[1] * 6).stages == 6
+    policy = {"*.self_attn": "recompute", "*.mlp": "offload"}
+    assert from_mapping(PIPELINE | {"memory": {"policy": policy}}).parallel.pp == 2
+
+
+@pytest.mark.parametrize("pp", [2, 3, 4])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zbv", "dualpipev"])
+def test_microbatches_are_as_torch_asks(schedule: str, pp: int) -> None:
+    """What torch's schedule takes is taken, and what it refuses is refused before anything is built."""
+    kind = {"1f1b": schedules.Schedule1F1B, "zbv": schedules.ScheduleZBVZeroBubble}.get(schedule)
+    kind = kind or {"dualpipev": schedules.ScheduleDualPipeV}.get(schedule, schedules.ScheduleInterleaved1F1B)
+    answers = set()
+    for microbatches in range(1, 4 * pp):
+        config = pipeline(schedule, pp, 2 * microbatches, 1)
+        stages = config.stages
+        mine = [Stage(n * pp if schedule.startswith("inter") else n, pp, stages) for n in range(stages // pp)]
+        try:
+            kind(mine[0] if len(mine) == 1 else mine, microbatches, loss_fn=min)  # type: ignore[arg-type]
+            wanted = True
+        except ValueError:
+            wanted = False
+        try:
+            check_world(config, 2 * pp)
+            found = True
+        except UsageError:
+            found = False
+        assert found == wanted, microbatches
+        answers.add(found)
+    assert answers == ({True} if schedule == "zbv" else {True, False})
+
+
+class Stage:
+    """What torch's schedules ask of a stage when they lay out their actions."""
+
+    def __init__(self, index: int, pp: int, stages: int):
+        self.stage_index, self.group_size, self.num_stages, self.group_rank = index, pp, stages, 0
+        self.is_first, self.is_last, self.submod = index == 0, index == stages - 1, torch.nn.Identity()
+
+
+@pytest.mark.parametrize(
+    ("config", "size", "said"),
+    [
+        (
+            pipeline("dualpipev", 2, 16, 4),
+            4,
+            "at least 4, one for each of its stages, but a step gives a pipeline 2: train.batch = 16 over 2 processes that "
+            "share the batch, 4 sequences a microbatch; the nearest valid train.microbatch for this batch is 2",
+        ),
+        (pipeline("dualpipev", 2, 8), 2, "gives a pipeline 1: .* nearest valid train.microbatch for this batch is 2$"),
+        (
+            pipeline("1f1b", 4, 4, 2),
+            8,
+            "at least 4, .* gives a pipeline 1: .* train.batch above is 16 with train.microbatch = 2",
+        ),
+        (
+            pipeline("interleaved-1f1b", 2, 5, 1),
+            2,
+            "a multiple of 2, the rounds of 2 .* train.microbatch for this batch is 5$",
+        ),
+        (
+            pipeline("interleaved-1f1b", 2, 7, 1, chunks=3),
+            2,
+            "a multiple of 3, the rounds of 2 that are in it, but .* 7: ",
+        ),
+    ],
+)
+def test_a_pipeline_that_is_not_filled(config: Config, size: int, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        check_world(config, size)

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import forebay.train.hf as hf
+from forebay.models.parts import keep_part
 from forebay.train import parallel, weights
 from forebay.train.config import from_mapping
 from forebay.train.errors import RunError, UsageError
@@ -52,9 +53,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
 EXPERTS = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
 
 
-def config_of(model: dict[str, Any], ep: int) -> Any:
+# Of 3 layers, by pipeline rank: numbers, embedding, head. A rank may hold dense layers alone; a tied weight stays on one rank.
+CHAIN = (((0,), True, False), ((1, 2), False, True))
+V = (((0, 2), True, True), ((1,), False, False))
+
+
+def config_of(model: dict[str, Any], ep: int, pp: int = 1) -> Any:
     model = {"attention": "eager", **model}  # gpt_oss has no other
-    return from_mapping({"model": model, "train": {"batch": 4}, "parallel": {"ep": ep}, "device": {"type": "cpu"}})
+    train = {"batch": 8, "microbatch": 1}
+    return from_mapping({"model": model, "train": train, "parallel": {"ep": ep, "pp": pp}, "device": {"type": "cpu"}})
+
+
+def parts_of(config: dict[str, Any]) -> Any:
+    return V if config.get("tie_word_embeddings") else CHAIN
 
 
 def digests(model: Any) -> dict[str, str]:
@@ -128,6 +139,99 @@ def folders(base: Path) -> dict[str, Path]:
         model.save_pretrained(base / family, max_shard_size="20KB")
         made[family] = base / family
     return made
+
+
+def of_three_layers() -> dict[str, dict[str, Any]]:
+    return {family: {**config, "num_hidden_layers": 3} for family, config in FAMILIES.items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parts_are_made_and_read_as_the_whole(tmp_path: Path, family: str) -> None:
+    """On one process: parameters and buffers of the whole, bit for bit, with random numbers and out of a folder."""
+    config = of_three_layers()[family]
+    random = config_of({"family": family, "config": config}, 1).model
+    hf.save(hf.build(random, 257, CPU, seed=7), tmp_path / "model")
+    stored = config_of({"path": str(tmp_path / "model")}, 1).model
+    for section in (random, stored):
+        whole = hf.build(section, 257, CPU, seed=5)
+        wanted = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
+        held: list[str] = []
+        for numbers, embedding, head in parts_of(config):
+            model = hf.build(
+                section, 257, CPU, seed=5, part=lambda m, n=numbers, e=embedding, h=head: keep_part(m, n, e, h)
+            )
+            assert model.training
+            for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+                assert tensor.dtype == wanted[name].dtype and torch.equal(tensor, wanted[name]), name
+            held += [name for name, _ in model.named_parameters()]
+        assert sorted(held) == sorted(name for name, _ in whole.named_parameters())
+
+
+def test_a_part_needs_the_whole_folder(tmp_path: Path) -> None:
+    """A tensor of another part that is missing is named, as the whole model would name it; one of no part is left alone."""
+    query = "model.layers.1.self_attn.q_proj.weight"
+
+    def first(model: Any) -> None:
+        keep_part(model, [0], True, True)
+
+    extra = broken(tmp_path, "extra", lambda t: t.update({"model.layers.9.self_attn.q_proj.weight": torch.zeros(2)}))
+    hf.build(config_of({"path": str(extra)}, 1).model, 257, CPU, part=first)
+    hf.build(config_of({"path": str(extra)}, 1).model, 257, CPU)  # as transformers does
+    lacking = broken(tmp_path, "lacking", lambda t: t.pop(query))
+    with pytest.raises(RunError, match=f"not complete: {query} is missing"):
+        hf.build(config_of({"path": str(lacking)}, 1).model, 257, CPU, part=first)
+
+
+def built_in_parts(rank: int, world: int, sections: list[Any]) -> list[tuple[dict[str, str], int]]:
+    """Of each section, on two pipeline ranks of two processes each: digests of this rank's part; bytes of parameters read."""
+    read: dict[str, int] = {}
+    fill = weights.fill
+
+    def counting(*args: Any) -> dict[str, int]:
+        read.update(fill(*args))
+        return read
+
+    hf.fill = counting  # this process is the test's own
+    results = []
+    for raw, parts in sections:
+        read.clear()
+        config = config_of(raw, 2, 2)
+        with Mesh.open(config) as mesh:
+            part = parts[mesh.pp_rank]
+            model = hf.build(
+                config.model,
+                257,
+                CPU,
+                lambda m, mesh=mesh, c=config: parallel.shard(m, mesh, c),
+                5,
+                part=lambda m, part=part: keep_part(m, *part),
+            )
+            assert parallel.experts_of(model) in (6, 8)  # also where all layers are dense
+            buffers = {name for name, _ in model.named_buffers()}  # every process has and reads these whole
+            results.append((digests(model), sum(n for name, n in read.items() if name not in buffers)))
+    return results
+
+
+def test_pipeline_ranks_make_or_read_their_part(tmp_path: Path) -> None:
+    """Together they have the whole model, bit for bit, and read each of its parameters' bytes once."""
+    sections, wanted, sizes = [], [], []
+    for family, config in of_three_layers().items():
+        raw: dict[str, Any] = {"family": family, "config": config}
+        model = hf.build(config_of(raw, 1).model, 257, CPU, seed=5)
+        hf.save(model, tmp_path / family)
+        stored = load_file(tmp_path / family / "model.safetensors")
+        weighs = sum(t.nbytes for name, t in stored.items() if not name.endswith("e_score_correction_bias"))
+        for each, size in ((raw, 0), ({"path": str(tmp_path / family)}, weighs)):
+            sections.append((each, parts_of(config)))
+            wanted.append(digests(model))
+            sizes.append(size)
+    ranks = run_ranks(built_in_parts, 4, sections)
+    for case, (its, size) in enumerate(zip(wanted, sizes, strict=True)):
+        first, same, second, also = (found for found, _ in (results[case] for results in ranks))
+        assert first == same and second == also and first | second == its, sections[case]
+        shared = first.keys() & second.keys()
+        assert all("rotary_emb" in name for name in shared)  # not of a layer: both have it
+        assert sum(results[case][1] for results in ranks) == size
 
 
 Case = tuple[dict[str, Any], int]

@@ -47,11 +47,36 @@ def test_world_of_environment() -> None:
         ),
         ({"parallel": {"ep": 3}}, 4, "parallel.ep = 3 does not divide the 4 processes; valid are 1, 2, 4$"),
         ({"parallel": {"ep": 8}}, 4, "parallel.ep = 8 does not divide the 4 processes; valid are 1, 2, 4$"),
-        ({"train": {"batch": 6}}, 4, "train.batch = 6 is no multiple of the 4 processes; the nearest above is 8"),
+        (
+            {"train": {"batch": 6}},
+            4,
+            "train.batch = 6 is no multiple of the 4 processes that share the batch; the nearest above is 8",
+        ),
         (
             {"train": {"batch": 24, "microbatch": 4}},
             4,
-            "train.batch = 24 .* train.microbatch = 4 on each of 4 processes; valid here .* are 1, 2, 3, 6$",
+            "train.batch = 24 .* train.microbatch = 4 on each of the 4 processes that share .*; valid here .* are 1, 2, 3, 6$",
+        ),
+        (
+            {"parallel": {"pp": 2}},
+            1,
+            "parallel.pp = 2 needs 2 processes or .* torchrun --nproc-per-node 2 -m forebay train",
+        ),
+        (
+            {"parallel": {"pp": 2, "ep": 4}},
+            1,
+            "parallel.pp = 2 with parallel.ep = 4 needs 8 processes .* --nproc-per-node 8 -m",
+        ),
+        ({"parallel": {"pp": 4}}, 6, "parallel.pp = 4 does not divide the 6 processes; valid are 1, 2, 3, 6$"),
+        (
+            {"parallel": {"pp": 2, "ep": 4}},
+            12,
+            r"parallel.ep = 4 does not divide the 6 processes of a pipeline stage \(12 / 2\); valid are 1, 2, 3, 6$",
+        ),
+        (
+            {"parallel": {"pp": 2}, "train": {"batch": 7}},
+            4,
+            "train.batch = 7 is no multiple of the 2 processes that share the batch; the nearest above is 8",
         ),
         (
             {"parallel": {"ep": 2}, "model": {"family": "qwen3_moe", "experts": "transformers"}},
@@ -74,6 +99,7 @@ def test_what_fits() -> None:
     check_world(with_keys(parallel={"ep": 2}, train={"batch": 24, "microbatch": 3}), 4)
     check_world(with_keys(parallel={"ep": 4}), 4)
     check_world(with_keys(), 1)
+    check_world(with_keys(parallel={"pp": 2, "ep": 2}, train={"batch": 24, "microbatch": 3}), 4)
     check_experts(1, 0)
     check_experts(8, 64)
     with pytest.raises(UsageError, match=r"ep = 3 does not divide the model's 8 experts; valid are 1, 2, 4, 8$"):
@@ -90,6 +116,8 @@ def test_alone_nothing_is_asked_of_anyone() -> None:
         assert (mesh.rank, mesh.size, mesh.data, mesh.grid, mesh.expert_group) == (0, 1, None, None, None)
         assert mesh.max(1, 2.5) == [1, 2.5] and mesh.on_main(lambda: 3) == 3 and mesh.speaks_first()
         assert mesh.sum(torch.ones(2)).tolist() == [1, 1] and not dist.is_initialized()
+        assert mesh.sum_batch(torch.ones(2)).tolist() == [1, 1]
+        assert (mesh.batch, mesh.pp, mesh.pp_rank, mesh.pipeline) == (ALONE, 1, 0, None)
 
 
 def refuse() -> None:
@@ -104,6 +132,9 @@ def talk(rank: int, world: int) -> dict[str, Any]:
             "grid": [dist.get_process_group_ranks(mesh.grid.get_group(name)) for name in ("fsdp", "ep")],
             "data": dist.get_process_group_ranks(mesh.data.get_group()),
             "sum": mesh.sum(torch.tensor([rank])).item(),
+            "batch": mesh.batch == mesh.world
+            and mesh.sum_batch(torch.tensor([rank])).item() == 6
+            and mesh.pipeline is None,
             "max": mesh.max(rank, -rank),
             "main": mesh.on_main(lambda: f"rank {rank}"),
             "first": mesh.speaks_first(),
@@ -119,7 +150,39 @@ def test_four_processes_in_two_groups() -> None:
         row = rank // 2 * 2
         assert found["grid"] == [[rank % 2, rank % 2 + 2], [row, row + 1]] and found["data"] == [0, 1, 2, 3]
         assert found["sum"] == 6 and found["max"] == [3, 0] and found["main"] == "rank 0"
-        assert found["first"] == (rank == 0) and found["group is left to its owner"]
+        assert found["first"] == (rank == 0) and found["group is left to its owner"] and found["batch"]
+
+
+def talk_in_pipelines(rank: int, world: int, pp: int, ep: int) -> dict[str, Any]:
+    config = with_keys(parallel={"pp": pp, "ep": ep}, train={"batch": 16, "microbatch": 1}, device={"type": "cpu"})
+    with Mesh.open(config) as mesh:
+        assert mesh.data is not None and mesh.pipeline is not None
+        groups = [
+            mesh.pipeline,
+            mesh.data.get_group(),
+            *([mesh.grid.get_group(n) for n in ("fsdp", "ep")] if mesh.grid else []),
+        ]
+        found = {
+            "rank": (mesh.pp_rank, mesh.batch.rank, mesh.batch.size, mesh.batch.local_rank, mesh.rank, mesh.size),
+            "groups": [dist.get_process_group_ranks(group) for group in groups],
+            "timeouts": {group._get_backend(torch.device("cpu")).options._timeout.seconds for group in groups},
+            "sums": (mesh.sum(torch.tensor([rank])).item(), mesh.sum_batch(torch.tensor([rank])).item()),
+            "max": mesh.max(rank)[0],
+        }
+    assert mesh.pipeline is None and mesh.data is None and mesh.grid is None
+    return found
+
+
+@pytest.mark.parametrize(("pp", "ep"), [(2, 1), (2, 2), (4, 1)])
+def test_four_processes_in_pipelines(pp: int, ep: int) -> None:
+    sharing = 4 // pp
+    for rank, found in enumerate(run_ranks(talk_in_pipelines, 4, pp, ep)):
+        stage, own = divmod(rank, sharing)
+        those = list(range(stage * sharing, (stage + 1) * sharing))  # neighbours share the batch
+        pipeline = list(range(own, 4, sharing))
+        assert found["rank"] == (stage, own, sharing, rank, rank, 4)
+        assert found["groups"] == [pipeline, those, *([[rank], those] if ep == 2 else [])]
+        assert found["sums"] == (6, sum(those)) and found["max"] == 3 and found["timeouts"] == {600}
 
 
 def whole_runs(rank: int, world: int, raw: dict[str, Any], stopping: dict[str, Any]) -> list[Any]:

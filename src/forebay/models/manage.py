@@ -130,7 +130,7 @@ def manage(
             communication; ``"full"`` runs the whole half again; ``"save-dispatch"`` and ``"save-both"`` do too, but keep what
             dispatch, or dispatch and combine, brought.
         exchange: expert parallelism: how tokens travel (see `forebay.moe.dispatch.choose`). The experts modules must hold this
-            rank's experts. It stays the caller's.
+            rank's experts. It stays the caller's. That of one rank cuts MoE halves into their stages, and nothing travels.
         min_bytes: storages below this stay on the device. Default: 1 MiB on CUDA, 1 byte elsewhere.
 
     Raises:
@@ -210,8 +210,7 @@ def _halves(model: nn.Module, compile: bool, exchange: Exchange | None) -> Halve
     """The halves of the known decoder layers; none for a model without any, unless they are needed."""
     if not compile and exchange is None and not has_known_layers(model):
         return Halves()
-    # With one rank nothing travels: the halves are whole.
-    return install_halves(model, compile, exchange if exchange is not None and exchange.size > 1 else None)
+    return install_halves(model, compile, exchange)
 
 
 def _compile_final_norm(model: nn.Module) -> Callable[[], None]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from forebay.kernels.swiglu import Glu
 from forebay.moe.experts_op import experts_op
+from forebay.moe.weight_gradients import WeightGradients, deferring_experts
 
 
 def experts(
@@ -30,6 +31,7 @@ def experts(
     limit: float = 7.0,
     save_h: bool = True,
     max_rows: int | None = None,
+    deferred: WeightGradients | None = None,
 ) -> Tensor:
     """y [T, H] in x's dtype: each token's chosen experts, weighted and summed.
 
@@ -47,6 +49,7 @@ def experts(
         save_h: keep h for backward (4KI bytes a token in bf16) or make it again there.
         max_rows: how many rows to compute at most; the default is T*K. For ids that are mostly sentinels
             (`forebay.moe.dispatch` says the bound); live slots beyond it would add nothing.
+        deferred: where backward may leave the gradients of gate_up and down for later; not in compiled code.
 
     Raises:
         ValueError: shapes that do not fit, or an unknown activation.
@@ -57,10 +60,11 @@ def experts(
     trained = (x, weights, gate_up, down, gate_up_bias, down_bias)
     backward_comes = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in trained)
     # autocast: the casts are autograd's, so the gradients come back in the caller's dtypes.
-    y, *_ = experts_op(
+    inputs = (
         x.to(gate_up.dtype).contiguous(), ids, weights, gate_up, down, gate_up_bias, down_bias,
         activation, interleaved, transposed, alpha, limit, save_h and backward_comes, max_rows,
     )  # fmt: skip
+    y = experts_op(*inputs)[0] if deferred is None else deferring_experts(deferred, inputs)
     return y.to(x.dtype)
 
 

@@ -26,6 +26,10 @@ nothing is.
 
 R [T, E] is the routing map: token t's weight for expert e.
 
+d_down and d_gate_up may also be made later (`forebay.moe.weight_gradients` says what for): then `experts_backward` hands out
+act and dh in their place, and `experts_weight_backward` makes them of those and of x and dy. Each gradient comes of the same
+kernels on the same operands either way, and is bitwise the same.
+
 Peak of the memory that comes and goes, for N = T*K rows of bf16: forward 2N(H + 3I) bytes, of
 which 4NI are h. Backward 2N(H + 3I) while d_down is made, 2N(H + 2I) while dx and d_gate_up are
 made, each beside the weight gradients that exist by then. T=16384, K=8, H=2048, I=768, E=128: 1088
@@ -38,6 +42,8 @@ in a CUDA graph (`forebay.moe.grouped` says which widths and dtypes fall back to
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -133,86 +139,44 @@ def experts_backward_op(
     need_down: bool,
     need_gate_up_bias: bool,
     need_down_bias: bool,
+    weights_later: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of (x, weights, gate_up, down, gate_up_bias, down_bias), empty where not needed.
 
     x is None where it was not saved, h where it is to be made again. Each tensor of T*K rows is
     dropped as soon as its last reader is done; the module docstring has the peak.
+
+    With `weights_later`, dh [R, 2I] and act [R, I] come in the places of gate_up's and down's gradients: what
+    `experts_weight_backward_op` makes those of.
     """
     glu = Glu(activation, interleaved, alpha, limit)
     routing = Routing(order, inverse, offs)
-    num_experts, slots_per_token = gate_up.shape[0], inverse.shape[1]
-    nothing = dy.new_empty
-    dx, d_weights, d_gate_up, d_down = nothing(0), nothing(0), nothing(0), nothing(0)
-    d_gate_up_bias, d_down_bias = nothing(0), nothing(0)
+    dx, d_gate_up, d_down, d_gate_up_bias = (dy.new_empty(0) for _ in range(4))
     need_dh = need_x or need_gate_up or need_gate_up_bias
-    need_da = need_dh or need_weights
 
     with torch.autocast(dy.device.type, enabled=False):
         dy = dy.contiguous()
         row_expert = _row_experts(routing, gate_up_bias, down_bias)
-        made_again = h is None and (need_da or need_down)
-        if made_again:
-            assert x is not None, "x is saved wherever h is not"
-            x_rows = gather_rows(x, order, offs, slots_per_token)
-            h = rows_by_matrix(x_rows, _matrix(gate_up, transposed), offs)
-            del x_rows
-
-        dh = act = dw = None
-        if need_da or need_down:
-            assert h is not None
-            dy_rows = gather_rows(dy, order, offs, slots_per_token)
-            if need_da:
-                da = rows_by_matrix(dy_rows, _matrix(down, not transposed), offs)
-                if not need_down:
-                    del dy_rows
-                # da is ours to write over, and h too if it was made here; a saved h is autograd's.
-                dh, act, dw = swiglu_backward(
-                    h, da, weights, order, offs, glu, bias=gate_up_bias, row_expert=row_expert,
-                    need_dh=need_dh, need_act=need_down, need_dw=need_weights,
-                    over_h=made_again, over_da=True,
-                )  # fmt: skip
-                del da
-            else:
-                act = swiglu_forward(h, weights, order, offs, glu, bias=gate_up_bias, row_expert=row_expert)
-            del h
-            if need_down:
-                assert act is not None
-                # The operand order gives the gradient in the parameter's own layout: no transpose.
-                left, right = (act, dy_rows) if transposed else (dy_rows, act)
-                d_down = rows_by_rows(left, right, offs)
-                del dy_rows, act, left, right
-
-        if need_dh:
+        dh, act, dw, dy_rows = _through_activation(
+            dy, x, h, routing, weights, gate_up, down, gate_up_bias, row_expert, glu, transposed,
+            need_dh, need_down, need_weights,
+        )  # fmt: skip
+        if need_down:
+            assert act is not None and dy_rows is not None
+            d_down = act if weights_later else _weight_gradient(dy_rows, act, offs, tokens_first=not transposed)
+        del dy_rows, act
+        if need_x:
+            dx = _x_gradient(dh, gate_up, routing, transposed)
+        if need_gate_up_bias:
             assert dh is not None
-            if need_x:
-                dx_rows = rows_by_matrix(dh, _matrix(gate_up, not transposed), offs)
-                dx = combine_rows(dx_rows, inverse)
-                del dx_rows
-            if need_gate_up_bias:
-                d_gate_up_bias = _sum_by_expert(dh, offs)
-            if need_gate_up:
-                assert x is not None, "x is saved wherever gate_up is trained"
-                x_rows = gather_rows(x, order, offs, slots_per_token)
-                left, right = (x_rows, dh) if transposed else (dh, x_rows)
-                d_gate_up = rows_by_rows(left, right, offs)
-                del x_rows, left, right
-            del dh
-
-        if down_bias is not None and (need_weights or need_down_bias):
-            assert row_expert is not None
-            slot_expert = slot_experts(routing, row_expert, num_experts)
-            if need_down_bias:
-                weight_map = routing_map(weights, slot_expert, num_experts)
-                d_down_bias = weight_map.to(dy.dtype).t() @ dy
-            if need_weights:
-                assert dw is not None
-                # The spare last column is what the sentinels pick.
-                by_expert = torch.nn.functional.pad(dy @ down_bias.t(), (0, 1))
-                dw = dw + by_expert.gather(1, slot_expert).view(-1)
-        if need_weights:
-            assert dw is not None
-            d_weights = dw.view(weights.shape).to(weights.dtype)
+            d_gate_up_bias = _sum_by_expert(dh, offs)
+        if need_gate_up:
+            assert x is not None and dh is not None, "x is saved wherever gate_up is trained"
+            d_gate_up = dh if weights_later else _gathered_gradient(x, dh, order, offs, inverse.shape[1], transposed)
+        del dh
+        d_weights, d_down_bias = _routing_and_down_bias_gradients(
+            dy, dw, routing, row_expert, weights, gate_up.shape[0], down_bias, need_weights, need_down_bias
+        )
     return dx, d_weights, d_gate_up, d_down, d_gate_up_bias, d_down_bias
 
 
@@ -220,28 +184,57 @@ def experts_backward_op(
 def _(
     dy, x, h, order, inverse, offs, weights, gate_up, down, gate_up_bias, down_bias,
     activation, interleaved, transposed, alpha, limit,
-    need_x, need_weights, need_gate_up, need_down, need_gate_up_bias, need_down_bias,
+    need_x, need_weights, need_gate_up, need_down, need_gate_up_bias, need_down_bias, weights_later=False,
 ):  # fmt: skip
     def like(t, need):
         return t.new_empty(t.shape) if need else dy.new_empty(0)
 
+    first, second = gate_up, down
+    if weights_later:
+        rows, inner = order.shape[0], down.shape[1] if transposed else down.shape[2]
+        first, second = dy.new_empty((rows, 2 * inner)), dy.new_empty((rows, inner))
     return (
         like(dy, need_x),
         like(weights, need_weights),
-        like(gate_up, need_gate_up),
-        like(down, need_down),
+        like(first, need_gate_up),
+        like(second, need_down),
         like(gate_up_bias, need_gate_up_bias),
         like(down_bias, need_down_bias),
     )
 
 
-def _setup_context(ctx, inputs, output) -> None:
+@torch.library.custom_op("forebay::experts_weight_backward", mutates_args=())
+def experts_weight_backward_op(
+    tokens: Tensor, rows: Tensor, order: Tensor, offs: Tensor, slots_per_token: int, tokens_first: bool
+) -> Tensor:
+    """The gradient of gate_up or down, of what `experts_backward` with `weights_later` handed out.
+
+    Args:
+        tokens, rows: x [T, H] and dh [R, 2I] for gate_up, dy [T, H] and act [R, I] for down.
+        tokens_first: for a parameter [E, H, *] (gate_up if transposed, down if not); else it is [E, *, H].
+    """
+    with torch.autocast(tokens.device.type, enabled=False):
+        return _gathered_gradient(tokens.contiguous(), rows, order, offs, slots_per_token, tokens_first)
+
+
+@experts_weight_backward_op.register_fake
+def _(tokens, rows, order, offs, slots_per_token, tokens_first):
+    sides = (tokens.shape[1], rows.shape[1]) if tokens_first else (rows.shape[1], tokens.shape[1])
+    return rows.new_empty((offs.shape[0], *sides))
+
+
+def save_for_backward(ctx, inputs, output, needs: Sequence[bool] | None = None) -> None:
+    """Give an autograd context what backward needs: `ctx.needs`, `ctx.settings`, and the tensors of the module docstring.
+
+    Args:
+        needs: whether each of the first seven inputs wants a gradient; by default what autograd says.
+    """
     x, _, weights, gate_up, down, gate_up_bias, down_bias, *settings, save_h, _ = inputs
     _, h, order, inverse, offs = output
     ctx.set_materialize_grads(False)
     # The caller cannot train through what the operation hands out to be kept.
     ctx.mark_non_differentiable(h, order, inverse, offs)
-    need_x, _, need_weights, need_gate_up, need_down, need_gub, need_db = ctx.needs_input_grad[:7]
+    need_x, _, need_weights, need_gate_up, need_down, need_gub, need_db = needs or ctx.needs_input_grad[:7]
     ctx.needs = (need_x, need_weights, need_gate_up, need_down, need_gub, need_db)
     ctx.settings = settings
     reads_h = need_x or need_weights or need_gate_up or need_down or need_gub
@@ -253,7 +246,8 @@ def _setup_context(ctx, inputs, output) -> None:
     )  # fmt: skip
 
 
-def _backward(ctx, dy, *_):
+def gradients(ctx, dy: Tensor | None, *_):
+    """Those of `experts_op`'s arguments, all at once."""
     if dy is None:
         return (None,) * 14
     saved = ctx.saved_tensors
@@ -262,7 +256,7 @@ def _backward(ctx, dy, *_):
     return (dx, None, dw, *rest, *(None,) * 7)
 
 
-experts_op.register_autograd(_backward, setup_context=_setup_context)
+experts_op.register_autograd(gradients, setup_context=save_for_backward)
 
 
 @register_flop_formula(torch.ops.forebay.experts)
@@ -281,14 +275,116 @@ def _experts_backward_flop(
     dy, x, h, order, inverse, offs, weights, gate_up, down, gate_up_bias, down_bias,
     activation, interleaved, transposed, alpha, limit,
     need_x, need_weights, need_gate_up, need_down, need_gate_up_bias, need_down_bias,
-    out_shape=None, **kwargs,
+    weights_later=False, out_shape=None, **kwargs,
 ) -> int:  # fmt: skip
-    """One product of a projection for each gradient that is asked for, and one to make h again."""
+    """One product of a projection for each gradient that is asked for here, and one to make h again."""
     need_dh = need_x or need_gate_up or need_gate_up_bias
     need_da = need_dh or need_weights
-    first = (h is None and (need_da or need_down)) + need_x + need_gate_up
-    second = need_da + need_down
+    first = (h is None and (need_da or need_down)) + need_x + (need_gate_up and not weights_later)
+    second = need_da + (need_down and not weights_later)
     return 2 * order[0] * (gate_up[1] * gate_up[2] * first + down[1] * down[2] * second)
+
+
+@register_flop_formula(torch.ops.forebay.experts_weight_backward)
+def _experts_weight_backward_flop(
+    tokens, rows, order, offs, slots_per_token, tokens_first, out_shape=None, **kwargs
+) -> int:
+    """One product."""
+    return 2 * rows[0] * rows[1] * tokens[1]
+
+
+def _through_activation(
+    dy: Tensor,
+    x: Tensor | None,
+    h: Tensor | None,
+    routing: Routing,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None,
+    row_expert: Tensor | None,
+    glu: Glu,
+    transposed: bool,
+    need_dh: bool,
+    need_act: bool,
+    need_dw: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """(dh, act, dw, dy_rows), None where not needed; the gathered rows of dy are for down's gradient, beside act."""
+    order, inverse, offs = routing
+    need_da = need_dh or need_dw
+    if not (need_da or need_act):
+        return None, None, None, None
+    made_again = h is None
+    if h is None:
+        assert x is not None, "x is saved wherever h is not"
+        x_rows = gather_rows(x, order, offs, inverse.shape[1])
+        h = rows_by_matrix(x_rows, _matrix(gate_up, transposed), offs)
+        del x_rows
+    dy_rows = gather_rows(dy, order, offs, inverse.shape[1])
+    if not need_da:
+        return (
+            None,
+            swiglu_forward(h, weights, order, offs, glu, bias=gate_up_bias, row_expert=row_expert),
+            None,
+            dy_rows,
+        )
+    da = rows_by_matrix(dy_rows, _matrix(down, not transposed), offs)
+    kept = dy_rows if need_act else None
+    del dy_rows
+    # da is ours to write over, and h too if it was made here; a saved h is autograd's.
+    dh, act, dw = swiglu_backward(
+        h, da, weights, order, offs, glu, bias=gate_up_bias, row_expert=row_expert,
+        need_dh=need_dh, need_act=need_act, need_dw=need_dw, over_h=made_again, over_da=True,
+    )  # fmt: skip
+    return dh, act, dw, kept
+
+
+def _weight_gradient(token_rows: Tensor, rows: Tensor, offs: Tensor, tokens_first: bool) -> Tensor:
+    """In the parameter's own layout: the order of the operands does it, no transpose."""
+    left, right = (token_rows, rows) if tokens_first else (rows, token_rows)
+    return rows_by_rows(left, right, offs)
+
+
+def _gathered_gradient(
+    tokens: Tensor, rows: Tensor, order: Tensor, offs: Tensor, slots_per_token: int, tokens_first: bool
+) -> Tensor:
+    """`_weight_gradient`, the tokens [T, H] gathered to rows first."""
+    return _weight_gradient(gather_rows(tokens, order, offs, slots_per_token), rows, offs, tokens_first)
+
+
+def _x_gradient(dh: Tensor | None, gate_up: Tensor, routing: Routing, transposed: bool) -> Tensor:
+    assert dh is not None
+    return combine_rows(rows_by_matrix(dh, _matrix(gate_up, not transposed), routing.offs), routing.inverse)
+
+
+def _routing_and_down_bias_gradients(
+    dy: Tensor,
+    dw: Tensor | None,
+    routing: Routing,
+    row_expert: Tensor | None,
+    weights: Tensor,
+    num_experts: int,
+    down_bias: Tensor | None,
+    need_weights: bool,
+    need_down_bias: bool,
+) -> tuple[Tensor, Tensor]:
+    """(d_weights, d_down_bias), empty where not needed; dw is the part of d_weights that came through the activation."""
+    d_weights, d_down_bias = dy.new_empty(0), dy.new_empty(0)
+    if down_bias is not None and (need_weights or need_down_bias):
+        assert row_expert is not None
+        slot_expert = slot_experts(routing, row_expert, num_experts)
+        if need_down_bias:
+            weight_map = routing_map(weights, slot_expert, num_experts)
+            d_down_bias = weight_map.to(dy.dtype).t() @ dy
+        if need_weights:
+            assert dw is not None
+            # The spare last column is what the sentinels pick.
+            by_expert = torch.nn.functional.pad(dy @ down_bias.t(), (0, 1))
+            dw = dw + by_expert.gather(1, slot_expert).view(-1)
+    if need_weights:
+        assert dw is not None
+        d_weights = dw.view(weights.shape).to(weights.dtype)
+    return d_weights, d_down_bias
 
 
 def _matrix(weight: Tensor, transposed: bool) -> Tensor:

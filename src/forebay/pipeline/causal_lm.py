@@ -1,7 +1,7 @@
 """A managed Hugging Face causal language model, cut into what an engine runs: prologue, layers, epilogue.
 
-In: a `*ForCausalLM` under `forebay.manage` (fused loss, halves of its decoder layers). Out: a `CutModel`, whose parts are
-the model's forward and whose results are the same, bit for bit:
+In: a `*ForCausalLM` under `forebay.manage` (fused loss, halves of its decoder layers), or a part of one
+(`forebay.models.parts`). Out: a `CutModel`, whose parts are the model's forward and whose results are the same, bit for bit:
 
     prologue(microbatch) -> x            embedding; masks and rotary tables too, which the layers get from here
     layers[i].stage1(x), .experts(...)   a layer's stages, or the whole of a dense layer
@@ -26,6 +26,7 @@ from forebay.loss import linear_cross_entropy_into
 from forebay.models.causal_lm import head_loss
 from forebay.models.halves import TwoHalves
 from forebay.models.manage import Managed
+from forebay.models.parts import all_layers
 from forebay.moe.dispatch.exchange import Exchange
 from forebay.moe.layer import Front
 
@@ -80,8 +81,12 @@ class CutModel:
     The masks and tables of a shape are made once: nothing but the shape goes into them, and transformers waits for the device to
     find out.
 
+    Args:
+        dtype: of hidden states; needed where there is no embedding to tell.
+
     Attributes:
-        layers: in forward order.
+        layers: in forward order; of a part, those that it has.
+        numbers: of these layers in the whole model.
         embedded: if set, gradients of embedded tokens are collected here as (ids [B, S], gradient [B, S, H]) instead of being
             spread over the vocabulary at once; see `embedding_gradient`.
         head_sum: if set, [V, H] fp32: the epilogue adds the head's weight gradient to it, before the division by a
@@ -91,8 +96,8 @@ class CutModel:
         ValueError: the loss is not fused, or the model's layers are not all known.
     """
 
-    def __init__(self, model: Any, memory: Managed):
-        if "forward" not in vars(model.lm_head):
+    def __init__(self, model: Any, memory: Managed, dtype: torch.dtype | None = None):
+        if model.lm_head is not None and "forward" not in vars(model.lm_head):
             raise ValueError("cutting a model needs the fused loss: forebay.manage(model, loss='fused')")
         base = getattr(model, model.base_model_prefix)
         found = memory.halves.layers
@@ -101,6 +106,10 @@ class CutModel:
         self.head_sum: Tensor | None = None
         self.embedded: list[tuple[Tensor, Tensor]] | None = None
         self._model, self._base = model, base
+        self._dtype = dtype
+        # Asked of a whole model, not of a part: transformers has no answer for one that it took away.
+        self._embedding = None if base.embed_tokens is None else base.get_input_embeddings()
+        self.numbers = [int(name) for name, _ in base.layers.named_children()]
         self._given: list[dict[str, Any]] = []
         self._by_shape: dict[tuple[torch.Size, torch.dtype], list[dict[str, Any]]] = {}
         self.layers = [CutLayer(halves, self._keywords_of(i)) for i, halves in enumerate(found)]
@@ -112,11 +121,18 @@ class CutModel:
         else:
             anchor = torch.empty(0, device=microbatch.ids.device, requires_grad=True)
             x = _Embed.apply(anchor, self.embedding, microbatch.ids, self.embedded)
-        shape = microbatch.ids.shape, x.dtype
-        if shape not in self._by_shape:
-            self._by_shape[shape] = self._keywords_for(microbatch.ids, x.detach())
-        self._given = self._by_shape[shape]
+        self._choose(microbatch.ids, x.dtype)
         return x
+
+    def enter(self, microbatch: Microbatch) -> None:
+        """Before the layers of a part run forward: choose the masks and tables of this microbatch."""
+        assert self._dtype is not None, "a part is told the dtype of hidden states"
+        self._choose(microbatch.ids, self._dtype)
+
+    def hidden(self, microbatch: Microbatch) -> Tensor:
+        """On the meta device: a tensor of the shape and dtype of this microbatch's hidden states, [B, S, H]."""
+        width = self._model.config.get_text_config().hidden_size
+        return torch.empty(*microbatch.ids.shape, width, dtype=self._dtype, device="meta")
 
     def embedding_gradient(self, dtype: torch.dtype) -> Tensor:
         """[V, H]: the gradients collected in `embedded`, spread over the vocabulary in one pass; empties the list."""
@@ -143,17 +159,27 @@ class CutModel:
 
     @property
     def head(self) -> Any:
-        """The language-model head."""
+        """The language-model head; None in a part without it."""
         return self._model.lm_head
 
     @property
     def embedding(self) -> Any:
-        """The token embedding."""
-        return self._base.get_input_embeddings()
+        """The token embedding; None in a part without it."""
+        return self._embedding
 
-    def _keywords_for(self, ids: Tensor, x: Tensor) -> list[dict[str, Any]]:
+    def _choose(self, ids: Tensor, dtype: torch.dtype) -> None:
+        shape = ids.shape, dtype
+        if shape not in self._by_shape:
+            self._by_shape[shape] = self._keywords_for(ids, dtype)
+        self._given = self._by_shape[shape]
+
+    def _keywords_for(self, ids: Tensor, dtype: torch.dtype) -> list[dict[str, Any]]:
         """What each layer is given besides hidden states, for tokens of this shape."""
         given: list[dict[str, Any]] = []
+        width = self._model.config.get_text_config().hidden_size
+        # Not the embedding's own: a part may have none.
+        numbers = torch.Generator(ids.device).manual_seed(0)  # the run's own are left alone
+        x = torch.rand(*ids.shape, width, dtype=dtype, device=ids.device, generator=numbers)
 
         def note(hidden_states: Tensor, keywords: dict[str, Any]) -> None:
             if not given and not torch.equal(hidden_states, x):
@@ -161,13 +187,13 @@ class CutModel:
             given.append(keywords)
 
         real = self._base.layers
-        self._base.layers = nn.ModuleList(_StandIn(layer, note) for layer in real)
+        self._base.layers = nn.ModuleList(_StandIn(layer, note) for layer in all_layers(self._model))
         try:
             with torch.no_grad():
-                self._base(input_ids=ids, use_cache=False)
+                self._base(inputs_embeds=x, use_cache=False)
         finally:
             self._base.layers = real
-        return given
+        return [given[number] for number in self.numbers]
 
     def _keywords_of(self, index: int) -> Callable[[], dict[str, Any]]:
         return lambda: self._given[index]

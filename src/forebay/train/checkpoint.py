@@ -10,7 +10,9 @@ under the run's ``checkpoints/``, in the format of ``torch.distributed.checkpoin
                               manifest.json          size and SHA-256 of every file above
 
 All processes of a run call `Checkpoints.save` and `load` together: each writes its own shards of DTensors, and process 0 what
-is said once. Tensors are known by the whole, so another number of processes, laid out in another way, reads them too.
+is said once. A process may hold a part of the model's layers: together they hold all of it. Tensors are known by the whole
+model's names and shapes, and the optimizer's settings by parameter, not by group, so another number of processes, laid out in
+another way, reads them too.
 
 A checkpoint is written to ``.partial-step-...``, synced to disk, and renamed. A failure (a full disk, a kill) leaves the
 earlier ones and ``latest`` as they were. The learning rate and the order of data are functions of the step, so there is no
@@ -33,6 +35,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -43,6 +46,7 @@ from forebay.train.errors import RunError, UsageError, first_line
 from forebay.train.together import on_main, processes, together
 
 _PREFIX, _PARTIAL = "step-", ".partial-"
+_SAME_MODEL = "resume with the configuration it was made with"
 
 
 class Checkpoints:
@@ -201,7 +205,7 @@ def load(path: Path, model: Any, optimizer: torch.optim.Optimizer | None = None)
     held = reader.read_metadata().state_dict_metadata
     wanted: dict[str, Any] = {"model": get_model_state_dict(model)}
     if optimizer is not None:
-        wanted["optimizer"] = get_optimizer_state_dict(model, optimizer)
+        wanted["optimizer"] = get_optimizer_state_dict(model, optimizer, options=_by_parameter())
         # Generators of GPUs that were not there then are left alone, and there is no place for those that are gone.
         wanted["rng"] = {name: state for name, state in _torch_rng(counterpart).items() if f"rng.{name}" in held}
     _check_fits(path, held, wanted["model"])
@@ -213,11 +217,16 @@ def load(path: Path, model: Any, optimizer: torch.optim.Optimizer | None = None)
         raise RunError(f"checkpoint {path} cannot be read: {first_line(_cause(error))}") from error
     set_model_state_dict(model, wanted["model"])
     if optimizer is not None:
-        set_optimizer_state_dict(model, optimizer, wanted["optimizer"])
+        set_optimizer_state_dict(model, optimizer, wanted["optimizer"], options=_by_parameter())
         _set_rng(wanted["rng"], record["rng"][counterpart])
         if counterpart != rank:
             _seed(int(torch.randint(1 << 62, (rank + 1,))[rank]))
     return record["about"]
+
+
+def _by_parameter() -> StateDictOptions:
+    """The optimizer's state as ``param_groups.NAME.lr``: lists of groups would collide where processes hold other parameters."""
+    return StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def _fresh(partial: Path) -> None:
@@ -231,7 +240,7 @@ def _write(partial: Path, model: Any, optimizer: torch.optim.Optimizer, about: M
 
     def collect() -> None:
         state["model"] = get_model_state_dict(model)
-        state["optimizer"] = get_optimizer_state_dict(model, optimizer)
+        state["optimizer"] = get_optimizer_state_dict(model, optimizer, options=_by_parameter())
 
     together(collect)  # a process without memory for it must not leave the others in what follows
     with warnings.catch_warnings():
@@ -257,20 +266,29 @@ def _write_once(partial: Path, model: Any, about: Mapping[str, Any], generators:
 
 
 def _check_fits(path: Path, held: Mapping[str, Any], model: Mapping[str, Any]) -> None:
-    """The checkpoint's weights are the model's, by name and shape."""
-    advice = "resume with the configuration it was made with"
+    """The checkpoint's weights are the model's, by name and shape; a model of which several processes hold parts is one."""
+
+    def names() -> list[str]:
+        _check_held(path, held, model)
+        return list(model)
+
+    known = {name for found in together(names) for name in found}
+    for name in held:
+        if name.startswith("model.") and name.removeprefix("model.") not in known:
+            raise RunError(
+                f"checkpoint {path} is of another model: this one has no {name.removeprefix('model.')}; {_SAME_MODEL}"
+            )
+
+
+def _check_held(path: Path, held: Mapping[str, Any], model: Mapping[str, Any]) -> None:
+    """The checkpoint has what this process needs."""
     for name, tensor in model.items():
         stored = held.get(f"model.{name}")
         if stored is None:
-            raise RunError(f"checkpoint {path} is of another model: it has no {name}; {advice}")
+            raise RunError(f"checkpoint {path} is of another model: it has no {name}; {_SAME_MODEL}")
         if hasattr(tensor, "shape") and tuple(stored.size) != tuple(tensor.shape):
             shapes = f"{name} has shape {list(stored.size)}, this model needs {list(tensor.shape)}"
-            raise RunError(f"checkpoint {path} is of another model: {shapes}; {advice}")
-    for name in held:
-        if name.startswith("model.") and name.removeprefix("model.") not in model:
-            raise RunError(
-                f"checkpoint {path} is of another model: this one has no {name.removeprefix('model.')}; {advice}"
-            )
+            raise RunError(f"checkpoint {path} is of another model: {shapes}; {_SAME_MODEL}")
 
 
 def _damaged(path: Path, what: str) -> RunError:

@@ -12,9 +12,11 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+from forebay.pipeline.partition import SCHEDULES, stages_of
 from forebay.policy import PLACEMENTS, RECOMPUTE_MODES, PolicyError, parse_bytes
 from forebay.train.errors import UsageError
 from forebay.train.fields import build_section, nearest, parse_value
@@ -101,9 +103,15 @@ class Memory:
 class Parallel:
     """[parallel]: how the processes that torchrun started share a model.
 
-    Experts are spread over groups of `ep` processes and then over the groups, everything else over all processes.
+    The decoder layers are cut into stages, which `pp` groups of processes hold. The processes of a group share the batch:
+    of their layers, experts are spread over groups of `ep` processes and then over the groups, everything else over all.
     """
 
+    pp: int = _key(1, low=1)  # groups of processes that hold different layers; with 1, all hold a part of each layer
+    schedule: str = _key("dualpipev", choices=SCHEDULES)  # in what order the microbatches go through the stages
+    chunks: int = _key(2, low=2)  # stages of each group; "interleaved-1f1b" only, others have 1 ("1f1b") or 2
+    partition: str | tuple[int, ...] = _key("auto")  # which layers a stage has: "auto" by cost and memory, "even", or a
+    # list: how many each has
     ep: int = _key(1, low=1)  # processes that share the experts of a layer; 1 gives every process all of them
     dispatch: str = _key("auto", choices=("auto", "nccl", "symmetric", "deepep"))  # how tokens travel to their experts
     capacity_factor: float = _key(
@@ -167,8 +175,14 @@ class Config:
         return dataclasses.asdict(self)
 
     def microbatch(self, world_size: int = 1) -> int:
-        """Sequences a forward of each of `world_size` processes, with 0 resolved."""
+        """Sequences a forward of each of `world_size` processes that share the batch, with 0 resolved."""
         return self.train.microbatch or self.train.batch // world_size
+
+    @property
+    def stages(self) -> int:
+        """Into how many pieces the decoder layers are cut; 1 without pipeline parallelism."""
+        p = self.parallel
+        return stages_of(p.schedule, p.pp, p.chunks) if p.pp > 1 else 1
 
 
 SECTIONS = tuple(f.name for f in dataclasses.fields(Config))
@@ -236,25 +250,14 @@ def check_world(c: Config, size: int) -> None:
     """Whether `size` processes can share this run. Looks at nothing but the configuration.
 
     Raises:
-        UsageError: expert groups that do not fit into the processes, a batch that cannot be divided, options that need more.
+        UsageError: groups that do not fit into the processes, a batch that cannot be divided, options that need more.
     """
-    ep, batch, microbatch = c.parallel.ep, c.train.batch, c.train.microbatch
-    if size == 1 and ep > 1:
-        raise UsageError(
-            f"parallel.ep = {ep} needs {ep} processes or a multiple of that, and this is one alone; "
-            f"start them with: torchrun --nproc-per-node {ep} -m forebay train CONFIG"
-        )
-    if size % ep:
-        raise UsageError(f"parallel.ep = {ep} does not divide the {size} processes; valid are {_divisors(size)}")
-    if batch % size:
-        raise UsageError(
-            f"train.batch = {batch} is no multiple of the {size} processes; the nearest above is {-(-batch // size) * size}"
-        )
-    if microbatch and batch % (microbatch * size):
-        raise UsageError(
-            f"train.batch = {batch} is no multiple of train.microbatch = {microbatch} on each of {size} processes; "
-            f"valid here for train.microbatch are {_divisors(batch // size)}"
-        )
+    _check_groups(c, size)
+    sharing = size // c.parallel.pp
+    _check_batch(c, sharing)
+    if c.parallel.pp > 1:
+        _check_microbatches(c, sharing)
+    ep = c.parallel.ep
     if ep > 1 and c.model.experts != "forebay":
         raise UsageError(f"parallel.ep = {ep} needs model.experts = 'forebay', not {c.model.experts!r}")
     if ep > 1 and c.memory.policy == "auto" and c.memory.recompute != "light":
@@ -262,6 +265,125 @@ def check_world(c: Config, size: int) -> None:
             f"memory.recompute = {c.memory.recompute!r} repeats communication, and under memory.policy = 'auto' processes choose "
             "regions each for itself; valid here are memory.recompute = 'light', or a policy of placements"
         )
+
+
+def _check_groups(c: Config, size: int) -> None:
+    pp, ep = c.parallel.pp, c.parallel.ep
+    asked = " with ".join(f"parallel.{name} = {n}" for name, n in (("pp", pp), ("ep", ep)) if n > 1)
+    if size == 1 and pp * ep > 1:
+        raise UsageError(
+            f"{asked} needs {pp * ep} processes or a multiple of that, and this is one alone; "
+            f"start them with: torchrun --nproc-per-node {pp * ep} -m forebay train CONFIG"
+        )
+    if size % pp:
+        raise UsageError(f"parallel.pp = {pp} does not divide the {size} processes; valid are {_divisors(size)}")
+    if size // pp % ep:
+        whose = f"{size} processes" if pp == 1 else f"{size // pp} processes of a pipeline stage ({size} / {pp})"
+        raise UsageError(f"parallel.ep = {ep} does not divide the {whose}; valid are {_divisors(size // pp)}")
+
+
+def _check_batch(c: Config, sharing: int) -> None:
+    batch, microbatch = c.train.batch, c.train.microbatch
+    if batch % sharing:
+        raise UsageError(
+            f"train.batch = {batch} is no multiple of the {sharing} processes that share the batch; "
+            f"the nearest above is {-(-batch // sharing) * sharing}"
+        )
+    if microbatch and batch % (microbatch * sharing):
+        raise UsageError(
+            f"train.batch = {batch} is no multiple of train.microbatch = {microbatch} on each of the {sharing} processes that "
+            f"share the batch; valid here for train.microbatch are {_divisors(batch // sharing)}"
+        )
+
+
+def _check_microbatches(c: Config, sharing: int) -> None:
+    """The schedule can be filled by the microbatches that a pipeline is given in a step."""
+    schedule, pp, size = c.parallel.schedule, c.parallel.pp, c.microbatch(sharing)
+    sequences = c.train.batch // sharing
+    given = sequences // size
+    if _fills(schedule, pp, given):
+        return
+    rule = {
+        "1f1b": f"at least {pp}, one for each of its stages",
+        "interleaved-1f1b": f"a multiple of {given // pp}, the rounds of {pp} that are in it",
+        "dualpipev": f"at least {2 * pp}, one for each of its stages",
+    }[schedule]
+    smaller = [n for n in range(1, sequences + 1) if sequences % n == 0 and _fills(schedule, pp, sequences // n)]
+    if smaller:
+        nearest_valid = min(smaller, key=lambda n: abs(n - size))
+        advice = f"the nearest valid train.microbatch for this batch is {nearest_valid}"
+    else:
+        more = next(n for n in count(given + 1) if _fills(schedule, pp, n))
+        advice = f"the nearest valid train.batch above is {more * size * sharing} with train.microbatch = {size}"
+    raise UsageError(
+        f"parallel.schedule = {schedule!r} with parallel.pp = {pp} needs {rule}, but a step gives a pipeline {given}: "
+        f"train.batch = {c.train.batch} over {sharing} processes that share the batch, {size} sequences a microbatch; {advice}"
+    )
+
+
+def _fills(schedule: str, pp: int, microbatches: int) -> bool:
+    """Whether torch's schedule takes this number of microbatches."""
+    match schedule:
+        case "1f1b":
+            return microbatches >= pp
+        case "interleaved-1f1b":
+            return microbatches % max(1, microbatches // pp) == 0
+        case "dualpipev":
+            return microbatches >= 2 * pp
+    return microbatches >= 1  # "zbv" leaves out what there is no microbatch for
+
+
+def _check_pipeline(c: Config) -> None:
+    """What pipeline parallelism asks of other keys."""
+    p = c.parallel
+    if isinstance(p.partition, str) and p.partition not in ("auto", "even"):
+        raise UsageError(
+            f"parallel.partition = {p.partition!r} is unknown; valid are 'auto', 'even' or a list: how many layers each stage has"
+        )
+    if p.schedule != "interleaved-1f1b" and p.chunks != 2:
+        raise UsageError(f"parallel.chunks is for parallel.schedule = 'interleaved-1f1b', not {p.schedule!r}")
+    if not isinstance(p.partition, str):
+        _check_counts(c, p.partition)
+    if p.pp == 1:
+        return
+    if p.overlap:
+        raise UsageError(
+            f"parallel.overlap = true is for parallel.pp = 1; with parallel.pp = {p.pp}, parallel.schedule = 'dualpipev' "
+            "overlaps by itself: leave parallel.overlap out"
+        )
+    if c.model.loss != "fused":
+        raise UsageError(f"parallel.pp = {p.pp} needs model.loss = 'fused', not {c.model.loss!r}")
+    others = _placements(c.memory) - {"keep", "recompute", "offload"}
+    if others:
+        raise UsageError(
+            f"parallel.pp = {p.pp} cannot carry out memory.policy = {', '.join(sorted(others))}; "
+            "valid are 'keep', 'recompute', 'offload', or a table of them"
+        )
+    if c.memory.recompute != "light":
+        raise UsageError(
+            f"parallel.pp = {p.pp} needs memory.recompute = 'light', not {c.memory.recompute!r}: "
+            "the other modes run a whole half again, which a schedule may have cut"
+        )
+
+
+def _check_counts(c: Config, counts: tuple[int, ...]) -> None:
+    """A partition that is given, against the number of stages. Against the model's layers it is checked later."""
+    p = c.parallel
+    if p.pp == 1:
+        raise UsageError("parallel.partition as a list is for parallel.pp above 1; set it to 'auto' or leave it out")
+    if len(counts) != c.stages:
+        raise UsageError(
+            f"parallel.partition has {len(counts)} numbers, but parallel.schedule = {p.schedule!r} with "
+            f"parallel.pp = {p.pp} has {c.stages} stages; give one number for each"
+        )
+    if min(counts) < 1:
+        raise UsageError(
+            f"parallel.partition = {list(counts)} leaves a stage without layers; every stage needs at least 1"
+        )
+
+
+def _placements(memory: Memory) -> set[str]:
+    return {memory.policy} if isinstance(memory.policy, str) else set(memory.policy.values())
 
 
 def _check_capacity(c: Config) -> None:
@@ -339,6 +461,7 @@ def _cross_check(c: Config) -> None:
     if c.schedule.kind != "wsd" and c.schedule.decay:
         raise UsageError(f"schedule.decay is for schedule.kind = 'wsd', not {c.schedule.kind!r}")
     _check_memory(c.memory)
+    _check_pipeline(c)
     _check_overlap(c)
     _check_capacity(c)
 
@@ -346,7 +469,7 @@ def _cross_check(c: Config) -> None:
 def _check_overlap(c: Config) -> None:
     if not c.parallel.overlap:
         return
-    placements = {c.memory.policy} if isinstance(c.memory.policy, str) else set(c.memory.policy.values())
+    placements = _placements(c.memory)
     if not placements <= {"keep", "recompute"} or c.memory.recompute != "light":
         raise UsageError(
             "parallel.overlap = true runs the stages of two microbatches in turn, for which memory.policy can be 'keep' or "

@@ -34,10 +34,11 @@ def build(
     device: torch.device,
     shard: Callable[[Any], object] | None = None,
     seed: int = 0,
+    part: Callable[[Any], object] | None = None,
 ) -> Any:
     """The model of a section, on `device`, in the section's dtype, in training mode.
 
-    Random weights depend on `seed`, the configuration and the kind of device alone, not on `shard`.
+    Random weights depend on `seed`, the configuration and the kind of device alone, not on `shard` or `part`.
 
     Args:
         section: family or path, weights, config, dtype, attention.
@@ -45,6 +46,8 @@ def build(
         device: where parameters are made.
         shard: called with the model on the meta device, to make DTensors of its parameters; each process then makes or reads
             its own part of them only. All processes must call this together.
+        part: called before that, to take away what this process has no part of (see `forebay.models.parts`): it is neither
+            made nor read, but a folder must hold it.
 
     Raises:
         UsageError: unknown family or configuration key, or a vocabulary that is smaller than the data's.
@@ -59,11 +62,12 @@ def build(
     dtype = getattr(torch, section.dtype)
     config.use_cache = False
     loads = bool(section.path) and section.weights == "load"
-    if loads and shard is None:
+    if loads and shard is None and part is None:
         return _load(Path(section.path).expanduser(), config, dtype, section.attention).to(device).train()
     model, blueprint = (_skeleton(config, dtype, section.attention) for _ in range(2))
-    if shard is not None:
-        shard(model)
+    for change in (part, shard):
+        if change is not None:
+            change(model)
     materialise(model, device)
     if loads:
         _fill(model, blueprint, Path(section.path).expanduser())

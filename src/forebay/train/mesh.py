@@ -1,12 +1,17 @@
-"""The processes of a run as torchrun started them: their groups, how experts are laid over them, and what they tell each other.
+"""The processes of a run as torchrun started them: their groups, how layers and experts are laid over them, and what they tell
+each other.
 
 In: a valid `Config` and this process's `World`. Out: a `Mesh`, which owns the process groups until it is closed.
 
-N processes, expert groups of P = `parallel.ep`; rank = P * row + column:
+N processes hold the layers in `parallel.pp` groups of D = N / pp that share the batch, with expert groups of P = `parallel.ep`:
 
-    grid  [N / P, P], dims ("fsdp", "ep")     a row shares the experts of a layer (neighbours: the same machine);
+    rank = D * pp_rank + batch rank           neighbours share the batch: the stages of a pipeline may be machines apart
+    batch rank = P * row + column
+
+    data  [D]                                 the layers of a group are sharded over it, and each has its part of the batch
+    grid  [D / P, P], dims ("fsdp", "ep")     a row shares the experts of a layer (neighbours: the same machine);
                                               a column holds the same experts, and shards their weights further
-    data  [N]                                 everything else is sharded over all, and each has its part of the batch
+    pipeline  pp processes                    those of one batch rank: microbatches travel between them
 
 Without torchrun there is one process and no group, unless mixed precision asks for one (FSDP2 does that, and needs a group).
 
@@ -37,26 +42,39 @@ class Mesh:
     """Who this process is among the others. A context manager that closes itself. Made by `open`.
 
     Attributes:
-        world: rank, size and local rank.
+        world: rank and size among all processes, and local rank.
+        batch: the same among those that share the batch; its rank 0 is there once for each of the `pp` groups.
         device: this process's.
         ep: processes that share the experts of a layer.
-        data: one-dimensional mesh over all processes; None without a process group.
+        pp, pp_rank: groups of processes that hold different layers, and which of them this process is in.
+        data: one-dimensional mesh over those that share the batch; None without a process group.
         store: through which the processes found each other; None if the group is somebody else's, or there is none.
-        grid: two-dimensional mesh ("fsdp", "ep") over all processes; None if `ep` is 1.
+        grid: two-dimensional mesh ("fsdp", "ep") over those that share the batch; None if `ep` is 1.
+        pipeline: the processes that the layers of this one's microbatches are on; None if `pp` is 1.
     """
 
-    def __init__(self, world: World, device: torch.device, ep: int, timeout: timedelta, owns: bool, store: Any):
-        self.world, self.device, self.ep = world, device, ep
+    def __init__(
+        self, world: World, device: torch.device, pp: int, ep: int, timeout: timedelta, owns: bool, store: Any
+    ):
+        self.world, self.device, self.pp, self.ep = world, device, pp, ep
+        sharing = world.size // pp
+        self.batch = World(world.rank % sharing, sharing, world.local_rank)
+        self.pp_rank = world.rank // sharing
         self._owns, self.store = owns, store
         self.data: DeviceMesh | None = None
         self.grid: DeviceMesh | None = None
+        self.pipeline: dist.ProcessGroup | None = None
         if not dist.is_initialized() or (world.size == 1 and dist.get_world_size() > 1):
             return  # alone, whatever other processes there are
-        everyone = dist.group.WORLD
-        assert everyone is not None
-        self.data = DeviceMesh.from_group(everyone, device.type, mesh_dim_names=("data",))
+        group = dist.group.WORLD
+        ranks = torch.arange(world.size).view(pp, sharing)
+        if pp > 1:
+            group = _own_of(ranks, timeout)
+            self.pipeline = _own_of(ranks.t(), timeout)
+        assert group is not None
+        self.data = DeviceMesh.from_group(group, device.type, mesh_dim_names=("data",))
         if ep > 1:
-            self.grid = _grid(world.size, ep, device.type, timeout)
+            self.grid = _grid(ranks.view(pp, -1, ep), self.pp_rank, device.type, timeout)
 
     @classmethod
     def open(cls, config: Config, world: World | None = None) -> Mesh:
@@ -78,20 +96,20 @@ class Mesh:
             torch.cuda.set_device(device)
         timeout = timedelta(seconds=config.parallel.timeout)
         if dist.is_initialized():
-            return cls(world, device, config.parallel.ep, timeout, owns=False, store=None)
+            return cls(world, device, config.parallel.pp, config.parallel.ep, timeout, owns=False, store=None)
         if world.size == 1 and not needs_group(config):
-            return cls(world, device, 1, timeout, owns=False, store=None)
+            return cls(world, device, 1, 1, timeout, owns=False, store=None)
         store = _start_group(world, device, timeout)
-        return cls(world, device, config.parallel.ep, timeout, owns=True, store=store)
+        return cls(world, device, config.parallel.pp, config.parallel.ep, timeout, owns=True, store=store)
 
     @property
     def rank(self) -> int:
-        """Of this process, among all."""
+        """Of this process, among all: `batch.rank` is that among those that share the batch."""
         return self.world.rank
 
     @property
     def size(self) -> int:
-        """Number of processes."""
+        """Number of all processes: `batch.size` is that of those that share the batch."""
         return self.world.size
 
     @property
@@ -100,9 +118,16 @@ class Mesh:
         return None if self.grid is None else self.grid.get_group("ep")
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum over processes, in place. The host does not wait."""
+        """Sum over all processes, in place. The host does not wait."""
         if self.size > 1:
             dist.all_reduce(values)
+        return values
+
+    def sum_batch(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum over the processes that share the batch and hold the same layers, in place. The host does not wait."""
+        if self.batch.size > 1:
+            assert self.data is not None
+            dist.all_reduce(values, group=self.data.get_group())
         return values
 
     def max(self, *values: float) -> list[float]:
@@ -130,7 +155,7 @@ class Mesh:
 
     def close(self, failed: bool = False) -> None:
         """Take the process group down if it was made here. After a failure nobody is waited for."""
-        self.data = self.grid = None
+        self.data = self.grid = self.pipeline = None
         if not self._owns or not dist.is_initialized():
             return
         self._owns = False
@@ -202,9 +227,17 @@ def _start_group(world: World, device: torch.device, timeout: timedelta) -> Any:
     return store
 
 
-def _grid(size: int, ep: int, device_type: str, timeout: timedelta) -> DeviceMesh:
-    """Groups made here and not by `init_device_mesh`, which would give them its own timeout."""
-    ranks = torch.arange(size).view(-1, ep)
-    columns, _ = dist.new_subgroups_by_enumeration(ranks.t().tolist(), timeout=timeout)
-    rows, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timeout)
-    return DeviceMesh.from_group([columns, rows], device_type, mesh=ranks, mesh_dim_names=("fsdp", "ep"))
+def _own_of(ranks: torch.Tensor, timeout: timedelta) -> dist.ProcessGroup:
+    """Of groups [groups, members], all of which are made, this process's."""
+    own, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timeout)
+    return own
+
+
+def _grid(ranks: torch.Tensor, pp_rank: int, device_type: str, timeout: timedelta) -> DeviceMesh:
+    """The grid of those that share the batch, of `ranks` [pp, rows, columns].
+
+    Groups are made here and not by `init_device_mesh`, which would give them its own timeout.
+    """
+    column = _own_of(ranks.transpose(1, 2).flatten(0, 1), timeout)
+    row = _own_of(ranks.flatten(0, 1), timeout)
+    return DeviceMesh.from_group([column, row], device_type, mesh=ranks[pp_rank], mesh_dim_names=("fsdp", "ep"))

@@ -3,11 +3,7 @@
 In: a managed model, sharded by FSDP2 or not, and a step's microbatches. Out: gradients on its parameters, as plain forward and
 backward of one microbatch after the other leave them, and the losses.
 
-The engine (`forebay.pipeline.overlap`) runs stages and not modules, so FSDP2's hooks do not see the step: weights are
-gathered here once before it, and gradients reduced once behind it, as `torch.distributed.pipelining` does it. Under mixed
-precision each gradient is added into a float32 sum as soon as it is made: no second set of them waits for a microbatch's end.
-
-`OverlappedGradients` owns the engine and the hooks on gathered parameters.
+The engine is `forebay.pipeline.overlap`; `forebay.train.gathered` has the weights ready for it. `OverlappedGradients` owns both.
 """
 
 from __future__ import annotations
@@ -17,14 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from forebay.models.manage import Managed
 from forebay.models.router import RouterStats, balance_loss
 from forebay.pipeline.causal_lm import CutModel, Microbatch
 from forebay.pipeline.overlap import OverlappedStep
-from forebay.saved.identify import local
-from forebay.train.parallel import fsdp_group
+from forebay.train.gathered import GatheredStep
 
 
 class OverlappedGradients:
@@ -50,20 +44,13 @@ class OverlappedGradients:
         balance: float,
         reshard: bool = False,
     ):
-        self._model, self._router, self._balance = model, router, balance
-        self._device = device
-        self._cut = cut = CutModel(model, memory)
+        self._router, self._balance, self._device = router, balance, device
+        cut = CutModel(model, memory)
         self._parts = 1
         self._imbalance: list[Tensor] = []
         routers = self._balance_of if router is not None else None
         self._step = OverlappedStep(cut.layers, cut.prologue, cut.epilogue, device, routers=routers)
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._sharded = isinstance(model, FSDPModule)
-        self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        if self._sharded and reshard:
-            for layer in cut.layers:
-                if isinstance(layer.experts_module, FSDPModule):
-                    layer.experts = _Briefly(layer.experts_module, layer.experts)
+        self._gathered = GatheredStep(model, cut, reshard)
 
     def __call__(
         self, microbatches: Sequence[tuple[Tensor, Tensor]], count: Tensor | int, parts: int
@@ -80,141 +67,22 @@ class OverlappedGradients:
         """
         self._parts, self._imbalance = parts, []
         work = [Microbatch(ids, labels, count) for ids, labels in microbatches]
-        if self._sharded:
-            self._gather()
-        sums = self._begin_sums()
+        self._gathered.begin()
         if self._router is None:
             losses = self._step.run(work)
         else:
             with self._router.counting():
                 losses = self._step.run(work)
-        self._end_sums(sums, count)
-        if self._sharded:
-            self._reduce()
+        self._gathered.end(count)
         imbalance = torch.stack(self._imbalance).sum() if self._imbalance else torch.zeros((), device=self._device)
         return losses.sum(), imbalance
 
     def close(self) -> None:
-        """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        """Remove the hooks on parameters."""
+        self._gathered.close()
 
     def _balance_of(self, said: list[tuple[Tensor, Tensor]]) -> Tensor:
         with torch.set_grad_enabled(self._balance != 0):
             imbalance = balance_loss(said).float() / self._parts
         self._imbalance.append(imbalance.detach())
         return self._balance * imbalance
-
-    def _begin_sums(self) -> dict[str, Any]:
-        """Under mixed precision, what the vocabulary's two weights get is summed here: FSDP2's record of each, by name.
-
-        A gradient of the head or the embedding has [V, H], 1.2 GiB in fp32 at V = 151936, H = 2048: too much to make one for each
-        microbatch, in two dtypes, only to add it up.
-        """
-        found = {}
-        for name, module in (("head", self._cut.head), ("embedding", self._cut.embedding)):
-            held = self._mixed(module.weight)
-            if held is not None and (name == "embedding" or module.bias is None):
-                found[name] = held
-        if "head" in found:
-            self._cut.head_sum = torch.zeros_like(self._cut.head.weight, dtype=torch.float32)
-        if "embedding" in found:
-            self._cut.embedded = []
-        return found
-
-    def _mixed(self, weight: Tensor) -> Any:
-        """FSDP2's record of a gathered weight, if its gradients are to be summed in fp32 and it is something else."""
-        if self._sharded and weight.requires_grad:
-            for group in self._groups():
-                for held in group.fsdp_params:
-                    if held.unsharded_param is weight and held.reduce_dtype == torch.float32 != weight.dtype:
-                        return held
-        return None
-
-    def _end_sums(self, held: dict[str, Any], count: Tensor | int) -> None:
-        if "head" in held:
-            head_sum, self._cut.head_sum = self._cut.head_sum, None
-            assert head_sum is not None
-            _add(held["head"], head_sum.div_(count))
-        if "embedding" in held:
-            _add(held["embedding"], self._cut.embedding_gradient(torch.float32))
-            self._cut.embedded = None
-
-    def _groups(self) -> list[Any]:
-        found = [fsdp_group(module) for module in self._modules]
-        return [group for group in found if group is not None]
-
-    def _gather(self) -> None:
-        fully_shard.state(self._model)._lazy_init()  # type: ignore[attr-defined]  # the root's forward would do it
-        for module in self._modules:
-            module.unshard()
-        if not self._hooks:
-            # FSDP2 makes each gathered parameter once and fills it again for every step: hooks on it last.
-            for group in self._groups():
-                for held in group.fsdp_params:
-                    self._accumulate(held)
-
-    def _accumulate(self, held: Any) -> None:
-        """Add each gradient of a gathered parameter into a sum of the dtype that is reduced in."""
-        dtype = held.reduce_dtype
-        if dtype is None or not held.unsharded_param.requires_grad:
-            return
-
-        def add(parameter: Tensor) -> None:
-            gradient = parameter.grad
-            if gradient is None or gradient.dtype == dtype:
-                return  # autograd itself sums in this dtype
-            if held.unsharded_accumulated_grad is None:
-                held.unsharded_accumulated_grad = gradient.to(dtype)
-            else:
-                local(held.unsharded_accumulated_grad).add_(local(gradient))
-            parameter.grad = None
-
-        self._hooks.append(held.unsharded_param.register_post_accumulate_grad_hook(add))
-
-    def _reduce(self) -> None:
-        for group in self._groups():
-            group.reduce_grads, group.reshard_after_backward = True, True
-            if group.mesh_info.mesh.size() == 1:
-                group.reshard()  # nothing to reduce: see `forebay.train.parallel.Shards.finish`
-            else:
-                group.post_backward()
-        # Joins FSDP2's streams; without it the optimizer could read shards that are still being written.
-        fully_shard.state(self._model)._root_post_backward_final_callback()  # type: ignore[attr-defined]
-
-
-class _Briefly:
-    """Stage 3 with its weights gathered for the call, and again for its backward."""
-
-    def __init__(self, module: Any, experts: Any):
-        self._module, self._experts = module, experts
-
-    def __call__(self, rows: Tensor, ids: Tensor, weights: Tensor, max_rows: int | None) -> Tensor:
-        self._module.unshard()
-        # Autograd runs the nodes of a stage from its end to its beginning: gathered before the first, given back after the last.
-        rows = _Hook.apply(rows, self._module.reshard)
-        y = _Hook.apply(self._experts(rows, ids, weights, max_rows), self._module.unshard)
-        self._module.reshard()
-        return y
-
-
-class _Hook(torch.autograd.Function):
-    """The identity, which calls `then` in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, then: Any) -> Tensor:
-        ctx.then = then
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.then()
-        return grad, None
-
-
-def _add(held: Any, gradient: Tensor) -> None:
-    if held.unsharded_accumulated_grad is None:
-        held.unsharded_accumulated_grad = gradient
-    else:  # the other one of two tied weights
-        held.unsharded_accumulated_grad.add_(gradient)

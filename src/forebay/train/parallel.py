@@ -7,6 +7,8 @@ are DTensors of which each process holds a part that no other has, and a `Shards
     the rest of a decoder layer     FSDP2 over all processes, gathered before the layer's forward and backward
     embedding, norm, head           FSDP2 over all processes, gathered from a step's first forward to its end
 
+"All processes" are those that share the batch: with pipeline parallelism, those that hold the same layers.
+
 Gradients are *sums* over processes: each process's loss is the sum over its own tokens, divided by the number of all processes'
 tokens, so any split of tokens is right. Under mixed precision the shards, their gradients and the optimizer's states are in
 the parameters' dtype, and everything in between is in the dtype that is computed in, but for sums of gradients: float32.
@@ -27,7 +29,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from forebay.models.expert_parallel import cut_experts
 from forebay.models.families import decoder_layers, moe_blocks
+from forebay.models.parts import all_layers
 from forebay.moe.dispatch.exchange import Exchange
+from forebay.moe.dispatch.local import LocalExchange
 from forebay.saved.identify import local
 from forebay.train.config import Config, check_experts
 from forebay.train.errors import UsageError
@@ -128,7 +132,10 @@ def shard(model: nn.Module, mesh: Mesh, config: Config) -> Shards:
         for block in moe_blocks(model):
             _spread_experts(block.experts, mesh.grid["ep"])
             fully_shard(
-                block.experts, mesh=mesh.grid["fsdp"], shard_placement_fn=_Placement(mesh.size // mesh.ep), **options
+                block.experts,
+                mesh=mesh.grid["fsdp"],
+                shard_placement_fn=_Placement(mesh.batch.size // mesh.ep),
+                **options,
             )
     for layer in layers:
         fully_shard(layer, mesh=mesh.data, **options)
@@ -149,19 +156,21 @@ def experts_in(configuration: Any) -> int:
 
 
 def experts_of(model: nn.Module) -> int:
-    """Experts of a MoE layer, over all processes; 0 for a dense model."""
-    blocks = moe_blocks(model)
+    """Experts of a MoE layer, over all processes; 0 for a dense model. A part with dense layers alone is asked for the whole."""
+    blocks = [block for layer in all_layers(model) for block in moe_blocks(layer)]
     return int(blocks[0].experts.num_experts) if blocks else 0  # type: ignore[arg-type]
 
 
 def exchange_of(model: Any, mesh: Mesh, config: Config) -> Exchange | None:
-    """How tokens travel between the processes of an expert group; None if `parallel.ep` is 1. The caller closes it.
+    """How tokens travel between the processes of an expert group. The caller closes it.
+
+    None if `parallel.ep` is 1, but for a pipeline: its stages run layers cut where tokens would travel.
 
     Raises:
         UsageError: the backend that is asked for is not to be had here.
     """
     if mesh.expert_group is None:
-        return None
+        return LocalExchange(experts_of(model)) if mesh.pp > 1 and experts_of(model) else None
     from forebay.moe.dispatch.choose import make_exchange
 
     text = model.config.get_text_config()
@@ -170,7 +179,7 @@ def exchange_of(model: Any, mesh: Mesh, config: Config) -> Exchange | None:
             config.parallel.dispatch,
             mesh.expert_group,
             experts_of(model),
-            tokens=config.microbatch(mesh.size) * config.train.sequence,
+            tokens=config.microbatch(mesh.batch.size) * config.train.sequence,
             hidden=text.hidden_size,
             slots_per_token=text.num_experts_per_tok,
             dtype=getattr(torch, config.model.compute or config.model.dtype),

@@ -1,6 +1,7 @@
 """Parameters of which a process holds a part: where that part lies in the whole, and how it gets its first values.
 
-In: a model on the meta device, sharded (DTensors) or not, and its blueprint: the same model on the meta device, not sharded.
+In: a model on the meta device, sharded (DTensors) or not, all of it or a part, and its blueprint: the same model on the meta
+device, whole and not sharded.
 Out: the model on a real device, with random weights that depend on the seed and on the parameter's name alone, so that any
 number of processes in any mesh starts from the same model, and none of them ever holds more of it than its own part and one
 parameter. (A CPU and a GPU draw different numbers; two GPUs draw the same.)
@@ -50,14 +51,16 @@ def initialise(model: Any, blueprint: Any, seed: int) -> None:
     """Random parameters, and buffers as transformers makes them, in place. Leaves the random generators as they were.
 
     Args:
-        model: materialised.
-        blueprint: the same model, unsharded, on the meta device; left there.
+        model: materialised; a part of the blueprint, or all of it.
+        blueprint: the same model, whole and unsharded, on the meta device; left there.
     """
     initialise_buffers(model, blueprint)
     parameters = dict(model.named_parameters())
     around = _around(blueprint)
     with torch.random.fork_rng([p.device for p in parameters.values() if p.is_cuda][:1]):
         for name, meta in blueprint.named_parameters():  # tied ones once, under their first name, in both
+            if name not in parameters:
+                continue  # another part's
             held = local(parameters[name])
             if not held.numel():
                 continue
@@ -76,8 +79,10 @@ def initialise_buffers(model: Any, blueprint: Any) -> None:
 
     No checkpoint holds those that transformers computes from the configuration.
     """
-    around = _around(blueprint)
+    around, held = _around(blueprint), dict(model.named_modules())
     for path, module in blueprint.named_modules():
+        if path not in held:
+            continue  # another part's
         # Those of a module together: one may be made from the other. On the CPU, as `from_pretrained` makes them.
         whole = {n: torch.empty_like(b, device="cpu") for n, b in module.named_buffers(recurse=False)}
         if not whole:
@@ -86,7 +91,7 @@ def initialise_buffers(model: Any, blueprint: Any) -> None:
             for owner, outer in around[path]:
                 owner._init_weights(outer)
         for name, value in whole.items():
-            model.get_submodule(path).get_buffer(name).copy_(value)
+            held[path].get_buffer(name).copy_(value)
 
 
 def _around(model: Any) -> dict[str, list[tuple[Any, nn.Module]]]:

@@ -13,6 +13,7 @@ AdamW -> the router's bias update. The host waits for the device once a step, wh
 
 import random
 import time
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -24,12 +25,15 @@ from forebay.models.families import moe_blocks
 from forebay.models.manage import manage
 from forebay.models.router import RouterStats
 from forebay.moe.dispatch.exchange import Exchange
+from forebay.pipeline.partition import Partition
+from forebay.pipeline.schedule import Plan
 from forebay.train.config import Config, check_experts
 from forebay.train.data import Windows, load_corpus, load_tokenizer, split
 from forebay.train.errors import RunError, UsageError
 from forebay.train.mesh import Mesh
 from forebay.train.metrics import StepRecord, peak_bytes
 from forebay.train.overlapped import OverlappedGradients
+from forebay.train.pipelined import PipelinedGradients, keep_stages, partition_of, plan_of
 from forebay.train.schedule import factor
 from forebay.train.world import ALONE
 
@@ -73,23 +77,30 @@ class Trainer:
         self.corpus = load_corpus(config.data, tokenizer)
         train, held_out = split(self.corpus, config.data.validation)
         size, batch, seed = config.train.sequence, config.train.batch, config.train.seed
-        self._windows = Windows(train, size, batch, seed, mesh.world)
+        self._windows = Windows(train, size, batch, seed, mesh.batch)
         self._held_out = (
-            Windows(held_out, size, batch, seed, mesh.world, "validation data") if config.train.eval_every else None
+            Windows(held_out, size, batch, seed, mesh.batch, "validation data") if config.train.eval_every else None
         )
         declared = hf.configuration(config.model, tokenizer.vocabulary)
         check_experts(mesh.ep, parallel.experts_in(declared))
         _seed(seed)
         self._shards: parallel.Shards | None = None
+        plan = plan_of(config, mesh) if mesh.pp > 1 else None
+        partition = partition_of(config, mesh, declared) if plan is not None else None
         self.model = hf.build(
-            config.model, tokenizer.vocabulary, self.device, self._shard if mesh.data is not None else None, seed
+            config.model,
+            tokenizer.vocabulary,
+            self.device,
+            self._shard if mesh.data is not None else None,
+            seed,
+            None if plan is None else partial(keep_stages, plan=plan, partition=partition, rank=mesh.pp_rank),
         )
         _check_positions(self.model, size)
         self.exchange = parallel.exchange_of(self.model, mesh, config)
         self.memory = _manage(self.model, config, self.exchange)
         self._router = RouterStats(self.model) if moe_blocks(self.model) else None  # None: a dense model
         self._balance = balance_coefficient(self.model.config)
-        self._overlapped = self._overlap() if config.parallel.overlap else None
+        self._gradients = self._engine(plan, partition, parallel.experts_in(declared))
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = _adamw(self.model, config)
         if mesh.rank:
@@ -103,8 +114,8 @@ class Trainer:
 
     def close(self) -> None:
         """Take the manager off the model; the model is as it was built and sharded, but trained."""
-        if self._overlapped is not None:
-            self._overlapped.close()
+        if self._gradients is not None:
+            self._gradients.close()
         self.memory.detach()
         if self.exchange is not None:
             self.exchange.close()
@@ -129,7 +140,7 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self._router is not None and self._router.has_bias:
-            self._router.sum_counts(self.mesh.sum)
+            self._router.sum_counts(self.mesh.sum_batch)
             self._router.update_bias(self.config.train.router_bias_rate)
         loss, imbalance, size = torch.cat([losses, norm.float()[None]]).tolist()
         if self.exchange is not None:
@@ -156,8 +167,8 @@ class Trainer:
         inputs, targets = self._windows(number - 1)
         parts = self._microbatches(inputs, targets)
         count = self._count(targets)
-        if self._overlapped is not None:
-            losses = self._overlapped(parts, count, len(parts) * self.mesh.size)
+        if self._gradients is not None:
+            losses = self._gradients(parts, count, len(parts) * self.mesh.batch.size)
         else:
             losses = self._in_turn(parts, count)
         if self._shards is not None:
@@ -173,7 +184,7 @@ class Trainer:
         for index, (ids, labels) in enumerate(parts):
             if self._shards is not None:
                 self._shards.microbatch(last=index == len(parts) - 1)
-            loss, own, imbalance = self._loss(ids, labels, count, len(parts) * self.mesh.size)
+            loss, own, imbalance = self._loss(ids, labels, count, len(parts) * self.mesh.batch.size)
             cross_entropy += own
             balance += imbalance
             loss.backward()
@@ -193,9 +204,10 @@ class Trainer:
         try:
             with torch.no_grad():
                 for number in range(self.config.train.eval_batches):
-                    for ids, labels in self._microbatches(*self._held_out(number)):
-                        total += float(self._forward(ids, labels, 1))
-                        count += labels.numel()
+                    parts = self._microbatches(*self._held_out(number))
+                    total += self._evaluate(parts)
+                    # Every stage has the same targets: the first ones count.
+                    count += sum(labels.numel() for _, labels in parts) if self.mesh.pp_rank == 0 else 0
         finally:
             self.model.train()
         if self._shards is not None:
@@ -207,20 +219,44 @@ class Trainer:
         """Before the model has any memory: each process then makes or reads its own part only."""
         self._shards = parallel.shard(model, self.mesh, self.config)
 
-    def _overlap(self) -> OverlappedGradients:
+    def _engine(
+        self, plan: Plan | None, partition: Partition | None, experts: int
+    ) -> OverlappedGradients | PipelinedGradients | None:
+        """What runs a step's forwards and backwards; None: they run one after the other."""
+        config = self.config
         try:
-            return OverlappedGradients(
-                self.model, self.memory, self.device, self._router, self._balance, self.config.parallel.reshard
-            )
+            if plan is not None and partition is not None:
+                return PipelinedGradients(
+                    self.model,
+                    self.memory,
+                    config,
+                    self.mesh,
+                    plan,
+                    partition,
+                    experts=experts,
+                    router=self._router,
+                    balance=self._balance,
+                )
+            if config.parallel.overlap:
+                return OverlappedGradients(
+                    self.model, self.memory, self.device, self._router, self._balance, config.parallel.reshard
+                )
         except ValueError as error:
-            raise UsageError(f"parallel.overlap: {error}") from error
+            raise UsageError(f"parallel.{'overlap' if plan is None else 'pp'}: {error}") from error
+        return None
+
+    def _evaluate(self, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+        """The sum of the cross entropies of a validation batch, or this process's part of it."""
+        if isinstance(self._gradients, PipelinedGradients):
+            return float(self._gradients.evaluate(parts))
+        return sum(float(self._forward(ids, labels, 1)) for ids, labels in parts)
 
     def _count(self, targets: torch.Tensor) -> torch.Tensor | int:
-        """Targets of the step that a loss is computed for, over all processes. The host does not wait for it."""
+        """Targets of the step that a loss is computed for, over all that share the batch. The host does not wait for it."""
         own = int((targets != IGNORE).sum())
-        if self.mesh.size == 1:
+        if self.mesh.batch.size == 1:
             return own
-        return self.mesh.sum(torch.full((), own, dtype=torch.int64, device=self.device))
+        return self.mesh.sum_batch(torch.full((), own, dtype=torch.int64, device=self.device))
 
     def _loss(
         self, ids: torch.Tensor, labels: torch.Tensor, count: torch.Tensor | int, parts: int
@@ -245,7 +281,7 @@ class Trainer:
         return output.loss
 
     def _microbatches(self, inputs: torch.Tensor, targets: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        size = self.config.microbatch(self.mesh.size)
+        size = self.config.microbatch(self.mesh.batch.size)
         ids = inputs.to(self.device, non_blocking=True).split(size)
         return list(zip(ids, targets.to(self.device, non_blocking=True).split(size), strict=True))
 

@@ -1,7 +1,7 @@
 """Weights out of a Hugging Face folder, of which each process reads only the bytes of its own shards.
 
-In: a folder of safetensors, a model whose parameters are DTensors (or plain), and its blueprint: the same model, not sharded,
-on the meta device. Out: the model's parameters and persistent buffers, filled in place.
+In: a folder of safetensors, a model whose parameters are DTensors (or plain), all of it or a part, and its blueprint: the same
+model on the meta device, whole and not sharded. Out: the model's parameters and persistent buffers, filled in place.
 
 A folder may hold a model in another layout than transformers builds it in: experts one by one, gate and up apart. What
 becomes of which stored tensor is transformers' knowledge (`conversion_mapping`). It is turned into small objects that know
@@ -9,7 +9,8 @@ their shape without reading anything, and read any block of themselves:
 
     experts.gate_up_proj [E, 2I, H]  =  Joined(1, Stacked(gate_0 [I, H], gate_1, ...), Stacked(up_0, up_1, ...))
 
-Every process plans from the files' headers alone, so all of them find the same missing or mis-shaped tensor.
+Every process plans the whole model from the files' headers alone, so all of them find the same missing or mis-shaped tensor.
+What a folder holds beyond the model is left alone, as transformers does.
 """
 
 import json
@@ -68,8 +69,8 @@ def fill(model: Any, blueprint: Any, folder: Path) -> dict[str, int]:
     """Read a folder's weights into `model`.
 
     Args:
-        model: materialised; parameters plain or DTensors.
-        blueprint: the same model, unsharded, on the meta device.
+        model: materialised; parameters plain or DTensors. A part of the blueprint, or all of it.
+        blueprint: the same model, whole and unsharded, on the meta device.
 
     Returns:
         Bytes that this process read for each parameter and buffer.

@@ -1,0 +1,201 @@
+"""The experts' weight gradients, left for later: zero-bubble pipeline schedules fill their idle time with them.
+
+    store = WeightGradients()
+    y = experts(..., deferred=store)
+    with store.collecting() as pending:
+        y.backward(dy)              # all gradients but gate_up's and down's: the input half
+    ...
+    for make in pending:
+        make()                      # those two: the weight half
+
+The input half makes dx and the gradients of the routing weights and of the biases, and appends one callable for each experts
+call whose gate_up or down is trained. Calling it makes what is missing and lets autograd take it from there: through views and
+`DTensor.to_local` to the parameter, into `.grad`, past the hooks that wait there. In the input half nothing of that runs. A
+callable is called once and holds nothing afterwards. Backward passes outside of `collecting` make all gradients at once. Either
+way each call's gradients are bitwise those of experts without a store, of the same kernels on the same operands.
+
+What waits between the halves, bytes in bf16, R rows of T tokens (R = T*K, or `max_rows`):
+
+    x [T, H], dh [R, 2I]         for gate_up    2TH + 4RI; x is the one that was saved, no copy
+    dy [T, H], act [R, I]        for down       2TH + 2RI; dy is the gradient that came in, no copy
+    order [R], offs [E] int32                   4R + 4E
+
+T=16384, K=8, H=2048, I=768, E=128: 448 + 256 MiB, and h's 384 MiB are free again. h is made again at most once, in the input
+half. The rows of x and dy are gathered in the weight half: 2RH bytes beside what waits and the gradients themselves. down's
+gradient comes first, and dy and act are free before gate_up's is made. The input half's peak is that of a whole backward.
+Parameters are not kept: FSDP2 may free them in between. x and dy must not be written to in between; it is an error.
+
+Who owns what: the caller owns the list, a callable owns what waits for it. Dropping them frees it, and the gradients are never
+made. A `WeightGradients` holds the list while it collects, and nothing else.
+
+How. Autograd runs every node behind one that ran, with "no gradient" if it got none: a parameter's hooks would run in the
+input half, and what leads from the parameter to the experts would free what it saved. So the experts' node has no edge to
+gate_up and down. A second node has them, and is run on its own: by the callable, or by the experts' node at once.
+
+That is what a store costs: `torch.autograd.grad` cannot be asked for gate_up's and down's gradients (they are "not used in the
+graph"), and asked for others it accumulates these into `.grad` all the same, or appends. A parameter that several calls of one
+graph share gets their gradients one by one and not as a sum. And it is for eager mode: `torch.compile` breaks its graph here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forebay.moe.experts_op import (
+    experts_backward_op,
+    experts_op,
+    experts_weight_backward_op,
+    gradients,
+    save_for_backward,
+)
+
+
+class WeightGradients:
+    """Whether experts make their weight gradients at once or later, for all experts calls that were given this object."""
+
+    def __init__(self) -> None:
+        self._pending: list[Callable[[], None]] | None = None
+
+    @contextmanager
+    def collecting(self) -> Iterator[list[Callable[[], None]]]:
+        """Backward passes within append to the list, in the order in which they come to the experts.
+
+        Raises:
+            RuntimeError: this store is collecting already.
+        """
+        if self._pending is not None:
+            raise RuntimeError("these WeightGradients are collecting already; leave that `with` before the next one")
+        pending: list[Callable[[], None]] = []
+        self._pending = pending
+        try:
+            yield pending
+        finally:
+            self._pending = None
+
+    @property
+    def pending(self) -> list[Callable[[], None]] | None:
+        """The list that is being collected, None outside of `collecting`."""
+        return self._pending
+
+
+@torch.compiler.disable(reason="experts with deferred weight gradients run in eager mode")
+def deferring_experts(store: WeightGradients, inputs: tuple[Any, ...]) -> Tensor:
+    """y of `experts_op(*inputs)`, whose backward asks the store when to make the weight gradients."""
+    x, ids, weights, gate_up, down, *rest = inputs
+    if not (torch.is_grad_enabled() and (gate_up.requires_grad or down.requires_grad)):
+        return experts_op(*inputs)[0]
+    needs = tuple(t is not None and t.requires_grad for t in inputs[:7])
+    end = _End(gate_up, down)
+    # The anchor makes y require a gradient where gate_up and down alone do.
+    anchor = torch.empty(0, device=x.device, requires_grad=True)
+    y, *_ = _Experts.apply(x, ids, weights, gate_up.detach(), down.detach(), *rest, anchor, needs, end, store)
+    return y
+
+
+class _Experts(torch.autograd.Function):
+    """The autograd of `forebay::experts` without edges to gate_up and down; `_End` has those."""
+
+    @staticmethod
+    def forward(ctx, *args):
+        *inputs, _, needs, ctx.end, ctx.store = args
+        output = experts_op(*inputs)
+        save_for_backward(ctx, inputs, output, needs)
+        return output
+
+    @staticmethod
+    def backward(ctx, dy, *_):
+        if dy is None:
+            return (None,) * 18
+        run = _all_at_once if ctx.store.pending is None else _input_half
+        dx, d_weights, *d_biases = run(ctx, dy)
+        return dx, None, d_weights, None, None, *d_biases, *(None,) * 11
+
+
+def _all_at_once(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
+    dx, _, d_weights, d_gate_up, d_down, *d_biases = gradients(ctx, dy)[:7]
+    given_away = [None if d is None else [d].pop for d in (d_gate_up, d_down)]
+    del d_gate_up, d_down
+    ctx.end.run(*given_away)
+    return dx, d_weights, *d_biases
+
+
+def _input_half(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors
+    made = experts_backward_op(dy, *saved, *ctx.settings, *ctx.needs, weights_later=True)
+    dx, d_weights, dh, act, *d_biases = (g if need else None for g, need in zip(made, ctx.needs, strict=True))
+    x, _, order, inverse, offs, *_ = saved
+    transposed, routing = ctx.settings[2], (order, offs, inverse.shape[1])
+    d_gate_up = None if dh is None else _Left("tokens", x.detach(), dh, *routing, transposed)
+    # dy itself, not an alias: whoever else is handed dy as a gradient sees that it is not theirs alone to add to.
+    d_down = None if act is None else _Left("gradient", dy, act, *routing, not transposed)
+    ctx.store.pending.append(_Once(ctx.end, d_gate_up, d_down))
+    return dx, d_weights, *d_biases
+
+
+class _Left:
+    """Operands of `experts_weight_backward_op`, given up when the gradient is made. `name` says what the first one is."""
+
+    def __init__(self, name: str, tokens: Tensor, *others: Any):
+        self._name, self._version, self._operands = name, tokens._version, (tokens, *others)
+
+    def __call__(self) -> Tensor:
+        operands, self._operands = self._operands, ()
+        # A leaf's `.grad` may be a view of dy, to which the next microbatch's is added in place.
+        if operands[0]._version != self._version:
+            raise RuntimeError(
+                f"the {self._name} that came into the experts changed before their weight gradients were made; "
+                "write to that memory afterwards, or to a copy"
+            )
+        return experts_weight_backward_op(*operands)
+
+
+class _Once:
+    """What is appended: hands one experts call's weight gradients over to autograd."""
+
+    def __init__(self, end: _End, d_gate_up: _Left | None, d_down: _Left | None):
+        self._waiting: tuple[_End, _Left | None, _Left | None] | None = (end, d_gate_up, d_down)
+
+    def __call__(self) -> None:
+        if self._waiting is None:
+            raise RuntimeError("these weight gradients have been made already; each callable is called once")
+        (end, *makers), self._waiting = self._waiting, None
+        end.run(*makers)
+
+
+class _End:
+    """Edges to the weights' gradients, as autograd found them in forward: of the parameters' graph, not of their memory."""
+
+    def __init__(self, gate_up: Tensor, down: Tensor):
+        self._makers: list[Callable[[], Tensor] | None] = []
+        self._root = _Weights.apply(self._makers, gate_up, down)
+
+    def run(self, d_gate_up: Callable[[], Tensor] | None, d_down: Callable[[], Tensor] | None) -> None:
+        """Backward from here on, with what the two make; None for a frozen one."""
+        self._makers[:] = d_gate_up, d_down
+        torch.autograd.backward(self._root, self._root.detach())
+
+
+class _Weights(torch.autograd.Function):
+    """The node with the edges.
+
+    Gradients that were handed to `torch.autograd.backward` would be held from outside, and a parameter's first one be copied
+    into `.grad`. Made in a node they become it.
+    """
+
+    @staticmethod
+    def forward(ctx, makers, gate_up, down):
+        ctx.makers = makers
+        return torch.empty(0, device=gate_up.device)
+
+    @staticmethod
+    def backward(ctx, _):
+        d_gate_up, d_down = ctx.makers
+        ctx.makers.clear()
+        # In the order of a whole backward.
+        second = None if d_down is None else d_down()
+        return None, None if d_gate_up is None else d_gate_up(), second

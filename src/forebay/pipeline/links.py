@@ -1,0 +1,141 @@
+"""What pipeline ranks send each other: hidden states forward, their gradients backward.
+
+In: packets, short tuples of tensors, named by a `Message`. Out: the same packets on the rank that expects them. Sender and
+receiver know the shapes: they are those of a microbatch.
+
+    receiver   links.expect(message, source, like)       as early as the plan says
+    sender     links.send(message, target, packet)       right behind the computation that made it
+    receiver   packet = links.receive(message)           the compute stream waits, the host does not
+
+`DistLinks` goes through `torch.distributed`. NCCL pairs messages by their order, and one that waits holds up those behind it: so
+forward and backward have a group of their own in each direction between two ranks. gloo pairs by tags, and needs no more groups.
+
+Links own what is on its way. A packet that is sent is let go of once it has been read: at the next `send`, without waiting.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Packet = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Message:
+    """`kind` "F": what stage `stage - 1` gives to `stage`; "B": the gradient of what `stage` gave to `stage + 1`. So `stage` is
+    always the one that receives."""
+
+    kind: str
+    stage: int
+    microbatch: int
+
+
+class Links(Protocol):
+    """See the module docstring."""
+
+    def expect(self, message: Message, source: int, like: Sequence[Tensor]) -> None:
+        """Make ready for a packet from pipeline rank `source`. `like`: tensors (on the meta device) of its shapes and dtypes."""
+
+    def send(self, message: Message, target: int, packet: Packet) -> None:
+        """To pipeline rank `target`; the tensors are not changed until it is over."""
+
+    def receive(self, message: Message) -> Packet:
+        """An expected packet, once; it belongs to the caller."""
+
+    def finish(self) -> None:
+        """Behind a step: let go of all that was sent. Nothing may be expected any more."""
+
+    def reset(self) -> None:
+        """After an error: forget everything, wait for nobody."""
+
+
+class DistLinks:
+    """Links through `torch.distributed`.
+
+    Args:
+        group: the pipeline's ranks.
+        pairs: (source, target) of pipeline ranks that ever send to each other.
+        device: of the tensors.
+        pipelines: global ranks of every pipeline there is: all processes make the groups of all. Read for NCCL only.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        pairs: Sequence[tuple[int, int]],
+        device: torch.device,
+        pipelines: Sequence[Sequence[int]],
+    ):
+        self._device = device
+        self._rank = dist.get_rank(group)
+        self._members = dist.get_process_group_ranks(group)
+        self._channels: dict[tuple[str, int, int], dist.ProcessGroup] = {}
+        self._expected: dict[Message, tuple[list[Any], Packet]] = {}
+        self._sent: deque[tuple[list[Any], Packet]] = deque()
+        for source, target in pairs:
+            for kind in "FB":
+                self._channels[kind, source, target] = self._channel(source, target, pipelines) or group
+
+    def expect(self, message: Message, source: int, like: Sequence[Tensor]) -> None:
+        """See `Links`."""
+        packet = tuple(torch.empty_like(t, device=self._device) for t in like)
+        group = self._channels[message.kind, source, self._rank]
+        peer = self._members[source]
+        works = [dist.irecv(t, peer, group=group, tag=_tag(message)) for t in packet]
+        self._expected[message] = works, packet
+
+    def send(self, message: Message, target: int, packet: Packet) -> None:
+        """See `Links`."""
+        group = self._channels[message.kind, self._rank, target]
+        peer = self._members[target]
+        packet = tuple(t.contiguous() for t in packet)
+        while self._sent and all(work.is_completed() for work in self._sent[0][0]):
+            self._sent.popleft()
+        self._sent.append(([dist.isend(t, peer, group=group, tag=_tag(message)) for t in packet], packet))
+
+    def receive(self, message: Message) -> Packet:
+        """See `Links`."""
+        works, packet = self._expected.pop(message)
+        for work in works:
+            work.wait()
+        return packet
+
+    def finish(self) -> None:
+        """See `Links`."""
+        assert not self._expected, f"never received: {list(self._expected)}"
+        while self._sent:
+            for work in self._sent.popleft()[0]:
+                work.wait()
+
+    def reset(self) -> None:
+        """See `Links`."""
+        self._expected.clear()
+        self._sent.clear()
+
+    def _channel(
+        self, source: int, target: int, pipelines: Sequence[Sequence[int]]
+    ) -> dist.ProcessGroup | None:
+        if self._device.type != "cuda":
+            return None
+        pairs = [[members[source], members[target]] for members in pipelines]
+        own, _ = dist.new_subgroups_by_enumeration(pairs)
+        return own
+
+
+def _tag(message: Message) -> int:
+    """gloo pairs messages by it: several stages of a rank may talk to the same peer. NCCL goes by order."""
+    return 2 * message.stage + (message.kind == "B")
+
+
+def neighbours(ranks: Sequence[int]) -> list[tuple[int, int]]:
+    """(source, target) pairs of pipeline ranks that talk, where stage s is on `ranks[s]`."""
+    pairs = {(a, b) for a, b in pairwise(ranks) if a != b}
+    return sorted(pairs | {(b, a) for a, b in pairs})

@@ -1,0 +1,1 @@
+"""Pictures and traces of what a run did."""

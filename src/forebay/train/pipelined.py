@@ -1,0 +1,194 @@
+"""A step's gradients on a pipeline: the trainer's use of the runtime.
+
+In: this pipeline rank's part of a model (`forebay.models.parts`), managed and sharded, and a step's microbatches. Out: gradients
+on its parameters, and the losses where the last stage is.
+
+    plan_of, keep_stages       what a rank does in a step, and what it needs of the model for that
+    PipelinedGradients(...)    stages, links and runtime; a call is a step, `evaluate` a forward
+
+`PipelinedGradients` owns the runtime, the links and the hooks on gathered parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forebay.models.families import moe_blocks
+from forebay.models.manage import Managed
+from forebay.models.parts import keep_part
+from forebay.models.router import RouterStats
+from forebay.moe.weight_gradients import WeightGradients
+from forebay.pipeline.balance import StageBalance
+from forebay.pipeline.causal_lm import CutModel, Microbatch
+from forebay.pipeline.links import DistLinks, Links, neighbours
+from forebay.pipeline.partition import Partition, even_partition, of_counts
+from forebay.pipeline.runtime import PipelineRuntime, Stage, Watcher
+from forebay.pipeline.schedule import BACKWARD_WEIGHT, Action, Plan, forward_plan, make_plan
+from forebay.train.config import Config
+from forebay.train.errors import UsageError
+from forebay.train.gathered import GatheredStep
+from forebay.train.mesh import Mesh
+
+
+def plan_of(config: Config, mesh: Mesh) -> Plan:
+    """The plan of a step. `check_world` has made sure that there is one."""
+    p = config.parallel
+    microbatches = config.train.batch // mesh.batch.size // config.microbatch(mesh.batch.size)
+    return make_plan(p.schedule, p.pp, microbatches, p.chunks)
+
+
+def partition_of(config: Config, mesh: Mesh, declared: Any) -> Partition:
+    """Which layers each stage has. Every rank finds the same, from the configuration alone.
+
+    Args:
+        declared: the Hugging Face configuration.
+
+    Raises:
+        UsageError: the model's layers cannot be cut so.
+    """
+    p, layers = config.parallel, declared.get_text_config().num_hidden_layers
+    try:
+        if p.partition == "even":
+            return even_partition(layers, p.schedule, p.pp, p.chunks)
+        if not isinstance(p.partition, str):
+            return of_counts(p.partition, layers, p.schedule, p.pp, p.chunks)
+        return even_partition(layers, p.schedule, p.pp, p.chunks)
+    except ValueError as error:
+        raise UsageError(f"parallel.partition: {error}") from error
+
+
+def keep_stages(model: Any, plan: Plan, partition: Partition, rank: int) -> None:
+    """Leave of a model on the meta device what pipeline rank `rank` has of it."""
+    stages = plan.stages(rank)
+    layers = [number for stage in stages for number in partition.layers[stage]]
+    keep_part(model, layers, embedding=0 in stages, head=len(plan.ranks) - 1 in stages)
+
+
+class PipelinedGradients:
+    """Forward and backward of all microbatches of a step, on this pipeline rank.
+
+    Args:
+        model: its part of a `*ForCausalLM`, under `memory`.
+        experts: of each MoE layer, over all processes; 0 for a dense model.
+        router: what counts the routers' choices; None where there are none.
+        balance: coefficient of the load-balancing loss.
+        early_release: see `PipelineRuntime`.
+
+    Attributes:
+        plan: of a step.
+        ran: the actions of the last step, as they ran.
+        watcher: is told of every action of the steps to come; None for nobody.
+
+    Raises:
+        ValueError: see `CutModel`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        memory: Managed,
+        config: Config,
+        mesh: Mesh,
+        plan: Plan,
+        partition: Partition,
+        *,
+        experts: int,
+        router: RouterStats | None,
+        balance: float,
+        early_release: bool = True,
+    ):
+        assert mesh.pipeline is not None
+        self.plan, self.ran, self.watcher = plan, list[Action](), None
+        self._device, self._router, self._rank = mesh.device, router, mesh.pp_rank
+        pipelines = torch.arange(mesh.size).view(mesh.pp, -1).t().tolist()
+        self._links: Links = DistLinks(mesh.pipeline, neighbours(plan.ranks), mesh.device, pipelines)
+        self._balance = StageBalance(experts, balance, mesh.device) if experts else None
+        self._cut = cut = CutModel(model, memory, getattr(torch, config.model.compute or config.model.dtype))
+        self._gathered = GatheredStep(model, cut, config.parallel.reshard)
+        self._experts: list[Any] = [block.experts for block in moe_blocks(model)]
+        self._weights = self._deferring(plan)
+        self._stages = {s: self._stage(s, partition) for s in plan.stages(mesh.pp_rank)}
+        self._early_release = early_release
+        self._runtime = self._runtime_of(plan)
+        self._forward: PipelineRuntime | None = None
+
+    watcher: Watcher | None
+
+    def __call__(
+        self, microbatches: Sequence[tuple[Tensor, Tensor]], count: Tensor | int, parts: int
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients are added to what is there.
+
+        Args:
+            microbatches: ids and labels [B, S] each; labels are shifted. The same on all ranks of the pipeline.
+            count: targets of the step over all processes that share the batch, by which losses are divided.
+            parts: microbatches of the step over these, by which the load balance is divided.
+
+        Returns:
+            This process's part of the cross entropy and of the load balance, scalars: 0 on ranks without the last stage.
+        """
+        work = [Microbatch(ids, labels, count) for ids, labels in microbatches]
+        if self._balance is not None:
+            self._balance.scale = 1 / parts
+        self._gathered.begin()
+        if self._router is None:
+            losses, self.ran = self._runtime.run(work, self._cut.hidden, watcher=self.watcher)
+        else:
+            with self._router.counting():
+                losses, self.ran = self._runtime.run(work, self._cut.hidden, watcher=self.watcher)
+        self._gathered.end(count)
+        imbalance = self._balance.take_losses() if self._balance is not None else torch.zeros((), device=self._device)
+        return losses.sum() if losses is not None else torch.zeros((), device=self._device), imbalance
+
+    @torch.no_grad()
+    def evaluate(self, microbatches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """The sum of the cross entropies of all targets, fp32; 0 on ranks without the last stage. As many microbatches as in a
+        step. Leaves gathered weights to be given back by the caller."""
+        if self._forward is None:
+            self._forward = self._runtime_of(forward_plan(self.plan))
+        self._gathered.gather()
+        work = [Microbatch(ids, labels, 1) for ids, labels in microbatches]
+        losses, _ = self._forward.run(work, self._cut.hidden)
+        if self._balance is not None:
+            self._balance.take_losses()
+        return losses.float().sum() if losses is not None else torch.zeros((), device=self._device)
+
+    def close(self) -> None:
+        """Remove what was put on parameters and modules."""
+        self._gathered.close()
+        for module in self._experts:
+            module.__dict__.pop("forebay_weight_gradients", None)
+
+    def _deferring(self, plan: Plan) -> WeightGradients | None:
+        """Where weight gradients wait; None if the schedule has no place for them."""
+        if not any(a.kind == BACKWARD_WEIGHT for a in plan.actions[self._rank]):
+            return None
+        weights = WeightGradients()
+        for module in self._experts:
+            module.__dict__["forebay_weight_gradients"] = weights
+        return weights
+
+    def _stage(self, number: int, partition: Partition) -> Stage:
+        cut = self._cut
+        return Stage(
+            layers=[cut.layers[cut.numbers.index(n)] for n in partition.layers[number]],
+            prologue=cut.prologue if number == 0 else None,
+            epilogue=cut.epilogue if number == len(self.plan.ranks) - 1 else None,
+            enter=cut.enter,
+        )
+
+    def _runtime_of(self, plan: Plan) -> PipelineRuntime:
+        return PipelineRuntime(
+            self._stages,
+            plan,
+            self._rank,
+            self._links,
+            self._device,
+            balance=self._balance,
+            weights=self._weights,
+            early_release=self._early_release,
+        )

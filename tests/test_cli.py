@@ -109,6 +109,64 @@ def test_profile(run: Run, config: str) -> None:
     assert code == 0 and json.loads(out)
 
 
+PIPELINE = ["--set=model.config.num_hidden_layers=12", "--set=train.batch=8", "--set=train.microbatch=1"]
+
+
+def test_plan(run: Run, config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of this process alone, and of no weights, data or GPU; the vocabulary of 320 makes a head of several layers."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    (tmp_path / "text.txt").unlink()
+    code, out, error = run("plan", config, "--pp", "2", *PIPELINE)
+    assert code == 0 and not error
+    assert "dualpipev, 8 microbatches of 16 tokens" in out
+    assert "embedding + 0-" in out and "11 + head" in out and "4, 1" in out and "3, 2" in out
+    code, out, _ = run("plan", config, "--json", *PIPELINE, "--set=parallel.pp=2")
+    plan = json.loads(out)
+    assert code == 0 and plan["schedule"] == "dualpipev" and plan["microbatches"] == 8
+    ranks = plan["ranks"]
+    assert [[stage["stage"] for stage in rank["stages"]] for rank in ranks] == [[0, 3], [1, 2]]
+    assert [[stage["in_flight"] for stage in rank["stages"]] for rank in ranks] == [[4, 1], [3, 2]]
+    stages = sorted((stage for rank in ranks for stage in rank["stages"]), key=lambda stage: stage["stage"])
+    assert [number for stage in stages for number in stage["layers"]] == list(range(12))
+    assert [len(stage["layers"]) for stage in stages] == plan["partition"]
+    assert [stage["embedding"] for stage in stages] == [True, False, False, False]
+    assert [stage["head"] for stage in stages] == [False, False, False, True]
+    assert sum(rank["time_share"] for rank in ranks) == pytest.approx(1)
+    assert plan["balance"] == pytest.approx(max(rank["time_share"] for rank in ranks) * 2)
+    assert 1 <= plan["balance"] < plan["even_balance"] - 0.1
+    assert not (tmp_path / "run").exists()
+
+
+def test_plan_without_a_pipeline_and_with_a_partition_of_ones_own(run: Run, config: str) -> None:
+    code, out, _ = run("plan", config)
+    assert code == 0 and "no pipeline" in out and "embedding + 0-1 + head" in out and "100.0 %" in out
+    one_f_one_b = ["--set=parallel.schedule=1f1b", "--pp=3", "--json", *PIPELINE]
+    code, out, _ = run("plan", config, *one_f_one_b, "--set=parallel.partition=[6, 5, 1]")
+    plan = json.loads(out)
+    assert code == 0 and plan["partition"] == [6, 5, 1]
+    assert [rank["stages"][0]["in_flight"] for rank in plan["ranks"]] == [3, 2, 1]
+    code, out, _ = run("plan", config, *one_f_one_b, "--set=parallel.partition=even")
+    plan = json.loads(out)
+    assert code == 0 and plan["partition"] == [4, 4, 4] and plan["balance"] == plan["even_balance"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--pp=2", *PIPELINE[1:]], ["4 stages", "2 decoder layers", "valid is at most 1 ranks"]),
+        (["--pp=0"], ["parallel.pp"]),
+        (["--pp=2", *PIPELINE[:1]], ["dualpipev", "parallel.pp = 2", "at least 4"]),
+        (["--pp=2", *PIPELINE, "--set=parallel.partition=[3, 3, 3, 4]"], ["13 layers and the model 12"]),
+        (["--set=model.family=gpt2", "--set=model.config={}"], ["cannot be planned", "GPT2"]),
+    ],
+)
+def test_plans_that_are_not_possible(run: Run, config: str, arguments: list[str], said: list[str]) -> None:
+    code, _, error = run("plan", config, *arguments)
+    assert code == 2, error
+    for part in said:
+        assert part in one_sentence(error)
+
+
 USAGE = [
     (["train.stpes=3"], ["'stpes'", "[train]", "nearest valid key is 'steps'"]),
     (["train.steps=none"], ["train.steps", "a whole number"]),

@@ -214,6 +214,20 @@ def test_a_budget_moves_layers_to_late_stages() -> None:
     assert tight.memory is not None and max(tight.memory) <= 8 and tight.counts == (2, 2, 4, 4)
 
 
+def test_an_interleaved_budget_is_kept() -> None:
+    """Down to the smallest peak that the error names."""
+    more: dict[str, Any] = {"embedding": NOTHING, "head": LayerCost(2, 0), "microbatches": 8}
+    free = partition_layers(equal(16), "interleaved-1f1b", 2, **more)
+    assert free.memory is not None
+    with pytest.raises(ValueError, match="smallest found is") as caught:
+        partition_layers(equal(16), "interleaved-1f1b", 2, budget=1, **more)
+    least = int(str(caught.value).rsplit(" ", 1)[1])
+    assert least < max(free.memory)
+    for budget in range(least, int(max(free.memory)) + 1):
+        kept = partition_layers(equal(16), "interleaved-1f1b", 2, budget=budget, **more)
+        assert kept.memory is not None and max(kept.memory) <= budget
+
+
 @pytest.mark.parametrize("costs", ["equal", "mixed"])
 @pytest.mark.parametrize(
     ("schedule", "pp", "chunks"), [("1f1b", 32, 1), ("interleaved-1f1b", 8, 4), ("dualpipev", 16, 2), ("zbv", 3, 2)]
@@ -250,7 +264,7 @@ def test_large_models_take_seconds(schedule: str, pp: int, chunks: int, costs: s
             lambda: partition_layers(
                 equal(8), "interleaved-1f1b", 2, embedding=NOTHING, head=NOTHING, microbatches=4, budget=3
             ),
-            "budget of 3 bytes; the smallest",
+            "budget of 3 bytes; the smallest found is",
         ),
     ],
 )

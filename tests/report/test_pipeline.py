@@ -67,12 +67,14 @@ def test_trace(tmp_path: Path) -> None:
 
 def test_boxes() -> None:
     """An overlap is a forward above a backward; communication is a line under the row's computation."""
-    (low_f, height_f, colour_f, text_f), (low_b, height_b, colour_b, text_b) = _boxes(RAN[3])
-    assert (text_f, text_b) == ("12", "1") and low_b == pytest.approx(low_f + height_f) and height_b == height_f
-    assert [colour_f] == [box[2] for box in _boxes(RAN[0])] and [colour_b] == [box[2] for box in _boxes(RAN[4])]
-    ((low, height, _, text),) = _boxes(RAN[1])
-    assert low > 0.9 and height < 0.1 and text == ""
-    assert [box[3] for record in RAN[7:] for box in _boxes(record)] == ["0", "0"]
+    forward, backward = _boxes(RAN[3])
+    assert (forward.text, backward.text) == ("12", "1") and (forward.stage, backward.stage) == (0, 3)
+    assert backward.low == pytest.approx(forward.low + forward.height) and backward.height == forward.height
+    assert [forward.colour] == [box.colour for box in _boxes(RAN[0])]
+    assert [backward.colour] == [box.colour for box in _boxes(RAN[4])]
+    (send,) = _boxes(RAN[1])
+    assert send.low > 0.9 and send.height < 0.1 and send.text == ""
+    assert [box.text for record in RAN[7:] for box in _boxes(record)] == ["0", "0"]
 
 
 def test_picture(tmp_path: Path) -> None:

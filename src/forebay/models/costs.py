@@ -40,7 +40,7 @@ from typing import Any
 
 from torch import nn
 
-from forebay.models.families import MoeBlock, decoder_layers, moe_block
+from forebay.models.families import LAYERS, MoeBlock, decoder_layers, has_known_layers, moe_block
 from forebay.pipeline.partition import LayerCost
 
 _BF16, _F32 = 2, 4
@@ -76,8 +76,12 @@ def model_costs(model: nn.Module, sequence: int, microbatch: int, attention: str
         attention: the implementation that will run, such as "sdpa"; None is the model's own.
 
     Raises:
-        ValueError: a layer of a family that Forebay does not know, or a model without an output embedding.
+        ValueError: layers of a family that Forebay does not know, or a model without an output embedding.
     """
+    if not has_known_layers(model):
+        raise ValueError(
+            f"{type(model).__name__} has no decoder layers that Forebay knows; those are {', '.join(LAYERS)}"
+        )
     eager = (attention or model.config._attn_implementation) == "eager"  # type: ignore[union-attr]
     layers = tuple(_layer(path, layer, sequence, microbatch, eager) for path, layer in decoder_layers(model))
     head: Any = model.get_output_embeddings()  # type: ignore[operator]

@@ -112,6 +112,8 @@ class HalfSlot:
             ...) -> x2` for attention, `call(x2) -> (x3, logits | None, ids | None)` for the MLP.
         light_recompute: for a MoE half whose experts are Forebay's: makes them save less (True) or
             normally (False); None otherwise.
+        front, experts: of a MoE half in stages, stages 1 and 3 for an engine that runs them by themselves; a wrapper
+            around the half is around each of them too. Stage 3 is without the experts module's hooks.
     """
 
     def __init__(
@@ -125,15 +127,24 @@ class HalfSlot:
         self.module = module
         self.call = call
         self.light_recompute = light_recompute
-        self._bare = call
+        self.front: Callable[..., Any] | None = None
+        self.experts: Callable[..., Any] | None = None
+        self._bare: tuple[Any, Any, Any] = (call, None, None)
+
+    def cut(self, front: Callable[..., Any], experts: Callable[..., Any]) -> None:
+        """Give the half its stages. Once, before any `wrap`."""
+        self.front, self.experts = front, experts
+        self._bare = (self.call, front, experts)
 
     def wrap(self, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Put `wrapper(call)` in the place of `call`."""
         self.call = wrapper(self.call)
+        if self.front is not None and self.experts is not None:
+            self.front, self.experts = wrapper(self.front), wrapper(self.experts)
 
     def restore(self) -> None:
         """Undo every `wrap`, and `light_recompute`."""
-        self.call = self._bare
+        self.call, self.front, self.experts = self._bare
         if self.light_recompute is not None:
             self.light_recompute(False)
 
@@ -285,6 +296,10 @@ def install_halves(model: nn.Module, compile: bool = False, exchange: Exchange |
                     partial(front, layer, block.router, block.shared, compile), _experts_of(block.experts), exchange
                 )
             mlp = HalfSlot(f"{path}.mlp", layer, half, light_recompute_of(block.experts))
+            if isinstance(half, MoeStages):
+                # Without the module's hooks: FSDP2's would take the end of stage 3's backward for the end of the step's, and
+                # reshard everything. Whoever runs stages by themselves has gathered their parameters.
+                mlp.cut(half.front, _unhooked(block.experts))
         halves.add(layer, TwoHalves(layer, attention, mlp, block, compile))
     return halves
 
@@ -292,6 +307,10 @@ def install_halves(model: nn.Module, compile: bool = False, exchange: Exchange |
 def _experts_of(experts: nn.Module) -> Callable[[Tensor, Tensor, Tensor, int | None], Tensor]:
     """Stage 3: a call of the experts module, hooks and all (FSDP2 gathers the experts' parameters in one)."""
     return lambda rows, ids, weights, max_rows: experts(rows, ids, weights, max_rows=max_rows)
+
+
+def _unhooked(experts: nn.Module) -> Callable[[Tensor, Tensor, Tensor, int | None], Tensor]:
+    return lambda rows, ids, weights, max_rows: experts.forward(rows, ids, weights, max_rows=max_rows)
 
 
 def _check_experts(block: MoeBlock, exchange: Exchange) -> None:

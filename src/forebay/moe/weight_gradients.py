@@ -23,7 +23,8 @@ What waits between the halves, bytes in bf16, R rows of T tokens (R = T*K, or `m
 T=16384, K=8, H=2048, I=768, E=128: 448 + 256 MiB, and h's 384 MiB are free again. h is made again at most once, in the input
 half. The rows of x and dy are gathered in the weight half: 2RH bytes beside what waits and the gradients themselves. down's
 gradient comes first, and dy and act are free before gate_up's is made. The input half's peak is that of a whole backward.
-Parameters are not kept: FSDP2 may free them in between. x and dy must not be written to in between; it is an error.
+Parameters are not kept: FSDP2 may free them in between. x and dy must not be written to in between: a callable that finds them
+changed raises RuntimeError.
 
 Who owns what: the caller owns the list, a callable owns what waits for it. Dropping them frees it, and the gradients are never
 made. A `WeightGradients` holds the list while it collects, and nothing else.

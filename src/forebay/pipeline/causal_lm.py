@@ -45,7 +45,7 @@ class CutLayer:
 
     Attributes:
         exchange: how its tokens travel; None for a dense layer.
-        experts: stage 3, see `forebay.moe.layer.MoeStages`; None for a dense layer.
+        experts: stage 3, see `forebay.moe.layer.MoeStages`, without the module's hooks; None for a dense layer.
         experts_module: whose parameters stage 3 uses.
     """
 
@@ -55,18 +55,13 @@ class CutLayer:
         self.experts_module: Any = halves.experts
         stages = halves.stages
         self.exchange: Exchange | None = stages.exchange if stages else None
-        self.experts: Callable[[Tensor, Tensor, Tensor, int | None], Tensor] | None = None
-        if stages is not None:
-            # Without the module's hooks: FSDP2's would take the end of this stage's backward for the end of the step's,
-            # and reshard everything. Whoever runs a cut model has gathered its parameters.
-            self.experts = lambda rows, ids, weights, max_rows: self.experts_module.forward(
-                rows, ids, weights, max_rows=max_rows
-            )
+        # As it is now: the regions that management puts around it are there.
+        self.experts: Callable[[Tensor, Tensor, Tensor, int | None], Tensor] | None = halves.mlp.experts
 
     def stage1(self, x: Tensor) -> Front:
         """Attention, norm, router and shared experts; x is [B, S, H]."""
-        assert self._halves.stages is not None, "a dense layer has no stages"
-        front = self._halves.stages.front(self._halves.attend(x, **self._keywords()))
+        assert self._halves.mlp.front is not None, "a dense layer has no stages"
+        front: Front = self._halves.mlp.front(self._halves.attend(x, **self._keywords()))
         self._halves.announce(front.logits.detach(), front.ids)
         return front
 

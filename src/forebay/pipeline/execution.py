@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -154,14 +155,56 @@ class Pending:
         return results
 
 
+class TransferMeter:
+    """How long transfers took, and how long the compute stream stood still for them; on a CUDA device.
+
+    Attributes:
+        on: whether to measure now.
+    """
+
+    def __init__(self) -> None:
+        self.on = False
+        self._transfers: list[tuple[Any, Any]] = []
+        self._waits: list[tuple[Any, Any]] = []
+
+    def transfer(self, stream: Any, run: Callable[[], Any]) -> Any:
+        """`run()`, which enqueues a transfer on `stream`."""
+        return self._around(self._transfers, stream, run)
+
+    def wait(self, stream: Any, run: Callable[[], Any]) -> Any:
+        """`run()`, which makes `stream` wait."""
+        return self._around(self._waits, stream, run)
+
+    def milliseconds(self) -> tuple[float, float]:
+        """(in transfers, waited for them) since the last call. Waits for the device."""
+        torch.cuda.synchronize()
+        sums = tuple(sum(a.elapsed_time(b) for a, b in pairs) for pairs in (self._transfers, self._waits))
+        self._transfers, self._waits = [], []
+        return sums[0], sums[1]
+
+    def _around(self, pairs: list[tuple[Any, Any]], stream: Any, run: Callable[[], Any]) -> Any:
+        if not self.on:
+            return run()
+        pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        pair[0].record(stream)
+        result = run()
+        pair[1].record(stream)
+        pairs.append(pair)
+        return result
+
+
 class ExecutionContext:
     """The two streams of an engine and what must not be freed yet. The module docstring has the rules.
 
     Args:
         device: where everything runs. On a CPU transfers are over when `launch` returns.
+
+    Attributes:
+        meter: measures transfers while it is on.
     """
 
     def __init__(self, device: torch.device):
+        self.meter = TransferMeter()
         self._device = device
         # High priority: a transfer's blocks go first when the compute stream fills every multiprocessor.
         self.comm: Any = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else NullStream()
@@ -187,7 +230,7 @@ class ExecutionContext:
         """
         self.comm.wait_event(self.compute.record_event())
         with nullcontext() if isinstance(self.comm, NullStream) else torch.cuda.stream(self.comm):
-            results = transfer(*args)
+            results = self.meter.transfer(self.comm, partial(transfer, *args))
         self._count += 1
         self._deferred.append((self._count, self.comm.record_event(), args))
         return Pending(results if isinstance(results, tuple) else (results,), self, self._count)
@@ -195,7 +238,7 @@ class ExecutionContext:
     def wait_for(self, number: int) -> None:
         """Make the compute stream wait for transfer `number`, and let go of what it and those before it read."""
         while self._deferred and self._deferred[0][0] <= number:
-            self.compute.wait_event(self._deferred[0][1])
+            self.meter.wait(self.compute, partial(self.compute.wait_event, self._deferred[0][1]))
             self._deferred.popleft()
 
     def leave(self) -> None:

@@ -120,9 +120,7 @@ class DistLinks:
         self._expected.clear()
         self._sent.clear()
 
-    def _channel(
-        self, source: int, target: int, pipelines: Sequence[Sequence[int]]
-    ) -> dist.ProcessGroup | None:
+    def _channel(self, source: int, target: int, pipelines: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
         if self._device.type != "cuda":
             return None
         pairs = [[members[source], members[target]] for members in pipelines]

@@ -228,10 +228,11 @@ def partition_layers(
     interleaved, v = schedule == "interleaved-1f1b", schedule in _V
     best = _interleaved(costs, bound) if interleaved else _exact(_Groups(costs, v), bound)
     if best is None:
-        least = _least_peak_interleaved(costs) if interleaved else _least_peak(_Groups(costs, v))
+        least = _leanest_found(costs)[0] if interleaved else _least_peak(_Groups(costs, v))
+        smallest = f"smallest {'found' if interleaved else 'possible'} is {math.ceil(least / costs.memory_scale)}"
         raise ValueError(
             f"no partition of {len(layers)} layers by {schedule} on {pp} ranks keeps every rank within the budget of "
-            f"{budget:.0f} bytes; the smallest possible is {math.ceil(least / costs.memory_scale)}"
+            f"{budget:.0f} bytes; the {smallest}"
         )
     found = of_counts([b - a for a, b in pairwise(best)], len(layers), schedule, pp, chunks)
     return with_costs(found, layers, schedule, embedding=embedding, head=head, microbatches=microbatches)
@@ -448,17 +449,21 @@ def _widening(
 
 
 def _interleaved(costs: _Costs, most_memory: int) -> list[int] | None:
-    """Stages balanced exactly, then layers moved while ranks gain; None if that ends above `most_memory`."""
+    """Stages balanced exactly, then layers moved while ranks gain; None if nothing found is within `most_memory`."""
     balanced = _exact(_Groups(costs, False), _NO_BOUND)
     assert balanced is not None
-    key, cuts = min(_descend(costs, start, most_memory, 0) for start in (balanced, _even_cuts(costs)))
+    starts = [balanced, _even_cuts(costs)]
+    if most_memory < _NO_BOUND:
+        starts.append(_leanest_found(costs)[1])
+    key, cuts = min(_descend(costs, start, most_memory, 0) for start in starts)
     key, cuts = _descend(costs, cuts, most_memory, key[1] + key[1] // _ALIKE)
     return None if key[0] else cuts
 
 
-def _least_peak_interleaved(costs: _Costs) -> int:
-    """The smallest peak memory found, however slow."""
-    return _descend(costs, _even_cuts(costs), 0, _NO_BOUND)[0][0]
+def _leanest_found(costs: _Costs) -> tuple[int, list[int]]:
+    """The smallest peak memory found for interleaved ranks, however slow, and its cuts."""
+    key, cuts = _descend(costs, _even_cuts(costs), 0, _NO_BOUND)
+    return key[0], cuts
 
 
 def _even_cuts(costs: _Costs) -> list[int]:

@@ -1,7 +1,7 @@
 """A pipeline rank's step: carries out its plan, action by action.
 
-In: the rank's stages, a `Plan` (`forebay.pipeline.schedule`), and a step's microbatches, the same on all ranks of a pipeline. Out:
-the losses on the rank of the last stage, and gradients in the parameters' `.grad`.
+In: the rank's stages, a `Plan` (`forebay.pipeline.schedule`), and a step's microbatches, the same on all ranks of a pipeline.
+Out: the losses on the rank of the last stage, and gradients in the parameters' `.grad`.
 
     F            input (prologue, the neighbour's packet, or the stage before on this rank) -> layers -> packet, or loss
     B            gradient (a packet, the stage behind on this rank, or of the loss) -> layers -> packet, or prologue
@@ -83,7 +83,7 @@ class Watcher(Protocol):
     """Is told what the runtime does, such as to draw a picture of it."""
 
     def began(self, action: Action) -> None:
-        """Before an action."""
+        """Before an action; what it needs of other ranks has been waited for."""
 
     def ended(self, action: Action) -> None:
         """All of it has been enqueued."""
@@ -154,6 +154,7 @@ class PipelineRuntime:
         self.context.enter()
         try:
             for action in self.plan.actions[self.rank]:
+                step.receive(action)
                 if watcher is not None:
                     watcher.began(action)
                 step.perform(action)
@@ -184,10 +185,19 @@ class _Step:
         self._passes: dict[tuple[int, int], StagePass] = {}
         self._prologues: dict[tuple[int, int], Segment] = {}
         self._said: dict[tuple[int, int], Said] = {}
-        # Packets between two stages of this rank, and the gradient of the loss: by the message they would be.
-        self._local: dict[Message, Packet] = {}
+        # Packets that a stage of this rank will take next, from wherever: a neighbour, the stage beside it, the loss.
+        self._here: dict[Message, Packet] = {}
         self._weights: dict[tuple[int, int], list[Callable[[], None]]] = {}
         self.losses: dict[int, Tensor] = {}
+
+    def receive(self, action: Action) -> None:
+        """Make the compute stream wait for what an action needs of other ranks."""
+        for part in action.parts or (action,):
+            last = len(self._ranks) - 1
+            if part.kind == FORWARD and part.stage > 0:
+                self._fetch(Message("F", part.stage, part.microbatch), part.stage - 1)
+            elif part.kind in (BACKWARD, BACKWARD_INPUT) and part.stage < last:
+                self._fetch(Message("B", part.stage, part.microbatch), part.stage + 1)
 
     def perform(self, action: Action) -> None:
         """Enqueue all of an action."""
@@ -232,7 +242,7 @@ class _Step:
         if parts.prologue is not None:
             self._prologues[here], x = cut(lambda: parts.prologue(data))  # type: ignore[misc]
         else:
-            x = self._take(Message("F", stage, microbatch))
+            x = self._here.pop(Message("F", stage, microbatch))
             before = x[1] if len(x) > 1 else None
             x = x[:1]
         balance, runtime = self._runtime.balance, self._runtime
@@ -258,7 +268,7 @@ class _Step:
             self.losses[microbatch] = parts.epilogue(*output, data)
             return
         gradient = self._loss(parts.epilogue, output, data, microbatch)
-        self._local[Message("B", stage, microbatch)] = (gradient, *total)
+        self._here[Message("B", stage, microbatch)] = (gradient, *total)
 
     def _forget(self, here: tuple[int, int]) -> None:
         """No backward comes."""
@@ -275,7 +285,7 @@ class _Step:
     def _backward(self, stage: int, microbatch: int) -> Iterator[None]:
         """Stops when the first transfer is enqueued, and then after each computation of a layer."""
         here = (stage, microbatch)
-        dy, *total = self._take(Message("B", stage, microbatch))
+        dy, *total = self._here.pop(Message("B", stage, microbatch))
         passing = self._passes.pop(here)
         d_logits = None
         if self._runtime.balance is not None:
@@ -303,17 +313,15 @@ class _Step:
         assert self._runtime.links is not None
         self._runtime.links.expect(message, source, like)
 
-    def _take(self, message: Message) -> Packet:
-        packet = self._local.pop(message, None)
-        if packet is not None:
-            return packet
-        assert self._runtime.links is not None, f"{message} is from nowhere"
-        return self._runtime.links.receive(message)
+    def _fetch(self, message: Message, maker: int) -> None:
+        if self._ranks[maker] != self._runtime.rank:
+            assert self._runtime.links is not None
+            self._here[message] = self._runtime.links.receive(message)
 
     def _give(self, message: Message, packet: Packet) -> None:
         target = self._ranks[message.stage]
         if target == self._runtime.rank:
-            self._local[message] = packet
+            self._here[message] = packet
         else:
             assert self._runtime.links is not None
             self._runtime.links.send(message, target, packet)

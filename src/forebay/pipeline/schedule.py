@@ -101,7 +101,9 @@ def make_plan(name: str, pp: int, microbatches: int, chunks: int = 2) -> Plan:
     try:
         if name == "1f1b":
             torch_schedules.Schedule1F1B(stubs[0], microbatches)  # refuses too few microbatches
-            return _lowered(name, ranks, microbatches, {r: _one_forward_one_backward(r, pp, microbatches) for r in ranks})
+            return _lowered(
+                name, ranks, microbatches, {r: _one_forward_one_backward(r, pp, microbatches) for r in ranks}
+            )
         kinds: dict[str, Any] = {
             "interleaved-1f1b": torch_schedules.ScheduleInterleaved1F1B,
             "zbv": torch_schedules.ScheduleZBVZeroBubble,

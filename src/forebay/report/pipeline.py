@@ -4,7 +4,8 @@ In: `Ran` records of all ranks, on one clock. Out: a PNG (`draw`), Chrome trace 
 Nothing is kept, and no device is touched.
 
     draw       above, one row a rank and one box an action, with its microbatch's number where it fits; an overlapped forward
-               and backward is one box in two halves. Below, every rank's memory over time
+               and backward is one box in two halves. White numbers are of a rank's first stage, black ones of its others.
+               Below, every rank's memory over time
     perfetto   one process a rank: a track of computation, one of communication, and a counter of memory
     bubble     0.25 for a rank that computes in three quarters of the time between the first start and the last end of all
 
@@ -19,7 +20,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from forebay.train.errors import UsageError
 
@@ -125,21 +126,22 @@ def draw(records: Iterable[Ran], path: Path, title: str = "") -> None:
     pixels = _WIDTH * _DPI * 0.93 / ((end - begin) or 1.0)  # of a millisecond; the rest is the axis' labels
     _draw_rows(rows, ranks, begin, pixels)
     _draw_memory(memory, ranks, begin)
-    rows.set_title(title)
+    rows.set_title(title, loc="left")
     figure.savefig(path, format="png")
 
 
 def _draw_rows(axes: Any, ranks: Mapping[int, Sequence[Ran]], begin: float, pixels: float) -> None:
     for row, ran in enumerate(ranks.values()):
+        first = min((box.stage for record in ran for box in _boxes(record)), default=0)
         for record in ran:
-            for low, height, colour, text in _boxes(record):
-                width = record.end_ms - record.start_ms
-                left = record.start_ms - begin
-                axes.broken_barh(
-                    [(left, width)], (row + low, height), facecolors=colour, edgecolors="white", linewidth=0.4
-                )
-                if text and len(text) * _CHARACTER <= width * pixels:
-                    axes.text(left + width / 2, row + low + height / 2, text, ha="center", va="center", fontsize=7)
+            left, width = record.start_ms - begin, record.end_ms - record.start_ms
+            for box in _boxes(record):
+                place = row + box.low, box.height
+                axes.broken_barh([(left, width)], place, facecolors=box.colour, edgecolors="white", linewidth=0.4)
+                if box.text and len(box.text) * _CHARACTER <= width * pixels:
+                    middle = left + width / 2, row + box.low + box.height / 2
+                    colour = "white" if box.stage == first else "black"
+                    axes.text(*middle, box.text, ha="center", va="center", fontsize=7, color=colour)
     idle = bubble(record for ran in ranks.values() for record in ran)
     axes.set_yticks(
         [row + 0.5 for row in range(len(ranks))], [f"rank {r}\n{idle[r]:.1%} idle" for r in ranks], fontsize=7
@@ -152,17 +154,27 @@ def _draw_rows(axes: Any, ranks: Mapping[int, Sequence[Ran]], begin: float, pixe
                 bbox_to_anchor=(1.0, 1.0), frameon=False)  # fmt: skip
 
 
-def _boxes(record: Ran) -> list[tuple[float, float, str, str]]:
-    """(offset in the row, height, colour, text) of each box of an action; an overlap has one for each of its parts."""
-    parts = _PART.findall(record.label)
+class _Box(NamedTuple):
+    low: float  # from the row's upper edge, whose height is 1
+    height: float
+    colour: str
+    text: str = ""
+    stage: int = -1
+
+
+def _boxes(record: Ran) -> list[_Box]:
+    """An action's box; an overlap has one for each of its parts, one above the other."""
+    parts = [(int(stage), kind, number) for stage, kind, number in _PART.findall(record.label)]
     if record.kind == "OVERLAP_F_B" and parts:
         height = 0.8 / len(parts)
         return [
-            (0.1 + i * height, height, _COLOURS.get(kind, _OTHER), number) for i, (_, kind, number) in enumerate(parts)
+            _Box(0.1 + i * height, height, _COLOURS.get(kind, _OTHER), number, stage)
+            for i, (stage, kind, number) in enumerate(parts)
         ]
+    stage, _, number = parts[0] if parts else (-1, "", "")
     if record.kind not in _COLOURS:
-        return [(0.92, 0.08, _OTHER, "")]  # below the computation that it runs beside
-    return [(0.1, 0.8, _COLOURS[record.kind], parts[0][2] if parts else "")]
+        return [_Box(0.92, 0.08, _OTHER, stage=stage)]  # below the computation that it runs beside
+    return [_Box(0.1, 0.8, _COLOURS[record.kind], number, stage)]
 
 
 def _draw_memory(axes: Any, ranks: Mapping[int, Sequence[Ran]], begin: float) -> None:

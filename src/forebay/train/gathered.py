@@ -1,7 +1,7 @@
 """A step on gathered weights: FSDP2's parameters whole from its first forward to its last backward, gradients summed by us.
 
-In: a cut model (`forebay.pipeline.causal_lm.CutModel`), sharded by FSDP2 or not. Out: between `begin` and `end`, parameters that are
-whole, into whose gradients any engine may run stages in any order; behind `end`, reduced gradients on the shards.
+In: a cut model (`forebay.pipeline.causal_lm.CutModel`), sharded by FSDP2 or not. Out: between `begin` and `end`, parameters that
+are whole, into whose gradients any engine may run stages in any order; behind `end`, reduced gradients on the shards.
 
 An engine runs stages and not modules, so FSDP2's hooks do not see the step: weights are gathered once before it, and gradients
 reduced once behind it, as `torch.distributed.pipelining` does it. Under mixed precision each gradient is added into a sum as soon

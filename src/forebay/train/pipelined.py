@@ -25,11 +25,10 @@ from forebay.moe.weight_gradients import WeightGradients
 from forebay.pipeline.balance import StageBalance
 from forebay.pipeline.causal_lm import CutModel, Microbatch
 from forebay.pipeline.links import DistLinks, Links, neighbours
-from forebay.pipeline.partition import Partition, even_partition, of_counts
+from forebay.pipeline.partition import Partition
 from forebay.pipeline.runtime import PipelineRuntime, Stage, Watcher
 from forebay.pipeline.schedule import BACKWARD_WEIGHT, Action, Plan, forward_plan, make_plan
 from forebay.train.config import Config
-from forebay.train.errors import UsageError
 from forebay.train.gathered import GatheredStep
 from forebay.train.mesh import Mesh
 
@@ -39,26 +38,6 @@ def plan_of(config: Config, mesh: Mesh) -> Plan:
     p = config.parallel
     microbatches = config.train.batch // mesh.batch.size // config.microbatch(mesh.batch.size)
     return make_plan(p.schedule, p.pp, microbatches, p.chunks)
-
-
-def partition_of(config: Config, mesh: Mesh, declared: Any) -> Partition:
-    """Which layers each stage has. Every rank finds the same, from the configuration alone.
-
-    Args:
-        declared: the Hugging Face configuration.
-
-    Raises:
-        UsageError: the model's layers cannot be cut so.
-    """
-    p, layers = config.parallel, declared.get_text_config().num_hidden_layers
-    try:
-        if p.partition == "even":
-            return even_partition(layers, p.schedule, p.pp, p.chunks)
-        if not isinstance(p.partition, str):
-            return of_counts(p.partition, layers, p.schedule, p.pp, p.chunks)
-        return even_partition(layers, p.schedule, p.pp, p.chunks)
-    except ValueError as error:
-        raise UsageError(f"parallel.partition: {error}") from error
 
 
 def keep_stages(model: Any, plan: Plan, partition: Partition, rank: int) -> None:
@@ -79,7 +58,7 @@ class PipelinedGradients:
         early_release: see `PipelineRuntime`.
 
     Attributes:
-        plan: of a step.
+        plan, partition: of a step, and of the layers.
         ran: the actions of the last step, as they ran.
         watcher: is told of every action of the steps to come; None for nobody.
 
@@ -102,7 +81,7 @@ class PipelinedGradients:
         early_release: bool = True,
     ):
         assert mesh.pipeline is not None
-        self.plan, self.ran, self.watcher = plan, list[Action](), None
+        self.plan, self.partition, self.ran, self.watcher = plan, partition, list[Action](), None
         self._device, self._router, self._rank = mesh.device, router, mesh.pp_rank
         pipelines = torch.arange(mesh.size).view(mesh.pp, -1).t().tolist()
         self._links: Links = DistLinks(mesh.pipeline, neighbours(plan.ranks), mesh.device, pipelines)

@@ -6,6 +6,7 @@ device: its shapes are all that is read.
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -40,7 +41,7 @@ class LayerPlan:
         microbatches: that a pipeline runs in a step.
         tokens: of a microbatch.
         partition: as the configuration asks for it, with time (FLOPs) and memory (bytes) by rank.
-        even: the same number of layers on every stage; None if there are fewer layers than stages.
+        even: the same number of layers on every stage, with time and memory.
         in_flight: by stage, microbatches held at most.
     """
 
@@ -194,7 +195,8 @@ def costs_of(config: Config, declared: Any, sharing: int) -> Costs:
 
     with torch.device("meta"):
         # Every family has eager attention, which needs no package; what it saves is counted by `model.attention`.
-        model = AutoModelForCausalLM.from_config(declared, attn_implementation="eager")
+        # transformers writes that into the configuration: hence the copy.
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(declared), attn_implementation="eager")
     try:
         return model_costs(model, config.train.sequence, config.microbatch(sharing), config.model.attention)
     except ValueError as error:

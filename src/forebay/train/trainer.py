@@ -33,7 +33,8 @@ from forebay.train.errors import RunError, UsageError
 from forebay.train.mesh import Mesh
 from forebay.train.metrics import StepRecord, peak_bytes
 from forebay.train.overlapped import OverlappedGradients
-from forebay.train.pipelined import PipelinedGradients, keep_stages, partition_of, plan_of
+from forebay.train.pipelined import PipelinedGradients, keep_stages, plan_of
+from forebay.train.planning import partition_of
 from forebay.train.schedule import factor
 from forebay.train.world import ALONE
 
@@ -86,7 +87,7 @@ class Trainer:
         _seed(seed)
         self._shards: parallel.Shards | None = None
         plan = plan_of(config, mesh) if mesh.pp > 1 else None
-        partition = partition_of(config, mesh, declared) if plan is not None else None
+        partition = partition_of(config, declared, mesh.batch.size) if plan is not None else None
         self.model = hf.build(
             config.model,
             tokenizer.vocabulary,

@@ -1,0 +1,223 @@
+"""The trainer on a pipeline of N GPUs: tokens a second, bubble, activation memory, and how much of the all-to-alls is hidden.
+
+Two models at their published widths, cut to 8 layers (`benchmarks/ep.py` has them), on a mesh of PP x EP = all GPUs; sequence
+4096, microbatch 1, global batch 64. Parameters and AdamW states are fp32 shards, compute is bf16, routing is balanced (drawn
+afresh for each microbatch and layer), layers are on stages as `parallel.partition = "auto"` has them.
+
+A step is forward and backward of all microbatches of the global batch, until the reduced gradients lie on the shards. Columns:
+
+    tokens/s          of the global batch over its wall time on the slowest rank, median of the timed steps
+    peak over base    the highest memory of a step over what is held before it with gradients set to None, so gradients and
+                      gathered weights count; the largest of all ranks, and by pipeline rank
+    activations       of that, what is neither gathered weights nor gradients: the peak less what is held when the last backward
+                      is over; by pipeline rank
+    bubble            share of the step in which a rank's compute stream has nothing of a stage to run; by pipeline rank
+    hidden            share of the time of all-to-alls inside overlapped forward-backwards for which the compute stream does not
+                      stand still; the least of all ranks
+    reserved          of the caching allocator over allocated, both peaks, without expandable segments
+
+    torchrun --nproc-per-node 4 benchmarks/pipeline.py                                   # both models, the default arms
+    torchrun --nproc-per-node 4 benchmarks/pipeline.py --models qwen3-30b-a3b --arms dualpipev zbv --pp 4
+"""
+
+import argparse
+import gc
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import GIB, results_folder, settle_memory, write
+from ep import MODELS, force_balance
+
+from forebay.pipeline.schedule import OVERLAP, Action
+from forebay.report.pipeline import bubble, draw, perfetto
+from forebay.report.recorder import Recorder
+from forebay.train.config import from_mapping
+
+# Arm -> sections of the configuration beside the mesh, and whether tensors at stage boundaries are released early.
+ARMS: dict[str, tuple[dict[str, dict[str, Any]], bool]] = {
+    "dualpipev": ({}, True),
+    "dualpipev, bf16 sums": ({"parallel": {"gradients": "compute"}}, True),
+    "dualpipev, reshard": ({"parallel": {"reshard": True}}, True),
+    "dualpipev, late release": ({}, False),
+    "dualpipev, recompute experts": ({"memory": {"policy": {"*.mlp": "recompute"}}}, True),
+    "dualpipev, offload": ({"memory": {"policy": "offload"}}, True),
+    "dualpipev, offload all": ({"memory": {"policy": "offload", "offload": "all"}}, True),
+    "dualpipev, even": ({"parallel": {"partition": "even"}}, True),
+    "zbv": ({"parallel": {"schedule": "zbv"}}, True),
+    "1f1b": ({"parallel": {"schedule": "1f1b"}}, True),
+    "interleaved-1f1b": ({"parallel": {"schedule": "interleaved-1f1b"}}, True),
+    "interleaved-1f1b, offload": (
+        {"parallel": {"schedule": "interleaved-1f1b"}, "memory": {"policy": "offload"}},
+        True,
+    ),
+}
+DEFAULT = ("dualpipev", "dualpipev, bf16 sums", "zbv", "interleaved-1f1b", "1f1b")
+
+
+def settings(args: argparse.Namespace, model: str, arm: str, world: int) -> Any:
+    own, _ = ARMS[arm]
+    ep = world // args.pp
+    sections = {
+        "model": {**MODELS[model], "dtype": "float32", "compute": "bfloat16"},
+        "train": {"steps": 100, "batch": args.batch, "microbatch": 1, "sequence": args.sequence},
+        "memory": {"compile": True, **own.get("memory", {})},
+        "parallel": {
+            "pp": args.pp,
+            "ep": ep,
+            "reshard": False,
+            "capacity_factor": 1.0 if ep > 1 else 0.0,
+            **own.get("parallel", {}),
+        },
+        "log": {"folder": "/tmp/forebay-pipeline"},
+    }
+    return from_mapping(sections, origin="benchmarks/pipeline.py")
+
+
+class Metered:
+    """A watcher that measures transfers inside overlapped actions, and records all actions."""
+
+    def __init__(self, engine: Any, recorder: Recorder):
+        self._meter, self._recorder = engine._runtime.context.meter, recorder
+
+    def began(self, action: Action) -> None:
+        self._recorder.began(action)
+        self._meter.on = action.kind == OVERLAP
+
+    def ended(self, action: Action) -> None:
+        self._meter.on = False
+        self._recorder.ended(action)
+
+
+def measure(args: argparse.Namespace, name: str, arm: str) -> dict[str, Any]:
+    from forebay.train.mesh import Mesh
+    from forebay.train.trainer import Trainer
+
+    config = settings(args, name, arm, dist.get_world_size())
+    with Mesh.open(config) as mesh, Trainer(config, mesh) as trainer:
+        force_balance(trainer.model)
+        engine: Any = trainer._gradients
+        engine._runtime.early_release = ARMS[arm][1]
+        trainer.step(1)  # makes AdamW's states, which belong to what is held
+        for number in range(2, 2 + args.warm):
+            trainer.gradients(number)
+            trainer.optimizer.zero_grad(set_to_none=True)
+        settle_memory()
+        steps = [timed(trainer, engine, 2 + args.warm + i) for i in range(args.steps)]
+        picture = watched(args, trainer, engine, 2 + args.warm + args.steps, f"{name}-{arm}")
+        seconds = [s for s, _, _ in steps]
+        by_rank = gathered(
+            mesh,
+            {
+                "peak": max(p for _, p, _ in steps) / GIB,
+                "activations": max(a for _, _, a in steps) / GIB,
+                "reserved": torch.cuda.max_memory_reserved() / torch.cuda.max_memory_allocated(),
+                **picture,
+            },
+        )
+        of: Callable[[str], list[float]] = lambda key: [max(r[key] for r in row) for row in by_rank]  # noqa: E731
+        planned = trainer.memory.plan
+        return {
+            "model": name,
+            "arm": arm,
+            "mesh": f"PP {mesh.pp} x EP {mesh.ep}",
+            "layers by stage": "-".join(map(str, map(len, engine.partition.layers))),
+            "tokens/s": args.batch * args.sequence / statistics.median(seconds),
+            "step s, fastest, slowest": f"{min(seconds):.3f}, {max(seconds):.3f}",
+            "peak over base GiB": max(of("peak")),
+            "by pipeline rank GiB": ", ".join(f"{v:.2f}" for v in of("peak")),
+            "activations GiB": ", ".join(f"{v:.2f}" for v in of("activations")),
+            "bubble": ", ".join(f"{v:.3f}" for v in of("bubble")),
+            "hidden": min((r["hidden"] for row in by_rank for r in row), default=0.0),
+            "reserved": max(of("reserved")),
+            "planned": f"{planned.planned_bytes / GIB:.2f} GiB, stall {1e3 * planned.stall_seconds:.1f} ms"
+            if planned
+            else "",
+        }
+
+
+def timed(trainer: Any, engine: Any, number: int) -> tuple[float, float, float]:
+    """Seconds of the slowest rank; peak over base and activations of this one, bytes."""
+    trainer.optimizer.zero_grad(set_to_none=True)
+    gathered_step = engine._gathered
+    held = []
+    end = gathered_step.end
+    gathered_step.end = lambda count: (held.append(torch.cuda.memory_allocated()), end(count))
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    base = torch.cuda.memory_allocated()
+    dist.barrier()
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    try:
+        trainer.gradients(number)
+    finally:
+        del gathered_step.end
+    torch.cuda.synchronize()
+    slowest = torch.tensor(time.perf_counter() - started, device="cuda", dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    peak = torch.cuda.max_memory_allocated()
+    return float(slowest), peak - base, peak - held[0]
+
+
+def watched(args: argparse.Namespace, trainer: Any, engine: Any, number: int, name: str) -> dict[str, float]:
+    """One more step, with events around everything: bubble and hidden share of this rank; the picture, from rank 0."""
+    trainer.optimizer.zero_grad(set_to_none=True)
+    dist.barrier()
+    torch.cuda.synchronize()
+    recorder = Recorder(trainer.mesh.pp_rank, trainer.device)
+    engine.watcher = Metered(engine, recorder)
+    trainer.gradients(number)
+    engine.watcher = None
+    transfers, waits = engine._runtime.context.meter.milliseconds()
+    records = recorder.records()
+    all_records: list[Any] = [None] * trainer.mesh.pp
+    dist.all_gather_object(all_records, records, group=trainer.mesh.pipeline)
+    everything = [r for ranks in all_records for r in ranks]
+    if dist.get_rank() == 0 and args.pictures:
+        stem = results_folder() / f"pipeline-{name.replace(', ', '-').replace(' ', '-')}"
+        perfetto(everything, Path(f"{stem}.json"))
+        draw(everything, Path(f"{stem}.png"), name)
+    return {"bubble": bubble(everything)[trainer.mesh.pp_rank], "hidden": 1 - waits / transfers if transfers else 1.0}
+
+
+def gathered(mesh: Any, figures: dict[str, float]) -> list[list[dict[str, float]]]:
+    """Of all processes, by pipeline rank."""
+    values: list[Any] = [None] * mesh.size
+    dist.all_gather_object(values, figures)
+    return [values[r * mesh.batch.size : (r + 1) * mesh.batch.size] for r in range(mesh.pp)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=sorted(MODELS))
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(DEFAULT))
+    parser.add_argument("--pp", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--sequence", type=int, default=4096)
+    parser.add_argument("--warm", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--pictures", action="store_true", help="draw each arm's pipeline, and write a Perfetto trace")
+    parser.add_argument("--name", default="pipeline")
+    args = parser.parse_args()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    rows: list[dict[str, Any]] = []
+    for name in args.models:
+        for arm in args.arms:
+            rows.append(measure(args, name, arm))
+            gc.collect()
+            if dist.get_rank() == 0:
+                write(args.name, rows, world=dist.get_world_size(), arms={a: ARMS[a][0] for a in args.arms})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""The partition that a configuration asks for: the same for every process, and without a trace in what it is given."""
+
+import copy
+
+import torch
+
+from forebay.models.costs import model_costs
+from forebay.pipeline.partition import partition_layers
+from forebay.train import hf
+from forebay.train.config import Config, from_mapping
+from forebay.train.planning import costs_of, partition_of, plan_layers
+
+
+def config(**parallel: object) -> Config:
+    return from_mapping(
+        {
+            "model": {
+                "family": "qwen3_moe",
+                "attention": "flash_attention_2",
+                "config": {
+                    "hidden_size": 32,
+                    "num_hidden_layers": 10,
+                    "num_attention_heads": 2,
+                    "num_key_value_heads": 1,
+                    "head_dim": 16,
+                    "intermediate_size": 48,
+                    "moe_intermediate_size": 16,
+                    "num_experts": 4,
+                    "num_experts_per_tok": 2,
+                    "mlp_only_layers": [0],
+                },
+            },
+            "train": {"batch": 32, "microbatch": 2, "sequence": 32},
+            "parallel": parallel,
+        }
+    )
+
+
+def test_auto_is_partition_layers_of_the_models_costs() -> None:
+    """Of flash attention too, which is not installed here: nothing runs."""
+    c = config(pp=2, ep=2)
+    declared = hf.configuration(c.model, 257)
+    before = copy.deepcopy(declared)
+    costs = costs_of(c, declared, sharing=2)
+    assert declared.to_dict() == before.to_dict() and declared._attn_implementation == before._attn_implementation
+
+    section = from_mapping({"model": {**vars(c.model), "attention": "sdpa"}}).model
+    model = hf.build(section, 257, torch.device("cpu"))
+    assert costs == model_costs(model, 32, 2)
+
+    found = partition_of(c, declared, sharing=2)
+    wanted = partition_layers(
+        costs.layers, "dualpipev", 2, embedding=costs.embedding, head=costs.head, microbatches=32 // 2 // 2
+    )
+    assert found == wanted and found.time is not None and found.memory is not None
+    assert plan_layers(c).partition == found
+
+
+def test_microbatches_are_those_of_one_pipeline() -> None:
+    """Two processes that share the batch leave half of the microbatches, and with fewer than stages fewer are in flight."""
+    plan = plan_layers(config(pp=4, schedule="zbv", ep=2))
+    assert plan.microbatches == 8 and plan.tokens == 64
+    assert plan.in_flight == (8, 7, 6, 5, 4, 3, 2, 1)
+    plan = plan_layers(config(pp=4, schedule="zbv", ep=4))
+    assert plan.microbatches == 4 and plan.in_flight == (4, 4, 4, 4, 4, 3, 2, 1)

@@ -40,7 +40,7 @@ class LayerPlan:
         schedule: of the pipeline.
         microbatches: that a pipeline runs in a step.
         tokens: of a microbatch.
-        partition: as the configuration asks for it, with time (FLOPs) and memory (bytes) by rank.
+        partition: as the configuration asks for it, with time (seconds on an H200) and memory (bytes) by rank.
         even: the same number of layers on every stage, with time and memory.
         in_flight: by stage, microbatches held at most.
     """
@@ -118,7 +118,7 @@ class LayerPlan:
     def _caption(self) -> str:
         return (
             f"Slowest rank over the mean: {self.partition.balance:.3f}; with layers split evenly {self.even.balance:.3f}. "
-            "Time is FLOPs. Activations are an estimate in bfloat16, all of them kept."
+            "Time is estimated for an H200. Activations are an estimate in bfloat16, all of them kept."
         )
 
 
@@ -198,7 +198,9 @@ def costs_of(config: Config, declared: Any, sharing: int) -> Costs:
         # transformers writes that into the configuration: hence the copy.
         model = AutoModelForCausalLM.from_config(copy.deepcopy(declared), attn_implementation="eager")
     try:
-        return model_costs(model, config.train.sequence, config.microbatch(sharing), config.model.attention)
+        return model_costs(
+            model, config.train.sequence, config.microbatch(sharing), config.model.attention, config.parallel.ep
+        )
     except ValueError as error:
         raise UsageError(f"the layers of this model cannot be planned: {first_line(error)}") from error
 

@@ -134,7 +134,11 @@ def measure(args: argparse.Namespace, name: str, arm: str) -> dict[str, Any]:
             "activations GiB": ", ".join(f"{v:.2f}" for v in of("activations")),
             "bubble": ", ".join(f"{v:.3f}" for v in of("bubble")),
             "hidden": min((r["hidden"] for row in by_rank for r in row), default=0.0),
+            "transfers, waits ms": "; ".join(
+                f"{t:.0f}, {w:.0f}" for t, w in zip(of("transfers"), of("waits"), strict=True)
+            ),
             "reserved": max(of("reserved")),
+            "segments of streams GiB": by_stream(),
             "planned": f"{planned.planned_bytes / GIB:.2f} GiB, stall {1e3 * planned.stall_seconds:.1f} ms"
             if planned
             else "",
@@ -181,9 +185,22 @@ def watched(args: argparse.Namespace, trainer: Any, engine: Any, number: int, na
     everything = [r for ranks in all_records for r in ranks]
     if dist.get_rank() == 0 and args.pictures:
         stem = results_folder() / f"pipeline-{name.replace(', ', '-').replace(' ', '-')}"
-        perfetto(everything, Path(f"{stem}.json"))
+        perfetto(everything, Path(f"{stem}.trace.json"))
         draw(everything, Path(f"{stem}.png"), name)
-    return {"bubble": bubble(everything)[trainer.mesh.pp_rank], "hidden": 1 - waits / transfers if transfers else 1.0}
+    return {
+        "bubble": bubble(everything)[trainer.mesh.pp_rank],
+        "hidden": 1 - waits / transfers if transfers else 1.0,
+        "transfers": transfers,
+        "waits": waits,
+    }
+
+
+def by_stream() -> str:
+    """What the caching allocator holds for each stream of this rank, largest first."""
+    held: dict[int, int] = {}
+    for segment in torch.cuda.memory_snapshot():
+        held[segment["stream"]] = held.get(segment["stream"], 0) + segment["total_size"]
+    return ", ".join(f"{n / GIB:.1f}" for n in sorted(held.values(), reverse=True))
 
 
 def gathered(mesh: Any, figures: dict[str, float]) -> list[list[dict[str, float]]]:

@@ -6,12 +6,13 @@ In: arguments. Out: text on standard output; a failure is one sentence on the er
     1  failed while running: broken files, a full disk, a loss that is not finite, stopped by Ctrl-C or SIGTERM
     2  asked for something that is not possible here: a wrong key, pattern, budget, path or device
 
-Of the processes that torchrun started for ``train``, one prints and one says what failed.
+Of the processes that torchrun started for ``train``, or for ``profile`` of a pipeline, one prints and one says what failed.
 
 ``--debug`` shows the traceback as well. Torch is imported only by the commands that need it, so ``--help`` is quick.
 """
 
 import argparse
+import json
 import os
 import sys
 import traceback
@@ -108,7 +109,9 @@ def _parser() -> argparse.ArgumentParser:
     plan.set_defaults(run=_plan)
 
     profile = commands.add_parser(
-        "profile", parents=[shared, configured], help="show what one forward pass saves for backward"
+        "profile",
+        parents=[shared, configured],
+        help="show what one forward pass, or on a pipeline every rank in a step, saves for backward",
     )
     profile.add_argument("--json", action="store_true", help="as JSON")
     profile.set_defaults(run=_profile)
@@ -182,12 +185,27 @@ def _plan(options: argparse.Namespace) -> None:
 
 def _profile(options: argparse.Namespace) -> None:
     config = _configured(options)
+    _quiet_transformers()
+    if config.parallel.pp > 1:
+        _profile_pipeline(config, options.json)
+        return
     from forebay.train.trainer import Trainer
 
-    _quiet_transformers()
     with Trainer(config) as trainer:
         profile = trainer.memory.profile(trainer.forward)
     print(profile.to_json() if options.json else profile.table())
+
+
+def _profile_pipeline(config: "Config", as_json: bool) -> None:
+    from forebay.train.run import profile
+    from forebay.train.world import World
+
+    profiles = profile(config)
+    if World.of_environment().is_main:
+        if as_json:
+            print(json.dumps([found.as_dict() for found in profiles], indent=1))
+        else:
+            print("\n\n".join(found.table() for found in profiles))
 
 
 def _doctor(options: argparse.Namespace) -> None:

@@ -13,6 +13,7 @@ lists. A pattern may name any other module unless it runs inside compiled code.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -88,8 +89,12 @@ class Managed:
         saved inside one counts for the half.
         """
         profiler = Profiler(self._model)
-        with self._manager.suspended(profiler.region):
+        with self.suspended(profiler.region):
             return profile_model(self._model, step, self._watchable, profiler)
+
+    def suspended(self, around: Callable[[str], AbstractContextManager[Any]]) -> AbstractContextManager[None]:
+        """Within, placements are off, and each region's forward runs inside ``around(path)``."""
+        return self._manager.suspended(around)
 
     def detach(self) -> None:
         """Put the model back as it was. Calling it again does nothing."""

@@ -5,11 +5,10 @@ gradients in the parameters' `.grad`, bitwise those of plain autograd, one micro
 
     F0 | F1 with B0 | F2 with B1 | ... | F(M-1) with B(M-2) | B(M-1)
 
-`forebay.pipeline.passes` says what a layer's computations and transfers are. A paired phase lets both microbatches take one
-computation each in turn, the forward first; docs/overlap.md draws it. Every transfer is enqueued right behind the computation
-that made its input, and waited for right before the one that needs its result: the other microbatch's computation lies in
-between. The order follows from the list of layers alone, so it is the same on every rank, and no rank waits for a transfer that
-another one has put behind.
+`forebay.pipeline.passes` says what a layer's computations and transfers are, `forebay.pipeline.turns` in what order two
+microbatches take them; docs/overlap.md draws it. Every transfer is enqueued right behind the computation that made its input,
+and waited for right before the one that needs its result: another computation lies in between. The order follows from the list
+of layers alone, so it is the same on every rank, and no rank waits for a transfer that another one has put behind.
 
 The loss is part of the forward's last step and its gradient too: of the head nothing is kept but the gradient of its input, and
 by then the other microbatch's activations are gone.
@@ -26,8 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forebay.moe.weight_gradients import WeightGradients
 from forebay.pipeline.execution import ExecutionContext, Pending, cut
-from forebay.pipeline.passes import Layer, Said, StagePass
+from forebay.pipeline.passes import Layer, Said, StagePass, has_experts, take_turns
+from forebay.pipeline.turns import turns
 
 Routers = Callable[[Said], Tensor]
 
@@ -42,6 +43,7 @@ class OverlappedStep:
         device: where all of it runs.
         routers: the (logits [T, E], ids [T, K]) of all MoE layers of a microbatch -> a scalar that is added to its loss.
             Called once a microbatch, in their order, before the epilogue.
+        weights: the store that the layers' experts were given, if they were; see `forebay.pipeline.passes.StagePass`.
         early_release: drop tensors at stage boundaries after their last reader. False keeps them until their layer's
             backward is over, to measure what that is worth.
 
@@ -57,13 +59,16 @@ class OverlappedStep:
         device: torch.device,
         *,
         routers: Routers | None = None,
+        weights: WeightGradients | None = None,
         early_release: bool = True,
     ):
         if not layers:
             raise ValueError("there are no layers to run")
         self.layers, self.prologue, self.epilogue, self.routers = list(layers), prologue, epilogue, routers
-        self.early_release = early_release
+        self.early_release, self.weights = early_release, weights
         self._context = ExecutionContext(device)
+        travelling = [has_experts(layer) for layer in self.layers]
+        self._order = turns(travelling, travelling[::-1])
 
     def run(
         self,
@@ -96,8 +101,11 @@ class OverlappedStep:
         try:
             for i, microbatch in enumerate(microbatches):
                 passes = _Microbatch(self, self._context, microbatch)
-                for _ in passes.forward(loss_scale):
-                    next(backward, None)
+                forward = passes.forward(loss_scale)
+                take_turns(self._order, forward, backward)
+                for rest in (backward, forward):  # the head comes when the other microbatch is gone
+                    for _ in rest:
+                        pass
                 losses.append(passes.loss)
                 backward = passes.backward(_bound(after_backward, i))
             for _ in backward:
@@ -114,15 +122,14 @@ def _bound(call: Callable[[int], None] | None, i: int) -> Callable[[], None]:
 class _Microbatch:
     """One microbatch from the prologue to the loss and back.
 
-    Forward and backward have the same number of stops: when the forward of one has made its last, the backward of the other is
-    complete, and only the head is left.
+    When the forward of one and the backward of the other have taken their turns, only the head is left.
     """
 
     loss: Tensor
 
     def __init__(self, step: OverlappedStep, context: ExecutionContext, microbatch: Any):
         self._step, self._microbatch = step, microbatch
-        self._stage = StagePass(step.layers, context, step.routers is not None, step.early_release)
+        self._stage = StagePass(step.layers, context, step.routers is not None, step.early_release, step.weights)
 
     def forward(self, loss_scale: float) -> Iterator[None]:
         """From the prologue to the loss and the gradient of its input, whose transfer is enqueued."""

@@ -7,11 +7,12 @@ so that whoever drives them can let another microbatch compute meanwhile: `foreb
 
 An MoE layer has four steps, two computations with a transfer behind each, and backward the same in reverse:
 
-    forward    front, dispatch >    experts, combine >       front: attention, norm, router, shared experts
-    backward   < combine', experts'    < dispatch', front'   (x' is the gradient of x)
+    forward    front, dispatch >    experts, combine >                front: attention, norm, router, shared experts
+    backward   < combine', experts'    < dispatch', weights, front'   (x' is the gradient of x)
 
-A dense layer is one computation. A microbatch's tensors hang on its pass and on the autograd graphs of its stages, and on
-nothing else. `forebay.pipeline.execution` says how memory passes between the streams.
+`weights` are the experts' weight gradients, which nobody waits for: they are made while dispatch' travels. A dense layer is one
+computation; `forebay.pipeline.turns` counts on both. A microbatch's tensors hang on its pass and on the autograd graphs of its
+stages, and on nothing else. `forebay.pipeline.execution` says how memory passes between the streams.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from forebay.moe.dispatch.exchange import Exchange
+from forebay.moe.weight_gradients import WeightGradients
 from forebay.pipeline.execution import ExecutionContext, Pending, Segment, Wire, cut
 
 Said = list[tuple[Tensor, Tensor]]
@@ -54,6 +56,8 @@ class StagePass:
         context: of the engine.
         keeps_router: hold what the routers said for `take_said`.
         early_release: see `forebay.pipeline.overlap.OverlappedStep`.
+        weights: the store that the layers' experts were given, if they were: makes their weight gradients a computation of their
+            own.
 
     Attributes:
         output: after `forward`, the hidden states on their way.
@@ -62,8 +66,15 @@ class StagePass:
 
     output: Pending
 
-    def __init__(self, layers: Sequence[Layer], context: ExecutionContext, keeps_router: bool, early_release: bool):
-        self._todo = list(layers)
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        context: ExecutionContext,
+        keeps_router: bool,
+        early_release: bool,
+        weights: WeightGradients | None = None,
+    ):
+        self._todo, self._weights = list(layers), weights
         self._context, self._keeps_router, self._early_release = context, keeps_router, early_release
         self._layers: list[_DensePass | _MoePass] = []
         self.gradient: list[Tensor] = []
@@ -113,7 +124,8 @@ class StagePass:
     def _pass(self, layer: Layer) -> _DensePass | _MoePass:
         if layer.exchange is None:
             return _DensePass(layer)
-        return _MoePass(layer, Wire(layer.exchange, self._context), self._keeps_router, self._early_release)
+        wire = Wire(layer.exchange, self._context)
+        return _MoePass(layer, wire, self._keeps_router, self._early_release, self._weights)
 
 
 class _DensePass:
@@ -156,8 +168,11 @@ class _MoePass:
     _front: Segment
     _experts: Segment
 
-    def __init__(self, layer: Layer, wire: Wire, keeps_router: bool, early_release: bool):
+    def __init__(
+        self, layer: Layer, wire: Wire, keeps_router: bool, early_release: bool, weights: WeightGradients | None
+    ):
         assert layer.experts is not None, "a layer with an exchange has experts"
+        self._weights, self._later = weights, list[Callable[[], None]]()
         self._stage1, self._stage3, self._wire = layer.stage1, layer.experts, wire
         self._keeps_router, self._keeps_all = keeps_router, not early_release
         self._kept: list[Tensor | None] = []
@@ -184,6 +199,9 @@ class _MoePass:
         """Leaves the input's `gradient`. The last stop is the caller's: the next layer's transfer comes before it."""
         self._run_experts_backward(list(self._travelling.take()))
         yield
+        while self._later:
+            self._later.pop(0)()
+        yield
         self._run_front_backward(list(self._travelling.take()))
 
     def _run_front(self, x: Tensor) -> None:
@@ -204,7 +222,11 @@ class _MoePass:
 
     def _run_experts_backward(self, grads: list[Tensor]) -> None:
         self._keep(*grads)
-        d_rows, d_weights = self._experts.backward(grads)
+        if self._weights is None or self._weights.pending is not None:  # nothing to leave, or all is left for longer
+            d_rows, d_weights = self._experts.backward(grads)
+        else:
+            with self._weights.collecting() as self._later:
+                d_rows, d_weights = self._experts.backward(grads)
         self._travelling = self._wire.dispatch_backward(d_rows, d_weights, self._handle, self._dy[0].shape[0])
         self._keep(d_rows, d_weights)
 
@@ -219,3 +241,14 @@ class _MoePass:
     def _keep(self, *boundary: Tensor | None) -> None:
         if self._keeps_all:
             self._kept.extend(boundary)
+
+
+def has_experts(layer: Layer) -> bool:
+    """Whether a layer's tokens travel."""
+    return layer.exchange is not None
+
+
+def take_turns(order: Sequence[str], forward: Iterator[None], backward: Iterator[None]) -> None:
+    """Let a forward and a backward compute in turn: "F" or "B" for each computation, from `forebay.pipeline.turns`."""
+    for whose in order:
+        next(forward if whose == "F" else backward, None)

@@ -29,7 +29,7 @@ from torch import Tensor
 from forebay.moe.weight_gradients import WeightGradients
 from forebay.pipeline.execution import ExecutionContext, Pending, Segment, cut
 from forebay.pipeline.links import Links, Message, Packet
-from forebay.pipeline.passes import Layer, Said, StagePass
+from forebay.pipeline.passes import Layer, Said, StagePass, has_experts, take_turns
 from forebay.pipeline.schedule import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -41,6 +41,7 @@ from forebay.pipeline.schedule import (
     Action,
     Plan,
 )
+from forebay.pipeline.turns import turns
 
 
 class Balance(Protocol):
@@ -99,7 +100,8 @@ class PipelineRuntime:
         links: to its neighbours; None where there are none.
         device: where all of it runs.
         balance: a loss over all stages' routers, or None.
-        weights: where I actions leave the experts' weight gradients for W; the same object that the experts were given.
+        weights: the store that the experts were given: I actions leave their weight gradients there for W, and in a whole
+            backward they are made while a transfer is under way.
         early_release: drop tensors at stage boundaries behind their last reader; False keeps them until their layer's backward is
             over, to measure what that is worth.
 
@@ -218,10 +220,21 @@ class _Step:
 
     def _together(self, forward: Action, backward: Action) -> None:
         """The backward's first transfer is enqueued before the forward's first computation, which hides it."""
-        back = self._backward(backward.stage, backward.microbatch)
+        stages = self._runtime.stages
+        forth, back = (
+            self._forward(forward.stage, forward.microbatch),
+            self._backward(backward.stage, backward.microbatch),
+        )
         next(back)
-        for _ in self._forward(forward.stage, forward.microbatch):
-            next(back, None)
+        # The head is a computation too, and as long as several layers.
+        computing = [has_experts(layer) for layer in stages[forward.stage].layers]
+        computing += [False] if stages[forward.stage].epilogue is not None else []
+        returning = [has_experts(layer) for layer in reversed(stages[backward.stage].layers)]
+        order = turns(computing, returning)
+        last = len(order) - order[::-1].index("F")
+        # What the forward leaves is waited for behind one computation more, and sent on.
+        take_turns([*order[: last + 1], "F", *order[last + 1 :]], forth, back)
+        _drain(forth)
         _drain(back)
 
     @contextmanager
@@ -248,7 +261,7 @@ class _Step:
         balance, runtime = self._runtime.balance, self._runtime
         entering = Pending(x)
         del x
-        passing = StagePass(parts.layers, runtime.context, balance is not None, runtime.early_release)
+        passing = StagePass(parts.layers, runtime.context, balance is not None, runtime.early_release, runtime.weights)
         self._passes[here] = passing
         yield from passing.forward(entering)
         sums: tuple[Tensor, ...] = ()

@@ -142,6 +142,24 @@ class _Row:
     nbytes: int
 
 
+class WeightStorages:
+    """The storages of a model's parameters and buffers. Known by identity, which they keep while FSDP2 frees and refills them."""
+
+    def __init__(self, model: nn.Module):
+        self._storages: dict[int, StorageWeakRef] = {}
+        self.add(model)
+
+    def add(self, module: nn.Module) -> None:
+        """Those of `module` as they are now."""
+        for tensor in (*module.parameters(), *module.buffers()):
+            for part in plain_parts(tensor):
+                weak = StorageWeakRef(part.untyped_storage())
+                self._storages[weak.cdata] = weak
+
+    def __contains__(self, storage: StorageWeakRef) -> bool:
+        return storage.cdata in self._storages
+
+
 class Profiler:
     """Collects during one `run`; `region` names the region for what is saved inside it."""
 
@@ -150,16 +168,15 @@ class Profiler:
         self._path = [""]
         self._rows: list[_Row] = []
         self._numbers: dict[int, int] = {}  # a storage's address as an object -> its row
-        self._weights: dict[int, StorageWeakRef] = {}
+        self._weights = WeightStorages(model)
         self._operations: dict[int, str] = {}
         self._asking: str | None = None
-        self._add_weights(model)
 
     @contextmanager
     def region(self, path: str) -> Iterator[None]:
         """Within, what is saved counts for `path`, a module's or any other name."""
         if path in self._modules:  # FSDP2 swaps a module's parameters for gathered ones in its forward
-            self._add_weights(self._modules[path])
+            self._weights.add(self._modules[path])
         self._path.append(path)
         try:
             yield
@@ -190,7 +207,7 @@ class Profiler:
                     row.shape,
                     row.dtype,
                     row.nbytes,
-                    row.storage.cdata in self._weights,
+                    row.storage in self._weights,
                 )
                 for number, row in enumerate(self._rows)
                 if not row.storage.expired()
@@ -198,25 +215,16 @@ class Profiler:
             after - before if loss.is_cuda else None,
         )
 
-    def _add_weights(self, module: nn.Module) -> None:
-        for tensor in (*module.parameters(), *module.buffers()):
-            for part in _parts(tensor):
-                weak = StorageWeakRef(part.untyped_storage())
-                self._weights[weak.cdata] = weak
-
     def _pack(self, tensor: Tensor) -> _Packed:
         # A detached alias and never the tensor itself: a node that owns its own output is a cycle no collector breaks.
-        return _Packed(tuple(self._number(part) for part in _parts(tensor)), tensor.detach())
+        return _Packed(tuple(self._number(part) for part in plain_parts(tensor)), tensor.detach())
 
     def _number(self, tensor: Tensor) -> int:
         weak = StorageWeakRef(tensor.untyped_storage())
         if weak.cdata not in self._numbers:
-            nbytes = tensor.untyped_storage().nbytes()
-            if tensor.is_cuda:
-                nbytes = -(-nbytes // _BLOCK) * _BLOCK
             self._numbers[weak.cdata] = len(self._rows)
             dtype = str(tensor.dtype).removeprefix("torch.")
-            self._rows.append(_Row(weak, self._path[-1], tuple(tensor.shape), dtype, nbytes))
+            self._rows.append(_Row(weak, self._path[-1], tuple(tensor.shape), dtype, allocated_bytes(tensor)))
         return self._numbers[weak.cdata]
 
     def _unpack(self, packed: _Packed) -> Tensor:
@@ -245,15 +253,23 @@ class Profiler:
         self._asking = None
 
 
-def _parts(tensor: Tensor) -> Iterator[Tensor]:
+def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
     """The plain tensors that hold a tensor's bytes: itself, or those inside a wrapper such as DTensor."""
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
-            yield from _parts(getattr(tensor, name))
+            part = getattr(tensor, name)
+            if isinstance(part, Tensor):  # torch 2.13's DTensor names its mesh too
+                yield from plain_parts(part)
     elif tensor.layout is torch.strided:
         yield tensor
     else:
         raise NotImplementedError(f"a saved tensor of layout {tensor.layout}: only strided ones can be profiled")
+
+
+def allocated_bytes(tensor: Tensor) -> int:
+    """Of a plain tensor's whole storage, as the allocator has it."""
+    nbytes = tensor.untyped_storage().nbytes()
+    return -(-nbytes // _BLOCK) * _BLOCK if tensor.is_cuda else nbytes
 
 
 def _operation(node: str) -> str:

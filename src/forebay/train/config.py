@@ -145,6 +145,7 @@ class Log:
     folder: str = _key("runs/forebay")  # a number is added when it already holds a run
     tensorboard: bool = _key(False)
     progress: str = _key("auto", choices=("auto", "on", "off"))  # the moving line; "auto": on a terminal
+    timeline: int = _key(0, low=0)  # step of which pipeline.png and pipeline.json show what each rank ran; 0 is none
 
 
 @dataclass(frozen=True)
@@ -394,6 +395,19 @@ def _check_capacity(c: Config) -> None:
         )
 
 
+def _check_timeline(c: Config) -> None:
+    number = c.log.timeline
+    if number and c.parallel.pp == 1:
+        raise UsageError(
+            f"log.timeline = {number} shows what the ranks of a pipeline run, and parallel.pp is 1; "
+            "set parallel.pp to more, or leave log.timeline out"
+        )
+    if number > c.train.steps:
+        raise UsageError(
+            f"log.timeline = {number} is a step that does not come: train.steps = {c.train.steps}; valid is at most that"
+        )
+
+
 def check_experts(ep: int, experts: int) -> None:
     """Whether `experts` (0: a dense model) can be shared by `ep` processes.
 
@@ -464,6 +478,7 @@ def _cross_check(c: Config) -> None:
     _check_pipeline(c)
     _check_overlap(c)
     _check_capacity(c)
+    _check_timeline(c)
 
 
 def _check_overlap(c: Config) -> None:

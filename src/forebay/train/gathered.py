@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from forebay.models.families import moe_blocks
+from forebay.moe.weight_gradients import WeightGradients
 from forebay.pipeline.causal_lm import CutModel
 from forebay.saved.identify import local
 from forebay.train.parallel import fsdp_group
@@ -53,6 +55,8 @@ class GatheredStep:
         """Gather, and make ready to sum gradients."""
         self.gather()
         self._sums = self._begin_sums()
+        if self._sharded:
+            self._make_room(list(self._sums.values()))
 
     def end(self, count: Tensor | int) -> None:
         """Reduce. `count`: what the sum of losses is divided by; gradients of the head's sum still are to be."""
@@ -83,6 +87,19 @@ class GatheredStep:
         if "embedding" in found:
             self._cut.embedded = []
         return found
+
+    def _make_room(self, elsewhere: list[Any]) -> None:
+        """Zeros for all gradients, before any activation: made one by one during the first backward, these largest and longest
+        lived blocks would lie between activations, others every step, and the allocator would need more and more segments."""
+        for group in self._groups():
+            for held in group.fsdp_params:
+                parameter = held.unsharded_param
+                if not parameter.requires_grad or any(held is other for other in elsewhere):
+                    continue
+                if held.reduce_dtype in (None, parameter.dtype):
+                    parameter.grad = torch.zeros_like(parameter)
+                else:
+                    held.unsharded_accumulated_grad = torch.zeros_like(parameter, dtype=held.reduce_dtype)
 
     def _mixed(self, weight: Tensor) -> Any:
         """FSDP2's record of a gathered weight, if its gradients are to be summed in fp32 and it is something else."""
@@ -143,6 +160,25 @@ class GatheredStep:
                 group.post_backward()
         # Joins FSDP2's streams; without it the optimizer could read shards that are still being written.
         fully_shard.state(self._model)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+
+
+class DeferredExperts:
+    """Gives a model's experts a store for their weight gradients, and takes it away again.
+
+    Attributes:
+        store: where backward may leave them.
+    """
+
+    def __init__(self, model: Any):
+        self.store = WeightGradients()
+        self._experts: list[Any] = [block.experts for block in moe_blocks(model)]
+        for module in self._experts:
+            module.__dict__["forebay_weight_gradients"] = self.store
+
+    def close(self) -> None:
+        """Weight gradients are made at once again."""
+        for module in self._experts:
+            module.__dict__.pop("forebay_weight_gradients", None)
 
 
 class _Briefly:

@@ -18,7 +18,7 @@ from forebay.models.manage import Managed
 from forebay.models.router import RouterStats, balance_loss
 from forebay.pipeline.causal_lm import CutModel, Microbatch
 from forebay.pipeline.overlap import OverlappedStep
-from forebay.train.gathered import GatheredStep
+from forebay.train.gathered import DeferredExperts, GatheredStep
 
 
 class OverlappedGradients:
@@ -49,7 +49,10 @@ class OverlappedGradients:
         self._parts = 1
         self._imbalance: list[Tensor] = []
         routers = self._balance_of if router is not None else None
-        self._step = OverlappedStep(cut.layers, cut.prologue, cut.epilogue, device, routers=routers)
+        self._deferred = DeferredExperts(model)
+        self._step = OverlappedStep(
+            cut.layers, cut.prologue, cut.epilogue, device, routers=routers, weights=self._deferred.store
+        )
         self._gathered = GatheredStep(model, cut, reshard)
 
     def __call__(
@@ -78,8 +81,9 @@ class OverlappedGradients:
         return losses.sum(), imbalance
 
     def close(self) -> None:
-        """Remove the hooks on parameters."""
+        """Remove what was put on parameters and modules."""
         self._gathered.close()
+        self._deferred.close()
 
     def _balance_of(self, said: list[tuple[Tensor, Tensor]]) -> Tensor:
         with torch.set_grad_enabled(self._balance != 0):

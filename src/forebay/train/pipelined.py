@@ -11,25 +11,24 @@ on its parameters, and the losses where the last stage is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from forebay.models.families import moe_blocks
 from forebay.models.manage import Managed
 from forebay.models.parts import keep_part
 from forebay.models.router import RouterStats
-from forebay.moe.weight_gradients import WeightGradients
 from forebay.pipeline.balance import StageBalance
 from forebay.pipeline.causal_lm import CutModel, Microbatch
 from forebay.pipeline.links import DistLinks, Links, neighbours
 from forebay.pipeline.partition import Partition
 from forebay.pipeline.runtime import PipelineRuntime, Stage, Watcher
-from forebay.pipeline.schedule import BACKWARD_WEIGHT, Action, Plan, forward_plan, make_plan
+from forebay.pipeline.schedule import Action, Plan, forward_plan, make_plan
 from forebay.train.config import Config
-from forebay.train.gathered import GatheredStep
+from forebay.train.gathered import DeferredExperts, GatheredStep
 from forebay.train.mesh import Mesh
 
 
@@ -88,8 +87,7 @@ class PipelinedGradients:
         self._balance = StageBalance(experts, balance, mesh.device) if experts else None
         self._cut = cut = CutModel(model, memory, getattr(torch, config.model.compute or config.model.dtype))
         self._gathered = GatheredStep(model, cut, config.parallel.reshard)
-        self._experts: list[Any] = [block.experts for block in moe_blocks(model)]
-        self._weights = self._deferring(plan)
+        self._deferred = DeferredExperts(model)
         self._stages = {s: self._stage(s, partition) for s in plan.stages(mesh.pp_rank)}
         self._early_release = early_release
         self._runtime = self._runtime_of(plan)
@@ -136,20 +134,22 @@ class PipelinedGradients:
             self._balance.take_losses()
         return losses.float().sum() if losses is not None else torch.zeros((), device=self._device)
 
+    @contextmanager
+    def watched(self, watcher: Watcher, instead: Callable[[int, Stage], Stage] | None = None) -> Iterator[None]:
+        """Within, steps tell `watcher` of every action, and run `instead(number, stage)` in the place of each stage."""
+        before = self._runtime.stages
+        if instead is not None:
+            self._runtime.stages = {number: instead(number, stage) for number, stage in before.items()}
+        self.watcher = watcher
+        try:
+            yield
+        finally:
+            self._runtime.stages, self.watcher = before, None
+
     def close(self) -> None:
         """Remove what was put on parameters and modules."""
         self._gathered.close()
-        for module in self._experts:
-            module.__dict__.pop("forebay_weight_gradients", None)
-
-    def _deferring(self, plan: Plan) -> WeightGradients | None:
-        """Where weight gradients wait; None if the schedule has no place for them."""
-        if not any(a.kind == BACKWARD_WEIGHT for a in plan.actions[self._rank]):
-            return None
-        weights = WeightGradients()
-        for module in self._experts:
-            module.__dict__["forebay_weight_gradients"] = weights
-        return weights
+        self._deferred.close()
 
     def _stage(self, number: int, partition: Partition) -> Stage:
         cut = self._cut
@@ -168,6 +168,6 @@ class PipelinedGradients:
             self._links,
             self._device,
             balance=self._balance,
-            weights=self._weights,
+            weights=self._deferred.store,
             early_release=self._early_release,
         )

@@ -91,7 +91,7 @@ class LayerPlan:
         )
 
     def table(self) -> Table:
-        """For a terminal."""
+        """For a terminal of 80 columns: a line a stage."""
         from rich.table import Table
 
         table = Table(
@@ -99,18 +99,16 @@ class LayerPlan:
             caption=self._caption(),
             caption_justify="left",
         )
-        for name, justify in (("rank", "right"), ("stages", "left"), ("layers", "left"), ("time", "right")):
-            table.add_column(name, justify=justify)  # type: ignore[arg-type]  # literals, which zip widens
-        table.add_column("in flight", justify="left")
-        table.add_column("activations", justify="right")
+        for name in ("rank", "stage", "layers", "in flight", "time", "activations"):
+            table.add_column(name, justify="left" if name == "layers" else "right")
         for row in self.rows():
             stages = row["stages"]
             table.add_row(
                 str(row["rank"]),
-                ", ".join(str(s["stage"]) for s in stages),
-                ", ".join(_named(s) for s in stages),
+                "\n".join(str(s["stage"]) for s in stages),
+                "\n".join(_named(s) for s in stages),
+                "\n".join(str(s["in_flight"]) for s in stages),
                 f"{100 * row['time_share']:.1f} %",
-                ", ".join(str(s["in_flight"]) for s in stages),
                 format_bytes(row["activation_bytes"]),
             )
         return table

@@ -6,6 +6,7 @@ In: a `Config` and what to resume. Out: a run's folder:
     metrics.jsonl   a record a step
     checkpoints/    see `forebay.train.checkpoint`
     tensorboard/    if asked for
+    pipeline.png, pipeline.json    what each rank of the pipeline ran in one step, if asked for; see `forebay.report.timeline`
 
 Of several processes the main one decides on the folder, writes and prints; all save their part of a checkpoint and evaluate.
 
@@ -17,9 +18,10 @@ import json
 import signal
 import statistics
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,6 +31,8 @@ import transformers
 from rich.console import Console
 from torch.distributed.fsdp import FSDPModule
 
+from forebay.report import timeline
+from forebay.report.saved import PipelineProfile, profile_ranks
 from forebay.saved.manager import StepReport
 from forebay.train import checkpoint
 from forebay.train.config import Config, check_world, from_mapping
@@ -117,29 +121,65 @@ def train(config: Config, console: Console, resume: str | None = None) -> Path:
     """
     world = World.of_environment()
     check_world(config, world.size)
-    with StopRequest().listening() as stop, Mesh.open(config, world) as mesh:
-        try:
-            start = mesh.on_main(lambda: where_to_start(config, resume))
-            with _heartbeat(config, mesh, start) as heart, Trainer(config, mesh) as trainer:
-                try:
-                    return _Run(config, console, start, trainer, stop).go()
-                except RuntimeError as error:  # of a collective, perhaps: its own text names nobody
-                    gone = heart.who_is_gone() if heart is not None else ""
-                    if not gone:
-                        raise
-                    raise RunError(f"{gone}; {_intact(start)}") from error
-        except (Exception, KeyboardInterrupt) as error:
-            if mesh.speaks_first():
-                raise
-            raise SaidElsewhere(getattr(error, "exit_code", RunError.exit_code)) from error
+    with StopRequest().listening() as stop, Mesh.open(config, world) as mesh, _one_says_why(mesh):
+        start = mesh.on_main(lambda: where_to_start(config, resume))
+        advice = partial(_intact, start)
+        with _heartbeat(config, mesh, advice) as heart, Trainer(config, mesh) as trainer, _blaming(heart, advice):
+            return _Run(config, console, start, trainer, stop).go()
 
 
-def _heartbeat(config: Config, mesh: Mesh, start: Start) -> AbstractContextManager[Heartbeat | None]:
+def profile(config: Config) -> list[PipelineProfile]:
+    """What autograd saves in the first step, by rank of this process's pipeline. No parameter changes and nothing is written.
+
+    Raises:
+        SaidElsewhere: of several processes, all but one raise this on a failure.
+        UsageError, RunError: as their messages say; the former also for `parallel.pp` of 1.
+    """
+    world = World.of_environment()
+    check_world(config, world.size)
+    with (
+        Mesh.open(config, world) as mesh,
+        _one_says_why(mesh),
+        _heartbeat(config, mesh, _nothing_lost) as heart,
+        Trainer(config, mesh) as trainer,
+        _blaming(heart, _nothing_lost),
+    ):
+        return profile_ranks(trainer)
+
+
+@contextmanager
+def _one_says_why(mesh: Mesh) -> Iterator[None]:
+    """What fails within is raised on the first process that fails; on others it is `SaidElsewhere`."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        if mesh.speaks_first():
+            raise
+        raise SaidElsewhere(getattr(error, "exit_code", RunError.exit_code)) from error
+
+
+@contextmanager
+def _blaming(heart: Heartbeat | None, advice: Callable[[], str]) -> Iterator[None]:
+    """What a collective raises within, whose own text names nobody, names the process that is gone, if one is."""
+    try:
+        yield
+    except RuntimeError as error:
+        gone = heart.who_is_gone() if heart is not None else ""
+        if not gone:
+            raise
+        raise RunError(f"{gone}; {advice()}") from error
+
+
+def _heartbeat(config: Config, mesh: Mesh, advice: Callable[[], str]) -> AbstractContextManager[Heartbeat | None]:
     """The thread that notices when another process dies; nothing for one process."""
     if mesh.size == 1 or mesh.store is None:
         return nullcontext()
     # Within the collectives' timeout, after which they end the process without a word of who was missing.
-    return Heartbeat(mesh.store, mesh.rank, mesh.size, 0.8 * config.parallel.timeout, lambda: _intact(start))
+    return Heartbeat(mesh.store, mesh.rank, mesh.size, 0.8 * config.parallel.timeout, advice)
+
+
+def _nothing_lost() -> str:
+    return "nothing was written"
 
 
 def _intact(start: Start) -> str:
@@ -203,9 +243,8 @@ class _Run:
         with self._reporter(done) as report:
             self._announce(report, done)
             for number in range(done + 1, c.train.steps + 1):
-                record = self.trainer.step(number)
+                record = self._step(number, report)
                 self.records.append(record)
-                report.step(record)
                 if number == c.train.steps:
                     last = self.trainer.memory.report()  # of a backward: before a validation pass
                 if c.train.eval_every and number % c.train.eval_every == 0:
@@ -219,6 +258,17 @@ class _Run:
             for table in summary_tables(self._summary(last)):
                 self.console.print(table)
         return self.start.folder
+
+    def _step(self, number: int, report: Reporter) -> StepRecord:
+        if number != self.config.log.timeline:
+            record = self.trainer.step(number)
+            report.step(record)
+            return record
+        record, ran = timeline.watch(self.trainer, partial(self.trainer.step, number))
+        report.step(record)
+        title = f"{self.config.parallel.schedule}, step {number}"
+        report.say(self.mesh.on_main(lambda: timeline.write(ran, self.start.folder, title)))
+        return record
 
     def _reporter(self, done: int) -> Reporter:
         c = self.config

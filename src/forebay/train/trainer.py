@@ -94,7 +94,9 @@ class Trainer:
             self.device,
             self._shard if mesh.data is not None else None,
             seed,
-            None if plan is None else partial(keep_stages, plan=plan, partition=partition, rank=mesh.pp_rank),
+            None
+            if plan is None or partition is None
+            else partial(keep_stages, plan=plan, partition=partition, rank=mesh.pp_rank),
         )
         _check_positions(self.model, size)
         self.exchange = parallel.exchange_of(self.model, mesh, config)
@@ -112,6 +114,11 @@ class Trainer:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    @property
+    def pipeline(self) -> PipelinedGradients | None:
+        """What runs a step's microbatches through the stages; None if `parallel.pp` is 1."""
+        return self._gradients if isinstance(self._gradients, PipelinedGradients) else None
 
     def close(self) -> None:
         """Take the manager off the model; the model is as it was built and sharded, but trained."""
@@ -175,6 +182,12 @@ class Trainer:
         if self._shards is not None:
             self._shards.finish()
         return losses
+
+    def discard(self) -> None:
+        """Forget the gradients that `gradients` left and the routing it counted: no step comes of them."""
+        self.optimizer.zero_grad(set_to_none=True)
+        if self._router is not None:
+            self._router.reset_counts()
 
     def _in_turn(
         self, parts: list[tuple[torch.Tensor, torch.Tensor]], count: torch.Tensor | int
@@ -248,8 +261,8 @@ class Trainer:
 
     def _evaluate(self, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
         """The sum of the cross entropies of a validation batch, or this process's part of it."""
-        if isinstance(self._gradients, PipelinedGradients):
-            return float(self._gradients.evaluate(parts))
+        if self.pipeline is not None:
+            return float(self.pipeline.evaluate(parts))
         return sum(float(self._forward(ids, labels, 1)) for ids, labels in parts)
 
     def _count(self, targets: torch.Tensor) -> torch.Tensor | int:

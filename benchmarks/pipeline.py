@@ -16,6 +16,9 @@ A step is forward and backward of all microbatches of the global batch, until th
                       stand still; the least of all ranks
     reserved          of the caching allocator over allocated, both peaks, without expandable segments
 
+    offload           bytes of a step that go to the host and come back, and by how much the plan says that the peak falls; against
+                      the same schedule without, in the same run: time, activations, and R, what fell over what was to fall
+
     torchrun --nproc-per-node 4 benchmarks/pipeline.py                                   # both models, the default arms
     torchrun --nproc-per-node 4 benchmarks/pipeline.py --models qwen3-30b-a3b --arms dualpipev zbv --pp 4
 """
@@ -35,6 +38,7 @@ from common import GIB, results_folder, settle_memory, write
 from ep import MODELS, force_balance
 
 from forebay.pipeline.schedule import OVERLAP, Action
+from forebay.planner.interleaved import plan_interleaved
 from forebay.report.pipeline import bubble, draw, perfetto
 from forebay.report.recorder import Recorder
 from forebay.train.config import from_mapping
@@ -117,11 +121,12 @@ def measure(args: argparse.Namespace, name: str, arm: str) -> dict[str, Any]:
                 "peak": max(p for _, p, _ in steps) / GIB,
                 "activations": max(a for _, _, a in steps) / GIB,
                 "reserved": torch.cuda.max_memory_reserved() / torch.cuda.max_memory_allocated(),
+                "fall": planned_fall(trainer.memory) / GIB,
+                "moved": (trainer.memory.plan.planned_bytes if trainer.memory.plan else 0) / GIB,
                 **picture,
             },
         )
         of: Callable[[str], list[float]] = lambda key: [max(r[key] for r in row) for row in by_rank]  # noqa: E731
-        planned = trainer.memory.plan
         return {
             "model": name,
             "arm": arm,
@@ -139,10 +144,32 @@ def measure(args: argparse.Namespace, name: str, arm: str) -> dict[str, Any]:
             ),
             "reserved": max(of("reserved")),
             "segments of streams GiB": by_stream(),
-            "planned": f"{planned.planned_bytes / GIB:.2f} GiB, stall {1e3 * planned.stall_seconds:.1f} ms"
-            if planned
-            else "",
+            "offloaded a step GiB": ", ".join(f"{v:.1f}" for v in of("moved")),
+            "planned fall GiB": ", ".join(f"{v:.2f}" for v in of("fall")),
         }
+
+
+def planned_fall(memory: Any) -> float:
+    """By how many bytes the peak of this rank is to be lower than with everything kept, by the plan's own figures."""
+    if memory.plan is None or memory.timeline is None:
+        return 0.0
+    return plan_interleaved(memory.timeline, frozenset()).peak_bytes - memory.plan.peak_bytes
+
+
+def compare(rows: list[dict[str, Any]]) -> None:
+    """Of arms that offload, against the same without in the same run: time, and R = peak that fell / peak that was to fall."""
+    for row in rows:
+        base = next(
+            (r for r in rows if r["model"] == row["model"] and f"{r['arm']}, offload" == row["arm"]),
+            None,
+        )
+        if base is None or "R" in row:
+            continue
+        numbers = [[float(v) for v in r["activations GiB"].split(",")] for r in (base, row)]
+        planned = [float(v) for v in row["planned fall GiB"].split(",")]
+        row["time over keep"] = f"{base['tokens/s'] / row['tokens/s']:.4f}"
+        row["activations fell by"] = ", ".join(f"{1 - b / a:.3f}" for a, b in zip(*numbers, strict=True))
+        row["R"] = ", ".join(f"{(a - b) / p:.3f}" if p else "-" for a, b, p in zip(*numbers, planned, strict=True))
 
 
 def timed(trainer: Any, engine: Any, number: int) -> tuple[float, float, float]:
@@ -229,6 +256,7 @@ def main() -> None:
     for name in args.models:
         for arm in args.arms:
             rows.append(measure(args, name, arm))
+            compare(rows)
             gc.collect()
             if dist.get_rank() == 0:
                 write(args.name, rows, world=dist.get_world_size(), arms={a: ARMS[a][0] for a in args.arms})

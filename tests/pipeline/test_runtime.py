@@ -508,7 +508,9 @@ def four_ranks(rank: int, world: int) -> dict[str, bool]:
             found[f"{name}: what ran"] = tuple(ran) == plan.actions[pp_rank]
             own = net.take_gradients()
             kept.append({n: g for n, g in own.items() if g is not None})
-            found[f"{name}: gradients, early release {early_release}"] = equal(kept[-1], {n: grads[n] for n in kept[-1]})
+            found[f"{name}: gradients, early release {early_release}"] = equal(
+                kept[-1], {n: grads[n] for n in kept[-1]}
+            )
             with no_collector():
                 watched = Net(exchange, "wdww")
                 for wrong in lifetimes(watched, plan, pp_rank, links, early_release):

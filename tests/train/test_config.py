@@ -117,6 +117,12 @@ def test_overrides(tmp_path: Path) -> None:
             PIPELINE | {"memory": {"policy": "recompute", "recompute": "save-both"}},
             ["recompute = 'light'", "'save-both'"],
         ),
+        (with_key("log", timeline=-1), ["log.timeline = -1", "at least 0"]),
+        (with_key("log", timeline=3), ["log.timeline = 3", "parallel.pp is 1", "leave log.timeline out"]),
+        (
+            PIPELINE | {"log": {"timeline": 11}, "train": {"steps": 10}},
+            ["log.timeline = 11 is a step that does not come", "train.steps = 10", "at most that"],
+        ),
     ],
 )
 def test_mistakes_are_named(raw: dict[str, Any], said: list[str]) -> None:
@@ -169,6 +175,10 @@ def test_stages() -> None:
     assert pipeline("interleaved-1f1b", 2, 8, chunks=3, partition=[1] * 6).stages == 6
     policy = {"*.self_attn": "recompute", "*.mlp": "offload"}
     assert from_mapping(PIPELINE | {"memory": {"policy": policy}}).parallel.pp == 2
+
+
+def test_the_last_step_can_be_drawn() -> None:
+    assert from_mapping(PIPELINE | {"log": {"timeline": 10}, "train": {"steps": 10}}).log.timeline == 10
 
 
 @pytest.mark.parametrize("pp", [2, 3, 4])

@@ -12,7 +12,7 @@ from forebay.moe import experts_op
 from forebay.train.config import from_mapping
 from tests.ranks import run_ranks
 
-TINY = {
+TINY: dict[str, Any] = {
     "hidden_size": 32,
     "num_hidden_layers": 5,
     "num_attention_heads": 4,
@@ -20,7 +20,7 @@ TINY = {
     "head_dim": 8,
     "num_experts": 4,
     "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
+    "moe_intermediate_size": 12,
     "intermediate_size": 48,
     "mlp_only_layers": [1],
     "router_aux_loss_coef": 0.01,
@@ -31,10 +31,10 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "recompute attention": {"policy": {"*.self_attn": "recompute"}},
     "offload": {"policy": "offload"},
     "offload all": {"policy": "offload", "offload": "all"},
-    "mixed": {"policy": {"*.self_attn": "offload", "*.mlp": "recompute"}},
+    "mixed": {"policy": {"*.self_attn": "offload", "*.mlp": "recompute"}, "offload": "all"},
 }
-STEPS = (1, 2, 3)  # offloading measures in the first one and follows its plan from then on
-MICROBATCHES = 6
+STEPS = (1, 2)  # offloading measures in the first one and follows its plan in the second
+MICROBATCHES = 4
 
 Grads = dict[str, torch.Tensor]
 
@@ -79,12 +79,12 @@ class Ran:
                 self.steps.append((losses, local))
                 if trainer.memory.ledger.live_tickets:
                     self.wrong.append(f"step {number}: tickets are left: {trainer.memory.ledger.holdings()[:3]}")
-            policy = memory["policy"]
-            if policy == "offload" or "offload" in dict(policy if isinstance(policy, dict) else {}).values():
-                plan = trainer.memory.plan
-                if plan is None or not plan.planned_bytes or not trainer.memory.report().moved_bytes:
-                    self.wrong.append("nothing was offloaded")
-            if policy == "recompute" and set(trainer.memory.placements.values()) != {"recompute"}:
+            # How much "fit" offloads depends on measured times, of which a CPU has none.
+            if memory.get("offload") == "all" and not (
+                trainer.memory.plan and 0 < trainer.memory.plan.planned_bytes <= trainer.memory.report().moved_bytes
+            ):
+                self.wrong.append("nothing was offloaded")
+            if memory["policy"] == "recompute" and set(trainer.memory.placements.values()) != {"recompute"}:
                 self.wrong.append(f"placements are {trainer.memory.placements}")
 
 
@@ -136,8 +136,8 @@ def calls(rank: int, world: int, folder: str) -> dict[str, tuple[int, int, int]]
         with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
             layers = [(n, m) for n, m in trainer.model.named_modules() if n.endswith("self_attn")]
             for name, module in layers:
-                module.register_forward_hook(lambda *_, name=name: attended.append(name))
-            gate_up = {id(block.experts.gate_up_proj): block.path for block in moe_blocks(trainer.model)}
+                # Before and not behind it: a recomputation stops as soon as it has what it was for.
+                module.register_forward_pre_hook(lambda *_, name=name: attended.append(name))
             made: list[torch.Size] = []
 
             def count(rows: Any, matrix: Any, offs: Any, original: Any = experts_op.rows_by_matrix) -> Any:
@@ -146,9 +146,48 @@ def calls(rank: int, world: int, folder: str) -> dict[str, tuple[int, int, int]]
 
             with mock.patch.object(experts_op, "rows_by_matrix", count):
                 trainer.gradients(1)
-            # [E, H, 2I]: products with gate_up; the ones that make h, and not those that make dx from it.
-            first = sum(shape[1:] == (32, 32) for shape in made)
+            blocks = len(moe_blocks(trainer.model))
+            # [E, H, 2I]: the products that make h. The gradient of its input is one with [E, 2I, H].
+            first = sum(shape[1:] == (TINY["hidden_size"], 2 * TINY["moe_intermediate_size"]) for shape in made)
         per_layer = {name: attended.count(name) / MICROBATCHES for name, _ in layers}
         assert len(set(per_layer.values())) == 1, per_layer
-        found[schedule] = (len(layers), next(iter(per_layer.values())), first / MICROBATCHES / len(gate_up))
+        found[schedule] = (len(layers), next(iter(per_layer.values())), first / MICROBATCHES / blocks)
     return found
+
+
+def test_a_region_is_recomputed_once(folder: str) -> None:
+    """Attention runs forward twice, once in each direction; and so does the experts' first product."""
+    for found in run_ranks(calls, 2, folder):
+        assert set(found) == {*SCHEDULES, "1f1b"}
+        assert all(counted[1:] == (2, 2) for counted in found.values()), found
+
+
+def split(rank: int, world: int, folder: str) -> dict[str, list[str]]:
+    """What differs between schedules with split backwards and 1f1b, whole model against whole model, by schedule."""
+    from forebay.train.mesh import Mesh
+    from forebay.train.trainer import Trainer
+
+    whole: dict[str, Any] = {}
+    found = {}
+    for schedule in ("1f1b", "zbv", "dualpipev"):
+        settings = config(folder, world, schedule, policy="keep")
+        with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
+            losses = mesh.sum(torch.stack(trainer.gradients(1))).tolist()
+            kinds = {action.kind for actions in trainer._gradients.plan.actions for action in actions}  # type: ignore[union-attr]
+            own = {n: p.grad.full_tensor().numpy() for n, p in trainer.model.named_parameters()}  # type: ignore[union-attr]
+            parts: list[Any] = [None] * world
+            torch.distributed.all_gather_object(parts, own)
+        grads = {n: g for part in parts for n, g in part.items()}
+        wanted = whole.setdefault("1f1b", (losses, grads))
+        found[schedule] = (
+            [] if losses == wanted[0] and grads.keys() == wanted[1].keys() else [f"{losses} for {wanted[0]}"]
+        )
+        found[schedule] += [n for n, g in grads.items() if (g != wanted[1][n]).any()]
+        if ({"I", "W"} <= kinds) != (schedule != "1f1b"):
+            found[schedule].append(f"actions are {kinds}")
+    return found
+
+
+def test_split_backwards_are_bitwise_whole_ones(folder: str) -> None:
+    for found in run_ranks(split, 2, folder):
+        assert found == {"1f1b": [], "zbv": [], "dualpipev": []}

@@ -46,7 +46,7 @@ def test_auto_is_partition_layers_of_the_models_costs() -> None:
 
     section = from_mapping({"model": {**vars(c.model), "attention": "sdpa"}}).model
     model = hf.build(section, 257, torch.device("cpu"))
-    assert costs == model_costs(model, 32, 2)
+    assert costs == model_costs(model, 32, 2, ep=2)
 
     found = partition_of(c, declared, sharing=2)
     wanted = partition_layers(

@@ -323,7 +323,7 @@ def _check_experts(block: MoeBlock, exchange: Exchange) -> None:
         )
     weight = experts.gate_up_proj
     held = weight.shape[0]
-    if isinstance(weight, DTensor):
+    if isinstance(weight, DTensor) and exchange.size > 1:
         # Not the local part: until FSDP2 gathers it, that is a piece. Its own mesh dimension comes before the experts'.
         held //= weight.device_mesh.shape[-1]
     if held != exchange.local_experts:

@@ -12,7 +12,7 @@ it and the residual sum after it) and its MoE half (`...mlp`, likewise); of any 
 lists. A pattern may name any other module unless it runs inside compiled code.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -95,6 +95,14 @@ class Managed:
     def suspended(self, around: Callable[[str], AbstractContextManager[Any]]) -> AbstractContextManager[None]:
         """Within, placements are off, and each region's forward runs inside ``around(path)``."""
         return self._manager.suspended(around)
+
+    def follow(self, backwards: Sequence[tuple[str, int]]) -> None:
+        """See `forebay.saved.manager.Manager.follow`."""
+        self._manager.follow(backwards)
+
+    def idle(self) -> None:
+        """See `forebay.saved.manager.Manager.idle`."""
+        self._manager.idle()
 
     def detach(self) -> None:
         """Put the model back as it was. Calling it again does nothing."""

@@ -47,6 +47,7 @@ class CutLayer:
         exchange: how its tokens travel; None for a dense layer.
         experts: stage 3, see `forebay.moe.layer.MoeStages`, without the module's hooks; None for a dense layer.
         experts_module: whose parameters stage 3 uses.
+        regions: paths of the regions that one forward of it calls, in order.
     """
 
     def __init__(self, halves: TwoHalves, keywords: Callable[[], dict[str, Any]]):
@@ -55,6 +56,8 @@ class CutLayer:
         self.experts_module: Any = halves.experts
         stages = halves.stages
         self.exchange: Exchange | None = stages.exchange if stages else None
+        mlp = halves.mlp.path
+        self.regions = (halves.attention.path, mlp) if stages is None else (halves.attention.path, mlp, mlp)
         # As it is now: the regions that management puts around it are there.
         self.experts: Callable[[Tensor, Tensor, Tensor, int | None], Tensor] | None = halves.mlp.experts
 

@@ -102,6 +102,7 @@ class PipelineRuntime:
         balance: a loss over all stages' routers, or None.
         weights: the store that the experts were given: I actions leave their weight gradients there for W, and in a whole
             backward they are made while a transfer is under way.
+        idle: called before the compute stream is made to wait for another rank.
         early_release: drop tensors at stage boundaries behind their last reader; False keeps them until their layer's backward is
             over, to measure what that is worth.
 
@@ -119,12 +120,14 @@ class PipelineRuntime:
         *,
         balance: Balance | None = None,
         weights: WeightGradients | None = None,
+        idle: Callable[[], None] = lambda: None,
         early_release: bool = True,
     ):
         if tuple(sorted(stages)) != plan.stages(rank):
             raise ValueError(f"rank {rank} has stages {plan.stages(rank)} in this plan, not {tuple(sorted(stages))}")
         self.stages, self.plan, self.rank, self.links, self.device = stages, plan, rank, links, device
         self.balance, self.weights, self.early_release = balance, weights, early_release
+        self.idle = idle
         self.context = ExecutionContext(device)
 
     def run(
@@ -329,6 +332,7 @@ class _Step:
     def _fetch(self, message: Message, maker: int) -> None:
         if self._ranks[maker] != self._runtime.rank:
             assert self._runtime.links is not None
+            self._runtime.idle()
             self._here[message] = self._runtime.links.receive(message)
 
     def _give(self, message: Message, packet: Packet) -> None:

@@ -62,15 +62,15 @@ class _Step:
         self.timeline, self.calls, self.moments = timeline, timeline.calls, timeline.moments
         self.forward = {m.call: i for i, m in enumerate(self.moments) if m.kind == "F"}
         self.backward = {m.call: i for i, m in enumerate(self.moments) if m.kind == "B"}
-        self.starts = [0.0, *accumulate(m.seconds for m in self.moments)]
-        self.slack = _SLACK if timeline.out_rate < float("inf") else 0.0
         timed = [m.seconds for m in self.moments]
-        self._weights = timed if any(timed) else [1.0] * len(timed)  # a CPU has no times
+        self._seconds = timed if any(timed) else [1.0] * len(timed)  # a CPU has no times
+        self.starts = [0.0, *accumulate(self._seconds)][:-1]
+        self.slack = _SLACK if timeline.out_rate < float("inf") else 0.0
         self._top = sum(sum(c.items) for c in self.calls) or 1
 
     def height(self, memory: list[int]) -> float:
         """How high memory is where it is high."""
-        return sum(w * (m / self._top) ** _POWER for w, m in zip(self._weights, memory, strict=True))
+        return sum(w * (m / self._top) ** _POWER for w, m in zip(self._seconds, memory, strict=True))
 
     def kinds(self, paths: frozenset[str]) -> list[list[tuple[int, int]]]:
         """(call, ordinal) of each kind, those that wait longest first."""
@@ -130,7 +130,7 @@ class _Laid:
         for call in sorted(self.settled, key=lambda c: -step.backward[c]):
             seconds = self.bytes[call] / (step.timeline.back_rate * _SHARED)
             begin = min(deadline, step.starts[step.backward[call]]) - seconds - step.slack
-            moment = bisect_right(step.starts, begin) - 1
+            moment = min(bisect_right(step.starts, begin), step.backward[call]) - 1
             if moment > self.settled[call]:
                 self.fetched[call] = moment
                 deadline = begin
@@ -170,7 +170,7 @@ class _Laid:
             peak_bytes=max(self.memory, default=0),
             after_forward_bytes=max(self.memory, default=0),
             stall_seconds=0.0,
-            step_seconds=step.starts[-1],
+            step_seconds=sum(m.seconds for m in step.moments),
         )
 
     def _name(self, moment: int) -> tuple[str, Key]:

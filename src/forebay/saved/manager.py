@@ -17,7 +17,7 @@ the planner decides from their sizes, times and bandwidths, and says so in `Mana
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +27,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
+from forebay.planner.interleaved import is_interleaved, plan_interleaved
 from forebay.planner.simulate import Key, Plan, Timeline
 from forebay.planner.solve import fit_link, offload_all, under_budget
 from forebay.policy import BudgetError, Claim, PolicyError, format_bytes
@@ -146,12 +147,15 @@ class Manager:
         self._recorder: Recorder | None = None
         self._measured = 0
         self._seen: dict[tuple[int, int], _Seen] = {}
+        self._seen_by: dict[Key, list[_Seen]] = {}  # while measuring
         self._leaving: list[weakref.ref[RegionCall]] = []
         self._waits: list[tuple[Any, Any]] = []
         self._tally: dict[str, int] = {}
         self._held: dict[str, int] = {}  # region that stays on the device -> bytes it was seen to save there
         self._outgrown = False
         self._trimmed = False
+        self._backwards: list[Key] = []
+        self._alternating = False  # forwards and backwards of several microbatches
         self._around: Callable[[str], AbstractContextManager[Any]] | None = None
         for region in self._regions.values():
             if region.placement == "recompute":
@@ -191,6 +195,19 @@ class Manager:
             if placement in ("keep", "recompute") and path in self._held:
                 totals[placement] = totals.get(placement, 0) + self._held[path]
         return totals
+
+    def follow(self, backwards: Sequence[Key]) -> None:
+        """Be told the order of backwards in a cycle, such as a pipeline's schedule has it, instead of finding it out.
+
+        Args:
+            backwards: (region path, number of its call in the cycle); regions that are not managed are left out.
+        """
+        self._backwards = [key for key in backwards if key[0] in self._regions]
+
+    def idle(self) -> None:
+        """Be told that the device now waits for another process: no time to plan with."""
+        if self._recorder is not None:
+            self._recorder.idle()
 
     @contextmanager
     def suspended(self, around: Callable[[str], AbstractContextManager[Any]]) -> Iterator[None]:
@@ -316,7 +333,10 @@ class Manager:
         if not known:
             ticket = self._admit(call, tensor)
             held = weakref.ref(ticket) if ticket is not None else None
-            self._seen[identity.key] = _Seen(identity, call.key, call.number, len(call.items) - 1, held)
+            seen = _Seen(identity, call.key, call.number, len(call.items) - 1, held)
+            self._seen[identity.key] = seen
+            if self._recorder is not None:
+                self._seen_by.setdefault(call.key, []).append(seen)
         elif self._recorder is not None:
             self._exclude_shared(self._recorder, call, self._seen[identity.key])
         if ticket is None:
@@ -399,6 +419,7 @@ class Manager:
         self.store.inbound.restart()
         self._cycle = Cycle()
         self._seen.clear()
+        self._seen_by.clear()
         self._leaving.clear()
         self._waits.clear()
         self._tally.clear()
@@ -423,16 +444,16 @@ class Manager:
         self._settle(lambda other: other is not call)
         if kind == "B":
             if self._recorder is not None:
-                self._exclude_held_elsewhere(self._recorder)
+                self._exclude_held_elsewhere(self._recorder, call)
             self._take_back(call)
-            following = self._cycle.next_backward()
+            following = self._cycle.next_backward(self._backwards)
             if following is not None:
                 self._fetch(following)
 
-    def _exclude_held_elsewhere(self, recorder: Recorder) -> None:
+    def _exclude_held_elsewhere(self, recorder: Recorder, call: RegionCall) -> None:
         """What has left but whose storage is still alive is held by someone else, such as the batch by its loader: moving
-        it frees nothing. Called at backward moments, when the locals of the model's forward are gone."""
-        for seen in self._seen.values():
+        it frees nothing. Called when the call's own backward begins: the locals of its forward are gone."""
+        for seen in self._seen_by.get(call.key, ()):
             ticket = seen.ticket() if seen.ticket is not None else None
             if ticket is not None and ticket.state is State.ON_HOST and not seen.identity.expired:
                 recorder.exclude(seen.key, seen.ordinal)
@@ -442,7 +463,8 @@ class Manager:
 
         def due(other: RegionCall) -> bool:
             when = plan.settle_at.get(other.key)
-            missed = kind == "B" and when is not None and when[0] == "F"
+            # Where all forwards come before all backwards, a moment of a forward that has not come will not.
+            missed = kind == "B" and when is not None and when[0] == "F" and not self._alternating
             return when == here or missed
 
         self._settle(due)
@@ -492,7 +514,10 @@ class Manager:
         self.timeline = recorder.timeline(out_rate, back_rate)
         auto = frozenset(r.path for r in self._regions.values() if r.placement == "auto")
         offloaded = frozenset(r.path for r in self._regions.values() if r.placement == "offload")
-        if auto:
+        self._alternating = is_interleaved(self.timeline)
+        if self._alternating:
+            plan = self._plan_pipeline(self.timeline, auto, offloaded)
+        elif auto:
             assert self._budget is not None
             plan = under_budget(self.timeline, auto | offloaded, self._budget, auto)
         elif self._offload == "all":
@@ -506,6 +531,14 @@ class Manager:
             )
         self.plan = plan
         self._switch_light(plan.recompute, True)
+
+    def _plan_pipeline(self, timeline: Timeline, auto: frozenset[str], offloaded: frozenset[str]) -> Plan:
+        if auto:
+            raise PolicyError(
+                "policy='auto' is for forwards that are followed by their backwards; where those of several microbatches "
+                "alternate, say which regions to offload"
+            )
+        return plan_interleaved(timeline, offloaded)
 
     def _drop_plan(self) -> None:
         """Measure again, from the next cycle on."""

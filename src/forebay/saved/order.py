@@ -9,6 +9,7 @@ In: `Recorder.moment` at each start of a region's forward or backward. Out: a `T
 """
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -47,25 +48,49 @@ class Cycle:
 
     def __init__(self) -> None:
         self._calls: list[weakref.ref[RegionCall]] = []
+        self._by_key: dict[Key, weakref.ref[RegionCall]] = {}
         self._counts: dict[str, int] = {}
+        self._over = 0  # calls before this one are over: a pipeline's step has thousands
+        self._place = 0  # in the order of backwards: those before have begun
 
     def new_call(self, path: str) -> RegionCall:
         count = self._counts.get(path, 0)
         self._counts[path] = count + 1
         call = RegionCall((path, count), len(self._calls))
         self._calls.append(weakref.ref(call))
+        self._by_key[call.key] = self._calls[-1]
         return call
 
     @property
     def quiet(self) -> bool:
         """Every call's graph was dropped or has run backward."""
-        return all((call := ref()) is None or call.over for ref in self._calls)
+        while self._over < len(self._calls):
+            call = self._calls[self._over]()
+            if call is not None and not call.over:
+                return False
+            self._over += 1
+        return True
 
     def find(self, key: Key) -> RegionCall | None:
-        return next((c for ref in self._calls if (c := ref()) is not None and c.key == key), None)
+        ref = self._by_key.get(key)
+        return ref() if ref is not None else None
 
-    def next_backward(self) -> RegionCall | None:
-        """The call whose backward is expected next when nothing is known of a schedule: the latest not yet run."""
+    def next_backward(self, order: Sequence[Key] = ()) -> RegionCall | None:
+        """The call whose backward is expected next: by `order`, or, where nothing is known of a schedule, the latest not yet run.
+
+        Args:
+            order: of backwards in a cycle. Those that have begun are passed over. None comes after one whose forward is still
+                to come: who fetched for later ones would fetch too early.
+        """
+        if order:
+            while self._place < len(order):
+                call = self.find(order[self._place])
+                if call is None and not self._counts.get(order[self._place][0], 0) > order[self._place][1]:
+                    return None
+                if call is not None and not call.backward_started:
+                    return call
+                self._place += 1
+            return None
         return next((c for ref in reversed(self._calls) if (c := ref()) is not None and not c.backward_started), None)
 
 
@@ -80,6 +105,7 @@ class _Sample:
     top_bytes: int = 0
     ours: int = 0
     region_end: Any = None
+    idle_from: Any = None  # event: from here on the device waits for other ranks
 
 
 class Recorder:
@@ -117,6 +143,12 @@ class Recorder:
             torch.cuda.reset_peak_memory_stats(self._device)
             sample.start_bytes = torch.cuda.memory_allocated(self._device)
 
+    def idle(self) -> None:
+        """What comes until the next moment is no work of this process: it waits for another one."""
+        if self._gpu and self._samples and self._samples[-1].idle_from is None:
+            self._samples[-1].idle_from = torch.cuda.Event(enable_timing=True)
+            self._samples[-1].idle_from.record()
+
     def region_left(self, call: RegionCall) -> None:
         """The forward of `call` is over; what it saved is known."""
         self._figures[call.key] = CallFigures(call.key, tuple(call.items), 0.0, call.light_recompute, call.input_bytes)
@@ -143,7 +175,7 @@ class Recorder:
         moments, forward_seconds = [], {}
         for index, sample in enumerate(self._samples):
             following = self._samples[index + 1].events if index + 1 < len(self._samples) else closing
-            seconds = self._seconds(sample.events, following)
+            seconds = self._seconds(sample.events, following, sample.idle_from)
             if sample.region_end is not None and sample.events is not None:
                 forward_seconds[sample.key] = sample.events[1].elapsed_time(sample.region_end) / 1e3
             moments.append(
@@ -169,10 +201,10 @@ class Recorder:
         if self._samples and self._gpu and not self._samples[-1].top_bytes:
             self._samples[-1].top_bytes = torch.cuda.max_memory_allocated(self._device)
 
-    def _seconds(self, this: tuple[Any, Any] | None, following: tuple[Any, Any] | None) -> float:
+    def _seconds(self, this: tuple[Any, Any] | None, following: tuple[Any, Any] | None, idle_from: Any) -> float:
         if this is None or following is None:
             return 0.0
-        return this[1].elapsed_time(following[0]) / 1e3
+        return this[1].elapsed_time(idle_from or following[0]) / 1e3
 
 
 def _without_epilogue(moments: list[Moment]) -> tuple[Moment, ...]:

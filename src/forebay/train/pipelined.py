@@ -22,12 +22,13 @@ from forebay.models.manage import Managed
 from forebay.models.parts import keep_part
 from forebay.models.router import RouterStats
 from forebay.pipeline.balance import StageBalance
-from forebay.pipeline.causal_lm import CutModel, Microbatch
+from forebay.pipeline.causal_lm import CutLayer, CutModel, Microbatch
 from forebay.pipeline.links import DistLinks, Links, neighbours
 from forebay.pipeline.partition import Partition
 from forebay.pipeline.runtime import PipelineRuntime, Stage, Watcher
-from forebay.pipeline.schedule import Action, Plan, forward_plan, make_plan
+from forebay.pipeline.schedule import BACKWARD_WEIGHT, FORWARD, Action, Plan, forward_plan, make_plan
 from forebay.train.config import Config
+from forebay.train.errors import UsageError
 from forebay.train.gathered import DeferredExperts, GatheredStep
 from forebay.train.mesh import Mesh
 
@@ -40,7 +41,16 @@ def plan_of(config: Config, mesh: Mesh) -> Plan:
 
 
 def keep_stages(model: Any, plan: Plan, partition: Partition, rank: int) -> None:
-    """Leave of a model on the meta device what pipeline rank `rank` has of it."""
+    """Leave of a model on the meta device what pipeline rank `rank` has of it.
+
+    Raises:
+        UsageError: on every rank alike, if first and last stage share a weight and are on two ranks.
+    """
+    if model.config.get_text_config().tie_word_embeddings and plan.ranks[0] != plan.ranks[-1]:
+        raise UsageError(
+            f"parallel.schedule = {plan.name!r} has the embedding on another rank than the head, and this model has one weight for "
+            "both (tie_word_embeddings); valid are 'dualpipev' and 'zbv', or tie_word_embeddings = false in model.config"
+        )
     stages = plan.stages(rank)
     layers = [number for stage in stages for number in partition.layers[stage]]
     keep_part(model, layers, embedding=0 in stages, head=len(plan.ranks) - 1 in stages)
@@ -89,7 +99,8 @@ class PipelinedGradients:
         self._gathered = GatheredStep(model, cut, config.parallel.reshard)
         self._deferred = DeferredExperts(model)
         self._stages = {s: self._stage(s, partition) for s in plan.stages(mesh.pp_rank)}
-        self._early_release = early_release
+        self._memory, self._early_release = memory, early_release
+        memory.follow(self._backwards(plan, partition))
         self._runtime = self._runtime_of(plan)
         self._forward: PipelineRuntime | None = None
 
@@ -151,10 +162,30 @@ class PipelinedGradients:
         self._gathered.close()
         self._deferred.close()
 
+    def _backwards(self, plan: Plan, partition: Partition) -> list[tuple[str, int]]:
+        """The regions' calls in the order in which they run backward: the plan's."""
+        counts: dict[str, int] = {}
+        called: dict[tuple[int, int], list[tuple[str, int]]] = {}
+        order: list[tuple[str, int]] = []
+        for action in plan.computations(self._rank):
+            here = (action.stage, action.microbatch)
+            if action.kind == FORWARD:
+                called[here] = []
+                for number in partition.layers[action.stage]:
+                    for path in self._layer(number).regions:
+                        called[here].append((path, counts.get(path, 0)))
+                        counts[path] = counts.get(path, 0) + 1
+            elif action.kind != BACKWARD_WEIGHT:
+                order += reversed(called.pop(here))
+        return order
+
+    def _layer(self, number: int) -> CutLayer:
+        return self._cut.layers[self._cut.numbers.index(number)]
+
     def _stage(self, number: int, partition: Partition) -> Stage:
         cut = self._cut
         return Stage(
-            layers=[cut.layers[cut.numbers.index(n)] for n in partition.layers[number]],
+            layers=[self._layer(n) for n in partition.layers[number]],
             prologue=cut.prologue if number == 0 else None,
             epilogue=cut.epilogue if number == len(self.plan.ranks) - 1 else None,
             enter=cut.enter,
@@ -169,5 +200,6 @@ class PipelinedGradients:
             self._device,
             balance=self._balance,
             weights=self._deferred.store,
+            idle=self._memory.idle,
             early_release=self._early_release,
         )

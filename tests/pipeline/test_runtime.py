@@ -31,7 +31,7 @@ from forebay.pipeline.links import DistLinks, Links, Message, Packet, neighbours
 from forebay.pipeline.partition import SCHEDULES
 from forebay.pipeline.runtime import PipelineRuntime, Stage
 from forebay.pipeline.schedule import Action, Plan, forward_plan, make_plan
-from tests.pipeline.test_overlap import CPU, E, H, K, S, V, Dense, Moe, same, tokens
+from tests.pipeline.test_overlap import CPU, Dense, E, H, K, Moe, V, same, tokens
 from tests.ranks import run_ranks
 
 KINDS = "mdmmdm"  # MoE and dense layers; six, so that stages of every schedule are of unequal size

@@ -137,15 +137,11 @@ def calls(rank: int, world: int, folder: str) -> dict[str, tuple[int, int, int]]
             layers = [(n, m) for n, m in trainer.model.named_modules() if n.endswith("self_attn")]
             for name, module in layers:
                 # Before and not behind it: a recomputation stops as soon as it has what it was for.
-                module.register_forward_pre_hook(lambda *_, name=name: attended.append(name))
-            made: list[torch.Size] = []
+                module.register_forward_pre_hook(lambda *_, name=name, seen=attended: seen.append(name))
 
-            def count(rows: Any, matrix: Any, offs: Any, original: Any = experts_op.rows_by_matrix) -> Any:
-                made.append(matrix.shape)
-                return original(rows, matrix, offs)
-
-            with mock.patch.object(experts_op, "rows_by_matrix", count):
+            with mock.patch.object(experts_op, "rows_by_matrix", wraps=experts_op.rows_by_matrix) as products:
                 trainer.gradients(1)
+            made = [call.args[1].shape for call in products.call_args_list]
             blocks = len(moe_blocks(trainer.model))
             # [E, H, 2I]: the products that make h. The gradient of its input is one with [E, 2I, H].
             first = sum(shape[1:] == (TINY["hidden_size"], 2 * TINY["moe_intermediate_size"]) for shape in made)

@@ -159,7 +159,7 @@ def _head_forward(self: nn.Linear, hidden: Tensor, targets: Tensor | None = None
 
 
 def head_loss(
-    head: nn.Module,
+    head: Callable[..., Tensor],
     hidden: Tensor,
     labels: Tensor,
     *,
@@ -171,6 +171,7 @@ def head_loss(
     """`transformers.loss.loss_utils.ForCausalLMLoss` on normed hidden states [B, S, H], through a head with the fused loss.
 
     Args:
+        head: the head, or its forward.
         labels: [B, S] int64; not read if `shift_labels` [B, S] is given.
         num_items_in_batch: what the sum is divided by; None for the mean.
     """

@@ -96,9 +96,9 @@ class Managed:
         """Within, placements are off, and each region's forward runs inside ``around(path)``."""
         return self._manager.suspended(around)
 
-    def follow(self, backwards: Sequence[tuple[str, int]]) -> None:
+    def follow(self, backwards: Sequence[tuple[str, int]], steady: bool) -> None:
         """See `forebay.saved.manager.Manager.follow`."""
-        self._manager.follow(backwards)
+        self._manager.follow(backwards, steady)
 
     def idle(self) -> None:
         """See `forebay.saved.manager.Manager.idle`."""

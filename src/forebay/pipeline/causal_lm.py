@@ -10,6 +10,8 @@ In: a `*ForCausalLM` under `forebay.manage` (fused loss, halves of its decoder l
 The model's own code makes the masks and tables: its base model runs once for each shape with stand-ins for its layers, which
 note what they are given. So there is no modeling code here, and every family's peculiarities (sliding windows) are its own.
 
+Modules are called around their hooks: FSDP2's would take the end of one's backward for the end of the step's, and reshard.
+
 `CutModel` owns those masks and tables. One forward is under way at a time; backwards need none of them.
 """
 
@@ -115,7 +117,7 @@ class CutModel:
     def prologue(self, microbatch: Microbatch) -> Tensor:
         """[B, S, H]: the embedded tokens."""
         if self.embedded is None:
-            x = self.embedding(microbatch.ids)
+            x = self.embedding.forward(microbatch.ids)
         else:
             anchor = torch.empty(0, device=microbatch.ids.device, requires_grad=True)
             x = _Embed.apply(anchor, self.embedding, microbatch.ids, self.embedded)
@@ -148,7 +150,7 @@ class CutModel:
             rows, targets = hidden.reshape(-1, hidden.shape[-1]), microbatch.labels.reshape(-1)
             return linear_cross_entropy_into(rows, self.head.weight, targets, self.head_sum) / microbatch.count
         return head_loss(
-            self.head,
+            self.head.forward,
             hidden,
             microbatch.labels,
             shift_labels=microbatch.labels,
@@ -205,7 +207,7 @@ class _Embed(torch.autograd.Function):
         ctx: Any, anchor: Tensor, embedding: Any, ids: Tensor, collected: list[tuple[Tensor, Tensor]]
     ) -> Tensor:
         ctx.ids, ctx.collected = ids, collected
-        return embedding(ids)
+        return embedding.forward(ids)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:

@@ -281,7 +281,7 @@ class _Step:
             return
         total = (balance.finish(sums[0], microbatch),) if balance is not None else ()
         if not torch.is_grad_enabled():
-            self.losses[microbatch] = parts.epilogue(*output, data)
+            self.losses[microbatch] = parts.epilogue(output[0], data)
             return
         gradient = self._loss(parts.epilogue, output, data, microbatch)
         self._here[Message("B", stage, microbatch)] = (gradient, *total)

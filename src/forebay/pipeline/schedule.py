@@ -12,7 +12,7 @@ Nothing is kept here. `Plan` is read-only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -156,7 +156,7 @@ def _stub(stage: int, stages: int, pp: int) -> Any:
     )
 
 
-def _lowered(name: str, ranks: tuple[int, ...], microbatches: int, order: dict[int, Sequence[Any]]) -> Plan:
+def _lowered(name: str, ranks: tuple[int, ...], microbatches: int, order: Mapping[int, Sequence[Any]]) -> Plan:
     """The plan of an order of computations, with sends and receives where torch puts them."""
     computing = {rank: [a for a in actions if a is not None and a.is_compute_op] for rank, actions in order.items()}
     lowered = torch_schedules._add_send_recv(computing, stage_to_rank=lambda s: ranks[s], num_stages=len(ranks))

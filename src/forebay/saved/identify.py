@@ -39,12 +39,17 @@ class Weights(Container[int]):
 
     FSDP2 may gather a module *inside* the region (experts have a mesh of their own): those weights get their storage after the
     region was entered, and moving them to the host would move the model. So a pointer that is not known is looked up again.
+
+    Args:
+        steady: all of them have their storage already, and keep it for as long as this object is asked.
     """
 
-    def __init__(self, module: torch.nn.Module):
+    def __init__(self, module: torch.nn.Module, steady: bool = False):
         self._module = module
         self._pointers = weight_storages([module])
-        self._gathered_inside = any(isinstance(m, FSDPModule) for m in module.modules() if m is not module)
+        self._gathered_inside = not steady and any(
+            isinstance(m, FSDPModule) for m in module.modules() if m is not module
+        )
 
     def __contains__(self, pointer: object) -> bool:
         if pointer not in self._pointers and self._gathered_inside:

@@ -33,13 +33,15 @@ from forebay.planner.solve import fit_link, offload_all, under_budget
 from forebay.policy import BudgetError, Claim, PolicyError, format_bytes
 from forebay.saved.identify import Identity, View, Weights, is_storable, storage_bytes
 from forebay.saved.ledger import Ledger
-from forebay.saved.order import Cycle, Recorder, RegionCall
+from forebay.saved.order import Cycle, Recorder, RegionCall, Stopwatch
 from forebay.saved.recompute import recomputed, refuse_nested_checkpointing
 from forebay.saved.slots import Slot
 from forebay.stores.base import State, Ticket
 from forebay.stores.host import HostStore
 
 _MIN_BYTES_CUDA = 1 << 20  # a 1 MiB copy reaches 40 of 55 GB/s (H200); below that launches cost more than they free
+
+_RETIMINGS = 3  # cycles after the measuring ones whose times correct the plan, where several microbatches are under way
 
 _NEIGHBOURS = 2  # calls; a tensor that runs from one region into the next or the one after may still leave
 
@@ -155,6 +157,11 @@ class Manager:
         self._outgrown = False
         self._trimmed = False
         self._backwards: list[Key] = []
+        self._steady = False
+        self._weights: dict[str, Weights] = {}  # of a cycle, if they are steady
+        self._offloaded: frozenset[str] = frozenset()  # regions of which something leaves, by the plan
+        self._stopwatch: Stopwatch | None = None
+        self._retimings = 0
         self._alternating = False  # forwards and backwards of several microbatches
         self._around: Callable[[str], AbstractContextManager[Any]] | None = None
         for region in self._regions.values():
@@ -196,18 +203,22 @@ class Manager:
                 totals[placement] = totals.get(placement, 0) + self._held[path]
         return totals
 
-    def follow(self, backwards: Sequence[Key]) -> None:
+    def follow(self, backwards: Sequence[Key], steady: bool) -> None:
         """Be told the order of backwards in a cycle, such as a pipeline's schedule has it, instead of finding it out.
 
         Args:
             backwards: (region path, number of its call in the cycle); regions that are not managed are left out.
+            steady: the weights stay where they are from a cycle's first forward to its last backward.
         """
         self._backwards = [key for key in backwards if key[0] in self._regions]
+        self._steady = steady
 
     def idle(self) -> None:
         """Be told that the device now waits for another process: no time to plan with."""
         if self._recorder is not None:
             self._recorder.idle()
+        elif self._stopwatch is not None:
+            self._stopwatch.idle(self._mark())
 
     @contextmanager
     def suspended(self, around: Callable[[str], AbstractContextManager[Any]]) -> Iterator[None]:
@@ -257,7 +268,7 @@ class Manager:
         if placement in ("keep", "recompute") and not self._planned_items(call):
             out = forward(*args, **kwargs)
         else:
-            weights = Weights(region.slot.module)
+            weights = self._weights_of(region)
             with saved_tensors_hooks(partial(self._pack, call, weights), self._unpack):
                 out = forward(*args, **kwargs)
         if self._recorder is not None:
@@ -297,7 +308,15 @@ class Manager:
             return "offload" if region.placement == "offload" else None
         if region.path in self.plan.recompute:
             return "recompute"
-        return "offload" if any(path == region.path for path, _ in self.plan.offload) else "keep"
+        return "offload" if region.path in self._offloaded else "keep"
+
+    def _weights_of(self, region: _Region) -> Weights:
+        """Looking them up costs as much as a region's kernels take to launch: once a cycle, where that is enough."""
+        if not self._steady:
+            return Weights(region.slot.module)
+        if region.path not in self._weights:
+            self._weights[region.path] = Weights(region.slot.module, steady=True)
+        return self._weights[region.path]
 
     def _planned_items(self, call: RegionCall) -> frozenset[int]:
         return self.plan.offload.get(call.key, frozenset()) if self.plan is not None else frozenset()
@@ -415,15 +434,20 @@ class Manager:
                 self._make_plan(self._recorder)
         elif self._outgrown:
             self._drop_plan()
+        elif self._stopwatch is not None:
+            self._plan_again(self._stopwatch)
         self.store.outbound.restart()
         self.store.inbound.restart()
         self._cycle = Cycle()
         self._seen.clear()
         self._seen_by.clear()
+        self._weights.clear()
         self._leaving.clear()
         self._waits.clear()
         self._tally.clear()
         self._recorder = Recorder(self._device) if self.plan is None else None
+        again = self.plan is not None and self._alternating and self._retimings < _RETIMINGS
+        self._stopwatch = Stopwatch() if again and self._device.type == "cuda" else None
 
     def _moment(self, kind: str, call: RegionCall) -> None:
         """A region's forward or backward starts: settle, wait and fetch what is due."""
@@ -432,10 +456,13 @@ class Manager:
         if self.plan is None:
             self._step_by_step(kind, call)
         elif self.plan.planned_bytes:
-            before = self._mark() if self._leaving or call.tickets else None
+            timing = self._stopwatch is not None
+            before = self._mark() if timing or self._leaving or call.tickets else None
             self._as_planned(kind, call, self.plan)
             if before is not None:
                 self._waits.append((before, self._mark()))
+            if self._stopwatch is not None:
+                self._stopwatch.moment(kind, call.key, *self._waits[-1])
         if self._recorder is not None:
             self._recorder.after_waits(self.ledger.device_bytes)
 
@@ -530,7 +557,20 @@ class Manager:
                 f"step, more than the budget of {format_bytes(self._budget)}; raise it to that, or let policy='auto' choose"
             )
         self.plan = plan
+        self._offloaded = frozenset(path for path, _ in plan.offload)
         self._switch_light(plan.recompute, True)
+
+    def _plan_again(self, stopwatch: Stopwatch) -> None:
+        """With the times of the cycle that was just run as planned."""
+        assert self.timeline is not None
+        timeline = stopwatch.retimed(self.timeline)
+        self._retimings = self._retimings + 1 if timeline is not None else _RETIMINGS
+        if timeline is not None:
+            self.timeline = timeline
+            offloaded = frozenset(r.path for r in self._regions.values() if r.placement == "offload")
+            self.plan = plan_interleaved(timeline, offloaded)
+            self._offloaded = frozenset(path for path, _ in self.plan.offload)
+            self._trimmed = False
 
     def _plan_pipeline(self, timeline: Timeline, auto: frozenset[str], offloaded: frozenset[str]) -> Plan:
         if auto:
@@ -546,6 +586,7 @@ class Manager:
         self._switch_light(self.plan.recompute, False)
         self.plan, self.timeline, self._measured = None, None, 0
         self._outgrown = self._trimmed = False
+        self._retimings = 0
 
     def _switch_light(self, paths: Iterable[str], on: bool) -> None:
         for path in paths:

@@ -207,6 +207,41 @@ class Recorder:
         return this[1].elapsed_time(idle_from or following[0]) / 1e3
 
 
+class Stopwatch:
+    """How long each moment of a cycle takes when nothing is recorded but that; for a CUDA device.
+
+    The measuring cycles are slow: they copy one call at a time, and keep the host so busy that the device may wait for it. Their
+    sizes and order are right, and their times too long. This takes the times of a cycle that runs as planned.
+    """
+
+    def __init__(self) -> None:
+        self._moments: list[tuple[str, Key, Any, Any]] = []
+        self._idle: dict[int, Any] = {}
+
+    def moment(self, kind: str, key: Key, before: Any, after: Any) -> None:
+        """A region's forward or backward starts. The events are from before and behind Forebay's waits."""
+        self._moments.append((kind, key, before, after))
+
+    def idle(self, event: Any) -> None:
+        """From here until the next moment the device waits for another process."""
+        self._idle.setdefault(len(self._moments) - 1, event)
+
+    def retimed(self, timeline: Timeline) -> Timeline | None:
+        """`timeline` with these times; None if another cycle was run. Waits for the device."""
+        names = [(m.kind, timeline.calls[m.call].key) for m in timeline.moments]
+        if names != [(kind, key) for kind, key, _, _ in self._moments]:
+            return None
+        torch.cuda.synchronize()
+        moments = list(timeline.moments)
+        for index in range(len(moments) - 1):
+            end = self._idle.get(index, self._moments[index + 1][2])
+            seconds = self._moments[index][3].elapsed_time(end) / 1e3
+            moments[index] = replace(moments[index], seconds=min(seconds, moments[index].seconds))
+        ratio = sum(m.seconds for m in moments) / (sum(m.seconds for m in timeline.moments) or 1.0)
+        calls = tuple(replace(call, seconds=call.seconds * min(ratio, 1.0)) for call in timeline.calls)
+        return replace(timeline, calls=calls, moments=tuple(moments))
+
+
 def _without_epilogue(moments: list[Moment]) -> tuple[Moment, ...]:
     """The last backward moment runs on into the optimizer step and the next batch, which are no part of the cycle: it is
     cut to the longest and highest of the other backward moments."""

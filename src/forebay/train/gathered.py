@@ -153,11 +153,10 @@ class GatheredStep:
 
     def _reduce(self) -> None:
         for group in self._groups():
-            group.reduce_grads, group.reshard_after_backward = True, True
-            if group.mesh_info.mesh.size() == 1:
-                group.reshard()  # nothing to reduce: see `forebay.train.parallel.Shards.finish`
-            else:
-                group.post_backward()
+            # Alone with its weights (experts, with one process a column) a process has nothing to reduce: the sums stay where
+            # they are for `forebay.train.parallel.Shards.finish`. FSDP2 would copy them twice.
+            group.reduce_grads, group.reshard_after_backward = group.mesh_info.mesh.size() > 1, True
+            group.post_backward()
         # Joins FSDP2's streams; without it the optimizer could read shards that are still being written.
         fully_shard.state(self._model)._root_post_backward_final_callback()  # type: ignore[attr-defined]
 

@@ -139,6 +139,8 @@ def shard(model: nn.Module, mesh: Mesh, config: Config) -> Shards:
             )
     for layer in layers:
         fully_shard(layer, mesh=mesh.data, **options)
+    if mesh.pp > 1:
+        _shard_vocabulary(model, mesh, options)
     fully_shard(model, mesh=mesh.data, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -146,6 +148,17 @@ def shard(model: nn.Module, mesh: Mesh, config: Config) -> Shards:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return Shards(model, config.parallel.reshard, config.parallel.reduce == "microbatch")
+
+
+def _shard_vocabulary(model: Any, mesh: Mesh, options: dict[str, Any]) -> None:
+    """Embedding and head in groups of their own, so that their gradients, the largest there are, are reduced one after the other
+    and in the same buffers. Not if they share their weight. An engine has to gather them: the fused loss calls no module."""
+    if model.config.get_text_config().tie_word_embeddings:
+        return
+    embedding = model.get_submodule(model.base_model_prefix).embed_tokens
+    for module in (embedding, model.lm_head):
+        if module is not None:
+            fully_shard(module, mesh=mesh.data, **{**options, "reshard_after_forward": False})
 
 
 def experts_in(configuration: Any) -> int:

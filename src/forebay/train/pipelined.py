@@ -48,8 +48,8 @@ def keep_stages(model: Any, plan: Plan, partition: Partition, rank: int) -> None
     """
     if model.config.get_text_config().tie_word_embeddings and plan.ranks[0] != plan.ranks[-1]:
         raise UsageError(
-            f"parallel.schedule = {plan.name!r} has the embedding on another rank than the head, and this model has one weight for "
-            "both (tie_word_embeddings); valid are 'dualpipev' and 'zbv', or tie_word_embeddings = false in model.config"
+            f"parallel.schedule = {plan.name!r} has the embedding on another rank than the head, and this model has one weight "
+            "for both (tie_word_embeddings); valid are 'dualpipev' and 'zbv', or tie_word_embeddings = false in model.config"
         )
     stages = plan.stages(rank)
     layers = [number for stage in stages for number in partition.layers[stage]]
@@ -100,7 +100,7 @@ class PipelinedGradients:
         self._deferred = DeferredExperts(model)
         self._stages = {s: self._stage(s, partition) for s in plan.stages(mesh.pp_rank)}
         self._memory, self._early_release = memory, early_release
-        memory.follow(self._backwards(plan, partition))
+        memory.follow(self._backwards(plan, partition), steady=not config.parallel.reshard)
         self._runtime = self._runtime_of(plan)
         self._forward: PipelineRuntime | None = None
 

@@ -16,8 +16,9 @@ A step is forward and backward of all microbatches of the global batch, until th
                       stand still; the least of all ranks
     reserved          of the caching allocator over allocated, both peaks, without expandable segments
 
-    offload           bytes of a step that go to the host and come back, and by how much the plan says that the peak falls; against
-                      the same schedule without, in the same run: time, activations, and R, what fell over what was to fall
+    late release      bytes at stage boundaries that nobody else holds, at most; and how much lower the peak is with early release
+    offload           bytes of a step that go to the host and come back, and by how much the plan says that the peak falls;
+                      against the same schedule without, in the same run: time, activations, and R, what fell over what was to
 
     torchrun --nproc-per-node 4 benchmarks/pipeline.py                                   # both models, the default arms
     torchrun --nproc-per-node 4 benchmarks/pipeline.py --models qwen3-30b-a3b --arms dualpipev zbv --pp 4
@@ -28,6 +29,7 @@ import gc
 import os
 import statistics
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ import torch.distributed as dist
 from common import GIB, results_folder, settle_memory, write
 from ep import MODELS, force_balance
 
+from forebay.pipeline import passes
 from forebay.pipeline.schedule import OVERLAP, Action
 from forebay.planner.interleaved import plan_interleaved
 from forebay.report.pipeline import bubble, draw, perfetto
@@ -83,11 +86,46 @@ def settings(args: argparse.Namespace, model: str, arm: str, world: int) -> Any:
     return from_mapping(sections, origin="benchmarks/pipeline.py")
 
 
+class Retained:
+    """What nobody but late release holds: tensors at stage boundaries, by weak references."""
+
+    def __init__(self, on: bool):
+        self.most = 0
+        self._refs: list[weakref.ref[torch.Tensor]] = []
+        self._keep = passes._MoePass._keep
+        if on:
+            passes._MoePass._keep = self._kept  # type: ignore[method-assign]
+
+    def _kept(self, moe_pass: Any, *boundary: torch.Tensor | None) -> None:
+        self._keep(moe_pass, *boundary)
+        self._refs += [weakref.ref(t) for t in boundary if t is not None]
+
+    def look(self) -> None:
+        """Count bytes that would be free without it."""
+        alive = [t for ref in self._refs if (t := ref()) is not None]
+        self._refs = [weakref.ref(t) for t in alive]
+        owners: dict[int, int] = {}
+        storages = {}
+        for t in alive:
+            storage = t.untyped_storage()
+            owners[storage._cdata] = owners.get(storage._cdata, 0) + 1
+            storages[storage._cdata] = storage
+        held = 0
+        for key, storage in storages.items():
+            # The tensors here, and `storage` itself.
+            if torch._C._storage_Use_Count(key) <= owners[key] + 1:
+                held += storage.nbytes()
+        self.most = max(self.most, held)
+
+    def stop(self) -> None:
+        passes._MoePass._keep = self._keep  # type: ignore[method-assign]
+
+
 class Metered:
     """A watcher that measures transfers inside overlapped actions, and records all actions."""
 
-    def __init__(self, engine: Any, recorder: Recorder):
-        self._meter, self._recorder = engine._runtime.context.meter, recorder
+    def __init__(self, engine: Any, recorder: Recorder, retained: Retained):
+        self._meter, self._recorder, self._retained = engine._runtime.context.meter, recorder, retained
 
     def began(self, action: Action) -> None:
         self._recorder.began(action)
@@ -96,6 +134,7 @@ class Metered:
     def ended(self, action: Action) -> None:
         self._meter.on = False
         self._recorder.ended(action)
+        self._retained.look()
 
 
 def measure(args: argparse.Namespace, name: str, arm: str) -> dict[str, Any]:
@@ -144,6 +183,7 @@ def measure(args: argparse.Namespace, name: str, arm: str) -> dict[str, Any]:
             ),
             "reserved": max(of("reserved")),
             "segments of streams GiB": by_stream(),
+            "held by late release GiB": ", ".join(f"{v:.3f}" for v in of("late")),
             "offloaded a step GiB": ", ".join(f"{v:.1f}" for v in of("moved")),
             "planned fall GiB": ", ".join(f"{v:.2f}" for v in of("fall")),
         }
@@ -157,13 +197,14 @@ def planned_fall(memory: Any) -> float:
 
 
 def compare(rows: list[dict[str, Any]]) -> None:
-    """Of arms that offload, against the same without in the same run: time, and R = peak that fell / peak that was to fall."""
+    """Of arms that offload or release late, against the same without in the same run: time, and R = peak that fell / peak that
+    was to fall."""
     for row in rows:
-        base = next(
-            (r for r in rows if r["model"] == row["model"] and f"{r['arm']}, offload" == row["arm"]),
-            None,
-        )
-        if base is None or "R" in row:
+        base = next((r for r in rows if r["model"] == row["model"] and row["arm"].startswith(f"{r['arm']}, ")), None)
+        if base is not None and "late" in row["arm"]:
+            pairs = zip(*([float(v) for v in r["by pipeline rank GiB"].split(",")] for r in (row, base)), strict=True)
+            row["early release saves GiB"] = ", ".join(f"{late - early:.3f}" for late, early in pairs)
+        if base is None or "R" in row or "offload" not in row["arm"]:
             continue
         numbers = [[float(v) for v in r["activations GiB"].split(",")] for r in (base, row)]
         planned = [float(v) for v in row["planned fall GiB"].split(",")]
@@ -202,9 +243,11 @@ def watched(args: argparse.Namespace, trainer: Any, engine: Any, number: int, na
     dist.barrier()
     torch.cuda.synchronize()
     recorder = Recorder(trainer.mesh.pp_rank, trainer.device)
-    engine.watcher = Metered(engine, recorder)
+    retained = Retained(not engine._runtime.early_release)
+    engine.watcher = Metered(engine, recorder, retained)
     trainer.gradients(number)
     engine.watcher = None
+    retained.stop()
     transfers, waits = engine._runtime.context.meter.milliseconds()
     records = recorder.records()
     all_records: list[Any] = [None] * trainer.mesh.pp
@@ -219,6 +262,7 @@ def watched(args: argparse.Namespace, trainer: Any, engine: Any, number: int, na
         "hidden": 1 - waits / transfers if transfers else 1.0,
         "transfers": transfers,
         "waits": waits,
+        "late": retained.most / GIB,
     }
 
 

@@ -31,6 +31,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "recompute attention": {"policy": {"*.self_attn": "recompute"}},
     "offload": {"policy": "offload"},
     "offload all": {"policy": "offload", "offload": "all"},
+    "by layer": {"policy": {"model.layers.0.*attn": "offload", "model.layers.[24].mlp": "recompute"}},
     "mixed": {"policy": {"*.self_attn": "offload", "*.mlp": "recompute"}, "offload": "all"},
 }
 STEPS = (1, 2)  # offloading measures in the first one and follows its plan in the second
@@ -111,15 +112,14 @@ def placements(rank: int, world: int, folder: str, names: list[str]) -> dict[str
     return found
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> str:
-    (tmp_path / "a.txt").write_text("the water comes unevenly and goes on evenly. " * 400)
-    return str(tmp_path)
+def text_in(folder: Path) -> str:
+    (folder / "a.txt").write_text("the water comes unevenly and goes on evenly. " * 400)
+    return str(folder)
 
 
 @pytest.mark.parametrize(("world", "names"), [(2, list(PLACEMENTS)), (4, ["offload all", "mixed"])])
-def test_placements_change_no_bit(folder: str, world: int, names: list[str]) -> None:
-    for found in run_ranks(placements, world, folder, names):
+def test_placements_change_no_bit(tmp_path: Path, world: int, names: list[str]) -> None:
+    for found in run_ranks(placements, world, text_in(tmp_path), names):
         assert {case: wrong for case, wrong in found.items() if wrong} == {}
 
 
@@ -151,13 +151,6 @@ def calls(rank: int, world: int, folder: str) -> dict[str, tuple[int, int, int]]
     return found
 
 
-def test_a_region_is_recomputed_once(folder: str) -> None:
-    """Attention runs forward twice, once in each direction; and so does the experts' first product."""
-    for found in run_ranks(calls, 2, folder):
-        assert set(found) == {*SCHEDULES, "1f1b"}
-        assert all(counted[1:] == (2, 2) for counted in found.values()), found
-
-
 def split(rank: int, world: int, folder: str) -> dict[str, list[str]]:
     """What differs between schedules with split backwards and 1f1b, whole model against whole model, by schedule."""
     from forebay.train.mesh import Mesh
@@ -184,6 +177,22 @@ def split(rank: int, world: int, folder: str) -> dict[str, list[str]]:
     return found
 
 
-def test_split_backwards_are_bitwise_whole_ones(folder: str) -> None:
-    for found in run_ranks(split, 2, folder):
+def calls_and_split(rank: int, world: int, folder: str) -> tuple[Any, Any]:
+    return calls(rank, world, folder), split(rank, world, folder)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return run_ranks(calls_and_split, 2, text_in(tmp_path_factory.mktemp("two")))
+
+
+def test_a_region_is_recomputed_once(two_ranks: list[Any]) -> None:
+    """Attention runs forward twice, once in each direction; and so does the experts' first product."""
+    for found, _ in two_ranks:
+        assert set(found) == {*SCHEDULES, "1f1b"}
+        assert all(counted[1:] == (2, 2) for counted in found.values()), found
+
+
+def test_split_backwards_are_bitwise_whole_ones(two_ranks: list[Any]) -> None:
+    for _, found in two_ranks:
         assert found == {"1f1b": [], "zbv": [], "dualpipev": []}

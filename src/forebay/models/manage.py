@@ -26,6 +26,7 @@ from forebay.models.compile import compile_half
 from forebay.models.families import has_known_layers, moe_blocks
 from forebay.models.halves import Halves, install_halves, light_recompute_of
 from forebay.models.hf_experts import register
+from forebay.models.parts import paths_elsewhere
 from forebay.moe.dispatch.exchange import Exchange
 from forebay.planner.simulate import Plan, Timeline
 from forebay.policy import PLACEMENTS, RECOMPUTE_MODES, Claim, PolicyError, outermost, parse_bytes, resolve
@@ -257,7 +258,10 @@ def _regions(
             )
         claims = [Claim(path, policy, policy) for path in default]
     else:
-        claims = resolve(policy, modules, sealed)
+        # Of a part, patterns may name layers that other ranks hold; what a compiled half seals here is sealed there too.
+        halves_only = (".self_attn", ".mlp")
+        elsewhere = [p for p in paths_elsewhere(model) if not sealed or p.endswith(halves_only) or p.count(".") == 2]
+        claims = resolve(policy, [*modules, *elsewhere], sealed)
     claimed = {c.path for c in claims if c.placement != "keep"}
     # Regions that are kept still mark the passing of time, by which copies are settled and begun.
     marks = [p for p in default if not any(p.startswith(f"{c}.") or not c for c in claimed - {p})]

@@ -79,6 +79,21 @@ def all_layers(model: Any) -> tuple[nn.Module, ...]:
     return layers.everything if isinstance(layers, LocalLayers) else tuple(layers)
 
 
+def paths_elsewhere(model: Any) -> list[str]:
+    """Module paths in the decoder layers that a part does not hold, for which a policy of the whole model may have patterns;
+    none for a whole model."""
+    prefix = getattr(model, "base_model_prefix", "")
+    layers = getattr(getattr(model, prefix, None), "layers", None)
+    if not isinstance(layers, LocalLayers):
+        return []
+    return [
+        f"{prefix}.layers.{number}" + (f".{name}" if name else "")
+        for number, layer in enumerate(layers.everything)
+        if number not in layers.numbers
+        for name, _ in layer.named_modules()
+    ]
+
+
 def _check_numbers(kept: list[int], count: int) -> None:
     if not kept:
         raise ValueError(f"a part needs at least one of the {count} decoder layers")

@@ -135,13 +135,22 @@ class CutModel:
         return torch.empty(*microbatch.ids.shape, width, dtype=self._dtype, device="meta")
 
     def embedding_gradient(self, dtype: torch.dtype) -> Tensor:
-        """[V, H]: the gradients collected in `embedded`, spread over the vocabulary in one pass; empties the list."""
-        assert self.embedded, "no gradients were collected"
-        ids = torch.cat([ids.reshape(-1) for ids, _ in self.embedded])
-        grads = torch.cat([g.reshape(-1, g.shape[-1]) for _, g in self.embedded]).to(dtype)
+        """[V, H]: the gradients collected in `embedded`, each row added up in their order; empties the list.
+
+        One after the other: all of them at once would be three more tensors as large as the embedding.
+        """
+        assert self.embedded is not None, "no gradients were collected"
+        weight = self.embedding.weight
+        total = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
+        padding = self.embedding.padding_idx
+        for ids, gradient in self.embedded:
+            rows = gradient.reshape(-1, gradient.shape[-1]).to(dtype)
+            # Not index_add_, whose order on a GPU is another one each time.
+            total.index_put_((ids.reshape(-1),), rows, accumulate=True)
+        if padding is not None:
+            total[padding] = 0
         self.embedded.clear()
-        padding = -1 if self.embedding.padding_idx is None else self.embedding.padding_idx
-        return torch.ops.aten.embedding_dense_backward(grads, ids, self.embedding.num_embeddings, padding, False)
+        return total
 
     def epilogue(self, x: Tensor, microbatch: Microbatch) -> Tensor:
         """The sum of the cross entropies over `count`, a scalar."""

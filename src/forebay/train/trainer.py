@@ -38,6 +38,7 @@ from forebay.train.planning import partition_of
 from forebay.train.schedule import factor
 from forebay.train.world import ALONE
 
+_PIPELINE_BYTES = 16 << 20
 IGNORE = -100  # target that no loss is computed for, as in transformers
 
 
@@ -339,6 +340,8 @@ def _manage(model: Any, config: Config, exchange: Exchange | None) -> Any:
             offload=config.memory.offload,
             recompute=config.memory.recompute,
             exchange=exchange,
+            # A microbatch of a pipeline is short: what takes the host as long to hand over as the device to compute stays.
+            min_bytes=_PIPELINE_BYTES if config.parallel.pp > 1 and torch.cuda.is_available() else None,
         )
     except (ValueError, RuntimeError) as error:  # PolicyError is a ValueError; no compiler is a RuntimeError
         raise UsageError(f"[memory] and [model]: {error}") from error

@@ -92,18 +92,20 @@ class Retained:
     def __init__(self, on: bool):
         self.most = 0
         self._refs: list[weakref.ref[torch.Tensor]] = []
-        self._keep = passes._MoePass._keep
-        if on:
-            passes._MoePass._keep = self._kept  # type: ignore[method-assign]
+        self._keep = keep = passes._MoePass._keep
+        refs = self._refs
 
-    def _kept(self, moe_pass: Any, *boundary: torch.Tensor | None) -> None:
-        self._keep(moe_pass, *boundary)
-        self._refs += [weakref.ref(t) for t in boundary if t is not None]
+        def kept(moe_pass: Any, *boundary: torch.Tensor | None) -> None:
+            keep(moe_pass, *boundary)
+            refs.extend(weakref.ref(t) for t in boundary if t is not None)
+
+        if on:
+            passes._MoePass._keep = kept  # type: ignore[method-assign]
 
     def look(self) -> None:
         """Count bytes that would be free without it."""
         alive = [t for ref in self._refs if (t := ref()) is not None]
-        self._refs = [weakref.ref(t) for t in alive]
+        self._refs[:] = [weakref.ref(t) for t in alive]
         owners: dict[int, int] = {}
         storages = {}
         for t in alive:
@@ -153,13 +155,15 @@ def measure(args: argparse.Namespace, name: str, arm: str) -> dict[str, Any]:
         settle_memory()
         steps = [timed(trainer, engine, 2 + args.warm + i) for i in range(args.steps)]
         picture = watched(args, trainer, engine, 2 + args.warm + args.steps, f"{name}-{arm}")
-        seconds = [s for s, _, _ in steps]
+        seconds = [s[0] for s in steps]
         by_rank = gathered(
             mesh,
             {
-                "peak": max(p for _, p, _ in steps) / GIB,
-                "activations": max(a for _, _, a in steps) / GIB,
+                "peak": max(s[1] for s in steps) / GIB,
+                "activations": max(s[2] for s in steps) / GIB,
                 "reserved": torch.cuda.max_memory_reserved() / torch.cuda.max_memory_allocated(),
+                "host": statistics.median(s[3] for s in steps),
+                "copies": trainer.memory.report().wait_ms or 0.0,
                 "fall": planned_fall(trainer.memory) / GIB,
                 "moved": (trainer.memory.plan.planned_bytes if trainer.memory.plan else 0) / GIB,
                 **picture,
@@ -181,6 +185,8 @@ def measure(args: argparse.Namespace, name: str, arm: str) -> dict[str, Any]:
             "transfers, waits ms": "; ".join(
                 f"{t:.0f}, {w:.0f}" for t, w in zip(of("transfers"), of("waits"), strict=True)
             ),
+            "host s": ", ".join(f"{v:.2f}" for v in of("host")),
+            "waits for copies ms": ", ".join(f"{v:.0f}" for v in of("copies")),
             "reserved": max(of("reserved")),
             "segments of streams GiB": by_stream(),
             "held by late release GiB": ", ".join(f"{v:.3f}" for v in of("late")),
@@ -213,8 +219,8 @@ def compare(rows: list[dict[str, Any]]) -> None:
         row["R"] = ", ".join(f"{(a - b) / p:.3f}" if p else "-" for a, b, p in zip(*numbers, planned, strict=True))
 
 
-def timed(trainer: Any, engine: Any, number: int) -> tuple[float, float, float]:
-    """Seconds of the slowest rank; peak over base and activations of this one, bytes."""
+def timed(trainer: Any, engine: Any, number: int) -> tuple[float, float, float, float]:
+    """Seconds of the slowest rank; peak over base and activations of this one, bytes; seconds until its host was through."""
     trainer.optimizer.zero_grad(set_to_none=True)
     gathered_step = engine._gathered
     held = []
@@ -230,11 +236,12 @@ def timed(trainer: Any, engine: Any, number: int) -> tuple[float, float, float]:
         trainer.gradients(number)
     finally:
         del gathered_step.end
+    host = time.perf_counter() - started
     torch.cuda.synchronize()
     slowest = torch.tensor(time.perf_counter() - started, device="cuda", dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     peak = torch.cuda.max_memory_allocated()
-    return float(slowest), peak - base, peak - held[0]
+    return float(slowest), peak - base, peak - held[0], host
 
 
 def watched(args: argparse.Namespace, trainer: Any, engine: Any, number: int, name: str) -> dict[str, float]:

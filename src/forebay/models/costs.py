@@ -5,7 +5,7 @@ tokens of a microbatch. Out: `Costs`. Nothing is run, changed or kept.
 
 Time is seconds of forward and backward of one microbatch on an H200; what counts is how layers compare with each other and
 with the head. FLOPs alone would not do: a head multiplies at nearly twice the speed of an MoE layer. So (fitted to
-layers of Qwen3-30B-A3B and DeepSeek-V2-Lite at 4096 tokens, within 20 %, and to the ranks that have their heads):
+layers and heads of Qwen3-30B-A3B and DeepSeek-V2-Lite at 4096 tokens, within 20 %):
 
     FLOPs                 700 TFLOP/s, of routed experts 400
     bytes saved           2.2 ms a GB: norms, rotation, activation and permutation read and write them several times
@@ -135,7 +135,8 @@ def model_costs(model: nn.Module, sequence: int, microbatch: int, attention: str
     return Costs(
         tuple(w.cost(ep) for w in work),
         LayerCost(0, 8 * tokens),
-        head_work.cost(ep),
+        # Its product runs over all rows at once, and what it keeps it writes once.
+        LayerCost(head_work.flops * _DENSE, head_work.saved),
         work,
         head_work,
     )

@@ -11,8 +11,11 @@ AdamW -> the router's bias update. The host waits for the device once a step, wh
 `Trainer` owns everything that it builds; `close` takes the manager off the model. The mesh is its own only if none was given.
 """
 
+import gc
 import random
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self
 
@@ -176,10 +179,11 @@ class Trainer:
         inputs, targets = self._windows(number - 1)
         parts = self._microbatches(inputs, targets)
         count = self._count(targets)
-        if self._gradients is not None:
-            losses = self._gradients(parts, count, len(parts) * self.mesh.batch.size)
-        else:
-            losses = self._in_turn(parts, count)
+        with _no_collector():
+            if self._gradients is not None:
+                losses = self._gradients(parts, count, len(parts) * self.mesh.batch.size)
+            else:
+                losses = self._in_turn(parts, count)
         if self._shards is not None:
             self._shards.finish()
         return losses
@@ -299,6 +303,19 @@ class Trainer:
         size = self.config.microbatch(self.mesh.batch.size)
         ids = inputs.to(self.device, non_blocking=True).split(size)
         return list(zip(ids, targets.to(self.device, non_blocking=True).split(size), strict=True))
+
+
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    """Python's cyclic garbage collector waits. One that runs within a step stops the host for a tenth of a second and more, at
+    another moment on each process, and the others' devices wait for this one's. Nothing of a step needs it: no cycles hold tensors."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def balance_coefficient(config: Any) -> float:

@@ -28,6 +28,7 @@ def make_exchange(
     slots_per_token: int,
     dtype: torch.dtype,
     capacity_factor: float | None = None,
+    programs: int | None = None,
 ) -> Exchange:
     """The exchange of a group. Collective: all ranks of the group call it with the same arguments.
 
@@ -40,6 +41,7 @@ def make_exchange(
         hidden, slots_per_token, dtype: H, K, and the rows' dtype.
         capacity_factor: for "symmetric": receive up to this times the even load, without any host synchronisation; None for
             exact sizes, with one a layer.
+        programs: for "symmetric": see `forebay.moe.dispatch.symmetric.SymmetricExchange`.
 
     Raises:
         ValueError: an unknown backend, a capacity factor below 1, experts that the ranks do not divide, shapes that the

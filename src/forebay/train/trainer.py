@@ -308,7 +308,8 @@ class Trainer:
 @contextmanager
 def _no_collector() -> Iterator[None]:
     """Python's cyclic garbage collector waits. One that runs within a step stops the host for a tenth of a second and more, at
-    another moment on each process, and the others' devices wait for this one's. Nothing of a step needs it: no cycles hold tensors."""
+    another moment on each process, and the others' devices wait for this one's. Nothing of a step needs it: no cycles hold
+    tensors."""
     enabled = gc.isenabled()
     gc.disable()
     try:

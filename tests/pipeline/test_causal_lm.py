@@ -70,3 +70,13 @@ def test_refuses_a_loss_that_is_not_fused() -> None:
     model = build_tiny("qwen3_moe")
     with manage(model, loss=None) as memory, pytest.raises(ValueError, match="fused loss"):
         CutModel(model, memory)
+
+
+def test_a_placement_of_a_whole_layer_is_refused() -> None:
+    model = build_tiny("qwen3_moe")
+    path = f"{model.base_model_prefix}.layers.1"
+    with (
+        manage(model, {path: "recompute"}) as memory,
+        pytest.raises(ValueError, match=r"name .*layers\.1\.self_attn and"),
+    ):
+        CutModel(model, memory)

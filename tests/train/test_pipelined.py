@@ -64,7 +64,8 @@ def results(rank: int, world: int, folder: str, cases: list[dict[str, Any]]) -> 
 
 def cases_of(world: int) -> list[dict[str, Any]]:
     meshes = {2: [(2, 1)], 4: [(2, 2), (4, 1)]}[world]
-    return [{"pp": pp, "ep": ep, "schedule": name} for name in SCHEDULES for pp, ep in meshes]
+    cases = [{"pp": pp, "ep": ep, "schedule": name} for name in SCHEDULES for pp, ep in meshes]
+    return cases + ([{"pp": 2, "ep": 1, "schedule": "dualpipev"}] if world == 4 else [])  # sharded by FSDP2 alone
 
 
 @pytest.mark.parametrize("world", [2, 4])

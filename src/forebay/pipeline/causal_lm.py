@@ -93,7 +93,8 @@ class CutModel:
             microbatch's count, and autograd gives the weight none; see `forebay.loss.linear_cross_entropy_into`.
 
     Raises:
-        ValueError: the loss is not fused, or the model's layers are not all known.
+        ValueError: the loss is not fused, the model's layers are not all known, or a placement is for a whole layer, which is
+            never called as one.
     """
 
     def __init__(self, model: Any, memory: Managed, dtype: torch.dtype | None = None):
@@ -103,6 +104,12 @@ class CutModel:
         found = memory.halves.layers
         if len(found) != len(base.layers):
             raise ValueError(f"{len(found)} of {len(base.layers)} decoder layers are known: nothing to cut")
+        for path, placement in memory.placements.items():
+            if placement != "keep" and f"{path}.self_attn" in memory.halves:
+                raise ValueError(
+                    f"{placement!r} is asked for {path!r}, but the halves of a layer run by themselves here; "
+                    f"name {path}.self_attn and {path}.mlp"
+                )
         self.head_sum: Tensor | None = None
         self.embedded: list[tuple[Tensor, Tensor]] | None = None
         self._model, self._base = model, base

@@ -223,11 +223,16 @@ class Manager:
     @contextmanager
     def suspended(self, around: Callable[[str], AbstractContextManager[Any]]) -> Iterator[None]:
         """Within, regions run unmanaged, each forward inside ``around(path)``. Graphs made before keep their tickets."""
+        recomputing = [r.light for r in self._regions.values() if r.light and self._in_force(r) == "recompute"]
         self._around = around
+        for switch in recomputing:
+            switch(False)
         try:
             yield
         finally:
             self._around = None
+            for switch in recomputing:
+                switch(True)
 
     def detach(self) -> None:
         """Put the model back as it was. Graphs that are alive stay valid and can still run backward."""

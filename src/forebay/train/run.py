@@ -310,13 +310,16 @@ class _Run:
 
     def _announce(self, report: Reporter, done: int) -> None:
         model, device = self.trainer.model, self.trainer.device
-        count = sum(p.numel() for p in model.parameters())
+        # Of a pipeline, each group of processes has other layers: one of each group counts.
+        own = sum(p.numel() for p in model.parameters()) if self.mesh.batch.rank == 0 else 0
+        count = int(self.mesh.sum(torch.tensor(own, dtype=torch.int64, device=device)))
         name = (
             torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
         )
         dtype = self.config.model.dtype + (f" ({needed} to compute)" if (needed := self.config.model.compute) else "")
         many = f"{self.mesh.size} x " if self.mesh.size > 1 else ""
-        shared = f", experts over {self.mesh.ep}" if self.mesh.ep > 1 else ""
+        layers = f", layers over {self.mesh.pp} ({self.config.parallel.schedule})" if self.mesh.pp > 1 else ""
+        shared = layers + (f", experts over {self.mesh.ep}" if self.mesh.ep > 1 else "")
         report.say(f"{_class_of(model)}: {count / 1e6:,.1f} M parameters, {dtype}, on {many}{name}{shared}")
         report.say(f"data {self.trainer.corpus.description}")
         report.say(

@@ -1,0 +1,125 @@
+"""Plans for forwards and backwards that alternate, against a walk through time that knows nothing of how they were made."""
+
+import random
+
+import pytest
+
+from forebay.planner.interleaved import is_interleaved, plan_interleaved
+from forebay.planner.simulate import CallFigures, Moment, Plan, Timeline
+
+MB = 1_000_000
+
+
+def pipeline(
+    microbatches: int,
+    ahead: int,
+    layers: int,
+    rate: float,
+    seconds: float = 1e-3,
+    items: tuple[int, ...] = (4 * MB, MB),
+) -> Timeline:
+    """1F1B of one rank: `ahead` forwards before the first backward, each of `layers` region calls."""
+    calls, moments = [], []
+
+    def run(kind: str, m: int) -> None:
+        order = range(layers) if kind == "F" else reversed(range(layers))
+        for layer in order:
+            if kind == "F":
+                calls.append(CallFigures((f"layer{layer}", m), items, seconds))
+            moments.append(Moment(kind, m * layers + layer, seconds if kind == "F" else 2 * seconds, 0, MB))
+
+    for m in range(ahead):
+        run("F", m)
+    for m in range(microbatches):
+        run("B", m)
+        if m + ahead < microbatches:
+            run("F", m + ahead)
+    return Timeline(tuple(calls), tuple(moments), rate, rate)
+
+
+def held_over_time(timeline: Timeline, plan: Plan) -> list[int]:
+    """Bytes on the device at the start of each moment, by carrying the plan out. Fails where something would have to wait."""
+    index = {(m.kind, timeline.calls[m.call].key): i for i, m in enumerate(timeline.moments)}
+    starts, now = [], 0.0
+    for m in timeline.moments:
+        starts.append(now)
+        now += m.seconds
+    out_free = 0.0
+    away: dict[tuple[str, int], tuple[int, int, int]] = {}
+    for call in timeline.calls:
+        chosen = plan.offload.get(call.key)
+        if not chosen:
+            continue
+        size = sum(call.items[i] for i in chosen)
+        forward, backward = index["F", call.key], index["B", call.key]
+        settled = index[plan.settle_at[call.key]]
+        fetched = next(index[name] for name, keys in plan.fetch_at.items() if call.key in keys)
+        out_free = max(out_free, starts[forward] + call.seconds) + size / timeline.out_rate
+        assert out_free <= starts[settled], f"{call.key} is still on its way out when it is settled"
+        assert starts[fetched] + size / timeline.back_rate <= starts[backward], f"{call.key} comes back late"
+        assert forward < settled < fetched < backward
+        away[call.key] = size, settled, fetched
+    held = []
+    for i in range(len(timeline.moments)):
+        total = 0
+        for call in timeline.calls:
+            if index["F", call.key] < i <= index["B", call.key]:
+                size, settled, fetched = away.get(call.key, (0, 0, 0))
+                total += sum(call.items) - (size if settled <= i < fetched else 0)
+        held.append(total)
+    return held
+
+
+@pytest.mark.parametrize(("ahead", "layers", "rate"), [(4, 3, 20e9), (4, 3, 4e9), (2, 1, 1e9), (8, 2, float("inf"))])
+def test_nobody_waits_and_the_peak_is_what_the_plan_says(ahead: int, layers: int, rate: float) -> None:
+    timeline = pipeline(16, ahead, layers, rate)
+    paths = frozenset(f"layer{i}" for i in range(layers))
+    keep, plan = plan_interleaved(timeline, frozenset()), plan_interleaved(timeline, paths)
+    held = held_over_time(timeline, plan)
+    assert plan.peak_bytes == max(held) + MB
+    assert keep.peak_bytes == max(held_over_time(timeline, keep)) + MB and not keep.offload
+    assert plan.peak_bytes <= keep.peak_bytes and plan.stall_seconds == 0
+    assert plan.planned_bytes == sum(
+        sum(call.items[i] for i in plan.offload[call.key]) for call in timeline.calls if call.key in plan.offload
+    )
+
+
+def test_a_link_that_is_fast_enough_takes_most() -> None:
+    timeline = pipeline(16, 8, 2, 100e9)
+    paths = frozenset({"layer0", "layer1"})
+    assert plan_interleaved(timeline, paths).peak_bytes < 0.5 * plan_interleaved(timeline, frozenset()).peak_bytes
+
+
+def test_a_slow_link_takes_nothing_that_would_be_late() -> None:
+    timeline = pipeline(8, 2, 2, 1e6)
+    assert not plan_interleaved(timeline, frozenset({"layer0", "layer1"})).offload
+
+
+def test_only_the_regions_that_were_named_leave() -> None:
+    plan = plan_interleaved(pipeline(16, 6, 3, 50e9), frozenset({"layer1"}))
+    assert plan.offload and {path for path, _ in plan.offload} == {"layer1"}
+
+
+def test_a_device_without_times_gives_a_plan_too() -> None:
+    timeline = pipeline(8, 4, 2, float("inf"), seconds=0.0)
+    plan = plan_interleaved(timeline, frozenset({"layer0", "layer1"}))
+    assert plan.offload and all(plan.settle_at[key] != plan.fetch_at for key in plan.offload)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_uneven_times_and_sizes(seed: int) -> None:
+    draw = random.Random(seed)
+    timeline = pipeline(12, draw.randint(2, 6), 3, 10 ** draw.uniform(9, 11))
+    moments = tuple(Moment(m.kind, m.call, m.seconds * draw.uniform(0.2, 3), 0, MB) for m in timeline.moments)
+    calls = tuple(
+        CallFigures(c.key, (draw.randint(0, 8) * MB, draw.randint(0, 3) * MB), draw.uniform(0, 2e-4))
+        for c in timeline.calls
+    )
+    timeline = Timeline(calls, moments, timeline.out_rate, timeline.back_rate)
+    plan = plan_interleaved(timeline, frozenset(f"layer{i}" for i in range(3)))
+    assert plan.peak_bytes == max(held_over_time(timeline, plan)) + MB
+
+
+def test_what_is_interleaved() -> None:
+    assert is_interleaved(pipeline(4, 2, 1, 1e9))
+    assert not is_interleaved(pipeline(4, 4, 1, 1e9))  # all forwards, then all backwards

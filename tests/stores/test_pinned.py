@@ -53,3 +53,22 @@ def test_a_slab_outlives_the_pool_while_a_slot_is_out() -> None:
     slot.bytes_.copy_(torch.arange(64, dtype=torch.uint8))
     pool.close()
     assert torch.equal(slot.bytes_, torch.arange(64, dtype=torch.uint8))
+
+
+def test_a_slot_that_came_back_goes_out_again_as_it_was() -> None:
+    pool = HostPool(pin=False)
+    slots = [pool.take(3000) for _ in range(6)]
+    kept = slots.pop(2)
+    places = {(id(slot.slab), slot.start) for slot in slots}
+    for slot in slots:
+        pool.give(slot)
+    again = [pool.take(3000) for _ in range(5)]
+    reserved = pool.reserved_bytes
+    assert len({(id(s.slab), s.start) for s in again} | {(id(kept.slab), kept.start)}) == 6, "one place, two slots"
+    assert {(id(s.slab), s.start) for s in again} == places
+    for slot in [*again, kept]:
+        pool.give(slot)
+    pool.trim()
+    assert pool.reserved_bytes == 0 and pool.used_bytes == 0
+    fresh = pool.take(3000)
+    assert pool.used_bytes == fresh.length and pool.reserved_bytes <= reserved

@@ -38,6 +38,7 @@ class _Slab:
     pinned: bool
     holes: list[tuple[int, int]] = field(default_factory=list)  # (start, length), sorted, never adjacent
     last_read: Done | None = None
+    in_pool: bool = True
 
     @property
     def idle(self) -> bool:
@@ -77,6 +78,9 @@ class HostPool:
     def __init__(self, pin: bool):
         self._pin = pin
         self._slabs: list[_Slab] = []
+        # Slots as they came back, by length. A step asks for the same sizes again and again, a pipeline's for thousands: to look
+        # through all holes each time would take the host longer than the device computes.
+        self._returned: dict[int, list[tuple[_Slab, int]]] = {}
 
     @property
     def reserved_bytes(self) -> int:
@@ -95,6 +99,10 @@ class HostPool:
             MemoryError: the host cannot give or page-lock that much; the message says how much the pool holds.
         """
         length = -(-nbytes // _ALIGN) * _ALIGN
+        again = self._same_again(length)
+        if again is not None:
+            slab, start = again
+            return Slot(slab.memory[start : start + nbytes], slab, start, length)
         best = min(
             ((room, slab, i) for slab in self._slabs for i, (_, room) in enumerate(slab.holes) if room >= length),
             key=lambda found: found[0],
@@ -110,14 +118,32 @@ class HostPool:
     def give(self, slot: Slot) -> None:
         """Take a slot back. A copy from it may still run: whoever writes there next waits for `last_read`."""
         slot.slab.give(slot.start, slot.length)
+        if slot.slab.in_pool:
+            self._returned.setdefault(slot.length, []).append((slot.slab, slot.start))
+
+    def _same_again(self, length: int) -> tuple[_Slab, int] | None:
+        """A hole of just this length, as a slot left it, taken; None if its neighbours joined it, or there is none."""
+        returned = self._returned.get(length, [])
+        while returned:
+            slab, start = returned.pop()
+            if slab.in_pool and (start, length) in slab.holes:
+                slab.take(slab.holes.index((start, length)), length)
+                return slab, start
+        return None
 
     def trim(self) -> None:
         """Let go of the slabs of which no slot is out. Copies must be over (synchronise the lanes first)."""
-        self._slabs = [slab for slab in self._slabs if not slab.idle]
+        for slab in self._slabs:
+            slab.in_pool = not slab.idle
+        self._slabs = [slab for slab in self._slabs if slab.in_pool]
+        self._returned.clear()
 
     def close(self) -> None:
         """Let go of every slab; one of which slots are out lives on until the last of them dies."""
+        for slab in self._slabs:
+            slab.in_pool = False
         self._slabs.clear()
+        self._returned.clear()
 
     def _grow(self, size: int) -> _Slab:
         try:

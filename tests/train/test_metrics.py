@@ -94,6 +94,7 @@ def test_host_peak_is_this_process() -> None:
 
 def summary(**changes: object) -> str:
     base = Summary(
+        cycle="one step of pipeline rank 0",
         placements={"a": "keep", "b": "recompute", "c": "offload", "d": "offload"},
         saved_bytes={"keep": 3 << 20, "recompute": 1 << 20, "offload": 5 << 20},
         moved_bytes=50 << 20,
@@ -123,7 +124,7 @@ def test_summary_on_a_cpu() -> None:
         "made again",
         "offload",
         "5.00 MiB",
-        "50.00 MiB moved in a microbatch",
+        "50.00 MiB moved in one step of pipeline rank 0",
     ):
         assert part in said
     for part in (

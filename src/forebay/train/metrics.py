@@ -213,9 +213,10 @@ def _drop_after(file: Path, step: int) -> None:
 
 @dataclass(frozen=True)
 class Summary:
-    """What the closing tables say. Bytes and figures of copies are those of one microbatch unless it says otherwise.
+    """What the closing tables say. Bytes and figures of copies are those of one cycle of the manager.
 
     Attributes:
+        cycle: what that is: "one microbatch", or on a pipeline "one step of pipeline rank 0".
         placements: region path to placement.
         saved_bytes: what the regions' forward left for their backward, by where it waited: "keep" (on the device),
             "offload" (in the host store), "recompute" (what stays of regions that run again: their inputs).
@@ -229,6 +230,7 @@ class Summary:
         folder: the run's folder.
     """
 
+    cycle: str
     placements: Mapping[str, str]
     saved_bytes: Mapping[str, int]
     moved_bytes: int
@@ -245,7 +247,7 @@ class Summary:
 
 def summary_tables(summary: Summary) -> list[Table]:
     """Where the saved bytes were, and what came of the run."""
-    where = Table(title="Saved for backward in one microbatch", title_justify="left")
+    where = Table(title=f"Saved for backward in {summary.cycle}", title_justify="left")
     where.add_column("placement")
     where.add_column("regions", justify="right")
     where.add_column("saved", justify="right")
@@ -286,7 +288,7 @@ def _result_rows(summary: Summary) -> list[tuple[str, str]]:
         ("loss first -> last", f"{summary.first_loss:.4f} -> {summary.last_loss:.4f} ({change:+.4f} nats a token)"),
         ("tokens per second", f"{summary.tokens_per_second:,.0f} (median)"),
         ("recomputed", _paths(summary, "recompute")),
-        ("offloaded", f"{_paths(summary, 'offload')}; {format_bytes(summary.moved_bytes)} moved in a microbatch"),
+        ("offloaded", f"{_paths(summary, 'offload')}; {format_bytes(summary.moved_bytes)} moved in {summary.cycle}"),
         (f"peak {'GPU' if summary.on_gpu else 'host'} memory", f"{summary.peak_bytes / 1e9:.2f} GB"),
         ("run", str(summary.folder)),
     ]

@@ -364,6 +364,7 @@ class _Run:
         records = self.records
         steady = records[1:] or records
         return Summary(
+            cycle=f"one step of pipeline rank {self.mesh.pp_rank}" if self.mesh.pp > 1 else "one microbatch",
             placements=self.trainer.memory.placements,
             saved_bytes=last.saved_bytes_by_placement,
             moved_bytes=last.moved_bytes,

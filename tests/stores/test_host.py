@@ -25,7 +25,7 @@ def test_a_round_trip_returns_the_bytes(device: str) -> None:
     store.settle(ticket)
     assert ticket.state is State.ON_HOST and ticket.device_bytes is None
     source.fill_(0xAA)
-    store.fetch(ticket)
+    store.fetch([ticket])
     assert torch.equal(store.wait(ticket), truth)
     assert torch.equal(store.wait(ticket), truth), "waiting twice is allowed"
     assert store.outbound.nbytes == store.inbound.nbytes == truth.numel()
@@ -39,7 +39,7 @@ def test_backward_before_the_copy_is_over_takes_the_tensor_back(device: str) -> 
     store = HostStore(torch.device(device))
     source = fresh(device)
     ticket = store.put(source)
-    store.fetch(ticket)
+    store.fetch([ticket])
     assert ticket.state is State.LEAVING
     assert store.wait(ticket).data_ptr() == source.data_ptr()
     store.settle(ticket)
@@ -72,7 +72,7 @@ def test_a_slow_copy_out_is_not_overtaken() -> None:
     del source
     store.settle(ticket)
     poison = [torch.full((1 << 22,), 0x55, dtype=torch.uint8, device="cuda:0") for _ in range(4)]
-    store.fetch(ticket)
+    store.fetch([ticket])
     assert torch.equal(store.wait(ticket), truth)
     assert all(bool((p == 0x55).all()) for p in poison)
 
@@ -86,7 +86,7 @@ def test_a_slot_is_not_rewritten_under_a_slow_copy_back() -> None:
     del first
     store.settle(ticket)
     delayed(store.lanes.back_stream, 50_000_000)()
-    store.fetch(ticket)
+    store.fetch([ticket])
     returned = ticket.device_bytes
     place = ticket.slot.bytes_.data_ptr()
     del ticket  # the slot is free while the copy back from it has only been enqueued
@@ -102,7 +102,7 @@ def test_a_ticket_that_dies_while_returning_leaves_no_copy_behind() -> None:
     ticket = store.put(fresh("cuda:0"))
     store.settle(ticket)
     delayed(store.lanes.back_stream, 50_000_000)()
-    store.fetch(ticket)
+    store.fetch([ticket])
     del ticket
     reused = torch.full((1 << 22,), 0x55, dtype=torch.uint8, device="cuda:0")
     torch.cuda.synchronize()

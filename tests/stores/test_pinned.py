@@ -72,3 +72,20 @@ def test_a_slot_that_came_back_goes_out_again_as_it_was() -> None:
     assert pool.reserved_bytes == 0 and pool.used_bytes == 0
     fresh = pool.take(3000)
     assert pool.used_bytes == fresh.length and pool.reserved_bytes <= reserved
+
+
+def test_only_slabs_that_a_cycle_used_are_spared() -> None:
+    pool = HostPool(pin=False)
+    for slot in [pool.take(3000) for _ in range(6)]:
+        pool.give(slot)
+    pool.restart()
+    for _ in range(4):
+        slots = [pool.take(3000), pool.take(2900)]  # the same length, rounded
+        assert [slot.bytes_.numel() for slot in slots] == [3000, 2900]
+        for slot in slots:
+            pool.give(slot)
+    pool.trim(spare_used=True)
+    assert pool.reserved_bytes == 2 * 3072 and pool.used_bytes == 0
+    pool.restart()
+    pool.trim(spare_used=True)
+    assert pool.reserved_bytes == 0

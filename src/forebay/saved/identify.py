@@ -5,7 +5,7 @@ which one storage is stored once however many nodes save views of it.
 """
 
 from collections.abc import Container, Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -57,24 +57,32 @@ class Weights(Container[int]):
         return pointer in self._pointers
 
 
-def is_storable(tensor: torch.Tensor, device: torch.device, min_bytes: int, weights: Container[int]) -> bool:
-    """Whether a store may take this tensor's storage.
+def storable(
+    tensor: torch.Tensor, device: torch.device, min_bytes: int, weights: Container[int]
+) -> torch.UntypedStorage | None:
+    """This tensor's storage, if a store may take it.
 
-    False for tensors elsewhere than on `device`, for subclasses (DTensor, fake tensors) and sparse layouts, for storages
+    None for tensors elsewhere than on `device`, for subclasses (DTensor, fake tensors) and sparse layouts, for storages
     below `min_bytes`, and for weights.
     """
-    if tensor.device != device or not _is_plain(tensor):
-        return False
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+        return None
     storage = tensor.untyped_storage()
-    return storage.nbytes() >= max(min_bytes, 1) and storage.data_ptr() not in weights
+    nbytes = storage.nbytes()
+    # Most of what autograd saves is small: that is seen first.
+    if nbytes < min_bytes or not nbytes or tensor.device != device or storage.data_ptr() in weights:
+        return None
+    return storage
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    return type(tensor) in _PLAIN and tensor.layout is torch.strided
 
 
-@dataclass(frozen=True)
-class View:
+class View(NamedTuple):
     """How to cut a tensor out of a storage's bytes: exactly the size, stride and offset that were saved."""
 
     dtype: torch.dtype
@@ -92,23 +100,28 @@ class View:
         return empty.set_(storage_bytes.untyped_storage(), self.offset, self.size, self.stride)
 
 
-def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole storage of `tensor` as a flat uint8 tensor that shares its memory."""
-    storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
+def storage_bytes(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
+    """The whole of `storage`, which is on `device`, as a flat uint8 tensor that shares its memory."""
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 class Identity:
-    """Key of a storage's present contents: which storage, and how often it was written to.
+    """Remembers a storage's present contents: which storage, and how often it was written to (a tensor's ``_version``).
 
-    The weak reference keeps the storage's *identity* from being reused while this object lives, not its memory.
+    The weak reference keeps the storage's *identity* from being reused while this object lives, not its memory: an equal
+    `key` is that of the same storage as long as somebody holds this.
     """
 
     __slots__ = ("_weak", "key")
 
-    def __init__(self, tensor: torch.Tensor):
-        self._weak = StorageWeakRef(tensor.untyped_storage())
-        self.key = (self._weak.cdata, tensor._version)
+    def __init__(self, storage: torch.UntypedStorage, version: int):
+        self._weak = StorageWeakRef(storage)
+        self.key = (self._weak.cdata, version)
+
+    @staticmethod
+    def key_of(storage: torch.UntypedStorage, version: int) -> tuple[int, int]:
+        """The key alone, to look for an identity by. Making one of those costs more than all else that is done to a tensor."""
+        return storage._cdata, version
 
     @property
     def expired(self) -> bool:

@@ -4,10 +4,11 @@ In: a model, its regions (slots around pieces of its forward) and a placement fo
 bit, with the saved tensors where the policy wants them.
 
 The way of a saved tensor: a region's forward runs inside ``saved_tensors_hooks``; ``pack`` decides whether its storage
-leaves (weights, small tensors and what the plan keeps are returned as detached aliases) and puts it into the store,
-which returns a ticket; the autograd node owns the ticket. When the gradient reaches the region's output, the manager
-waits for the region's tickets and starts the fetches that are due; ``unpack`` cuts the saved view out of the ticket's
-bytes. The ticket dies with the node, and its memory is free.
+leaves (weights, small tensors and what the plan keeps are returned as detached aliases) and gives it to the store,
+which returns a ticket; the autograd node owns the ticket. When the forward is over, the region's tickets are sent to the
+host together: the host pays for events and streams once a call and not once a tensor. When the gradient reaches the
+region's output, the manager waits for the region's tickets and starts the fetches that are due; ``unpack`` cuts the saved
+view out of the ticket's bytes. The ticket dies with the node, and its memory is free.
 
 Who owns what: the graph owns tickets and region calls; the manager owns the store (streams, host memory), the plan and
 nothing that lives as long as a step. There is no module-level state: two managers do not meet.
@@ -31,7 +32,7 @@ from forebay.planner.interleaved import is_interleaved, plan_interleaved
 from forebay.planner.simulate import Key, Plan, Timeline
 from forebay.planner.solve import fit_link, offload_all, under_budget
 from forebay.policy import BudgetError, Claim, PolicyError, format_bytes
-from forebay.saved.identify import Identity, View, Weights, is_storable, storage_bytes
+from forebay.saved.identify import Identity, View, Weights, storable, storage_bytes
 from forebay.saved.ledger import Ledger
 from forebay.saved.order import Cycle, Recorder, RegionCall, Stopwatch
 from forebay.saved.recompute import recomputed, refuse_nested_checkpointing
@@ -59,7 +60,8 @@ class StepReport:
         wait_ms: time the compute stream waited for copies in the last cycle.
         saved_bytes_by_placement: bytes of the storages that regions saved for one backward: "offload" left the device,
             "keep" stayed, "recompute" stayed for recomputed regions (their inputs). Small ones that never leave are counted
-            for kept regions only; a storage that two regions save is counted for both.
+            only for regions that the policy keeps; a storage that two regions save is counted for both. For a call of which
+            nothing leaves by the plan, what the measured cycle saved is counted.
         recomputed: regions that run their forward again.
     """
 
@@ -80,7 +82,7 @@ class _Region:
     light: Callable[[bool], None] | None  # how the region recomputes by itself; None: under a checkpoint
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Seen:
     """A storage met in this cycle: which call saved it first, as its how-manieth item, and its ticket if it left."""
 
@@ -152,10 +154,14 @@ class Manager:
         self._measured = 0
         self._seen: dict[tuple[int, int], _Seen] = {}
         self._seen_by: dict[Key, list[_Seen]] = {}  # while measuring
+        self._saved_by: dict[Key, int] = {}  # bytes, in the last cycle that was measured
+        self._shared: set[Key] = set()  # calls of whose storages another call saved one too, in the same cycle
+        self._settles: dict[tuple[str, Key], list[Key]] = {}  # moment -> calls that the plan settles there
         self._leaving: list[weakref.ref[RegionCall]] = []
         self._waits: list[tuple[Any, Any]] = []
-        self._tally: dict[str, int] = {}
-        self._held: dict[str, int] = {}  # region that stays on the device -> bytes it was seen to save there
+        self._spare_marks: list[Any] = []  # events of cycles that are over
+        self._tally = {"saved": 0, "offload": 0}  # bytes: of regions whose storages may leave, and that did
+        self._held: dict[str, int] = {}  # region kept by the policy, or recomputed -> bytes it was seen to save
         self._outgrown = False
         self._trimmed = False
         self._backwards: list[Key] = []
@@ -199,10 +205,12 @@ class Manager:
         )
 
     def _saved_by_placement(self) -> dict[str, int]:
-        totals = dict(self._tally)
+        left = self._tally["offload"]
+        totals = {"offload": left, "keep": self._tally["saved"] - left}
+        totals = {kind: nbytes for kind, nbytes in totals.items() if nbytes}
         for path, region in self._regions.items():
-            placement = self._in_force(region)
-            if placement in ("keep", "recompute") and path in self._held:
+            placement = self._in_force(region) or ""
+            if path in self._held and (placement == "recompute" or region.placement == "keep"):
                 totals[placement] = totals.get(placement, 0) + self._held[path]
         return totals
 
@@ -263,7 +271,7 @@ class Manager:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         placement = self._in_force(region)
-        if region.path not in self._held and placement in ("keep", "recompute"):
+        if region.path not in self._held and (placement == "recompute" or region.placement == "keep"):
             return self._first_call(region, forward, again, args, kwargs)
         if placement == "recompute" and region.light is None:
             forward = again
@@ -273,14 +281,20 @@ class Manager:
         call.light_recompute = region.light is not None
         if self._recorder is not None:
             call.input_bytes = self._input_bytes(args, kwargs)
-        if placement in ("keep", "recompute") and not self._planned_items(call):
+        if self._is_left_alone(call, placement):
             out = forward(*args, **kwargs)
         else:
             weights = self._weights_of(region)
+            call.compute = self.store.lanes.compute_stream()
+            call.leaving = self.plan.offload.get(call.key, frozenset()) if self.plan is not None else None
             with saved_tensors_hooks(partial(self._pack, call, weights), self._unpack):
                 out = forward(*args, **kwargs)
+            self._send(call)
+            self._count("saved", sum(call.items))
+            self._outgrown = self._outgrown or self._exceeds_plan(call)
         if self._recorder is not None:
             self._recorder.region_left(call)
+            self._saved_by[call.key] = sum(call.items)
         self._watch(call, out)
         return out
 
@@ -296,10 +310,12 @@ class Manager:
         counted: dict[tuple[int, int], Identity] = {}
 
         def count(tensor: torch.Tensor) -> torch.Tensor:
-            identity = Identity(tensor)
-            if is_storable(tensor, self._device, 1, weights) and identity.key not in counted:
-                counted[identity.key] = identity
-                self._held[region.path] += tensor.untyped_storage().nbytes()
+            storage = storable(tensor, self._device, 1, weights)
+            if storage is not None:
+                identity = Identity(storage, tensor._version)
+                if identity.key not in counted:
+                    counted[identity.key] = identity
+                    self._held[region.path] += storage.nbytes()
             return tensor.detach()
 
         def counting(*a: Any, **k: Any) -> Any:
@@ -326,18 +342,23 @@ class Manager:
             self._weights[region.path] = Weights(region.slot.module, steady=True)
         return self._weights[region.path]
 
-    def _planned_items(self, call: RegionCall) -> frozenset[int]:
-        return self.plan.offload.get(call.key, frozenset()) if self.plan is not None else frozenset()
+    def _is_left_alone(self, call: RegionCall, placement: str | None) -> bool:
+        """Whether nothing that this call saves has to be looked at: nothing of it leaves, and it was not the first to save what
+        another call saves as well, whose items would be numbered anew."""
+        if self.plan is None:
+            return placement in ("keep", "recompute")
+        if call.key in self.plan.offload or (call.key in self._shared and placement != "recompute"):
+            return False
+        self._count("saved", self._saved_by.get(call.key, 0) if placement != "recompute" else 0)
+        return True
+
+    def _count(self, kind: str, nbytes: int) -> None:
+        self._tally[kind] += nbytes
 
     def _input_bytes(self, args: Any, kwargs: Any) -> int:
-        tensors = {
-            t.untyped_storage().data_ptr(): t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
-        }
-        return sum(
-            t.untyped_storage().nbytes()
-            for t in tensors.values()
-            if is_storable(t, self._device, self._min_bytes, frozenset())
-        )
+        tensors = (t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
+        storages = (storable(t, self._device, self._min_bytes, frozenset()) for t in tensors)
+        return sum({s.data_ptr(): s.nbytes() for s in storages if s is not None}.values())
 
     def _watch(self, call: RegionCall, out: Any) -> None:
         """See to it that the first gradient to reach an output announces this region's backward."""
@@ -345,7 +366,7 @@ class Manager:
         def begin(_: torch.Tensor) -> None:
             self._backward_begins(call)
 
-        for leaf in tree_leaves(out):
+        for leaf in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 leaf.register_hook(begin)
 
@@ -353,56 +374,64 @@ class Manager:
 
     def _pack(self, call: RegionCall, weights: Weights, tensor: torch.Tensor) -> Any:
         # A detached alias and never the tensor itself: a node that owns its own output is a cycle no collector breaks.
-        if not is_storable(tensor, self._device, self._min_bytes, weights):
+        storage = storable(tensor, self._device, self._min_bytes, weights)
+        if storage is None:
             return tensor.detach()
-        identity = Identity(tensor)
-        known, ticket = self._lookup(identity)
-        if not known:
-            ticket = self._admit(call, tensor)
+        key = Identity.key_of(storage, tensor._version)
+        seen = self._known(key)
+        if seen is None:
+            ticket = self._admit(call, storage)
             held = weakref.ref(ticket) if ticket is not None else None
-            seen = _Seen(identity, call.key, call.number, len(call.items) - 1, held)
-            self._seen[identity.key] = seen
+            if held is not None:
+                call.tickets.append(held)
+            seen = _Seen(Identity(storage, key[1]), call.key, call.number, len(call.items) - 1, held)
+            self._seen[key] = seen
             if self._recorder is not None:
                 self._seen_by.setdefault(call.key, []).append(seen)
-        elif self._recorder is not None:
-            self._exclude_shared(self._recorder, call, self._seen[identity.key])
+        else:
+            ticket = seen.ticket() if seen.ticket is not None else None
+            if seen.ticket is not None and seen.key != call.key and seen.ticket not in call.tickets:
+                call.tickets.append(seen.ticket)
+            if self._recorder is not None:
+                self._meet_again(self._recorder, call, seen)
         if ticket is None:
             return tensor.detach()
-        if all(ref() is not ticket for ref in call.tickets):
-            call.tickets.append(weakref.ref(ticket))
         return _Packed(call, ticket, View.of(tensor))
 
-    def _exclude_shared(self, recorder: Recorder, call: RegionCall, seen: _Seen) -> None:
-        """What regions far apart save in common (rotary tables) is needed by the last of them, soon after the turn: a plan
-        that waits for the first one's backward would fetch it late."""
+    def _meet_again(self, recorder: Recorder, call: RegionCall, seen: _Seen) -> None:
+        """While measuring. What regions far apart save in common (rotary tables) is needed by the last of them, soon after the
+        turn: a plan that waits for the first one's backward would fetch it late."""
+        if call.key != seen.key:
+            self._shared.add(seen.key)
         if call.number > seen.number + _NEIGHBOURS:
             recorder.exclude(seen.key, seen.ordinal)
 
-    def _lookup(self, identity: Identity) -> tuple[bool, Ticket | None]:
-        """(this storage was met before, its ticket if it left). One storage is stored once, whoever saves views of it."""
-        entry = self._seen.get(identity.key)
-        if entry is None or entry.identity.expired:
-            return False, None
-        if entry.ticket is None:
-            return True, None
-        ticket = entry.ticket()
-        return ticket is not None, ticket
+    def _known(self, key: tuple[int, int]) -> _Seen | None:
+        """Where this storage was met before. One storage is stored once, whoever saves views of it."""
+        seen = self._seen.get(key)
+        if seen is None or seen.identity.expired or (seen.ticket is not None and seen.ticket() is None):
+            return None
+        return seen
 
-    def _admit(self, call: RegionCall, tensor: torch.Tensor) -> Ticket | None:
+    def _admit(self, call: RegionCall, storage: torch.UntypedStorage) -> Ticket | None:
         """Give a storage met for the first time its ordinal, and a ticket if it is to leave."""
         ordinal = len(call.items)
-        call.items.append(tensor.untyped_storage().nbytes())
-        leaves = self.plan is None or ordinal in self._planned_items(call)
-        self._outgrown = self._outgrown or self._exceeds_plan(call)
-        kind = "offload" if leaves else "keep"
-        self._tally[kind] = self._tally.get(kind, 0) + call.items[-1]
-        if not leaves:
+        call.items.append(storage.nbytes())
+        if call.leaving is not None and ordinal not in call.leaving:
             return None
-        ticket = self.store.put(storage_bytes(tensor))
+        ticket = self.store.hold(storage_bytes(storage, self._device), call.compute)
         self.ledger.enter(ticket, *call.key)
-        if not self._leaving or self._leaving[-1]() is not call:
+        call.held.append(ticket)
+        if not self._alternating and (not self._leaving or self._leaving[-1]() is not call):
             self._leaving.append(weakref.ref(call))
         return ticket
+
+    def _send(self, call: RegionCall) -> None:
+        """Let what was packed until now begin its way to the host."""
+        if call.held:
+            held, call.held = call.held, []
+            self._count("offload", sum(ticket.nbytes for ticket in held))
+            self.store.send(held)  # type: ignore[arg-type]
 
     def _exceeds_plan(self, call: RegionCall) -> bool:
         """More bytes than were measured: a longer batch, for which the plan does not hold."""
@@ -411,10 +440,9 @@ class Manager:
         measured = self._measured_items.get(call.key, ())
         if len(call.items) > len(measured):
             return True
-        # Only the newest: the others were looked at when they came. Between ranks that route as they like, rows vary.
+        # Between ranks that route as they like, rows vary.
         slack = _VARIES if self._alternating else 1.01
-        now, then = call.items[-1], measured[len(call.items) - 1]
-        return bool(then) and now > slack * then
+        return any(then and now > slack * then for now, then in zip(call.items, measured, strict=False))
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if not isinstance(packed, _Packed):
@@ -448,16 +476,25 @@ class Manager:
             self._drop_plan()
         elif self._stopwatch is not None:
             self._plan_again(self._stopwatch)
-        self.store.outbound.restart()
-        self.store.inbound.restart()
+        elif self.plan is not None and not self._trimmed and self.store.outbound.nbytes >= self.plan.planned_bytes // 2:
+            # Once, behind a cycle that used what the last plan needs: the measuring cycles held more. Page-locking what was let
+            # go too early takes 0.32 s a GiB.
+            self.store.trim()
+            self._trimmed = True
+        self.store.restart()
         self._cycle = Cycle()
         self._seen.clear()
         self._seen_by.clear()
         self._weights.clear()
         self._leaving.clear()
+        self._spare_marks.extend(event for pair in self._waits for event in pair)
         self._waits.clear()
-        self._tally.clear()
-        self._recorder = Recorder(self._device) if self.plan is None else None
+        self._tally = {"saved": 0, "offload": 0}
+        self._recorder = None
+        if self.plan is None:
+            self._recorder = Recorder(self._device)
+            self._shared.clear()
+            self._saved_by.clear()
         again = self.plan is not None and self._alternating and self._retimings < _RETIMINGS
         self._stopwatch = Stopwatch() if again and self._device.type == "cuda" else None
 
@@ -468,9 +505,13 @@ class Manager:
         if self.plan is None:
             self._step_by_step(kind, call)
         elif self.plan.planned_bytes:
-            timing = self._stopwatch is not None
-            before = self._mark() if timing or self._leaving or call.tickets else None
-            self._as_planned(kind, call, self.plan)
+            leaving = self._due(kind, call, self.plan)
+            awaited = kind == "B" and bool(call.tickets)
+            before = self._mark() if leaving or awaited or self._stopwatch is not None else None
+            self._settle(leaving)
+            self._fetch(self.plan.fetch_at.get((kind, call.key), ()))
+            if awaited:
+                self._take_back(call)
             if before is not None:
                 self._waits.append((before, self._mark()))
             if self._stopwatch is not None:
@@ -480,14 +521,15 @@ class Manager:
 
     def _step_by_step(self, kind: str, call: RegionCall) -> None:
         """Without a plan: one call's copy at a time, and the next call in backward order fetched ahead."""
-        self._settle(lambda other: other is not call)
+        self._settle(other for ref in self._leaving if (other := ref()) is not None and other is not call)
+        self._leaving = [ref for ref in self._leaving if ref() is call]
         if kind == "B":
             if self._recorder is not None:
                 self._exclude_held_elsewhere(self._recorder, call)
             self._take_back(call)
             following = self._cycle.next_backward(self._backwards)
             if following is not None:
-                self._fetch(following)
+                self.store.fetch(following.live_tickets())  # type: ignore[arg-type]
 
     def _exclude_held_elsewhere(self, recorder: Recorder, call: RegionCall) -> None:
         """What has left but whose storage is still alive is held by someone else, such as the batch by its loader: moving
@@ -497,43 +539,28 @@ class Manager:
             if ticket is not None and ticket.state is State.ON_HOST and not seen.identity.expired:
                 recorder.exclude(seen.key, seen.ordinal)
 
-    def _as_planned(self, kind: str, call: RegionCall, plan: Plan) -> None:
-        here = (kind, call.key)
-
-        def due(other: RegionCall) -> bool:
-            when = plan.settle_at.get(other.key)
+    def _due(self, kind: str, call: RegionCall, plan: Plan) -> list[RegionCall]:
+        """The calls to be settled at a moment."""
+        due = [other for key in self._settles.get((kind, call.key), ()) if (other := self._cycle.find(key)) is not None]
+        if kind == "B" and self._leaving:
             # Where all forwards come before all backwards, a moment of a forward that has not come will not.
-            missed = kind == "B" and when is not None and when[0] == "F" and not self._alternating
-            return when == here or missed
+            for ref in self._leaving:
+                other = ref()
+                if other is not None and plan.settle_at.get(other.key, "-")[0] == "F":
+                    due.append(other)
+            self._leaving.clear()
+        return due
 
-        self._settle(due)
-        for key in plan.fetch_at.get(here, ()):
-            wanted = self._cycle.find(key)
-            if wanted is not None:
-                self._fetch(wanted)
-        if kind == "B":
-            self._take_back(call)
-            if not self._trimmed:
-                # Once, while exactly what the plan needs is in use: the measuring cycles held more.
-                self.store.trim()
-                self._trimmed = True
+    def _fetch(self, keys: Sequence[Key]) -> None:
+        if keys:
+            wanted = [other.live_tickets() for key in keys if (other := self._cycle.find(key)) is not None]
+            self.store.fetch(*wanted)  # type: ignore[arg-type]
 
-    def _settle(self, due: Callable[[RegionCall], bool]) -> None:
-        remaining = []
-        for ref in self._leaving:
-            call = ref()
-            if call is None:
-                continue
-            if not due(call):
-                remaining.append(ref)
-                continue
+    def _settle(self, calls: Iterable[RegionCall]) -> None:
+        for call in calls:
+            self._send(call)
             for ticket in call.live_tickets():
                 self.store.settle(ticket)  # type: ignore[arg-type]
-        self._leaving = remaining
-
-    def _fetch(self, call: RegionCall) -> None:
-        for ticket in call.live_tickets():
-            self.store.fetch(ticket)  # type: ignore[arg-type]
 
     def _take_back(self, call: RegionCall) -> None:
         for ticket in call.live_tickets():
@@ -543,7 +570,7 @@ class Manager:
     def _mark(self) -> Any:
         if self._device.type != "cuda":
             return None
-        event = torch.cuda.Event(enable_timing=True)
+        event = self._spare_marks.pop() if self._spare_marks else torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
@@ -569,8 +596,7 @@ class Manager:
                 f"this policy needs {format_bytes(plan.peak_bytes)} ({plan.peak_bytes} bytes) over what is held before the "
                 f"step, more than the budget of {format_bytes(self._budget)}; raise it to that, or let policy='auto' choose"
             )
-        self.plan = plan
-        self._offloaded = frozenset(path for path, _ in plan.offload)
+        self._follow_plan(plan)
         self._switch_light(plan.recompute, True)
 
     def _plan_again(self, stopwatch: Stopwatch) -> None:
@@ -581,9 +607,15 @@ class Manager:
         if timeline is not None:
             self.timeline = timeline
             offloaded = frozenset(r.path for r in self._regions.values() if r.placement == "offload")
-            self.plan = plan_interleaved(timeline, offloaded)
-            self._offloaded = frozenset(path for path, _ in self.plan.offload)
+            self._follow_plan(plan_interleaved(timeline, offloaded))
             self._trimmed = False
+
+    def _follow_plan(self, plan: Plan) -> None:
+        self.plan = plan
+        self._offloaded = frozenset(path for path, _ in plan.offload)
+        self._settles = {}
+        for key, moment in plan.settle_at.items():
+            self._settles.setdefault(moment, []).append(key)
 
     def _plan_pipeline(self, timeline: Timeline, auto: frozenset[str], offloaded: frozenset[str]) -> Plan:
         if auto:
@@ -598,7 +630,8 @@ class Manager:
         assert self.plan is not None
         self._switch_light(self.plan.recompute, False)
         self.plan, self.timeline, self._measured = None, None, 0
-        self._outgrown = self._trimmed = False
+        self._outgrown = self._trimmed = self._alternating = False
+        self._offloaded = frozenset()
         self._retimings = 0
 
     def _switch_light(self, paths: Iterable[str], on: bool) -> None:

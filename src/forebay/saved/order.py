@@ -19,19 +19,24 @@ from forebay.planner.simulate import CallFigures, Key, Moment, Timeline
 from forebay.stores.base import Ticket
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class RegionCall:
     """One forward of one region. Owned by the autograd graph (through packed tensors and gradient hooks).
 
-    ``number`` counts the cycle's calls. ``tickets`` are weak: the graph owns them too.
+    ``number`` counts the cycle's calls. ``tickets`` are weak: the graph owns them too. ``held`` are those of them that are
+    sent when the forward is over, owned until then. ``leaving`` are the ordinals of the items that leave, None for all;
+    ``compute`` is the stream that the call runs on, None on a CPU.
     """
 
     key: Key
     number: int = 0
     items: list[int] = field(default_factory=list)
     tickets: list["weakref.ref[Ticket]"] = field(default_factory=list)
+    held: list[Ticket] = field(default_factory=list)
     input_bytes: int = 0
     light_recompute: bool = False
+    leaving: frozenset[int] | None = None
+    compute: Any = None
     backward_started: bool = False
 
     def live_tickets(self) -> list[Ticket]:

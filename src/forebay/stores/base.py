@@ -6,7 +6,8 @@ the ticket gives its memory back. No store keeps a strong reference to a ticket.
 """
 
 import enum
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -14,18 +15,24 @@ import torch
 class State(enum.Enum):
     """Where a ticket's bytes are. Arrows are the only legal steps:
 
-    ``LEAVING`` -> ``ON_HOST`` (copied out, device memory dropped) -> ``RETURNING`` (fetch enqueued) -> ``ON_DEVICE``;
-    ``LEAVING`` -> ``ON_DEVICE`` (backward came before the copy was over: nothing is moved back).
+    ``HELD`` -> ``LEAVING`` (copy out enqueued) -> ``ON_HOST`` (copied out, device memory dropped) -> ``RETURNING`` (fetch
+    enqueued) -> ``ON_DEVICE``; ``HELD`` or ``LEAVING`` -> ``ON_DEVICE`` (backward came before the copy was enqueued, or over:
+    nothing is moved back).
     """
 
+    HELD = "held"
     LEAVING = "leaving"
     ON_HOST = "on_host"
     RETURNING = "returning"
     ON_DEVICE = "on_device"
 
+    __hash__ = object.__hash__  # each is one object; the enum's own hash is that of its name, by a call to Python
+
 
 _NEXT = frozenset(
     {
+        (State.HELD, State.LEAVING),
+        (State.HELD, State.ON_DEVICE),
         (State.LEAVING, State.ON_HOST),
         (State.LEAVING, State.ON_DEVICE),
         (State.ON_HOST, State.RETURNING),
@@ -62,16 +69,27 @@ class Ticket:
 
 
 class Store(Protocol):
-    """What the saved-tensor manager asks of a store. All calls are made on the host and none of them blocks it."""
+    """What the saved-tensor manager asks of a store. All calls are made on the host and none of them blocks it.
 
-    def put(self, device_bytes: torch.Tensor) -> Ticket:
-        """Take the bytes of a storage (uint8, on the device); the copy out is enqueued."""
+    Tensors that are saved together leave together and come back together: what a copy costs the host beside itself (events,
+    streams) it costs once for all of them.
+    """
+
+    def hold(self, device_bytes: torch.Tensor, compute: Any) -> Ticket:
+        """Take the bytes of a storage (uint8, on the device), which stay where they are until `send`.
+
+        Args:
+            compute: the stream that made them and is to read them again; None on a CPU.
+        """
+
+    def send(self, tickets: Sequence[Ticket]) -> None:
+        """Enqueue the copies out. Those that are not held stay as they are."""
 
     def settle(self, ticket: Ticket) -> None:
         """Make the compute stream wait for the copy out and drop the device memory. No-op unless leaving."""
 
-    def fetch(self, ticket: Ticket) -> None:
-        """Enqueue the way back. No-op unless on the host."""
+    def fetch(self, *batches: Sequence[Ticket]) -> None:
+        """Enqueue the way back; a batch is there when all of it is. Those that are not on the host stay as they are."""
 
     def wait(self, ticket: Ticket) -> torch.Tensor:
         """The uint8 device tensor, safe to use on the compute stream; fetches first if nobody did."""

@@ -5,7 +5,7 @@ on two streams of their own; on a CPU it is ordinary memory and a copy is over w
 
 Ordering, without ``record_stream``:
 
-* copy out waits for the compute stream as of `put`, and for the last copy that read from the slot's slab;
+* copies out wait for the compute stream as of `send`, and for the last copies that read from their slots;
 * `settle` makes the compute stream wait for the copy out, then drops the device tensor. Whatever compute allocates from
   that memory afterwards is ordered behind the copy, because it is enqueued behind the wait;
 * `fetch` allocates on the compute stream, and the copy back waits for what compute was given until then;
@@ -15,15 +15,15 @@ A ticket that dies early (a dropped graph, an exception) first makes the compute
 device block goes back to compute's allocator and could be overwritten under the copy otherwise.
 """
 
-import weakref
 from collections import deque
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from forebay.stores.base import State, Ticket
 from forebay.stores.pinned import HostPool, Slot
-from forebay.stores.streams import CopyLanes, Done, on_stream
+from forebay.stores.streams import Copy, CopyLanes, Done, on_stream
 
 
 class HostTicket(Ticket):
@@ -31,16 +31,16 @@ class HostTicket(Ticket):
 
     __slots__ = ("back", "compute", "out", "slot", "store")
 
-    def __init__(self, store: "HostStore", device_bytes: torch.Tensor, slot: Slot, out: Done, compute: Any):
-        super().__init__(device_bytes.numel(), device_bytes, State.LEAVING)
+    def __init__(self, store: "HostStore", device_bytes: torch.Tensor, compute: Any):
+        super().__init__(device_bytes.numel(), device_bytes, State.HELD)
         self.store = store
-        self.slot = slot
-        self.out = out
+        self.slot: Slot | None = None
+        self.out: Done | None = None
         self.back: Done | None = None
         self.compute = compute
 
     def __del__(self) -> None:
-        if self.state is State.LEAVING:
+        if self.state is State.LEAVING and self.out is not None:
             self.out.block(self.compute)
         elif self.state is State.RETURNING and self.back is not None:
             self.back.block(self.compute)
@@ -87,45 +87,63 @@ class HostStore:
         self.pool = HostPool(pin=device.type == "cuda")
         self.outbound = Traffic()
         self.inbound = Traffic()
-        self._tickets: weakref.WeakSet[HostTicket] = weakref.WeakSet()
+        self.live_tickets = 0  # that are alive, in any state
+        self.live_bytes = 0  # of them
 
-    @property
-    def live_tickets(self) -> int:
-        """Tickets that are alive, in any state."""
-        return len(self._tickets)
+    def hold(self, device_bytes: torch.Tensor, compute: Any) -> HostTicket:
+        """See `Store.hold`."""
+        ticket = HostTicket(self, device_bytes, compute)
+        self.live_tickets += 1
+        self.live_bytes += ticket.nbytes
+        return ticket
 
-    @property
-    def live_bytes(self) -> int:
-        """Bytes of the live tickets."""
-        return sum(ticket.nbytes for ticket in self._tickets)
+    def send(self, tickets: Sequence[HostTicket]) -> None:
+        """See `Store.send`. Raises MemoryError when the host has no room."""
+        for compute, held in _by_stream(t for t in tickets if t.state is State.HELD):
+            copies: list[Copy] = []
+            after: list[Done] = []
+            for ticket in held:
+                assert ticket.device_bytes is not None
+                ticket.slot = ticket.slot or self.pool.take(ticket.nbytes)
+                copies.append((ticket.device_bytes, ticket.slot.bytes_))
+                if ticket.slot.last_read is not None:
+                    after.append(ticket.slot.last_read)
+            out = self.lanes.copy_out(copies, compute, after)
+            for ticket in held:
+                ticket.out = out
+                ticket.step(State.LEAVING)
+            self.outbound.add(sum(ticket.nbytes for ticket in held), out)
 
     def put(self, device_bytes: torch.Tensor) -> HostTicket:
-        """See `Store.put`. Raises MemoryError when the host has no room."""
-        compute = self.lanes.compute_stream()
-        slot = self.pool.take(device_bytes.numel())
-        out = self.lanes.copy_out(device_bytes, slot.bytes_, compute, slot.slab.last_read)
-        ticket = HostTicket(self, device_bytes, slot, out, compute)
-        self._tickets.add(ticket)
-        self.outbound.add(ticket.nbytes, out)
+        """`hold` and `send` of one storage, on the current stream."""
+        ticket = self.hold(device_bytes, self.lanes.compute_stream())
+        self.send([ticket])
         return ticket
 
     def settle(self, ticket: HostTicket) -> None:
         """See `Store.settle`."""
         if ticket.state is State.LEAVING:
+            assert ticket.out is not None
             ticket.out.block(ticket.compute)
             ticket.step(State.ON_HOST)
             ticket.device_bytes = None
 
-    def fetch(self, ticket: HostTicket) -> None:
+    def fetch(self, *batches: Sequence[HostTicket]) -> None:
         """See `Store.fetch`. A ticket that is still leaving stays where it is: its bytes are on the device."""
-        if ticket.state is not State.ON_HOST:
-            return
-        with on_stream(ticket.compute):
-            ticket.device_bytes = torch.empty(ticket.nbytes, dtype=torch.uint8, device=self.device)
-        ticket.back = self.lanes.copy_back(ticket.slot.bytes_, ticket.device_bytes, ticket.compute, ticket.out)
-        ticket.slot.slab.last_read = ticket.back
-        ticket.step(State.RETURNING)
-        self.inbound.add(ticket.nbytes, ticket.back)
+        wanted: dict[Any, list[list[HostTicket]]] = {}
+        for batch in batches:
+            for compute, tickets in _by_stream(t for t in batch if t.state is State.ON_HOST):
+                wanted.setdefault(compute, []).append(tickets)
+        for compute, groups in wanted.items():
+            with on_stream(compute):
+                copies = [[self._way_back(ticket) for ticket in tickets] for tickets in groups]
+            for tickets, back in zip(groups, self.lanes.copy_back(copies, compute), strict=True):
+                for ticket in tickets:
+                    assert ticket.slot is not None
+                    ticket.slot.read_by(back)
+                    ticket.back = back
+                    ticket.step(State.RETURNING)
+                self.inbound.add(sum(ticket.nbytes for ticket in tickets), back)
 
     def wait(self, ticket: HostTicket) -> torch.Tensor:
         """See `Store.wait`. May be called any number of times.
@@ -133,20 +151,31 @@ class HostStore:
         A ticket that is still leaving is taken back. Its copy out runs on and may read memory that backward reuses:
         what it writes is a slot nobody reads any more, and the next writer of that slot is behind it on the same stream.
         """
-        self.fetch(ticket)
+        if ticket.state is State.ON_HOST:
+            self.fetch((ticket,))
         if ticket.state is State.RETURNING:
             assert ticket.back is not None
             ticket.back.block(ticket.compute)
-            ticket.step(State.ON_DEVICE)
-        elif ticket.state is State.LEAVING:
+        if ticket.state is not State.ON_DEVICE:
             ticket.step(State.ON_DEVICE)
         assert ticket.device_bytes is not None
         return ticket.device_bytes
 
+    def _way_back(self, ticket: HostTicket) -> Copy:
+        assert ticket.slot is not None
+        ticket.device_bytes = torch.empty(ticket.nbytes, dtype=torch.uint8, device=self.device)
+        return ticket.slot.bytes_, ticket.device_bytes
+
+    def restart(self) -> None:
+        """Count from here: traffic, and what is used of the host memory."""
+        self.outbound.restart()
+        self.inbound.restart()
+        self.pool.restart()
+
     def trim(self) -> None:
-        """Free host slabs that no ticket uses."""
+        """Free the host slabs that no ticket has used since `restart`."""
         self.lanes.synchronize()
-        self.pool.trim()
+        self.pool.trim(spare_used=True)
 
     def close(self) -> None:
         """Let go of the host memory. Tickets that a graph still owns stay valid and free theirs when they die."""
@@ -154,4 +183,15 @@ class HostStore:
         self.pool.close()
 
     def _release(self, ticket: HostTicket) -> None:
-        self.pool.give(ticket.slot)
+        self.live_tickets -= 1
+        self.live_bytes -= ticket.nbytes
+        if ticket.slot is not None:
+            self.pool.give(ticket.slot)
+
+
+def _by_stream(tickets: Iterable[HostTicket]) -> Iterable[tuple[Any, list[HostTicket]]]:
+    """By compute stream: there is one, unless somebody runs regions on several."""
+    groups: dict[Any, list[HostTicket]] = {}
+    for ticket in tickets:
+        groups.setdefault(ticket.compute, []).append(ticket)
+    return groups.items()

@@ -1,15 +1,16 @@
 """Host memory for saved bytes: slabs, and exact-size slots cut from them.
 
-In: a size in bytes. Out: a `Slot`, a contiguous uint8 tensor of just that size. A slot comes back through `give`; its
-neighbours are merged, so a later step with other shapes can use the room. On a GPU machine slabs are page-locked.
+In: a size in bytes. Out: a `Slot`, a contiguous uint8 tensor of just that size. A slot comes back through `give` and goes out
+again as it is to who asks for its size; when nobody has, it becomes a hole and is merged with its neighbours, so a later step
+with other shapes can use the room. On a GPU machine slabs are page-locked.
 
 Why not ``torch.empty(pin_memory=True)``: the caching host allocator rounds every block up to a power of two (up to
 2x the bytes). Here ordinary memory of the exact size is registered with ``cudaHostRegister`` instead. Registering
 costs about 0.32 s a GiB, so it happens while the first step runs and not again.
 
-A slab carries the end of the last copy that read from it. Who writes into the slab next waits for that (writers are on
-one stream and so in order among themselves): a slot that is handed out when its copy was only enqueued is a race that
-others have shipped.
+A slot carries the end of the last copy that read from it, and so does a slab. Who writes into a slot waits for its own, or, if
+it was cut from a hole, for its slab's (readers are on one stream and so in order among themselves, and so are writers): a slot
+that is handed out when its copy was only enqueued is a race that others have shipped.
 """
 
 from dataclasses import dataclass, field
@@ -22,14 +23,20 @@ _ALIGN = 512  # bytes; keeps every dtype's views aligned, and equals the device 
 _SMALL_SLAB = 64 << 20  # slots below this share slabs of this size; larger ones get a slab of their own size
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Slot:
-    """A piece of a slab. ``bytes_`` is a uint8 tensor of exactly the size asked for."""
+    """A piece of a slab. ``bytes_`` is a uint8 tensor of exactly the size asked for; ``last_read`` is to be waited for by who
+    writes there."""
 
     bytes_: torch.Tensor
     slab: "_Slab"
     start: int
     length: int
+    last_read: Done | None = None
+
+    def read_by(self, copy: Done) -> None:
+        """Be told that `copy` reads from here; copies are told of in their order."""
+        self.last_read = self.slab.last_read = copy
 
 
 @dataclass(eq=False)
@@ -39,6 +46,7 @@ class _Slab:
     holes: list[tuple[int, int]] = field(default_factory=list)  # (start, length), sorted, never adjacent
     last_read: Done | None = None
     in_pool: bool = True
+    used: bool = True  # since the pool's `restart`
 
     @property
     def idle(self) -> bool:
@@ -73,14 +81,16 @@ class HostPool:
 
     Args:
         pin: page-lock the slabs (needs CUDA).
+        small_slab: page-locked slots below as many bytes share slabs of this size; 0: each slab is as large as its first slot.
     """
 
-    def __init__(self, pin: bool):
+    def __init__(self, pin: bool, small_slab: int = _SMALL_SLAB):
         self._pin = pin
+        self._small_slab = small_slab if pin else 0
         self._slabs: list[_Slab] = []
         # Slots as they came back, by length. A step asks for the same sizes again and again, a pipeline's for thousands: to look
-        # through all holes each time would take the host longer than the device computes.
-        self._returned: dict[int, list[tuple[_Slab, int]]] = {}
+        # through all holes each time, or to keep them merged, would take the host longer than the device computes.
+        self._returned: dict[int, list[Slot]] = {}
 
     @property
     def reserved_bytes(self) -> int:
@@ -90,59 +100,72 @@ class HostPool:
     @property
     def used_bytes(self) -> int:
         """Bytes of all slots that are out."""
-        return self.reserved_bytes - sum(size for slab in self._slabs for _, size in slab.holes)
+        holes = sum(size for slab in self._slabs for _, size in slab.holes)
+        return self.reserved_bytes - holes - sum(slot.length for slots in self._returned.values() for slot in slots)
 
     def take(self, nbytes: int) -> Slot:
-        """A slot of `nbytes`, from the tightest hole, else from a new slab.
+        """A slot of `nbytes`: one that came back, else from the tightest hole, else from a new slab.
 
         Raises:
             MemoryError: the host cannot give or page-lock that much; the message says how much the pool holds.
         """
         length = -(-nbytes // _ALIGN) * _ALIGN
-        again = self._same_again(length)
-        if again is not None:
-            slab, start = again
-            return Slot(slab.memory[start : start + nbytes], slab, start, length)
+        returned = self._returned.get(length)
+        if returned:
+            slot = returned.pop()
+            slot.slab.used = True
+            if slot.bytes_.numel() == nbytes:
+                return slot
+            return self._cut(slot.slab, slot.start, length, nbytes, slot.last_read)
+        self._merge()
         best = min(
             ((room, slab, i) for slab in self._slabs for i, (_, room) in enumerate(slab.holes) if room >= length),
             key=lambda found: found[0],
             default=None,
         )
         if best is None:
-            slab, hole = self._grow(max(length, _SMALL_SLAB if length < _SMALL_SLAB and self._pin else length)), 0
+            slab, hole = self._grow(max(length, self._small_slab)), 0
         else:
             _, slab, hole = best
-        start = slab.take(hole, length)
-        return Slot(slab.memory[start : start + nbytes], slab, start, length)
+        slab.used = True
+        return self._cut(slab, slab.take(hole, length), length, nbytes, slab.last_read)
 
     def give(self, slot: Slot) -> None:
         """Take a slot back. A copy from it may still run: whoever writes there next waits for `last_read`."""
-        slot.slab.give(slot.start, slot.length)
         if slot.slab.in_pool:
-            self._returned.setdefault(slot.length, []).append((slot.slab, slot.start))
+            self._returned.setdefault(slot.length, []).append(slot)
 
-    def _same_again(self, length: int) -> tuple[_Slab, int] | None:
-        """A hole of just this length, as a slot left it, taken; None if its neighbours joined it, or there is none."""
-        returned = self._returned.get(length, [])
-        while returned:
-            slab, start = returned.pop()
-            if slab.in_pool and (start, length) in slab.holes:
-                slab.take(slab.holes.index((start, length)), length)
-                return slab, start
-        return None
-
-    def trim(self) -> None:
-        """Let go of the slabs of which no slot is out. Copies must be over (synchronise the lanes first)."""
+    def restart(self) -> None:
+        """Count from here which slabs are used."""
         for slab in self._slabs:
-            slab.in_pool = not slab.idle
+            slab.used = False
+
+    def trim(self, spare_used: bool = False) -> None:
+        """Let go of the slabs of which no slot is out. Copies must be over (synchronise the lanes first).
+
+        Args:
+            spare_used: not of those of which one was out since `restart`.
+        """
+        self._merge()
+        for slab in self._slabs:
+            slab.in_pool = not slab.idle or (spare_used and slab.used)
         self._slabs = [slab for slab in self._slabs if slab.in_pool]
-        self._returned.clear()
 
     def close(self) -> None:
         """Let go of every slab; one of which slots are out lives on until the last of them dies."""
         for slab in self._slabs:
             slab.in_pool = False
         self._slabs.clear()
+        self._returned.clear()
+
+    def _cut(self, slab: _Slab, start: int, length: int, nbytes: int, last_read: Done | None) -> Slot:
+        return Slot(slab.memory[start : start + nbytes], slab, start, length, last_read)
+
+    def _merge(self) -> None:
+        """Make holes of the slots that came back."""
+        for slots in self._returned.values():
+            for slot in slots:
+                slot.slab.give(slot.start, slot.length)
         self._returned.clear()
 
     def _grow(self, size: int) -> _Slab:

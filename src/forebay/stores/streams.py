@@ -8,28 +8,44 @@ waits for a copy only where a store says so. Nothing here calls ``record_stream`
 back at an unknown time, which is what a memory library must not do.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 
+Events = tuple[torch.cuda.Event, torch.cuda.Event]
+Copy = tuple[torch.Tensor, torch.Tensor]  # from, to
+
 
 class Done:
-    """The end of one copy. ``pair`` holds (start, end) CUDA events, or None on a CPU, where it is over at once."""
+    """The end of copies that were enqueued together. ``pair`` holds (start, end) CUDA events, or None on a CPU, where they are
+    over at once.
 
-    __slots__ = ("pair",)
+    Args:
+        spare: where the events go when nobody can ask for them any more. They may be recorded again although a stream has yet
+            to reach its wait for them: that wait is for what was recorded when it was enqueued.
+    """
 
-    def __init__(self, pair: tuple[torch.cuda.Event, torch.cuda.Event] | None):
+    __slots__ = ("_behind", "_spare", "pair")
+
+    def __init__(self, pair: Events | None, spare: list[Events] | None = None):
         self.pair = pair
+        self._spare = spare
+        self._behind: list[Any] = []  # streams that wait for it already: what they are given from now on is behind it
+
+    def __del__(self) -> None:
+        if self.pair is not None and self._spare is not None:
+            self._spare.append(self.pair)
 
     def block(self, stream: Any) -> None:
-        """Make `stream` (a CUDA stream, or None on a CPU) wait until the copy is over. The host does not wait."""
-        if self.pair is not None:
+        """Make `stream` (a CUDA stream, or None on a CPU) wait until the copies are over. The host does not wait."""
+        if self.pair is not None and stream not in self._behind:
             stream.wait_event(self.pair[1])
+            self._behind.append(stream)
 
     def milliseconds(self) -> float | None:
-        """Time the copy took, or None on a CPU. Waits for the copy on the host: call it outside a step."""
+        """Time the copies took, or None on a CPU. Waits for them on the host: call it outside a step."""
         if self.pair is None:
             return None
         self.pair[1].synchronize()
@@ -44,6 +60,8 @@ class CopyLanes:
         on_gpu = device.type == "cuda"
         self.out_stream: torch.cuda.Stream | None = torch.cuda.Stream(device) if on_gpu else None
         self.back_stream: torch.cuda.Stream | None = torch.cuda.Stream(device) if on_gpu else None
+        self._ready = torch.cuda.Event() if on_gpu else None
+        self._spare: list[Events] = []
 
     def compute_stream(self) -> Any:
         """The current stream of the device, or None on a CPU.
@@ -53,14 +71,17 @@ class CopyLanes:
         """
         return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
-    def copy_out(self, source: torch.Tensor, target: torch.Tensor, compute: Any, after: Done | None) -> Done:
-        """Copy device bytes to the host, after what `compute` has been given so far and after `after`."""
-        return self._copy(self.out_stream, source, target, compute, after)
+    def copy_out(self, copies: Sequence[Copy], compute: Any, after: Iterable[Done]) -> Done:
+        """Copy device bytes to the host, after what `compute` has been given so far and after each of `after`."""
+        return self._copy(self.out_stream, (copies,), compute, after)[0]
 
-    def copy_back(self, source: torch.Tensor, target: torch.Tensor, compute: Any, after: Done | None) -> Done:
-        """Copy host bytes to the device. `target` was allocated on `compute`, whose earlier kernels may still be using
-        that memory for something else: the copy waits for them."""
-        return self._copy(self.back_stream, source, target, compute, after)
+    def copy_back(self, batches: Sequence[Sequence[Copy]], compute: Any) -> list[Done]:
+        """Copy host bytes to the device, one batch after the other; each has its own end.
+
+        Targets were allocated on `compute`, whose earlier kernels may still be using that memory for something else: the copies
+        wait for them, and so for every copy out that `compute` was made to wait for.
+        """
+        return self._copy(self.back_stream, batches, compute, ())
 
     def synchronize(self) -> None:
         """Wait on the host for both streams (closing a store, tests)."""
@@ -68,21 +89,32 @@ class CopyLanes:
             if stream is not None:
                 stream.synchronize()
 
-    def _copy(self, lane: Any, source: torch.Tensor, target: torch.Tensor, compute: Any, after: Done | None) -> Done:
+    def _copy(self, lane: Any, batches: Sequence[Sequence[Copy]], compute: Any, after: Iterable[Done]) -> list[Done]:
         if lane is None:
-            target.copy_(source)
-            return Done(None)
-        ready = torch.cuda.Event()
-        ready.record(compute)
-        lane.wait_event(ready)
-        if after is not None:
-            after.block(lane)
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            for copies in batches:
+                for source, target in copies:
+                    target.copy_(source)
+            return [Done(None) for _ in batches]
+        assert self._ready is not None
+        self._ready.record(compute)
+        lane.wait_event(self._ready)
+        for earlier in after:
+            earlier.block(lane)
+        ends = []
         with torch.cuda.stream(lane):
-            start.record(lane)
-            target.copy_(source, non_blocking=True)
-            end.record(lane)
-        return Done((start, end))
+            for copies in batches:
+                start, end = pair = self._pair()
+                start.record(lane)
+                for source, target in copies:
+                    target.copy_(source, non_blocking=True)
+                end.record(lane)
+                ends.append(Done(pair, self._spare))
+        return ends
+
+    def _pair(self) -> Events:
+        if self._spare:
+            return self._spare.pop()
+        return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
 
 def on_stream(stream: Any) -> Any:

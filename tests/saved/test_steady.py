@@ -1,0 +1,99 @@
+"""Cycles that run by a plan: which calls are looked at, which items leave, and what host memory stays."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from forebay.planner.interleaved import plan_interleaved
+from forebay.planner.simulate import Plan, Timeline
+from forebay.policy import resolve
+from forebay.saved import manager as managing
+from forebay.saved.manager import Manager
+from forebay.saved.slots import ModuleSlot
+
+MICROBATCHES, IN_FLIGHT, WIDTH = 10, 4, 32
+
+
+class Step(nn.Module):
+    """Saves its input and its output: the next one's input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looked_at: list[bool] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.looked_at.append(torch._C._autograd._top_saved_tensors_default_hooks(False) is not None)
+        return (x * x).tanh()
+
+
+def cycle(model: nn.Module) -> list[torch.Tensor]:
+    """Forwards and backwards alternate, as in a pipeline."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(8, WIDTH, requires_grad=True) for _ in range(MICROBATCHES)]
+    losses: list[torch.Tensor] = []
+    for i in range(MICROBATCHES + IN_FLIGHT):
+        if i < MICROBATCHES:
+            losses.append(model(inputs[i] * 1).sum())
+        if i >= IN_FLIGHT:
+            losses[i - IN_FLIGHT].backward()
+    return [x.grad for x in inputs if x.grad is not None]
+
+
+def managed(monkeypatch: pytest.MonkeyPatch, leaving: set[str]) -> tuple[nn.Sequential, Manager]:
+    """Four steps, all of them to be offloaded; the plan chooses those of `leaving`."""
+
+    def chosen(timeline: Timeline, paths: frozenset[str]) -> Plan:
+        plan = plan_interleaved(timeline, paths)
+        offload = {key: items for key, items in plan.offload.items() if key[0] in leaving}
+        size = {call.key: call.items for call in timeline.calls}
+        planned = sum(size[key][item] for key, items in offload.items() for item in items)
+        return replace(plan, offload=offload, planned_bytes=planned)
+
+    monkeypatch.setattr(managing, "plan_interleaved", chosen)
+    model = nn.Sequential(*[Step() for _ in range(4)])
+    slots: dict[str, Any] = {str(i): ModuleSlot(step) for i, step in enumerate(model)}
+    mem = Manager(slots, resolve({"?": "offload"}, slots), torch.device("cpu"), min_bytes=1)
+    mem.follow([(str(i), m) for m in range(MICROBATCHES) for i in reversed(range(4))], steady=True)
+    return model, mem
+
+
+def test_a_plan_for_some_regions_holds_though_they_share_storages_with_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    truth = cycle(nn.Sequential(*[Step() for _ in range(4)]))
+    model, mem = managed(monkeypatch, {"2"})
+    plans = []
+    for _ in range(5):
+        assert all(torch.equal(a, b) for a, b in zip(cycle(model), truth, strict=True))
+        assert mem.ledger.live_tickets == 0
+        plans.append(mem.plan)
+    assert plans[0] is None and plans[1] is not None and all(plan is plans[1] for plan in plans[1:])
+    assert mem.report().moved_bytes == plans[1].planned_bytes > 0
+    # Of "3" nothing leaves, and nobody saves what it was first to save. "1" saves what "2" saves too, and counts as first.
+    assert all(model[1].looked_at[MICROBATCHES:])  # type: ignore[operator, index]
+    assert not any(model[3].looked_at[MICROBATCHES:])  # type: ignore[operator, index]
+    assert all(model[3].looked_at[:MICROBATCHES]), "while measuring everything is"  # type: ignore[operator, index]
+
+
+def test_the_report_counts_the_same_bytes_whether_calls_are_looked_at_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, mem = managed(monkeypatch, {"0", "2"})
+    cycle(model)
+    every = mem.report().saved_bytes_by_placement
+    cycle(model)
+    saved = mem.report().saved_bytes_by_placement
+    assert saved["keep"] > 0 and saved["offload"] > 0
+    assert sum(saved.values()) == sum(every.values())
+
+
+def test_host_memory_is_let_go_once_and_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, mem = managed(monkeypatch, {"2"})
+    reserved = []
+    for _ in range(6):
+        cycle(model)
+        reserved.append(mem.store.pool.reserved_bytes)
+    assert reserved[1] == reserved[0], "the plan's first cycle shows what it uses"
+    assert 0 < reserved[2] < reserved[1]
+    assert set(reserved[2:]) == {reserved[2]}, "what was let go is page-locked again"

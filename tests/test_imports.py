@@ -24,7 +24,7 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "stores": ("kernels", "policy"),
         "planner": ("policy", "pipeline.partition", "models"),
         "saved": ("stores", "planner", "policy", "kernels"),
-        "models": ("saved", "planner", "policy", "moe", "loss", "kernels", "pipeline.partition"),
+        "models": ("saved", "stores", "planner", "policy", "moe", "loss", "kernels", "pipeline.partition"),
         "pipeline": ("saved", "stores", "planner", "policy", "moe", "loss", "kernels", "models"),
         **dict.fromkeys(("train", "integrations", "report", "cli", "doctor", "__main__", "<root>"), ("*",)),
     }

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from forebay.kernels.pages import Arena, PageTable, restore
 from forebay.kernels.swiglu import Glu, swiglu_backward, swiglu_forward
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -191,6 +192,108 @@ def test_a_nan_in_a_live_row_stays_visible() -> None:
             assert not act[[0, 3]].isnan().any()
 
 
+def paged(h: torch.Tensor, offs: torch.Tensor, device_share: float = 0.5, page_bytes: int = 512) -> PageTable:
+    """Room for h's live rows on poisoned pages in any order, a share of them on the device; a few more pages lie about."""
+    row_bytes = h.shape[1] * h.element_size()
+    page_rows = page_bytes // row_bytes
+    entries, needed = -(-h.shape[0] // page_rows), -(-int(offs[-1]) // page_rows)
+    n_pages = entries + 3
+    on_device = int(device_share * n_pages)
+    device = torch.full((on_device * page_bytes,), 0xFF, dtype=torch.uint8, device=DEVICE)
+    host = torch.full(((n_pages - on_device) * page_bytes,), 0xFF, dtype=torch.uint8)
+    if DEVICE == "cuda" and host.numel():
+        host = host.pin_memory()
+    pages = torch.randperm(n_pages)[:entries].int()
+    pages[needed:] = -1
+    return PageTable(Arena(device, host, page_bytes), pages.to(DEVICE), offs[-1:], h.shape[0], row_bytes)
+
+
+def compare_paged(h, da, weights, order, offs, extra, glu, backend, **where) -> None:
+    """Through pages and without: the same bits; and h as it was."""
+    live, pages = int(offs[-1]), paged(h, offs, **where)
+    act = swiglu_forward(h, weights, order, offs, glu, pages=pages, backend=backend, **extra)
+    assert torch.equal(act, swiglu_forward(h, weights, order, offs, glu, backend=backend, **extra))
+    saved = torch.full(h.shape, torch.nan, dtype=h.dtype, device=DEVICE)
+    restore([pages], [saved], backend=backend)
+    assert torch.equal(saved[:live], h[:live]) and saved[live:].isnan().all()
+    got = swiglu_backward(pages, da, weights, order, offs, glu, backend=backend, **extra)
+    wanted = swiglu_backward(h, da, weights, order, offs, glu, backend=backend, **extra)
+    for a, b in zip(got, wanted, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+    over = swiglu_backward(pages, da.clone(), weights, order, offs, glu, over_da=True, backend=backend, **extra)
+    for a, b in zip(over, wanted, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("glu", GLUS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_through_pages_the_same_bits(glu: Glu, dtype: torch.dtype, backend, poisoned: None) -> None:
+    compare_paged(*make(19, 24, 15, dtype), glu, backend)
+    compare_paged(*make(19, 24, 19, dtype, bias=True, weights_dtype=torch.bfloat16), glu, backend)
+
+
+# Pages of 512 bytes hold 2 rows of 64 columns, 1 of 65, 64 of one pair in bf16; of 2816-byte rows a page of 8192 holds 2.
+@pytest.mark.parametrize(
+    ("rows", "inner", "live", "page_bytes", "device_share"),
+    [
+        (0, 8, 0, 512, 0.5),
+        (1, 8, 0, 512, 1.0),
+        (1, 8, 1, 512, 0.0),
+        (129, 1, 128, 512, 0.5),
+        (65, 8, 65, 512, 0.5),
+        (64, 8, 33, 512, 0.0),
+        (9, 64, 5, 512, 1.0),
+        (9, 65, 8, 512, 0.5),
+        (7, 33, 7, 512, 0.5),
+        (5, 704, 5, 8192, 0.5),
+        (3, 515, 2, 8192, 0.5),
+    ],
+)
+@pytest.mark.parametrize("glu", [SWIGLU, CLAMPED], ids=str)
+def test_shapes_around_a_page(rows, inner, live, page_bytes, device_share, glu: Glu, poisoned: None) -> None:
+    inputs = make(rows, inner, live, torch.bfloat16, bias=True)
+    compare_paged(*inputs, glu, "triton", page_bytes=page_bytes, device_share=device_share)
+
+
+def test_pages_of_fp64_and_of_h_that_is_not_contiguous(poisoned: None) -> None:
+    h, da, weights, order, offs, extra = make(11, 6, 9, torch.float64)
+    compare_paged(h, da, weights, order, offs, extra, SWIGLU, "reference")
+    h, da, weights, order, offs, extra = make(9, 24, 8, torch.bfloat16)
+    wide = torch.cat((h.new_zeros(1), h.view(-1)))[1:].view(h.shape)
+    for strided in (h.t().contiguous().t(), wide):
+        compare_paged(strided, da, weights, order, offs, extra, CLAMPED, "triton")
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_where_pages_were_short_h_is_zeros(backend, poisoned: None) -> None:
+    for glu in (SWIGLU, CLAMPED):
+        h, da, weights, order, offs, extra = make(19, 24, 15, torch.bfloat16, bias=True)
+        pages = paged(h, offs)
+        pages = pages._replace(pages=torch.full_like(pages.pages, -1))
+        before = pages.arena.device.clone(), pages.arena.host.clone()
+        act = swiglu_forward(h, weights, order, offs, glu, pages=pages, backend=backend, **extra)
+        assert torch.equal(act, swiglu_forward(h, weights, order, offs, glu, backend=backend, **extra))
+        assert torch.equal(pages.arena.device, before[0]) and torch.equal(pages.arena.host, before[1])
+        got = swiglu_backward(pages, da, weights, order, offs, glu, backend=backend, **extra)
+        wanted = swiglu_backward(torch.zeros_like(h), da, weights, order, offs, glu, backend=backend, **extra)
+        for a, b in zip(got, wanted, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_refusals_of_pages() -> None:
+    h, da, weights, order, offs, _ = make(4, 8, 4, torch.float32)
+    pages = paged(h, offs)
+    with pytest.raises(ValueError, match="over_h needs a tensor"):
+        swiglu_backward(pages, da, weights, order, offs, SWIGLU, over_h=True)
+    with pytest.raises(ValueError, match="4 rows of 32 bytes"):
+        swiglu_forward(h.bfloat16(), weights, order, offs, SWIGLU, pages=pages)
+    with pytest.raises(ValueError, match="da must be"):
+        swiglu_backward(pages, da.bfloat16(), weights, order, offs, SWIGLU)
+    with pytest.raises(ValueError, match="need 1 entries"):
+        swiglu_forward(h, weights, order, offs, SWIGLU, pages=pages._replace(pages=pages.pages[:0]))
+
+
 def test_refusals() -> None:
     h, da, weights, order, offs, _ = make(4, 8, 4, torch.float32)
     with pytest.raises(ValueError, match="2I"):
@@ -232,3 +335,34 @@ def test_more_elements_than_int32_counts(glu: Glu) -> None:
     close(got[0][-64:], wanted[0])
     close(got[1][-64:], wanted[1])
     torch.testing.assert_close(got[2][-64:], wanted[2], atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("glu", [SWIGLU, CLAMPED], ids=str)
+def test_pages_with_more_elements_than_int32_counts(glu: Glu) -> None:
+    """2**31 + 2**21 elements, pages in reverse: the first rows' offsets are the largest."""
+    inner, page_bytes = 1024, 1 << 18
+    rows = 2**20 + 2**10
+    h = torch.randint(-(2**14), 2**14, (rows, 2 * inner), dtype=torch.int16, device="cuda").view(torch.bfloat16)
+    weights = torch.rand(rows, device="cuda")
+    order = torch.arange(rows, device="cuda", dtype=torch.int32)
+    offs = torch.tensor([rows - 1], device="cuda", dtype=torch.int32)
+    n_pages = -(-rows // (page_bytes // (4 * inner)))
+    arena = Arena(
+        torch.empty(n_pages * page_bytes, dtype=torch.uint8, device="cuda"),
+        torch.empty(0, dtype=torch.uint8),
+        page_bytes,
+    )
+    numbers = torch.arange(n_pages - 1, -1, -1, dtype=torch.int32, device="cuda")
+    pages = PageTable(arena, numbers, offs, rows, 4 * inner)
+    swiglu_forward(h, weights, order, offs, glu, pages=pages)
+    saved = torch.zeros_like(h)
+    restore([pages], [saved])
+    assert torch.equal(saved[:-1].view(torch.int16), h[:-1].view(torch.int16)) and (saved[-1] == 0).all()
+    del saved
+    da = torch.randn(rows, inner, dtype=torch.bfloat16, device="cuda")
+    wanted = swiglu_backward(h, da, weights, order, offs, glu)
+    del h
+    got = swiglu_backward(pages, da, weights, order, offs, glu)
+    for a, b in zip(got, wanted, strict=True):
+        assert torch.equal(a.nan_to_num_(), b.nan_to_num_())

@@ -13,16 +13,21 @@ end row of each expert. Out: new tensors that the caller owns; nothing is kept h
                      act[r] again, for the down-projection's weight gradient
                      dw[order[r]] = sum_i da[r, i] * glu[r, i]       the routing weight's gradient
 
+With a `PageTable` the forward also writes h's live rows, as given, to pages (`forebay.kernels.pages`),
+and the backward reads them from there: h can be dropped between the two. The results are the same
+bits. Where pages were short (a table of -1) h is lost: the backward takes it as zeros.
+
 The mathematics is in fp32 (fp64 for fp64 tensors) with one rounding to the output's dtype. Row r is
 live if r < offs[-1]; the others (sentinels) are not read, and are written as zeros in every output.
 
 Bytes of memory traffic, bf16: forward 6I a row (read 2I, write I elements), backward 12I (read 3I,
-write 3I). For R = 131072 and I = 768 that is 0.60 and 1.21 GB: 0.15 and 0.30 ms at 4 TB/s.
+write 3I). For R = 131072 and I = 768 that is 0.60 and 1.21 GB: 0.15 and 0.30 ms at 4 TB/s. With
+pages the forward writes 4I more, 10I a live row (1.01 GB, 0.25 ms); the backward is the same 12I.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +37,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forebay.kernels.launch import Backend, column_block, on_device_of, use_triton
+from forebay.kernels.pages import PageTable, check_table, restore, row_places, stash
 
 # Elements of a program's tile in the [R, I] plane, at most 512 columns wide: 8 a thread and operand
 # on 4 warps. Swept on an H200 (1024 to 4096 elements, 128 to 512 columns, 4 and 8 warps): backward
@@ -85,10 +91,24 @@ def _pack(low, high, ELEMENT: tl.constexpr, HALF: tl.constexpr, WORD: tl.constex
 
 
 @triton.jit
-def _load_gate_up(
-    h_ptr,
+def _load_h(h_ptr, row_at, cols, mask, N_INNER: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """h as it lies there, from the rows that begin at `row_at`: pairs (twice), or gate and up. Zero where masked."""
+    at = h_ptr + row_at + cols
+    if INTERLEAVED:
+        # A pair is one word of twice the size: whole vectors, no shuffle between threads.
+        pairs = tl.load(at, mask=mask, other=0)
+        return pairs, pairs
+    else:
+        gate = tl.load(at, mask=mask, other=0.0)
+        up = tl.load(at + N_INNER, mask=mask, other=0.0)
+        return gate, up
+
+
+@triton.jit
+def _gate_up(
+    first,
+    second,
     bias_ptr,
-    rows,
     expert,
     cols,
     mask,
@@ -98,20 +118,17 @@ def _load_gate_up(
     ELEMENT: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """Gate and up [rows, cols] in fp32, with the bias; zero where masked."""
+    """Gate and up [rows, cols] in fp32, with the bias, of what `_load_h` returned."""
     if INTERLEAVED:
-        # A pair is one word of twice the size: whole vectors, no shuffle between threads.
-        words = tl.load(h_ptr + rows * N_INNER + cols, mask=mask, other=0)
-        gate, up = _unpack(words, ELEMENT, HALF)
+        gate, up = _unpack(first, ELEMENT, HALF)
         if HAS_BIAS:
             words = tl.load(bias_ptr + expert * N_INNER + cols, mask=mask, other=0)
             gate_bias, up_bias = _unpack(words, ELEMENT, HALF)
             gate += gate_bias
             up += up_bias
     else:
-        at = h_ptr + rows * (2 * N_INNER) + cols
-        gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(at + N_INNER, mask=mask, other=0.0).to(tl.float32)
+        gate = first.to(tl.float32)
+        up = second.to(tl.float32)
         if HAS_BIAS:
             at = bias_ptr + expert * (2 * N_INNER) + cols
             gate += tl.load(at, mask=mask, other=0.0).to(tl.float32)
@@ -136,7 +153,7 @@ def _glu_parts(gate, up, alpha, limit, CLAMPED: tl.constexpr):
         return gate * sig, sig * (1.0 + gate * (1.0 - sig)), up, tl.full((), 1.0, tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["device_pages", "host_at"])
 def _forward_kernel(
     h_ptr,
     weights_ptr,
@@ -145,13 +162,20 @@ def _forward_kernel(
     bias_ptr,
     row_expert_ptr,
     act_ptr,
+    arena_ptr,
+    pages_ptr,
     n_rows,
     alpha,
     limit,
+    device_pages,
+    host_at: tl.int64,
     N_INNER: tl.constexpr,
     CLAMPED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    TO_PAGES: tl.constexpr,
+    PAGE_WORDS: tl.constexpr,
+    WORDS_IN_16: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_I: tl.constexpr,
@@ -170,8 +194,20 @@ def _forward_kernel(
     if HAS_BIAS:
         expert += tl.load(row_expert_ptr + rows, mask=live, other=0)
     inside = cols < N_INNER
-    gate, up = _load_gate_up(
-        h_ptr, bias_ptr, rows[:, None], expert[:, None], cols, live[:, None] & inside,
+    ROW_WORDS: tl.constexpr = N_INNER if INTERLEAVED else 2 * N_INNER
+    mask = live[:, None] & inside
+    first, second = _load_h(h_ptr, rows[:, None] * ROW_WORDS, cols, mask, N_INNER, INTERLEAVED)
+    if TO_PAGES:
+        place, has_page = row_places(
+            pages_ptr, rows, rows < n_rows, device_pages, host_at, PAGE_WORDS, ROW_WORDS, WORDS_IN_16,
+        )  # fmt: skip
+        at = arena_ptr + place[:, None] + cols
+        saved = mask & has_page[:, None]
+        tl.store(at, first, mask=saved)
+        if not INTERLEAVED:
+            tl.store(at + N_INNER, second, mask=saved)
+    gate, up = _gate_up(
+        first, second, bias_ptr, expert[:, None], cols, mask,
         N_INNER, INTERLEAVED, HAS_BIAS, act_ptr.dtype.element_ty, HALF,
     )  # fmt: skip
     silu, _, up, _ = _glu_parts(gate, up, alpha, limit, CLAMPED)
@@ -179,7 +215,7 @@ def _forward_kernel(
     tl.store(act_ptr + rows[:, None] * N_INNER + cols, act, mask=(rows < n_rows)[:, None] & inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["device_pages", "host_at"])
 def _backward_kernel(
     h_ptr,
     da_ptr,
@@ -191,13 +227,19 @@ def _backward_kernel(
     dh_ptr,
     act_ptr,
     dw_ptr,
+    pages_ptr,
     n_rows,
     alpha,
     limit,
+    device_pages,
+    host_at: tl.int64,
     N_INNER: tl.constexpr,
     CLAMPED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    FROM_PAGES: tl.constexpr,
+    PAGE_WORDS: tl.constexpr,
+    WORDS_IN_16: tl.constexpr,
     WRITE_DH: tl.constexpr,
     WRITE_ACT: tl.constexpr,
     WRITE_DW: tl.constexpr,
@@ -208,7 +250,7 @@ def _backward_kernel(
 ):
     """BLOCK_R whole rows, so that dw needs neither a second pass nor an atomic.
 
-    dh may be h itself and act may be da: a tile is read before the same tile is written.
+    dh may be h itself and act may be da: a tile is read before the same tile is written. FROM_PAGES: h_ptr is the arena.
     """
     alpha = tl.cast(alpha, tl.float32)
     limit = tl.cast(limit, tl.float32)
@@ -221,14 +263,25 @@ def _backward_kernel(
     if HAS_BIAS:
         expert += tl.load(row_expert_ptr + rows, mask=live, other=0)
     row_inside = (rows < n_rows)[:, None]
+    ROW_WORDS: tl.constexpr = N_INNER if INTERLEAVED else 2 * N_INNER
+    # The page numbers are asked for together with the live count, not after it: h waits for both.
+    row_at = rows[:, None] * ROW_WORDS
+    has_h = live[:, None]
+    if FROM_PAGES:
+        place, has_page = row_places(
+            pages_ptr, rows, rows < n_rows, device_pages, host_at, PAGE_WORDS, ROW_WORDS, WORDS_IN_16,
+        )  # fmt: skip
+        row_at = place[:, None]
+        has_h = has_h & has_page[:, None]
     dw = tl.zeros((BLOCK_R, BLOCK_I), tl.float32)
     for start in range(0, N_INNER, BLOCK_I):
         cols = start + tl.arange(0, BLOCK_I)[None, :]
         inside = row_inside & (cols < N_INNER)
         at = rows[:, None] * N_INNER + cols
         da = tl.load(da_ptr + at, mask=inside & live[:, None], other=0.0).to(tl.float32)
-        gate, up = _load_gate_up(
-            h_ptr, bias_ptr, rows[:, None], expert[:, None], cols, inside & live[:, None],
+        first, second = _load_h(h_ptr, row_at, cols, inside & has_h, N_INNER, INTERLEAVED)
+        gate, up = _gate_up(
+            first, second, bias_ptr, expert[:, None], cols, inside & live[:, None],
             N_INNER, INTERLEAVED, HAS_BIAS, da_ptr.dtype.element_ty, HALF,
         )  # fmt: skip
         silu, slope, up, up_slope = _glu_parts(gate, up, alpha, limit, CLAMPED)
@@ -261,6 +314,7 @@ def swiglu_forward(
     *,
     bias: Tensor | None = None,
     row_expert: Tensor | None = None,
+    pages: PageTable | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
     """act [R, I] in h's dtype.
@@ -272,13 +326,18 @@ def swiglu_forward(
         offs: [E] int32 on h's device, end row of each expert; rows from offs[-1] on are sentinels.
         bias: [E, 2I], laid out as h's columns, added before the activation.
         row_expert: [R] int32, the expert of each live row; needed with `bias`.
+        pages: where h's live rows are written as well, without the bias; its `live` is offs[-1].
 
     Raises:
         ValueError: shapes that do not fit, or bias without row_expert.
     """
-    h, weights, bias = _prepare(h, weights, order, bias, row_expert)
-    rows, inner = h.shape[0], h.shape[1] // 2
+    weights, bias = _prepare(h.shape, weights, order, bias, row_expert)
+    h, rows, inner = h.contiguous(), h.shape[0], h.shape[1] // 2
+    if pages is not None:
+        _check_pages(pages, h.shape, h.dtype)
     if not use_triton(backend, h):
+        if pages is not None:
+            stash([h], [pages], backend="reference")
         live = _live(h, offs)
         silu, _, up, _ = _reference_parts(h, glu, bias, row_expert, live)
         w = weights[order.long()].to(silu.dtype).unsqueeze(1)
@@ -287,7 +346,8 @@ def swiglu_forward(
     if act.numel() == 0:
         return act
     block_r, block_i = _tile(inner)
-    words, half, _ = _words(h, glu)
+    words, half, _ = _words(h.dtype, glu)
+    arena, paged = _paged(pages, h.dtype, glu)
     with on_device_of(h):
         _forward_kernel[(triton.cdiv(rows, block_r), triton.cdiv(inner, block_i))](
             words(h),
@@ -297,9 +357,13 @@ def swiglu_forward(
             words(bias),
             row_expert,
             act,
+            arena,
+            None if pages is None else pages.pages,
             rows,
             glu.alpha,
             glu.limit,
+            TO_PAGES=pages is not None,
+            **paged,
             N_INNER=inner,
             CLAMPED=glu.kind == "clamped_swiglu",
             INTERLEAVED=glu.interleaved,
@@ -313,7 +377,7 @@ def swiglu_forward(
 
 
 def swiglu_backward(
-    h: Tensor,
+    h: Tensor | PageTable,
     da: Tensor,
     weights: Tensor,
     order: Tensor,
@@ -334,32 +398,48 @@ def swiglu_backward(
     The dw of a slot without a row is zero.
 
     Args:
+        h: [R, 2I], any strides, or the pages that `swiglu_forward` wrote it to, in da's dtype.
         da: [R, I], the gradient with respect to act.
         over_h, over_da: write dh over h, act over da: the caller gives those tensors up. They save
-            4RI and 2RI bytes of peak (bf16).
+            4RI and 2RI bytes of peak (bf16). Pages are not written over.
         others: as in `swiglu_forward`.
 
     Raises:
         ValueError: shapes that do not fit, bias without row_expert, or a tensor to be written over
             that is not contiguous or starts at an odd element of its storage.
     """
+    pages = h if isinstance(h, PageTable) else None
+    shape: Sequence[int]
+    if isinstance(h, PageTable):
+        if over_h:
+            raise ValueError("h in pages cannot be written over: over_h needs a tensor")
+        shape, dtype = (h.rows, h.row_bytes // da.element_size()), da.dtype
+        _check_pages(h, shape, dtype)
+        # What the kernel reads: the arena; the plain form, rows.
+        source = h.arena.device
+        if not use_triton(backend, da):
+            source = torch.zeros(shape, dtype=dtype, device=da.device)
+            restore([h], [source], backend="reference")
+    else:
+        shape, dtype, source = h.shape, h.dtype, h.contiguous()
     for over, t in ((over_h, h), (over_da, da)):
-        if over and (not t.is_contiguous() or t.storage_offset() % 2):
+        if over and isinstance(t, Tensor) and (not t.is_contiguous() or t.storage_offset() % 2):
             raise ValueError("a tensor to be written over must be contiguous, from an even offset")
-    h, weights, bias = _prepare(h, weights, order, bias, row_expert)
+    weights, bias = _prepare(shape, weights, order, bias, row_expert)
     da = da.contiguous()
-    rows, inner = h.shape[0], h.shape[1] // 2
+    rows, inner = shape[0], shape[1] // 2
     if da.shape != (rows, inner):
-        raise ValueError(f"da must be {(rows, inner)} for h {tuple(h.shape)}, got {tuple(da.shape)}")
-    compute = torch.float64 if h.dtype == torch.float64 else torch.float32
-    dh = (h if over_h else torch.empty_like(h)) if need_dh else None
+        raise ValueError(f"da must be {(rows, inner)} for h {tuple(shape)}, got {tuple(da.shape)}")
+    compute = torch.float64 if dtype == torch.float64 else torch.float32
+    new_dh = source if over_h else torch.empty(shape, dtype=dtype, device=da.device)
+    dh = new_dh if need_dh else None
     act = (da if over_da else torch.empty_like(da)) if need_act else None
     every_slot_has_a_row = weights.shape[0] == rows
     new_dw = torch.empty if every_slot_has_a_row else torch.zeros
-    dw = new_dw(weights.shape[0], dtype=compute, device=h.device) if need_dw else None
-    if not use_triton(backend, h):
-        live = _live(h, offs)
-        silu, slope, up, up_slope = _reference_parts(h, glu, bias, row_expert, live)
+    dw = new_dw(weights.shape[0], dtype=compute, device=da.device) if need_dw else None
+    if not use_triton(backend, da):
+        live = _live(source, offs)
+        silu, slope, up, up_slope = _reference_parts(source, glu, bias, row_expert, live)
         w = weights[order.long()].to(compute).unsqueeze(1)
         da_f = torch.where(live, da.to(compute), 0.0)
         if dw is not None:
@@ -376,10 +456,11 @@ def swiglu_backward(
     if rows == 0:
         return dh, act, dw
     block_r, block_i = _tile(inner)
-    words, half, word = _words(h, glu)
-    with on_device_of(h):
+    words, half, word = _words(dtype, glu)
+    arena, paged = _paged(pages, dtype, glu)
+    with on_device_of(da):
         _backward_kernel[(triton.cdiv(rows, block_r),)](
-            words(h),
+            words(source) if arena is None else arena,
             da,
             weights,
             order,
@@ -389,9 +470,12 @@ def swiglu_backward(
             words(dh),
             act,
             dw,
+            None if pages is None else pages.pages,
             rows,
             glu.alpha,
             glu.limit,
+            FROM_PAGES=pages is not None,
+            **paged,
             N_INNER=inner,
             CLAMPED=glu.kind == "clamped_swiglu",
             INTERLEAVED=glu.interleaved,
@@ -413,13 +497,13 @@ def _tile(inner: int) -> tuple[int, int]:
     return _TILE // block_i, block_i
 
 
-def _words(h: Tensor, glu: Glu) -> tuple[Callable[[Tensor | None], Tensor | None], Any, Any]:
+def _words(dtype: torch.dtype, glu: Glu) -> tuple[Callable[[Tensor | None], Tensor | None], Any, Any]:
     """How a kernel is handed h, bias and dh, and the integers of an element's and a pair's size.
 
     Interleaved pairs go in as words of twice the size, the rest as it is. A tensor that starts on
     an odd element of its storage has no such view: it is copied (dh is not: it is new or checked).
     """
-    half, word, torch_word = _INTEGERS[h.element_size()]
+    half, word, torch_word = _INTEGERS[dtype.itemsize]
     if not glu.interleaved:
         return (lambda t: t), half, word
 
@@ -431,20 +515,45 @@ def _words(h: Tensor, glu: Glu) -> tuple[Callable[[Tensor | None], Tensor | None
     return words, half, word
 
 
-def _prepare(
-    h: Tensor, weights: Tensor, order: Tensor, bias: Tensor | None, row_expert: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    if h.dim() != 2 or h.shape[1] % 2:
-        raise ValueError(f"h must be [R, 2I], got {tuple(h.shape)}")
-    if weights.numel() < h.shape[0] or order.shape != h.shape[:1]:
+def _paged(pages: PageTable | None, dtype: torch.dtype, glu: Glu) -> tuple[Tensor | None, dict[str, int]]:
+    """Device memory of the pages in the words that h is handed over in, and what a kernel is told about them."""
+    if pages is None:
+        return None, {"device_pages": 0, "host_at": 0, "PAGE_WORDS": 0, "WORDS_IN_16": 0}
+    word = _INTEGERS[dtype.itemsize][2] if glu.interleaved else dtype
+    arena = pages.arena
+    return arena.device.view(word), {
+        "device_pages": arena.device_pages,
+        "host_at": arena.host_at,
+        "PAGE_WORDS": arena.page_bytes // word.itemsize,
+        "WORDS_IN_16": 16 // word.itemsize,
+    }
+
+
+def _check_pages(pages: PageTable, shape: Sequence[int], dtype: torch.dtype) -> None:
+    check_table(pages)
+    rows, row_bytes = shape[0], shape[1] * dtype.itemsize
+    if (pages.rows, pages.row_bytes) != (rows, row_bytes):
         raise ValueError(
-            f"h {tuple(h.shape)} needs at least {h.shape[0]} weights and order [{h.shape[0]}], "
+            f"pages for h {tuple(shape)} in {dtype} must be for {rows} rows of {row_bytes} bytes, "
+            f"got {pages.rows} of {pages.row_bytes}"
+        )
+
+
+def _prepare(
+    shape: Sequence[int], weights: Tensor, order: Tensor, bias: Tensor | None, row_expert: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Checked against h's shape, and contiguous: weights by slot and bias."""
+    if len(shape) != 2 or shape[1] % 2:
+        raise ValueError(f"h must be [R, 2I], got {tuple(shape)}")
+    rows = shape[0]
+    if weights.numel() < rows or order.shape != (rows,):
+        raise ValueError(
+            f"h {tuple(shape)} needs at least {rows} weights and order [{rows}], "
             f"got {tuple(weights.shape)} and {tuple(order.shape)}"
         )
     if bias is not None and row_expert is None:
         raise ValueError("bias needs row_expert, the expert of each row")
-    weights = weights.reshape(-1).contiguous()
-    return h.contiguous(), weights, None if bias is None else bias.contiguous()
+    return weights.reshape(-1).contiguous(), None if bias is None else bias.contiguous()
 
 
 def _live(h: Tensor, offs: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ module and keep their names and layouts. transformers owns the table; nothing is
 What a module says of itself is read at each call: `is_transposed`, `is_concatenated`, `has_bias`,
 `has_gate`, `num_experts`, `act_fn`, `alpha` and `limit`. `forebay_save_h` (bool attribute, default
 True) set to False makes h again in backward instead of saving it. `forebay_weight_gradients` (a
-`forebay.moe.weight_gradients.WeightGradients`, default None) may leave the weight gradients for later.
+`forebay.moe.weight_gradients.WeightGradients`, default None) may leave the weight gradients for later. `forebay_pages` (a
+`forebay.moe.stash.Pages`, default None) is where the rows wait for backward.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ def experts_forward(
         save_h=getattr(self, "forebay_save_h", True),
         max_rows=max_rows,
         deferred=getattr(self, "forebay_weight_gradients", None),
+        pages=getattr(self, "forebay_pages", None),
     )
 
 

@@ -27,6 +27,7 @@ from forebay.models.families import has_known_layers, moe_blocks
 from forebay.models.halves import Halves, install_halves, light_recompute_of
 from forebay.models.hf_experts import register
 from forebay.models.parts import paths_elsewhere
+from forebay.models.stashed import install_stash, remove_stash, split_stash
 from forebay.moe.dispatch.exchange import Exchange
 from forebay.planner.simulate import Plan, Timeline
 from forebay.policy import PLACEMENTS, RECOMPUTE_MODES, Claim, PolicyError, outermost, parse_bytes, resolve
@@ -34,6 +35,7 @@ from forebay.saved.ledger import Ledger
 from forebay.saved.manager import Manager, StepReport
 from forebay.saved.profile import Profiler, SavedProfile, profile_model
 from forebay.saved.slots import ModuleSlot, Slot
+from forebay.stores.pages import PageStore
 
 
 class Managed:
@@ -42,6 +44,7 @@ class Managed:
     Attributes:
         ledger: live tickets and bytes by region and call.
         halves: the halves of the known decoder layers.
+        pages: where stashed rows wait; None if nothing is stashed. Its `end_step` belongs behind every optimizer step.
     """
 
     def __init__(
@@ -51,9 +54,13 @@ class Managed:
         halves: Halves,
         watchable: list[str],
         undo: list[Callable[[], None]],
+        pages: PageStore | None = None,
+        stashed: Sequence[str] = (),
     ):
         self.ledger: Ledger = manager.ledger
         self.halves = halves
+        self.pages = pages
+        self._stashed = list(stashed)
         self._model = model
         self._manager = manager
         self._watchable = watchable  # modules that do not run inside compiled code
@@ -62,7 +69,7 @@ class Managed:
     @property
     def placements(self) -> dict[str, str]:
         """Region path to the placement in force; "auto" until the measuring steps are over."""
-        return self._manager.placements
+        return {**self._manager.placements, **dict.fromkeys(self._stashed, "stash")}
 
     @property
     def plan(self) -> Plan | None:
@@ -129,12 +136,14 @@ def manage(
     recompute: str = "light",
     exchange: Exchange | None = None,
     min_bytes: int | None = None,
+    pages: int | str | None = None,
 ) -> Managed:
     """Put the saved tensors of `model` under a policy.
 
     Args:
-        policy: pattern on module paths to placement (``keep``, ``recompute``, ``offload``), later rules winning; or one
-            placement for every default region; or ``"auto"``, which needs a budget.
+        policy: pattern on module paths to placement (``keep``, ``recompute``, ``offload``, and ``stash`` for the experts of
+            MoE layers under an exchange), later rules winning; or one placement for every default region; or ``"auto"``, which
+            needs a budget.
         budget: bytes, or text such as ``"6GiB"``: how far a step's peak may rise over the memory held before it.
         compile: compile the halves of the decoder layers, so that autograd saves less.
         experts: ``"forebay"`` for the minimal-residual experts, None to leave the model's own.
@@ -146,6 +155,8 @@ def manage(
         exchange: expert parallelism: how tokens travel (see `forebay.moe.dispatch.choose`). The experts modules must hold this
             rank's experts. It stays the caller's. That of one rank cuts MoE halves into their stages, and nothing travels.
         min_bytes: storages below this stay on the device. Default: 1 MiB on CUDA, 1 byte elsewhere.
+        pages: with ``stash``, bytes of device memory for pages at most, or text; what does not fit lies in pages on the host.
+            Default: as much as a step needs.
 
     Raises:
         PolicyError: the policy, the budget or an option cannot be carried out.
@@ -165,9 +176,13 @@ def manage(
         undo.append(halves.uninstall)
         if compile:
             undo.append(_compile_final_norm(model))
-        sealed = _sealed(model, halves) if compile else {}
-        slots, claims = _regions(model, halves, policy, sealed)
+        sealed = _sealed(model, halves, exchange) if compile else {}
+        slots, claims, stashed = _regions(model, halves, policy, sealed, exchange)
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        store = install_stash(model, stashed, device, parse_bytes(pages) if pages is not None else None)
+        if store is not None:
+            undo.append(store.close)
+            undo.append(partial(remove_stash, model))
         manager = Manager(
             slots,
             claims,
@@ -183,7 +198,7 @@ def manage(
         raise
     undo.append(manager.detach)
     watchable = [path for path, _ in model.named_modules() if path not in sealed and not (compile and path in halves)]
-    return Managed(model, manager, halves, watchable, undo)
+    return Managed(model, manager, halves, watchable, undo, store, stashed)
 
 
 def _check_options(experts: str | None, loss: str | None, recompute: str, exchange: Exchange | None) -> None:
@@ -241,9 +256,13 @@ def _compile_final_norm(model: nn.Module) -> Callable[[], None]:
 
 
 def _regions(
-    model: nn.Module, halves: Halves, policy: str | Mapping[str, str], sealed: Mapping[str, str]
-) -> tuple[dict[str, Slot], list[Claim]]:
-    """Slots in forward order, and the claims on them."""
+    model: nn.Module,
+    halves: Halves,
+    policy: str | Mapping[str, str],
+    sealed: Mapping[str, str],
+    exchange: Exchange | None,
+) -> tuple[dict[str, Slot], list[Claim], list[str]]:
+    """Slots in forward order, the claims on them, and the experts modules whose rows are stashed."""
     modules = {path: module for path, module in model.named_modules() if path not in sealed}
     default = list(halves) or _children_of_lists(model)
     if isinstance(policy, str):
@@ -256,12 +275,15 @@ def _regions(
                 f"{type(model).__name__} has no decoder layers and no module lists to take as regions; "
                 "give a mapping from module-path patterns to placements"
             )
-        claims = [Claim(path, policy, policy) for path in default]
+        # Of a whole model only experts have rows to stash.
+        paths = [b.path for b in moe_blocks(model)] or default if policy == "stash" else default
+        claims = [Claim(path, policy, policy) for path in paths]
     else:
         # Of a part, patterns may name layers that other ranks hold; what a compiled half seals here is sealed there too.
-        halves_only = (".self_attn", ".mlp")
-        elsewhere = [p for p in paths_elsewhere(model) if not sealed or p.endswith(halves_only) or p.count(".") == 2]
-        claims = resolve(policy, [*modules, *elsewhere], sealed)
+        open_ones = (".self_attn", ".mlp") if exchange is None else (".self_attn", ".mlp", ".mlp.experts")
+        elsewhere = [p for p in paths_elsewhere(model) if not sealed or p.endswith(open_ones) or p.count(".") == 2]
+        claims = [c for c in resolve(policy, [*modules, *elsewhere], sealed) if c.path in modules]
+    claims, stashed = split_stash(model, claims, exchange)
     claimed = {c.path for c in claims if c.placement != "keep"}
     # Regions that are kept still mark the passing of time, by which copies are settled and begun.
     marks = [p for p in default if not any(p.startswith(f"{c}.") or not c for c in claimed - {p})]
@@ -270,7 +292,7 @@ def _regions(
     for path, module in model.named_modules():
         if path in wanted:
             slots[path] = halves[path] if path in halves else ModuleSlot(module, light_recompute_of(module))
-    return slots, [c for c in claims if c.path in slots]
+    return slots, [c for c in claims if c.path in slots], stashed
 
 
 def _children_of_lists(model: nn.Module) -> list[str]:
@@ -283,13 +305,14 @@ def _children_of_lists(model: nn.Module) -> list[str]:
     return found
 
 
-def _sealed(model: nn.Module, halves: Halves) -> dict[str, str]:
-    """Modules that run inside a compiled half, and which."""
+def _sealed(model: nn.Module, halves: Halves, exchange: Exchange | None) -> dict[str, str]:
+    """Modules that run inside a compiled half, and which. Under an exchange experts run between two of them."""
     sealed = {}
+    between = {f"{block.path}.experts" for block in moe_blocks(model)} if exchange is not None else set()
     layers = {path.rpartition(".")[0] for path in halves}
     for path, _ in model.named_modules():
         for layer in layers:
-            if path.startswith(f"{layer}.") and path not in halves:
+            if path.startswith(f"{layer}.") and path not in halves and path not in between:
                 inner = path[len(layer) + 1 :]
                 half = "self_attn" if inner.startswith(("self_attn", "input_layernorm")) else "mlp"
                 sealed[path] = f"{layer}.{half}"

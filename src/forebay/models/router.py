@@ -157,6 +157,27 @@ class RouterStats:
         """Start counting anew."""
         self._counts = {}
 
+    def counts(self) -> dict[str, Tensor]:
+        """What was counted so far, for `restore_counts`. The tensors stay as they are: later counts are new ones."""
+        return dict(self._counts)
+
+    def restore_counts(self, counts: dict[str, Tensor]) -> None:
+        """Count on from `counts`, as if nothing had run since, and forget the records."""
+        self._counts = dict(counts)
+        self.clear()
+
+    def take_counts(self) -> dict[str, Tensor]:
+        """What was counted so far; counting starts anew."""
+        counts, self._counts = self._counts, {}
+        return counts
+
+    def add_counts(self, counts: dict[str, Tensor]) -> None:
+        """Count `counts` too. The tensors stay the caller's, who may write to them."""
+        none = torch.zeros((), dtype=torch.int64)
+        self._counts = {
+            path: self._counts.get(path, none) + counts.get(path, none) for path in {**self._counts, **counts}
+        }
+
     def _record(self, path: str, router: nn.Module, inputs: Any, output: Any) -> None:
         # Inside a backward pass, this forward is a recomputation.
         if torch._C._current_graph_task_id() != -1:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from forebay.kernels.swiglu import Glu
 from forebay.moe.experts_op import experts_op
+from forebay.moe.stash import Pages, stashing_experts
 from forebay.moe.weight_gradients import WeightGradients, deferring_experts
 
 
@@ -32,6 +33,7 @@ def experts(
     save_h: bool = True,
     max_rows: int | None = None,
     deferred: WeightGradients | None = None,
+    pages: Pages | None = None,
 ) -> Tensor:
     """y [T, H] in x's dtype: each token's chosen experts, weighted and summed.
 
@@ -50,6 +52,7 @@ def experts(
         max_rows: how many rows to compute at most; the default is T*K. For ids that are mostly sentinels
             (`forebay.moe.dispatch` says the bound); live slots beyond it would add nothing.
         deferred: where backward may leave the gradients of gate_up and down for later; not in compiled code.
+        pages: where x and h wait for backward, packed (`forebay.moe.stash`); not in compiled code.
 
     Raises:
         ValueError: shapes that do not fit, or an unknown activation.
@@ -64,7 +67,10 @@ def experts(
         x.to(gate_up.dtype).contiguous(), ids, weights, gate_up, down, gate_up_bias, down_bias,
         activation, interleaved, transposed, alpha, limit, save_h and backward_comes, max_rows,
     )  # fmt: skip
-    y = experts_op(*inputs)[0] if deferred is None else deferring_experts(deferred, inputs)
+    if pages is not None and backward_comes:
+        y = stashing_experts(pages, deferred, inputs)
+    else:
+        y = experts_op(*inputs)[0] if deferred is None else deferring_experts(deferred, inputs)
     return y.to(x.dtype)
 
 

@@ -37,22 +37,71 @@ MiB forward; backward 1088 + 384 and 896 + 1152 MiB, so that the second is the p
 beside dh costs nothing. save_h=False adds nothing to it: dh is written over the h that was made
 again.
 
+`experts_forward` and `experts_backward` are the operations' bodies for who saves h and x elsewhere (`forebay.moe.stash`).
+
 Deterministic, no atomics. On CUDA in bf16 there is no host synchronisation, and it can be captured
 in a CUDA graph (`forebay.moe.grouped` says which widths and dtypes fall back to a loop).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from forebay.kernels.pages import PageTable
 from forebay.kernels.permute import combine_rows, gather_rows
 from forebay.kernels.swiglu import Glu, swiglu_backward, swiglu_forward
 from forebay.moe.grouped import rows_by_matrix, rows_by_rows
 from forebay.moe.routing import Routing, route, routing_map, row_experts, slot_experts
+
+
+def experts_forward(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+    interleaved: bool,
+    transposed: bool,
+    alpha: float,
+    limit: float,
+    max_rows: int | None,
+    pages_of: Callable[[Routing], PageTable | None] | None = None,
+) -> tuple[Tensor, Tensor, Routing]:
+    """(y, h, routing). Rows of h from offs[-1] on are uninitialised and never read.
+
+    Args:
+        pages_of: called once the routing is known; the activation's kernel then writes h's live rows to the pages it names.
+    """
+    glu = Glu(activation, interleaved, alpha, limit)
+    num_experts = gate_up.shape[0]
+    # An operation inside is not autocast again: backward makes h outside of any autocast region.
+    with torch.autocast(x.device.type, enabled=False):
+        routing = route(ids, num_experts, max_rows)
+        order, inverse, offs = routing
+        pages = pages_of(routing) if pages_of is not None else None
+        row_expert = _row_experts(routing, gate_up_bias, down_bias)
+        x_rows = gather_rows(x, order, offs, ids.shape[1])
+        h = rows_by_matrix(x_rows, _matrix(gate_up, transposed), offs)
+        del x_rows
+        act = swiglu_forward(h, weights, order, offs, glu, bias=gate_up_bias, row_expert=row_expert, pages=pages)
+        if pages is not None:
+            h = x.new_empty(0)
+        y_rows = rows_by_matrix(act, _matrix(down, transposed), offs)
+        del act
+        bias_sum = None
+        if down_bias is not None and row_expert is not None:
+            slot_expert = slot_experts(routing, row_expert, num_experts)
+            weight_map = routing_map(weights, slot_expert, num_experts)
+            bias_sum = weight_map.to(down_bias.dtype) @ down_bias
+        y = combine_rows(y_rows, inverse, init=bias_sum)
+    return y, h, routing
 
 
 @torch.library.custom_op("forebay::experts", mutates_args=())
@@ -74,30 +123,24 @@ def experts_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(y, h, order, inverse, offs), so that a checkpoint policy can keep all that backward reads.
 
-    h is empty without save_h. Rows of h from offs[-1] on are uninitialised and never read.
+    h is empty without save_h.
     """
-    glu = Glu(activation, interleaved, alpha, limit)
-    num_experts = gate_up.shape[0]
-    # An operation inside is not autocast again: backward makes h outside of any autocast region.
-    with torch.autocast(x.device.type, enabled=False):
-        routing = route(ids, num_experts, max_rows)
-        order, inverse, offs = routing
-        row_expert = _row_experts(routing, gate_up_bias, down_bias)
-        x_rows = gather_rows(x, order, offs, ids.shape[1])
-        h = rows_by_matrix(x_rows, _matrix(gate_up, transposed), offs)
-        del x_rows
-        act = swiglu_forward(h, weights, order, offs, glu, bias=gate_up_bias, row_expert=row_expert)
-        if not save_h:
-            h = x.new_empty(0)
-        y_rows = rows_by_matrix(act, _matrix(down, transposed), offs)
-        del act
-        bias_sum = None
-        if down_bias is not None and row_expert is not None:
-            slot_expert = slot_experts(routing, row_expert, num_experts)
-            weight_map = routing_map(weights, slot_expert, num_experts)
-            bias_sum = weight_map.to(down_bias.dtype) @ down_bias
-        y = combine_rows(y_rows, inverse, init=bias_sum)
-    return y, h, order, inverse, offs
+    y, h, routing = experts_forward(
+        x,
+        ids,
+        weights,
+        gate_up,
+        down,
+        gate_up_bias,
+        down_bias,
+        activation,
+        interleaved,
+        transposed,
+        alpha,
+        limit,
+        max_rows,
+    )
+    return y, h if save_h else x.new_empty(0), *routing
 
 
 @experts_op.register_fake
@@ -113,6 +156,72 @@ def _(
     inverse = ids.new_empty(ids.shape, dtype=torch.int32)
     offs = ids.new_empty(gate_up.shape[0], dtype=torch.int32)
     return torch.empty_like(x), h, order, inverse, offs
+
+
+def experts_backward(
+    dy: Tensor,
+    x: Tensor | Callable[[], Tensor] | None,
+    h: Tensor | PageTable | None,
+    order: Tensor,
+    inverse: Tensor,
+    offs: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+    interleaved: bool,
+    transposed: bool,
+    alpha: float,
+    limit: float,
+    need_x: bool,
+    need_weights: bool,
+    need_gate_up: bool,
+    need_down: bool,
+    need_gate_up_bias: bool,
+    need_down_bias: bool,
+    weights_later: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of (x, weights, gate_up, down, gate_up_bias, down_bias), empty where not needed.
+
+    x is None where it was not saved, h where it is to be made again; x may be what brings it when it is wanted, and h may
+    lie in pages. Each tensor of T*K rows is dropped as soon as its last reader is done; the module docstring has the peak.
+
+    With `weights_later`, dh [R, 2I] and act [R, I] come in the places of gate_up's and down's gradients: what
+    `experts_weight_backward_op` makes those of.
+    """
+    glu = Glu(activation, interleaved, alpha, limit)
+    routing = Routing(order, inverse, offs)
+    dx, d_gate_up, d_down, d_gate_up_bias = (dy.new_empty(0) for _ in range(4))
+    need_dh = need_x or need_gate_up or need_gate_up_bias
+
+    with torch.autocast(dy.device.type, enabled=False):
+        dy = dy.contiguous()
+        row_expert = _row_experts(routing, gate_up_bias, down_bias)
+        dh, act, dw, dy_rows = _through_activation(
+            dy, x, h, routing, weights, gate_up, down, gate_up_bias, row_expert, glu, transposed,
+            need_dh, need_down, need_weights,
+        )  # fmt: skip
+        if need_down:
+            assert act is not None and dy_rows is not None
+            d_down = act if weights_later else _weight_gradient(dy_rows, act, offs, tokens_first=not transposed)
+        del dy_rows, act
+        if need_x:
+            dx = _x_gradient(dh, gate_up, routing, transposed)
+        if need_gate_up_bias:
+            assert dh is not None
+            d_gate_up_bias = _sum_by_expert(dh, offs)
+        if need_gate_up:
+            assert x is not None and dh is not None, "x is saved wherever gate_up is trained"
+            d_gate_up = (
+                dh if weights_later else _gathered_gradient(_now(x), dh, order, offs, inverse.shape[1], transposed)
+            )
+        del dh
+        d_weights, d_down_bias = _routing_and_down_bias_gradients(
+            dy, dw, routing, row_expert, weights, gate_up.shape[0], down_bias, need_weights, need_down_bias
+        )
+    return dx, d_weights, d_gate_up, d_down, d_gate_up_bias, d_down_bias
 
 
 @torch.library.custom_op("forebay::experts_backward", mutates_args=())
@@ -141,43 +250,12 @@ def experts_backward_op(
     need_down_bias: bool,
     weights_later: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of (x, weights, gate_up, down, gate_up_bias, down_bias), empty where not needed.
-
-    x is None where it was not saved, h where it is to be made again. Each tensor of T*K rows is
-    dropped as soon as its last reader is done; the module docstring has the peak.
-
-    With `weights_later`, dh [R, 2I] and act [R, I] come in the places of gate_up's and down's gradients: what
-    `experts_weight_backward_op` makes those of.
-    """
-    glu = Glu(activation, interleaved, alpha, limit)
-    routing = Routing(order, inverse, offs)
-    dx, d_gate_up, d_down, d_gate_up_bias = (dy.new_empty(0) for _ in range(4))
-    need_dh = need_x or need_gate_up or need_gate_up_bias
-
-    with torch.autocast(dy.device.type, enabled=False):
-        dy = dy.contiguous()
-        row_expert = _row_experts(routing, gate_up_bias, down_bias)
-        dh, act, dw, dy_rows = _through_activation(
-            dy, x, h, routing, weights, gate_up, down, gate_up_bias, row_expert, glu, transposed,
-            need_dh, need_down, need_weights,
-        )  # fmt: skip
-        if need_down:
-            assert act is not None and dy_rows is not None
-            d_down = act if weights_later else _weight_gradient(dy_rows, act, offs, tokens_first=not transposed)
-        del dy_rows, act
-        if need_x:
-            dx = _x_gradient(dh, gate_up, routing, transposed)
-        if need_gate_up_bias:
-            assert dh is not None
-            d_gate_up_bias = _sum_by_expert(dh, offs)
-        if need_gate_up:
-            assert x is not None and dh is not None, "x is saved wherever gate_up is trained"
-            d_gate_up = dh if weights_later else _gathered_gradient(x, dh, order, offs, inverse.shape[1], transposed)
-        del dh
-        d_weights, d_down_bias = _routing_and_down_bias_gradients(
-            dy, dw, routing, row_expert, weights, gate_up.shape[0], down_bias, need_weights, need_down_bias
-        )
-    return dx, d_weights, d_gate_up, d_down, d_gate_up_bias, d_down_bias
+    """`experts_backward`, h a tensor."""
+    return experts_backward(
+        dy, x, h, order, inverse, offs, weights, gate_up, down, gate_up_bias, down_bias,
+        activation, interleaved, transposed, alpha, limit,
+        need_x, need_weights, need_gate_up, need_down, need_gate_up_bias, need_down_bias, weights_later,
+    )  # fmt: skip
 
 
 @experts_backward_op.register_fake
@@ -293,10 +371,14 @@ def _experts_weight_backward_flop(
     return 2 * rows[0] * rows[1] * tokens[1]
 
 
+def _now(x: Tensor | Callable[[], Tensor]) -> Tensor:
+    return x if isinstance(x, Tensor) else x()
+
+
 def _through_activation(
     dy: Tensor,
-    x: Tensor | None,
-    h: Tensor | None,
+    x: Tensor | Callable[[], Tensor] | None,
+    h: Tensor | PageTable | None,
     routing: Routing,
     weights: Tensor,
     gate_up: Tensor,
@@ -317,11 +399,12 @@ def _through_activation(
     made_again = h is None
     if h is None:
         assert x is not None, "x is saved wherever h is not"
-        x_rows = gather_rows(x, order, offs, inverse.shape[1])
+        x_rows = gather_rows(_now(x), order, offs, inverse.shape[1])
         h = rows_by_matrix(x_rows, _matrix(gate_up, transposed), offs)
         del x_rows
     dy_rows = gather_rows(dy, order, offs, inverse.shape[1])
     if not need_da:
+        assert isinstance(h, Tensor), "without a gradient through the activation h is not stashed"
         return (
             None,
             swiglu_forward(h, weights, order, offs, glu, bias=gate_up_bias, row_expert=row_expert),

@@ -91,7 +91,7 @@ def deferring_experts(store: WeightGradients, inputs: tuple[Any, ...]) -> Tensor
     if not (torch.is_grad_enabled() and (gate_up.requires_grad or down.requires_grad)):
         return experts_op(*inputs)[0]
     needs = tuple(t is not None and t.requires_grad for t in inputs[:7])
-    end = _End(gate_up, down)
+    end = End(gate_up, down)
     # The anchor makes y require a gradient where gate_up and down alone do.
     anchor = torch.empty(0, device=x.device, requires_grad=True)
     y, *_ = _Experts.apply(x, ids, weights, gate_up.detach(), down.detach(), *rest, anchor, needs, end, store)
@@ -131,35 +131,39 @@ def _input_half(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
     dx, d_weights, dh, act, *d_biases = (g if need else None for g, need in zip(made, ctx.needs, strict=True))
     x, _, order, inverse, offs, *_ = saved
     transposed, routing = ctx.settings[2], (order, offs, inverse.shape[1])
-    d_gate_up = None if dh is None else _Left("tokens", x.detach(), dh, *routing, transposed)
+    d_gate_up = None if dh is None else Left("tokens", x.detach(), dh, *routing, transposed)
     # dy itself, not an alias: whoever else is handed dy as a gradient sees that it is not theirs alone to add to.
-    d_down = None if act is None else _Left("gradient", dy, act, *routing, not transposed)
-    ctx.store.pending.append(_Once(ctx.end, d_gate_up, d_down))
+    d_down = None if act is None else Left("gradient", dy, act, *routing, not transposed)
+    ctx.store.pending.append(Later(ctx.end, d_gate_up, d_down))
     return dx, d_weights, *d_biases
 
 
-class _Left:
-    """Operands of `experts_weight_backward_op`, given up when the gradient is made. `name` says what the first one is."""
+class Left:
+    """Operands of `experts_weight_backward_op`, given up when the gradient is made. `name` says what the first one is, which may
+    also be something that brings it."""
 
-    def __init__(self, name: str, tokens: Tensor, *others: Any):
-        self._name, self._version, self._operands = name, tokens._version, (tokens, *others)
+    def __init__(self, name: str, tokens: Tensor | Callable[[], Tensor], *others: Any):
+        self._name, self._operands = name, (tokens, *others)
+        self._version = tokens._version if isinstance(tokens, Tensor) else None
 
     def __call__(self) -> Tensor:
-        operands, self._operands = self._operands, ()
+        (tokens, *others), self._operands = self._operands, ()
+        if not isinstance(tokens, Tensor):
+            return experts_weight_backward_op(tokens(), *others)
         # A leaf's `.grad` may be a view of dy, to which the next microbatch's is added in place.
-        if operands[0]._version != self._version:
+        if tokens._version != self._version:
             raise RuntimeError(
                 f"the {self._name} that came into the experts changed before their weight gradients were made; "
                 "write to that memory afterwards, or to a copy"
             )
-        return experts_weight_backward_op(*operands)
+        return experts_weight_backward_op(tokens, *others)
 
 
-class _Once:
+class Later:
     """What is appended: hands one experts call's weight gradients over to autograd."""
 
-    def __init__(self, end: _End, d_gate_up: _Left | None, d_down: _Left | None):
-        self._waiting: tuple[_End, _Left | None, _Left | None] | None = (end, d_gate_up, d_down)
+    def __init__(self, end: End, d_gate_up: Left | None, d_down: Left | None):
+        self._waiting: tuple[End, Left | None, Left | None] | None = (end, d_gate_up, d_down)
 
     def __call__(self) -> None:
         if self._waiting is None:
@@ -168,7 +172,7 @@ class _Once:
         end.run(*makers)
 
 
-class _End:
+class End:
     """Edges to the weights' gradients, as autograd found them in forward: of the parameters' graph, not of their memory."""
 
     def __init__(self, gate_up: Tensor, down: Tensor):

@@ -1,0 +1,314 @@
+"""The kernels of the paged stash: rows into and out of pages, the SwiGLU pair that does it on its way, and what pages hold.
+
+Each is checked bit by bit before it is timed: random bit patterns, pages of 256 KiB in random order. Three tables:
+
+    paging_kernels        `stash` and `restore` against `Tensor.copy_` of the same bytes in the same run, bf16, all rows live.
+                          Device pages: GB/s are bytes read and written. Host pages: bytes over the link, against `copy_` to and
+                          from the same pinned memory. `half`: half of the pages are on the host, against `copy_` of that half
+    paging_kernels_fused  `swiglu_forward` and `swiglu_backward` with pages and without; `separate` are the plain kernels with
+                          `stash` behind and `restore` before them. `of layer` is what pages add to forward and backward of the
+                          experts of that layer, all its grouped GEMMs included
+    paging_kernels_held   bytes of the pages that are out after a step's layers over bytes of the rows saved, x and h, for one of
+                          8 ranks: in each layer another rank gets `skew` times the balanced load
+
+Times are on the device, launches queued behind a pause: medians of 20, warm.
+
+    python benchmarks/paging_kernels.py
+    python benchmarks/paging_kernels.py --sweep     # tiles and programs of `stash` and `restore` at 65536 x 2048
+"""
+
+import argparse
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from common import settle_memory, write
+from torch import Tensor
+
+import forebay.kernels.pages as kernels
+from forebay.kernels.pages import HEAD, SHORT, Arena, PageTable, all_free, give_pages, restore, stash, take_pages
+from forebay.kernels.swiglu import Glu, swiglu_backward, swiglu_forward
+from forebay.moe.experts import experts
+from forebay.moe.routing import route
+from forebay.stores.pinned import HostPool
+
+PAGE_BYTES = 256 << 10
+WIDTHS = (512, 1408, 1536, 2048, 2880, 7168)
+ROWS = (4096, 16384, 65536, 262144)
+HOST_SHAPES = ((4096, 2048), (4096, 7168), (16384, 1408), (65536, 512), (65536, 2048))
+HALF_SHAPE = (65536, 2048)
+# name: T, H, I, K, E
+MODELS = {"Qwen3-30B-A3B": (16384, 2048, 768, 8, 128), "DeepSeek-V2-Lite": (16384, 2048, 1408, 6, 64)}
+LAYERS = {"Qwen3-30B-A3B": 48, "DeepSeek-V2-Lite": 26}
+RANKS = 8
+BLOCKS, REPEATS = 2, 10
+PAUSE_CYCLES = 6_000_000  # 3 ms: longer than queueing REPEATS calls takes
+
+
+def medians(**calls: Callable[[], Any]) -> dict[str, float]:
+    """Milliseconds on the device, in blocks in turn: a clock that drifts does so for all."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        for _ in range(3):
+            call()
+    for _ in range(BLOCKS):
+        for name, call in calls.items():
+            torch.cuda.synchronize()
+            torch.cuda._sleep(PAUSE_CYCLES)
+            pairs = []
+            for _ in range(REPEATS):
+                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                begin.record()
+                call()
+                end.record()
+                pairs.append((begin, end))
+            torch.cuda.synchronize()
+            times[name] += [a.elapsed_time(b) for a, b in pairs]
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def check(what: str, right: bool) -> None:
+    if not right:
+        raise SystemExit(f"{what} is wrong, not timed")
+
+
+def noise(*shape: int) -> Tensor:
+    """bf16 of any bits, as int16: NaN is equal to itself."""
+    return torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, device="cuda")
+
+
+def live_of(rows: int) -> Tensor:
+    return torch.tensor([rows], dtype=torch.int32, device="cuda")
+
+
+def arena_of(device_pages: int, host: Tensor) -> Arena:
+    device = torch.randint(0, 256, (device_pages * PAGE_BYTES,), dtype=torch.uint8, device="cuda")
+    return Arena(device, host, PAGE_BYTES)
+
+
+def entries(rows: int, row_bytes: int) -> int:
+    return -(-rows // (PAGE_BYTES // row_bytes))
+
+
+def copies(rows: int, width: int, where: str, pool: HostPool) -> dict[str, Any]:
+    """One line of the first table."""
+    need = entries(rows, 2 * width)
+    on_host = {"device": 0, "half": need // 2, "host": need}[where]
+    slot = pool.take(on_host * PAGE_BYTES) if on_host else None
+    host = slot.bytes_ if slot is not None else torch.empty(0, dtype=torch.uint8)
+    arena = arena_of(need - on_host, host)
+    table = PageTable(arena, torch.randperm(need).int().cuda(), live_of(rows), rows, 2 * width)
+    given, out = noise(rows, width), noise(rows, width)
+    stash([given], [table])
+    restore([table], [out])
+    check(f"stash or restore of {rows} x {width} ({where})", torch.equal(given, out))
+    calls: dict[str, Callable[[], Any]] = {
+        "stash": lambda: stash([given], [table]),
+        "restore": lambda: restore([table], [out]),
+    }
+    if where == "host":
+        pinned = arena.host[: given.nbytes].view(torch.int16).view(rows, width)
+        calls["to"] = lambda: pinned.copy_(given, non_blocking=True)
+        calls["back"] = lambda: out.copy_(pinned, non_blocking=True)
+        moved = given.nbytes
+    elif where == "half":
+        # As much over the link as half of the rows are; the other half is nothing beside it.
+        pinned = host[: given.nbytes // 2].view(torch.int16)
+        flat, flat_out = given.view(-1)[: pinned.numel()], out.view(-1)[: pinned.numel()]
+        calls["to"] = lambda: pinned.copy_(flat, non_blocking=True)
+        calls["back"] = lambda: flat_out.copy_(pinned, non_blocking=True)
+        moved = given.nbytes // 2
+    else:
+        calls["to"] = lambda: out.copy_(given)
+        moved = 2 * given.nbytes
+    ms = medians(**calls)
+    if slot is not None:
+        pool.give(slot)
+    rate = {name: moved / time / 1e6 for name, time in ms.items()}
+    back = rate.get("back", rate["to"])
+    return {
+        "rows": rows,
+        "width": width,
+        "pages": where,
+        "MiB": given.nbytes / 2**20,
+        "copy_ GB/s": rate["to"],
+        "stash GB/s": rate["stash"],
+        "stash of copy_": rate["stash"] / rate["to"],
+        "copy_ back GB/s": back,
+        "restore GB/s": rate["restore"],
+        "restore of copy_": rate["restore"] / back,
+    }
+
+
+def all_copies() -> list[dict[str, Any]]:
+    pool = HostPool(pin=True)
+    table = [copies(rows, width, "device", pool) for rows in ROWS for width in WIDTHS]
+    # The largest first: smaller ones lie in the same pinned memory.
+    for where, shapes in (("host", HOST_SHAPES[::-1]), ("half", (HALF_SHAPE,))):
+        table += [copies(rows, width, where, pool) for rows, width in shapes]
+    pool.close()
+    return table
+
+
+def pair(tokens: int, inner: int, k: int, num: int) -> dict[str, float]:
+    """Milliseconds of the SwiGLU kernels, and of taking and giving the pages."""
+    rows, row_bytes, glu = tokens * k, 4 * inner, Glu()
+    weights = torch.rand(tokens, k, device="cuda")
+    order, _, offs = route(torch.rand(tokens, num, device="cuda").topk(k).indices, num)
+    h = torch.randn(rows, 2 * inner, device="cuda", dtype=torch.bfloat16)
+    da = torch.randn(rows, inner, device="cuda", dtype=torch.bfloat16)
+    need = entries(rows, row_bytes)
+    arena, stack = arena_of(need, torch.empty(0, dtype=torch.uint8)), all_free(need, "cuda")
+    wanted = [(offs[-1:], PAGE_BYTES // row_bytes, need)]
+    taken = take_pages(stack, wanted)
+    table = PageTable(arena, torch.randperm(need).int().cuda(), offs[-1:], rows, row_bytes)
+    again = torch.empty_like(h)
+
+    def forward(pages: PageTable | None = None) -> Tensor:
+        return swiglu_forward(h, weights, order, offs, glu, pages=pages)
+
+    def backward(source: Tensor | PageTable) -> tuple[Tensor | None, ...]:
+        return swiglu_backward(source, da, weights, order, offs, glu)
+
+    def give_and_take() -> None:
+        give_pages(stack, taken)
+        taken[:] = take_pages(stack, wanted)
+
+    check("swiglu_forward with pages", torch.equal(forward(table), forward()))
+    restore([table], [again])
+    check("h in pages", torch.equal(again, h))
+    for got, want in zip(backward(table), backward(h), strict=True):
+        check("swiglu_backward from pages", got is not None and want is not None and torch.equal(got, want))
+    return medians(
+        forward=forward,
+        forward_paged=lambda: forward(table),
+        forward_separate=lambda: (forward(), stash([h], [table])),
+        backward=lambda: backward(h),
+        backward_paged=lambda: backward(table),
+        backward_separate=lambda: (restore([table], [again]), backward(again)),
+        free=give_and_take,
+    )
+
+
+def layer_ms(tokens: int, hidden: int, inner: int, k: int, num: int) -> float:
+    """Forward and backward of the layer's experts."""
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+    ids = torch.rand(tokens, num, device="cuda").topk(k).indices
+    weights = torch.rand(tokens, k, device="cuda")
+    trained = [randn(tokens, hidden), weights, randn(num, 2 * inner, hidden), randn(num, hidden, inner)]
+    x, weights, gate_up, down = (t.requires_grad_() for t in trained)
+    dy = randn(tokens, hidden)
+    return medians(step=lambda: torch.autograd.grad(experts(x, ids, weights, gate_up, down), trained, dy))["step"]
+
+
+def fused(name: str) -> list[dict[str, Any]]:
+    """Lines of the second table: one layer of a model."""
+    tokens, hidden, inner, k, num = MODELS[name]
+    ms = pair(tokens, inner, k, num)
+    settle_memory()
+    layer = layer_ms(tokens, hidden, inner, k, num)
+    settle_memory()
+    live, table = tokens * k * inner, []
+    for part, moved, paged_moved in (("forward", 6 * live, 10 * live), ("backward", 12 * live, 12 * live)):
+        table.append(line(name, part, ms[part], ms[f"{part}_paged"], ms[f"{part}_separate"], layer))
+        table[-1] |= {"plain TB/s": moved / ms[part] / 1e9, "pages TB/s": paged_moved / ms[f"{part}_paged"] / 1e9}
+    plain, paged, separate = (ms[f"forward{kind}"] + ms[f"backward{kind}"] for kind in ("", "_paged", "_separate"))
+    table.append(line(name, "both", plain, paged, separate, layer))
+    table.append(line(name, "both, taking and giving", plain, paged + ms["free"], separate + ms["free"], layer))
+    return table
+
+
+def line(name: str, what: str, plain: float, paged: float, separate: float, layer: float) -> dict[str, Any]:
+    return {
+        "model": name,
+        "what": what,
+        "plain ms": plain,
+        "pages ms": paged,
+        "added ms": paged - plain,
+        "added": paged / plain - 1,
+        "separate added ms": separate - plain,
+        "layer ms": layer,
+        "of layer": (paged - plain) / layer,
+        "separate of layer": (separate - plain) / layer,
+    }
+
+
+def live_counts(balanced: int, layers: int, skew: float, rng: random.Random) -> list[int]:
+    """Rows of one rank in each layer: one of the ranks has `skew` times the balanced load, the others about a like share."""
+    others = (RANKS - skew) / (RANKS - 1)
+    loads = [skew if rng.randrange(RANKS) == 0 else min(skew, others * rng.uniform(0.9, 1.1)) for _ in range(layers)]
+    return [round(balanced * load) for load in loads]
+
+
+def held(name: str, tokens: int, skew: float) -> dict[str, Any]:
+    """One line of the third table: pages out once every layer of the model has taken its own."""
+    _, hidden, inner, k, _ = MODELS[name]
+    widths = (2 * hidden, 4 * inner)
+    balanced = tokens * k
+    capacity = round(balanced * skew)
+    counts = live_counts(balanced, LAYERS[name], skew, random.Random(7))
+    most = sum(entries(capacity, width) for width in widths) * len(counts)
+    stack, tables = all_free(most, "cuda"), []
+    for count in counts:
+        wanted = [(live_of(count), PAGE_BYTES // width, entries(capacity, width)) for width in widths]
+        tables += take_pages(stack, wanted)
+    out, short = stack.state[HEAD].item(), stack.state[SHORT].item()
+    check("take_pages", short <= 0 and out == sum(int((t >= 0).sum()) for t in tables))
+    saved = sum(count * sum(widths) for count in counts)
+    return {
+        "model": name,
+        "tokens": tokens,
+        "skew": skew,
+        "saved GiB": saved / 2**30,
+        "held GiB": out * PAGE_BYTES / 2**30,
+        "held of saved": out * PAGE_BYTES / saved,
+        "buffers of the capacity, of saved": capacity * sum(widths) * len(counts) / saved,
+    }
+
+
+def sweep(
+    tiles: Sequence[int] = (1024, 2048, 4096), warps: Sequence[int] = (4, 8), per: Sequence[int] = (4, 6, 8, 16, 10**6)
+) -> None:
+    """The constants of `forebay.kernels.pages` in turn; many programs are one for each tile."""
+    rows, width = 65536, 2048
+    pool, table = HostPool(pin=True), []
+    for kernels._TILE_WORDS in tiles:
+        for kernels._WARPS in warps:
+            for kernels._PROGRAMS_PER_PROCESSOR in per:
+                found = copies(rows, width, "device", pool)
+                if kernels._WARPS == 8:
+                    host = copies(rows, width, "host", pool)
+                    found |= {f"host {part}": host[part] for part in ("stash of copy_", "restore of copy_")}
+                chosen = {
+                    "tile": kernels._TILE_WORDS,
+                    "warps": kernels._WARPS,
+                    "programs": kernels._PROGRAMS_PER_PROCESSOR,
+                }
+                table.append(chosen | {key: found[key] for key in found if " of copy_" in key or key == "copy_ GB/s"})
+    pool.close()
+    write("paging_kernels_sweep", table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--sweep", action="store_true", help="tiles, warps and programs of stash and restore instead")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    if args.sweep:
+        sweep()
+        return
+    write("paging_kernels", all_copies(), page_bytes=PAGE_BYTES)
+    settle_memory()
+    write("paging_kernels_fused", [found for name in MODELS for found in fused(name)], page_bytes=PAGE_BYTES)
+    settle_memory()
+    lines = [held(name, tokens, skew) for name in MODELS for tokens in (4096, 16384) for skew in (1.0, 2.0, 4.0)]
+    write("paging_kernels_held", lines, page_bytes=PAGE_BYTES)
+
+
+if __name__ == "__main__":
+    main()

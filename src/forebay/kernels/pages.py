@@ -1,0 +1,519 @@
+"""Pages that the device hands out itself, and rows into and out of them: nothing here waits for the host.
+
+    take_pages   live counts, free pages              -> for each tensor a table of page numbers
+    stash        rows [0, live) of tensors            -> their pages
+    restore      pages                                -> rows [0, live) of tensors
+    give_pages   tables                               -> free pages, in any order
+
+A page is `page_bytes` bytes and holds `page_rows` = page_bytes // row_bytes whole rows of one tensor, one behind the other: row
+r lies on page `table[r // page_rows]`, at row r % page_rows. So a page is a contiguous piece of the tensor, and rows are never
+looked at one by one. Pages 0 .. D-1 are device memory, the others pinned host memory, which kernels reach as they reach their
+own (`cudaHostRegister`, one address for both): a table may mix them.
+
+Example, 6 pages of 512 bytes, rows of 200 bytes: page_rows = 2. `take_pages` for up to 7 rows of which 5 are live, from a stack
+that begins [4, 0, 3, ...]: table = [4, 0, 3, -1]. Rows 0 and 1 are on page 4, 2 and 3 on page 0, row 4 on page 3.
+
+The free pages are a stack: an array of all N page numbers, of which the first HEAD + N - TAIL places are empty; HEAD counts the
+pages that were ever taken, TAIL those that were given back, plus N. Takes are from the first full place on, gives to the last
+empty ones: what no step had out at once never moves. So with the device's pages in front no page of the host goes out until
+more are out at once than the device has; a ring would go through them all in turn. If a call asks for more than are free it gets
+none at all, tables of -1, and SHORT says how many were missing. Rows without a page are not written, and come back as zeros: who
+sees SHORT above 0 throws the step's gradients away.
+
+Bytes: `stash` and `restore` read and write live * row_bytes once, and read 4 bytes a page: 65536 rows of 2048 bf16 are 537 MB in
+all, 0.13 ms at 4 TB/s; on host pages 268 MB over the link, 5 ms at 53 GB/s. `take_pages` and `give_pages` move 8 bytes a page in
+one program: the time of a launch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from forebay.kernels.launch import Backend, on_device_of, use_triton
+
+# Elements of `FreePages.state`.
+HEAD, TAIL, SHORT, MOST = 0, 1, 2, 3
+_HEAD, _TAIL, _SHORT, _MOST = tl.constexpr(HEAD), tl.constexpr(TAIL), tl.constexpr(SHORT), tl.constexpr(MOST)
+# Pages begin on these: so do all sectors that a program writes, and a page can be viewed in any dtype.
+PAGE_ALIGN = 512
+# Tensors of one launch.
+TOGETHER = 4
+# Words that a program moves at once: of rows on 16 bytes four vectors a thread, all loads before the first store. Programs of a
+# multiprocessor: as many as fit, with 40 registers a thread. They go through the tiles in turn, so rows that are not live cost no
+# programs, and 96 KiB of loads are in flight on each.
+_TILE_WORDS = 2048
+_WARPS = 8
+_PROGRAMS_PER_PROCESSOR = 6
+# Where there is no multiprocessor: enough that every program has a turn and some have two.
+_INTERPRETED_PROGRAMS = 3
+_TABLE_BLOCK = 1024
+# By the bytes that all addresses are multiples of. Triton has no word of 16: it moves two of 8 side by side as one.
+_WORDS: Mapping[int, torch.dtype] = {16: torch.int64, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+
+
+class Rows(NamedTuple):
+    """What pages are asked for: rows of one tensor, [0, live) of `rows`.
+
+    Attributes:
+        live: [1] int32 or int64 on the compute device; None: all.
+    """
+
+    live: Tensor | None
+    rows: int
+    row_bytes: int
+
+
+class Arena(NamedTuple):
+    """The memory of all pages.
+
+    Attributes:
+        device: [D * page_bytes] uint8 on the compute device, beginning on 16 bytes; may be empty.
+        host: [(N - D) * page_bytes] uint8, registered with the device, beginning on 16 bytes; may be empty.
+        page_bytes: a multiple of 512.
+    """
+
+    device: Tensor
+    host: Tensor
+    page_bytes: int
+
+    @property
+    def device_pages(self) -> int:
+        return self.device.numel() // self.page_bytes
+
+    @property
+    def host_pages(self) -> int:
+        return self.host.numel() // self.page_bytes
+
+    @property
+    def host_at(self) -> int:
+        """What to add to a host page's place behind `device` to get to it, in units of 16 bytes."""
+        if not self.host.numel():
+            return 0
+        return (self.host.data_ptr() - self.device.data_ptr() - self.device.numel()) // 16
+
+    def page(self, number: int) -> Tensor:
+        """[page_bytes] uint8: a view."""
+        memory, at = (self.device, number) if number < self.device_pages else (self.host, number - self.device_pages)
+        return memory[at * self.page_bytes : (at + 1) * self.page_bytes]
+
+
+class PageTable(NamedTuple):
+    """Where the rows of one saved tensor lie.
+
+    Attributes:
+        pages: [ceil(rows / page_rows)] int32 on the compute device; -1: no page.
+        live: [1] int32 or int64 on the compute device, at most `rows`: rows [0, live) are saved.
+        rows: most rows that there can be.
+        row_bytes: of one row, at most a page.
+    """
+
+    arena: Arena
+    pages: Tensor
+    live: Tensor
+    rows: int
+    row_bytes: int
+
+    @property
+    def page_rows(self) -> int:
+        return self.arena.page_bytes // max(1, self.row_bytes)
+
+
+class FreePages(NamedTuple):
+    """The free pages, on the device.
+
+    Attributes:
+        pages: [N] int32, page numbers.
+        state: [4] int64: HEAD, TAIL, SHORT (most pages that were missing in a call), MOST (most pages out at once, had there been
+            enough). The first two never go back; the owner may zero the last two between steps.
+    """
+
+    pages: Tensor
+    state: Tensor
+
+
+def all_free(n_pages: int, device: torch.device | str) -> FreePages:
+    """All pages free, in order."""
+    state = torch.zeros(4, dtype=torch.int64, device=device)
+    state[TAIL] = n_pages
+    return FreePages(torch.arange(n_pages, dtype=torch.int32, device=device), state)
+
+
+@triton.jit
+def _needed(live_ptr, page_rows, max_pages):
+    """Pages for the live rows, int64."""
+    live = tl.maximum(tl.load(live_ptr).to(tl.int64), 0)
+    return tl.minimum((live + page_rows - 1) // page_rows, max_pages)
+
+
+@triton.jit
+def _take(free_ptr, table_ptr, place, needed, max_pages, BLOCK: tl.constexpr):
+    """`needed` pages from `place` on, -1 behind."""
+    start = 0
+    while start < max_pages:
+        at = start + tl.arange(0, BLOCK)
+        pages = tl.load(free_ptr + place + at, mask=at < needed, other=-1)
+        tl.store(table_ptr + at, pages, mask=at < max_pages)
+        start += BLOCK
+
+
+@triton.jit(
+    do_not_specialize=[
+        "n_pages", "live_0", "live_1", "live_2", "live_3", "page_rows_0", "page_rows_1", "page_rows_2", "page_rows_3",
+        "max_pages_0", "max_pages_1", "max_pages_2", "max_pages_3",
+    ]
+)  # fmt: skip
+def _take_kernel(
+    free_ptr, state_ptr, n_pages,
+    live_0, live_1, live_2, live_3, page_rows_0, page_rows_1, page_rows_2, page_rows_3,
+    max_pages_0, max_pages_1, max_pages_2, max_pages_3, table_0, table_1, table_2, table_3,
+    COUNT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: all tables or none."""
+    head = tl.load(state_ptr + _HEAD)
+    tail = tl.load(state_ptr + _TAIL)
+    short = tl.load(state_ptr + _SHORT)
+    most = tl.load(state_ptr + _MOST)
+    needed_0 = _needed(live_0, page_rows_0, max_pages_0)
+    needed_1 = head * 0
+    needed_2 = head * 0
+    needed_3 = head * 0
+    if COUNT > 1:
+        needed_1 = _needed(live_1, page_rows_1, max_pages_1)
+    if COUNT > 2:
+        needed_2 = _needed(live_2, page_rows_2, max_pages_2)
+    if COUNT > 3:
+        needed_3 = _needed(live_3, page_rows_3, max_pages_3)
+    total = needed_0 + needed_1 + needed_2 + needed_3
+    missing = total - (tail - head)
+    enough = (missing <= 0).to(tl.int64)
+    needed_0 *= enough
+    needed_1 *= enough
+    needed_2 *= enough
+    needed_3 *= enough
+    place = head + n_pages - tail
+    _take(free_ptr, table_0, place, needed_0, max_pages_0, BLOCK)
+    if COUNT > 1:
+        _take(free_ptr, table_1, place + needed_0, needed_1, max_pages_1, BLOCK)
+    if COUNT > 2:
+        _take(free_ptr, table_2, place + needed_0 + needed_1, needed_2, max_pages_2, BLOCK)
+    if COUNT > 3:
+        _take(free_ptr, table_3, place + needed_0 + needed_1 + needed_2, needed_3, max_pages_3, BLOCK)
+    tl.store(state_ptr + _HEAD, head + total * enough)
+    tl.store(state_ptr + _SHORT, tl.maximum(short, missing))
+    tl.store(state_ptr + _MOST, tl.maximum(most, head + n_pages - tail + total))
+
+
+@triton.jit
+def _give(free_ptr, table_ptr, place, size, BLOCK: tl.constexpr):
+    """The pages of a table to before `place`, in their order. Returns the place of the first."""
+    start = 0
+    count = 0
+    while start < size:
+        at = start + tl.arange(0, BLOCK)
+        pages = tl.load(table_ptr + at, mask=at < size, other=-1)
+        count += tl.sum((pages >= 0).to(tl.int32), 0)
+        start += BLOCK
+    place -= count
+    start = 0
+    behind = place
+    while start < size:
+        at = start + tl.arange(0, BLOCK)
+        pages = tl.load(table_ptr + at, mask=at < size, other=-1)
+        held = (pages >= 0).to(tl.int32)
+        tl.store(free_ptr + behind + tl.cumsum(held, 0) - held, pages, mask=held > 0)
+        behind += tl.sum(held, 0)
+        start += BLOCK
+    return place
+
+
+@triton.jit(do_not_specialize=["n_pages", "size_0", "size_1", "size_2", "size_3"])
+def _give_kernel(
+    free_ptr, state_ptr, n_pages, table_0, table_1, table_2, table_3, size_0, size_1, size_2, size_3,
+    COUNT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The last table first: what was taken last lies as it lay before."""
+    tail = tl.load(state_ptr + _TAIL)
+    last = tl.load(state_ptr + _HEAD) + n_pages - tail
+    place = last
+    if COUNT > 3:
+        place = _give(free_ptr, table_3, place, size_3, BLOCK)
+    if COUNT > 2:
+        place = _give(free_ptr, table_2, place, size_2, BLOCK)
+    if COUNT > 1:
+        place = _give(free_ptr, table_1, place, size_1, BLOCK)
+    place = _give(free_ptr, table_0, place, size_0, BLOCK)
+    tl.store(state_ptr + _TAIL, tail + (last - place))
+
+
+@triton.jit
+def page_place(page, device_pages, host_at, PAGE_WORDS: tl.constexpr, WORDS_IN_16: tl.constexpr):
+    """Words from the arena's device memory to a page, int64: `page` is a number or numbers, `host_at` as in `Arena`."""
+    beyond = tl.where(page >= device_pages, tl.cast(host_at, tl.int64), 0)
+    return page.to(tl.int64) * PAGE_WORDS + beyond * WORDS_IN_16
+
+
+@triton.jit
+def row_places(
+    pages_ptr, rows, exists, device_pages, host_at, PAGE_WORDS: tl.constexpr, ROW_WORDS: tl.constexpr, WORDS_IN_16: tl.constexpr
+):  # fmt: skip
+    """Words from the arena's device memory to each of a vector of rows, and which of those that exist have a page."""
+    PAGE_ROWS: tl.constexpr = PAGE_WORDS // ROW_WORDS
+    slot = rows.to(tl.int32) // PAGE_ROWS
+    page = tl.load(pages_ptr + slot, mask=exists, other=-1)
+    place = page_place(page, device_pages, host_at, PAGE_WORDS, WORDS_IN_16) + (rows - slot * PAGE_ROWS) * ROW_WORDS
+    return place, page >= 0
+
+
+@triton.jit
+def _move(
+    tile, rows_ptr, arena_ptr, pages_ptr, live_ptr, device_pages, host_at, STASH: tl.constexpr, PAGE_WORDS: tl.constexpr,
+    ROW_WORDS: tl.constexpr, PAGE_ROWS: tl.constexpr, WORDS_IN_16: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Tile number `tile` of one tensor and every num_programs-th from there on. Returns the next, counted from its end."""
+    FULL: tl.constexpr = PAGE_ROWS * ROW_WORDS
+    TILES: tl.constexpr = (FULL + TILE - 1) // TILE
+    live = tl.load(live_ptr).to(tl.int64)
+    tiles = ((live + PAGE_ROWS - 1) // PAGE_ROWS).to(tl.int32) * TILES
+    while tile < tiles:
+        slot = tile // TILES
+        page = tl.load(pages_ptr + slot)
+        at = (tile - slot * TILES) * TILE + tl.arange(0, TILE)
+        before = slot.to(tl.int64) * FULL
+        # Live words of this page. Whole rows: as divisible as a row, which the compiler cannot see.
+        words = tl.minimum(live * ROW_WORDS - before, FULL).to(tl.int32)
+        inside = at < tl.multiple_of(words, ROW_WORDS & -ROW_WORDS)
+        rows = rows_ptr + before + at
+        place = arena_ptr + page_place(page, device_pages, host_at, PAGE_WORDS, WORDS_IN_16) + at
+        if STASH:
+            # The rows do not depend on the page: both loads are on their way at once.
+            tl.store(place, tl.load(rows, mask=inside), mask=inside & (page >= 0))
+        else:
+            tl.store(rows, tl.load(place, mask=inside & (page >= 0), other=0), mask=inside)
+        tile += tl.num_programs(0)
+    return tile - tiles
+
+
+@triton.jit(do_not_specialize=["live_0", "live_1", "live_2", "live_3", "device_pages", "host_at"])
+def _move_kernel(
+    rows_0, rows_1, rows_2, rows_3, arena_0, arena_1, arena_2, arena_3, pages_0, pages_1, pages_2, pages_3,
+    live_0, live_1, live_2, live_3, device_pages, host_at: tl.int64,
+    STASH: tl.constexpr, COUNT: tl.constexpr,
+    PAGE_0: tl.constexpr, PAGE_1: tl.constexpr, PAGE_2: tl.constexpr, PAGE_3: tl.constexpr,
+    ROW_0: tl.constexpr, ROW_1: tl.constexpr, ROW_2: tl.constexpr, ROW_3: tl.constexpr,
+    FIT_0: tl.constexpr, FIT_1: tl.constexpr, FIT_2: tl.constexpr, FIT_3: tl.constexpr,
+    UNIT_0: tl.constexpr, UNIT_1: tl.constexpr, UNIT_2: tl.constexpr, UNIT_3: tl.constexpr,
+    TILE_0: tl.constexpr, TILE_1: tl.constexpr, TILE_2: tl.constexpr, TILE_3: tl.constexpr,
+):  # fmt: skip
+    """The tensors' tiles, numbered through, in turn over all programs; `arena_i` is the device memory in tensor i's words."""
+    tile = tl.program_id(0)
+    tile = _move(
+        tile, rows_0, arena_0, pages_0, live_0, device_pages, host_at, STASH, PAGE_0, ROW_0, FIT_0, UNIT_0, TILE_0
+    )
+    if COUNT > 1:
+        tile = _move(
+            tile, rows_1, arena_1, pages_1, live_1, device_pages, host_at, STASH, PAGE_1, ROW_1, FIT_1, UNIT_1, TILE_1
+        )
+    if COUNT > 2:
+        tile = _move(
+            tile, rows_2, arena_2, pages_2, live_2, device_pages, host_at, STASH, PAGE_2, ROW_2, FIT_2, UNIT_2, TILE_2
+        )
+    if COUNT > 3:
+        tile = _move(
+            tile, rows_3, arena_3, pages_3, live_3, device_pages, host_at, STASH, PAGE_3, ROW_3, FIT_3, UNIT_3, TILE_3
+        )
+
+
+def take_pages(
+    stack: FreePages, wanted: Sequence[tuple[Tensor, int, int]], *, backend: Backend = "auto"
+) -> list[Tensor]:
+    """A table [max_pages] int32 for each of up to four tensors: pages for all of them, or -1 throughout.
+
+    Args:
+        wanted: (live [1] int32 or int64 on the device, page_rows, max_pages) of each tensor; live rows need at most max_pages.
+
+    Raises:
+        ValueError: more than four tensors.
+    """
+    if not 0 < len(wanted) <= TOGETHER:
+        raise ValueError(f"pages are taken for 1 to {TOGETHER} tensors at once, got {len(wanted)}")
+    # Tables begin on 16 bytes, so that kernels are not compiled again for where a table happens to lie.
+    lengths = [-(-most // 4) * 4 for _, _, most in wanted]
+    memory = torch.empty(sum(lengths), dtype=torch.int32, device=stack.pages.device)
+    tables = [part[:most] for part, (_, _, most) in zip(memory.split(lengths), wanted, strict=True)]
+    if not use_triton(backend, stack.pages):
+        _take_reference(stack, wanted, tables)
+        return tables
+    lives, page_rows, max_pages = (_four(part) for part in zip(*wanted, strict=True))
+    with on_device_of(stack.pages):
+        _take_kernel[(1,)](
+            stack.pages, stack.state, stack.pages.shape[0], *lives, *page_rows, *max_pages, *_four(tables),
+            COUNT=len(wanted), BLOCK=_TABLE_BLOCK, num_warps=4,
+        )  # fmt: skip
+    return tables
+
+
+def give_pages(stack: FreePages, tables: Sequence[Tensor], *, backend: Backend = "auto") -> None:
+    """The pages of the tables are free again, each once; entries of -1 are left out. One launch for up to four tables."""
+    if not use_triton(backend, stack.pages):
+        _give_reference(stack, tables)
+        return
+    for some in reversed(_fours([t for t in tables if t.numel()])):
+        with on_device_of(stack.pages):
+            _give_kernel[(1,)](
+                stack.pages, stack.state, stack.pages.shape[0], *_four(some), *_four([t.numel() for t in some]),
+                COUNT=len(some), BLOCK=_TABLE_BLOCK, num_warps=4,
+            )  # fmt: skip
+
+
+def stash(tensors: Sequence[Tensor], tables: Sequence[PageTable], *, backend: Backend = "auto") -> None:
+    """Rows [0, live) of each tensor into its pages, one launch for up to four. The plain form waits for the host.
+
+    Args:
+        tensors: contiguous, [rows, ...] with the table's row_bytes to a row, of any dtype.
+        tables: all of one arena.
+
+    Raises:
+        ValueError: a tensor that is not as its table says, or tables of several arenas.
+    """
+    _launch(tensors, tables, True, backend)
+
+
+def restore(tables: Sequence[PageTable], outs: Sequence[Tensor], *, backend: Backend = "auto") -> None:
+    """The pages into rows [0, live) of each tensor, zeros for rows without a page; rows behind are left as they are.
+
+    As `stash` otherwise.
+    """
+    _launch(outs, tables, False, backend)
+
+
+def _launch(tensors: Sequence[Tensor], tables: Sequence[PageTable], to_pages: bool, backend: Backend) -> None:
+    pairs = list(zip(tensors, tables, strict=True))
+    for tensor, table in pairs:
+        check_table(table)
+        if not tensor.is_contiguous() or tensor.shape[0] != table.rows or tensor.nbytes != table.rows * table.row_bytes:
+            raise ValueError(
+                f"a table of {table.rows} rows of {table.row_bytes} bytes needs a contiguous tensor of as many, got "
+                f"{tuple(tensor.shape)} {tensor.dtype}, strides {tensor.stride()}"
+            )
+        if table.arena.device is not tables[0].arena.device or table.arena.host is not tables[0].arena.host:
+            raise ValueError("tables of one call must be of one arena")
+    pairs = [(tensor, table) for tensor, table in pairs if tensor.numel()]
+    if pairs and not use_triton(backend, pairs[0][1].pages):
+        for tensor, table in pairs:
+            _move_reference(tensor, table, to_pages)
+        return
+    for some in _fours(pairs):
+        arena = some[0][1].arena
+        parts = [_part(tensor, table) for tensor, table in some]
+        rows, pages_memory, page, row, fit, unit, tile, tiles = (list(part) for part in zip(*parts, strict=True))
+        with on_device_of(arena.device):
+            _move_kernel[(min(sum(tiles), _programs(arena.device)),)](
+                *_four(rows), *_four(pages_memory),
+                *_four([table.pages for _, table in some]), *_four([table.live for _, table in some]),
+                arena.device_pages, arena.host_at, to_pages, len(some),
+                *_four(page), *_four(row), *_four(fit), *_four(unit), *_four(tile),
+                num_warps=_WARPS,
+            )  # fmt: skip
+
+
+class _Part(NamedTuple):
+    """How one tensor goes to the kernel. Sizes are in words: the largest that rows and their memory are multiples of."""
+
+    rows: Tensor
+    arena: Tensor
+    page: int
+    row: int
+    fit: int  # rows on a page
+    unit: int  # words in 16 bytes
+    tile: int
+    tiles: int  # at most
+
+
+def _part(tensor: Tensor, table: PageTable) -> _Part:
+    dtype = _WORDS[math.gcd(16, table.row_bytes, tensor.data_ptr())]
+    size, fit = dtype.itemsize, table.page_rows
+    row = table.row_bytes // size
+    tile = min(_TILE_WORDS, triton.next_power_of_2(fit * row))
+    tiles = table.pages.numel() * triton.cdiv(fit * row, tile)
+    page, arena = table.arena.page_bytes // size, table.arena.device.view(dtype)
+    return _Part(tensor.view(-1).view(dtype), arena, page, row, fit, 16 // size, tile, tiles)
+
+
+def check_table(table: PageTable) -> None:
+    """Before a kernel that gets it.
+
+    Raises:
+        ValueError: an arena whose memory or pages are not aligned; a row that is larger than a page; not as many entries as the
+            rows need.
+    """
+    arena = table.arena
+    if arena.page_bytes % PAGE_ALIGN or arena.device.data_ptr() % 16 or arena.host.data_ptr() % 16:
+        raise ValueError(
+            f"an arena begins on 16 bytes and its pages are multiples of {PAGE_ALIGN} bytes, got memory at "
+            f"{arena.device.data_ptr():#x} and {arena.host.data_ptr():#x}, pages of {arena.page_bytes} bytes"
+        )
+    if table.row_bytes > table.arena.page_bytes:
+        raise ValueError(f"a row of {table.row_bytes} bytes does not fit on a page of {table.arena.page_bytes}")
+    if table.pages.shape != (triton.cdiv(table.rows, table.page_rows),):
+        raise ValueError(
+            f"{table.rows} rows, {table.page_rows} on a page, need {triton.cdiv(table.rows, table.page_rows)} entries, "
+            f"got {tuple(table.pages.shape)}"
+        )
+
+
+def _programs(tensor: Tensor) -> int:
+    if not tensor.is_cuda:
+        return _INTERPRETED_PROGRAMS
+    return _PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(tensor.device).multi_processor_count
+
+
+def _four(some: Sequence) -> list:
+    """Filled up to four with the first: no further kernel is compiled for what is not used."""
+    return [*some, *[some[0]] * (TOGETHER - len(some))]
+
+
+def _fours(some: list) -> list[list]:
+    return [some[i : i + TOGETHER] for i in range(0, len(some), TOGETHER)]
+
+
+def _take_reference(stack: FreePages, wanted: Sequence[tuple[Tensor, int, int]], tables: Sequence[Tensor]) -> None:
+    n_pages, (head, tail, short, most) = stack.pages.shape[0], stack.state.tolist()
+    needed = [min(max(0, -(-int(live) // page_rows)), max_pages) for live, page_rows, max_pages in wanted]
+    missing = sum(needed) - (tail - head)
+    most = max(most, head + n_pages - tail + sum(needed))
+    numbers = stack.pages.tolist()
+    for table, count in zip(tables, needed, strict=True):
+        pages = [-1] * table.numel()
+        if missing <= 0:
+            out = head + n_pages - tail
+            pages[:count] = numbers[out : out + count]
+            head += count
+        table.copy_(torch.tensor(pages, dtype=torch.int32))
+    stack.state.copy_(torch.tensor([head, tail, max(short, missing), most]))
+
+
+def _give_reference(stack: FreePages, tables: Sequence[Tensor]) -> None:
+    pages = [page for table in tables for page in table.tolist() if page >= 0]
+    head, tail = stack.state[:2].tolist()
+    out = head + stack.pages.shape[0] - tail
+    stack.pages[out - len(pages) : out] = torch.tensor(pages, dtype=torch.int32, device=stack.pages.device)
+    stack.state[TAIL] += len(pages)
+
+
+def _move_reference(tensor: Tensor, table: PageTable, to_pages: bool) -> None:
+    rows = tensor.view(table.rows, -1).view(torch.uint8)
+    live, fit = int(table.live), table.page_rows
+    for slot, number in enumerate(table.pages.tolist()):
+        piece = rows[slot * fit : min((slot + 1) * fit, live)].view(-1)
+        if number < 0 and not to_pages:
+            piece.zero_()
+        elif number >= 0:
+            page = table.arena.page(number)[: piece.numel()]
+            (page if to_pages else piece).copy_(piece if to_pages else page)

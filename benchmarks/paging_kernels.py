@@ -1,20 +1,21 @@
 """The kernels of the paged stash: rows into and out of pages, the SwiGLU pair that does it on its way, and what pages hold.
 
-Each is checked bit by bit before it is timed: random bit patterns, pages of 256 KiB in random order. Three tables:
+Each is checked bit by bit before it is timed: random bit patterns, pages of 256 KiB. Three tables:
 
     paging_kernels        `stash` and `restore` against `Tensor.copy_` of the same bytes in the same run, bf16, all rows live.
-                          Device pages: GB/s are bytes read and written. Host pages: bytes over the link, against `copy_` to and
+                          Device pages, in order, as steps that repeat find and leave them, and `shuffled`, the worst that steps
+                          can come to: GB/s are bytes read and written. Host pages: bytes over the link, against `copy_` to and
                           from the same pinned memory. `half`: half of the pages are on the host, against `copy_` of that half
     paging_kernels_fused  `swiglu_forward` and `swiglu_backward` with pages and without; `separate` are the plain kernels with
-                          `stash` behind and `restore` before them. `of layer` is what pages add to forward and backward of the
-                          experts of that layer, all its grouped GEMMs included
+                          `stash` behind and `restore` before them. `of experts` is what pages add to forward and backward of that
+                          layer's experts, all grouped GEMMs included; `of decoder layer` to those of all of it
     paging_kernels_held   bytes of the pages that are out after a step's layers over bytes of the rows saved, x and h, for one of
                           8 ranks: in each layer another rank gets `skew` times the balanced load
 
 Times are on the device, launches queued behind a pause: medians of 20, warm.
 
     python benchmarks/paging_kernels.py
-    python benchmarks/paging_kernels.py --sweep     # tiles and programs of `stash` and `restore` at 65536 x 2048
+    python benchmarks/paging_kernels.py --sweep     # tiles and warps of `stash` and `restore` at 65536 x 2048
 """
 
 import argparse
@@ -25,8 +26,10 @@ from typing import Any
 
 import torch
 from common import settle_memory, write
+from ep import MODELS as SHAPES
 from torch import Tensor
 
+import forebay
 import forebay.kernels.pages as kernels
 from forebay.kernels.pages import HEAD, SHORT, Arena, PageTable, all_free, give_pages, restore, stash, take_pages
 from forebay.kernels.swiglu import Glu, swiglu_backward, swiglu_forward
@@ -95,11 +98,12 @@ def entries(rows: int, row_bytes: int) -> int:
 def copies(rows: int, width: int, where: str, pool: HostPool) -> dict[str, Any]:
     """One line of the first table."""
     need = entries(rows, 2 * width)
-    on_host = {"device": 0, "half": need // 2, "host": need}[where]
+    on_host = {"device": 0, "shuffled": 0, "half": need // 2, "host": need}[where]
     slot = pool.take(on_host * PAGE_BYTES) if on_host else None
     host = slot.bytes_ if slot is not None else torch.empty(0, dtype=torch.uint8)
     arena = arena_of(need - on_host, host)
-    table = PageTable(arena, torch.randperm(need).int().cuda(), live_of(rows), rows, 2 * width)
+    order = torch.randperm(need) if where == "shuffled" else torch.arange(need)
+    table = PageTable(arena, order.int().cuda(), live_of(rows), rows, 2 * width)
     given, out = noise(rows, width), noise(rows, width)
     stash([given], [table])
     restore([table], [out])
@@ -144,7 +148,7 @@ def copies(rows: int, width: int, where: str, pool: HostPool) -> dict[str, Any]:
 
 def all_copies() -> list[dict[str, Any]]:
     pool = HostPool(pin=True)
-    table = [copies(rows, width, "device", pool) for rows in ROWS for width in WIDTHS]
+    table = [copies(rows, width, where, pool) for where in ("device", "shuffled") for rows in ROWS for width in WIDTHS]
     # The largest first: smaller ones lie in the same pinned memory.
     for where, shapes in (("host", HOST_SHAPES[::-1]), ("half", (HALF_SHAPE,))):
         table += [copies(rows, width, where, pool) for rows, width in shapes]
@@ -206,6 +210,32 @@ def layer_ms(tokens: int, hidden: int, inner: int, k: int, num: int) -> float:
     return medians(step=lambda: torch.autograd.grad(experts(x, ids, weights, gate_up, down), trained, dy))["step"]
 
 
+def decoder_layer_ms(name: str) -> float:
+    """Forward and backward of the whole decoder layer, 4 sequences of 4096, compiled as `forebay.manage` does it: what two more
+    layers take, halved."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shapes = SHAPES[name.lower()]
+    times = []
+    for layers in (1, 3):
+        sizes = {**shapes["config"], "num_hidden_layers": layers, "vocab_size": 1024}
+        sizes |= {"first_k_dense_replace": 0} if "first_k_dense_replace" in sizes else {}
+        with torch.device("cuda"):
+            model = AutoModelForCausalLM.from_config(
+                AutoConfig.for_model(shapes["family"], **sizes), dtype=torch.bfloat16
+            )
+            x = torch.randn(4, 4096, sizes["hidden_size"], dtype=torch.bfloat16)
+        with forebay.manage(model, compile=True):
+            times.append(
+                medians(step=lambda model=model, x=x: model.model(inputs_embeds=x).last_hidden_state.backward(x))[
+                    "step"
+                ]
+            )
+        del model
+        settle_memory()
+    return (times[1] - times[0]) / 2
+
+
 def fused(name: str) -> list[dict[str, Any]]:
     """Lines of the second table: one layer of a model."""
     tokens, hidden, inner, k, num = MODELS[name]
@@ -213,6 +243,7 @@ def fused(name: str) -> list[dict[str, Any]]:
     settle_memory()
     layer = layer_ms(tokens, hidden, inner, k, num)
     settle_memory()
+    whole = decoder_layer_ms(name)
     live, table = tokens * k * inner, []
     for part, moved, paged_moved in (("forward", 6 * live, 10 * live), ("backward", 12 * live, 12 * live)):
         table.append(line(name, part, ms[part], ms[f"{part}_paged"], ms[f"{part}_separate"], layer))
@@ -220,7 +251,7 @@ def fused(name: str) -> list[dict[str, Any]]:
     plain, paged, separate = (ms[f"forward{kind}"] + ms[f"backward{kind}"] for kind in ("", "_paged", "_separate"))
     table.append(line(name, "both", plain, paged, separate, layer))
     table.append(line(name, "both, taking and giving", plain, paged + ms["free"], separate + ms["free"], layer))
-    return table
+    return [row | {"decoder layer ms": whole, "of decoder layer": row["added ms"] / whole} for row in table]
 
 
 def line(name: str, what: str, plain: float, paged: float, separate: float, layer: float) -> dict[str, Any]:
@@ -232,9 +263,9 @@ def line(name: str, what: str, plain: float, paged: float, separate: float, laye
         "added ms": paged - plain,
         "added": paged / plain - 1,
         "separate added ms": separate - plain,
-        "layer ms": layer,
-        "of layer": (paged - plain) / layer,
-        "separate of layer": (separate - plain) / layer,
+        "experts ms": layer,
+        "of experts": (paged - plain) / layer,
+        "separate of experts": (separate - plain) / layer,
     }
 
 
@@ -271,32 +302,25 @@ def held(name: str, tokens: int, skew: float) -> dict[str, Any]:
     }
 
 
-def sweep(
-    tiles: Sequence[int] = (1024, 2048, 4096), warps: Sequence[int] = (4, 8), per: Sequence[int] = (4, 6, 8, 16, 10**6)
-) -> None:
-    """The constants of `forebay.kernels.pages` in turn; many programs are one for each tile."""
+def sweep(tiles: Sequence[int] = (256, 512, 1024, 2048), warps: Sequence[int] = (2, 4, 8)) -> None:
+    """The constants of `forebay.kernels.pages` in turn."""
     rows, width = 65536, 2048
     pool, table = HostPool(pin=True), []
     for kernels._TILE_WORDS in tiles:
         for kernels._WARPS in warps:
-            for kernels._PROGRAMS_PER_PROCESSOR in per:
-                found = copies(rows, width, "device", pool)
-                if kernels._WARPS == 8:
-                    host = copies(rows, width, "host", pool)
-                    found |= {f"host {part}": host[part] for part in ("stash of copy_", "restore of copy_")}
-                chosen = {
-                    "tile": kernels._TILE_WORDS,
-                    "warps": kernels._WARPS,
-                    "programs": kernels._PROGRAMS_PER_PROCESSOR,
-                }
-                table.append(chosen | {key: found[key] for key in found if " of copy_" in key or key == "copy_ GB/s"})
+            found = copies(rows, width, "device", pool)
+            for where in ("shuffled", "host"):
+                other = copies(rows, width, where, pool)
+                found |= {f"{where} {part}": other[part] for part in ("stash of copy_", "restore of copy_")}
+            chosen = {"tile": kernels._TILE_WORDS, "warps": kernels._WARPS}
+            table.append(chosen | {key: found[key] for key in found if " of copy_" in key or key == "copy_ GB/s"})
     pool.close()
     write("paging_kernels_sweep", table)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--sweep", action="store_true", help="tiles, warps and programs of stash and restore instead")
+    parser.add_argument("--sweep", action="store_true", help="tiles and warps of stash and restore instead")
     args = parser.parse_args()
     torch.manual_seed(0)
     if args.sweep:

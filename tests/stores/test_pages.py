@@ -96,13 +96,13 @@ def test_the_first_step_is_counted_and_the_arena_made_for_it(device: str, backen
     del other, last
     assert int(store.missing_flag()) == 0
     report = store.end_step()
-    # 33 + 20 pages were out at once, 160 + 100 could have been; 53 / 16 is 4.
+    # 33 + 20 pages were out at once, 160 + 100 could have been; 53 / 64 is 1.
     assert report.pages_out == 53 and report.bytes_out == 53 * PAGE and report.resized
-    assert (store.device_pages, store.host_pages) == (57, 260 - 57) and store.generation == 1
-    assert (report.device_bytes, report.host_bytes) == (store.device_bytes, store.host_bytes) == (57 * PAGE, 203 * PAGE)
+    assert (store.device_pages, store.host_pages) == (54, 260 - 54) and store.generation == 1
+    assert (report.device_bytes, report.host_bytes) == (store.device_bytes, store.host_bytes) == (54 * PAGE, 206 * PAGE)
     assert report.missing_pages == 0 and not report.spilled and report.reclaimed_pages == 0
     ticket = put(store, first, second)
-    assert ticket.tables[0].arena.device.nbytes == 57 * PAGE and fetched(store, ticket, first, second)
+    assert ticket.tables[0].arena.device.nbytes == 54 * PAGE and fetched(store, ticket, first, second)
     assert store.live_tickets == 1 and store.live_bytes == 160 * PAGE, "the host only knows how many there can be"
     del ticket
     assert store.live_tickets == 0 and store.live_bytes == 0 and whole(store)
@@ -258,8 +258,8 @@ def test_the_device_part_grows_after_a_step_that_spilled() -> None:
     store = new_store()
     for live, after, spilled in (
         (2, (3, 61), False),
-        (32, (34, 61), True),
-        (16, (34, 61), False),
+        (32, (33, 61), True),
+        (16, (33, 61), False),
         (64, (64, 61), True),
     ):
         ticket = put(store, saved := (wide(64), live))
@@ -746,7 +746,7 @@ def test_takes_on_one_stream_wait_for_gives_on_another() -> None:
 
 @pytest.mark.gpu
 def test_takes_copies_and_gives_do_not_wait_for_the_device() -> None:
-    store = new_store(GPU)
+    store = new_store(GPU, "auto")
     x, y, live = wide(64, GPU), wide(64, GPU, 96), count(40, GPU)
     out = torch.zeros_like(x), torch.zeros_like(y)
     wanted = [Rows(live, 64, x[:1].nbytes), Rows(None, 64, y[:1].nbytes)]

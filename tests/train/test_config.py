@@ -112,7 +112,18 @@ def test_overrides(tmp_path: Path) -> None:
         (with_key("parallel", pp=2, overlap=True), ["parallel.overlap", "'dualpipev' overlaps by itself"]),
         ({"model": {"family": "mixtral", "loss": "transformers"}, "parallel": {"pp": 2}}, ["model.loss = 'fused'"]),
         (PIPELINE | {"memory": {"policy": "auto", "budget": "1GiB"}}, ["memory.policy = auto", "keep", "offload"]),
-        (PIPELINE | {"memory": {"policy": {"*.mlp": "stash", "*": "keep"}}}, ["memory.policy = stash", "'recompute'"]),
+        (
+            PIPELINE | {"memory": {"policy": "auto", "budget": "1GiB"}},
+            ["memory.policy = auto", "'recompute'", "'stash'"],
+        ),
+        (with_key("memory", pages="1GiB"), ["memory.pages", "'stash'"]),
+        (with_key("memory", policy={"*.mlp": "stash"}, pages="much"), ["memory.pages", "'much'"]),
+        (with_key("memory", graph=True), ["memory.graph", "parallel.overlap = true", "parallel.pp"]),
+        (PIPELINE | {"memory": {"graph": True}}, ["memory.graph", "parallel.reshard = false"]),
+        (
+            with_key("memory", graph=True) | {"parallel": {"ep": 2, "overlap": True, "reshard": False}},
+            ["memory.graph", "parallel.capacity_factor = 0.0", "'symmetric'"],
+        ),
         (
             PIPELINE | {"memory": {"policy": "recompute", "recompute": "save-both"}},
             ["recompute = 'light'", "'save-both'"],

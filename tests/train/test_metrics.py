@@ -11,7 +11,8 @@ import torch
 from rich.console import Console
 
 from forebay.train.errors import UsageError
-from forebay.train.metrics import Reporter, StepRecord, Summary, peak_bytes, step_line, summary_tables
+from forebay.train.metrics import Reporter, StepRecord, Summary, peak_bytes, rerun_line, step_line, summary_tables
+from forebay.train.rerun import Rerun
 
 RECORD = StepRecord(11, 17.6913, 2.57701, 1.00123, 1e-6, 696.03551, 237_089.6, 58_310_000_000, True)
 
@@ -22,6 +23,15 @@ def test_step_line() -> None:
         "learning-rate 1.000000e-06 | gradient-norm 696.0355 | tokens-per-second 237,090 | peak-gpu-memory 58.31 GB"
     )
     assert step_line(replace(RECORD, on_gpu=False), 15).endswith("| peak-host-memory 58.31 GB")
+
+
+def test_rerun_line() -> None:
+    assert rerun_line(7, 15, Rerun(rows=True, pages=False, factor=1.375)) == (
+        "step 00000007/00000015 | run again exactly: rows went over parallel.capacity_factor, of which 1.375 would have been "
+        "enough"
+    )
+    both = rerun_line(7, 15, Rerun(rows=True, pages=True, factor=None))
+    assert both.endswith("rows went over parallel.capacity_factor; the stash had too few pages, and has more now")
 
 
 def console() -> Console:
@@ -47,6 +57,17 @@ def test_metrics_file(tmp_path: Path) -> None:
         lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines[0]["cross_entropy_loss"] == 2.57701 and lines[0]["peak_bytes"] == 58_310_000_000
     assert lines[1] == {"step": 11, "validation_loss": 3.5}
+
+
+def test_metrics_of_a_step_that_ran_twice(tmp_path: Path) -> None:
+    out = console()
+    with Reporter(tmp_path, out, 15) as report:
+        report.step(RECORD)
+        report.step(replace(RECORD, rerun=Rerun(rows=True, pages=False, factor=1.4)))
+        lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["run_again"] for line in lines] == [0, 1]
+    assert "enough_capacity_factor" not in lines[0] and lines[1]["enough_capacity_factor"] == 1.4
+    assert "rerun" not in lines[1] and printed(out).count("run again exactly") == 1
 
 
 def test_resuming_drops_the_records_of_lost_steps(tmp_path: Path) -> None:
@@ -143,6 +164,22 @@ def test_summary_on_a_gpu() -> None:
     for part in ("pinned host memory, out at 54.2 GB/s, back at 55.0 GB/s, waited 0.3 ms", "GPU memory", "peak GPU"):
         assert part in said
     assert "ordinary memory" not in said
+
+
+@pytest.mark.parametrize(
+    ("steps", "now", "enough", "said"),
+    [
+        (0, 2.0, 1.37, "no step; parallel.capacity_factor = 2, and 1.37 would have been enough"),
+        (1, 1.25, 1.37, "1 step; parallel.capacity_factor = 1.25, and 1.37 would have been enough"),
+        (2, 2.0, 1.37, "2 steps; parallel.capacity_factor = 2, and 1.37 would have been enough"),  # for want of pages
+        (0, 1.25, 1.26, "no step; parallel.capacity_factor = 1.25 was just enough"),
+        (3, None, None, "3 steps"),
+    ],
+)
+def test_summary_of_steps_run_again(steps: int, now: float | None, enough: float | None, said: str) -> None:
+    text = summary(steps_run_again=steps, capacity_factor=now, enough_capacity_factor=enough)
+    assert "run again" in text and said in text
+    assert "run again" not in summary()
 
 
 def test_summary_without_offloading() -> None:

@@ -45,13 +45,12 @@ _HEAD, _TAIL, _SHORT, _MOST = tl.constexpr(HEAD), tl.constexpr(TAIL), tl.constex
 PAGE_ALIGN = 512
 # Tensors of one launch.
 TOGETHER = 4
-# Words that a program moves at once: of rows on 16 bytes four vectors a thread, all loads before the first store. Programs of a
-# multiprocessor: as many as fit, with 40 registers a thread. They go through the tiles in turn, so rows that are not live cost no
-# programs, and 96 KiB of loads are in flight on each.
-_TILE_WORDS = 2048
-_WARPS = 8
-_PROGRAMS_PER_PROCESSOR = 6
-# Where there is no multiprocessor: enough that every program has a turn and some have two.
+# Words that a program moves: of rows on 16 bytes two vectors a thread. One program a tile; without live rows it returns at once.
+# Swept on an H200 at 65536 x 2048 bf16, share of `copy_` in stash and restore: 256 words on 4 warps 0.99, 0.92; 512 on 4 0.99,
+# 0.99; 512 on 8 0.99, 0.92; 1024 0.96, 0.96; programs that go through tiles in turn, four to sixteen a processor, 0.88 to 0.92.
+_TILE_WORDS = 512
+_WARPS = 4
+# In the interpreter, where a program takes as long as a thousand words: they go through the tiles in turn.
 _INTERPRETED_PROGRAMS = 3
 _TABLE_BLOCK = 1024
 # By the bytes that all addresses are multiples of. Triton has no word of 16: it moves two of 8 side by side as one.
@@ -414,7 +413,7 @@ def _launch(tensors: Sequence[Tensor], tables: Sequence[PageTable], to_pages: bo
         parts = [_part(tensor, table) for tensor, table in some]
         rows, pages_memory, page, row, fit, unit, tile, tiles = (list(part) for part in zip(*parts, strict=True))
         with on_device_of(arena.device):
-            _move_kernel[(min(sum(tiles), _programs(arena.device)),)](
+            _move_kernel[(_programs(sum(tiles), arena.device),)](
                 *_four(rows), *_four(pages_memory),
                 *_four([table.pages for _, table in some]), *_four([table.live for _, table in some]),
                 arena.device_pages, arena.host_at, to_pages, len(some),
@@ -468,10 +467,8 @@ def check_table(table: PageTable) -> None:
         )
 
 
-def _programs(tensor: Tensor) -> int:
-    if not tensor.is_cuda:
-        return _INTERPRETED_PROGRAMS
-    return _PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(tensor.device).multi_processor_count
+def _programs(tiles: int, tensor: Tensor) -> int:
+    return tiles if tensor.is_cuda else min(tiles, _INTERPRETED_PROGRAMS)
 
 
 def _four(some: Sequence) -> list:

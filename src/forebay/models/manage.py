@@ -108,6 +108,19 @@ class Managed:
         """See `forebay.saved.manager.Manager.follow`."""
         self._manager.follow(backwards, steady)
 
+    @property
+    def settled(self) -> bool:
+        """See `forebay.saved.manager.Manager.settled`."""
+        return self._manager.settled
+
+    def capturing(self) -> AbstractContextManager[None]:
+        """See `forebay.saved.manager.Manager.capturing`."""
+        return self._manager.capturing()
+
+    def join(self) -> None:
+        """See `forebay.saved.manager.Manager.join`."""
+        self._manager.join()
+
     def idle(self) -> None:
         """See `forebay.saved.manager.Manager.idle`."""
         self._manager.idle()

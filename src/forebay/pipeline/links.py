@@ -10,15 +10,16 @@ receiver know the shapes: they are those of a microbatch.
 `DistLinks` goes through `torch.distributed`. NCCL pairs messages by their order, and one that waits holds up those behind it: so
 forward and backward have a group of their own in each direction between two ranks. gloo pairs by tags, and needs no more groups.
 
-Links own what is on its way. A packet that is sent is let go of once it has been read: at the next `send`, without waiting.
+Links own what is on its way. A packet that is sent is let go of once it has been read: at the next `send`, by asking the device.
+While a CUDA graph is captured there is nothing to ask: then, when a message arrives that shows it (`forebay.pipeline.answers`).
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -65,6 +66,7 @@ class DistLinks:
         pairs: (source, target) of pipeline ranks that ever send to each other.
         device: of the tensors.
         pipelines: global ranks of every pipeline there is: all processes make the groups of all. Read for NCCL only.
+        answers: received message -> sent ones that have arrived then.
     """
 
     def __init__(
@@ -73,13 +75,15 @@ class DistLinks:
         pairs: Sequence[tuple[int, int]],
         device: torch.device,
         pipelines: Sequence[Sequence[int]],
+        answers: Mapping[Message, Sequence[Message]] = MappingProxyType({}),
     ):
+        self._answers = answers
         self._device = device
         self._rank = dist.get_rank(group)
         self._members = dist.get_process_group_ranks(group)
         self._channels: dict[tuple[str, int, int], dist.ProcessGroup] = {}
         self._expected: dict[Message, tuple[list[Any], Packet]] = {}
-        self._sent: deque[tuple[list[Any], Packet]] = deque()
+        self._sent: dict[Message, tuple[list[Any], Packet]] = {}
         for source, target in pairs:
             for kind in "FB":
                 self._channels[kind, source, target] = self._channel(source, target, pipelines) or group
@@ -97,28 +101,45 @@ class DistLinks:
         group = self._channels[message.kind, self._rank, target]
         peer = self._members[target]
         packet = tuple(t.contiguous() for t in packet)
-        while self._sent and all(work.is_completed() for work in self._sent[0][0]):
-            self._sent.popleft()
-        self._sent.append(([dist.isend(t, peer, group=group, tag=_tag(message)) for t in packet], packet))
+        if not self._captured():
+            self._drop_what_is_over()
+        self._sent[message] = [dist.isend(t, peer, group=group, tag=_tag(message)) for t in packet], packet
 
     def receive(self, message: Message) -> Packet:
         """See `Links`."""
         works, packet = self._expected.pop(message)
         for work in works:
             work.wait()
+        if self._captured():
+            for sent in self._answers.get(message, ()):
+                self._let_go(sent)
         return packet
 
     def finish(self) -> None:
         """See `Links`."""
         assert not self._expected, f"never received: {list(self._expected)}"
-        while self._sent:
-            for work in self._sent.popleft()[0]:
-                work.wait()
+        for sent in list(self._sent):
+            self._let_go(sent)
 
     def reset(self) -> None:
         """See `Links`."""
         self._expected.clear()
         self._sent.clear()
+
+    def _captured(self) -> bool:
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def _drop_what_is_over(self) -> None:
+        while self._sent:
+            oldest = next(iter(self._sent))
+            if not all(work.is_completed() for work in self._sent[oldest][0]):
+                return
+            del self._sent[oldest]
+
+    def _let_go(self, message: Message) -> None:
+        """The compute stream waits until it has been read."""
+        for work in self._sent.pop(message)[0]:
+            work.wait()
 
     def _channel(self, source: int, target: int, pipelines: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
         if self._device.type != "cuda":

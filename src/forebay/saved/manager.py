@@ -171,6 +171,7 @@ class Manager:
         self._measured_items: dict[Key, tuple[int, ...]] = {}
         self._stopwatch: Stopwatch | None = None
         self._retimings = 0
+        self._captured = False
         self._alternating = False  # forwards and backwards of several microbatches
         self._around: Callable[[str], AbstractContextManager[Any]] | None = None
         for region in self._regions.values():
@@ -230,6 +231,33 @@ class Manager:
             self._recorder.idle()
         elif self._stopwatch is not None:
             self._stopwatch.idle(self._mark())
+
+    @property
+    def settled(self) -> bool:
+        """Whether cycles go on as the last one did: nothing is to be measured, planned or page-locked any more."""
+        if not self._plans:
+            return True
+        if self.plan is None or self._outgrown or self._recorder is not None or self._stopwatch is not None:
+            return False
+        retimed = not self._alternating or self._retimings >= _RETIMINGS or self._device.type != "cuda"
+        return retimed and (self._trimmed or not self.plan.planned_bytes)
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Within, whole cycles are captured in a CUDA graph: nothing is timed, and no event passes between inside and outside.
+        Each must end with `join`."""
+        self._captured = True
+        self.store.forget_copies()
+        try:
+            yield
+        finally:
+            self._captured = False
+            self._waits.clear()
+            self.store.forget_copies()
+
+    def join(self) -> None:
+        """At the end of a captured cycle: the compute stream waits for all copies."""
+        self.store.lanes.join()
 
     @contextmanager
     def suspended(self, around: Callable[[str], AbstractContextManager[Any]]) -> Iterator[None]:
@@ -568,7 +596,7 @@ class Manager:
                 self.store.wait(ticket)  # type: ignore[arg-type]
 
     def _mark(self) -> Any:
-        if self._device.type != "cuda":
+        if self._device.type != "cuda" or self._captured:
             return None
         event = self._spare_marks.pop() if self._spare_marks else torch.cuda.Event(enable_timing=True)
         event.record()

@@ -172,6 +172,13 @@ class HostStore:
         self.inbound.restart()
         self.pool.restart()
 
+    def forget_copies(self) -> None:
+        """Before and behind a captured step, with no ticket alive: all copies so far are over, and what a capture recorded cannot
+        be waited for outside of it, nor the other way round."""
+        self.lanes.synchronize()
+        self.restart()
+        self.pool.forget_reads()
+
     def trim(self) -> None:
         """Free the host slabs that no ticket has used since `restart`."""
         self.lanes.synchronize()

@@ -53,8 +53,9 @@ from forebay.kernels.pages import (
 )
 from forebay.stores.pinned import HostPool, Slot
 
-# Steps differ. One that needs a page more for each so many than the one that was counted still stays on the device.
-_MARGIN = 16
+# Steps differ. One that needs a page more for each so many than the one that was counted still stays on the device; what more is
+# needed lies on the host for that step, and on the device in the next.
+_MARGIN = 64
 
 
 @dataclass(frozen=True)

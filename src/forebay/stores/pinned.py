@@ -140,6 +140,14 @@ class HostPool:
         for slab in self._slabs:
             slab.used = False
 
+    def forget_reads(self) -> None:
+        """No copy from any slot that is in the pool is under way: nobody needs to wait for one."""
+        for slab in self._slabs:
+            slab.last_read = None
+        for slots in self._returned.values():
+            for slot in slots:
+                slot.last_read = None
+
     def trim(self, spare_used: bool = False) -> None:
         """Let go of the slabs of which no slot is out. Copies must be over (synchronise the lanes first).
 

@@ -27,11 +27,12 @@ class Done:
             to reach its wait for them: that wait is for what was recorded when it was enqueued.
     """
 
-    __slots__ = ("_behind", "_spare", "pair")
+    __slots__ = ("_behind", "_spare", "_timed", "pair")
 
-    def __init__(self, pair: Events | None, spare: list[Events] | None = None):
+    def __init__(self, pair: Events | None, spare: list[Events] | None = None, timed: bool = True):
         self.pair = pair
         self._spare = spare
+        self._timed = timed
         self._behind: list[Any] = []  # streams that wait for it already: what they are given from now on is behind it
 
     def __del__(self) -> None:
@@ -45,8 +46,8 @@ class Done:
             self._behind.append(stream)
 
     def milliseconds(self) -> float | None:
-        """Time the copies took, or None on a CPU. Waits for them on the host: call it outside a step."""
-        if self.pair is None:
+        """Time the copies took, or None on a CPU and in a CUDA graph. Waits for them on the host: call it outside a step."""
+        if self.pair is None or not self._timed:
             return None
         self.pair[1].synchronize()
         return self.pair[0].elapsed_time(self.pair[1])
@@ -83,6 +84,16 @@ class CopyLanes:
         """
         return self._copy(self.back_stream, batches, compute, ())
 
+    def join(self) -> None:
+        """At the end of a capture: make the current stream wait for what each stream was given in it."""
+        current = self.compute_stream()
+        for lane in (self.out_stream, self.back_stream):
+            if lane is not None:
+                with torch.cuda.stream(lane):
+                    captured = _is_capturing()
+                if captured:
+                    current.wait_stream(lane)
+
     def synchronize(self) -> None:
         """Wait on the host for both streams (closing a store, tests)."""
         for stream in (self.out_stream, self.back_stream):
@@ -102,19 +113,26 @@ class CopyLanes:
             earlier.block(lane)
         ends = []
         with torch.cuda.stream(lane):
+            # What a graph records no host can ask.
+            timed = not _is_capturing()
             for copies in batches:
                 start, end = pair = self._pair()
                 start.record(lane)
                 for source, target in copies:
                     target.copy_(source, non_blocking=True)
                 end.record(lane)
-                ends.append(Done(pair, self._spare))
+                ends.append(Done(pair, self._spare, timed))
         return ends
 
     def _pair(self) -> Events:
         if self._spare:
             return self._spare.pop()
         return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+
+def _is_capturing() -> bool:
+    """Whether the current stream is part of a CUDA graph that is being captured."""
+    return torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()
 
 
 def on_stream(stream: Any) -> Any:

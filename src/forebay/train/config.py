@@ -97,6 +97,12 @@ class Memory:
     compile: bool = _key(False)
     offload: str = _key("fit", choices=("fit", "all"))
     recompute: str = _key("light", choices=RECOMPUTE_MODES)  # how a MoE half is recomputed
+    pages: str | int = _key(
+        ""
+    )  # "stash": device memory for pages at most, such as "8GiB", more lies on the host; "" is
+    # as much as a step needs
+    graph: bool = _key(False)  # capture forwards and backwards of a step in one CUDA graph; needs parallel.overlap
+    # or pp
 
 
 @dataclass(frozen=True)
@@ -354,11 +360,11 @@ def _check_pipeline(c: Config) -> None:
         )
     if c.model.loss != "fused":
         raise UsageError(f"parallel.pp = {p.pp} needs model.loss = 'fused', not {c.model.loss!r}")
-    others = _placements(c.memory) - {"keep", "recompute", "offload"}
+    others = _placements(c.memory) - {"keep", "recompute", "offload", "stash"}
     if others:
         raise UsageError(
             f"parallel.pp = {p.pp} cannot carry out memory.policy = {', '.join(sorted(others))}; "
-            "valid are 'keep', 'recompute', 'offload', or a table of them"
+            "valid are 'keep', 'recompute', 'offload', 'stash', or a table of them"
         )
     if c.memory.recompute != "light":
         raise UsageError(
@@ -478,6 +484,7 @@ def _cross_check(c: Config) -> None:
     _check_pipeline(c)
     _check_overlap(c)
     _check_capacity(c)
+    _check_graph(c)
     _check_timeline(c)
 
 
@@ -485,13 +492,32 @@ def _check_overlap(c: Config) -> None:
     if not c.parallel.overlap:
         return
     placements = _placements(c.memory)
-    if not placements <= {"keep", "recompute"} or c.memory.recompute != "light":
+    if not placements <= {"keep", "recompute", "stash"} or c.memory.recompute != "light":
         raise UsageError(
-            "parallel.overlap = true runs the stages of two microbatches in turn, for which memory.policy can be 'keep' or "
-            f"'recompute' (memory.recompute = 'light') so far, not {', '.join(sorted(placements))} ({c.memory.recompute})"
+            "parallel.overlap = true runs the stages of two microbatches in turn, for which memory.policy can be 'keep', 'stash' "
+            f"or 'recompute' (memory.recompute = 'light') so far, not {', '.join(sorted(placements))} ({c.memory.recompute})"
         )
     if c.model.loss != "fused":
         raise UsageError("parallel.overlap = true needs model.loss = 'fused'")
+
+
+def _check_graph(c: Config) -> None:
+    """A graph replays what it saw: nothing in a step may ask the device, or be gathered to new memory."""
+    if not c.memory.graph:
+        return
+    p = c.parallel
+    if not p.overlap and p.pp == 1:
+        raise UsageError(
+            "memory.graph = true captures steps of parallel.overlap = true or of parallel.pp above 1; set one of them"
+        )
+    if p.reshard:
+        raise UsageError("memory.graph = true needs weights that stay gathered for a step: parallel.reshard = false")
+    if p.ep > 1 and (p.dispatch not in ("auto", "symmetric") or not p.capacity_factor):
+        raise UsageError(
+            f"memory.graph = true needs a dispatch without host synchronisation, and parallel.dispatch = {p.dispatch!r} with "
+            f"parallel.capacity_factor = {p.capacity_factor} has one a layer; valid is 'symmetric' with a capacity_factor of at "
+            "least 1, such as 2"
+        )
 
 
 def _check_memory(memory: Memory) -> None:
@@ -510,8 +536,11 @@ def _check_memory(memory: Memory) -> None:
         raise UsageError("memory.policy = 'auto' needs memory.budget, such as '2.5GiB'")
     if memory.policy != "auto" and memory.budget != "":
         raise UsageError("memory.budget is for memory.policy = 'auto' only")
-    if memory.budget != "":
-        try:
-            parse_bytes(memory.budget)
-        except PolicyError as error:
-            raise UsageError(f"memory.budget: {error}") from error
+    for name, size in (("budget", memory.budget), ("pages", memory.pages)):
+        if size != "":
+            try:
+                parse_bytes(size)
+            except PolicyError as error:
+                raise UsageError(f"memory.{name}: {error}") from error
+    if memory.pages != "" and "stash" not in _placements(memory):
+        raise UsageError("memory.pages is for regions that memory.policy puts 'stash' on, and there is none")

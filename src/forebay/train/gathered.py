@@ -1,7 +1,8 @@
 """A step on gathered weights: FSDP2's parameters whole from its first forward to its last backward, gradients summed by us.
 
-In: a cut model (`forebay.pipeline.causal_lm.CutModel`), sharded by FSDP2 or not. Out: between `begin` and `end`, parameters that
-are whole, into whose gradients any engine may run stages in any order; behind `end`, reduced gradients on the shards.
+In: a cut model (`forebay.pipeline.causal_lm.CutModel`), sharded by FSDP2 or not. Out: between `gather` and `reduce`, parameters
+that are whole, into whose gradients any engine may run stages in any order, between `begin` and `end`; behind `reduce`, reduced
+gradients on the shards. What is between `begin` and `end` asks nothing of other processes, and may be captured.
 
 An engine runs stages and not modules, so FSDP2's hooks do not see the step: weights are gathered once before it, and gradients
 reduced once behind it, as `torch.distributed.pipelining` does it. Under mixed precision each gradient is added into a sum as soon
@@ -52,18 +53,50 @@ class GatheredStep:
             self._gather()
 
     def begin(self) -> None:
-        """Gather, and make ready to sum gradients."""
-        self.gather()
+        """Make ready to sum gradients of gathered weights."""
         self._sums = self._begin_sums()
         if self._sharded:
             self._make_room(list(self._sums.values()))
 
     def end(self, count: Tensor | int) -> None:
-        """Reduce. `count`: what the sum of losses is divided by; gradients of the head's sum still are to be."""
+        """The last sums. `count`: what the sum of losses is divided by; gradients of the head's sum still are to be."""
         self._end_sums(self._sums, count)
         self._sums = {}
+
+    def reduce(self) -> None:
+        """Add gradients up over processes, onto the shards, and give gathered weights back."""
         if self._sharded:
             self._reduce()
+
+    def keep_weights(self) -> None:
+        """Gather to the same memory from now on: between steps it is not given back. For a captured step, which knows the
+        addresses."""
+        for group in self._groups():
+            for held in group.fsdp_params:
+                held.free_unsharded_param = _nothing
+
+    def take_gradients(self) -> list[tuple[Any, Tensor | None, Tensor | None]]:
+        """Take the gradients off the weights that are trained, before `reduce`: what each was left."""
+        left = []
+        for weight, held in self._trained():
+            accumulated = held.unsharded_accumulated_grad if held is not None else None
+            left.append(((weight, held), weight.grad, accumulated))
+        self.put_gradients([(key, None, None) for key, *_ in left])
+        return left
+
+    def put_gradients(self, left: list[tuple[Any, Tensor | None, Tensor | None]]) -> None:
+        """The inverse of `take_gradients`."""
+        for (weight, held), gradient, accumulated in left:
+            weight.grad = gradient
+            if held is not None:
+                held.unsharded_accumulated_grad = accumulated
+
+    def _trained(self) -> list[tuple[Any, Any]]:
+        """Each trained weight as it is between `gather` and `reduce`, and FSDP2's record of it."""
+        if not self._sharded:
+            return [(p, None) for p in self._model.parameters() if p.requires_grad]
+        held = [h for group in self._groups() for h in group.fsdp_params]
+        return [(h.unsharded_param, h) for h in held if h.unsharded_param.requires_grad]
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -207,6 +240,10 @@ class _Hook(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         ctx.then()
         return grad, None
+
+
+def _nothing() -> None:
+    """Gathered memory stays."""
 
 
 def _add(held: Any, gradient: Tensor) -> None:

@@ -21,6 +21,7 @@ from rich.table import Table
 
 from forebay.policy import format_bytes
 from forebay.train.errors import UsageError
+from forebay.train.rerun import Rerun
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class StepRecord:
         peak_bytes: device memory allocated at most in this step, or the largest resident size on a CPU; of the process that
             has most.
         on_gpu: which of the two `peak_bytes` is.
+        rerun: why the step was run again, exactly; None if it was not. `seconds` has both attempts.
     """
 
     step: int
@@ -49,6 +51,7 @@ class StepRecord:
     tokens_per_second: float
     peak_bytes: int
     on_gpu: bool
+    rerun: Rerun | None = None
 
 
 def step_line(record: StepRecord, steps: int) -> str:
@@ -65,6 +68,17 @@ def step_line(record: StepRecord, steps: int) -> str:
             f"peak-{'gpu' if record.on_gpu else 'host'}-memory {record.peak_bytes / 1e9:.2f} GB",
         )
     )
+
+
+def rerun_line(step: int, steps: int, rerun: Rerun) -> str:
+    """The line of a step that was run again: what it lacked, and what would have been enough."""
+    lacked = []
+    if rerun.rows:
+        enough = f", of which {rerun.factor:g} would have been enough" if rerun.factor is not None else ""
+        lacked.append(f"rows went over parallel.capacity_factor{enough}")
+    if rerun.pages:
+        lacked.append("the stash had too few pages, and has more now")
+    return f"step {step:08d}/{steps:08d} | run again exactly: {'; '.join(lacked)}"
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -123,9 +137,14 @@ class Reporter:
 
     def step(self, record: StepRecord) -> None:
         """Show and write one step."""
+        if record.rerun is not None:
+            self.say(rerun_line(record.step, self.steps, record.rerun))
         self.say(step_line(record, self.steps))
         values = asdict(record)
-        del values["on_gpu"]
+        del values["on_gpu"], values["rerun"]
+        values["run_again"] = int(record.rerun is not None)
+        if record.rerun is not None and record.rerun.factor is not None:
+            values["enough_capacity_factor"] = record.rerun.factor
         self.write(values)
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=record.step, loss=f"{record.cross_entropy_loss:.4f}")
@@ -228,6 +247,9 @@ class Summary:
         peak_bytes: largest of all steps.
         on_gpu: the model was on a GPU.
         folder: the run's folder.
+        steps_run_again: steps that went over a capacity and were run again, exactly.
+        capacity_factor: in force; None without one.
+        enough_capacity_factor: the smallest with which no row of any step would have gone over; None if it was not measured.
     """
 
     cycle: str
@@ -243,6 +265,9 @@ class Summary:
     peak_bytes: int
     on_gpu: bool
     folder: Path
+    steps_run_again: int = 0
+    capacity_factor: float | None = None
+    enough_capacity_factor: float | None = None
 
 
 def summary_tables(summary: Summary) -> list[Table]:
@@ -290,8 +315,20 @@ def _result_rows(summary: Summary) -> list[tuple[str, str]]:
         ("recomputed", _paths(summary, "recompute")),
         ("offloaded", f"{_paths(summary, 'offload')}; {format_bytes(summary.moved_bytes)} moved in {summary.cycle}"),
         (f"peak {'GPU' if summary.on_gpu else 'host'} memory", f"{summary.peak_bytes / 1e9:.2f} GB"),
+        *([("run again", _run_again(summary))] if summary.steps_run_again or summary.capacity_factor else []),
         ("run", str(summary.folder)),
     ]
+
+
+def _run_again(summary: Summary) -> str:
+    """How many steps went over a capacity, and what the capacity factor should have been."""
+    count, now, enough = summary.steps_run_again, summary.capacity_factor, summary.enough_capacity_factor
+    said = f"{count or 'no'} step{'s' if count > 1 else ''}"
+    if now is None or enough is None:
+        return said
+    if enough == now or (enough > now and not count):  # capacities are rounded up
+        return f"{said}; parallel.capacity_factor = {now:g} was just enough"
+    return f"{said}; parallel.capacity_factor = {now:g}, and {enough:g} would have been enough"
 
 
 def _paths(summary: Summary, placement: str) -> str:

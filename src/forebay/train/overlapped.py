@@ -8,7 +8,9 @@ The engine is `forebay.pipeline.overlap`; `forebay.train.gathered` has the weigh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from forebay.models.manage import Managed
 from forebay.models.router import RouterStats, balance_loss
 from forebay.pipeline.causal_lm import CutModel, Microbatch
 from forebay.pipeline.overlap import OverlappedStep
+from forebay.train.captured import CapturedStep, Parts, captured_step
 from forebay.train.gathered import DeferredExperts, GatheredStep
 
 
@@ -30,6 +33,11 @@ class OverlappedGradients:
         balance: coefficient of the load-balancing loss.
         reshard: give the experts' gathered weights back after each use, and gather them again in backward; everything else
             stays gathered for the step.
+        graph: capture a step's forwards and backwards in one CUDA graph, once all is warm; not with `reshard`.
+        agreed: for `graph`: whether something is true on all processes.
+
+    Attributes:
+        captured: the graph and when it is made; None without `graph`.
 
     Raises:
         ValueError: see `CutModel`.
@@ -43,6 +51,8 @@ class OverlappedGradients:
         router: RouterStats | None,
         balance: float,
         reshard: bool = False,
+        graph: bool = False,
+        agreed: Callable[[bool], bool] = bool,
     ):
         self._router, self._balance, self._device = router, balance, device
         cut = CutModel(model, memory)
@@ -54,6 +64,9 @@ class OverlappedGradients:
             cut.layers, cut.prologue, cut.epilogue, device, routers=routers, weights=self._deferred.store
         )
         self._gathered = GatheredStep(model, cut, reshard)
+        self.captured: CapturedStep | None = None
+        if graph:
+            self.captured = captured_step(self._run, self._gathered, router, memory, device, agreed)
 
     def __call__(
         self, microbatches: Sequence[tuple[Tensor, Tensor]], count: Tensor | int, parts: int
@@ -68,14 +81,38 @@ class OverlappedGradients:
         Returns:
             This process's part of the cross entropy and of the load balance, scalars.
         """
-        self._parts, self._imbalance = parts, []
+        self._parts = parts
+        if self.captured is None:
+            return self._step_of(microbatches, count)
+        losses, imbalance = self.captured.on_stream(partial(self._step_of, microbatches, count, self.captured))
+        return losses, imbalance
+
+    @contextmanager
+    def called(self) -> Iterator[None]:
+        """Within, steps are called and not captured, and a graph's memory is free for them."""
+        captured, self.captured = self.captured, None
+        if captured is not None:
+            captured.release()
+        try:
+            yield
+        finally:
+            self.captured = captured
+
+    def _step_of(
+        self, microbatches: Parts, count: Tensor | int, captured: CapturedStep | None = None
+    ) -> tuple[Tensor, Tensor]:
+        self._gathered.gather()
+        losses, imbalance = (captured or self._run)(microbatches, count)
+        self._gathered.reduce()
+        return losses, imbalance
+
+    def _run(self, microbatches: Parts, count: Tensor | int) -> tuple[Tensor, Tensor]:
+        """What asks nothing of other processes but the exchange, and nothing of the device."""
+        self._imbalance = []
         work = [Microbatch(ids, labels, count) for ids, labels in microbatches]
         self._gathered.begin()
-        if self._router is None:
+        with nullcontext() if self._router is None else self._router.counting():
             losses = self._step.run(work)
-        else:
-            with self._router.counting():
-                losses = self._step.run(work)
         self._gathered.end(count)
         imbalance = torch.stack(self._imbalance).sum() if self._imbalance else torch.zeros((), device=self._device)
         return losses.sum(), imbalance

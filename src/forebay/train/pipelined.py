@@ -12,7 +12,8 @@ on its parameters, and the losses where the last stage is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,12 +22,14 @@ from torch import Tensor
 from forebay.models.manage import Managed
 from forebay.models.parts import keep_part
 from forebay.models.router import RouterStats
+from forebay.pipeline.answers import answers
 from forebay.pipeline.balance import StageBalance
 from forebay.pipeline.causal_lm import CutLayer, CutModel, Microbatch
 from forebay.pipeline.links import DistLinks, Links, neighbours
 from forebay.pipeline.partition import Partition
 from forebay.pipeline.runtime import PipelineRuntime, Stage, Watcher
 from forebay.pipeline.schedule import BACKWARD_WEIGHT, FORWARD, Action, Plan, forward_plan, make_plan
+from forebay.train.captured import CapturedStep, Parts, captured_step
 from forebay.train.config import Config
 from forebay.train.errors import UsageError
 from forebay.train.gathered import DeferredExperts, GatheredStep
@@ -65,8 +68,11 @@ class PipelinedGradients:
         router: what counts the routers' choices; None where there are none.
         balance: coefficient of the load-balancing loss.
         early_release: see `PipelineRuntime`.
+        graph: capture a step's forwards and backwards in one CUDA graph, once all is warm; not with `parallel.reshard`.
+        agreed: for `graph`: whether something is true on all processes.
 
     Attributes:
+        captured: the graph and when it is made; None without `graph`. Steps that are watched are called.
         plan, partition: of a step, and of the layers.
         ran: the actions of the last step, as they ran.
         watcher: is told of every action of the steps to come; None for nobody.
@@ -88,12 +94,15 @@ class PipelinedGradients:
         router: RouterStats | None,
         balance: float,
         early_release: bool = True,
+        graph: bool = False,
+        agreed: Callable[[bool], bool] = bool,
     ):
         assert mesh.pipeline is not None
         self.plan, self.partition, self.ran, self.watcher = plan, partition, list[Action](), None
         self._device, self._router, self._rank = mesh.device, router, mesh.pp_rank
         pipelines = torch.arange(mesh.size).view(mesh.pp, -1).t().tolist()
-        self._links: Links = DistLinks(mesh.pipeline, neighbours(plan.ranks), mesh.device, pipelines)
+        told = answers(plan, mesh.pp_rank)
+        self._links: Links = DistLinks(mesh.pipeline, neighbours(plan.ranks), mesh.device, pipelines, told)
         self._balance = StageBalance(experts, balance, mesh.device) if experts else None
         self._cut = cut = CutModel(model, memory, getattr(torch, config.model.compute or config.model.dtype))
         self._gathered = GatheredStep(model, cut, config.parallel.reshard)
@@ -102,6 +111,9 @@ class PipelinedGradients:
         self._memory, self._early_release = memory, early_release
         memory.follow(self._backwards(plan, partition), steady=not config.parallel.reshard)
         self._runtime = self._runtime_of(plan)
+        self.captured: CapturedStep | None = None
+        if graph:
+            self.captured = captured_step(self._run, self._gathered, router, memory, mesh.device, agreed)
         self._forward: PipelineRuntime | None = None
 
     watcher: Watcher | None
@@ -119,17 +131,41 @@ class PipelinedGradients:
         Returns:
             This process's part of the cross entropy and of the load balance, scalars: 0 on ranks without the last stage.
         """
-        work = [Microbatch(ids, labels, count) for ids, labels in microbatches]
         if self._balance is not None:
             self._balance.scale = 1 / parts
+        captured = self.captured
+        if captured is None:
+            return self._step_of(microbatches, count)
+        run = captured if self.watcher is None else self._run
+        losses, imbalance = captured.on_stream(partial(self._step_of, microbatches, count, run))
+        return losses, imbalance
+
+    @contextmanager
+    def called(self) -> Iterator[None]:
+        """Within, steps are called and not captured, and a graph's memory is free for them."""
+        captured, self.captured = self.captured, None
+        if captured is not None:
+            captured.release()
+        try:
+            yield
+        finally:
+            self.captured = captured
+
+    def _step_of(self, microbatches: Parts, count: Tensor | int, run: Any = None) -> tuple[Tensor, Tensor]:
+        self._gathered.gather()
+        losses, imbalance = (run or self._run)(microbatches, count)
+        self._gathered.reduce()
+        return losses, imbalance
+
+    def _run(self, microbatches: Parts, count: Tensor | int) -> tuple[Tensor, Tensor]:
+        """What may be captured: it asks nothing of the device."""
+        work = [Microbatch(ids, labels, count) for ids, labels in microbatches]
         self._gathered.begin()
-        if self._router is None:
+        with nullcontext() if self._router is None else self._router.counting():
             losses, self.ran = self._runtime.run(work, self._cut.hidden, watcher=self.watcher)
-        else:
-            with self._router.counting():
-                losses, self.ran = self._runtime.run(work, self._cut.hidden, watcher=self.watcher)
         self._gathered.end(count)
         imbalance = self._balance.take_losses() if self._balance is not None else torch.zeros((), device=self._device)
+        self._memory.join()
         return losses.sum() if losses is not None else torch.zeros((), device=self._device), imbalance
 
     @torch.no_grad()

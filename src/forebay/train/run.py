@@ -254,8 +254,9 @@ class _Run:
                     self._save(number)
                 if stopped and number < c.train.steps:
                     raise self._interrupted(number, stopped)
+        enough = self.trainer.enough_capacity()
         if self.mesh.world.is_main:
-            for table in summary_tables(self._summary(last)):
+            for table in summary_tables(self._summary(last, enough)):
                 self.console.print(table)
         return self.start.folder
 
@@ -360,7 +361,7 @@ class _Run:
                 f"the run's folder {self.start.folder} cannot be written: {error.strerror}; set log.folder to another"
             ) from error
 
-    def _summary(self, last: StepReport) -> Summary:
+    def _summary(self, last: StepReport, enough: float | None) -> Summary:
         records = self.records
         steady = records[1:] or records
         return Summary(
@@ -377,4 +378,7 @@ class _Run:
             peak_bytes=max(r.peak_bytes for r in records),
             on_gpu=self.trainer.device.type == "cuda",
             folder=self.start.folder,
+            steps_run_again=sum(r.rerun is not None for r in records),
+            capacity_factor=self.config.parallel.capacity_factor if enough is not None else None,
+            enough_capacity_factor=enough,
         )

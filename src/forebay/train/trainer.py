@@ -6,7 +6,9 @@ the same on every process. The run around it (folders, checkpoints, signals, wha
 The way of a batch: token windows by position, each process its own -> microbatches -> forward (activations managed, cross
 entropy summed over the microbatch and divided by the target count of the whole step, so uneven parts weigh as they should)
 + coefficient x the router's load-balancing loss -> backward, gradients summed over processes -> gradient norm and clipping ->
-AdamW -> the router's bias update. The host waits for the device once a step, when it reads the losses.
+AdamW -> the router's bias update. The host waits for the device once a step, when it reads the losses. Where a capacity bounds
+what experts receive, or pages what they stash, it also asks, before clipping, whether anything went over: the gradients are then
+made once more, exactly (`forebay.train.rerun`).
 
 `Trainer` owns everything that it builds; `close` takes the manager off the model. The mesh is its own only if none was given.
 """
@@ -15,7 +17,7 @@ import gc
 import random
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Self
 
@@ -30,6 +32,7 @@ from forebay.models.router import RouterStats
 from forebay.moe.dispatch.exchange import Exchange
 from forebay.pipeline.partition import Partition
 from forebay.pipeline.schedule import Plan
+from forebay.train.captured import CapturedStep
 from forebay.train.config import Config, check_experts
 from forebay.train.data import Windows, load_corpus, load_tokenizer, split
 from forebay.train.errors import RunError, UsageError
@@ -38,6 +41,7 @@ from forebay.train.metrics import StepRecord, peak_bytes
 from forebay.train.overlapped import OverlappedGradients
 from forebay.train.pipelined import PipelinedGradients, keep_stages, plan_of
 from forebay.train.planning import partition_of
+from forebay.train.rerun import Reruns
 from forebay.train.schedule import factor
 from forebay.train.world import ALONE
 
@@ -110,6 +114,8 @@ class Trainer:
         self._gradients = self._engine(plan, partition, parallel.experts_in(declared))
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = _adamw(self.model, config)
+        called = self._gradients.called if self._gradients is not None else nullcontext
+        self._reruns = Reruns(mesh, self.exchange, self.memory.pages, self._router, called)
         if mesh.rank:
             _seed(seed + mesh.rank)  # weights are the same on all processes, dropout is not
 
@@ -123,6 +129,11 @@ class Trainer:
     def pipeline(self) -> PipelinedGradients | None:
         """What runs a step's microbatches through the stages; None if `parallel.pp` is 1."""
         return self._gradients if isinstance(self._gradients, PipelinedGradients) else None
+
+    @property
+    def captured(self) -> CapturedStep | None:
+        """The graph of a step; None without `memory.graph`, and on a CPU."""
+        return self._gradients.captured if self._gradients is not None else None
 
     def close(self) -> None:
         """Take the manager off the model; the model is as it was built and sharded, but trained."""
@@ -139,7 +150,7 @@ class Trainer:
 
         Raises:
             RunError: a loss or gradient that is not finite. Parameters may hold NaN then: do not save them.
-            RuntimeError: tokens were lost on their way to the experts (a capacity was too small).
+            RuntimeError: another rank did not come to an exchange.
         """
         started = time.perf_counter()
         if self.device.type == "cuda":
@@ -147,7 +158,9 @@ class Trainer:
         rate = self.config.optimizer.lr * factor(self.config.schedule, number, self.config.train.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        losses = self.mesh.sum(torch.stack(self.gradients(number)))
+        drop = partial(self.optimizer.zero_grad, set_to_none=True)
+        parts, rerun = self._reruns.run(partial(self.gradients, number), drop)
+        losses = self.mesh.sum(torch.stack(parts))
         norm = parallel.clip_gradients(self._parameters, self.config.train.clip, self.mesh)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -165,8 +178,15 @@ class Trainer:
         seconds, peak = self.mesh.max(time.perf_counter() - started, peak_bytes(self.device))
         tokens = self.config.train.batch * self.config.train.sequence
         return StepRecord(
-            number, seconds, loss, imbalance, rate, size, tokens / seconds, int(peak), self.device.type == "cuda"
+            number, seconds, loss, imbalance, rate, size, tokens / seconds, int(peak), self.device.type == "cuda", rerun
         )
+
+    def enough_capacity(self) -> float | None:
+        """The smallest capacity factor with which no step so far would have been run again; None without a capacity.
+
+        Collective; waits for the device.
+        """
+        return self._reruns.factor()
 
     def gradients(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Forward and backward of all microbatches of step `number`: gradients, summed over processes, are on the parameters.
@@ -215,13 +235,14 @@ class Trainer:
         return self._loss(ids, labels, labels.numel(), 1)[0]
 
     def evaluate(self) -> float:
-        """Mean loss in nats a token over the validation batches. Leaves parameters and random generators alone."""
+        """Mean loss in nats a token over the validation batches, whatever capacity there is. Leaves parameters and random
+        generators alone."""
         if self._held_out is None:
             raise UsageError("there is no validation data; set train.eval_every and data.validation")
         total, count = 0.0, 0
         self.model.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._reruns.exactly():
                 for number in range(self.config.train.eval_batches):
                     parts = self._microbatches(*self._held_out(number))
                     total += self._evaluate(parts)
@@ -255,14 +276,28 @@ class Trainer:
                     experts=experts,
                     router=self._router,
                     balance=self._balance,
+                    graph=config.memory.graph and self.device.type == "cuda",
+                    agreed=self._agreed,
                 )
             if config.parallel.overlap:
                 return OverlappedGradients(
-                    self.model, self.memory, self.device, self._router, self._balance, config.parallel.reshard
+                    self.model,
+                    self.memory,
+                    self.device,
+                    self._router,
+                    self._balance,
+                    reshard=config.parallel.reshard,
+                    graph=config.memory.graph and self.device.type == "cuda",
+                    agreed=self._agreed,
                 )
         except ValueError as error:
             raise UsageError(f"parallel.{'overlap' if plan is None else 'pp'}: {error}") from error
         return None
+
+    def _agreed(self, here: bool) -> bool:
+        """Whether it is true on all processes."""
+        (wrong,) = self.mesh.max(not here)
+        return not wrong
 
     def _evaluate(self, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
         """The sum of the cross entropies of a validation batch, or this process's part of it."""
@@ -358,6 +393,7 @@ def _manage(model: Any, config: Config, exchange: Exchange | None) -> Any:
             offload=config.memory.offload,
             recompute=config.memory.recompute,
             exchange=exchange,
+            pages=config.memory.pages if config.memory.pages != "" else None,
             # A microbatch of a pipeline is short: what takes the host as long to hand over as the device to compute stays.
             min_bytes=_PIPELINE_BYTES if config.parallel.pp > 1 and torch.cuda.is_available() else None,
         )

@@ -177,6 +177,101 @@ def test_more_than_the_capacity_is_an_error_on_every_rank(tmp_path: Path) -> Non
         assert "up to 300 rows of 16 in torch.float32, got 301 of 16" in tokens
 
 
+def settled() -> None:
+    """All ranks have done what they were given: what they noted is there to read."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
+def equal(exchange: Exchange, other: Exchange, made: dict[str, Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(layer(exchange, made), layer(other, made), strict=True))
+
+
+def over_and_again(rank: int, world: int, folder: str) -> dict[str, Any]:
+    exchange = exchange_of(Path(folder) / "a", tokens=100, capacity_factor=1.0)
+    nccl = NcclExchange(exchange._group, E)
+    device = str(exchange._open().base.device)
+    skewed, small = inputs(rank, 100, "one rank", 0, device), inputs(rank, 30, "random", 1, device)
+    found: dict[str, Any] = {"nothing yet": exchange.suggested_factor(), "lost": []}
+
+    def note() -> None:
+        settled()
+        flag = exchange.lost_flag()
+        assert flag is not None and flag.shape == (1,) and flag.dtype == torch.int64 and str(flag.device) == device
+        found["lost"].append(int(flag))
+
+    equals = [equal(exchange, nccl, small)]
+    note()
+    layer(exchange, skewed)
+    layer(exchange, small)
+    note()
+    found["over"] = exchange.suggested_factor()
+    settled()
+    exchange.clear_lost()
+    settled()
+    note()
+    with exchange.exactly(), exchange.exactly():
+        equals.append(equal(exchange, nccl, skewed))
+        sent = dispatch(skewed["x"], skewed["ids"], skewed["w"], exchange)
+        combine(sent.rows, sent.handle)
+        needed = world * 100 * K if rank == 0 else 0
+        equals.append(sent.max_rows == 256 * -(-needed // 256) and len(sent.handle.tensors) == 4)
+    note()
+    found["exactly"] = exchange.suggested_factor()
+    with pytest.raises(KeyError), exchange.exactly():
+        raise KeyError
+    equals.append(equal(exchange, nccl, small))
+    equals.append(dispatch(small["x"], small["ids"], small["w"], exchange).rows.shape[0] == exchange.capacity_rows)
+    exchange.check()
+    exchange.close()
+    found["equal"] = equals
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_over_the_capacity_and_again_exactly(tmp_path: Path, world: int) -> None:
+    for rank, found in enumerate(run_ranks(over_and_again, ranks_or_skip(world), str(tmp_path))):
+        assert found["nothing yet"] is None
+        assert all(found["equal"]), (rank, found)
+        # All slots of all ranks against the even split of 300, which is rounded up to 512.
+        over = world * 100 * K - 512
+        assert found["lost"] == [0, over, 0, 0] and found["over"] == float(world)
+        # The host counted on the rank that was needed; the others dispatched nothing that they were not told of.
+        assert found["exactly"] == (float(world) if rank == 0 else None)
+
+
+def need(rank: int, world: int, folder: str) -> list[Any]:
+    """What would have been enough for routing that fits, by the exchange and by hand; flags of those that cannot lose."""
+    exchange = exchange_of(Path(folder) / "a", tokens=300, capacity_factor=1.9)
+    device = str(exchange._open().base.device)
+    most = 0
+    for seed, kind in enumerate(("random", "holes", "random")):
+        made = inputs(rank, 300, kind, seed, device)
+        sent = dispatch(made["x"], made["ids"], made["w"], exchange)
+        combine(sent.rows, sent.handle)
+        counted = torch.tensor(int((sent.ids >= 0).sum()))
+        dist.all_reduce(counted, dist.ReduceOp.MAX)
+        most = max(most, int(counted))
+    settled()
+    by_hand = max(1.0, -(-100 * most // (300 * K)) / 100)
+    exact = exchange_of(Path(folder) / "b", exact=True)
+    roomy = exchange_of(Path(folder) / "c", capacity_factor=float(world))
+    found = [exchange.suggested_factor(), by_hand, int(exchange.lost_flag())]  # type: ignore[arg-type]
+    found += [exact.lost_flag(), exact.suggested_factor(), roomy.lost_flag()]
+    with exact.exactly():
+        pass
+    for each in (exchange, exact, roomy):
+        each.close()
+    return found
+
+
+def test_how_much_would_have_been_enough(tmp_path: Path) -> None:
+    for suggested, by_hand, lost, *none in run_ranks(need, ranks_or_skip(2), str(tmp_path)):
+        assert suggested == by_hand and 1.0 < suggested < 1.9 and lost == 0
+        assert none == [None, None, None]
+
+
 class Group:
     """Two ranks, to be refused before anything collective."""
 
@@ -262,25 +357,73 @@ def test_no_host_sync_and_a_graph_with_other_ids() -> None:
     assert all(all(equal) for equal in run_ranks(no_sync_and_a_graph, 2))
 
 
-def late(rank: int, world: int) -> str:
+def noted_without_sync(rank: int, world: int) -> list[Any]:
+    """All of an attempt but reading the flag; then the second one."""
+    exchange = exchange_of(Path(), tokens=300, capacity_factor=1.0, dtype=torch.bfloat16)
+    nccl = NcclExchange(exchange._group, E)
+    made = {n: t if n == "ids" else t.bfloat16() for n, t in inputs(rank, 300, "one rank", 0, "cuda").items()}
+    layer(exchange, made)  # compiles
+    exchange.lost_flag()
+    settled()
+    exchange.clear_lost()
+    settled()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer(exchange, made)
+        flag = exchange.lost_flag()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    dist.all_reduce(flag, group=exchange._group)
+    found: list[Any] = [int(flag)]  # type: ignore[arg-type]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        exchange.clear_lost()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    with exchange.exactly():
+        found.append(equal(exchange, nccl, made))
+    for _ in range(20):  # streams of the ranks drift: a note must neither outlive its clearing nor be cleared too early
+        layer(exchange, made)
+        flag = exchange.lost_flag()
+        dist.all_reduce(flag, group=exchange._group)
+        found.append(int(flag) == world * (world * 300 * K - 1024))  # type: ignore[arg-type]
+        exchange.clear_lost()
+        with exchange.exactly():
+            layer(exchange, made)
+        found.append(int(exchange.lost_flag()) == 0)  # type: ignore[arg-type]
+    exchange.check()
+    exchange.close()
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.multi
+def test_an_overflow_is_noted_without_the_host() -> None:
+    for lost, *true in run_ranks(noted_without_sync, 2):
+        assert lost == 2 * (2 * 300 * K - 1024) and all(true)
+
+
+def late(rank: int, world: int) -> list[str]:
     exchange = exchange_of(Path(), timeout_s=2.0)
     made = inputs(rank, T, "random", 0, "cuda")
     layer(exchange, made)
     torch.cuda.synchronize()
     dist.barrier()
-    message = ""
-    if rank == 0:
+    messages = []
+    for ask in (exchange.check, lambda: exchange.exactly().__enter__()) if rank == 0 else ():
         dispatch(made["x"], made["ids"], made["w"], exchange)
         dispatch(made["x"], made["ids"], made["w"], exchange)  # does not wait another time
         try:
-            exchange.check()
+            ask()
         except RuntimeError as error:
-            message = str(error)
+            messages.append(str(error))
     dist.barrier()
-    return message
+    return messages
 
 
 @pytest.mark.gpu
 @pytest.mark.multi
 def test_a_rank_that_does_not_come_is_named() -> None:
-    assert "rank 1 of 2 did not come to an exchange within 2 s of rank 0" in run_ranks(late, 2)[0]
+    messages = run_ranks(late, 2)[0]
+    assert len(messages) == 2
+    assert all("rank 1 of 2 did not come to an exchange within 2 s of rank 0" in message for message in messages)

@@ -19,12 +19,22 @@ the autograd graph. An exchange keeps none. `live_handles` counts those that are
 
 An exchange owns what lasts: the group and, where a backend has them, buffers on all ranks. All of its operations are
 collective: every rank of the group runs them in the same order, on streams that are ordered among themselves.
+
+An exchange with a *capacity*, a bound on what a rank receives, leaves out what goes over it and says so in a flag on the
+device. Whoever reads the flag can do the same again without the bound (`forebay.train.rerun` does so with a step):
+
+    lost_flag()     > 0: rows were left out
+    clear_lost()    forget it
+    exactly()       a context within which nothing is left out, and the host waits once a dispatch instead
+
+Those without one have no flag, and `exactly` changes nothing.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -105,6 +115,30 @@ class Exchange(OpaqueBase):
     @abstractmethod
     def fake_handle(self, tokens: int, slots_per_token: int, device: torch.device) -> tuple[int | None, Handle]:
         """R, or None if only the device knows it, and empty tensors with a handle's shapes and dtypes."""
+
+    @contextmanager
+    def exactly(self) -> Iterator[None]:
+        """Within, nothing is left out. Enter it on all ranks, and run backward within too where forward was.
+
+        A graph that was compiled or captured outside has the capacity's shapes: do not run it within.
+        """
+        yield
+
+    def lost_flag(self) -> Tensor | None:
+        """int64 [1] on the device, > 0 if rows were left out since `clear_lost`: on every rank of the group, if on any, as soon
+        as the ranks have met in another operation. None where none ever are. The host does not wait."""
+        return None
+
+    def clear_lost(self) -> None:
+        """Forget what was left out and what was needed. The host does not wait.
+
+        All ranks do so between the same two operations, and after a rank has heard of the others that theirs are done.
+        """
+
+    def suggested_factor(self) -> float | None:
+        """The smallest capacity factor, in hundredths, that would have been enough since `clear_lost`, for all ranks that this
+        one knows of; None without a capacity, and if nothing was dispatched. Waits for the device."""
+        return None
 
     def check(self) -> None:
         """Raise RuntimeError if rows went lost since the last call (a capacity was too small). Waits for the device."""

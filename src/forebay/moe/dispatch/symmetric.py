@@ -12,18 +12,20 @@ live slots, a slot being a (row, expert) pair that this rank computes.
     S = min(P * T * min(K, E / P), capacity_factor * T * K), rounded up to `ALIGNMENT`
     C = min(P * T, S)
 
-capacity_factor is over an even split of all slots; from P on nothing can go over. What goes over is left out and noted on all
-ranks; `check` raises and says what would have been enough. The results since the check before are wrong then.
+capacity_factor is over an even split of all slots; from P on nothing can go over. What each rank needs is noted on all ranks,
+and what goes over is left out: `lost_flag` says so on the device, and `check` raises. The results since then are wrong; they are
+to be made again within `exactly`.
 
-With `exact` there is one wait of the host a dispatch, for the counts: C and S are the exact numbers, rounded up to
-`ALIGNMENT`, and there is no capacity to go over. For eager runs that want the transfer's speed and no memory above the need.
+With `exact`, and within `exactly`, there is one wait of the host a dispatch, for the counts: C and S are the exact numbers,
+rounded up to `ALIGNMENT`, and there is no capacity to go over. `exact` is for eager runs that want the transfer's speed and no
+memory above the need.
 
 Handle:
 
     source [C] int32       p * T + t: row r is token t of rank p; -1 behind the last row
     places [t, P] int32    -1 where a token did not go to rank p
     starts [P + 1] int32   where each rank's rows begin
-    counts [2] int64       only if `exact`: rows and live slots received, on the CPU
+    counts [2] int64       only of exact sizes: rows and live slots received, on the CPU
 
 Results are bitwise those of `NcclExchange`: the same rows in the same order, the same sums.
 """
@@ -31,7 +33,8 @@ Results are bitwise those of `NcclExchange`: the same rows in the same order, th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -103,6 +106,8 @@ class SymmetricExchange(Exchange):
         self.capacity_slots = aligned(allowed)
         self.capacity_rows = min(self.size * tokens, self.capacity_slots)
         self.memory_bytes = layout.total
+        self._bounded, self._can_lose = not exact, not exact and self.capacity_slots < aligned(most)
+        self._most_exact = 0  # slots that this rank needed at most of those dispatches that the host waited for
         self._tokens, self._hidden, self._slots, self._dtype, self._exact = (
             tokens, hidden, slots_per_token, dtype, exact,
         )  # fmt: skip
@@ -142,14 +147,15 @@ class SymmetricExchange(Exchange):
                 f"got {ids.shape[1]} slots and {weights.dtype}"
             )
         if not self._exact:
-            places, received = exchange_tokens(
-                x, ids, weights, self.capacity_rows, self.capacity_slots, self.local_experts, peers
-            )
+            # Noted is what goes over `slots_max`. With 0 that is every need, from which a better capacity can be told, at the
+            # price of P words a dispatch; `capacity_rows` alone decides what fits.
+            places, received = exchange_tokens(x, ids, weights, self.capacity_rows, 0, self.local_experts, peers)
             rows, local_ids, row_weights, source, starts = received
             return rows, local_ids, row_weights, [source, places, starts]
         places = send_tokens(x, ids, weights, self.local_experts, peers)
         # The one host synchronisation.
         counts = read_counts(peers).sum(0).cpu()
+        self._most_exact = max(self._most_exact, int(counts[1]))
         rows, local_ids, row_weights, source, starts = receive_tokens(
             aligned(int(counts[0])), aligned(int(counts[1])), self._hidden, self._dtype, weights.dtype,
             self.local_experts, peers,
@@ -177,8 +183,8 @@ class SymmetricExchange(Exchange):
         return return_rows(rows, narrow, source, starts, places, init, peers)
 
     def max_rows(self, handle: Sequence[Tensor], rows: int, slots_per_token: int) -> int:
-        """S; with `exact` the live slots received, rounded up to `ALIGNMENT`."""
-        return aligned(host_int(handle[3][1])) if self._exact else self.capacity_slots
+        """S; of exact sizes the live slots received, rounded up to `ALIGNMENT`."""
+        return aligned(host_int(handle[3][1])) if len(handle) == 4 else self.capacity_slots
 
     def fake_handle(self, tokens: int, slots_per_token: int, device: torch.device) -> tuple[int | None, Handle]:
         """See `Exchange.fake_handle`."""
@@ -190,29 +196,72 @@ class SymmetricExchange(Exchange):
         ]
         return rows, [*handle, torch.empty(2, dtype=torch.int64)] if self._exact else handle
 
+    @contextmanager
+    def exactly(self) -> Iterator[None]:
+        """See `Exchange.exactly`. Waits for the device once, and raises RuntimeError if a rank did not come in time before: what
+        it did not send has no size."""
+        if self._exact:
+            yield
+            return
+        self._read_notes()
+        self._exact = True
+        try:
+            yield
+        finally:
+            self._exact = False
+
+    def lost_flag(self) -> Tensor | None:
+        """See `Exchange.lost_flag`: by how many slots the largest need went over the capacity. None if none can."""
+        if not self._can_lose:
+            return None
+        return (self._noted().amax(0, keepdim=True) - self.capacity_slots).clamp_(min=0)
+
+    def clear_lost(self) -> None:
+        """See `Exchange.clear_lost`."""
+        self._most_exact = 0
+        self._noted().zero_()
+
+    def suggested_factor(self) -> float | None:
+        """See `Exchange.suggested_factor`. RuntimeError if a rank did not come in time."""
+        if not self._bounded:
+            return None
+        need = max(self._most_exact, *self._read_notes())
+        return self._factor_for(need) if need else None
+
     def check(self) -> None:
         """See `Exchange.check`; waits for the device once. Also RuntimeError if a rank did not come in time.
 
-        Every rank raises for the overflow of any. The note is cleared then.
+        Every rank raises for the overflow of any. The notes are cleared then.
         """
+        needs = self._read_notes()
+        rank = max(range(self.size), key=needs.__getitem__)
+        if needs[rank] > self.capacity_slots:
+            self.clear_lost()
+            raise RuntimeError(
+                f"rank {rank} needed {needs[rank]} slots and has {self.capacity_slots}: rows were left out since the last "
+                f"check; a capacity_factor of {self._factor_for(needs[rank]):g} would have been enough"
+            )
+
+    def _noted(self) -> Tensor:
+        """[P] int64, a view: the largest need of each rank since the notes were cleared, in slots."""
         peers = self._open()
         at = peers.layout.needs_at
-        noted = peers.base[at : at + 8 * self.size].view(torch.int64)
-        late, *needs = torch.cat([peers.state[LATE : LATE + 1], noted]).tolist()
+        return peers.base[at : at + 8 * self.size].view(torch.int64)
+
+    def _read_notes(self) -> list[int]:
+        """The same on the host. RuntimeError if a rank did not come in time."""
+        peers = self._open()
+        late, *needs = torch.cat([peers.state[LATE : LATE + 1], self._noted()]).tolist()
         if late:
             peers.state[LATE] = 0
             raise RuntimeError(
                 f"rank {late - 1} of {self.size} did not come to an exchange within {self._timeout_s:g} s of rank "
                 f"{self.rank}; results since the last check are wrong"
             )
-        if any(needs):
-            noted.zero_()
-            rank = max(range(self.size), key=needs.__getitem__)
-            enough = math.ceil(100 * needs[rank] / (self._tokens * self._slots)) / 100
-            raise RuntimeError(
-                f"rank {rank} needed {needs[rank]} slots and has {self.capacity_slots}: rows were left out since the last "
-                f"check; a capacity_factor of {enough:g} would have been enough"
-            )
+        return needs
+
+    def _factor_for(self, need: int) -> float:
+        return max(1.0, math.ceil(100 * need / (self._tokens * self._slots)) / 100)
 
     def close(self) -> None:
         """Free the symmetric memory. Collective: no rank may read from one that has freed."""

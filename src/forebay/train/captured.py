@@ -1,0 +1,176 @@
+"""A step's forwards and backwards as one CUDA graph: captured once, replayed with other tokens.
+
+In: what an engine enqueues between gathering weights and reducing gradients, as a function of the step's microbatches and of
+their number of targets. Out: what it returns, and gradients where it leaves them, bit for bit those of calling it.
+
+    first steps         called: compilers, planners and stores settle
+    the next one        its inputs are copied to tensors of the graph's own, the call is captured, and the graph runs
+    from then on        inputs are copied, the graph runs, gradients are put where the call would have put them
+
+The host then enqueues one launch a step. Another shape, or a page store of another size, is captured anew. If a capture fails on
+any process, all go on by calling, and `why_not` says why.
+
+Gathered weights must stay where they are from step to step: `GatheredStep.keep_weights` sees to that. Between steps the memory
+that a step needs belongs to the graph's pool: `release` gives it back, for a step that has to be called.
+
+`CapturedStep` owns the stream that all of it runs on (autograd remembers on which stream a parameter's gradient is accumulated,
+so it is the same one from the first step on), the graph, its inputs, and the gradients that it writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forebay.models.manage import Managed
+from forebay.models.router import RouterStats
+from forebay.train.gathered import GatheredStep
+
+Parts = Sequence[tuple[Tensor, Tensor]]
+Body = Callable[[Parts, Tensor], tuple[Tensor, ...]]
+_CALLS = 3  # steps before the capture: the first sizes page stores, then memory of that size is used, then all is warm
+
+
+class Kept:
+    """What a captured call changes besides what it returns. An engine says what that is.
+
+    Args:
+        take: what calls left so far (gradients, counts); nothing of it stays where it was.
+        put: adds what one call left, or what was taken, to nothing or to what is there.
+    """
+
+    def __init__(self, take: Callable[[], Any], put: Callable[[Any], None]):
+        self.take, self.put = take, put
+
+
+class CapturedStep:
+    """See the module docstring.
+
+    Args:
+        body: (microbatches, count) -> tensors. It must ask nothing of the device, and do the same whenever it is called.
+        kept: what else it changes.
+        device: a CUDA device.
+        version: changes when a graph captured before is no longer right, such as a page store's size.
+        agreed: whether it is true on all processes; collective.
+        ready: whether calls do the same from now on.
+        around: within, the call is captured.
+
+    Attributes:
+        why_not: why steps are called and not captured; None while they are to be.
+    """
+
+    def __init__(
+        self,
+        body: Body,
+        kept: Sequence[Kept],
+        device: torch.device,
+        version: Callable[[], int],
+        agreed: Callable[[bool], bool],
+        *,
+        ready: Callable[[], bool] = lambda: True,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ):
+        self.why_not: str | None = None
+        self._body, self._kept, self._device, self._version, self._agreed = body, list(kept), device, version, agreed
+        self._ready, self._around = ready, around
+        self._stream = torch.cuda.Stream(device)
+        self._calls = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._signature: Any = None
+        self._inputs: list[tuple[Tensor, Tensor]] = []
+        self._count = torch.zeros((), dtype=torch.int64, device=device)
+        self._outputs: tuple[Tensor, ...] = ()
+        self._left: list[Any] = []
+
+    @property
+    def captured(self) -> bool:
+        """Whether there is a graph."""
+        return self._graph is not None
+
+    def on_stream(self, run: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """`run()` on the graph's stream, in order with the current one."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            results = run()
+        current.wait_stream(self._stream)
+        return results
+
+    def __call__(self, parts: Parts, count: Tensor | int) -> tuple[Tensor, ...]:
+        """A step; within `on_stream`."""
+        self._count.fill_(count) if isinstance(count, int) else self._count.copy_(count)
+        signature = ([(ids.shape, labels.shape) for ids, labels in parts], self._version())
+        if self._graph is not None and signature != self._signature:
+            self.release()
+        if self._graph is None:
+            self._calls += 1
+            # All capture the same step: one that only captures does not answer another one's messages.
+            if self.why_not is not None or self._calls <= _CALLS or not self._agreed(self._ready()):
+                return self._body(parts, self._count)
+            if not self._capture(parts, signature):
+                return self._body(parts, self._count)
+        for own, given in zip(self._inputs, parts, strict=True):
+            own[0].copy_(given[0])
+            own[1].copy_(given[1])
+        assert self._graph is not None
+        self._graph.replay()
+        for kept, left in zip(self._kept, self._left, strict=True):
+            kept.put(left)
+        return self._outputs
+
+    def release(self) -> None:
+        """Give up the graph and its memory. The next step is captured again."""
+        self._graph, self._signature = None, None
+        self._inputs, self._outputs, self._left = [], (), []
+        torch.cuda.empty_cache()
+
+    def _capture(self, parts: Parts, signature: Any) -> bool:
+        """Whether there is a graph now, on every process alike."""
+        self._inputs = [(ids.clone(), labels.clone()) for ids, labels in parts]
+        before = [kept.take() for kept in self._kept]  # the graph starts from nothing
+        graph = torch.cuda.CUDAGraph()
+        reason = None
+        try:
+            # Other threads (NCCL's watchdog) ask for events while this one captures.
+            with self._around(), torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                self._outputs = self._body(self._inputs, self._count)
+        except RuntimeError as error:
+            reason = f"{type(error).__name__}: {error}"
+        self._left = [kept.take() for kept in self._kept]
+        for kept, had in zip(self._kept, before, strict=True):
+            kept.put(had)
+        if not self._agreed(reason is None):
+            self.why_not = reason or "another process could not capture it"
+            self.release()
+            return False
+        self._graph, self._signature = graph, signature
+        return True
+
+
+def captured_step(
+    body: Body,
+    gathered: GatheredStep,
+    router: RouterStats | None,
+    memory: Managed,
+    device: torch.device,
+    agreed: Callable[[bool], bool],
+) -> CapturedStep:
+    """For an engine that runs `body` between gathering and reducing: gradients and the routers' counts are what it leaves."""
+    gathered.keep_weights()
+    kept = [Kept(gathered.take_gradients, gathered.put_gradients)]
+    if router is not None:
+        kept.append(Kept(router.take_counts, router.add_counts))
+    pages = memory.pages
+    return CapturedStep(
+        body,
+        kept,
+        device,
+        lambda: 0 if pages is None else pages.generation,
+        agreed,
+        ready=lambda: memory.settled,
+        around=memory.capturing,
+    )

@@ -16,6 +16,7 @@ A step is forward and backward of all microbatches of the global batch, until th
                       stand still; the least of all ranks
     reserved          of the caching allocator over allocated, both peaks, without expandable segments
 
+    graph             whether forwards and backwards of the step were one CUDA graph, or why not
     late release      bytes at stage boundaries that nobody else holds, at most; and how much lower the peak is with early release
     offload           bytes of a step that go to the host and come back, and by how much the plan says that the peak falls;
                       against the same schedule without, in the same run: time, activations, and R, what fell over what was to
@@ -55,9 +56,17 @@ ARMS: dict[str, tuple[dict[str, dict[str, Any]], bool]] = {
     "dualpipev, recompute experts": ({"memory": {"policy": {"*.mlp": "recompute"}}}, True),
     "dualpipev, offload": ({"memory": {"policy": "offload"}}, True),
     "dualpipev, offload all": ({"memory": {"policy": "offload", "offload": "all"}}, True),
+    "dualpipev, graph": ({"memory": {"graph": True}}, True),
+    "dualpipev, graph, offload": ({"memory": {"graph": True, "policy": "offload"}}, True),
+    "dualpipev, bf16 sums, graph": ({"parallel": {"gradients": "compute"}, "memory": {"graph": True}}, True),
     "dualpipev, even": ({"parallel": {"partition": "even"}}, True),
     "zbv": ({"parallel": {"schedule": "zbv"}}, True),
     "1f1b": ({"parallel": {"schedule": "1f1b"}}, True),
+    "interleaved-1f1b, graph": ({"parallel": {"schedule": "interleaved-1f1b"}, "memory": {"graph": True}}, True),
+    "interleaved-1f1b, graph, offload": (
+        {"parallel": {"schedule": "interleaved-1f1b"}, "memory": {"graph": True, "policy": "offload"}},
+        True,
+    ),
     "interleaved-1f1b": ({"parallel": {"schedule": "interleaved-1f1b"}}, True),
     "interleaved-1f1b, offload": (
         {"parallel": {"schedule": "interleaved-1f1b"}, "memory": {"policy": "offload"}},
@@ -152,6 +161,11 @@ def measure(args: argparse.Namespace, name: str, arm: str) -> dict[str, Any]:
         for number in range(2, 2 + args.warm):
             trainer.gradients(number)
             trainer.optimizer.zero_grad(set_to_none=True)
+        for number in range(2 + args.warm, 22 + args.warm):
+            if trainer.captured is None or trainer.captured.captured or trainer.captured.why_not:
+                break
+            trainer.gradients(number)
+            trainer.optimizer.zero_grad(set_to_none=True)
         settle_memory()
         steps = [timed(trainer, engine, 2 + args.warm + i) for i in range(args.steps)]
         picture = watched(args, trainer, engine, 2 + args.warm + args.steps, f"{name}-{arm}")
@@ -187,6 +201,7 @@ def measure(args: argparse.Namespace, name: str, arm: str) -> dict[str, Any]:
             ),
             "host s": ", ".join(f"{v:.2f}" for v in of("host")),
             "waits for copies ms": ", ".join(f"{v:.0f}" for v in of("copies")),
+            "graph": None if trainer.captured is None else trainer.captured.why_not or "yes",
             "reserved": max(of("reserved")),
             "segments of streams GiB": by_stream(),
             "held by late release GiB": ", ".join(f"{v:.3f}" for v in of("late")),
@@ -206,7 +221,8 @@ def compare(rows: list[dict[str, Any]]) -> None:
     """Of arms that offload or release late, against the same without in the same run: time, and R = peak that fell / peak that
     was to fall."""
     for row in rows:
-        base = next((r for r in rows if r["model"] == row["model"] and row["arm"].startswith(f"{r['arm']}, ")), None)
+        shorter = [r for r in rows if r["model"] == row["model"] and row["arm"].startswith(f"{r['arm']}, ")]
+        base = max(shorter, key=lambda r: len(r["arm"]), default=None)
         if base is not None and "late" in row["arm"]:
             pairs = zip(*([float(v) for v in r["by pipeline rank GiB"].split(",")] for r in (row, base)), strict=True)
             row["early release saves GiB"] = ", ".join(f"{late - early:.3f}" for late, early in pairs)
@@ -240,8 +256,18 @@ def timed(trainer: Any, engine: Any, number: int) -> tuple[float, float, float, 
     torch.cuda.synchronize()
     slowest = torch.tensor(time.perf_counter() - started, device="cuda", dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    if trainer.captured is not None and trainer.captured.captured:
+        # The allocator counted when the step was captured. Gathered weights, which stay, are counted as in the other arms.
+        taken = trainer.captured.peak_bytes
+        return float(slowest), taken + gathered_bytes(gathered_step), taken - trainer.captured.left_bytes, host
     peak = torch.cuda.max_memory_allocated()
     return float(slowest), peak - base, peak - held[0], host
+
+
+def gathered_bytes(gathered_step: Any) -> int:
+    """Of the weights that are whole during a step."""
+    held = [h for group in gathered_step._groups() for h in group.fsdp_params]
+    return sum(t.untyped_storage().nbytes() for h in held for t in h.all_gather_outputs)
 
 
 def watched(args: argparse.Namespace, trainer: Any, engine: Any, number: int, name: str) -> dict[str, float]:

@@ -61,6 +61,8 @@ class CapturedStep:
 
     Attributes:
         why_not: why steps are called and not captured; None while they are to be.
+        peak_bytes, left_bytes: device memory that the captured call took at most, and that what it left takes (gradients and
+            results); 0 without a graph. The allocator does not see a graph run.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class CapturedStep:
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
         self.why_not: str | None = None
+        self.peak_bytes = self.left_bytes = 0
         self._body, self._kept, self._device, self._version, self._agreed = body, list(kept), device, version, agreed
         self._ready, self._around = ready, around
         self._stream = torch.cuda.Stream(device)
@@ -126,6 +129,7 @@ class CapturedStep:
         """Give up the graph and its memory. The next step is captured again."""
         self._graph, self._signature = None, None
         self._inputs, self._outputs, self._left = [], (), []
+        self.peak_bytes = self.left_bytes = 0
         torch.cuda.empty_cache()
 
     def _capture(self, parts: Parts, signature: Any) -> bool:
@@ -134,12 +138,16 @@ class CapturedStep:
         before = [kept.take() for kept in self._kept]  # the graph starts from nothing
         graph = torch.cuda.CUDAGraph()
         reason = None
+        held = torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
         try:
             # Other threads (NCCL's watchdog) ask for events while this one captures.
             with self._around(), torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
                 self._outputs = self._body(self._inputs, self._count)
         except RuntimeError as error:
-            reason = f"{type(error).__name__}: {error}"
+            reason = _first_cause(error)
+        self.peak_bytes = torch.cuda.max_memory_allocated(self._device) - held
+        self.left_bytes = torch.cuda.memory_allocated(self._device) - held
         self._left = [kept.take() for kept in self._kept]
         for kept, had in zip(self._kept, before, strict=True):
             kept.put(had)
@@ -149,6 +157,13 @@ class CapturedStep:
             return False
         self._graph, self._signature = graph, signature
         return True
+
+
+def _first_cause(error: BaseException) -> str:
+    """What ended a capture says no more than that it had ended; what came before says why."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
 def captured_step(

@@ -33,6 +33,8 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "offload all": {"policy": "offload", "offload": "all"},
     "by layer": {"policy": {"model.layers.0.*attn": "offload", "model.layers.[24].mlp": "recompute"}},
     "mixed": {"policy": {"*.self_attn": "offload", "*.mlp": "recompute"}, "offload": "all"},
+    "stash": {"policy": "stash"},
+    "stash and offload": {"policy": {"*.self_attn": "offload", "*.mlp.experts": "stash"}, "offload": "all"},
 }
 STEPS = (1, 2)  # offloading measures in the first one and follows its plan in the second
 MICROBATCHES = 4
@@ -80,6 +82,11 @@ class Ran:
                 self.steps.append((losses, local))
                 if trainer.memory.ledger.live_tickets:
                     self.wrong.append(f"step {number}: tickets are left: {trainer.memory.ledger.holdings()[:3]}")
+                pages = trainer.memory.pages
+                if pages is not None and (pages.live_tickets or not pages.end_step().pages_out):
+                    self.wrong.append(
+                        f"step {number}: {pages.live_tickets} tickets of pages are left, or none was taken"
+                    )
             # How much "fit" offloads depends on measured times, of which a CPU has none.
             if memory.get("offload") == "all" and not (
                 trainer.memory.plan and 0 < trainer.memory.plan.planned_bytes <= trainer.memory.report().moved_bytes
@@ -117,7 +124,9 @@ def text_in(folder: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize(("world", "names"), [(2, list(PLACEMENTS)), (4, ["offload all", "mixed"])])
+@pytest.mark.parametrize(
+    ("world", "names"), [(2, list(PLACEMENTS)), (4, ["offload all", "mixed", "stash and offload"])]
+)
 def test_placements_change_no_bit(tmp_path: Path, world: int, names: list[str]) -> None:
     for found in run_ranks(placements, world, text_in(tmp_path), names):
         assert {case: wrong for case, wrong in found.items() if wrong} == {}

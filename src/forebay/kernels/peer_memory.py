@@ -51,9 +51,9 @@ class PeerLayout:
     """Where things lie in each rank's memory, in bytes. T tokens at most, P ranks, K slots a token.
 
     Once: `flags_at` [chunks + 1, P] int64 (rank p's; the last row is of the lists) and `needs_at` [P] int64 (rank p's largest
-    need beyond its capacity). Twice, `half` bytes apart: `rows_at` [T] rows, `ids_at` [T, K] int32, `weights_at` [T, K] of up
-    to 4 bytes, `lists_at` [P, T] int32 (tokens that rank p sends here), `counts_at` [P, 2] int32 (rank p's rows and live
-    slots for this rank), `landing_at` [T, P] rows and `narrow_at` [T, P, K] of up to 4 bytes (what rank p sends back).
+    need of a dispatch under a capacity). Twice, `half` bytes apart: `rows_at` [T] rows, `ids_at` [T, K] int32, `weights_at` [T,
+    K] of up to 4 bytes, `lists_at` [P, T] int32 (tokens that rank p sends here), `counts_at` [P, 2] int32 (rank p's rows and
+    live slots for this rank), `landing_at` [T, P] rows and `narrow_at` [T, P, K] of up to 4 bytes (what rank p sends back).
 
     Attributes:
         ranks, tokens, slots: P, T, K.

@@ -14,6 +14,7 @@ lists. A pattern may name any other module unless it runs inside compiled code.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -87,8 +88,16 @@ class Managed:
         return self._manager.store.pool.reserved_bytes
 
     def report(self) -> StepReport:
-        """Figures of the last step's copies and placements. Waits for the device."""
-        return self._manager.report()
+        """Figures of the last step's copies and placements. Waits for the device.
+
+        Stashed bytes are those of the pages that were out at once, at most, by the last step that `pages.end_step` was called
+        for.
+        """
+        report = self._manager.report()
+        if self.pages is None or self.pages.last is None:
+            return report
+        stashed = {"stash": self.pages.last.bytes_out}
+        return replace(report, saved_bytes_by_placement={**report.saved_bytes_by_placement, **stashed})
 
     def profile(self, step: Callable[[], Any]) -> SavedProfile:
         """What autograd saves in one call of `step` (a forward pass that returns its loss), by region and operation.

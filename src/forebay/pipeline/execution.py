@@ -221,6 +221,8 @@ class ExecutionContext:
         """Name the compute stream: the current one. Call it outside of any stream context, once a step."""
         if self._device.type == "cuda":
             self.compute = torch.cuda.current_stream(self._device)
+        # A CUDA graph that is being captured must know of a stream before `leave` joins it, also if no transfer is launched.
+        self.comm.wait_stream(self.compute)
 
     def launch(self, transfer: Callable[..., Any], *args: Any) -> Pending:
         """Enqueue `transfer(*args)` on the communication stream, behind all that both streams were given so far.

@@ -147,6 +147,7 @@ class PageStore:
         backend: of the kernels.
 
     Attributes:
+        last: what the last `end_step` said; None before it.
         generation: counts the arenas that there have been. A CUDA graph is good for the one it was captured with.
 
     Raises:
@@ -175,6 +176,7 @@ class PageStore:
         self.spill = spill
         self.backend: Backend = backend
         self.generation = 0
+        self.last: PageReport | None = None
         self._memory: _Memory | None = None
         self._closed = False
         self._exact = 0  # depth of `exactly`
@@ -311,7 +313,7 @@ class PageStore:
             self._last = self._stream()
         self._private_most = self._private
         resized = idle and self._fit(most)
-        return PageReport(
+        self.last = PageReport(
             pages_out=most,
             bytes_out=most * self.page_bytes,
             device_bytes=self.device_pages * self.page_bytes,
@@ -321,6 +323,7 @@ class PageStore:
             resized=resized,
             reclaimed_pages=reclaimed,
         )
+        return self.last
 
     def resize(self, device_pages: int, host_pages: int) -> None:
         """Make another arena, of so many pages. Tickets that are alive keep the one they have, beside it.

@@ -123,7 +123,7 @@ class Parallel:
     capacity_factor: float = _key(
         0.0, low=0.0
     )  # "symmetric": room for tokens received, over that for even routing, and no host
-    # synchronisation; more is an error. 0 is exact sizes, with one synchronisation a layer
+    # synchronisation; a step that needs more runs again with exact sizes. 0 is exact sizes, with one synchronisation a layer
     timeout: int = _key(600, low=1)  # seconds that a process waits for the others before it gives up
     reshard: bool = _key(True)  # give gathered weights back after each use; false keeps them until the step's end
     reduce: str = _key("step", choices=("step", "microbatch"))  # when gradients are summed over processes; the latter

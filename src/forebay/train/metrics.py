@@ -291,6 +291,8 @@ def summary_tables(summary: Summary) -> list[Table]:
 def _where(placement: str, summary: Summary) -> str:
     if placement == "recompute":
         return "nowhere: all but this, the regions' inputs, was made again in backward"
+    if placement == "stash":
+        return "pages, as many as its rows filled"
     if placement != "offload":
         return "GPU memory" if summary.on_gpu else "memory"
     store = (

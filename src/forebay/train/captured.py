@@ -54,7 +54,8 @@ class CapturedStep:
         body: (microbatches, count) -> tensors. It must ask nothing of the device, and do the same whenever it is called.
         kept: what else it changes.
         device: a CUDA device.
-        version: changes when a graph captured before is no longer right, such as a page store's size.
+        version: changes when a graph captured before is no longer right, such as a page store's size; on all processes, or who
+            changes it calls `release` on all.
         agreed: whether it is true on all processes; collective.
         ready: whether calls do the same from now on.
         around: within, the call is captured.
@@ -123,10 +124,11 @@ class CapturedStep:
         self._graph.replay()
         for kept, left in zip(self._kept, self._left, strict=True):
             kept.put(left)
-        return self._outputs
+        return tuple(t.clone() for t in self._outputs)  # the next step writes to them
 
     def release(self) -> None:
-        """Give up the graph and its memory. The next step is captured again."""
+        """Give up the graph and its memory. The next step is captured again: to be called on all processes alike."""
+        torch.cuda.synchronize(self._device)  # it may be running
         self._graph, self._signature = None, None
         self._inputs, self._outputs, self._left = [], (), []
         self.peak_bytes = self.left_bytes = 0

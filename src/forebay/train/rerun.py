@@ -59,6 +59,8 @@ class Reruns:
         pages: where residuals are stashed; None if they are not.
         router: whose counts a step adds to.
         called: a context within which a step is called, where it would replay a graph: that cannot be exact.
+        renewed: called on all processes when the pages of any are other ones than before: nobody may replay a graph while another
+            one calls.
 
     Attributes:
         needed: whether anything can be left out, on any process. If not, `run` only calls.
@@ -72,11 +74,14 @@ class Reruns:
         pages: PageStore | None,
         router: RouterStats | None,
         called: Callable[[], AbstractContextManager[None]] = nullcontext,
+        renewed: Callable[[], None] = lambda: None,
     ):
-        self._mesh, self._exchange, self._pages, self._router, self._called = mesh, exchange, pages, router, called
+        self._mesh, self._exchange, self._pages, self._router = mesh, exchange, pages, router
+        self._called, self._renewed = called, renewed
         loses = exchange is not None and exchange.lost_flag() is not None
         # A pipeline rank without experts, or without a stashed region, has to come along.
-        self.needed = any(mesh.max(loses, pages is not None))
+        rows, paged = mesh.max(loses, pages is not None)
+        self.needed, self._paged = bool(rows or paged), bool(paged)
         self.page_report: PageReport | None = None
         self._factor = 0.0  # enough for every step that was run again
 
@@ -105,8 +110,7 @@ class Reruns:
                     self._exchange.clear_lost()
                 result = gradients()
             rerun = Rerun(rows, pages, self._factor_of_this_step() if rows else None)
-        if self._pages is not None:
-            self.page_report = self._pages.end_step()
+        self._end_pages()
         return result, rerun
 
     def factor(self) -> float | None:
@@ -126,6 +130,15 @@ class Reruns:
             self._pages.exactly() if self._pages is not None else nullcontext(),
         ):
             yield
+
+    def _end_pages(self) -> None:
+        if not self._paged:
+            return
+        if self._pages is not None:
+            self.page_report = self._pages.end_step()
+        (resized,) = self._mesh.max(self.page_report is not None and self.page_report.resized)
+        if resized:
+            self._renewed()
 
     def _left_out(self) -> tuple[bool, bool]:
         """Whether rows and pages went missing, on any process. Waits for the device."""

@@ -115,7 +115,8 @@ class Trainer:
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = _adamw(self.model, config)
         called = self._gradients.called if self._gradients is not None else nullcontext
-        self._reruns = Reruns(mesh, self.exchange, self.memory.pages, self._router, called)
+        renewed = self.captured.release if self.captured is not None else _nothing
+        self._reruns = Reruns(mesh, self.exchange, self.memory.pages, self._router, called, renewed)
         if mesh.rank:
             _seed(seed + mesh.rank)  # weights are the same on all processes, dropout is not
 
@@ -338,6 +339,10 @@ class Trainer:
         size = self.config.microbatch(self.mesh.batch.size)
         ids = inputs.to(self.device, non_blocking=True).split(size)
         return list(zip(ids, targets.to(self.device, non_blocking=True).split(size), strict=True))
+
+
+def _nothing() -> None:
+    """There is no graph to be given up."""
 
 
 @contextmanager

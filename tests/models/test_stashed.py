@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import forebay
+from forebay.models.parts import keep_part
 from forebay.moe.dispatch.local import LocalExchange
 from forebay.policy import PolicyError
 
@@ -55,3 +56,17 @@ def test_what_cannot_be_stashed(policy, exchange, said, tiny) -> None:
 def test_a_dense_model_has_none(tiny) -> None:
     with pytest.raises(PolicyError, match="this model has none"):
         forebay.manage(tiny("llama"), {"*.mlp": "stash"})
+
+
+def test_a_part_without_moe_layers_has_nothing_to_stash(tiny) -> None:
+    """Of a pipeline's ranks, one may have dense layers alone: what the others carry out is no error there."""
+    model = tiny("qwen3_moe")
+    keep_part(model, [0], embedding=True, head=True)
+    with forebay.manage(model, "stash", exchange=LocalExchange(64)) as mem:
+        assert set(mem.placements.values()) == {"keep"}
+        assert mem.pages is None
+
+
+def test_room_for_pages_that_nobody_takes(tiny) -> None:
+    with pytest.raises(PolicyError, match="'stash' on, and there is none"):
+        forebay.manage(tiny("qwen3_moe"), pages="1GiB")

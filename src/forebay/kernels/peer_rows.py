@@ -229,7 +229,7 @@ def receive_tokens(
 
     Args:
         capacity: C, of the rows.
-        slots_max: how many live slots there may be; C is no smaller than the rows that as many slots can have.
+        slots_max: how many live slots there may be, and C no smaller than the rows that as many can have; 0 notes every need.
         width, dtype: H and dtype of the rows.
         weights_dtype: as sent.
     """

@@ -571,7 +571,7 @@ def _halves(t: Tensor, glu: Glu) -> tuple[Tensor, Tensor]:
 def _reference_parts(
     h: Tensor, glu: Glu, bias: Tensor | None, row_expert: Tensor | None, live: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The plain PyTorch form of `_load_gate_up` and `_glu_parts`."""
+    """The plain PyTorch form of `_gate_up` and `_glu_parts`."""
     h = torch.where(live, h.to(torch.float64 if h.dtype == torch.float64 else torch.float32), 0.0)
     if bias is not None and row_expert is not None:
         # A sentinel has no expert: clamp its index, its row is masked anyway.

@@ -27,7 +27,7 @@ from forebay.models.compile import compile_half
 from forebay.models.families import has_known_layers, moe_blocks
 from forebay.models.halves import Halves, install_halves, light_recompute_of
 from forebay.models.hf_experts import register
-from forebay.models.parts import paths_elsewhere
+from forebay.models.parts import all_layers, paths_elsewhere
 from forebay.models.stashed import install_stash, remove_stash, split_stash
 from forebay.moe.dispatch.exchange import Exchange
 from forebay.planner.simulate import Plan, Timeline
@@ -45,7 +45,7 @@ class Managed:
     Attributes:
         ledger: live tickets and bytes by region and call.
         halves: the halves of the known decoder layers.
-        pages: where stashed rows wait; None if nothing is stashed. Its `end_step` belongs behind every optimizer step.
+        pages: where stashed rows wait; None if nothing is stashed. Its `end_step` belongs behind every step's last backward.
     """
 
     def __init__(
@@ -201,6 +201,8 @@ def manage(
         sealed = _sealed(model, halves, exchange) if compile else {}
         slots, claims, stashed = _regions(model, halves, policy, sealed, exchange)
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        if pages is not None and not stashed:
+            raise PolicyError("pages=... is for regions that the policy puts 'stash' on, and there is none")
         store = install_stash(model, stashed, device, parse_bytes(pages) if pages is not None else None)
         if store is not None:
             undo.append(store.close)
@@ -298,7 +300,8 @@ def _regions(
                 "give a mapping from module-path patterns to placements"
             )
         # Of a whole model only experts have rows to stash.
-        paths = [b.path for b in moe_blocks(model)] or default if policy == "stash" else default
+        moe = policy == "stash" and any(moe_blocks(layer) for layer in _layers_of(model))
+        paths = [b.path for b in moe_blocks(model)] if moe else default
         claims = [Claim(path, policy, policy) for path in paths]
     else:
         # Of a part, patterns may name layers that other ranks hold; what a compiled half seals here is sealed there too.
@@ -315,6 +318,11 @@ def _regions(
         if path in wanted:
             slots[path] = halves[path] if path in halves else ModuleSlot(module, light_recompute_of(module))
     return slots, [c for c in claims if c.path in slots], stashed
+
+
+def _layers_of(model: nn.Module) -> Sequence[nn.Module]:
+    """Also those that a part does not hold, whose rank would else see no experts where others do."""
+    return all_layers(model) if isinstance(model, PreTrainedModel) and has_known_layers(model) else [model]
 
 
 def _children_of_lists(model: nn.Module) -> list[str]:

@@ -99,7 +99,7 @@ def deferring_experts(store: WeightGradients, inputs: tuple[Any, ...]) -> Tensor
 
 
 class _Experts(torch.autograd.Function):
-    """The autograd of `forebay::experts` without edges to gate_up and down; `_End` has those."""
+    """The autograd of `forebay::experts` without edges to gate_up and down; `End` has those."""
 
     @staticmethod
     def forward(ctx, *args):

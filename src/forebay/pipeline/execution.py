@@ -245,9 +245,11 @@ class ExecutionContext:
 
     def leave(self) -> None:
         """Join the streams and let go of everything, in whatever state the step ended."""
-        self.compute.wait_stream(self.comm)
-        self.comm.wait_stream(self.compute)
-        self._deferred.clear()
+        try:
+            self.compute.wait_stream(self.comm)
+            self.comm.wait_stream(self.compute)
+        finally:  # streams of a capture that failed cannot be joined
+            self._deferred.clear()
 
 
 class Wire:

@@ -28,7 +28,8 @@ T = TypeVar("T")
 def watch(trainer: Trainer, step: Callable[[], T]) -> tuple[T, list[Ran]]:
     """What `step()` returned, and what the ranks of the first pipeline ran in it; no records on processes of other pipelines.
 
-    All processes call it. Clocks start together, behind a barrier.
+    All processes call it. Clocks start together, behind a barrier. Who runs what when is the host's doing: the step is not
+    replayed from a graph, on any process.
 
     Raises:
         UsageError: the trainer has no pipeline.
@@ -37,12 +38,13 @@ def watch(trainer: Trainer, step: Callable[[], T]) -> tuple[T, list[Ran]]:
     if engine is None:
         raise UsageError("parallel.pp is 1: there is no pipeline whose timeline could be shown")
     if mesh.batch.rank:
-        return step(), []
+        with engine.called():
+            return step(), []
     dist.barrier(mesh.pipeline)
     if trainer.device.type == "cuda":
         torch.cuda.synchronize(trainer.device)
     recorder = Recorder(mesh.pp_rank, trainer.device)
-    with engine.watched(recorder):
+    with engine.called(), engine.watched(recorder):
         result = step()
     found: list[Any] = [None] * mesh.pp
     dist.all_gather_object(found, recorder.records(), group=mesh.pipeline)

@@ -240,7 +240,7 @@ class Manager:
         if self.plan is None or self._outgrown or self._recorder is not None or self._stopwatch is not None:
             return False
         retimed = not self._alternating or self._retimings >= _RETIMINGS or self._device.type != "cuda"
-        return retimed and (self._trimmed or not self.plan.planned_bytes)
+        return retimed and self._trimmed
 
     @contextmanager
     def capturing(self) -> Iterator[None]:

@@ -1,6 +1,6 @@
 """The store's contract and the ticket with its named states.
 
-A store takes the bytes of a tensor (`put`), brings them back ahead of time (`fetch`) and makes the compute stream
+A store takes the bytes of tensors (`hold`, `send`), brings them back ahead of time (`fetch`) and makes the compute stream
 wait for them (`wait`). What it hands out is a `Ticket`; the autograd graph owns it, and when the last reference goes,
 the ticket gives its memory back. No store keeps a strong reference to a ticket.
 """

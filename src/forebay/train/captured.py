@@ -3,7 +3,7 @@
 In: what an engine enqueues between gathering weights and reducing gradients, as a function of the step's microbatches and of
 their number of targets. Out: what it returns, and gradients where it leaves them, bit for bit those of calling it.
 
-    first steps         called: compilers, planners and stores settle
+    first steps         called: compilers, planners and stores settle; so do those of another shape
     the next one        its inputs are copied to tensors of the graph's own, the call is captured, and the graph runs
     from then on        inputs are copied, the graph runs, gradients are put where the call would have put them
 
@@ -85,6 +85,7 @@ class CapturedStep:
         self._calls = 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._signature: Any = None
+        self._shapes: Any = None
         self._inputs: list[tuple[Tensor, Tensor]] = []
         self._count = torch.zeros((), dtype=torch.int64, device=device)
         self._outputs: tuple[Tensor, ...] = ()
@@ -110,6 +111,9 @@ class CapturedStep:
         signature = ([(ids.shape, labels.shape) for ids, labels in parts], self._version())
         if self._graph is not None and signature != self._signature:
             self.release()
+        if self._shapes not in (None, signature[0]):
+            self._calls = 0  # masks, compilers and stores have to settle again
+        self._shapes = signature[0]
         if self._graph is None:
             self._calls += 1
             # All capture the same step: one that only captures does not answer another one's messages.
@@ -146,7 +150,7 @@ class CapturedStep:
             # Other threads (NCCL's watchdog) ask for events while this one captures.
             with self._around(), torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
                 self._outputs = self._body(self._inputs, self._count)
-        except RuntimeError as error:
+        except Exception as error:  # whatever it is: the other processes wait to hear of it
             reason = _first_cause(error)
         self.peak_bytes = torch.cuda.max_memory_allocated(self._device) - held
         self.left_bytes = torch.cuda.memory_allocated(self._device) - held

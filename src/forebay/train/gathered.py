@@ -85,7 +85,7 @@ class GatheredStep:
         return left
 
     def put_gradients(self, left: list[tuple[Any, Tensor | None, Tensor | None]]) -> None:
-        """The inverse of `take_gradients`."""
+        """The inverse of `take_gradients`: in the place of what is there."""
         for (weight, held), gradient, accumulated in left:
             weight.grad = gradient
             if held is not None:
@@ -99,7 +99,11 @@ class GatheredStep:
         return [(h.unsharded_param, h) for h in held if h.unsharded_param.requires_grad]
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks, and give gathered weights back if they were kept."""
+        for group in self._groups() if self._sharded else ():
+            for held in group.fsdp_params:
+                if vars(held).pop("free_unsharded_param", None) is not None and group.is_sharded:
+                    held.free_unsharded_param()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

@@ -121,7 +121,7 @@ class PipelinedGradients:
     def __call__(
         self, microbatches: Sequence[tuple[Tensor, Tensor]], count: Tensor | int, parts: int
     ) -> tuple[Tensor, Tensor]:
-        """Gradients are added to what is there.
+        """Gradients are added to what is there; those of a replayed graph take its place: forget gradients before each step.
 
         Args:
             microbatches: ids and labels [B, S] each; labels are shifted. The same on all ranks of the pipeline.
@@ -194,7 +194,10 @@ class PipelinedGradients:
             self._runtime.stages, self.watcher = before, None
 
     def close(self) -> None:
-        """Remove what was put on parameters and modules."""
+        """Remove what was put on parameters and modules, and give up the graph."""
+        if self.captured is not None:
+            self.captured.release()
+            self.captured = None
         self._gathered.close()
         self._deferred.close()
 

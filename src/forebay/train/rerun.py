@@ -5,7 +5,7 @@ Out: gradients of which nothing is missing, and a `Rerun` if it took two attempt
 
     remember the random generators and the routers' counts
     gradients                            at full speed: the device notes what did not fit, nobody waits
-    read the notes of all processes      the step's one wait of the host
+    read the notes of all processes      the host waits for the device
     if anything was left out: drop the gradients, put back what was remembered, clear the notes, and gradients again, within
     `exactly()` of both, where the host waits for sizes and nothing is left out
 

@@ -233,6 +233,7 @@ class _Run:
         self.checkpoints = checkpoint.Checkpoints(start.folder / "checkpoints", config.checkpoint.keep)
         self.records: list[StepRecord] = []
         self.saved_at = 0
+        self._graph_said: str | None = None
 
     def go(self) -> Path:
         """All steps; see `train`."""
@@ -261,6 +262,14 @@ class _Run:
         return self.start.folder
 
     def _step(self, number: int, report: Reporter) -> StepRecord:
+        record = self._timed_step(number, report)
+        graph = self.trainer.graph_says
+        if graph not in (None, self._graph_said):
+            self._graph_said = graph
+            report.say(f"step {number}: {graph}")
+        return record
+
+    def _timed_step(self, number: int, report: Reporter) -> StepRecord:
         if number != self.config.log.timeline:
             record = self.trainer.step(number)
             report.step(record)

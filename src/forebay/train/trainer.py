@@ -136,6 +136,20 @@ class Trainer:
         """The graph of a step; None without `memory.graph`, and on a CPU."""
         return self._gradients.captured if self._gradients is not None else None
 
+    @property
+    def graph_says(self) -> str | None:
+        """Whether steps are replayed from a graph, or why not; None if `memory.graph` is not set, or it is not known yet."""
+        captured = self.captured
+        if captured is None:
+            return "there is no CUDA device to capture steps on" if self.config.memory.graph else None
+        if captured.why_not is not None:
+            return f"steps cannot be captured and are launched by the host: {captured.why_not}"
+        return "forwards and backwards of a step are one CUDA graph" if captured.captured else None
+
+    def _graph_bytes(self) -> int:
+        """What a replayed step takes beside what is held between steps: the allocator does not see it."""
+        return self.captured.peak_bytes - self.captured.left_bytes if self.captured is not None else 0
+
     def close(self) -> None:
         """Take the manager off the model; the model is as it was built and sharded, but trained."""
         if self._gradients is not None:
@@ -153,9 +167,10 @@ class Trainer:
             RunError: a loss or gradient that is not finite. Parameters may hold NaN then: do not save them.
             RuntimeError: another rank did not come to an exchange.
         """
-        started = time.perf_counter()
+        started, held = time.perf_counter(), 0
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
+            held = torch.cuda.memory_allocated(self.device)
         rate = self.config.optimizer.lr * factor(self.config.schedule, number, self.config.train.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -176,7 +191,8 @@ class Trainer:
                 f"step {number}: the loss is {loss} and the gradient norm {size}, which is not finite; "
                 "lower optimizer.lr or lengthen schedule.warmup, and go on from an earlier checkpoint with --resume"
             )
-        seconds, peak = self.mesh.max(time.perf_counter() - started, peak_bytes(self.device))
+        most = max(peak_bytes(self.device), held + self._graph_bytes())
+        seconds, peak = self.mesh.max(time.perf_counter() - started, most)
         tokens = self.config.train.batch * self.config.train.sequence
         return StepRecord(
             number, seconds, loss, imbalance, rate, size, tokens / seconds, int(peak), self.device.type == "cuda", rerun
@@ -310,7 +326,8 @@ class Trainer:
         """Targets of the step that a loss is computed for, over all that share the batch. The host does not wait for it."""
         own = int((targets != IGNORE).sum())
         if self.mesh.batch.size == 1:
-            return own
+            # A graph reads it from memory. Divided by a number or by a tensor, the last bit may be another.
+            return own if self.captured is None else torch.tensor(own, device=self.device)
         return self.mesh.sum_batch(torch.full((), own, dtype=torch.int64, device=self.device))
 
     def _loss(

@@ -1,22 +1,22 @@
 """A rank's memory over a step, laid on what the rank does, and whether that fits a budget.
 
 In: a `ModelTrace`, the `State` of a rank, its stages and the list of what it computes (a pipeline's own plan, or one forward and
-backward after the other), and a placement for every half. Out: a `RankFit`: the highest point of the step, and what it is made of.
+backward after the other), and a placement for every half. Out: a `RankFit`: the highest point of the step, and what makes it up.
 Nothing is run or kept.
 
 The step is walked action by action, half by half. At each half's forward and backward the level is
 
     parameters + moments + gathered weights + gradients so far + saved so far + what this half needs for a moment + other
 
-Gradients of a part are there from its first backward on (`State` says which kinds are there from the begin). Where a forward and a
-backward run together, half k of the one meets half k of the other, counted from where each begins. Between the two halves of a split
-backward what the experts' weight gradients need waits (`forebay.moe.weight_gradients`).
+Gradients of a part are there from its first backward on (`State` says which kinds are there from the begin). Where a forward and
+a backward run together, half k of the one meets half k of the other, counted from where each begins. Between the two parts of a
+split backward what the experts' weight gradients need waits (`forebay.moe.weight_gradients`).
 
 What a placement makes of the bytes that a half saves:
 
     keep        all are held
-    recompute   of a MoE half with Forebay's experts all but the first product ("light", "save-dispatch" and "save-both" too, which
-                hold less); "full", and every other half: its input alone, and backward makes the rest again
+    recompute   of a MoE half with Forebay's experts all but the first product ("light"; "save-dispatch" and "save-both" hold less
+                and are counted so too); "full", and every other half: its input alone, and backward makes the rest again
     offload     none is held, but for two halves on their way: the most that offloading can free. Whether the link carries it in
                 time is not known here; `offload = "fit"` leaves what it cannot carry
     stash       x and h of the experts as the rows that came, in pages, not as buffers of the capacity
@@ -76,8 +76,8 @@ class Stage:
 @dataclass(frozen=True)
 class Held:
     """One half under its placement, bytes: `held` from forward to backward, `forward` and `backward` above the level before,
-    `later` from the input half of a split backward to its weight half, `stays` from backward to the step's end, and `gradient`: the
-    place of its part's gradient (a layer's place, "embedding" or "head")."""
+    `later` from the input part of a split backward to its weight part, `stays` from backward to the step's end, and `gradient`:
+    the place of its part's gradient (a layer's place, "embedding" or "head")."""
 
     path: str
     placement: str

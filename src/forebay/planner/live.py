@@ -4,8 +4,8 @@ In: nothing; a `Live` is entered around code that makes fake tensors. Out: `now`
 from the operation that makes it until nobody holds it, through weak references: it keeps nothing alive.
 
 An operation that is opaque to autograd (`forebay::experts`, its backward, `forebay::linear_cross_entropy`) has a fake
-implementation that makes its results only. What its body needs besides is counted by the formulas of `WORKSPACES`, which are those
-of the operations' own docstrings. Memory that a library takes for one kernel (split-K buffers of a GEMM, a fused attention's
+implementation that makes its results only. What its body needs besides is counted by the formulas of `WORKSPACES`, which are
+those of the operations' own docstrings. Memory that a library takes for one kernel (split-K buffers of a GEMM, a fused attention's
 backward in fp32) is not seen.
 
 FLOPs are those of `torch.utils.flop_counter`'s formulas: attention counts all pairs, those under the mask too.
@@ -89,7 +89,7 @@ def _experts(
 
 def _experts_backward(dy: Tensor, x: Any, h: Any, order: Tensor, *rest: Any, **_: Any) -> int:
     """The larger of the two stages of `forebay.moe.experts_op`'s docstring, with the gradients that exist by then."""
-    inverse, _, weights, gate_up, down, gate_up_bias, down_bias, *settings = rest
+    gate_up, down, settings = rest[3], rest[4], rest[7:]
     transposed, needs = settings[2], settings[5:]
     hidden = dy.shape[1]
     inner = down.shape[1] if transposed else down.shape[2]

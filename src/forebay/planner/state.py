@@ -1,8 +1,8 @@
 """What a rank holds besides activations: parameters, gradients, optimizer states, gathered weights, and what CUDA takes.
 
-In: the shapes of a model's parameters (`weights_of`, on any device) and a `Sharing`: how processes share them and in which dtypes.
-Out: a `State` for the decoder layers that a pipeline rank has. Exact where it is a matter of shapes; constants say where they come
-from. Nothing is kept.
+In: the shapes of a model's parameters (`weights_of`, on any device) and a `Sharing`: how processes share them, in which dtypes.
+Out: a `State` for the decoder layers that a pipeline rank has. Exact where it is a matter of shapes; constants say where they
+come from. Nothing is kept.
 
     parameters    the rank's shard, in the parameters' dtype
     optimizer     AdamW: two moments of the shard in its dtype, and a step count each (a block of the allocator)
@@ -12,8 +12,8 @@ from. Nothing is kept.
                   FSDP2 else: the shard's, in its dtype; while a layer is reduced, its own whole and in the dtype it is sent in
     gathered      what FSDP2 gathers, in the dtype that is computed in:
                   embedding, last norm and head for the whole step; layers too without `reshard`, or gathered for a step
-                  with `reshard`: the layer that runs, the next one on its way, and the buffer it arrives in; of a step on gathered
-                  weights, the experts of one layer and their buffer
+                  with `reshard`: the layer that runs, the next one on its way, and the buffer it arrives in; of a step on
+                  gathered weights, the experts of one layer and their buffer
 
 FSDP2 cuts a parameter along its first dimension in pieces of the same length, so that rank 0's shard is ceil(n / N) rows of n; an
 experts' parameter along the first dimension that N divides. Figures are rank 0's, the largest.
@@ -32,11 +32,10 @@ from forebay.models.families import decoder_layers, moe_block
 
 GPU_BLOCK = 512  # bytes; the CUDA caching allocator's rounding
 CONTEXT = 600 << 20
-"""Bytes of a CUDA context with torch's kernels, and cuBLAS's workspaces, on an H200 with CUDA 13: an allowance, not a shape.
-The driver's own share of a context is about half a GiB on Hopper; torch's cuBLAS workspace is 32 MiB there."""
+"""Bytes of a CUDA context with torch's kernels, and cuBLAS's workspace (32 MiB on Hopper): an allowance, measured by nobody here."""
 COMMUNICATOR = 256 << 20
-"""Bytes of one NCCL communicator on the device: an allowance. NCCL's channels hold 2 x NCCL_BUFFSIZE (4 MiB) of buffers a peer and
-channel; up to 32 channels of one ring are 256 MiB."""
+"""Bytes of one NCCL communicator on the device: an allowance. A channel of a ring holds a send and a receive buffer of NCCL_BUFFSIZE
+(4 MiB); 32 channels are 256 MiB."""
 
 
 @dataclass(frozen=True)
@@ -244,9 +243,9 @@ def _other(s: Sharing) -> int:
 
 
 def symmetric_bytes(ranks: int, tokens: int, hidden: int, slots: int, element: int) -> int:
-    """Symmetric memory of each rank of an expert group, of P ranks with T tokens of K slots at most: two halves of T rows to send,
-    T P rows that come back, and ids, weights and lists. Within 0.1 % of `forebay.kernels.peer_memory.PeerLayout`, which also pads
-    each region to 128 bytes: that file is a kernel's, and not for a planner."""
+    """Symmetric memory of each rank of an expert group, of P ranks with T tokens of K slots at most: two halves of T rows to
+    send, T P rows that come back, and ids, weights and lists. `forebay.kernels.peer_memory.PeerLayout` also pads each region to
+    128 bytes; that file is a kernel's, and not for a planner."""
     row = hidden * element
     return 2 * tokens * (row + 8 * slots + 4 * ranks + ranks * (row + 4 * slots))
 

@@ -5,19 +5,17 @@ embedding, the two halves of every decoder layer, and the head with its loss. Th
 itself runs them, with its experts, its loss and (under expert parallelism) its stages, on fake tensors. Nothing is kept.
 
 How: of each *kind* of layer (its classes, the shapes of its parameters, its sliding window) at most two are run, and the last
-half of a kind gives the kind's figures: what layers share, such as rotary tables, the first one saves. Each half is a graph of its own,
-whose input is a leaf: forward is run and its memory watched (`forebay.planner.live`), then backward. A figure of *saved* bytes is
+half of a kind gives the kind's figures: what layers share, such as rotary tables, the first one saves. Each half is a graph of its
+own, whose input is a leaf: forward is run and its memory watched (`forebay.planner.live`), then backward. A figure of *saved* bytes is
 that of `forebay.saved.profile`: distinct storages that autograd saved first in this part, parameters and their views left out.
 
-Fake tensors are on the fake CPU: torch's CPU wheels abort where autograd meets a fake CUDA tensor. Two things would differ and are
-made those of a GPU. Storages are rounded to the caching allocator's 512 bytes; and `scaled_dot_product_attention` is a fused
-kernel (the CPU's own choice falls back to one that saves all scores for DeepSeek's heads). GPUs save up to 1 KiB a layer more, for
-the random state of a dropout that is off.
+Fake tensors are on the fake CPU: torch's CPU wheels abort where autograd meets a fake CUDA tensor. Two things would differ and
+are made those of a GPU. Storages are rounded to the caching allocator's 512 bytes; and `scaled_dot_product_attention` is one of the
+GPU's fused kernels, which keep no scores and give their output the layout of the queries.
 
 What is not the run's:
 
-* `memory.compile`: the trace is of uncompiled halves, which save more. An upper bound: of Qwen3-30B-A3B's layer compiled code saves
-  about two thirds, for it makes norms, rotations and shared activations again. `forebay profile` measures it.
+* `memory.compile`: the trace is of uncompiled halves, which save more: an upper bound. `forebay profile` measures it.
 * A weight gradient is counted in backward's peak beside the sum it is added to. With one microbatch it *is* that sum: the peak is
   then too high by the gradients of one half.
 * Flash attention is traced as the fused kernel, which saves the same; GPT-OSS, which has no such kernel in torch, as "eager".
@@ -350,8 +348,8 @@ class _Run:
         return half
 
     def _unmasked(self, layer: Any) -> bool:
-        """Whether a run gives a layer no mask: its sequences are whole, so the causal one is the kernel's. transformers cannot see
-        that on fake tensors, and makes one."""
+        """Whether a run gives a layer no mask: its sequences are whole, so the causal one is the kernel's. transformers cannot
+        see that on fake tensors, and makes one."""
         window = getattr(layer.self_attn, "sliding_window", None) or self.shape.sequence
         return self.model.config._attn_implementation == "sdpa" and window >= self.shape.sequence
 
@@ -414,7 +412,7 @@ class _Run:
         exchange = self._exchange
         if exchange is None:
             return (0, 0), 0
-        experts: Any = moe_block(slot.path, slot.module.mlp).experts  # type: ignore[union-attr]
+        experts: Any = moe_block(slot.path, slot.module.mlp).experts  # type: ignore[union-attr, arg-type]
         hidden, size = self.model.config.get_text_config().hidden_size, experts.gate_up_proj.element_size()
         width = experts.gate_up_proj[0].numel() // hidden  # of h
         # Of one rank, rows are the tokens themselves.

@@ -1,7 +1,7 @@
 """Whether a run fits: the trainer's configuration, as the planner needs it told; without a GPU, weights or other processes.
 
-In: a valid `Config`, the `LayerPlan` of it, and a number of processes. Out: a `Fit`, which ``forebay plan`` prints: for each pipeline
-rank what its fullest process holds at the highest point of a step. The figures are `forebay.planner`'s; this file knows what the
+In: a valid `Config`, the `LayerPlan` of it, and a number of processes. Out: a `Fit`, which ``forebay plan`` prints: for each
+pipeline rank what its fullest process holds at the highest point of a step. The figures are `forebay.planner`'s; this file knows what the
 trainer does with each key, and keeps nothing.
 """
 
@@ -15,7 +15,7 @@ import torch
 
 from forebay.pipeline.schedule import make_plan
 from forebay.planner.fit import Held, RankFit, Stage, alone, fit_rank, halves_of
-from forebay.planner.state import Sharing, symmetric_bytes, state_of, weights_of
+from forebay.planner.state import Sharing, state_of, symmetric_bytes, weights_of
 from forebay.planner.trace import GPU_BLOCK, Shape, base_path, trace_model
 from forebay.policy import PLACEMENTS, format_bytes, resolve
 from forebay.train import hf
@@ -267,7 +267,8 @@ def _placements(config: Config, paths: list[str], prefix: str, layers: int, note
         return {}
     if isinstance(policy, str):
         return {h: policy for h in halves if policy != "stash" or (h.endswith(".mlp") and f"{h}.experts" in paths)}
-    found, left = {}, []
+    found: dict[str, str] = {}
+    left: list[str] = []
     for claim in resolve(policy, paths):
         inside = [h for h in halves if h == claim.path or h.startswith(f"{claim.path}.") or not claim.path]
         experts = claim.path.removesuffix(".experts")

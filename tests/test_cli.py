@@ -226,7 +226,10 @@ def test_plan_of_more_processes(run: Run, config: str) -> None:
 
 
 def test_plan_of_a_dense_model_says_so(run: Run, config: str) -> None:
-    dense = ["--set=model.family=llama", "--set=model.config={hidden_size=16, num_hidden_layers=2, intermediate_size=16}"]
+    dense = [
+        "--set=model.family=llama",
+        "--set=model.config={hidden_size=16, num_hidden_layers=2, intermediate_size=16}",
+    ]
     dense += ["--set=model.config.num_attention_heads=2"]
     code, out, error = run("plan", config, *dense)
     assert code == 0, error
@@ -239,11 +242,15 @@ def test_plan_counts_placements(run: Run, config: str) -> None:
         code, out, _ = run("plan", config, "--json", f"--set=memory.policy={policy}")
         assert code == 0
         (placed,) = [p for p in json.loads(out)["fit"]["placements"] if p["placement"] == policy]
-        assert placed["halves"] == (6 if policy == "keep" else 4)  # embedding and head are kept
+        assert placed["parts"] == (6 if policy == "keep" else 4)  # embedding and head are kept
         held[policy] = placed["held_bytes"] / placed["saved_bytes"]
     assert held["offload"] < held["recompute"] < held["keep"]
     _, out, _ = run("plan", config, "--set=memory.policy=offload")
-    assert "as if the link carried all of it" in out
+    assert "Offloading is counted at its best" in out
+    _, out, _ = run("plan", config, "--json", "--set=memory.policy=offload", "--budget=80GiB")
+    assert "provided that the link carries all" in json.loads(out)["fit"]["verdict"]
+    _, out, _ = run("plan", config, "--json", "--budget=80GiB")
+    assert "provided" not in json.loads(out)["fit"]["verdict"]
 
 
 @pytest.mark.parametrize(
@@ -269,7 +276,12 @@ def test_fits_that_cannot_be_asked_for(run: Run, config: str, arguments: list[st
 def test_plan_of_the_largest_model_without_its_weights(run: Run, config: str) -> None:
     """DeepSeek-V3 on 512 processes: 671 billion parameters, of which this machine has room for none."""
     large = ["--set=model.family=deepseek_v3", "--set=model.config={vocab_size=129280}", "--set=train.sequence=4096"]
-    large += ["--set=model.dtype=float32", "--set=model.compute=bfloat16", "--set=train.batch=2048", "--set=device.type=cuda"]
+    large += [
+        "--set=model.dtype=float32",
+        "--set=model.compute=bfloat16",
+        "--set=train.batch=2048",
+        "--set=device.type=cuda",
+    ]
     large += ["--set=train.microbatch=1", "--set=parallel.pp=16", "--set=parallel.ep=32", "--world=512", "--json"]
     code, out, error = run("plan", config, *large, "--budget=80GiB")
     assert code == 3, error

@@ -9,9 +9,9 @@ import pytest
 
 from forebay.pipeline.partition import in_flight
 from forebay.pipeline.schedule import make_plan
+from forebay.planner.figures import LayerTrace, ModelTrace, PartTrace
 from forebay.planner.fit import Held, Stage, alone, fit_rank, halves_of
 from forebay.planner.state import State
-from forebay.planner.trace import LayerTrace, ModelTrace, PartTrace
 
 STATE = State(
     parameters=1000,

@@ -13,7 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from forebay.models.manage import manage
 from forebay.models.planned_exchange import PlannedExchange
 from forebay.moe.dispatch.exchange import aligned
-from forebay.planner.trace import GPU_BLOCK, ModelTrace, PartTrace, Shape, trace_model
+from forebay.planner.figures import GPU_BLOCK, ModelTrace, PartTrace, Shape
+from forebay.planner.trace import trace_model
 
 SEQUENCE, BATCH = 32, 2
 HIDDEN, WIDTH, EXPERTS, TOP_K = 64, 24, 16, 4
@@ -92,7 +93,7 @@ def traced(family: str, dtype: torch.dtype = torch.bfloat16, attention: str = "s
     return trace_model(built(family, "meta", dtype, attention), Shape(SEQUENCE, BATCH, **options))
 
 
-def really(family: str, dtype: torch.dtype, attention: str) -> dict[str, int]:
+def really(family: str, dtype: torch.dtype, attention: str, compile: bool = False) -> dict[str, int]:
     """Bytes by region of one forward of the model under management, as the trainer calls it."""
     model = built(family, dtype=dtype, attention=attention)
     ids = torch.randint(1, 97, (BATCH, SEQUENCE))
@@ -100,7 +101,7 @@ def really(family: str, dtype: torch.dtype, attention: str) -> dict[str, int]:
     def step() -> torch.Tensor:
         return model(input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=ids.numel()).loss
 
-    with manage(model) as managed:
+    with manage(model, compile=compile) as managed:
         saved = managed.profile(step).by_region
     found: dict[str, int] = {}
     for path, size in saved.items():
@@ -133,6 +134,20 @@ def test_saved_bytes_of_eager_attention_with_windows() -> None:
     assert trace.kinds == 2
     found = sum(layer.saved for layer in trace.layers) + trace.shared
     assert found == sum(size for path, size in real.items() if path)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
+def test_compiled_halves_save_no_more_than_is_planned(family: str) -> None:
+    """torch's own cut, by Inductor: at most the plan's bytes, and these little more. Uncompiled halves save far more."""
+    trace, real = traced(family, compiled=True), really(family, torch.bfloat16, "sdpa", compile=True)
+    eager = traced(family)
+    assert trace.embedding.saved + trace.head.saved == real[""]
+    for number, layer in enumerate(trace.layers):
+        for name, part in (("self_attn", layer.attention), ("mlp", layer.mlp)):
+            found = real[f"model.layers.{number}.{name}"] - (trace.shared if (number, name) == (0, "self_attn") else 0)
+            assert 0.84 * part.saved <= found <= part.saved, (number, name)
+        # DeepSeek's attention output is planned in two layouts; Inductor's has one.
+        assert layer.saved < 0.8 * eager.layers[number].saved
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
@@ -241,7 +256,7 @@ def test_rows_of_a_planned_exchange_are_those_of_random_routing(ranks: int) -> N
     assert bounded.slots == aligned(int(1.5 * tokens * slots)) and bounded.live_slots == exchange.slots
     most = PlannedExchange(ranks, experts, tokens, slots, skew=1000.0)
     assert most.live_rows == ranks * tokens  # no more can come
-    with pytest.raises(ValueError, match="skew of 0.5"):
+    with pytest.raises(ValueError, match=r"skew of 0\.5"):
         PlannedExchange(ranks, experts, tokens, slots, skew=0.5)
 
 

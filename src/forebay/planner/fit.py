@@ -30,8 +30,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
+from forebay.planner.figures import ModelTrace, PartTrace
 from forebay.planner.state import State
-from forebay.planner.trace import ModelTrace, PartTrace
 
 
 class Action(Protocol):

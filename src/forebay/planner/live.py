@@ -5,8 +5,12 @@ from the operation that makes it until nobody holds it, through weak references:
 
 An operation that is opaque to autograd (`forebay::experts`, its backward, `forebay::linear_cross_entropy`) has a fake
 implementation that makes its results only. What its body needs besides is counted by the formulas of `WORKSPACES`, which are
-those of the operations' own docstrings. Memory that a library takes for one kernel (split-K buffers of a GEMM, a fused attention's
+those of the operations' own docstrings. Memory that a library takes for one kernel (split-K buffers of a GEMM, attention's
 backward in fp32) is not seen.
+
+It also knows what each storage is made of: its *origins*, the storages that operations which a compiled half would make again
+(`forebay.models.compile.made_again`) made it from. Origins are inputs, and results of GEMMs, attention, opaque operations and
+reductions. Weights are none: they are held anyway.
 
 FLOPs are those of `torch.utils.flop_counter`'s formulas: attention counts all pairs, those under the mask too.
 """
@@ -22,6 +26,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+
+from forebay.models.compile import made_again
 
 
 class Live(TorchDispatchMode):
@@ -40,10 +46,27 @@ class Live(TorchDispatchMode):
         self.now = self.peak = self.flops = 0
         self._block = block
         self._sizes: dict[int, int] = {}
+        self._origins: dict[int, frozenset[int]] = {}  # of live storages
+        self._made: list[int] = []  # bytes of each origin; a storage's address is used again, its number here is not
+        self._again = made_again()
 
     def ignore(self, tensor: Tensor) -> None:
         """Do not count a tensor that was made outside, and that outlives this."""
-        self._sizes[tensor.untyped_storage()._cdata] = 0
+        key = tensor.untyped_storage()._cdata
+        self._sizes[key], self._origins[key] = 0, frozenset()
+
+    def enter(self, tensor: Tensor) -> None:
+        """From here on a tensor is an input: made of nothing but itself."""
+        self._origins[tensor.untyped_storage()._cdata] = frozenset([len(self._made)])
+        self._made.append(self.size(tensor))
+
+    def origins(self, tensor: Tensor) -> frozenset[int]:
+        """Numbers of what a live tensor is made of."""
+        return self._origins.get(tensor.untyped_storage()._cdata, frozenset())
+
+    def origin_size(self, number: int) -> int:
+        """Bytes of an origin, also of one that is gone."""
+        return self._made[number]
 
     def size(self, tensor: Tensor) -> int:
         """Bytes of a tensor's whole storage, rounded."""
@@ -54,29 +77,46 @@ class Live(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         before = self.now
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self._add(leaf)
+        packet = getattr(func, "overloadpacket", None)
+        new = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        if any(leaf.untyped_storage()._cdata not in self._sizes for leaf in new):
+            sources = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            for leaf in new:
+                self._add(leaf, sources if packet in self._again else None)
         workspace = WORKSPACES.get(str(func))
         if workspace is not None:
             self.peak = max(self.peak, before + workspace(*args, **kwargs))
-        formula = flop_registry.get(getattr(func, "overloadpacket", None))
+        formula = flop_registry.get(packet)
         if formula is not None:
             self.flops += int(formula(*args, **kwargs, out_val=out))
         return out
 
-    def _add(self, tensor: Tensor) -> None:
+    def _add(self, tensor: Tensor, sources: list[Tensor] | None) -> None:
+        """Count a storage; `sources` are what it could be made of again."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._sizes:
             return
         self._sizes[key] = size = self.size(tensor)
+        if sources is None or _reduces(tensor, sources):
+            self._origins[key] = frozenset([len(self._made)])
+            self._made.append(size)
+        else:
+            self._origins[key] = frozenset().union(
+                *(self._origins.get(s.untyped_storage()._cdata, ()) for s in sources)
+            )
         self.now += size
         self.peak = max(self.peak, self.now)
         weakref.finalize(storage, self._drop, key).atexit = False
 
     def _drop(self, key: int) -> None:
         self.now -= self._sizes.pop(key)
+        self._origins.pop(key, None)
+
+
+def _reduces(result: Tensor, sources: list[Tensor]) -> bool:
+    """As torch's partitioner tells a reduction."""
+    return 4 * result.numel() * result.element_size() < sum(s.numel() * s.element_size() for s in sources)
 
 
 def _experts(

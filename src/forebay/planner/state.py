@@ -10,7 +10,7 @@ come from. Nothing is kept.
                   gathered for a step (pipelines, overlap): whole, in the dtype they are summed in, from the step's begin
                   FSDP2, several microbatches summed before they are reduced: whole, in the dtype they are summed in
                   FSDP2 else: the shard's, in its dtype; while a layer is reduced, its own whole and in the dtype it is sent in
-    gathered      what FSDP2 gathers, in the dtype that is computed in:
+    gathered      what FSDP2 gathers, in the dtype that is computed in, while activations are there:
                   embedding, last norm and head for the whole step; layers too without `reshard`, or gathered for a step
                   with `reshard`: the layer that runs, the next one on its way, and the buffer it arrives in; of a step on
                   gathered weights, the experts of one layer and their buffer
@@ -32,10 +32,10 @@ from forebay.models.families import decoder_layers, moe_block
 
 GPU_BLOCK = 512  # bytes; the CUDA caching allocator's rounding
 CONTEXT = 600 << 20
-"""Bytes of a CUDA context with torch's kernels, and cuBLAS's workspace (32 MiB on Hopper): an allowance, measured by nobody here."""
+"""Bytes of a CUDA context with torch's kernels, and cuBLAS's workspace (32 MiB on Hopper): an allowance, not measured."""
 COMMUNICATOR = 256 << 20
-"""Bytes of one NCCL communicator on the device: an allowance. A channel of a ring holds a send and a receive buffer of NCCL_BUFFSIZE
-(4 MiB); 32 channels are 256 MiB."""
+"""Bytes of one NCCL communicator on the device: an allowance. A channel of a ring holds a send and a receive buffer of
+NCCL_BUFFSIZE (4 MiB); 32 channels are 256 MiB."""
 
 
 @dataclass(frozen=True)
@@ -180,8 +180,8 @@ def state_of(weights: Weights, layers: Sequence[int], embedding: bool, head: boo
 def _gathered_layers(pieces: Sequence[_Piece], s: Sharing) -> int:
     """Elements of layers that are whole at once, with the buffer in which they arrive."""
     largest = max((p.whole for p in pieces), default=0)
-    if not s.reshard:
-        return sum(p.whole for p in pieces) + largest
+    if not s.reshard:  # gathered for a step, they have arrived before anything else is there
+        return sum(p.whole for p in pieces) + (0 if s.gathered else largest)
     if s.gathered:
         experts = max((p.experts for p in pieces), default=0)
         return sum(p.whole - p.experts for p in pieces) + 2 * experts if experts else sum(p.whole for p in pieces)

@@ -5,17 +5,20 @@ embedding, the two halves of every decoder layer, and the head with its loss. Th
 itself runs them, with its experts, its loss and (under expert parallelism) its stages, on fake tensors. Nothing is kept.
 
 How: of each *kind* of layer (its classes, the shapes of its parameters, its sliding window) at most two are run, and the last
-half of a kind gives the kind's figures: what layers share, such as rotary tables, the first one saves. Each half is a graph of its
-own, whose input is a leaf: forward is run and its memory watched (`forebay.planner.live`), then backward. A figure of *saved* bytes is
-that of `forebay.saved.profile`: distinct storages that autograd saved first in this part, parameters and their views left out.
+half of a kind gives the kind's figures: what layers share, such as rotary tables, the first one saves. Each half is a graph of
+its own, whose input is a leaf: forward is run and its memory watched (`forebay.planner.live`), then backward. A figure of *saved*
+bytes is that of `forebay.saved.profile`: distinct storages that autograd saved first in this part, without parameters and their
+views.
 
 Fake tensors are on the fake CPU: torch's CPU wheels abort where autograd meets a fake CUDA tensor. Two things would differ and
-are made those of a GPU. Storages are rounded to the caching allocator's 512 bytes; and `scaled_dot_product_attention` is one of the
-GPU's fused kernels, which keep no scores and give their output the layout of the queries.
+are made those of a GPU. Storages are rounded to the caching allocator's 512 bytes; and `scaled_dot_product_attention` is one of
+the GPU's fused kernels, which keep no scores and give their output the layout of the queries.
 
 What is not the run's:
 
-* `memory.compile`: the trace is of uncompiled halves, which save more: an upper bound. `forebay profile` measures it.
+* `memory.compile`: halves are traced uncompiled. Of what autograd saves then, compiled code saves what that was made of (inputs,
+  results of GEMMs, attention, the experts and reductions), which `forebay.planner.live` notes: torch's partitioner cuts there, or
+  where fewer bytes cross, so that this bounds it. All that is made again is counted in backward's peak.
 * A weight gradient is counted in backward's peak beside the sum it is added to. With one microbatch it *is* that sum: the peak is
   then too high by the gradients of one half.
 * Flash attention is traced as the fused kernel, which saves the same; GPT-OSS, which has no such kernel in torch, as "eager".
@@ -23,118 +26,17 @@ What is not the run's:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from forebay.models.causal_lm import head_loss, install_fused_loss
-from forebay.models.families import decoder_layers, moe_block, moe_blocks
-from forebay.models.halves import HalfSlot, install_halves
-from forebay.models.hf_experts import register
-from forebay.models.planned_exchange import PlannedExchange
-from forebay.models.router import balance_loss
-from forebay.planner.live import Live
-
-GPU_BLOCK = 512
-"""Bytes to which CUDA's caching allocator rounds (torch `c10/core/AllocatorConfig.h`, kMinBlockSize)."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What a rank runs a microbatch of.
-
-    Attributes:
-        sequence, microbatch: tokens of a sequence, sequences.
-        experts, loss: "forebay" or "transformers"; "fused" or "transformers".
-        stages: MoE halves are cut where tokens travel (expert parallelism, pipelines, overlap).
-        ep, skew, capacity_factor: see `forebay.models.planned_exchange`.
-        balance: the router's load-balancing loss has a weight, so its graph is saved.
-        block: see `forebay.planner.live.Live`.
-        gpu: attention as on a GPU; else as this CPU runs it, to compare with a run on it.
-    """
-
-    sequence: int
-    microbatch: int
-    experts: str = "forebay"
-    loss: str = "fused"
-    stages: bool = False
-    ep: int = 1
-    skew: float = 1.0
-    capacity_factor: float = 0.0
-    balance: bool = False
-    block: int = GPU_BLOCK
-    gpu: bool = True
-
-
-@dataclass(frozen=True)
-class PartTrace:
-    """One microbatch in one part of a model. Bytes and FLOPs.
-
-    Attributes:
-        saved: for backward.
-        inputs: of the part's input hidden states, which recomputing it keeps.
-        forward: how far memory rises above forward's begin, its input held by others.
-        backward: how far it rises above backward's begin, all that is saved held by others; the gradient that comes in is
-            counted in.
-        forward_flops, backward_flops: see `forebay.planner.live`.
-        light: `saved` and `backward` where experts make their first product again, or None.
-        stash: bytes of the experts' x and h in buffers of the capacity, and of their rows that came; see `forebay.moe.stash`.
-            (0, 0) without expert parallelism.
-        later: bytes that the experts' weight gradients need, if they are made later (`forebay.moe.weight_gradients`).
-    """
-
-    saved: int
-    inputs: int
-    forward: int
-    backward: int
-    forward_flops: int
-    backward_flops: int
-    light: tuple[int, int] | None = None
-    stash: tuple[int, int] = (0, 0)
-    later: int = 0
-
-
-@dataclass(frozen=True)
-class LayerTrace:
-    """A decoder layer: `mlp` is its MoE or dense half."""
-
-    attention: PartTrace
-    mlp: PartTrace
-    is_moe: bool
-
-    @property
-    def saved(self) -> int:
-        """Bytes, both halves."""
-        return self.attention.saved + self.mlp.saved
-
-
-@dataclass(frozen=True)
-class ModelTrace:
-    """By part. `layers` has one entry a layer, those of a kind the same object.
-
-    Attributes:
-        shared: bytes that the first layer of a stage saves for all of them, such as rotary tables.
-        balance: bytes that the load-balancing loss saves for each MoE layer.
-        kinds: number of different layers.
-        head_gradient: bytes of the head's `saved` that are its weight's gradient.
-    """
-
-    embedding: PartTrace
-    layers: tuple[LayerTrace, ...]
-    head: PartTrace
-    shared: int
-    balance: int
-    kinds: int
-    head_gradient: int
+from forebay.models.families import decoder_layers, moe_block
+from forebay.planner.figures import LayerTrace, ModelTrace, Shape
+from forebay.planner.parts import Run
 
 
 def trace_model(model: Any, shape: Shape) -> ModelTrace:
@@ -153,7 +55,7 @@ def trace_model(model: Any, shape: Shape) -> ModelTrace:
     model.config.use_cache = False
     with torch.enable_grad(), FakeTensorMode(), _FusedAttention() if shape.gpu else nullcontext():
         _make_fake(model)
-        run = _Run(model.train(), base, shape)
+        run = Run(model.train(), base, shape)
         run.forward()
         run.backward()
     halves = _by_half(run, numbers, layers, kinds)
@@ -193,7 +95,7 @@ def _shapes(module: nn.Module) -> tuple[Any, ...]:
     return tuple((name, tuple(p.shape), p.dtype) for name, p in module.named_parameters())
 
 
-def _by_half(run: _Run, numbers: list[int], layers: list[Any], kinds: list[Kind]) -> dict[Kind, LayerTrace]:
+def _by_half(run: Run, numbers: list[int], layers: list[Any], kinds: list[Kind]) -> dict[Kind, LayerTrace]:
     """Of each kind, its halves as the last layer that has them."""
     attention, mlp = {}, {}
     for place, number in enumerate(numbers):
@@ -217,245 +119,6 @@ def _make_fake(model: nn.Module) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
-
-
-@dataclass
-class _Part:
-    """A part that ran forward: its graph, and what is known of it so far."""
-
-    output: Tensor
-    x: Tensor | None
-    saved: dict[StorageWeakRef, int]
-    forward: int
-    flops: int
-    backward: int = 0
-    backward_flops: int = 0
-    stash: tuple[int, int] = (0, 0)
-    later: int = 0
-    again: Callable[[], Any] | None = None
-
-
-class _Run:
-    """One trace. Lives as long as `trace_model`.
-
-    Attributes:
-        parts: by module path, "embedding" or "head".
-        balance, head_gradient: see `ModelTrace`.
-    """
-
-    def __init__(self, model: Any, base: Any, shape: Shape):
-        self.model, self.base, self.shape = model, base, shape
-        self.parts: dict[str, PartTrace] = {}
-        self.balance = self.head_gradient = 0
-        self._live = Live(shape.block)
-        self._open: dict[str, _Part] = {}
-        self._known: set[int] = set()
-        self._refs: list[StorageWeakRef] = []
-        self._routed: list[tuple[Tensor, Tensor]] = []
-        self._last: Tensor
-        blocks = moe_blocks(model)
-        if blocks and shape.experts == "forebay":
-            model.set_experts_implementation(register())
-        if shape.loss == "fused":
-            install_fused_loss(model)
-        self._exchange = self._exchange_of(blocks)
-        self._halves = install_halves(model, exchange=self._exchange)
-        for slot in self._halves.values():
-            slot.wrap(partial(self._watched, slot))
-        for parameter in model.parameters():
-            self._know(parameter)
-            self._live.ignore(parameter)
-            # As soon as it is made it is added to a sum that is counted elsewhere.
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(_let_go)
-        for buffer in model.buffers():
-            self._know(buffer)
-            self._live.ignore(buffer)
-
-    def forward(self) -> None:
-        """All parts, in order; each graph is kept for `backward`."""
-        size = self.shape.microbatch, self.shape.sequence
-        ids, labels = (torch.empty(size, dtype=torch.int64) for _ in range(2))
-        with self._live:
-            x = self._part("embedding", None, lambda: self.base.embed_tokens(ids))
-            self._last = x
-            self.base(
-                inputs_embeds=x, use_cache=False
-            )  # runs the layers; and the last norm, which is run again with the head
-            self._part("head", self._last, partial(self._head, labels=labels))
-            if self.shape.balance and self._routed:
-                self._part("balance", None, self._balance)
-                self.balance = sum(self._open["balance"].saved.values()) // len(self._routed)
-
-    def backward(self) -> None:
-        """Each part's backward, by itself."""
-        with self._live:
-            for path, part in reversed(list(self._open.items())):
-                self._backward(part)
-                light = self._light(part) if part.again is not None else None
-                inputs = self._live.size(part.x) if part.x is not None else 0
-                self.parts[path] = PartTrace(
-                    sum(part.saved.values()), inputs, part.forward, part.backward, part.flops, part.backward_flops,
-                    light, part.stash, part.later,
-                )  # fmt: skip
-
-    def _exchange_of(self, blocks: list[Any]) -> PlannedExchange | None:
-        if not blocks or not self.shape.stages:
-            return None
-        s, experts = self.shape, int(blocks[0].experts.num_experts)
-        slots = self.model.config.get_text_config().num_experts_per_tok
-        exchange = PlannedExchange(
-            s.ep, experts, s.sequence * s.microbatch, slots, s.skew, s.capacity_factor if s.ep > 1 else 0.0
-        )
-        for block in blocks if s.ep > 1 else ():
-            for name, parameter in block.experts.named_parameters(recurse=False):
-                own = torch.empty(experts // s.ep, *parameter.shape[1:], dtype=parameter.dtype)
-                setattr(block.experts, name, nn.Parameter(own, requires_grad=parameter.requires_grad))
-        return exchange
-
-    def _know(self, tensor: Tensor) -> None:
-        """It counts no more among what is saved."""
-        reference = StorageWeakRef(tensor.untyped_storage())
-        self._refs.append(reference)  # or its identity could be another's
-        self._known.add(reference.cdata)
-
-    def _watched(self, slot: HalfSlot, call: Callable[..., Any]) -> Callable[..., Any]:
-        """A half, cut off from what is before and after it."""
-
-        def half(x: Tensor, **keywords: Any) -> Any:
-            found: list[Any] = []
-            if "attention_mask" in keywords and self._unmasked(slot.module):
-                keywords["attention_mask"] = None
-
-            def run(x: Tensor) -> Tensor:
-                result = call(x, **keywords)
-                found.append(result)
-                return result[0] if isinstance(result, tuple) else result
-
-            out = self._part(slot.path, x, run)
-            part, (result,) = self._open[slot.path], found
-            found.clear()  # the graph is the part's alone
-            if slot.path.endswith(".mlp") and slot.light_recompute is not None:
-                part.again = partial(self._run_light, slot, call, x.detach())
-                part.stash, part.later = self._rows_of(slot)
-            self._last = out
-            if not isinstance(result, tuple):
-                return out
-            if result[1] is not None:
-                self._routed.append((result[1].detach().requires_grad_(), result[2]))
-            return out, *(t.detach() if t is not None else None for t in result[1:])
-
-        return half
-
-    def _unmasked(self, layer: Any) -> bool:
-        """Whether a run gives a layer no mask: its sequences are whole, so the causal one is the kernel's. transformers cannot
-        see that on fake tensors, and makes one."""
-        window = getattr(layer.self_attn, "sliding_window", None) or self.shape.sequence
-        return self.model.config._attn_implementation == "sdpa" and window >= self.shape.sequence
-
-    def _part(self, path: str, x: Tensor | None, run: Callable[..., Tensor]) -> Tensor:
-        live = self._live
-        leaf = None if x is None else x.detach().requires_grad_()
-        live.peak, live.flops = live.now, 0
-        begin = live.now
-        saved: dict[StorageWeakRef, int] = {}
-        with saved_tensors_hooks(partial(self._pack, saved), lambda tensor: tensor):
-            output = run() if leaf is None else run(leaf)
-        self._open[path] = _Part(output, leaf, self._still(saved), live.peak - begin, live.flops)
-        return output.detach()
-
-    def _pack(self, saved: dict[StorageWeakRef, int], tensor: Tensor) -> Tensor:
-        reference = StorageWeakRef(tensor.untyped_storage())
-        if reference.cdata not in self._known:
-            self._know(tensor)
-            saved[reference] = self._live.size(tensor)
-        return tensor.detach()
-
-    @staticmethod
-    def _still(saved: dict[StorageWeakRef, int]) -> dict[StorageWeakRef, int]:
-        """Those that something still holds."""
-        return {reference: size for reference, size in saved.items() if not reference.expired()}
-
-    def _backward(self, part: _Part) -> None:
-        live = self._live
-        output, part.output = part.output, part.output.new_empty(0)
-        live.peak, live.flops = live.now, 0
-        begin = live.now
-        gradient = torch.empty_like(output)
-        if output.requires_grad:
-            # The output's memory is not held by what runs its backward, unless it is saved.
-            root = _Root.apply(output, [gradient])
-            del output, gradient
-            root.backward()
-            del root
-        part.backward, part.backward_flops = live.peak - begin, live.flops
-        if part.x is not None:
-            part.x.grad = None
-
-    def _light(self, part: _Part) -> tuple[int, int]:
-        assert part.again is not None
-        again: _Part = part.again()
-        self._backward(again)
-        return sum(again.saved.values()), again.backward
-
-    def _run_light(self, slot: HalfSlot, call: Callable[..., Any], x: Tensor) -> _Part:
-        assert slot.light_recompute is not None
-        slot.light_recompute(True)
-        try:
-            self._part("light", x, lambda leaf: call(leaf)[0])
-        finally:
-            slot.light_recompute(False)
-        return self._open.pop("light")
-
-    def _rows_of(self, slot: HalfSlot) -> tuple[tuple[int, int], int]:
-        """`stash` and `later` of a MoE half."""
-        exchange = self._exchange
-        if exchange is None:
-            return (0, 0), 0
-        experts: Any = moe_block(slot.path, slot.module.mlp).experts  # type: ignore[union-attr, arg-type]
-        hidden, size = self.model.config.get_text_config().hidden_size, experts.gate_up_proj.element_size()
-        width = experts.gate_up_proj[0].numel() // hidden  # of h
-        # Of one rank, rows are the tokens themselves.
-        rows, slots = (exchange.rows, exchange.slots) if exchange.size > 1 else (exchange.tokens, exchange.live_slots)
-        capacity = size * (rows * hidden + slots * width)
-        came = size * (exchange.live_rows * hidden + exchange.live_slots * width)
-        later = size * (2 * rows * hidden + slots * (width + width // 2))
-        return ((capacity, came) if exchange.size > 1 else (0, 0)), later
-
-    def _head(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        hidden = self.base.norm(hidden)
-        head = self.model.lm_head
-        if self.shape.loss == "fused":
-            weight = head.weight
-            self.head_gradient = 4 * weight.numel() if weight.requires_grad else 0
-            return head_loss(head.forward, hidden, labels, shift_labels=labels, num_items_in_batch=labels.numel())
-        return self.model.loss_function(
-            logits=head(hidden),
-            labels=labels,
-            vocab_size=self.model.config.get_text_config().vocab_size,
-            shift_labels=labels,
-            num_items_in_batch=labels.numel(),
-        )
-
-    def _balance(self) -> Tensor:
-        return balance_loss(self._routed)
-
-
-class _Root(torch.autograd.Function):
-    """Hands in the gradient of a part's output, which nobody has to hold for that."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, given: list[Tensor]) -> Tensor:
-        ctx.given = given
-        return output.new_empty(())
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        return ctx.given.pop(), None
-
-
-def _let_go(parameter: Tensor) -> None:
-    parameter.grad = None
 
 
 class _FusedAttention(TorchFunctionMode):

@@ -1,7 +1,7 @@
 """Whether a run fits: the trainer's configuration, as the planner needs it told; without a GPU, weights or other processes.
 
-In: a valid `Config`, the `LayerPlan` of it, and a number of processes. Out: a `Fit`, which ``forebay plan`` prints: for each
-pipeline rank what its fullest process holds at the highest point of a step. The figures are `forebay.planner`'s; this file knows what the
+In: a valid `Config`, its `LayerPlan`, and a number of processes. Out: a `Fit`, which ``forebay plan`` prints: for each pipeline
+rank what its fullest process holds at the highest point of a step. The figures are `forebay.planner`'s; this file knows what the
 trainer does with each key, and keeps nothing.
 """
 
@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forebay.pipeline.schedule import make_plan
+from forebay.planner.figures import GPU_BLOCK, Shape
 from forebay.planner.fit import Held, RankFit, Stage, alone, fit_rank, halves_of
 from forebay.planner.state import Sharing, state_of, symmetric_bytes, weights_of
-from forebay.planner.trace import GPU_BLOCK, Shape, base_path, trace_model
+from forebay.planner.trace import base_path, trace_model
 from forebay.policy import PLACEMENTS, format_bytes, resolve
 from forebay.train import hf
 from forebay.train.config import Config, check_experts
@@ -25,6 +26,7 @@ from forebay.train.errors import UsageError, first_line
 from forebay.train.mesh import needs_group
 from forebay.train.parallel import experts_in
 from forebay.train.planning import LayerPlan
+from forebay.train.trainer import balance_coefficient
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -69,20 +71,21 @@ class Fit:
         most = self.fullest
         what = f"the peak is {format_bytes(most.total)} on rank {most.rank}, at {most.where}"
         if self.budget is None:
-            return f"{_capital(what)}; give --budget for a verdict."
+            return f"{what[0].upper()}{what[1:]}; give --budget for a verdict."
         room = most.headroom(self.budget)
         if room >= 0:
+            if any(h.placement == "offload" for h in self.halves):
+                what += ", provided that the link carries all that is offloaded in time"
             return f"Fits {format_bytes(self.budget)} with {format_bytes(room)} to spare: {what}."
         return f"Does not fit {format_bytes(self.budget)}, {format_bytes(-room)} are missing: {what}."
 
     def placements(self) -> list[dict[str, Any]]:
-        """By placement: halves, bytes that they save for one microbatch, and that are held."""
+        """By placement: parts of the model, bytes that they save for one microbatch, and that are held."""
         found = []
         for placement in PLACEMENTS:
-            mine = [h for h in self.halves if h.placement == placement]
-            if mine:
+            if mine := [h for h in self.halves if h.placement == placement]:
                 saved, held = sum(h.saved for h in mine), sum(h.held for h in mine)
-                found.append({"placement": placement, "halves": len(mine), "saved_bytes": saved, "held_bytes": held})
+                found.append({"placement": placement, "parts": len(mine), "saved_bytes": saved, "held_bytes": held})
         return found
 
     def as_dict(self) -> dict[str, Any]:
@@ -126,7 +129,7 @@ class Fit:
 
     def _placed(self) -> list[str]:
         return [
-            f"{p['placement']}: {p['halves']} halves save {format_bytes(p['saved_bytes'])} a microbatch, "
+            f"{p['placement']}: {p['parts']} parts save {format_bytes(p['saved_bytes'])} a microbatch, "
             f"{format_bytes(p['held_bytes'])} are held ({100 * p['held_bytes'] / max(p['saved_bytes'], 1):.0f} %)."
             for p in self.placements()
         ]
@@ -164,12 +167,12 @@ def fit_run(config: Config, plan: LayerPlan, world: int, budget: int | None = No
         ep=p.ep,
         skew=skew,
         capacity_factor=p.capacity_factor if p.dispatch in ("auto", "symmetric") else 0.0,
-        balance=_balance(declared) != 0,
+        compiled=c.memory.compile,
+        balance=balance_coefficient(declared) != 0,
         block=GPU_BLOCK if sharing.gpu else 1,
         gpu=sharing.gpu,
     )
-    tokens, text = shape.sequence * shape.microbatch, declared.get_text_config()
-    exchange = 0
+    tokens, text, exchange = shape.sequence * shape.microbatch, declared.get_text_config(), 0
     if p.ep > 1 and sharing.gpu and (p.dispatch == "symmetric" or (p.dispatch == "auto" and p.ep <= _SAME_HOST)):
         exchange = symmetric_bytes(p.ep, tokens, text.hidden_size, text.num_experts_per_tok, sharing.compute)
     try:
@@ -282,28 +285,15 @@ def _placements(config: Config, paths: list[str], prefix: str, layers: int, note
     return found
 
 
-def _balance(declared: Any) -> float:
-    from forebay.train.trainer import balance_coefficient
-
-    return balance_coefficient(declared)
-
-
 def _notes(config: Config, attention: str, experts: int) -> list[str]:
-    notes = []
-    memory = config.memory
+    notes, memory = [], config.memory
     if not experts:
         notes.append("A dense model: it has no experts.")
-    if memory.compile:
-        notes.append("memory.compile saves less than is counted here.")
     if attention == "eager" and config.model.attention != "eager":
         notes.append(f"Attention is counted as eager, which saves more than {config.model.attention}.")
     placed = {memory.policy} if isinstance(memory.policy, str) else set(memory.policy.values())
     if "auto" in placed:
         notes.append("memory.policy = 'auto' is counted as 'keep'.")
     if "offload" in placed:
-        notes.append("Offloading is counted as if the link carried all of it in time.")
+        notes.append("Offloading is counted at its best: as if nothing stayed on the device.")
     return notes
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]

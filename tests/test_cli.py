@@ -195,6 +195,104 @@ def test_plans_that_are_not_possible(run: Run, config: str, arguments: list[str]
         assert part in one_sentence(error)
 
 
+def test_plan_says_whether_it_fits(run: Run, config: str) -> None:
+    """Exit code 0 fits, 3 does not, and at the peak itself it does."""
+    code, out, _ = run("plan", config, "--json")
+    fit = json.loads(out)["fit"]
+    assert code == 0 and fit["fits"] is None and fit["world"] == 1 and fit["ranks"][0]["headroom"] is None
+    (rank,) = fit["ranks"]
+    parts = ("parameters", "gradients", "optimizer", "activations", "transient", "other")
+    assert rank["total"] == sum(rank[part] for part in parts) > rank["parameters"] > 0
+    code, out, _ = run("plan", config, "--json", f"--budget={rank['total']}")
+    assert code == 0 and json.loads(out)["fit"]["fits"] is True
+    code, out, error = run("plan", config, f"--budget={rank['total'] - 1}")
+    assert code == 3 and not error and "Does not fit" in out and "1 B are missing" in out
+    code, out, _ = run("plan", config, "--budget=1GiB")
+    assert code == 0 and "What is allocated fits 1.00 GiB" in out and "headroom" in out
+
+
+def test_plan_of_more_processes(run: Run, config: str) -> None:
+    """Each holds less; expert parallelism receives rows."""
+    many = ["--set=train.batch=8", "--set=train.microbatch=1", "--json"]
+    totals = {}
+    for world, ep in ((1, 1), (2, 1), (2, 2), (4, 2)):
+        code, out, _ = run("plan", config, *many, f"--world={world}", f"--set=parallel.ep={ep}")
+        assert code == 0
+        totals[world, ep] = json.loads(out)["fit"]["ranks"][0]
+    assert totals[1, 1]["parameters"] > totals[2, 1]["parameters"] > totals[4, 2]["parameters"]
+    assert totals[2, 2]["optimizer"] > totals[4, 2]["optimizer"]
+    code, out, _ = run("plan", config, *many, "--world=2", "--set=parallel.ep=2", "--skew=2")
+    assert json.loads(out)["fit"]["ranks"][0]["activations"] >= totals[2, 2]["activations"]
+
+
+def test_plan_of_a_dense_model_says_so(run: Run, config: str) -> None:
+    dense = [
+        "--set=model.family=llama",
+        "--set=model.config={hidden_size=16, num_hidden_layers=2, intermediate_size=16}",
+    ]
+    dense += ["--set=model.config.num_attention_heads=2"]
+    code, out, error = run("plan", config, *dense)
+    assert code == 0, error
+    assert "A dense model" in out
+
+
+def test_plan_counts_placements(run: Run, config: str) -> None:
+    held = {}
+    for policy in ("keep", "recompute", "offload"):
+        code, out, _ = run("plan", config, "--json", f"--set=memory.policy={policy}")
+        assert code == 0
+        (placed,) = [p for p in json.loads(out)["fit"]["placements"] if p["placement"] == policy]
+        assert placed["parts"] == (6 if policy == "keep" else 4)  # embedding and head are kept
+        held[policy] = placed["held_bytes"] / placed["saved_bytes"]
+    assert held["offload"] < held["recompute"] < held["keep"]
+    _, out, _ = run("plan", config, "--set=memory.policy=offload")
+    assert "Offloading is counted at its best" in out
+    _, out, _ = run("plan", config, "--json", "--set=memory.policy=offload", "--budget=80GiB")
+    assert "provided that the link carries all" in json.loads(out)["fit"]["verdict"]
+    _, out, _ = run("plan", config, "--json", "--budget=80GiB")
+    assert "provided" not in json.loads(out)["fit"]["verdict"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--budget=1KiB"], ["below the parameters alone", "rank 0"]),
+        (["--budget=much"], ["'much' is no size in bytes"]),
+        (["--world=3", "--set=parallel.ep=2"], ["parallel.ep = 2 does not divide the 3 processes"]),
+        (["--world=3"], ["train.batch = 2 is no multiple of the 3 processes"]),
+        (["--world=-1"], ["--world -1"]),
+        (["--skew=0.5"], ["--skew 0.5"]),
+        (["--set=model.family=qwen9_moe"], ["qwen9_moe"]),
+        (['--set=memory.policy={"model.nothing" = "offload"}'], ["matches no module"]),
+    ],
+)
+def test_fits_that_cannot_be_asked_for(run: Run, config: str, arguments: list[str], said: list[str]) -> None:
+    code, out, error = run("plan", config, *arguments)
+    assert code == 2 and not out, error
+    for part in said:
+        assert part in one_sentence(error)
+
+
+def test_plan_of_the_largest_model_without_its_weights(run: Run, config: str) -> None:
+    """DeepSeek-V3 on 512 processes: 671 billion parameters, of which this machine has room for none."""
+    large = ["--set=model.family=deepseek_v3", "--set=model.config={vocab_size=129280}", "--set=train.sequence=4096"]
+    large += [
+        "--set=model.dtype=float32",
+        "--set=model.compute=bfloat16",
+        "--set=train.batch=2048",
+        "--set=device.type=cuda",
+    ]
+    large += ["--set=train.microbatch=1", "--set=parallel.pp=16", "--set=parallel.ep=32", "--world=512", "--json"]
+    code, out, error = run("plan", config, *large, "--budget=80GiB")
+    assert code == 3, error
+    fit = json.loads(out)["fit"]
+    assert fit["parameters"] == pytest.approx(671e9, rel=1e-3)
+    assert len(fit["ranks"]) == 16
+    # AdamW's two moments and the parameters themselves, fp32 shards of all processes, are 12 bytes a parameter.
+    held = 32 * sum(rank["parameters"] + rank["optimizer"] for rank in fit["ranks"])
+    assert held == pytest.approx(12 * fit["parameters"], rel=0.01)
+
+
 USAGE = [
     (["train.stpes=3"], ["'stpes'", "[train]", "nearest valid key is 'steps'"]),
     (["train.steps=none"], ["train.steps", "a whole number"]),

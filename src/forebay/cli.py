@@ -5,6 +5,7 @@ In: arguments. Out: text on standard output; a failure is one sentence on the er
     0  done
     1  failed while running: broken files, a full disk, a loss that is not finite, stopped by Ctrl-C or SIGTERM
     2  asked for something that is not possible here: a wrong key, pattern, budget, path or device
+    3  ``plan --budget``: the run does not fit
 
 Of the processes that torchrun started for ``train``, or for ``profile`` of a pipeline, one prints and one says what failed.
 
@@ -21,7 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forebay.policy import BudgetError, PolicyError
+from forebay.policy import BudgetError, PolicyError, parse_bytes
 from forebay.train.errors import ForebayError, RunError, SaidElsewhere, UsageError
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from forebay.train.config import Config
 
+_DOES_NOT_FIT = 3
 _WIDTH = 120  # of tables where the output is no terminal
 
 
@@ -40,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     try:
-        options.run(options)
+        code = options.run(options) or 0
         sys.stdout.flush()
     except SaidElsewhere as error:
         if options.debug:
@@ -58,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         sentence = f"{type(error).__name__}: {' '.join(str(error).split())}; this is unexpected, --debug shows where it happened"
         return _fail(RunError(sentence), RunError.exit_code, False)
-    return 0
+    return code
 
 
 def _fail(error: Exception, code: int, debug: bool, cause: BaseException | None = None) -> int:
@@ -102,9 +104,20 @@ def _parser() -> argparse.ArgumentParser:
     train.set_defaults(run=_train)
 
     plan = commands.add_parser(
-        "plan", parents=[shared, configured], help="show which layers each pipeline rank has, and what they cost it"
+        "plan",
+        parents=[shared, configured],
+        help="show which layers each pipeline rank has, what they cost it, and whether the run fits; without a GPU",
     )
     plan.add_argument("--pp", type=int, metavar="N", help="pipeline ranks; the same as --set parallel.pp=N")
+    plan.add_argument(
+        "--world", type=int, default=0, metavar="N", help="processes, one a GPU; default: parallel.pp x parallel.ep"
+    )
+    plan.add_argument(
+        "--budget", metavar="SIZE", help="memory of a GPU that the run may use, such as 80GiB: does it fit?"
+    )
+    plan.add_argument(
+        "--skew", type=float, default=1.0, metavar="X", help="load of the fullest rank's experts over an even one"
+    )
     plan.add_argument("--json", action="store_true", help="as JSON")
     plan.set_defaults(run=_plan)
 
@@ -166,21 +179,32 @@ def _train(options: argparse.Namespace) -> None:
     train(config, _console(), options.resume)
 
 
-def _plan(options: argparse.Namespace) -> None:
+def _plan(options: argparse.Namespace) -> int:
     from forebay.train.config import load
 
     given = [] if options.pp is None else [f"parallel.pp={options.pp}"]
     config = load(
         options.config, [*options.overrides, *given]
     )  # of any number of processes: this one is not one of them
+    if options.world < 0:
+        raise UsageError(f"--world {options.world} is no number of processes; valid is 1 and above")
+    if not options.skew >= 1:
+        raise UsageError(f"--skew {options.skew} is no load over an even one; valid is at least 1")
+    budget = None if options.budget is None else parse_bytes(options.budget)
+    from forebay.train.fitting import fit_run
     from forebay.train.planning import plan_layers
 
     _quiet_transformers()
-    plan = plan_layers(config)
+    world = options.world or config.parallel.pp * config.parallel.ep
+    plan = plan_layers(config, world)
+    fit = fit_run(config, plan, world, budget, options.skew)
     if options.json:
-        print(plan.to_json())
+        print(json.dumps({**plan.as_dict(), "fit": fit.as_dict()}, indent=1))
     else:
-        _console().print(plan.table())
+        console = _console()
+        console.print(plan.table())
+        console.print(fit.table())
+    return _DOES_NOT_FIT if fit.fits is False else 0
 
 
 def _profile(options: argparse.Namespace) -> None:

@@ -127,6 +127,12 @@ def check_compiler(device_type: str) -> None:
         )
 
 
+def made_again() -> frozenset[Any]:
+    """Operations (overload packets) whose results a compiled half makes again rather than save them; not of a reduction, whose
+    results are small. Those of torch's graphs after decomposition: eager code has others besides, such as `aten._softmax`."""
+    return frozenset(get_default_op_list().recomputable_ops) | _ALSO_RECOMPUTABLE
+
+
 class _SaveLittle(CustomPartitionerFn):
     """Marks what must not run again, then cuts where the fewest bytes cross."""
 

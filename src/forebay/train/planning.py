@@ -7,7 +7,6 @@ device: its shapes are all that is read.
 from __future__ import annotations
 
 import copy
-import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -75,20 +74,17 @@ class LayerPlan:
             for rank, time in enumerate(p.time)
         ]
 
-    def to_json(self) -> str:
-        """The figures as JSON."""
-        return json.dumps(
-            {
-                "schedule": self.schedule,
-                "microbatches": self.microbatches,
-                "tokens_per_microbatch": self.tokens,
-                "partition": list(self.partition.counts),
-                "balance": self.partition.balance,
-                "even_balance": self.even.balance,
-                "ranks": self.rows(),
-            },
-            indent=1,
-        )
+    def as_dict(self) -> dict[str, Any]:
+        """The figures, for JSON."""
+        return {
+            "schedule": self.schedule,
+            "microbatches": self.microbatches,
+            "tokens_per_microbatch": self.tokens,
+            "partition": list(self.partition.counts),
+            "balance": self.partition.balance,
+            "even_balance": self.even.balance,
+            "ranks": self.rows(),
+        }
 
     def table(self) -> Table:
         """For a terminal of 80 columns: a line a stage."""
@@ -126,15 +122,16 @@ def _named(stage: dict[str, Any]) -> str:
     return "embedding + " * stage["embedding"] + numbers + " + head" * stage["head"]
 
 
-def plan_layers(config: Config) -> LayerPlan:
-    """The plan of a run on as few processes as `config` can run on: ``parallel.pp`` x ``parallel.ep``.
+def plan_layers(config: Config, world: int = 0) -> LayerPlan:
+    """The plan of a run on `world` processes; 0 is as few as `config` can run on: ``parallel.pp`` x ``parallel.ep``.
 
     Raises:
         UsageError: what `check_world`, `forebay.train.hf.configuration` and `partition_of` raise.
     """
-    check_world(config, config.parallel.pp * config.parallel.ep)
+    world = world or config.parallel.pp * config.parallel.ep
+    check_world(config, world)
     declared = hf.configuration(config.model, load_tokenizer(config.data.tokenizer).vocabulary)
-    sharing = config.parallel.ep
+    sharing = world // config.parallel.pp
     costs = costs_of(config, declared, sharing)
     asked = partition_of(config, declared, sharing, costs)
     schedule, pp, chunks, microbatches = _pipeline(config, sharing)

@@ -1,0 +1,102 @@
+"""What a trace is asked and what it answers: plain figures.
+
+`Shape` goes into `forebay.planner.trace`, `ModelTrace` comes out of it and goes into `forebay.planner.fit`. Nothing is computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GPU_BLOCK = 512
+"""Bytes to which CUDA's caching allocator rounds (torch `c10/core/AllocatorConfig.h`, kMinBlockSize)."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a rank runs a microbatch of.
+
+    Attributes:
+        sequence, microbatch: tokens of a sequence, sequences.
+        experts, loss: "forebay" or "transformers"; "fused" or "transformers".
+        stages: MoE halves are cut where tokens travel (expert parallelism, pipelines, overlap).
+        ep, skew, capacity_factor: see `forebay.models.planned_exchange`.
+        compiled: halves are compiled (`memory.compile`).
+        balance: the router's load-balancing loss has a weight, so its graph is saved.
+        block: see `forebay.planner.live.Live`.
+        gpu: attention as on a GPU; else as this CPU runs it, to compare with a run on it.
+    """
+
+    sequence: int
+    microbatch: int
+    experts: str = "forebay"
+    loss: str = "fused"
+    stages: bool = False
+    ep: int = 1
+    skew: float = 1.0
+    capacity_factor: float = 0.0
+    compiled: bool = False
+    balance: bool = False
+    block: int = GPU_BLOCK
+    gpu: bool = True
+
+
+@dataclass(frozen=True)
+class PartTrace:
+    """One microbatch in one part of a model. Bytes and FLOPs.
+
+    Attributes:
+        saved: for backward.
+        inputs: of the part's input hidden states, which recomputing it keeps.
+        forward: how far memory rises above forward's begin, its input held by others.
+        backward: how far it rises above backward's begin, all that is saved held by others; the gradient that comes in is
+            counted in.
+        forward_flops, backward_flops: see `forebay.planner.live`.
+        light: `saved` and `backward` where experts make their first product again, or None.
+        stash: bytes of the experts' x and h in buffers of the capacity, and of their rows that came; see `forebay.moe.stash`.
+            (0, 0) without expert parallelism.
+        later: bytes that the experts' weight gradients need, if they are made later (`forebay.moe.weight_gradients`).
+    """
+
+    saved: int
+    inputs: int
+    forward: int
+    backward: int
+    forward_flops: int
+    backward_flops: int
+    light: tuple[int, int] | None = None
+    stash: tuple[int, int] = (0, 0)
+    later: int = 0
+
+
+@dataclass(frozen=True)
+class LayerTrace:
+    """A decoder layer: `mlp` is its MoE or dense half."""
+
+    attention: PartTrace
+    mlp: PartTrace
+    is_moe: bool
+
+    @property
+    def saved(self) -> int:
+        """Bytes, both halves."""
+        return self.attention.saved + self.mlp.saved
+
+
+@dataclass(frozen=True)
+class ModelTrace:
+    """By part. `layers` has one entry a layer, those of a kind the same object.
+
+    Attributes:
+        shared: bytes that the first layer of a stage saves for all of them, such as rotary tables.
+        balance: bytes that the load-balancing loss saves for each MoE layer.
+        kinds: number of different layers.
+        head_gradient: bytes of the head's `saved` that are its weight's gradient.
+    """
+
+    embedding: PartTrace
+    layers: tuple[LayerTrace, ...]
+    head: PartTrace
+    shared: int
+    balance: int
+    kinds: int
+    head_gradient: int

@@ -1,0 +1,288 @@
+"""A rank's memory over a step, laid on what the rank does, and whether that fits a budget.
+
+In: a `ModelTrace`, the `State` of a rank, its stages and the list of what it computes (a pipeline's own plan, or one forward and
+backward after the other), and a placement for every half. Out: a `RankFit`: the highest point of the step, and what makes it up.
+Nothing is run or kept.
+
+The step is walked action by action, half by half. At each half's forward and backward the level is
+
+    parameters + moments + gathered weights + gradients so far + saved so far + what this half needs for a moment + other
+
+Gradients of a part are there from its first backward on (`State` says which kinds are there from the begin). Where a forward and
+a backward run together, half k of the one meets half k of the other, counted from where each begins. Between the two parts of a
+split backward what the experts' weight gradients need waits (`forebay.moe.weight_gradients`).
+
+What a placement makes of the bytes that a half saves:
+
+    keep        all are held
+    recompute   of a MoE half with Forebay's experts all but the first product ("light"; "save-dispatch" and "save-both" hold less
+                and are counted so too); "full", and every other half: its input alone, and backward makes the rest again
+    offload     none is held, but for two halves on their way: the most that offloading can free. Whether the link carries it in
+                time is not known here; `offload = "fit"` leaves what it cannot carry
+    stash       x and h of the experts as the rows that came, in pages, not as buffers of the capacity
+
+Not counted: what fragmentation wastes, and the driver's rounding of segments to 2 MiB and 20 MiB. Peaks are of allocated memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+from forebay.planner.figures import ModelTrace, PartTrace
+from forebay.planner.state import State
+
+
+class Action(Protocol):
+    """What `forebay.pipeline.schedule.Action` is."""
+
+    @property
+    def kind(self) -> str:
+        """F, B (whole backward), I (to the inputs), W (to the weights), OVERLAP_F_B."""
+
+    @property
+    def stage(self) -> int:
+        """Its number."""
+
+    @property
+    def microbatch(self) -> int:
+        """Its number."""
+
+    @property
+    def parts(self) -> Sequence[Any]:
+        """The forward and the backward of an OVERLAP_F_B."""
+
+
+class Work(NamedTuple):
+    """An action on one process alone."""
+
+    kind: str
+    stage: int
+    microbatch: int
+    parts: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Layers of a stage by number in the model, and their places among the rank's own; whether it has embedding and head."""
+
+    layers: tuple[int, ...]
+    places: tuple[int, ...]
+    embedding: bool
+    head: bool
+
+
+@dataclass(frozen=True)
+class Held:
+    """One half under its placement, bytes: `held` from forward to backward, `forward` and `backward` above the level before,
+    `later` from the input part of a split backward to its weight part, `stays` from backward to the step's end, and `gradient`:
+    the place of its part's gradient (a layer's place, "embedding" or "head")."""
+
+    path: str
+    placement: str
+    saved: int
+    held: int
+    forward: int
+    backward: int
+    later: int
+    gradient: Any
+    stays: int = 0
+
+
+@dataclass(frozen=True)
+class RankFit:
+    """Bytes on a rank at the highest point of its step.
+
+    Attributes:
+        activations: saved for backward.
+        transient: what the running halves need besides, gathered weights, and reductions.
+        where: what runs then.
+        held_at_most: the most that is saved at any moment.
+    """
+
+    rank: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    transient: int
+    other: int
+    where: str
+    held_at_most: int
+
+    @property
+    def total(self) -> int:
+        """The peak."""
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.transient + self.other
+
+    def headroom(self, budget: int) -> int:
+        """What the budget leaves; negative if it does not fit."""
+        return budget - self.total
+
+
+def alone(microbatches: int, overlap: bool) -> list[Work]:
+    """What a process without a pipeline computes in a step."""
+    forwards = [Work("F", 0, m) for m in range(microbatches)]
+    backwards = [Work("B", 0, m) for m in range(microbatches)]
+    if not overlap:
+        return [action for pair in zip(forwards, backwards, strict=True) for action in pair]
+    both = [Work("OVERLAP_F_B", -1, -1, (forwards[m], backwards[m - 1])) for m in range(1, microbatches)]
+    return [forwards[0], *both, backwards[-1]]
+
+
+def halves_of(
+    trace: ModelTrace,
+    stage: Stage,
+    placements: Mapping[str, str],
+    *,
+    prefix: str,
+    recompute: str,
+    engine: bool,
+    summed: bool,
+) -> list[Held]:
+    """The halves of a stage in forward order, embedding and head included.
+
+    Args:
+        placements: half's path to placement; "keep" where it is not named.
+        prefix: module path of the layers.
+        recompute: see `[memory]`.
+        engine: a pipeline or overlap runs the stage: the head's backward is a part of its forward.
+        summed: the engine adds the gradient of the head's weight to a sum in forward, and collects that of embedded tokens.
+    """
+    found = []
+    if stage.embedding:
+        kept = _kept("embedding", trace.embedding, "embedding")
+        if engine and summed:  # gradients of the tokens are collected, and spread over the vocabulary once
+            tokens = trace.layers[0].attention.inputs
+            kept = replace(kept, backward=tokens, stays=tokens)
+        found.append(kept)
+    for nth, (number, place) in enumerate(zip(stage.layers, stage.places, strict=True)):
+        layer = trace.layers[number]
+        for name, part in (("self_attn", layer.attention), ("mlp", layer.mlp)):
+            path = f"{prefix}.{number}.{name}"
+            half = _placed(path, part, placements.get(path, "keep"), recompute, place)
+            if name == "mlp" and layer.is_moe:
+                half = replace(half, held=half.held + trace.balance)
+            if name == "self_attn" and nth == 0:
+                half = replace(half, held=half.held + trace.shared)
+            found.append(half)
+    if stage.head:
+        head = trace.head
+        weight = trace.head_gradient
+        kept = _kept("head", head, "head")
+        if engine:
+            in_forward = max(head.forward, head.saved + head.backward) - (2 * weight if summed else 0)
+            kept = replace(kept, held=head.inputs, forward=in_forward, backward=head.inputs)
+        found.append(kept)
+    return found
+
+
+def _kept(path: str, part: PartTrace, gradient: Any) -> Held:
+    return Held(path, "keep", part.saved, part.saved, part.inputs + part.forward, part.backward, part.later, gradient)
+
+
+def _placed(path: str, part: PartTrace, placement: str, recompute: str, place: int) -> Held:
+    kept = replace(_kept(path, part, place), placement=placement)
+    match placement:
+        case "recompute" if part.light is not None and recompute != "full":
+            held, backward = part.light
+            return replace(kept, held=held, backward=backward)
+        case "recompute":
+            held = min(part.inputs, part.saved)
+            again = max(part.forward, part.saved + part.backward)
+            return replace(kept, held=held, backward=again)
+        case "offload":
+            return replace(kept, held=0, forward=kept.forward + part.saved, backward=2 * part.saved + part.backward)
+        case "stash":
+            capacity, came = part.stash
+            return replace(kept, held=part.saved - capacity + came, backward=part.backward + capacity - came)
+    return kept
+
+
+def fit_rank(
+    rank: int, state: State, stages: Mapping[int, Sequence[Held]], actions: Iterable[Action], messages: int = 0
+) -> RankFit:
+    """The highest point of a rank's step.
+
+    Args:
+        stages: its halves in forward order, by stage.
+        actions: what it computes, in order; transfers may be among them and are not looked at.
+        messages: bytes of hidden states and gradients on their way between ranks.
+    """
+    walk = _Walk(rank, state, stages, messages)
+    for action in actions:
+        walk.step(action)
+    return walk.done()
+
+
+class _Walk:
+    """A step so far."""
+
+    def __init__(self, rank: int, state: State, stages: Mapping[int, Sequence[Held]], messages: int):
+        self._rank, self._state, self._stages = rank, state, stages
+        self._held = self._most = 0
+        self._messages = messages
+        self._gradients = state.gradients if state.at_once else 0
+        self._with_gradient: set[Any] = set()
+        self._best: RankFit | None = None
+
+    def step(self, action: Action) -> None:
+        match action.kind:
+            case "OVERLAP_F_B":
+                forward, backward = action.parts
+                self._together(self._stages[forward.stage], self._stages[backward.stage], str(action))
+            case "F":
+                self._together(self._stages[action.stage], (), str(action))
+            case "B" | "I":
+                self._together((), self._stages[action.stage], str(action), split=action.kind == "I")
+            case "W":
+                halves = self._stages[action.stage]
+                self._level(max((h.later for h in halves), default=0), str(action))
+                self._held -= sum(h.later for h in halves)
+
+    def done(self) -> RankFit:
+        s = self._state
+        self._level(s.reducing, "reduction")
+        end = replace(self._at(s.stepping, "optimizer"), gradients=s.sharded_gradients)
+        self._note(end)
+        assert self._best is not None
+        return replace(self._best, held_at_most=self._most)
+
+    def _together(self, forward: Sequence[Held], backward: Sequence[Held], what: str, split: bool = False) -> None:
+        back = list(reversed(backward))
+        for k in range(max(len(forward), len(back))):
+            f = forward[k] if k < len(forward) else None
+            b = back[k] if k < len(back) else None
+            needed = (f.forward if f else 0) + (b.backward if b else 0)
+            name = " and ".join(f"{half.path} {way}" for half, way in ((f, "forward"), (b, "backward")) if half)
+            self._level(needed, name or what)
+            if f:
+                self._held += f.held
+            if b:
+                self._held += (b.later if split else 0) + b.stays - b.held
+                self._gradient(b.gradient)
+            self._most = max(self._most, self._held)
+
+    def _gradient(self, place: Any) -> None:
+        """A part's gradients are there. Those of a layer are complete with its attention, which comes last; they count from its
+        MoE half on."""
+        s = self._state
+        if s.at_once or place in self._with_gradient:
+            return
+        self._with_gradient.add(place)
+        ends = {"embedding": s.embedding_gradient, "head": s.head_gradient}
+        self._gradients += ends[place] if place in ends else s.layer_gradients[place]
+
+    def _level(self, needed: int, where: str) -> None:
+        self._note(self._at(needed + self._state.gathered + self._messages, where))
+
+    def _at(self, transient: int, where: str) -> RankFit:
+        s = self._state
+        return RankFit(
+            self._rank, s.parameters, self._gradients, s.optimizer, self._held, transient, s.other, where, self._most
+        )
+
+    def _note(self, level: RankFit) -> None:
+        if self._best is None or level.total > self._best.total:
+            self._best = level

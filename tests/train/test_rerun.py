@@ -19,6 +19,7 @@ from torch import Tensor
 from forebay.moe.dispatch import choose
 from forebay.moe.dispatch.exchange import Handle
 from forebay.moe.dispatch.nccl import NcclExchange
+from forebay.stores.pages import PageReport
 from forebay.train.config import Config, from_mapping
 from forebay.train.errors import RunError
 from forebay.train.mesh import Mesh
@@ -261,10 +262,12 @@ class Pages:
         finally:
             self.is_exact = False
 
-    def end_step(self) -> str:
+    def end_step(self) -> PageReport:
+        """A page more was out than in the step before; after one that lacked some, the arena is another one."""
         self.ended += 1
+        resized = bool(self.missing)
         self.missing.zero_()
-        return f"report {self.ended}"
+        return PageReport(self.ended, 0, 0, 0, 0, False, resized, 0)
 
 
 def reruns(pages: Any, **options: Any) -> Reruns:
@@ -280,7 +283,8 @@ def test_pages_that_run_out() -> None:
         yield
         captured[0] = True
 
-    runs = reruns(pages, called=called)
+    renewed: list[int] = []
+    runs = reruns(pages, called=called, renewed=lambda: renewed.append(pages.ended))
 
     def gradients() -> Tensor:
         drawn.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
@@ -291,9 +295,10 @@ def test_pages_that_run_out() -> None:
     result, rerun = runs.run(gradients, lambda: dropped.append(1))
     assert result == 2.0 and rerun == Rerun(rows=False, pages=True, factor=None)
     assert drawn[0] == drawn[1] and dropped == [1] and pages.ended == 1 and not pages.is_exact
-    assert runs.page_report == "report 1" and runs.factor() is None
+    assert runs.page_report is not None and runs.page_report.pages_out == 1 and runs.factor() is None
+    assert renewed == [1], "a graph of other pages is given up, once"
     result, rerun = runs.run(lambda: "enough", lambda: dropped.append(2))
-    assert (result, rerun, dropped, pages.ended) == ("enough", None, [1], 2)
+    assert (result, rerun, dropped, pages.ended, renewed) == ("enough", None, [1], 2, [1])
 
 
 def test_an_error_in_the_second_attempt_is_an_error() -> None:

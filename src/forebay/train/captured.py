@@ -19,8 +19,9 @@ so it is the same one from the first step on), the graph, its inputs, and the gr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -170,6 +171,52 @@ def _first_cause(error: BaseException) -> str:
     while error.__context__ is not None:
         error = error.__context__
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+class CapturableEngine:
+    """What engines share whose steps can be captured: weights are gathered, the step is called or replayed, gradients reduced.
+
+    Attributes:
+        captured: the graph and when it is made; None where steps are called only.
+    """
+
+    captured: CapturedStep | None = None
+    _gathered: GatheredStep
+
+    @contextmanager
+    def called(self) -> Iterator[None]:
+        """Within, steps are called and not captured, and a graph's memory is free for them."""
+        captured, self.captured = self.captured, None
+        if captured is not None:
+            captured.release()
+        try:
+            yield
+        finally:
+            self.captured = captured
+
+    def _run(self, microbatches: Parts, count: Tensor | int) -> tuple[Tensor, Tensor]:
+        """What is captured: it asks nothing of the device."""
+        raise NotImplementedError
+
+    def _whole_step(self, microbatches: Parts, count: Tensor | int, replay: bool = True) -> tuple[Tensor, Tensor]:
+        """From gathering to reducing; with a graph, on its stream. `replay` False calls, though there is one."""
+        captured = self.captured
+        if captured is None:
+            return self._around(self._run, microbatches, count)
+        run: Any = captured if replay else self._run
+        losses, imbalance = captured.on_stream(partial(self._around, run, microbatches, count))
+        return losses, imbalance
+
+    def _around(self, run: Any, microbatches: Parts, count: Tensor | int) -> tuple[Tensor, Tensor]:
+        self._gathered.gather()
+        losses, imbalance = run(microbatches, count)
+        self._gathered.reduce()
+        return losses, imbalance
+
+    def _give_up_graph(self) -> None:
+        if self.captured is not None:
+            self.captured.release()
+            self.captured = None
 
 
 def captured_step(

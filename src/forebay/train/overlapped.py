@@ -8,9 +8,8 @@ The engine is `forebay.pipeline.overlap`; `forebay.train.gathered` has the weigh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,11 +19,11 @@ from forebay.models.manage import Managed
 from forebay.models.router import RouterStats, balance_loss
 from forebay.pipeline.causal_lm import CutModel, Microbatch
 from forebay.pipeline.overlap import OverlappedStep
-from forebay.train.captured import CapturedStep, Parts, captured_step
+from forebay.train.captured import CapturableEngine, Parts, captured_step
 from forebay.train.gathered import DeferredExperts, GatheredStep
 
 
-class OverlappedGradients:
+class OverlappedGradients(CapturableEngine):
     """Forward and backward of all microbatches of a step.
 
     Args:
@@ -64,7 +63,6 @@ class OverlappedGradients:
             cut.layers, cut.prologue, cut.epilogue, device, routers=routers, weights=self._deferred.store
         )
         self._gathered = GatheredStep(model, cut, reshard)
-        self.captured: CapturedStep | None = None
         if graph:
             self.captured = captured_step(self._run, self._gathered, router, memory, device, agreed)
 
@@ -82,29 +80,7 @@ class OverlappedGradients:
             This process's part of the cross entropy and of the load balance, scalars.
         """
         self._parts = parts
-        if self.captured is None:
-            return self._step_of(microbatches, count)
-        losses, imbalance = self.captured.on_stream(partial(self._step_of, microbatches, count, self.captured))
-        return losses, imbalance
-
-    @contextmanager
-    def called(self) -> Iterator[None]:
-        """Within, steps are called and not captured, and a graph's memory is free for them."""
-        captured, self.captured = self.captured, None
-        if captured is not None:
-            captured.release()
-        try:
-            yield
-        finally:
-            self.captured = captured
-
-    def _step_of(
-        self, microbatches: Parts, count: Tensor | int, captured: CapturedStep | None = None
-    ) -> tuple[Tensor, Tensor]:
-        self._gathered.gather()
-        losses, imbalance = (captured or self._run)(microbatches, count)
-        self._gathered.reduce()
-        return losses, imbalance
+        return self._whole_step(microbatches, count)
 
     def _run(self, microbatches: Parts, count: Tensor | int) -> tuple[Tensor, Tensor]:
         """What asks nothing of other processes but the exchange, and nothing of the device."""
@@ -119,9 +95,7 @@ class OverlappedGradients:
 
     def close(self) -> None:
         """Remove what was put on parameters and modules, and give up the graph."""
-        if self.captured is not None:
-            self.captured.release()
-            self.captured = None
+        self._give_up_graph()
         self._gathered.close()
         self._deferred.close()
 

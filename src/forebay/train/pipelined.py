@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from forebay.pipeline.links import DistLinks, Links, neighbours
 from forebay.pipeline.partition import Partition
 from forebay.pipeline.runtime import PipelineRuntime, Stage, Watcher
 from forebay.pipeline.schedule import BACKWARD_WEIGHT, FORWARD, Action, Plan, forward_plan, make_plan
-from forebay.train.captured import CapturedStep, Parts, captured_step
+from forebay.train.captured import CapturableEngine, Parts, captured_step
 from forebay.train.config import Config
 from forebay.train.errors import UsageError
 from forebay.train.gathered import DeferredExperts, GatheredStep
@@ -59,7 +58,7 @@ def keep_stages(model: Any, plan: Plan, partition: Partition, rank: int) -> None
     keep_part(model, layers, embedding=0 in stages, head=len(plan.ranks) - 1 in stages)
 
 
-class PipelinedGradients:
+class PipelinedGradients(CapturableEngine):
     """Forward and backward of all microbatches of a step, on this pipeline rank.
 
     Args:
@@ -111,7 +110,6 @@ class PipelinedGradients:
         self._memory, self._early_release = memory, early_release
         memory.follow(self._backwards(plan, partition), steady=not config.parallel.reshard)
         self._runtime = self._runtime_of(plan)
-        self.captured: CapturedStep | None = None
         if graph:
             self.captured = captured_step(self._run, self._gathered, router, memory, mesh.device, agreed)
         self._forward: PipelineRuntime | None = None
@@ -133,29 +131,7 @@ class PipelinedGradients:
         """
         if self._balance is not None:
             self._balance.scale = 1 / parts
-        captured = self.captured
-        if captured is None:
-            return self._step_of(microbatches, count)
-        run = captured if self.watcher is None else self._run
-        losses, imbalance = captured.on_stream(partial(self._step_of, microbatches, count, run))
-        return losses, imbalance
-
-    @contextmanager
-    def called(self) -> Iterator[None]:
-        """Within, steps are called and not captured, and a graph's memory is free for them."""
-        captured, self.captured = self.captured, None
-        if captured is not None:
-            captured.release()
-        try:
-            yield
-        finally:
-            self.captured = captured
-
-    def _step_of(self, microbatches: Parts, count: Tensor | int, run: Any = None) -> tuple[Tensor, Tensor]:
-        self._gathered.gather()
-        losses, imbalance = (run or self._run)(microbatches, count)
-        self._gathered.reduce()
-        return losses, imbalance
+        return self._whole_step(microbatches, count, replay=self.watcher is None)
 
     def _run(self, microbatches: Parts, count: Tensor | int) -> tuple[Tensor, Tensor]:
         """What may be captured: it asks nothing of the device."""
@@ -195,9 +171,7 @@ class PipelinedGradients:
 
     def close(self) -> None:
         """Remove what was put on parameters and modules, and give up the graph."""
-        if self.captured is not None:
-            self.captured.release()
-            self.captured = None
+        self._give_up_graph()
         self._gathered.close()
         self._deferred.close()
 

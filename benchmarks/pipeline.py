@@ -14,10 +14,12 @@ A step is forward and backward of all microbatches of the global batch, until th
     bubble            share of the step in which a rank's compute stream has nothing of a stage to run; by pipeline rank
     hidden            share of the time of all-to-alls inside overlapped forward-backwards for which the compute stream does not
                       stand still; the least of all ranks
-    reserved          of the caching allocator over allocated, both peaks, without expandable segments
+    reserved          of the caching allocator over allocated, both peaks, without expandable segments; of a graph's memory
+                      what its capture took at most is allocated
 
     graph             whether forwards and backwards of the step were one CUDA graph, or why not
-    late release      bytes at stage boundaries that nobody else holds, at most; and how much lower the peak is with early release
+    late release      bytes at stage boundaries that nobody else holds where memory is highest; and how much lower the peak is
+                      with early release
     offload           bytes of a step that go to the host and come back, and by how much the plan says that the peak falls;
                       against the same schedule without, in the same run: time, activations, and R, what fell over what was to
 
@@ -32,6 +34,7 @@ import statistics
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +43,7 @@ import torch.distributed as dist
 from common import GIB, results_folder, settle_memory, write
 from ep import MODELS, force_balance
 
-from forebay.pipeline import passes
+from forebay.pipeline import execution, passes
 from forebay.pipeline.schedule import OVERLAP, Action
 from forebay.planner.interleaved import plan_interleaved
 from forebay.report.pipeline import bubble, draw, perfetto
@@ -96,23 +99,35 @@ def settings(args: argparse.Namespace, model: str, arm: str, world: int) -> Any:
 
 
 class Retained:
-    """What nobody but late release holds: tensors at stage boundaries, by weak references."""
+    """Bytes that nobody but late release holds: tensors at stage boundaries, by weak references.
+
+    They are counted whenever a stage function has ended or a transfer was waited for. `at_peak` is the count from which memory
+    rose to its highest: the count before the first look behind that moment.
+    """
+
+    _ENDINGS = ("_run_front", "_run_experts", "_run_experts_backward", "_run_front_backward")
 
     def __init__(self, on: bool):
-        self.most = 0
+        self.at_peak = self._held = self._top = 0
         self._refs: list[weakref.ref[torch.Tensor]] = []
-        self._keep = keep = passes._MoePass._keep
-        refs = self._refs
-
-        def kept(moe_pass: Any, *boundary: torch.Tensor | None) -> None:
-            keep(moe_pass, *boundary)
-            refs.extend(weakref.ref(t) for t in boundary if t is not None)
-
+        self._undo: list[Callable[[], None]] = []
         if on:
-            passes._MoePass._keep = kept  # type: ignore[method-assign]
+            keep, refs = passes._MoePass._keep, self._refs
+
+            def kept(moe_pass: Any, *boundary: torch.Tensor | None) -> None:
+                keep(moe_pass, *boundary)
+                refs.extend(weakref.ref(t) for t in boundary if t is not None)
+
+            self._put(passes._MoePass, "_keep", kept)
+            for name in self._ENDINGS:
+                self._put(passes._MoePass, name, self._looking(getattr(passes._MoePass, name)))
+            self._put(execution.ExecutionContext, "wait_for", self._looking(execution.ExecutionContext.wait_for))
 
     def look(self) -> None:
         """Count bytes that would be free without it."""
+        top = torch.cuda.max_memory_allocated()
+        if top > self._top:
+            self._top, self.at_peak = top, self._held
         alive = [t for ref in self._refs if (t := ref()) is not None]
         self._refs[:] = [weakref.ref(t) for t in alive]
         owners: dict[int, int] = {}
@@ -121,15 +136,26 @@ class Retained:
             storage = t.untyped_storage()
             owners[storage._cdata] = owners.get(storage._cdata, 0) + 1
             storages[storage._cdata] = storage
-        held = 0
-        for key, storage in storages.items():
-            # The tensors here, and `storage` itself.
-            if torch._C._storage_Use_Count(key) <= owners[key] + 1:
-                held += storage.nbytes()
-        self.most = max(self.most, held)
+        # The tensors here, and `storage` itself.
+        alone = [s for key, s in storages.items() if torch._C._storage_Use_Count(key) <= owners[key] + 1]
+        self._held = sum(s.nbytes() for s in alone)
 
     def stop(self) -> None:
-        passes._MoePass._keep = self._keep  # type: ignore[method-assign]
+        while self._undo:
+            self._undo.pop()()
+
+    def _put(self, owner: Any, name: str, function: Any) -> None:
+        self._undo.append(partial(setattr, owner, name, getattr(owner, name)))
+        setattr(owner, name, function)
+
+    def _looking(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def and_look(*args: Any) -> Any:
+            result = function(*args)
+            del args
+            self.look()
+            return result
+
+        return and_look
 
 
 class Metered:
@@ -161,21 +187,22 @@ def measure(args: argparse.Namespace, name: str, arm: str) -> dict[str, Any]:
         for number in range(2, 2 + args.warm):
             trainer.gradients(number)
             trainer.optimizer.zero_grad(set_to_none=True)
-        for number in range(2 + args.warm, 22 + args.warm):
+        for number in range(2 + args.warm, 34 + args.warm):
             if trainer.captured is None or trainer.captured.captured or trainer.captured.why_not:
                 break
             trainer.gradients(number)
             trainer.optimizer.zero_grad(set_to_none=True)
         settle_memory()
-        steps = [timed(trainer, engine, 2 + args.warm + i) for i in range(args.steps)]
-        picture = watched(args, trainer, engine, 2 + args.warm + args.steps, f"{name}-{arm}")
+        steps = [timed(trainer, engine, 34 + args.warm + i) for i in range(args.steps)]
+        reserved = reserved_over_allocated(trainer)
+        picture = watched(args, trainer, engine, 34 + args.warm + args.steps, f"{name}-{arm}")
         seconds = [s[0] for s in steps]
         by_rank = gathered(
             mesh,
             {
                 "peak": max(s[1] for s in steps) / GIB,
                 "activations": max(s[2] for s in steps) / GIB,
-                "reserved": torch.cuda.max_memory_reserved() / torch.cuda.max_memory_allocated(),
+                "reserved": reserved,
                 "host": statistics.median(s[3] for s in steps),
                 "copies": trainer.memory.report().wait_ms or 0.0,
                 "fall": planned_fall(trainer.memory) / GIB,
@@ -264,6 +291,15 @@ def timed(trainer: Any, engine: Any, number: int) -> tuple[float, float, float, 
     return float(slowest), peak - base, peak - held[0], host
 
 
+def reserved_over_allocated(trainer: Any) -> float:
+    """Peaks of the steps since `settle_memory`."""
+    allocated = torch.cuda.max_memory_allocated()
+    if trainer.captured is not None and trainer.captured.captured:
+        left = torch.cuda.memory_allocated() - trainer.captured.left_bytes  # held before a step
+        allocated = max(allocated, left + trainer.captured.peak_bytes)
+    return torch.cuda.max_memory_reserved() / allocated
+
+
 def gathered_bytes(gathered_step: Any) -> int:
     """Of the weights that are whole during a step."""
     held = [h for group in gathered_step._groups() for h in group.fsdp_params]
@@ -276,6 +312,7 @@ def watched(args: argparse.Namespace, trainer: Any, engine: Any, number: int, na
     dist.barrier()
     torch.cuda.synchronize()
     recorder = Recorder(trainer.mesh.pp_rank, trainer.device)
+    torch.cuda.reset_peak_memory_stats()
     retained = Retained(not engine._runtime.early_release)
     engine.watcher = Metered(engine, recorder, retained)
     trainer.gradients(number)
@@ -295,7 +332,7 @@ def watched(args: argparse.Namespace, trainer: Any, engine: Any, number: int, na
         "hidden": 1 - waits / transfers if transfers else 1.0,
         "transfers": transfers,
         "waits": waits,
-        "late": retained.most / GIB,
+        "late": retained.at_peak / GIB,
     }
 
 

@@ -25,20 +25,63 @@ TIMELINE = Timeline(
 )
 
 
+class Allocator:
+    """What stands for the device's memory: bytes now, and at most since it was last asked to begin anew."""
+
+    def __init__(self) -> None:
+        self.now = self.top = 0
+
+
 @pytest.fixture(autouse=True)
-def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def memory(monkeypatch: pytest.MonkeyPatch) -> Allocator:
+    allocator = Allocator()
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: allocator.now)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: allocator.top)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: setattr(allocator, "top", allocator.now))
+    return allocator
+
+
+def watching() -> Stopwatch:
+    return Stopwatch(torch.device("cuda", 0))
+
+
+MOMENTS = (("F", 0), ("F", 1), ("B", 1), ("B", 0))
 
 
 def run(watch: Stopwatch, starts: list[float], wait: float = 0.0) -> None:
-    for (kind, call), start in zip((("F", 0), ("F", 1), ("B", 1), ("B", 0)), starts, strict=True):
-        watch.moment(kind, CALLS[call].key, Event(start), Event(start + wait))
+    for (kind, call), start in zip(MOMENTS, starts, strict=True):
+        watch.before_moment()
+        watch.moment(kind, CALLS[call].key, Event(start), Event(start + wait), 0)
+
+
+def test_memory_is_that_of_the_cycle_without_what_the_planner_counts(memory: Allocator) -> None:
+    """Two calls save 8 bytes each; call 0's are on the host at B1; 100 bytes were there before, 5 more come at F1 and stay."""
+    watch = watching()
+    levels = ((100, 120, 0), (113, 140, 0), (113, 125, 8), (113, 130, 0))  # at the start, at most, away
+    for (kind, call), (start, most, away) in zip(MOMENTS, levels, strict=True):
+        watch.before_moment()
+        memory.now = start
+        watch.moment(kind, CALLS[call].key, Event(0), Event(0), away)
+        memory.top = most
+    timeline = watch.retimed(TIMELINE, None, None)
+    assert timeline is not None
+    # By hand: at F1 100 + 8 + 5; at B1 those 8 more less 8 away; at B0 call 1's are gone and call 0's are back.
+    assert [m.other for m in timeline.moments] == [0, 5, 5, 5]
+    assert [m.transient for m in timeline.moments] == [20, 27, 12, 0]
+
+
+def test_rates_are_the_cycle_s_where_it_copied() -> None:
+    watch = watching()
+    run(watch, [0, 5, 11, 31])
+    timeline = watch.retimed(TIMELINE, 4e8, None)
+    assert timeline is not None and (timeline.out_rate, timeline.back_rate) == (4e8, 1e9)
 
 
 def test_shorter_times_count_and_waits_do_not() -> None:
-    watch = Stopwatch()
+    watch = watching()
     run(watch, [0, 5, 11, 31], wait=1)
-    timeline = watch.retimed(TIMELINE)
+    timeline = watch.retimed(TIMELINE, None, None)
     assert timeline is not None
     # 5 - 1, 6 - 1, and 19 is longer than what was measured; the last moment has no end.
     assert [m.seconds for m in timeline.moments] == pytest.approx([0.004, 0.005, 0.010, 0.010])
@@ -46,20 +89,22 @@ def test_shorter_times_count_and_waits_do_not() -> None:
 
 
 def test_time_without_work_does_not_count() -> None:
-    watch = Stopwatch()
-    watch.moment("F", CALLS[0].key, Event(0), Event(0))
+    watch = watching()
+    watch.before_moment()
+    watch.moment("F", CALLS[0].key, Event(0), Event(0), 0)
     watch.idle(Event(2))
     watch.idle(Event(3))  # the second wait of the same pause
     for (kind, call), start in zip((("F", 1), ("B", 1), ("B", 0)), (8.0, 12.0, 16.0), strict=True):
-        watch.moment(kind, CALLS[call].key, Event(start), Event(start))
-    timeline = watch.retimed(TIMELINE)
+        watch.before_moment()
+        watch.moment(kind, CALLS[call].key, Event(start), Event(start), 0)
+    timeline = watch.retimed(TIMELINE, None, None)
     assert timeline is not None and timeline.moments[0].seconds == pytest.approx(0.002)
 
 
 def test_another_cycle_has_other_times() -> None:
-    watch = Stopwatch()
+    watch = watching()
     run(watch, [0, 1, 2, 3])
-    assert watch.retimed(replace(TIMELINE, moments=TIMELINE.moments[:3])) is None
+    assert watch.retimed(replace(TIMELINE, moments=TIMELINE.moments[:3]), None, None) is None
 
 
 def test_the_next_backward_is_the_schedule_s() -> None:

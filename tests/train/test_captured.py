@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from forebay.train.captured import CapturedStep, Kept
+from forebay.train.captured import CapturedStep, Kept, Timing
 
 
 class Pretence:
@@ -193,3 +193,36 @@ def test_all_give_it_up_if_one_does(pretence: Pretence) -> None:
     assert engine.step.why_not == "another process could not capture it"
     engine.run(2)
     assert len(engine.calls) == 6
+
+
+def test_graphs_that_are_timed_make_another_plan_and_are_captured_anew(pretence: Pretence) -> None:
+    said: list[bool] = []
+    plans: list[int] = []
+
+    @contextmanager
+    def around(timed: bool) -> Any:
+        said.append(timed)
+        yield
+
+    engine = Engine(pretence, around=around, timing=Timing(2, lambda: plans.append(pretence.graphs)))
+    stays = []
+    for _ in range(3 + 2 + 2 + 3):
+        engine.run(3, 5)
+        stays.append(engine.step.captured)
+    assert said == [True, True, False]
+    assert plans == [1, 2], "once behind the replays of each timed graph"
+    assert stays == [False] * 7 + [True] * 3
+
+
+def test_a_timed_graph_of_another_shape_is_not_asked(pretence: Pretence) -> None:
+    plans: list[int] = []
+    engine = Engine(
+        pretence, around=lambda timed: nullcontext(), timing=Timing(1, lambda: plans.append(pretence.graphs))
+    )
+    for _ in range(4):
+        engine.run(3, 5)
+    engine.run(2, 5)  # after one replay
+    assert plans == []
+    for _ in range(5):
+        engine.run(2, 5)
+    assert plans == [2] and engine.step.captured

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zbv", "dualpipev")
-STEPS = 12  # the measuring ones, those that time the plan again, the one that is captured and some that are replayed
+STEPS = 12  # the measuring ones, those that time the plan again, and some more
+BF16_STEPS = 26  # until steps with offload are captured for good: two graphs are timed before
 TINY = {
     "hidden_size": 256,
     "num_hidden_layers": 4,
@@ -73,7 +74,7 @@ def run(device: str, folder: Path) -> None:
         )
         found = []
         with Mesh.open(config) as mesh, Trainer(config, mesh) as trainer:
-            for number in range(1, STEPS + 1):
+            for number in range(1, (BF16_STEPS if "bf16" in name else STEPS) + 1):
                 losses = mesh.sum(torch.stack(trainer.gradients(number)))
                 whole = {
                     n: (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad).cpu()

@@ -122,9 +122,13 @@ class Managed:
         """See `forebay.saved.manager.Manager.settled`."""
         return self._manager.settled
 
-    def capturing(self) -> AbstractContextManager[None]:
+    def capturing(self, timed: bool = False) -> AbstractContextManager[None]:
         """See `forebay.saved.manager.Manager.capturing`."""
-        return self._manager.capturing()
+        return self._manager.capturing(timed)
+
+    def plan_again(self) -> None:
+        """See `forebay.saved.manager.Manager.plan_again`."""
+        self._manager.plan_again()
 
     def join(self) -> None:
         """See `forebay.saved.manager.Manager.join`."""

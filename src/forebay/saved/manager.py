@@ -39,6 +39,7 @@ from forebay.saved.recompute import recomputed, refuse_nested_checkpointing
 from forebay.saved.slots import Slot
 from forebay.stores.base import State, Ticket
 from forebay.stores.host import HostStore
+from forebay.stores.streams import external_event
 
 _MIN_BYTES_CUDA = 1 << 20  # a 1 MiB copy reaches 40 of 55 GB/s (H200); below that launches cost more than they free
 
@@ -170,6 +171,7 @@ class Manager:
         self._offloaded: frozenset[str] = frozenset()  # regions of which something leaves, by the plan
         self._measured_items: dict[Key, tuple[int, ...]] = {}
         self._stopwatch: Stopwatch | None = None
+        self._replayed: Stopwatch | None = None  # of a captured cycle
         self._retimings = 0
         self._captured = False
         self._alternating = False  # forwards and backwards of several microbatches
@@ -243,17 +245,29 @@ class Manager:
         return retimed and self._trimmed
 
     @contextmanager
-    def capturing(self) -> Iterator[None]:
-        """Within, whole cycles are captured in a CUDA graph: nothing is timed, and no event passes between inside and outside.
-        Each must end with `join`."""
-        self._captured = True
+    def capturing(self, timed: bool = False) -> Iterator[None]:
+        """Within, whole cycles are captured in a CUDA graph, and each must end with `join`: no event passes between inside and
+        outside.
+
+        Args:
+            timed: its moments and copies are timed when it is replayed, for `plan_again`.
+        """
+        self._captured, self.store.lanes.time_captured = True, timed
         self.store.forget_copies()
         try:
             yield
         finally:
-            self._captured = False
+            self._replayed, self._stopwatch = self._stopwatch, None
+            self._captured = self.store.lanes.time_captured = False
             self._waits.clear()
             self.store.forget_copies()
+
+    def plan_again(self) -> None:
+        """With the times of the last replay of a captured cycle: a graph is faster than calls, and the link carries less in it.
+        Nothing where none was timed. Cycles then have to settle again."""
+        if self._replayed is not None:
+            stopwatch, self._replayed = self._replayed, None
+            self._plan_again(stopwatch)
 
     def join(self) -> None:
         """At the end of a captured cycle: the compute stream waits for all copies."""
@@ -523,8 +537,11 @@ class Manager:
             self._recorder = Recorder(self._device)
             self._shared.clear()
             self._saved_by.clear()
-        again = self.plan is not None and self._alternating and self._retimings < _RETIMINGS
-        self._stopwatch = Stopwatch() if again and self._device.type == "cuda" else None
+        again = self._alternating and (
+            self.store.lanes.time_captured or (self._retimings < _RETIMINGS and not self._captured)
+        )
+        timed = self.plan is not None and again and self._device.type == "cuda"
+        self._stopwatch = Stopwatch(self._device) if timed else None
 
     def _moment(self, kind: str, call: RegionCall) -> None:
         """A region's forward or backward starts: settle, wait and fetch what is due."""
@@ -533,6 +550,8 @@ class Manager:
         if self.plan is None:
             self._step_by_step(kind, call)
         elif self.plan.planned_bytes:
+            if self._stopwatch is not None:
+                self._stopwatch.before_moment()
             leaving = self._due(kind, call, self.plan)
             awaited = kind == "B" and bool(call.tickets)
             before = self._mark() if leaving or awaited or self._stopwatch is not None else None
@@ -543,7 +562,8 @@ class Manager:
             if before is not None:
                 self._waits.append((before, self._mark()))
             if self._stopwatch is not None:
-                self._stopwatch.moment(kind, call.key, *self._waits[-1])
+                away = self.ledger.live_bytes - self.ledger.device_bytes
+                self._stopwatch.moment(kind, call.key, *self._waits[-1], away)
         if self._recorder is not None:
             self._recorder.after_waits(self.ledger.device_bytes)
 
@@ -596,8 +616,12 @@ class Manager:
                 self.store.wait(ticket)  # type: ignore[arg-type]
 
     def _mark(self) -> Any:
-        if self._device.type != "cuda" or self._captured:
+        if self._device.type != "cuda" or (self._captured and not self.store.lanes.time_captured):
             return None
+        if self._captured:
+            event = external_event()
+            event.record()
+            return event
         event = self._spare_marks.pop() if self._spare_marks else torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -630,7 +654,8 @@ class Manager:
     def _plan_again(self, stopwatch: Stopwatch) -> None:
         """With the times of the cycle that was just run as planned."""
         assert self.timeline is not None
-        timeline = stopwatch.retimed(self.timeline)
+        rates = (lane.measure()[1] for lane in (self.store.outbound, self.store.inbound))
+        timeline = stopwatch.retimed(self.timeline, *rates)
         self._retimings = self._retimings + 1 if timeline is not None else _RETIMINGS
         if timeline is not None:
             self.timeline = timeline

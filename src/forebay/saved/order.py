@@ -11,6 +11,7 @@ In: `Recorder.moment` at each start of a region's forward or backward. Out: a `T
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -213,38 +214,73 @@ class Recorder:
 
 
 class Stopwatch:
-    """How long each moment of a cycle takes when nothing is recorded but that; for a CUDA device.
+    """How long each moment of a cycle takes, and what memory there is at it, when nothing is recorded but that; on a CUDA device.
 
     The measuring cycles are slow: they copy one call at a time, and keep the host so busy that the device may wait for it. Their
-    sizes and order are right, and their times too long. This takes the times of a cycle that runs as planned.
+    sizes and order are right, their times too long, and their memory is that of copying one at a time. This takes both from a
+    cycle that runs as planned. Of one that is captured in a CUDA graph, events tell the times of its last replay, and memory is
+    that of the capture.
+
+    Reads the allocator's peak and resets it at each moment.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._moments: list[tuple[str, Key, Any, Any]] = []
         self._idle: dict[int, Any] = {}
+        self._memory: list[tuple[int, int]] = []  # at a moment: allocated, and bytes of saved items on the host
+        self._tops: list[int] = []  # of the moments before
 
-    def moment(self, kind: str, key: Key, before: Any, after: Any) -> None:
-        """A region's forward or backward starts. The events are from before and behind Forebay's waits."""
+    def before_moment(self) -> None:
+        """Before anything is fetched or settled at the moment that comes."""
+        if self._moments:
+            self._tops.append(torch.cuda.max_memory_allocated(self._device))
+
+    def moment(self, kind: str, key: Key, before: Any, after: Any, away: int) -> None:
+        """A region's forward or backward starts. The events are from before and behind Forebay's waits; `away` bytes of saved
+        items are on the host."""
+        torch.cuda.reset_peak_memory_stats(self._device)
         self._moments.append((kind, key, before, after))
+        self._memory.append((torch.cuda.memory_allocated(self._device), away))
 
     def idle(self, event: Any) -> None:
         """From here until the next moment the device waits for another process."""
         self._idle.setdefault(len(self._moments) - 1, event)
 
-    def retimed(self, timeline: Timeline) -> Timeline | None:
-        """`timeline` with these times; None if another cycle was run. Waits for the device."""
+    def retimed(self, timeline: Timeline, out_rate: float | None, back_rate: float | None) -> Timeline | None:
+        """`timeline` with these times, memory, and rates where they are known; None if another cycle was run. Waits for the
+        device."""
         names = [(m.kind, timeline.calls[m.call].key) for m in timeline.moments]
         if names != [(kind, key) for kind, key, _, _ in self._moments]:
             return None
         torch.cuda.synchronize()
-        moments = list(timeline.moments)
+        moments = self._with_memory(timeline)
         for index in range(len(moments) - 1):
             end = self._idle.get(index, self._moments[index + 1][2])
             seconds = self._moments[index][3].elapsed_time(end) / 1e3
             moments[index] = replace(moments[index], seconds=min(seconds, moments[index].seconds))
         ratio = sum(m.seconds for m in moments) / (sum(m.seconds for m in timeline.moments) or 1.0)
         calls = tuple(replace(call, seconds=call.seconds * min(ratio, 1.0)) for call in timeline.calls)
-        return replace(timeline, calls=calls, moments=tuple(moments))
+        rates = out_rate or timeline.out_rate, back_rate or timeline.back_rate
+        return Timeline(calls, tuple(moments), *rates)
+
+    def _with_memory(self, timeline: Timeline) -> list[Moment]:
+        """`other` of a moment is what is there less the items that the planner counts as there: of each call all but those on the
+        host, from the moment behind its forward up to its backward."""
+        change = [0] * (len(timeline.moments) + 1)
+        backward = {m.call: i for i, m in enumerate(timeline.moments) if m.kind == "B"}
+        for index, moment in enumerate(timeline.moments):
+            if moment.kind == "F" and moment.call in backward:
+                size = sum(timeline.calls[moment.call].items)
+                change[index + 1] += size
+                change[backward[moment.call] + 1] -= size
+        base, found = self._memory[0][0], []
+        for moment, (allocated, away), saved, top in zip(
+            timeline.moments, self._memory, accumulate(change), [*self._tops, None], strict=False
+        ):
+            transient = moment.transient if top is None else max(top - allocated, 0)
+            found.append(replace(moment, other=allocated - base - (saved - away), transient=transient))
+        return found
 
 
 def _without_epilogue(moments: list[Moment]) -> tuple[Moment, ...]:

@@ -25,14 +25,15 @@ class Done:
     Args:
         spare: where the events go when nobody can ask for them any more. They may be recorded again although a stream has yet
             to reach its wait for them: that wait is for what was recorded when it was enqueued.
+        clock: the events to ask for the time, where they are not `pair`; None for copies whose time nobody can ask for.
     """
 
-    __slots__ = ("_behind", "_spare", "_timed", "pair")
+    __slots__ = ("_behind", "_clock", "_spare", "pair")
 
-    def __init__(self, pair: Events | None, spare: list[Events] | None = None, timed: bool = True):
+    def __init__(self, pair: Events | None, spare: list[Events] | None = None, clock: Events | None = None):
         self.pair = pair
         self._spare = spare
-        self._timed = timed
+        self._clock = clock
         self._behind: list[Any] = []  # streams that wait for it already: what they are given from now on is behind it
 
     def __del__(self) -> None:
@@ -46,15 +47,20 @@ class Done:
             self._behind.append(stream)
 
     def milliseconds(self) -> float | None:
-        """Time the copies took, or None on a CPU and in a CUDA graph. Waits for them on the host: call it outside a step."""
-        if self.pair is None or not self._timed:
+        """Time the copies took, or None on a CPU, and in a CUDA graph that is not timed. Waits for them on the host: call it
+        outside a step."""
+        if self._clock is None:
             return None
-        self.pair[1].synchronize()
-        return self.pair[0].elapsed_time(self.pair[1])
+        self._clock[1].synchronize()
+        return self._clock[0].elapsed_time(self._clock[1])
 
 
 class CopyLanes:
-    """One stream for copies to the host, one for copies back; both None on a CPU."""
+    """One stream for copies to the host, one for copies back; both None on a CPU.
+
+    Attributes:
+        time_captured: copies that a CUDA graph captures can be asked for their time, when it has run. Two nodes more a copy.
+    """
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -63,6 +69,7 @@ class CopyLanes:
         self.back_stream: torch.cuda.Stream | None = torch.cuda.Stream(device) if on_gpu else None
         self._ready = torch.cuda.Event() if on_gpu else None
         self._spare: list[Events] = []
+        self.time_captured = False
 
     def compute_stream(self) -> Any:
         """The current stream of the device, or None on a CPU.
@@ -113,21 +120,29 @@ class CopyLanes:
             earlier.block(lane)
         ends = []
         with torch.cuda.stream(lane):
-            # What a graph records no host can ask.
-            timed = not _is_capturing()
+            captured = _is_capturing()
             for copies in batches:
-                start, end = pair = self._pair()
+                pair = self._pair()
+                clock = (external_event(), external_event()) if captured and self.time_captured else None
+                start, end = clock or pair
                 start.record(lane)
                 for source, target in copies:
                     target.copy_(source, non_blocking=True)
                 end.record(lane)
-                ends.append(Done(pair, self._spare, timed))
+                if clock is not None:
+                    pair[1].record(lane)  # an external event is a time and no order within its graph
+                ends.append(Done(pair, self._spare, clock if captured else pair))
         return ends
 
     def _pair(self) -> Events:
         if self._spare:
             return self._spare.pop()
         return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+
+def external_event() -> torch.cuda.Event:
+    """An event that a graph records each time it is replayed; between replays the host can ask for its time."""
+    return torch.cuda.Event(enable_timing=True, external=True)
 
 
 def _is_capturing() -> bool:

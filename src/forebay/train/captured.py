@@ -7,6 +7,9 @@ their number of targets. Out: what it returns, and gradients where it leaves the
     the next one        its inputs are copied to tensors of the graph's own, the call is captured, and the graph runs
     from then on        inputs are copied, the graph runs, gradients are put where the call would have put them
 
+Where a plan rests on how long things take (offloading), the first graphs are timed: what they say when they are replayed makes
+another plan, steps are called until that has settled, and the next graph is captured. The last one is not timed.
+
 The host then enqueues one launch a step. Another shape, or a page store of another size, is captured anew. If a capture fails on
 any process, all go on by calling, and `why_not` says why.
 
@@ -34,6 +37,8 @@ from forebay.train.gathered import GatheredStep
 Parts = Sequence[tuple[Tensor, Tensor]]
 Body = Callable[[Parts, Tensor], tuple[Tensor, ...]]
 _CALLS = 3  # steps before the capture: the first sizes page stores, then memory of that size is used, then all is warm
+_REPLAYS = 2  # of a graph before it is asked for times: the first one uploads it
+_TIMED = 2  # graphs: the first one's plan rests on the times of calls, the second one's on those of another plan
 
 
 class Kept:
@@ -48,6 +53,18 @@ class Kept:
         self.take, self.put = take, put
 
 
+class Timing:
+    """How plans follow the times of captured steps.
+
+    Args:
+        graphs: to be timed, one after the other; on all processes as many.
+        plan_again: behind the replays of one, before the next is captured.
+    """
+
+    def __init__(self, graphs: int, plan_again: Callable[[], None]):
+        self.graphs, self.plan_again = graphs, plan_again
+
+
 class CapturedStep:
     """See the module docstring.
 
@@ -59,7 +76,8 @@ class CapturedStep:
             changes it calls `release` on all.
         agreed: whether it is true on all processes; collective.
         ready: whether calls do the same from now on.
-        around: within, the call is captured.
+        around: around(timed): within, the call is captured.
+        timing: None where no plan rests on times.
 
     Attributes:
         why_not: why steps are called and not captured; None while they are to be.
@@ -76,12 +94,14 @@ class CapturedStep:
         agreed: Callable[[bool], bool],
         *,
         ready: Callable[[], bool] = lambda: True,
-        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+        around: Callable[[bool], AbstractContextManager[None]] = lambda timed: nullcontext(),
+        timing: Timing | None = None,
     ):
         self.why_not: str | None = None
         self.peak_bytes = self.left_bytes = 0
         self._body, self._kept, self._device, self._version, self._agreed = body, list(kept), device, version, agreed
-        self._ready, self._around = ready, around
+        self._ready, self._around, self._timing = ready, around, timing
+        self._replays = 0  # of a graph that is timed
         self._stream = torch.cuda.Stream(device)
         self._calls = 0
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -94,8 +114,12 @@ class CapturedStep:
 
     @property
     def captured(self) -> bool:
-        """Whether there is a graph."""
-        return self._graph is not None
+        """Whether there is a graph, and it stays."""
+        return self._graph is not None and not self._timed
+
+    @property
+    def _timed(self) -> bool:
+        return self._timing is not None and self._timing.graphs > 0
 
     def on_stream(self, run: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """`run()` on the graph's stream, in order with the current one."""
@@ -110,7 +134,8 @@ class CapturedStep:
         """A step; within `on_stream`."""
         self._count.fill_(count) if isinstance(count, int) else self._count.copy_(count)
         signature = ([(ids.shape, labels.shape) for ids, labels in parts], self._version())
-        if self._graph is not None and signature != self._signature:
+        if self._graph is not None and (signature != self._signature or (self._timed and self._replays >= _REPLAYS)):
+            self._ask_for_times()
             self.release()
         if self._shapes not in (None, signature[0]):
             self._calls = 0  # masks, compilers and stores have to settle again
@@ -127,14 +152,20 @@ class CapturedStep:
             own[1].copy_(given[1])
         assert self._graph is not None
         self._graph.replay()
+        self._replays += self._timed
         for kept, left in zip(self._kept, self._left, strict=True):
             kept.put(left)
         return tuple(t.clone() for t in self._outputs)  # the next step writes to them
 
+    def _ask_for_times(self) -> None:
+        if self._timing is not None and self._replays >= _REPLAYS:
+            self._timing.graphs -= 1
+            self._timing.plan_again()
+
     def release(self) -> None:
         """Give up the graph and its memory. The next step is captured again: to be called on all processes alike."""
         torch.cuda.synchronize(self._device)  # it may be running
-        self._graph, self._signature = None, None
+        self._graph, self._signature, self._replays = None, None, 0
         self._inputs, self._outputs, self._left = [], (), []
         self.peak_bytes = self.left_bytes = 0
         torch.cuda.empty_cache()
@@ -149,7 +180,10 @@ class CapturedStep:
         torch.cuda.reset_peak_memory_stats(self._device)
         try:
             # Other threads (NCCL's watchdog) ask for events while this one captures.
-            with self._around(), torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+            with (
+                self._around(self._timed),
+                torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
+            ):
                 self._outputs = self._body(self._inputs, self._count)
         except Exception as error:  # whatever it is: the other processes wait to hear of it
             reason = _first_cause(error)
@@ -226,8 +260,10 @@ def captured_step(
     memory: Managed,
     device: torch.device,
     agreed: Callable[[bool], bool],
+    timed: bool = False,
 ) -> CapturedStep:
-    """For an engine that runs `body` between gathering and reducing: gradients and the routers' counts are what it leaves."""
+    """For an engine that runs `body` between gathering and reducing: gradients and the routers' counts are what it leaves.
+    `timed`: on some process `memory` plans by the times that steps take."""
     gathered.keep_weights()
     kept = [Kept(gathered.take_gradients, gathered.put_gradients)]
     if router is not None:
@@ -241,4 +277,5 @@ def captured_step(
         agreed,
         ready=lambda: memory.settled,
         around=memory.capturing,
+        timing=Timing(_TIMED, memory.plan_again) if timed else None,
     )

@@ -11,7 +11,7 @@ on its parameters, and the losses where the last stage is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -111,7 +111,11 @@ class PipelinedGradients(CapturableEngine):
         memory.follow(self._backwards(plan, partition), steady=not config.parallel.reshard)
         self._runtime = self._runtime_of(plan)
         if graph:
-            self.captured = captured_step(self._run, self._gathered, router, memory, mesh.device, agreed)
+            policy = config.memory.policy
+            offloads = "offload" in (policy.values() if isinstance(policy, Mapping) else (policy,))
+            self.captured = captured_step(
+                self._run, self._gathered, router, memory, mesh.device, agreed, timed=offloads
+            )
         self._forward: PipelineRuntime | None = None
 
     watcher: Watcher | None

@@ -92,8 +92,8 @@ def test_time_without_work_does_not_count() -> None:
     watch = watching()
     watch.before_moment()
     watch.moment("F", CALLS[0].key, Event(0), Event(0), 0)
-    watch.idle(Event(2))
-    watch.idle(Event(3))  # the second wait of the same pause
+    watch.idle(lambda: Event(2))
+    watch.idle(lambda: Event(3))  # the second wait of the same pause
     for (kind, call), start in zip((("F", 1), ("B", 1), ("B", 0)), (8.0, 12.0, 16.0), strict=True):
         watch.before_moment()
         watch.moment(kind, CALLS[call].key, Event(start), Event(start), 0)

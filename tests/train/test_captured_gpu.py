@@ -72,7 +72,7 @@ def run(folder: Path) -> None:
                 "log": {"folder": str(folder / "run")},
             }  # fmt: skip
             with Mesh.open(config := from_mapping(sections, origin="test")) as mesh, Trainer(config, mesh) as trainer:
-                if name != "exact":
+                if factor > 1:
                     without_synchronisation(trainer)
                 records = [trainer.step(number) for number in range(1, STEPS + 1)]
                 state = {n: local(p) for n, p in trainer.model.named_parameters()}

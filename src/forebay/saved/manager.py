@@ -232,7 +232,7 @@ class Manager:
         if self._recorder is not None:
             self._recorder.idle()
         elif self._stopwatch is not None:
-            self._stopwatch.idle(self._mark())
+            self._stopwatch.idle(self._mark)
 
     @property
     def settled(self) -> bool:

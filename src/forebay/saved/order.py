@@ -9,7 +9,7 @@ In: `Recorder.moment` at each start of a region's forward or backward. Out: a `T
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -243,9 +243,11 @@ class Stopwatch:
         self._moments.append((kind, key, before, after))
         self._memory.append((torch.cuda.memory_allocated(self._device), away))
 
-    def idle(self, event: Any) -> None:
-        """From here until the next moment the device waits for another process."""
-        self._idle.setdefault(len(self._moments) - 1, event)
+    def idle(self, mark: Callable[[], Any]) -> None:
+        """From here until the next moment the device waits for another process. `mark` records an event."""
+        index = len(self._moments) - 1
+        if index not in self._idle:  # a graph may hold the event: none is made to be dropped
+            self._idle[index] = mark()
 
     def retimed(self, timeline: Timeline, out_rate: float | None, back_rate: float | None) -> Timeline | None:
         """`timeline` with these times, memory, and rates where they are known; None if another cycle was run. Waits for the

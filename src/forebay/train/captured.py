@@ -135,8 +135,11 @@ class CapturedStep:
         self._count.fill_(count) if isinstance(count, int) else self._count.copy_(count)
         signature = ([(ids.shape, labels.shape) for ids, labels in parts], self._version())
         if self._graph is not None and (signature != self._signature or (self._timed and self._replays >= _REPLAYS)):
-            self._ask_for_times()
+            timed = self._replays >= _REPLAYS
             self.release()
+            if timed and self._timing is not None:
+                self._timing.graphs -= 1
+                self._timing.plan_again()
         if self._shapes not in (None, signature[0]):
             self._calls = 0  # masks, compilers and stores have to settle again
         self._shapes = signature[0]
@@ -156,11 +159,6 @@ class CapturedStep:
         for kept, left in zip(self._kept, self._left, strict=True):
             kept.put(left)
         return tuple(t.clone() for t in self._outputs)  # the next step writes to them
-
-    def _ask_for_times(self) -> None:
-        if self._timing is not None and self._replays >= _REPLAYS:
-            self._timing.graphs -= 1
-            self._timing.plan_again()
 
     def release(self) -> None:
         """Give up the graph and its memory. The next step is captured again: to be called on all processes alike."""

@@ -5,8 +5,7 @@ OUT/NAME.jsonl, written as it comes, so that whatever ends a run leaves what was
 logs in OUT/NAME.tar.gz.
 
 Configurations of one GPU run on all GPUs at once, those of two in pairs at once, and so on: `Group` is the processes that
-share one. A configuration that fails, or takes longer than its time, costs its group: the processes are killed and new ones take the
-next.
+share one. A configuration that fails, or takes longer than its time, costs its group: its processes are killed.
 Processes import everything when this begins, and touch a GPU only when they are given a configuration.
 """
 

@@ -2,7 +2,8 @@
 
 In: a line of JSON on the standard input for each (`Job`), the process's rank in the environment as torchrun has it, its GPUs in
 CUDA_VISIBLE_DEVICES. Out: for each a file PARTS/NAME.RANK.json with this rank's figures, or with what went wrong. A process that
-failed, or holds memory when a trainer is gone, ends: the next configuration gets a fresh one, as a user's run would.
+failed, or holds memory when a trainer is gone, ends: the next configuration gets a fresh one, as a user's run would. So does one of
+several ranks on GPUs: torch's symmetric memory knows groups by name, and takes the next group of a name for the one before.
 
 Figures, bytes of this rank's GPU; None on a CPU:
 
@@ -71,7 +72,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     entries = {e.name: e for e in (tiny() if options.tiny else GRID)}
-    rank = int(os.environ.get("RANK", 0))
+    rank, world = (int(os.environ.get(name, alone)) for name, alone in (("RANK", 0), ("WORLD_SIZE", 1)))
     for line in sys.stdin:
         job = Job(**json.loads(line))
         os.environ["MASTER_PORT"] = str(job.port)
@@ -79,7 +80,7 @@ def main() -> None:
         try:
             row = measure(entries[job.name], job.limit, trace if rank == 0 else None)
             row["left"] = left = clean()
-            row["ends"] = left > LEFT
+            row["ends"] = left > LEFT or (world > 1 and torch.cuda.is_available())
         except Exception as error:  # whatever it is, it is this configuration's result
             row = failure(error)
         path = options.parts / f"{job.name}.{rank}.json"
@@ -265,8 +266,8 @@ def outside() -> int:
 
 def clean() -> int:
     """Give back all that a trainer left; bytes that are still held."""
-    gc.collect()
-    torch._dynamo.reset()
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
     gc.collect()
     if not torch.cuda.is_available():
         return 0

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import GIB, markdown, results_folder, write
+from common import GIB, environment, markdown, results_folder, write
 from planner_grid import GRID, Entry, tiny
 from planner_measure import measure
 
@@ -148,7 +148,13 @@ def compare(options: argparse.Namespace, entries: dict[str, Entry]) -> None:
     lines = [compared(entries[row["name"]], row) for row in good]
     totals = summary(lines)
     print(markdown(totals), end="\n\n")
-    more: dict[str, Any] = {"summary": totals, "failed": {r["name"]: r["error"] for r in rows if "error" in r}}
+    where = options.measured.with_suffix(".environment.json")
+    measured_on = json.loads(where.read_text()) if where.exists() else None
+    more: dict[str, Any] = {
+        "measured_on": measured_on,
+        "summary": totals,
+        "failed": {r["name"]: r["error"] for r in rows if "error" in r},
+    }
     if options.ran_tight:
         more["tight"] = verdicts(entries, read(options.ran_tight))
         print(markdown(more["tight"]), end="\n\n")
@@ -211,6 +217,8 @@ def main() -> None:
                 asked, options.out, options.name, gpus,
                 tiny=options.tiny, seconds=options.seconds, deadline=options.deadline, limits=limits,
             )  # fmt: skip
+            # Last: it makes a context on the first GPU, which belongs to no run.
+            (options.out / f"{options.name}.environment.json").write_text(json.dumps(environment(), indent=1) + "\n")
         case "compare":
             compare(options, entries)
         case "plan":

@@ -2,8 +2,8 @@
 
 In: a line of JSON on the standard input for each (`Job`), the process's rank in the environment as torchrun has it, its GPUs in
 CUDA_VISIBLE_DEVICES. Out: for each a file PARTS/NAME.RANK.json with this rank's figures, or with what went wrong. A process that
-failed, or holds memory when a trainer is gone, ends: the next configuration gets a fresh one, as a user's run would. So does one of
-several ranks on GPUs: torch's symmetric memory knows groups by name, and takes the next group of a name for the one before.
+failed, or holds memory when a trainer is gone, ends: the next configuration gets a fresh one, as a user's run would. So does
+one of several ranks on GPUs: torch's symmetric memory knows groups by name, and takes the next of a name for the one before.
 
 Figures, bytes of this rank's GPU; None on a CPU:
 
@@ -200,7 +200,9 @@ class Memory:
     """Figures of this process's GPU. `trainer.step` begins the allocator's peaks anew each time: `most` is over all `saw`."""
 
     def __init__(self) -> None:
-        torch.cuda.init()
+        torch.cuda.set_device(
+            int(os.environ.get("LOCAL_RANK", 0))
+        )  # or all ranks would have a context on the first GPU
         torch.zeros((), device="cuda")
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

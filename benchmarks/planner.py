@@ -1,0 +1,229 @@
+"""The planner against measurements: peak memory, allocated and reserved, and the time of a step, over a fixed grid.
+
+The grid is `benchmarks/planner_grid.py`: five models, all placements, 1k to 32k tokens, on 1, 2 and 4 GPUs. Planner and trainer
+are given the same configuration; measured is the trainer's own step, optimizer included, in a process of its own for each GPU.
+
+    python benchmarks/planner.py measure --out DIR            on a machine with GPUs: what its GPUs can run (`--only` for a part)
+    python benchmarks/planner.py compare                      anywhere: plans each, and writes results/planner.json and .md
+    python benchmarks/planner.py compare --tight FILE         also writes limits on what torch may reserve, within 3 % of the plan
+    python benchmarks/planner.py measure --out DIR --tight FILE --name planner_tight    which of them run out of memory
+    python benchmarks/planner.py plan                         only plans: whether each can be
+
+Columns of `compare`, GiB of the fullest rank, and (planned - measured) / measured in per cent:
+
+    allocated, reserved   highest of the process's life, from before the build on. Reserved is what torch took from the driver
+    outside               of torch: CUDA context, kernels, NCCL, symmetric memory
+    step s                median of three warm steps, of the slowest rank; planned where the planner has a model of time
+    skew                  that the plan was made with: what was asked for, or seen if the router chose by itself
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import GIB, environment, markdown, results_folder, write
+from planner_grid import GRID, Entry, tiny
+from planner_measure import measure
+
+FACTORS = (1.0, 1.01, 1.03, 0.99, 0.97)  # of the planned peak, in turn
+TIGHT = 20
+
+
+def planned(entry: Entry, skew: float | None) -> dict[str, Any]:
+    """The plan of an entry: bytes of the fullest rank, by what the driver, the allocator and the run's tensors take."""
+    from forebay.train.config import from_mapping
+    from forebay.train.fitting import fit_run
+    from forebay.train.planning import plan_layers
+
+    config = from_mapping(entry.sections, origin=entry.name)
+    fit = fit_run(config, plan_layers(config, entry.gpus), entry.gpus, skew=skew or 1.0).as_dict()
+    ranks = fit["ranks"]
+    allocated = [rank["total"] - rank["other"] for rank in ranks]
+    return {
+        "allocated": max(allocated),
+        # A plan without a simulated allocator says what is allocated, and no more.
+        "reserved": max(rank.get("reserved", a) for rank, a in zip(ranks, allocated, strict=True)),
+        "outside": max(rank["other"] for rank in ranks),
+        "seconds": fit.get("step_seconds"),
+        "ranks": ranks,
+    }
+
+
+def skew_of(row: dict[str, Any], entry: Entry) -> float | None:
+    """What a plan is made with: the skew that was asked for; else that of the router's own choice, over all layers."""
+    if entry.skew is not None:
+        return entry.skew
+    seen = [rank["skew"][1] for rank in row["ranks"] if rank.get("skew")]
+    return max(seen, default=None)
+
+
+def compared(entry: Entry, row: dict[str, Any]) -> dict[str, Any]:
+    """One line of the table."""
+    skew = skew_of(row, entry)
+    plan, ranks = planned(entry, skew), row["ranks"]
+    line: dict[str, Any] = {
+        "configuration": entry.name,
+        "group": entry.group,
+        "placement": entry.placement,
+        "skew": skew,
+    }
+    for name, key in (("allocated", "life_allocated"), ("reserved", "life_reserved"), ("outside", "outside")):
+        got = max(rank[key] for rank in ranks)
+        line |= {
+            f"{name} measured": got / GIB,
+            f"{name} planned": plan[name] / GIB,
+            f"{name} %": percent(plan[name], got),
+        }
+    took = max(statistics.median(rank["seconds"]) for rank in ranks)
+    line |= {"step s measured": took, "step s planned": plan["seconds"], "step s %": percent(plan["seconds"], took)}
+    return line
+
+
+def percent(plan: float | None, got: float) -> float | None:
+    return None if plan is None else 100 * (plan - got) / got
+
+
+def summary(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Mean and worst of the errors' sizes, over all, by group and by placement."""
+    found = [_errors("all", lines)]
+    for key in ("group", "placement"):
+        found += [_errors(kind, [x for x in lines if x[key] == kind]) for kind in sorted({x[key] for x in lines})]
+    return found
+
+
+def _errors(name: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
+    row: dict[str, Any] = {"of": name, "configurations": len(lines)}
+    for what in ("allocated %", "reserved %", "step s %"):
+        errors = [x[what] for x in lines if x[what] is not None]
+        row |= {
+            f"{what} mean": statistics.mean(map(abs, errors)) if errors else None,
+            f"{what} worst": max(errors, key=abs) if errors else None,
+            f"{what} lowest": min(errors, default=None),
+        }
+    return row
+
+
+def tight(lines: list[dict[str, Any]]) -> dict[str, int]:
+    """By name, bytes that torch may reserve: about `TIGHT` entries spread over the grid, within 3 % of the plan."""
+    step = max(1, len(lines) // TIGHT)
+    chosen = lines[::step][:TIGHT]
+    return {
+        x["configuration"]: round(x["reserved planned"] * GIB * FACTORS[i % len(FACTORS)]) for i, x in enumerate(chosen)
+    }
+
+
+def verdicts(entries: dict[str, Entry], rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of runs under a limit: whether the planner says that they fit, and whether they ran."""
+    found = []
+    for row in rows:
+        if "error" in row and not row["oom"]:
+            continue
+        entry = entries[row["name"]]
+        plan, oom = planned(entry, skew_of(row, entry) if not row.get("error") else entry.skew), bool(row.get("oom"))
+        fits = plan["reserved"] <= row["limit"]
+        retries = max((rank.get("retries", 0) for rank in row["ranks"] if rank), default=0)
+        found.append(
+            {
+                "configuration": entry.name,
+                "limit GiB": row["limit"] / GIB,
+                "planned GiB": plan["reserved"] / GIB,
+                "says": "fits" if fits else "does not fit",
+                "ran": "out of memory" if oom else "yes",
+                "gave back its cache": retries,
+                "wrong": "yes" if fits and oom else "",
+            }
+        )
+    return found
+
+
+def compare(options: argparse.Namespace, entries: dict[str, Entry]) -> None:
+    rows = read(options.measured)
+    good = [r for r in rows if "error" not in r and all(rank["outside"] is not None for rank in r["ranks"])]
+    lines = [compared(entries[row["name"]], row) for row in good]
+    totals = summary(lines)
+    print(markdown(totals), end="\n\n")
+    where = options.measured.with_suffix(".environment.json")
+    measured_on = json.loads(where.read_text()) if where.exists() else None
+    more: dict[str, Any] = {
+        "measured_on": measured_on,
+        "summary": totals,
+        "failed": {r["name"]: r["error"] for r in rows if "error" in r},
+    }
+    if options.ran_tight:
+        more["tight"] = verdicts(entries, read(options.ran_tight))
+        print(markdown(more["tight"]), end="\n\n")
+    write(options.name, lines, **more)
+    tables = [totals, *([more["tight"]] if "tight" in more else []), lines]
+    (results_folder() / f"{options.name}.md").write_text("\n\n".join(map(markdown, tables)) + "\n")
+    for name, error in more["failed"].items():
+        print(f"not measured: {name}: {error}")
+    if options.tight:
+        options.tight.write_text(json.dumps(tight(lines), indent=1) + "\n")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of `measure`; of several of a name the last that is no error, so that a part can be measured again."""
+    found: dict[str, dict[str, Any]] = {}
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        if "error" not in row or "error" in found.get(row["name"], row):
+            found[row["name"]] = row
+    return list(found.values())
+
+
+def plans(entries: Iterable[Entry]) -> None:
+    lines = []
+    for entry in entries:
+        plan = planned(entry, entry.skew)
+        figures = {name: plan[name] / GIB for name in ("allocated", "reserved", "outside")}
+        lines.append({"configuration": entry.name, "group": entry.group, **figures, "step s": plan["seconds"]})
+    print(markdown(lines))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True, dest="command")
+    measuring = commands.add_parser("measure")
+    measuring.add_argument("--out", type=Path, required=True)
+    measuring.add_argument("--gpus", type=int, default=torch.cuda.device_count())
+    measuring.add_argument("--seconds", type=float, help="that a configuration may take")
+    measuring.add_argument("--deadline", type=float, default=540, help="seconds after which nothing more is begun")
+    measuring.add_argument("--name", default="planner_measured", help="of the files in --out")
+    comparing = commands.add_parser("compare")
+    comparing.add_argument("--measured", type=Path, default=results_folder() / "planner_measured.jsonl")
+    comparing.add_argument("--ran-tight", type=Path, help="what `measure --tight` wrote")
+    comparing.add_argument("--name", default="planner")
+    planning = commands.add_parser("plan")
+    for command in (measuring, comparing):
+        command.add_argument("--tight", type=Path, help="limits: written by compare, obeyed by measure")
+    for command in (measuring, comparing, planning):
+        command.add_argument("--only", nargs="+", default=[""], help="entries with one of these in their names")
+        command.add_argument("--tiny", action="store_true", help="the small grid that a CPU runs")
+    options = parser.parse_args()
+    everything = tiny() if options.tiny else GRID
+    entries = {e.name: e for e in everything if any(part in e.name for part in options.only)}
+    match options.command:
+        case "measure":
+            limits = json.loads(options.tight.read_text()) if options.tight else {}
+            asked = [e for e in entries.values() if not limits or e.name in limits]
+            gpus = 2 if options.tiny else options.gpus
+            measure(
+                asked, options.out, options.name, gpus,
+                tiny=options.tiny, seconds=options.seconds, deadline=options.deadline, limits=limits,
+            )  # fmt: skip
+            # Last: it makes a context on the first GPU, which belongs to no run.
+            (options.out / f"{options.name}.environment.json").write_text(json.dumps(environment(), indent=1) + "\n")
+        case "compare":
+            compare(options, entries)
+        case "plan":
+            plans(entries.values())
+
+
+if __name__ == "__main__":
+    main()

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from forebay.train.errors import RunError
 from forebay.train.heartbeat import Heartbeat
+from forebay.train.run import _blaming
 
 CONFIG = """
 [model]
@@ -161,7 +163,9 @@ def test_the_store_dies_with_its_process(tmp_path: Path, capsys: pytest.CaptureF
     code = f"""
 import time, torch.distributed as dist
 from datetime import timedelta
+from forebay.train.errors import RunError
 from forebay.train.heartbeat import Heartbeat
+from forebay.train.run import _blaming
 store = dist.TCPStore("127.0.0.1", {port}, 1, True, timeout=timedelta(seconds=10), wait_for_workers=False)
 with Heartbeat(store, 0, 3, 60.0, str, period=0.05):
     time.sleep(100)
@@ -184,3 +188,35 @@ with Heartbeat(store, 0, 3, 60.0, str, period=0.05):
         holder.kill()
         holder.wait()
     assert f"pid {holder.pid}) died; the run has ended" in capsys.readouterr().err
+
+
+class Gone:
+    """A heartbeat that knows of a dead process, and notes that it was asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def who_is_gone(self) -> str:
+        self.asked += 1
+        return "process 2 (here, pid 7) died"
+
+
+def raised(error: Exception, cause: Exception | None) -> tuple[str, int]:
+    """What becomes of an error inside a run, and how often the heartbeat was asked for the reason."""
+    heart: Any = Gone()
+    with pytest.raises((RunError, OSError, RuntimeError)) as caught, _blaming(heart, lambda: "all is intact"):
+        raise error from cause
+    return str(caught.value), heart.asked
+
+
+def test_the_dead_process_is_named_for_what_a_collective_raised() -> None:
+    blamed = "process 2 (here, pid 7) died; all is intact"
+    assert raised(RuntimeError("connection closed by peer"), None) == (blamed, 1)
+    unwritten = RunError("checkpoint x could not be written: connection reset by peer")
+    assert raised(unwritten, RuntimeError("connection reset by peer")) == (blamed, 1)
+
+
+def test_nobody_is_blamed_for_a_full_disk_or_a_loss_that_is_not_finite() -> None:
+    full = RunError("checkpoint x could not be written: no space left")
+    assert raised(full, OSError(28, "no space left")) == (str(full), 0)
+    assert raised(RunError("the loss is not finite"), None) == ("the loss is not finite", 0)

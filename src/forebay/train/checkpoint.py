@@ -119,7 +119,7 @@ class Checkpoints:
             shutil.rmtree(old, ignore_errors=True)
 
     def _failed(self, final: Path, error: BaseException) -> RunError:
-        cause = _cause(error)
+        cause = cause_of(error)
         if isinstance(cause, KeyboardInterrupt):
             raise cause  # a second Ctrl-C while writing; dcp wraps even this
         reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else first_line(cause)
@@ -214,7 +214,7 @@ def load(path: Path, model: Any, optimizer: torch.optim.Optimizer | None = None)
             warnings.simplefilter("ignore", UserWarning)  # "torch.distributed is uninitialized": one process is meant
             dcp.load(wanted, storage_reader=reader, no_dist=size == 1)
     except (CheckpointException, OSError, RuntimeError) as error:
-        raise RunError(f"checkpoint {path} cannot be read: {first_line(_cause(error))}") from error
+        raise RunError(f"checkpoint {path} cannot be read: {first_line(cause_of(error))}") from error
     set_model_state_dict(model, wanted["model"])
     if optimizer is not None:
         set_optimizer_state_dict(model, optimizer, wanted["optimizer"], options=_by_parameter())
@@ -299,7 +299,7 @@ def _damaged(path: Path, what: str) -> RunError:
     return RunError(f"checkpoint {path} is damaged: {what}; {advice}")
 
 
-def _cause(error: BaseException) -> BaseException:
+def cause_of(error: BaseException) -> BaseException:
     """The exception inside dcp's wrapper (which is no Exception), else the OSError it was raised from, else itself."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]

@@ -163,8 +163,10 @@ def _blaming(heart: Heartbeat | None, advice: Callable[[], str]) -> Iterator[Non
     """What a collective raises within, whose own text names nobody, names the process that is gone, if one is."""
     try:
         yield
-    except RuntimeError as error:
-        gone = heart.who_is_gone() if heart is not None else ""
+    except (RuntimeError, RunError) as error:
+        # A checkpoint's collectives fail too, and it says in its own words that it was not written.
+        raised = error if isinstance(error, RuntimeError) else checkpoint.cause_of(error.__cause__ or error)
+        gone = heart.who_is_gone() if heart is not None and isinstance(raised, RuntimeError) else ""
         if not gone:
             raise
         raise RunError(f"{gone}; {advice()}") from error

@@ -160,6 +160,17 @@ def test_compiles_in_one_graph(family: str) -> None:
         assert torch.equal(a, b)
 
 
+def test_a_subclass_gates_as_the_class_that_says_how() -> None:
+    """FSDP2 gives a module a subclass that is made on the fly; another subclass may have a formula of its own."""
+    module = experts_of(build("GptOss"))
+    kind = type(module)
+    module.__class__ = type("FSDPGptOssExperts", (kind,), {})
+    assert hf_experts.activation_of(module) == "clamped_swiglu"
+    module.__class__ = type("GptOssExpertsOfMine", (kind,), {"_apply_gate": lambda self, x: x})
+    with pytest.raises(ValueError, match="GptOssExpertsOfMine has a gated activation of its own"):
+        hf_experts.activation_of(module)
+
+
 def test_register_is_idempotent_and_known_to_transformers() -> None:
     assert hf_experts.register() == hf_experts.register() == "forebay"
     assert ALL_EXPERTS_FUNCTIONS["forebay"] is hf_experts.experts_forward

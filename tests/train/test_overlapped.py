@@ -1,5 +1,6 @@
 """Gradients of a step with communication hidden are those of plain forward and backward."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,26 @@ def compare(rank: int, world: int, folder: str) -> list[str]:
 def test_gradients_are_those_of_plain_steps(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("the water comes unevenly and goes on evenly. " * 400)
     assert run_ranks(compare, 2, str(tmp_path)) == [[], []]
+
+
+def test_alone_and_compiled(tmp_path: Path) -> None:
+    """One process has nothing to hide; its halves are cut all the same, and the load-balancing loss is counted."""
+    from forebay.train.trainer import Trainer
+
+    (tmp_path / "a.txt").write_text("the water comes unevenly and goes on evenly. " * 400)
+    found = []
+    for overlap in (False, True):
+        plain = config(str(tmp_path), overlap, 1, "", False)
+        settings = replace(plain, memory=replace(plain.memory, compile=True))
+        with Trainer(settings) as trainer:
+            losses = [float(t) for t in trainer.gradients(1)]
+            found.append(
+                (losses, {n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None})
+            )
+    (losses, grads), (same_losses, same) = found
+    assert losses == pytest.approx(same_losses, rel=1e-6) and grads.keys() == same.keys()
+    for name, grad in grads.items():  # fp32; sums over microbatches in another order
+        assert (grad - same[name]).norm() <= 1e-6 * grad.norm(), name
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,9 @@ def activation_of(module: Any) -> str:
     # A module that gates in its own way overrides `_apply_gate`. Only GPT-OSS's is known here; the
     # attributes `alpha` and `limit` are no proof, other families use them with other formulas.
     if type(module)._apply_gate is not _default_apply_gate:
-        if name == "GptOssExperts" and not module.is_concatenated:
+        # Whose way it is, is what counts: FSDP2 makes a subclass on the fly.
+        owner = next(kind for kind in type(module).__mro__ if "_apply_gate" in vars(kind))
+        if owner.__name__ == "GptOssExperts" and not module.is_concatenated:
             return "clamped_swiglu"
         raise ValueError(f"{name} has a gated activation of its own: {advice}")
     if not isinstance(module.act_fn, (nn.SiLU, SiLUActivation)):

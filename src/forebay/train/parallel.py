@@ -177,13 +177,14 @@ def experts_of(model: nn.Module) -> int:
 def exchange_of(model: Any, mesh: Mesh, config: Config) -> Exchange | None:
     """How tokens travel between the processes of an expert group. The caller closes it.
 
-    None if `parallel.ep` is 1, but for a pipeline: its stages run layers cut where tokens would travel.
+    None if `parallel.ep` is 1, but for pipelines and `parallel.overlap`: they run layers cut where tokens would travel.
 
     Raises:
         UsageError: the backend that is asked for is not to be had here.
     """
     if mesh.expert_group is None:
-        return LocalExchange(experts_of(model)) if mesh.pp > 1 and experts_of(model) else None
+        in_stages = mesh.pp > 1 or config.parallel.overlap
+        return LocalExchange(experts_of(model)) if in_stages and experts_of(model) else None
     from forebay.moe.dispatch.choose import make_exchange
 
     text = model.config.get_text_config()

@@ -92,7 +92,9 @@ def test_save_profile_without_a_gpu(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cli.main(["doctor", "--save-profile", str(tmp_path / "mine.json")]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("forebay: --save-profile measures a GPU, and torch finds none here") and error.count("\n") == 1
+    assert (
+        error.startswith("forebay: --save-profile measures a GPU, and torch finds none here") and error.count("\n") == 1
+    )
     assert not (tmp_path / "mine.json").exists() and not dist.is_initialized()
 
 

@@ -76,7 +76,9 @@ def test_one_process_runs_one_after_the_other() -> None:
     assert lay([alone(3, False)], [0], {0: ONE}).seconds == pytest.approx(3 * (F + B + W))
 
 
-TRAVELS = stage((Spell(2, exchange=1), Spell(3, exchange=1, weights=1)), (Spell(2, exchange=1), Spell(3, exchange=1, weights=1)))
+TRAVELS = stage(
+    (Spell(2, exchange=1), Spell(3, exchange=1, weights=1)), (Spell(2, exchange=1), Spell(3, exchange=1, weights=1))
+)
 
 
 def test_exchanges_are_hidden_where_a_forward_meets_a_backward() -> None:

@@ -30,9 +30,12 @@ def test_kernels_have_gaps() -> None:
 
 
 def test_an_exchange_goes_over_its_own_link() -> None:
-    slow = device(all_to_all_between=1e3)
-    assert Clock(slow, within=True).seconds(OpCost("exchange", 0, 4000)) == pytest.approx(4e-3, rel=1e-3)
-    assert Clock(slow, within=False).seconds(OpCost("exchange", 0, 4000)) == pytest.approx(4)
+    """Of 16 ranks, 8 a node, 7 of 15 others are on the same node."""
+    slow = device(node=8, all_to_all_between=1e3)
+    assert Clock(slow, ranks=8).seconds(OpCost("exchange", 0, 4000)) == pytest.approx(4e-3, rel=1e-3)
+    assert Clock(slow, ranks=16).seconds(OpCost("exchange", 0, 4000)) == pytest.approx(4 * 8 / 15)
+    lopsided = device(node=8, all_to_all=1e3, all_to_all_between=1e6)
+    assert Clock(lopsided, ranks=16).seconds(OpCost("exchange", 0, 4000)) == pytest.approx(4 * 7 / 15)
     assert Clock(device(kernel=1.0)).seconds(OpCost("exchange", 0, 0)) == 0
 
 

@@ -5,7 +5,7 @@ backward, computing and exchanging apart, and the kernels that the host launches
 
     products, attention   max(FLOPs / what the device achieves at that size, bytes / bandwidth)
     pointwise             bytes / bandwidth
-    exchange              bytes / all-to-all's rate at that size
+    exchange              bytes / all-to-all's rate at that size, within a node or between nodes, whichever takes longer
     each kernel           the time between two kernels on top
 
 A spell has three shares, for they may run at different times: the experts' weight gradients, which nobody waits for; exchanges,
@@ -75,12 +75,12 @@ class Clock:
 
     Attributes:
         device: whose.
-        within: the ranks that share experts are on one node.
+        ranks: that share experts, neighbours: as many of them on one node as it has GPUs.
         wide: products are in fp32: experts' and attention's run at fp32's rate too.
     """
 
     device: DeviceProfile
-    within: bool = True
+    ranks: int = 1
     wide: bool = False
 
     def spell(self, ops: Iterable[OpCost]) -> Spell:
@@ -102,12 +102,20 @@ class Clock:
         """Of one operation; an all-to-all of no bytes is none."""
         gap = op.launches * self.device.at("kernel")
         if op.kind == "exchange":
-            return op.bytes / self.device.link("all_to_all", self.within, op.bytes) + gap if op.bytes else 0.0
+            return self._sent(op.bytes) + gap if op.bytes else 0.0
         moved = self.moved(op.bytes)
         if op.kind == "pointwise":
             return moved + gap
         rate = self.device.at("matmul_fp32" if self.wide else _RATES[op.kind], op.flops)
         return max(op.flops / rate, moved) + gap
+
+    def _sent(self, count: float) -> float:
+        """Of an all-to-all: what goes to this node's other GPUs and what goes to other nodes are on their way at once."""
+        node = min(self.device.node, self.ranks)
+        away = count * (self.ranks - node) / max(1, self.ranks - 1)
+        here = count - away
+        within = here / self.device.link("all_to_all", True, here) if here else 0.0
+        return max(within, away / self.device.link("all_to_all", False, away) if away else 0.0)
 
     def moved(self, count: float) -> float:
         """Seconds in which so many bytes are read and written."""

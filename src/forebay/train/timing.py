@@ -85,7 +85,7 @@ class Timed:
         )
 
     def _clock(self, device: DeviceProfile) -> Clock:
-        return Clock(device, self.config.parallel.ep <= device.node, self.sharing.compute == 4)
+        return Clock(device, self.config.parallel.ep, self.sharing.compute == 4)
 
     def _shared(self, device: DeviceProfile) -> SharedTime:
         return SharedTime(device, self.sharing, self.plan.microbatches)

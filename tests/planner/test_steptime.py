@@ -38,8 +38,8 @@ def test_1f1b_waits_for_pp_minus_1_microbatches(pp: int, microbatches: int) -> N
 def test_two_ranks_by_hand() -> None:
     """Rank 0: F0 F1 . . B0 . B1 with F = 1, B = 2 on each, two microbatches, and half a second from rank to rank.
 
-    F0 of rank 0 ends at 1, of rank 1 at 2.5, its B at 4.5; rank 0's B0 from 5 to 7. F1 of rank 0 has come at 2.5, and runs on rank 1
-    from 4.5 to 5.5, its B to 7.5; rank 0's B1 from 8 to 10.
+    F0 of rank 0 ends at 1, of rank 1 at 2.5, its B at 4.5; rank 0's B0 from 5 to 7. F1 of rank 0 has come at 2.5, and runs on
+    rank 1 from 4.5 to 5.5, its B to 7.5; rank 0's B1 from 8 to 10.
     """
     found = laid(make_plan("1f1b", 2, 2), message=0.5)
     assert found.seconds == pytest.approx(10)
@@ -118,7 +118,7 @@ def test_layers_without_a_partner_run_alone() -> None:
 
 
 def test_actions_that_wait_for_each_other() -> None:
-    with pytest.raises(ValueError, match="wait for what never comes.*kind='B'"):
+    with pytest.raises(ValueError, match=r"wait for what never comes.*kind='B'"):
         lay([[Work("B", 0, 0), Work("F", 0, 0)]], [0], {0: ONE})
 
 

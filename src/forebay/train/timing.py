@@ -3,7 +3,7 @@
 In: a valid `Config`, its `LayerPlan`, a trace, the model's shapes, placements and a `DeviceProfile`. Out: a `StepTime`. The
 figures are `forebay.planner`'s; this file knows what the trainer does with each key, and keeps nothing.
 
-    keep, stash    as traced: pages cost 1 % of a layer (docs/log.md)
+    keep, stash    as traced: pages cost the device 1 % of a layer (docs/log.md)
     recompute      of a MoE half with Forebay's experts their first product again; else forward again, exchanges included
     offload        "fit" costs nothing, for only what the link carries behind computation leaves; "all" makes a half as long as
                    its copies
@@ -32,6 +32,9 @@ HALF_LAUNCHES = 300
 profile's `launch`. Calibrated with it, on eager runs of two hosts: see docs/planner.md."""
 EXCHANGE_LAUNCHES = 15
 """The same, of an exchange: 0.09 ms eager (benchmarks/results/ep_exchange_4gpu.md)."""
+STASH_LAUNCHES = 55
+"""What pages cost a half's forward or backward besides: 85 ms of host in 128 layers, stash against capacity, both eager
+(benchmarks/results/paging_ep2_memory.md)."""
 # Seconds of a layer and microbatch that an exchange of exact sizes takes longer, for the host waits in it and has nothing
 # launched ahead then. Calibrated: nccl against capacity in benchmarks/results/paging_ep2_qwen3.md, and Qwen3's own routing
 # against float32 in ep.md; the dispatch alone, in ep_exchange_4gpu.md, is longer by 0.6 and 0.1 ms.
@@ -133,7 +136,8 @@ class Timed:
             out, back = (part.saved / clock.device.at(name) for name in ("host_out", "host_back"))
             forward = replace(forward, compute=max(forward.compute, out - forward.weights))
             backward = replace(backward, compute=max(backward.compute, back - backward.weights))
-        return _hosted(forward, part.forward_ops), _hosted(backward, part.backward_ops)
+        more = STASH_LAUNCHES if placement == "stash" else 0
+        return _hosted(forward, part.forward_ops, more), _hosted(backward, part.backward_ops, more)
 
     def _synchronised(self) -> float:
         """Seconds that a dispatch of exact sizes costs over one that knows its sizes."""
@@ -163,9 +167,9 @@ class Timed:
         return size / device.link("all_to_all", world <= device.node, size) + device.at("kernel")
 
 
-def _hosted(spell: Spell, ops: Sequence[Any]) -> Spell:
+def _hosted(spell: Spell, ops: Sequence[Any], more: int) -> Spell:
     exchanges = sum(op.kind == "exchange" for op in ops)
-    return replace(spell, launches=spell.launches + HALF_LAUNCHES + EXCHANGE_LAUNCHES * exchanges)
+    return replace(spell, launches=spell.launches + HALF_LAUNCHES + EXCHANGE_LAUNCHES * exchanges + more)
 
 
 def _count(shapes: Sequence[tuple[int, ...]]) -> int:

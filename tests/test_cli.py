@@ -282,7 +282,7 @@ def test_plan_says_how_long_a_step_takes(run: Run, config: str, tmp_path: Path) 
     profile = json.loads((Path(cli.__file__).parent / "planner" / "devices" / "a100.json").read_text("utf-8"))
     (tmp_path / "mine.json").write_text(json.dumps({**profile, "name": "mine"}))
     code, out, _ = run("plan", config, f"--device={tmp_path / 'mine.json'}", "--gpus=2")
-    assert code == 0 and "Expected on mine:" in out and "a process of 2" in out
+    assert code == 0 and "Expected on mine, from data sheets:" in out and "a process of 2" in out
 
 
 def test_plan_of_a_device_that_is_not_known(run: Run, config: str) -> None:

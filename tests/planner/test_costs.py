@@ -134,6 +134,14 @@ def test_experts_and_head_by_hand() -> None:
     assert flops(found.head.forward_ops) == 3 * 2 * SEQUENCE * HIDDEN * 97
 
 
+def test_transformers_own_experts_make_the_same_products() -> None:
+    """They are `F.grouped_mm`, which torch counts as nothing."""
+    ours, theirs = trace().layers[1].mlp, trace(experts="transformers").layers[1].mlp
+    assert flops(theirs.forward_ops, "grouped") == flops(ours.forward_ops, "grouped")
+    for kind in ("grouped", "grouped_weights"):
+        assert flops(theirs.backward_ops, kind) == flops(ours.backward_ops, kind)
+
+
 def test_compiled_halves_move_less() -> None:
     def moved(found: ModelTrace) -> int:
         return sum(op.bytes for layer in found.layers for part in (layer.attention, layer.mlp)

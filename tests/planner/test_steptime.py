@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -129,6 +130,10 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
     assert (STEP.gradients, STEP.seconds, STEP.tokens_per_second) == (8.75, 10, 100)
     assert STEP.bubble == (0, 0.25) and not STEP.limited_by_host
     assert STEP.sentence() == "expected on h200: 10.000 s a step, 100 tokens/s; bubble 0 to 25 %."
+
+
+def test_a_device_that_nobody_measured_says_so() -> None:
+    assert replace(STEP, device="h100", measured=False).sentence().startswith("expected on h100, from data sheets: 10")
 
 
 def test_a_slow_host_is_what_counts_and_is_named() -> None:

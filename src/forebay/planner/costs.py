@@ -4,9 +4,9 @@ In: each operation as `forebay.planner.live.Live` sees it run on fake tensors. O
 keeps addresses and sizes, never a tensor.
 
 Products count their FLOPs by torch's formulas, and read and write each argument once. Attention with `is_causal` makes half of
-the pairs that its formula counts. Experts and the fused loss are opaque; their formulas are here, from the docstrings of
-`forebay.moe.experts_op` and `forebay.loss`. An exchange sends what `forebay.models.planned_exchange` says arrives, less the share
-that was there already.
+the pairs that its formula counts. Grouped products have no formula in torch, experts and the fused loss are opaque: theirs
+are here, from the docstrings of `forebay.moe.experts_op` and `forebay.loss`. An exchange sends what
+`forebay.models.planned_exchange` says arrives, less the share that was there already.
 
 Everything else only moves memory ("pointwise"). Uncompiled, each such operation is a kernel that reads its arguments and writes
 its results. In a compiled half operations between two others that cannot be fused (products, attention, opaque ones, sorting)
@@ -91,11 +91,12 @@ class Tally:
 
     def see(self, func: Any, args: Any, kwargs: Any, out: Any, flops: int) -> None:
         """An operation that ran."""
-        base = func.overloadpacket.__name__
+        packet = getattr(func, "overloadpacket", None)  # higher-order operators have none
+        base = packet.__name__ if packet is not None else str(func)
         opaque = _OPAQUE.get(str(func))
         if opaque is not None:
             self._alone(args, kwargs, opaque(self, *args, **kwargs))
-        elif base in _FREE or func.is_view:
+        elif base in _FREE or getattr(func, "is_view", False):
             return
         elif flops:
             self._alone(args, kwargs, [_product(func, args, kwargs, out, flops)])
@@ -172,7 +173,7 @@ def _product(func: Any, args: Any, kwargs: Any, out: Any, flops: int) -> OpCost:
         if named.get("is_causal"):
             flops //= 2
         return OpCost("attention_backward" if "backward" in name else "attention", flops, moved)
-    return OpCost("grouped" if "grouped_mm" in name else "gemm", flops, moved)
+    return OpCost("gemm", flops, moved)
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -267,6 +268,16 @@ def _cross_entropy(
     return [*[product] * chunks * (1 + bool(need_hidden) + bool(need_weight)), logits]
 
 
+def _grouped_mm(tally: Tally, left: Tensor, right: Tensor, offs: Tensor, *_: Any, **__: Any) -> list[OpCost]:
+    """Rows [R, K] with matrices [E, K, N]; or [K, R] with rows [R, N], for the gradient of E matrices. torch has no formula
+    for it."""
+    flops = 2 * left.numel() * right.shape[-1]
+    weights = left.dim() == right.dim() == 2
+    results = left.shape[0] * right.shape[-1] * (offs.numel() if weights else 1)
+    size = left.element_size()
+    return [OpCost("grouped_weights" if weights else "grouped", flops, size * (left.numel() + right.numel() + results))]
+
+
 def _exchange(tally: Tally, tensor: Tensor, *_: Any) -> list[OpCost]:
     """Rows [R, H] that ranks send each other: of all that come to a rank, its own share does not travel."""
     rows = tally.received if tally.received is not None else tensor.shape[0]
@@ -274,6 +285,7 @@ def _exchange(tally: Tally, tensor: Tensor, *_: Any) -> list[OpCost]:
 
 
 _OPAQUE: Mapping[str, Callable[..., list[OpCost]]] = {
+    "aten._grouped_mm.default": _grouped_mm,
     "forebay.experts.default": _experts,
     "forebay.experts_backward.default": _experts_backward,
     "forebay.linear_cross_entropy.default": _cross_entropy,

@@ -65,6 +65,7 @@ class StepTime:
         busy: by pipeline rank, seconds in which an action runs.
         exposed: by pipeline rank, seconds of exchanges that nothing hides.
         tokens: of the global batch.
+        measured: some figure of the device was measured on one; else all are data sheets'.
     """
 
     device: str
@@ -76,6 +77,7 @@ class StepTime:
     busy: tuple[float, ...]
     exposed: tuple[float, ...]
     tokens: int
+    measured: bool = True
 
     @property
     def gradients(self) -> float:
@@ -104,7 +106,10 @@ class StepTime:
 
     def sentence(self) -> str:
         """For a person."""
-        parts = [f"expected on {self.device}: {self.seconds:.3f} s a step, {self.tokens_per_second:,.0f} tokens/s"]
+        sheets = "" if self.measured else ", from data sheets"
+        parts = [
+            f"expected on {self.device}{sheets}: {self.seconds:.3f} s a step, {self.tokens_per_second:,.0f} tokens/s"
+        ]
         if len(self.busy) > 1:
             parts.append(f"bubble {100 * min(self.bubble):.0f} to {100 * max(self.bubble):.0f} %")
         if self.limited_by_host:
@@ -115,6 +120,7 @@ class StepTime:
         """The figures, for JSON."""
         return {
             "device": self.device,
+            "measured": self.measured,
             "seconds": self.seconds,
             "tokens_per_second": self.tokens_per_second,
             "schedule_seconds": self.schedule,

@@ -27,9 +27,12 @@ from forebay.planner.time import NOTHING, Clock, Spell
 from forebay.train.config import Config
 from forebay.train.planning import LayerPlan
 
-HALF_LAUNCHES = 300
-"""What a half's forward or backward costs the host besides its kernels (guards, hooks, autograd, streams), in operations of the
-profile's `launch`. Calibrated with it, on eager runs of two hosts: see docs/planner.md."""
+HALF_LAUNCHES = 40
+"""What a half's forward or backward costs the host besides its kernels (guards, hooks, autograd), in operations of the profile's
+`launch`. Estimated: a quarter of a millisecond. No run that was measured was held up by it."""
+CUT_LAUNCHES = 300
+"""The same of a half that is cut where its tokens travel: segments, streams, FSDP2's experts. Calibrated with the H200's
+`launch`, on eager runs of two hosts: see docs/planner.md."""
 EXCHANGE_LAUNCHES = 15
 """The same, of an exchange: 0.09 ms eager (benchmarks/results/ep_exchange_4gpu.md)."""
 STASH_LAUNCHES = 55
@@ -85,6 +88,7 @@ class Timed:
             busy=laid.busy,
             exposed=laid.exposed,
             tokens=self.config.train.batch * self.config.train.sequence,
+            measured=bool(device.measured()),
         )
 
     def _clock(self, device: DeviceProfile) -> Clock:
@@ -137,6 +141,8 @@ class Timed:
             forward = replace(forward, compute=max(forward.compute, out - forward.weights))
             backward = replace(backward, compute=max(backward.compute, back - backward.weights))
         more = STASH_LAUNCHES if placement == "stash" else 0
+        p = self.config.parallel
+        more += CUT_LAUNCHES if p.pp > 1 or p.overlap or p.ep > 1 else HALF_LAUNCHES
         return _hosted(forward, part.forward_ops, more), _hosted(backward, part.backward_ops, more)
 
     def _synchronised(self) -> float:
@@ -169,7 +175,7 @@ class Timed:
 
 def _hosted(spell: Spell, ops: Sequence[Any], more: int) -> Spell:
     exchanges = sum(op.kind == "exchange" for op in ops)
-    return replace(spell, launches=spell.launches + HALF_LAUNCHES + EXCHANGE_LAUNCHES * exchanges + more)
+    return replace(spell, launches=spell.launches + EXCHANGE_LAUNCHES * exchanges + more)
 
 
 def _count(shapes: Sequence[tuple[int, ...]]) -> int:

@@ -29,7 +29,7 @@ from forebay.train.planning import LayerPlan
 
 HALF_LAUNCHES = 40
 """What a half's forward or backward costs the host besides its kernels (guards, hooks, autograd), in operations of the profile's
-`launch`. Estimated: a quarter of a millisecond. No run that was measured was held up by it."""
+`launch`. Estimated: a quarter of a millisecond. No recorded run is held up by it, so none tells."""
 CUT_LAUNCHES = 300
 """The same of a half that is cut where its tokens travel: segments, streams, FSDP2's experts. Calibrated with the H200's
 `launch`, on eager runs of two hosts: see docs/planner.md."""

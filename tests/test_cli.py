@@ -273,6 +273,24 @@ def test_fits_that_cannot_be_asked_for(run: Run, config: str, arguments: list[st
         assert part in one_sentence(error)
 
 
+def test_plan_says_how_long_a_step_takes(run: Run, config: str, tmp_path: Path) -> None:
+    """Of a device by name, by a file, and by the default; more GPUs share the batch."""
+    code, out, _ = run("plan", config, "--json")
+    step = json.loads(out)["fit"]["step"]
+    assert code == 0 and step["device"] == "h200" and 0 < step["seconds"] < 1
+    assert step["tokens_per_second"] == pytest.approx(2 * 16 / step["seconds"])
+    profile = json.loads((Path(cli.__file__).parent / "planner" / "devices" / "a100.json").read_text("utf-8"))
+    (tmp_path / "mine.json").write_text(json.dumps({**profile, "name": "mine"}))
+    code, out, _ = run("plan", config, f"--device={tmp_path / 'mine.json'}", "--gpus=2")
+    assert code == 0 and "Expected on mine, from data sheets:" in out and "a process of 2" in out
+
+
+def test_plan_of_a_device_that_is_not_known(run: Run, config: str) -> None:
+    code, out, error = run("plan", config, "--device=h20")
+    assert code == 2 and not out
+    assert "did you mean 'h200'?" in one_sentence(error) and "--save-profile" in error
+
+
 def test_plan_of_the_largest_model_without_its_weights(run: Run, config: str) -> None:
     """DeepSeek-V3 on 512 processes: 671 billion parameters, of which this machine has room for none."""
     large = ["--set=model.family=deepseek_v3", "--set=model.config={vocab_size=129280}", "--set=train.sequence=4096"]

@@ -26,7 +26,7 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "saved": ("stores", "planner", "policy", "kernels"),
         "models": ("saved", "stores", "planner", "policy", "moe", "loss", "kernels", "pipeline.partition"),
         "pipeline": ("saved", "stores", "planner", "policy", "moe", "loss", "kernels", "models"),
-        **dict.fromkeys(("train", "integrations", "report", "cli", "doctor", "__main__", "<root>"), ("*",)),
+        **dict.fromkeys(("train", "integrations", "report", "cli", "doctor", "measure", "__main__", "<root>"), ("*",)),
     }
 )
 # Inside "pipeline", this module is device-free: the planner reads it.

@@ -110,7 +110,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--pp", type=int, metavar="N", help="pipeline ranks; the same as --set parallel.pp=N")
     plan.add_argument(
-        "--world", type=int, default=0, metavar="N", help="processes, one a GPU; default: parallel.pp x parallel.ep"
+        "--world",
+        "--gpus",
+        type=int,
+        default=0,
+        metavar="N",
+        help="processes, one a GPU; default: parallel.pp x parallel.ep",
+    )
+    plan.add_argument(
+        "--device",
+        default="h200",
+        metavar="NAME",
+        help="GPU that step times are told for: h200 (default), h100, b200, a100, rtx4090, or a file of doctor --save-profile",
     )
     plan.add_argument(
         "--budget", metavar="SIZE", help="memory of a GPU that the run may use, such as 80GiB: does it fit?"
@@ -131,6 +142,12 @@ def _parser() -> argparse.ArgumentParser:
 
     doctor = commands.add_parser("doctor", parents=[shared], help="show what this machine has, and what that turns on")
     doctor.add_argument("--json", action="store_true", help="as JSON")
+    doctor.add_argument(
+        "--save-profile",
+        metavar="FILE",
+        type=Path,
+        help="measure this machine's GPU for plan --device, in a minute, and write FILE; on torchrun collectives too",
+    )
     doctor.set_defaults(run=_doctor)
 
     export = commands.add_parser(
@@ -191,13 +208,18 @@ def _plan(options: argparse.Namespace) -> int:
     if not options.skew >= 1:
         raise UsageError(f"--skew {options.skew} is no load over an even one; valid is at least 1")
     budget = None if options.budget is None else parse_bytes(options.budget)
+    from forebay.planner.device import load as load_device
     from forebay.train.fitting import fit_run
     from forebay.train.planning import plan_layers
 
+    try:
+        device = load_device(options.device)
+    except ValueError as error:
+        raise UsageError(f"--device: {error}") from error
     _quiet_transformers()
     world = options.world or config.parallel.pp * config.parallel.ep
     plan = plan_layers(config, world)
-    fit = fit_run(config, plan, world, budget, options.skew)
+    fit = fit_run(config, plan, world, budget, options.skew, device)
     if options.json:
         print(json.dumps({**plan.as_dict(), "fit": fit.as_dict()}, indent=1))
     else:
@@ -233,6 +255,9 @@ def _profile_pipeline(config: "Config", as_json: bool) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> None:
+    if options.save_profile is not None:
+        _save_profile(options.save_profile.expanduser())
+        return
     from forebay.doctor import examine
 
     report = examine()
@@ -240,6 +265,13 @@ def _doctor(options: argparse.Namespace) -> None:
         print(report.to_json())
     else:
         _console().print(report.table())
+
+
+def _save_profile(path: Path) -> None:
+    from forebay.measure.profile import save_profile
+
+    if (profile := save_profile(path)) is not None:
+        print(f"{path} is now a profile of {profile.title}; give it to forebay plan as --device {path}")
 
 
 def _export(options: argparse.Namespace) -> None:

@@ -41,6 +41,24 @@ class Shape:
 
 
 @dataclass(frozen=True)
+class OpCost:
+    """What one operation, or one fused run of operations, asks of a GPU; see `forebay.planner.costs`.
+
+    Attributes:
+        kind: "gemm"; "grouped" and "grouped_weights", of experts and of their weights' gradients; "attention" and
+            "attention_backward"; "pointwise", whatever only moves memory; "exchange", an all-to-all.
+        flops: that are really made: under a causal mask half of attention's pairs.
+        bytes: read from and written to device memory; of an exchange those that leave the GPU.
+        launches: kernels.
+    """
+
+    kind: str
+    flops: int
+    bytes: int
+    launches: int = 1
+
+
+@dataclass(frozen=True)
 class PartTrace:
     """One microbatch in one part of a model. Bytes and FLOPs.
 
@@ -55,6 +73,8 @@ class PartTrace:
         stash: bytes of the experts' x and h in buffers of the capacity, and of their rows that came; see `forebay.moe.stash`.
             (0, 0) without expert parallelism.
         later: bytes that the experts' weight gradients need, if they are made later (`forebay.moe.weight_gradients`).
+        forward_ops, backward_ops: what both ask of a GPU, in order.
+        light_ops: `backward_ops` where experts make their first product again; empty where there is no such thing.
     """
 
     saved: int
@@ -66,6 +86,9 @@ class PartTrace:
     light: tuple[int, int] | None = None
     stash: tuple[int, int] = (0, 0)
     later: int = 0
+    forward_ops: tuple[OpCost, ...] = ()
+    backward_ops: tuple[OpCost, ...] = ()
+    light_ops: tuple[OpCost, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from forebay.models.compile import made_again
+from forebay.planner.costs import Tally
 
 
 class Live(TorchDispatchMode):
@@ -35,14 +36,17 @@ class Live(TorchDispatchMode):
 
     Args:
         block: bytes to which the allocator rounds a storage; 512 on CUDA, 1 on a CPU.
+        fused: see `Tally`.
 
     Attributes:
         now, peak: bytes of storages that were made inside; set `peak` to `now` to begin anew.
         flops: of everything since it was last set to 0.
+        tally: what the operations ask of a GPU.
     """
 
-    def __init__(self, block: int):
+    def __init__(self, block: int, fused: bool = False):
         super().__init__()
+        self.tally = Tally(fused, self.origins, self.origin_size)
         self.now = self.peak = self.flops = 0
         self._block = block
         self._sizes: dict[int, int] = {}
@@ -87,8 +91,9 @@ class Live(TorchDispatchMode):
         if workspace is not None:
             self.peak = max(self.peak, before + workspace(*args, **kwargs))
         formula = flop_registry.get(packet)
-        if formula is not None:
-            self.flops += int(formula(*args, **kwargs, out_val=out))
+        flops = int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
+        self.flops += flops
+        self.tally.see(func, args, kwargs, out, flops)
         return out
 
     def _add(self, tensor: Tensor, sources: list[Tensor] | None) -> None:
@@ -112,6 +117,7 @@ class Live(TorchDispatchMode):
     def _drop(self, key: int) -> None:
         self.now -= self._sizes.pop(key)
         self._origins.pop(key, None)
+        self.tally.forget(key)
 
 
 def _reduces(result: Tensor, sources: list[Tensor]) -> bool:

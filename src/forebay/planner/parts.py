@@ -23,7 +23,7 @@ from forebay.models.halves import HalfSlot, install_halves
 from forebay.models.hf_experts import register
 from forebay.models.planned_exchange import PlannedExchange
 from forebay.models.router import balance_loss
-from forebay.planner.figures import PartTrace, Shape
+from forebay.planner.figures import OpCost, PartTrace, Shape
 from forebay.planner.live import Live
 
 
@@ -43,6 +43,8 @@ class _Part:
     stash: tuple[int, int] = (0, 0)
     later: int = 0
     again: Callable[[], Any] | None = None
+    forward_ops: tuple[OpCost, ...] = ()
+    backward_ops: tuple[OpCost, ...] = ()
 
 
 class Run:
@@ -57,7 +59,7 @@ class Run:
         self.model, self.base, self.shape = model, base, shape
         self.parts: dict[str, PartTrace] = {}
         self.balance = self.head_gradient = 0
-        self._live = Live(shape.block)
+        self._live = Live(shape.block, shape.compiled)
         self._open: dict[str, _Part] = {}
         self._known: set[int] = set()
         self._refs: list[StorageWeakRef] = []
@@ -105,11 +107,11 @@ class Run:
         with self._live:
             for path, part in reversed(list(self._open.items())):
                 self._backward(part)
-                light = self._light(part) if part.again is not None else None
+                light, light_ops = self._light(part) if part.again is not None else (None, ())
                 inputs = self._live.size(part.x) if part.x is not None else 0
                 self.parts[path] = PartTrace(
                     part.saved, inputs, part.forward, part.backward, part.flops, part.backward_flops,
-                    light, part.stash, part.later,
+                    light, part.stash, part.later, part.forward_ops, part.backward_ops, light_ops,
                 )  # fmt: skip
 
     def _exchange_of(self, blocks: list[Any]) -> PlannedExchange | None:
@@ -120,6 +122,9 @@ class Run:
         exchange = PlannedExchange(
             s.ep, experts, s.sequence * s.microbatch, slots, s.skew, s.capacity_factor if s.ep > 1 else 0.0
         )
+        if s.ep > 1:
+            tally = self._live.tally
+            tally.live, tally.received, tally.ranks = exchange.live_slots / exchange.slots, exchange.live_rows, s.ep
         for block in blocks if s.ep > 1 else ():
             for name, parameter in block.experts.named_parameters(recurse=False):
                 own = torch.empty(experts // s.ep, *parameter.shape[1:], dtype=parameter.dtype)
@@ -175,6 +180,7 @@ class Run:
         if leaf is not None:
             live.enter(leaf)
         live.peak, live.flops = live.now, 0
+        live.tally.take()
         begin = live.now
         saved: dict[StorageWeakRef, tuple[int, frozenset[int]]] = {}
         with saved_tensors_hooks(partial(self._pack, saved), lambda tensor: tensor):
@@ -185,7 +191,9 @@ class Run:
             origins = frozenset().union(*(made_of for _, made_of in still)) - self._counted
             self._counted |= origins
             held = min(eager, sum(map(live.origin_size, origins)))
-        self._open[path] = _Part(output, leaf, held, eager - held, live.peak - begin, live.flops)
+        self._open[path] = _Part(
+            output, leaf, held, eager - held, live.peak - begin, live.flops, forward_ops=live.tally.take([output])
+        )
         return output.detach()
 
     def _pack(self, saved: dict[StorageWeakRef, tuple[int, frozenset[int]]], tensor: Tensor) -> Tensor:
@@ -206,6 +214,7 @@ class Run:
         live = self._live
         output, part.output = part.output, part.output.new_empty(0)
         live.peak, live.flops = live.now, 0
+        live.tally.take()
         begin = live.now
         gradient = torch.empty_like(output)
         if output.requires_grad:
@@ -215,14 +224,16 @@ class Run:
             root.backward()
             del root
         part.backward, part.backward_flops = live.peak - begin + part.again_bytes, live.flops
+        results = [part.x.grad] if part.x is not None and part.x.grad is not None else []
+        part.backward_ops = live.tally.take(results)
         if part.x is not None:
             part.x.grad = None
 
-    def _light(self, part: _Part) -> tuple[int, int]:
+    def _light(self, part: _Part) -> tuple[tuple[int, int], tuple[OpCost, ...]]:
         assert part.again is not None
         again: _Part = part.again()
         self._backward(again)
-        return again.saved, again.backward
+        return (again.saved, again.backward), again.backward_ops
 
     def _run_light(self, slot: HalfSlot, call: Callable[..., Any], x: Tensor) -> _Part:
         assert slot.light_recompute is not None

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forebay.pipeline.schedule import make_plan
+from forebay.planner.device import DeviceProfile
 from forebay.planner.figures import GPU_BLOCK, Shape
 from forebay.planner.fit import Held, RankFit, Stage, alone, fit_rank, halves_of
 from forebay.planner.state import Sharing, state_of, symmetric_bytes, weights_of
+from forebay.planner.steptime import StepTime
 from forebay.planner.trace import base_path, trace_model
 from forebay.policy import PLACEMENTS, format_bytes, resolve
 from forebay.train import hf
@@ -26,6 +28,7 @@ from forebay.train.errors import UsageError, first_line
 from forebay.train.mesh import needs_group
 from forebay.train.parallel import experts_in
 from forebay.train.planning import LayerPlan
+from forebay.train.timing import Timed
 from forebay.train.trainer import balance_coefficient
 
 if TYPE_CHECKING:
@@ -47,6 +50,7 @@ class Fit:
         budget: bytes a process may use; None where none was given.
         halves: of all pipeline ranks, what their placements make of what they save for one microbatch.
         notes: what these figures leave out, in sentences.
+        step: how long a step is expected to take; None where no device was named.
     """
 
     ranks: tuple[RankFit, ...]
@@ -55,6 +59,7 @@ class Fit:
     budget: int | None
     halves: tuple[Held, ...]
     notes: tuple[str, ...]
+    step: StepTime | None = None
 
     @property
     def fits(self) -> bool | None:
@@ -106,6 +111,7 @@ class Fit:
             ],
             "placements": self.placements(),
             "notes": list(self.notes),
+            "step": None if self.step is None else self.step.as_dict(),
         }
 
     def table(self) -> Table:
@@ -115,7 +121,7 @@ class Fit:
         scale, unit = (1 << 30, "GiB") if self.fullest.total >= 1 << 30 else (1 << 20, "MiB")
         table = Table(
             title=f"a process of {self.world} at its peak, in {unit}; {self.parameters / 1e9:.2f} billion parameters in all",
-            caption="\n".join((self.verdict(), *self._placed(), *self.notes)),
+            caption="\n".join((self.verdict(), *self._placed(), *self._timed(), *self.notes)),
             caption_justify="left",
         )
         table.add_column("rank", justify="right")
@@ -134,13 +140,27 @@ class Fit:
             for p in self.placements()
         ]
 
+    def _timed(self) -> list[str]:
+        if self.step is None:
+            return []
+        sentence = self.step.sentence()
+        return [sentence[0].upper() + sentence[1:]]
 
-def fit_run(config: Config, plan: LayerPlan, world: int, budget: int | None = None, skew: float = 1.0) -> Fit:
+
+def fit_run(
+    config: Config,
+    plan: LayerPlan,
+    world: int,
+    budget: int | None = None,
+    skew: float = 1.0,
+    device: DeviceProfile | None = None,
+) -> Fit:
     """Lay the run that `plan` is of on `world` processes.
 
     Args:
         budget: bytes a process may use.
         skew: load of the fullest rank's experts over an even one.
+        device: whose time a step is to be told in.
 
     Raises:
         UsageError: a model that cannot be traced, experts that the processes do not divide, a pattern that matches nothing, or a
@@ -180,13 +200,15 @@ def fit_run(config: Config, plan: LayerPlan, world: int, budget: int | None = No
     except ValueError as error:
         raise UsageError(f"this model cannot be traced: {first_line(error)}") from error
     actions = make_plan(p.schedule, p.pp, plan.microbatches, p.chunks).actions if p.pp > 1 else None
-    ranks, halves = [], []
+    ranks, halves, parameters, staged = [], [], [], []
     for rank in range(p.pp):
         stages = _stages(plan, rank)
         layers = [n for stage in stages.values() for n in stage.layers]
         ends = any(s.embedding for s in stages.values()), any(s.head for s in stages.values())
         state = state_of(weights, layers, *ends, sharing)
         state = replace(state, other=state.other + exchange)
+        parameters.append(state.parameters)
+        staged.append(stages)
         found = {
             number: halves_of(
                 trace,
@@ -208,7 +230,12 @@ def fit_run(config: Config, plan: LayerPlan, world: int, budget: int | None = No
             f"a budget of {format_bytes(budget)} is below the parameters alone: rank {least.rank} holds "
             f"{format_bytes(least.parameters)} of them; valid is more than that"
         )
-    return Fit(tuple(ranks), world, weights.total, budget, tuple(halves), tuple(notes))
+    step = None
+    if device is not None:
+        computed = None if actions is None else [[a for a in mine if a.computes] for mine in actions]
+        timed = Timed(config, plan, trace, weights, sharing, prefix, placements, parameters, staged, computed)
+        step = timed.on(device)
+    return Fit(tuple(ranks), world, weights.total, budget, tuple(halves), tuple(notes), step)
 
 
 def _skeleton(config: Config, declared: Any) -> tuple[Any, str]:

@@ -1,0 +1,1 @@
+"""Measures a machine for the planner, which touches no device itself."""

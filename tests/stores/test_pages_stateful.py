@@ -65,8 +65,12 @@ class Model:
         store, device = self.store, self.store.device
         exact = self.account is None or self.chance.random() < 0.1
         saved, wanted, needs, bound = [], [], [], 0
+        kinds = KINDS
+        if device.type == "cuda":
+            # One kernel is compiled for each sequence of dtypes: of mixed ones there are thousands, a second each.
+            kinds = (KINDS[int(self.chance.integers(len(KINDS)))],)
         for _ in range(int(self.chance.integers(1, 5))):
-            row_bytes, _ = kind = KINDS[int(self.chance.integers(len(KINDS)))]
+            row_bytes, _ = kind = kinds[int(self.chance.integers(len(kinds)))]
             rows = int(self.chance.integers(0, 24))
             live = int(self.chance.integers(0, rows + 1))
             known = self.chance.random() < 0.15

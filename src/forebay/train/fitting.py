@@ -26,7 +26,6 @@ from forebay.train.errors import UsageError, first_line
 from forebay.train.mesh import needs_group
 from forebay.train.parallel import experts_in
 from forebay.train.planning import LayerPlan
-from forebay.train.trainer import balance_coefficient
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -168,7 +167,7 @@ def fit_run(config: Config, plan: LayerPlan, world: int, budget: int | None = No
         skew=skew,
         capacity_factor=p.capacity_factor if p.dispatch in ("auto", "symmetric") else 0.0,
         compiled=c.memory.compile,
-        balance=balance_coefficient(declared) != 0,
+        balance=hf.balance_coefficient(declared) != 0,
         block=GPU_BLOCK if sharing.gpu else 1,
         gpu=sharing.gpu,
     )

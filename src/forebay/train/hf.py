@@ -150,6 +150,15 @@ def configuration(section: Model, vocabulary: int) -> Any:
         ) from error
 
 
+def balance_coefficient(config: Any) -> float:
+    """Weight of the router's load-balancing loss, as the model's configuration has it; 0 where it has none.
+
+    DeepSeek-V3 and GLM-4-MoE have none: their router's bias is moved instead.
+    """
+    text = config.get_text_config()
+    return float(getattr(text, "router_aux_loss_coef", None) or getattr(text, "aux_loss_alpha", None) or 0.0)
+
+
 def _family(name: str) -> Any:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from forebay.train.config import Config
+    from forebay.train.fitting import Fit
+    from forebay.train.named import Asked
+    from forebay.train.planning import LayerPlan
+    from forebay.train.searching import Search
 
 _DOES_NOT_FIT = 3
 _WIDTH = 120  # of tables where the output is no terminal
@@ -110,13 +114,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--pp", type=int, metavar="N", help="pipeline ranks; the same as --set parallel.pp=N")
     plan.add_argument(
-        "--world", type=int, default=0, metavar="N", help="processes, one a GPU; default: parallel.pp x parallel.ep"
+        "--gpus", "--world", dest="world", type=int, default=0, metavar="N", help="processes, one a GPU; default: parallel.pp x parallel.ep"
     )
     plan.add_argument(
         "--budget", metavar="SIZE", help="memory of a GPU that the run may use, such as 80GiB: does it fit?"
     )
     plan.add_argument(
         "--skew", type=float, default=1.0, metavar="X", help="load of the fullest rank's experts over an even one"
+    )
+    plan.add_argument(
+        "--search",
+        choices=("microbatch", "sequence", "layers", "mesh"),
+        help="find the largest that fits the budget; mesh: the best PP x EP x FSDP of the GPUs",
     )
     plan.add_argument("--json", action="store_true", help="as JSON")
     plan.set_defaults(run=_plan)
@@ -180,31 +189,41 @@ def _train(options: argparse.Namespace) -> None:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from forebay.train.config import load
-
-    given = [] if options.pp is None else [f"parallel.pp={options.pp}"]
-    config = load(
-        options.config, [*options.overrides, *given]
-    )  # of any number of processes: this one is not one of them
     if options.world < 0:
         raise UsageError(f"--world {options.world} is no number of processes; valid is 1 and above")
     if not options.skew >= 1:
         raise UsageError(f"--skew {options.skew} is no load over an even one; valid is at least 1")
     budget = None if options.budget is None else parse_bytes(options.budget)
     from forebay.train.fitting import fit_run
+    from forebay.train.named import ask
     from forebay.train.planning import plan_layers
+    from forebay.train.searching import search
 
     _quiet_transformers()
-    world = options.world or config.parallel.pp * config.parallel.ep
-    plan = plan_layers(config, world)
-    fit = fit_run(config, plan, world, budget, options.skew)
-    if options.json:
-        print(json.dumps({**plan.as_dict(), "fit": fit.as_dict()}, indent=1))
+    given = [] if options.pp is None else [f"parallel.pp={options.pp}"]
+    # Of any number of processes: this one is not one of them.
+    asked = ask(options.config, [*options.overrides, *given], options.world)
+    world = options.world or asked.config.parallel.pp * asked.config.parallel.ep
+    if options.search:
+        found = search(asked, options.search, world, budget, options.skew)
+        plan, fit = found.plan, found.fit
     else:
-        console = _console()
-        console.print(plan.table())
-        console.print(fit.table())
+        found, plan = None, plan_layers(asked.config, world)
+        fit = fit_run(asked.config, plan, world, budget, options.skew)
+    if options.json:
+        more = {} if found is None else {"search": found.as_dict()}
+        print(json.dumps({**plan.as_dict(), "fit": fit.as_dict(), "settings": asked.chosen, **more}, indent=1))
+    else:
+        _print_plan(asked, found, plan, fit)
     return _DOES_NOT_FIT if fit.fits is False else 0
+
+
+def _print_plan(asked: "Asked", found: "Search | None", plan: "LayerPlan", fit: "Fit") -> None:
+    console = _console()
+    said = [asked.sentence(), "" if found is None else found.sentence]
+    for part in (*said, None if found is None else found.table(), plan.table(), fit.table()):
+        if part:
+            console.print(part, highlight=False)
 
 
 def _profile(options: argparse.Namespace) -> None:

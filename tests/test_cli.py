@@ -260,7 +260,7 @@ def test_plan_counts_placements(run: Run, config: str) -> None:
         (["--budget=much"], ["'much' is no size in bytes"]),
         (["--world=3", "--set=parallel.ep=2"], ["parallel.ep = 2 does not divide the 3 processes"]),
         (["--world=3"], ["train.batch = 2 is no multiple of the 3 processes"]),
-        (["--world=-1"], ["--world -1"]),
+        (["--world=-1"], ["--gpus -1"]),
         (["--skew=0.5"], ["--skew 0.5"]),
         (["--set=model.family=qwen9_moe"], ["qwen9_moe"]),
         (['--set=memory.policy={"model.nothing" = "offload"}'], ["matches no module"]),

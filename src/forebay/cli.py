@@ -13,11 +13,13 @@ Of the processes that torchrun started for ``train``, or for ``profile`` of a pi
 """
 
 import argparse
+import gc
 import json
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -111,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
         "plan",
         parents=[shared, configured],
         help="show which layers each pipeline rank has, what they cost it, and whether the run fits; without a GPU",
+        description="CONFIG may also be a published model, such as qwen3-30b-a3b, or a model's folder with a config.json.",
     )
     plan.add_argument("--pp", type=int, metavar="N", help="pipeline ranks; the same as --set parallel.pp=N")
     plan.add_argument(
@@ -190,32 +193,46 @@ def _train(options: argparse.Namespace) -> None:
 
 def _plan(options: argparse.Namespace) -> int:
     if options.world < 0:
-        raise UsageError(f"--world {options.world} is no number of processes; valid is 1 and above")
+        raise UsageError(f"--gpus {options.world} is no number of processes; valid is 1 and above")
     if not options.skew >= 1:
         raise UsageError(f"--skew {options.skew} is no load over an even one; valid is at least 1")
     budget = None if options.budget is None else parse_bytes(options.budget)
-    from forebay.train.fitting import fit_run
-    from forebay.train.named import ask
-    from forebay.train.planning import plan_layers
-    from forebay.train.searching import search
+    with _uncollected():
+        from forebay.train.named import ask
 
-    _quiet_transformers()
-    given = [] if options.pp is None else [f"parallel.pp={options.pp}"]
-    # Of any number of processes: this one is not one of them.
-    asked = ask(options.config, [*options.overrides, *given], options.world)
-    world = options.world or asked.config.parallel.pp * asked.config.parallel.ep
-    if options.search:
-        found = search(asked, options.search, world, budget, options.skew)
-        plan, fit = found.plan, found.fit
-    else:
-        found, plan = None, plan_layers(asked.config, world)
-        fit = fit_run(asked.config, plan, world, budget, options.skew)
+        given = [] if options.pp is None else [f"parallel.pp={options.pp}"]
+        # Of any number of processes: this one is not one of them.
+        asked = ask(options.config, [*options.overrides, *given], options.world)
+        world = options.world or asked.config.parallel.pp * asked.config.parallel.ep
+        from forebay.train.fitting import fit_run
+        from forebay.train.planning import plan_layers
+        from forebay.train.searching import search
+
+        _quiet_transformers()
+        if options.search:
+            found = search(asked, options.search, world, budget, options.skew)
+            plan, fit = found.plan, found.fit
+        else:
+            found, plan = None, plan_layers(asked.config, world)
+            fit = fit_run(asked.config, plan, world, budget, options.skew)
     if options.json:
         more = {} if found is None else {"search": found.as_dict()}
         print(json.dumps({**plan.as_dict(), "fit": fit.as_dict(), "settings": asked.chosen, **more}, indent=1))
     else:
         _print_plan(asked, found, plan, fit)
     return _DOES_NOT_FIT if fit.fits is False else 0
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without Python's cyclic collector, which takes a fifth of a plan's time: what imports and models make stays until the end."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def _print_plan(asked: "Asked", found: "Search | None", plan: "LayerPlan", fit: "Fit") -> None:

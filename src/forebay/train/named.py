@@ -50,13 +50,9 @@ class Asked:
         """See the class."""
         return "train.batch" in self.chosen
 
-    def with_batch(self, config: Config, processes: int) -> Config:
-        """`config`, which came out of this one, with the batch that its microbatch asks for, where nobody wrote one."""
-        if not self.rebatch:
-            return config
-        raw = config.to_dict()
-        raw["train"]["batch"] = _MICROBATCHES * processes * (config.train.microbatch or 1)
-        return from_mapping(raw)
+    def batch(self, microbatch: int, processes: int) -> int:
+        """Sequences a step, of a microbatch of so many: what was written, or as many as a bare model is given."""
+        return _batch(microbatch, processes) if self.rebatch else self.config.train.batch
 
     def sentence(self) -> str:
         """The settings that nobody wrote; empty for a file."""
@@ -128,7 +124,7 @@ def _filled(raw: dict[str, Any], source: str, processes: int) -> Asked:
     processes = processes or pp * asked
     choose("model.attention", lambda: "eager" if family in _EAGER else "sdpa")
     choose("parallel.ep", lambda: _expert_processes(processes // pp, experts))
-    choose("train.batch", lambda: _MICROBATCHES * processes * (so_far.train.microbatch or 1))
+    choose("train.batch", lambda: _batch(so_far.train.microbatch, processes))
     return Asked(from_mapping(raw, origin=source), chosen)
 
 
@@ -140,6 +136,10 @@ def _what(config: Config) -> tuple[str, int]:
 
     declared = hf.configuration(config.model, load_tokenizer(config.data.tokenizer).vocabulary)
     return str(declared.model_type), experts_in(declared)
+
+
+def _batch(microbatch: int, processes: int) -> int:
+    return _MICROBATCHES * processes * (microbatch or 1)
 
 
 def _expert_processes(processes: int, experts: int) -> int:

@@ -13,7 +13,7 @@ looked at is planned as ``forebay plan`` plans it; traces are shared, and live a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -166,7 +166,8 @@ class _Runs:
                 raw[section][option] = {**raw[section][option], key[0]: value}
             else:
                 raw[section][option] = value
-        config = self.asked.with_batch(from_mapping(raw), self.world)
+        raw["train"]["batch"] = self.asked.batch(raw["train"]["microbatch"], self.world)
+        config = from_mapping(raw)
         check_world(config, self.world)
         return config
 
@@ -243,21 +244,25 @@ def _valid(runs: _Runs, microbatch: int) -> bool:
     return True
 
 
-_UNITS = {"microbatch": "sequences", "sequence": "tokens", "layers": "layers"}
-_NAMES = {"microbatch": "microbatch", "sequence": "sequence", "layers": "depth"}
+_UNITS: Mapping[str, str] = {"microbatch": "sequence", "sequence": "token", "layers": "layer"}
+_NAMES: Mapping[str, str] = {"microbatch": "microbatch", "sequence": "sequence", "layers": "depth"}
 
 
 def _sized(what: str, result: Largest, fit: Fit, following: Fit | None, last: str, budget: int) -> str:
-    name, unit = _NAMES[what], _UNITS[what]
+    name = _NAMES[what]
+
+    def count(value: int) -> str:
+        return f"{value} {_UNITS[what]}{'s' * (value != 1)}"
+
     if result.found is None:
-        return f"No {name} fits {format_bytes(budget)}: {_stopped(fit, budget, f'even {result.tried[-1].value} {unit}')}."
+        return f"No {name} fits {format_bytes(budget)}: {_stopped(fit, budget, 'even with ' + count(result.tried[-1].value))}."
     found = (
-        f"The largest {name} that fits {format_bytes(budget)} is {result.found.value} {unit}, with "
+        f"The largest {name} that fits {format_bytes(budget)} is {count(result.found.value)}, with "
         f"{format_bytes(result.found.headroom)} to spare on rank {fit.fullest.rank}"
     )
     if following is None or result.next is None:
         return f"{found}; {last}."
-    return f"{found}; {_stopped(following, budget, f'{result.next.value} {unit}')}."
+    return f"{found}; {_stopped(following, budget, 'with ' + count(result.next.value))}."
 
 
 def _stopped(fit: Fit, budget: int, subject: str) -> str:
@@ -268,12 +273,12 @@ def _stopped(fit: Fit, budget: int, subject: str) -> str:
         if alone > budget:
             what = " and ".join(parts).replace("optimizer", "optimizer states")
             return (
-                f"with {subject} the {what} alone take {format_bytes(alone)} on rank {most.rank}, "
+                f"{subject} the {what} alone take {format_bytes(alone)} on rank {most.rank}, "
                 f"{format_bytes(alone - budget)} more than there is"
             )
     most = fit.fullest
     return (
-        f"with {subject} the peak is {format_bytes(most.total)} on rank {most.rank}, at {most.where}, "
+        f"{subject} the peak is {format_bytes(most.total)} on rank {most.rank}, at {most.where}, "
         f"{format_bytes(most.total - budget)} more than there is"
     )
 
@@ -317,7 +322,7 @@ def _meshed(order: Sequence[Candidate], fit: Fit, budget: int | None) -> str:
     if budget is None:
         return f"Of {len(order)} meshes that can be run, {best.mesh} is {rank}: {format_bytes(best.peak)}."
     if best.fits is False:
-        return f"No mesh fits {format_bytes(budget)}: {_stopped(fit, budget, f'the nearest, {best.mesh},')}."
+        return f"No mesh fits {format_bytes(budget)}: {_stopped(fit, budget, f'with the nearest, {best.mesh},')}."
     fitting = sum(c.fits is True for c in order)
     return (
         f"{fitting} of {len(order)} meshes that can be run fit {format_bytes(budget)}; {best.mesh} is {rank}, with "

@@ -3,7 +3,8 @@
     python -m benchmarks.scale            prints the tables
     python -m benchmarks.scale --write    puts them into docs/scale.md, between its marks
 
-In: `RUNS`, each a line of ``forebay plan``. Out: Markdown. No GPU, no weights. tests/test_scale.py makes a part of the tables again.
+In: `RUNS`, each a line of ``forebay plan``. Out: Markdown. No GPU, no weights.
+tests/test_scale.py makes a part of the tables again.
 """
 
 from __future__ import annotations

@@ -296,7 +296,9 @@ def test_a_published_model_in_a_file(run: Run, config: str) -> None:
     code, out, error = run("plan", config, *named, "--json")
     assert code == 0, error
     # Two layers, embedding and head, of a model with 48.
-    assert json.loads(out)["fit"]["parameters"] == pytest.approx(2 * 2048 * 151936 + (30.5e9 - 2 * 2048 * 151936) / 24, rel=0.01)
+    assert json.loads(out)["fit"]["parameters"] == pytest.approx(
+        2 * 2048 * 151936 + (30.5e9 - 2 * 2048 * 151936) / 24, rel=0.01
+    )
 
 
 def test_searches(run: Run, config: str) -> None:
@@ -318,7 +320,10 @@ def test_searches(run: Run, config: str) -> None:
     [
         (["qwen3-30b", "--gpus=8"], ["the nearest valid name is 'qwen3-30b-a3b'", "published models are"]),
         (["deepseek-v3", "--gpus=7", "--pp=2"], ["parallel.pp = 2 does not divide the 7 processes"]),
-        (["olmoe-1b-7b", "--gpus=6", "--set=parallel.ep=3"], ["parallel.ep = 3 does not divide the model's 64 experts"]),
+        (
+            ["olmoe-1b-7b", "--gpus=6", "--set=parallel.ep=3"],
+            ["parallel.ep = 3 does not divide the model's 64 experts"],
+        ),
         (["olmoe-1b-7b", "--gpus=8", "--budget=1GiB"], ["below the parameters alone"]),
         (["{folder}"], ["has no config.json"]),
         (["olmoe-1b-7b", "--set=train.stpes=3"], ["'stpes'", "[train]"]),

@@ -13,6 +13,7 @@ Of the processes that torchrun started for ``train``, or for ``profile`` of a pi
 """
 
 import argparse
+import atexit
 import gc
 import json
 import os
@@ -117,7 +118,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--pp", type=int, metavar="N", help="pipeline ranks; the same as --set parallel.pp=N")
     plan.add_argument(
-        "--gpus", "--world", dest="world", type=int, default=0, metavar="N", help="processes, one a GPU; default: parallel.pp x parallel.ep"
+        "--gpus",
+        "--world",
+        dest="world",
+        type=int,
+        default=0,
+        metavar="N",
+        help="processes, one a GPU; default: parallel.pp x parallel.ep",
     )
     plan.add_argument(
         "--budget", metavar="SIZE", help="memory of a GPU that the run may use, such as 80GiB: does it fit?"
@@ -225,7 +232,9 @@ def _plan(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Without Python's cyclic collector, which takes a fifth of a plan's time: what imports and models make stays until the end."""
+    """Without Python's cyclic collector, which takes a fifth of a plan's time: what imports and models make stays until the end.
+    There the interpreter would look at all of it once more, but for what is frozen."""
+    atexit.register(gc.freeze)
     was = gc.isenabled()
     gc.disable()
     try:

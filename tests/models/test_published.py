@@ -30,7 +30,9 @@ def test_the_numbers_give_the_published_counts(name: str) -> None:
     assert total == EXACT.get(name, total)
     blocks, top_k = moe_blocks(model), model.config.num_experts_per_tok
     resting = sum(
-        p.numel() * (b.experts.num_experts - top_k) // b.experts.num_experts for b in blocks for p in b.experts.parameters()
+        p.numel() * (b.experts.num_experts - top_k) // b.experts.num_experts
+        for b in blocks
+        for p in b.experts.parameters()
     )
     end = model.model.embed_tokens.weight.numel()
     active = [total - resting - ends * end for ends in (0, 1, 2)]

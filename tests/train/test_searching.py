@@ -144,7 +144,7 @@ def test_meshes_by_time_where_there_is_one() -> None:
 def test_searches_that_cannot_be() -> None:
     with pytest.raises(UsageError, match="needs --budget"):
         search(Asked(tiny()), "sequence", 1, None)
-    with pytest.raises(UsageError, match="nothing is unknown|'nothing' is unknown; valid are microbatch, sequence, layers, mesh"):
+    with pytest.raises(UsageError, match="'nothing' is unknown; valid are microbatch, sequence, layers, mesh"):
         search(Asked(tiny()), "nothing", 1, 1)
     with pytest.raises(UsageError, match=r"train\.batch = 32 is no multiple of the 3 processes"):
         search(Asked(tiny()), "microbatch", 3, 1 << 40)
@@ -175,7 +175,7 @@ def test_a_bare_model_has_settings_that_follow_the_gpus() -> None:
 
 def test_a_bare_models_batch_follows_its_microbatch() -> None:
     small = [f"model.config.{name}={value}" for name, value in TINY.items()]
-    asked = ask("qwen3-30b-a3b", small + ["train.sequence=64", "memory.compile=false", "model.config.vocab_size=320"])
+    asked = ask("qwen3-30b-a3b", [*small, "train.sequence=64", "memory.compile=false", "model.config.vocab_size=320"])
     base = fit_run(asked.config, plan_layers(asked.config, 1), 1).fullest.total
     found = search(asked, "microbatch", 1, base + (8 << 20))
     size = found.settings["train.microbatch"]

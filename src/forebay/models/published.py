@@ -1,8 +1,8 @@
 """Published models by name: the numbers of their configurations, as data.
 
 In: a name such as "qwen3-30b-a3b", in any case, with or without the organisation before it. Out: a `Published`: the family that
-transformers calls it, the keys of that family's configuration, and the parameter counts that its authors give. No weights, nothing
-fetched, nothing kept.
+transformers calls it, the keys of that family's configuration, and the parameter counts that its authors give. No weights, and
+nothing is fetched or kept.
 
 Numbers are those of the `config.json` that each `source` has on Hugging Face, without what no shape depends on (dtypes,
 quantisation, the stretching of positions beyond the length of pretraining). Multi-token prediction modules, which transformers

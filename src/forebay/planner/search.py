@@ -122,7 +122,11 @@ def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
     """Those that fit first; among them the fastest; where time is not known, those with the lowest peak."""
     return sorted(
         candidates,
-        key=lambda c: (c.fits is False, (0.0 if c.seconds is None else c.seconds) if c.fits is not False else 0.0, c.peak),
+        key=lambda c: (
+            c.fits is False,
+            (0.0 if c.seconds is None else c.seconds) if c.fits is not False else 0.0,
+            c.peak,
+        ),
     )
 
 

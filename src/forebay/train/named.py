@@ -16,7 +16,7 @@ Nothing is kept.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import gcd
 from pathlib import Path
@@ -29,6 +29,15 @@ from forebay.train.fields import nearest
 
 _HOST = 8  # GPUs of one host
 _MICROBATCHES = 4  # of a step for each process
+_SETTINGS: Mapping[str, Any] = {
+    "train.sequence": 4096,
+    "train.microbatch": 1,
+    "model.dtype": "float32",
+    "model.compute": "bfloat16",
+    "memory.compile": True,
+    "parallel.reduce": "microbatch",
+    "device.type": "cuda",
+}
 _EAGER = frozenset({"gpt_oss"})  # families without torch's own fused attention in transformers
 
 
@@ -102,29 +111,21 @@ def _model(source: str) -> dict[str, Any] | None:
 def _filled(raw: dict[str, Any], source: str, processes: int) -> Asked:
     chosen: dict[str, Any] = {}
 
-    def choose(name: str, value: Callable[[], Any]) -> None:
+    def choose(name: str, value: Any) -> None:
         section, option = name.split(".")
         values = raw.setdefault(section, {})
         if option not in values:
-            values[option] = chosen[name] = value()
+            values[option] = chosen[name] = value
 
-    for name, value in (
-        ("train.sequence", 4096),
-        ("train.microbatch", 1),
-        ("model.dtype", "float32"),
-        ("model.compute", "bfloat16"),
-        ("memory.compile", True),
-        ("parallel.reduce", "microbatch"),
-        ("device.type", "cuda"),
-    ):
-        choose(name, lambda value=value: value)
+    for name, value in _SETTINGS.items():
+        choose(name, value)
     so_far = from_mapping({**raw, "train": {"batch": raw["train"]["microbatch"], **raw["train"]}}, origin=source)
     family, experts = _what(so_far)
     pp, asked = so_far.parallel.pp, raw.get("parallel", {}).get("ep", 1)
     processes = processes or pp * asked
-    choose("model.attention", lambda: "eager" if family in _EAGER else "sdpa")
-    choose("parallel.ep", lambda: _expert_processes(processes // pp, experts))
-    choose("train.batch", lambda: _batch(so_far.train.microbatch, processes))
+    choose("model.attention", "eager" if family in _EAGER else "sdpa")
+    choose("parallel.ep", _expert_processes(processes // pp, experts))
+    choose("train.batch", _batch(so_far.train.microbatch, processes))
     return Asked(from_mapping(raw, origin=source), chosen)
 
 

@@ -1,14 +1,14 @@
 """``forebay plan --search``: the largest microbatch, sequence or depth that fits a budget, or the best mesh of some GPUs.
 
-In: what is asked about (`forebay.train.named`), what to search, a number of processes, a budget. Out: a `Search`: what was found as
-settings to write, the plan and the fit of that run, and one sentence that says what stopped the next one. Every value that is
+In: what is asked about (`forebay.train.named`), what to search, a number of processes, a budget. Out: a `Search`: what was found,
+as settings to write, the plan and the fit of that run, and one sentence that says what stopped the next one. Every value that is
 looked at is planned as ``forebay plan`` plans it; traces are shared, and live as long as the search.
 
-    microbatch  with a batch that somebody wrote: the sizes that divide it, all that the schedule takes, from the largest down (what
-                a pipeline holds need not grow with them, for it has fewer of them). Else the batch follows, and each size holds more
+    microbatch  with a batch that somebody wrote: the sizes that divide it and that the schedule takes, from the largest down (a
+                pipeline then holds fewer of them, so that more need not be worse). Else the batch follows, and each holds more
     sequence    multiples of 128 tokens, up to the model's max_position_embeddings
     layers      decoder layers, from one for each stage of the pipeline on
-    mesh        every PP x EP x FSDP that the GPUs divide into; those that the trainer or the model refuses are listed with its reason
+    mesh        every PP x EP x FSDP that the GPUs divide into; those that the trainer or the model refuses, with the reason
 """
 
 from __future__ import annotations

@@ -34,7 +34,9 @@ from torch._functorch.partitioners import (
     get_default_op_list,
     min_cut_rematerialization_partition,
 )
+from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
+from torch._inductor.exc import InvalidCxxCompiler
 from torch.fx import Graph, GraphModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._triton import has_triton
@@ -110,9 +112,6 @@ def attention_backends() -> Iterator[None]:
 def check_compiler(device_type: str) -> None:
     """Raise RuntimeError, saying what to install, if Inductor cannot compile for this device type."""
     if device_type == "cpu":
-        from torch._inductor.cpp_builder import get_cpp_compiler
-        from torch._inductor.exc import InvalidCxxCompiler
-
         try:
             get_cpp_compiler()
         except InvalidCxxCompiler:

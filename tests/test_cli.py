@@ -16,9 +16,10 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from forebay import cli
+from forebay.models.published import PUBLISHED
 from forebay.train import checkpoint
 from forebay.train.config import load
 from forebay.train.planning import plan_layers
@@ -260,7 +261,7 @@ def test_plan_counts_placements(run: Run, config: str) -> None:
         (["--budget=much"], ["'much' is no size in bytes"]),
         (["--world=3", "--set=parallel.ep=2"], ["parallel.ep = 2 does not divide the 3 processes"]),
         (["--world=3"], ["train.batch = 2 is no multiple of the 3 processes"]),
-        (["--world=-1"], ["--world -1"]),
+        (["--world=-1"], ["--gpus -1"]),
         (["--skew=0.5"], ["--skew 0.5"]),
         (["--set=model.family=qwen9_moe"], ["qwen9_moe"]),
         (['--set=memory.policy={"model.nothing" = "offload"}'], ["matches no module"]),
@@ -289,6 +290,68 @@ def test_plan_of_a_device_that_is_not_known(run: Run, config: str) -> None:
     code, out, error = run("plan", config, "--device=h20")
     assert code == 2 and not out
     assert "did you mean 'h200'?" in one_sentence(error) and "--save-profile" in error
+
+
+def test_plan_of_a_published_model_and_of_a_folder(run: Run, tmp_path: Path) -> None:
+    """By name in any case, with settings that are said; the same shapes from a folder are the same plan."""
+    code, out, error = run("plan", "OLMoE-1B-7B", "--gpus", "8", "--budget", "80GiB")
+    assert code == 0, error
+    assert "6.92 billion parameters" in out and "train.sequence=4096" in out and "parallel.ep=8" in out
+    _, out, _ = run("plan", "olmoe-1b-7b", "--world", "8", "--json")
+    by_name = json.loads(out)
+    assert by_name["settings"]["train.batch"] == 32
+    AutoConfig.for_model("olmoe", **PUBLISHED["olmoe-1b-7b"].config).save_pretrained(tmp_path)
+    code, out, error = run("plan", str(tmp_path), "--gpus", "8", "--json")
+    assert code == 0, error
+    assert json.loads(out)["fit"] == by_name["fit"]
+    code, out, _ = run("plan", "olmoe-1b-7b", "--gpus", "8", "--budget", "12GiB")
+    assert code == 3 and "Does not fit" in out
+
+
+def test_a_published_model_in_a_file(run: Run, config: str) -> None:
+    """The numbers of its configuration, and one of one's own."""
+    named = ["--set=model.family=Qwen3-30B-A3B", "--set=model.config={num_hidden_layers=2}"]
+    code, out, error = run("plan", config, *named, "--json")
+    assert code == 0, error
+    # Two layers, embedding and head, of a model with 48.
+    assert json.loads(out)["fit"]["parameters"] == pytest.approx(
+        2 * 2048 * 151936 + (30.5e9 - 2 * 2048 * 151936) / 24, rel=0.01
+    )
+
+
+def test_searches(run: Run, config: str) -> None:
+    """0 found, 3 nothing fits and why, 2 nothing to search with."""
+    code, out, _ = run("plan", config, "--search", "sequence", "--budget", "100MiB", "--json")
+    plan = json.loads(out)
+    found = plan["search"]["found"]["train.sequence"]
+    assert code == 0 and plan["fit"]["fits"] and plan["tokens_per_microbatch"] == 2 * found
+    code, out, _ = run("plan", config, "--search", "layers", "--budget", "50KiB")
+    assert code == 3 and "No depth fits 50.00 KiB" in out and "alone take" in out
+    code, out, _ = run("plan", config, "--search", "mesh", "--gpus", "2", "--budget", "1GiB")
+    assert code == 0 and "meshes of 2 GPUs" in out and "can be run fit 1.00 GiB" in out
+    code, out, error = run("plan", config, "--search", "microbatch")
+    assert code == 2 and not out and "--search microbatch needs --budget" in one_sentence(error)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["qwen3-30b", "--gpus=8"], ["the nearest valid name is 'qwen3-30b-a3b'", "published models are"]),
+        (["deepseek-v3", "--gpus=7", "--pp=2"], ["parallel.pp = 2 does not divide the 7 processes"]),
+        (
+            ["olmoe-1b-7b", "--gpus=6", "--set=parallel.ep=3"],
+            ["parallel.ep = 3 does not divide the model's 64 experts"],
+        ),
+        (["olmoe-1b-7b", "--gpus=8", "--budget=1GiB"], ["below the parameters alone"]),
+        (["{folder}"], ["has no config.json"]),
+        (["olmoe-1b-7b", "--set=train.stpes=3"], ["'stpes'", "[train]"]),
+    ],
+)
+def test_models_that_cannot_be_planned(run: Run, tmp_path: Path, arguments: list[str], said: list[str]) -> None:
+    code, out, error = run("plan", *(a.format(folder=tmp_path) for a in arguments))
+    assert code == 2 and not out, error
+    for part in said:
+        assert part in one_sentence(error)
 
 
 def test_plan_of_the_largest_model_without_its_weights(run: Run, config: str) -> None:

@@ -13,11 +13,14 @@ Of the processes that torchrun started for ``train``, or for ``profile`` of a pi
 """
 
 import argparse
+import atexit
+import gc
 import json
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +32,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from forebay.train.config import Config
+    from forebay.train.fitting import Fit
+    from forebay.train.named import Asked
+    from forebay.train.planning import LayerPlan
+    from forebay.train.searching import Search
 
 _DOES_NOT_FIT = 3
 _WIDTH = 120  # of tables where the output is no terminal
@@ -107,11 +114,13 @@ def _parser() -> argparse.ArgumentParser:
         "plan",
         parents=[shared, configured],
         help="show which layers each pipeline rank has, what they cost it, and whether the run fits; without a GPU",
+        description="CONFIG may also be a published model, such as qwen3-30b-a3b, or a model's folder with a config.json.",
     )
     plan.add_argument("--pp", type=int, metavar="N", help="pipeline ranks; the same as --set parallel.pp=N")
     plan.add_argument(
-        "--world",
         "--gpus",
+        "--world",
+        dest="world",
         type=int,
         default=0,
         metavar="N",
@@ -128,6 +137,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument(
         "--skew", type=float, default=1.0, metavar="X", help="load of the fullest rank's experts over an even one"
+    )
+    plan.add_argument(
+        "--search",
+        choices=("microbatch", "sequence", "layers", "mesh"),
+        help="find the largest that fits the budget; mesh: the best PP x EP x FSDP of the GPUs",
     )
     plan.add_argument("--json", action="store_true", help="as JSON")
     plan.set_defaults(run=_plan)
@@ -197,36 +211,62 @@ def _train(options: argparse.Namespace) -> None:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from forebay.train.config import load
-
-    given = [] if options.pp is None else [f"parallel.pp={options.pp}"]
-    config = load(
-        options.config, [*options.overrides, *given]
-    )  # of any number of processes: this one is not one of them
     if options.world < 0:
-        raise UsageError(f"--world {options.world} is no number of processes; valid is 1 and above")
+        raise UsageError(f"--gpus {options.world} is no number of processes; valid is 1 and above")
     if not options.skew >= 1:
         raise UsageError(f"--skew {options.skew} is no load over an even one; valid is at least 1")
     budget = None if options.budget is None else parse_bytes(options.budget)
-    from forebay.planner.device import load as load_device
-    from forebay.train.fitting import fit_run
-    from forebay.train.planning import plan_layers
+    with _uncollected():
+        from forebay.train.named import ask
 
-    try:
-        device = load_device(options.device)
-    except ValueError as error:
-        raise UsageError(f"--device: {error}") from error
-    _quiet_transformers()
-    world = options.world or config.parallel.pp * config.parallel.ep
-    plan = plan_layers(config, world)
-    fit = fit_run(config, plan, world, budget, options.skew, device)
+        given = [] if options.pp is None else [f"parallel.pp={options.pp}"]
+        # Of any number of processes: this one is not one of them.
+        asked = ask(options.config, [*options.overrides, *given], options.world)
+        world = options.world or asked.config.parallel.pp * asked.config.parallel.ep
+        from forebay.planner.device import load as load_device
+        from forebay.train.fitting import fit_run
+        from forebay.train.planning import plan_layers
+        from forebay.train.searching import search
+
+        try:
+            device = load_device(options.device)
+        except ValueError as error:
+            raise UsageError(f"--device: {error}") from error
+        _quiet_transformers()
+        if options.search:
+            found = search(asked, options.search, world, budget, options.skew, device)
+            plan, fit = found.plan, found.fit
+        else:
+            found, plan = None, plan_layers(asked.config, world)
+            fit = fit_run(asked.config, plan, world, budget, options.skew, device=device)
     if options.json:
-        print(json.dumps({**plan.as_dict(), "fit": fit.as_dict()}, indent=1))
+        more = {} if found is None else {"search": found.as_dict()}
+        print(json.dumps({**plan.as_dict(), "fit": fit.as_dict(), "settings": asked.chosen, **more}, indent=1))
     else:
-        console = _console()
-        console.print(plan.table())
-        console.print(fit.table())
+        _print_plan(asked, found, plan, fit)
     return _DOES_NOT_FIT if fit.fits is False else 0
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without Python's cyclic collector, which takes a fifth of a plan's time: what imports and models make stays until the end.
+    There the interpreter would look at all of it once more, but for what is frozen."""
+    atexit.register(gc.freeze)
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def _print_plan(asked: "Asked", found: "Search | None", plan: "LayerPlan", fit: "Fit") -> None:
+    console = _console()
+    said = [asked.sentence(), "" if found is None else found.sentence]
+    for part in (*said, None if found is None else found.table(), plan.table(), fit.table()):
+        if part:
+            console.print(part, highlight=False)
 
 
 def _profile(options: argparse.Namespace) -> None:

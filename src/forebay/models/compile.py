@@ -34,7 +34,6 @@ from torch._functorch.partitioners import (
     get_default_op_list,
     min_cut_rematerialization_partition,
 )
-from torch._inductor.compile_fx import compile_fx
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch._inductor.exc import InvalidCxxCompiler
@@ -176,6 +175,8 @@ def _slice_instead_of_split(graph: Graph) -> None:
 
 
 def _inductor(graph: GraphModule, inputs: Sequence[Any]) -> Any:
+    from torch._inductor.compile_fx import compile_fx  # half a second, which a plan without compiling need not wait for
+
     with (
         torch._functorch.config.patch(dict(_CUT)),
         torch._inductor.config.patch(custom_partitioner_fn=_SaveLittle()),

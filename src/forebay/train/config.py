@@ -27,7 +27,8 @@ from forebay.train.fields import key as _key
 class Model:
     """[model]: a Hugging Face decoder, from a family's configuration or from a local folder. Give one of the two."""
 
-    family: str = _key("")  # model type in transformers, such as "qwen3_moe"; weights are random
+    family: str = _key("")  # model type in transformers, such as "qwen3_moe", or a published model, such as
+    # "qwen3-30b-a3b" (`forebay.models.published`); weights are random
     path: str = _key("")  # folder with config.json and, unless weights = "random", safetensors
     weights: str = _key("load", choices=("load", "random"))  # for `path` only
     config: dict[str, Any] = field(default_factory=dict)  # keys of the family's own configuration
@@ -227,7 +228,7 @@ def load(source: str, overrides: Iterable[str] = ()) -> Config:
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{source} is not valid TOML: {error}") from error
     for override in overrides:
-        _apply(raw, override)
+        apply_override(raw, override)
     return from_mapping(raw, origin=source)
 
 
@@ -432,8 +433,12 @@ def _divisors(number: int) -> str:
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
-def _apply(raw: dict[str, Any], override: str) -> None:
-    """Set ``section.key=value`` or, for a table, ``section.key.name=value`` (the name may hold dots)."""
+def apply_override(raw: dict[str, Any], override: str) -> None:
+    """Set ``section.key=value`` or, for a table, ``section.key.name=value`` (the name may hold dots).
+
+    Raises:
+        UsageError: a text that is neither.
+    """
     target, equals, text = override.partition("=")
     parts = target.strip().split(".", 2)
     if not equals or len(parts) < 2 or not all(parts):

@@ -7,29 +7,24 @@ trainer does with each key, and keeps nothing.
 
 from __future__ import annotations
 
-import copy
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from forebay.pipeline.schedule import make_plan
 from forebay.planner.device import DeviceProfile
 from forebay.planner.figures import GPU_BLOCK, Shape
 from forebay.planner.fit import Held, RankFit, Stage, alone, fit_rank, halves_of
-from forebay.planner.state import Sharing, state_of, symmetric_bytes, weights_of
+from forebay.planner.state import Sharing, state_of, symmetric_bytes
 from forebay.planner.steptime import StepTime
-from forebay.planner.trace import base_path, trace_model
 from forebay.policy import PLACEMENTS, format_bytes, resolve
 from forebay.train import hf
 from forebay.train.config import Config, check_experts
 from forebay.train.data import load_tokenizer
-from forebay.train.errors import UsageError, first_line
+from forebay.train.errors import UsageError
 from forebay.train.mesh import needs_group
 from forebay.train.parallel import experts_in
 from forebay.train.planning import LayerPlan
 from forebay.train.timing import Timed
-from forebay.train.trainer import balance_coefficient
+from forebay.train.traced import Traces
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -153,7 +148,9 @@ def fit_run(
     world: int,
     budget: int | None = None,
     skew: float = 1.0,
+    *,
     device: DeviceProfile | None = None,
+    traces: Traces | None = None,
 ) -> Fit:
     """Lay the run that `plan` is of on `world` processes.
 
@@ -161,6 +158,7 @@ def fit_run(
         budget: bytes a process may use.
         skew: load of the fullest rank's experts over an even one.
         device: whose time a step is to be told in.
+        traces: of other runs of the same question, which are used again and added to.
 
     Raises:
         UsageError: a model that cannot be traced, experts that the processes do not divide, a pattern that matches nothing, or a
@@ -171,11 +169,11 @@ def fit_run(
     declared = hf.configuration(c.model, load_tokenizer(c.data.tokenizer).vocabulary)
     experts = experts_in(declared)
     check_experts(p.ep, experts)
-    model, attention = _skeleton(config, declared)
-    notes = _notes(config, attention, experts)
-    weights = weights_of(model)
-    prefix = f"{base_path(model)}.layers"
-    placements = _placements(config, [name for name, _ in model.named_modules()], prefix, len(weights.layers), notes)
+    traces = traces or Traces()
+    known = traces.known(c.model, declared)
+    notes = _notes(config, known.attention, experts)
+    weights, prefix = known.weights, known.prefix
+    placements = _placements(config, list(known.paths), prefix, len(weights.layers), notes)
     sharing = _sharing(config, world)
     engine = p.pp > 1 or p.overlap
     shape = Shape(
@@ -188,18 +186,15 @@ def fit_run(
         skew=skew,
         capacity_factor=p.capacity_factor if p.dispatch in ("auto", "symmetric") else 0.0,
         compiled=c.memory.compile,
-        balance=balance_coefficient(declared) != 0,
+        balance=hf.balance_coefficient(declared) != 0,
         block=GPU_BLOCK if sharing.gpu else 1,
         gpu=sharing.gpu,
     )
     tokens, text, exchange = shape.sequence * shape.microbatch, declared.get_text_config(), 0
     if p.ep > 1 and sharing.gpu and (p.dispatch == "symmetric" or (p.dispatch == "auto" and p.ep <= _SAME_HOST)):
         exchange = symmetric_bytes(p.ep, tokens, text.hidden_size, text.num_experts_per_tok, sharing.compute)
-    try:
-        trace = trace_model(model, shape)
-    except ValueError as error:
-        raise UsageError(f"this model cannot be traced: {first_line(error)}") from error
-    actions = make_plan(p.schedule, p.pp, plan.microbatches, p.chunks).actions if p.pp > 1 else None
+    trace = traces.trace(c.model, declared, shape)
+    actions = traces.actions(p.schedule, p.pp, plan.microbatches, p.chunks) if p.pp > 1 else None
     ranks, halves, parameters, staged = [], [], [], []
     for rank in range(p.pp):
         stages = _stages(plan, rank)
@@ -236,24 +231,6 @@ def fit_run(
         timed = Timed(config, plan, trace, weights, sharing, prefix, placements, parameters, staged, computed)
         step = timed.on(device)
     return Fit(tuple(ranks), world, weights.total, budget, tuple(halves), tuple(notes), step)
-
-
-def _skeleton(config: Config, declared: Any) -> tuple[Any, str]:
-    """The model on the meta device, in the dtype that is computed in, and the attention that it has."""
-    from transformers import AutoModelForCausalLM
-
-    asked = "sdpa" if config.model.attention.startswith("flash") else config.model.attention
-    dtype = getattr(torch, config.model.compute or config.model.dtype)
-    for attention in (asked, "eager"):
-        try:
-            with torch.device("meta"):
-                return AutoModelForCausalLM.from_config(
-                    copy.deepcopy(declared), attn_implementation=attention, dtype=dtype
-                ), attention
-        except ValueError as error:
-            if attention == "eager" or config.model.attention == "sdpa":
-                raise UsageError(f"model.attention = {config.model.attention!r}: {first_line(error)}") from error
-    raise AssertionError("a model has eager attention")
 
 
 def _sharing(config: Config, world: int) -> Sharing:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from forebay.models.published import PUBLISHED, find
 from forebay.train.config import Model
 from forebay.train.errors import RunError, UsageError, first_line
 from forebay.train.fields import nearest
@@ -119,6 +120,7 @@ def from_folder_config(folder: Path, dtype: torch.dtype) -> Any:
 
 def configuration(section: Model, vocabulary: int) -> Any:
     """The Hugging Face configuration of a section; `vocabulary` fills in ``vocab_size`` for a family that is given none.
+    A published model's name stands for its family and the numbers of its configuration.
 
     Raises:
         UsageError, RunError: as `build`, for what has nothing to do with weights.
@@ -139,15 +141,26 @@ def configuration(section: Model, vocabulary: int) -> Any:
         for name, value in section.config.items():
             setattr(config, name, value)
         return config
-    default = _family(section.family)
-    _check_keys(type(default), section.family, section.config)
-    filled = {"vocab_size": -(-vocabulary // 64) * 64, **section.config}
+    published = find(section.family)
+    family = section.family if published is None else published.family
+    default = _family(family)
+    _check_keys(type(default), family, section.config)
+    filled = {"vocab_size": -(-vocabulary // 64) * 64, **(published.config if published else {}), **section.config}
     try:
-        return AutoConfig.for_model(section.family, **filled)
+        return AutoConfig.for_model(family, **filled)
     except Exception as error:  # transformers raises many kinds here, one of them a private class
         raise UsageError(
-            f"[model.config] is no valid {section.family} configuration: {' '.join(str(error).split())}"
+            f"[model.config] is no valid {family} configuration: {' '.join(str(error).split())}"
         ) from error
+
+
+def balance_coefficient(config: Any) -> float:
+    """Weight of the router's load-balancing loss, as the model's configuration has it; 0 where it has none.
+
+    DeepSeek-V3 and GLM-4-MoE have none: their router's bias is moved instead.
+    """
+    text = config.get_text_config()
+    return float(getattr(text, "router_aux_loss_coef", None) or getattr(text, "aux_loss_alpha", None) or 0.0)
 
 
 def _family(name: str) -> Any:
@@ -156,8 +169,9 @@ def _family(name: str) -> Any:
 
     if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise UsageError(
-            f"model.family {name!r} is no causal language model of transformers; "
-            f"{nearest(name, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, 'family')}tested ones are {', '.join(TESTED)}"
+            f"model.family {name!r} is no causal language model of transformers, and no published model that Forebay knows; "
+            f"{nearest(name, (*PUBLISHED, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), 'family')}tested ones are {', '.join(TESTED)}; "
+            f"published models are {', '.join(PUBLISHED)}"
         )
     return AutoConfig.for_model(name)
 

@@ -26,6 +26,7 @@ from forebay.train import hf
 from forebay.train.config import Config, check_world
 from forebay.train.data import load_tokenizer
 from forebay.train.errors import UsageError, first_line
+from forebay.train.traced import Traces
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -122,8 +123,11 @@ def _named(stage: dict[str, Any]) -> str:
     return "embedding + " * stage["embedding"] + numbers + " + head" * stage["head"]
 
 
-def plan_layers(config: Config, world: int = 0) -> LayerPlan:
+def plan_layers(config: Config, world: int = 0, traces: Traces | None = None) -> LayerPlan:
     """The plan of a run on `world` processes; 0 is as few as `config` can run on: ``parallel.pp`` x ``parallel.ep``.
+
+    Args:
+        traces: of other runs of the same question.
 
     Raises:
         UsageError: what `check_world`, `forebay.train.hf.configuration` and `partition_of` raise.
@@ -132,7 +136,7 @@ def plan_layers(config: Config, world: int = 0) -> LayerPlan:
     check_world(config, world)
     declared = hf.configuration(config.model, load_tokenizer(config.data.tokenizer).vocabulary)
     sharing = world // config.parallel.pp
-    costs = costs_of(config, declared, sharing)
+    costs = (traces or Traces()).costs(config, declared, sharing, costs_of)
     asked = partition_of(config, declared, sharing, costs)
     schedule, pp, chunks, microbatches = _pipeline(config, sharing)
     even = even_partition(len(costs.layers), schedule, pp, chunks)

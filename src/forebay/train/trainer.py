@@ -36,6 +36,7 @@ from forebay.train.captured import CapturedStep
 from forebay.train.config import Config, check_experts
 from forebay.train.data import Windows, load_corpus, load_tokenizer, split
 from forebay.train.errors import RunError, UsageError
+from forebay.train.hf import balance_coefficient
 from forebay.train.mesh import Mesh
 from forebay.train.metrics import StepRecord, peak_bytes
 from forebay.train.overlapped import OverlappedGradients
@@ -374,15 +375,6 @@ def _no_collector() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def balance_coefficient(config: Any) -> float:
-    """Weight of the router's load-balancing loss, as the model's configuration has it; 0 where it has none.
-
-    DeepSeek-V3 and GLM-4-MoE have none: their router's bias is moved instead.
-    """
-    text = config.get_text_config()
-    return float(getattr(text, "router_aux_loss_coef", None) or getattr(text, "aux_loss_alpha", None) or 0.0)
 
 
 def decay_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:

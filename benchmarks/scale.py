@@ -1,0 +1,148 @@
+"""The tables of docs/scale.md: plans of published models on 8 to 2048 GPUs, on paper.
+
+    python -m benchmarks.scale            prints the tables
+    python -m benchmarks.scale --write    puts them into docs/scale.md, between its marks
+
+In: `RUNS`, each a line of ``forebay plan``. Out: Markdown. No GPU, no weights.
+tests/test_scale.py makes a part of the tables again.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from forebay.train.fitting import Fit, fit_run
+from forebay.train.named import ask
+from forebay.train.planning import LayerPlan, plan_layers
+from forebay.train.traced import Traces
+
+PAGE = Path(__file__).parents[1] / "docs" / "scale.md"
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Run:
+    """One plan: a published model, GPUs, pipeline ranks, processes that share experts, and other settings."""
+
+    model: str
+    gpus: int
+    pp: int
+    ep: int
+    others: tuple[str, ...] = ()
+
+    @property
+    def command(self) -> str:
+        """As it is typed."""
+        settings = " ".join(f"--set {text}" for text in (f"parallel.ep={self.ep}", *self.others))
+        return f"forebay plan {self.model} --gpus {self.gpus} --pp {self.pp} {settings}"
+
+
+RECOMPUTE = ("memory.policy=recompute",)
+RUNS = (
+    Run("deepseek-v2-lite", 8, 1, 8),
+    Run("qwen3-30b-a3b", 8, 1, 8),
+    Run("mixtral-8x7b", 16, 1, 8),
+    Run("glm-4.5-air", 64, 1, 8),
+    Run("qwen3-235b-a22b", 64, 8, 8),
+    Run("qwen3-235b-a22b", 128, 8, 16),
+    Run("deepseek-v3", 256, 16, 16),
+    Run("deepseek-v3", 512, 16, 32),
+    Run("deepseek-v3", 1024, 16, 64),
+    Run("deepseek-v3", 2048, 16, 64),
+    Run("deepseek-v3", 2048, 16, 64, RECOMPUTE),
+)
+PUBLISHED_RUN = Run("deepseek-v3", 2048, 16, 64)  # the mesh of arXiv:2412.19437
+
+
+def planned(run: Run, traces: Traces) -> tuple[LayerPlan, Fit]:
+    """The plan of a run; `traces` of runs before it are used."""
+    given = [f"parallel.pp={run.pp}", f"parallel.ep={run.ep}", *run.others]
+    config = ask(run.model, given, run.gpus).config
+    plan = plan_layers(config, run.gpus, traces)
+    return plan, fit_run(config, plan, run.gpus, traces=traces)
+
+
+def row(run: Run, fit: Fit) -> str:
+    """The fullest process, in GiB."""
+    most = fit.fullest
+    parts = (most.parameters, most.gradients, most.optimizer, most.activations, most.transient, most.other, most.total)
+    mesh = f"{run.pp} x {run.ep} x {run.gpus // run.pp // run.ep}"
+    name = f"{run.model}{', recompute' * (run.others == RECOMPUTE)}"
+    return f"| {name} | {run.gpus} | {mesh} | {' | '.join(f'{size / GIB:.1f}' for size in parts)} |"
+
+
+def scale(runs: Sequence[Run] = RUNS) -> str:
+    """A line a run."""
+    traces = Traces()
+    lines = [
+        "| model | GPUs | PP x EP x FSDP | parameters | gradients | optimizer | activations | transient | other | total |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    return "\n".join([*lines, *(row(run, planned(run, traces)[1]) for run in runs)])
+
+
+def published() -> str:
+    """What is comparable with published figures, a line each."""
+    traces = Traces()
+    plan, fit = planned(PUBLISHED_RUN, traces)
+    _, small = planned(Run("qwen3-30b-a3b", 8, 1, 8), traces)
+    stages = len(plan.partition.layers)
+    flights = {sum(plan.in_flight[s] for s in plan.partition.stages(rank)) for rank in range(PUBLISHED_RUN.pp)}
+    rank = small.ranks[0]
+    states = 8 * (rank.parameters + rank.gradients + rank.optimizer) / small.parameters
+    lines = [
+        "| figure | published | planned | source |",
+        "|---|---|---|---|",
+        f"| DeepSeek-V3, parameters | 671 B | {fit.parameters / 1e9:.1f} B | technical report, arXiv:2412.19437 |",
+        f"| Qwen3-30B-A3B, parameters | 30.5 B | {small.parameters / 1e9:.1f} B | technical report, arXiv:2505.09388 |",
+        f"| DualPipeV with {stages} stages on {PUBLISHED_RUN.pp} ranks: microbatches that a rank holds of a stage | "
+        f"PP + 1 = {stages + 1} | {' or '.join(map(str, sorted(flights)))} | README of deepseek-ai/DualPipe |",
+        f"| Qwen3-30B-A3B on 8 GPUs: bytes a parameter of weights, gradients and Adam, over all | 16 | {states:.2f} | "
+        "ZeRO, arXiv:1910.02054, section 3.1 |",
+    ]
+    return "\n".join(lines)
+
+
+def times(runs: Sequence[Run] = (RUNS[1], RUNS[7], RUNS[9])) -> str:
+    """Seconds of one core that plans take in a process that has imported torch and transformers."""
+    lines = ["| plan | CPU seconds |", "|---|---|"]
+    for run in runs:
+        planned(run, Traces())  # imports, and torch's own caches
+        begin = time.process_time()
+        planned(run, Traces())
+        lines.append(f"| `{run.command}` | {time.process_time() - begin:.1f} |")
+    return "\n".join(lines)
+
+
+def put(page: str, name: str, table: str) -> str:
+    """`page` with `table` between the marks of `name`.
+
+    Raises:
+        ValueError: the page has no such marks.
+    """
+    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+    found = re.search(re.escape(begin) + ".*?" + re.escape(end), page, re.DOTALL)
+    if found is None:
+        raise ValueError(f"the page has no marks of {name!r}")
+    return page[: found.start()] + begin + table + "\n" + end + page[found.end() :]
+
+
+def main() -> None:
+    """See the module docstring."""
+    tables = {"scale": scale(), "published": published(), "times": times()}
+    if sys.argv[1:] == ["--write"]:
+        page = PAGE.read_text("utf-8")
+        for name, table in tables.items():
+            page = put(page, name, table)
+        PAGE.write_text(page, "utf-8")
+    else:
+        print("\n\n".join(tables.values()))
+
+
+if __name__ == "__main__":
+    main()

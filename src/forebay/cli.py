@@ -116,6 +116,9 @@ def _parser() -> argparse.ArgumentParser:
         "--budget", metavar="SIZE", help="memory of a GPU that the run may use, such as 80GiB: does it fit?"
     )
     plan.add_argument(
+        "--auto", action="store_true", help="choose placements that fit --budget, instead of memory.policy's"
+    )
+    plan.add_argument(
         "--skew", type=float, default=1.0, metavar="X", help="load of the fullest rank's experts over an even one"
     )
     plan.add_argument("--json", action="store_true", help="as JSON")
@@ -191,13 +194,15 @@ def _plan(options: argparse.Namespace) -> int:
     if not options.skew >= 1:
         raise UsageError(f"--skew {options.skew} is no load over an even one; valid is at least 1")
     budget = None if options.budget is None else parse_bytes(options.budget)
+    if options.auto and budget is None:
+        raise UsageError("--auto chooses placements that fit a budget, and there is none; give --budget, such as 80GiB")
     from forebay.train.fitting import fit_run
     from forebay.train.planning import plan_layers
 
     _quiet_transformers()
     world = options.world or config.parallel.pp * config.parallel.ep
     plan = plan_layers(config, world)
-    fit = fit_run(config, plan, world, budget, options.skew)
+    fit = fit_run(config, plan, world, budget, options.skew, options.auto)
     if options.json:
         print(json.dumps({**plan.as_dict(), "fit": fit.as_dict()}, indent=1))
     else:

@@ -1,7 +1,7 @@
 """The solver against every placement there is: random timelines, and those of real models with invented rates.
 
-`placements` lays all 3^n assignments (keep, recompute, offload as a whole) of a timeline with n regions, each with eleven windows:
-more than the solver tries. Its best within a budget is what the solver has to reach, to 2 %.
+`placements` lays all 3^n assignments (keep, recompute, offload as a whole) of a timeline with n regions, each with eleven
+windows: more than the solver tries. Its best within a budget is what the solver has to reach, to 2 %.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("rate", [4e9, 25e9, 100e9])
 @pytest.mark.parametrize("family", MODELS)
 def test_no_placement_of_a_real_model_is_faster(family: str, rate: float) -> None:
-    """What a model saved on this CPU, item by item, as if its bytes were a thousand times as many; of its time each MoE half takes
-    twice that of attention, and each moment rises by its own region's bytes."""
+    """What a model saved on this CPU, item by item, as if its bytes were a thousand times as many; each MoE half takes twice the
+    time of attention, and each moment rises by its own region's bytes."""
     import transformers
 
     name, fields = MODELS[family]
@@ -172,8 +172,8 @@ def layers(count: int, noise: float = 0.03) -> Timeline:
 
 @pytest.mark.parametrize("share", [0.9, 0.5, 0.2])
 def test_a_hundred_regions_take_a_second(share: float) -> None:
-    """Of this process's time: others may have the machine. No slower than any count of regions recomputed, the cheapest first, with
-    any part of the rest offloaded, the longest wait first."""
+    """Of this process's time: others may have the machine. No slower than any count of regions recomputed, the cheapest first,
+    with any part of the rest offloaded, the longest wait first."""
     timeline = layers(50)
     paths = frozenset(c.key[0] for c in timeline.calls)
     budget = int(simulate(timeline, Assignment()).peak_bytes * share)

@@ -10,8 +10,9 @@ The way of an answer:
     tighten   moments that are over the budget then get a margin, or the link a lower rate, and the programme is asked again
     polish    single regions, and pairs of them, are placed otherwise, as long as the simulated time falls
 
-Regions that save the same bytes in the same time are *equal*. Of many, the order is fixed (the earliest leave, then come those that
-are recomputed, the last are kept): else the programme would try all permutations of the same answer.
+Regions that save the same bytes in the same time are *equal*. Of many, the order is fixed (the earliest leave, then come those
+that are recomputed, the last are kept): else the programme would try all permutations of the same answer. And parts of
+their items may leave: as many whole ones as the parts make up are laid.
 """
 
 from __future__ import annotations
@@ -386,7 +387,7 @@ class _Relaxed:
         """By moment, a variable: bytes that recomputing and stashing free of what is held at its start."""
         p = self._programme
         found, last = [], None
-        for index, moment in enumerate(self._moments):
+        for index in range(len(self._moments)):
             now = p.variable()
             terms = [(now, 1.0)] + ([(last, -1.0)] if last is not None else [])
             before = self._moments[index - 1] if index else None

@@ -92,8 +92,8 @@ class Programme:
 
 @contextmanager
 def _without_chatter() -> Iterator[None]:
-    """HiGHS (in scipy 1.17) now and then prints a line for its developers with C's printf, whatever it is told, and that would end
-    up in the JSON of `forebay plan`. Standard output goes to a file meanwhile, and all other lines in it are printed afterwards."""
+    """HiGHS (in scipy 1.17) now and then prints a line for its developers with C's printf, whatever it is told, and that would
+    end up in the JSON of `forebay plan`. Standard output goes to a file meanwhile, and all other lines are printed afterwards."""
     try:
         flush = ctypes.CDLL(None).fflush
         before = os.dup(1)

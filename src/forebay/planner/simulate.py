@@ -22,6 +22,8 @@ Key = tuple[str, int]  # (region path, count of the region's calls since the las
 
 # Copies both ways at once run at 50.8 of 55.4 GB/s (H200, PCIe gen 5); a plan that counts on less is late rarely.
 _DUPLEX = 0.92
+LIGHT = 0.6
+"""Share of its forward that experts' light recomputation takes: the gather and first of two grouped GEMMs, 2 of 3 parts."""
 _SLACK = 2e-4  # s; launch latencies between a moment and the copy it starts
 
 
@@ -57,10 +59,10 @@ class CallFigures:
 
     @property
     def recompute_seconds(self) -> float:
-        """Extra time of recomputing: all of the forward, or the gather and first of two grouped GEMMs (2 of 3 parts)."""
+        """Extra time of recomputing: all of the forward, or `LIGHT` of it."""
         if self.again_seconds is not None:
             return self.again_seconds
-        return self.seconds * (0.6 if self.light_recompute else 1.0)
+        return self.seconds * (LIGHT if self.light_recompute else 1.0)
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,9 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Assignment:
-    """``offload``: for each call (by index) the ordinals of the items that leave; ``recompute``, ``stash``: region paths, of which
-    nothing leaves (but what a light recomputation does not free)."""
+    """``offload``: for each call (by index) the ordinals of the items that leave; ``recompute``, ``stash``: region paths.
+
+    Of these nothing leaves, but what a light recomputation does not free."""
 
     offload: Mapping[int, frozenset[int]] = field(default_factory=dict)
     recompute: frozenset[str] = frozenset()

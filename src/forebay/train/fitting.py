@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forebay.pipeline.schedule import make_plan
+from forebay.planner.choose import H200, Choice, Machine, by_kind, choose, rank_options, sentences
 from forebay.planner.figures import GPU_BLOCK, Shape
 from forebay.planner.fit import Held, RankFit, Stage, alone, fit_rank, halves_of
-from forebay.planner.state import Sharing, state_of, symmetric_bytes, weights_of
+from forebay.planner.state import Sharing, State, state_of, symmetric_bytes, weights_of
 from forebay.planner.trace import base_path, trace_model
-from forebay.policy import PLACEMENTS, format_bytes, resolve
+from forebay.policy import PLACEMENTS, format_bytes, parse_bytes, resolve
 from forebay.train import hf
 from forebay.train.config import Config, check_experts
 from forebay.train.data import load_tokenizer
@@ -47,6 +48,7 @@ class Fit:
         budget: bytes a process may use; None where none was given.
         halves: of all pipeline ranks, what their placements make of what they save for one microbatch.
         notes: what these figures leave out, in sentences.
+        choices: where the planner chose placements, one for each pipeline rank.
     """
 
     ranks: tuple[RankFit, ...]
@@ -55,6 +57,7 @@ class Fit:
     budget: int | None
     halves: tuple[Held, ...]
     notes: tuple[str, ...]
+    choices: tuple[Choice, ...] = ()
 
     @property
     def fits(self) -> bool | None:
@@ -105,6 +108,8 @@ class Fit:
                 for rank in self.ranks
             ],
             "placements": self.placements(),
+            "chosen": by_kind(self.choices),
+            "chosen_cost_ms": [1e3 * c.seconds for c in self.choices],
             "notes": list(self.notes),
         }
 
@@ -115,7 +120,7 @@ class Fit:
         scale, unit = (1 << 30, "GiB") if self.fullest.total >= 1 << 30 else (1 << 20, "MiB")
         table = Table(
             title=f"a process of {self.world} at its peak, in {unit}; {self.parameters / 1e9:.2f} billion parameters in all",
-            caption="\n".join((self.verdict(), *self._placed(), *self.notes)),
+            caption="\n".join((self.verdict(), *self._placed(), *sentences(self.choices), *self.notes)),
             caption_justify="left",
         )
         table.add_column("rank", justify="right")
@@ -135,12 +140,22 @@ class Fit:
         ]
 
 
-def fit_run(config: Config, plan: LayerPlan, world: int, budget: int | None = None, skew: float = 1.0) -> Fit:
+def fit_run(
+    config: Config,
+    plan: LayerPlan,
+    world: int,
+    budget: int | None = None,
+    skew: float = 1.0,
+    auto: bool = False,
+    machine: Machine = H200,
+) -> Fit:
     """Lay the run that `plan` is of on `world` processes.
 
     Args:
         budget: bytes a process may use.
         skew: load of the fullest rank's experts over an even one.
+        auto: choose placements that are within `budget` instead of those of the configuration.
+        machine: what chosen placements cost.
 
     Raises:
         UsageError: a model that cannot be traced, experts that the processes do not divide, a pattern that matches nothing, or a
@@ -155,7 +170,8 @@ def fit_run(config: Config, plan: LayerPlan, world: int, budget: int | None = No
     notes = _notes(config, attention, experts)
     weights = weights_of(model)
     prefix = f"{base_path(model)}.layers"
-    placements = _placements(config, [name for name, _ in model.named_modules()], prefix, len(weights.layers), notes)
+    paths = [name for name, _ in model.named_modules()]
+    placements = {} if auto else _placements(config, paths, prefix, len(weights.layers), notes)
     sharing = _sharing(config, world)
     engine = p.pp > 1 or p.overlap
     shape = Shape(
@@ -180,27 +196,30 @@ def fit_run(config: Config, plan: LayerPlan, world: int, budget: int | None = No
     except ValueError as error:
         raise UsageError(f"this model cannot be traced: {first_line(error)}") from error
     actions = make_plan(p.schedule, p.pp, plan.microbatches, p.chunks).actions if p.pp > 1 else None
-    ranks, halves = [], []
+    ranks, halves, choices = [], [], []
     for rank in range(p.pp):
         stages = _stages(plan, rank)
         layers = [n for stage in stages.values() for n in stage.layers]
         ends = any(s.embedding for s in stages.values()), any(s.head for s in stages.values())
         state = state_of(weights, layers, *ends, sharing)
         state = replace(state, other=state.other + exchange)
-        found = {
-            number: halves_of(
-                trace,
-                stage,
-                placements,
-                prefix=prefix,
-                recompute=c.memory.recompute,
-                engine=engine,
-                summed=engine and sharing.sharded and sharing.summed > sharing.compute,
-            )
-            for number, stage in stages.items()
+        ways: dict[str, Any] = {
+            "prefix": prefix,
+            "recompute": c.memory.recompute,
+            "engine": engine,
+            "summed": engine and sharing.sharded and sharing.summed > sharing.compute,
         }
         messages = _MESSAGES * tokens * text.hidden_size * sharing.compute if p.pp > 1 else 0
         todo: Any = alone(plan.microbatches, p.overlap) if actions is None else [a for a in actions[rank] if a.computes]
+        if auto or c.memory.policy == "auto":
+            options, times = rank_options(trace, stages, _allowed(config, auto), machine, **ways)
+            limit = _limit(config, state, budget, auto)
+            waits = not auto or c.memory.offload == "all"
+            choices.append(choose(rank, state, options, times, todo, messages, limit, machine, waits))
+            placements |= choices[-1].placements
+            if choices[-1].fit.total > limit:
+                notes.append(f"Rank {rank} cannot be brought under {format_bytes(limit)} by any placement.")
+        found = {number: halves_of(trace, stage, placements, **ways) for number, stage in stages.items()}
         ranks.append(fit_rank(rank, state, found, todo, messages))
         halves += [half for stage in found.values() for half in stage]
     if budget is not None and (least := max(ranks, key=lambda r: r.parameters)).parameters > budget:
@@ -208,7 +227,24 @@ def fit_run(config: Config, plan: LayerPlan, world: int, budget: int | None = No
             f"a budget of {format_bytes(budget)} is below the parameters alone: rank {least.rank} holds "
             f"{format_bytes(least.parameters)} of them; valid is more than that"
         )
-    return Fit(tuple(ranks), world, weights.total, budget, tuple(halves), tuple(notes))
+    return Fit(tuple(ranks), world, weights.total, budget, tuple(halves), tuple(notes), tuple(choices))
+
+
+def _allowed(config: Config, auto: bool) -> frozenset[str]:
+    """What the trainer can carry out; its own `policy = "auto"` stashes nothing."""
+    if not auto:
+        return frozenset({"recompute", "offload"})
+    found = {"recompute", *(("stash",) if config.parallel.ep > 1 else ())}
+    return frozenset(found if config.parallel.overlap else {*found, "offload"})
+
+
+def _limit(config: Config, state: State, budget: int | None, auto: bool) -> int:
+    """Bytes: `memory.budget` is over what is held before a step, and counts for the trainer's own choice."""
+    given = [] if budget is None else [budget]
+    if not auto:
+        before = state.parameters + state.optimizer + state.other + (state.gradients if state.at_once else 0)
+        given.append(before + parse_bytes(config.memory.budget))
+    return min(given)
 
 
 def _skeleton(config: Config, declared: Any) -> tuple[Any, str]:
@@ -292,8 +328,6 @@ def _notes(config: Config, attention: str, experts: int) -> list[str]:
     if attention == "eager" and config.model.attention != "eager":
         notes.append(f"Attention is counted as eager, which saves more than {config.model.attention}.")
     placed = {memory.policy} if isinstance(memory.policy, str) else set(memory.policy.values())
-    if "auto" in placed:
-        notes.append("memory.policy = 'auto' is counted as 'keep'.")
     if "offload" in placed:
         notes.append("Offloading is counted at its best: as if nothing stayed on the device.")
     if memory.graph:

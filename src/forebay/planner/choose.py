@@ -367,7 +367,7 @@ class _Programme:
             p.row([(held, 1.0), *running, (self._over, -1.0)], high=(self._budget - fixed) / self._budget)
 
     def _order(self, numbers: Sequence[int]) -> None:
-        """Of many equal halves none is recomputed or stashed behind one that is kept. Which are offloaded is the link's matter."""
+        """Of many equal halves none is recomputed or stashed behind one that is kept."""
         equal: dict[Any, list[int]] = {}
         for number in numbers:
             ways = [(o.held, o.seconds) for o in self._halves[number]]
@@ -383,7 +383,7 @@ class _Programme:
                 self._programme.row([(self._choices[one][0], 1.0), *later], high=1.0)
 
     def _link(self, numbers: Sequence[int], way: int, rate: float, waits: bool) -> None:
-        """Of a pass through a stage in the order of forward: bytes follow their half out; in backward too, backwards in time.
+        """Of a pass through a stage in the order of forward: bytes follow their half out; so in backward, reversed.
 
         By the end of a head's forward, which has none, all are gone.
         """

@@ -214,7 +214,7 @@ def _regions(timeline: Timeline, allowed: Allowed) -> dict[str, list[_State]]:
         if path in allowed.recompute:
             states.append(_State(mine, {}, recompute=True))
             if path in allowed.offload and all(timeline.calls[c].light_recompute for c in mine):
-                rest = {c: chosen - {largest(timeline.calls[c])} for c, chosen in everything.items()}
+                rest = {c: chosen - {timeline.calls[c].largest} for c, chosen in everything.items()}
                 states.append(_State(mine, rest, recompute=True))
         if path in allowed.stash:
             states.append(_State(mine, {}, stash=True))
@@ -240,11 +240,6 @@ def _toggled(assignment: Assignment, call: int, ordinal: int) -> Assignment:
 
 def _is_many(timeline: Timeline) -> bool:
     return len({c.key[0] for c in timeline.calls}) >= _MANY
-
-
-def largest(call: CallFigures) -> int:
-    """Ordinal of a call's largest item, which a light recomputation makes again; -1 if it has none."""
-    return max(range(len(call.items)), key=lambda i: call.items[i], default=-1)
 
 
 class _Relaxed:
@@ -348,7 +343,7 @@ class _Relaxed:
         """The choices by which an item does not leave."""
         call = self._calls[number]
         others = [self._stash[call.key[0]]] if call.key[0] in self._stash else []
-        if call.key[0] in self._again and (not call.light_recompute or ordinal == largest(call)):
+        if call.key[0] in self._again and (not call.light_recompute or ordinal == call.largest):
             others.append(self._again[call.key[0]])
         return others
 

@@ -51,6 +51,11 @@ class CallFigures:
     again_seconds: float | None = None
 
     @property
+    def largest(self) -> int:
+        """Ordinal of the largest item, the one that a light recomputation makes again; -1 if there is none."""
+        return max(range(len(self.items)), key=lambda i: self.items[i], default=-1)
+
+    @property
     def recompute_frees(self) -> int:
         """Bytes that recomputing this call frees."""
         if self.light_recompute:

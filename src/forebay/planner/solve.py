@@ -2,9 +2,9 @@
 
 In: a `Timeline` and a budget. Out: a `Plan`, or a `BudgetError` that names the smallest budget that can be reached.
 
-The order of preference: offload what waits longest (the first forward calls, whose backward comes last) as far as
-the link carries it without the compute stream waiting; then recompute what is cheapest per byte; and only when that
-is not enough, offload more than the link carries and wait.
+Rules first: offload what waits longest (the first forward calls, whose backward comes last) as far as the link carries
+it without the compute stream waiting; then recompute what is cheapest per byte; and only when that is not enough, offload
+more than the link carries and wait. Where that costs time, `forebay.planner.milp` looks for a faster plan.
 """
 
 from bisect import bisect_left
@@ -117,9 +117,8 @@ def _by_wait(
             continue
         if call.key[0] in recompute and not call.light_recompute:
             continue
-        largest = max(range(len(call.items)), key=lambda i: call.items[i], default=-1)
         for ordinal in range(len(call.items)):
-            if call.items[ordinal] and not (call.key[0] in recompute and ordinal == largest):
+            if call.items[ordinal] and not (call.key[0] in recompute and ordinal == call.largest):
                 found.append((index, ordinal))
     return sorted(found, key=lambda item: (forward[item[0]] - backward[item[0]], item))
 

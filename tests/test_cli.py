@@ -254,9 +254,59 @@ def test_plan_counts_placements(run: Run, config: str) -> None:
     assert "provided" not in json.loads(out)["fit"]["verdict"]
 
 
+def test_plan_chooses_placements(run: Run, config: str) -> None:
+    """Under a budget that keeping everything exceeds: with --auto, and as the trainer's own policy does."""
+    many = ["--set=train.sequence=512", "--set=train.batch=4", "--json"]
+    _, out, _ = run("plan", config, *many)
+    kept = json.loads(out)["fit"]
+    assert not kept["chosen"] and not kept["chosen_cost_ms"]
+    rank = kept["ranks"][0]
+    budget = rank["total"] - rank["activations"] // 4
+    assert run("plan", config, *many, f"--budget={budget}")[0] == 3
+    code, out, error = run("plan", config, *many, f"--budget={budget}", "--auto")
+    fit = json.loads(out)["fit"]
+    assert code == 0 and fit["fits"], error
+    assert fit["ranks"][0]["total"] <= budget
+    assert sum(len(row["layers"]) for row in fit["chosen"]) >= 1
+    freed = sum(row["freed_bytes"] * len(row["layers"]) for row in fit["chosen"])
+    placed = {p["placement"]: p for p in fit["placements"]}
+    assert freed == sum(p["held_bytes"] for p in kept["placements"]) - sum(p["held_bytes"] for p in placed.values())
+
+    code, out, _ = run("plan", config, *many[:2], f"--budget={budget}", "--auto")
+    assert "a microbatch." in out and "Placements cost at most" in out
+
+    own = rank["total"] - rank["parameters"] - rank["optimizer"] - rank["other"] - rank["activations"] // 4
+    auto = ["--set=memory.policy=auto", f"--set=memory.budget={own}"]
+    code, out, _ = run("plan", config, *many, *auto)
+    fit = json.loads(out)["fit"]
+    assert code == 0 and fit["chosen"] and fit["ranks"][0]["total"] <= budget
+    code, out, _ = run("plan", config, *many, "--set=memory.policy=auto", "--set=memory.budget=1KiB")
+    assert any("cannot be brought under" in note for note in json.loads(out)["fit"]["notes"])
+
+
+def test_plan_chooses_placements_of_a_pipeline(run: Run, config: str) -> None:
+    many = [
+        "--set=train.sequence=256",
+        "--set=train.batch=16",
+        "--set=train.microbatch=1",
+        "--set=parallel.pp=2",
+        "--json",
+    ]
+    many += ["--set=model.config.num_hidden_layers=8"]
+    _, out, _ = run("plan", config, *many)
+    ranks = json.loads(out)["fit"]["ranks"]
+    budget = max(rank["total"] - rank["activations"] // 5 for rank in ranks)
+    assert run("plan", config, *many, f"--budget={budget}")[0] == 3
+    code, out, error = run("plan", config, *many, f"--budget={budget}", "--auto")
+    fit = json.loads(out)["fit"]
+    assert code == 0 and all(rank["total"] <= budget for rank in fit["ranks"]), error
+    assert fit["chosen"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["--auto"], ["--auto", "give --budget"]),
         (["--budget=1KiB"], ["below the parameters alone", "rank 0"]),
         (["--budget=much"], ["'much' is no size in bytes"]),
         (["--world=3", "--set=parallel.ep=2"], ["parallel.ep = 2 does not divide the 3 processes"]),

@@ -136,6 +136,9 @@ def _parser() -> argparse.ArgumentParser:
         "--budget", metavar="SIZE", help="memory of a GPU that the run may use, such as 80GiB: does it fit?"
     )
     plan.add_argument(
+        "--auto", action="store_true", help="choose placements that fit --budget, instead of memory.policy's"
+    )
+    plan.add_argument(
         "--skew", type=float, default=1.0, metavar="X", help="load of the fullest rank's experts over an even one"
     )
     plan.add_argument(
@@ -216,6 +219,8 @@ def _plan(options: argparse.Namespace) -> int:
     if not options.skew >= 1:
         raise UsageError(f"--skew {options.skew} is no load over an even one; valid is at least 1")
     budget = None if options.budget is None else parse_bytes(options.budget)
+    if options.auto and budget is None:
+        raise UsageError("--auto chooses placements that fit a budget, and there is none; give --budget, such as 80GiB")
     with _uncollected():
         from forebay.train.named import ask
 
@@ -234,11 +239,13 @@ def _plan(options: argparse.Namespace) -> int:
             raise UsageError(f"--device: {error}") from error
         _quiet_transformers()
         if options.search:
-            found = search(asked, options.search, world, budget, options.skew, device)
+            found = search(asked, options.search, world, budget, options.skew, device, options.auto)
             plan, fit = found.plan, found.fit
         else:
             found, plan = None, plan_layers(asked.config, world)
-            fit = fit_run(asked.config, plan, world, budget, options.skew, device=device)
+            fit = fit_run(
+                asked.config, plan, world, budget, options.skew, device=device, auto=budget if options.auto else None
+            )
     if options.json:
         more = {} if found is None else {"search": found.as_dict()}
         print(json.dumps({**plan.as_dict(), "fit": fit.as_dict(), "settings": asked.chosen, **more}, indent=1))

@@ -210,13 +210,13 @@ def fit_rank(
         actions: what it computes, in order; transfers may be among them and are not looked at.
         messages: bytes of hidden states and gradients on their way between ranks.
     """
-    walk = _Walk(rank, state, stages, messages)
+    walk = Walk(rank, state, stages, messages)
     for action in actions:
         walk.step(action)
     return walk.done()
 
 
-class _Walk:
+class Walk:
     """A step so far."""
 
     def __init__(self, rank: int, state: State, stages: Mapping[int, Sequence[Held]], messages: int):
@@ -227,7 +227,13 @@ class _Walk:
         self._with_gradient: set[Any] = set()
         self._best: RankFit | None = None
 
+    @property
+    def level(self) -> int:
+        """Bytes now, but for what the halves that run need for a moment."""
+        return self._at(self._state.gathered + self._messages, "").total
+
     def step(self, action: Action) -> None:
+        """Carry out one action."""
         match action.kind:
             case "OVERLAP_F_B":
                 forward, backward = action.parts
@@ -242,6 +248,7 @@ class _Walk:
                 self._held -= sum(h.later for h in halves)
 
     def done(self) -> RankFit:
+        """The step is over."""
         s = self._state
         self._level(s.reducing, "reduction")
         end = replace(self._at(s.stepping, "optimizer"), gradients=s.sharded_gradients)
@@ -254,15 +261,19 @@ class _Walk:
         for k in range(max(len(forward), len(back))):
             f = forward[k] if k < len(forward) else None
             b = back[k] if k < len(back) else None
-            needed = (f.forward if f else 0) + (b.backward if b else 0)
-            name = " and ".join(f"{half.path} {way}" for half, way in ((f, "forward"), (b, "backward")) if half)
-            self._level(needed, name or what)
+            self.meet(f, b, what)
             if f:
                 self._held += f.held
             if b:
                 self._held += (b.later if split else 0) + b.stays - b.held
                 self._gradient(b.gradient)
             self._most = max(self._most, self._held)
+
+    def meet(self, f: Held | None, b: Held | None, what: str) -> None:
+        """A half's forward and another one's backward run together, or one of them alone."""
+        needed = (f.forward if f else 0) + (b.backward if b else 0)
+        name = " and ".join(f"{half.path} {way}" for half, way in ((f, "forward"), (b, "backward")) if half)
+        self._level(needed, name or what)
 
     def _gradient(self, place: Any) -> None:
         """A part's gradients are there. Those of a layer are complete with its attention, which comes last; they count from its

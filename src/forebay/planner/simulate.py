@@ -12,13 +12,18 @@ copy ends at t=22, so it is settled at B2 (t=30) at the latest and at F2 (t=20) 
 copy back of 12 s has to begin at t=38, and the last moment before that is B2 (t=30).
 """
 
+from bisect import bisect_right
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 Key = tuple[str, int]  # (region path, count of the region's calls since the last quiet moment)
 
 # Copies both ways at once run at 50.8 of 55.4 GB/s (H200, PCIe gen 5); a plan that counts on less is late rarely.
 _DUPLEX = 0.92
+LIGHT = 0.6
+"""Share of its forward that experts' light recomputation takes: the gather and first of two grouped GEMMs, 2 of 3 parts."""
 _SLACK = 2e-4  # s; launch latencies between a moment and the copy it starts
 
 
@@ -32,6 +37,8 @@ class CallFigures:
         seconds: time of the region's forward.
         light_recompute: the region recomputes only its largest item, by itself (experts).
         input_bytes: bytes of the region's own inputs, which a checkpoint keeps.
+        stash_frees, stash_seconds: bytes that stashing the call frees, and its extra time; (0, 0) where nothing is stashed.
+        again_seconds: time of recomputing the call, where it is known; None leaves it to `recompute_seconds`.
     """
 
     key: Key
@@ -39,6 +46,14 @@ class CallFigures:
     seconds: float
     light_recompute: bool = False
     input_bytes: int = 0
+    stash_frees: int = 0
+    stash_seconds: float = 0.0
+    again_seconds: float | None = None
+
+    @property
+    def largest(self) -> int:
+        """Ordinal of the largest item, the one that a light recomputation makes again; -1 if there is none."""
+        return max(range(len(self.items)), key=lambda i: self.items[i], default=-1)
 
     @property
     def recompute_frees(self) -> int:
@@ -49,8 +64,10 @@ class CallFigures:
 
     @property
     def recompute_seconds(self) -> float:
-        """Extra time of recomputing: all of the forward, or the gather and first of two grouped GEMMs (2 of 3 parts)."""
-        return self.seconds * (0.6 if self.light_recompute else 1.0)
+        """Extra time of recomputing: all of the forward, or `LIGHT` of it."""
+        if self.again_seconds is not None:
+            return self.again_seconds
+        return self.seconds * (LIGHT if self.light_recompute else 1.0)
 
 
 @dataclass(frozen=True)
@@ -77,10 +94,13 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Assignment:
-    """``offload``: for each call (by index) the ordinals of the items that leave; ``recompute``: region paths."""
+    """``offload``: for each call (by index) the ordinals of the items that leave; ``recompute``, ``stash``: region paths.
+
+    Of these nothing leaves, but what a light recomputation does not free."""
 
     offload: Mapping[int, frozenset[int]] = field(default_factory=dict)
     recompute: frozenset[str] = frozenset()
+    stash: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -109,6 +129,13 @@ def simulate(timeline: Timeline, assignment: Assignment, window: int | None = No
     return _Run(timeline, assignment, window).plan()
 
 
+def simulate_levels(timeline: Timeline, assignment: Assignment, window: int | None = None) -> tuple[Plan, list[int]]:
+    """`simulate`, and the highest memory (bytes) of each moment, of which the plan's peak is the largest."""
+    run = _Run(timeline, assignment, window)
+    plan = run.plan()
+    return plan, run.levels()
+
+
 class _Run:
     """The state of one simulation; lives as long as `simulate`."""
 
@@ -123,6 +150,7 @@ class _Run:
         self.forward = {m.call: i for i, m in enumerate(self.moments) if m.kind == "F"}
         self.backward = {m.call: i for i, m in enumerate(self.moments) if m.kind == "B"}
         self.leaves = {c: n for c, n in self.leaves.items() if c in self.forward and c in self.backward}
+        self.leaves = {c: n for c, n in self.leaves.items() if self.calls[c].key[0] not in assignment.stash}
         self.turn = min(self.backward.values(), default=len(self.moments))
         self.slack = _SLACK if timeline.out_rate < float("inf") else 0.0
         self.seconds = [m.seconds + self._extra(m) for m in self.moments]
@@ -145,8 +173,8 @@ class _Run:
             settle_at={self.calls[c].key: self._name(m) for c, m in self.settled.items()},
             fetch_at={name: tuple(keys) for name, keys in fetches.items()},
             planned_bytes=sum(self.leaves.values()),
-            peak_bytes=self._peak(),
-            after_forward_bytes=self._held(self.turn, fetched=False),
+            peak_bytes=max(self.levels(), default=0),
+            after_forward_bytes=self._held(fetched=False)[self.turn] if self.turn < len(self.moments) else 0,
             stall_seconds=self.stall,
             step_seconds=sum(self.seconds) + self.stall,
         )
@@ -156,34 +184,40 @@ class _Run:
 
     def _extra(self, moment: Moment) -> float:
         call = self.calls[moment.call]
-        return call.recompute_seconds if moment.kind == "B" and call.key[0] in self.assignment.recompute else 0.0
+        if moment.kind != "B":
+            return 0.0
+        if call.key[0] in self.assignment.stash:
+            return call.stash_seconds
+        return call.recompute_seconds if call.key[0] in self.assignment.recompute else 0.0
 
     def _name(self, moment: int) -> tuple[str, Key]:
         return self.moments[moment].kind, self.calls[self.moments[moment].call].key
 
     def _settle_copies(self) -> list[float]:
         """Walk the moments in time: settle what has been copied, wait where the window is full. Gives each start."""
-        now, lane_free = 0.0, 0.0
-        ends: dict[int, float] = {}
+        now, lane_free, on_the_way = 0.0, 0.0, 0
+        pending: deque[tuple[int, float]] = deque()  # call, end of its copy; one lane, so in the order of their ends
         starts = []
         for index, moment in enumerate(self.moments):
-            for call in [c for c in ends if c not in self.settled]:
-                if index > self.turn or moment.call == call:
-                    continue  # what is still leaving now is needed first in backward: it is taken back, not fetched
-                on_the_way = sum(self.leaves[c] for c in ends if c not in self.settled)
+            # What is still leaving behind the turn is needed first in backward: it is taken back, not fetched.
+            while pending and index <= self.turn and pending[0][0] != moment.call:
+                call, end = pending[0]
                 over = self.window is not None and moment.kind == "F" and on_the_way > self.window
                 must = over or (self.window is None and index == self.turn)
-                if ends[call] + self.slack > now and must:
-                    self.stall += max(ends[call] - now, 0.0)
-                    now = max(ends[call], now)
-                    self.settled[call] = index
-                elif ends[call] + self.slack <= now:
-                    self.settled[call] = index
+                if end + self.slack > now:
+                    if not must:
+                        break
+                    self.stall += max(end - now, 0.0)
+                    now = max(end, now)
+                self.settled[call] = index
+                on_the_way -= self.leaves[call]
+                pending.popleft()
             starts.append(now)
             if moment.kind == "F" and moment.call in self.leaves:
                 ready = now + self.calls[moment.call].seconds
                 lane_free = max(lane_free, ready) + self.leaves[moment.call] / self.timeline.out_rate
-                ends[moment.call] = lane_free
+                pending.append((moment.call, lane_free))
+                on_the_way += self.leaves[moment.call]
             now += self.seconds[index]
         return starts
 
@@ -194,8 +228,8 @@ class _Run:
         for call in sorted(self.settled, key=lambda c: -self.backward[c]):
             needed = starts[self.backward[call]]
             begin = min(deadline, needed) - self.leaves[call] / (self.timeline.back_rate * _DUPLEX) - self.slack
-            chosen = max((i for i in range(earliest, self.backward[call] + 1) if starts[i] <= begin), default=None)
-            if chosen is None:
+            chosen = min(bisect_right(starts, begin) - 1, self.backward[call])
+            if chosen < earliest:
                 chosen = min(earliest, self.backward[call])
                 late = starts[chosen] + self.leaves[call] / self.timeline.back_rate - min(deadline, needed)
                 self.stall += max(late, 0.0)
@@ -205,45 +239,56 @@ class _Run:
     def _fetch_in_window(self, starts: list[float]) -> None:
         """At each backward moment begin copies back, next needed first, while at most a window of bytes is ahead."""
         assert self.window is not None
-        waiting = sorted(self.settled, key=lambda c: self.backward[c])
-        lane_free, delay = 0.0, 0.0
+        waiting = deque(sorted(self.settled, key=lambda c: self.backward[c]))
+        lane_free, delay, ahead = 0.0, 0.0, 0
         ends: dict[int, float] = {}
         for index in range(self.turn, len(self.moments)):
             now = starts[index] + delay
-            ahead = sum(self.leaves[c] for c in ends if self.backward[c] > index)
+            own = self.moments[index].call
+            if own in ends and self.moments[index].kind == "B":
+                ahead -= self.leaves[own]
             while waiting and (
                 self.backward[waiting[0]] <= index + 1 or ahead + self.leaves[waiting[0]] <= self.window
             ):
-                call = waiting.pop(0)
+                call = waiting.popleft()
                 lane_free = max(lane_free, now) + self.leaves[call] / self.timeline.back_rate
                 ends[call], self.fetched[call] = lane_free, index
-                ahead += self.leaves[call]
-            own = ends.get(self.moments[index].call)
-            if self.moments[index].kind == "B" and own is not None and own > now:
-                delay += own - now
+                if self.backward[call] > index:
+                    ahead += self.leaves[call]
+            if self.moments[index].kind == "B" and ends.get(own, now) > now:
+                delay += ends[own] - now
         self.stall += delay
 
-    def _held(self, index: int, fetched: bool = True) -> int:
-        """Bytes of saved items on the device at the start of a moment."""
-        total = 0
+    def _held(self, fetched: bool = True) -> list[int]:
+        """Bytes of saved items on the device at the start of each moment, and behind the last."""
+        end = len(self.moments)
+        change = [0] * (end + 2)
         for call, figures in enumerate(self.calls):
-            if not self.forward.get(call, index) < index <= self.backward.get(call, -1):
+            # From behind its forward to its backward. A call whose forward came before the timeline is not held.
+            first, behind = self.forward.get(call, end) + 1, self.backward.get(call, -1) + 1
+            if first >= behind:
                 continue
-            recomputed = figures.key[0] in self.assignment.recompute
-            held = sum(figures.items) - (figures.recompute_frees if recomputed else 0)
-            gone = self.leaves.get(call, 0)
-            back = fetched and index >= self.fetched.get(call, len(self.moments))
-            if gone and index >= self.settled.get(call, len(self.moments)) and not back:
-                held -= gone
-            total += held
-        return total
+            change[first] += sum(figures.items) - self._freed(figures)
+            change[behind] -= sum(figures.items) - self._freed(figures)
+            away = self.settled.get(call, end)
+            back = min(self.fetched.get(call, end), behind) if fetched else behind
+            if away < back:
+                change[away] -= self.leaves[call]
+                change[back] += self.leaves[call]
+        return list(accumulate(change))[: end + 1]
 
-    def _peak(self) -> int:
-        peak = 0
+    def _freed(self, figures: CallFigures) -> int:
+        if figures.key[0] in self.assignment.stash:
+            return figures.stash_frees
+        return figures.recompute_frees if figures.key[0] in self.assignment.recompute else 0
+
+    def levels(self) -> list[int]:
+        """The highest memory of each moment."""
+        held = self._held()
+        found = []
         for index, moment in enumerate(self.moments):
-            again = 0
             figures = self.calls[moment.call]
-            if moment.kind == "B" and figures.key[0] in self.assignment.recompute:
-                again = figures.recompute_frees
-            peak = max(peak, moment.other + self._held(index) + moment.transient + again)
-        return peak
+            again = figures.key[0] in self.assignment.recompute and figures.key[0] not in self.assignment.stash
+            extra = figures.recompute_frees if moment.kind == "B" and again else 0
+            found.append(moment.other + held[index] + moment.transient + extra)
+        return found

@@ -2,11 +2,14 @@
 
 In: a `Timeline` and a budget. Out: a `Plan`, or a `BudgetError` that names the smallest budget that can be reached.
 
-The order of preference: offload what waits longest (the first forward calls, whose backward comes last) as far as
-the link carries it without the compute stream waiting; then recompute what is cheapest per byte; and only when that
-is not enough, offload more than the link carries and wait.
+Rules first: offload what waits longest (the first forward calls, whose backward comes last) as far as the link carries
+it without the compute stream waiting; then recompute what is cheapest per byte; and only when that is not enough, offload
+more than the link carries and wait. Where that costs time, `forebay.planner.milp` looks for a faster plan.
 """
 
+from bisect import bisect_left
+
+from forebay.planner.milp import Allowed, lowest, solve
 from forebay.planner.simulate import Assignment, Plan, Timeline, simulate
 from forebay.policy import BudgetError, format_bytes
 
@@ -44,23 +47,53 @@ def under_budget(timeline: Timeline, paths: frozenset[str], budget: int, recompu
     Raises:
         BudgetError: no plan reaches the budget; names the smallest one that does.
     """
+    kept = simulate(timeline, Assignment())
+    if kept.peak_bytes <= budget:
+        return kept
+    allowed = Allowed(paths, recomputable)
+    found = _heuristic(timeline, paths, budget, recomputable)
+    plain = sum(m.seconds for m in timeline.moments)  # 0 on a CPU: there is nothing to minimise then
+    if found is None or found.step_seconds > plain:
+        solved = solve(timeline, allowed, budget, [_assignment_of(timeline, found)] if found else [])
+        if solved is not None and (found is None or solved.plan.step_seconds < found.step_seconds):
+            found = solved.plan
+    if found is None:
+        tightest = _tightest(timeline, paths, frozenset(_by_cost(timeline, recomputable)))
+        found = lowest(timeline, allowed, [_assignment_of(timeline, p) for p in tightest])
+    if found.peak_bytes > budget:
+        raise BudgetError(
+            f"no placement brings the activations under {format_bytes(budget)} ({budget} bytes); the smallest budget that "
+            f"can be reached with this model and batch is {format_bytes(found.peak_bytes)} ({found.peak_bytes} bytes)"
+        )
+    return found
+
+
+def _heuristic(timeline: Timeline, paths: frozenset[str], budget: int, recomputable: frozenset[str]) -> Plan | None:
+    """By rules alone: offload what the link carries, then recompute what is cheapest a byte, then wait for the link."""
     ranked = _by_cost(timeline, recomputable)
     best: Plan | None = None
-    for count in range(len(ranked) + 1):
+    least = bisect_left(range(len(ranked)), True, key=lambda count: _meets(timeline, paths, ranked[:count], budget))
+    for count in range(least, len(ranked) + 1):
         recompute = frozenset(ranked[:count])
         plan = _least_offload(timeline, _by_wait(timeline, paths, recompute), recompute, budget)
         if plan is not None and (best is None or plan.step_seconds < best.step_seconds):
             best = plan
-        if best is not None and (plan is None or plan.step_seconds > 1.02 * best.step_seconds):
+        if best is not None and (plan is None or plan.step_seconds > (1 + _STALL_TOLERANCE) * best.step_seconds):
             break
-    best = best or _overcommitted(timeline, paths, frozenset(ranked), budget)
-    if best is None:
-        smallest = min(p.peak_bytes for p in _tightest(timeline, paths, frozenset(ranked)))
-        raise BudgetError(
-            f"no placement brings the activations under {format_bytes(budget)} ({budget} bytes); the smallest budget that "
-            f"can be reached with this model and batch is {format_bytes(smallest)} ({smallest} bytes)"
-        )
-    return best
+    return best or _overcommitted(timeline, paths, frozenset(ranked), budget)
+
+
+def _meets(timeline: Timeline, paths: frozenset[str], recompute: list[str], budget: int) -> bool:
+    """Whether nobody has to wait for the link with these regions recomputed."""
+    again = frozenset(recompute)
+    items = _by_wait(timeline, paths, again)
+    return _longest_prefix(timeline, items, again, lambda p: _fits(timeline, p)).peak_bytes <= budget
+
+
+def _assignment_of(timeline: Timeline, plan: Plan) -> Assignment:
+    """What a plan carries out."""
+    numbers = {call.key: number for number, call in enumerate(timeline.calls)}
+    return Assignment({numbers[key]: items for key, items in plan.offload.items()}, plan.recompute)
 
 
 def _fits(timeline: Timeline, plan: Plan) -> bool:
@@ -84,9 +117,8 @@ def _by_wait(
             continue
         if call.key[0] in recompute and not call.light_recompute:
             continue
-        largest = max(range(len(call.items)), key=lambda i: call.items[i], default=-1)
         for ordinal in range(len(call.items)):
-            if call.items[ordinal] and not (call.key[0] in recompute and ordinal == largest):
+            if call.items[ordinal] and not (call.key[0] in recompute and ordinal == call.largest):
                 found.append((index, ordinal))
     return sorted(found, key=lambda item: (forward[item[0]] - backward[item[0]], item))
 
@@ -135,11 +167,15 @@ def _least_offload(
     most = _longest_prefix(timeline, items, recompute, lambda p: _fits(timeline, p))
     if most.peak_bytes > budget:
         return None
-    for count in range(len(items) + 1):
-        plan = simulate(timeline, _assign(items, count, recompute))
+    low, high, best = 0, sum(len(chosen) for chosen in most.offload.values()), most
+    while low < high:  # the peak falls with each item, nearly always: what is returned was simulated
+        middle = (low + high) // 2
+        plan = simulate(timeline, _assign(items, middle, recompute))
         if plan.peak_bytes <= budget and _fits(timeline, plan):
-            return plan
-    return most
+            high, best = middle, plan
+        else:
+            low = middle + 1
+    return best
 
 
 def _tightest(timeline: Timeline, paths: frozenset[str], recompute: frozenset[str]) -> list[Plan]:

@@ -169,7 +169,8 @@ class Manager:
         self._steady = False
         self._weights: dict[str, Weights] = {}  # of a cycle, if they are steady
         self._offloaded: frozenset[str] = frozenset()  # regions of which something leaves, by the plan
-        self._measured_items: dict[Key, tuple[int, ...]] = {}
+        self._leave: dict[Key, frozenset[int]] = {}  # call -> ordinals of what it saves now that leave, by the plan
+        self._measured_items: dict[Key, tuple[int, ...]] = {}  # of what it saves now, as it was measured
         self._stopwatch: Stopwatch | None = None
         self._replayed: Stopwatch | None = None  # of a captured cycle
         self._retimings = 0
@@ -328,7 +329,7 @@ class Manager:
         else:
             weights = self._weights_of(region)
             call.compute = self.store.lanes.compute_stream()
-            call.leaving = self.plan.offload.get(call.key, frozenset()) if self.plan is not None else None
+            call.leaving = self._leave.get(call.key, frozenset()) if self.plan is not None else None
             with saved_tensors_hooks(partial(self._pack, call, weights), self._unpack):
                 out = forward(*args, **kwargs)
             self._send(call)
@@ -630,7 +631,6 @@ class Manager:
         _, out_rate = self.store.outbound.measure()
         _, back_rate = self.store.inbound.measure()
         self.timeline = recorder.timeline(out_rate, back_rate)
-        self._measured_items = {call.key: call.items for call in self.timeline.calls}
         auto = frozenset(r.path for r in self._regions.values() if r.placement == "auto")
         offloaded = frozenset(r.path for r in self._regions.values() if r.placement == "offload")
         self._alternating = is_interleaved(self.timeline)
@@ -666,7 +666,13 @@ class Manager:
     def _follow_plan(self, plan: Plan) -> None:
         self.plan = plan
         self._offloaded = frozenset(path for path, _ in plan.offload)
-        self._settles = {}
+        self._settles, self._measured_items, self._leave = {}, {}, {}
+        assert self.timeline is not None
+        for call in self.timeline.calls:
+            # What a light recomputation makes again was measured and is not saved any more: the items behind it move up.
+            gone = call.largest if call.light_recompute and call.key[0] in plan.recompute else len(call.items)
+            self._measured_items[call.key] = call.items[:gone] + call.items[gone + 1 :]
+            self._leave[call.key] = frozenset(o - (o > gone) for o in plan.offload.get(call.key, ()) if o != gone)
         for key, moment in plan.settle_at.items():
             self._settles.setdefault(moment, []).append(key)
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from forebay.planner.device import DeviceProfile
+from forebay.planner.choose import Choice, by_kind, choose, rank_options, sentences
+from forebay.planner.device import DEFAULT, DeviceProfile
+from forebay.planner.device import load as load_device
 from forebay.planner.figures import GPU_BLOCK, Shape
 from forebay.planner.fit import Held, RankFit, Stage, alone, fit_rank, halves_of
-from forebay.planner.state import Sharing, state_of, symmetric_bytes
+from forebay.planner.state import Sharing, State, state_of, symmetric_bytes
 from forebay.planner.steptime import StepTime
-from forebay.policy import PLACEMENTS, format_bytes, resolve
+from forebay.policy import PLACEMENTS, format_bytes, parse_bytes, resolve
 from forebay.train import hf
 from forebay.train.config import Config, check_experts
 from forebay.train.data import load_tokenizer
@@ -23,7 +25,7 @@ from forebay.train.errors import UsageError
 from forebay.train.mesh import needs_group
 from forebay.train.parallel import experts_in
 from forebay.train.planning import LayerPlan
-from forebay.train.timing import Timed
+from forebay.train.timing import Timed, machine_of
 from forebay.train.traced import Traces
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ class Fit:
         halves: of all pipeline ranks, what their placements make of what they save for one microbatch.
         notes: what these figures leave out, in sentences.
         step: how long a step is expected to take; None where no device was named.
+        choices: where the planner chose placements, one for each pipeline rank.
     """
 
     ranks: tuple[RankFit, ...]
@@ -55,6 +58,7 @@ class Fit:
     halves: tuple[Held, ...]
     notes: tuple[str, ...]
     step: StepTime | None = None
+    choices: tuple[Choice, ...] = ()
 
     @property
     def fits(self) -> bool | None:
@@ -105,6 +109,8 @@ class Fit:
                 for rank in self.ranks
             ],
             "placements": self.placements(),
+            "chosen": by_kind(self.choices),
+            "chosen_cost_ms": [1e3 * c.seconds for c in self.choices],
             "notes": list(self.notes),
             "step": None if self.step is None else self.step.as_dict(),
         }
@@ -116,7 +122,7 @@ class Fit:
         scale, unit = (1 << 30, "GiB") if self.fullest.total >= 1 << 30 else (1 << 20, "MiB")
         table = Table(
             title=f"a process of {self.world} at its peak, in {unit}; {self.parameters / 1e9:.2f} billion parameters in all",
-            caption="\n".join((self.verdict(), *self._placed(), *self._timed(), *self.notes)),
+            caption="\n".join((self.verdict(), *self._placed(), *sentences(self.choices), *self._timed(), *self.notes)),
             caption_justify="left",
         )
         table.add_column("rank", justify="right")
@@ -150,6 +156,7 @@ def fit_run(
     skew: float = 1.0,
     *,
     device: DeviceProfile | None = None,
+    auto: int | None = None,
     traces: Traces | None = None,
 ) -> Fit:
     """Lay the run that `plan` is of on `world` processes.
@@ -157,7 +164,9 @@ def fit_run(
     Args:
         budget: bytes a process may use.
         skew: load of the fullest rank's experts over an even one.
-        device: whose time a step is to be told in.
+        device: whose time a step is to be told in, and placements that are chosen are to cost; without it the latter cost what
+            they do on `forebay.planner.device.DEFAULT`.
+        auto: choose placements with which a process is within so many bytes, instead of those of the configuration.
         traces: of other runs of the same question, which are used again and added to.
 
     Raises:
@@ -173,7 +182,7 @@ def fit_run(
     known = traces.known(c.model, declared)
     notes = _notes(config, known.attention, experts)
     weights, prefix = known.weights, known.prefix
-    placements = _placements(config, list(known.paths), prefix, len(weights.layers), notes)
+    placements = {} if auto is not None else _placements(config, list(known.paths), prefix, len(weights.layers), notes)
     sharing = _sharing(config, world)
     engine = p.pp > 1 or p.overlap
     shape = Shape(
@@ -195,7 +204,8 @@ def fit_run(
         exchange = symmetric_bytes(p.ep, tokens, text.hidden_size, text.num_experts_per_tok, sharing.compute)
     trace = traces.trace(c.model, declared, shape)
     actions = traces.actions(p.schedule, p.pp, plan.microbatches, p.chunks) if p.pp > 1 else None
-    ranks, halves, parameters, staged = [], [], [], []
+    machine = machine_of(device or load_device(DEFAULT), p.ep, sharing)
+    ranks, halves, choices, parameters, staged = [], [], [], [], []
     for rank in range(p.pp):
         stages = _stages(plan, rank)
         layers = [n for stage in stages.values() for n in stage.layers]
@@ -204,20 +214,23 @@ def fit_run(
         state = replace(state, other=state.other + exchange)
         parameters.append(state.parameters)
         staged.append(stages)
-        found = {
-            number: halves_of(
-                trace,
-                stage,
-                placements,
-                prefix=prefix,
-                recompute=c.memory.recompute,
-                engine=engine,
-                summed=engine and sharing.sharded and sharing.summed > sharing.compute,
-            )
-            for number, stage in stages.items()
+        ways: dict[str, Any] = {
+            "prefix": prefix,
+            "recompute": c.memory.recompute,
+            "engine": engine,
+            "summed": engine and sharing.sharded and sharing.summed > sharing.compute,
         }
         messages = _MESSAGES * tokens * text.hidden_size * sharing.compute if p.pp > 1 else 0
         todo: Any = alone(plan.microbatches, p.overlap) if actions is None else [a for a in actions[rank] if a.computes]
+        if auto is not None or c.memory.policy == "auto":
+            options, times = rank_options(trace, stages, _allowed(config, auto is not None), machine, **ways)
+            limit = _limit(config, state, budget, auto)
+            waits = auto is None or c.memory.offload == "all"
+            choices.append(choose(rank, state, options, times, todo, messages, limit, machine, waits))
+            placements |= choices[-1].placements
+            if choices[-1].fit.total > limit:
+                notes.append(f"Rank {rank} cannot be brought under {format_bytes(limit)} by any placement.")
+        found = {number: halves_of(trace, stage, placements, **ways) for number, stage in stages.items()}
         ranks.append(fit_rank(rank, state, found, todo, messages))
         halves += [half for stage in found.values() for half in stage]
     if budget is not None and (least := max(ranks, key=lambda r: r.parameters)).parameters > budget:
@@ -230,7 +243,24 @@ def fit_run(
         computed = None if actions is None else [[a for a in mine if a.computes] for mine in actions]
         timed = Timed(config, plan, trace, weights, sharing, prefix, placements, parameters, staged, computed)
         step = timed.on(device)
-    return Fit(tuple(ranks), world, weights.total, budget, tuple(halves), tuple(notes), step)
+    return Fit(tuple(ranks), world, weights.total, budget, tuple(halves), tuple(notes), step, tuple(choices))
+
+
+def _allowed(config: Config, auto: bool) -> frozenset[str]:
+    """What the trainer can carry out; its own `policy = "auto"` stashes nothing."""
+    if not auto:
+        return frozenset({"recompute", "offload"})
+    found = {"recompute", *(("stash",) if config.parallel.ep > 1 else ())}
+    return frozenset(found if config.parallel.overlap else {*found, "offload"})
+
+
+def _limit(config: Config, state: State, budget: int | None, auto: int | None) -> int:
+    """Bytes: `memory.budget` is over what is held before a step, and counts for the trainer's own choice."""
+    if auto is not None:
+        return auto
+    before = state.parameters + state.optimizer + state.other + (state.gradients if state.at_once else 0)
+    own = before + parse_bytes(config.memory.budget)
+    return own if budget is None else min(own, budget)
 
 
 def _sharing(config: Config, world: int) -> Sharing:
@@ -296,8 +326,6 @@ def _notes(config: Config, attention: str, experts: int) -> list[str]:
     if attention == "eager" and config.model.attention != "eager":
         notes.append(f"Attention is counted as eager, which saves more than {config.model.attention}.")
     placed = {memory.policy} if isinstance(memory.policy, str) else set(memory.policy.values())
-    if "auto" in placed:
-        notes.append("memory.policy = 'auto' is counted as 'keep'.")
     if "offload" in placed:
         notes.append("Offloading is counted at its best: as if nothing stayed on the device.")
     if memory.graph:

@@ -122,6 +122,7 @@ def search(
     budget: int | None,
     skew: float = 1.0,
     device: DeviceProfile | None = None,
+    auto: bool = False,
 ) -> Search:
     """Search on `world` processes.
 
@@ -130,13 +131,14 @@ def search(
         budget: bytes a process may use; may be None for "mesh" alone.
         skew: see `fit_run`.
         device: whose time a step is to be told in; for "mesh" the fastest that fits is then the best, else the lowest peak.
+        auto: with the placements that are chosen for the budget, instead of those of the configuration.
 
     Raises:
         UsageError: no budget, or nothing that can be run at all: what the first value, or every mesh, is refused for.
     """
     if what not in SEARCHES:
         raise UsageError(f"--search {what!r} is unknown; valid are {', '.join(SEARCHES)}")
-    runs = _Runs(asked, world, skew, device)
+    runs = _Runs(asked, world, skew, device, budget if auto else None)
     if what == "mesh":
         return _mesh(runs, budget)
     if budget is None:
@@ -147,8 +149,8 @@ def search(
 class _Runs:
     """Runs that differ in some settings from what was asked."""
 
-    def __init__(self, asked: Asked, world: int, skew: float, device: DeviceProfile | None):
-        self.asked, self.world, self.skew, self.device = asked, world, skew, device
+    def __init__(self, asked: Asked, world: int, skew: float, device: DeviceProfile | None, auto: int | None):
+        self.asked, self.world, self.skew, self.device, self.auto = asked, world, skew, device, auto
         self._traces = Traces()
 
     def changed(self, settings: dict[str, Any]) -> Config:
@@ -176,7 +178,9 @@ class _Runs:
     def fit(self, config: Config) -> tuple[LayerPlan, Fit]:
         """Of one run, without a verdict."""
         plan = plan_layers(config, self.world, self._traces)
-        return plan, fit_run(config, plan, self.world, None, self.skew, device=self.device, traces=self._traces)
+        return plan, fit_run(
+            config, plan, self.world, None, self.skew, device=self.device, auto=self.auto, traces=self._traces
+        )
 
 
 def _size(runs: _Runs, what: str, budget: int) -> Search:

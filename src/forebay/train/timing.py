@@ -7,7 +7,7 @@ figures are `forebay.planner`'s; this file knows what the trainer does with each
     recompute      of a MoE half with Forebay's experts their first product again; else forward again, exchanges included
     offload        "fit" costs nothing, for only what the link carries behind computation leaves; "all" makes a half as long as
                    its copies
-    auto           counted as `keep`
+    auto           the placements that were chosen
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from forebay.planner.choose import Machine
 from forebay.planner.device import DeviceProfile
 from forebay.planner.figures import LayerTrace, ModelTrace, PartTrace
 from forebay.planner.fit import Stage, alone
@@ -171,6 +172,23 @@ class Timed:
         size = self.trace.layers[0].attention.inputs
         world = self.sharing.data * self.sharing.pp
         return size / device.link("all_to_all", world <= device.node, size) + device.at("kernel")
+
+
+@dataclass(frozen=True)
+class _ByClock:
+    """Seconds of a part on the device alone."""
+
+    clock: Clock
+
+    def __call__(self, part: PartTrace) -> tuple[float, float]:
+        return self.clock.spell(part.forward_ops).alone, self.clock.spell(part.backward_ops).alone
+
+
+def machine_of(device: DeviceProfile, ep: int, sharing: Sharing) -> Machine:
+    """What placements cost on a device, for `forebay.planner.choose`."""
+    clock = Clock(device, ep, sharing.compute == 4)
+    copied = device.at("bandwidth", 1 << 30)
+    return Machine(_ByClock(clock), device.at("host_out"), device.at("host_back"), copied)
 
 
 def _hosted(spell: Spell, ops: Sequence[Any], more: int) -> Spell:

@@ -1,0 +1,197 @@
+"""policy="auto" against every placement, measured: one GPU, one small model, six budgets.
+
+The model is Qwen3-MoE, hidden 2048, 2 layers, 64 experts top-8 of width 768, batch 2 x 4096, bf16, not compiled: four regions,
+so 81 policies of keep, recompute and offload. Those that offload run twice: with offload = "all", and with "fit", which leaves
+what the link cannot carry. All run on the same model, one after the other; a step is forward and backward.
+
+1. Each policy: median step time, and peak over the memory held before the step.
+2. Six budgets, evenly between the lowest peak and that of keeping everything.
+3. For each, `auto` and the two fastest policies whose peak is within it, in turn, ROUNDS times: of 146 policies the fastest is
+   the luckiest too, so it is measured again. `ratio` is auto's time over the best of these; `room` what its peak leaves of the
+   budget.
+
+    python benchmarks/auto.py                              # four minutes at most on an H200
+    python benchmarks/auto.py --seconds 600 --layers 3     # 729 policies, as many as come in that time
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+import torch
+from common import GIB, median_ms, settle_memory, write
+
+import forebay
+from forebay.policy import BudgetError
+
+BUDGETS = 6
+RIVALS = 2
+ROUNDS = 2
+WARM = 5  # steps: two that measure, the first as planned, and two more
+Policy = str | dict[str, str]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A policy, and how it offloads; `budget` for auto."""
+
+    name: str
+    policy: Policy = field(hash=False)
+    offload: str = "fit"
+    budget: int | None = None
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Milliseconds of a step, and bytes that it adds."""
+
+    ms: float
+    peak: int
+
+
+def build(layers: int) -> Any:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        hidden_size=2048,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=64,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        vocab_size=32768,
+        max_position_embeddings=4096,
+        use_cache=False,
+    )
+    with torch.device("cuda"):
+        model = Qwen3MoeForCausalLM._from_config(config, dtype=torch.bfloat16).train()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return model
+
+
+def regions(model: Any) -> list[str]:
+    """Paths of the halves of the decoder layers."""
+    return [f"model.layers.{n}.{half}" for n in range(model.config.num_hidden_layers) for half in ("self_attn", "mlp")]
+
+
+def arms(paths: list[str]) -> Iterator[Arm]:
+    """Every placement of every region."""
+    for choice in product(("keep", "recompute", "offload"), repeat=len(paths)):
+        policy = dict(zip(paths, choice, strict=True))
+        letters = "".join(c[0] for c in choice)
+        if "offload" not in choice:
+            yield Arm(letters, policy)
+        else:
+            yield from (Arm(f"{letters} {how}", policy, how) for how in ("fit", "all"))
+
+
+def measure(model: Any, ids: torch.Tensor, arm: Arm, steps: int) -> Figure:
+    """One arm on the model, which is left as it was.
+
+    Raises:
+        BudgetError: auto cannot meet the arm's budget.
+    """
+    mem = forebay.manage(model, policy=arm.policy, budget=arm.budget, offload=arm.offload)
+    try:
+
+        def step() -> None:
+            model(input_ids=ids, labels=ids).loss.backward()
+
+        for _ in range(WARM):
+            step()
+        settle_memory()
+        base = torch.cuda.memory_allocated()
+        step()
+        peak = torch.cuda.max_memory_allocated() - base
+        ms, _ = median_ms(step, steps)
+    finally:
+        mem.detach()
+    return Figure(ms, peak)
+
+
+def budgets(figures: dict[Arm, Figure]) -> list[int]:
+    """The middles of six equal parts between the lowest peak and that of keeping everything."""
+    low, high = min(f.peak for f in figures.values()), figures[next(a for a in figures if set(a.name) == {"k"})].peak
+    return [low + (high - low) * (2 * k + 1) // (2 * BUDGETS) for k in range(BUDGETS)]
+
+
+def sweep(all_arms: list[Arm], run: Callable[[Arm], Figure], seconds: float) -> dict[Arm, Figure]:
+    """Figures of the arms, as many as `seconds` are enough for; they are taken evenly over the list then."""
+    found: dict[Arm, Figure] = {}
+    end = time.monotonic() + seconds
+    # Keep, all recomputed and all offloaded come first; then in an order that leaves no corner out.
+    stride = next(n for n in (61, 67, 71, 1) if len(all_arms) % n)
+    order = [0, len(all_arms) // 2, len(all_arms) - 1, *(i * stride % len(all_arms) for i in range(len(all_arms)))]
+    for index in dict.fromkeys(order):
+        if time.monotonic() > end:
+            break
+        found[all_arms[index]] = run(all_arms[index])
+    return found
+
+
+def contest(figures: dict[Arm, Figure], budget: int, run: Callable[[Arm], Figure]) -> dict[str, Any]:
+    """Auto against the fastest arms within the budget, in turn."""
+    within = sorted((a for a, f in figures.items() if f.peak <= budget), key=lambda a: figures[a].ms)[:RIVALS]
+    auto = Arm("auto", "auto", budget=budget)
+    times: dict[Arm, list[float]] = {arm: [] for arm in (auto, *within)}
+    peaks: list[int] = []
+    for _ in range(ROUNDS):
+        for arm in times:
+            try:
+                figure = run(arm)
+            except BudgetError as error:
+                return {"budget GiB": budget / GIB, "best": within[0].name, "error": str(error)[:200]}
+            times[arm].append(figure.ms)
+            if arm is auto:
+                peaks.append(figure.peak)
+    medians = {arm: statistics.median(t) for arm, t in times.items()}
+    best = min(within, key=lambda a: medians[a])
+    return {
+        "budget GiB": budget / GIB,
+        "auto ms": medians[auto],
+        "auto peak GiB": max(peaks) / GIB,
+        "room MiB": (budget - max(peaks)) / (1 << 20),
+        "within": max(peaks) <= budget,
+        "best": best.name,
+        "best ms": medians[best],
+        "best peak GiB": figures[best].peak / GIB,
+        "ratio": medians[auto] / medians[best],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--sequence", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--seconds", type=float, default=120.0, help="for all policies; the budgets come on top")
+    options = parser.parse_args()
+    model = build(options.layers)
+    generator = torch.Generator(device="cuda").manual_seed(1)
+    ids = torch.randint(0, 32768, (options.batch, options.sequence), device="cuda", generator=generator)
+
+    def run(arm: Arm) -> Figure:
+        return measure(model, ids, arm, options.steps)
+
+    run(Arm("warm", "offload", "all"))  # kernels are tuned, and memory is page-locked, once
+    every = list(arms(regions(model)))
+    figures = sweep(every, run, options.seconds)
+    rows = []
+    for budget in budgets(figures):
+        rows.append(contest(figures, budget, run))
+        print(rows[-1], flush=True)
+    policies = [{"policy": a.name, "ms": f.ms, "peak GiB": f.peak / GIB} for a, f in figures.items()]
+    write("auto", rows, **vars(options), policies_in_all=len(every), policies=policies)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""The command line: ``forebay train | plan | profile | doctor | export``.
+"""The command line: ``forebay train | plan | profile | doctor | report | export``.
 
 In: arguments. Out: text on standard output; a failure is one sentence on the error stream and an exit code:
 
@@ -119,6 +119,7 @@ def _parser() -> argparse.ArgumentParser:
         "--skew", type=float, default=1.0, metavar="X", help="load of the fullest rank's experts over an even one"
     )
     plan.add_argument("--json", action="store_true", help="as JSON")
+    plan.add_argument("--html", metavar="FILE", type=Path, help="also write a page with pictures, in one file")
     plan.set_defaults(run=_plan)
 
     profile = commands.add_parser(
@@ -132,6 +133,15 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", parents=[shared], help="show what this machine has, and what that turns on")
     doctor.add_argument("--json", action="store_true", help="as JSON")
     doctor.set_defaults(run=_doctor)
+
+    report = commands.add_parser(
+        "report",
+        parents=[shared],
+        help="write a page on a run: memory, planned and measured, placements, losses, timeline",
+    )
+    report.add_argument("source", metavar="RUN", type=Path, help="a run's folder")
+    report.add_argument("--out", metavar="FILE", type=Path, help="the page; default: RUN/report.html")
+    report.set_defaults(run=_report)
 
     export = commands.add_parser(
         "export", parents=[shared], help="write a run's model as a folder that transformers loads"
@@ -191,19 +201,27 @@ def _plan(options: argparse.Namespace) -> int:
     if not options.skew >= 1:
         raise UsageError(f"--skew {options.skew} is no load over an even one; valid is at least 1")
     budget = None if options.budget is None else parse_bytes(options.budget)
+    from forebay.report.planned import Curves
+    from forebay.report.write import checked, write_plan
     from forebay.train.fitting import fit_run
     from forebay.train.planning import plan_layers
 
+    html = None if options.html is None else checked(options.html.expanduser())  # before any work
+    curves = None if html is None else Curves()
     _quiet_transformers()
     world = options.world or config.parallel.pp * config.parallel.ep
     plan = plan_layers(config, world)
-    fit = fit_run(config, plan, world, budget, options.skew)
+    fit = fit_run(config, plan, world, budget, options.skew, None if curves is None else curves.seen)
     if options.json:
         print(json.dumps({**plan.as_dict(), "fit": fit.as_dict()}, indent=1))
     else:
         console = _console()
         console.print(plan.table())
         console.print(fit.table())
+    if html is not None and curves is not None:
+        write_plan(curves.planned(plan, fit), config, options.config, html)
+        if not options.json:
+            print(f"page {html}")
     return _DOES_NOT_FIT if fit.fits is False else 0
 
 
@@ -240,6 +258,14 @@ def _doctor(options: argparse.Namespace) -> None:
         print(report.to_json())
     else:
         _console().print(report.table())
+
+
+def _report(options: argparse.Namespace) -> None:
+    from forebay.report.write import write_run
+
+    _quiet_transformers()
+    for line in write_run(options.source.expanduser(), None if options.out is None else options.out.expanduser()):
+        print(line)
 
 
 def _export(options: argparse.Namespace) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from forebay.pipeline.schedule import make_plan
 from forebay.planner.figures import GPU_BLOCK, Shape
-from forebay.planner.fit import Held, RankFit, Stage, alone, fit_rank, halves_of
+from forebay.planner.fit import Held, RankFit, Seen, Stage, alone, fit_rank, halves_of
 from forebay.planner.state import Sharing, state_of, symmetric_bytes, weights_of
 from forebay.planner.trace import base_path, trace_model
 from forebay.policy import PLACEMENTS, format_bytes, resolve
@@ -135,12 +135,20 @@ class Fit:
         ]
 
 
-def fit_run(config: Config, plan: LayerPlan, world: int, budget: int | None = None, skew: float = 1.0) -> Fit:
+def fit_run(
+    config: Config,
+    plan: LayerPlan,
+    world: int,
+    budget: int | None = None,
+    skew: float = 1.0,
+    seen: Seen | None = None,
+) -> Fit:
     """Lay the run that `plan` is of on `world` processes.
 
     Args:
         budget: bytes a process may use.
         skew: load of the fullest rank's experts over an even one.
+        seen: told of every level of each rank's step, rank after rank.
 
     Raises:
         UsageError: a model that cannot be traced, experts that the processes do not divide, a pattern that matches nothing, or a
@@ -201,7 +209,7 @@ def fit_run(config: Config, plan: LayerPlan, world: int, budget: int | None = No
         }
         messages = _MESSAGES * tokens * text.hidden_size * sharing.compute if p.pp > 1 else 0
         todo: Any = alone(plan.microbatches, p.overlap) if actions is None else [a for a in actions[rank] if a.computes]
-        ranks.append(fit_rank(rank, state, found, todo, messages))
+        ranks.append(fit_rank(rank, state, found, todo, messages, seen))
         halves += [half for stage in found.values() for half in stage]
     if budget is not None and (least := max(ranks, key=lambda r: r.parameters)).parameters > budget:
         raise UsageError(

@@ -50,10 +50,8 @@ class Tick:
 
 
 def byte_scale(most: float) -> Scale:
-    """From 0 to at least `most` bytes: in GiB from a tenth of one on, else in MiB or KiB."""
-    per, unit = next(
-        ((1 << n, name) for n, name in ((30, "GiB"), (20, "MiB")) if most >= 0.1 * (1 << n)), (1 << 10, "KiB")
-    )
+    """From 0 to at least `most` bytes, in the largest unit of which that is one."""
+    per, unit = next(((1 << n, name) for n, name in ((30, "GiB"), (20, "MiB")) if most >= 1 << n), (1 << 10, "KiB"))
     return scale(0.0, most, per, unit)
 
 

@@ -19,6 +19,7 @@ from forebay.report.axes import SIZE, Scale, Tick, along, frame
 from forebay.report.markup import Html, join, tag
 
 COLUMNS = 240
+_ROOM = 0.022  # of the width, for a number of two digits in a picture of 620 pixels
 PARTS = ("other", "parameters", "optimizer", "gradients", "activations", "transient")
 """What memory is made of, in the order of a stack from below: what lasts first, what Forebay can change last."""
 
@@ -63,11 +64,13 @@ def stacked(
     described: str,
     axis: str,
     measured: Mapping[str, int] = MappingProxyType({}),
+    labels: int = 9,
 ) -> Html:
     """Memory over a step: a column a level, and its highest point annotated.
 
     Args:
         measured: action -> bytes at its end, drawn as points.
+        labels: how many there is room for along the step.
 
     Raises:
         ValueError: no levels.
@@ -107,7 +110,7 @@ def stacked(
             for p in shown
         ],
     }
-    return frame(join(*drawn, *lines), y, _starts(columns), axis, described, peak, figures=figures)
+    return frame(join(*drawn, *lines), y, _starts(columns, labels), axis, described, peak, figures=figures)
 
 
 def thinned(levels: Sequence[Level], most: int = COLUMNS) -> list[Level]:
@@ -196,13 +199,14 @@ def placement_map(rows: Mapping[str, Sequence[tuple[str, str]]]) -> Html:
 
 @dataclass(frozen=True)
 class Box:
-    """What a rank ran: its kind ("F", "B", "I", "W"), from when to when in ms, how it is named; `low` and `height` within the
-    rank's row, from 0 to 1; whether it is of another than the rank's first stage."""
+    """What a rank ran: its kind ("F", "B", "I", "W"), from when to when in ms, how it is named, its microbatch; `low` and
+    `height` within the rank's row, from 0 to 1; whether it is of another than the rank's first stage."""
 
     kind: str
     start: float
     end: float
     name: str
+    microbatch: int
     low: float = 0.0
     height: float = 1.0
     later: bool = False
@@ -226,12 +230,26 @@ def ran(rows: Sequence[tuple[str, str, Sequence[Box]]], x: Scale, described: str
         ]
         svg = tag("svg", drawn, viewBox=f"0 0 {SIZE} {SIZE}", preserveAspectRatio="none", aria_hidden="true")
         label = tag("span", tag("b", name), remark)
-        lanes.append(tag("div", label, tag("div", svg, class_="lane"), class_="row"))
+        lanes.append(tag("div", label, tag("div", svg, _numbers(boxes, x), class_="lane"), class_="row"))
     time = tag(
         "div", along([Tick(x.place(t), x.label(t)) for t in x.ticks]), tag("span", x.unit, class_="axis"), class_="time"
     )
     inside = tag("div", *lanes, time, class_="boxes")
     return tag("div", inside, class_="scroll", tabindex="0", role="region", aria_label=described)
+
+
+def _numbers(boxes: Sequence[Box], x: Scale) -> list[Html]:
+    """The microbatches of the boxes that have room for a number."""
+    return [
+        tag(
+            "span",
+            box.microbatch,
+            class_="m later" if box.later else "m",
+            style=f"left:{100 * x.place((box.start + box.end) / 2):.2f}%;top:{100 * (box.low + box.height / 2):.0f}%",
+        )
+        for box in boxes
+        if (box.end - box.start) / (x.high - x.low) >= _ROOM
+    ]
 
 
 def _height(value: float, y: Scale) -> float:
@@ -257,14 +275,14 @@ def _band(below: Sequence[int], above: Sequence[int], y: Scale) -> str:
     return "".join(path) + "Z"
 
 
-def _starts(columns: Sequence[Level], most: int = 9) -> list[Tick]:
+def _starts(columns: Sequence[Level], most: int) -> list[Tick]:
     """Labels where actions begin, as many as there is room for."""
     begins = [n for n, level in enumerate(columns) if n == 0 or level.action != columns[n - 1].action]
     every = -(-len(begins) // most)
     found: list[Tick] = []
     for n in begins[::every]:
         tick = Tick(n / len(columns), short(columns[n].action))
-        if not found or tick.place - found[-1].place >= 0.09:
+        if not found or tick.place - found[-1].place >= 0.8 / most:
             found.append(tick)
     return found
 

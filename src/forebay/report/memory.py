@@ -17,6 +17,7 @@ from forebay.report.tables import alike, big, grouped, layer_of, table
 from forebay.train.fitting import Fit
 
 _HEADROOM = 1.1  # of a chart over its highest point, for what is written there
+_LABELS, _FEW_LABELS = 9, 4  # along a step, in a large chart and in a small one
 _SHOWN = 2.0  # a ceiling that is further above the highest point would flatten the picture
 _COLUMNS = ("parameters", "gradients", "optimizer", "activations", "transient", "other")
 _MEANS: Mapping[str, str] = {
@@ -47,7 +48,12 @@ def hero(fit: Fit, what: str, line: tuple[str, int] | None, figure: int | None =
     spoken = "Planned peak: " + ", ".join(f"{name} {size}" for _, name, size in entries)
     bars = tag("div", parts_bar(parts, whole), limit, class_="whole", role="img", aria_label=spoken)
     return tag(
-        "div", big(most.total if figure is None else figure), tag("p", what), bars, legend(entries), class_="hero"
+        "div",
+        big(most.total if figure is None else figure),
+        tag("p", what, class_="made"),
+        bars,
+        legend(entries),
+        class_="hero",
     )
 
 
@@ -73,8 +79,11 @@ def step_section(
         first = rank == fullest.rank
         peak = max(levels, key=lambda level: level.total)
         spoken = f"Planned memory of rank {rank} over a step, at most {format_bytes(peak.total)} at {peak.where}."
-        chart = stacked(levels, scale, shown[rank], spoken, axis if first else "the step", measured.get(rank, {}))
-        title = f"Rank {rank}" + ", the fullest" * (first and len(planned.levels) > 1)
+        inside = measured.get(rank, {})
+        chart = stacked(
+            levels, scale, shown[rank], spoken, axis if first else "the step", inside, _LABELS if first else _FEW_LABELS
+        )
+        title = f"Rank {rank}" + ", the fullest" * first if len(planned.levels) > 1 else "A process"
         caption = tag(
             "figcaption",
             tag("b", title),
@@ -120,7 +129,12 @@ def ranks_section(fit: Fit) -> Section:
         heads.append(("headroom", "n"))
     most = next(n for n, r in enumerate(fit.ranks) if r is fit.fullest) if len(fit.ranks) > 1 else None
     body = table("Each rank at the highest point of its step, its fullest process", heads, rows, most)
-    return Section("ranks", "By rank", f"A process of {fit.world} for each pipeline rank.", body)
+    return Section(
+        "ranks",
+        "By rank",
+        f"The fullest process of each pipeline rank, of {fit.world:,} in all." if len(fit.ranks) > 1 else "",
+        body,
+    )
 
 
 def placements_body(fit: Fit) -> Html:

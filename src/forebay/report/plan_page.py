@@ -26,8 +26,8 @@ def plan_page(planned: Planned, config: Config, name: str) -> str:
     fit = planned.fit
     most = fit.fullest
     of = f" of pipeline rank {most.rank}, the fullest of {len(fit.ranks)}" if len(fit.ranks) > 1 else ""
-    model = f"{fit.world:,} in all, {count(fit.parameters)} parameters"
-    what = f"allocated at most by a process{of}, at {most.where}; {model}"
+    on = f"on {fit.world:,} processes" if fit.world > 1 else "on one process"
+    what = f"allocated at most by a process{of}, at {most.where}. A model of {count(fit.parameters)} parameters {on}"
     budget = [Ceiling("budget", fit.budget, "budget")] if fit.budget is not None else []
     lead = (
         "What a process has allocated while each half of its layers runs, forward and backward: a half is attention, or what "

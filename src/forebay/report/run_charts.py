@@ -118,7 +118,7 @@ def pipeline_section(run: RunFolder, trace: str | None) -> Section:
     spoken = "Boxes of computation by rank over time: " + ", ".join(f"rank {r} idle {s:.1%}" for r, s in idle.items())
     lead = (
         f"Step {run.config.log.timeline} of the first pipeline, {run.config.parallel.schedule}; computation alone. "
-        "Paler boxes are of a rank's other stages."
+        "Numbers are microbatches; fainter boxes are of a rank's second stage."
     )
     return Section("pipeline", title, lead, join(names, ran(rows, x, spoken), opened))
 
@@ -130,6 +130,6 @@ def _boxes(records: Sequence[Ran]) -> list[Box]:
         parts = boxes_of(record)
         for n, (kind, stage, microbatch) in enumerate(parts):
             name = f"{_DOING.get(kind, kind)} of microbatch {microbatch}, stage {stage}"
-            box = Box(kind, record.start_ms, record.end_ms, name, n / len(parts), 1 / len(parts), stage != first)
-            found.append(box)
+            place = (n / len(parts), 1 / len(parts), stage != first)
+            found.append(Box(kind, record.start_ms, record.end_ms, name, microbatch, *place))
     return found

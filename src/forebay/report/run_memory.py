@@ -70,7 +70,7 @@ def peaks_section(run: RunFolder) -> Section:
         lead = f"{RESIDENT[0].upper()}{RESIDENT[1:]}. It only grows."
     if len(by_rank) > len(shown):
         lead += f" The {len(shown)} fullest of {len(by_rank)} ranks are shown."
-    return Section("peaks", title, lead, over_steps(title, y.unit, found, y, spoken, f" {y.unit}", 2, y.per))
+    return Section("peaks", title, lead, over_steps("Peak", y.unit, found, y, spoken, f" {y.unit}", 2, y.per))
 
 
 def compared_section(run: RunFolder, planned: Planned | str) -> Section:

@@ -71,7 +71,7 @@ def _hero(run: RunFolder, planned: Planned | str) -> Html | None:
     if not measured:
         return None
     what = "allocated at most by a process" if run.on_gpu else RESIDENT
-    return tag("div", big(measured[most]), tag("p", f"{what}{of}"), class_="hero")
+    return tag("div", big(measured[most]), tag("p", f"{what}{of}", class_="made"), class_="hero")
 
 
 def _tiles(run: RunFolder) -> Html:

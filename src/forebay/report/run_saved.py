@@ -128,7 +128,7 @@ def placements_section(run: RunFolder, planned: Planned | str) -> Section:
                         _copied(rank) if placement == "offload" else "",
                     )
                 )
-    heads = [("rank", ""), ("placement", ""), ("parts", "n"), ("saved bytes that waited so", "n"), ("copies", "")]
+    heads = [("rank", ""), ("placement", ""), ("parts", "n"), ("bytes", "n"), ("copies", "")]
     of = "a step" if len(run.ranks) > 1 else "a microbatch"
     measured = table(f"Measured in the last backward of {of}; of what is recomputed, its inputs wait", heads, rows)
     body = join(placements_body(planned.fit) if isinstance(planned, Planned) else the_map(chosen), measured)

@@ -96,7 +96,7 @@ def stacked(
     place = (top + 0.5) / count
     side = "left" if place > 0.75 else "right" if place < 0.25 else ""
     style = f"left:{100 * place:.2f}%;bottom:{100 * y.place(columns[top].total):.2f}%"
-    peak = tag("span", tag("b", format_bytes(columns[top].total)), class_=f"tag {side}", style=style)
+    peak = tag("span", tag("b", format_bytes(columns[top].total)), class_=f"tag {side}".strip(), style=style)
     digits = 2 if y.per > 1 << 10 else 0
     shown = [p for p in reversed(PARTS) if any(c.bytes.get(p) for c in columns)]
     figures = {

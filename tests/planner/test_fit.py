@@ -163,7 +163,11 @@ def test_the_whole_curve_is_told() -> None:
     backward of their part on."""
     told: list[tuple[str, str, int]] = []
     found = fit_rank(
-        0, STATE, {0: halves()}, alone(1, False), seen=lambda action, level: told.append((action, level.where, level.total))
+        0,
+        STATE,
+        {0: halves()},
+        alone(1, False),
+        seen=lambda action, level: told.append((action, level.where, level.total)),
     )
     forward = [
         ("embedding forward", 10),

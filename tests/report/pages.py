@@ -1,4 +1,4 @@
-"""A run's folder and a plan to make pages of, in no time: figures of a pipeline of two ranks, written as the trainer writes them."""
+"""A run's folder and a plan to make pages of, in no time: a pipeline of two ranks, written as the trainer writes it."""
 
 import json
 from pathlib import Path
@@ -52,7 +52,12 @@ def write_folder(folder: Path, settings: Config, steps: int = 12, gpu: bool = Tr
     (folder / "run.json").write_text(json.dumps(about))
     records: list[dict[str, Any]] = []
     for step in range(1, steps + 1):
-        record = {"step": step, "seconds": 0.5, "cross_entropy_loss": 6.0 - step / 4, "tokens_per_second": 1000.0 * step}
+        record = {
+            "step": step,
+            "seconds": 0.5,
+            "cross_entropy_loss": 6.0 - step / 4,
+            "tokens_per_second": 1000.0 * step,
+        }
         record |= {"peak_bytes": 3 * GIB, "peak_bytes_by_rank": [3 * GIB, 2 * GIB], "run_again": int(step == 2)}
         records.append(record | ({"reserved_bytes_by_rank": [4 * GIB, 4 * GIB]} if gpu else {}))
         records += [{"step": step, "validation_loss": 5.5}] if step % 4 == 0 else []
@@ -72,8 +77,13 @@ def write_folder(folder: Path, settings: Config, steps: int = 12, gpu: bool = Tr
         for rank in range(2)
     ]
     (folder / "result.json").write_text(json.dumps({"ranks": ranks}))
-    saved = [{"stage": 0, "layer": 0, "part": part, "microbatch": 0, "bytes": 3 << 20, "weight_bytes": 0} for part in ("attention", "experts")]
-    profile = [{"rank": rank, "peak_bytes": 9 << 20, "peak_in_flight": {"0": 4, "3": 1}, "saved": saved} for rank in range(2)]
+    saved = [
+        {"stage": 0, "layer": 0, "part": part, "microbatch": 0, "bytes": 3 << 20, "weight_bytes": 0}
+        for part in ("attention", "experts")
+    ]
+    profile = [
+        {"rank": rank, "peak_bytes": 9 << 20, "peak_in_flight": {"0": 4, "3": 1}, "saved": saved} for rank in range(2)
+    ]
     (folder / "profile.json").write_text(json.dumps(profile))
     perfetto(RAN, folder / "pipeline.json")
     return folder

@@ -87,7 +87,9 @@ def test_a_curve_by_hand() -> None:
 
 def test_curves_of_different_steps_have_gaps() -> None:
     x = Scale(1.0, "", 1.0, 2.0, (1.0, 2.0))
-    drawn = curves([Curve("a", [(1, 1), (2, 2)]), Curve("b", [(2, 7)], "two", dots=True)], x, TEN, "step", "", "", 0, 1.0)
+    drawn = curves(
+        [Curve("a", [(1, 1), (2, 2)]), Curve("b", [(2, 7)], "two", dots=True)], x, TEN, "step", "", "", 0, 1.0
+    )
     assert figures(drawn)["series"][1]["values"] == [None, 7]
     assert 'd="M1000.0 300.0h0" class="dots s-two"' in drawn
 

@@ -53,9 +53,7 @@ def test_levels_lead_to_the_table(tmp_path: Path) -> None:
         assert peak.bytes["gradients"] == rank.gradients
 
 
-def test_the_page_has_the_figures_of_the_json(
-    small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_has_the_figures_of_the_json(small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "plan.html"
     assert cli.main(["plan", small, "--json", "--budget=1GiB", "--html", str(page)]) == 0
     fit = json.loads(capsys.readouterr().out)["fit"]  # and nothing else is printed

@@ -25,7 +25,9 @@ def quiet() -> Console:
 
 def test_of_one_process(tiny: Callable[..., Config]) -> None:
     config = tiny(
-        train={"steps": 2}, memory={"policy": {"model.layers.0.*attn": "recompute"}}, log={"profile": True, "tensorboard": True}
+        train={"steps": 2},
+        memory={"policy": {"model.layers.0.*attn": "recompute"}},
+        log={"profile": True, "tensorboard": True},
     )
     with Trainer(config) as trainer:
         parameters = list(trainer.model.parameters())

@@ -97,16 +97,15 @@ def stacked(
     side = "left" if place > 0.75 else "right" if place < 0.25 else ""
     style = f"left:{100 * place:.2f}%;bottom:{100 * y.place(columns[top].total):.2f}%"
     peak = tag("span", tag("b", format_bytes(columns[top].total)), class_=f"tag {side}".strip(), style=style)
-    digits = 2 if y.per > 1 << 10 else 0
     shown = [p for p in reversed(PARTS) if any(c.bytes.get(p) for c in columns)]
     figures = {
         "x": [_named(level) for level in columns],
         "unit": f" {y.unit}",
-        "digits": digits,
+        "digits": 2,
         "total": True,
         "start": top,
         "series": [
-            {"name": p, "colour": f"f-{p}", "values": [round(c.bytes.get(p, 0) / y.per, 3) for c in columns]}
+            {"name": p, "colour": f"f-{p}", "values": [round(c.bytes.get(p, 0) / y.per, 4) for c in columns]}
             for p in shown
         ],
     }

@@ -42,8 +42,6 @@ for (const plot of document.querySelectorAll(".plot[data-live]")) {
     const place = figures.places ? figures.places[at] : (at + 0.5) / count;
     cursor.style.display = tip.style.display = "block";
     cursor.style.left = 100 * place + "%";
-    tip.style.left = place < 0.5 ? "calc(" + 100 * place + "% + .6rem)" : "auto";
-    tip.style.right = place < 0.5 ? "auto" : "calc(" + 100 * (1 - place) + "% + .6rem)";
     tip.replaceChildren(element("p", figures.x[at]));
     const words = [figures.x[at]];
     let total = 0;
@@ -62,6 +60,10 @@ for (const plot of document.querySelectorAll(".plot[data-live]")) {
       tip.append(row);
       words.push("total " + shown(total));
     }
+    // Beside the cursor where there is room, else within the plot.
+    const room = plot.clientWidth, width = tip.offsetWidth, x = place * room;
+    const left = x + 10 + width <= room ? x + 10 : x - 10 - width;
+    tip.style.left = Math.min(Math.max(left, 0), room - width) + "px";
     said.textContent = aloud ? words.join(", ") : "";
   };
   plot.addEventListener("pointermove", (event) => {
@@ -82,9 +84,3 @@ for (const plot of document.querySelectorAll(".plot[data-live]")) {
     show(at < 0 && event.key.startsWith("Arrow") ? figures.start : to, true);
   });
 }
-let closed = [];
-addEventListener("beforeprint", () => {
-  closed = [...document.querySelectorAll("details:not([open])")];
-  for (const each of closed) each.open = true;
-});
-addEventListener("afterprint", () => { for (const each of closed) each.open = false; });

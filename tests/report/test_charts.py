@@ -8,7 +8,7 @@ import re
 import pytest
 
 from forebay.report.axes import Scale, byte_scale, scale
-from forebay.report.charts import Box, Ceiling, Curve, Level, curves, ran, short, stacked, thinned
+from forebay.report.charts import Box, Ceiling, Curve, Level, curves, ran, short, stacked, staged, thinned
 
 TEN = Scale(1.0, "B", 0.0, 10.0, (0.0, 5.0, 10.0))
 
@@ -106,3 +106,6 @@ def test_boxes_by_hand() -> None:
 
 def test_names_of_actions() -> None:
     assert [short(a) for a in ("0F3", "(12F13;7B1)OVERLAP_F_B", "3W0", "")] == ["F3", "F13 B1", "W0", "step"]
+    assert [short(a, True) for a in ("0F3", "(12F13;7B1)OVERLAP_F_B", "")] == ["0F3", "12F13 7B1", "step"]
+    assert staged([level(1, "0F3"), level(1, "(0F3;7B1)OVERLAP_F_B")]) and staged([level(1, "0F3"), level(1, "1F3")])
+    assert not staged([level(1, "0F3"), level(1, "0B3"), level(1, "(0F4;0B2)OVERLAP_F_B"), level(1, "")])

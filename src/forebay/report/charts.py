@@ -9,6 +9,7 @@ is lost.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,6 +20,7 @@ from forebay.report.axes import SIZE, Scale, Tick, along, frame
 from forebay.report.markup import Html, join, tag
 
 COLUMNS = 240
+_STAGE = re.compile(r"(?<!\w)\d+(?=[A-Z])")  # of "0F3", and both of "(0F3;7B1)OVERLAP_F_B"
 _ROOM = 0.022  # of the width, for a number of two digits in a picture of 620 pixels
 PARTS = ("other", "parameters", "optimizer", "gradients", "activations", "transient")
 """What memory is made of, in the order of a stack from below: what lasts first, what Forebay can change last."""
@@ -78,7 +80,7 @@ def stacked(
     columns = thinned(levels)
     if not columns:
         raise ValueError("a stack needs a level")
-    count = len(columns)
+    count, with_stage = len(columns), staged(columns)
     top = max(range(count), key=lambda n: columns[n].total)
     drawn, below = [], [0] * count
     for part in PARTS:
@@ -99,7 +101,7 @@ def stacked(
     peak = tag("span", tag("b", format_bytes(columns[top].total)), class_=f"tag {side}".strip(), style=style)
     shown = [p for p in reversed(PARTS) if any(c.bytes.get(p) for c in columns)]
     figures = {
-        "x": [_named(level) for level in columns],
+        "x": [_named(level, with_stage) for level in columns],
         "unit": f" {y.unit}",
         "digits": 2,
         "total": True,
@@ -109,7 +111,7 @@ def stacked(
             for p in shown
         ],
     }
-    return frame(join(*drawn, *lines), y, _starts(columns, labels), axis, described, peak, figures=figures)
+    return frame(join(*drawn, *lines), y, _starts(columns, labels, with_stage), axis, described, peak, figures=figures)
 
 
 def thinned(levels: Sequence[Level], most: int = COLUMNS) -> list[Level]:
@@ -274,25 +276,30 @@ def _band(below: Sequence[int], above: Sequence[int], y: Scale) -> str:
     return "".join(path) + "Z"
 
 
-def _starts(columns: Sequence[Level], most: int) -> list[Tick]:
+def _starts(columns: Sequence[Level], most: int, with_stage: bool) -> list[Tick]:
     """Labels where actions begin, as many as there is room for."""
     begins = [n for n, level in enumerate(columns) if n == 0 or level.action != columns[n - 1].action]
     every = -(-len(begins) // most)
     found: list[Tick] = []
     for n in begins[::every]:
-        tick = Tick(n / len(columns), short(columns[n].action))
+        tick = Tick(n / len(columns), short(columns[n].action, with_stage))
         if not found or tick.place - found[-1].place >= 0.8 / most:
             found.append(tick)
     return found
 
 
-def short(action: str) -> str:
-    """An action in a label: "F3", without its stage; an overlap is its two parts."""
+def short(action: str, staged: bool = False) -> str:
+    """An action in a label: "F3", or "0F3" with its stage where a rank has several; an overlap is its two parts."""
     if not action:
         return "step"
     parts = action.strip("(").split(")")[0].split(";")
-    return " ".join(part.lstrip("0123456789") for part in parts)
+    return " ".join(part if staged else part.lstrip("0123456789") for part in parts)
 
 
-def _named(level: Level) -> str:
-    return f"{short(level.action)}: {level.where}" if level.action else level.where
+def staged(levels: Sequence[Level]) -> bool:
+    """Whether their actions are of several stages."""
+    return len({stage for level in levels for stage in _STAGE.findall(level.action)}) > 1
+
+
+def _named(level: Level, with_stage: bool) -> str:
+    return f"{short(level.action, with_stage)}: {level.where}" if level.action else level.where

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from forebay.policy import PLACEMENTS, format_bytes
 from forebay.report.axes import byte_scale
-from forebay.report.charts import COLUMNS, PARTS, Ceiling, bar, legend, parts_bar, placement_map, stacked
+from forebay.report.charts import COLUMNS, PARTS, Ceiling, bar, legend, parts_bar, placement_map, stacked, staged
 from forebay.report.markup import Html, join, tag
 from forebay.report.page import Section
 from forebay.report.planned import Planned, parts_of
@@ -46,7 +46,14 @@ def hero(fit: Fit, what: str, line: tuple[str, int] | None, figure: int | None =
         limit = tag("span", label, class_=f"limit{early}", style=f"left:{100 * line[1] / whole:.2f}%")
     entries = [(f"f-{p}", p, format_bytes(parts[p])) for p in PARTS if parts[p]]
     spoken = "Planned peak: " + ", ".join(f"{name} {size}" for _, name, size in entries)
-    bars = tag("div", parts_bar(parts, whole), limit, class_="whole", role="img", aria_label=spoken)
+    bars = tag(
+        "div",
+        parts_bar(parts, whole),
+        limit,
+        class_="whole limited" if line else "whole",
+        role="img",
+        aria_label=spoken,
+    )
     return tag(
         "div",
         big(most.total if figure is None else figure),
@@ -73,7 +80,9 @@ def step_section(
     shown = {r: [c for c in ceilings.get(r, ()) if c.bytes <= _SHOWN * fullest.total] for r in planned.levels}
     most = max([fullest.total, *(c.bytes for found in shown.values() for c in found)])
     scale = byte_scale(_HEADROOM * most)
-    axis = "halves of the step in the order in which they run; labels: F forward, B backward, of which microbatch"
+    many = any(staged(levels) for levels in planned.levels.values())
+    numbers = "its stage and microbatch around it" if many else "and of which microbatch"
+    axis = f"halves of the step in the order in which they run; F is forward, B backward, {numbers}"
     charts = []
     for rank, levels in planned.levels.items():
         first = rank == fullest.rank

@@ -66,18 +66,6 @@ def scale(low: float, high: float, per: float = 1.0, unit: str = "", count: int 
     return Scale(per, unit, first * step, last * step, tuple(n * step for n in range(first, last + 1)))
 
 
-def counted(count: int, most: int = 8) -> list[int]:
-    """Some of the numbers 1 to `count`, evenly apart, the last one among them."""
-    step = max(1, math.ceil(count / most))
-    nice = next(
-        n for n in (1, 2, 5, 10, 20, 25, 50, 100, 200, 250, 500, *(1000 * 2**k for k in range(40))) if n >= step
-    )
-    found = [1, *range(nice, count + 1, nice)] if nice > 1 else list(range(1, count + 1))
-    if found[-1] != count:
-        found = [n for n in found if count - n > nice // 2] + [count]
-    return found
-
-
 def frame(
     drawing: Html,
     y: Scale,

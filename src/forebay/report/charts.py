@@ -277,12 +277,12 @@ def _band(below: Sequence[int], above: Sequence[int], y: Scale) -> str:
 
 
 def _starts(columns: Sequence[Level], most: int, with_stage: bool) -> list[Tick]:
-    """Labels where actions begin, as many as there is room for."""
+    """Labels where actions begin, as many as there is room for; an overlap has its forward's."""
     begins = [n for n, level in enumerate(columns) if n == 0 or level.action != columns[n - 1].action]
     every = -(-len(begins) // most)
     found: list[Tick] = []
     for n in begins[::every]:
-        tick = Tick(n / len(columns), short(columns[n].action, with_stage))
+        tick = Tick(n / len(columns), short(columns[n].action, with_stage).split()[0])
         if not found or tick.place - found[-1].place >= 0.8 / most:
             found.append(tick)
     return found

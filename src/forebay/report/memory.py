@@ -81,7 +81,7 @@ def step_section(
     most = max([fullest.total, *(c.bytes for found in shown.values() for c in found)])
     scale = byte_scale(_HEADROOM * most)
     many = any(staged(levels) for levels in planned.levels.values())
-    numbers = "its stage and microbatch around it" if many else "and of which microbatch"
+    numbers = "between stage and microbatch" if many else "with its microbatch"
     axis = f"halves of the step in the order in which they run; F is forward, B backward, {numbers}"
     charts = []
     for rank, levels in planned.levels.items():

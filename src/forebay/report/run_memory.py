@@ -101,7 +101,9 @@ def compared_section(run: RunFolder, planned: Planned | str) -> Section:
         )
     heads = [("rank", ""), ("what", ""), ("planned", "n"), ("measured", "n"), ("planned over measured", "n")]
     lines = [(rank, what, format_bytes(p), format_bytes(m), percent(m, p)) for rank, what, p, m in rows]
-    lead = "" if run.on_gpu else "The peak is not compared: a CPU does not count what is allocated."
+    lead = "Saved bytes are planned without what layers share, such as rotary tables, and the batch itself."
+    if not run.on_gpu:
+        lead += " The peak is not compared: a CPU does not count what is allocated."
     return Section("compared", title, lead, table("By rank, of its fullest process", heads, lines))
 
 

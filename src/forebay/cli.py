@@ -1,4 +1,4 @@
-"""The command line: ``forebay train | plan | profile | doctor | export``.
+"""The command line: ``forebay train | plan | profile | doctor | report | export``.
 
 In: arguments. Out: text on standard output; a failure is one sentence on the error stream and an exit code:
 
@@ -147,6 +147,7 @@ def _parser() -> argparse.ArgumentParser:
         help="find the largest that fits the budget; mesh: the best PP x EP x FSDP of the GPUs",
     )
     plan.add_argument("--json", action="store_true", help="as JSON")
+    plan.add_argument("--html", metavar="FILE", type=Path, help="also write a page with pictures, in one file")
     plan.set_defaults(run=_plan)
 
     profile = commands.add_parser(
@@ -166,6 +167,15 @@ def _parser() -> argparse.ArgumentParser:
         help="measure this machine's GPU for plan --device, in a minute, and write FILE; on torchrun collectives too",
     )
     doctor.set_defaults(run=_doctor)
+
+    report = commands.add_parser(
+        "report",
+        parents=[shared],
+        help="write a page on a run: memory, planned and measured, placements, losses, timeline",
+    )
+    report.add_argument("source", metavar="RUN", type=Path, help="a run's folder")
+    report.add_argument("--out", metavar="FILE", type=Path, help="the page; default: RUN/report.html")
+    report.set_defaults(run=_report)
 
     export = commands.add_parser(
         "export", parents=[shared], help="write a run's model as a folder that transformers loads"
@@ -221,6 +231,7 @@ def _plan(options: argparse.Namespace) -> int:
     budget = None if options.budget is None else parse_bytes(options.budget)
     if options.auto and budget is None:
         raise UsageError("--auto chooses placements that fit a budget, and there is none; give --budget, such as 80GiB")
+    auto = budget if options.auto else None
     with _uncollected():
         from forebay.train.named import ask
 
@@ -229,6 +240,8 @@ def _plan(options: argparse.Namespace) -> int:
         asked = ask(options.config, [*options.overrides, *given], options.world)
         world = options.world or asked.config.parallel.pp * asked.config.parallel.ep
         from forebay.planner.device import load as load_device
+        from forebay.report.planned import Curves
+        from forebay.report.write import checked, write_plan
         from forebay.train.fitting import fit_run
         from forebay.train.planning import plan_layers
         from forebay.train.searching import search
@@ -237,20 +250,28 @@ def _plan(options: argparse.Namespace) -> int:
             device = load_device(options.device)
         except ValueError as error:
             raise UsageError(f"--device: {error}") from error
+        html = None if options.html is None else checked(options.html.expanduser())  # before any work
+        curves = None if html is None else Curves()
         _quiet_transformers()
+        found, config = None, asked.config
         if options.search:
             found = search(asked, options.search, world, budget, options.skew, device, options.auto)
-            plan, fit = found.plan, found.fit
+            config = found.config
+        if found is None or curves is not None:
+            plan = plan_layers(config, world)
+            seen = None if curves is None else curves.seen
+            fit = fit_run(config, plan, world, budget, options.skew, device=device, auto=auto, seen=seen)
         else:
-            found, plan = None, plan_layers(asked.config, world)
-            fit = fit_run(
-                asked.config, plan, world, budget, options.skew, device=device, auto=budget if options.auto else None
-            )
+            plan, fit = found.plan, found.fit
     if options.json:
         more = {} if found is None else {"search": found.as_dict()}
         print(json.dumps({**plan.as_dict(), "fit": fit.as_dict(), "settings": asked.chosen, **more}, indent=1))
     else:
         _print_plan(asked, found, plan, fit)
+    if html is not None and curves is not None:
+        write_plan(curves.planned(plan, fit), config, options.config, html)
+        if not options.json:
+            print(f"page {html}")
     return _DOES_NOT_FIT if fit.fits is False else 0
 
 
@@ -319,6 +340,14 @@ def _save_profile(path: Path) -> None:
 
     if (profile := save_profile(path)) is not None:
         print(f"{path} is now a profile of {profile.title}; give it to forebay plan as --device {path}")
+
+
+def _report(options: argparse.Namespace) -> None:
+    from forebay.report.write import write_run
+
+    _quiet_transformers()
+    for line in write_run(options.source.expanduser(), None if options.out is None else options.out.expanduser()):
+        print(line)
 
 
 def _export(options: argparse.Namespace) -> None:

@@ -156,3 +156,43 @@ def test_messages_and_gathered_weights_are_there_all_the_time() -> None:
     base = fit(halves())
     more = fit_rank(0, replace(STATE, gathered=500), {0: halves()}, alone(1, False), messages=33)
     assert more.total == base.total + 533
+
+
+def test_the_whole_curve_is_told() -> None:
+    """Level by level by hand: 3007 of state and context, what is saved, what a half needs for a moment, gradients from the first
+    backward of their part on."""
+    told: list[tuple[str, str, int]] = []
+    found = fit_rank(
+        0,
+        STATE,
+        {0: halves()},
+        alone(1, False),
+        seen=lambda action, level: told.append((action, level.where, level.total)),
+    )
+    forward = [
+        ("embedding forward", 10),
+        ("m.0.self_attn forward", 2 + 68),
+        ("m.0.mlp forward", 57 + 68),
+        ("m.1.self_attn forward", 107 + 68),
+        ("m.1.mlp forward", 157 + 128),
+        ("head forward", 250 + 408),
+    ]
+    backward = [
+        ("head backward", 550 + 250),
+        ("m.1.mlp backward", 250 + 20 + 70),
+        ("m.1.self_attn backward", 157 + 60 + 20),
+        ("m.0.mlp backward", 107 + 60 + 20),
+        ("m.0.self_attn backward", 57 + 90 + 20),
+        ("embedding backward", 2 + 90 + 12),
+    ]
+    end = [("reduction", 100), ("optimizer", 100)]
+    assert told == [
+        *(("0F0", where, 3007 + more) for where, more in forward),
+        *(("0B0", where, 3007 + more) for where, more in backward),
+        *(("", where, 3007 + more) for where, more in end),
+    ]
+    assert found.total == max(total for _, _, total in told)
+
+
+def test_actions_of_a_process_alone_are_written_as_a_pipelines() -> None:
+    assert [str(action) for action in alone(2, overlap=True)] == ["0F0", "(0F1;0B0)OVERLAP_F_B", "0B1"]

@@ -26,7 +26,7 @@ Not counted: what fragmentation wastes, and the driver's rounding of segments to
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -61,6 +61,12 @@ class Work(NamedTuple):
     stage: int
     microbatch: int
     parts: tuple[Any, ...] = ()
+
+    def __str__(self) -> str:
+        """As a pipeline's action is written."""
+        if self.parts:
+            return f"({';'.join(map(str, self.parts))}){self.kind}"
+        return f"{self.stage}{self.kind}{self.microbatch}"
 
 
 @dataclass(frozen=True)
@@ -200,8 +206,17 @@ def _placed(path: str, part: PartTrace, placement: str, recompute: str, place: i
     return kept
 
 
+Seen = Callable[[str, RankFit], None]
+"""Told of every level of a step in turn: the action ("" after the last), and the level as if it were the highest."""
+
+
 def fit_rank(
-    rank: int, state: State, stages: Mapping[int, Sequence[Held]], actions: Iterable[Action], messages: int = 0
+    rank: int,
+    state: State,
+    stages: Mapping[int, Sequence[Held]],
+    actions: Iterable[Action],
+    messages: int = 0,
+    seen: Seen | None = None,
 ) -> RankFit:
     """The highest point of a rank's step.
 
@@ -209,8 +224,9 @@ def fit_rank(
         stages: its halves in forward order, by stage.
         actions: what it computes, in order; transfers may be among them and are not looked at.
         messages: bytes of hidden states and gradients on their way between ranks.
+        seen: told of every level: the whole curve, of which the highest point is returned.
     """
-    walk = Walk(rank, state, stages, messages)
+    walk = Walk(rank, state, stages, messages, seen)
     for action in actions:
         walk.step(action)
     return walk.done()
@@ -219,8 +235,11 @@ def fit_rank(
 class Walk:
     """A step so far."""
 
-    def __init__(self, rank: int, state: State, stages: Mapping[int, Sequence[Held]], messages: int):
+    def __init__(
+        self, rank: int, state: State, stages: Mapping[int, Sequence[Held]], messages: int, seen: Seen | None = None
+    ):
         self._rank, self._state, self._stages = rank, state, stages
+        self._seen, self._action = seen, ""
         self._held = self._most = 0
         self._messages = messages
         self._gradients = state.gradients if state.at_once else 0
@@ -234,6 +253,7 @@ class Walk:
 
     def step(self, action: Action) -> None:
         """Carry out one action."""
+        self._action = str(action)
         match action.kind:
             case "OVERLAP_F_B":
                 forward, backward = action.parts
@@ -250,6 +270,7 @@ class Walk:
     def done(self) -> RankFit:
         """The step is over."""
         s = self._state
+        self._action = ""
         self._level(s.reducing, "reduction")
         end = replace(self._at(s.stepping, "optimizer"), gradients=s.sharded_gradients)
         self._note(end)
@@ -295,5 +316,7 @@ class Walk:
         )
 
     def _note(self, level: RankFit) -> None:
+        if self._seen is not None:
+            self._seen(self._action, level)
         if self._best is None or level.total > self._best.total:
             self._best = level

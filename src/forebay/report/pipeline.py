@@ -154,6 +154,11 @@ def _draw_rows(axes: Any, ranks: Mapping[int, Sequence[Ran]], begin: float, pixe
                 bbox_to_anchor=(1.0, 1.0), frameon=False)  # fmt: skip
 
 
+def boxes_of(record: Ran) -> list[tuple[str, int, int]]:
+    """What an action computes: (kind, stage, microbatch), two of an overlap and one else."""
+    return [(kind, int(stage), int(number)) for stage, kind, number in _PART.findall(record.label)]
+
+
 class _Box(NamedTuple):
     low: float  # from the row's upper edge, whose height is 1
     height: float

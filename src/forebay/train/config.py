@@ -153,6 +153,8 @@ class Log:
     tensorboard: bool = _key(False)
     progress: str = _key("auto", choices=("auto", "on", "off"))  # the moving line; "auto": on a terminal
     timeline: int = _key(0, low=0)  # step of which pipeline.png and pipeline.json show what each rank ran; 0 is none
+    profile: bool = _key(False)  # at the end, write profile.json: what one more forward pass saves, with the placements
+    # off, so that it needs the memory of a run that keeps everything
 
 
 @dataclass(frozen=True)

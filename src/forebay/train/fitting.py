@@ -14,7 +14,7 @@ from forebay.planner.choose import Choice, by_kind, choose, rank_options, senten
 from forebay.planner.device import DEFAULT, DeviceProfile
 from forebay.planner.device import load as load_device
 from forebay.planner.figures import GPU_BLOCK, Shape
-from forebay.planner.fit import Held, RankFit, Stage, alone, fit_rank, halves_of
+from forebay.planner.fit import Held, RankFit, Seen, Stage, alone, fit_rank, halves_of
 from forebay.planner.state import Sharing, State, state_of, symmetric_bytes
 from forebay.planner.steptime import StepTime
 from forebay.policy import PLACEMENTS, format_bytes, parse_bytes, resolve
@@ -158,6 +158,7 @@ def fit_run(
     device: DeviceProfile | None = None,
     auto: int | None = None,
     traces: Traces | None = None,
+    seen: Seen | None = None,
 ) -> Fit:
     """Lay the run that `plan` is of on `world` processes.
 
@@ -168,6 +169,7 @@ def fit_run(
             they do on `forebay.planner.device.DEFAULT`.
         auto: choose placements with which a process is within so many bytes, instead of those of the configuration.
         traces: of other runs of the same question, which are used again and added to.
+        seen: told of every level of each rank's step, rank after rank.
 
     Raises:
         UsageError: a model that cannot be traced, experts that the processes do not divide, a pattern that matches nothing, or a
@@ -231,7 +233,7 @@ def fit_run(
             if choices[-1].fit.total > limit:
                 notes.append(f"Rank {rank} cannot be brought under {format_bytes(limit)} by any placement.")
         found = {number: halves_of(trace, stage, placements, **ways) for number, stage in stages.items()}
-        ranks.append(fit_rank(rank, state, found, todo, messages))
+        ranks.append(fit_rank(rank, state, found, todo, messages, seen))
         halves += [half for stage in found.values() for half in stage]
     if budget is not None and (least := max(ranks, key=lambda r: r.parameters)).parameters > budget:
         raise UsageError(

@@ -8,10 +8,10 @@ import json
 import os
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import torch
@@ -22,6 +22,8 @@ from rich.table import Table
 from forebay.policy import format_bytes
 from forebay.train.errors import UsageError
 from forebay.train.rerun import Rerun
+
+_BY_RANK: Mapping[str, str] = {"rank_peaks": "peak_bytes_by_rank", "rank_reserved": "reserved_bytes_by_rank"}
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class StepRecord:
             has most.
         on_gpu: which of the two `peak_bytes` is.
         rerun: why the step was run again, exactly; None if it was not. `seconds` has both attempts.
+        rank_peaks: `peak_bytes` by pipeline rank, of the process that has most.
+        rank_reserved: what the caching allocator held at most, likewise; empty on a CPU.
     """
 
     step: int
@@ -52,6 +56,8 @@ class StepRecord:
     peak_bytes: int
     on_gpu: bool
     rerun: Rerun | None = None
+    rank_peaks: tuple[int, ...] = ()
+    rank_reserved: tuple[int, ...] = ()
 
 
 def step_line(record: StepRecord, steps: int) -> str:
@@ -87,6 +93,11 @@ def peak_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return used if sys.platform == "darwin" else used * 1024
+
+
+def reserved_bytes(device: torch.device) -> int:
+    """What the caching allocator of a CUDA device held at most since the last reset; 0 elsewhere."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
 
 
 class Reporter:
@@ -142,10 +153,11 @@ class Reporter:
         self.say(step_line(record, self.steps))
         values = asdict(record)
         del values["on_gpu"], values["rerun"]
+        by_rank = {name: values.pop(key) for key, name in _BY_RANK.items()}
         values["run_again"] = int(record.rerun is not None)
         if record.rerun is not None and record.rerun.factor is not None:
             values["enough_capacity_factor"] = record.rerun.factor
-        self.write(values)
+        self.write(values, {name: figures for name, figures in by_rank.items() if figures})
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=record.step, loss=f"{record.cross_entropy_loss:.4f}")
 
@@ -158,9 +170,10 @@ class Reporter:
         """A plain line: no wrapping, no colours, whatever it holds."""
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def write(self, values: Mapping[str, float]) -> None:
-        """One line of ``metrics.jsonl``, on disk when this returns to the operating system, and its TensorBoard scalars."""
-        self._file.write(json.dumps(dict(values)) + "\n")
+    def write(self, values: Mapping[str, float], lists: Mapping[str, Sequence[float]] = MappingProxyType({})) -> None:
+        """One line of ``metrics.jsonl``, on disk when this returns to the operating system, and its TensorBoard scalars, of
+        which `lists` are none."""
+        self._file.write(json.dumps({**values, **lists}) + "\n")
         self._file.flush()
         if self._events:
             for name in values.keys() - {"step"}:
@@ -190,7 +203,7 @@ class SilentReporter(Reporter):
     def say(self, text: str) -> None:
         """Nothing."""
 
-    def write(self, values: Mapping[str, float]) -> None:
+    def write(self, values: Mapping[str, float], lists: Mapping[str, Sequence[float]] = MappingProxyType({})) -> None:
         """Nothing."""
 
 

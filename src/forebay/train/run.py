@@ -2,10 +2,11 @@
 
 In: a `Config` and what to resume. Out: a run's folder:
 
-    run.json        configuration and versions
+    run.json        configuration, versions, and what it runs on
     metrics.jsonl   a record a step
     checkpoints/    see `forebay.train.checkpoint`
     tensorboard/    if asked for
+    result.json, profile.json      what its report shows of memory; the latter if asked for; see `forebay.train.outcome`
     pipeline.png, pipeline.json    what each rank of the pipeline ran in one step, if asked for; see `forebay.report.timeline`
 
 Of several processes the main one decides on the folder, writes and prints; all save their part of a checkpoint and evaluate.
@@ -34,7 +35,7 @@ from torch.distributed.fsdp import FSDPModule
 from forebay.report import timeline
 from forebay.report.saved import PipelineProfile, profile_ranks
 from forebay.saved.manager import StepReport
-from forebay.train import checkpoint
+from forebay.train import checkpoint, outcome
 from forebay.train.config import Config, check_world, from_mapping
 from forebay.train.errors import Interrupted, RunError, SaidElsewhere, UsageError
 from forebay.train.heartbeat import Heartbeat
@@ -258,10 +259,22 @@ class _Run:
                 if stopped and number < c.train.steps:
                     raise self._interrupted(number, stopped)
         enough = self.trainer.enough_capacity()
+        self._leave(last)
         if self.mesh.world.is_main:
             for table in summary_tables(self._summary(last, enough)):
                 self.console.print(table)
         return self.start.folder
+
+    def _leave(self, last: StepReport) -> None:
+        """The files of the run's report."""
+        folder, main = self.start.folder, self.mesh.world.is_main
+        ranks = outcome.held_by_rank(self.trainer, last)
+        if main:
+            outcome.write(folder / outcome.RESULT, json.dumps({"ranks": ranks}, indent=1))
+        if self.config.log.profile:
+            text = outcome.profile(self.trainer)
+            if main:
+                outcome.write(folder / outcome.PROFILE, text)
 
     def _step(self, number: int, report: Reporter) -> StepRecord:
         record = self._timed_step(number, report)
@@ -363,9 +376,13 @@ class _Run:
 
     def _write_run_file_here(self) -> None:
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-        content = json.dumps({"config": self.config.to_dict(), "versions": versions}, indent=2)
+        about = {"config": self.config.to_dict(), "versions": versions, "machine": outcome.machine(self.mesh)}
+        content = json.dumps(about, indent=2)
         try:
             self.start.folder.mkdir(parents=True, exist_ok=True)
+            (self.start.folder / outcome.RESULT).unlink(
+                missing_ok=True
+            )  # of the same run, when it had fewer steps to do
             (self.start.folder / "run.json").write_text(content, encoding="utf-8")
         except OSError as error:
             raise RunError(

@@ -38,7 +38,7 @@ from forebay.train.data import Windows, load_corpus, load_tokenizer, split
 from forebay.train.errors import RunError, UsageError
 from forebay.train.hf import balance_coefficient
 from forebay.train.mesh import Mesh
-from forebay.train.metrics import StepRecord, peak_bytes
+from forebay.train.metrics import StepRecord, peak_bytes, reserved_bytes
 from forebay.train.overlapped import OverlappedGradients
 from forebay.train.pipelined import PipelinedGradients, keep_stages, plan_of
 from forebay.train.planning import partition_of
@@ -193,10 +193,24 @@ class Trainer:
                 "lower optimizer.lr or lengthen schedule.warmup, and go on from an earlier checkpoint with --resume"
             )
         most = max(peak_bytes(self.device), held + self._graph_bytes())
-        seconds, peak = self.mesh.max(time.perf_counter() - started, most)
+        here = (self.mesh.pp_rank == rank for rank in range(self.mesh.pp))
+        own = [figure * mine for mine in here for figure in (most, reserved_bytes(self.device))]
+        seconds, *figures = self.mesh.max(time.perf_counter() - started, *own)
+        peaks, reserved = (tuple(map(int, figures[n::2])) for n in (0, 1))
         tokens = self.config.train.batch * self.config.train.sequence
         return StepRecord(
-            number, seconds, loss, imbalance, rate, size, tokens / seconds, int(peak), self.device.type == "cuda", rerun
+            number,
+            seconds,
+            loss,
+            imbalance,
+            rate,
+            size,
+            tokens / seconds,
+            max(peaks),
+            self.device.type == "cuda",
+            rerun,
+            peaks,
+            reserved if any(reserved) else (),
         )
 
     def enough_capacity(self) -> float | None:

@@ -1,0 +1,221 @@
+"""The sections on memory that the pages of a plan and of a run share.
+
+In: a `Planned`, and what was measured where something was. Out: `Section`s and pieces of them. Nothing is computed here but sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from forebay.policy import PLACEMENTS, format_bytes
+from forebay.report.axes import byte_scale
+from forebay.report.charts import COLUMNS, PARTS, Ceiling, bar, legend, parts_bar, placement_map, stacked, staged
+from forebay.report.markup import Html, join, tag
+from forebay.report.page import Section
+from forebay.report.planned import Planned, parts_of
+from forebay.report.tables import alike, big, grouped, layer_of, table
+from forebay.train.fitting import Fit
+
+_HEADROOM = 1.1  # of a chart over its highest point, for what is written there
+_LABELS, _FEW_LABELS = 9, 4  # along a step, in a large chart and in a small one
+_SHOWN = 2.0  # a ceiling that is further above the highest point would flatten the picture
+_COLUMNS = ("parameters", "gradients", "optimizer", "activations", "transient", "other")
+_MEANS: Mapping[str, str] = {
+    "keep": "waits on the device",
+    "recompute": "is made again in backward",
+    "offload": "waits in host memory",
+    "stash": "is packed into pages",
+}
+
+
+def hero(fit: Fit, what: str, line: tuple[str, int] | None, figure: int | None = None) -> Html:
+    """The figure that matters, and what the planned peak is made of.
+
+    Args:
+        what: in words, what the figure is.
+        line: a limit, or a measurement: its name and bytes.
+        figure: another figure than the planned peak.
+    """
+    most = fit.fullest
+    parts = parts_of(most)
+    whole = max(most.total, line[1] if line else 0)
+    limit = None
+    if line is not None:
+        early = " early" * (line[1] < 0.4 * whole)
+        label = tag("span", f"{line[0]} {format_bytes(line[1])}")
+        limit = tag("span", label, class_=f"limit{early}", style=f"left:{100 * line[1] / whole:.2f}%")
+    entries = [(f"f-{p}", p, format_bytes(parts[p])) for p in PARTS if parts[p]]
+    spoken = "Planned peak: " + ", ".join(f"{name} {size}" for _, name, size in entries)
+    bars = tag(
+        "div",
+        parts_bar(parts, whole),
+        limit,
+        class_="whole limited" if line else "whole",
+        role="img",
+        aria_label=spoken,
+    )
+    return tag(
+        "div",
+        big(most.total if figure is None else figure),
+        tag("p", what, class_="made"),
+        bars,
+        legend(entries),
+        class_="hero",
+    )
+
+
+def step_section(
+    planned: Planned,
+    ceilings: Mapping[int, Sequence[Ceiling]],
+    measured: Mapping[int, Mapping[str, int]],
+    lead: str,
+) -> Section:
+    """Memory over a step: the fullest rank large, the others small, all on one scale.
+
+    Args:
+        ceilings: lines by rank.
+        measured: by rank, bytes at the end of each action.
+    """
+    fullest = planned.fit.fullest
+    shown = {r: [c for c in ceilings.get(r, ()) if c.bytes <= _SHOWN * fullest.total] for r in planned.levels}
+    most = max([fullest.total, *(c.bytes for found in shown.values() for c in found)])
+    scale = byte_scale(_HEADROOM * most)
+    many = any(staged(levels) for levels in planned.levels.values())
+    numbers = "between stage and microbatch" if many else "with its microbatch"
+    axis = f"halves of the step in the order in which they run; F is forward, B backward, {numbers}"
+    charts = []
+    for rank, levels in planned.levels.items():
+        first = rank == fullest.rank
+        peak = max(levels, key=lambda level: level.total)
+        spoken = f"Planned memory of rank {rank} over a step, at most {format_bytes(peak.total)} at {peak.where}."
+        inside = measured.get(rank, {})
+        chart = stacked(
+            levels, scale, shown[rank], spoken, axis if first else "the step", inside, _LABELS if first else _FEW_LABELS
+        )
+        title = f"Rank {rank}" + ", the fullest" * first if len(planned.levels) > 1 else "A process"
+        caption = tag(
+            "figcaption",
+            tag("b", title),
+            tag("span", f"{scale.unit}; at most {format_bytes(peak.total)}, at {peak.where}" if first else scale.unit),
+        )
+        charts.append((first, tag("figure", caption, chart, class_=None if first else "small")))
+    used = [
+        p for p in reversed(PARTS) if any(level.bytes.get(p) for found in planned.levels.values() for level in found)
+    ]
+    named = {c.name: c for found in shown.values() for c in found}
+    entries = [(f"f-{p}", p, "") for p in used] + [(f"s-{c.colour}", c.name, "") for c in named.values()]
+    hidden = sorted(
+        {(c.name, c.bytes) for found in ceilings.values() for c in found}
+        - {(c.name, c.bytes) for found in shown.values() for c in found}
+    )
+    said = [f"The {name} of {format_bytes(size)} is above this picture." for name, size in hidden[:1]]
+    if any(len(found) > COLUMNS for found in planned.levels.values()):
+        said.append(f"Each of the {COLUMNS} columns is the highest of the halves that fall into it.")
+    others = [chart for first, chart in charts if not first]
+    body = join(
+        legend(entries),
+        [chart for first, chart in charts if first],
+        tag("div", others, class_="many") if others else None,
+        tag("p", " ".join(said), class_="lead") if said else None,
+    )
+    return Section("step", "Memory over a step", lead, body)
+
+
+def ranks_section(fit: Fit) -> Section:
+    """A line a rank: what its peak is made of, and what the budget leaves."""
+    whole = max([fit.budget or 0, *(r.total for r in fit.ranks)])
+    heads = [("rank", ""), ("", "share"), *((name, "n") for name in _COLUMNS), ("total", "n")]
+    rows = []
+    for rank in fit.ranks:
+        row = [str(rank.rank), tag("span", parts_bar(parts_of(rank), whole), aria_hidden="true")]
+        row += [format_bytes(getattr(rank, name)) for name in _COLUMNS]
+        row.append(format_bytes(rank.total))
+        if fit.budget is not None:
+            room = rank.headroom(fit.budget)
+            row.append(tag("span", format_bytes(room), class_="less" if room >= 0 else "over"))
+        rows.append(row)
+    if fit.budget is not None:
+        heads.append(("headroom", "n"))
+    most = next(n for n, r in enumerate(fit.ranks) if r is fit.fullest) if len(fit.ranks) > 1 else None
+    body = table("Each rank at the highest point of its step, its fullest process", heads, rows, most)
+    return Section(
+        "ranks",
+        "By rank",
+        f"The fullest process of each pipeline rank, of {fit.world:,} in all." if len(fit.ranks) > 1 else "",
+        body,
+    )
+
+
+def placements_body(fit: Fit) -> Html:
+    """Where saved tensors wait, layer by layer, and what that frees."""
+    halves = {h.path: h.placement for h in fit.halves}
+    rows = []
+    found = fit.placements()
+    whole = max([p["saved_bytes"] for p in found], default=1) or 1
+    for p in found:
+        freed = p["saved_bytes"] - p["held_bytes"]
+        rows.append(
+            (
+                join(tag("span", p["placement"]), f": {_MEANS[p['placement']]}"),
+                str(p["parts"]),
+                format_bytes(p["saved_bytes"]),
+                format_bytes(p["held_bytes"]),
+                format_bytes(max(freed, 0)),
+                bar(max(freed, 0) / whole, p["placement"]),
+            )
+        )
+    heads = [
+        ("placement", ""),
+        ("parts", "n"),
+        ("saved", "n"),
+        ("held on the device", "n"),
+        ("freed", "n"),
+        ("", "share"),
+    ]
+    return join(the_map(halves), table("For one microbatch, as planned", heads, rows))
+
+
+def the_map(placements: Mapping[str, str]) -> Html:
+    """A cell a layer and part, coloured by placement."""
+    rows: dict[str, dict[int, str]] = {}
+    for path, placement in placements.items():
+        if (found := layer_of(path)) is not None:
+            rows.setdefault(found[1] or "layer", {})[found[0]] = placement
+    if not rows:
+        return join()
+    used = [p for p in PLACEMENTS if p in set(placements.values())]
+    cells = {
+        name: [(of[n], f"layer {n}") for n in sorted(of)]
+        for name, of in sorted(rows.items(), key=lambda row: row[0] != "self_attn")
+    }
+    return join(placement_map(cells), legend([(f"f-{p}", f"{p}: {_MEANS[p]}", "") for p in used]))
+
+
+def largest_saved(fit: Fit, count: int = 12) -> Html:
+    """The parts of the model that save most for one microbatch, those alike in one line."""
+    sizes = {f"{h.path}": h.saved for h in fit.halves}
+    found = grouped(sizes)[:count]
+    whole = max((size for _, _, size in found), default=1) or 1
+    held: dict[str, int] = {}
+    for half in fit.halves:
+        held[alike(half.path)] = held.get(alike(half.path), 0) + half.held
+    rows = [
+        (
+            tag("code", path),
+            str(many),
+            format_bytes(size / many),
+            format_bytes(size),
+            format_bytes(held[path]),
+            bar(size / whole, "activations"),
+        )
+        for path, many, size in found
+    ]
+    heads = [
+        ("part of the model", "path"),
+        ("parts", "n"),
+        ("each saves", "n"),
+        ("all save", "n"),
+        ("held", "n"),
+        ("", "share"),
+    ]
+    return table("Saved for the backward of one microbatch, as planned", heads, rows)

@@ -1,0 +1,56 @@
+"""What the planner says of a configuration, with the whole curve of every rank's step.
+
+In: a valid `Config` and a number of processes. Out: a `Planned`. It is what ``forebay plan`` prints, and for each pipeline rank
+the level at every half of its step, of which the table has the highest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from forebay.planner.fit import RankFit
+from forebay.report.charts import PARTS, Level
+from forebay.train.config import Config
+from forebay.train.fitting import Fit, fit_run
+from forebay.train.planning import LayerPlan, plan_layers
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan, its verdict, and by pipeline rank the levels of a step in their order."""
+
+    plan: LayerPlan
+    fit: Fit
+    levels: Mapping[int, Sequence[Level]]
+
+
+class Curves:
+    """Collects the levels of one plan, as `forebay.planner.fit` tells of them."""
+
+    def __init__(self) -> None:
+        self._levels: dict[int, list[Level]] = {}
+
+    def seen(self, action: str, level: RankFit) -> None:
+        """See `forebay.planner.fit.Seen`."""
+        self._levels.setdefault(level.rank, []).append(Level(action, level.where, parts_of(level)))
+
+    def planned(self, plan: LayerPlan, fit: Fit) -> Planned:
+        """The plan with the levels that were told of."""
+        return Planned(plan, fit, self._levels)
+
+
+def planned(config: Config, world: int) -> Planned:
+    """Plan a run on `world` processes, without a budget.
+
+    Raises:
+        UsageError: as `forebay.train.planning.plan_layers` and `forebay.train.fitting.fit_run` do.
+    """
+    curves = Curves()
+    plan = plan_layers(config, world)
+    return curves.planned(plan, fit_run(config, plan, world, seen=curves.seen))
+
+
+def parts_of(level: RankFit) -> dict[str, int]:
+    """Bytes by what they are."""
+    return {part: getattr(level, part) for part in PARTS}

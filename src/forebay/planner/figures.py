@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from forebay.planner.events import PartEvents
 
 GPU_BLOCK = 512
 """Bytes to which CUDA's caching allocator rounds (torch `c10/core/AllocatorConfig.h`, kMinBlockSize)."""
@@ -24,6 +26,7 @@ class Shape:
         balance: the router's load-balancing loss has a weight, so its graph is saved.
         block: see `forebay.planner.live.Live`.
         gpu: attention as on a GPU; else as this CPU runs it, to compare with a run on it.
+        later: the experts' weight gradients are made behind all others of their backward, as engines do.
     """
 
     sequence: int
@@ -38,6 +41,7 @@ class Shape:
     balance: bool = False
     block: int = GPU_BLOCK
     gpu: bool = True
+    later: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ class PartTrace:
         stash: bytes of the experts' x and h in buffers of the capacity, and of their rows that came; see `forebay.moe.stash`.
             (0, 0) without expert parallelism.
         later: bytes that the experts' weight gradients need, if they are made later (`forebay.moe.weight_gradients`).
+        events, light_events: in what order it allocates and frees; the second where experts make their first product again.
     """
 
     saved: int
@@ -66,6 +71,8 @@ class PartTrace:
     light: tuple[int, int] | None = None
     stash: tuple[int, int] = (0, 0)
     later: int = 0
+    events: PartEvents | None = field(default=None, repr=False, compare=False)
+    light_events: PartEvents | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)

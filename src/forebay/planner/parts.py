@@ -23,26 +23,34 @@ from forebay.models.halves import HalfSlot, install_halves
 from forebay.models.hf_experts import register
 from forebay.models.planned_exchange import PlannedExchange
 from forebay.models.router import balance_loss
+from forebay.planner.events import Ends, PartEvents, highest, part_events
 from forebay.planner.figures import PartTrace, Shape
 from forebay.planner.live import Live
 
 
+_Saved = tuple[int, frozenset[int], int]
+"""Of a storage that autograd saved: bytes, origins, its number."""
+
+
 @dataclass
 class _Part:
-    """A part that ran forward: its graph, and what is known of it so far. `again_bytes`: of what autograd saved here, bytes that
-    compiled code makes again."""
+    """A part that ran forward: its graph, and what is known of it so far. `log`: where its forward lies in the log; `kept`: numbers
+    of what is saved; `compiled`: it is a half, and halves are."""
 
     output: Tensor
     x: Tensor | None
     saved: int
-    again_bytes: int
     forward: int
     flops: int
+    log: tuple[int, int]
+    kept: frozenset[int]
+    compiled: bool
     backward: int = 0
     backward_flops: int = 0
     stash: tuple[int, int] = (0, 0)
     later: int = 0
     again: Callable[[], Any] | None = None
+    events: PartEvents | None = None
 
 
 class Run:
@@ -57,13 +65,14 @@ class Run:
         self.model, self.base, self.shape = model, base, shape
         self.parts: dict[str, PartTrace] = {}
         self.balance = self.head_gradient = 0
-        self._live = Live(shape.block)
+        self._live = Live(shape.block, shape.later)
         self._open: dict[str, _Part] = {}
         self._known: set[int] = set()
         self._refs: list[StorageWeakRef] = []
         self._inputs: set[int] = set()
         self._counted: set[int] = set()  # origins
         self._routed: list[tuple[Tensor, Tensor]] = []
+        self._gradients: list[int] = []  # of weights, of the part that runs backward: numbers in the log
         self._last: Tensor
         blocks = moe_blocks(model)
         if blocks and shape.experts == "forebay":
@@ -79,7 +88,7 @@ class Run:
             self._live.ignore(parameter)
             # As soon as it is made it is added to a sum that is counted elsewhere.
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(_let_go)
+                parameter.register_post_accumulate_grad_hook(self._let_go)
         for buffer in model.buffers():
             self._know(buffer)
             self._live.ignore(buffer)
@@ -109,7 +118,8 @@ class Run:
                 inputs = self._live.size(part.x) if part.x is not None else 0
                 self.parts[path] = PartTrace(
                     part.saved, inputs, part.forward, part.backward, part.flops, part.backward_flops,
-                    light, part.stash, part.later,
+                    light[:2] if light is not None else None, part.stash, part.later,
+                    events=part.events, light_events=light[2] if light is not None else None,
                 )  # fmt: skip
 
     def _exchange_of(self, blocks: list[Any]) -> PlannedExchange | None:
@@ -175,24 +185,30 @@ class Run:
         if leaf is not None:
             live.enter(leaf)
         live.peak, live.flops = live.now, 0
-        begin = live.now
-        saved: dict[StorageWeakRef, tuple[int, frozenset[int]]] = {}
+        begin, at = live.now, len(live.log)
+        saved: dict[StorageWeakRef, _Saved] = {}
         with saved_tensors_hooks(partial(self._pack, saved), lambda tensor: tensor):
             output = run() if leaf is None else run(leaf)
         still = [figures for reference, figures in saved.items() if not reference.expired()]  # that something holds
-        eager = held = sum(size for size, _ in still)
+        eager = held = sum(figures[0] for figures in still)
+        kept = frozenset(figures[2] for figures in still)
+        half = self.shape.compiled and path in self._halves or path == "light"
         if self.shape.compiled:
-            origins = frozenset().union(*(made_of for _, made_of in still)) - self._counted
+            origins = frozenset().union(*(figures[1] for figures in still)) - self._counted
             self._counted |= origins
             held = min(eager, sum(map(live.origin_size, origins)))
-        self._open[path] = _Part(output, leaf, held, eager - held, live.peak - begin, live.flops)
+            kept = frozenset(map(live.origin_number, origins)) if half else kept
+        span = at, len(live.log)
+        self._open[path] = _Part(
+            output, leaf, held, live.peak - begin, live.flops, span, kept, half and self.shape.compiled
+        )
         return output.detach()
 
-    def _pack(self, saved: dict[StorageWeakRef, tuple[int, frozenset[int]]], tensor: Tensor) -> Tensor:
+    def _pack(self, saved: dict[StorageWeakRef, _Saved], tensor: Tensor) -> Tensor:
         reference = StorageWeakRef(tensor.untyped_storage())
         if reference.cdata not in self._known:
             self._know(tensor)
-            saved[reference] = self._live.size(tensor), self._live.origins(tensor)
+            saved[reference] = self._live.size(tensor), self._live.origins(tensor), self._live.number(tensor)
         return tensor.detach()
 
     def _share(self, tensor: Tensor) -> None:
@@ -206,23 +222,41 @@ class Run:
         live = self._live
         output, part.output = part.output, part.output.new_empty(0)
         live.peak, live.flops = live.now, 0
-        begin = live.now
+        begin, out, width = live.now, live.number(output), live.size(output)
+        at, self._gradients = len(live.log), []
         gradient = torch.empty_like(output)
+        given, dx = live.number(gradient), -1
         if output.requires_grad:
             # The output's memory is not held by what runs its backward, unless it is saved.
             root = _Root.apply(output, [gradient])
             del output, gradient
             root.backward()
             del root
-        part.backward, part.backward_flops = live.peak - begin + part.again_bytes, live.flops
+        part.backward, part.backward_flops = live.peak - begin, live.flops
+        x = -1
+        if part.x is not None:
+            x, dx = live.number(part.x), -1 if part.x.grad is None else live.number(part.x.grad)
+        log = live.log[at:]
         if part.x is not None:
             part.x.grad = None
+        ends = Ends(x, out, given, dx, tuple(self._gradients), part.kept, frozenset(live.travelling))
+        part.events = events = part_events(live.log[slice(*part.log)], log, ends, part.compiled)
+        if part.compiled:
+            sizes = dict(e for e in events.forward if e[1] and e[0] >= 0)
+            part.forward = highest(events.forward, {})
+            part.backward = highest(((given, width), *events.backward), sizes)
 
-    def _light(self, part: _Part) -> tuple[int, int]:
+    def _let_go(self, parameter: Tensor) -> None:
+        """Of a weight's gradient."""
+        if parameter.grad is not None:
+            self._gradients.append(self._live.number(parameter.grad))
+        parameter.grad = None
+
+    def _light(self, part: _Part) -> tuple[int, int, PartEvents | None]:
         assert part.again is not None
         again: _Part = part.again()
         self._backward(again)
-        return again.saved, again.backward
+        return again.saved, again.backward, again.events
 
     def _run_light(self, slot: HalfSlot, call: Callable[..., Any], x: Tensor) -> _Part:
         assert slot.light_recompute is not None
@@ -278,7 +312,3 @@ class _Root(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
         return ctx.given.pop(), None
-
-
-def _let_go(parameter: Tensor) -> None:
-    parameter.grad = None

@@ -224,6 +224,11 @@ class _Piece:
         return _Piece(own + own_experts, own_experts, whole, spread, len(rest) + len(mine))
 
 
+def shard_lengths(shape: tuple[int, ...], processes: int, experts: bool) -> int:
+    """Elements of rank 0's shard of a parameter; experts spread over processes are cut where it comes out even."""
+    return _even(shape, processes) if experts else _rows(shape, processes)
+
+
 def _rows(shape: tuple[int, ...], processes: int) -> int:
     return -(-shape[0] // processes) * math.prod(shape[1:])
 

@@ -16,6 +16,8 @@ import torch
 from forebay.pipeline.schedule import make_plan
 from forebay.planner.figures import GPU_BLOCK, Shape
 from forebay.planner.fit import Held, RankFit, Stage, alone, fit_rank, halves_of
+from forebay.planner.reserved import Rank, parts_of, reserve, shortened, with_reserved
+from forebay.planner.sharded import groups_of
 from forebay.planner.state import Sharing, state_of, symmetric_bytes, weights_of
 from forebay.planner.trace import base_path, trace_model
 from forebay.policy import PLACEMENTS, format_bytes, resolve
@@ -33,7 +35,8 @@ if TYPE_CHECKING:
 
 _SAME_HOST = 8  # GPUs that reach each other's memory, as dispatch = "auto" asks for: those of one host
 _MESSAGES = 4  # tensors of hidden states on their way in a pipeline: one in and one out, each way
-_COLUMNS = ("parameters", "gradients", "optimizer", "activations", "transient", "other")
+_LEAST, _LEAST_PIPELINE = 1 << 20, 16 << 20  # bytes below which the manager leaves a tensor where it is
+_COLUMNS = ("parameters", "gradients", "optimizer", "activations", "transient", "cached", "other")
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class Fit:
         if room >= 0:
             if any(h.placement == "offload" for h in self.halves):
                 what += ", provided that the link carries all that is offloaded in time"
-            return f"What is allocated fits {format_bytes(self.budget)} with {format_bytes(room)} to spare: {what}."
+            return f"Fits {format_bytes(self.budget)} with {format_bytes(room)} to spare: {what}."
         return f"Does not fit {format_bytes(self.budget)}, {format_bytes(-room)} are missing: {what}."
 
     def placements(self) -> list[dict[str, Any]]:
@@ -99,6 +102,8 @@ class Fit:
             "ranks": [
                 {
                     **asdict(rank),
+                    "allocated": rank.allocated,
+                    "reserved": rank.reserved,
                     "total": rank.total,
                     "headroom": None if self.budget is None else rank.headroom(self.budget),
                 }
@@ -171,6 +176,7 @@ def fit_run(config: Config, plan: LayerPlan, world: int, budget: int | None = No
         balance=balance_coefficient(declared) != 0,
         block=GPU_BLOCK if sharing.gpu else 1,
         gpu=sharing.gpu,
+        later=engine,
     )
     tokens, text, exchange = shape.sequence * shape.microbatch, declared.get_text_config(), 0
     if p.ep > 1 and sharing.gpu and (p.dispatch == "symmetric" or (p.dispatch == "auto" and p.ep <= _SAME_HOST)):
@@ -181,6 +187,7 @@ def fit_run(config: Config, plan: LayerPlan, world: int, budget: int | None = No
         raise UsageError(f"this model cannot be traced: {first_line(error)}") from error
     actions = make_plan(p.schedule, p.pp, plan.microbatches, p.chunks).actions if p.pp > 1 else None
     ranks, halves = [], []
+    summed = engine and sharing.sharded and sharing.summed > sharing.compute
     for rank in range(p.pp):
         stages = _stages(plan, rank)
         layers = [n for stage in stages.values() for n in stage.layers]
@@ -195,13 +202,33 @@ def fit_run(config: Config, plan: LayerPlan, world: int, budget: int | None = No
                 prefix=prefix,
                 recompute=c.memory.recompute,
                 engine=engine,
-                summed=engine and sharing.sharded and sharing.summed > sharing.compute,
+                summed=summed,
             )
             for number, stage in stages.items()
         }
         messages = _MESSAGES * tokens * text.hidden_size * sharing.compute if p.pp > 1 else 0
         todo: Any = alone(plan.microbatches, p.overlap) if actions is None else [a for a in actions[rank] if a.computes]
-        ranks.append(fit_rank(rank, state, found, todo, messages))
+        fit = fit_rank(rank, state, found, todo, messages)
+        if sharing.gpu:
+            parts = {
+                number: parts_of(trace, stage, placements, prefix=prefix, recompute=c.memory.recompute)
+                for number, stage in stages.items()
+            }
+            hidden = tokens * text.hidden_size * sharing.compute
+            laid = Rank(
+                groups_of(weights, layers, *ends, sharing),
+                sharing,
+                parts,
+                shortened(todo if actions is None else actions[rank], engine),
+                engine,
+                (trace.head_gradient, tokens * text.hidden_size * sharing.summed) if summed else None,
+                hidden,
+                graph=c.memory.graph,
+                drawn=not (c.model.path and c.model.weights == "load"),
+                least=_LEAST_PIPELINE if p.pp > 1 else _LEAST,
+            )
+            fit = with_reserved(fit, reserve(laid))
+        ranks.append(fit)
         halves += [half for stage in found.values() for half in stage]
     if budget is not None and (least := max(ranks, key=lambda r: r.parameters)).parameters > budget:
         raise UsageError(
@@ -298,7 +325,4 @@ def _notes(config: Config, attention: str, experts: int) -> list[str]:
         notes.append("Offloading is counted at its best: as if nothing stayed on the device.")
     if memory.graph:
         notes.append("A captured step's memory is its own: what the optimizer needs for a moment comes on top.")
-    notes.append(
-        "What the allocator holds beside what is allocated is not counted: 3 to 50 % in runs that were measured."
-    )
     return notes

@@ -120,7 +120,7 @@ class Run:
         self._weights = Persistent(paper, rank.groups, rank.sharing, rank.drawn)
         self._life = self._life_of(rank)
         self._workspaces: list[Block] = []
-        self._arena = 0
+        self._arena: int | None = 0  # bytes; None when it is there
 
     def steps(self, number: int) -> Reserved:
         """Whole steps, each with its optimizer's."""
@@ -146,7 +146,8 @@ class Run:
         step.run()
         life.end_step(self._rank.summed[1] if self._rank.summed else 0)
         step.end()
-        self._arena = max(self._arena, step.most_stashed)
+        if self._arena is not None:
+            self._arena = step.most_stashed
         if captured:
             paper.end_graph()
         if isinstance(life, Gathered):
@@ -171,9 +172,9 @@ class Run:
 
     def _settle_arena(self) -> None:
         """Pages are sized by the first step."""
-        if self._arena > 0:
+        if self._arena:
             self.paper.malloc(self._arena, self._stream)
-            self._arena = -1
+            self._arena = None
 
 
 @dataclass
@@ -457,9 +458,14 @@ def _part(path: str, place: Any, trace: PartTrace, placement: str = "keep", ligh
 
 
 def with_reserved(fit: RankFit, found: Reserved) -> RankFit:
-    """The rank with what its allocator holds beside what is in use; never below what it allocates."""
-    inside = fit.total - fit.other - fit.cached
-    return replace(fit, cached=max(0, found.reserved - inside))
+    """The rank as it was laid. What is in use at most is known better now: levels of halves add up what each needs at its highest, as
+    if all of it came at once. So what they have too much is taken off what comes and goes; and what the allocator holds beside is
+    `cached`."""
+    inside = fit.allocated - fit.other
+    too_much = min(max(0, inside - found.allocated), fit.transient)
+    return replace(
+        fit, transient=fit.transient - too_much, cached=max(0, found.reserved - (inside - too_much))
+    )
 
 
 def shortened(actions: Sequence[Any], engine: bool) -> Sequence[Any]:

@@ -31,7 +31,9 @@ from forebay.models.compile import made_again
 from forebay.planner.events import CAME, SENT, Gone, Log, Mark, Op, highest
 from forebay.planner.workspaces import Step, steps_of
 
-_KERNELS = frozenset({"topk", "sort", "cumsum", "index_put", "index_put_", "embedding_dense_backward", "bincount", "_grouped_mm"})
+_KERNELS = frozenset(
+    {"topk", "sort", "cumsum", "index_put", "index_put_", "embedding_dense_backward", "bincount", "_grouped_mm"}
+)
 """Of aten's operations without FLOPs, those that Inductor calls as they are."""
 _TRAVELS = frozenset(f"forebay.{name}.default" for name in ("dispatch", "combine", "spread", "collect"))
 

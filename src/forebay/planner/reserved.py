@@ -23,11 +23,10 @@ NCCL's buffers, symmetric memory and the CUDA context are not the allocator's: `
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from forebay.pipeline.turns import turns
 from forebay.planner.allocator import Block, CachingAllocator
 from forebay.planner.events import CAME, PartEvents
 from forebay.planner.figures import ModelTrace, PartTrace
@@ -76,6 +75,7 @@ class Rank:
         summed: an engine that sums the vocabulary's gradients itself: bytes of the head's and of the spread rows of one microbatch.
         hidden: bytes of a microbatch's hidden states.
         graph: the step is captured.
+        turns: in what order a forward and a backward compute that run together: `forebay.pipeline.turns`.
         drawn: parameters are random.
         least: bytes below which nothing is offloaded.
     """
@@ -87,6 +87,7 @@ class Rank:
     engine: bool
     summed: tuple[int, int] | None
     hidden: int
+    turns: Callable[[Sequence[bool], Sequence[bool]], Sequence[str]]
     graph: bool = False
     drawn: bool = True
     least: int = 1 << 20
@@ -233,7 +234,7 @@ class _Step:
         there = self._forward(forward.stage, forward.microbatch)
         back = self._backward(backward.stage, backward.microbatch, False)
         stages = self._rank.stages
-        order = turns(*(_travelling(stages[s]) for s in (forward.stage,)), _travelling(stages[backward.stage])[::-1])
+        order = self._rank.turns(_travelling(stages[forward.stage]), _travelling(stages[backward.stage])[::-1])
         for whose in order:
             next(there if whose == "F" else back, None)
         _drain(back)
@@ -380,7 +381,8 @@ class _Step:
 
     def _loss(self, head: Part, x: Block) -> Block:
         """An engine's head: forward and backward at once; the gradient of its input."""
-        events, blocks = head.events, {}
+        events = head.events
+        blocks: dict[int, Block] = {}
         self._life.enter("head", False, True, False)
         skipped = frozenset(events.weights) if self._rank.summed else frozenset()
         bytes_ = self._rank.summed[0] if self._rank.summed else -1
@@ -463,9 +465,7 @@ def with_reserved(fit: RankFit, found: Reserved) -> RankFit:
     `cached`."""
     inside = fit.allocated - fit.other
     too_much = min(max(0, inside - found.allocated), fit.transient)
-    return replace(
-        fit, transient=fit.transient - too_much, cached=max(0, found.reserved - (inside - too_much))
-    )
+    return replace(fit, transient=fit.transient - too_much, cached=max(0, found.reserved - (inside - too_much)))
 
 
 def shortened(actions: Sequence[Any], engine: bool) -> Sequence[Any]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forebay.pipeline.schedule import make_plan
+from forebay.pipeline.turns import turns
 from forebay.planner.figures import GPU_BLOCK, Shape
 from forebay.planner.fit import Held, RankFit, Stage, alone, fit_rank, halves_of
 from forebay.planner.reserved import Rank, parts_of, reserve, shortened, with_reserved
@@ -223,6 +224,7 @@ def fit_run(config: Config, plan: LayerPlan, world: int, budget: int | None = No
                 engine,
                 (trace.head_gradient, tokens * text.hidden_size * sharing.summed) if summed else None,
                 hidden,
+                turns,
                 graph=c.memory.graph,
                 drawn=not (c.model.path and c.model.weights == "load"),
                 least=_LEAST_PIPELINE if p.pp > 1 else _LEAST,

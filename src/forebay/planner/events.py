@@ -92,15 +92,17 @@ class Ends(NamedTuple):
     travelling: frozenset[int]
 
 
-def part_events(forward: Log, backward: Log, ends: Ends, compiled: bool) -> PartEvents:
-    """What a part's two logs come to."""
+def part_events(forward: Log, backward: Log, ends: Ends, compiled: bool, dry: Log | None = None) -> PartEvents:
+    """What a part's two logs come to. `dry`: the log of its forward run without a graph; where there is none, every storage is taken
+    to be free behind its last reader."""
     if compiled:
         there, back = _compiled(forward, backward, ends)
         freed = {n for n, size in there if not size}
         # A compiled half hands out all that is saved when it is over: a checkpoint drops it then.
         alone = there + [(n, 0) for n, size in there if size and n >= 0 and n not in freed and n != ends.output]
     else:
-        there, back, alone = _as_it_is(forward), _as_it_is(backward), list(_without_saving(forward, ends))
+        there, back = _as_it_is(forward), _as_it_is(backward)
+        alone = _alone(dry, ends) if dry else list(_without_saving(forward, ends))
     frees = {n for n, size in (*there, *back) if not size}
     made = {n for n, size in (*there, *back) if size}
     there = [e for e in there if e[0] < 0 or e[1] or e[0] not in (ends.x, ends.output)]
@@ -147,6 +149,18 @@ def _as_it_is(log: Log) -> list[Event]:
         else:
             found.append((-1, entry.number))
     return found
+
+
+def _alone(dry: Log, ends: Ends) -> list[Event]:
+    """Its own numbers, but for the input's and the output's: that is the one which is made last and stays to the end."""
+    events = _as_it_is(dry)
+    made = [n for n, size in events if size and n >= 0]
+    left = {n for n, size in events if not size and n >= 0}
+    last = [entry.number for entry in dry if isinstance(entry, Gone)]
+    stays = [n for n in made if n not in left] or last[-1:]
+    output = stays[-1] if stays else -1
+    rest = [(n, 0) for n in stays[:-1]]
+    return [(ends.output if n == output else n, size) for n, size in events if n != output or size] + rest
 
 
 def _without_saving(log: Log, ends: Ends) -> Iterator[Event]:

@@ -23,7 +23,7 @@ from forebay.models.halves import HalfSlot, install_halves
 from forebay.models.hf_experts import register
 from forebay.models.planned_exchange import PlannedExchange
 from forebay.models.router import balance_loss
-from forebay.planner.events import Ends, PartEvents, highest, part_events
+from forebay.planner.events import Ends, Log, PartEvents, highest, part_events
 from forebay.planner.figures import PartTrace, Shape
 from forebay.planner.live import Live
 
@@ -35,7 +35,7 @@ _Saved = tuple[int, frozenset[int], int]
 @dataclass
 class _Part:
     """A part that ran forward: its graph, and what is known of it so far. `log`: where its forward lies in the log; `kept`: numbers
-    of what is saved; `compiled`: it is a half, and halves are."""
+    of what is saved; `compiled`: it is a half, and halves are; `dry`: the log of its forward without a graph."""
 
     output: Tensor
     x: Tensor | None
@@ -45,6 +45,7 @@ class _Part:
     log: tuple[int, int]
     kept: frozenset[int]
     compiled: bool
+    dry: Log
     backward: int = 0
     backward_flops: int = 0
     stash: tuple[int, int] = (0, 0)
@@ -154,6 +155,7 @@ class Run:
                     self._share(shared)
 
             def run(x: Tensor) -> Tensor:
+                found.clear()  # of the run without a graph
                 result = call(x, **keywords)
                 found.append(result)
                 return result[0] if isinstance(result, tuple) else result
@@ -184,6 +186,7 @@ class Run:
         leaf = None if x is None else x.detach().requires_grad_()
         if leaf is not None:
             live.enter(leaf)
+        dry: Log = [] if self.shape.compiled or leaf is None else self._without_graph(leaf, run)
         live.peak, live.flops = live.now, 0
         begin, at = live.now, len(live.log)
         saved: dict[StorageWeakRef, _Saved] = {}
@@ -200,9 +203,18 @@ class Run:
             kept = frozenset(map(live.origin_number, origins)) if half else kept
         span = at, len(live.log)
         self._open[path] = _Part(
-            output, leaf, held, live.peak - begin, live.flops, span, kept, half and self.shape.compiled
+            output, leaf, held, live.peak - begin, live.flops, span, kept, half and self.shape.compiled, dry
         )
         return output.detach()
+
+    def _without_graph(self, x: Tensor, run: Callable[..., Tensor]) -> Log:
+        """What a forward does that saves nothing, such as a recomputation's first."""
+        at = len(self._live.log)
+        with torch.no_grad():
+            run(x)
+        log = self._live.log[at:]
+        del self._live.log[at:]
+        return log
 
     def _pack(self, saved: dict[StorageWeakRef, _Saved], tensor: Tensor) -> Tensor:
         reference = StorageWeakRef(tensor.untyped_storage())
@@ -240,7 +252,7 @@ class Run:
         if part.x is not None:
             part.x.grad = None
         ends = Ends(x, out, given, dx, tuple(self._gradients), part.kept, frozenset(live.travelling))
-        part.events = events = part_events(live.log[slice(*part.log)], log, ends, part.compiled)
+        part.events = events = part_events(live.log[slice(*part.log)], log, ends, part.compiled, part.dry)
         if part.compiled:
             sizes = dict(e for e in events.forward if e[1] and e[0] >= 0)
             part.forward = highest(events.forward, {})

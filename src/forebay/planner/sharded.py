@@ -314,6 +314,9 @@ class ByModule(_Sharded):
         if place in ("embedding", "head"):
             if backward and place == "embedding":
                 self._finish(self._ends, last)
+            elif place == "head" and not backward:  # the model's forward is over
+                self._free(self._arriving)
+                self._arriving = []
             return
         done = [n for n in self._layers[place] if self._groups[n].experts == mlp]
         if not backward:

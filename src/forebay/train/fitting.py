@@ -78,8 +78,6 @@ class Fit:
             return f"{what[0].upper()}{what[1:]}; give --budget for a verdict."
         room = most.headroom(self.budget)
         if room >= 0:
-            if any(h.placement == "offload" for h in self.halves):
-                what += ", provided that the link carries all that is offloaded in time"
             return f"Fits {format_bytes(self.budget)} with {format_bytes(room)} to spare: {what}."
         return f"Does not fit {format_bytes(self.budget)}, {format_bytes(-room)} are missing: {what}."
 
@@ -211,8 +209,10 @@ def fit_run(config: Config, plan: LayerPlan, world: int, budget: int | None = No
         todo: Any = alone(plan.microbatches, p.overlap) if actions is None else [a for a in actions[rank] if a.computes]
         fit = fit_rank(rank, state, found, todo, messages)
         if sharing.gpu:
+            # What "fit" leaves on the device is not known here: it may be all.
+            kept = {h: p for h, p in placements.items() if p != "offload" or c.memory.offload == "all"}
             parts = {
-                number: parts_of(trace, stage, placements, prefix=prefix, recompute=c.memory.recompute)
+                number: parts_of(trace, stage, kept, prefix=prefix, recompute=c.memory.recompute)
                 for number, stage in stages.items()
             }
             hidden = tokens * text.hidden_size * sharing.compute
@@ -324,7 +324,11 @@ def _notes(config: Config, attention: str, experts: int) -> list[str]:
     if "auto" in placed:
         notes.append("memory.policy = 'auto' is counted as 'keep'.")
     if "offload" in placed:
-        notes.append("Offloading is counted at its best: as if nothing stayed on the device.")
+        notes.append(
+            "The total counts what is offloaded as on the device: what the link carries in time is not known here."
+            if memory.offload == "fit"
+            else "Offloading waits for the link where it has to."
+        )
     if memory.graph:
         notes.append("A captured step's memory is its own: what the optimizer needs for a moment comes on top.")
     return notes

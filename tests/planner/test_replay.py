@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from forebay.planner.allocator import Block, CachingAllocator
-from forebay.planner.replay import Difference, replay
+from forebay.planner.replay import Difference, read_history, replay
 
 MIB = 1 << 20
 
@@ -106,3 +109,20 @@ def test_the_allocators_own_histories_come_out_equal(seed: int) -> None:
 def test_an_event_without_its_fields_is_refused() -> None:
     with pytest.raises(ValueError, match="2 fields"):
         replay([("alloc", 1)])
+
+
+def test_a_file_of_columns_is_read(tmp_path: Path) -> None:
+    content = {
+        "actions": ["alloc", "segment_alloc"],
+        "addresses": [1000],
+        "streams": [0, 7],
+        "action": [1, 0],
+        "addr": [0, 0],
+        "size": [2 * MIB, 512],
+        "stream": [1, 1],
+    }
+    path = tmp_path / "x.trace.gz"
+    path.write_bytes(gzip.compress(json.dumps(content).encode()))
+    events = read_history(path)
+    assert events == [("segment_alloc", 1000, 2 * MIB, 7), ("alloc", 1000, 512, 7)]
+    assert replay(events).equal == 1

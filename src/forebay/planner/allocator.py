@@ -125,10 +125,7 @@ class CachingAllocator:
             pool = self._pools[stream, small, self._graph] = _Pool(stream, small, self._graph)
         keys = pool.keys
         at = bisect_left(keys, size << _ADDRESS_BITS)
-        if at < len(keys):
-            block = pool.blocks.pop(keys.pop(at))
-        else:
-            block = self._segment(pool, size)
+        block = pool.blocks.pop(keys.pop(at)) if at < len(keys) else self._segment(pool, size)
         rest = block.size - size
         if rest >= pool.least_rest:
             left = Block(pool, block.address + size, rest)

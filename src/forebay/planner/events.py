@@ -2,13 +2,14 @@
 
 In: a log, written by `forebay.planner.live` while a part runs forward and backward on fake tensors: operations with the storages
 that they read and make, and storages that are let go of. Out: a `PartEvents`: for forward and backward the order of allocations
-and frees of a real run, which `forebay.planner.reserved` gives to an allocator. Storages are numbers; a number is never used again.
+and frees of a real run, which `forebay.planner.reserved` gives to an allocator. Storages are numbers; a number is never used
+again.
 
 Uncompiled, the log is that order. A compiled half makes fewer tensors and keeps fewer, so it is told what is *again*: results of
 operations that compiled code fuses into what reads them, and makes again in backward.
 
-    forward    an again-tensor has memory only if an operation that is not fused (a GEMM, attention, the experts) reads it, or if it
-               leaves the half; it is free behind its last reader
+    forward    an again-tensor has memory only if an operation that is not fused (a GEMM, attention, the experts) reads it, or if
+               it leaves the half; it is free behind its last reader
     saved      what the tensors that autograd saved were made of: see `forebay.planner.trace`
     backward   an again-tensor of forward that an unfused operation reads is made in front of that one, and free behind its last
                reader; what it is made from is free behind the last operation that reads it or anything fused from it
@@ -93,8 +94,8 @@ class Ends(NamedTuple):
 
 
 def part_events(forward: Log, backward: Log, ends: Ends, compiled: bool, dry: Log | None = None) -> PartEvents:
-    """What a part's two logs come to. `dry`: the log of its forward run without a graph; where there is none, every storage is taken
-    to be free behind its last reader."""
+    """What a part's two logs come to. `dry`: the log of its forward run without a graph; where there is none, every storage is
+    taken to be free behind its last reader."""
     if compiled:
         there, back = _compiled(forward, backward, ends)
         freed = {n for n, size in there if not size}

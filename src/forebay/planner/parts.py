@@ -27,15 +27,14 @@ from forebay.planner.events import Ends, Log, PartEvents, highest, part_events
 from forebay.planner.figures import PartTrace, Shape
 from forebay.planner.live import Live
 
-
 _Saved = tuple[int, frozenset[int], int]
 """Of a storage that autograd saved: bytes, origins, its number."""
 
 
 @dataclass
 class _Part:
-    """A part that ran forward: its graph, and what is known of it so far. `log`: where its forward lies in the log; `kept`: numbers
-    of what is saved; `compiled`: it is a half, and halves are; `dry`: the log of its forward without a graph."""
+    """A part that ran forward: its graph, and what is known of it so far. `log`: where its forward lies in the log; `kept`:
+    numbers of what is saved; `compiled`: it is a half, and halves are; `dry`: the log of its forward without a graph."""
 
     output: Tensor
     x: Tensor | None
@@ -195,7 +194,7 @@ class Run:
         still = [figures for reference, figures in saved.items() if not reference.expired()]  # that something holds
         eager = held = sum(figures[0] for figures in still)
         kept = frozenset(figures[2] for figures in still)
-        half = self.shape.compiled and path in self._halves or path == "light"
+        half = (self.shape.compiled and path in self._halves) or path == "light"
         if self.shape.compiled:
             origins = frozenset().union(*(figures[1] for figures in still)) - self._counted
             self._counted |= origins

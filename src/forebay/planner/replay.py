@@ -4,17 +4,20 @@ In: the events that torch recorded (`torch.cuda.memory._record_memory_history`, 
 with `action`, `addr`, `size`, `stream`, or as such tuples. Out: a `Replay`: each real segment beside the one that
 `forebay.planner.allocator` takes for the same requests, both peaks, and where they first differ. Nothing is kept.
 
-What the real one decides and paper is told: which requests come, on which stream, when a block is asked to be freed and when other
-streams let go of it, and where the driver puts a segment. What paper decides: which block serves a request, whether it is split, and
-when a segment is needed, of what size. So equal segments say that the rules are the real ones, whatever the model is.
+What the real one decides and paper is told: which requests come, on which stream, when a block is asked to be freed and when
+other streams let go of it, and where the driver puts a segment. What paper decides: which block serves a request, whether it is
+split, and when a segment is needed, of what size. So equal segments say that the rules are the real ones, whatever the model is.
 
 A history that begins in the middle of a run frees what it never saw allocated: those events are counted and left out.
 """
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from forebay.planner.allocator import Block, CachingAllocator
@@ -53,6 +56,15 @@ class Replay:
     paper_peak: int
     real_allocated: int
     paper_allocated: int
+
+
+def read_history(path: Path) -> list[tuple[str, int, int, int]]:
+    """The events of a file that `benchmarks/planner.py measure` wrote: gzipped JSON with columns of numbers into `actions`,
+    `addresses` and `streams`, and sizes."""
+    content = json.loads(gzip.decompress(path.read_bytes()))
+    columns = (content[name] for name in ("action", "addr", "size", "stream"))
+    actions, addresses, streams = content["actions"], content["addresses"], content["streams"]
+    return [(actions[a], addresses[b], size, streams[c]) for a, b, size, c in zip(*columns, strict=True)]
 
 
 def replay(history: Iterable[Mapping[str, Any] | Sequence[Any]]) -> Replay:

@@ -1,8 +1,8 @@
 """What a rank reserves: its allocations, in the order of the run, given to torch's caching allocator on paper.
 
-In: for each of the rank's stages its halves with the events of each (`forebay.planner.events`) and their placements, what the rank
-computes in a step, and its weights (`forebay.planner.sharded`). Out: a `Reserved`: bytes that the allocator has taken from the driver
-at most, and bytes that were in use at most. Nothing is kept.
+In: for each of the rank's stages its halves with the events of each (`forebay.planner.events`) and their placements, what the
+rank computes in a step, and its weights (`forebay.planner.sharded`). Out: a `Reserved`: bytes that the allocator has taken from
+the driver at most, and bytes that were in use at most. Nothing is kept.
 
 The way of it: parameters, the first step, the optimizer's moments at its end, a second step beside them. The second step has all
 that lasts, and finds the first one's segments; a third needs no more, but for a split or two. Of the microbatches of a process
@@ -10,8 +10,8 @@ alone three are run: the first begins the gradients, the second finds them, the 
 
 What is allocated besides, and where from:
 
-    workspaces   cuBLAS takes 32 MiB on Hopper (`CUBLAS_WORKSPACE_CONFIG`, torch's notes on CUDA) for each handle and stream: one of
-                 the thread that runs forward, one of autograd's
+    workspaces   cuBLAS takes 32 MiB on Hopper (`CUBLAS_WORKSPACE_CONFIG`, torch's notes on CUDA) for each handle and stream: one
+                 of the thread that runs forward, one of autograd's
     streams      tokens travel on a stream of their own in engines: what comes is allocated there
     messages     hidden states that a pipeline receives, from where its plan makes them ready; those that it sent, until the next
     offload      a half's tensors are free when the half after the next begins, and there again one half before their backward
@@ -72,8 +72,8 @@ class Rank:
         stages: by number, parts in forward order.
         actions: of a step, all of a pipeline's, receives too.
         engine: an engine runs the stages (a pipeline, or overlap): tokens travel on a stream of their own.
-        summed: an engine that sums the vocabulary's gradients itself: bytes of the head's and of the spread rows of one microbatch.
-        hidden: bytes of a microbatch's hidden states.
+        summed: an engine that sums the vocabulary's gradients itself: bytes of the head's and of the spread rows of one
+        microbatch. hidden: bytes of a microbatch's hidden states.
         graph: the step is captured.
         turns: in what order a forward and a backward compute that run together: `forebay.pipeline.turns`.
         drawn: parameters are random.
@@ -460,9 +460,9 @@ def _part(path: str, place: Any, trace: PartTrace, placement: str = "keep", ligh
 
 
 def with_reserved(fit: RankFit, found: Reserved) -> RankFit:
-    """The rank as it was laid. What is in use at most is known better now: levels of halves add up what each needs at its highest, as
-    if all of it came at once. So what they have too much is taken off what comes and goes; and what the allocator holds beside is
-    `cached`."""
+    """The rank as it was laid. What is in use at most is known better now: levels of halves add up what each needs at its
+    highest, as if all of it came at once. So what they have too much is taken off what comes and goes; and what the allocator
+    holds beside is `cached`."""
     inside = fit.allocated - fit.other
     too_much = min(max(0, inside - found.allocated), fit.transient)
     return replace(fit, transient=fit.transient - too_much, cached=max(0, found.reserved - (inside - too_much)))

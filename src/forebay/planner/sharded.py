@@ -1,7 +1,7 @@
 """What parameters, gradients and the optimizer allocate during a step, in order and by stream.
 
-In: `Weights` and `Sharing` (`forebay.planner.state`) and the layers of a rank. Out: one of three `Life`s, which are told of a step's
-moments and allocate as torch does then. They own the blocks that they were given by the allocator, and nothing else.
+In: `Weights` and `Sharing` (`forebay.planner.state`) and the layers of a rank. Out: one of three `Life`s, which are told of a
+step's moments and allocate as torch does then. They own the blocks that they were given by the allocator, and nothing else.
 
     Plain      no process group: a gradient is what backward made first, and lasts to the optimizer's step
     ByModule   FSDP2's hooks: a layer is gathered before it runs, and its gradients are summed or reduced behind its backward
@@ -14,8 +14,9 @@ Of FSDP2 (`torch.distributed.fsdp._fully_shard`, torch 2.11 to 2.13), which matt
                                              buffer waits for the next gathering's copy out (forward), or is free at once
     gathering a step                         all of it on the compute stream
     one process                              no buffer: each parameter is cast, and copied
-    reducing                                 the gradients in one piece: compute stream, until the next reducing; what comes of it,
-                                             of which the shards' gradients are views: on the stream "reduce", to the step's end
+    reducing                                 the gradients in one piece: compute stream, until the next reducing; what comes of
+                                             it, of which the shards' gradients are views: on the stream "reduce", to the step's
+                                             end
 
 The optimizer makes both moments and a step count a parameter in its first step, in the order of the parameters: matrices, then
 vectors. Random parameters are drawn whole, one at a time, which leaves the largest one's memory cached.
@@ -38,8 +39,8 @@ DEFAULT = "default"
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that are gathered together. Elements of each: of the rank's shard, of the whole that it computes with, and of the
-    parameter that is drawn.
+    """Parameters that are gathered together. Elements of each: of the rank's shard, of the whole that it computes with, and of
+    the parameter that is drawn.
 
     Attributes:
         place: a layer's place among the rank's, or -1 for embedding, last norm and head.

@@ -1,12 +1,12 @@
 """What operations allocate that a trace sees as one: their bodies' tensors, in the order in which they come and go.
 
-In: the name of an operation and its arguments, fake tensors. Out: steps (name, bytes), bytes 0 where it is freed; a number instead
-of a name is one of the results, whose bytes are the result's own. Nothing is computed or kept.
+In: the name of an operation and its arguments, fake tensors. Out: steps (name, bytes), bytes 0 where it is freed; a number
+instead of a name is one of the results, whose bytes are the result's own. Nothing is computed or kept.
 
     forebay::experts, its backward     as `forebay.moe.experts_op` has them, with `forebay.kernels.sort_slots`
     forebay::linear_cross_entropy      one chunk of logits beside the results: `forebay.loss`
-    attention's backward               what flash attention 2 allocates in torch (`flash_api.cpp`, mha_bwd), by size: the sum of dO*O
-                                       and dq in fp32, sequence rounded up to 128 and the head's width to 32, and for grouped
+    attention's backward               what flash attention 2 allocates in torch (`flash_api.cpp`, mha_bwd), by size: the sum of
+                                       dO*O and dq in fp32, sequence rounded up to 128 and the head's width to 32, and for grouped
                                        queries dk and dv of all query heads. cuDNN asks for one workspace of as much.
 
 A body that changes has to change here: tests compare with the real body's storages on a CPU.
@@ -25,8 +25,8 @@ _CHUNK = 512  # slots that a program of sort_slots counts
 
 
 def steps_of(name: str, args: Any, kwargs: Any, later: bool) -> tuple[Step, ...]:
-    """The steps of an operation; none for one that allocates its results alone. `later`: the experts' weight gradients are made by
-    an operation of their own behind this one, and here are its steps as well."""
+    """The steps of an operation; none for one that allocates its results alone. `later`: the experts' weight gradients are made
+    by an operation of their own behind this one, and here are its steps as well."""
     body = _BODIES.get(name)
     return () if body is None else tuple(body(*args, **kwargs, later=later))
 

@@ -19,7 +19,7 @@ from forebay.planner.figures import GPU_BLOCK, Shape
 from forebay.planner.fit import Held, RankFit, Stage, alone, fit_rank, halves_of
 from forebay.planner.reserved import Rank, parts_of, reserve, shortened, with_reserved
 from forebay.planner.sharded import groups_of
-from forebay.planner.state import Sharing, state_of, symmetric_bytes, weights_of
+from forebay.planner.state import Sharing, all_to_all_bytes, state_of, symmetric_bytes, weights_of
 from forebay.planner.trace import base_path, trace_model
 from forebay.policy import PLACEMENTS, format_bytes, resolve
 from forebay.train import hf
@@ -180,6 +180,8 @@ def fit_run(config: Config, plan: LayerPlan, world: int, budget: int | None = No
     tokens, text, exchange = shape.sequence * shape.microbatch, declared.get_text_config(), 0
     if p.ep > 1 and sharing.gpu and (p.dispatch == "symmetric" or (p.dispatch == "auto" and p.ep <= _SAME_HOST)):
         exchange = symmetric_bytes(p.ep, tokens, text.hidden_size, text.num_experts_per_tok, sharing.compute)
+    elif p.ep > 1 and sharing.gpu:
+        exchange = all_to_all_bytes(p.ep)
     try:
         trace = trace_model(model, shape)
     except ValueError as error:

@@ -154,12 +154,11 @@ class Run:
                     self._share(shared)
 
             def run(x: Tensor) -> Tensor:
-                found.clear()  # of the run without a graph
                 result = call(x, **keywords)
                 found.append(result)
                 return result[0] if isinstance(result, tuple) else result
 
-            out = self._part(slot.path, x, run)
+            out = self._part(slot.path, x, run, found.clear)
             part, (result,) = self._open[slot.path], found
             found.clear()  # the graph is the part's alone
             if slot.path.endswith(".mlp") and slot.light_recompute is not None:
@@ -180,12 +179,15 @@ class Run:
         window = getattr(layer.self_attn, "sliding_window", None) or self.shape.sequence
         return self.model.config._attn_implementation == "sdpa" and window >= self.shape.sequence
 
-    def _part(self, path: str, x: Tensor | None, run: Callable[..., Tensor]) -> Tensor:
+    def _part(
+        self, path: str, x: Tensor | None, run: Callable[..., Tensor], forget: Callable[[], None] = lambda: None
+    ) -> Tensor:
+        """`forget` lets go of what `run` left beside its result."""
         live = self._live
         leaf = None if x is None else x.detach().requires_grad_()
         if leaf is not None:
             live.enter(leaf)
-        dry: Log = [] if self.shape.compiled or leaf is None else self._without_graph(leaf, run)
+        dry: Log = [] if self.shape.compiled or leaf is None else self._without_graph(leaf, run, forget)
         live.peak, live.flops = live.now, 0
         begin, at = live.now, len(live.log)
         saved: dict[StorageWeakRef, _Saved] = {}
@@ -206,12 +208,13 @@ class Run:
         )
         return output.detach()
 
-    def _without_graph(self, x: Tensor, run: Callable[..., Tensor]) -> Log:
+    def _without_graph(self, x: Tensor, run: Callable[..., Tensor], forget: Callable[[], None]) -> Log:
         """What a forward does that saves nothing, such as a recomputation's first."""
         at = len(self._live.log)
         with torch.no_grad():
             run(x)
         log = self._live.log[at:]
+        forget()
         del self._live.log[at:]
         return log
 

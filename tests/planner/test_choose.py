@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from forebay.pipeline.schedule import make_plan
-from forebay.planner.choose import ByFlops, Choice, Machine, Option, by_kind, choose, rank_options, sentences
+from forebay.planner.choose import Choice, Machine, Option, by_kind, choose, rank_options, sentences
 from forebay.planner.figures import LayerTrace, ModelTrace, PartTrace
 from forebay.planner.fit import Stage, alone, fit_rank
 from forebay.planner.state import State
@@ -21,7 +21,7 @@ STATE = State(1000, 2000, 0, (30, 40, 35, 45), 10, 20, False, 0, 100, 0, 7)
 
 
 def machine(rate: float = FAST) -> Machine:
-    return Machine(ByFlops(100.0), rate, rate, 1e3)
+    return Machine(lambda part: (part.forward_flops / 100, part.backward_flops / 100), rate, rate, 1e3)
 
 
 def part(chance: random.Random, moe: bool) -> PartTrace:

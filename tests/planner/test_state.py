@@ -9,7 +9,17 @@ import pytest
 import torch
 
 from forebay.kernels.peer_memory import PeerLayout
-from forebay.planner.state import COMMUNICATOR, CONTEXT, Sharing, Weights, state_of, symmetric_bytes, weights_of
+from forebay.planner.state import (
+    CHANNEL,
+    COMMUNICATOR,
+    COMMUNICATOR_ALONE,
+    CONTEXT,
+    Sharing,
+    Weights,
+    state_of,
+    symmetric_bytes,
+    weights_of,
+)
 from forebay.saved.identify import local
 from forebay.train import hf
 from forebay.train.config import Config, from_mapping
@@ -148,7 +158,9 @@ def test_a_gpu_takes_its_share() -> None:
     alone, all_of_them = (
         state_of(TINY, (0,), True, True, s) for s in (Sharing(), Sharing(data=4, ep=2, pp=2, sharded=True))
     )
-    assert alone.other == CONTEXT and all_of_them.other == CONTEXT + 4 * COMMUNICATOR
+    # All processes; those with the same layers; an expert group, and a column of the same experts; two neighbours' four channels.
+    assert alone.other == CONTEXT and all_of_them.other == CONTEXT + 4 * COMMUNICATOR + 4 * CHANNEL
+    assert state_of(TINY, (0,), True, True, Sharing(sharded=True)).other == CONTEXT + COMMUNICATOR_ALONE
     assert state_of(TINY, (0,), True, True, Sharing(gpu=False)).other == 0
 
 

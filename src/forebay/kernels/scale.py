@@ -51,7 +51,10 @@ def scale(x: Tensor, factor: Tensor, dtype: torch.dtype, *, backend: Backend = "
         raise TypeError(f"factor is {factor.dtype}, x is {x.dtype}")
     # Inductor fuses the plain form into one pass of its own.
     if torch.compiler.is_compiling() or not use_triton(backend, x):
-        return (x * factor.reshape(())).to(dtype)
+        if torch.compiler.is_compiling():
+            return (x * factor.reshape(())).to(dtype)
+        # As the kernel: no product in x's dtype beside the result. For a trace too, which counts it.
+        return torch.mul(x, factor.reshape(()), out=torch.empty_like(x, dtype=dtype))
     out = torch.empty_like(x, dtype=dtype)
     if x.numel():
         with on_device_of(x):

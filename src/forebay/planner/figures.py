@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from forebay.planner.events import PartEvents
 
 GPU_BLOCK = 512
 """Bytes to which CUDA's caching allocator rounds (torch `c10/core/AllocatorConfig.h`, kMinBlockSize)."""
@@ -24,6 +26,7 @@ class Shape:
         balance: the router's load-balancing loss has a weight, so its graph is saved.
         block: see `forebay.planner.live.Live`.
         gpu: attention as on a GPU; else as this CPU runs it, to compare with a run on it.
+        later: the experts' weight gradients are made behind all others of their backward, as engines do.
     """
 
     sequence: int
@@ -38,6 +41,7 @@ class Shape:
     balance: bool = False
     block: int = GPU_BLOCK
     gpu: bool = True
+    later: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,7 @@ class PartTrace:
         later: bytes that the experts' weight gradients need, if they are made later (`forebay.moe.weight_gradients`).
         forward_ops, backward_ops: what both ask of a GPU, in order.
         light_ops: `backward_ops` where experts make their first product again; empty where there is no such thing.
+        events, light_events: in what order it allocates and frees; the second where experts make their first product again.
     """
 
     saved: int
@@ -89,6 +94,8 @@ class PartTrace:
     forward_ops: tuple[OpCost, ...] = ()
     backward_ops: tuple[OpCost, ...] = ()
     light_ops: tuple[OpCost, ...] = ()
+    events: PartEvents | None = field(default=None, repr=False, compare=False)
+    light_events: PartEvents | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ What a placement makes of the bytes that a half saves:
                 time is not known here; `offload = "fit"` leaves what it cannot carry
     stash       x and h of the experts as the rows that came, in pages, not as buffers of the capacity
 
-Not counted: what fragmentation wastes, and the driver's rounding of segments to 2 MiB and 20 MiB. Peaks are of allocated memory.
+Levels are of allocated memory. What the allocator reserves beside it, `forebay.planner.reserved` finds out, and `RankFit` has as
+`cached`.
 """
 
 from __future__ import annotations
@@ -105,6 +106,7 @@ class RankFit:
         transient: what the running halves need besides, gathered weights, and reductions.
         where: what runs then.
         held_at_most: the most that is saved at any moment.
+        cached: what the caching allocator holds at most beside the other columns: `forebay.planner.reserved`.
     """
 
     rank: int
@@ -116,11 +118,22 @@ class RankFit:
     other: int
     where: str
     held_at_most: int
+    cached: int = 0
+
+    @property
+    def allocated(self) -> int:
+        """The highest point of what is in use, context and communicators included."""
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.transient + self.other
 
     @property
     def total(self) -> int:
-        """The peak."""
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.transient + self.other
+        """The highest point of what is taken from the device."""
+        return self.allocated + self.cached
+
+    @property
+    def reserved(self) -> int:
+        """Of that, what the caching allocator reserves."""
+        return self.total - self.other
 
     def headroom(self, budget: int) -> int:
         """What the budget leaves; negative if it does not fit."""

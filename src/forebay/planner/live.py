@@ -4,9 +4,10 @@ In: nothing; a `Live` is entered around code that makes fake tensors. Out: `now`
 from the operation that makes it until nobody holds it, through weak references: it keeps nothing alive.
 
 An operation that is opaque to autograd (`forebay::experts`, its backward, `forebay::linear_cross_entropy`) has a fake
-implementation that makes its results only. What its body needs besides is counted by the formulas of `WORKSPACES`, which are
-those of the operations' own docstrings. Memory that a library takes for one kernel (split-K buffers of a GEMM, attention's
-backward in fp32) is not seen.
+implementation that makes its results only. What its body needs besides, and in what order, `forebay.planner.workspaces` knows;
+of attention's backward too. Split-K buffers of a GEMM are in cuBLAS's workspace, which `forebay.planner.reserved` counts.
+
+All of it is noted in `log`, in the words of `forebay.planner.events`: what is read, made and let go of, in order.
 
 It also knows what each storage is made of: its *origins*, the storages that operations which a compiled half would make again
 (`forebay.models.compile.made_again`) made it from. Origins are inputs, and results of GEMMs, attention, opaque operations and
@@ -18,10 +19,8 @@ FLOPs are those of `torch.utils.flop_counter`'s formulas: attention counts all p
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -29,6 +28,14 @@ from torch.utils.flop_counter import flop_registry
 
 from forebay.models.compile import made_again
 from forebay.planner.costs import Tally
+from forebay.planner.events import CAME, SENT, Gone, Log, Mark, Op, highest
+from forebay.planner.workspaces import Step, steps_of
+
+_KERNELS = frozenset(
+    {"topk", "sort", "cumsum", "index_put", "index_put_", "embedding_dense_backward", "bincount", "_grouped_mm"}
+)
+"""Of aten's operations without FLOPs, those that Inductor calls as they are."""
+_TRAVELS = frozenset(f"forebay.{name}.default" for name in ("dispatch", "combine", "spread", "collect"))
 
 
 class Live(TorchDispatchMode):
@@ -37,21 +44,29 @@ class Live(TorchDispatchMode):
     Args:
         block: bytes to which the allocator rounds a storage; 512 on CUDA, 1 on a CPU.
         fused: see `Tally`.
+        later: the experts' weight gradients are made behind all their other ones.
 
     Attributes:
         now, peak: bytes of storages that were made inside; set `peak` to `now` to begin anew.
         flops: of everything since it was last set to 0.
         tally: what the operations ask of a GPU.
+        log: see `forebay.planner.events`.
+        travelling: numbers of storages that were made where tokens travel.
     """
 
-    def __init__(self, block: int, fused: bool = False):
+    def __init__(self, block: int, later: bool = False, fused: bool = False):
         super().__init__()
         self.tally = Tally(fused, self.origins, self.origin_size)
         self.now = self.peak = self.flops = 0
-        self._block = block
+        self.log: Log = []
+        self.travelling: set[int] = set()
+        self._block, self._later = block, later
         self._sizes: dict[int, int] = {}
         self._origins: dict[int, frozenset[int]] = {}  # of live storages
         self._made: list[int] = []  # bytes of each origin; a storage's address is used again, its number here is not
+        self._numbers: dict[int, int] = {}  # of live storages
+        self._origin_numbers: list[int] = []
+        self._count = 0
         self._again = made_again()
 
     def ignore(self, tensor: Tensor) -> None:
@@ -61,8 +76,18 @@ class Live(TorchDispatchMode):
 
     def enter(self, tensor: Tensor) -> None:
         """From here on a tensor is an input: made of nothing but itself."""
-        self._origins[tensor.untyped_storage()._cdata] = frozenset([len(self._made)])
+        key = tensor.untyped_storage()._cdata
+        self._origins[key] = frozenset([len(self._made)])
         self._made.append(self.size(tensor))
+        self._origin_numbers.append(self._numbers.get(key, -1))
+
+    def number(self, tensor: Tensor) -> int:
+        """Of its storage in `log`; -1 for one that is not counted."""
+        return self._numbers.get(tensor.untyped_storage()._cdata, -1)
+
+    def origin_number(self, origin: int) -> int:
+        """Of an origin's storage."""
+        return self._origin_numbers[origin]
 
     def origins(self, tensor: Tensor) -> frozenset[int]:
         """Numbers of what a live tensor is made of."""
@@ -74,102 +99,114 @@ class Live(TorchDispatchMode):
 
     def size(self, tensor: Tensor) -> int:
         """Bytes of a tensor's whole storage, rounded."""
-        return -(-tensor.untyped_storage().nbytes() // self._block) * self._block
+        return self._rounded(tensor.untyped_storage().nbytes())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run `func`, and count."""
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        before = self.now
+        before, name = self.now, str(func)
         packet = getattr(func, "overloadpacket", None)
-        new = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        if any(leaf.untyped_storage()._cdata not in self._sizes for leaf in new):
-            sources = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            for leaf in new:
-                self._add(leaf, sources if packet in self._again else None)
-        workspace = WORKSPACES.get(str(func))
-        if workspace is not None:
-            self.peak = max(self.peak, before + workspace(*args, **kwargs))
+        again = packet in self._again
+        results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        sources = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        new = [self._add(leaf, sources if again else None) for leaf in results]
+        reads = tuple(dict.fromkeys(n for source in sources if (n := self.number(source)) >= 0))
+        steps = steps_of(name, args, kwargs, self._later)
+        if name in _TRAVELS:
+            self._note_travel(reads, new)
+        elif steps:
+            self._note_steps(reads, results, new, steps)
+            self.peak = max(self.peak, before + self._highest(results, steps))
+        elif any(new) or (results and not getattr(func, "is_view", False)):
+            self.log.append(Op(_is_fused(func, packet), reads, tuple(filter(None, new))))
         formula = flop_registry.get(packet)
         flops = int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
         self.flops += flops
         self.tally.see(func, args, kwargs, out, flops)
         return out
 
-    def _add(self, tensor: Tensor, sources: list[Tensor] | None) -> None:
-        """Count a storage; `sources` are what it could be made of again."""
+    def _add(self, tensor: Tensor, sources: list[Tensor] | None) -> Made | None:
+        """Count a storage, if it is new; `sources` are what it could be made of again."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._sizes:
-            return
+            return None
         self._sizes[key] = size = self.size(tensor)
-        if sources is None or _reduces(tensor, sources):
+        self._numbers[key] = number = self._count
+        self._count += 1
+        again = sources is not None and not _reduces(tensor, sources)
+        if not again:
             self._origins[key] = frozenset([len(self._made)])
             self._made.append(size)
+            self._origin_numbers.append(number)
         else:
+            assert sources is not None
             self._origins[key] = frozenset().union(
                 *(self._origins.get(s.untyped_storage()._cdata, ()) for s in sources)
             )
         self.now += size
         self.peak = max(self.peak, self.now)
         weakref.finalize(storage, self._drop, key).atexit = False
+        return number, size, again, frozenset(self._origin_numbers[o] for o in self._origins[key])
 
     def _drop(self, key: int) -> None:
         self.now -= self._sizes.pop(key)
         self._origins.pop(key, None)
         self.tally.forget(key)
+        self.log.append(Gone(self._numbers.pop(key)))
+
+    def _note_travel(self, reads: tuple[int, ...], new: list[Made | None]) -> None:
+        made = tuple(m for m in new if m is not None)
+        self.travelling.update(m[0] for m in made)
+        self.log += [Mark(SENT), Op(False, reads, made), Mark(CAME)]
+
+    def _note_steps(
+        self, reads: tuple[int, ...], results: list[Tensor], new: list[Made | None], steps: tuple[Step, ...]
+    ) -> None:
+        """An operation's own order: its results among what comes and goes."""
+        names: dict[str, int] = {}
+        missing = {i for i, made in enumerate(new) if made is not None}
+        self.log.append(Op(False, reads, ()))
+        for key, size in steps:
+            if isinstance(key, int):
+                made = new[key] if key < len(new) else None
+                if made is not None and key in missing:
+                    missing.discard(key)
+                    self.log.append(Op(False, reads, (made,)))
+            elif size:
+                names[key] = self._count
+                self._count += 1
+                self.log.append(Op(False, reads, ((names[key], self._rounded(size), False, frozenset()),)))
+            else:
+                self.log.append(Gone(names.pop(key)))
+        rest = tuple(made for i in sorted(missing) if (made := new[i]) is not None)
+        if rest:
+            self.log.append(Op(False, reads, rest))
+        self.log += [Gone(n) for n in names.values()]
+
+    def _highest(self, results: list[Tensor], steps: tuple[Step, ...]) -> int:
+        numbers: dict[Any, int] = {}
+        events = []
+        for key, size in steps:
+            number = numbers.setdefault(key, len(numbers))
+            given = self.size(results[key]) if isinstance(key, int) and key < len(results) else self._rounded(size)
+            if given or not isinstance(key, int):
+                events.append((number, given))
+        return highest(events, {})
+
+    def _rounded(self, size: int) -> int:
+        return -(-size // self._block) * self._block
+
+
+def _is_fused(func: Any, packet: Any) -> bool:
+    """Whether Inductor makes it a part of a kernel with what it reads: all of aten but GEMMs, attention, sorts and scatters."""
+    return func.namespace in ("aten", "prims") and packet not in flop_registry and packet.__name__ not in _KERNELS
+
+
+Made = tuple[int, int, bool, frozenset[int]]
 
 
 def _reduces(result: Tensor, sources: list[Tensor]) -> bool:
     """As torch's partitioner tells a reduction."""
     return 4 * result.numel() * result.element_size() < sum(s.numel() * s.element_size() for s in sources)
-
-
-def _experts(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *rest: Any, **_: Any
-) -> int:  # forebay::experts
-    """2 N (H + 3 I) elements of two bytes, of which h and y stay: see `forebay.moe.experts_op`. h not saved is there as well."""
-    rows, hidden, inner = _rows(x, ids, gate_up, down, rest)
-    return x.element_size() * (rows * (hidden + 3 * inner))
-
-
-def _experts_backward(dy: Tensor, x: Any, h: Any, order: Tensor, *rest: Any, **_: Any) -> int:
-    """The larger of the two stages of `forebay.moe.experts_op`'s docstring, with the gradients that exist by then."""
-    gate_up, down, settings = rest[3], rest[4], rest[7:]
-    transposed, needs = settings[2], settings[5:]
-    hidden = dy.shape[1]
-    inner = down.shape[1] if transposed else down.shape[2]
-    need_x, _, need_gate_up, need_down = needs[:4]
-    later = len(needs) > 6 and bool(needs[6])
-    n, e = order.shape[0], dy.element_size()
-    d_down = (n * inner if later else down.numel()) * bool(need_down)
-    d_gate_up = (2 * n * inner if later else gate_up.numel()) * bool(need_gate_up)
-    dx = dy.numel() * bool(need_x)
-    first = n * (hidden + 3 * inner) + d_down
-    second = n * (hidden + 2 * inner) + d_down + dx + d_gate_up
-    return e * max(first, second)
-
-
-def _cross_entropy(
-    hidden: Tensor, weight: Tensor, bias: Any, targets: Tensor, ignore: int, chunk: int, needs: Any
-) -> int:
-    """The results in fp32 (fp64), and one chunk of logits: see `forebay.loss`."""
-    need_hidden, need_weight, _ = needs
-    wide = 8 if hidden.dtype == torch.float64 else 4
-    results = wide * (hidden.numel() * need_hidden + weight.numel() * need_weight)
-    return results + min(chunk, hidden.shape[0]) * weight.shape[0] * hidden.element_size()
-
-
-def _rows(x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, rest: tuple[Any, ...]) -> tuple[int, int, int]:
-    """(rows, hidden, inner) of a call of forebay::experts."""
-    transposed, max_rows = rest[4], rest[8]
-    slots = ids.shape[0] * ids.shape[1]
-    rows = slots if max_rows is None else min(slots, max_rows)
-    return rows, x.shape[1], down.shape[1] if transposed else down.shape[2]
-
-
-WORKSPACES: Mapping[str, Callable[..., int]] = {
-    "forebay.experts.default": _experts,
-    "forebay.experts_backward.default": _experts_backward,
-    "forebay.linear_cross_entropy.default": _cross_entropy,
-}

@@ -23,21 +23,28 @@ from forebay.models.halves import HalfSlot, install_halves
 from forebay.models.hf_experts import register
 from forebay.models.planned_exchange import PlannedExchange
 from forebay.models.router import balance_loss
+from forebay.planner.events import Ends, Log, PartEvents, highest, part_events
 from forebay.planner.figures import OpCost, PartTrace, Shape
 from forebay.planner.live import Live
+
+_Saved = tuple[int, frozenset[int], int]
+"""Of a storage that autograd saved: bytes, origins, its number."""
 
 
 @dataclass
 class _Part:
-    """A part that ran forward: its graph, and what is known of it so far. `again_bytes`: of what autograd saved here, bytes that
-    compiled code makes again."""
+    """A part that ran forward: its graph, and what is known of it so far. `log`: where its forward lies in the log; `kept`:
+    numbers of what is saved; `compiled`: it is a half, and halves are; `dry`: the log of its forward without a graph."""
 
     output: Tensor
     x: Tensor | None
     saved: int
-    again_bytes: int
     forward: int
     flops: int
+    log: tuple[int, int]
+    kept: frozenset[int]
+    compiled: bool
+    dry: Log
     backward: int = 0
     backward_flops: int = 0
     stash: tuple[int, int] = (0, 0)
@@ -45,6 +52,7 @@ class _Part:
     again: Callable[[], Any] | None = None
     forward_ops: tuple[OpCost, ...] = ()
     backward_ops: tuple[OpCost, ...] = ()
+    events: PartEvents | None = None
 
 
 class Run:
@@ -59,13 +67,14 @@ class Run:
         self.model, self.base, self.shape = model, base, shape
         self.parts: dict[str, PartTrace] = {}
         self.balance = self.head_gradient = 0
-        self._live = Live(shape.block, shape.compiled)
+        self._live = Live(shape.block, shape.later, shape.compiled)
         self._open: dict[str, _Part] = {}
         self._known: set[int] = set()
         self._refs: list[StorageWeakRef] = []
         self._inputs: set[int] = set()
         self._counted: set[int] = set()  # origins
         self._routed: list[tuple[Tensor, Tensor]] = []
+        self._gradients: list[int] = []  # of weights, of the part that runs backward: numbers in the log
         self._last: Tensor
         blocks = moe_blocks(model)
         if blocks and shape.experts == "forebay":
@@ -81,7 +90,7 @@ class Run:
             self._live.ignore(parameter)
             # As soon as it is made it is added to a sum that is counted elsewhere.
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(_let_go)
+                parameter.register_post_accumulate_grad_hook(self._let_go)
         for buffer in model.buffers():
             self._know(buffer)
             self._live.ignore(buffer)
@@ -107,11 +116,13 @@ class Run:
         with self._live:
             for path, part in reversed(list(self._open.items())):
                 self._backward(part)
-                light, light_ops = self._light(part) if part.again is not None else (None, ())
+                light = self._light(part) if part.again is not None else None
                 inputs = self._live.size(part.x) if part.x is not None else 0
                 self.parts[path] = PartTrace(
                     part.saved, inputs, part.forward, part.backward, part.flops, part.backward_flops,
-                    light, part.stash, part.later, part.forward_ops, part.backward_ops, light_ops,
+                    light[:2] if light is not None else None, part.stash, part.later,
+                    part.forward_ops, part.backward_ops, light[3] if light is not None else (),
+                    part.events, light[2] if light is not None else None,
                 )  # fmt: skip
 
     def _exchange_of(self, blocks: list[Any]) -> PlannedExchange | None:
@@ -153,7 +164,7 @@ class Run:
                 found.append(result)
                 return result[0] if isinstance(result, tuple) else result
 
-            out = self._part(slot.path, x, run)
+            out = self._part(slot.path, x, run, found.clear)
             part, (result,) = self._open[slot.path], found
             found.clear()  # the graph is the part's alone
             if slot.path.endswith(".mlp") and slot.light_recompute is not None:
@@ -174,33 +185,60 @@ class Run:
         window = getattr(layer.self_attn, "sliding_window", None) or self.shape.sequence
         return self.model.config._attn_implementation == "sdpa" and window >= self.shape.sequence
 
-    def _part(self, path: str, x: Tensor | None, run: Callable[..., Tensor]) -> Tensor:
+    def _part(
+        self, path: str, x: Tensor | None, run: Callable[..., Tensor], forget: Callable[[], None] = lambda: None
+    ) -> Tensor:
+        """`forget` lets go of what `run` left beside its result."""
         live = self._live
         leaf = None if x is None else x.detach().requires_grad_()
         if leaf is not None:
             live.enter(leaf)
+        dry: Log = [] if self.shape.compiled or leaf is None else self._without_graph(leaf, run, forget)
         live.peak, live.flops = live.now, 0
         live.tally.take()
-        begin = live.now
-        saved: dict[StorageWeakRef, tuple[int, frozenset[int]]] = {}
+        begin, at = live.now, len(live.log)
+        saved: dict[StorageWeakRef, _Saved] = {}
         with saved_tensors_hooks(partial(self._pack, saved), lambda tensor: tensor):
             output = run() if leaf is None else run(leaf)
         still = [figures for reference, figures in saved.items() if not reference.expired()]  # that something holds
-        eager = held = sum(size for size, _ in still)
+        eager = held = sum(figures[0] for figures in still)
+        kept = frozenset(figures[2] for figures in still)
+        half = (self.shape.compiled and path in self._halves) or path == "light"
         if self.shape.compiled:
-            origins = frozenset().union(*(made_of for _, made_of in still)) - self._counted
+            origins = frozenset().union(*(figures[1] for figures in still)) - self._counted
             self._counted |= origins
             held = min(eager, sum(map(live.origin_size, origins)))
+            kept = frozenset(map(live.origin_number, origins)) if half else kept
+        span = at, len(live.log)
         self._open[path] = _Part(
-            output, leaf, held, eager - held, live.peak - begin, live.flops, forward_ops=live.tally.take([output])
+            output,
+            leaf,
+            held,
+            live.peak - begin,
+            live.flops,
+            span,
+            kept,
+            half and self.shape.compiled,
+            dry,
+            forward_ops=live.tally.take([output]),
         )
         return output.detach()
 
-    def _pack(self, saved: dict[StorageWeakRef, tuple[int, frozenset[int]]], tensor: Tensor) -> Tensor:
+    def _without_graph(self, x: Tensor, run: Callable[..., Tensor], forget: Callable[[], None]) -> Log:
+        """What a forward does that saves nothing, such as a recomputation's first."""
+        at = len(self._live.log)
+        with torch.no_grad():
+            run(x)
+        log = self._live.log[at:]
+        forget()
+        del self._live.log[at:]
+        return log
+
+    def _pack(self, saved: dict[StorageWeakRef, _Saved], tensor: Tensor) -> Tensor:
         reference = StorageWeakRef(tensor.untyped_storage())
         if reference.cdata not in self._known:
             self._know(tensor)
-            saved[reference] = self._live.size(tensor), self._live.origins(tensor)
+            saved[reference] = self._live.size(tensor), self._live.origins(tensor), self._live.number(tensor)
         return tensor.detach()
 
     def _share(self, tensor: Tensor) -> None:
@@ -215,25 +253,44 @@ class Run:
         output, part.output = part.output, part.output.new_empty(0)
         live.peak, live.flops = live.now, 0
         live.tally.take()
-        begin = live.now
+        begin, out, width = live.now, live.number(output), live.size(output)
+        at, self._gradients = len(live.log), []
         gradient = torch.empty_like(output)
+        given, dx = live.number(gradient), -1
         if output.requires_grad:
             # The output's memory is not held by what runs its backward, unless it is saved.
             root = _Root.apply(output, [gradient])
             del output, gradient
             root.backward()
             del root
-        part.backward, part.backward_flops = live.peak - begin + part.again_bytes, live.flops
+        part.backward, part.backward_flops = live.peak - begin, live.flops
         results = [part.x.grad] if part.x is not None and part.x.grad is not None else []
         part.backward_ops = live.tally.take(results)
+        results.clear()
+        x = -1
+        if part.x is not None:
+            x, dx = live.number(part.x), -1 if part.x.grad is None else live.number(part.x.grad)
+        log = live.log[at:]
         if part.x is not None:
             part.x.grad = None
+        ends = Ends(x, out, given, dx, tuple(self._gradients), part.kept, frozenset(live.travelling))
+        part.events = events = part_events(live.log[slice(*part.log)], log, ends, part.compiled, part.dry)
+        if part.compiled:
+            sizes = dict(e for e in events.forward if e[1] and e[0] >= 0)
+            part.forward = highest(events.forward, {})
+            part.backward = highest(((given, width), *events.backward), sizes)
 
-    def _light(self, part: _Part) -> tuple[tuple[int, int], tuple[OpCost, ...]]:
+    def _let_go(self, parameter: Tensor) -> None:
+        """Of a weight's gradient."""
+        if parameter.grad is not None:
+            self._gradients.append(self._live.number(parameter.grad))
+        parameter.grad = None
+
+    def _light(self, part: _Part) -> tuple[int, int, PartEvents | None, tuple[OpCost, ...]]:
         assert part.again is not None
         again: _Part = part.again()
         self._backward(again)
-        return (again.saved, again.backward), again.backward_ops
+        return again.saved, again.backward, again.events, again.backward_ops
 
     def _run_light(self, slot: HalfSlot, call: Callable[..., Any], x: Tensor) -> _Part:
         assert slot.light_recompute is not None
@@ -289,7 +346,3 @@ class _Root(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
         return ctx.given.pop(), None
-
-
-def _let_go(parameter: Tensor) -> None:
-    parameter.grad = None

@@ -31,11 +31,18 @@ from torch import nn
 from forebay.models.families import decoder_layers, moe_block
 
 GPU_BLOCK = 512  # bytes; the CUDA caching allocator's rounding
-CONTEXT = 600 << 20
-"""Bytes of a CUDA context with torch's kernels, and cuBLAS's workspace (32 MiB on Hopper): an allowance, not measured."""
-COMMUNICATOR = 256 << 20
-"""Bytes of one NCCL communicator on the device: an allowance. A channel of a ring holds a send and a receive buffer of
-NCCL_BUFFSIZE (4 MiB); 32 channels are 256 MiB."""
+CONTEXT = 960 << 20
+"""Bytes of a CUDA context (0.60 GiB before anything ran) with the kernels of torch, cuBLAS, cuDNN and Triton (0.94 GiB behind
+some steps). This and the next four: measured on H200s, torch 2.11, CUDA 13, NCCL of its wheel, as what the device has in use
+beside what torch reserved."""
+COMMUNICATOR = 660 << 20
+"""Bytes of one NCCL communicator of two or four GPUs of a host: 1.57 GiB in all with FSDP2 on either."""
+COMMUNICATOR_ALONE = 390 << 20
+"""The same of one process."""
+CHANNEL = 450 << 20
+"""Bytes of a communicator of two pipeline ranks for messages of one kind one way; there are four between two neighbours."""
+PEER = 384 << 20
+"""Bytes that an all-to-all through NCCL takes for each peer on the host: 0.35 GiB with one, 1.10 with three."""
 
 
 @dataclass(frozen=True)
@@ -224,6 +231,11 @@ class _Piece:
         return _Piece(own + own_experts, own_experts, whole, spread, len(rest) + len(mine))
 
 
+def shard_lengths(shape: tuple[int, ...], processes: int, experts: bool) -> int:
+    """Elements of rank 0's shard of a parameter; experts spread over processes are cut where it comes out even."""
+    return _even(shape, processes) if experts else _rows(shape, processes)
+
+
 def _rows(shape: tuple[int, ...], processes: int) -> int:
     return -(-shape[0] // processes) * math.prod(shape[1:])
 
@@ -238,8 +250,15 @@ def _even(shape: tuple[int, ...], processes: int) -> int:
 def _other(s: Sharing) -> int:
     if not s.gpu:
         return 0
-    groups = (s.data > 1) + 2 * (s.ep > 1) + (s.pp > 1)
-    return CONTEXT + groups * COMMUNICATOR
+    world = s.data * s.pp
+    groups = (world > 1) + (s.pp > 1 and s.data > 1) + (s.ep > 1) + (s.ep > 1 and s.data > s.ep)
+    alone = COMMUNICATOR_ALONE if s.sharded and world == 1 else 0
+    return CONTEXT + groups * COMMUNICATOR + alone + 4 * min(s.pp - 1, 2) * CHANNEL
+
+
+def all_to_all_bytes(ranks: int) -> int:
+    """NCCL's buffers of an all-to-all of so many ranks; of those beyond one host nothing is known here."""
+    return PEER * (min(ranks, 8) - 1)
 
 
 def symmetric_bytes(ranks: int, tokens: int, hidden: int, slots: int, element: int) -> int:

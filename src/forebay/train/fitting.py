@@ -7,21 +7,22 @@ trainer does with each key, and keeps nothing.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from forebay.planner.choose import Choice, by_kind, choose, rank_options, sentences
+from forebay.planner.choose import Choice, by_kind, sentences
 from forebay.planner.device import DEFAULT, DeviceProfile
 from forebay.planner.device import load as load_device
 from forebay.planner.figures import GPU_BLOCK, Shape
-from forebay.planner.fit import Held, RankFit, Seen, Stage, alone, fit_rank, halves_of
-from forebay.planner.state import Sharing, State, state_of, symmetric_bytes
+from forebay.planner.fit import Held, RankFit, Seen
+from forebay.planner.state import Sharing, all_to_all_bytes, symmetric_bytes
 from forebay.planner.steptime import StepTime
-from forebay.policy import PLACEMENTS, format_bytes, parse_bytes, resolve
+from forebay.policy import PLACEMENTS, format_bytes, resolve
 from forebay.train import hf
 from forebay.train.config import Config, check_experts
 from forebay.train.data import load_tokenizer
 from forebay.train.errors import UsageError
+from forebay.train.laying import Layout
 from forebay.train.mesh import needs_group
 from forebay.train.parallel import experts_in
 from forebay.train.planning import LayerPlan
@@ -32,8 +33,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _SAME_HOST = 8  # GPUs that reach each other's memory, as dispatch = "auto" asks for: those of one host
-_MESSAGES = 4  # tensors of hidden states on their way in a pipeline: one in and one out, each way
-_COLUMNS = ("parameters", "gradients", "optimizer", "activations", "transient", "other")
+_COLUMNS = ("parameters", "gradients", "optimizer", "activations", "transient", "cached", "other")
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,7 @@ class Fit:
             return f"{what[0].upper()}{what[1:]}; give --budget for a verdict."
         room = most.headroom(self.budget)
         if room >= 0:
-            if any(h.placement == "offload" for h in self.halves):
-                what += ", provided that the link carries all that is offloaded in time"
-            return f"What is allocated fits {format_bytes(self.budget)} with {format_bytes(room)} to spare: {what}."
+            return f"Fits {format_bytes(self.budget)} with {format_bytes(room)} to spare: {what}."
         return f"Does not fit {format_bytes(self.budget)}, {format_bytes(-room)} are missing: {what}."
 
     def placements(self) -> list[dict[str, Any]]:
@@ -103,6 +101,8 @@ class Fit:
             "ranks": [
                 {
                     **asdict(rank),
+                    "allocated": rank.allocated,
+                    "reserved": rank.reserved,
                     "total": rank.total,
                     "headroom": None if self.budget is None else rank.headroom(self.budget),
                 }
@@ -200,41 +200,30 @@ def fit_run(
         balance=hf.balance_coefficient(declared) != 0,
         block=GPU_BLOCK if sharing.gpu else 1,
         gpu=sharing.gpu,
+        later=engine,
     )
-    tokens, text, exchange = shape.sequence * shape.microbatch, declared.get_text_config(), 0
-    if p.ep > 1 and sharing.gpu and (p.dispatch == "symmetric" or (p.dispatch == "auto" and p.ep <= _SAME_HOST)):
-        exchange = symmetric_bytes(p.ep, tokens, text.hidden_size, text.num_experts_per_tok, sharing.compute)
-    trace = traces.trace(c.model, declared, shape)
     actions = traces.actions(p.schedule, p.pp, plan.microbatches, p.chunks) if p.pp > 1 else None
-    machine = machine_of(device or load_device(DEFAULT), p.ep, sharing)
-    ranks, halves, choices, parameters, staged = [], [], [], [], []
-    for rank in range(p.pp):
-        stages = _stages(plan, rank)
-        layers = [n for stage in stages.values() for n in stage.layers]
-        ends = any(s.embedding for s in stages.values()), any(s.head for s in stages.values())
-        state = state_of(weights, layers, *ends, sharing)
-        state = replace(state, other=state.other + exchange)
-        parameters.append(state.parameters)
-        staged.append(stages)
-        ways: dict[str, Any] = {
-            "prefix": prefix,
-            "recompute": c.memory.recompute,
-            "engine": engine,
-            "summed": engine and sharing.sharded and sharing.summed > sharing.compute,
-        }
-        messages = _MESSAGES * tokens * text.hidden_size * sharing.compute if p.pp > 1 else 0
-        todo: Any = alone(plan.microbatches, p.overlap) if actions is None else [a for a in actions[rank] if a.computes]
-        if auto is not None or c.memory.policy == "auto":
-            options, times = rank_options(trace, stages, _allowed(config, auto is not None), machine, **ways)
-            limit = _limit(config, state, budget, auto)
-            waits = auto is None or c.memory.offload == "all"
-            choices.append(choose(rank, state, options, times, todo, messages, limit, machine, waits))
-            placements |= choices[-1].placements
-            if choices[-1].fit.total > limit:
-                notes.append(f"Rank {rank} cannot be brought under {format_bytes(limit)} by any placement.")
-        found = {number: halves_of(trace, stage, placements, **ways) for number, stage in stages.items()}
-        ranks.append(fit_rank(rank, state, found, todo, messages, seen))
-        halves += [half for stage in found.values() for half in stage]
+    layout = Layout(
+        config,
+        plan,
+        weights,
+        prefix,
+        traces.trace(c.model, declared, shape),
+        sharing,
+        placements,
+        shape.sequence * shape.microbatch * declared.get_text_config().hidden_size,
+        _exchanging(config, declared.get_text_config(), shape, sharing),
+        actions,
+        budget,
+        auto,
+        machine_of(device or load_device(DEFAULT), p.ep, sharing),
+    )
+    laid = [layout.rank(number, seen) for number in range(p.pp)]
+    choices = tuple(rank.choice for rank in laid if rank.choice is not None)
+    for choice in choices:
+        placements |= choice.placements
+    notes += [rank.over for rank in laid if rank.over]
+    ranks = tuple(rank.fit for rank in laid)
     if budget is not None and (least := max(ranks, key=lambda r: r.parameters)).parameters > budget:
         raise UsageError(
             f"a budget of {format_bytes(budget)} is below the parameters alone: rank {least.rank} holds "
@@ -243,26 +232,22 @@ def fit_run(
     step = None
     if device is not None:
         computed = None if actions is None else [[a for a in mine if a.computes] for mine in actions]
-        timed = Timed(config, plan, trace, weights, sharing, prefix, placements, parameters, staged, computed)
+        parameters, stages = [rank.state.parameters for rank in laid], [rank.stages for rank in laid]
+        timed = Timed(config, plan, layout.trace, weights, sharing, prefix, placements, parameters, stages, computed)
         step = timed.on(device)
-    return Fit(tuple(ranks), world, weights.total, budget, tuple(halves), tuple(notes), step, tuple(choices))
+    halves = tuple(half for rank in laid for half in rank.halves)
+    return Fit(ranks, world, weights.total, budget, halves, tuple(notes), step, choices)
 
 
-def _allowed(config: Config, auto: bool) -> frozenset[str]:
-    """What the trainer can carry out; its own `policy = "auto"` stashes nothing."""
-    if not auto:
-        return frozenset({"recompute", "offload"})
-    found = {"recompute", *(("stash",) if config.parallel.ep > 1 else ())}
-    return frozenset(found if config.parallel.overlap else {*found, "offload"})
-
-
-def _limit(config: Config, state: State, budget: int | None, auto: int | None) -> int:
-    """Bytes: `memory.budget` is over what is held before a step, and counts for the trainer's own choice."""
-    if auto is not None:
-        return auto
-    before = state.parameters + state.optimizer + state.other + (state.gradients if state.at_once else 0)
-    own = before + parse_bytes(config.memory.budget)
-    return own if budget is None else min(own, budget)
+def _exchanging(config: Config, text: Any, shape: Shape, sharing: Sharing) -> int:
+    """Bytes that exchanging tokens takes outside of the allocator, on a GPU."""
+    p = config.parallel
+    if p.ep == 1 or not sharing.gpu:
+        return 0
+    if p.dispatch == "symmetric" or (p.dispatch == "auto" and p.ep <= _SAME_HOST):
+        tokens = shape.sequence * shape.microbatch
+        return symmetric_bytes(p.ep, tokens, text.hidden_size, text.num_experts_per_tok, sharing.compute)
+    return all_to_all_bytes(p.ep)
 
 
 def _sharing(config: Config, world: int) -> Sharing:
@@ -286,16 +271,6 @@ def _sharing(config: Config, world: int) -> Sharing:
         gpu=config.device.type != "cpu",
         fused=config.optimizer.fused,
     )
-
-
-def _stages(plan: LayerPlan, rank: int) -> dict[int, Stage]:
-    """The stages of a rank by number; its layers have places in the order of the forward."""
-    found, last, before = {}, len(plan.partition.layers) - 1, 0
-    for number in plan.partition.stages(rank):
-        layers = plan.partition.layers[number]
-        found[number] = Stage(layers, tuple(range(before, before + len(layers))), number == 0, number == last)
-        before += len(layers)
-    return found
 
 
 def _placements(config: Config, paths: list[str], prefix: str, layers: int, notes: list[str]) -> dict[str, str]:
@@ -329,10 +304,11 @@ def _notes(config: Config, attention: str, experts: int) -> list[str]:
         notes.append(f"Attention is counted as eager, which saves more than {config.model.attention}.")
     placed = {memory.policy} if isinstance(memory.policy, str) else set(memory.policy.values())
     if "offload" in placed:
-        notes.append("Offloading is counted at its best: as if nothing stayed on the device.")
+        notes.append(
+            "The total counts what is offloaded as on the device: what the link carries in time is not known here."
+            if memory.offload == "fit"
+            else "Offloading waits for the link where it has to."
+        )
     if memory.graph:
         notes.append("A captured step's memory is its own: what the optimizer needs for a moment comes on top.")
-    notes.append(
-        "What the allocator holds beside what is allocated is not counted: 3 to 50 % in runs that were measured."
-    )
     return notes

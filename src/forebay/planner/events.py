@@ -1,0 +1,262 @@
+"""In what order a part of a model allocates and frees: what is noted while it runs on paper, and what becomes of it.
+
+In: a log, written by `forebay.planner.live` while a part runs forward and backward on fake tensors: operations with the storages
+that they read and make, and storages that are let go of. Out: a `PartEvents`: for forward and backward the order of allocations
+and frees of a real run, which `forebay.planner.reserved` gives to an allocator. Storages are numbers; a number is never used
+again.
+
+Uncompiled, the log is that order. A compiled half makes fewer tensors and keeps fewer, so it is told what is *again*: results of
+operations that compiled code fuses into what reads them, and makes again in backward.
+
+    forward    an again-tensor has memory only if an operation that is not fused (a GEMM, attention, the experts) reads it, or if
+               it leaves the half; it is free behind its last reader
+    saved      what the tensors that autograd saved were made of: see `forebay.planner.trace`
+    backward   an again-tensor of forward that an unfused operation reads is made in front of that one, and free behind its last
+               reader; what it is made from is free behind the last operation that reads it or anything fused from it
+
+A part's input, its output and the two gradients between it and its neighbours live longer than the part: their numbers are named,
+and whoever lays parts one behind the other knows when they begin and end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+Event = tuple[int, int]
+"""(storage, bytes) where it is allocated, (storage, 0) where it is freed, (-1, index of a mark) where something is marked."""
+
+SENT, CAME = 0, 1
+"""Marks: in front of an operation of which tokens travel, and behind it."""
+
+
+class Op(NamedTuple):
+    """An operation. `fused`: compiled code would fuse it. `made`: of each new storage its number, bytes, whether it is again, and
+    the numbers of what it was made of."""
+
+    fused: bool
+    reads: tuple[int, ...]
+    made: tuple[tuple[int, int, bool, frozenset[int]], ...]
+
+
+class Gone(NamedTuple):
+    """A storage that nobody holds any more."""
+
+    number: int
+
+
+class Mark(NamedTuple):
+    """See `SENT` and `CAME`."""
+
+    number: int
+
+
+Log = list[Op | Gone | Mark]
+
+
+@dataclass(frozen=True)
+class PartEvents:
+    """One microbatch in one part.
+
+    Attributes:
+        forward, backward: events; see `Event`. Of the four named storages, backward has frees at most.
+        alone: forward where nothing is saved: recomputation's first time.
+        x, output, gradient, dx: numbers of the input, the output, the output's gradient and the input's; -1 for none.
+        saves_x: backward reads x.
+        weights: numbers of the weights' gradients, in the order in which they are made.
+        travelling: numbers of what is allocated where tokens travel: on a stream of its own, if there is one.
+    """
+
+    forward: tuple[Event, ...]
+    backward: tuple[Event, ...]
+    alone: tuple[Event, ...]
+    x: int
+    output: int
+    gradient: int
+    dx: int
+    saves_x: bool
+    weights: tuple[int, ...]
+    travelling: frozenset[int]
+
+
+class Ends(NamedTuple):
+    """Of a part's two logs, what the log does not say. `saved`: numbers of what autograd saved, of a compiled half what that was
+    made of."""
+
+    x: int
+    output: int
+    gradient: int
+    dx: int
+    weights: tuple[int, ...]
+    saved: frozenset[int]
+    travelling: frozenset[int]
+
+
+def part_events(forward: Log, backward: Log, ends: Ends, compiled: bool, dry: Log | None = None) -> PartEvents:
+    """What a part's two logs come to. `dry`: the log of its forward run without a graph; where there is none, every storage is
+    taken to be free behind its last reader."""
+    if compiled:
+        there, back = _compiled(forward, backward, ends)
+        freed = {n for n, size in there if not size}
+        # A compiled half hands out all that is saved when it is over: a checkpoint drops it then.
+        alone = there + [(n, 0) for n, size in there if size and n >= 0 and n not in freed and n != ends.output]
+    else:
+        there, back = _as_it_is(forward), _as_it_is(backward)
+        alone = _alone(dry, ends) if dry else list(_without_saving(forward, ends))
+    frees = {n for n, size in (*there, *back) if not size}
+    made = {n for n, size in (*there, *back) if size}
+    there = [e for e in there if e[0] < 0 or e[1] or e[0] not in (ends.x, ends.output)]
+    back = [e for e in back if e[0] < 0 or not e[1] or e[0] not in (ends.x, ends.output, ends.gradient)]
+    # What nobody let go of while it was watched, such as what a router said.
+    back += [(n, 0) for n in sorted(made - frees) if n != ends.output]
+    back = [e for e in back if e[0] < 0 or e[1] or e[0] not in (ends.dx, ends.output)]
+    return PartEvents(
+        tuple(there),
+        tuple(back),
+        tuple(alone),
+        ends.x,
+        ends.output,
+        ends.gradient,
+        ends.dx,
+        ends.x in ends.saved,
+        ends.weights,
+        ends.travelling,
+    )
+
+
+def highest(events: Iterable[Event], sizes: dict[int, int]) -> int:
+    """How far live bytes rise above their begin. `sizes` of what is there is known before, and is filled in."""
+    level = most = 0
+    for number, size in events:
+        if number < 0:
+            continue
+        if size:
+            sizes[number] = size
+            level += size
+            most = max(most, level)
+        else:
+            level -= sizes.pop(number, 0)
+    return most
+
+
+def _as_it_is(log: Log) -> list[Event]:
+    found: list[Event] = []
+    for entry in log:
+        if isinstance(entry, Op):
+            found += [(n, size) for n, size, _, _ in entry.made]
+        elif isinstance(entry, Gone):
+            found.append((entry.number, 0))
+        else:
+            found.append((-1, entry.number))
+    return found
+
+
+def _alone(dry: Log, ends: Ends) -> list[Event]:
+    """Its own numbers, but for the input's and the output's: that is the one which is made last and stays to the end."""
+    events = _as_it_is(dry)
+    made = [n for n, size in events if size and n >= 0]
+    left = {n for n, size in events if not size and n >= 0}
+    last = [entry.number for entry in dry if isinstance(entry, Gone)]
+    stays = [n for n in made if n not in left] or last[-1:]
+    output = stays[-1] if stays else -1
+    rest = [(n, 0) for n in stays[:-1]]
+    return [(ends.output if n == output else n, size) for n, size in events if n != output or size] + rest
+
+
+def _without_saving(log: Log, ends: Ends) -> Iterator[Event]:
+    """Forward, each storage but the output free behind its last reader."""
+    last = _last_reads(log)
+    left = {n for entry in log if isinstance(entry, Op) for n, *_ in entry.made}
+    for at, entry in enumerate(log):
+        if isinstance(entry, Mark):
+            yield -1, entry.number
+        elif isinstance(entry, Gone):
+            if entry.number in left and entry.number != ends.output:
+                left.discard(entry.number)
+                yield entry.number, 0
+        else:
+            yield from ((n, size) for n, size, _, _ in entry.made)
+            for n in dict.fromkeys((*entry.reads, *(m[0] for m in entry.made))):
+                if n in left and n != ends.output and last.get(n, at) == at:
+                    left.discard(n)
+                    yield n, 0
+
+
+def _compiled(forward: Log, backward: Log, ends: Ends) -> tuple[list[Event], list[Event]]:
+    made = {n: (size, again, of) for entry in forward if isinstance(entry, Op) for n, size, again, of in entry.made}
+    kept = {n for n in ends.saved if n in made}
+    return _compiled_forward(forward, ends, kept), _compiled_backward(backward, ends, made, kept)
+
+
+def _compiled_forward(log: Log, ends: Ends, kept: set[int]) -> list[Event]:
+    read, last = _read_unfused(log), _last_reads(log)
+    found: list[Event] = []
+    here: dict[int, bool] = {}  # what has memory, and is not kept: whether it is again
+    for at, entry in enumerate(log):
+        if isinstance(entry, Mark):
+            found.append((-1, entry.number))
+            continue
+        if isinstance(entry, Gone):
+            if entry.number in here and not here[entry.number]:
+                del here[entry.number]
+                found.append((entry.number, 0))
+            continue
+        for n, size, again, _ in entry.made:
+            if not again or n in read or n == ends.output or n in kept:
+                found.append((n, size))
+                if n != ends.output and n not in kept:
+                    here[n] = again
+        for n in entry.reads:
+            if n in here and last[n] == at:
+                del here[n]
+                found.append((n, 0))
+    return found + [(n, 0) for n in here]
+
+
+def _compiled_backward(
+    log: Log, ends: Ends, made: dict[int, tuple[int, bool, frozenset[int]]], kept: set[int]
+) -> list[Event]:
+    read, last = _read_unfused(log), _last_reads(log)
+    results = {ends.dx, *ends.weights}
+    end: dict[int, int] = dict.fromkeys((*kept, ends.x), -1)  # of what is saved, the last operation that needs it
+    for n, at in last.items():
+        for source in (n, *(made[n][2] if n in made else ())):
+            if source in end:
+                end[source] = max(end[source], at)
+    ending: dict[int, list[int]] = {}
+    for n, at in end.items():
+        ending.setdefault(at, []).append(n)
+    found: list[Event] = [(n, 0) for n in ending.get(-1, ()) if n in kept or n in ends.saved]
+    here: set[int] = set()
+    again_here: set[int] = set()
+    for at, entry in enumerate(log):
+        if isinstance(entry, Mark):
+            found.append((-1, entry.number))
+            continue
+        if isinstance(entry, Gone):
+            if entry.number in here or entry.number == ends.gradient:
+                here.discard(entry.number)
+                found.append((entry.number, 0))
+            continue
+        for n in entry.reads:
+            if not entry.fused and n in made and n not in kept and n not in again_here:
+                again_here.add(n)
+                found.append((n, made[n][0]))
+        for n, size, again, _ in entry.made:
+            if not again or n in read or n in results:
+                here.add(n)
+                found.append((n, size))
+        for n in dict.fromkeys(entry.reads):
+            if n in again_here and last[n] == at:
+                found.append((n, 0))
+        found += [(n, 0) for n in ending.get(at, ()) if n in kept or n in ends.saved]
+    return found
+
+
+def _read_unfused(log: Log) -> set[int]:
+    return {n for entry in log if isinstance(entry, Op) and not entry.fused for n in entry.reads}
+
+
+def _last_reads(log: Sequence[Op | Gone | Mark]) -> dict[int, int]:
+    return {n: at for at, entry in enumerate(log) if isinstance(entry, Op) for n in entry.reads}

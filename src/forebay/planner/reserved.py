@@ -1,0 +1,495 @@
+"""What a rank reserves: its allocations, in the order of the run, given to torch's caching allocator on paper.
+
+In: for each of the rank's stages its halves with the events of each (`forebay.planner.events`) and their placements, what the
+rank computes in a step, and its weights (`forebay.planner.sharded`). Out: a `Reserved`: bytes that the allocator has taken from
+the driver at most, and bytes that were in use at most. Nothing is kept.
+
+The way of it: parameters, the first step, the optimizer's moments at its end, a second step beside them. The second step has all
+that lasts, and finds the first one's segments; a third needs no more, but for a split or two. Of the microbatches of a process
+alone three are run: the first begins the gradients, the second finds them, the third finds what the second left.
+
+What is allocated besides, and where from:
+
+    workspaces   cuBLAS takes 32 MiB on Hopper (`CUBLAS_WORKSPACE_CONFIG`, torch's notes on CUDA) for each handle and stream: one
+                 of the thread that runs forward, one of autograd's
+    streams      tokens travel on a stream of their own in engines: what comes is allocated there
+    messages     hidden states that a pipeline receives, from where its plan makes them ready; those that it sent, until the next
+    offload      a half's tensors are free when the half after the next begins, and there again one half before their backward
+    stash        x and h of the experts lie in an arena as large as what waits at most
+    graph        a captured step has a pool of its own, beside what the called ones left when it is emptied
+
+NCCL's buffers, symmetric memory and the CUDA context are not the allocator's: `forebay.planner.state`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from forebay.planner.allocator import Block, CachingAllocator
+from forebay.planner.events import CAME, PartEvents
+from forebay.planner.figures import ModelTrace, PartTrace
+from forebay.planner.fit import RankFit, Stage
+from forebay.planner.sharded import DEFAULT, ByModule, Gathered, Group, Life, Persistent, Plain
+from forebay.planner.state import Sharing
+
+WORKSPACE = 32 << 20
+_TRANSFERS = "transfers"
+_MOST = 3  # microbatches of a process alone, behind which nothing is new
+
+
+@dataclass(frozen=True)
+class Part:
+    """A half, or an end, as it is placed.
+
+    Attributes:
+        place: a layer's place among the rank's, "embedding" or "head".
+        stash: bytes of x and h as buffers, and of the rows that came.
+        balance: bytes that the load-balancing loss holds for it until its backward is over.
+        later: see `PartTrace`.
+    """
+
+    path: str
+    place: Any
+    events: PartEvents
+    placement: str = "keep"
+    stash: tuple[int, int] = (0, 0)
+    balance: int = 0
+    later: int = 0
+
+    @property
+    def mlp(self) -> bool:
+        """The second half of a layer."""
+        return self.path.endswith(".mlp")
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What is laid.
+
+    Attributes:
+        stages: by number, parts in forward order.
+        actions: of a step, all of a pipeline's, receives too.
+        engine: an engine runs the stages (a pipeline, or overlap): tokens travel on a stream of their own.
+        summed: an engine that sums the vocabulary's gradients itself: bytes of the head's and of the spread rows of one
+        microbatch. hidden: bytes of a microbatch's hidden states.
+        graph: the step is captured.
+        turns: in what order a forward and a backward compute that run together: `forebay.pipeline.turns`.
+        drawn: parameters are random.
+        least: bytes below which nothing is offloaded.
+    """
+
+    groups: Sequence[Group]
+    sharing: Sharing
+    stages: Mapping[int, Sequence[Part]]
+    actions: Sequence[Any]
+    engine: bool
+    summed: tuple[int, int] | None
+    hidden: int
+    turns: Callable[[Sequence[bool], Sequence[bool]], Sequence[str]]
+    graph: bool = False
+    drawn: bool = True
+    least: int = 1 << 20
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """Bytes at most, over all steps: of segments, and in use. `by_step`: segments behind each step."""
+
+    reserved: int
+    allocated: int
+    by_step: tuple[int, ...]
+
+
+def reserve(rank: Rank, steps: int = 2, limit: int | None = None) -> Reserved:
+    """Lay `steps` whole steps.
+
+    Raises:
+        forebay.planner.allocator.OutOfMemory: they do not fit `limit`.
+    """
+    return Run(rank, limit).steps(steps)
+
+
+class Run:
+    """A run so far. `paper` is its allocator."""
+
+    def __init__(self, rank: Rank, limit: int | None = None):
+        self.paper = paper = CachingAllocator(limit)
+        self._rank = rank
+        self._stream = "graph" if rank.graph else DEFAULT  # a captured step has a stream of its own, from the first on
+        self._weights = Persistent(paper, rank.groups, rank.sharing, rank.drawn)
+        self._life = self._life_of(rank)
+        self._workspaces: list[Block] = []
+        self._arena: int | None = 0  # bytes; None when it is there
+
+    def steps(self, number: int) -> Reserved:
+        """Whole steps, each with its optimizer's."""
+        by_step = []
+        for n in range(number + self._rank.graph):
+            self.gradients(captured=self._rank.graph and n == number)
+            self._weights.optimize()
+            self._life.zero_grad()
+            by_step.append(self.paper.reserved)
+        return Reserved(self.paper.peak_reserved, self.paper.peak_allocated, tuple(by_step))
+
+    def gradients(self, captured: bool = False) -> None:
+        """All forwards and backwards of a step; gradients are there then."""
+        life, paper = self._life, self.paper
+        if isinstance(life, Gathered):
+            life.gather()
+        if captured:
+            paper.empty_cache()
+            paper.begin_graph("step")
+        step = _Step(self._rank, paper, life, self._stream, self._workspace)
+        self._settle_arena()
+        life.begin_step()
+        step.run()
+        life.end_step(self._rank.summed[1] if self._rank.summed else 0)
+        step.end()
+        if self._arena is not None:
+            self._arena = step.most_stashed
+        if captured:
+            paper.end_graph()
+        if isinstance(life, Gathered):
+            life.reduce()
+
+    def zero_grad(self) -> None:
+        """Forget gradients, without an optimizer's step."""
+        self._life.zero_grad()
+
+    def _life_of(self, rank: Rank) -> Life:
+        if rank.engine:
+            return Gathered(
+                self.paper, rank.groups, rank.sharing, self._stream, rank.summed is not None, keep=rank.graph
+            )
+        if not rank.sharing.sharded:
+            return Plain(self.paper, rank.groups, rank.sharing)
+        return ByModule(self.paper, rank.groups, rank.sharing, self._stream)
+
+    def _workspace(self, number: int) -> None:
+        if number >= len(self._workspaces):
+            self._workspaces.append(self.paper.malloc(WORKSPACE, self._stream))
+
+    def _settle_arena(self) -> None:
+        """Pages are sized by the first step."""
+        if self._arena:
+            self.paper.malloc(self._arena, self._stream)
+            self._arena = None
+
+
+@dataclass
+class _Ran:
+    """A part of a microbatch that ran forward: its blocks by storage, its input, and whether they have left."""
+
+    part: Part
+    blocks: dict[int, Block]
+    x: Block | None
+    sizes: dict[int, int] = field(default_factory=dict)  # of what left
+    balance: Block | None = None
+    stashed: tuple[int, ...] = ()
+
+
+class _Step:
+    """One step."""
+
+    def __init__(self, rank: Rank, paper: CachingAllocator, life: Life, stream: Any, workspace: Any):
+        self._rank, self._paper, self._life, self._stream = rank, paper, life, stream
+        self._side = _TRANSFERS if rank.engine else stream
+        self._workspace = workspace
+        self._ran: dict[tuple[int, int], list[_Ran]] = {}
+        self._arrived: dict[tuple[str, int, int], Block] = {}
+        self._sent: list[Block] = []
+        self._leaving: list[_Ran] = []
+        self._collected: list[Block] = []
+        self._later: dict[tuple[int, int], list[Block]] = {}
+        self._forwards: dict[int, int] = {}
+        self.most_stashed = self._stashed = 0
+        self._last = max((a.microbatch for action in rank.actions for a in (action.parts or (action,))), default=0)
+        stages = sorted(rank.stages)
+        self._head_stage = next((s for s in stages if rank.stages[s][-1].path == "head"), None)
+
+    def run(self) -> None:
+        """All actions."""
+        for action in self._rank.actions:
+            match action.kind:
+                case "OVERLAP_F_B":
+                    self._together(*action.parts)
+                case "F":
+                    _drain(self._forward(action.stage, action.microbatch))
+                case "B" | "I":
+                    _drain(self._backward(action.stage, action.microbatch, action.kind == "I"))
+                case "W":
+                    self._free(self._later.pop((action.stage, action.microbatch), ()))
+                case "RECV_F" | "RECV_B":
+                    key = action.kind[-1], action.stage, action.microbatch
+                    self._arrived[key] = self._paper.malloc(self._rank.hidden, self._stream)
+
+    def end(self) -> None:
+        """Behind the step."""
+        for blocks in (self._sent, self._collected):
+            self._free(blocks)
+
+    def _together(self, forward: Any, backward: Any) -> None:
+        there = self._forward(forward.stage, forward.microbatch)
+        back = self._backward(backward.stage, backward.microbatch, False)
+        stages = self._rank.stages
+        order = self._rank.turns(_travelling(stages[forward.stage]), _travelling(stages[backward.stage])[::-1])
+        for whose in order:
+            next(there if whose == "F" else back, None)
+        _drain(back)
+        _drain(there)
+
+    # --- forward --------------------------------------------------------------------------------------------------
+
+    def _forward(self, stage: int, microbatch: int) -> Iterator[None]:
+        """Stops behind each of an engine's computations."""
+        parts = self._rank.stages[stage]
+        ran: list[_Ran] = []
+        self._ran[stage, microbatch] = ran
+        x = self._arrived.pop(("F", stage, microbatch), None)
+        unsaved: list[Block] = []
+        for part in parts:
+            if part.path == "head" and self._rank.engine:
+                break
+            if x is None and part.path != "embedding":
+                x = self._paper.malloc(self._rank.hidden, self._stream)
+            self._life.enter(part.place, part.mlp, False, microbatch == self._last)
+            self._settle()
+            self._workspace(0)
+            done = _Ran(part, {}, x)
+            ran.append(done)
+            again = part.placement == "recompute"
+            yield from self._play(done.blocks, part.events.alone if again else part.events.forward, part)
+            output = done.blocks.pop(part.events.output)
+            self._leave(done, again)
+            if x is not None and not (part.events.saves_x or again):
+                unsaved.append(x)
+                done.x = None
+            if not part.path.endswith(".self_attn"):  # a layer's caller holds what it was given
+                self._free(unsaved)
+                unsaved = []
+            if part.balance:
+                done.balance = self._paper.malloc(part.balance, self._stream)
+            self._life.leave(part.place, part.mlp, False, microbatch == self._last)
+            x = output
+            if self._rank.engine and not part.events.travelling and part.path != "embedding":
+                yield
+        assert x is not None
+        if not self._rank.engine:
+            self._arrived["B", stage, microbatch] = x  # the loss, and its gradient
+        elif parts[-1].path == "head":
+            self._arrived["B", stage, microbatch] = self._loss(parts[-1], x)
+        else:
+            self._send("F", stage + 1, microbatch, x)
+
+    def _leave(self, done: _Ran, again: bool) -> None:
+        """What becomes of what is saved."""
+        part, blocks = done.part, done.blocks
+        if again:
+            self._free(blocks.values())
+            blocks.clear()
+        elif part.placement == "offload":
+            self._leaving.append(done)
+        elif part.placement == "stash" and part.stash[0]:
+            pair = _pair(blocks, part.stash[0])
+            for n in pair:
+                done.sizes[n] = blocks[n].size
+                self._paper.free(blocks.pop(n))
+            done.stashed = pair
+            self._stashed += part.stash[1] if pair else 0
+            self.most_stashed = max(self.most_stashed, self._stashed)
+
+    def _settle(self, everything: bool = False) -> None:
+        """What was offloaded is free: of all but the last two halves."""
+        while len(self._leaving) > (0 if everything else 1):
+            done = self._leaving.pop(0)
+            for n, block in list(done.blocks.items()):
+                if block.size >= self._rank.least:
+                    done.sizes[n] = block.size
+                    self._paper.free(done.blocks.pop(n))
+            if done.x is not None and done.x.size >= self._rank.least:
+                done.sizes[done.part.events.x] = done.x.size
+                self._paper.free(done.x)
+                done.x = None
+
+    # --- backward -------------------------------------------------------------------------------------------------
+
+    def _backward(self, stage: int, microbatch: int, split: bool) -> Iterator[None]:
+        """Stops behind each of an engine's computations."""
+        ran = self._ran.pop((stage, microbatch))
+        dy = self._arrived.pop(("B", stage, microbatch), None)
+        if dy is None:
+            dy = self._paper.malloc(self._rank.hidden, self._stream)
+        later: list[Block] = []
+        while ran:
+            done = ran.pop()
+            part = done.part
+            self._take_back(done)
+            if ran:
+                self._take_back(ran[-1])  # on its way
+            if part.path == "embedding" and self._rank.summed is not None:
+                self._free(done.blocks.values())
+                self._collected.append(dy)
+                break
+            self._life.enter(part.place, part.mlp, True, microbatch == self._last)
+            self._workspace(1)
+            dx = yield from self._play_back(done, dy)
+            if split and part.later:
+                later.append(self._paper.malloc(part.later, self._stream))
+            self._life.leave(part.place, part.mlp, True, microbatch == self._last)
+            if dx is None:
+                break
+            dy = dx
+        else:
+            self._send("B", stage - 1, microbatch, dy)
+        if later:
+            self._later[stage, microbatch] = later
+
+    def _play_back(self, done: _Ran, dy: Block) -> Generator[None, None, Block | None]:
+        part, events, blocks = done.part, done.part.events, done.blocks
+        if part.placement == "recompute" and not blocks:
+            yield from self._play(blocks, events.forward, part)
+            self._paper.free(blocks.pop(events.output))
+        blocks[events.gradient] = dy
+        if done.x is not None:
+            blocks[events.x] = done.x
+        for n in done.stashed:  # x comes out of the pages again, h is read there
+            if done.sizes[n] == min(done.sizes.values()):
+                blocks[n] = self._paper.malloc(done.sizes[n], self._stream)
+        yield from self._play(blocks, events.backward, part, frozenset(events.weights))
+        self._stashed -= part.stash[1] if done.stashed else 0
+        dx = blocks.pop(events.dx, None)
+        self._free(block for block in blocks.values() if block is not dx)
+        if done.balance is not None:
+            self._paper.free(done.balance)
+        return dx
+
+    def _take_back(self, done: _Ran) -> None:
+        """What was offloaded is wanted."""
+        if done in self._leaving:
+            self._leaving.remove(done)
+        if done.stashed:
+            return
+        for n, size in done.sizes.items():
+            block = self._paper.malloc(size, self._stream)
+            if n == done.part.events.x:
+                done.x = block
+            else:
+                done.blocks[n] = block
+        done.sizes = {}
+
+    def _loss(self, head: Part, x: Block) -> Block:
+        """An engine's head: forward and backward at once; the gradient of its input."""
+        events = head.events
+        blocks: dict[int, Block] = {}
+        self._life.enter("head", False, True, False)
+        skipped = frozenset(events.weights) if self._rank.summed else frozenset()
+        bytes_ = self._rank.summed[0] if self._rank.summed else -1
+
+        def without_sums(list_: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+            sums = {n for n, size in list_ if abs(size - bytes_) < 1024 or (n in skipped and size > bytes_ // 4)}
+            return [event for event in list_ if event[0] not in sums]
+
+        _drain(self._play(blocks, without_sums(events.forward), head))
+        blocks[events.x] = x
+        _drain(self._play(blocks, without_sums(events.backward), head, frozenset(events.weights)))
+        dx = blocks.pop(events.dx)
+        self._free(block for block in blocks.values() if block is not dx)
+        return dx
+
+    # --- both -----------------------------------------------------------------------------------------------------
+
+    def _play(
+        self,
+        blocks: dict[int, Block],
+        events: Sequence[tuple[int, int]],
+        part: Part,
+        weights: frozenset[int] = frozenset(),
+    ) -> Iterator[None]:
+        """Events, on blocks. In an engine stops where tokens were sent."""
+        malloc, free, travelling = self._paper.malloc, self._paper.free, part.events.travelling
+        number_of_stops = 0
+        for number, size in events:
+            if number < 0:
+                if self._rank.engine and size == CAME:
+                    yield
+                    if weights and number_of_stops:  # behind the experts' backward, their weights' gradients
+                        yield
+                    number_of_stops += 1
+            elif size:
+                blocks[number] = malloc(size, self._side if number in travelling else self._stream)
+            elif number in blocks:
+                block = blocks.pop(number)
+                if number not in weights or not self._life.keeps(part.place, part.mlp, block):
+                    free(block)
+
+    def _send(self, kind: str, stage: int, microbatch: int, block: Block) -> None:
+        """To a stage of this rank, or another's."""
+        if stage in self._rank.stages:
+            self._arrived[kind, stage, microbatch] = block
+            return
+        self._free(self._sent)
+        self._sent = [block]
+
+    def _free(self, blocks: Any) -> None:
+        for block in list(blocks):
+            self._paper.free(block)
+
+
+def parts_of(
+    trace: ModelTrace, stage: Stage, placements: Mapping[str, str], *, prefix: str, recompute: str
+) -> list[Part]:
+    """The parts of a stage in forward order: what `forebay.planner.fit.halves_of` makes of the same arguments."""
+    found = [_part("embedding", "embedding", trace.embedding)] if stage.embedding else []
+    for number, place in zip(stage.layers, stage.places, strict=True):
+        layer = trace.layers[number]
+        for name, half in (("self_attn", layer.attention), ("mlp", layer.mlp)):
+            path = f"{prefix}.{number}.{name}"
+            placement = placements.get(path, "keep")
+            light = placement == "recompute" and recompute != "full" and half.light_events is not None
+            part = _part(path, place, half, "keep" if light else placement, light)
+            found.append(replace(part, balance=trace.balance if name == "mlp" and layer.is_moe else 0))
+    return found + ([_part("head", "head", trace.head)] if stage.head else [])
+
+
+def _part(path: str, place: Any, trace: PartTrace, placement: str = "keep", light: bool = False) -> Part:
+    events = trace.light_events if light else trace.events
+    assert events is not None, "a trace has events"
+    return Part(path, place, events, placement, trace.stash, later=trace.later)
+
+
+def with_reserved(fit: RankFit, found: Reserved) -> RankFit:
+    """The rank as it was laid. What is in use at most is known better now: levels of halves add up what each needs at its
+    highest, as if all of it came at once. So what they have too much is taken off what comes and goes; and what the allocator
+    holds beside is `cached`."""
+    inside = fit.allocated - fit.other
+    too_much = min(max(0, inside - found.allocated), fit.transient)
+    return replace(fit, transient=fit.transient - too_much, cached=max(0, found.reserved - (inside - too_much)))
+
+
+def shortened(actions: Sequence[Any], engine: bool) -> Sequence[Any]:
+    """Of a process alone, one microbatch after the other, the first few: those behind are as the last of them."""
+    if len(actions) and not engine:
+        return [a for a in actions if a.microbatch < _MOST]
+    return actions
+
+
+def _travelling(parts: Sequence[Part]) -> list[bool]:
+    """Of a stage's layers, which have experts."""
+    return [bool(part.events.travelling) for part in parts if part.mlp]
+
+
+def _pair(blocks: Mapping[int, Block], size: int) -> tuple[int, ...]:
+    """Two blocks that come to `size` bytes, but for rounding; none if there are no such."""
+    numbers = sorted(blocks, key=lambda n: blocks[n].size)
+    for i, a in enumerate(numbers):
+        for b in numbers[i + 1 :]:
+            if 0 <= blocks[a].size + blocks[b].size - size < 4096:
+                return a, b
+    return ()
+
+
+def _drain(steps: Iterator[None]) -> None:
+    for _ in steps:
+        pass

@@ -1,0 +1,456 @@
+"""What parameters, gradients and the optimizer allocate during a step, in order and by stream.
+
+In: `Weights` and `Sharing` (`forebay.planner.state`) and the layers of a rank. Out: one of three `Life`s, which are told of a
+step's moments and allocate as torch does then. They own the blocks that they were given by the allocator, and nothing else.
+
+    Plain      no process group: a gradient is what backward made first, and lasts to the optimizer's step
+    ByModule   FSDP2's hooks: a layer is gathered before it runs, and its gradients are summed or reduced behind its backward
+    Gathered   whole weights for a step (`forebay.train.gathered`): gathered before it, sums made then, reduced behind it
+
+Of FSDP2 (`torch.distributed.fsdp._fully_shard`, torch 2.11 to 2.13), which matters because each stream has its own memory:
+
+    gathering, in forward and backward       the shards in one piece, cast, and the buffer that they arrive in: on the stream
+                                             "gather"; the parameters' whole tensors, copied out of it: on the compute stream. The
+                                             buffer waits for the next gathering's copy out (forward), or is free at once
+    gathering a step                         all of it on the compute stream
+    one process                              no buffer: each parameter is cast, and copied
+    reducing                                 the gradients in one piece: compute stream, until the next reducing; what comes of
+                                             it, of which the shards' gradients are views: on the stream "reduce", to the step's
+                                             end
+
+The optimizer makes both moments and a step count a parameter in its first step, in the order of the parameters: matrices, then
+vectors. Random parameters are drawn whole, one at a time, which leaves the largest one's memory cached.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from forebay.planner.allocator import Block, CachingAllocator
+from forebay.planner.state import Sharing, Weights, shard_lengths
+
+GATHER = "gather"
+REDUCE = "reduce"
+DEFAULT = "default"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that are gathered together. Elements of each: of the rank's shard, of the whole that it computes with, and of
+    the parameter that is drawn.
+
+    Attributes:
+        place: a layer's place among the rank's, or -1 for embedding, last norm and head.
+        experts: of a MoE layer, in a group of their own.
+        processes: that share it.
+        names: what each is: "embedding", "head", or "".
+        vectors: of each, whether it is one.
+    """
+
+    place: int
+    experts: bool
+    processes: int
+    own: tuple[int, ...]
+    whole: tuple[int, ...]
+    drawn: tuple[int, ...]
+    names: tuple[str, ...]
+    vectors: tuple[bool, ...]
+
+
+def groups_of(weights: Weights, layers: Sequence[int], embedding: bool, head: bool, sharing: Sharing) -> list[Group]:
+    """In the order in which FSDP2 finds its modules: what no other group has, embedding, layers, head."""
+    s = sharing
+    ends = [("embedding", shape) for shape in (weights.embedding if embedding else ())]
+    rest = [("", shape) for shape in (weights.head if head else ()) if len(shape) < 2]
+    last = [("head", shape) for shape in (weights.head if head else ()) if len(shape) > 1]
+    apart = s.pp > 1 and not weights.tied
+    found = [_group(-1, False, s.data, rest if apart else [*ends, *rest, *last], s)]
+    found += [_group(-1, False, s.data, ends, s)] if apart and ends else []
+    for place, number in enumerate(layers):
+        others, experts = weights.layers[number]
+        mine = [("", (shape[0] // s.ep, *shape[1:])) for shape in experts]
+        named = [("", shape) for shape in others]
+        if s.sharded and s.ep > 1 and mine:
+            found += [_group(place, False, s.data, named, s), _group(place, True, s.data // s.ep, mine, s)]
+        else:
+            found.append(_group(place, False, s.data, [*named, *mine], s))
+    found += [_group(-1, False, s.data, last, s)] if apart and last else []
+    return [group for group in found if group.own]
+
+
+def _group(
+    place: int, experts: bool, processes: int, parameters: Sequence[tuple[str, tuple[int, ...]]], s: Sharing
+) -> Group:
+    shapes = [shape for _, shape in parameters]
+    whole = tuple(math.prod(shape) for shape in shapes)
+    return Group(
+        place,
+        experts,
+        processes,
+        tuple(shard_lengths(shape, processes, experts) for shape in shapes) if s.sharded else whole,
+        whole,
+        tuple(n * s.ep if experts else n for n in whole),
+        tuple(name for name, _ in parameters),
+        tuple(len(shape) < 2 for shape in shapes),
+    )
+
+
+class Life(Protocol):
+    """What a step tells its weights."""
+
+    def begin_step(self) -> None:
+        """Before the first forward."""
+
+    def enter(self, place: Any, mlp: bool, backward: bool, last: bool) -> None:
+        """A half of a layer, or an end ("embedding", "head"), begins. `last`: of the step's last microbatch."""
+
+    def leave(self, place: Any, mlp: bool, backward: bool, last: bool) -> None:
+        """It is over."""
+
+    def keeps(self, place: Any, mlp: bool, block: Block) -> bool:
+        """A weight's gradient was made, and autograd lets go of it: whether it stays."""
+
+    def end_step(self, embedded: int) -> None:
+        """Behind the last backward. `embedded`: bytes of the gradients of embedded tokens that are to be spread, in fp32."""
+
+    def zero_grad(self) -> None:
+        """Gradients are gone."""
+
+
+class Persistent:
+    """Parameters and moments.
+
+    Args:
+        drawn: parameters are random, and not read from a folder.
+    """
+
+    def __init__(self, paper: CachingAllocator, groups: Sequence[Group], sharing: Sharing, drawn: bool):
+        self._paper, self._groups, self._s = paper, groups, sharing
+        self._moments: list[Block] = []
+        for size in self._sizes():
+            paper.malloc(size, DEFAULT)
+        for group in groups if drawn else ():
+            for elements in group.drawn:
+                paper.free(paper.malloc(sharing.parameter * elements, DEFAULT))
+
+    def optimize(self) -> None:
+        """An optimizer's step."""
+        s, first = self._s, not self._moments
+        for vectors in (False, True):
+            sizes = self._sizes(vectors)
+            for size in sizes if first else ():
+                steps = [4] if s.fused else []
+                self._moments += [self._paper.malloc(n, DEFAULT) for n in (*steps, size, size)]
+            if not s.fused:  # the root of the second moments, of all parameters at once
+                for block in [self._paper.malloc(size, DEFAULT) for size in sizes]:
+                    self._paper.free(block)
+
+    def _sizes(self, vectors: bool | None = None) -> list[int]:
+        return [
+            self._s.parameter * own
+            for group in self._groups
+            for own, vector in zip(group.own, group.vectors, strict=True)
+            if own and vectors in (None, vector)
+        ]
+
+
+class Plain:
+    """See the module docstring."""
+
+    def __init__(self, paper: CachingAllocator, groups: Sequence[Group], sharing: Sharing):
+        self._paper = paper
+        self._there: dict[Any, int] = {}
+        self._held: list[Block] = []
+        self._seen: dict[Any, int] = {}
+
+    def begin_step(self) -> None:
+        """Nothing."""
+
+    def enter(self, place: Any, mlp: bool, backward: bool, last: bool) -> None:
+        """Count its gradients from the first."""
+        if backward:
+            self._seen[place, mlp] = 0
+
+    def leave(self, place: Any, mlp: bool, backward: bool, last: bool) -> None:
+        """Nothing."""
+
+    def keeps(self, place: Any, mlp: bool, block: Block) -> bool:
+        """The first one of each weight."""
+        self._seen[place, mlp] += 1
+        if self._seen[place, mlp] <= self._there.get((place, mlp), 0):
+            return False
+        self._there[place, mlp] = self._seen[place, mlp]
+        self._held.append(block)
+        return True
+
+    def end_step(self, embedded: int) -> None:
+        """Nothing."""
+
+    def zero_grad(self) -> None:
+        """See `Life`."""
+        for block in self._held:
+            self._paper.free(block)
+        self._held, self._there = [], {}
+
+
+class _Sharded:
+    """What both lives with FSDP2 share."""
+
+    def __init__(self, paper: CachingAllocator, groups: Sequence[Group], sharing: Sharing, stream: Any):
+        self._paper, self._s, self._stream = paper, sharing, stream
+        self._groups = list(groups)
+        self._whole: dict[int, list[Block]] = {}  # group's number -> its gathered parameters
+        self._sums: dict[int, list[Block]] = {}
+        self._shards: dict[int, list[Block]] = {}  # gradients
+        self._sending: list[Block] = []
+
+    def _gather(self, number: int, buffers: Any) -> list[Block]:
+        """What is to be freed when the parameters have been copied out of it; for one process, nothing."""
+        group, size = self._groups[number], self._s.compute
+        if group.processes == 1:
+            return []
+        own = sum(group.own)
+        cast = self._paper.malloc(size * own, buffers) if self._s.compute != self._s.parameter else None
+        arriving = self._paper.malloc(size * own * group.processes, buffers)
+        if cast is not None:
+            self._paper.free(cast)
+        return [arriving]
+
+    def _copy_out(self, number: int) -> None:
+        group, size = self._groups[number], self._s.compute
+        self._whole[number] = []
+        for own in group.own:
+            cast = None
+            if group.processes == 1 and self._s.compute != self._s.parameter:
+                cast = self._paper.malloc(size * own, self._stream)
+            self._whole[number].append(self._paper.malloc(size * own * group.processes or 1, self._stream))
+            if cast is not None:
+                self._paper.free(cast)
+
+    def _reshard(self, number: int) -> None:
+        self._free(self._whole.pop(number, ()))
+
+    def _reduce(self, number: int) -> None:
+        """Sums, or gradients, of a group to those of its shards."""
+        group, s = self._groups[number], self._s
+        sums = self._sums.pop(number, [])
+        if not sums:
+            return
+        if group.processes == 1:
+            # What a process has whole stays where it is, or is cast one by one.
+            if s.summed != s.parameter:
+                for i, own in enumerate(group.own):
+                    cast = self._paper.malloc(s.parameter * own, self._stream)
+                    self._paper.free(sums[i])
+                    sums[i] = cast
+            self._shards[number] = sums
+            return
+        self._free(self._sending)
+        own = sum(group.own)
+        self._sending = [self._paper.malloc(s.summed * own * group.processes, self._stream)]
+        self._free(sums)
+        reduced = self._paper.malloc(s.summed * own, REDUCE)
+        if s.summed != s.parameter:
+            cast = self._paper.malloc(s.parameter * own, REDUCE)
+            self._paper.free(reduced)
+            reduced = cast
+        if number in self._shards:  # added to what other microbatches gave
+            self._paper.free(reduced)
+        else:
+            self._shards[number] = [reduced]
+
+    def _reduced(self) -> None:
+        self._free(self._sending)
+        self._sending = []
+
+    def zero_grad(self) -> None:
+        """See `Life`."""
+        for blocks in self._shards.values():
+            self._free(blocks)
+        self._shards = {}
+
+    def _free(self, blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            self._paper.free(block)
+
+
+class ByModule(_Sharded):
+    """See the module docstring. The ends stay gathered for a step; `keep` says that layers do for a microbatch, too."""
+
+    def __init__(self, paper: CachingAllocator, groups: Sequence[Group], sharing: Sharing, stream: Any):
+        super().__init__(paper, groups, sharing, stream)
+        self._arriving: list[Block] = []  # that the next copy out frees
+        self._fetched: dict[int, list[Block]] = {}
+        self._gradients: dict[int, list[Block]] = {}
+        self._ends = [n for n, group in enumerate(groups) if group.place < 0]
+        self._layers: dict[Any, list[int]] = {}
+        for n, group in enumerate(groups):
+            self._layers.setdefault(group.place, []).append(n)
+        self._order = [n for n, group in enumerate(groups) if group.place >= 0]
+
+    def begin_step(self) -> None:
+        """Nothing is gathered yet."""
+
+    def enter(self, place: Any, mlp: bool, backward: bool, last: bool) -> None:
+        """Gather what is not there."""
+        wanted = self._wanted(place, mlp, backward)
+        for n in wanted:
+            if n in self._whole:
+                continue
+            arriving = self._fetched.pop(n) if n in self._fetched else self._gather(n, GATHER)
+            if backward:
+                self._copy_out(n)
+                self._free(arriving)
+                self._fetch_before(n)
+            else:
+                self._free(self._arriving)
+                self._copy_out(n)
+                self._arriving = arriving
+
+    def leave(self, place: Any, mlp: bool, backward: bool, last: bool) -> None:
+        """Give back what is not needed, and sum or reduce gradients."""
+        if place in ("embedding", "head"):
+            if backward and place == "embedding":
+                self._finish(self._ends, last)
+            elif place == "head" and not backward:  # the model's forward is over
+                self._free(self._arriving)
+                self._arriving = []
+            return
+        done = [n for n in self._layers[place] if self._groups[n].experts == mlp]
+        if not backward:
+            done = [n for n in self._layers[place] if mlp]  # a layer's own, behind its second half
+            if self._s.reshard:
+                for n in done:
+                    self._reshard(n)
+            return
+        self._finish(done, last)
+
+    def _finish(self, numbers: Sequence[int], last: bool) -> None:
+        """Behind a group's backward."""
+        s = self._s
+        for n in numbers:
+            group = self._groups[n]
+            if s.reshard or last:
+                self._reshard(n)
+            gradients = self._gradients.pop(n, [])
+            alone = group.processes == 1
+            if n in self._sums:
+                self._free(gradients)
+            elif gradients and s.summed != s.compute and (alone or not (last or not s.sums)):
+                self._sums[n] = []
+                for block in gradients:
+                    self._sums[n].append(self._paper.malloc(block.size * s.summed // s.compute, self._stream))
+                    self._paper.free(block)
+            elif gradients:
+                self._sums[n] = gradients
+            if (last or not s.sums) and not alone:
+                self._reduce(n)
+
+    def keeps(self, place: Any, mlp: bool, block: Block) -> bool:
+        """Until the group's backward is over."""
+        numbers = self._ends if place in ("embedding", "head") else self._layers[place]
+        chosen = [n for n in numbers if self._groups[n].experts and mlp] or [n for n in numbers]
+        number = chosen[0]
+        if mlp and len(numbers) > 1 and block.size < self._s.compute * min(self._groups[number].whole):
+            number = numbers[0]  # the router's and the shared experts' are their layer's
+        self._gradients.setdefault(number, []).append(block)
+        return True
+
+    def end_step(self, embedded: int) -> None:
+        """What is a process's own is handed over."""
+        for n in list(self._sums):
+            self._reduce(n)
+        self._reduced()
+        for n in list(self._whole):
+            self._reshard(n)
+        for blocks in (self._arriving, *self._fetched.values()):
+            self._free(blocks)
+        self._arriving, self._fetched = [], {}
+
+    def _wanted(self, place: Any, mlp: bool, backward: bool) -> list[int]:
+        if place in ("embedding", "head"):
+            return self._ends
+        numbers = self._layers[place]
+        return [n for n in numbers if mlp or not self._groups[n].experts]
+
+    def _fetch_before(self, number: int) -> None:
+        """The group that went forward before this one, whose backward comes next."""
+        at = self._order.index(number) if number in self._order else len(self._order)
+        if at and (n := self._order[at - 1]) not in self._whole and n not in self._fetched:
+            self._fetched[n] = self._gather(n, GATHER)
+
+
+class Gathered(_Sharded):
+    """See the module docstring.
+
+    Args:
+        mixed: sums of the vocabulary's weights are made elsewhere, the head's from the begin and the embedding's at the end.
+        keep: gathered memory stays between steps, as a captured step needs it.
+    """
+
+    def __init__(
+        self, paper: CachingAllocator, groups: Sequence[Group], sharing: Sharing, stream: Any, mixed: bool, keep: bool
+    ):
+        super().__init__(paper, groups, sharing, stream)
+        self._mixed, self._keep = mixed, keep
+        self._brief = {g.place: n for n, g in enumerate(groups) if g.experts and sharing.reshard}
+
+    def gather(self) -> None:
+        """Before `begin_step`."""
+        if not self._s.sharded:
+            return
+        for n in range(len(self._groups)):
+            if n not in self._whole:
+                arriving = self._gather(n, self._stream)
+                self._copy_out(n)
+                self._free(arriving)
+
+    def begin_step(self) -> None:
+        """Zeros for all sums."""
+        s = self._s
+        self._embedding: list[tuple[int, int]] = []
+        for n, group in enumerate(self._groups):
+            self._sums[n] = []
+            for name, whole in zip(group.names, group.whole, strict=True):
+                if name == "embedding" and self._mixed:
+                    self._embedding.append((n, s.summed * whole))
+                else:
+                    self._sums[n].append(self._paper.malloc(s.summed * whole, self._stream))
+
+    def enter(self, place: Any, mlp: bool, backward: bool, last: bool) -> None:
+        """The experts, if they were given back."""
+        n = self._brief.get(place)
+        if n is not None and mlp and n not in self._whole:
+            arriving = self._gather(n, self._stream)
+            self._copy_out(n)
+            self._free(arriving)
+
+    def leave(self, place: Any, mlp: bool, backward: bool, last: bool) -> None:
+        """Give them back."""
+        if mlp and place in self._brief:
+            self._reshard(self._brief[place])
+
+    def keeps(self, place: Any, mlp: bool, block: Block) -> bool:
+        """It was added to its sum."""
+        return False
+
+    def end_step(self, embedded: int) -> None:
+        """The embedding's gradient, from each microbatch's rows."""
+        for n, size in self._embedding:
+            self._sums[n].append(self._paper.malloc(size, self._stream))
+            if embedded:
+                self._paper.free(self._paper.malloc(embedded, self._stream))
+
+    def reduce(self) -> None:
+        """Behind `end_step`."""
+        if not self._s.sharded:
+            self._shards, self._sums = self._sums, {}
+            return
+        for n in range(len(self._groups)):
+            if not self._keep:
+                self._reshard(n)
+            self._reduce(n)
+        self._reduced()

@@ -1,0 +1,132 @@
+"""What operations allocate that a trace sees as one: their bodies' tensors, in the order in which they come and go.
+
+In: the name of an operation and its arguments, fake tensors. Out: steps (name, bytes), bytes 0 where it is freed; a number
+instead of a name is one of the results, whose bytes are the result's own. Nothing is computed or kept.
+
+    forebay::experts, its backward     as `forebay.moe.experts_op` has them, with `forebay.kernels.sort_slots`
+    forebay::linear_cross_entropy      one chunk of logits beside the results: `forebay.loss`
+    attention's backward               what flash attention 2 allocates in torch (`flash_api.cpp`, mha_bwd), by size: the sum of
+                                       dO*O and dq in fp32, sequence rounded up to 128 and the head's width to 32, and for grouped
+                                       queries dk and dv of all query heads. cuDNN asks for one workspace of as much.
+
+A body that changes has to change here: tests compare with the real body's storages on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Step = tuple[str | int, int]
+_CHUNK = 512  # slots that a program of sort_slots counts
+
+
+def steps_of(name: str, args: Any, kwargs: Any, later: bool) -> tuple[Step, ...]:
+    """The steps of an operation; none for one that allocates its results alone. `later`: the experts' weight gradients are made
+    by an operation of their own behind this one, and here are its steps as well."""
+    body = _BODIES.get(name)
+    return () if body is None else tuple(body(*args, **kwargs, later=later))
+
+
+def _experts(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *rest: Any, later: bool
+) -> list[Step]:
+    """Results: y, h, order, inverse, offs."""
+    down_bias, transposed, save_h, max_rows = rest[1], rest[4], rest[7], rest[8]
+    (tokens, slots), e = ids.shape, x.element_size()
+    slots *= tokens
+    rows = slots if max_rows is None else min(slots, max_rows)
+    hidden, inner = x.shape[1], down.shape[1] if transposed else down.shape[2]
+    counts = 4 * (gate_up.shape[0] + 1) * -(-slots // _CHUNK)
+    steps: list[Step] = [("counts", counts)]
+    steps += [(2, 0)] if rows == slots else [("whole order", 4 * slots)]
+    steps += [(3, 0), (4, 0), ("ends", counts), ("counts", 0), ("ends", 0)]
+    steps += [] if rows == slots else [(2, 0), ("whole order", 0)]
+    h: str | int = 1 if save_h else "h"
+    steps += [("rows of x", e * rows * hidden), (h, 2 * e * rows * inner), ("rows of x", 0)]
+    steps += [("activation", e * rows * inner), ("rows of y", e * rows * hidden), ("activation", 0)]
+    if down_bias is not None:
+        steps += [("map", 4 * tokens * gate_up.shape[0]), ("bias", e * tokens * hidden)]
+    steps += [(0, 0), ("rows of y", 0)]
+    steps += [("bias", 0), ("map", 0)] if down_bias is not None else []
+    return steps + ([] if save_h else [("h", 0)])
+
+
+def _experts_backward(
+    dy: Tensor, x: Any, h: Any, order: Tensor, inverse: Any, offs: Any, *rest: Any, later: bool
+) -> list[Step]:
+    """Results: dx, d_weights, d_gate_up, d_down and the biases'."""
+    weights, down, settings = rest[0], rest[2], rest[5:]
+    transposed = settings[2]
+    need_x, need_weights, need_gate_up, need_down, need_bias, _ = settings[5:11]
+    hidden, inner = dy.shape[1], down.shape[1] if transposed else down.shape[2]
+    n, e = order.shape[0], dy.element_size()
+    rows, act, dh = e * n * hidden, e * n * inner, "dh"
+    steps: list[Step] = []
+    if h is None:  # dh is written over it
+        steps += [("rows of x", rows), (dh, 2 * act), ("rows of x", 0)]
+    steps += [("rows of dy", rows)]
+    need_dh = need_x or need_gate_up or need_bias
+    if need_dh or need_weights:
+        steps += [("activation", act)]
+        steps += [(dh, 2 * act)] if h is not None else []
+        steps += [(1, 0)] if need_weights and weights.dtype == torch.float32 else [("dw", 4 * weights.numel())]
+    elif need_down:
+        steps += [("activation", act)]
+    making_down: list[Step] = [(3, 0)] if need_down else []
+    making_gate_up: list[Step] = [("rows of x again", rows), (2, 0), ("rows of x again", 0)] if need_gate_up else []
+    steps += making_down if not later else []
+    steps += [("rows of dy", 0)]
+    made = {key for key, size in steps if size}
+    free: list[Step] = [("activation", 0)] if "activation" in made else []
+    steps += free if not later else []
+    steps += [("rows of dx", rows), (0, 0), ("rows of dx", 0)] if need_x else []
+    steps += making_gate_up if not later else []
+    if later:
+        gathered: list[Step] = [("rows of dy again", rows), *making_down, ("rows of dy again", 0)]
+        steps += (gathered if need_down else []) + free + making_gate_up
+    steps += [(dh, 0)] if dh in made else []
+    steps += [(1, 0), ("dw", 0)] if "dw" in made else []
+    return steps
+
+
+def _cross_entropy(
+    hidden: Tensor, weight: Tensor, bias: Any, targets: Tensor, ignore: int, chunk: int, needs: Any, *, later: bool
+) -> list[Step]:
+    """Results: the loss, and the gradients of hidden, weight and bias, in fp32 (fp64)."""
+    rows = min(chunk, hidden.shape[0])
+    logits = rows * weight.shape[0] * hidden.element_size()
+    return [(0, 0), (1, 0), (2, 0), (3, 0), ("logits", logits), ("losses", 4 * rows), ("losses", 0), ("logits", 0)]
+
+
+def _flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, later: bool, **_: Any) -> list[Step]:
+    """Results: dq, dk, dv."""
+    parts = _attention(q, k, v)
+    return [(0, 0), (1, 0), (2, 0), *parts, *((name, 0) for name, _ in parts)]
+
+
+def _cudnn_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, later: bool, **_: Any) -> list[Step]:
+    """The same in one piece."""
+    return [(0, 0), (1, 0), (2, 0), ("workspace", sum(size for _, size in _attention(q, k, v))), ("workspace", 0)]
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor) -> list[tuple[str, int]]:
+    batch, heads, length, width = q.shape
+    length = -(-length // 128) * 128
+    parts = [("sum of dO*O", 4 * batch * heads * length)]
+    parts += [("dq in fp32", 4 * batch * heads * length * (-(-width // 32) * 32))]
+    if k.shape[1] != heads:
+        parts += [(name, t.numel() // t.shape[1] * heads * t.element_size()) for name, t in (("dk", k), ("dv", v))]
+    return parts
+
+
+_BODIES: Mapping[str, Callable[..., list[Step]]] = {
+    "forebay.experts.default": _experts,
+    "forebay.experts_backward.default": _experts_backward,
+    "forebay.linear_cross_entropy.default": _cross_entropy,
+    "aten._scaled_dot_product_flash_attention_backward.default": _flash_backward,
+    "aten._scaled_dot_product_cudnn_attention_backward.default": _cudnn_backward,
+}

@@ -1,0 +1,190 @@
+"""A run laid on one pipeline rank: what its fullest process holds, and placements that are chosen for it.
+
+In: what a plan knows of the whole run (`Layout`), a rank, and placements. Out: a `Laid`: the rank's `RankFit`, reserved memory
+included, its halves, and the `Choice` where placements were to be chosen. Nothing is kept between ranks.
+
+A choice is made with the walk of `forebay.planner.fit`, in which memory is a sum over halves; what the allocator holds besides is
+known only when its placements are laid. So a choice whose reserved memory is above the limit is made again, for as much less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from forebay.pipeline.turns import turns
+from forebay.planner.choose import Choice, Machine, choose, rank_options
+from forebay.planner.figures import ModelTrace
+from forebay.planner.fit import Held, RankFit, Seen, Stage, alone, fit_rank, halves_of
+from forebay.planner.reserved import Rank, parts_of, reserve, shortened, with_reserved
+from forebay.planner.sharded import groups_of
+from forebay.planner.state import Sharing, State, Weights, state_of
+from forebay.policy import format_bytes, parse_bytes
+from forebay.train.config import Config
+from forebay.train.planning import LayerPlan
+
+_MESSAGES = 4  # tensors of hidden states on their way in a pipeline: one in and one out, each way
+_LEAST, _LEAST_PIPELINE = 1 << 20, 16 << 20  # bytes below which the manager leaves a tensor where it is
+_ATTEMPTS = 3  # at a choice: what the allocator holds besides depends on the placements, but little
+
+
+@dataclass(frozen=True)
+class Laid:
+    """Of a rank. `over`: a sentence if no placements are within the limit."""
+
+    stages: Mapping[int, Stage]
+    fit: RankFit
+    halves: tuple[Held, ...]
+    state: State
+    choice: Choice | None = None
+    over: str = ""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Of a run.
+
+    Attributes:
+        weights, prefix, trace, sharing: the model's shapes, the path of its layers, its trace, and who shares it.
+        placements: half's path to placement, for ranks for which none are chosen.
+        hidden: numbers of hidden states of a microbatch, tokens times width.
+        exchange: bytes that exchanging tokens takes outside of the allocator.
+        actions: by pipeline rank; None without a pipeline.
+        budget: bytes a process may use; None where none was given.
+        auto: bytes within which placements are chosen; None where they are the configuration's.
+        machine: what placements cost.
+    """
+
+    config: Config
+    plan: LayerPlan
+    weights: Weights
+    prefix: str
+    trace: ModelTrace
+    sharing: Sharing
+    placements: Mapping[str, str]
+    hidden: int
+    exchange: int
+    actions: Sequence[Sequence[Any]] | None
+    budget: int | None
+    auto: int | None
+    machine: Machine
+
+    @property
+    def engine(self) -> bool:
+        """A pipeline or overlap runs the stages."""
+        return self.config.parallel.pp > 1 or self.config.parallel.overlap
+
+    @property
+    def chooses(self) -> bool:
+        """Whether placements are chosen."""
+        return self.auto is not None or self.config.memory.policy == "auto"
+
+    def rank(self, number: int, seen: Seen | None = None) -> Laid:
+        """Lay pipeline rank `number`; `seen` is told of every level of its step."""
+        stages = _stages(self.plan, number)
+        layers = [n for stage in stages.values() for n in stage.layers]
+        ends = any(s.embedding for s in stages.values()), any(s.head for s in stages.values())
+        state = state_of(self.weights, layers, *ends, self.sharing)
+        state = replace(state, other=state.other + self.exchange)
+        placements, choice, over = self.placements, None, ""
+        if self.chooses:
+            limit = self._limit(state)
+            choice, total = self._chosen(number, state, stages, limit)
+            placements = choice.placements
+            if total > limit:
+                over = f"Rank {number} cannot be brought under {format_bytes(limit)} by any placement."
+        fit, halves = self._fit(number, state, stages, placements, seen)
+        return Laid(stages, fit, tuple(halves), state, choice, over)
+
+    def _chosen(self, number: int, state: State, stages: Mapping[int, Stage], limit: int) -> tuple[Choice, int]:
+        """The choice, and what it takes of the limit."""
+        options, times = rank_options(self.trace, stages, self._allowed(), self.machine, **self._ways())
+        waits = self.auto is None or self.config.memory.offload == "all"
+        within = limit
+        for _ in range(_ATTEMPTS):
+            choice = choose(
+                number, state, options, times, self._todo(number), self._messages(), within, self.machine, waits
+            )
+            total = self._fit(number, state, stages, choice.placements, None)[0].total
+            if total <= limit or choice.fit.total > within:
+                break
+            within -= total - limit
+        return choice, total
+
+    def _fit(
+        self, number: int, state: State, stages: Mapping[int, Stage], placements: Mapping[str, str], seen: Seen | None
+    ) -> tuple[RankFit, list[Held]]:
+        found = {n: halves_of(self.trace, stage, placements, **self._ways()) for n, stage in stages.items()}
+        fit = fit_rank(number, state, found, self._todo(number), self._messages(), seen)
+        if self.sharing.gpu:
+            fit = with_reserved(fit, reserve(self._on_paper(number, stages, placements)))
+        return fit, [half for stage in found.values() for half in stage]
+
+    def _on_paper(self, number: int, stages: Mapping[int, Stage], placements: Mapping[str, str]) -> Rank:
+        c = self.config
+        layers = [n for stage in stages.values() for n in stage.layers]
+        ends = any(s.embedding for s in stages.values()), any(s.head for s in stages.values())
+        # What "fit" leaves on the device is not known here: it may be all. A choice offloads what the link carries.
+        kept = self.chooses or c.memory.offload == "all"
+        laid = {half: p for half, p in placements.items() if p != "offload" or kept}
+        actions = self._todo(number) if self.actions is None else self.actions[number]
+        vocabulary = self.trace.head_gradient, self.hidden * self.sharing.summed
+        return Rank(
+            groups_of(self.weights, layers, *ends, self.sharing),
+            self.sharing,
+            {
+                n: parts_of(self.trace, stage, laid, prefix=self.prefix, recompute=c.memory.recompute)
+                for n, stage in stages.items()
+            },
+            shortened(actions, self.engine),
+            self.engine,
+            vocabulary if self._summed() else None,
+            self.hidden * self.sharing.compute,
+            turns,
+            graph=c.memory.graph,
+            drawn=not (c.model.path and c.model.weights == "load"),
+            least=_LEAST_PIPELINE if c.parallel.pp > 1 else _LEAST,
+        )
+
+    def _todo(self, number: int) -> Any:
+        """What the rank computes in a step."""
+        if self.actions is None:
+            return alone(self.plan.microbatches, self.config.parallel.overlap)
+        return [action for action in self.actions[number] if action.computes]
+
+    def _messages(self) -> int:
+        return _MESSAGES * self.hidden * self.sharing.compute if self.config.parallel.pp > 1 else 0
+
+    def _summed(self) -> bool:
+        """Whether the engine sums the vocabulary's gradients itself."""
+        return self.engine and self.sharing.sharded and self.sharing.summed > self.sharing.compute
+
+    def _ways(self) -> dict[str, Any]:
+        recompute = self.config.memory.recompute
+        return {"prefix": self.prefix, "recompute": recompute, "engine": self.engine, "summed": self._summed()}
+
+    def _allowed(self) -> frozenset[str]:
+        """What the trainer can carry out; its own `policy = "auto"` stashes nothing."""
+        if self.auto is None:
+            return frozenset({"recompute", "offload"})
+        found = {"recompute", *(("stash",) if self.config.parallel.ep > 1 else ())}
+        return frozenset(found if self.config.parallel.overlap else {*found, "offload"})
+
+    def _limit(self, state: State) -> int:
+        """Bytes: `memory.budget` is over what is held before a step, and counts for the trainer's own choice."""
+        if self.auto is not None:
+            return self.auto
+        before = state.parameters + state.optimizer + state.other + (state.gradients if state.at_once else 0)
+        own = before + parse_bytes(self.config.memory.budget)
+        return own if self.budget is None else min(own, self.budget)
+
+
+def _stages(plan: LayerPlan, rank: int) -> dict[int, Stage]:
+    """The stages of a rank by number; its layers have places in the order of the forward."""
+    found, last, before = {}, len(plan.partition.layers) - 1, 0
+    for number in plan.partition.stages(rank):
+        layers = plan.partition.layers[number]
+        found[number] = Stage(layers, tuple(range(before, before + len(layers))), number == 0, number == last)
+        before += len(layers)
+    return found

@@ -37,20 +37,20 @@ TIGHT = 20
 
 def planned(entry: Entry, skew: float | None) -> dict[str, Any]:
     """The plan of an entry: bytes of the fullest rank, by what the driver, the allocator and the run's tensors take."""
+    from forebay.planner.device import load
     from forebay.train.config import from_mapping
     from forebay.train.fitting import fit_run
     from forebay.train.planning import plan_layers
 
     config = from_mapping(entry.sections, origin=entry.name)
-    fit = fit_run(config, plan_layers(config, entry.gpus), entry.gpus, skew=skew or 1.0).as_dict()
+    plan = plan_layers(config, entry.gpus)
+    fit = fit_run(config, plan, entry.gpus, skew=skew or 1.0, device=load("h200")).as_dict()
     ranks = fit["ranks"]
-    allocated = [rank["total"] - rank["other"] for rank in ranks]
     return {
-        "allocated": max(allocated),
-        # A plan without a simulated allocator says what is allocated, and no more.
-        "reserved": max(rank.get("reserved", a) for rank, a in zip(ranks, allocated, strict=True)),
+        "allocated": max(rank["total"] - rank["other"] - rank["cached"] for rank in ranks),
+        "reserved": max(rank["total"] - rank["other"] for rank in ranks),
         "outside": max(rank["other"] for rank in ranks),
-        "seconds": fit.get("step_seconds"),
+        "seconds": fit["step"]["seconds"],
         "ranks": ranks,
     }
 

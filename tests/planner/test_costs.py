@@ -22,7 +22,7 @@ HIDDEN, WIDTH, EXPERTS, TOP_K, SEQUENCE = 64, 32, 8, 2, 32
 
 
 def costs(run: Callable[..., Tensor], *shapes: tuple[int, ...], fused: bool) -> tuple[OpCost, ...]:
-    with FakeTensorMode(), Live(1, fused) as live:
+    with FakeTensorMode(), Live(1, fused=fused) as live:
         given = [torch.empty(shape) for shape in shapes]
         for tensor in given:
             live.enter(tensor)

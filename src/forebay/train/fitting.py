@@ -222,7 +222,8 @@ def fit_run(
     choices = tuple(rank.choice for rank in laid if rank.choice is not None)
     for choice in choices:
         placements |= choice.placements
-    notes += [rank.over for rank in laid if rank.over]
+    if over := [rank.over for rank in laid if rank.over]:
+        notes.append(f"No placements were found that are within the budget; the nearest exceed it: {', '.join(over)}.")
     ranks = tuple(rank.fit for rank in laid)
     if budget is not None and (least := max(ranks, key=lambda r: r.parameters)).parameters > budget:
         raise UsageError(

@@ -31,7 +31,7 @@ _ATTEMPTS = 3  # at a choice: what the allocator holds besides depends on the pl
 
 @dataclass(frozen=True)
 class Laid:
-    """Of a rank. `over`: a sentence if no placements are within the limit."""
+    """Of a rank. `over`: which one and by how much, if no placements were found that are within the limit."""
 
     stages: Mapping[int, Stage]
     fit: RankFit
@@ -93,12 +93,12 @@ class Layout:
             choice, total = self._chosen(number, state, stages, limit)
             placements = choice.placements
             if total > limit:
-                over = f"Rank {number} cannot be brought under {format_bytes(limit)} by any placement."
+                over = f"rank {number} by {format_bytes(total - limit)}"
         fit, halves = self._fit(number, state, stages, placements, seen)
         return Laid(stages, fit, tuple(halves), state, choice, over)
 
     def _chosen(self, number: int, state: State, stages: Mapping[int, Stage], limit: int) -> tuple[Choice, int]:
-        """The choice, and what it takes of the limit."""
+        """The choice, and what it takes of the limit. The trainer's own choice asks for what is allocated alone."""
         options, times = rank_options(self.trace, stages, self._allowed(), self.machine, **self._ways())
         waits = self.auto is None or self.config.memory.offload == "all"
         within = limit
@@ -106,7 +106,8 @@ class Layout:
             choice = choose(
                 number, state, options, times, self._todo(number), self._messages(), within, self.machine, waits
             )
-            total = self._fit(number, state, stages, choice.placements, None)[0].total
+            fit = self._fit(number, state, stages, choice.placements, None)[0]
+            total = fit.total if self.auto is not None else fit.total - fit.cached
             if total <= limit or choice.fit.total > within:
                 break
             within -= total - limit

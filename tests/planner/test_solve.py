@@ -49,6 +49,20 @@ def test_fit_never_waits_and_a_budget_is_never_exceeded(seed: int) -> None:
             assert plan.peak_bytes <= budget
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_a_margin_is_left_over_where_it_can_be(seed: int) -> None:
+    timeline = random_timeline(random.Random(seed))
+    paths = frozenset(c.key[0] for c in timeline.calls)
+    with pytest.raises(BudgetError) as caught:
+        under_budget(timeline, paths, 0, paths)
+    smallest = int(str(caught.value).rsplit("(", 1)[1].split()[0])
+    roomy = int(smallest / 0.9) + 1
+    assert under_budget(timeline, paths, roomy, paths, margin=0.1).peak_bytes <= 0.9 * roomy
+    assert under_budget(timeline, paths, smallest, paths, margin=0.1).peak_bytes <= smallest
+    with pytest.raises(BudgetError, match=str(smallest)):
+        under_budget(timeline, paths, smallest - 1, paths, margin=0.1)
+
+
 def test_a_generous_budget_moves_and_recomputes_nothing() -> None:
     timeline = random_timeline(random.Random(1))
     paths = frozenset(c.key[0] for c in timeline.calls)

@@ -8,6 +8,7 @@ more than the link carries and wait. Where that costs time, `forebay.planner.mil
 """
 
 from bisect import bisect_left
+from contextlib import suppress
 
 from forebay.planner.milp import Allowed, lowest, solve
 from forebay.planner.simulate import Assignment, Plan, Timeline, simulate
@@ -37,16 +38,22 @@ def offload_all(timeline: Timeline, paths: frozenset[str], in_flight: int | None
     return simulate(timeline, _assign(items, len(items), frozenset()), window)
 
 
-def under_budget(timeline: Timeline, paths: frozenset[str], budget: int, recomputable: frozenset[str]) -> Plan:
+def under_budget(
+    timeline: Timeline, paths: frozenset[str], budget: int, recomputable: frozenset[str], margin: float = 0.0
+) -> Plan:
     """The fastest plan found whose peak is at most `budget` bytes over the step's base.
 
     Args:
         paths: regions that may be offloaded.
         recomputable: regions that may be recomputed.
+        margin: share of the budget that is left over where some plan can do without it.
 
     Raises:
         BudgetError: no plan reaches the budget; names the smallest one that does.
     """
+    if margin:
+        with suppress(BudgetError):
+            return under_budget(timeline, paths, int(budget * (1 - margin)), recomputable)
     kept = simulate(timeline, Assignment())
     if kept.peak_bytes <= budget:
         return kept

@@ -187,15 +187,15 @@ def measure(args: argparse.Namespace, name: str, arm: str) -> dict[str, Any]:
         for number in range(2, 2 + args.warm):
             trainer.gradients(number)
             trainer.optimizer.zero_grad(set_to_none=True)
-        for number in range(2 + args.warm, 34 + args.warm):
+        for number in range(2 + args.warm, 40 + args.warm):
             if trainer.captured is None or trainer.captured.captured or trainer.captured.why_not:
                 break
             trainer.gradients(number)
             trainer.optimizer.zero_grad(set_to_none=True)
         settle_memory()
-        steps = [timed(trainer, engine, 34 + args.warm + i) for i in range(args.steps)]
+        steps = [timed(trainer, engine, 40 + args.warm + i) for i in range(args.steps)]
         reserved = reserved_over_allocated(trainer)
-        picture = watched(args, trainer, engine, 34 + args.warm + args.steps, f"{name}-{arm}")
+        picture = watched(args, trainer, engine, 40 + args.warm + args.steps, f"{name}-{arm}")
         seconds = [s[0] for s in steps]
         by_rank = gathered(
             mesh,

@@ -88,6 +88,13 @@ def test_shorter_times_count_and_waits_do_not() -> None:
     assert timeline.calls[0].seconds == pytest.approx(4e-3 * 29 / 40)
 
 
+def test_the_share_of_waits() -> None:
+    watch = watching()
+    assert watch.waited() == 0.0
+    run(watch, [0, 5, 11, 31], wait=2)
+    assert watch.waited() == pytest.approx(8 / 33)
+
+
 def test_time_without_work_does_not_count() -> None:
     watch = watching()
     watch.before_moment()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zbv", "dualpipev")
 STEPS = 12  # the measuring ones, those that time the plan again, and some more
-BF16_STEPS = 26  # until steps with offload are captured for good: two graphs are timed before
+BF16_STEPS = 32  # until steps with offload are captured for good: three graphs are timed before
 TINY = {
     "hidden_size": 256,
     "num_hidden_layers": 4,

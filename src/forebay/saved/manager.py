@@ -20,7 +20,7 @@ the planner decides from their sizes, times and bandwidths, and says so in `Mana
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -44,6 +44,10 @@ from forebay.stores.streams import external_event
 _MIN_BYTES_CUDA = 1 << 20  # a 1 MiB copy reaches 40 of 55 GB/s (H200); below that launches cost more than they free
 
 _RETIMINGS = 3  # cycles after the measuring ones whose times correct the plan, where several microbatches are under way
+
+# If more than this share of a cycle was spent waiting, the next plan counts on so much less of the link. Rates while copying are
+# known; what else is on the way between host and device, or how one late copy makes others late, is not.
+_WAITS, _LESS = 1e-3, 0.85
 
 _VARIES = 1.5  # by so much a microbatch's tensors may exceed the measured one's before everything is measured again
 
@@ -177,6 +181,7 @@ class Manager:
         self._stopwatch: Stopwatch | None = None
         self._replayed: Stopwatch | None = None  # of a captured cycle
         self._retimings = 0
+        self._share = 1.0  # of the link's rates that plans count on
         self._captured = False
         self._alternating = False  # forwards and backwards of several microbatches
         self._around: Callable[[str], AbstractContextManager[Any]] | None = None
@@ -664,7 +669,10 @@ class Manager:
         if timeline is not None:
             self.timeline = timeline
             offloaded = frozenset(r.path for r in self._regions.values() if r.placement == "offload")
-            self._follow_plan(plan_interleaved(timeline, offloaded))
+            if stopwatch.waited() > _WAITS:
+                self._share *= _LESS
+            rates = {"out_rate": self._share * timeline.out_rate, "back_rate": self._share * timeline.back_rate}
+            self._follow_plan(plan_interleaved(replace(timeline, **rates), offloaded))
             self._trimmed = False
 
     def _follow_plan(self, plan: Plan) -> None:
@@ -695,7 +703,7 @@ class Manager:
         self.plan, self.timeline, self._measured = None, None, 0
         self._outgrown = self._trimmed = self._alternating = False
         self._offloaded = frozenset()
-        self._retimings = 0
+        self._retimings, self._share = 0, 1.0
 
     def _switch_light(self, paths: Iterable[str], on: bool) -> None:
         for path in paths:

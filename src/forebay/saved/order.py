@@ -20,6 +20,9 @@ from forebay.planner.simulate import CallFigures, Key, Moment, Timeline
 from forebay.stores.base import Ticket
 
 
+_TICK = 0.05  # ms; two events with nothing between them are some microseconds apart, a thousand times a step
+
+
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class RegionCall:
     """One forward of one region. Owned by the autograd graph (through packed tensors and gradient hooks).
@@ -248,6 +251,13 @@ class Stopwatch:
         index = len(self._moments) - 1
         if index not in self._idle:  # a graph may hold the event: none is made to be dropped
             self._idle[index] = mark()
+
+    def waited(self) -> float:
+        """Share of the cycle in which the compute stream waited for copies. Waits for the device."""
+        torch.cuda.synchronize()
+        apart = [before.elapsed_time(after) for _, _, before, after in self._moments]
+        waits = sum(ms for ms in apart if ms > _TICK)
+        return waits / (self._moments[0][2].elapsed_time(self._moments[-1][3]) or 1.0) if self._moments else 0.0
 
     def retimed(self, timeline: Timeline, out_rate: float | None, back_rate: float | None) -> Timeline | None:
         """`timeline` with these times, memory, and rates where they are known; None if another cycle was run. Waits for the

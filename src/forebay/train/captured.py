@@ -38,7 +38,7 @@ Parts = Sequence[tuple[Tensor, Tensor]]
 Body = Callable[[Parts, Tensor], tuple[Tensor, ...]]
 _CALLS = 3  # steps before the capture: the first sizes page stores, then memory of that size is used, then all is warm
 _REPLAYS = 2  # of a graph before it is asked for times: the first one uploads it
-_TIMED = 2  # graphs: the first one's plan rests on the times of calls, the second one's on those of another plan
+_TIMED = 3  # graphs: the first one's plan rests on the times of calls, the others' on those of another plan, and on its waits
 
 
 class Kept:

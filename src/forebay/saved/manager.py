@@ -671,8 +671,8 @@ class Manager:
             offloaded = frozenset(r.path for r in self._regions.values() if r.placement == "offload")
             if stopwatch.waited() > _WAITS:
                 self._share *= _LESS
-            rates = {"out_rate": self._share * timeline.out_rate, "back_rate": self._share * timeline.back_rate}
-            self._follow_plan(plan_interleaved(replace(timeline, **rates), offloaded))
+            out, back = self._share * timeline.out_rate, self._share * timeline.back_rate
+            self._follow_plan(plan_interleaved(replace(timeline, out_rate=out, back_rate=back), offloaded))
             self._trimmed = False
 
     def _follow_plan(self, plan: Plan) -> None:

@@ -19,7 +19,6 @@ import torch
 from forebay.planner.simulate import CallFigures, Key, Moment, Timeline
 from forebay.stores.base import Ticket
 
-
 _TICK = 0.05  # ms; two events with nothing between them are some microseconds apart, a thousand times a step
 
 

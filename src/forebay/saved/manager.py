@@ -45,7 +45,7 @@ _MIN_BYTES_CUDA = 1 << 20  # a 1 MiB copy reaches 40 of 55 GB/s (H200); below th
 
 _RETIMINGS = 3  # cycles after the measuring ones whose times correct the plan, where several microbatches are under way
 
-# If more than this share of a cycle was spent waiting, the next plan counts on so much less of the link. Rates while copying are
+# If more than this share of a captured cycle was spent waiting, the next plan counts on so much less of the link. Rates while copying are
 # known; what else is on the way between host and device, or how one late copy makes others late, is not.
 _WAITS, _LESS = 1e-3, 0.85
 
@@ -276,6 +276,8 @@ class Manager:
         Nothing where none was timed. Cycles then have to settle again."""
         if self._replayed is not None:
             stopwatch, self._replayed = self._replayed, None
+            if stopwatch.waited() > _WAITS:  # of steps that the host launches nobody could tell: it may be the host
+                self._share *= _LESS
             self._plan_again(stopwatch)
 
     def join(self) -> None:
@@ -669,8 +671,6 @@ class Manager:
         if timeline is not None:
             self.timeline = timeline
             offloaded = frozenset(r.path for r in self._regions.values() if r.placement == "offload")
-            if stopwatch.waited() > _WAITS:
-                self._share *= _LESS
             out, back = self._share * timeline.out_rate, self._share * timeline.back_rate
             self._follow_plan(plan_interleaved(replace(timeline, out_rate=out, back_rate=back), offloaded))
             self._trimmed = False

@@ -45,8 +45,8 @@ _MIN_BYTES_CUDA = 1 << 20  # a 1 MiB copy reaches 40 of 55 GB/s (H200); below th
 
 _RETIMINGS = 3  # cycles after the measuring ones whose times correct the plan, where several microbatches are under way
 
-# If more than this share of a captured cycle was spent waiting, the next plan counts on so much less of the link. Rates while copying are
-# known; what else is on the way between host and device, or how one late copy makes others late, is not.
+# If more than this share of a captured cycle was spent waiting, the next plan counts on so much less of the link. Rates while
+# copying are known; what else is on the way between host and device, or how one late copy makes others late, is not.
 _WAITS, _LESS = 1e-3, 0.85
 
 _VARIES = 1.5  # by so much a microbatch's tensors may exceed the measured one's before everything is measured again

@@ -361,6 +361,25 @@ def test_exact_tickets_live_among_the_others(device: str, backend: Backend) -> N
     assert whole(store)
 
 
+@pytest.mark.parametrize(("device", "backend"), BACKENDS)
+def test_tickets_with_pages_of_their_own_keep_to_the_budget(device: str, backend: Backend) -> None:
+    """In the first step, and beside an arena that has most of the budget: what goes over it lies on the host."""
+    store = PageStore(device, page_bytes=PAGE, device_budget=5 * PAGE, backend=backend)
+    saved = [(wide(8, device), 3) for _ in range(3)]
+    tickets = [put(store, one) for one in saved]
+    assert (store.device_bytes, store.host_bytes) == (5 * PAGE, 4 * PAGE)
+    assert all(fetched(store, ticket, one) for ticket, one in zip(tickets, saved, strict=True))
+    tickets.clear()
+    assert (store.device_bytes, store.host_bytes) == (0, 0)
+    report = store.end_step()
+    assert report.pages_out == 9 and store.device_pages == 5
+    on_host = store.host_bytes
+    with store.exactly():
+        again = [put(store, one) for one in saved]
+    assert (store.device_bytes, store.host_bytes) == (5 * PAGE, on_host + 9 * PAGE)
+    assert all(fetched(store, ticket, one) for ticket, one in zip(again, saved, strict=True))
+
+
 def test_exactly_ends_with_an_exception() -> None:
     store = sized(new_store(), 4, 4)
     with pytest.raises(KeyError), store.exactly():

@@ -49,6 +49,7 @@ class Put:
     bound: int
     lost: bool
     account: Account | None
+    own: tuple[int, int] = (0, 0)  # pages of its own, on the device and on the host
 
 
 @dataclass
@@ -89,10 +90,14 @@ class Model:
             ticket = store.take(wanted)
         stash([b.view(dtype) for b, _, dtype in saved], ticket.tables, backend=store.backend)
         tables = [table.pages.tolist() for table in ticket.tables]
-        need, lost = sum(needs), False
+        need, lost, own = sum(needs), False, (0, 0)
         if exact:
-            assert ticket.tables[0].arena.device.nbytes == need * PAGE
+            arena = ticket.tables[0].arena
+            room = 40 - (self.account.device_pages if self.account else 0) - sum(p.own[0] for p in self.puts)
+            own = min(need, max(0, room)), max(0, need - max(0, room))
+            assert (arena.device.nbytes, arena.host.nbytes) == (own[0] * PAGE, own[1] * PAGE)
             self.happened["put exactly"] += 1
+            self.happened["put exactly, some on the host"] += own[1] > 0
         else:
             assert self.account is not None
             self.account.most = max(self.account.most, self.account.out + need)
@@ -106,7 +111,7 @@ class Model:
             assert all(page >= 0 for page in table[:n]) and all(page == -1 for page in table[n:])
         pages = [page for table in tables for page in table if page >= 0]
         account = None if exact else self.account
-        one = Put(ticket, [(b, live) for b, live, _ in saved], pages, bound, lost, account)
+        one = Put(ticket, [(b, live) for b, live, _ in saved], pages, bound, lost, account, own)
         if account is not None:
             on_host = sum(page >= account.device_pages for page in pages)
             self.happened["put across device and host"] += 0 < on_host < len(pages)
@@ -160,7 +165,10 @@ class Model:
         assert report.spilled == spilled and report.reclaimed_pages == 0
         device, host = after = (self.store.device_pages, self.store.host_pages)
         assert report.resized == (before != after)
-        assert (report.device_bytes, report.host_bytes) == (device * PAGE, host * PAGE)
+        assert (report.device_bytes, report.host_bytes) == (
+            device * PAGE,
+            host * PAGE + sum(p.own[1] for p in self.puts) * PAGE,
+        )
         if idle and self.worst:
             assert device + host >= self.worst, "not enough for what tickets at once could need"
             assert device >= min(most, 40), "less on the device than the step had out, and than the budget"
@@ -227,7 +235,8 @@ def test_ten_thousand_random_steps(device: str, backend: Backend) -> None:
     model.end_step()
     model.check()
     print(dict(model.happened))
-    often = {"put": 1000, "put exactly": 200, "put, too few pages": 20, "put across device and host": 50, "fetch": 1000,
+    often = {"put": 1000, "put exactly": 200, "put exactly, some on the host": 20, "put, too few pages": 20,
+             "put across device and host": 50, "fetch": 1000,
              "fetch of an older arena": 20, "release": 1000, "grown by a step's end": 5, "step's end that had spilled": 20,
              "resize with tickets alive": 10}  # fmt: skip
     rare = {what: model.happened[what] for what, least in often.items() if model.happened[what] < least}

@@ -34,7 +34,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,6 +83,13 @@ class PageReport:
     reclaimed_pages: int
 
 
+class _Pages(NamedTuple):
+    """A number of each."""
+
+    device: int
+    host: int
+
+
 class PageTicket:
     """Pages of one `take`. Gives them back when it dies.
 
@@ -90,13 +97,13 @@ class PageTicket:
         tables: where the rows lie, in the order of `take`. Only good while the ticket is alive.
     """
 
-    __slots__ = ("__weakref__", "_bound", "_captured_in", "_held", "_memory", "_store", "_stream", "tables")
+    __slots__ = ("__weakref__", "_bound", "_captured_in", "_held", "_memory", "_own", "_store", "_stream", "tables")
 
     def __init__(
         self,
         store: "PageStore",
         tables: tuple[PageTable, ...],
-        memory: "_Memory | None",
+        memory: "_Memory | _Own",
         stream: Any,
         captured_in: int | None,
         bound: int,
@@ -104,7 +111,8 @@ class PageTicket:
     ):
         self.tables = tables
         self._store = store
-        self._memory = memory  # None: the tables' arena is the ticket's own
+        self._memory = memory if isinstance(memory, _Memory) else None
+        self._own = memory if isinstance(memory, _Own) else None
         self._stream = stream
         self._captured_in = captured_in  # the store's epoch, or None for a take that was no part of a capture
         self._bound = bound  # pages, if all rows are live
@@ -133,6 +141,21 @@ class _Memory:
         # Kernels may still be using the memory, on other streams than it was allocated on. They use that of the host without
         # any allocator knowing.
         if self.arena.device.is_cuda and not ending():
+            torch.cuda.synchronize(self.arena.device.device)
+
+
+@dataclass(eq=False)
+class _Own:
+    """An arena of one ticket's, with just the pages that it needs."""
+
+    arena: Arena
+    slot: Slot | None  # of the host pages
+    device_pages: int
+    host_pages: int
+
+    def __del__(self, ending: Any = sys.is_finalizing) -> None:
+        # Device memory is given back in its stream's order, that of the host at once.
+        if self.slot is not None and self.arena.device.is_cuda and not ending():
             torch.cuda.synchronize(self.arena.device.device)
 
 
@@ -184,13 +207,13 @@ class PageStore:
         self._last: Any = None  # stream that used the free pages last
         self._all_live: dict[int, Tensor] = {}  # constants, by value
         # A ticket may die at any moment, in any thread. What it leaves here is counted by the next call.
-        self._dead: deque[tuple[int, int, bool]] = deque()
+        self._dead: deque[tuple[int, int, _Pages]] = deque()
         self._late: deque[tuple[_Memory, tuple[PageTable, ...], Any]] = deque()
         self._alive = 0
         self._bound = 0  # pages that the live tickets could need
         self._worst = 0  # the most of it
         self._held = 0  # pages that are out, as far as the host knows
-        self._private = 0  # of them, in memory of tickets' own
+        self._private = _Pages(0, 0)  # of them, in memory of tickets' own
         self._private_most = 0  # the most of it in this step
 
     @property
@@ -224,17 +247,19 @@ class PageStore:
     def device_bytes(self) -> int:
         """Memory of pages on the device: the arena's, and that of tickets' own."""
         self._count_dead()
-        return (self.device_pages + self._private) * self.page_bytes
+        return (self.device_pages + self._private.device) * self.page_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Memory of pages on the host."""
-        return self.host_pages * self.page_bytes
+        """Memory of pages on the host: the arena's, and that of tickets' own."""
+        self._count_dead()
+        return (self.host_pages + self._private.host) * self.page_bytes
 
     def take(self, wanted: Sequence[Rows]) -> PageTicket:
         """Pages for the tensors of one layer, all or none of them.
 
-        Without an arena, and within `exactly`, the host waits for the device once and the ticket has memory of its own.
+        Without an arena, and within `exactly`, the host waits for the device once and the ticket has memory of its own: on the
+        device as far as the budget goes beside the arena and other such tickets, and with `spill` on the host behind that.
 
         Args:
             wanted: one to four tensors' rows. The `live` tensors must keep their values until the ticket is dead.
@@ -251,18 +276,20 @@ class PageStore:
         self._count_dead()
         if not capturing:
             self._give_late()
-        memory = None if self._exact else self._memory
+        memory: _Memory | _Own | None = None if self._exact else self._memory
         if memory is None:
             if capturing:
                 raise RuntimeError(
                     "pages cannot be counted while a CUDA graph is captured: run a step and end_step() before, and "
                     "capture outside of exactly()"
                 )
-            tables = self._take_exactly(wanted, bounds)
-            held = tables[0].arena.device.numel() // self.page_bytes
-            self._private += held
-            self._private_most = max(self._private_most, self._private)
+            tables, memory = self._take_exactly(wanted, bounds)
+            held = memory.device_pages + memory.host_pages
+            device, host = self._private
+            self._private = _Pages(device + memory.device_pages, host + memory.host_pages)
+            self._private_most = max(self._private_most, sum(self._private))
         else:
+            assert isinstance(memory, _Memory)
             self._in_order(stream, capturing)
             lives = [self._live(rows) for rows in wanted]
             needs = [
@@ -311,7 +338,7 @@ class PageStore:
             else:
                 stack.state.copy_(torch.tensor([head, tail, 0, out]))
             self._last = self._stream()
-        self._private_most = self._private
+        self._private_most = sum(self._private)
         resized = idle and self._fit(most)
         self.last = PageReport(
             pages_out=most,
@@ -419,7 +446,7 @@ class PageStore:
     def _constant(self, value: int) -> Tensor:
         return torch.full((1,), value, dtype=torch.int64, device=self.device)
 
-    def _take_exactly(self, wanted: Sequence[Rows], bounds: Sequence[int]) -> tuple[PageTable, ...]:
+    def _take_exactly(self, wanted: Sequence[Rows], bounds: Sequence[int]) -> tuple[tuple[PageTable, ...], "_Own"]:
         for rows in wanted:
             if rows.live is None and rows.rows not in self._all_live:
                 self._all_live[rows.rows] = self._constant(rows.rows)
@@ -431,15 +458,23 @@ class PageStore:
             if not 0 <= count <= rows.rows:
                 raise ValueError(f"{count} live rows of a tensor of {rows.rows}")
             counts.append(-(-count // (self.page_bytes // rows.row_bytes)))
-        memory = torch.empty(sum(counts) * self.page_bytes, dtype=torch.uint8, device=self.device)
-        arena = Arena(memory, torch.empty(0, dtype=torch.uint8), self.page_bytes)
+        own = self._own_pages(sum(counts))
         tables, first = [], 0
         for rows, count, most in zip(wanted, counts, bounds, strict=True):
             pages = torch.full((most,), -1, dtype=torch.int32, device=self.device)
             torch.arange(first, first + count, dtype=torch.int32, device=self.device, out=pages[:count])
-            tables.append(PageTable(arena, pages, self._live(rows), rows.rows, rows.row_bytes))
+            tables.append(PageTable(own.arena, pages, self._live(rows), rows.rows, rows.row_bytes))
             first += count
-        return tuple(tables)
+        return tuple(tables), own
+
+    def _own_pages(self, count: int) -> "_Own":
+        on_device = count
+        if self.spill:
+            taken = self.device_pages + self._private.device
+            on_device = min(count, max(0, self._budget_pages(taken + count) - taken))
+        host, slot = self._host_memory(count - on_device, None)
+        device = torch.empty(on_device * self.page_bytes, dtype=torch.uint8, device=self.device)
+        return _Own(Arena(device, host, self.page_bytes), slot, on_device, count - on_device)
 
     def _fit(self, most: int) -> bool:
         """Make the arena large enough for a step that has `most` pages out at once. True if it is another one now."""
@@ -459,21 +494,28 @@ class PageStore:
         return pages if self.device_budget is None else min(pages, self.device_budget // self.page_bytes)
 
     def _allocate(self, device_pages: int, host_pages: int, slot: Slot | None) -> _Memory:
-        host = torch.empty(0, dtype=torch.uint8)
-        if host_pages:
-            if slot is None:
-                pool = HostPool(pin=self.device.type == "cuda", small_slab=0)
-                slot = pool.take(host_pages * self.page_bytes)
-                pool.close()  # the memory lives as long as the slot
-            host = slot.bytes_
+        host, slot = self._host_memory(host_pages, slot)
         device = torch.empty(device_pages * self.page_bytes, dtype=torch.uint8, device=self.device)
         stack = all_free(device_pages + host_pages, self.device)
         return _Memory(Arena(device, host, self.page_bytes), stack, slot, device_pages, host_pages)
 
+    def _host_memory(self, pages: int, slot: Slot | None) -> tuple[Tensor, Slot | None]:
+        """So many host pages, of `slot` if there is one; they live as long as the slot."""
+        if not pages:
+            return torch.empty(0, dtype=torch.uint8), slot
+        if slot is None:
+            pool = HostPool(pin=self.device.type == "cuda", small_slab=0)
+            slot = pool.take(pages * self.page_bytes)
+            pool.close()
+        return slot.bytes_, slot
+
     def _released(self, ticket: PageTicket) -> None:
         """A ticket dies. Any thread, any current stream, within a capture or not."""
         memory, stream = ticket._memory, ticket._stream
-        self._dead.append((ticket._bound, ticket._held, memory is None))
+        own = ticket._own
+        self._dead.append(
+            (ticket._bound, ticket._held, _Pages(own.device_pages, own.host_pages) if own else _Pages(0, 0))
+        )
         if memory is None:
             return
         current = self._stream()
@@ -505,7 +547,7 @@ class PageStore:
             self._alive -= 1
             self._bound -= bound
             self._held -= held
-            self._private -= held if private else 0
+            self._private = _Pages(self._private.device - private.device, self._private.host - private.host)
 
     def _in_order(self, stream: Any, capturing: bool) -> None:
         """Make `stream` wait for the one that used the free pages before, if that is another. A capture begins with nothing to

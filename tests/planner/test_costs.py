@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
+from forebay.kernels.scale import scale
 from forebay.models.planned_exchange import PlannedExchange
 from forebay.planner.figures import ModelTrace, OpCost, Shape
 from forebay.planner.live import Live
@@ -42,6 +44,51 @@ def test_a_fused_run_reads_once_and_writes_once() -> None:
 def test_views_and_empty_memory_cost_nothing() -> None:
     assert costs(lambda x: x.view(5, 20).t()[1:].unsqueeze(0), (10, 10), fused=False) == ()
     assert costs(torch.empty_like, (10, 10), fused=True) == ()
+
+
+@pytest.mark.parametrize(
+    ("run", "shapes", "expected"),
+    [
+        (lambda x, y: x + y, [(8, 8), (8, 8)], OpCost("pointwise", 0, 3 * 256)),
+        (lambda x, y: x + y, [(8, 8), (8, 1)], OpCost("walked", 0, 2 * 256 + 32)),  # one column for all
+        (lambda x, y: x + y.t(), [(8, 8), (8, 8)], OpCost("walked", 0, 3 * 256)),
+        (lambda x: x[:, :4] * 2, [(8, 8)], OpCost("walked", 0, 2 * 128)),
+        (lambda x: torch.cat([x, x]), [(8, 8)], OpCost("walked", 0, 4 * 256)),
+        (lambda x: x.to(torch.bfloat16), [(8, 8)], OpCost("pointwise", 0, 256 + 128)),
+        (lambda x: x.pow(2), [(8, 8)], OpCost("pointwise", 0, 2 * 256)),
+        (lambda x: x.mean(-1), [(8, 8)], OpCost("pointwise", 0, 256 + 32)),
+        (lambda x: x.sum(0), [(8, 8)], OpCost("walked", 0, 256 + 32)),
+        (lambda x: x.max(-1)[0], [(8, 8)], OpCost("walked", 0, 256 + 32 + 64)),  # and where it was, in int64
+        (lambda x, y: x * y.sum(), [(8, 8), (2,)], OpCost("pointwise", 0, 2 * 256 + 4)),  # a scalar is no layout
+    ],
+)
+def test_uncompiled_kernels_walk_over_what_does_not_lie_alike(run: Any, shapes: Any, expected: OpCost) -> None:
+    assert costs(run, *shapes, fused=False)[-1] == expected
+
+
+def test_two_dtypes_are_walked() -> None:
+    def run(x: Tensor) -> Tensor:
+        return x * torch.empty(8, 8, dtype=torch.bfloat16)
+
+    assert costs(run, (8, 8), fused=False) == (OpCost("walked", 0, 2 * 256 + 128),)
+
+
+def test_what_a_kernel_writes_into_given_memory_is_counted() -> None:
+    """`forebay.kernels.scale`: fp32 read, bf16 written, at the speed of a copy."""
+
+    def run(x: Tensor) -> Tensor:
+        return scale(x, torch.empty(()), torch.bfloat16)
+
+    assert costs(run, (8, 8), fused=False) == (OpCost("pointwise", 0, 256 + 4 + 128),)
+
+
+def test_products_of_rows_that_begin_anywhere() -> None:
+    """Rows of 9 numbers, the first 8 of which are used: as GPT-OSS's scores, one of which is the sink's."""
+    shapes = (2, 4, 9), (2, 8, 16)
+    (odd,) = costs(lambda x, y: torch.bmm(x[..., :8], y), *shapes, fused=False)
+    assert odd == OpCost("gemm_odd", 2 * 2 * 4 * 8 * 16, 4 * 2 * (4 * 8 + 8 * 16 + 4 * 16))
+    (even,) = costs(torch.bmm, (2, 4, 8), (2, 8, 16), fused=False)
+    assert even == replace(odd, kind="gemm")
 
 
 def test_a_run_ends_at_a_product() -> None:

@@ -118,12 +118,30 @@ def test_layers_without_a_partner_run_alone() -> None:
     assert found.exposed == pytest.approx([2 + 1 + 1])
 
 
+def test_nothing_ends_before_it_is_launched() -> None:
+    """Layers of 1 second and 3 of launching, then a head of 10 and 1: the host launches the backward while the head runs."""
+    layer, head = Spell(1, launches=3), Spell(10, launches=1)
+    behind = {0: StageTime((layer, layer), ())}
+    assert lay([[Work("F", 0, 0)]], [0], behind, launch=1.0).seconds == 6  # the device waits for the host
+    headed = {0: StageTime((layer, layer, head), (layer, layer))}
+    # Layers end when they are launched, at 3 and 6; the head at 16; the backward's launches end at 10 and 13, before that.
+    found = lay([[Work("F", 0, 0), Work("B", 0, 0)]], [0], headed, launch=1.0)
+    assert found.seconds == 3 + 3 + 10 + 1 + 1
+    assert lay([[Work("F", 0, 0), Work("B", 0, 0)]], [0], headed).seconds == 14
+
+
+def test_a_host_that_is_behind_holds_up_the_next_rank() -> None:
+    slow, fast = StageTime((Spell(1, launches=5),), ()), StageTime((Spell(1),), ())
+    found = lay([[Work("F", 0, 0)], [Work("F", 1, 0)]], [0, 1], {0: slow, 1: fast}, launch=1.0)
+    assert found.seconds == 5 + 1
+
+
 def test_actions_that_wait_for_each_other() -> None:
     with pytest.raises(ValueError, match=r"wait for what never comes: 0B0"):
         lay([[Work("B", 0, 0), Work("F", 0, 0)]], [0], {0: ONE})
 
 
-STEP = StepTime("h200", 8.0, 0.5, 0.25, 1.25, 6.0, (8.0, 6.0), (0.0, 0.0), 1000)
+STEP = StepTime("h200", 8.0, 8.0, 0.5, 0.25, 1.25, 6.0, (8.0, 6.0), (0.0, 0.0), 1000)
 
 
 def test_a_step_is_the_sum_of_its_parts() -> None:
@@ -132,11 +150,16 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
     assert STEP.sentence() == "expected on h200: 10.000 s a step, 100 tokens/s; bubble 0 to 25 %."
 
 
+def test_the_host_between_steps_counts_for_the_step_alone() -> None:
+    found = replace(STEP, around=2.0)
+    assert (found.gradients, found.seconds) == (8.75, 12)
+
+
 def test_a_device_that_nobody_measured_says_so() -> None:
     assert replace(STEP, device="h100", measured=False).sentence().startswith("expected on h100, from data sheets: 10")
 
 
 def test_a_slow_host_is_what_counts_and_is_named() -> None:
-    slow = StepTime("h200", 8.0, 0.5, 0.25, 1.25, 9.0, (8.0,), (0.0,), 1000)
+    slow = StepTime("h200", 8.0, 9.0, 0.5, 0.25, 1.25, 9.0, (8.0,), (0.0,), 1000)
     assert slow.limited_by_host and slow.seconds == 11
     assert "memory.graph" in slow.sentence() and slow.as_dict()["limited_by_host"]

@@ -77,6 +77,40 @@ def test_captured_steps_are_planned_within_a_tenth(models: Any) -> None:
     assert statistics.mean(map(abs, errors)) < 0.06, errors
 
 
+GRID_RUNS = [
+    "1g-qwen3-3L-8kx2-keep-bf16",
+    "1g-gpt-oss-2L-4kx1-recompute.full",
+    "1g-mixtral-2L-8kx1-recompute.light",
+    "1g-dsv2-3L-4kx1-keep-overlap-graph",
+    "1g-olmoe-4L-8kx1-keep-compile",
+    "2g-qwen3-4L-4kx1-keep-fsdp",
+    "2g-dsv2-4L-4kx1-stash-ep-graph",
+    "4g-dsv2-6L-32kx1-recompute.light-fsdp",
+    "4g-olmoe-6L-4kx1-keep-fsdp2xep2",
+    "4g-qwen3-8L-4kx1-keep-dualpipev",
+]
+
+
+def test_whole_steps_of_the_grid_are_planned_within_a_tenth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of each kind of the 55 runs that benchmarks/planner.py measured, optimizer and host included."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    entries = {e.name: e for e in importlib.import_module("planner_grid").GRID}
+    lines = (BENCHMARKS / "results" / "planner_measured.jsonl").read_text("utf-8").splitlines()
+    rows = {row["name"]: row for row in map(json.loads, lines) if "error" not in row}
+    errors = []
+    for name in GRID_RUNS:
+        entry, row = entries[name], rows[name]
+        config = from_mapping(entry.sections, origin=name)
+        found = fit_run(
+            config, plan_layers(config, entry.gpus), entry.gpus, skew=entry.skew or 1.0, device=load("h200")
+        ).step
+        assert found is not None
+        took = max(statistics.median(rank["seconds"]) for rank in row["ranks"])
+        errors.append(found.seconds / took - 1)
+    assert max(map(abs, errors)) < 0.15, errors
+    assert statistics.mean(map(abs, errors)) < 0.06, errors
+
+
 def test_a_bubble_is_where_it_was_measured(models: Any) -> None:
     """DeepSeek-V2-Lite as 3-2-2-1: 0.003 and 0.261 of the step on the two ranks (benchmarks/results/pipeline.md)."""
     first, second = step(models["deepseek-v2-lite"], 4, PIPE).bubble

@@ -8,11 +8,15 @@ the pairs that its formula counts. Grouped products have no formula in torch, ex
 are here, from the docstrings of `forebay.moe.experts_op` and `forebay.loss`. An exchange sends what
 `forebay.models.planned_exchange` says arrives, less the share that was there already.
 
-Everything else only moves memory ("pointwise"). Uncompiled, each such operation is a kernel that reads its arguments and writes
-its results. In a compiled half operations between two others that cannot be fused (products, attention, opaque ones, sorting)
-are one run: it reads each tensor from outside once, and writes only what somebody outside reads. What backward reads of a
-forward's run was never written: it is made again from what it was made of (`Live.origins`), which is what torch's partitioner
-saves. That is a bound from below where Inductor cuts a run in several kernels, and from above where it makes cheap things twice.
+Everything else only moves memory. Uncompiled, each such operation is a kernel that reads its arguments and writes its results:
+"pointwise" where all of them are laid out alike, so that a thread moves 16 bytes at once; "walked" where it finds each element by
+itself, for it joins, slices, transposes, repeats or sums over rows, or has operands of two dtypes (`_is_walked`). A product of
+which a row does not begin at 16 bytes is "gemm_odd".
+
+In a compiled half operations between two others that cannot be fused (products, attention, opaque ones, sorting) are one run: it
+reads each tensor from outside once, and writes only what somebody outside reads. What backward reads of a forward's run was never
+written: it is made again from what it was made of (`Live.origins`), which is what torch's partitioner saves. That is a
+bound from below where Inductor cuts a run in several kernels, and from above where it makes cheap things twice.
 
 Rows of experts are those that come, not those that buffers have room for: `live` is the ratio of the two.
 """
@@ -33,6 +37,10 @@ _ALONE = frozenset(
     "topk sort argsort cumsum bincount histc index_put index_put_ scatter_add scatter_add_ index_add index_add_ "
     "embedding_dense_backward multinomial searchsorted".split()
 )
+# Uncompiled, these find each element by itself whatever they are given: `max` notes where it was.
+_WALKING = frozenset("cat stack repeat max min argmax argmin gather scatter index".split())
+_REDUCES = frozenset("sum mean amax amin".split())
+_CONVERTS = frozenset("_to_copy copy copy_ _softmax _log_softmax _softmax_backward_data".split())
 # `forebay.moe.routing.route`, a sort and what is around it, takes as long as so many empty kernels: 0.08 ms, in
 # benchmarks/results/experts.md.
 _ROUTE_KERNELS = 20
@@ -104,7 +112,9 @@ class Tally:
             self._moves(base, args, kwargs, out)
 
     def _moves(self, base: str, args: Any, kwargs: Any, out: Any) -> None:
-        sources, results = _tensors((args, kwargs)), _tensors(out)
+        into = "out" in kwargs  # what stands in for a kernel of our own, such as `forebay.kernels.scale`
+        sources = _tensors((args, {name: value for name, value in kwargs.items() if name != "out"}))
+        results = _tensors(out)
         addresses = {_key(t) for t in sources}
         if all(_key(t) in addresses for t in results) and not base.endswith("_"):
             return  # views by another name, such as aten._unsafe_view
@@ -112,7 +122,9 @@ class Tally:
             self._alone(args, kwargs, [OpCost("pointwise", 0, 2 * sum(map(_bytes, results)))])
             return
         if not self._fused or base in _ALONE:
-            self._alone(args, kwargs, [OpCost("pointwise", 0, sum(map(_bytes, (*sources, *results))))])
+            walked = not self._fused and not into and _is_walked(base, args, sources, results)
+            kind = "walked" if walked else "pointwise"
+            self._alone(args, kwargs, [OpCost(kind, 0, sum(map(_bytes, (*sources, *results))))])
             return
         self._kernels = 1
         for tensor in sources:
@@ -173,7 +185,42 @@ def _product(func: Any, args: Any, kwargs: Any, out: Any, flops: int) -> OpCost:
         if named.get("is_causal"):
             flops //= 2
         return OpCost("attention_backward" if "backward" in name else "attention", flops, moved)
-    return OpCost("gemm", flops, moved)
+    odd = any(map(_is_odd, _tensors((args, kwargs)))) or any(map(_is_odd, _tensors(out)))
+    return OpCost("gemm_odd" if odd else "gemm", flops, moved)
+
+
+def _is_odd(matrix: Tensor) -> bool:
+    """Whether rows (or columns) of a matrix begin elsewhere than at multiples of 16 bytes: they cannot be loaded in tiles."""
+    if matrix.dim() < 2:
+        return False
+    long = [stride for size, stride in zip(matrix.shape, matrix.stride(), strict=True) if size > 1 and stride != 1]
+    return any(stride * matrix.element_size() % 16 for stride in long)
+
+
+def _is_walked(base: str, args: Any, sources: list[Tensor], results: list[Tensor]) -> bool:
+    """Whether an uncompiled kernel finds each element of its operands by itself.
+
+    torch's loops move 16 bytes a thread only where operands of one dtype lie alike without gaps; a conversion alone has a loop of
+    its own. Operands of one element do not count.
+    """
+    if base in _WALKING:
+        return True
+    if base in _REDUCES:  # along rows, as norms do, in wide loads; over them not
+        dims = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ()
+        last = sources[0].dim() - 1
+        over = bool(dims) and all(dim % (last + 1) != last for dim in dims)
+        return over or not sources[0].is_contiguous()
+    tensors = [t for t in (*sources, *results) if t.numel() > 1]
+    if base not in _CONVERTS and len({t.dtype for t in tensors if t.is_floating_point()}) > 1:
+        return True
+    return len({(t.shape, t.stride()) for t in tensors}) > 1 or any(_has_gaps(t) for t in tensors)
+
+
+def _has_gaps(tensor: Tensor) -> bool:
+    return (
+        1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        != tensor.numel()
+    )
 
 
 def _tensors(tree: Any) -> list[Tensor]:

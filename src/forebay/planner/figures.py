@@ -49,8 +49,9 @@ class OpCost:
     """What one operation, or one fused run of operations, asks of a GPU; see `forebay.planner.costs`.
 
     Attributes:
-        kind: "gemm"; "grouped" and "grouped_weights", of experts and of their weights' gradients; "attention" and
-            "attention_backward"; "pointwise", whatever only moves memory; "exchange", an all-to-all.
+        kind: "gemm", and "gemm_odd" of matrices whose rows do not begin at 16 bytes; "grouped" and "grouped_weights", of experts
+            and of their weights' gradients; "attention" and "attention_backward"; "pointwise", whatever only moves memory, and
+            "walked", the same element by element; "exchange", an all-to-all.
         flops: that are really made: under a causal mask half of attention's pairs.
         bytes: read from and written to device memory; of an exchange those that leave the GPU.
         launches: kernels.

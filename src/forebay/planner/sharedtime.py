@@ -14,11 +14,14 @@ cast where two dtypes meet.
     bytes of device memory   2 N summed + N / n (summed + parameter)
     bytes of the link        N summed (n - 1) / n
 
-Adding a microbatch's gradients to the sum of the others: N (compute + 2 summed) bytes.
+Adding a microbatch's gradients to the sum of the others: N (compute + 2 summed) bytes. Where sums are wider than gradients, FSDP2
+converts the first microbatch's: N (compute + summed). An engine begins with zeros: N summed.
 
 Engines (`forebay.train.gathered`) gather once before a step and reduce once behind it, and nothing hides that; experts that are
 given back after each use are gathered for each forward and backward. Otherwise FSDP2 gathers the next layer while one runs, and
-reduces one while the next runs: what the link takes longer than the layer waits, and copies always run.
+reduces one while the next runs: what the link takes longer than the layer waits, and copies always run. What hides a transfer
+takes longer itself, by the share of it (`contention`) that an all-to-all costs. Embedding and head are gathered and reduced where
+nothing hides it, and their gradients are added up as a layer's are.
 """
 
 from __future__ import annotations
@@ -30,6 +33,10 @@ from forebay.planner.device import DeviceProfile
 from forebay.planner.state import Sharing
 from forebay.planner.steptime import Besides
 from forebay.planner.time import Clock, Spell
+
+_STEPPING = 0.88
+"""Share of a copy's bandwidth at which the optimizer's and clipping's kernels go over many tensors at once. Calibrated on the
+grid, see docs/planner.md."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +62,10 @@ class Moved:
         """Seconds where nothing hides it."""
         return self.copies + self.link
 
-    def beside(self, seconds: float) -> float:
-        """Seconds where the link has so many seconds of something else to hide behind."""
-        return self.copies + max(0.0, self.link - seconds)
+    def beside(self, seconds: float, contention: float) -> float:
+        """Seconds where the link has so many seconds to hide behind, each of which `contention` makes longer."""
+        hidden = min(self.link, seconds)
+        return self.copies + self.link - hidden + contention * hidden
 
 
 @dataclass(frozen=True)
@@ -72,9 +80,11 @@ class SharedTime:
     sharing: Sharing
     microbatches: int
     _clock: Clock = field(init=False)
+    _contention: float = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_clock", Clock(self.device))
+        object.__setattr__(self, "_contention", self.device.at("contention"))
 
     def layer(self, part: Elements, forward: Spell, backward: Spell) -> tuple[float, float]:
         """Seconds of a microbatch's forward and backward through a layer, besides its own."""
@@ -87,9 +97,9 @@ class SharedTime:
             return again, again + adding
         gather, reduce = self._gathers(part), self._reduces(part)
         times = 1.0 if s.reshard else 1.0 / count
-        back = 0.0 if not s.reshard else gather.beside(backward.computing)
-        reduced = reduce.beside(backward.computing) / (count if s.sums else 1)
-        return times * gather.beside(forward.computing), back + adding + reduced
+        back = 0.0 if not s.reshard else gather.beside(backward.computing, self._contention)
+        reduced = reduce.beside(backward.computing, self._contention) / (count if s.sums else 1)
+        return times * gather.beside(forward.computing, self._contention), back + adding + reduced
 
     def step(self, parts: Sequence[Elements], ends: Elements, parameters: int, fused: bool, clips: bool) -> Besides:
         """Seconds of a rank's step besides its microbatches'.
@@ -102,15 +112,19 @@ class SharedTime:
             clips: gradients are scaled.
         """
         s = self.sharing
-        optimizer = self._clock.moved(parameters * ((7 if fused else 21) + 1 + 2 * clips))
+        optimizer = self._clock.moved(parameters * ((7 if fused else 21) + 1 + 2 * clips)) / _STEPPING
+        adding = self.microbatches * self._adding(ends)
         if not s.sharded:
-            return Besides(optimizer=optimizer)
+            return Besides(reduce=adding, optimizer=optimizer)
         inside = parts if s.gathered else ()
         gathers = sum((self._gathers(p) for p in (*inside, ends)), Moved())
         if s.gathered and s.reshard:  # experts come with their layers
             gathers = sum((self._gather(p.rest, s.data) for p in (*inside, ends)), Moved())
         reduces = sum((self._reduces(p) for p in (*inside, ends)), Moved())
-        return Besides(gathers.exposed, reduces.exposed, optimizer)
+        if s.gathered:  # zeros to sum in
+            zeros = s.summed * sum(p.rest + p.experts for p in (*inside, ends))
+            gathers += Moved(copies=self._clock.moved(zeros))
+        return Besides(gathers.exposed, reduces.exposed + (0.0 if s.gathered else adding), optimizer)
 
     @property
     def _columns(self) -> int:
@@ -150,9 +164,12 @@ class SharedTime:
         s, count = self.sharing, self.microbatches
         if s.sharded and not (s.gathered or s.sums):
             return 0.0
-        share = 1.0 if s.gathered and s.sharded else (count - 1) / count
         summed = s.summed if s.sharded else s.compute
-        return share * self._clock.moved((part.rest + part.experts) * (s.compute + 2 * summed))
+        share = 1.0 if s.gathered and s.sharded else (count - 1) / count
+        moved = share * (s.compute + 2 * summed)
+        if s.sharded and not s.gathered and summed != s.compute:  # the first one's become the sum by a conversion
+            moved += (s.compute + summed) / count
+        return self._clock.moved((part.rest + part.experts) * moved)
 
     @property
     def _within(self) -> bool:

@@ -16,9 +16,9 @@ gathering and reducing of sharded weights, the optimizer, the host. Out: a `Step
 An action starts when its rank is free and what it needs has come: the stage before (forward) or behind (backward), and from
 another rank a message. A rank's bubble is the share of the time from the first action to the end in which it runs none.
 
-The host launches kernels ahead of the device. Over a step it cannot be faster than its launches, so a rank takes the longer of
-the two; a captured step has no launches. Where tokens travel in sizes that the host has to know, it waits for the device once a
-layer and forward, and then has nothing launched ahead.
+The host launches kernels ahead of the device, layer by layer: none ends before it is launched, and what the host gains while a
+long one runs, such as the head, is not lost. A captured step has no launches. Where tokens travel in sizes that the host has to
+know, it waits for the device once a layer and forward, and then has nothing launched ahead.
 """
 
 from __future__ import annotations
@@ -60,16 +60,19 @@ class StepTime:
     Attributes:
         device: name of the profile.
         schedule: from the first action to the last rank's end, on the device.
+        launched: the same, with hosts that have to launch what runs; equal to `schedule` of a captured step.
         gather, reduce, optimizer: see `Besides`; of the slowest rank.
         host: what the slowest host needs for its launches; 0 of a captured step.
         busy: by pipeline rank, seconds in which an action runs.
         exposed: by pipeline rank, seconds of exchanges that nothing hides.
         tokens: of the global batch.
         measured: some figure of the device was measured on one; else all are data sheets'.
+        around: seconds of the host between steps, while the device has nothing to run.
     """
 
     device: str
     schedule: float
+    launched: float
     gather: float
     reduce: float
     optimizer: float
@@ -78,16 +81,17 @@ class StepTime:
     exposed: tuple[float, ...]
     tokens: int
     measured: bool = True
+    around: float = 0.0
 
     @property
     def gradients(self) -> float:
         """Forwards and backwards of all microbatches, until reduced gradients are there."""
-        return max(self.schedule, self.host) + self.gather + self.reduce
+        return self.launched + self.gather + self.reduce
 
     @property
     def seconds(self) -> float:
         """All of a step."""
-        return self.gradients + self.optimizer
+        return self.gradients + self.optimizer + self.around
 
     @property
     def tokens_per_second(self) -> float:
@@ -124,10 +128,12 @@ class StepTime:
             "seconds": self.seconds,
             "tokens_per_second": self.tokens_per_second,
             "schedule_seconds": self.schedule,
+            "launched_seconds": self.launched,
             "gather_seconds": self.gather,
             "reduce_seconds": self.reduce,
             "optimizer_seconds": self.optimizer,
             "host_seconds": self.host,
+            "around_seconds": self.around,
             "limited_by_host": self.limited_by_host,
             "bubble": list(self.bubble),
             "exposed_exchange_seconds": list(self.exposed),
@@ -151,6 +157,7 @@ def lay(
     message: float = 0.0,
     engine: bool = True,
     contention: float = 0.0,
+    launch: float = 0.0,
 ) -> Laid:
     """Lay the actions of all ranks in time.
 
@@ -160,11 +167,12 @@ def lay(
         message: seconds from a stage's end on one rank until another has its hidden states.
         engine: weight gradients of experts are made behind a transfer.
         contention: share of a hidden exchange by which what hides it takes longer.
+        launch: seconds of the host for a launch; 0: all is captured.
 
     Raises:
         ValueError: actions that wait for each other, or for one that nobody has.
     """
-    return _Layout(actions, ranks, message, _Times(stages, engine, contention)).run()
+    return _Layout(actions, ranks, message, _Times(stages, engine, contention), launch).run()
 
 
 class _Layout:
@@ -176,6 +184,7 @@ class _Layout:
         ranks: Sequence[int],
         message: float,
         times: _Times,
+        launch: float,
     ):
         self._actions, self._ranks, self._message = actions, ranks, message
         self._ended: dict[tuple[str, int, int], float] = {}
@@ -183,7 +192,8 @@ class _Layout:
         self._busy = [0.0] * len(actions)
         self._exposed = [0.0] * len(actions)
         self._launches = [0.0] * len(actions)
-        self._times = times
+        self._times, self._launch = times, launch
+        self._launched = [0.0] * len(actions)  # when each host has handed over all of its actions so far
 
     def run(self) -> Laid:
         at = [0] * len(self._actions)
@@ -205,8 +215,12 @@ class _Layout:
             if ready is None:
                 return False
             start = max(start, ready)
-        computing, exposed, launches = self._times.of(action)
-        end = start + computing + exposed
+        spent = self._times.of(action)
+        end, computing, exposed, launches = start, 0.0, 0.0, 0.0
+        for segment in spent:
+            self._launched[rank] += segment[2] * self._launch
+            end = max(end + segment[0] + segment[1], self._launched[rank])
+            computing, exposed, launches = computing + segment[0], exposed + segment[1], launches + segment[2]
         for part in parts:
             self._ended["F" if part.kind == "F" else "B", part.stage, part.microbatch] = end
         self._free[rank] = end
@@ -232,20 +246,24 @@ class _Layout:
         return ended + (self._message if self._ranks[source[1]] != rank else 0.0)
 
 
+Segment = tuple[float, float, float]
+"""Seconds computing, seconds of exchanges that nothing hides, launches: of a layer or an end."""
+
+
 class _Times:
-    """(seconds computing, seconds of exchanges that nothing hides, launches) of actions; each kind of action is counted once."""
+    """The segments of actions; each kind of action is counted once."""
 
     def __init__(self, stages: Mapping[int, StageTime], engine: bool, contention: float):
         self._stages, self._engine, self._contention = stages, engine, contention
-        self._known: dict[tuple[Any, ...], tuple[float, float, float]] = {}
+        self._known: dict[tuple[Any, ...], list[Segment]] = {}
 
-    def of(self, action: Action) -> tuple[float, float, float]:
+    def of(self, action: Action) -> list[Segment]:
         what = (action.kind, action.stage, *(part.stage for part in action.parts))
         if what not in self._known:
             self._known[what] = self._count(action)
         return self._known[what]
 
-    def _count(self, action: Action) -> tuple[float, float, float]:
+    def _count(self, action: Action) -> list[Segment]:
         if action.kind == "OVERLAP_F_B":
             forward, backward = action.parts
             return self._together(self._stages[forward.stage].forward, self._stages[backward.stage].backward)
@@ -256,14 +274,13 @@ class _Times:
             case "B":
                 return self._together((), stage.backward)
             case "I":
-                total = sum(stage.backward, NOTHING)
-                return total.compute, total.exchange, total.launches
+                return [(spell.compute, spell.exchange, spell.launches) for spell in stage.backward]
             case "W":
-                return sum(spell.weights for spell in stage.backward), 0.0, 0.0
+                return [(sum(spell.weights for spell in stage.backward), 0.0, 0.0)]
         raise ValueError(f"{action} computes nothing")
 
-    def _together(self, forward: Sequence[Spell], backward: Sequence[Spell]) -> tuple[float, float, float]:
-        computing = exposed = launches = 0.0
+    def _together(self, forward: Sequence[Spell], backward: Sequence[Spell]) -> list[Segment]:
+        found = []
         for k in range(max(len(forward), len(backward))):
             f = forward[k] if k < len(forward) else NOTHING
             b = backward[k] if k < len(backward) else NOTHING
@@ -273,7 +290,6 @@ class _Times:
             else:
                 hides = min(b.exchange / 2, b.weights) if self._engine else 0.0
             hidden = min(exchange, hides)
-            computing += f.computing + b.computing + self._contention * hidden
-            exposed += exchange - hidden
-            launches += f.launches + b.launches
-        return computing, exposed, launches
+            computing = f.computing + b.computing + self._contention * hidden
+            found.append((computing, exchange - hidden, f.launches + b.launches))
+        return found

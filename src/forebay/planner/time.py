@@ -4,7 +4,9 @@ In: the `OpCost`s of a part (`forebay.planner.costs`), and a `Clock` for a devic
 backward, computing and exchanging apart, and the kernels that the host launches for them. Nothing is run.
 
     products, attention   max(FLOPs / what the device achieves at that size, bytes / bandwidth)
+    gemm_odd              the same, at a share of the products' rate (`_ODD`)
     pointwise             bytes / bandwidth
+    walked                bytes / a share of the bandwidth (`_WALKED`)
     exchange              bytes / all-to-all's rate at that size, within a node or between nodes, whichever takes longer
     each kernel           the time between two kernels on top
 
@@ -24,12 +26,21 @@ from forebay.planner.figures import OpCost
 _RATES: Mapping[str, str] = MappingProxyType(
     {
         "gemm": "matmul_bf16",
+        "gemm_odd": "matmul_bf16",
         "grouped": "grouped",
         "grouped_weights": "grouped_weights",
         "attention": "attention",
         "attention_backward": "attention_backward",
     }
 )
+
+
+_WALKED = 0.37
+"""Share of a copy's bandwidth of a kernel that finds each element by itself: 1.5 of 4.0 TB/s, measured on an H200 of torch's loop
+from fp32 into bf16 (`forebay.kernels.scale`)."""
+_ODD = 0.03
+"""Share of a product's rate where rows do not begin at multiples of 16 bytes, some 20 TFLOP/s on an H200. Calibrated on GPT-OSS,
+whose eager attention has 4097 scores a row; see docs/planner.md."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +117,11 @@ class Clock:
         moved = self.moved(op.bytes)
         if op.kind == "pointwise":
             return moved + gap
+        if op.kind == "walked":
+            return moved / _WALKED + gap
         rate = self.device.at("matmul_fp32" if self.wide else _RATES[op.kind], op.flops)
-        return max(op.flops / rate, moved) + gap
+        share = _ODD if op.kind == "gemm_odd" else 1.0
+        return max(op.flops / (rate * share), moved) + gap
 
     def _sent(self, count: float) -> float:
         """Of an all-to-all: what goes to this node's other GPUs and what goes to other nodes are on their way at once."""

@@ -5,8 +5,8 @@ figures are `forebay.planner`'s; this file knows what the trainer does with each
 
     keep, stash    as traced: pages cost the device 1 % of a layer (docs/log.md)
     recompute      of a MoE half with Forebay's experts their first product again; else forward again, exchanges included
-    offload        "fit" costs nothing, for only what the link carries behind computation leaves; "all" makes a half as long as
-                   its copies
+    offload        "fit" costs nothing, for only what the link carries behind computation leaves; "all" makes a forward or
+                   backward of a stage as long as its copies
     auto           the placements that were chosen
 """
 
@@ -31,9 +31,12 @@ from forebay.train.planning import LayerPlan
 HALF_LAUNCHES = 40
 """What a half's forward or backward costs the host besides its kernels (guards, hooks, autograd), in operations of the profile's
 `launch`. Estimated: a quarter of a millisecond. No recorded run is held up by it, so none tells."""
-CUT_LAUNCHES = 300
+CUT_LAUNCHES = 320
 """The same of a half that is cut where its tokens travel: segments, streams, FSDP2's experts. Calibrated with the H200's
-`launch`, on eager runs of two hosts: see docs/planner.md."""
+`launch`, on eager runs of several hosts: see docs/planner.md."""
+STEP_LAUNCHES = 500
+"""What a step costs the host while the device has nothing to run: the batch, the optimizer's groups, reading the loss. 3 ms.
+Calibrated on the grid, see docs/planner.md."""
 EXCHANGE_LAUNCHES = 15
 """The same, of an exchange: 0.09 ms eager (benchmarks/results/ep_exchange_4gpu.md)."""
 STASH_LAUNCHES = 55
@@ -75,13 +78,17 @@ class Timed:
         times = {n: self._stage(device, stage, engine) for mine in self.stages for n, stage in mine.items()}
         actions = self.actions or [alone(self.plan.microbatches, p.overlap)]
         ranks = [next(r for r, mine in enumerate(self.stages) if n in mine) for n in sorted(times)]
-        laid = lay(actions, ranks, times, self._message(device) if p.pp > 1 else 0.0, engine, device.at("contention"))
+        message, contention = self._message(device) if p.pp > 1 else 0.0, device.at("contention")
+        laid = lay(actions, ranks, times, message, engine, contention)
+        launch = 0.0 if self.config.memory.graph else device.at("launch")
+        launched = lay(actions, ranks, times, message, engine, contention, launch).seconds if launch else laid.seconds
         besides = [self._besides(device, rank) for rank in range(len(self.stages))]
         slowest = max(besides, key=lambda b: b.gather + b.reduce)
-        host = 0.0 if self.config.memory.graph else max(laid.launches) * device.at("launch")
+        host = max(laid.launches) * launch
         return StepTime(
             device=device.name,
             schedule=laid.seconds,
+            launched=launched,
             gather=slowest.gather,
             reduce=slowest.reduce,
             optimizer=max(b.optimizer for b in besides),
@@ -90,6 +97,7 @@ class Timed:
             exposed=laid.exposed,
             tokens=self.config.train.batch * self.config.train.sequence,
             measured=bool(device.measured()),
+            around=STEP_LAUNCHES * device.at("launch"),
         )
 
     def _clock(self, device: DeviceProfile) -> Clock:
@@ -117,14 +125,26 @@ class Timed:
             forward.append(there + back if engine else there)
             if not engine:
                 backward.insert(0, back)
+        if self.config.memory.offload == "all":
+            moved = sum(self._offloaded(number) for number in stage.layers)
+            forward[-1] = forward[-1] + _waiting(forward, moved / device.at("host_out"))
+            backward[-1] = backward[-1] + _waiting(backward, moved / device.at("host_back"))
         return StageTime(tuple(forward), tuple(backward))
+
+    def _offloaded(self, number: int) -> int:
+        """Bytes that a microbatch's layer sends to the host and gets back."""
+        layer: LayerTrace = self.trace.layers[number]
+        halves = (("self_attn", layer.attention), ("mlp", layer.mlp))
+        return sum(p.saved for name, p in halves if self._placement(number, name) == "offload")
+
+    def _placement(self, number: int, name: str) -> str:
+        return self.placements.get(f"{self.prefix}.{number}.{name}", "keep")
 
     def _layer(self, clock: Clock, number: int) -> tuple[Spell, Spell]:
         layer: LayerTrace = self.trace.layers[number]
         there = back = NOTHING
         for name, part in (("self_attn", layer.attention), ("mlp", layer.mlp)):
-            placement = self.placements.get(f"{self.prefix}.{number}.{name}", "keep")
-            f, b = self._half(clock, part, placement)
+            f, b = self._half(clock, part, self._placement(number, name))
             there, back = there + f, b + back
         if layer.is_moe:
             waits = self._synchronised()
@@ -137,10 +157,6 @@ class Timed:
         if placement == "recompute":
             light = part.light_ops if memory.recompute != "full" else ()
             backward = clock.spell(light) if light else forward + backward
-        if placement == "offload" and memory.offload == "all":
-            out, back = (part.saved / clock.device.at(name) for name in ("host_out", "host_back"))
-            forward = replace(forward, compute=max(forward.compute, out - forward.weights))
-            backward = replace(backward, compute=max(backward.compute, back - backward.weights))
         more = STASH_LAUNCHES if placement == "stash" else 0
         p = self.config.parallel
         more += CUT_LAUNCHES if p.pp > 1 or p.overlap or p.ep > 1 else HALF_LAUNCHES
@@ -189,6 +205,11 @@ def machine_of(device: DeviceProfile, ep: int, sharing: Sharing) -> Machine:
     clock = Clock(device, ep, sharing.compute == 4)
     copied = device.at("bandwidth", 1 << 30)
     return Machine(_ByClock(clock), device.at("host_out"), device.at("host_back"), copied)
+
+
+def _waiting(spells: Sequence[Spell], copies: float) -> Spell:
+    """What copies of a whole pass take longer than the pass itself."""
+    return Spell(compute=max(0.0, copies - sum(s.alone for s in spells)))
 
 
 def _hosted(spell: Spell, ops: Sequence[Any], more: int) -> Spell:

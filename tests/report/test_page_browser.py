@@ -57,17 +57,19 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A plan with a budget, one of three microbatches on a process alone, a run on GPUs, and one that left nothing."""
+    """A plan with a budget, one on GPUs whose placements were chosen, one of a process alone, runs on GPUs and not, and a run
+    that left nothing."""
     base = tmp_path_factory.mktemp("browser")
-    settings = config(base)
+    settings, gpu = config(base), config(base, device={"type": "cuda"})
     run = read_run(write_folder(base / "<script>window.hurt=1<-script>", settings))
     cpu = read_run(write_folder(base / "cpu", settings, steps=1, gpu=False))
     alone = config(base, parallel={"pp": 1}, train={"microbatch": 2}, log={"timeline": 0})
     empty = read_run(write_folder(base / "empty", alone, steps=0))
     texts = {
         "plan": plan_page(plan_of(settings, 2, 1 << 20), settings, '<script>window.hurt=1</script>"'),
+        "chosen": plan_page(plan_of(gpu, 2, 4 << 30, "h100", 4 << 30), gpu, "gpu.toml"),
         "alone": plan_page(plan_of(alone, 1, None), alone, "alone.toml"),
-        "run": run_page(run, plan_of(settings, 2, None), "pipeline.json"),
+        "run": run_page(run, plan_of(gpu, 2, None), "pipeline.json"),
         "cpu": run_page(cpu, plan_of(settings, 2, None), "pipeline.json"),
         "empty": run_page(empty, "no plan.", None),
     }
@@ -104,7 +106,7 @@ class Opened:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}")
-@pytest.mark.parametrize("name", ["plan", "alone", "run", "cpu", "empty"])
+@pytest.mark.parametrize("name", ["plan", "chosen", "alone", "run", "cpu", "empty"])
 def test_a_page(browser: Any, pages: dict[str, Path], name: str, size: tuple[int, int], scheme: str) -> None:
     with Opened(browser, pages[name], size, scheme) as opened:
         page = opened.page
@@ -128,7 +130,8 @@ def test_the_button(browser: Any, pages: dict[str, Path]) -> None:
     with Opened(browser, pages["plan"], SIZES[0], "light") as opened:
         page, dark, light = opened.page, "rgb(18, 21, 26)", "rgb(255, 255, 255)"
         page.emulate_media(color_scheme="dark")
-        assert opened.style("body", "background-color") == dark and page.locator("#theme").inner_text() == "Light"
+        assert opened.style("body", "background-color") == dark
+        api.expect(page.locator("#theme")).to_have_text("Light")  # the page is told of it a moment later
         page.emulate_media(color_scheme="light")
         page.keyboard.press("Tab")
         page.keyboard.press("Tab")

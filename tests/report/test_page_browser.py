@@ -20,6 +20,7 @@ api = pytest.importorskip("playwright.sync_api", reason="pages are opened with p
 FOUND = [p for p in map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")) if p]
 pytestmark = pytest.mark.skipif(not FOUND, reason="no Chromium on PATH: apt-get install chromium")
 
+LIMIT = 7 << 30  # of a plan whose placements are chosen: 0.4 GiB less than it takes with all of it kept
 SIZES = [(1280, 900), (360, 740)]
 # Text that is cut off by the page's edge, or written over other text of the same axis.
 CROWDED = """() => {
@@ -61,13 +62,19 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     that left nothing."""
     base = tmp_path_factory.mktemp("browser")
     settings, gpu = config(base), config(base, device={"type": "cuda"})
+    wide = {
+        **settings.model.config,
+        "hidden_size": 2048,
+        "moe_intermediate_size": 2048,
+    }  # not lost beside CUDA's context
+    large = config(base, model={"config": wide}, train={"sequence": 4096}, device={"type": "cuda"})
     run = read_run(write_folder(base / "<script>window.hurt=1<-script>", settings))
     cpu = read_run(write_folder(base / "cpu", settings, steps=1, gpu=False))
     alone = config(base, parallel={"pp": 1}, train={"microbatch": 2}, log={"timeline": 0})
     empty = read_run(write_folder(base / "empty", alone, steps=0))
     texts = {
         "plan": plan_page(plan_of(settings, 2, 1 << 20), settings, '<script>window.hurt=1</script>"'),
-        "chosen": plan_page(plan_of(gpu, 2, 4 << 30, "h100", 4 << 30), gpu, "gpu.toml"),
+        "chosen": plan_page(plan_of(large, 2, LIMIT, "h100", LIMIT), large, "gpu.toml"),
         "alone": plan_page(plan_of(alone, 1, None), alone, "alone.toml"),
         "run": run_page(run, plan_of(gpu, 2, None), "pipeline.json"),
         "cpu": run_page(cpu, plan_of(settings, 2, None), "pipeline.json"),
@@ -121,6 +128,9 @@ def test_a_page(browser: Any, pages: dict[str, Path], name: str, size: tuple[int
         )
         if name != "empty":
             assert page.locator(".plot .band").count() >= 4 and page.locator(".plot").count() >= 1
+        if name == "chosen":
+            assert page.get_by_text("Chosen by the planner").is_visible()
+            assert page.locator(".ceiling.s-cached").count() == 2  # a line for each rank
         if name == "run":
             assert page.locator(".boxes rect").count() == 7  # six computations, one of them an overlap of two
 

@@ -78,7 +78,7 @@ def _tiles(fit: Fit) -> Html | None:
     found = [] if fit.step is None else time_tiles(fit.step)
     if fit.choices:
         most = max(fit.choices, key=lambda choice: choice.seconds)
-        of = f", rank {most.fit.rank}" if len(fit.choices) > 1 else ""
+        of = f", rank {most.fit.rank}" if len(fit.choices) > 1 and most.seconds else ""
         found.append(("chosen placements cost", duration(most.seconds), f"a step{of}"))
     return tiles(found) if found else None
 

@@ -12,6 +12,9 @@ from forebay.report.page import Section
 from forebay.report.tables import duration, table
 
 
+_NOTHING = 1e-9  # seconds: what is left of a difference
+
+
 def time_tiles(step: StepTime) -> list[tuple[str, str, str]]:
     """Name, figure and what stands behind it; see `forebay.report.tables.tiles`."""
     found = [
@@ -29,8 +32,10 @@ def time_section(step: StepTime) -> Section:
         f"Expected {_device(step)}; --device names another GPU, or a file of forebay doctor --save-profile. "
         f"A step has {step.tokens:,} tokens."
     )
+    if step.host:
+        lead += f" The slowest host needs {duration(step.host)} to launch what the schedule runs."
     if step.limited_by_host:
-        lead += " The host's launches take longer than what they launch: memory.graph = true captures them."
+        lead += " That is longer than it runs: memory.graph = true captures the launches."
     return Section("time", "Time of a step", lead, join(_where(step), _by_rank(step)))
 
 
@@ -39,29 +44,21 @@ def _device(step: StepTime) -> str:
 
 
 def _where(step: StepTime) -> Html:
-    """Of device and host the longer one counts."""
+    """What a step is the sum of."""
     parts = [
-        (
-            "schedule on the device, from the first forward to the last backward",
-            step.schedule,
-            not step.limited_by_host,
-        ),
-        ("host: launching what the schedule runs", step.host, step.limited_by_host),
-        ("gathering sharded weights", step.gather, True),
-        ("reducing gradients", step.reduce, True),
-        ("optimizer", step.optimizer, True),
+        ("schedule on the device, from the first forward to the last backward", step.schedule),
+        ("waiting for the host's launches", step.gradients - step.gather - step.reduce - step.schedule),
+        ("gathering sharded weights", step.gather),
+        ("reducing gradients", step.reduce),
+        ("optimizer", step.optimizer),
+        ("host, between steps", step.seconds - step.gradients - step.optimizer),
     ]
     rows = [
-        (
-            name,
-            duration(seconds),
-            f"{100 * seconds / step.seconds:.1f} %" if counts else "hidden",
-            bar(seconds / step.seconds, "F") if counts else None,
-        )
-        for name, seconds, counts in parts
-        if seconds
+        (name, duration(seconds), f"{100 * seconds / step.seconds:.1f} %", bar(seconds / step.seconds, "F"))
+        for name, seconds in parts
+        if seconds > _NOTHING
     ]
-    rows.append(("all of a step", duration(step.seconds), "100.0 %", None))
+    rows.append(("all of a step", duration(step.seconds), "100.0 %", join()))
     heads = [("part", "path"), ("time", "n"), ("share", "n"), ("", "share")]
     return table("Where the time goes, of the slowest rank", heads, rows, len(rows) - 1)
 

@@ -11,7 +11,6 @@ from forebay.report.markup import Html, join
 from forebay.report.page import Section
 from forebay.report.tables import duration, table
 
-
 _NOTHING = 1e-9  # seconds: what is left of a difference
 
 

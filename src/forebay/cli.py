@@ -257,19 +257,21 @@ def _plan(options: argparse.Namespace) -> int:
         if options.search:
             found = search(asked, options.search, world, budget, options.skew, device, options.auto)
             config = found.config
-        if found is None or curves is not None:
+        seen = None if curves is None else curves.seen
+        if found is None:
             plan = plan_layers(config, world)
-            seen = None if curves is None else curves.seen
             fit = fit_run(config, plan, world, budget, options.skew, device=device, auto=auto, seen=seen)
         else:
             plan, fit = found.plan, found.fit
+            if seen is not None:  # as the search did, once more for its curves
+                fit_run(config, plan, world, None, options.skew, auto=auto, seen=seen)
     if options.json:
         more = {} if found is None else {"search": found.as_dict()}
         print(json.dumps({**plan.as_dict(), "fit": fit.as_dict(), "settings": asked.chosen, **more}, indent=1))
     else:
         _print_plan(asked, found, plan, fit)
     if html is not None and curves is not None:
-        write_plan(curves.planned(plan, fit), config, options.config, html)
+        write_plan(curves.planned(plan, fit), config, options.config, html, found)
         if not options.json:
             print(f"page {html}")
     return _DOES_NOT_FIT if fit.fits is False else 0

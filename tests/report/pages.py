@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from forebay.planner.device import load
 from forebay.report.pipeline import Ran, perfetto
 from forebay.report.planned import Curves, Planned
 from forebay.train.config import Config, from_mapping
@@ -38,10 +39,13 @@ def config(folder: Path, **changes: dict[str, Any]) -> Config:
     return from_mapping(sections)
 
 
-def plan_of(settings: Config, world: int, budget: int | None) -> Planned:
+def plan_of(settings: Config, world: int, budget: int | None, device: str = "", auto: int | None = None) -> Planned:
+    """As ``forebay plan`` makes it; with the time of a step on `device`, and placements that are chosen within `auto` bytes."""
     curves = Curves()
     plan = plan_layers(settings, world)
-    return curves.planned(plan, fit_run(settings, plan, world, budget, seen=curves.seen))
+    profile = load(device) if device else None
+    fit = fit_run(settings, plan, world, budget, device=profile, auto=auto, seen=curves.seen)
+    return curves.planned(plan, fit)
 
 
 def write_folder(folder: Path, settings: Config, steps: int = 12, gpu: bool = True) -> Path:

@@ -52,6 +52,13 @@ def test_no_peak_is_lost() -> None:
         assert positions == sorted(positions)
 
 
+def test_of_equal_levels_the_one_that_was_highest_is_the_peak() -> None:
+    """Three are cut to 8; the second was 10 before. Thinned to one, it is the one that is left."""
+    levels = [Level("0F0", f"was {8 + cut}", {"transient": 8}, cut) for cut in (0, 2, 1)]
+    assert figures(stacked(levels, TEN, [], "", ""))["start"] == 1
+    assert [level.where for level in thinned(levels, 1)] == ["was 10"]
+
+
 def test_a_stack_needs_a_level() -> None:
     with pytest.raises(ValueError, match="a stack needs a level"):
         stacked([], TEN, [], "", "")

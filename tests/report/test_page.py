@@ -167,6 +167,7 @@ def test_colours_can_be_read(theme: int) -> None:
         "activations",
         "transient",
         "other",
+        "cached",
         "keep",
         "recompute",
         "offload",

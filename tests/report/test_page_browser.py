@@ -20,6 +20,7 @@ api = pytest.importorskip("playwright.sync_api", reason="pages are opened with p
 FOUND = [p for p in map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")) if p]
 pytestmark = pytest.mark.skipif(not FOUND, reason="no Chromium on PATH: apt-get install chromium")
 
+LIMIT = 7 << 30  # of a plan whose placements are chosen: 0.4 GiB less than it takes with all of it kept
 SIZES = [(1280, 900), (360, 740)]
 # Text that is cut off by the page's edge, or written over other text of the same axis.
 CROWDED = """() => {
@@ -57,17 +58,25 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A plan with a budget, one of three microbatches on a process alone, a run on GPUs, and one that left nothing."""
+    """A plan with a budget, one on GPUs whose placements were chosen, one of a process alone, runs on GPUs and not, and a run
+    that left nothing."""
     base = tmp_path_factory.mktemp("browser")
-    settings = config(base)
+    settings, gpu = config(base), config(base, device={"type": "cuda"})
+    wide = {
+        **settings.model.config,
+        "hidden_size": 2048,
+        "moe_intermediate_size": 2048,
+    }  # not lost beside CUDA's context
+    large = config(base, model={"config": wide}, train={"sequence": 4096}, device={"type": "cuda"})
     run = read_run(write_folder(base / "<script>window.hurt=1<-script>", settings))
     cpu = read_run(write_folder(base / "cpu", settings, steps=1, gpu=False))
     alone = config(base, parallel={"pp": 1}, train={"microbatch": 2}, log={"timeline": 0})
     empty = read_run(write_folder(base / "empty", alone, steps=0))
     texts = {
         "plan": plan_page(plan_of(settings, 2, 1 << 20), settings, '<script>window.hurt=1</script>"'),
+        "chosen": plan_page(plan_of(large, 2, LIMIT, "h100", LIMIT), large, "gpu.toml"),
         "alone": plan_page(plan_of(alone, 1, None), alone, "alone.toml"),
-        "run": run_page(run, plan_of(settings, 2, None), "pipeline.json"),
+        "run": run_page(run, plan_of(gpu, 2, None), "pipeline.json"),
         "cpu": run_page(cpu, plan_of(settings, 2, None), "pipeline.json"),
         "empty": run_page(empty, "no plan.", None),
     }
@@ -104,7 +113,7 @@ class Opened:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}")
-@pytest.mark.parametrize("name", ["plan", "alone", "run", "cpu", "empty"])
+@pytest.mark.parametrize("name", ["plan", "chosen", "alone", "run", "cpu", "empty"])
 def test_a_page(browser: Any, pages: dict[str, Path], name: str, size: tuple[int, int], scheme: str) -> None:
     with Opened(browser, pages[name], size, scheme) as opened:
         page = opened.page
@@ -119,6 +128,9 @@ def test_a_page(browser: Any, pages: dict[str, Path], name: str, size: tuple[int
         )
         if name != "empty":
             assert page.locator(".plot .band").count() >= 4 and page.locator(".plot").count() >= 1
+        if name == "chosen":
+            assert page.get_by_text("Chosen by the planner").is_visible()
+            assert page.locator(".ceiling.s-cached").count() == 2  # a line for each rank
         if name == "run":
             assert page.locator(".boxes rect").count() == 7  # six computations, one of them an overlap of two
 
@@ -128,7 +140,8 @@ def test_the_button(browser: Any, pages: dict[str, Path]) -> None:
     with Opened(browser, pages["plan"], SIZES[0], "light") as opened:
         page, dark, light = opened.page, "rgb(18, 21, 26)", "rgb(255, 255, 255)"
         page.emulate_media(color_scheme="dark")
-        assert opened.style("body", "background-color") == dark and page.locator("#theme").inner_text() == "Light"
+        assert opened.style("body", "background-color") == dark
+        api.expect(page.locator("#theme")).to_have_text("Light")  # the page is told of it a moment later
         page.emulate_media(color_scheme="light")
         page.keyboard.press("Tab")
         page.keyboard.press("Tab")

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from forebay import cli
 from forebay.policy import format_bytes
+from forebay.report.planned import Planned
 from forebay.report.run_folder import read_run
 from forebay.report.run_page import run_page
 from forebay.train.config import Config, from_mapping
@@ -120,19 +121,47 @@ def test_the_whole_of_what_modules_save_is_in_the_table(done: tuple[Path, Config
 
 
 def test_a_run_on_gpus(tmp_path: Path) -> None:
-    settings = config(tmp_path)
+    settings = config(tmp_path, device={"type": "cuda"})
     found = read_run(write_folder(tmp_path / "run", settings))
     plan = plan_of(settings, 2, None)
-    page = Words(run_page(found, plan, "pipeline.json"))
-    assert "3.00GiB" in page.sections[""] and "1 over a capacity" in page.sections[""]
-    peaks = [(row[0], row[3]) for row in page.rows["compared"] if row[1] == "peak allocated"]
-    assert peaks == [("0", "3.00 GiB"), ("1", "2.00 GiB")]
-    reserved = [row[3] for row in page.rows["compared"] if "reserved" in row[1]]
-    assert reserved == ["4.00 GiB", "4.00 GiB"]
+    text = run_page(found, plan, "pipeline.json")
+    page = Words(text)
+    assert "4.00GiB" in page.sections[""] and "1 over a capacity" in page.sections[""]
+    assert (
+        f"reserved at most by a process of pipeline rank 0, the fullest of 2. Planned: {_inside(plan)}"
+        in page.sections[""]
+    )
+    inside = [format_bytes(r.total - r.other - r.cached) for r in plan.fit.ranks]  # what torch's allocator gives out
+    peaks = [(row[0], *row[2:4]) for row in page.rows["compared"] if row[1] == "peak allocated"]
+    assert peaks == [("0", inside[0], "3.00 GiB"), ("1", inside[1], "2.00 GiB")]
+    reserved = [row[2:4] for row in page.rows["compared"] if row[1] == "peak reserved"]
+    assert reserved == [[format_bytes(r.total - r.other), "4.00 GiB"] for r in plan.fit.ranks]
+    assert plan.fit.fullest.other > 0 and "f-other" not in text.split("</style>")[1]  # none of it was measured
     assert "7.00 MiB moved, out at 51.2 GB/s, waited 0.5 ms" in page.sections["placements"]
     # Rank 0 computes 10 + 18 of 60 ms, rank 1 computes 10 + 20 + 8 + 6.
     assert "53.3 % idle" in page.sections["pipeline"] and "26.7 % idle" in page.sections["pipeline"]
     assert "pipeline.json" in page.sections["pipeline"]
+
+
+def _inside(plan: Planned) -> str:
+    return format_bytes(plan.fit.fullest.total - plan.fit.fullest.other)
+
+
+def test_a_run_that_did_not_write_what_was_reserved(tmp_path: Path) -> None:
+    """Of an older version: what is allocated is compared alone."""
+    settings = config(tmp_path, device={"type": "cuda"})
+    folder = write_folder(tmp_path / "run", settings)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line.pop("reserved_bytes_by_rank", None)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    plan = plan_of(settings, 2, None)
+    page = Words(run_page(read_run(folder), plan, None))
+    most = plan.fit.fullest
+    said = format_bytes(most.allocated - most.other)
+    said = f"allocated at most by a process of pipeline rank 0, the fullest of 2. Planned: {said}"
+    assert "3.00GiB" in page.sections[""] and said in page.sections[""]
+    assert not [row for row in page.rows["compared"] if row[1] == "peak reserved"]
 
 
 def test_a_trace_is_read_as_it_was_recorded(tmp_path: Path) -> None:

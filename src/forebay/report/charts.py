@@ -22,27 +22,35 @@ from forebay.report.markup import Html, join, tag
 COLUMNS = 240
 _STAGE = re.compile(r"(?<!\w)\d+(?=[A-Z])")  # of "0F3", and both of "(0F3;7B1)OVERLAP_F_B"
 _ROOM = 0.022  # of the width, for a number of two digits in a picture of 620 pixels
-PARTS = ("other", "parameters", "optimizer", "gradients", "activations", "transient")
-"""What memory is made of, in the order of a stack from below: what lasts first, what Forebay can change last."""
+PARTS = ("other", "parameters", "optimizer", "gradients", "activations", "transient", "cached")
+"""What memory is made of, in the order of a stack from below: what lasts first, what Forebay can change next, and last what the
+allocator holds besides."""
 
 
 @dataclass(frozen=True)
 class Level:
-    """Bytes at a moment, by part; in which action, and what runs."""
+    """Bytes at a moment, by part; in which action, and what runs. `cut` were taken off it: of equal levels, the one that was
+    highest before is the highest."""
 
     action: str
     where: str
     bytes: Mapping[str, int]
+    cut: int = 0
 
     @property
     def total(self) -> int:
         """All parts."""
         return sum(self.bytes.values())
 
+    @property
+    def height(self) -> tuple[int, int]:
+        """By which levels are compared."""
+        return self.total, self.cut
+
 
 @dataclass(frozen=True)
 class Ceiling:
-    """A horizontal line over a stack: what it is, bytes, and its colour's name ("budget", "measured")."""
+    """A horizontal line over a stack: what it is, bytes, and its colour's name ("budget", "cached", "measured")."""
 
     name: str
     bytes: int
@@ -81,7 +89,7 @@ def stacked(
     if not columns:
         raise ValueError("a stack needs a level")
     count, with_stage = len(columns), staged(columns)
-    top = max(range(count), key=lambda n: columns[n].total)
+    top = max(range(count), key=lambda n: columns[n].height)
     drawn, below = [], [0] * count
     for part in PARTS:
         above = [b + level.bytes.get(part, 0) for b, level in zip(below, columns, strict=True)]
@@ -119,7 +127,7 @@ def thinned(levels: Sequence[Level], most: int = COLUMNS) -> list[Level]:
     if len(levels) <= most:
         return list(levels)
     cuts = [n * len(levels) // most for n in range(most + 1)]
-    return [max(levels[a:b], key=lambda level: level.total) for a, b in pairwise(cuts)]
+    return [max(levels[a:b], key=lambda level: level.height) for a, b in pairwise(cuts)]
 
 
 def curves(

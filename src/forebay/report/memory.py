@@ -6,10 +6,12 @@ In: a `Planned`, and what was measured where something was. Out: `Section`s and 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
+from forebay.planner.fit import RankFit
 from forebay.policy import PLACEMENTS, format_bytes
 from forebay.report.axes import byte_scale
-from forebay.report.charts import COLUMNS, PARTS, Ceiling, bar, legend, parts_bar, placement_map, stacked, staged
+from forebay.report.charts import COLUMNS, PARTS, Ceiling, Level, bar, legend, parts_bar, placement_map, stacked, staged
 from forebay.report.markup import Html, join, tag
 from forebay.report.page import Section
 from forebay.report.planned import Planned, parts_of
@@ -19,7 +21,7 @@ from forebay.train.fitting import Fit
 _HEADROOM = 1.1  # of a chart over its highest point, for what is written there
 _LABELS, _FEW_LABELS = 9, 4  # along a step, in a large chart and in a small one
 _SHOWN = 2.0  # a ceiling that is further above the highest point would flatten the picture
-_COLUMNS = ("parameters", "gradients", "optimizer", "activations", "transient", "other")
+_COLUMNS = ("parameters", "gradients", "optimizer", "activations", "transient", "cached", "other")
 _MEANS: Mapping[str, str] = {
     "keep": "waits on the device",
     "recompute": "is made again in backward",
@@ -28,23 +30,30 @@ _MEANS: Mapping[str, str] = {
 }
 
 
-def hero(fit: Fit, what: str, line: tuple[str, int] | None, figure: int | None = None) -> Html:
+def hero(
+    parts: Mapping[str, int],
+    what: str,
+    line: tuple[str, int] | None,
+    figure: int | None = None,
+    more: Html | None = None,
+) -> Html:
     """The figure that matters, and what the planned peak is made of.
 
     Args:
+        parts: bytes of the planned peak, by what they are.
         what: in words, what the figure is.
         line: a limit, or a measurement: its name and bytes.
         figure: another figure than the planned peak.
+        more: what stands below.
     """
-    most = fit.fullest
-    parts = parts_of(most)
-    whole = max(most.total, line[1] if line else 0)
+    total = sum(parts.values())
+    whole = max(total, line[1] if line else 0)
     limit = None
     if line is not None:
         early = " early" * (line[1] < 0.4 * whole)
         label = tag("span", f"{line[0]} {format_bytes(line[1])}")
         limit = tag("span", label, class_=f"limit{early}", style=f"left:{100 * line[1] / whole:.2f}%")
-    entries = [(f"f-{p}", p, format_bytes(parts[p])) for p in PARTS if parts[p]]
+    entries = [(f"f-{p}", p, format_bytes(parts[p])) for p in PARTS if parts.get(p)]
     spoken = "Planned peak: " + ", ".join(f"{name} {size}" for _, name, size in entries)
     bars = tag(
         "div",
@@ -56,10 +65,11 @@ def hero(fit: Fit, what: str, line: tuple[str, int] | None, figure: int | None =
     )
     return tag(
         "div",
-        big(most.total if figure is None else figure),
+        big(total if figure is None else figure),
         tag("p", what, class_="made"),
         bars,
         legend(entries),
+        more,
         class_="hero",
     )
 
@@ -69,47 +79,51 @@ def step_section(
     ceilings: Mapping[int, Sequence[Ceiling]],
     measured: Mapping[int, Mapping[str, int]],
     lead: str,
+    outside: bool = True,
 ) -> Section:
-    """Memory over a step: the fullest rank large, the others small, all on one scale.
+    """Memory over a step: the fullest rank large, the others small, all on one scale. The stack is what is in use; what the
+    process takes at most is a line over it.
 
     Args:
-        ceilings: lines by rank.
+        ceilings: more lines by rank.
         measured: by rank, bytes at the end of each action.
+        outside: with what lies outside of torch's allocator. Without it, the line is what the allocator reserves.
     """
     fullest = planned.fit.fullest
-    shown = {r: [c for c in ceilings.get(r, ()) if c.bytes <= _SHOWN * fullest.total] for r in planned.levels}
-    most = max([fullest.total, *(c.bytes for found in shown.values() for c in found)])
+    curves = planned.levels if outside else {r: [_inside(lv) for lv in found] for r, found in planned.levels.items()}
+    taken = {r.rank: r.total if outside else r.reserved for r in planned.fit.ranks}
+    asked = {r: [*_taken(planned.fit, r, taken[r], outside), *ceilings.get(r, ())] for r in curves}
+    shown = {r: [c for c in found if c.bytes <= _SHOWN * taken[fullest.rank]] for r, found in asked.items()}
+    most = max([taken[fullest.rank], *(c.bytes for found in shown.values() for c in found)])
     scale = byte_scale(_HEADROOM * most)
-    many = any(staged(levels) for levels in planned.levels.values())
+    many = any(staged(levels) for levels in curves.values())
     numbers = "between stage and microbatch" if many else "with its microbatch"
     axis = f"halves of the step in the order in which they run; F is forward, B backward, {numbers}"
     charts = []
-    for rank, levels in planned.levels.items():
+    for rank, levels in curves.items():
         first = rank == fullest.rank
-        peak = max(levels, key=lambda level: level.total)
-        spoken = f"Planned memory of rank {rank} over a step, at most {format_bytes(peak.total)} at {peak.where}."
+        peak = max(levels, key=lambda level: level.height)
+        more = "".join(f"; {c.name} {format_bytes(c.bytes)}" for c in shown[rank] if c.colour == "cached")
+        spoken = f"Planned memory of rank {rank} over a step, in use at most {format_bytes(peak.total)} at {peak.where}{more}."
         inside = measured.get(rank, {})
         chart = stacked(
             levels, scale, shown[rank], spoken, axis if first else "the step", inside, _LABELS if first else _FEW_LABELS
         )
-        title = f"Rank {rank}" + ", the fullest" * first if len(planned.levels) > 1 else "A process"
-        caption = tag(
-            "figcaption",
-            tag("b", title),
-            tag("span", f"{scale.unit}; at most {format_bytes(peak.total)}, at {peak.where}" if first else scale.unit),
-        )
+        title = f"Rank {rank}" + ", the fullest" * first if len(curves) > 1 else "A process"
+        said_of = f"{scale.unit}; in use at most {format_bytes(peak.total)}, at {peak.where}{more}"
+        caption = tag("figcaption", tag("b", title), tag("span", said_of if first else scale.unit))
         charts.append((first, tag("figure", caption, chart, class_=None if first else "small")))
-    used = [
-        p for p in reversed(PARTS) if any(level.bytes.get(p) for found in planned.levels.values() for level in found)
-    ]
+    used = [p for p in reversed(PARTS) if any(level.bytes.get(p) for found in curves.values() for level in found)]
     named = {c.name: c for found in shown.values() for c in found}
     entries = [(f"f-{p}", p, "") for p in used] + [(f"s-{c.colour}", c.name, "") for c in named.values()]
     hidden = sorted(
-        {(c.name, c.bytes) for found in ceilings.values() for c in found}
+        {(c.name, c.bytes) for found in asked.values() for c in found}
         - {(c.name, c.bytes) for found in shown.values() for c in found}
     )
     said = [f"The {name} of {format_bytes(size)} is above this picture." for name, size in hidden[:1]]
-    if any(len(found) > COLUMNS for found in planned.levels.values()):
+    if any(level.cut for found in curves.values() for level in found):
+        said.append("No column is higher than what is in use at most with every allocation laid in its order.")
+    if any(len(found) > COLUMNS for found in curves.values()):
         said.append(f"Each of the {COLUMNS} columns is the highest of the halves that fall into it.")
     others = [chart for first, chart in charts if not first]
     body = join(
@@ -119,6 +133,23 @@ def step_section(
         tag("p", " ".join(said), class_="lead") if said else None,
     )
     return Section("step", "Memory over a step", lead, body)
+
+
+def _inside(level: Level) -> Level:
+    """Of torch's allocator alone."""
+    return replace(level, bytes={part: size for part, size in level.bytes.items() if part != "other"})
+
+
+def _taken(fit: Fit, rank: int, size: int, outside: bool) -> list[Ceiling]:
+    """What the allocator took stays taken: a line over the whole step. None where it is not known, as on a CPU."""
+    if not any(r.cached for r in fit.ranks if r.rank == rank):
+        return []
+    return [Ceiling("taken from the GPU" if outside else "planned to be reserved", size, "cached")]
+
+
+def reserved_parts(rank: RankFit) -> dict[str, int]:
+    """What torch's allocator holds, by what it is."""
+    return {part: size for part, size in parts_of(rank).items() if part != "other"}
 
 
 def ranks_section(fit: Fit) -> Section:
@@ -138,12 +169,14 @@ def ranks_section(fit: Fit) -> Section:
         heads.append(("headroom", "n"))
     most = next(n for n, r in enumerate(fit.ranks) if r is fit.fullest) if len(fit.ranks) > 1 else None
     body = table("Each rank at the highest point of its step, its fullest process", heads, rows, most)
-    return Section(
-        "ranks",
-        "By rank",
-        f"The fullest process of each pipeline rank, of {fit.world:,} in all." if len(fit.ranks) > 1 else "",
-        body,
-    )
+    said = [f"The fullest process of each pipeline rank, of {fit.world:,} in all."] if len(fit.ranks) > 1 else []
+    if any(rank.cached for rank in fit.ranks):
+        said.append(
+            "Cached is what the caching allocator has reserved beside what is in use; it gives none of it back."
+        )
+    if any(rank.other for rank in fit.ranks):
+        said.append("Other lies outside of the allocator: CUDA's context, NCCL, symmetric memory.")
+    return Section("ranks", "By rank", " ".join(said), body)
 
 
 def placements_body(fit: Fit) -> Html:

@@ -1,49 +1,86 @@
-"""The page of a plan: does it fit, what fills the memory, and what is placed where.
+"""The page of a plan: does it fit, what fills the memory, what is placed where, and how long a step takes.
 
-In: a `Planned`, the configuration, and its name. Out: HTML as text, for `forebay.report.write`.
+In: a `Planned`, the configuration, its name, and the search that led to it, if there was one. Out: HTML as text, for
+`forebay.report.write`. What a plan does not have (a device, chosen placements, a search) has no section.
 """
 
 from __future__ import annotations
 
 import json
 
+from forebay.policy import format_bytes
 from forebay.report.charts import Ceiling, bar
 from forebay.report.markup import Html, join, tag
 from forebay.report.memory import hero, largest_saved, placements_body, ranks_section, step_section
 from forebay.report.page import Section, Verdict, page
-from forebay.report.planned import Planned
-from forebay.report.tables import count, table
+from forebay.report.plan_chosen import chosen_body, search_section
+from forebay.report.plan_time import time_section, time_tiles
+from forebay.report.planned import Planned, parts_of
+from forebay.report.tables import count, duration, table, tiles
 from forebay.train.config import Config
+from forebay.train.fitting import Fit
 from forebay.train.planning import LayerPlan
+from forebay.train.searching import Search
 
 
-def plan_page(planned: Planned, config: Config, name: str) -> str:
+def plan_page(planned: Planned, config: Config, name: str, found: Search | None = None) -> str:
     """The page.
 
     Args:
         name: of the configuration, as it was asked for.
+        found: by a search; the plan is that of what it found.
     """
     fit = planned.fit
-    most = fit.fullest
-    of = f" of pipeline rank {most.rank}, the fullest of {len(fit.ranks)}" if len(fit.ranks) > 1 else ""
-    on = f"on {fit.world:,} processes" if fit.world > 1 else "on one process"
-    what = f"allocated at most by a process{of}, at {most.where}. A model of {count(fit.parameters)} parameters {on}"
     budget = [Ceiling("budget", fit.budget, "budget")] if fit.budget is not None else []
-    lead = (
-        "What a process has allocated while each half of its layers runs, forward and backward: a half is attention, or what "
-        "comes after it."
-    )
     where = "Each layer's halves, and where what they save for backward waits. Freed is what the device need not hold."
+    chosen = chosen_body(fit.choices) if fit.choices else None
     sections = [
-        step_section(planned, {r.rank: budget for r in fit.ranks}, {}, lead),
+        search_section(found) if found is not None else None,
+        step_section(planned, {r.rank: budget for r in fit.ranks}, {}, _lead(fit)),
         ranks_section(fit),
-        Section("placements", "Placements", where, placements_body(fit)),
+        time_section(fit.step) if fit.step is not None else None,
+        Section("placements", "Placements", where, join(placements_body(fit), chosen)),
         Section("saved", "What saves most", "", largest_saved(fit)),
         _pipeline(planned.plan),
         about(config, fit.notes),
     ]
     line = ("budget", fit.budget) if fit.budget is not None else None
-    return page("plan", name, _verdict(planned), hero(fit, what, line), sections)
+    top = hero(parts_of(fit.fullest), _what(fit), line, more=_tiles(fit))
+    return page("plan", name, _verdict(planned), top, [s for s in sections if s is not None])
+
+
+def _what(fit: Fit) -> str:
+    """In words, what the one figure is. On a CPU nothing is known beside what is allocated."""
+    most = fit.fullest
+    of = f" of pipeline rank {most.rank}, the fullest of {len(fit.ranks)}" if len(fit.ranks) > 1 else ""
+    on = f"on {fit.world:,} processes" if fit.world > 1 else "on one process"
+    model = f"A model of {count(fit.parameters)} parameters {on}"
+    if not most.cached:
+        return f"allocated at most by a process{of}, at {most.where}. {model}"
+    inside = f"{format_bytes(most.reserved)} of it reserved by torch's allocator"
+    return f"taken from its GPU by a process{of}, {inside}; the peak is at {most.where}. {model}"
+
+
+def _lead(fit: Fit) -> str:
+    said = (
+        "What a process has allocated while each half of its layers runs, forward and backward: a half is attention, or what "
+        "comes after it."
+    )
+    if not any(rank.cached for rank in fit.ranks):
+        return said
+    return (
+        f"{said} What it takes from the GPU for that is a line: the allocator reserves whole segments, and gives none back "
+        "within a step."
+    )
+
+
+def _tiles(fit: Fit) -> Html | None:
+    found = [] if fit.step is None else time_tiles(fit.step)
+    if fit.choices:
+        most = max(fit.choices, key=lambda choice: choice.seconds)
+        of = f", rank {most.fit.rank}" if len(fit.choices) > 1 and most.seconds else ""
+        found.append(("chosen placements cost", duration(most.seconds), f"a step{of}"))
+    return tiles(found) if found else None
 
 
 def about(config: Config, notes: tuple[str, ...], more: Html | None = None) -> Section:
@@ -57,7 +94,7 @@ def about(config: Config, notes: tuple[str, ...], more: Html | None = None) -> S
 def _verdict(planned: Planned) -> Verdict:
     fit = planned.fit
     kind, word = {True: ("good", "Fits"), False: ("bad", "Does not fit"), None: ("plain", "No budget")}[fit.fits]
-    return Verdict(kind, word, fit.verdict())
+    return Verdict(kind, word, fit.verdict().removeprefix(word).lstrip())
 
 
 def _pipeline(plan: LayerPlan) -> Section:

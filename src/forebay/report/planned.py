@@ -2,12 +2,17 @@
 
 In: a valid `Config` and a number of processes. Out: a `Planned`. It is what ``forebay plan`` prints, and for each pipeline rank
 the level at every half of its step, of which the table has the highest.
+
+Levels are what is in use. They are told by the walk of `forebay.planner.fit`, in which a half needs all that it needs at once.
+The allocator on paper (`forebay.planner.reserved`) knows better, but only what is in use at most. So what a level has above that
+is taken off what comes and goes, as the table has it of the highest. What the allocator reserves has no curve: it gives nothing
+back within a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from forebay.planner.fit import RankFit
 from forebay.report.charts import PARTS, Level
@@ -37,7 +42,16 @@ class Curves:
 
     def planned(self, plan: LayerPlan, fit: Fit) -> Planned:
         """The plan with the levels that were told of."""
-        return Planned(plan, fit, self._levels)
+        most = {rank.rank: rank.allocated for rank in fit.ranks}
+        return Planned(
+            plan, fit, {r: [_settled(level, most[r]) for level in found] for r, found in self._levels.items()}
+        )
+
+
+def _settled(level: Level, most: int) -> Level:
+    """With at most `most` bytes, as far as what comes and goes can be less."""
+    cut = min(max(0, level.total - most), level.bytes["transient"])
+    return replace(level, bytes={**level.bytes, "transient": level.bytes["transient"] - cut}, cut=cut) if cut else level
 
 
 def planned(config: Config, world: int) -> Planned:

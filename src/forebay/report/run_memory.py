@@ -44,13 +44,15 @@ def step_section_of(run: RunFolder, planned: Planned | str) -> Section:
         if record.kind in COMPUTE and record.memory_bytes:
             inside.setdefault(record.rank, {})[record.label] = record.memory_bytes
     lead = "As planned, while each half of the layers runs, forward and backward."
+    if any(rank.cached for rank in planned.fit.ranks):
+        lead += " It is what torch's allocator gives out; what it reserves for that is a line."
     if run.on_gpu and run.steps:
-        lead += " The dashed line is the highest that was measured in any step."
+        lead += " The measured peak is the most that it had given out in any step."
     elif run.machine:
         lead += " Nothing was measured to lay over it: a CPU does not count what is allocated."
     if inside:
         lead += " Points are what was measured at the end of each action of the watched step."
-    return step_section(planned, ceilings, inside, lead)
+    return step_section(planned, ceilings, inside, lead, outside=False)
 
 
 def peaks_section(run: RunFolder) -> Section:
@@ -78,17 +80,15 @@ def compared_section(run: RunFolder, planned: Planned | str) -> Section:
     if not isinstance(planned, Planned):
         return Section("compared", title, "", missing(f"There is no plan of this run: {planned}"))
     rows: list[tuple[str, str, int, int]] = []  # rank, what, planned, measured
-    measured, reserved = peaks(run), _reserved(run)
+    measured, taken = peaks(run), reserved(run)
     for rank in planned.fit.ranks:
         for held in (h for h in run.ranks if h["rank"] == rank.rank):
             rows.append((str(rank.rank), "parameters", rank.parameters, held["parameter_bytes"]))
             rows.append((str(rank.rank), "optimizer", rank.optimizer, held["optimizer_bytes"]))
         if run.on_gpu and rank.rank in measured:
-            rows.append((str(rank.rank), "peak allocated", rank.total, measured[rank.rank]))
-        if rank.rank in reserved:
-            rows.append(
-                (str(rank.rank), "the same against what the allocator reserved", rank.total, reserved[rank.rank])
-            )
+            rows.append((str(rank.rank), "peak allocated", rank.allocated - rank.other, measured[rank.rank]))
+        if rank.rank in taken:
+            rows.append((str(rank.rank), "peak reserved", rank.reserved, taken[rank.rank]))
     if isinstance(run.profile, Mapping) and len(planned.fit.ranks) == 1:
         saved = sum(h.saved for h in planned.fit.halves)
         rows.append(("0", "saved by one microbatch, all of it kept", saved, int(run.profile["activation_bytes"])))
@@ -104,10 +104,13 @@ def compared_section(run: RunFolder, planned: Planned | str) -> Section:
     lead = "Saved bytes are planned without what layers share, such as rotary tables, and the batch itself."
     if not run.on_gpu:
         lead += " The peak is not compared: a CPU does not count what is allocated."
+    else:
+        lead += " Peaks are those of torch's allocator, without what lies outside of it: CUDA's context and NCCL."
     return Section("compared", title, lead, table("By rank, of its fullest process", heads, lines))
 
 
-def _reserved(run: RunFolder) -> dict[int, int]:
+def reserved(run: RunFolder) -> dict[int, int]:
+    """By pipeline rank, the most that the allocator had reserved in any step; nothing of a CPU, or of older runs."""
     found: dict[int, int] = {}
     for step in run.steps:
         for rank, size in enumerate(step.get("reserved_bytes_by_rank", [])):

@@ -11,13 +11,13 @@ import statistics
 
 from forebay.policy import format_bytes
 from forebay.report.markup import Html, join, tag
-from forebay.report.memory import hero
+from forebay.report.memory import hero, reserved_parts
 from forebay.report.page import Verdict, page
 from forebay.report.plan_page import about
-from forebay.report.planned import Planned
+from forebay.report.planned import Planned, parts_of
 from forebay.report.run_charts import pipeline_section, training_section
 from forebay.report.run_folder import RunFolder
-from forebay.report.run_memory import RESIDENT, compared_section, peaks, peaks_section, step_section_of
+from forebay.report.run_memory import RESIDENT, compared_section, peaks, peaks_section, reserved, step_section_of
 from forebay.report.run_saved import placements_section, saved_section
 from forebay.report.tables import big, percent, tiles
 
@@ -58,19 +58,24 @@ def _verdict(run: RunFolder) -> Verdict:
 
 
 def _hero(run: RunFolder, planned: Planned | str) -> Html | None:
-    measured = peaks(run)
+    taken = reserved(run) if run.on_gpu else {}
+    measured = taken or peaks(run)
+    word = "reserved" if taken else "allocated"
     most = max(measured, key=lambda rank: measured[rank]) if measured else 0
     of = f" of pipeline rank {most}, the fullest of {len(measured)}" if len(measured) > 1 else ""
     if isinstance(planned, Planned):
         if run.on_gpu and measured:
-            off = percent(measured[most], planned.fit.fullest.total)
-            what = f"allocated at most by a process{of}. Planned: {format_bytes(planned.fit.fullest.total)} ({off}), made of"
-            return hero(planned.fit, what, ("measured", measured[most]), measured[most])
+            parts = reserved_parts(planned.fit.fullest)
+            parts |= {} if taken else {"cached": 0}
+            said = sum(parts.values())
+            off = percent(measured[most], said)
+            what = f"{word} at most by a process{of}. Planned: {format_bytes(said)} ({off}), made of"
+            return hero(parts, what, ("measured", measured[most]), measured[most])
         what = "planned for a process at the highest point of a step, made of"
-        return hero(planned.fit, what, None)
+        return hero(parts_of(planned.fit.fullest), what, None)
     if not measured:
         return None
-    what = "allocated at most by a process" if run.on_gpu else RESIDENT
+    what = f"{word} at most by a process" if run.on_gpu else RESIDENT
     return tag("div", big(measured[most]), tag("p", f"{what}{of}", class_="made"), class_="hero")
 
 
@@ -84,7 +89,7 @@ def _tiles(run: RunFolder) -> Html:
         found.append(("seconds a step", f"{statistics.median(s['seconds'] for s in steady):.3f}", "median"))
         found.append(("last loss", f"{run.steps[-1]['cross_entropy_loss']:.4f}", "nats a token"))
         measured = max(peaks(run).values())
-        found.append(("measured peak", format_bytes(measured), "" if run.on_gpu else "resident"))
+        found.append(("measured peak", format_bytes(measured), "allocated" if run.on_gpu else "resident"))
     if run.validations:
         found.append(("last validation loss", f"{run.validations[-1][1]:.4f}", "nats a token"))
     again = sum(bool(s.get("run_again")) for s in run.steps)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from forebay.policy import format_bytes
 from forebay.report.markup import Child, Html, tag
 
+_MANY = 9  # columns above which a table is set closer
 _NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
 
 
@@ -31,7 +32,8 @@ def table(
             for column, (cell, (_, kind)) in enumerate(zip(row, heads, strict=True))
         ]
         lines.append(tag("tr", cells, class_="most" if number == most else None))
-    inside = tag("table", tag("caption", caption), tag("thead", head), tag("tbody", lines))
+    kind = "dense" if len(heads) > _MANY else None
+    inside = tag("table", tag("caption", caption), tag("thead", head), tag("tbody", lines), class_=kind)
     return tag("div", inside, class_="scroll", tabindex="0", role="region", aria_label=caption)
 
 
@@ -56,6 +58,22 @@ def count(number: int) -> str:
         if number >= scale:
             return f"{number / scale:,.1f} {name}"
     return f"{number:,}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds, or milliseconds of less than one."""
+    return f"{seconds:,.3f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Ascending numbers, neighbours together: "0 to 3, 5"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
 def percent(measured: float, said: float) -> str:

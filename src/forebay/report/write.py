@@ -16,6 +16,7 @@ from forebay.report.run_folder import RunFolder, read_run
 from forebay.report.run_page import run_page
 from forebay.train.config import Config
 from forebay.train.errors import RunError, UsageError
+from forebay.train.searching import Search
 
 _PAGE = "report.html"
 
@@ -41,13 +42,13 @@ def checked(file: Path) -> Path:
     return file
 
 
-def write_plan(plan: Planned, config: Config, name: str, file: Path) -> None:
-    """The page of a plan.
+def write_plan(plan: Planned, config: Config, name: str, file: Path, found: Search | None = None) -> None:
+    """The page of a plan, and of the search that led to it.
 
     Raises:
         UsageError, RunError: see `checked`; or the file cannot be written.
     """
-    _write(plan_page(plan, config, name), checked(file))
+    _write(plan_page(plan, config, name, found), checked(file))
 
 
 def write_run(folder: Path, file: Path | None = None) -> list[str]:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -35,6 +36,8 @@ _KERNELS = frozenset(
     {"topk", "sort", "cumsum", "index_put", "index_put_", "embedding_dense_backward", "bincount", "_grouped_mm"}
 )
 """Of aten's operations without FLOPs, those that Inductor calls as they are."""
+_IN_PLACE = frozenset({"aten.scatter.src", "aten.scatter.value"})
+"""Operations that autograd's formulas run in place on a result of their own, but not on subclasses of a tensor, such as fake ones."""
 _TRAVELS = frozenset(f"forebay.{name}.default" for name in ("dispatch", "combine", "spread", "collect"))
 
 
@@ -68,6 +71,8 @@ class Live(TorchDispatchMode):
         self._origin_numbers: list[int] = []
         self._count = 0
         self._again = made_again()
+        self._fused = fused
+        self._written: tuple[int, int] | None = None  # where the log's last operation is, and the storage it may be written to
 
     def ignore(self, tensor: Tensor) -> None:
         """Do not count a tensor that was made outside, and that outlives this."""
@@ -119,6 +124,9 @@ class Live(TorchDispatchMode):
             self._note_steps(reads, results, new, steps)
             self.peak = max(self.peak, before + self._highest(results, steps))
         elif any(new) or (results and not getattr(func, "is_view", False)):
+            self._written = None
+            if not self._fused and reads and self._is_in_place(name, sources):
+                self._written = len(self.log), self.number(sources[0])
             self.log.append(Op(_is_fused(func, packet), reads, tuple(filter(None, new))))
         formula = flop_registry.get(packet)
         flops = int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
@@ -154,7 +162,21 @@ class Live(TorchDispatchMode):
         self.now -= self._sizes.pop(key)
         self._origins.pop(key, None)
         self.tally.forget(key)
-        self.log.append(Gone(self._numbers.pop(key)))
+        gone = Gone(self._numbers.pop(key))
+        if self._written is not None and gone.number == self._written[1]:
+            at, self._written = self._written[0], None
+            if all(isinstance(entry, Gone) for entry in self.log[at + 1 :]):
+                self.log.insert(at, gone)  # the result is written over it
+                return
+        self.log.append(gone)
+
+    def _is_in_place(self, name: str, sources: list[Tensor]) -> bool:
+        """Whether its result takes the place of what it reads first, if nobody else holds that. So the autograd engine adds up the
+        gradients of what was read twice, but for subclasses of a tensor. An addition of a Python function is its own."""
+        if name == "aten.add.Tensor" and len(sources) == 2 and sources[0].shape == sources[1].shape:
+            node = torch._C._current_autograd_node()
+            return node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction)
+        return name in _IN_PLACE
 
     def _note_travel(self, reads: tuple[int, ...], new: list[Made | None]) -> None:
         made = tuple(m for m in new if m is not None)

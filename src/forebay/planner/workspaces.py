@@ -8,6 +8,8 @@ instead of a name is one of the results, whose bytes are the result's own. Nothi
     attention's backward               what flash attention 2 allocates in torch (`flash_api.cpp`, mha_bwd), by size: the sum of
                                        dO*O and dq in fp32, sequence rounded up to 128 and the head's width to 32, and for grouped
                                        queries dk and dv of all query heads. cuDNN asks for one workspace of as much.
+    softmax's backward                 the product of gradient and output, as large as the result, on a GPU (`SoftMax.cu`): of eager
+                                       attention, a whole tensor of scores
 
 A body that changes has to change here: tests compare with the real body's storages on a CPU.
 """
@@ -113,6 +115,12 @@ def _cudnn_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, l
     return [(0, 0), (1, 0), (2, 0), ("workspace", sum(size for _, size in _attention(q, k, v))), ("workspace", 0)]
 
 
+def _softmax_backward(grad: Tensor, output: Tensor, *rest: Any, later: bool, **_: Any) -> list[Step]:
+    """Result: the gradient."""
+    size = output.numel() * max(output.element_size(), grad.element_size())
+    return [(0, 0), ("gradient times output", size), ("gradient times output", 0)]
+
+
 def _attention(q: Tensor, k: Tensor, v: Tensor) -> list[tuple[str, int]]:
     batch, heads, length, width = q.shape
     length = -(-length // 128) * 128
@@ -129,4 +137,5 @@ _BODIES: Mapping[str, Callable[..., list[Step]]] = {
     "forebay.linear_cross_entropy.default": _cross_entropy,
     "aten._scaled_dot_product_flash_attention_backward.default": _flash_backward,
     "aten._scaled_dot_product_cudnn_attention_backward.default": _cudnn_backward,
+    "aten._softmax_backward_data.default": _softmax_backward,
 }

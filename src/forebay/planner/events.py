@@ -64,6 +64,8 @@ class PartEvents:
         alone: forward where nothing is saved: recomputation's first time.
         x, output, gradient, dx: numbers of the input, the output, the output's gradient and the input's; -1 for none.
         saves_x: backward reads x.
+        saved: numbers of what lasts from forward to backward, in the order in which it is saved; of a compiled half, in which it is
+            made.
         weights: numbers of the weights' gradients, in the order in which they are made.
         travelling: numbers of what is allocated where tokens travel: on a stream of its own, if there is one.
     """
@@ -78,18 +80,19 @@ class PartEvents:
     saves_x: bool
     weights: tuple[int, ...]
     travelling: frozenset[int]
+    saved: tuple[int, ...] = ()
 
 
 class Ends(NamedTuple):
-    """Of a part's two logs, what the log does not say. `saved`: numbers of what autograd saved, of a compiled half what that was
-    made of."""
+    """Of a part's two logs, what the log does not say. `saved`: numbers of what autograd saved, in order; of a compiled half what
+    that was made of."""
 
     x: int
     output: int
     gradient: int
     dx: int
     weights: tuple[int, ...]
-    saved: frozenset[int]
+    saved: tuple[int, ...]
     travelling: frozenset[int]
 
 
@@ -122,6 +125,7 @@ def part_events(forward: Log, backward: Log, ends: Ends, compiled: bool, dry: Lo
         ends.x in ends.saved,
         ends.weights,
         ends.travelling,
+        tuple(n for n in ends.saved if n >= 0),
     )
 
 

@@ -14,7 +14,9 @@ What is allocated besides, and where from:
                  of the thread that runs forward, one of autograd's
     streams      tokens travel on a stream of their own in engines: what comes is allocated there
     messages     hidden states that a pipeline receives, from where its plan makes them ready; those that it sent, until the next
-    offload      a half's tensors are free when the half after the next begins, and there again one half before their backward
+    offload      while the manager measures, a half's tensors are free when the next half begins, and there again one half before
+                 their backward; behind that they leave and come back as it plans (`forebay.planner.carried`). Where placements
+                 are only being chosen, two halves are on their way all the time
     stash        x and h of the experts lie in an arena as large as what waits at most
     graph        a captured step has a pool of its own, beside what the called ones left when it is emptied
 
@@ -28,10 +30,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from forebay.planner.allocator import Block, CachingAllocator
+from forebay.planner.carried import CYCLES, may_leave
 from forebay.planner.events import CAME, PartEvents
 from forebay.planner.figures import ModelTrace, PartTrace
 from forebay.planner.fit import RankFit, Stage
 from forebay.planner.sharded import DEFAULT, ByModule, Gathered, Group, Life, Persistent, Plain
+from forebay.planner.simulate import Key, Plan
 from forebay.planner.state import Sharing
 
 WORKSPACE = 32 << 20
@@ -78,6 +82,7 @@ class Rank:
         turns: in what order a forward and a backward compute that run together: `forebay.pipeline.turns`.
         drawn: parameters are random.
         least: bytes below which nothing is offloaded.
+        link: what the manager plans to offload, and when. Without it all of an offloaded half leaves, one half after the other.
     """
 
     groups: Sequence[Group]
@@ -91,6 +96,7 @@ class Rank:
     graph: bool = False
     drawn: bool = True
     least: int = 1 << 20
+    link: Plan | None = None
 
 
 @dataclass(frozen=True)
@@ -102,13 +108,13 @@ class Reserved:
     by_step: tuple[int, ...]
 
 
-def reserve(rank: Rank, steps: int = 2, limit: int | None = None) -> Reserved:
-    """Lay `steps` whole steps.
+def reserve(rank: Rank, steps: int | None = None, limit: int | None = None) -> Reserved:
+    """Lay whole steps: `steps`, or two that are as all that follow.
 
     Raises:
         forebay.planner.allocator.OutOfMemory: they do not fit `limit`.
     """
-    return Run(rank, limit).steps(steps)
+    return Run(rank, limit).steps(steps if steps is not None else 2 + _measured(rank))
 
 
 class Run:
@@ -122,6 +128,7 @@ class Run:
         self._life = self._life_of(rank)
         self._workspaces: list[Block] = []
         self._arena: int | None = 0  # bytes; None when it is there
+        self._cycles = 0  # of a manager, so far
 
     def steps(self, number: int) -> Reserved:
         """Whole steps, each with its optimizer's."""
@@ -141,12 +148,13 @@ class Run:
         if captured:
             paper.empty_cache()
             paper.begin_graph("step")
-        step = _Step(self._rank, paper, life, self._stream, self._workspace)
+        step = _Step(self._rank, paper, life, self._stream, self._workspace, self._cycles)
         self._settle_arena()
         life.begin_step()
         step.run()
         life.end_step(self._rank.summed[1] if self._rank.summed else 0)
         step.end()
+        self._cycles = step.cycles
         if self._arena is not None:
             self._arena = step.most_stashed
         if captured:
@@ -178,9 +186,10 @@ class Run:
             self._arena = None
 
 
-@dataclass
+@dataclass(eq=False)
 class _Ran:
-    """A part of a microbatch that ran forward: its blocks by storage, its input, and whether they have left."""
+    """A part of a microbatch that ran forward: its blocks by storage, its input, and whether they have left. `call`: number of the
+    part's forwards in the manager's cycle before this one."""
 
     part: Part
     blocks: dict[int, Block]
@@ -188,12 +197,13 @@ class _Ran:
     sizes: dict[int, int] = field(default_factory=dict)  # of what left
     balance: Block | None = None
     stashed: tuple[int, ...] = ()
+    call: int = 0
 
 
 class _Step:
-    """One step."""
+    """One step. `cycles`: of the manager, begun before it."""
 
-    def __init__(self, rank: Rank, paper: CachingAllocator, life: Life, stream: Any, workspace: Any):
+    def __init__(self, rank: Rank, paper: CachingAllocator, life: Life, stream: Any, workspace: Any, cycles: int = 0):
         self._rank, self._paper, self._life, self._stream = rank, paper, life, stream
         self._side = _TRANSFERS if rank.engine else stream
         self._workspace = workspace
@@ -203,7 +213,12 @@ class _Step:
         self._leaving: list[_Ran] = []
         self._collected: list[Block] = []
         self._later: dict[tuple[int, int], list[Block]] = {}
-        self._forwards: dict[int, int] = {}
+        self.cycles = cycles + rank.engine
+        self._calls: dict[str, int] = {}  # forwards of each part in the cycle
+        self._managed: dict[Key, _Ran] = {}  # what the cycle's plan settles and fetches
+        self._settles: dict[tuple[str, Key], list[Key]] = {}
+        for key, moment in (rank.link.settle_at if rank.link is not None else {}).items():
+            self._settles.setdefault(moment, []).append(key)
         self.most_stashed = self._stashed = 0
         self._last = max((a.microbatch for action in rank.actions for a in (action.parts or (action,))), default=0)
         stages = sorted(rank.stages)
@@ -247,6 +262,7 @@ class _Step:
         parts = self._rank.stages[stage]
         ran: list[_Ran] = []
         self._ran[stage, microbatch] = ran
+        self._begin_cycle()
         x = self._arrived.pop(("F", stage, microbatch), None)
         unsaved: list[Block] = []
         for part in parts:
@@ -255,9 +271,11 @@ class _Step:
             if x is None and part.path != "embedding":
                 x = self._paper.malloc(self._rank.hidden, self._stream)
             self._life.enter(part.place, part.mlp, False, microbatch == self._last)
-            self._settle()
+            done = _Ran(part, {}, x, call=self._calls.get(part.path, 0))
+            self._calls[part.path] = done.call + 1
+            self._managed[part.path, done.call] = done
+            self._moment("F", done)
             self._workspace(0)
-            done = _Ran(part, {}, x)
             ran.append(done)
             again = part.placement == "recompute"
             yield from self._play(done.blocks, part.events.alone if again else part.events.forward, part)
@@ -289,7 +307,7 @@ class _Step:
         if again:
             self._free(blocks.values())
             blocks.clear()
-        elif part.placement == "offload":
+        elif part.placement == "offload" and self._plan is None:
             self._leaving.append(done)
         elif part.placement == "stash" and part.stash[0]:
             pair = _pair(blocks, part.stash[0])
@@ -300,18 +318,55 @@ class _Step:
             self._stashed += part.stash[1] if pair else 0
             self.most_stashed = max(self.most_stashed, self._stashed)
 
-    def _settle(self, everything: bool = False) -> None:
-        """What was offloaded is free: of all but the last two halves."""
-        while len(self._leaving) > (0 if everything else 1):
-            done = self._leaving.pop(0)
-            for n, block in list(done.blocks.items()):
-                if block.size >= self._rank.least:
-                    done.sizes[n] = block.size
-                    self._paper.free(done.blocks.pop(n))
-            if done.x is not None and done.x.size >= self._rank.least:
-                done.sizes[done.part.events.x] = done.x.size
+    # --- what is offloaded ----------------------------------------------------------------------------------------
+
+    @property
+    def _plan(self) -> Plan | None:
+        """The manager's, behind the cycles that it measures."""
+        return self._rank.link if self.cycles > CYCLES else None
+
+    def _begin_cycle(self) -> None:
+        """Of a process alone a forward begins one."""
+        if not self._rank.engine:
+            self.cycles += 1
+            self._calls, self._managed = {}, {}
+
+    def _moment(self, kind: str, done: _Ran, following: _Ran | None = None) -> None:
+        """A half's forward or backward begins: what is due leaves or comes back. `following`: whose backward is the next."""
+        if self._plan is None:
+            staying = self._leaving[-1:] if self._rank.link is None else [done]
+            for other in [other for other in self._leaving if all(other is not mine for mine in staying)]:
+                self._leaving.remove(other)
+                self._settle(other, None)
+        else:
+            name = kind, (done.part.path, done.call)
+            for key in self._settles.get(name, ()):
+                if key in self._managed:
+                    self._settle(self._managed[key], self._plan.offload[key])
+            for key in self._plan.fetch_at.get(name, ()):
+                if key in self._managed:
+                    self._take_back(self._managed[key])
+        if kind == "B":
+            self._take_back(done)
+            if following is not None and self._plan is None:
+                self._take_back(following)  # on its way
+
+    def _settle(self, done: _Ran, chosen: frozenset[int] | None) -> None:
+        """What of a half was offloaded is free: these of what it saves, or all."""
+        events = done.part.events
+        if chosen is None:
+            leaving = [*done.blocks, events.x]
+        else:
+            items = may_leave(events, self._rank.hidden, self._rank.least)
+            leaving = [number for at, (number, _) in enumerate(items) if at in chosen]
+        for n in leaving:
+            if n == events.x and done.x is not None and done.x.size >= self._rank.least:
+                done.sizes[n] = done.x.size
                 self._paper.free(done.x)
                 done.x = None
+            elif n in done.blocks and done.blocks[n].size >= self._rank.least:
+                done.sizes[n] = done.blocks[n].size
+                self._paper.free(done.blocks.pop(n))
 
     # --- backward -------------------------------------------------------------------------------------------------
 
@@ -325,9 +380,7 @@ class _Step:
         while ran:
             done = ran.pop()
             part = done.part
-            self._take_back(done)
-            if ran:
-                self._take_back(ran[-1])  # on its way
+            self._moment("B", done, ran[-1] if ran else None)
             if part.path == "embedding" and self._rank.summed is not None:
                 self._free(done.blocks.values())
                 self._collected.append(dy)
@@ -461,11 +514,19 @@ def _part(path: str, place: Any, trace: PartTrace, placement: str = "keep", ligh
 
 def with_reserved(fit: RankFit, found: Reserved) -> RankFit:
     """The rank as it was laid. What is in use at most is known better now: levels of halves add up what each needs at its
-    highest, as if all of it came at once. So what they have too much is taken off what comes and goes; and what the allocator
-    holds beside is `cached`."""
+    highest, as if all of it came at once, and know nothing of what the link has yet to carry. So the difference is added to what
+    comes and goes, or taken off it; and what the allocator holds beside is `cached`."""
     inside = fit.allocated - fit.other
-    too_much = min(max(0, inside - found.allocated), fit.transient)
-    return replace(fit, transient=fit.transient - too_much, cached=max(0, found.reserved - (inside - too_much)))
+    more = max(found.allocated - inside, -fit.transient)
+    return replace(fit, transient=fit.transient + more, cached=max(0, found.reserved - (inside + more)))
+
+
+def _measured(rank: Rank) -> int:
+    """Steps in which a manager measures what it plans with. A pipeline's cycle is a step, else it is a microbatch."""
+    if rank.link is None:
+        return 0
+    microbatches = len({action.microbatch for action in rank.actions})
+    return CYCLES if rank.engine else CYCLES // max(1, microbatches)
 
 
 def shortened(actions: Sequence[Any], engine: bool) -> Sequence[Any]:

@@ -17,7 +17,8 @@ What is allocated besides, and where from:
     offload      while the manager measures, a half's tensors are free when the next half begins, and there again one half before
                  their backward; behind that they leave and come back as it plans (`forebay.planner.carried`). Where placements
                  are only being chosen, two halves are on their way all the time
-    stash        x and h of the experts lie in an arena as large as what waits at most
+    stash        x and h of the experts lie in pages: in the first step of their own, a half's behind its forward; at that step's end
+                 in an arena as large as what waited at most
     graph        a captured step has a pool of its own, beside what the called ones left when it is emptied
 
 NCCL's buffers, symmetric memory and the CUDA context are not the allocator's: `forebay.planner.state`.
@@ -27,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from forebay.planner.allocator import Block, CachingAllocator
@@ -39,6 +41,10 @@ from forebay.planner.simulate import Key, Plan
 from forebay.planner.state import Sharing
 
 WORKSPACE = 32 << 20
+PAGE = 256 << 10
+"""Bytes of a page of `forebay.stores.pages`, which is a store's and not for a planner; and what its arena is larger than a step
+needs: by one page for so many."""
+_MARGIN = 64
 _TRANSFERS = "transfers"
 _MOST = 3  # microbatches of a process alone, behind which nothing is new
 
@@ -63,6 +69,11 @@ class Part:
     later: int = 0
 
     @property
+    def pages(self) -> int:
+        """Bytes of the pages of its rows that came: of x and of h, each with a page that is not full."""
+        return (self.stash[1] // PAGE + 2) * PAGE
+
+    @property
     def mlp(self) -> bool:
         """The second half of a layer."""
         return self.path.endswith(".mlp")
@@ -76,6 +87,7 @@ class Rank:
         stages: by number, parts in forward order.
         actions: of a step, all of a pipeline's, receives too.
         engine: an engine runs the stages (a pipeline, or overlap): tokens travel on a stream of their own.
+        pipeline: it is a pipeline.
         summed: an engine that sums the vocabulary's gradients itself: bytes of the head's and of the spread rows of one
         microbatch. hidden: bytes of a microbatch's hidden states.
         graph: the step is captured.
@@ -95,6 +107,7 @@ class Rank:
     turns: Callable[[Sequence[bool], Sequence[bool]], Sequence[str]]
     graph: bool = False
     drawn: bool = True
+    pipeline: bool = False
     least: int = 1 << 20
     link: Plan | None = None
 
@@ -127,7 +140,7 @@ class Run:
         self._weights = Persistent(paper, rank.groups, rank.sharing, rank.drawn)
         self._life = self._life_of(rank)
         self._workspaces: list[Block] = []
-        self._arena: int | None = 0  # bytes; None when it is there
+        self._arena: Block | None = None
         self._cycles = 0  # of a manager, so far
 
     def steps(self, number: int) -> Reserved:
@@ -148,19 +161,17 @@ class Run:
         if captured:
             paper.empty_cache()
             paper.begin_graph("step")
-        step = _Step(self._rank, paper, life, self._stream, self._workspace, self._cycles)
-        self._settle_arena()
+        step = _Step(self._rank, paper, life, self._stream, self._workspace, self._cycles, self._arena is not None)
         life.begin_step()
         step.run()
         life.end_step(self._rank.summed[1] if self._rank.summed else 0)
         step.end()
         self._cycles = step.cycles
-        if self._arena is not None:
-            self._arena = step.most_stashed
         if captured:
             paper.end_graph()
         if isinstance(life, Gathered):
             life.reduce()
+        self._settle_arena(step.most_stashed)
 
     def zero_grad(self) -> None:
         """Forget gradients, without an optimizer's step."""
@@ -179,11 +190,11 @@ class Run:
         if number >= len(self._workspaces):
             self._workspaces.append(self.paper.malloc(WORKSPACE, self._stream))
 
-    def _settle_arena(self) -> None:
-        """Pages are sized by the first step."""
-        if self._arena:
-            self.paper.malloc(self._arena, self._stream)
-            self._arena = None
+    def _settle_arena(self, most: int) -> None:
+        """Pages are sized by the first step, at its end, with a margin."""
+        if self._arena is None and most:
+            pages = most // PAGE
+            self._arena = self.paper.malloc((pages + -(-pages // _MARGIN)) * PAGE, self._stream)
 
 
 @dataclass(eq=False)
@@ -197,13 +208,23 @@ class _Ran:
     sizes: dict[int, int] = field(default_factory=dict)  # of what left
     balance: Block | None = None
     stashed: tuple[int, ...] = ()
+    pages: Block | None = None
     call: int = 0
 
 
 class _Step:
-    """One step. `cycles`: of the manager, begun before it."""
+    """One step. `cycles`: of the manager, begun before it. `paged`: there is an arena of pages."""
 
-    def __init__(self, rank: Rank, paper: CachingAllocator, life: Life, stream: Any, workspace: Any, cycles: int = 0):
+    def __init__(
+        self,
+        rank: Rank,
+        paper: CachingAllocator,
+        life: Life,
+        stream: Any,
+        workspace: Any,
+        cycles: int = 0,
+        paged: bool = False,
+    ):
         self._rank, self._paper, self._life, self._stream = rank, paper, life, stream
         self._side = _TRANSFERS if rank.engine else stream
         self._workspace = workspace
@@ -213,6 +234,7 @@ class _Step:
         self._leaving: list[_Ran] = []
         self._collected: list[Block] = []
         self._later: dict[tuple[int, int], list[Block]] = {}
+        self._paged = paged
         self.cycles = cycles + rank.engine
         self._calls: dict[str, int] = {}  # forwards of each part in the cycle
         self._managed: dict[Key, _Ran] = {}  # what the cycle's plan settles and fetches
@@ -246,14 +268,21 @@ class _Step:
             self._free(blocks)
 
     def _together(self, forward: Any, backward: Any) -> None:
+        """As `forebay.pipeline` has it: the backward's first transfer is on its way before the forward computes. In a pipeline the
+        head is a computation too, and what the forward leaves is waited for behind one computation more; else it comes last."""
         there = self._forward(forward.stage, forward.microbatch)
         back = self._backward(backward.stage, backward.microbatch, False)
         stages = self._rank.stages
-        order = self._rank.turns(_travelling(stages[forward.stage]), _travelling(stages[backward.stage])[::-1])
-        for whose in order:
+        computing, returning = _travelling(stages[forward.stage]), _travelling(stages[backward.stage])[::-1]
+        if self._rank.pipeline and stages[forward.stage][-1].path == "head":
+            computing.append(False)
+        order = list(self._rank.turns(computing, returning))
+        if self._rank.pipeline:
+            order.insert(len(order) - order[::-1].index("F"), "F")
+        for whose in ["B", *order]:
             next(there if whose == "F" else back, None)
-        _drain(back)
-        _drain(there)
+        _drain(there if self._rank.pipeline else back)
+        _drain(back if self._rank.pipeline else there)
 
     # --- forward --------------------------------------------------------------------------------------------------
 
@@ -291,8 +320,8 @@ class _Step:
                 done.balance = self._paper.malloc(part.balance, self._stream)
             self._life.leave(part.place, part.mlp, False, microbatch == self._last)
             x = output
-            if self._rank.engine and not part.events.travelling and part.path != "embedding":
-                yield
+            if self._rank.engine and part.mlp and not part.events.travelling:
+                yield  # behind a dense layer
         assert x is not None
         if not self._rank.engine:
             self._arrived["B", stage, microbatch] = x  # the loss, and its gradient
@@ -311,11 +340,13 @@ class _Step:
             self._leaving.append(done)
         elif part.placement == "stash" and part.stash[0]:
             pair = _pair(blocks, part.stash[0])
+            if pair and not self._paged:  # in memory of their own
+                done.pages = self._paper.malloc(part.pages, self._stream)
             for n in pair:
                 done.sizes[n] = blocks[n].size
                 self._paper.free(blocks.pop(n))
             done.stashed = pair
-            self._stashed += part.stash[1] if pair else 0
+            self._stashed += part.pages if pair else 0
             self.most_stashed = max(self.most_stashed, self._stashed)
 
     # --- what is offloaded ----------------------------------------------------------------------------------------
@@ -407,16 +438,24 @@ class _Step:
         blocks[events.gradient] = dy
         if done.x is not None:
             blocks[events.x] = done.x
+        if self._rank.engine and part.mlp and not part.events.travelling:
+            yield
         for n in done.stashed:  # x comes out of the pages again, h is read there
             if done.sizes[n] == min(done.sizes.values()):
                 blocks[n] = self._paper.malloc(done.sizes[n], self._stream)
-        yield from self._play(blocks, events.backward, part, frozenset(events.weights))
-        self._stashed -= part.stash[1] if done.stashed else 0
+        yield from self._play(blocks, events.backward, part, frozenset(events.weights), partial(self._give_pages, done))
         dx = blocks.pop(events.dx, None)
         self._free(block for block in blocks.values() if block is not dx)
         if done.balance is not None:
             self._paper.free(done.balance)
         return dx
+
+    def _give_pages(self, done: _Ran) -> None:
+        """Behind the experts' weight gradients."""
+        if done.stashed:
+            self._stashed -= done.part.pages
+        if done.pages is not None:
+            self._paper.free(done.pages)
 
     def _take_back(self, done: _Ran) -> None:
         """What was offloaded is wanted."""
@@ -459,16 +498,20 @@ class _Step:
         events: Sequence[tuple[int, int]],
         part: Part,
         weights: frozenset[int] = frozenset(),
+        made: Callable[[], None] = lambda: None,
     ) -> Iterator[None]:
-        """Events, on blocks. In an engine stops where tokens were sent."""
+        """Events, on blocks. In an engine stops where tokens were sent. `made`: called when the experts' weight gradients are."""
         malloc, free, travelling = self._paper.malloc, self._paper.free, part.events.travelling
         number_of_stops = 0
         for number, size in events:
             if number < 0:
-                if self._rank.engine and size == CAME:
-                    yield
-                    if weights and number_of_stops:  # behind the experts' backward, their weights' gradients
+                if size == CAME:
+                    if self._rank.engine:
                         yield
+                    if weights and number_of_stops:  # behind the experts' backward, their weights' gradients
+                        made()
+                        if self._rank.engine:
+                            yield
                     number_of_stops += 1
             elif size:
                 blocks[number] = malloc(size, self._side if number in travelling else self._stream)

@@ -149,6 +149,7 @@ class Layout:
             turns,
             graph=c.memory.graph,
             drawn=not (c.model.path and c.model.weights == "load"),
+            pipeline=c.parallel.pp > 1,
             least=_LEAST_PIPELINE if c.parallel.pp > 1 else _LEAST,
         )
         # A choice of placements says itself what leaves.

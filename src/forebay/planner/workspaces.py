@@ -7,7 +7,8 @@ instead of a name is one of the results, whose bytes are the result's own. Nothi
     forebay::linear_cross_entropy      one chunk of logits beside the results: `forebay.loss`
     attention's backward               what flash attention 2 allocates in torch (`flash_api.cpp`, mha_bwd), by size: the sum of
                                        dO*O and dq in fp32, sequence rounded up to 128 and the head's width to 32, and for grouped
-                                       queries dk and dv of all query heads. cuDNN asks for one workspace of as much.
+                                       queries dk and dv of all query heads. In one piece: cuDNN's, which torch 2.11 takes on an
+                                       H200 (seen in recorded histories of three models, equal to the byte)
     softmax's backward                 the product of gradient and output, as large as the result, on a GPU (`SoftMax.cu`): of eager
                                        attention, a whole tensor of scores
 
@@ -104,15 +105,14 @@ def _cross_entropy(
     return [(0, 0), (1, 0), (2, 0), (3, 0), ("logits", logits), ("losses", 4 * rows), ("losses", 0), ("logits", 0)]
 
 
-def _flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, later: bool, **_: Any) -> list[Step]:
+def _attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, later: bool, **_: Any) -> list[Step]:
     """Results: dq, dk, dv."""
-    parts = _attention(q, k, v)
-    return [(0, 0), (1, 0), (2, 0), *parts, *((name, 0) for name, _ in parts)]
-
-
-def _cudnn_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, later: bool, **_: Any) -> list[Step]:
-    """The same in one piece."""
-    return [(0, 0), (1, 0), (2, 0), ("workspace", sum(size for _, size in _attention(q, k, v))), ("workspace", 0)]
+    batch, heads, length, width = q.shape
+    length = -(-length // 128) * 128
+    size = 4 * batch * heads * length * (1 + -(-width // 32) * 32)
+    if k.shape[1] != heads:
+        size += sum(t.numel() // t.shape[1] * heads * t.element_size() for t in (k, v))
+    return [(0, 0), (1, 0), (2, 0), ("workspace", size), ("workspace", 0)]
 
 
 def _softmax_backward(grad: Tensor, output: Tensor, *rest: Any, later: bool, **_: Any) -> list[Step]:
@@ -121,21 +121,11 @@ def _softmax_backward(grad: Tensor, output: Tensor, *rest: Any, later: bool, **_
     return [(0, 0), ("gradient times output", size), ("gradient times output", 0)]
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor) -> list[tuple[str, int]]:
-    batch, heads, length, width = q.shape
-    length = -(-length // 128) * 128
-    parts = [("sum of dO*O", 4 * batch * heads * length)]
-    parts += [("dq in fp32", 4 * batch * heads * length * (-(-width // 32) * 32))]
-    if k.shape[1] != heads:
-        parts += [(name, t.numel() // t.shape[1] * heads * t.element_size()) for name, t in (("dk", k), ("dv", v))]
-    return parts
-
-
 _BODIES: Mapping[str, Callable[..., list[Step]]] = {
     "forebay.experts.default": _experts,
     "forebay.experts_backward.default": _experts_backward,
     "forebay.linear_cross_entropy.default": _cross_entropy,
-    "aten._scaled_dot_product_flash_attention_backward.default": _flash_backward,
-    "aten._scaled_dot_product_cudnn_attention_backward.default": _cudnn_backward,
+    "aten._scaled_dot_product_flash_attention_backward.default": _attention_backward,
+    "aten._scaled_dot_product_cudnn_attention_backward.default": _attention_backward,
     "aten._softmax_backward_data.default": _softmax_backward,
 }

@@ -27,8 +27,9 @@ from typing import NamedTuple
 Event = tuple[int, int]
 """(storage, bytes) where it is allocated, (storage, 0) where it is freed, (-1, index of a mark) where something is marked."""
 
-SENT, CAME = 0, 1
-"""Marks: in front of an operation of which tokens travel, and behind it."""
+SENT, CAME, MULTIPLIES = 0, 1, 2
+"""Marks: in front of an operation of which tokens travel, and behind it; in front of a part's first matrix product, for which cuBLAS
+has a workspace."""
 
 
 class Op(NamedTuple):
@@ -47,7 +48,7 @@ class Gone(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """See `SENT` and `CAME`."""
+    """See `SENT`, `CAME` and `MULTIPLIES`."""
 
     number: int
 
@@ -107,6 +108,7 @@ def part_events(forward: Log, backward: Log, ends: Ends, compiled: bool, dry: Lo
     else:
         there, back = _as_it_is(forward), _as_it_is(backward)
         alone = _alone(dry, ends) if dry else list(_without_saving(forward, ends))
+    there, back, alone = (_once(events) for events in (there, back, alone))
     frees = {n for n, size in (*there, *back) if not size}
     made = {n for n, size in (*there, *back) if size}
     there = [e for e in there if e[0] < 0 or e[1] or e[0] not in (ends.x, ends.output)]
@@ -127,6 +129,17 @@ def part_events(forward: Log, backward: Log, ends: Ends, compiled: bool, dry: Lo
         ends.travelling,
         tuple(n for n in ends.saved if n >= 0),
     )
+
+
+def _once(events: Iterable[Event]) -> list[Event]:
+    """Of marks of matrix products the first alone."""
+    found, seen = [], False
+    for event in events:
+        mark = event == (-1, MULTIPLIES)
+        if not (mark and seen):
+            found.append(event)
+        seen = seen or mark
+    return found
 
 
 def highest(events: Iterable[Event], sizes: dict[int, int]) -> int:

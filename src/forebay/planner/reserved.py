@@ -33,7 +33,7 @@ from typing import Any
 
 from forebay.planner.allocator import Block, CachingAllocator
 from forebay.planner.carried import CYCLES, may_leave
-from forebay.planner.events import CAME, PartEvents
+from forebay.planner.events import CAME, MULTIPLIES, PartEvents
 from forebay.planner.figures import ModelTrace, PartTrace
 from forebay.planner.fit import RankFit, Stage
 from forebay.planner.sharded import DEFAULT, ByModule, Gathered, Group, Life, Persistent, Plain
@@ -299,12 +299,13 @@ class _Step:
                 break
             if x is None and part.path != "embedding":
                 x = self._paper.malloc(self._rank.hidden, self._stream)
+            if part.path != "embedding":
+                self._workspace(0)  # rotary tables, which come before the layers, are products
             self._life.enter(part.place, part.mlp, False, microbatch == self._last)
             done = _Ran(part, {}, x, call=self._calls.get(part.path, 0))
             self._calls[part.path] = done.call + 1
             self._managed[part.path, done.call] = done
             self._moment("F", done)
-            self._workspace(0)
             ran.append(done)
             again = part.placement == "recompute"
             yield from self._play(done.blocks, part.events.alone if again else part.events.forward, part)
@@ -417,7 +418,6 @@ class _Step:
                 self._collected.append(dy)
                 break
             self._life.enter(part.place, part.mlp, True, microbatch == self._last)
-            self._workspace(1)
             dx = yield from self._play_back(done, dy)
             if split and part.later:
                 later.append(self._paper.malloc(part.later, self._stream))
@@ -433,7 +433,7 @@ class _Step:
     def _play_back(self, done: _Ran, dy: Block) -> Generator[None, None, Block | None]:
         part, events, blocks = done.part, done.part.events, done.blocks
         if part.placement == "recompute" and not blocks:
-            yield from self._play(blocks, events.forward, part)
+            yield from self._play(blocks, events.forward, part, thread=1)
             self._paper.free(blocks.pop(events.output))
         blocks[events.gradient] = dy
         if done.x is not None:
@@ -443,7 +443,7 @@ class _Step:
         for n in done.stashed:  # x comes out of the pages again, h is read there
             if done.sizes[n] == min(done.sizes.values()):
                 blocks[n] = self._paper.malloc(done.sizes[n], self._stream)
-        yield from self._play(blocks, events.backward, part, frozenset(events.weights), partial(self._give_pages, done))
+        yield from self._play(blocks, events.backward, part, frozenset(events.weights), 1, partial(self._give_pages, done))
         dx = blocks.pop(events.dx, None)
         self._free(block for block in blocks.values() if block is not dx)
         if done.balance is not None:
@@ -485,7 +485,7 @@ class _Step:
 
         _drain(self._play(blocks, without_sums(events.forward), head))
         blocks[events.x] = x
-        _drain(self._play(blocks, without_sums(events.backward), head, frozenset(events.weights)))
+        _drain(self._play(blocks, without_sums(events.backward), head, frozenset(events.weights), 1))
         dx = blocks.pop(events.dx)
         self._free(block for block in blocks.values() if block is not dx)
         return dx
@@ -498,14 +498,18 @@ class _Step:
         events: Sequence[tuple[int, int]],
         part: Part,
         weights: frozenset[int] = frozenset(),
+        thread: int = 0,
         made: Callable[[], None] = lambda: None,
     ) -> Iterator[None]:
-        """Events, on blocks. In an engine stops where tokens were sent. `made`: called when the experts' weight gradients are."""
+        """Events, on blocks. In an engine stops where tokens were sent. `thread`: 1 for autograd's. `made`: called when the
+        experts' weight gradients are."""
         malloc, free, travelling = self._paper.malloc, self._paper.free, part.events.travelling
         number_of_stops = 0
         for number, size in events:
             if number < 0:
-                if size == CAME:
+                if size == MULTIPLIES:
+                    self._workspace(thread)
+                elif size == CAME:
                     if self._rank.engine:
                         yield
                     if weights and number_of_stops:  # behind the experts' backward, their weights' gradients

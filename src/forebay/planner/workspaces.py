@@ -11,12 +11,18 @@ instead of a name is one of the results, whose bytes are the result's own. Nothi
                                        H200 (seen in recorded histories of three models, equal to the byte)
     softmax's backward                 the product of gradient and output, as large as the result, on a GPU (`SoftMax.cu`): of eager
                                        attention, a whole tensor of scores
+    embedding's backward               of more than 3072 tokens on a GPU (`EmbeddingBackwardKernel.cu`): a row in fp32 for each tenth
+                                       token and for each different one, of which there may be as many as tokens
+    sums                               of many values to few on a GPU (`Reduce.cuh`): where a thread would add up 256 and more,
+                                       several blocks share an output, and each leaves its part in memory. A bias's gradient
+                                       of 2048 tokens and 2880 columns takes 45 MiB so, equal to a recorded history's
 
 A body that changes has to change here: tests compare with the real body's storages on a CPU.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,6 +31,9 @@ from torch import Tensor
 
 Step = tuple[str | int, int]
 _CHUNK = 512  # slots that a program of sort_slots counts
+_THREADS, _WARP, _MOST_VALUES = 512, 32, 256  # of a reduction's block, of a warp, and values that a thread adds up
+_FEW_TOKENS, _ROWS_A_THREAD = 3072, 10  # of an embedding's backward
+_MULTIPROCESSORS, _RESIDENT = 132, 2048  # of an H100 or H200, and threads of each
 
 
 def steps_of(name: str, args: Any, kwargs: Any, later: bool) -> tuple[Step, ...]:
@@ -121,6 +130,52 @@ def _softmax_backward(grad: Tensor, output: Tensor, *rest: Any, later: bool, **_
     return [(0, 0), ("gradient times output", size), ("gradient times output", 0)]
 
 
+def _sum(x: Tensor, dims: Any = None, *rest: Any, later: bool, **_: Any) -> list[Step]:
+    """Result: the sums."""
+    reduced = {d % x.dim() for d in dims} if dims else set(range(x.dim()))
+    kept = [(x.stride(d), x.shape[d]) for d in range(x.dim()) if d not in reduced and x.shape[d] > 1]
+    summed = [x.stride(d) for d in reduced if x.shape[d] > 1]
+    outputs = math.prod(n for _, n in kept)
+    if not summed or not outputs:
+        return []
+    across = bool(kept) and min(summed) > min(kept)[0]
+    size = _split_sum(outputs, x.numel() // outputs, across, max(4, x.element_size()))
+    return [(0, 0), ("parts", size), ("parts", 0)] if size else []
+
+
+def _embedding_backward(grad: Tensor, ids: Tensor, rows: int, *rest: Any, later: bool, **_: Any) -> list[Step]:
+    """Result: the weight's gradient."""
+    tokens = ids.numel()
+    if tokens <= _FEW_TOKENS:
+        return []
+    width = -(-grad.shape[-1] // _WARP) * _WARP
+    parts = 4 * width * (tokens // _ROWS_A_THREAD + min(tokens, rows))
+    return [(0, 0), ("parts", parts), ("parts", 0)]
+
+
+def _split_sum(outputs: int, inputs: int, across: bool, width: int) -> int:
+    """Bytes that a reduction leaves between its blocks, of `width` bytes a value. `across`: what is summed does not lie side by
+    side. The names are those of `Reduce.cuh`, `setReduceConfig`."""
+    vector = next(v for v in (4, 2, 1) if outputs % v == 0) if across else 1
+    threads = _THREADS // vector
+    dim0, dim1 = (outputs // vector, inputs) if across else (inputs, outputs)
+    dim0, dim1 = (min(1 << (n.bit_length() - 1), threads) for n in (dim0, dim1))
+    block_width = min(dim0, _WARP)
+    block_height = min(dim1, threads // block_width)
+    block_width = min(dim0, threads // block_height)
+    values = inputs if across else -(-inputs // block_width)
+    step_output = block_width if across else 1
+    if values < min(16 * block_height, _MOST_VALUES):
+        return 0  # blocks are split between outputs
+    values = -(-values // block_height)
+    grid = -(-(outputs // vector) // step_output)
+    target = _MULTIPROCESSORS * (_RESIDENT // (block_width * block_height))
+    if values < _MOST_VALUES or grid > target:
+        return 0
+    blocks = max(min(-(-target // grid), -(-values // 16)), -(-values // _MOST_VALUES))
+    return width * outputs * blocks * (block_width * vector if across else 1) if blocks > 1 else 0
+
+
 _BODIES: Mapping[str, Callable[..., list[Step]]] = {
     "forebay.experts.default": _experts,
     "forebay.experts_backward.default": _experts_backward,
@@ -128,4 +183,10 @@ _BODIES: Mapping[str, Callable[..., list[Step]]] = {
     "aten._scaled_dot_product_flash_attention_backward.default": _attention_backward,
     "aten._scaled_dot_product_cudnn_attention_backward.default": _attention_backward,
     "aten._softmax_backward_data.default": _softmax_backward,
+    "aten.embedding_dense_backward.default": _embedding_backward,
+    "aten.sum.default": _sum,
+    "aten.sum.dim_IntList": _sum,
 }
+
+EAGER = frozenset(name for name in _BODIES if name.startswith(("aten._softmax", "aten.sum", "aten.embedding")))
+"""Of these, what a GPU's kernels alone allocate, and compiled code does not call."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 from forebay.pipeline.turns import turns
@@ -150,7 +151,7 @@ class Layout:
             graph=c.memory.graph,
             drawn=not (c.model.path and c.model.weights == "load"),
             pipeline=c.parallel.pp > 1,
-            least=_LEAST_PIPELINE if c.parallel.pp > 1 else _LEAST,
+            least=(_LEAST_PIPELINE if c.parallel.pp > 1 else _LEAST) if self.sharing.gpu else 1,
         )
         # A choice of placements says itself what leaves.
         if self.chooses or "offload" not in placements.values():
@@ -158,12 +159,13 @@ class Layout:
         return replace(rank, link=self._link(number, rank, self._timed(stages, rank.stages)))
 
     def _link(self, number: int, rank: Rank, halves: Mapping[int, Sequence[Half]]) -> Plan:
-        """What the run's manager will plan. Of a process alone, for each microbatch anew."""
+        """What the run's manager will plan. Of a process alone, for each microbatch anew. On a CPU a copy takes no time."""
         todo = self._todo(number)
+        rates = (self.machine.out_rate, self.machine.back_rate) if self.sharing.gpu else (inf, inf)
         return plan_link(
             halves,
             todo if self.engine else [action for action in todo if action.microbatch == 0],
-            (self.machine.out_rate, self.machine.back_rate),
+            rates,
             hidden=rank.hidden,
             least=rank.least,
             everything=self.config.memory.offload == "all",

@@ -20,7 +20,8 @@ What is allocated besides, and where from:
                  are only being chosen, two halves are on their way all the time
     stash        x and h of the experts lie in pages: in the first step of their own, a half's behind its forward; at that step's end
                  in an arena as large as what waited at most
-    graph        a captured step has a pool of its own, beside what the called ones left when it is emptied
+    graph        a captured step has a pool of its own, beside what the called ones left when it is emptied; a replay, behind it,
+                 needs room to gather and to reduce again
 
 NCCL's buffers, symmetric memory and the CUDA context are not the allocator's: `forebay.planner.state`.
 """
@@ -148,8 +149,11 @@ class Run:
     def steps(self, number: int) -> Reserved:
         """Whole steps, each with its optimizer's."""
         by_step = []
-        for n in range(number + self._rank.graph):
-            self.gradients(captured=self._rank.graph and n == number)
+        for n in range(number + 2 * self._rank.graph):
+            if n > number:
+                self._replay()
+            else:
+                self.gradients(captured=self._rank.graph and n == number)
             self._weights.optimize()
             self._life.zero_grad()
             by_step.append(self.paper.reserved)
@@ -175,6 +179,16 @@ class Run:
             life.reduce()
         self._settle_arena(step.most_stashed)
 
+    def _replay(self) -> None:
+        """A captured step once more: its own memory is there. What comes before and behind it is called, and finds no cache."""
+        assert isinstance(self._life, Gathered)
+        self._life.gather()
+        self.paper.begin_graph("step")
+        self._life.begin_step()
+        self._life.end_step(0)
+        self.paper.end_graph()
+        self._life.reduce()
+
     def zero_grad(self) -> None:
         """Forget gradients, without an optimizer's step."""
         self._life.zero_grad()
@@ -197,6 +211,8 @@ class Run:
         if self._arena is None and most:
             pages = most // PAGE
             self._arena = self.paper.malloc((pages + -(-pages // _MARGIN)) * PAGE, self._stream)
+            if self._rank.graph:  # whoever has other pages than before gives up a graph that is not there yet, and empties the cache
+                self.paper.empty_cache()
 
 
 @dataclass(eq=False)

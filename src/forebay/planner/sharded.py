@@ -235,15 +235,16 @@ class _Sharded:
         return [arriving]
 
     def _copy_out(self, number: int) -> None:
-        group, size = self._groups[number], self._s.compute
-        self._whole[number] = []
+        group, size, there = self._groups[number], self._s.compute, number in self._whole
+        whole = self._whole.setdefault(number, [])
         cast: list[Block] = []
         for own in group.own:
             if group.processes == 1 and self._s.compute != self._s.parameter:
                 cast.append(self._paper.malloc(size * own, self._stream))
                 self._free(cast[:-1])
                 del cast[:-1]
-            self._whole[number].append(self._paper.malloc(size * own * group.processes or 1, self._stream))
+            if not there:
+                whole.append(self._paper.malloc(size * own * group.processes or 1, self._stream))
         self._free(cast)
 
     def _reshard(self, number: int) -> None:
@@ -437,10 +438,9 @@ class Gathered(_Sharded):
         if not self._s.sharded:
             return
         for n in range(len(self._groups)):
-            if n not in self._whole:
-                arriving = self._gather(n, self._stream)
-                self._copy_out(n)
-                self._free(arriving)
+            arriving = self._gather(n, self._stream)
+            self._copy_out(n)
+            self._free(arriving)
 
     def begin_step(self) -> None:
         """Zeros for all sums."""

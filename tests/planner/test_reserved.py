@@ -120,14 +120,14 @@ def test_levels_of_a_step_by_hand() -> None:
     found = reserve(rank(halves), steps=1)
     forward = 16 + 32 + 16 + 48 + 96 + 16
     backward = 16 + 32 + 16 + 48 + 16 + 96 + 16  # the output is its own gradient here
-    assert found.allocated - 2 * WORKSPACE == max(forward - 0, backward) * MIB
+    assert found.allocated - WORKSPACE == max(forward - 0, backward) * MIB
     assert found.reserved >= found.allocated
 
 
 def test_recomputation_and_offloading_hold_less() -> None:
     def most(placement: str) -> int:
         halves = [part(n, f"l.{n}.mlp", 256 * MIB, 16 * MIB, placement=placement) for n in range(8)]
-        return reserve(rank(halves)).allocated - 2 * WORKSPACE
+        return reserve(rank(halves)).allocated - WORKSPACE
 
     keep, recompute, offload = map(most, ("keep", "recompute", "offload"))
     assert keep >= 8 * (256 + 16) * MIB
@@ -146,7 +146,7 @@ def test_moments_are_made_behind_the_first_step() -> None:
     found = Run(rank([part(0, "l.0.mlp", MIB, MIB)], groups=[group]))
     assert found.paper.allocated == 256 * MIB
     found.steps(1)
-    assert found.paper.allocated - 2 * WORKSPACE == 3 * 256 * MIB + 512  # and the step count
+    assert found.paper.allocated - WORKSPACE == 3 * 256 * MIB + 512  # and the step count
 
 
 def test_a_captured_step_has_memory_of_its_own() -> None:
@@ -194,8 +194,12 @@ def built(device: str) -> nn.Module:
 
 @pytest.mark.parametrize(("placement", "mode"), [("keep", "light"), ("recompute", "light"), ("recompute", "full")])
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_what_is_in_use_at_most_is_that_of_a_real_step(placement: str, mode: str, microbatches: int) -> None:
-    """Forwards and backwards of a managed model on a CPU, every storage watched; and the same on paper, laid by its parts."""
+def test_what_is_in_use_at_most_is_that_of_a_real_step(
+    monkeypatch: pytest.MonkeyPatch, placement: str, mode: str, microbatches: int
+) -> None:
+    """Forwards and backwards of a managed model on a CPU, every storage watched; and the same on paper, laid by its parts. cuBLAS's
+    workspaces, larger than all of this model, are made small."""
+    monkeypatch.setattr("forebay.planner.reserved.WORKSPACE", 512)
     sequence = 2048
     model = built("cpu")
     ids = torch.randint(0, 256, (1, sequence))
@@ -223,4 +227,4 @@ def test_what_is_in_use_at_most_is_that_of_a_real_step(placement: str, mode: str
     run = Run(laid)
     before = run.paper.allocated
     run.gradients()
-    assert run.paper.peak_allocated - before - 2 * WORKSPACE == pytest.approx(live.peak, rel=0.02)
+    assert run.paper.peak_allocated - before == pytest.approx(live.peak, rel=0.02)

@@ -109,7 +109,7 @@ def rank_options(
     found: dict[int, list[list[Option]]] = {}
     times: dict[str, tuple[float, float]] = {}
     for number, stage in stages.items():
-        parts = _parts(trace, stage, ways["prefix"])
+        parts = parts_by_path(trace, stage, ways["prefix"])
         laid = [
             halves_of(trace, stage, dict.fromkeys(parts, placement), **ways)
             for placement in ("keep", *sorted(allowed - {"keep"}))
@@ -123,7 +123,7 @@ def rank_options(
     return found, times
 
 
-def _parts(trace: ModelTrace, stage: Stage, prefix: str) -> dict[str, PartTrace]:
+def parts_by_path(trace: ModelTrace, stage: Stage, prefix: str) -> dict[str, PartTrace]:
     """By path, as `halves_of` names them."""
     parts = {"embedding": trace.embedding, "head": trace.head}
     for number in stage.layers:

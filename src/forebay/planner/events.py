@@ -27,8 +27,9 @@ from typing import NamedTuple
 Event = tuple[int, int]
 """(storage, bytes) where it is allocated, (storage, 0) where it is freed, (-1, index of a mark) where something is marked."""
 
-SENT, CAME = 0, 1
-"""Marks: in front of an operation of which tokens travel, and behind it."""
+SENT, CAME, MULTIPLIES = 0, 1, 2
+"""Marks: in front of an operation of which tokens travel, and behind it; in front of a part's first matrix product, for which cuBLAS
+has a workspace."""
 
 
 class Op(NamedTuple):
@@ -47,7 +48,7 @@ class Gone(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """See `SENT` and `CAME`."""
+    """See `SENT`, `CAME` and `MULTIPLIES`."""
 
     number: int
 
@@ -64,6 +65,8 @@ class PartEvents:
         alone: forward where nothing is saved: recomputation's first time.
         x, output, gradient, dx: numbers of the input, the output, the output's gradient and the input's; -1 for none.
         saves_x: backward reads x.
+        saved: numbers of what lasts from forward to backward, in the order in which it is saved; of a compiled half, in which it is
+            made.
         weights: numbers of the weights' gradients, in the order in which they are made.
         travelling: numbers of what is allocated where tokens travel: on a stream of its own, if there is one.
     """
@@ -78,18 +81,19 @@ class PartEvents:
     saves_x: bool
     weights: tuple[int, ...]
     travelling: frozenset[int]
+    saved: tuple[int, ...] = ()
 
 
 class Ends(NamedTuple):
-    """Of a part's two logs, what the log does not say. `saved`: numbers of what autograd saved, of a compiled half what that was
-    made of."""
+    """Of a part's two logs, what the log does not say. `saved`: numbers of what autograd saved, in order; of a compiled half what
+    that was made of."""
 
     x: int
     output: int
     gradient: int
     dx: int
     weights: tuple[int, ...]
-    saved: frozenset[int]
+    saved: tuple[int, ...]
     travelling: frozenset[int]
 
 
@@ -104,6 +108,7 @@ def part_events(forward: Log, backward: Log, ends: Ends, compiled: bool, dry: Lo
     else:
         there, back = _as_it_is(forward), _as_it_is(backward)
         alone = _alone(dry, ends) if dry else list(_without_saving(forward, ends))
+    there, back, alone = (_once(events) for events in (there, back, alone))
     frees = {n for n, size in (*there, *back) if not size}
     made = {n for n, size in (*there, *back) if size}
     there = [e for e in there if e[0] < 0 or e[1] or e[0] not in (ends.x, ends.output)]
@@ -122,7 +127,19 @@ def part_events(forward: Log, backward: Log, ends: Ends, compiled: bool, dry: Lo
         ends.x in ends.saved,
         ends.weights,
         ends.travelling,
+        tuple(n for n in ends.saved if n >= 0),
     )
+
+
+def _once(events: Iterable[Event]) -> list[Event]:
+    """Of marks of matrix products the first alone."""
+    found, seen = [], False
+    for event in events:
+        mark = event == (-1, MULTIPLIES)
+        if not (mark and seen):
+            found.append(event)
+        seen = seen or mark
+    return found
 
 
 def highest(events: Iterable[Event], sizes: dict[int, int]) -> int:

@@ -17,8 +17,8 @@ What a placement makes of the bytes that a half saves:
     keep        all are held
     recompute   of a MoE half with Forebay's experts all but the first product ("light"; "save-dispatch" and "save-both" hold less
                 and are counted so too); "full", and every other half: its input alone, and backward makes the rest again
-    offload     none is held, but for two halves on their way: the most that offloading can free. Whether the link carries it in
-                time is not known here; `offload = "fit"` leaves what it cannot carry
+    offload     what the manager's plan takes off the device (`forebay.planner.carried`) is not held, but for two halves on their
+                way; where placements are only being chosen, all of the half
     stash       x and h of the experts as the rows that came, in pages, not as buffers of the capacity
 
 Levels are of allocated memory. What the allocator reserves beside it, `forebay.planner.reserved` finds out, and `RankFit` has as
@@ -159,6 +159,7 @@ def halves_of(
     recompute: str,
     engine: bool,
     summed: bool,
+    carried: Mapping[str, int] | None = None,
 ) -> list[Held]:
     """The halves of a stage in forward order, embedding and head included.
 
@@ -168,6 +169,7 @@ def halves_of(
         recompute: see `[memory]`.
         engine: a pipeline or overlap runs the stage: the head's backward is a part of its forward.
         summed: the engine adds the gradient of the head's weight to a sum in forward, and collects that of embedded tokens.
+        carried: by path, bytes of an offloaded half that leave; all of them without it.
     """
     found = []
     if stage.embedding:
@@ -180,7 +182,8 @@ def halves_of(
         layer = trace.layers[number]
         for name, part in (("self_attn", layer.attention), ("mlp", layer.mlp)):
             path = f"{prefix}.{number}.{name}"
-            half = _placed(path, part, placements.get(path, "keep"), recompute, place)
+            leaves = part.saved if carried is None else min(carried.get(path, 0), part.saved)
+            half = _placed(path, part, placements.get(path, "keep"), recompute, place, leaves)
             if name == "mlp" and layer.is_moe:
                 half = replace(half, held=half.held + trace.balance)
             if name == "self_attn" and nth == 0:
@@ -201,7 +204,7 @@ def _kept(path: str, part: PartTrace, gradient: Any) -> Held:
     return Held(path, "keep", part.saved, part.saved, part.inputs + part.forward, part.backward, part.later, gradient)
 
 
-def _placed(path: str, part: PartTrace, placement: str, recompute: str, place: int) -> Held:
+def _placed(path: str, part: PartTrace, placement: str, recompute: str, place: int, leaves: int) -> Held:
     kept = replace(_kept(path, part, place), placement=placement)
     match placement:
         case "recompute" if part.light is not None and recompute != "full":
@@ -212,7 +215,9 @@ def _placed(path: str, part: PartTrace, placement: str, recompute: str, place: i
             again = max(part.forward, part.saved + part.backward)
             return replace(kept, held=held, backward=again)
         case "offload":
-            return replace(kept, held=0, forward=kept.forward + part.saved, backward=2 * part.saved + part.backward)
+            return replace(
+                kept, held=part.saved - leaves, forward=kept.forward + leaves, backward=2 * leaves + part.backward
+            )
         case "stash":
             capacity, came = part.stash
             return replace(kept, held=part.saved - capacity + came, backward=part.backward + capacity - came)

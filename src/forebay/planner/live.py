@@ -21,6 +21,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -28,13 +29,16 @@ from torch.utils.flop_counter import flop_registry
 
 from forebay.models.compile import made_again
 from forebay.planner.costs import Tally
-from forebay.planner.events import CAME, SENT, Gone, Log, Mark, Op, highest
-from forebay.planner.workspaces import Step, steps_of
+from forebay.planner.events import CAME, MULTIPLIES, SENT, Gone, Log, Mark, Op, highest
+from forebay.planner.workspaces import EAGER, Step, steps_of
 
 _KERNELS = frozenset(
     {"topk", "sort", "cumsum", "index_put", "index_put_", "embedding_dense_backward", "bincount", "_grouped_mm"}
 )
 """Of aten's operations without FLOPs, those that Inductor calls as they are."""
+_IN_PLACE = frozenset({"aten.scatter.src", "aten.scatter.value"})
+"""Operations that autograd's formulas run in place on a result of their own, but not on subclasses of a tensor, such as fake ones."""
+_PRODUCTS = frozenset({"aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default"})
 _TRAVELS = frozenset(f"forebay.{name}.default" for name in ("dispatch", "combine", "spread", "collect"))
 
 
@@ -68,6 +72,9 @@ class Live(TorchDispatchMode):
         self._origin_numbers: list[int] = []
         self._count = 0
         self._again = made_again()
+        self._fused = fused
+        # Of the log's last operation where it is, the storage that it may be written to, and its result's.
+        self._written: tuple[int, int, int] | None = None
 
     def ignore(self, tensor: Tensor) -> None:
         """Do not count a tensor that was made outside, and that outlives this."""
@@ -112,14 +119,21 @@ class Live(TorchDispatchMode):
         sources = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         new = [self._add(leaf, sources if again else None) for leaf in results]
         reads = tuple(dict.fromkeys(n for source in sources if (n := self.number(source)) >= 0))
-        steps = steps_of(name, args, kwargs, self._later)
+        eager = self._block > 1 and not self._fused
+        steps = steps_of(name, args, kwargs, self._later) if eager or name not in EAGER else ()
         if name in _TRAVELS:
             self._note_travel(reads, new)
         elif steps:
             self._note_steps(reads, results, new, steps)
             self.peak = max(self.peak, before + self._highest(results, steps))
         elif any(new) or (results and not getattr(func, "is_view", False)):
-            self.log.append(Op(_is_fused(func, packet), reads, tuple(filter(None, new))))
+            if name in _PRODUCTS:
+                self.log.append(Mark(MULTIPLIES))
+            made = tuple(filter(None, new))
+            self._written = None
+            if not self._fused and len(made) == 1 and self._is_in_place(name, sources):
+                self._written = len(self.log), self.number(sources[0]), results[0].untyped_storage()._cdata
+            self.log.append(Op(_is_fused(func, packet), reads, made))
         formula = flop_registry.get(packet)
         flops = int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
         self.flops += flops
@@ -154,7 +168,32 @@ class Live(TorchDispatchMode):
         self.now -= self._sizes.pop(key)
         self._origins.pop(key, None)
         self.tally.forget(key)
-        self.log.append(Gone(self._numbers.pop(key)))
+        number = self._numbers.pop(key)
+        if self._written is not None and number == self._written[1] and self._in_its_place(number):
+            return
+        self.log.append(Gone(number))
+
+    def _in_its_place(self, number: int) -> bool:
+        """Whether the last operation's result takes a storage that was let go of right behind it: then the two are one."""
+        assert self._written is not None
+        at, _, key = self._written
+        self._written = None
+        op = self.log[at]
+        if not isinstance(op, Op) or any(not isinstance(entry, Gone) for entry in self.log[at + 1 :]):
+            return False
+        if key not in self._numbers or self._numbers[key] != op.made[0][0]:
+            return False
+        self._numbers[key] = number
+        self.log[at] = Op(op.fused, op.reads, ())
+        return True
+
+    def _is_in_place(self, name: str, sources: list[Tensor]) -> bool:
+        """Whether its result takes the place of what it reads first, if nobody else holds that. So the autograd engine adds up the
+        gradients of what was read twice, but for subclasses of a tensor. An addition of a Python function is its own."""
+        if name == "aten.add.Tensor" and len(sources) == 2 and sources[0].shape == sources[1].shape:
+            node = torch._C._current_autograd_node()
+            return node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction)
+        return name in _IN_PLACE
 
     def _note_travel(self, reads: tuple[int, ...], new: list[Made | None]) -> None:
         made = tuple(m for m in new if m is not None)

@@ -34,7 +34,7 @@ _Saved = tuple[int, frozenset[int], int]
 @dataclass
 class _Part:
     """A part that ran forward: its graph, and what is known of it so far. `log`: where its forward lies in the log; `kept`:
-    numbers of what is saved; `compiled`: it is a half, and halves are; `dry`: the log of its forward without a graph."""
+    numbers of what is saved, in order; `compiled`: it is a half, and halves are; `dry`: the log of its forward without a graph."""
 
     output: Tensor
     x: Tensor | None
@@ -42,7 +42,7 @@ class _Part:
     forward: int
     flops: int
     log: tuple[int, int]
-    kept: frozenset[int]
+    kept: tuple[int, ...]
     compiled: bool
     dry: Log
     backward: int = 0
@@ -202,13 +202,13 @@ class Run:
             output = run() if leaf is None else run(leaf)
         still = [figures for reference, figures in saved.items() if not reference.expired()]  # that something holds
         eager = held = sum(figures[0] for figures in still)
-        kept = frozenset(figures[2] for figures in still)
+        kept = tuple(dict.fromkeys(figures[2] for figures in still))
         half = (self.shape.compiled and path in self._halves) or path == "light"
         if self.shape.compiled:
             origins = frozenset().union(*(figures[1] for figures in still)) - self._counted
             self._counted |= origins
             held = min(eager, sum(map(live.origin_size, origins)))
-            kept = frozenset(map(live.origin_number, origins)) if half else kept
+            kept = tuple(sorted(map(live.origin_number, origins))) if half else kept
         span = at, len(live.log)
         self._open[path] = _Part(
             output,

@@ -4,9 +4,10 @@ In: for each of the rank's stages its halves with the events of each (`forebay.p
 rank computes in a step, and its weights (`forebay.planner.sharded`). Out: a `Reserved`: bytes that the allocator has taken from
 the driver at most, and bytes that were in use at most. Nothing is kept.
 
-The way of it: parameters, the first step, the optimizer's moments at its end, a second step beside them. The second step has all
-that lasts, and finds the first one's segments; a third needs no more, but for a split or two. Of the microbatches of a process
-alone three are run: the first begins the gradients, the second finds them, the third finds what the second left.
+The way of it: parameters, the first step, the optimizer's moments at its end, a second step beside them, which has all that lasts,
+and a third, which may find the second's segments cut otherwise than it left them: GPT-OSS on two H200s reserved 4.3 GiB more in its
+third step, and so it does here. A fourth was never seen to need more. Of the microbatches of a process alone three are run: the
+first begins the gradients, the second finds them, the third finds what the second left.
 
 What is allocated besides, and where from:
 
@@ -14,9 +15,13 @@ What is allocated besides, and where from:
                  of the thread that runs forward, one of autograd's
     streams      tokens travel on a stream of their own in engines: what comes is allocated there
     messages     hidden states that a pipeline receives, from where its plan makes them ready; those that it sent, until the next
-    offload      a half's tensors are free when the half after the next begins, and there again one half before their backward
-    stash        x and h of the experts lie in an arena as large as what waits at most
-    graph        a captured step has a pool of its own, beside what the called ones left when it is emptied
+    offload      while the manager measures, a half's tensors are free when the next half begins, and there again one half before
+                 their backward; behind that they leave and come back as it plans (`forebay.planner.carried`). Where placements
+                 are only being chosen, two halves are on their way all the time
+    stash        x and h of the experts lie in pages: in the first step of their own, a half's behind its forward; at that step's end
+                 in an arena as large as what waited at most
+    graph        a captured step has a pool of its own, beside what the called ones left when it is emptied; a replay, behind it,
+                 needs room to gather and to reduce again
 
 NCCL's buffers, symmetric memory and the CUDA context are not the allocator's: `forebay.planner.state`.
 """
@@ -25,16 +30,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from forebay.planner.allocator import Block, CachingAllocator
-from forebay.planner.events import CAME, PartEvents
+from forebay.planner.carried import CYCLES, may_leave
+from forebay.planner.events import CAME, MULTIPLIES, PartEvents
 from forebay.planner.figures import ModelTrace, PartTrace
 from forebay.planner.fit import RankFit, Stage
 from forebay.planner.sharded import DEFAULT, ByModule, Gathered, Group, Life, Persistent, Plain
+from forebay.planner.simulate import Key, Plan
 from forebay.planner.state import Sharing
 
 WORKSPACE = 32 << 20
+STEPS = 3
+PAGE = 256 << 10
+"""Bytes of a page of `forebay.stores.pages`, which is a store's and not for a planner; and what its arena is larger than a step
+needs: by one page for so many."""
+_MARGIN = 64
 _TRANSFERS = "transfers"
 _MOST = 3  # microbatches of a process alone, behind which nothing is new
 
@@ -59,6 +72,11 @@ class Part:
     later: int = 0
 
     @property
+    def pages(self) -> int:
+        """Bytes of the pages of its rows that came: of x and of h, each with a page that is not full."""
+        return (self.stash[1] // PAGE + 2) * PAGE
+
+    @property
     def mlp(self) -> bool:
         """The second half of a layer."""
         return self.path.endswith(".mlp")
@@ -72,12 +90,14 @@ class Rank:
         stages: by number, parts in forward order.
         actions: of a step, all of a pipeline's, receives too.
         engine: an engine runs the stages (a pipeline, or overlap): tokens travel on a stream of their own.
+        pipeline: it is a pipeline.
         summed: an engine that sums the vocabulary's gradients itself: bytes of the head's and of the spread rows of one
         microbatch. hidden: bytes of a microbatch's hidden states.
         graph: the step is captured.
         turns: in what order a forward and a backward compute that run together: `forebay.pipeline.turns`.
         drawn: parameters are random.
         least: bytes below which nothing is offloaded.
+        link: what the manager plans to offload, and when. Without it all of an offloaded half leaves, one half after the other.
     """
 
     groups: Sequence[Group]
@@ -90,7 +110,9 @@ class Rank:
     turns: Callable[[Sequence[bool], Sequence[bool]], Sequence[str]]
     graph: bool = False
     drawn: bool = True
+    pipeline: bool = False
     least: int = 1 << 20
+    link: Plan | None = None
 
 
 @dataclass(frozen=True)
@@ -102,13 +124,13 @@ class Reserved:
     by_step: tuple[int, ...]
 
 
-def reserve(rank: Rank, steps: int = 2, limit: int | None = None) -> Reserved:
-    """Lay `steps` whole steps.
+def reserve(rank: Rank, steps: int | None = None, limit: int | None = None) -> Reserved:
+    """Lay whole steps: `steps`, or `STEPS` behind those that a manager measures.
 
     Raises:
         forebay.planner.allocator.OutOfMemory: they do not fit `limit`.
     """
-    return Run(rank, limit).steps(steps)
+    return Run(rank, limit).steps(steps if steps is not None else STEPS + _measured(rank))
 
 
 class Run:
@@ -121,13 +143,17 @@ class Run:
         self._weights = Persistent(paper, rank.groups, rank.sharing, rank.drawn)
         self._life = self._life_of(rank)
         self._workspaces: list[Block] = []
-        self._arena: int | None = 0  # bytes; None when it is there
+        self._arena: Block | None = None
+        self._cycles = 0  # of a manager, so far
 
     def steps(self, number: int) -> Reserved:
         """Whole steps, each with its optimizer's."""
         by_step = []
-        for n in range(number + self._rank.graph):
-            self.gradients(captured=self._rank.graph and n == number)
+        for n in range(number + 2 * self._rank.graph):
+            if n > number:
+                self._replay()
+            else:
+                self.gradients(captured=self._rank.graph and n == number)
             self._weights.optimize()
             self._life.zero_grad()
             by_step.append(self.paper.reserved)
@@ -141,18 +167,27 @@ class Run:
         if captured:
             paper.empty_cache()
             paper.begin_graph("step")
-        step = _Step(self._rank, paper, life, self._stream, self._workspace)
-        self._settle_arena()
+        step = _Step(self._rank, paper, life, self._stream, self._workspace, self._cycles, self._arena is not None)
         life.begin_step()
         step.run()
         life.end_step(self._rank.summed[1] if self._rank.summed else 0)
         step.end()
-        if self._arena is not None:
-            self._arena = step.most_stashed
+        self._cycles = step.cycles
         if captured:
             paper.end_graph()
         if isinstance(life, Gathered):
             life.reduce()
+        self._settle_arena(step.most_stashed)
+
+    def _replay(self) -> None:
+        """A captured step once more: its own memory is there. What comes before and behind it is called, and finds no cache."""
+        assert isinstance(self._life, Gathered)
+        self._life.gather()
+        self.paper.begin_graph("step")
+        self._life.begin_step()
+        self._life.end_step(0)
+        self.paper.end_graph()
+        self._life.reduce()
 
     def zero_grad(self) -> None:
         """Forget gradients, without an optimizer's step."""
@@ -171,16 +206,19 @@ class Run:
         if number >= len(self._workspaces):
             self._workspaces.append(self.paper.malloc(WORKSPACE, self._stream))
 
-    def _settle_arena(self) -> None:
-        """Pages are sized by the first step."""
-        if self._arena:
-            self.paper.malloc(self._arena, self._stream)
-            self._arena = None
+    def _settle_arena(self, most: int) -> None:
+        """Pages are sized by the first step, at its end, with a margin."""
+        if self._arena is None and most:
+            pages = most // PAGE
+            self._arena = self.paper.malloc((pages + -(-pages // _MARGIN)) * PAGE, self._stream)
+            if self._rank.graph:  # whoever has other pages than before gives up a graph that is not there yet, and empties the cache
+                self.paper.empty_cache()
 
 
-@dataclass
+@dataclass(eq=False)
 class _Ran:
-    """A part of a microbatch that ran forward: its blocks by storage, its input, and whether they have left."""
+    """A part of a microbatch that ran forward: its blocks by storage, its input, and whether they have left. `call`: number of the
+    part's forwards in the manager's cycle before this one."""
 
     part: Part
     blocks: dict[int, Block]
@@ -188,12 +226,23 @@ class _Ran:
     sizes: dict[int, int] = field(default_factory=dict)  # of what left
     balance: Block | None = None
     stashed: tuple[int, ...] = ()
+    pages: Block | None = None
+    call: int = 0
 
 
 class _Step:
-    """One step."""
+    """One step. `cycles`: of the manager, begun before it. `paged`: there is an arena of pages."""
 
-    def __init__(self, rank: Rank, paper: CachingAllocator, life: Life, stream: Any, workspace: Any):
+    def __init__(
+        self,
+        rank: Rank,
+        paper: CachingAllocator,
+        life: Life,
+        stream: Any,
+        workspace: Any,
+        cycles: int = 0,
+        paged: bool = False,
+    ):
         self._rank, self._paper, self._life, self._stream = rank, paper, life, stream
         self._side = _TRANSFERS if rank.engine else stream
         self._workspace = workspace
@@ -203,7 +252,13 @@ class _Step:
         self._leaving: list[_Ran] = []
         self._collected: list[Block] = []
         self._later: dict[tuple[int, int], list[Block]] = {}
-        self._forwards: dict[int, int] = {}
+        self._paged = paged
+        self.cycles = cycles + rank.engine
+        self._calls: dict[str, int] = {}  # forwards of each part in the cycle
+        self._managed: dict[Key, _Ran] = {}  # what the cycle's plan settles and fetches
+        self._settles: dict[tuple[str, Key], list[Key]] = {}
+        for key, moment in (rank.link.settle_at if rank.link is not None else {}).items():
+            self._settles.setdefault(moment, []).append(key)
         self.most_stashed = self._stashed = 0
         self._last = max((a.microbatch for action in rank.actions for a in (action.parts or (action,))), default=0)
         stages = sorted(rank.stages)
@@ -231,14 +286,21 @@ class _Step:
             self._free(blocks)
 
     def _together(self, forward: Any, backward: Any) -> None:
+        """As `forebay.pipeline` has it: the backward's first transfer is on its way before the forward computes. In a pipeline the
+        head is a computation too, and what the forward leaves is waited for behind one computation more; else it comes last."""
         there = self._forward(forward.stage, forward.microbatch)
         back = self._backward(backward.stage, backward.microbatch, False)
         stages = self._rank.stages
-        order = self._rank.turns(_travelling(stages[forward.stage]), _travelling(stages[backward.stage])[::-1])
-        for whose in order:
+        computing, returning = _travelling(stages[forward.stage]), _travelling(stages[backward.stage])[::-1]
+        if self._rank.pipeline and stages[forward.stage][-1].path == "head":
+            computing.append(False)
+        order = list(self._rank.turns(computing, returning))
+        if self._rank.pipeline:
+            order.insert(len(order) - order[::-1].index("F"), "F")
+        for whose in ["B", *order]:
             next(there if whose == "F" else back, None)
-        _drain(back)
-        _drain(there)
+        _drain(there if self._rank.pipeline else back)
+        _drain(back if self._rank.pipeline else there)
 
     # --- forward --------------------------------------------------------------------------------------------------
 
@@ -247,6 +309,7 @@ class _Step:
         parts = self._rank.stages[stage]
         ran: list[_Ran] = []
         self._ran[stage, microbatch] = ran
+        self._begin_cycle()
         x = self._arrived.pop(("F", stage, microbatch), None)
         unsaved: list[Block] = []
         for part in parts:
@@ -254,10 +317,13 @@ class _Step:
                 break
             if x is None and part.path != "embedding":
                 x = self._paper.malloc(self._rank.hidden, self._stream)
+            if part.path != "embedding":
+                self._workspace(0)  # rotary tables, which come before the layers, are products
             self._life.enter(part.place, part.mlp, False, microbatch == self._last)
-            self._settle()
-            self._workspace(0)
-            done = _Ran(part, {}, x)
+            done = _Ran(part, {}, x, call=self._calls.get(part.path, 0))
+            self._calls[part.path] = done.call + 1
+            self._managed[part.path, done.call] = done
+            self._moment("F", done)
             ran.append(done)
             again = part.placement == "recompute"
             yield from self._play(done.blocks, part.events.alone if again else part.events.forward, part)
@@ -273,8 +339,8 @@ class _Step:
                 done.balance = self._paper.malloc(part.balance, self._stream)
             self._life.leave(part.place, part.mlp, False, microbatch == self._last)
             x = output
-            if self._rank.engine and not part.events.travelling and part.path != "embedding":
-                yield
+            if self._rank.engine and part.mlp and not part.events.travelling:
+                yield  # behind a dense layer
         assert x is not None
         if not self._rank.engine:
             self._arrived["B", stage, microbatch] = x  # the loss, and its gradient
@@ -289,29 +355,68 @@ class _Step:
         if again:
             self._free(blocks.values())
             blocks.clear()
-        elif part.placement == "offload":
+        elif part.placement == "offload" and self._plan is None:
             self._leaving.append(done)
         elif part.placement == "stash" and part.stash[0]:
             pair = _pair(blocks, part.stash[0])
+            if pair and not self._paged:  # in memory of their own
+                done.pages = self._paper.malloc(part.pages, self._stream)
             for n in pair:
                 done.sizes[n] = blocks[n].size
                 self._paper.free(blocks.pop(n))
             done.stashed = pair
-            self._stashed += part.stash[1] if pair else 0
+            self._stashed += part.pages if pair else 0
             self.most_stashed = max(self.most_stashed, self._stashed)
 
-    def _settle(self, everything: bool = False) -> None:
-        """What was offloaded is free: of all but the last two halves."""
-        while len(self._leaving) > (0 if everything else 1):
-            done = self._leaving.pop(0)
-            for n, block in list(done.blocks.items()):
-                if block.size >= self._rank.least:
-                    done.sizes[n] = block.size
-                    self._paper.free(done.blocks.pop(n))
-            if done.x is not None and done.x.size >= self._rank.least:
-                done.sizes[done.part.events.x] = done.x.size
+    # --- what is offloaded ----------------------------------------------------------------------------------------
+
+    @property
+    def _plan(self) -> Plan | None:
+        """The manager's, behind the cycles that it measures."""
+        return self._rank.link if self.cycles > CYCLES else None
+
+    def _begin_cycle(self) -> None:
+        """Of a process alone a forward begins one."""
+        if not self._rank.engine:
+            self.cycles += 1
+            self._calls, self._managed = {}, {}
+
+    def _moment(self, kind: str, done: _Ran, following: _Ran | None = None) -> None:
+        """A half's forward or backward begins: what is due leaves or comes back. `following`: whose backward is the next."""
+        if self._plan is None:
+            staying = self._leaving[-1:] if self._rank.link is None else [done]
+            for other in [other for other in self._leaving if all(other is not mine for mine in staying)]:
+                self._leaving.remove(other)
+                self._settle(other, None)
+        else:
+            name = kind, (done.part.path, done.call)
+            for key in self._settles.get(name, ()):
+                if key in self._managed:
+                    self._settle(self._managed[key], self._plan.offload[key])
+            for key in self._plan.fetch_at.get(name, ()):
+                if key in self._managed:
+                    self._take_back(self._managed[key])
+        if kind == "B":
+            self._take_back(done)
+            if following is not None and self._plan is None:
+                self._take_back(following)  # on its way
+
+    def _settle(self, done: _Ran, chosen: frozenset[int] | None) -> None:
+        """What of a half was offloaded is free: these of what it saves, or all."""
+        events = done.part.events
+        if chosen is None:
+            leaving = [*done.blocks, events.x]
+        else:
+            items = may_leave(events, self._rank.hidden, self._rank.least)
+            leaving = [number for at, (number, _) in enumerate(items) if at in chosen]
+        for n in leaving:
+            if n == events.x and done.x is not None and done.x.size >= self._rank.least:
+                done.sizes[n] = done.x.size
                 self._paper.free(done.x)
                 done.x = None
+            elif n in done.blocks and done.blocks[n].size >= self._rank.least:
+                done.sizes[n] = done.blocks[n].size
+                self._paper.free(done.blocks.pop(n))
 
     # --- backward -------------------------------------------------------------------------------------------------
 
@@ -325,15 +430,12 @@ class _Step:
         while ran:
             done = ran.pop()
             part = done.part
-            self._take_back(done)
-            if ran:
-                self._take_back(ran[-1])  # on its way
+            self._moment("B", done, ran[-1] if ran else None)
             if part.path == "embedding" and self._rank.summed is not None:
                 self._free(done.blocks.values())
                 self._collected.append(dy)
                 break
             self._life.enter(part.place, part.mlp, True, microbatch == self._last)
-            self._workspace(1)
             dx = yield from self._play_back(done, dy)
             if split and part.later:
                 later.append(self._paper.malloc(part.later, self._stream))
@@ -349,21 +451,29 @@ class _Step:
     def _play_back(self, done: _Ran, dy: Block) -> Generator[None, None, Block | None]:
         part, events, blocks = done.part, done.part.events, done.blocks
         if part.placement == "recompute" and not blocks:
-            yield from self._play(blocks, events.forward, part)
+            yield from self._play(blocks, events.forward, part, thread=1)
             self._paper.free(blocks.pop(events.output))
         blocks[events.gradient] = dy
         if done.x is not None:
             blocks[events.x] = done.x
+        if self._rank.engine and part.mlp and not part.events.travelling:
+            yield
         for n in done.stashed:  # x comes out of the pages again, h is read there
             if done.sizes[n] == min(done.sizes.values()):
                 blocks[n] = self._paper.malloc(done.sizes[n], self._stream)
-        yield from self._play(blocks, events.backward, part, frozenset(events.weights))
-        self._stashed -= part.stash[1] if done.stashed else 0
+        yield from self._play(blocks, events.backward, part, frozenset(events.weights), 1, partial(self._give_pages, done))
         dx = blocks.pop(events.dx, None)
         self._free(block for block in blocks.values() if block is not dx)
         if done.balance is not None:
             self._paper.free(done.balance)
         return dx
+
+    def _give_pages(self, done: _Ran) -> None:
+        """Behind the experts' weight gradients."""
+        if done.stashed:
+            self._stashed -= done.part.pages
+        if done.pages is not None:
+            self._paper.free(done.pages)
 
     def _take_back(self, done: _Ran) -> None:
         """What was offloaded is wanted."""
@@ -393,7 +503,7 @@ class _Step:
 
         _drain(self._play(blocks, without_sums(events.forward), head))
         blocks[events.x] = x
-        _drain(self._play(blocks, without_sums(events.backward), head, frozenset(events.weights)))
+        _drain(self._play(blocks, without_sums(events.backward), head, frozenset(events.weights), 1))
         dx = blocks.pop(events.dx)
         self._free(block for block in blocks.values() if block is not dx)
         return dx
@@ -406,16 +516,24 @@ class _Step:
         events: Sequence[tuple[int, int]],
         part: Part,
         weights: frozenset[int] = frozenset(),
+        thread: int = 0,
+        made: Callable[[], None] = lambda: None,
     ) -> Iterator[None]:
-        """Events, on blocks. In an engine stops where tokens were sent."""
+        """Events, on blocks. In an engine stops where tokens were sent. `thread`: 1 for autograd's. `made`: called when the
+        experts' weight gradients are."""
         malloc, free, travelling = self._paper.malloc, self._paper.free, part.events.travelling
         number_of_stops = 0
         for number, size in events:
             if number < 0:
-                if self._rank.engine and size == CAME:
-                    yield
-                    if weights and number_of_stops:  # behind the experts' backward, their weights' gradients
+                if size == MULTIPLIES:
+                    self._workspace(thread)
+                elif size == CAME:
+                    if self._rank.engine:
                         yield
+                    if weights and number_of_stops:  # behind the experts' backward, their weights' gradients
+                        made()
+                        if self._rank.engine:
+                            yield
                     number_of_stops += 1
             elif size:
                 blocks[number] = malloc(size, self._side if number in travelling else self._stream)
@@ -461,11 +579,19 @@ def _part(path: str, place: Any, trace: PartTrace, placement: str = "keep", ligh
 
 def with_reserved(fit: RankFit, found: Reserved) -> RankFit:
     """The rank as it was laid. What is in use at most is known better now: levels of halves add up what each needs at its
-    highest, as if all of it came at once. So what they have too much is taken off what comes and goes; and what the allocator
-    holds beside is `cached`."""
+    highest, as if all of it came at once, and know nothing of what the link has yet to carry. So the difference is added to what
+    comes and goes, or taken off it; and what the allocator holds beside is `cached`."""
     inside = fit.allocated - fit.other
-    too_much = min(max(0, inside - found.allocated), fit.transient)
-    return replace(fit, transient=fit.transient - too_much, cached=max(0, found.reserved - (inside - too_much)))
+    more = max(found.allocated - inside, -fit.transient)
+    return replace(fit, transient=fit.transient + more, cached=max(0, found.reserved - (inside + more)))
+
+
+def _measured(rank: Rank) -> int:
+    """Steps in which a manager measures what it plans with. A pipeline's cycle is a step, else it is a microbatch."""
+    if rank.link is None:
+        return 0
+    microbatches = len({action.microbatch for action in rank.actions})
+    return CYCLES if rank.engine else CYCLES // max(1, microbatches)
 
 
 def shortened(actions: Sequence[Any], engine: bool) -> Sequence[Any]:

@@ -19,7 +19,7 @@ Of FSDP2 (`torch.distributed.fsdp._fully_shard`, torch 2.11 to 2.13), which matt
                                              end
 
 The optimizer makes both moments and a step count a parameter in its first step, in the order of the parameters: matrices, then
-vectors. Random parameters are drawn whole, one at a time, which leaves the largest one's memory cached.
+vectors. Random parameters are drawn whole, each made before the one drawn last is let go of; so are what FSDP2 casts them to.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from forebay.planner.allocator import Block, CachingAllocator
+from forebay.planner.allocator import SMALL, Block, CachingAllocator
 from forebay.planner.state import Sharing, Weights, shard_lengths
 
 GATHER = "gather"
@@ -128,13 +128,26 @@ class Persistent:
     """
 
     def __init__(self, paper: CachingAllocator, groups: Sequence[Group], sharing: Sharing, drawn: bool):
-        self._paper, self._groups, self._s = paper, groups, sharing
+        self._paper, self._s = paper, sharing
         self._moments: list[Block] = []
+        self._order = sorted(
+            (
+                (_rank_of(group, name), own, drawn, vector)
+                for group in groups
+                for name, own, drawn, vector in zip(group.names, group.own, group.drawn, group.vectors, strict=True)
+            ),
+            key=lambda parameter: parameter[0],
+        )
         for size in self._sizes():
             paper.malloc(size, DEFAULT)
-        for group in groups if drawn else ():
-            for elements in group.drawn:
-                paper.free(paper.malloc(sharing.parameter * elements, DEFAULT))
+        last: Block | None = None
+        for _, _, elements, _ in self._order if drawn else ():
+            block = paper.malloc(sharing.parameter * elements, DEFAULT)
+            if last is not None:
+                paper.free(last)
+            last = block
+        if last is not None:
+            paper.free(last)
 
     def optimize(self) -> None:
         """An optimizer's step."""
@@ -150,11 +163,13 @@ class Persistent:
 
     def _sizes(self, vectors: bool | None = None) -> list[int]:
         return [
-            self._s.parameter * own
-            for group in self._groups
-            for own, vector in zip(group.own, group.vectors, strict=True)
-            if own and vectors in (None, vector)
+            self._s.parameter * own for _, own, _, vector in self._order if own and vectors in (None, vector)
         ]
+
+
+def _rank_of(group: Group, name: str = "") -> tuple[int, int]:
+    """In which order a model has its parameters: embedding, layers, last norm, head."""
+    return (1, group.place) if group.place >= 0 else ({"embedding": 0, "head": 3}.get(name, 2), 0)
 
 
 class Plain:
@@ -220,15 +235,17 @@ class _Sharded:
         return [arriving]
 
     def _copy_out(self, number: int) -> None:
-        group, size = self._groups[number], self._s.compute
-        self._whole[number] = []
+        group, size, there = self._groups[number], self._s.compute, number in self._whole
+        whole = self._whole.setdefault(number, [])
+        cast: list[Block] = []
         for own in group.own:
-            cast = None
             if group.processes == 1 and self._s.compute != self._s.parameter:
-                cast = self._paper.malloc(size * own, self._stream)
-            self._whole[number].append(self._paper.malloc(size * own * group.processes or 1, self._stream))
-            if cast is not None:
-                self._paper.free(cast)
+                cast.append(self._paper.malloc(size * own, self._stream))
+                self._free(cast[:-1])
+                del cast[:-1]
+            if not there:
+                whole.append(self._paper.malloc(size * own * group.processes or 1, self._stream))
+        self._free(cast)
 
     def _reshard(self, number: int) -> None:
         self._free(self._whole.pop(number, ()))
@@ -267,9 +284,13 @@ class _Sharded:
         self._sending = []
 
     def zero_grad(self) -> None:
-        """See `Life`."""
-        for blocks in self._shards.values():
-            self._free(blocks)
+        """See `Life`. In the order of the parameters, a reduced group's with its last one."""
+        found = []
+        for number, blocks in self._shards.items():
+            group = self._groups[number]
+            names = group.names if len(blocks) == len(group.names) else ("head",)
+            found += [(_rank_of(group, name), block) for name, block in zip(names, blocks, strict=True)]
+        self._free(block for _, block in sorted(found, key=lambda pair: pair[0]))
         self._shards = {}
 
     def _free(self, blocks: Iterable[Block]) -> None:
@@ -278,7 +299,8 @@ class _Sharded:
 
 
 class ByModule(_Sharded):
-    """See the module docstring. The ends stay gathered for a step; `keep` says that layers do for a microbatch, too."""
+    """See the module docstring. With `reshard` layers and ends are given back behind their forward, and gathered again; the ends are
+    one module's, the model's own."""
 
     def __init__(self, paper: CachingAllocator, groups: Sequence[Group], sharing: Sharing, stream: Any):
         super().__init__(paper, groups, sharing, stream)
@@ -318,6 +340,8 @@ class ByModule(_Sharded):
             elif place == "head" and not backward:  # the model's forward is over
                 self._free(self._arriving)
                 self._arriving = []
+                for n in self._ends if self._s.reshard else ():
+                    self._reshard(n)
             return
         done = [n for n in self._layers[place] if self._groups[n].experts == mlp]
         if not backward:
@@ -335,7 +359,7 @@ class ByModule(_Sharded):
             group = self._groups[n]
             if s.reshard or last:
                 self._reshard(n)
-            gradients = self._gradients.pop(n, [])
+            gradients = _in_order(self._gradients.pop(n, []), [s.compute * whole for whole in group.whole])
             alone = group.processes == 1
             if n in self._sums:
                 self._free(gradients)
@@ -383,6 +407,17 @@ class ByModule(_Sharded):
             self._fetched[n] = self._gather(n, GATHER)
 
 
+def _in_order(blocks: Sequence[Block], sizes: Sequence[int]) -> list[Block]:
+    """Blocks in the order of the sizes that they were asked for with; FSDP2 looks at gradients in the parameters' order."""
+    left, found = list(blocks), []
+    for size in sizes:
+        fitting = [block for block in left if 0 <= block.size - size <= SMALL]
+        if fitting:
+            found.append(min(fitting, key=lambda block: block.size))
+            left.remove(found[-1])
+    return found + left
+
+
 class Gathered(_Sharded):
     """See the module docstring.
 
@@ -403,10 +438,9 @@ class Gathered(_Sharded):
         if not self._s.sharded:
             return
         for n in range(len(self._groups)):
-            if n not in self._whole:
-                arriving = self._gather(n, self._stream)
-                self._copy_out(n)
-                self._free(arriving)
+            arriving = self._gather(n, self._stream)
+            self._copy_out(n)
+            self._free(arriving)
 
     def begin_step(self) -> None:
         """Zeros for all sums."""

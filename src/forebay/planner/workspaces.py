@@ -7,13 +7,22 @@ instead of a name is one of the results, whose bytes are the result's own. Nothi
     forebay::linear_cross_entropy      one chunk of logits beside the results: `forebay.loss`
     attention's backward               what flash attention 2 allocates in torch (`flash_api.cpp`, mha_bwd), by size: the sum of
                                        dO*O and dq in fp32, sequence rounded up to 128 and the head's width to 32, and for grouped
-                                       queries dk and dv of all query heads. cuDNN asks for one workspace of as much.
+                                       queries dk and dv of all query heads. In one piece: cuDNN's, which torch 2.11 takes on an
+                                       H200 (seen in recorded histories of three models, equal to the byte)
+    softmax's backward                 the product of gradient and output, as large as the result, on a GPU (`SoftMax.cu`): of eager
+                                       attention, a whole tensor of scores
+    embedding's backward               of more than 3072 tokens on a GPU (`EmbeddingBackwardKernel.cu`): a row in fp32 for each tenth
+                                       token and for each different one, of which there may be as many as tokens
+    sums                               of many values to few on a GPU (`Reduce.cuh`): where a thread would add up 256 and more,
+                                       several blocks share an output, and each leaves its part in memory. A bias's gradient
+                                       of 2048 tokens and 2880 columns takes 45 MiB so, equal to a recorded history's
 
 A body that changes has to change here: tests compare with the real body's storages on a CPU.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,6 +31,9 @@ from torch import Tensor
 
 Step = tuple[str | int, int]
 _CHUNK = 512  # slots that a program of sort_slots counts
+_THREADS, _WARP, _MOST_VALUES = 512, 32, 256  # of a reduction's block, of a warp, and values that a thread adds up
+_FEW_TOKENS, _ROWS_A_THREAD = 3072, 10  # of an embedding's backward
+_MULTIPROCESSORS, _RESIDENT = 132, 2048  # of an H100 or H200, and threads of each
 
 
 def steps_of(name: str, args: Any, kwargs: Any, later: bool) -> tuple[Step, ...]:
@@ -102,31 +114,79 @@ def _cross_entropy(
     return [(0, 0), (1, 0), (2, 0), (3, 0), ("logits", logits), ("losses", 4 * rows), ("losses", 0), ("logits", 0)]
 
 
-def _flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, later: bool, **_: Any) -> list[Step]:
+def _attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, later: bool, **_: Any) -> list[Step]:
     """Results: dq, dk, dv."""
-    parts = _attention(q, k, v)
-    return [(0, 0), (1, 0), (2, 0), *parts, *((name, 0) for name, _ in parts)]
-
-
-def _cudnn_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, later: bool, **_: Any) -> list[Step]:
-    """The same in one piece."""
-    return [(0, 0), (1, 0), (2, 0), ("workspace", sum(size for _, size in _attention(q, k, v))), ("workspace", 0)]
-
-
-def _attention(q: Tensor, k: Tensor, v: Tensor) -> list[tuple[str, int]]:
     batch, heads, length, width = q.shape
     length = -(-length // 128) * 128
-    parts = [("sum of dO*O", 4 * batch * heads * length)]
-    parts += [("dq in fp32", 4 * batch * heads * length * (-(-width // 32) * 32))]
+    size = 4 * batch * heads * length * (1 + -(-width // 32) * 32)
     if k.shape[1] != heads:
-        parts += [(name, t.numel() // t.shape[1] * heads * t.element_size()) for name, t in (("dk", k), ("dv", v))]
-    return parts
+        size += sum(t.numel() // t.shape[1] * heads * t.element_size() for t in (k, v))
+    return [(0, 0), (1, 0), (2, 0), ("workspace", size), ("workspace", 0)]
+
+
+def _softmax_backward(grad: Tensor, output: Tensor, *rest: Any, later: bool, **_: Any) -> list[Step]:
+    """Result: the gradient."""
+    size = output.numel() * max(output.element_size(), grad.element_size())
+    return [(0, 0), ("gradient times output", size), ("gradient times output", 0)]
+
+
+def _sum(x: Tensor, dims: Any = None, *rest: Any, later: bool, **_: Any) -> list[Step]:
+    """Result: the sums."""
+    reduced = {d % x.dim() for d in dims} if dims else set(range(x.dim()))
+    kept = [(x.stride(d), x.shape[d]) for d in range(x.dim()) if d not in reduced and x.shape[d] > 1]
+    summed = [x.stride(d) for d in reduced if x.shape[d] > 1]
+    outputs = math.prod(n for _, n in kept)
+    if not summed or not outputs:
+        return []
+    across = bool(kept) and min(summed) > min(kept)[0]
+    size = _split_sum(outputs, x.numel() // outputs, across, max(4, x.element_size()))
+    return [(0, 0), ("parts", size), ("parts", 0)] if size else []
+
+
+def _embedding_backward(grad: Tensor, ids: Tensor, rows: int, *rest: Any, later: bool, **_: Any) -> list[Step]:
+    """Result: the weight's gradient."""
+    tokens = ids.numel()
+    if tokens <= _FEW_TOKENS:
+        return []
+    width = -(-grad.shape[-1] // _WARP) * _WARP
+    parts = 4 * width * (tokens // _ROWS_A_THREAD + min(tokens, rows))
+    return [(0, 0), ("parts", parts), ("parts", 0)]
+
+
+def _split_sum(outputs: int, inputs: int, across: bool, width: int) -> int:
+    """Bytes that a reduction leaves between its blocks, of `width` bytes a value. `across`: what is summed does not lie side by
+    side. The names are those of `Reduce.cuh`, `setReduceConfig`."""
+    vector = next(v for v in (4, 2, 1) if outputs % v == 0) if across else 1
+    threads = _THREADS // vector
+    dim0, dim1 = (outputs // vector, inputs) if across else (inputs, outputs)
+    dim0, dim1 = (min(1 << (n.bit_length() - 1), threads) for n in (dim0, dim1))
+    block_width = min(dim0, _WARP)
+    block_height = min(dim1, threads // block_width)
+    block_width = min(dim0, threads // block_height)
+    values = inputs if across else -(-inputs // block_width)
+    step_output = block_width if across else 1
+    if values < min(16 * block_height, _MOST_VALUES):
+        return 0  # blocks are split between outputs
+    values = -(-values // block_height)
+    grid = -(-(outputs // vector) // step_output)
+    target = _MULTIPROCESSORS * (_RESIDENT // (block_width * block_height))
+    if values < _MOST_VALUES or grid > target:
+        return 0
+    blocks = max(min(-(-target // grid), -(-values // 16)), -(-values // _MOST_VALUES))
+    return width * outputs * blocks * (block_width * vector if across else 1) if blocks > 1 else 0
 
 
 _BODIES: Mapping[str, Callable[..., list[Step]]] = {
     "forebay.experts.default": _experts,
     "forebay.experts_backward.default": _experts_backward,
     "forebay.linear_cross_entropy.default": _cross_entropy,
-    "aten._scaled_dot_product_flash_attention_backward.default": _flash_backward,
-    "aten._scaled_dot_product_cudnn_attention_backward.default": _cudnn_backward,
+    "aten._scaled_dot_product_flash_attention_backward.default": _attention_backward,
+    "aten._scaled_dot_product_cudnn_attention_backward.default": _attention_backward,
+    "aten._softmax_backward_data.default": _softmax_backward,
+    "aten.embedding_dense_backward.default": _embedding_backward,
+    "aten.sum.default": _sum,
+    "aten.sum.dim_IntList": _sum,
 }
+
+EAGER = frozenset(name for name in _BODIES if name.startswith(("aten._softmax", "aten.sum", "aten.embedding")))
+"""Of these, what a GPU's kernels alone allocate, and compiled code does not call."""

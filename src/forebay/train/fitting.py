@@ -306,7 +306,7 @@ def _notes(config: Config, attention: str, experts: int) -> list[str]:
     placed = {memory.policy} if isinstance(memory.policy, str) else set(memory.policy.values())
     if "offload" in placed:
         notes.append(
-            "The total counts what is offloaded as on the device: what the link carries in time is not known here."
+            "What is offloaded is what the link carries in the time that the device profile gives a step."
             if memory.offload == "fit"
             else "Offloading waits for the link where it has to."
         )

@@ -11,14 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 from forebay.pipeline.turns import turns
-from forebay.planner.choose import Choice, Machine, choose, rank_options
+from forebay.planner.carried import Half, carried_by_path, plan_link
+from forebay.planner.choose import Choice, Machine, choose, parts_by_path, rank_options
 from forebay.planner.figures import ModelTrace
 from forebay.planner.fit import Held, RankFit, Seen, Stage, alone, fit_rank, halves_of
-from forebay.planner.reserved import Rank, parts_of, reserve, shortened, with_reserved
+from forebay.planner.reserved import Part, Rank, parts_of, reserve, shortened, with_reserved
 from forebay.planner.sharded import groups_of
+from forebay.planner.simulate import LIGHT, Plan
 from forebay.planner.state import Sharing, State, Weights, state_of
 from forebay.policy import format_bytes, parse_bytes
 from forebay.train.config import Config
@@ -116,26 +119,28 @@ class Layout:
     def _fit(
         self, number: int, state: State, stages: Mapping[int, Stage], placements: Mapping[str, str], seen: Seen | None
     ) -> tuple[RankFit, list[Held]]:
-        found = {n: halves_of(self.trace, stage, placements, **self._ways()) for n, stage in stages.items()}
+        paper = self._on_paper(number, stages, placements)
+        carried = None
+        if paper.link is not None:
+            carried = carried_by_path(paper.link, self._timed(stages, paper.stages), paper.hidden, paper.least)
+        ways = {**self._ways(), "carried": carried}
+        found = {n: halves_of(self.trace, stage, placements, **ways) for n, stage in stages.items()}
         fit = fit_rank(number, state, found, self._todo(number), self._messages(), seen)
         if self.sharing.gpu:
-            fit = with_reserved(fit, reserve(self._on_paper(number, stages, placements)))
+            fit = with_reserved(fit, reserve(paper))
         return fit, [half for stage in found.values() for half in stage]
 
     def _on_paper(self, number: int, stages: Mapping[int, Stage], placements: Mapping[str, str]) -> Rank:
         c = self.config
         layers = [n for stage in stages.values() for n in stage.layers]
         ends = any(s.embedding for s in stages.values()), any(s.head for s in stages.values())
-        # What "fit" leaves on the device is not known here: it may be all. A choice offloads what the link carries.
-        kept = self.chooses or c.memory.offload == "all"
-        laid = {half: p for half, p in placements.items() if p != "offload" or kept}
         actions = self._todo(number) if self.actions is None else self.actions[number]
         vocabulary = self.trace.head_gradient, self.hidden * self.sharing.summed
-        return Rank(
+        rank = Rank(
             groups_of(self.weights, layers, *ends, self.sharing),
             self.sharing,
             {
-                n: parts_of(self.trace, stage, laid, prefix=self.prefix, recompute=c.memory.recompute)
+                n: parts_of(self.trace, stage, placements, prefix=self.prefix, recompute=c.memory.recompute)
                 for n, stage in stages.items()
             },
             shortened(actions, self.engine),
@@ -145,8 +150,42 @@ class Layout:
             turns,
             graph=c.memory.graph,
             drawn=not (c.model.path and c.model.weights == "load"),
-            least=_LEAST_PIPELINE if c.parallel.pp > 1 else _LEAST,
+            pipeline=c.parallel.pp > 1,
+            least=(_LEAST_PIPELINE if c.parallel.pp > 1 else _LEAST) if self.sharing.gpu else 1,
         )
+        # A choice of placements says itself what leaves.
+        if self.chooses or "offload" not in placements.values():
+            return rank
+        return replace(rank, link=self._link(number, rank, self._timed(stages, rank.stages)))
+
+    def _link(self, number: int, rank: Rank, halves: Mapping[int, Sequence[Half]]) -> Plan:
+        """What the run's manager will plan. Of a process alone, for each microbatch anew. On a CPU a copy takes no time."""
+        todo = self._todo(number)
+        rates = (self.machine.out_rate, self.machine.back_rate) if self.sharing.gpu else (inf, inf)
+        return plan_link(
+            halves,
+            todo if self.engine else [action for action in todo if action.microbatch == 0],
+            rates,
+            hidden=rank.hidden,
+            least=rank.least,
+            everything=self.config.memory.offload == "all",
+        )
+
+    def _timed(self, stages: Mapping[int, Stage], laid: Mapping[int, Sequence[Part]]) -> dict[int, list[Half]]:
+        """The halves of stages with the seconds that they take, what is made again in backward included."""
+        found: dict[int, list[Half]] = {}
+        for number, stage in stages.items():
+            traces = parts_by_path(self.trace, stage, self.prefix)
+            found[number] = []
+            for part in laid[number]:
+                trace = traces[part.path]
+                forward, backward = self.machine.seconds(trace)
+                if part.events is trace.light_events:
+                    backward += LIGHT * forward
+                elif part.placement == "recompute":
+                    backward += forward
+                found[number].append(Half(part.path, part.events, part.placement == "offload", forward, backward))
+        return found
 
     def _todo(self, number: int) -> Any:
         """What the rank computes in a step."""
@@ -173,10 +212,12 @@ class Layout:
         return frozenset(found if self.config.parallel.overlap else {*found, "offload"})
 
     def _limit(self, state: State) -> int:
-        """Bytes: `memory.budget` is over what is held before a step, and counts for the trainer's own choice."""
+        """Bytes: `memory.budget` is over what is held before a forward, and counts for the trainer's own choice. The manager
+        measures that in its second cycle: of several microbatches, with the gradients of the first."""
         if self.auto is not None:
             return self.auto
-        before = state.parameters + state.optimizer + state.other + (state.gradients if state.at_once else 0)
+        before = state.parameters + state.optimizer + state.other
+        before += state.gradients if state.at_once or self.plan.microbatches > 1 else 0
         own = before + parse_bytes(self.config.memory.budget)
         return own if self.budget is None else min(own, self.budget)
 

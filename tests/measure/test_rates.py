@@ -31,7 +31,8 @@ SMALL = Sizes(
 
 
 def test_seconds_are_those_of_one_run() -> None:
-    assert rates.seconds(lambda: time.sleep(0.01), CPU) == pytest.approx(0.01, rel=0.5)
+    # A shared machine may take longer, and never less.
+    assert 0.01 <= rates.seconds(lambda: time.sleep(0.01), CPU) < 1
     calls = []
     rates.seconds(lambda: calls.append(1), CPU)
     assert len(calls) > 100  # what is short is run many times between two looks at the clock

@@ -162,6 +162,7 @@ def test_levels_are_at_most_what_is_in_use_at_most(tmp_path: Path) -> None:
 STEP = StepTime(
     device="h200",
     schedule=2.0,
+    launched=2.0,
     gather=0.1,
     reduce=0.1,
     optimizer=0.3,
@@ -201,7 +202,7 @@ def test_a_steps_time_by_hand() -> None:
 
 def test_a_step_that_waits_for_its_host_on_a_device_from_data_sheets() -> None:
     """The schedule's 2 s, and 2 more until the host's 4 are over: 4.5 s."""
-    step = replace(STEP, device="h100", measured=False, host=4.0, busy=(2.0,), exposed=(0.0,))
+    step = replace(STEP, device="h100", measured=False, launched=4.0, host=4.0, busy=(2.0,), exposed=(0.0,))
     assert time_tiles(step)[0] == ("expected step time", "4.500 s", "on h100, from data sheets")
     assert len(time_tiles(step)) == 2
     section = time_section(step)

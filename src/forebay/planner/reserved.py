@@ -4,10 +4,10 @@ In: for each of the rank's stages its halves with the events of each (`forebay.p
 rank computes in a step, and its weights (`forebay.planner.sharded`). Out: a `Reserved`: bytes that the allocator has taken from
 the driver at most, and bytes that were in use at most. Nothing is kept.
 
-The way of it: parameters, the first step, the optimizer's moments at its end, a second step beside them, which has all that lasts,
-and a third, which may find the second's segments cut otherwise than it left them: GPT-OSS on two H200s reserved 4.3 GiB more in its
-third step, and so it does here. A fourth was never seen to need more. Of the microbatches of a process alone three are run: the
-first begins the gradients, the second finds them, the third finds what the second left.
+The way of it: parameters, the first step, the optimizer's moments at its end, a second step beside them, which has all that
+lasts, and a third, which may find the second's segments cut otherwise than it left them: GPT-OSS on two H200s reserved 4.3 GiB
+more in its third step, and so it does here. A fourth was never seen to need more. Of the microbatches of a process alone three
+are run: the first begins the gradients, the second finds them, the third finds what the second left.
 
 What is allocated besides, and where from:
 
@@ -18,8 +18,8 @@ What is allocated besides, and where from:
     offload      while the manager measures, a half's tensors are free when the next half begins, and there again one half before
                  their backward; behind that they leave and come back as it plans (`forebay.planner.carried`). Where placements
                  are only being chosen, two halves are on their way all the time
-    stash        x and h of the experts lie in pages: in the first step of their own, a half's behind its forward; at that step's end
-                 in an arena as large as what waited at most
+    stash        x and h of the experts lie in pages: in the first step of their own, a half's behind its forward; at that
+                 step's end in an arena as large as what waited at most
     graph        a captured step has a pool of its own, beside what the called ones left when it is emptied; a replay, behind it,
                  needs room to gather and to reduce again
 
@@ -211,14 +211,15 @@ class Run:
         if self._arena is None and most:
             pages = most // PAGE
             self._arena = self.paper.malloc((pages + -(-pages // _MARGIN)) * PAGE, self._stream)
-            if self._rank.graph:  # whoever has other pages than before gives up a graph that is not there yet, and empties the cache
+            # Whoever has other pages than before gives up a graph that is not there yet, and empties the cache
+            if self._rank.graph:
                 self.paper.empty_cache()
 
 
 @dataclass(eq=False)
 class _Ran:
-    """A part of a microbatch that ran forward: its blocks by storage, its input, and whether they have left. `call`: number of the
-    part's forwards in the manager's cycle before this one."""
+    """A part of a microbatch that ran forward: its blocks by storage, its input, and whether they have left. `call`: number of
+    the part's forwards in the manager's cycle before this one."""
 
     part: Part
     blocks: dict[int, Block]
@@ -286,8 +287,9 @@ class _Step:
             self._free(blocks)
 
     def _together(self, forward: Any, backward: Any) -> None:
-        """As `forebay.pipeline` has it: the backward's first transfer is on its way before the forward computes. In a pipeline the
-        head is a computation too, and what the forward leaves is waited for behind one computation more; else it comes last."""
+        """As `forebay.pipeline` has it: the backward's first transfer is on its way before the forward computes. In a pipeline
+        the head is a computation too, and what the forward leaves is waited for behind one computation more; else it comes
+        last."""
         there = self._forward(forward.stage, forward.microbatch)
         back = self._backward(backward.stage, backward.microbatch, False)
         stages = self._rank.stages
@@ -461,7 +463,9 @@ class _Step:
         for n in done.stashed:  # x comes out of the pages again, h is read there
             if done.sizes[n] == min(done.sizes.values()):
                 blocks[n] = self._paper.malloc(done.sizes[n], self._stream)
-        yield from self._play(blocks, events.backward, part, frozenset(events.weights), 1, partial(self._give_pages, done))
+        yield from self._play(
+            blocks, events.backward, part, frozenset(events.weights), 1, partial(self._give_pages, done)
+        )
         dx = blocks.pop(events.dx, None)
         self._free(block for block in blocks.values() if block is not dx)
         if done.balance is not None:

@@ -162,9 +162,7 @@ class Persistent:
                     self._paper.free(block)
 
     def _sizes(self, vectors: bool | None = None) -> list[int]:
-        return [
-            self._s.parameter * own for _, own, _, vector in self._order if own and vectors in (None, vector)
-        ]
+        return [self._s.parameter * own for _, own, _, vector in self._order if own and vectors in (None, vector)]
 
 
 def _rank_of(group: Group, name: str = "") -> tuple[int, int]:
@@ -299,8 +297,8 @@ class _Sharded:
 
 
 class ByModule(_Sharded):
-    """See the module docstring. With `reshard` layers and ends are given back behind their forward, and gathered again; the ends are
-    one module's, the model's own."""
+    """See the module docstring. With `reshard` layers and ends are given back behind their forward, and gathered again; the
+    ends are one module's, the model's own."""
 
     def __init__(self, paper: CachingAllocator, groups: Sequence[Group], sharing: Sharing, stream: Any):
         super().__init__(paper, groups, sharing, stream)

@@ -113,7 +113,9 @@ class Layout:
             total = fit.total if self.auto is not None else fit.total - fit.cached
             if total <= limit or choice.fit.total > within:
                 break
-            within -= total - limit
+            within = min(within, choice.fit.total) - (
+                total - limit
+            )  # from what the walk had, not from what it might have had
         return choice, total
 
     def _fit(

@@ -181,7 +181,8 @@ class Run:
 
     def _replay(self) -> None:
         """A captured step once more: its own memory is there. What comes before and behind it is called, and finds no cache."""
-        assert isinstance(self._life, Gathered)
+        if not isinstance(self._life, Gathered):
+            return
         self._life.gather()
         self.paper.begin_graph("step")
         self._life.begin_step()
@@ -231,6 +232,27 @@ class _Ran:
     call: int = 0
 
 
+@dataclass
+class _Later:
+    """Of a split backward what the experts' weight gradients wait with: their bytes and numbers, and the tensors that they will
+    be made of."""
+
+    numbers: frozenset[int]
+    gradients: tuple[int, ...]
+    sizes: tuple[int, ...]
+    blocks: list[Block] = field(default_factory=list)
+
+    @staticmethod
+    def of(part: Part) -> _Later:
+        """The two largest of a part's weights are the experts'."""
+        sizes = {n: size for n, size in part.events.backward if size and n in part.events.weights}
+        experts = sorted(sizes, key=lambda n: -sizes[n])[:2]
+        both = part.stash[0]  # x's rows and h; `later` is rows of x and of dy, h's gradient and half as much
+        h = 2 * (2 * both - part.later) if both else 0
+        pieces = (both - h, both - h, h, h // 2) if h > 0 else (part.later,)
+        return _Later(frozenset(experts), tuple(sizes[n] for n in experts), tuple(n for n in pieces if n > 0))
+
+
 class _Step:
     """One step. `cycles`: of the manager, begun before it. `paged`: there is an arena of pages."""
 
@@ -252,7 +274,7 @@ class _Step:
         self._sent: list[Block] = []
         self._leaving: list[_Ran] = []
         self._collected: list[Block] = []
-        self._later: dict[tuple[int, int], list[Block]] = {}
+        self._later: dict[tuple[int, int], list[_Later]] = {}
         self._paged = paged
         self.cycles = cycles + rank.engine
         self._calls: dict[str, int] = {}  # forwards of each part in the cycle
@@ -276,7 +298,10 @@ class _Step:
                 case "B" | "I":
                     _drain(self._backward(action.stage, action.microbatch, action.kind == "I"))
                 case "W":
-                    self._free(self._later.pop((action.stage, action.microbatch), ()))
+                    for later in self._later.pop((action.stage, action.microbatch), ()):
+                        for size in later.gradients:
+                            self._paper.free(self._paper.malloc(size, self._stream))
+                        self._free(later.blocks)
                 case "RECV_F" | "RECV_B":
                     key = action.kind[-1], action.stage, action.microbatch
                     self._arrived[key] = self._paper.malloc(self._rank.hidden, self._stream)
@@ -428,7 +453,7 @@ class _Step:
         dy = self._arrived.pop(("B", stage, microbatch), None)
         if dy is None:
             dy = self._paper.malloc(self._rank.hidden, self._stream)
-        later: list[Block] = []
+        later: list[_Later] = []
         while ran:
             done = ran.pop()
             part = done.part
@@ -438,9 +463,11 @@ class _Step:
                 self._collected.append(dy)
                 break
             self._life.enter(part.place, part.mlp, True, microbatch == self._last)
-            dx = yield from self._play_back(done, dy)
-            if split and part.later:
-                later.append(self._paper.malloc(part.later, self._stream))
+            waits = _Later.of(part) if split and part.later else None
+            dx = yield from self._play_back(done, dy, waits)
+            if waits is not None:
+                waits.blocks = [self._paper.malloc(size, self._stream) for size in waits.sizes]
+                later.append(waits)
             self._life.leave(part.place, part.mlp, True, microbatch == self._last)
             if dx is None:
                 break
@@ -450,8 +477,11 @@ class _Step:
         if later:
             self._later[stage, microbatch] = later
 
-    def _play_back(self, done: _Ran, dy: Block) -> Generator[None, None, Block | None]:
+    def _play_back(self, done: _Ran, dy: Block, later: _Later | None = None) -> Generator[None, None, Block | None]:
         part, events, blocks = done.part, done.part.events, done.blocks
+        backward = events.backward
+        if later is not None:
+            backward = tuple(event for event in backward if event[0] not in later.numbers)
         if part.placement == "recompute" and not blocks:
             yield from self._play(blocks, events.forward, part, thread=1)
             self._paper.free(blocks.pop(events.output))
@@ -463,9 +493,7 @@ class _Step:
         for n in done.stashed:  # x comes out of the pages again, h is read there
             if done.sizes[n] == min(done.sizes.values()):
                 blocks[n] = self._paper.malloc(done.sizes[n], self._stream)
-        yield from self._play(
-            blocks, events.backward, part, frozenset(events.weights), 1, partial(self._give_pages, done)
-        )
+        yield from self._play(blocks, backward, part, frozenset(events.weights), 1, partial(self._give_pages, done))
         dx = blocks.pop(events.dx, None)
         self._free(block for block in blocks.values() if block is not dx)
         if done.balance is not None:

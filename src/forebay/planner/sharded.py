@@ -286,7 +286,7 @@ class _Sharded:
         found = []
         for number, blocks in self._shards.items():
             group = self._groups[number]
-            names = group.names if len(blocks) == len(group.names) else ("head",)
+            names = group.names if len(blocks) == len(group.names) else ("head",) * len(blocks)
             found += [(_rank_of(group, name), block) for name, block in zip(names, blocks, strict=True)]
         self._free(block for _, block in sorted(found, key=lambda pair: pair[0]))
         self._shards = {}

@@ -190,9 +190,12 @@ class Live(TorchDispatchMode):
 
     def _is_in_place(self, name: str, sources: list[Tensor]) -> bool:
         """Whether its result takes the place of what it reads first, if nobody else holds that. So the autograd engine adds up
-        the gradients of what was read twice, but for subclasses of a tensor. An addition of a Python function is its own."""
+        the gradients of what was read twice, but for subclasses of a tensor; and for views, which hold what they are a view of.
+        An addition of a Python function is its own."""
         if name == "aten.add.Tensor" and len(sources) == 2 and sources[0].shape == sources[1].shape:
             node = torch._C._current_autograd_node()
+            if sources[0]._is_view():
+                return False
             return node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction)
         return name in _IN_PLACE
 

@@ -23,7 +23,7 @@ from forebay.models.halves import HalfSlot, install_halves
 from forebay.models.hf_experts import register
 from forebay.models.planned_exchange import PlannedExchange
 from forebay.models.router import balance_loss
-from forebay.planner.events import Ends, Log, PartEvents, highest, part_events
+from forebay.planner.events import NORMED, Ends, Log, Mark, PartEvents, highest, part_events
 from forebay.planner.figures import OpCost, PartTrace, Shape
 from forebay.planner.live import Live
 
@@ -319,6 +319,7 @@ class Run:
 
     def _head(self, hidden: Tensor, labels: Tensor) -> Tensor:
         hidden = self.base.norm(hidden)
+        self._live.log.append(Mark(NORMED))
         head = self.model.lm_head
         if self.shape.loss == "fused":
             weight = head.weight

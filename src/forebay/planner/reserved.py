@@ -35,7 +35,7 @@ from typing import Any
 
 from forebay.planner.allocator import Block, CachingAllocator
 from forebay.planner.carried import CYCLES, may_leave
-from forebay.planner.events import CAME, MULTIPLIES, PartEvents
+from forebay.planner.events import CAME, MULTIPLIES, NORMED, PartEvents
 from forebay.planner.figures import ModelTrace, PartTrace
 from forebay.planner.fit import RankFit, Stage
 from forebay.planner.sharded import DEFAULT, ByModule, Gathered, Group, Life, Persistent, Plain
@@ -338,8 +338,9 @@ class _Step:
         self._ran[stage, microbatch] = ran
         self._begin_cycle()
         x = self._arrived.pop(("F", stage, microbatch), None)
-        unsaved: list[Block] = []
-        for part in parts:
+        given: list[Block] = []  # that a layer's caller holds until it returns
+        embedded: list[Block] = []  # the model's own frame holds the first one's until all layers have run
+        for nth, part in enumerate(parts):
             if part.path == "head" and self._rank.engine:
                 break
             if x is None and part.path != "embedding":
@@ -353,21 +354,31 @@ class _Step:
             self._moment("F", done)
             ran.append(done)
             again = part.placement == "recompute"
-            yield from self._play(done.blocks, part.events.alone if again else part.events.forward, part)
+            if part.path == "head" and x is not None and not part.events.saves_x:
+                embedded.append(x)
+                done.x = x = None
+            events = part.events.alone if again else part.events.forward
+            yield from self._play(done.blocks, events, part, made=partial(self._free_all, embedded))
             output = done.blocks.pop(part.events.output)
             self._leave(done, again)
             if x is not None and not (part.events.saves_x or again):
-                unsaved.append(x)
                 done.x = None
-            if not part.path.endswith(".self_attn"):  # a layer's caller holds what it was given
-                self._free(unsaved)
-                unsaved = []
+                if not part.path.endswith(".self_attn"):
+                    self._paper.free(x)
+                elif nth == 1 and parts[0].path == "embedding" and not self._rank.engine:
+                    embedded.append(x)
+                else:
+                    given.append(x)
             if part.balance:
                 done.balance = self._paper.malloc(part.balance, self._stream)
             self._life.leave(part.place, part.mlp, False, microbatch == self._last)
+            if not part.path.endswith(".self_attn"):
+                self._free(given)
+                given = []
             x = output
             if self._rank.engine and part.mlp and not part.events.travelling:
                 yield  # behind a dense layer
+        self._free_all(embedded)
         assert x is not None
         if not self._rank.engine:
             self._arrived["B", stage, microbatch] = x  # the loss, and its gradient
@@ -552,13 +563,15 @@ class _Step:
         made: Callable[[], None] = lambda: None,
     ) -> Iterator[None]:
         """Events, on blocks. In an engine stops where tokens were sent. `thread`: 1 for autograd's. `made`: called when the
-        experts' weight gradients are."""
+        experts' weight gradients are, or the last norm is."""
         malloc, free, travelling = self._paper.malloc, self._paper.free, part.events.travelling
         number_of_stops = 0
         for number, size in events:
             if number < 0:
                 if size == MULTIPLIES:
                     self._workspace(thread)
+                elif size == NORMED:
+                    made()
                 elif size == CAME:
                     if self._rank.engine:
                         yield
@@ -581,6 +594,10 @@ class _Step:
             return
         self._free(self._sent)
         self._sent = [block]
+
+    def _free_all(self, blocks: list[Block]) -> None:
+        self._free(blocks)
+        blocks.clear()
 
     def _free(self, blocks: Any) -> None:
         for block in list(blocks):

@@ -5,8 +5,8 @@ the level at every half of its step, of which the table has the highest.
 
 Levels are what is in use. They are told by the walk of `forebay.planner.fit`, in which a half needs all that it needs at once.
 The allocator on paper (`forebay.planner.reserved`) knows better, but only what is in use at most. So what a level has above that
-is taken off what comes and goes, as the table has it of the highest. What the allocator reserves has no curve: it gives nothing
-back within a step.
+is taken off what comes and goes, and what the highest has too little is added, as the table has it. What the allocator reserves
+has no curve: it gives nothing back within a step.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class Curves:
         """The plan with the levels that were told of."""
         most = {rank.rank: rank.allocated for rank in fit.ranks}
         return Planned(
-            plan, fit, {r: [_settled(level, most[r]) for level in found] for r, found in self._levels.items()}
+            plan,
+            fit,
+            {r: _topped([_settled(level, most[r]) for level in found], most[r]) for r, found in self._levels.items()},
         )
 
 
@@ -52,6 +54,18 @@ def _settled(level: Level, most: int) -> Level:
     """With at most `most` bytes, as far as what comes and goes can be less."""
     cut = min(max(0, level.total - most), level.bytes["transient"])
     return replace(level, bytes={**level.bytes, "transient": level.bytes["transient"] - cut}, cut=cut) if cut else level
+
+
+def _topped(levels: list[Level], most: int) -> list[Level]:
+    """With the highest one at `most` bytes, if all are below: what the walk does not know of comes and goes there."""
+    top = max(range(len(levels)), key=lambda i: levels[i].total)
+    more = max(0, most - levels[top].total)
+    transient = levels[top].bytes["transient"] + more
+    return [
+        *levels[:top],
+        replace(levels[top], bytes={**levels[top].bytes, "transient": transient}),
+        *levels[top + 1 :],
+    ]
 
 
 def planned(config: Config, world: int) -> Planned:

@@ -110,7 +110,7 @@ def part_events(forward: Log, backward: Log, ends: Ends, compiled: bool, dry: Lo
         alone = _alone(dry, ends) if dry else list(_without_saving(forward, ends))
     there, back, alone = (_once(events) for events in (there, back, alone))
     frees = {n for n, size in (*there, *back) if not size}
-    made = {n for n, size in (*there, *back) if size}
+    made = {n for n, size in (*there, *back) if size and n >= 0}
     there = [e for e in there if e[0] < 0 or e[1] or e[0] not in (ends.x, ends.output)]
     back = [e for e in back if e[0] < 0 or not e[1] or e[0] not in (ends.x, ends.output, ends.gradient)]
     # What nobody let go of while it was watched, such as what a router said.

@@ -35,7 +35,7 @@ from typing import Any
 
 from forebay.planner.allocator import Block, CachingAllocator
 from forebay.planner.carried import CYCLES, may_leave
-from forebay.planner.events import CAME, MULTIPLIES, NORMED, PartEvents
+from forebay.planner.events import CAME, MULTIPLIES, NORMED, SENT, PartEvents
 from forebay.planner.figures import ModelTrace, PartTrace
 from forebay.planner.fit import RankFit, Stage
 from forebay.planner.sharded import DEFAULT, ByModule, Gathered, Group, Life, Persistent, Plain
@@ -571,6 +571,8 @@ class _Step:
                     self._workspace(thread)
                 elif size == NORMED:
                     made()
+                elif size == SENT and number_of_stops:
+                    self._life.compute_experts(part.place, False)
                 elif size == CAME:
                     if self._rank.engine:
                         yield
@@ -578,6 +580,8 @@ class _Step:
                         made()
                         if self._rank.engine:
                             yield
+                    if not number_of_stops:
+                        self._life.compute_experts(part.place, True)
                     number_of_stops += 1
             elif size:
                 blocks[number] = malloc(size, self._side if number in travelling else self._stream)

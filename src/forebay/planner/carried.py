@@ -142,4 +142,3 @@ class _Cycle:
     def _longer(self, seconds: float) -> None:
         if self.moments:
             self.moments[-1] = replace(self.moments[-1], seconds=self.moments[-1].seconds + seconds)
-

@@ -27,9 +27,9 @@ from typing import NamedTuple
 Event = tuple[int, int]
 """(storage, bytes) where it is allocated, (storage, 0) where it is freed, (-1, index of a mark) where something is marked."""
 
-SENT, CAME, MULTIPLIES, NORMED = 0, 1, 2, 3
+SENT, CAME, MULTIPLIES, NORMED, STASHED = 0, 1, 2, 3, 4
 """Marks: in front of an operation of which tokens travel, and behind it; in front of a part's first matrix product, for which cuBLAS
-has a workspace; and behind the last norm, when a model's own forward is over."""
+has a workspace; behind the last norm, when a model's own forward is over; where pages are taken (`forebay.planner.pieces`)."""
 
 
 class Op(NamedTuple):

@@ -206,9 +206,7 @@ class Live(TorchDispatchMode):
         self.travelling.update(m[0] for m in made)
         self.log += [Mark(SENT), Op(False, reads, made), Mark(CAME)]
 
-    def _note_steps(
-        self, reads: tuple[int, ...], args: Any, new: list[Made | None], steps: tuple[Step, ...]
-    ) -> None:
+    def _note_steps(self, reads: tuple[int, ...], args: Any, new: list[Made | None], steps: tuple[Step, ...]) -> None:
         """An operation's own order: its results among what comes and goes, arguments that nobody needs any more too."""
         names: dict[str, int] = {}
         missing = {i for i, made in enumerate(new) if made is not None}

@@ -165,9 +165,7 @@ class Persistent:
                     self._paper.free(block)
 
     def _sizes(self, vectors: bool | None = None) -> list[int]:
-        return [
-            self._s.parameter * own for _, own, _, vector in self._order if own and vectors in (None, vector)
-        ]
+        return [self._s.parameter * own for _, own, _, vector in self._order if own and vectors in (None, vector)]
 
 
 def _rank_of(group: Group, name: str = "") -> tuple[int, int]:

@@ -91,4 +91,10 @@ def _stashing(part: Part) -> Part:
         if made == 2 and (h, 0) not in forward:
             forward.append((h, 0))
         forward.append((number, size))
-    return replace(part, events=replace(part.events, forward=tuple(forward)), stashed=(x, sizes[x]))
+    # In backward x comes out of the pages when h is not needed any more, if the weights' gradients are made that late.
+    back = part.events.backward
+    at = back.index((h, 0)) if (h, 0) in back else 0
+    bringing = (*back[:at], (-1, STASHED), *back[at:])
+    return replace(
+        part, events=replace(part.events, forward=tuple(forward), backward=bringing), stashed=(x, sizes[x])
+    )

@@ -31,6 +31,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from forebay.planner.allocator import Block, CachingAllocator
@@ -323,8 +324,8 @@ class _Step:
                 embedded.append(x)
                 done.x = x = None
             events = part.events.alone if again else part.events.forward
-            made = partial(self._take_pages, done) if part.stashed else partial(self._free_all, embedded)
-            yield from self._play(done.blocks, events, part, made=made)
+            told = {NORMED: partial(self._free_all, embedded), STASHED: partial(self._take_pages, done)}
+            yield from self._play(done.blocks, events, part, told=told)
             output = done.blocks.pop(part.events.output)
             self._leave(done, again)
             if x is not None and not (part.events.saves_x or again):
@@ -459,9 +460,8 @@ class _Step:
             blocks[events.x] = done.x
         if self._rank.engine and part.mlp and not part.events.travelling:
             yield
-        if part.stashed:  # x comes out of the pages again, h is read there
-            blocks[part.stashed[0]] = self._paper.malloc(part.stashed[1], self._stream)
-        yield from self._play(blocks, backward, part, frozenset(events.weights), 1, partial(self._give_pages, done))
+        told = {CAME: partial(self._give_pages, done), STASHED: partial(self._bring, done)}
+        yield from self._play(blocks, backward, part, frozenset(events.weights), 1, told)
         dx = blocks.pop(events.dx, None)
         self._free(block for block in blocks.values() if block is not dx)
         if done.balance is not None:
@@ -474,6 +474,12 @@ class _Step:
             done.pages = self._paper.malloc(done.part.pages, self._stream)
         self._stashed += done.part.pages
         self.most_stashed = max(self.most_stashed, self._stashed)
+
+    def _bring(self, done: _Ran) -> None:
+        """x comes out of the pages; h is read there."""
+        if done.part.stashed:
+            number, size = done.part.stashed
+            done.blocks[number] = self._paper.malloc(size, self._stream)
 
     def _give_pages(self, done: _Ran) -> None:
         """Behind the experts' weight gradients."""
@@ -522,25 +528,26 @@ class _Step:
         part: Part,
         weights: frozenset[int] = frozenset(),
         thread: int = 0,
-        made: Callable[[], None] = lambda: None,
+        told: Mapping[int, Callable[[], None]] = MappingProxyType({}),
     ) -> Iterator[None]:
-        """Events, on blocks. In an engine stops where tokens were sent. `thread`: 1 for autograd's. `made`: called when the
-        experts' weight gradients are made, or the last norm, or where rows are stashed."""
+        """Events, on blocks. In an engine stops where tokens were sent. `thread`: 1 for autograd's. `told`: what to call at a
+        mark; at `CAME` when the experts' weight gradients are made."""
         malloc, free, travelling = self._paper.malloc, self._paper.free, part.events.travelling
         number_of_stops = 0
         for number, size in events:
             if number < 0:
                 if size == MULTIPLIES:
                     self._workspace(thread)
-                elif size in (NORMED, STASHED):
-                    made()
+                elif size in (NORMED, STASHED) and size in told:
+                    told[size]()
                 elif size == SENT and number_of_stops:
                     self._life.compute_experts(part.place, False)
                 elif size == CAME:
                     if self._rank.engine:
                         yield
                     if weights and number_of_stops:  # behind the experts' backward, their weights' gradients
-                        made()
+                        if CAME in told:
+                            told[CAME]()
                         if self._rank.engine:
                             yield
                     if not number_of_stops:

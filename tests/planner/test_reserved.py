@@ -198,8 +198,8 @@ def built(device: str) -> nn.Module:
 def test_what_is_in_use_at_most_is_that_of_a_real_step(
     monkeypatch: pytest.MonkeyPatch, placement: str, mode: str, microbatches: int
 ) -> None:
-    """Forwards and backwards of a managed model on a CPU, every storage watched; and the same on paper, laid by its parts. cuBLAS's
-    workspaces, larger than all of this model, are made small."""
+    """Forwards and backwards of a managed model on a CPU, every storage watched; and the same on paper, laid by its parts.
+    cuBLAS's workspaces, larger than all of this model, are made small."""
     monkeypatch.setattr("forebay.planner.reserved.WORKSPACE", 512)
     sequence = 2048
     model = built("cpu")

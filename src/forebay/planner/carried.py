@@ -4,12 +4,12 @@ In: a rank's stages as they are placed (`Half`), what it computes in a step, and
 `forebay.saved.manager` would make of them, whose calls are (half's path, number of its call in a cycle). Nothing is kept.
 
 The manager plans with a `Timeline`: in which order regions begin forward and backward, how long that takes, and the bytes of each
-storage that a region saves and a store could take. It measures the three; here the order is the schedule's, seconds are the device
-profile's, and storages are the trace's. What is planned with is the same code: `forebay.planner.solve` for forwards that are
-followed by their backwards, `forebay.planner.interleaved` for a pipeline.
+storage that a region saves and a store could take. It measures the three; here the order is the schedule's, seconds are the
+device profile's, and storages are the trace's. What is planned with is the same code: `forebay.planner.solve` for forwards that
+are followed by their backwards, `forebay.planner.interleaved` for a pipeline.
 
-A device that waits for its host takes longer than the profile says, and carries more meanwhile: more is away than is planned here,
-and memory is lower.
+A device that waits for its host takes longer than the profile says, and carries more meanwhile: more is away than is planned
+here, and memory is lower.
 """
 
 from __future__ import annotations

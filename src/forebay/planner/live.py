@@ -37,7 +37,8 @@ _KERNELS = frozenset(
 )
 """Of aten's operations without FLOPs, those that Inductor calls as they are."""
 _IN_PLACE = frozenset({"aten.scatter.src", "aten.scatter.value"})
-"""Operations that autograd's formulas run in place on a result of their own, but not on subclasses of a tensor, such as fake ones."""
+"""Operations that autograd's formulas run in place on a result of their own, but not on subclasses of a tensor, such as fake
+ones."""
 _PRODUCTS = frozenset({"aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default"})
 _TRAVELS = frozenset(f"forebay.{name}.default" for name in ("dispatch", "combine", "spread", "collect"))
 
@@ -191,9 +192,9 @@ class Live(TorchDispatchMode):
         return True
 
     def _is_in_place(self, name: str, sources: list[Tensor]) -> bool:
-        """Whether its result takes the place of what it reads first, if nobody else holds that. So the autograd engine adds up the
-        gradients of what was read twice, but for subclasses of a tensor; and for views, which hold what they are a view of. An
-        addition of a Python function is its own."""
+        """Whether its result takes the place of what it reads first, if nobody else holds that. So the autograd engine adds up
+        the gradients of what was read twice, but for subclasses of a tensor; and for views, which hold what they are a view of.
+        An addition of a Python function is its own."""
         if name == "aten.add.Tensor" and len(sources) == 2 and sources[0].shape == sources[1].shape:
             node = torch._C._current_autograd_node()
             if sources[0]._is_view():

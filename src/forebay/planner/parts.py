@@ -34,7 +34,8 @@ _Saved = tuple[int, frozenset[int], int]
 @dataclass
 class _Part:
     """A part that ran forward: its graph, and what is known of it so far. `log`: where its forward lies in the log; `kept`:
-    numbers of what is saved, in order; `compiled`: it is a half, and halves are; `dry`: the log of its forward without a graph."""
+    numbers of what is saved, in order; `compiled`: it is a half, and halves are; `dry`: the log of its forward without a
+    graph."""
 
     output: Tensor
     x: Tensor | None

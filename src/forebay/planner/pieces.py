@@ -1,6 +1,7 @@
 """The parts of a stage as they are laid: each with its events, and with what its placement makes of them.
 
-In: a `ModelTrace`, a `Stage` and placements. Out: `Part`s in forward order, which `forebay.planner.reserved` plays. Nothing is kept.
+In: a `ModelTrace`, a `Stage` and placements. Out: `Part`s in forward order, which `forebay.planner.reserved` plays. Nothing is
+kept.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ def _part(path: str, place: Any, trace: PartTrace, placement: str = "keep", ligh
 
 
 def _stashing(part: Part) -> Part:
-    """The half with pages: they are taken before h is made, and h is let go of behind the activation, which is made from it. x and
-    h are the two saved tensors that come to the bytes of the pair; rows of x are the smaller one."""
+    """The half with pages: they are taken before h is made, and h is let go of behind the activation, which is made from it. x
+    and h are the two saved tensors that come to the bytes of the pair; rows of x are the smaller one."""
     sizes = {n: size for n, size in part.events.forward if size and n in part.events.saved}
     pairs = [(x, h) for x in sizes for h in sizes if sizes[x] < sizes[h]]
     found = [pair for pair in pairs if 0 <= sum(sizes[n] for n in pair) - part.stash[0] < _ROUNDED]
@@ -95,6 +96,4 @@ def _stashing(part: Part) -> Part:
     back = part.events.backward
     at = back.index((h, 0)) if (h, 0) in back else 0
     bringing = (*back[:at], (-1, STASHED), *back[at:])
-    return replace(
-        part, events=replace(part.events, forward=tuple(forward), backward=bringing), stashed=(x, sizes[x])
-    )
+    return replace(part, events=replace(part.events, forward=tuple(forward), backward=bringing), stashed=(x, sizes[x]))

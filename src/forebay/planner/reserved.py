@@ -4,10 +4,10 @@ In: for each of the rank's stages its halves with the events of each (`forebay.p
 rank computes in a step, and its weights (`forebay.planner.sharded`). Out: a `Reserved`: bytes that the allocator has taken from
 the driver at most, and bytes that were in use at most. Nothing is kept.
 
-The way of it: parameters, the first step, the optimizer's moments at its end, a second step beside them, which has all that lasts,
-and a third, which may find the second's segments cut otherwise than it left them: GPT-OSS on two H200s reserved 4.3 GiB more in its
-third step, and so it does here. A fourth was never seen to need more. Of the microbatches of a process alone three are run: the
-first begins the gradients, the second finds them, the third finds what the second left.
+The way of it: parameters, the first step, the optimizer's moments at its end, a second step beside them, which has all that
+lasts, and a third, which may find the second's segments cut otherwise than it left them: GPT-OSS on two H200s reserved 4.3 GiB
+more in its third step, and so it does here. A fourth was never seen to need more. Of the microbatches of a process alone three
+are run: the first begins the gradients, the second finds them, the third finds what the second left.
 
 What is allocated besides, and where from:
 
@@ -18,8 +18,8 @@ What is allocated besides, and where from:
     offload      while the manager measures, a half's tensors are free when the next half begins, and there again one half before
                  their backward; behind that they leave and come back as it plans (`forebay.planner.carried`). Where placements
                  are only being chosen, two halves are on their way all the time
-    stash        x and h of the experts lie in pages: in the first step of their own; at that step's end in an arena as large as what
-                 waited at most
+    stash        x and h of the experts lie in pages: in the first step of their own; at that step's end in an arena as large as
+                 what waited at most
     graph        a captured step has a pool of its own, beside what the called ones left when it is emptied; a replay, behind it,
                  needs room to gather and to reduce again
 
@@ -149,13 +149,13 @@ class Run:
 
     def _replay(self) -> None:
         """A captured step once more: its own memory is there. What comes before and behind it is called, and finds no cache."""
-        assert isinstance(self._life, Gathered)
-        self._life.gather()
-        self.paper.begin_graph("step")
-        self._life.begin_step()
-        self._life.end_step(0)
-        self.paper.end_graph()
-        self._life.reduce()
+        if isinstance(self._life, Gathered):
+            self._life.gather()
+            self.paper.begin_graph("step")
+            self._life.begin_step()
+            self._life.end_step(0)
+            self.paper.end_graph()
+            self._life.reduce()
 
     def zero_grad(self) -> None:
         """Forget gradients, without an optimizer's step."""
@@ -187,8 +187,8 @@ class Run:
 
 @dataclass(eq=False)
 class _Ran:
-    """A part of a microbatch that ran forward: its blocks by storage, its input, and whether they have left. `call`: number of the
-    part's forwards in the manager's cycle before this one."""
+    """A part of a microbatch that ran forward: its blocks by storage, its input, and whether they have left. `call`: number of
+    the part's forwards in the manager's cycle before this one."""
 
     part: Part
     blocks: dict[int, Block]
@@ -201,8 +201,8 @@ class _Ran:
 
 @dataclass
 class _Later:
-    """Of a split backward what the experts' weight gradients wait with: their bytes and numbers, and the tensors that they will be
-    made of."""
+    """Of a split backward what the experts' weight gradients wait with: their bytes and numbers, and the tensors that they will
+    be made of."""
 
     numbers: frozenset[int]
     gradients: tuple[int, ...]
@@ -279,8 +279,9 @@ class _Step:
             self._free(blocks)
 
     def _together(self, forward: Any, backward: Any) -> None:
-        """As `forebay.pipeline` has it: the backward's first transfer is on its way before the forward computes. In a pipeline the
-        head is a computation too, and what the forward leaves is waited for behind one computation more; else it comes last."""
+        """As `forebay.pipeline` has it: the backward's first transfer is on its way before the forward computes. In a pipeline
+        the head is a computation too, and what the forward leaves is waited for behind one computation more; else it comes
+        last."""
         there = self._forward(forward.stage, forward.microbatch)
         back = self._backward(backward.stage, backward.microbatch, False)
         stages = self._rank.stages

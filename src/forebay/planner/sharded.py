@@ -306,8 +306,8 @@ class _Sharded:
 
 
 class ByModule(_Sharded):
-    """See the module docstring. With `reshard` layers and ends are given back behind their forward, and gathered again; the ends are
-    one module's, the model's own."""
+    """See the module docstring. With `reshard` layers and ends are given back behind their forward, and gathered again; the ends
+    are one module's, the model's own."""
 
     def __init__(self, paper: CachingAllocator, groups: Sequence[Group], sharing: Sharing, stream: Any):
         super().__init__(paper, groups, sharing, stream)

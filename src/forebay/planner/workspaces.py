@@ -9,10 +9,10 @@ instead of a name is one of the results, whose bytes are the result's own. Nothi
                                        dO*O and dq in fp32, sequence rounded up to 128 and the head's width to 32, and for grouped
                                        queries dk and dv of all query heads. In one piece: cuDNN's, which torch 2.11 takes on an
                                        H200 (seen in recorded histories of three models, equal to the byte)
-    softmax's backward                 the product of gradient and output, as large as the result, on a GPU (`SoftMax.cu`): of eager
-                                       attention, a whole tensor of scores
-    embedding's backward               of more than 3072 tokens on a GPU (`EmbeddingBackwardKernel.cu`): a row in fp32 for each tenth
-                                       token and for each different one, of which there may be as many as tokens
+    softmax's backward                 the product of gradient and output, as large as the result, on a GPU (`SoftMax.cu`): of
+                                       eager attention, a whole tensor of scores
+    embedding's backward               of more than 3072 tokens on a GPU (`EmbeddingBackwardKernel.cu`): a row in fp32 for each
+                                       tenth token and for each different one, of which there may be as many as tokens
     sums                               of many values to few on a GPU (`Reduce.cuh`): where a thread would add up 256 and more,
                                        several blocks share an output, and each leaves its part in memory. A bias's gradient
                                        of 2048 tokens and 2880 columns takes 45 MiB so, equal to a recorded history's

@@ -14,7 +14,8 @@ from forebay.planner.events import CAME, SENT, Ends, Gone, Mark, Op, PartEvents,
 from forebay.planner.figures import Shape
 from forebay.planner.fit import RankFit, Stage, alone
 from forebay.planner.live import Live
-from forebay.planner.reserved import WORKSPACE, Part, Rank, Reserved, Run, parts_of, reserve, shortened, with_reserved
+from forebay.planner.pieces import Part, parts_of
+from forebay.planner.reserved import WORKSPACE, Rank, Reserved, Run, reserve, shortened, with_reserved
 from forebay.planner.sharded import Group, groups_of
 from forebay.planner.state import Sharing, weights_of
 from forebay.planner.trace import base_path, trace_model

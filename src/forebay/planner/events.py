@@ -27,9 +27,10 @@ from typing import NamedTuple
 Event = tuple[int, int]
 """(storage, bytes) where it is allocated, (storage, 0) where it is freed, (-1, index of a mark) where something is marked."""
 
-SENT, CAME, MULTIPLIES, NORMED = 0, 1, 2, 3
+SENT, CAME, MULTIPLIES, NORMED, STASHED = 0, 1, 2, 3, 4
 """Marks: in front of an operation of which tokens travel, and behind it; in front of a part's first matrix product, for which
-cuBLAS has a workspace; and behind the last norm, when a model's own forward is over."""
+cuBLAS has a workspace; behind the last norm, when a model's own forward is over; where pages are taken
+(`forebay.planner.pieces`)."""
 
 
 class Op(NamedTuple):
@@ -65,8 +66,8 @@ class PartEvents:
         alone: forward where nothing is saved: recomputation's first time.
         x, output, gradient, dx: numbers of the input, the output, the output's gradient and the input's; -1 for none.
         saves_x: backward reads x.
-        saved: numbers of what lasts from forward to backward, in the order in which it is saved; of a compiled half, in which
-            it is made.
+        saved: numbers of what lasts from forward to backward, in the order in which it is saved; of a compiled half, in which it
+            is made.
         weights: numbers of the weights' gradients, in the order in which they are made.
         travelling: numbers of what is allocated where tokens travel: on a stream of its own, if there is one.
     """
@@ -110,7 +111,7 @@ def part_events(forward: Log, backward: Log, ends: Ends, compiled: bool, dry: Lo
         alone = _alone(dry, ends) if dry else list(_without_saving(forward, ends))
     there, back, alone = (_once(events) for events in (there, back, alone))
     frees = {n for n, size in (*there, *back) if not size}
-    made = {n for n, size in (*there, *back) if size}
+    made = {n for n, size in (*there, *back) if size and n >= 0}
     there = [e for e in there if e[0] < 0 or e[1] or e[0] not in (ends.x, ends.output)]
     back = [e for e in back if e[0] < 0 or not e[1] or e[0] not in (ends.x, ends.output, ends.gradient)]
     # What nobody let go of while it was watched, such as what a router said.

@@ -30,7 +30,7 @@ from torch.utils.flop_counter import flop_registry
 from forebay.models.compile import made_again
 from forebay.planner.costs import Tally
 from forebay.planner.events import CAME, MULTIPLIES, SENT, Gone, Log, Mark, Op, highest
-from forebay.planner.workspaces import EAGER, Step, steps_of
+from forebay.planner.workspaces import EAGER, GIVEN, Step, steps_of
 
 _KERNELS = frozenset(
     {"topk", "sort", "cumsum", "index_put", "index_put_", "embedding_dense_backward", "bincount", "_grouped_mm"}
@@ -74,6 +74,7 @@ class Live(TorchDispatchMode):
         self._count = 0
         self._again = made_again()
         self._fused = fused
+        self._early: set[int] = set()  # storages of which the log says already that they are gone
         # Of the log's last operation where it is, the storage that it may be written to, and its result's.
         self._written: tuple[int, int, int] | None = None
 
@@ -125,7 +126,7 @@ class Live(TorchDispatchMode):
         if name in _TRAVELS:
             self._note_travel(reads, new)
         elif steps:
-            self._note_steps(reads, results, new, steps)
+            self._note_steps(reads, args, new, steps)
             self.peak = max(self.peak, before + self._highest(results, steps))
         elif any(new) or (results and not getattr(func, "is_view", False)):
             if name in _PRODUCTS:
@@ -170,6 +171,8 @@ class Live(TorchDispatchMode):
         self._origins.pop(key, None)
         self.tally.forget(key)
         number = self._numbers.pop(key)
+        if number in self._early:
+            return
         if self._written is not None and number == self._written[1] and self._in_its_place(number):
             return
         self.log.append(Gone(number))
@@ -204,10 +207,8 @@ class Live(TorchDispatchMode):
         self.travelling.update(m[0] for m in made)
         self.log += [Mark(SENT), Op(False, reads, made), Mark(CAME)]
 
-    def _note_steps(
-        self, reads: tuple[int, ...], results: list[Tensor], new: list[Made | None], steps: tuple[Step, ...]
-    ) -> None:
-        """An operation's own order: its results among what comes and goes."""
+    def _note_steps(self, reads: tuple[int, ...], args: Any, new: list[Made | None], steps: tuple[Step, ...]) -> None:
+        """An operation's own order: its results among what comes and goes, arguments that nobody needs any more too."""
         names: dict[str, int] = {}
         missing = {i for i, made in enumerate(new) if made is not None}
         self.log.append(Op(False, reads, ()))
@@ -221,6 +222,11 @@ class Live(TorchDispatchMode):
                 names[key] = self._count
                 self._count += 1
                 self.log.append(Op(False, reads, ((names[key], self._rounded(size), False, frozenset()),)))
+            elif key.startswith(GIVEN):
+                number = self.number(args[int(key.removeprefix(GIVEN))])
+                self._early.add(number)
+                reads = tuple(n for n in reads if n != number)
+                self.log.append(Gone(number))
             else:
                 self.log.append(Gone(names.pop(key)))
         rest = tuple(made for i in sorted(missing) if (made := new[i]) is not None)

@@ -18,8 +18,8 @@ What is allocated besides, and where from:
     offload      while the manager measures, a half's tensors are free when the next half begins, and there again one half before
                  their backward; behind that they leave and come back as it plans (`forebay.planner.carried`). Where placements
                  are only being chosen, two halves are on their way all the time
-    stash        x and h of the experts lie in pages: in the first step of their own, a half's behind its forward; at that
-                 step's end in an arena as large as what waited at most
+    stash        x and h of the experts lie in pages: in the first step of their own; at that step's end in an arena as large as
+                 what waited at most
     graph        a captured step has a pool of its own, beside what the called ones left when it is emptied; a replay, behind it,
                  needs room to gather and to reduce again
 
@@ -31,55 +31,23 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from forebay.planner.allocator import Block, CachingAllocator
 from forebay.planner.carried import CYCLES, may_leave
-from forebay.planner.events import CAME, MULTIPLIES, NORMED, PartEvents
-from forebay.planner.figures import ModelTrace, PartTrace
-from forebay.planner.fit import RankFit, Stage
+from forebay.planner.events import CAME, MULTIPLIES, NORMED, SENT, STASHED
+from forebay.planner.fit import RankFit
+from forebay.planner.pieces import PAGE, Part
 from forebay.planner.sharded import DEFAULT, ByModule, Gathered, Group, Life, Persistent, Plain
 from forebay.planner.simulate import Key, Plan
 from forebay.planner.state import Sharing
 
 WORKSPACE = 32 << 20
 STEPS = 3
-PAGE = 256 << 10
-"""Bytes of a page of `forebay.stores.pages`, which is a store's and not for a planner; and what its arena is larger than a step
-needs: by one page for so many."""
-_MARGIN = 64
+_MARGIN = 64  # pages of `forebay.stores.pages`, for which its arena has one more than a step needs
 _TRANSFERS = "transfers"
 _MOST = 3  # microbatches of a process alone, behind which nothing is new
-
-
-@dataclass(frozen=True)
-class Part:
-    """A half, or an end, as it is placed.
-
-    Attributes:
-        place: a layer's place among the rank's, "embedding" or "head".
-        stash: bytes of x and h as buffers, and of the rows that came.
-        balance: bytes that the load-balancing loss holds for it until its backward is over.
-        later: see `PartTrace`.
-    """
-
-    path: str
-    place: Any
-    events: PartEvents
-    placement: str = "keep"
-    stash: tuple[int, int] = (0, 0)
-    balance: int = 0
-    later: int = 0
-
-    @property
-    def pages(self) -> int:
-        """Bytes of the pages of its rows that came: of x and of h, each with a page that is not full."""
-        return (self.stash[1] // PAGE + 2) * PAGE
-
-    @property
-    def mlp(self) -> bool:
-        """The second half of a layer."""
-        return self.path.endswith(".mlp")
 
 
 @dataclass(frozen=True)
@@ -181,14 +149,13 @@ class Run:
 
     def _replay(self) -> None:
         """A captured step once more: its own memory is there. What comes before and behind it is called, and finds no cache."""
-        if not isinstance(self._life, Gathered):
-            return
-        self._life.gather()
-        self.paper.begin_graph("step")
-        self._life.begin_step()
-        self._life.end_step(0)
-        self.paper.end_graph()
-        self._life.reduce()
+        if isinstance(self._life, Gathered):
+            self._life.gather()
+            self.paper.begin_graph("step")
+            self._life.begin_step()
+            self._life.end_step(0)
+            self.paper.end_graph()
+            self._life.reduce()
 
     def zero_grad(self) -> None:
         """Forget gradients, without an optimizer's step."""
@@ -212,7 +179,7 @@ class Run:
         if self._arena is None and most:
             pages = most // PAGE
             self._arena = self.paper.malloc((pages + -(-pages // _MARGIN)) * PAGE, self._stream)
-            # Whoever has other pages than before gives up a graph that is not there yet, and empties the cache
+            # Whoever has other pages than before gives up a graph that is not there yet, and empties the cache.
             if self._rank.graph:
                 self.paper.empty_cache()
 
@@ -227,7 +194,6 @@ class _Ran:
     x: Block | None
     sizes: dict[int, int] = field(default_factory=dict)  # of what left
     balance: Block | None = None
-    stashed: tuple[int, ...] = ()
     pages: Block | None = None
     call: int = 0
 
@@ -358,7 +324,8 @@ class _Step:
                 embedded.append(x)
                 done.x = x = None
             events = part.events.alone if again else part.events.forward
-            yield from self._play(done.blocks, events, part, made=partial(self._free_all, embedded))
+            told = {NORMED: partial(self._free_all, embedded), STASHED: partial(self._take_pages, done)}
+            yield from self._play(done.blocks, events, part, told=told)
             output = done.blocks.pop(part.events.output)
             self._leave(done, again)
             if x is not None and not (part.events.saves_x or again):
@@ -395,16 +362,8 @@ class _Step:
             blocks.clear()
         elif part.placement == "offload" and self._plan is None:
             self._leaving.append(done)
-        elif part.placement == "stash" and part.stash[0]:
-            pair = _pair(blocks, part.stash[0])
-            if pair and not self._paged:  # in memory of their own
-                done.pages = self._paper.malloc(part.pages, self._stream)
-            for n in pair:
-                done.sizes[n] = blocks[n].size
-                self._paper.free(blocks.pop(n))
-            done.stashed = pair
-            self._stashed += part.pages if pair else 0
-            self.most_stashed = max(self.most_stashed, self._stashed)
+        elif part.stashed:
+            self._paper.free(blocks.pop(part.stashed[0]))
 
     # --- what is offloaded ----------------------------------------------------------------------------------------
 
@@ -501,19 +460,30 @@ class _Step:
             blocks[events.x] = done.x
         if self._rank.engine and part.mlp and not part.events.travelling:
             yield
-        for n in done.stashed:  # x comes out of the pages again, h is read there
-            if done.sizes[n] == min(done.sizes.values()):
-                blocks[n] = self._paper.malloc(done.sizes[n], self._stream)
-        yield from self._play(blocks, backward, part, frozenset(events.weights), 1, partial(self._give_pages, done))
+        told = {CAME: partial(self._give_pages, done), STASHED: partial(self._bring, done)}
+        yield from self._play(blocks, backward, part, frozenset(events.weights), 1, told)
         dx = blocks.pop(events.dx, None)
         self._free(block for block in blocks.values() if block is not dx)
         if done.balance is not None:
             self._paper.free(done.balance)
         return dx
 
+    def _take_pages(self, done: _Ran) -> None:
+        """For x and h of a half, before h is made. Without an arena they are in memory of their own."""
+        if not self._paged:
+            done.pages = self._paper.malloc(done.part.pages, self._stream)
+        self._stashed += done.part.pages
+        self.most_stashed = max(self.most_stashed, self._stashed)
+
+    def _bring(self, done: _Ran) -> None:
+        """x comes out of the pages; h is read there."""
+        if done.part.stashed:
+            number, size = done.part.stashed
+            done.blocks[number] = self._paper.malloc(size, self._stream)
+
     def _give_pages(self, done: _Ran) -> None:
         """Behind the experts' weight gradients."""
-        if done.stashed:
+        if done.part.stashed:
             self._stashed -= done.part.pages
         if done.pages is not None:
             self._paper.free(done.pages)
@@ -522,8 +492,6 @@ class _Step:
         """What was offloaded is wanted."""
         if done in self._leaving:
             self._leaving.remove(done)
-        if done.stashed:
-            return
         for n, size in done.sizes.items():
             block = self._paper.malloc(size, self._stream)
             if n == done.part.events.x:
@@ -560,25 +528,30 @@ class _Step:
         part: Part,
         weights: frozenset[int] = frozenset(),
         thread: int = 0,
-        made: Callable[[], None] = lambda: None,
+        told: Mapping[int, Callable[[], None]] = MappingProxyType({}),
     ) -> Iterator[None]:
-        """Events, on blocks. In an engine stops where tokens were sent. `thread`: 1 for autograd's. `made`: called when the
-        experts' weight gradients are, or the last norm is."""
+        """Events, on blocks. In an engine stops where tokens were sent. `thread`: 1 for autograd's. `told`: what to call at a
+        mark; at `CAME` when the experts' weight gradients are made."""
         malloc, free, travelling = self._paper.malloc, self._paper.free, part.events.travelling
         number_of_stops = 0
         for number, size in events:
             if number < 0:
                 if size == MULTIPLIES:
                     self._workspace(thread)
-                elif size == NORMED:
-                    made()
+                elif size in (NORMED, STASHED) and size in told:
+                    told[size]()
+                elif size == SENT and number_of_stops:
+                    self._life.compute_experts(part.place, False)
                 elif size == CAME:
                     if self._rank.engine:
                         yield
                     if weights and number_of_stops:  # behind the experts' backward, their weights' gradients
-                        made()
+                        if CAME in told:
+                            told[CAME]()
                         if self._rank.engine:
                             yield
+                    if not number_of_stops:
+                        self._life.compute_experts(part.place, True)
                     number_of_stops += 1
             elif size:
                 blocks[number] = malloc(size, self._side if number in travelling else self._stream)
@@ -602,28 +575,6 @@ class _Step:
     def _free(self, blocks: Any) -> None:
         for block in list(blocks):
             self._paper.free(block)
-
-
-def parts_of(
-    trace: ModelTrace, stage: Stage, placements: Mapping[str, str], *, prefix: str, recompute: str
-) -> list[Part]:
-    """The parts of a stage in forward order: what `forebay.planner.fit.halves_of` makes of the same arguments."""
-    found = [_part("embedding", "embedding", trace.embedding)] if stage.embedding else []
-    for number, place in zip(stage.layers, stage.places, strict=True):
-        layer = trace.layers[number]
-        for name, half in (("self_attn", layer.attention), ("mlp", layer.mlp)):
-            path = f"{prefix}.{number}.{name}"
-            placement = placements.get(path, "keep")
-            light = placement == "recompute" and recompute != "full" and half.light_events is not None
-            part = _part(path, place, half, "keep" if light else placement, light)
-            found.append(replace(part, balance=trace.balance if name == "mlp" and layer.is_moe else 0))
-    return found + ([_part("head", "head", trace.head)] if stage.head else [])
-
-
-def _part(path: str, place: Any, trace: PartTrace, placement: str = "keep", light: bool = False) -> Part:
-    events = trace.light_events if light else trace.events
-    assert events is not None, "a trace has events"
-    return Part(path, place, events, placement, trace.stash, later=trace.later)
 
 
 def with_reserved(fit: RankFit, found: Reserved) -> RankFit:
@@ -653,16 +604,6 @@ def shortened(actions: Sequence[Any], engine: bool) -> Sequence[Any]:
 def _travelling(parts: Sequence[Part]) -> list[bool]:
     """Of a stage's layers, which have experts."""
     return [bool(part.events.travelling) for part in parts if part.mlp]
-
-
-def _pair(blocks: Mapping[int, Block], size: int) -> tuple[int, ...]:
-    """Two blocks that come to `size` bytes, but for rounding; none if there are no such."""
-    numbers = sorted(blocks, key=lambda n: blocks[n].size)
-    for i, a in enumerate(numbers):
-        for b in numbers[i + 1 :]:
-            if 0 <= blocks[a].size + blocks[b].size - size < 4096:
-                return a, b
-    return ()
 
 
 def _drain(steps: Iterator[None]) -> None:

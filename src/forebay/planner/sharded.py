@@ -110,6 +110,9 @@ class Life(Protocol):
     def leave(self, place: Any, mlp: bool, backward: bool, last: bool) -> None:
         """It is over."""
 
+    def compute_experts(self, place: Any, begin: bool) -> None:
+        """Where tokens travel: the experts' own computation begins, or is over."""
+
     def keeps(self, place: Any, mlp: bool, block: Block) -> bool:
         """A weight's gradient was made, and autograd lets go of it: whether it stays."""
 
@@ -188,6 +191,9 @@ class Plain:
             self._seen[place, mlp] = 0
 
     def leave(self, place: Any, mlp: bool, backward: bool, last: bool) -> None:
+        """Nothing."""
+
+    def compute_experts(self, place: Any, begin: bool) -> None:
         """Nothing."""
 
     def keeps(self, place: Any, mlp: bool, block: Block) -> bool:
@@ -277,6 +283,9 @@ class _Sharded:
         else:
             self._shards[number] = [reduced]
 
+    def compute_experts(self, place: Any, begin: bool) -> None:
+        """They are there with their half."""
+
     def _reduced(self) -> None:
         self._free(self._sending)
         self._sending = []
@@ -297,8 +306,8 @@ class _Sharded:
 
 
 class ByModule(_Sharded):
-    """See the module docstring. With `reshard` layers and ends are given back behind their forward, and gathered again; the
-    ends are one module's, the model's own."""
+    """See the module docstring. With `reshard` layers and ends are given back behind their forward, and gathered again; the ends
+    are one module's, the model's own."""
 
     def __init__(self, paper: CachingAllocator, groups: Sequence[Group], sharing: Sharing, stream: Any):
         super().__init__(paper, groups, sharing, stream)
@@ -309,7 +318,9 @@ class ByModule(_Sharded):
         self._layers: dict[Any, list[int]] = {}
         for n, group in enumerate(groups):
             self._layers.setdefault(group.place, []).append(n)
-        self._order = [n for n, group in enumerate(groups) if group.place >= 0]
+        # A layer's experts, in a group of their own, have gone forward before it has.
+        layers = [n for n, group in enumerate(groups) if group.place >= 0]
+        self._order = sorted(layers, key=lambda n: (groups[n].place, not groups[n].experts))
 
     def begin_step(self) -> None:
         """Nothing is gathered yet."""
@@ -453,17 +464,25 @@ class Gathered(_Sharded):
                     self._sums[n].append(self._paper.malloc(s.summed * whole, self._stream))
 
     def enter(self, place: Any, mlp: bool, backward: bool, last: bool) -> None:
-        """The experts, if they were given back."""
-        n = self._brief.get(place)
-        if n is not None and mlp and n not in self._whole:
-            arriving = self._gather(n, self._stream)
-            self._copy_out(n)
-            self._free(arriving)
+        """The experts, if they were given back. Where tokens travel, other microbatches compute within a half: not before they
+        have come."""
+        if mlp and self._s.ep == 1:
+            self.compute_experts(place, True)
 
     def leave(self, place: Any, mlp: bool, backward: bool, last: bool) -> None:
         """Give them back."""
-        if mlp and place in self._brief:
-            self._reshard(self._brief[place])
+        if mlp and self._s.ep == 1:
+            self.compute_experts(place, False)
+
+    def compute_experts(self, place: Any, begin: bool) -> None:
+        """See `Life`."""
+        n = self._brief.get(place)
+        if n is not None and begin and n not in self._whole:
+            arriving = self._gather(n, self._stream)
+            self._copy_out(n)
+            self._free(arriving)
+        elif n is not None and not begin:
+            self._reshard(n)
 
     def keeps(self, place: Any, mlp: bool, block: Block) -> bool:
         """It was added to its sum."""

@@ -30,6 +30,8 @@ import torch
 from torch import Tensor
 
 Step = tuple[str | int, int]
+GIVEN = "argument "
+"""With an argument's number behind it, and 0 bytes: nobody needs it from here on."""
 _CHUNK = 512  # slots that a program of sort_slots counts
 _THREADS, _WARP, _MOST_VALUES = 512, 32, 256  # of a reduction's block, of a warp, and values that a thread adds up
 _FEW_TOKENS, _ROWS_A_THREAD = 3072, 10  # of an embedding's backward
@@ -99,6 +101,8 @@ def _experts_backward(
     steps += making_gate_up if not later else []
     if later:
         gathered: list[Step] = [("rows of dy again", rows), *making_down, ("rows of dy again", 0)]
+        # Its node is done with h before the weights' gradients are made.
+        steps += [(f"{GIVEN}2", 0)] if h is not None else []
         steps += (gathered if need_down else []) + free + making_gate_up
     steps += [(dh, 0)] if dh in made else []
     steps += [(1, 0), ("dw", 0)] if "dw" in made else []

@@ -19,7 +19,8 @@ from forebay.planner.carried import Half, carried_by_path, plan_link
 from forebay.planner.choose import Choice, Machine, choose, parts_by_path, rank_options
 from forebay.planner.figures import ModelTrace
 from forebay.planner.fit import Held, RankFit, Seen, Stage, alone, fit_rank, halves_of
-from forebay.planner.reserved import Part, Rank, parts_of, reserve, shortened, with_reserved
+from forebay.planner.pieces import Part, parts_of
+from forebay.planner.reserved import Rank, reserve, shortened, with_reserved
 from forebay.planner.sharded import groups_of
 from forebay.planner.simulate import LIGHT, Plan
 from forebay.planner.state import Sharing, State, Weights, state_of

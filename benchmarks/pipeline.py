@@ -18,8 +18,8 @@ A step is forward and backward of all microbatches of the global batch, until th
                       what its capture took at most is allocated
 
     graph             whether forwards and backwards of the step were one CUDA graph, or why not
-    late release      bytes at stage boundaries that nobody else holds where memory is highest; and how much lower the peak is
-                      with early release
+    late release      by how much its peak would be lower without the bytes at stage boundaries that nobody else holds, counted
+                      as a step goes; and how much lower the peak is with early release
     offload           bytes of a step that go to the host and come back, and by how much the plan says that the peak falls;
                       against the same schedule without, in the same run: time, activations, and R, what fell over what was to
 
@@ -101,14 +101,15 @@ def settings(args: argparse.Namespace, model: str, arm: str, world: int) -> Any:
 class Retained:
     """Bytes that nobody but late release holds: tensors at stage boundaries, by weak references.
 
-    They are counted whenever a stage function has ended or a transfer was waited for. `at_peak` is the count from which memory
-    rose to its highest: the count before the first look behind that moment.
+    They are counted whenever a stage function has ended or a transfer was waited for. Without what the look before had counted,
+    the highest memory between two looks would be lower by as much; the peak then may be elsewhere. Reads the allocator's peak,
+    and resets it.
     """
 
     _ENDINGS = ("_run_front", "_run_experts", "_run_experts_backward", "_run_front_backward")
 
     def __init__(self, on: bool):
-        self.at_peak = self._held = self._top = 0
+        self._held = self._top = self._without = 0
         self._refs: list[weakref.ref[torch.Tensor]] = []
         self._undo: list[Callable[[], None]] = []
         if on:
@@ -126,8 +127,8 @@ class Retained:
     def look(self) -> None:
         """Count bytes that would be free without it."""
         top = torch.cuda.max_memory_allocated()
-        if top > self._top:
-            self._top, self.at_peak = top, self._held
+        torch.cuda.reset_peak_memory_stats()
+        self._top, self._without = max(self._top, top), max(self._without, top - self._held)
         alive = [t for ref in self._refs if (t := ref()) is not None]
         self._refs[:] = [weakref.ref(t) for t in alive]
         owners: dict[int, int] = {}
@@ -139,6 +140,11 @@ class Retained:
         # The tensors here, and `storage` itself.
         alone = [s for key, s in storages.items() if torch._C._storage_Use_Count(key) <= owners[key] + 1]
         self._held = sum(s.nbytes() for s in alone)
+
+    @property
+    def lowers(self) -> int:
+        """By how many bytes the peak would be lower without them."""
+        return self._top - self._without
 
     def stop(self) -> None:
         while self._undo:
@@ -231,7 +237,7 @@ def measure(args: argparse.Namespace, name: str, arm: str) -> dict[str, Any]:
             "graph": None if trainer.captured is None else trainer.captured.why_not or "yes",
             "reserved": max(of("reserved")),
             "segments of streams GiB": by_stream(),
-            "held by late release GiB": ", ".join(f"{v:.3f}" for v in of("late")),
+            "late release costs GiB": ", ".join(f"{v:.3f}" for v in of("late")),
             "offloaded a step GiB": ", ".join(f"{v:.1f}" for v in of("moved")),
             "planned fall GiB": ", ".join(f"{v:.2f}" for v in of("fall")),
         }
@@ -332,7 +338,7 @@ def watched(args: argparse.Namespace, trainer: Any, engine: Any, number: int, na
         "hidden": 1 - waits / transfers if transfers else 1.0,
         "transfers": transfers,
         "waits": waits,
-        "late": retained.at_peak / GIB,
+        "late": retained.lowers / GIB,
     }
 
 

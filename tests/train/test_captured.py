@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from forebay.train import captured
 from forebay.train.captured import CapturedStep, Kept, Timing
 
 
@@ -18,6 +19,7 @@ class Pretence:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.recording: Any = None
         self.graphs = 0
+        self.ends = True  # whether what was launched is over when somebody asks
         pretence = self
 
         class Graph:
@@ -43,8 +45,16 @@ class Pretence:
             def wait_stream(self, _: Any) -> None:
                 pass
 
+        class Event:
+            def record(self, _: Any) -> None:
+                pass
+
+            def query(self) -> bool:
+                return pretence.ends
+
         for name, value in {
             "Stream": Stream,
+            "Event": Event,
             "CUDAGraph": Graph,
             "graph": graph,
             "stream": lambda _: nullcontext(),
@@ -124,6 +134,26 @@ def test_called_thrice_then_captured_then_replayed(pretence: Pretence) -> None:
         assert len(engine.calls) == calls
         assert engine.step.captured == (calls == 4)
     assert pretence.graphs == 1
+
+
+def test_a_first_replay_that_does_not_end_is_ended_and_its_step_called(
+    pretence: Pretence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Opened:
+        def open(self) -> None:
+            pretence.ends = True
+
+    monkeypatch.setattr(captured, "_ENDS", 0.05)
+    engine = Engine(pretence, flags=[Opened()])
+    for _ in range(3):
+        engine.run(3, 5)
+    pretence.ends = False
+    engine.run(3, 5)
+    assert pretence.ends
+    assert len(engine.calls) == 5  # the capture, and the call in its place
+    assert engine.step.why_not is not None and "did not end" in engine.step.why_not
+    engine.run(3, 5)
+    assert len(engine.calls) == 6 and not engine.step.captured
 
 
 def test_results_of_one_step_stay_when_the_next_one_runs(pretence: Pretence) -> None:

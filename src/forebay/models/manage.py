@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from forebay.kernels.flags import Flags
 from forebay.models.causal_lm import install_fused_loss
 from forebay.models.compile import compile_half
 from forebay.models.families import has_known_layers, moe_blocks
@@ -121,6 +122,11 @@ class Managed:
     def settled(self) -> bool:
         """See `forebay.saved.manager.Manager.settled`."""
         return self._manager.settled
+
+    @property
+    def flags(self) -> Flags:
+        """By which streams of a captured cycle wait for copies."""
+        return self._manager.store.lanes.flags
 
     def capturing(self, timed: bool = False) -> AbstractContextManager[None]:
         """See `forebay.saved.manager.Manager.capturing`."""

@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forebay.kernels.flags import Flags
 from forebay.moe.dispatch.exchange import Exchange
 
 
@@ -201,10 +202,12 @@ class ExecutionContext:
 
     Attributes:
         meter: measures transfers while it is on.
+        flags: by which the compute stream waits for transfers in a CUDA graph.
     """
 
     def __init__(self, device: torch.device):
         self.meter = TransferMeter()
+        self.flags = Flags(device)
         self._device = device
         # High priority: a transfer's blocks go first when the compute stream fills every multiprocessor.
         self.comm: Any = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else NullStream()
@@ -221,6 +224,8 @@ class ExecutionContext:
         """Name the compute stream: the current one. Call it outside of any stream context, once a step."""
         if self._device.type == "cuda":
             self.compute = torch.cuda.current_stream(self._device)
+            if torch.cuda.is_current_stream_capturing():
+                self.flags.begin()
         # A CUDA graph that is being captured must know of a stream before `leave` joins it, also if no transfer is launched.
         self.comm.wait_stream(self.compute)
 
@@ -230,17 +235,24 @@ class ExecutionContext:
         Call it right after the stage that made `args`: what is given to the compute stream in between delays the transfer.
         The result is a tensor or a tuple.
         """
+        flag = self.flags.take()
+        wait: Callable[[Any], None]
         self.comm.wait_event(self.compute.record_event())
         with nullcontext() if isinstance(self.comm, NullStream) else torch.cuda.stream(self.comm):
             results = self.meter.transfer(self.comm, partial(transfer, *args))
         self._count += 1
-        self._deferred.append((self._count, self.comm.record_event(), args))
+        if flag is not None:
+            flag.set(self.comm)
+            wait = flag.block
+        else:
+            wait = partial(_wait_for, self.comm.record_event())
+        self._deferred.append((self._count, wait, args))
         return Pending(results if isinstance(results, tuple) else (results,), self, self._count)
 
     def wait_for(self, number: int) -> None:
         """Make the compute stream wait for transfer `number`, and let go of what it and those before it read."""
         while self._deferred and self._deferred[0][0] <= number:
-            self.meter.wait(self.compute, partial(self.compute.wait_event, self._deferred[0][1]))
+            self.meter.wait(self.compute, partial(self._deferred[0][1], self.compute))
             self._deferred.popleft()
 
     def leave(self) -> None:
@@ -250,6 +262,10 @@ class ExecutionContext:
             self.comm.wait_stream(self.compute)
         finally:  # streams of a capture that failed cannot be joined
             self._deferred.clear()
+
+
+def _wait_for(event: Any, stream: Any) -> None:
+    stream.wait_event(event)
 
 
 class Wire:

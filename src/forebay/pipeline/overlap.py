@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forebay.kernels.flags import Flags
 from forebay.moe.weight_gradients import WeightGradients
 from forebay.pipeline.execution import ExecutionContext, Pending, cut
 from forebay.pipeline.passes import Layer, Said, StagePass, has_experts, take_turns
@@ -69,6 +70,11 @@ class OverlappedStep:
         self._context = ExecutionContext(device)
         travelling = [has_experts(layer) for layer in self.layers]
         self._order = turns(travelling, travelling[::-1])
+
+    @property
+    def flags(self) -> Flags:
+        """By which the compute stream waits for transfers in a CUDA graph."""
+        return self._context.flags
 
     def run(
         self,

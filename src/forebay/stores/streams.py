@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from forebay.kernels.flags import Flag, Flags
+
 Events = tuple[torch.cuda.Event, torch.cuda.Event]
 Copy = tuple[torch.Tensor, torch.Tensor]  # from, to
 
@@ -26,14 +28,22 @@ class Done:
         spare: where the events go when nobody can ask for them any more. They may be recorded again although a stream has yet
             to reach its wait for them: that wait is for what was recorded when it was enqueued.
         clock: the events to ask for the time, where they are not `pair`; None for copies whose time nobody can ask for.
+        flag: of copies in a CUDA graph, what is set at their end.
     """
 
-    __slots__ = ("_behind", "_clock", "_spare", "pair")
+    __slots__ = ("_behind", "_clock", "_flag", "_spare", "pair")
 
-    def __init__(self, pair: Events | None, spare: list[Events] | None = None, clock: Events | None = None):
+    def __init__(
+        self,
+        pair: Events | None,
+        spare: list[Events] | None = None,
+        clock: Events | None = None,
+        flag: Flag | None = None,
+    ):
         self.pair = pair
         self._spare = spare
         self._clock = clock
+        self._flag = flag
         self._behind: list[Any] = []  # streams that wait for it already: what they are given from now on is behind it
 
     def __del__(self) -> None:
@@ -43,7 +53,10 @@ class Done:
     def block(self, stream: Any) -> None:
         """Make `stream` (a CUDA stream, or None on a CPU) wait until the copies are over. The host does not wait."""
         if self.pair is not None and stream not in self._behind:
-            stream.wait_event(self.pair[1])
+            if self._flag is not None:
+                self._flag.block(stream)
+            else:
+                stream.wait_event(self.pair[1])
             self._behind.append(stream)
 
     def milliseconds(self) -> float | None:
@@ -60,6 +73,7 @@ class CopyLanes:
 
     Attributes:
         time_captured: copies that a CUDA graph captures can be asked for their time, when it has run. Two nodes more a copy.
+        flags: by which streams of a graph wait for copies.
     """
 
     def __init__(self, device: torch.device):
@@ -70,6 +84,7 @@ class CopyLanes:
         self._ready = torch.cuda.Event() if on_gpu else None
         self._spare: list[Events] = []
         self.time_captured = False
+        self.flags = Flags(device)
 
     def compute_stream(self) -> Any:
         """The current stream of the device, or None on a CPU.
@@ -114,6 +129,7 @@ class CopyLanes:
                     target.copy_(source)
             return [Done(None) for _ in batches]
         assert self._ready is not None
+        flags = self._flags_for(batches, compute)
         self._ready.record(compute)
         lane.wait_event(self._ready)
         for earlier in after:
@@ -121,7 +137,7 @@ class CopyLanes:
         ends = []
         with torch.cuda.stream(lane):
             captured = _is_capturing()
-            for copies in batches:
+            for copies, flag in zip(batches, flags, strict=True):
                 pair = self._pair()
                 clock = (external_event(), external_event()) if captured and self.time_captured else None
                 start, end = clock or pair
@@ -131,8 +147,16 @@ class CopyLanes:
                 end.record(lane)
                 if clock is not None:
                     pair[1].record(lane)  # an external event is a time and no order within its graph
-                ends.append(Done(pair, self._spare, clock if captured else pair))
+                if flag is not None:
+                    flag.set(lane)
+                ends.append(Done(pair, self._spare, clock if captured else pair, flag))
         return ends
+
+    def _flags_for(self, batches: Sequence[Any], compute: Any) -> Sequence[Flag | None]:
+        if not _is_capturing():
+            return [None] * len(batches)
+        with torch.cuda.stream(compute):
+            return [self.flags.take() for _ in batches]
 
     def _pair(self) -> Events:
         if self._spare:

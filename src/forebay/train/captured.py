@@ -11,7 +11,8 @@ Where a plan rests on how long things take (offloading), the first graphs are ti
 another plan, steps are called until that has settled, and the next graph is captured. The last one is not timed.
 
 The host then enqueues one launch a step. Another shape, or a page store of another size, is captured anew. If a capture fails on
-any process, all go on by calling, and `why_not` says why.
+any process, all go on by calling, and `why_not` says why. So they do if a graph's first replay does not end: its streams wait for
+each other by flags, which CUDA does not know of (`forebay.kernels.flags`).
 
 Gathered weights must stay where they are from step to step: `GatheredStep.keep_weights` sees to that. Between steps the memory
 that a step needs belongs to the graph's pool: `release` gives it back, for a step that has to be called.
@@ -22,6 +23,7 @@ so it is the same one from the first step on), the graph, its inputs, and the gr
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -30,12 +32,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forebay.kernels.flags import Flags
 from forebay.models.manage import Managed
 from forebay.models.router import RouterStats
 from forebay.train.gathered import GatheredStep
 
 Parts = Sequence[tuple[Tensor, Tensor]]
 Body = Callable[[Parts, Tensor], tuple[Tensor, ...]]
+_ENDS = (
+    300.0  # s within which a graph's first replay has to end; who waits for another process that long gives up as well
+)
 _CALLS = 3  # steps before the capture: the first sizes page stores, then memory of that size is used, then all is warm
 _REPLAYS = 2  # of a graph before it is asked for times: the first one uploads it
 _TIMED = 3  # graphs: the first one's plan rests on the times of calls, the others' on those of another plan, and on its waits
@@ -78,6 +84,7 @@ class CapturedStep:
         ready: whether calls do the same from now on.
         around: around(timed): within, the call is captured.
         timing: None where no plan rests on times.
+        flags: by which streams of the graph wait for each other.
 
     Attributes:
         why_not: why steps are called and not captured; None while they are to be.
@@ -96,11 +103,12 @@ class CapturedStep:
         ready: Callable[[], bool] = lambda: True,
         around: Callable[[bool], AbstractContextManager[None]] = lambda timed: nullcontext(),
         timing: Timing | None = None,
+        flags: Sequence[Flags] = (),
     ):
         self.why_not: str | None = None
         self.peak_bytes = self.left_bytes = 0
         self._body, self._kept, self._device, self._version, self._agreed = body, list(kept), device, version, agreed
-        self._ready, self._around, self._timing = ready, around, timing
+        self._ready, self._around, self._timing, self._flags = ready, around, timing, flags
         self._replays = 0  # of a graph that is timed
         self._stream = torch.cuda.Stream(device)
         self._calls = 0
@@ -143,7 +151,8 @@ class CapturedStep:
         if self._shapes not in (None, signature[0]):
             self._calls = 0  # masks, compilers and stores have to settle again
         self._shapes = signature[0]
-        if self._graph is None:
+        fresh = self._graph is None
+        if fresh:
             self._calls += 1
             # All capture the same step: one that only captures does not answer another one's messages.
             if self.why_not is not None or self._calls <= _CALLS or not self._agreed(self._ready()):
@@ -155,6 +164,10 @@ class CapturedStep:
             own[1].copy_(given[1])
         assert self._graph is not None
         self._graph.replay()
+        if fresh and not self._agreed(self._ends()):
+            self.why_not = f"its first replay did not end within {_ENDS:.0f} s"
+            self.release()
+            return self._body(parts, self._count)
         self._replays += self._timed
         for kept, left in zip(self._kept, self._left, strict=True):
             kept.put(left)
@@ -195,6 +208,21 @@ class CapturedStep:
             self.release()
             return False
         self._graph, self._signature = graph, signature
+        return True
+
+    def _ends(self) -> bool:
+        """Whether the replay that was just launched ends by itself. If not, it is made to, and what it wrote is of no use."""
+        end = torch.cuda.Event()
+        end.record(self._stream)
+        late = time.monotonic() + _ENDS
+        while not end.query():
+            if time.monotonic() > late:
+                while not end.query():
+                    for flags in self._flags:
+                        flags.open()
+                    time.sleep(0.1)
+                return False
+            time.sleep(1e-3)
         return True
 
 
@@ -259,9 +287,10 @@ def captured_step(
     device: torch.device,
     agreed: Callable[[bool], bool],
     timed: bool = False,
+    flags: Flags | None = None,
 ) -> CapturedStep:
     """For an engine that runs `body` between gathering and reducing: gradients and the routers' counts are what it leaves.
-    `timed`: on some process `memory` plans by the times that steps take."""
+    `timed`: on some process `memory` plans by the times that steps take. `flags`: of the engine's own streams."""
     gathered.keep_weights()
     kept = [Kept(gathered.take_gradients, gathered.put_gradients)]
     if router is not None:
@@ -276,4 +305,5 @@ def captured_step(
         ready=lambda: memory.settled,
         around=memory.capturing,
         timing=Timing(_TIMED, memory.plan_again) if timed else None,
+        flags=[memory.flags, *([flags] if flags is not None else [])],
     )

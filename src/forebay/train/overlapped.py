@@ -64,7 +64,9 @@ class OverlappedGradients(CapturableEngine):
         )
         self._gathered = GatheredStep(model, cut, reshard)
         if graph:
-            self.captured = captured_step(self._run, self._gathered, router, memory, device, agreed)
+            self.captured = captured_step(
+                self._run, self._gathered, router, memory, device, agreed, flags=self._step.flags
+            )
 
     def __call__(
         self, microbatches: Sequence[tuple[Tensor, Tensor]], count: Tensor | int, parts: int

@@ -114,7 +114,7 @@ class PipelinedGradients(CapturableEngine):
             policy = config.memory.policy
             offloads = "offload" in (policy.values() if isinstance(policy, Mapping) else (policy,))
             self.captured = captured_step(
-                self._run, self._gathered, router, memory, mesh.device, agreed, timed=offloads
+                self._run, self._gathered, router, memory, mesh.device, agreed, offloads, self._runtime.context.flags
             )
         self._forward: PipelineRuntime | None = None
 

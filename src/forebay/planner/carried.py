@@ -81,7 +81,7 @@ def plan_link(
     timeline = Timeline(calls, tuple(cycle.moments), *rates)
     paths = frozenset(half.path for halves in stages.values() for half in halves if half.leaves)
     if is_interleaved(timeline):
-        return plan_interleaved(timeline, paths)
+        return plan_interleaved(timeline, paths, everything)
     return offload_all(timeline, paths) if everything else fit_link(timeline, paths)
 
 

@@ -1,6 +1,6 @@
 """What leaves for the host where forwards and backwards of several microbatches alternate, as in a pipeline.
 
-In: a `Timeline` in which a forward follows some backward. Out: a `Plan` by which nobody waits.
+In: a `Timeline` in which a forward follows some backward. Out: a `Plan` by which nobody waits, or not for long.
 
 There is no turn here, before which everything leaves and after which it comes back (`forebay.planner.solve` plans for that): the
 link carries both ways all the time, and memory is level for most of a step. So what is chosen is a *kind* of item, the same
@@ -14,6 +14,10 @@ lane is free, and is settled at the first moment behind its end; its copy back b
 for its backward. A call for which no time is left between the two stays, as do those at the beginning and the end of a step,
 where little is in flight.
 
+A pipeline's first forwards follow each other with no backward between them, faster than the link carries what they save: by a
+plan for which nobody waits, memory is highest there. With `everything`, a forward that would raise memory above a level waits for
+copies out; the level is the lowest for which the waits are a small share of the step.
+
 Worked example, link of 1 byte a second, moments of 10 s: F0 F1 B0 F2 B1 B2. Each call saves 5 bytes at the end of its forward and
 waits for a moment. Call 1, forward at 10 s: saved and copied by t=25, settled at F2 (t=30); its backward is at t=40, the copy
 back has to begin at t=35, and the last moment before is F2 (t=30) itself: there is nothing to win, so it stays.
@@ -21,9 +25,11 @@ back has to begin at t=35, and the last moment before is F2 (t=30) itself: there
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from math import inf
 
 from forebay.planner.simulate import Key, Plan, Timeline
 
@@ -31,6 +37,14 @@ from forebay.planner.simulate import Key, Plan, Timeline
 _SHARED = 0.9
 _SLACK = 3e-4  # s; launch latencies between a moment and the copy it starts, and what varies from step to step
 _POWER = 16
+_WAITS = (
+    0.02  # share of the step, with `everything`; a pipeline's other ranks may wait at the same time, or for this one
+)
+_HALVINGS = 7  # of the range of levels
+_PARTS = 4  # of the kinds, those that wait longest first, that are tried to leave
+
+
+Kind = list[tuple[int, int]]  # (call, ordinal) of each
 
 
 def is_interleaved(timeline: Timeline) -> bool:
@@ -39,20 +53,43 @@ def is_interleaved(timeline: Timeline) -> bool:
     return "F" in kinds.lstrip("F")
 
 
-def plan_interleaved(timeline: Timeline, paths: frozenset[str]) -> Plan:
+def plan_interleaved(timeline: Timeline, paths: frozenset[str], everything: bool = False) -> Plan:
     """Offload of the regions `paths` what lowers the peak, as far as the link carries it without anybody waiting.
 
     `peak_bytes` of a plan for no paths is that of keeping everything.
+
+    Args:
+        everything: the compute stream may wait for the link, 2 % of the step at most, if that lowers the peak further.
     """
     step = _Step(timeline)
-    chosen: list[tuple[int, int]] = []
+    chosen: Kind = []
     best = step.lay([])
-    for kind in step.kinds(paths):
+    kinds = step.kinds(paths)
+    for kind in kinds:
         laid = step.lay([*chosen, *kind])
         if laid.height < best.height * (1 - 1e-9):
             chosen.extend(kind)
             best = laid
-    return best.plan()
+    return (_waiting(step, kinds, best) if everything else best).plan()
+
+
+def _waiting(step: _Step, kinds: Sequence[Kind], best: _Laid) -> _Laid:
+    """What has a lower peak than `best`, if there is something, and waits no longer than it may."""
+    limit = _WAITS * step.seconds
+    top = step.lay([]).peak
+    for part in range(1, _PARTS + 1):
+        items = [item for kind in kinds[: -(-len(kinds) * part // _PARTS)] for item in kind]
+        low, high = 0, top
+        for _ in range(_HALVINGS):
+            level = (low + high) // 2
+            laid = step.lay(items, level)
+            if laid.stall > limit:
+                low = level
+                continue
+            high = level
+            if laid.peak < best.peak:
+                best = laid
+    return best
 
 
 class _Step:
@@ -63,22 +100,24 @@ class _Step:
         self.forward = {m.call: i for i, m in enumerate(self.moments) if m.kind == "F"}
         self.backward = {m.call: i for i, m in enumerate(self.moments) if m.kind == "B"}
         timed = [m.seconds for m in self.moments]
-        self._seconds = timed if any(timed) else [1.0] * len(timed)  # a CPU has no times
-        self.starts = [0.0, *accumulate(self._seconds)][:-1]
+        self.each = timed if any(timed) else [1.0] * len(timed)  # a CPU has no times
+        self.seconds = sum(self.each)
+        self.starts = [0.0, *accumulate(self.each)][:-1]
+        self.sizes = [sum(c.items) for c in self.calls]
         self.slack = _SLACK if timeline.out_rate < float("inf") else 0.0
-        self._top = sum(sum(c.items) for c in self.calls) or 1
+        self._top = sum(self.sizes) or 1
 
     def height(self, memory: list[int]) -> float:
         """How high memory is where it is high."""
-        return sum(w * (m / self._top) ** _POWER for w, m in zip(self._seconds, memory, strict=True))
+        return sum(w * (m / self._top) ** _POWER for w, m in zip(self.each, memory, strict=True))
 
-    def kinds(self, paths: frozenset[str]) -> list[list[tuple[int, int]]]:
-        """(call, ordinal) of each kind, those that wait longest first."""
+    def kinds(self, paths: frozenset[str]) -> list[Kind]:
+        """Those that wait longest first."""
         counts: dict[str, int] = {}
         for call in self.calls:
             counts[call.key[0]] = counts.get(call.key[0], 0) + 1
         fewest = min(counts.values(), default=1)
-        found: dict[tuple[str, int, int], list[tuple[int, int]]] = {}
+        found: dict[tuple[str, int, int], Kind] = {}
         for index, call in enumerate(self.calls):
             path, count = call.key
             if path not in paths or index not in self.forward or index not in self.backward:
@@ -89,48 +128,70 @@ class _Step:
                     found.setdefault((path, count % times, ordinal), []).append((index, ordinal))
         return sorted(found.values(), key=self._wait, reverse=True)
 
-    def lay(self, items: Iterable[tuple[int, int]]) -> _Laid:
-        """Lay items on the link."""
+    def lay(self, items: Iterable[tuple[int, int]], level: float = inf) -> _Laid:
+        """Lay items on the link; a forward waits rather than raise memory above `level`."""
         chosen: dict[int, set[int]] = {}
         for call, ordinal in items:
             chosen.setdefault(call, set()).add(ordinal)
-        return _Laid(self, chosen)
+        return _Laid(self, chosen, level)
 
-    def _wait(self, items: list[tuple[int, int]]) -> float:
+    def _wait(self, items: Kind) -> float:
         waits = [self.starts[self.backward[c]] - self.starts[self.forward[c]] for c, _ in items]
         return sum(waits) / len(waits)
 
 
 class _Laid:
-    """An assignment on the link, and the memory that follows from it. `height` says how high memory is where it is high."""
+    """An assignment on the link, and what follows from it: `memory` at each moment, its `peak`, its `height` (how high it is
+    where it is high), and `stall`, the seconds for which the compute stream waits."""
 
-    def __init__(self, step: _Step, chosen: dict[int, set[int]]):
+    def __init__(self, step: _Step, chosen: dict[int, set[int]], level: float):
         self.step = step
         self.chosen = {c: frozenset(o) for c, o in chosen.items()}
         self.bytes = {c: sum(step.calls[c].items[i] for i in o) for c, o in self.chosen.items()}
         self.settled: dict[int, int] = {}
         self.fetched: dict[int, int] = {}
-        self._copy_out()
+        self.stall = 0.0
+        self._starts: list[float] = []
+        self._copy_out(level)
         self._copy_back()
         self.memory = self._memory()
+        self.peak = max(self.memory, default=0)
         self.height = step.height(self.memory)
 
-    def _copy_out(self) -> None:
-        step, lane = self.step, 0.0
-        for call in sorted(self.bytes, key=lambda c: step.forward[c]):
-            ready = step.starts[step.forward[call]] + step.calls[call].seconds
-            lane = max(lane, ready) + self.bytes[call] / (step.timeline.out_rate * _SHARED)
-            # Not at its own forward: what it saves is not there yet.
-            moment = max(bisect_left(step.starts, lane + step.slack), step.forward[call] + 1)
-            if moment < step.backward[call]:
-                self.settled[call] = moment
+    def _copy_out(self, level: float) -> None:
+        step, now, lane, held = self.step, 0.0, 0.0, 0
+        under_way: deque[tuple[int, float]] = deque()  # call, end of its copy; one lane, so in the order of their ends
+        for index, moment in enumerate(step.moments):
+            while under_way:
+                call, end = under_way[0]
+                # What comes back is counted from its backward on: when its copy begins is not known yet.
+                above = moment.kind == "F" and held + moment.other + moment.transient > level
+                if end + step.slack > now and not above:
+                    break
+                under_way.popleft()
+                if index < step.backward[call]:
+                    self.stall += max(end - now, 0.0)
+                    now = max(end, now)
+                    self.settled[call] = index
+                    held -= self.bytes[call]
+            self._starts.append(now)
+            call = moment.call
+            if moment.kind == "F" and call in step.backward:
+                held += step.sizes[call]
+                if call in self.bytes:
+                    ready = now + step.calls[call].seconds
+                    lane = max(lane, ready) + self.bytes[call] / (step.timeline.out_rate * _SHARED)
+                    under_way.append((call, lane))
+            elif moment.kind == "B" and call in step.forward:
+                held -= step.sizes[call] - (self.bytes[call] if call in self.settled else 0)
+            now += step.each[index]
 
     def _copy_back(self) -> None:
         step, deadline = self.step, float("inf")
         for call in sorted(self.settled, key=lambda c: -step.backward[c]):
             seconds = self.bytes[call] / (step.timeline.back_rate * _SHARED)
-            begin = min(deadline, step.starts[step.backward[call]]) - seconds - step.slack
-            moment = min(bisect_right(step.starts, begin), step.backward[call]) - 1
+            begin = min(deadline, self._starts[step.backward[call]]) - seconds - step.slack
+            moment = min(bisect_right(self._starts, begin), step.backward[call]) - 1
             if moment > self.settled[call]:
                 self.fetched[call] = moment
                 deadline = begin
@@ -147,10 +208,10 @@ class _Laid:
             change[first] += size
             change[behind] -= size
 
-        for call, figures in enumerate(step.calls):
+        for call in range(len(step.calls)):
             if call in step.forward and call in step.backward:
                 # Its forward's own rise has it already, and so has its backward's start.
-                add(step.forward[call] + 1, step.backward[call] + 1, sum(figures.items))
+                add(step.forward[call] + 1, step.backward[call] + 1, step.sizes[call])
         for call, size in self.bytes.items():
             add(self.settled[call], self.fetched[call], -size)
         held = list(accumulate(change))
@@ -167,10 +228,10 @@ class _Laid:
             settle_at={step.calls[c].key: self._name(m) for c, m in self.settled.items()},
             fetch_at={name: tuple(keys) for name, keys in fetches.items()},
             planned_bytes=sum(self.bytes.values()),
-            peak_bytes=max(self.memory, default=0),
-            after_forward_bytes=max(self.memory, default=0),
-            stall_seconds=0.0,
-            step_seconds=sum(m.seconds for m in step.moments),
+            peak_bytes=self.peak,
+            after_forward_bytes=self.peak,
+            stall_seconds=self.stall,
+            step_seconds=sum(m.seconds for m in step.moments) + self.stall,
         )
 
     def _name(self, moment: int) -> tuple[str, Key]:

@@ -11,7 +11,8 @@ as it is made, in the dtype that is reduced in: no second set of them waits for 
 What `reduce` allocates comes behind a step's activations, so it is to fit into the memory that they leave:
 
     head's sum       is reduced first; its memory is the embedding's sum then, which is not made before
-    everything else  is allocated on the current stream, as activations are: FSDP2's own would have blocks that nobody else can use
+    both             are sent from where they are, where FSDP2 would copy them first
+    everything else  is allocated on the current stream, as activations are: blocks of FSDP2's own nobody else could use
 
 `GatheredStep` owns the hooks on gathered parameters, and between `end` and `reduce` the rows that the embedding's sum is made of.
 """
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -31,7 +33,7 @@ from forebay.models.families import moe_blocks
 from forebay.moe.weight_gradients import WeightGradients
 from forebay.pipeline.causal_lm import CutModel
 from forebay.saved.identify import local
-from forebay.train.parallel import fsdp_group
+from forebay.train.parallel import add_to_shard, fsdp_group
 
 
 @dataclass(frozen=True)
@@ -247,6 +249,8 @@ class GatheredStep:
                 # Alone with its weights (experts, with one process a column) a process has nothing to reduce: the sums stay where
                 # they are for `forebay.train.parallel.Shards.finish`. FSDP2 would copy them twice.
                 group.reduce_grads, group.reshard_after_backward = group.mesh_info.mesh.size() > 1, True
+                if group.reduce_grads and len(group.fsdp_params) == 1:
+                    _reduce_in_place(group)
                 group.post_backward()
             # Waits for what is reduced, and lets go of what was sent.
             fully_shard.state(self._model)._root_post_backward_final_callback()  # type: ignore[attr-defined]
@@ -324,6 +328,26 @@ class _Hook(torch.autograd.Function):
 
 def _nothing() -> None:
     """Gathered memory stays."""
+
+
+def _reduce_in_place(group: Any) -> None:
+    """Reduce the gradient of a group's only weight, if it is cut evenly along its first dimension and is in the dtype that is
+    reduced in: each process's part of it is in one piece then, and nothing has to be put together. FSDP2 finds none left."""
+    (held,) = group.fsdp_params
+    sum_ = held.unsharded_accumulated_grad
+    gradient = held.unsharded_param.grad if sum_ is None else sum_
+    world = group.mesh_info.mesh.size()
+    if gradient is None or held.fsdp_placement.dim or gradient.shape[0] % world or not gradient.is_contiguous():
+        return
+    if held.reduce_dtype not in (None, gradient.dtype):
+        return
+    own = gradient.new_empty(gradient.shape[0] // world, *gradient.shape[1:])
+    # What FSDP2 itself would call: torch 2.13 has another name for it than 2.11.
+    group._reduce_scatter_comm(
+        output_tensor=own, input_tensor=gradient, group=group.mesh_info.shard_process_group, op=dist.ReduceOp.SUM
+    )
+    held.unsharded_accumulated_grad = held.unsharded_param.grad = None
+    add_to_shard(held, own)
 
 
 def _add(held: Any, gradient: Tensor) -> None:

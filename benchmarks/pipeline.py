@@ -16,8 +16,8 @@ A step is forward and backward of all microbatches of the global batch, until th
                       stand still; the least of all ranks
     reserved          of the caching allocator over allocated, both peaks, without expandable segments; of a graph's memory
                       what its capture took at most is allocated
-    withheld          bytes that were freed while the step was captured and may not be used again before the capture's end, because
-                      another stream was given them (`record_stream`, as NCCL's sends and receives may do)
+    withheld          bytes freed while the step was captured that may not be used again before the capture's end, because another
+                      stream was given them (`record_stream`, as NCCL's sends and receives may do)
 
     graph             whether forwards and backwards of the step were one CUDA graph, or why not
     late release      bytes at stage boundaries that nobody else holds where memory is highest; and how much lower the peak is

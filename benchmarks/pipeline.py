@@ -16,6 +16,8 @@ A step is forward and backward of all microbatches of the global batch, until th
                       stand still; the least of all ranks
     reserved          of the caching allocator over allocated, both peaks, without expandable segments; of a graph's memory
                       what its capture took at most is allocated
+    withheld          bytes freed while the step was captured that may not be used again before the capture's end, because another
+                      stream was given them (`record_stream`, as NCCL's sends and receives may do)
 
     graph             whether forwards and backwards of the step were one CUDA graph, or why not
     late release      by how much its peak would be lower without the bytes at stage boundaries that nobody else holds, counted
@@ -33,7 +35,8 @@ import os
 import statistics
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -193,11 +196,13 @@ def measure(args: argparse.Namespace, name: str, arm: str) -> dict[str, Any]:
         for number in range(2, 2 + args.warm):
             trainer.gradients(number)
             trainer.optimizer.zero_grad(set_to_none=True)
-        for number in range(2 + args.warm, 40 + args.warm):
-            if trainer.captured is None or trainer.captured.captured or trainer.captured.why_not:
-                break
-            trainer.gradients(number)
-            trainer.optimizer.zero_grad(set_to_none=True)
+        withheld: list[int] = []
+        with noting_withheld(engine._gathered, withheld):
+            for number in range(2 + args.warm, 40 + args.warm):
+                if trainer.captured is None or trainer.captured.captured or trainer.captured.why_not:
+                    break
+                trainer.gradients(number)
+                trainer.optimizer.zero_grad(set_to_none=True)
         settle_memory()
         steps = [timed(trainer, engine, 40 + args.warm + i) for i in range(args.steps)]
         reserved = reserved_over_allocated(trainer)
@@ -209,6 +214,7 @@ def measure(args: argparse.Namespace, name: str, arm: str) -> dict[str, Any]:
                 "peak": max(s[1] for s in steps) / GIB,
                 "activations": max(s[2] for s in steps) / GIB,
                 "reserved": reserved,
+                "withheld": withheld[-1] / GIB if withheld else 0.0,
                 "host": statistics.median(s[3] for s in steps),
                 "copies": trainer.memory.report().wait_ms or 0.0,
                 "fall": planned_fall(trainer.memory) / GIB,
@@ -236,6 +242,7 @@ def measure(args: argparse.Namespace, name: str, arm: str) -> dict[str, Any]:
             "waits for copies ms": ", ".join(f"{v:.0f}" for v in of("copies")),
             "graph": None if trainer.captured is None else trainer.captured.why_not or "yes",
             "reserved": max(of("reserved")),
+            "withheld GiB": ", ".join(f"{v:.2f}" for v in of("withheld")),
             "segments of streams GiB": by_stream(),
             "late release costs GiB": ", ".join(f"{v:.3f}" for v in of("late")),
             "offloaded a step GiB": ", ".join(f"{v:.1f}" for v in of("moved")),
@@ -304,6 +311,23 @@ def reserved_over_allocated(trainer: Any) -> float:
         left = torch.cuda.memory_allocated() - trainer.captured.left_bytes  # held before a step
         allocated = max(allocated, left + trainer.captured.peak_bytes)
     return torch.cuda.max_memory_reserved() / allocated
+
+
+@contextmanager
+def noting_withheld(gathered_step: Any, found: list[int]) -> Iterator[None]:
+    """Within, what is freed and not free yet at the end of each step that is called or captured; the last one is captured."""
+    end = gathered_step.end
+
+    def noting(count: Any) -> None:
+        end(count)
+        stats = torch.cuda.memory_stats()
+        found.append(stats["active_bytes.all.current"] - stats["allocated_bytes.all.current"])
+
+    gathered_step.end = noting
+    try:
+        yield
+    finally:
+        del gathered_step.end
 
 
 def gathered_bytes(gathered_step: Any) -> int:

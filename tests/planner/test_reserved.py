@@ -10,13 +10,14 @@ from torch import nn
 
 from forebay.models.manage import manage
 from forebay.pipeline.turns import turns
+from forebay.planner.allocator import CachingAllocator
 from forebay.planner.events import CAME, SENT, Ends, Gone, Mark, Op, PartEvents, highest, part_events
 from forebay.planner.figures import Shape
 from forebay.planner.fit import RankFit, Stage, alone
 from forebay.planner.live import Live
 from forebay.planner.pieces import Part, parts_of
 from forebay.planner.reserved import WORKSPACE, Rank, Reserved, Run, reserve, shortened, with_reserved
-from forebay.planner.sharded import Group, groups_of
+from forebay.planner.sharded import Gathered, Group, groups_of
 from forebay.planner.state import Sharing, weights_of
 from forebay.planner.trace import base_path, trace_model
 
@@ -155,6 +156,66 @@ def test_a_captured_step_has_memory_of_its_own() -> None:
     called, captured = reserve(rank(halves)), reserve(rank(halves, graph=True))
     assert captured.reserved >= called.reserved
     assert captured.allocated == called.allocated
+
+
+VOCABULARY = 64 << 20  # elements of embedding and head each
+TWO = Sharing(data=2, sharded=True, parameter=4, compute=2, summed=4, gathered=True, pp=2)
+
+
+def ends(*names: str, spread: int = 16 * MIB) -> tuple[CachingAllocator, Gathered]:
+    groups = [
+        Group(-1, False, 2, (VOCABULARY // 2,), (VOCABULARY,), (VOCABULARY,), (name,), (False,)) for name in names
+    ]
+    paper = CachingAllocator()
+    return paper, Gathered(paper, groups, TWO, "compute", mixed=True, keep=True)
+
+
+def reduced(paper: CachingAllocator, life: Gathered) -> tuple[int, int]:
+    """Of a step that has nothing but its ends: what is held behind it, and at most, besides gathered weights."""
+    life.gather()
+    before = paper.allocated
+    life.begin_step()
+    life.end_step()
+    paper.reset_peaks()
+    life.reduce([], 16 * MIB)
+    life.finish()
+    return paper.allocated - before, paper.peak_allocated - before
+
+
+def test_the_embeddings_sum_takes_the_memory_of_the_heads() -> None:
+    """Sums are 256 MiB, halves of them the shards' gradients. One sum is there at a time, sent from where it is."""
+    for names, most in ((("embedding", "head"), 256 + 2 * 128), (("head",), 256 + 128), (("embedding",), 256 + 128)):
+        paper, life = ends(*names)
+        assert reduced(paper, life) == (128 * len(names) * MIB, most * MIB)
+        life.zero_grad()
+        assert reduced(paper, life) == (128 * len(names) * MIB, most * MIB)
+
+
+def test_what_reduces_a_captured_step_lies_where_its_activations_did() -> None:
+    """The graph has the head's sum and 512 MiB of activations: room for the 2 x 128 of both shards and for what is gathered."""
+    paper, life = ends("embedding", "head")
+    life.gather()
+    gathered = paper.allocated
+    paper.begin_graph("step")
+    life.begin_step()
+    paper.free(paper.malloc(512 * MIB, "compute"))
+    life.end_step()
+    life.hold()
+    life.reduce([], 16 * MIB)
+    paper.end_graph()
+    life.finish()
+    taken = paper.reserved
+    for _ in range(2):
+        assert paper.allocated - gathered == (256 + 2 * 128) * MIB
+        life.zero_grad()
+        assert paper.allocated - gathered == 256 * MIB  # the head's sum is the graph's
+        paper.begin_graph("step")
+        life.gather()
+        life.restore()
+        life.reduce([], 16 * MIB)
+        paper.end_graph()
+        life.finish()
+    assert paper.reserved == taken
 
 
 def test_cached_is_what_the_allocator_holds_beside() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from forebay.train import captured
-from forebay.train.captured import CapturedStep, Kept, Timing
+from forebay.train.captured import CapturableEngine, CapturedStep, Kept, Timing
 
 
 class Pretence:
@@ -20,6 +20,7 @@ class Pretence:
         self.recording: Any = None
         self.graphs = 0
         self.ends = True  # whether what was launched is over when somebody asks
+        self.room: Any = None  # whose memory is allocated in
         pretence = self
 
         class Graph:
@@ -30,6 +31,9 @@ class Pretence:
             def replay(self) -> None:
                 self.run()
 
+            def pool(self) -> Any:
+                return "pool", pretence.graphs
+
         @contextmanager
         def graph(it: Graph, **_: Any) -> Any:
             pretence.recording = it
@@ -37,6 +41,14 @@ class Pretence:
                 yield
             finally:
                 pretence.recording = None
+
+        @contextmanager
+        def use_mem_pool(pool: Any, _: Any) -> Any:
+            self.room = pool.id
+            try:
+                yield
+            finally:
+                self.room = None
 
         class Stream:
             def __init__(self, *_: Any):
@@ -57,6 +69,7 @@ class Pretence:
             "Event": Event,
             "CUDAGraph": Graph,
             "graph": graph,
+            "use_mem_pool": use_mem_pool,
             "stream": lambda _: nullcontext(),
             "current_stream": lambda _=None: Stream(),
             "synchronize": lambda _=None: None,
@@ -256,3 +269,54 @@ def test_a_timed_graph_of_another_shape_is_not_asked(pretence: Pretence) -> None
     for _ in range(5):
         engine.run(2, 5)
     assert plans == [2] and engine.step.captured
+
+
+class Around(CapturableEngine):
+    """Notes in whose memory weights are gathered, the step runs and gradients are reduced."""
+
+    def __init__(self, pretence: Pretence):
+        self.inner = Engine(pretence)
+        self.captured, self._gathered = self.inner.step, self  # type: ignore[assignment]
+        self.pretence, self.gradients = pretence, False
+        self.rooms: list[Any] = []
+
+    def gather(self) -> None:
+        self.rooms.append(self.pretence.room)
+
+    reduce = gather
+
+    def has_gradients(self) -> bool:
+        return self.gradients
+
+    def _run(self, parts: Any, count: Any) -> Any:
+        self.gather()
+        return self.inner._body(parts, count)
+
+    def step(self, replay: bool = True) -> list[Any]:
+        self.rooms, self.inner.gradient = [], None
+        ids = torch.randint(1, 99, (2, 2))
+        captured = self.captured
+        assert captured is not None
+        run: Any = captured if replay else self._run
+        self._around(lambda *given: (*run(*given), None), [(ids, ids)], 7)
+        return self.rooms
+
+
+def test_around_a_graph_its_memory_is_allocated_in(pretence: Pretence) -> None:
+    """And within the step not: a step that is called beside a graph would lie where the next replay writes."""
+    engine = Around(pretence)
+    for _ in range(3):
+        assert engine.step() == [None, None]
+    assert engine.step() == [None, ("pool", 1)]  # captured behind its gathering
+    assert engine.step() == [("pool", 1)] * 2
+    assert engine.step(replay=False) == [("pool", 1), None, ("pool", 1)]
+    with engine.called():
+        assert engine.captured is None
+    assert engine.step() == [None, ("pool", 2)]
+
+
+def test_gradients_that_a_replay_would_write_over_are_refused(pretence: Pretence) -> None:
+    engine = Around(pretence)
+    engine.gradients = True
+    with pytest.raises(RuntimeError, match="gradients of another step"):
+        engine.step()

@@ -88,7 +88,7 @@ class CutModel:
         layers: in forward order; of a part, those that it has.
         numbers: of these layers in the whole model.
         embedded: if set, gradients of embedded tokens are collected here as (ids [B, S], gradient [B, S, H]) instead of being
-            spread over the vocabulary at once; see `embedding_gradient`.
+            spread over the vocabulary at once; see `spread`.
         head_sum: if set, [V, H] fp32: the epilogue adds the head's weight gradient to it, before the division by a
             microbatch's count, and autograd gives the weight none; see `forebay.loss.linear_cross_entropy_into`.
 
@@ -141,22 +141,19 @@ class CutModel:
         width = self._model.config.get_text_config().hidden_size
         return torch.empty(*microbatch.ids.shape, width, dtype=self._dtype, device="meta")
 
-    def embedding_gradient(self, dtype: torch.dtype) -> Tensor:
-        """[V, H]: the gradients collected in `embedded`, each row added up in their order; empties the list.
+    def spread(self, collected: list[tuple[Tensor, Tensor]], total: Tensor) -> Tensor:
+        """`total` [V, H], whatever it held: each row the sum of its tokens' gradients, in the order of `collected` (see
+        `embedded`), in the dtype of `total`.
 
         One after the other: all of them at once would be three more tensors as large as the embedding.
         """
-        assert self.embedded is not None, "no gradients were collected"
-        weight = self.embedding.weight
-        total = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
-        padding = self.embedding.padding_idx
-        for ids, gradient in self.embedded:
-            rows = gradient.reshape(-1, gradient.shape[-1]).to(dtype)
+        total.zero_()
+        for ids, gradient in collected:
+            rows = gradient.reshape(-1, gradient.shape[-1]).to(total.dtype)
             # Not index_add_, whose order on a GPU is another one each time.
             total.index_put_((ids.reshape(-1),), rows, accumulate=True)
-        if padding is not None:
-            total[padding] = 0
-        self.embedded.clear()
+        if self.embedding.padding_idx is not None:
+            total[self.embedding.padding_idx] = 0
         return total
 
     def epilogue(self, x: Tensor, microbatch: Microbatch) -> Tensor:

@@ -20,8 +20,8 @@ What is allocated besides, and where from:
                  are only being chosen, two halves are on their way all the time
     stash        x and h of the experts lie in pages: in the first step of their own; at that step's end in an arena as large as
                  what waited at most
-    graph        a captured step has a pool of its own, beside what the called ones left when it is emptied; a replay, behind it,
-                 needs room to gather and to reduce again
+    graph        a captured step has a pool of its own, beside what the called ones left when it is emptied; its sums and the rows
+                 of its embedding stay there. What gathers and reduces around a replay is allocated in that pool too
 
 NCCL's buffers, symmetric memory and the CUDA context are not the allocator's: `forebay.planner.state`.
 """
@@ -138,24 +138,34 @@ class Run:
         step = _Step(self._rank, paper, life, self._stream, self._workspace, self._cycles, self._arena is not None)
         life.begin_step()
         step.run()
-        life.end_step(self._rank.summed[1] if self._rank.summed else 0)
-        step.end()
+        life.end_step()
+        rows = step.end()
         self._cycles = step.cycles
-        if captured:
-            paper.end_graph()
         if isinstance(life, Gathered):
-            life.reduce()
+            if captured:
+                life.hold()
+            life.reduce(rows, self._spread)
+            if captured:
+                paper.end_graph()
+            life.finish()
+        elif captured:
+            paper.end_graph()
         self._settle_arena(step.most_stashed)
 
     def _replay(self) -> None:
-        """A captured step once more: its own memory is there. What comes before and behind it is called, and finds no cache."""
-        if isinstance(self._life, Gathered):
-            self._life.gather()
+        """A captured step once more. Its own memory is there, and free for what comes before and behind it."""
+        life = self._life
+        if isinstance(life, Gathered):
             self.paper.begin_graph("step")
-            self._life.begin_step()
-            self._life.end_step(0)
+            life.gather()
+            life.restore()
+            life.reduce([], self._spread)
             self.paper.end_graph()
-            self._life.reduce()
+            life.finish()
+
+    @property
+    def _spread(self) -> int:
+        return self._rank.summed[1] if self._rank.summed else 0
 
     def zero_grad(self) -> None:
         """Forget gradients, without an optimizer's step."""
@@ -272,10 +282,10 @@ class _Step:
                     key = action.kind[-1], action.stage, action.microbatch
                     self._arrived[key] = self._paper.malloc(self._rank.hidden, self._stream)
 
-    def end(self) -> None:
-        """Behind the step."""
-        for blocks in (self._sent, self._collected):
-            self._free(blocks)
+    def end(self) -> list[Block]:
+        """Behind the step. What is left of it: gradients of embedded tokens."""
+        self._free(self._sent)
+        return self._collected
 
     def _together(self, forward: Any, backward: Any) -> None:
         """As `forebay.pipeline` has it: the backward's first transfer is on its way before the forward computes. In a pipeline

@@ -17,6 +17,9 @@ Of FSDP2 (`torch.distributed.fsdp._fully_shard`, torch 2.11 to 2.13), which matt
     reducing                                 the gradients in one piece: compute stream, until the next reducing; what comes of
                                              it, of which the shards' gradients are views: on the stream "reduce", to the step's
                                              end
+    reducing a step                          the same on the compute stream, but that a weight in a group of its own is sent from
+                                             where it is; the head's first, then the embedding's, whose sum is made then, in the
+                                             memory of the head's
 
 The optimizer makes both moments and a step count a parameter in its first step, in the order of the parameters: matrices, then
 vectors. Random parameters are drawn whole, each made before the one drawn last is let go of; so are what FSDP2 casts them to.
@@ -116,8 +119,8 @@ class Life(Protocol):
     def keeps(self, place: Any, mlp: bool, block: Block) -> bool:
         """A weight's gradient was made, and autograd lets go of it: whether it stays."""
 
-    def end_step(self, embedded: int) -> None:
-        """Behind the last backward. `embedded`: bytes of the gradients of embedded tokens that are to be spread, in fp32."""
+    def end_step(self) -> None:
+        """Behind the last backward."""
 
     def zero_grad(self) -> None:
         """Gradients are gone."""
@@ -205,7 +208,7 @@ class Plain:
         self._held.append(block)
         return True
 
-    def end_step(self, embedded: int) -> None:
+    def end_step(self) -> None:
         """Nothing."""
 
     def zero_grad(self) -> None:
@@ -220,6 +223,7 @@ class _Sharded:
 
     def __init__(self, paper: CachingAllocator, groups: Sequence[Group], sharing: Sharing, stream: Any):
         self._paper, self._s, self._stream = paper, sharing, stream
+        self._reducing: Any = REDUCE
         self._groups = list(groups)
         self._whole: dict[int, list[Block]] = {}  # group's number -> its gathered parameters
         self._sums: dict[int, list[Block]] = {}
@@ -261,27 +265,39 @@ class _Sharded:
         if not sums:
             return
         if group.processes == 1:
-            # What a process has whole stays where it is, or is cast one by one.
+            # What a process has whole stays where it is, or is cast one by one: by the trainer, not by FSDP2.
             if s.summed != s.parameter:
                 for i, own in enumerate(group.own):
-                    cast = self._paper.malloc(s.parameter * own, self._stream)
-                    self._paper.free(sums[i])
+                    cast = self._paper.malloc(s.parameter * own, DEFAULT)
+                    self._let_go([sums[i]])
                     sums[i] = cast
             self._shards[number] = sums
             return
-        self._free(self._sending)
         own = sum(group.own)
-        self._sending = [self._paper.malloc(s.summed * own * group.processes, self._stream)]
-        self._free(sums)
-        reduced = self._paper.malloc(s.summed * own, REDUCE)
+        in_place = self._in_place(number)
+        if not in_place:
+            self._free(self._sending)
+            self._sending = [self._paper.malloc(s.summed * own * group.processes, self._stream)]
+            self._let_go(sums)
+        reduced = self._paper.malloc(s.summed * own, self._reducing)
+        if in_place:
+            self._let_go(sums)
         if s.summed != s.parameter:
-            cast = self._paper.malloc(s.parameter * own, REDUCE)
+            cast = self._paper.malloc(s.parameter * own, self._reducing)
             self._paper.free(reduced)
             reduced = cast
         if number in self._shards:  # added to what other microbatches gave
             self._paper.free(reduced)
         else:
             self._shards[number] = [reduced]
+
+    def _in_place(self, number: int) -> bool:
+        """Whether a group's gradient is sent from where it is."""
+        return False
+
+    def _let_go(self, sums: Iterable[Block]) -> None:
+        """Sums were reduced or copied."""
+        self._free(sums)
 
     def compute_experts(self, place: Any, begin: bool) -> None:
         """They are there with their half."""
@@ -297,7 +313,7 @@ class _Sharded:
             group = self._groups[number]
             names = group.names if len(blocks) == len(group.names) else ("head",) * len(blocks)
             found += [(_rank_of(group, name), block) for name, block in zip(names, blocks, strict=True)]
-        self._free(block for _, block in sorted(found, key=lambda pair: pair[0]))
+        self._let_go(block for _, block in sorted(found, key=lambda pair: pair[0]))
         self._shards = {}
 
     def _free(self, blocks: Iterable[Block]) -> None:
@@ -392,7 +408,7 @@ class ByModule(_Sharded):
         self._gradients.setdefault(number, []).append(block)
         return True
 
-    def end_step(self, embedded: int) -> None:
+    def end_step(self) -> None:
         """What is a process's own is handed over."""
         for n in list(self._sums):
             self._reduce(n)
@@ -430,8 +446,12 @@ def _in_order(blocks: Sequence[Block], sizes: Sequence[int]) -> list[Block]:
 class Gathered(_Sharded):
     """See the module docstring.
 
+    A captured step's sums, and the rows that its embedding's sum is made of, are the graph's: `hold` them when it was captured,
+    and `restore` them in the place of a step.
+
     Args:
-        mixed: sums of the vocabulary's weights are made elsewhere, the head's from the begin and the embedding's at the end.
+        mixed: sums of the vocabulary's weights are made elsewhere, the head's from the begin and the embedding's when it is
+            reduced.
         keep: gathered memory stays between steps, as a captured step needs it.
     """
 
@@ -439,8 +459,14 @@ class Gathered(_Sharded):
         self, paper: CachingAllocator, groups: Sequence[Group], sharing: Sharing, stream: Any, mixed: bool, keep: bool
     ):
         super().__init__(paper, groups, sharing, stream)
-        self._mixed, self._keep = mixed, keep
+        self._mixed, self._keep, self._reducing = mixed, keep, stream
         self._brief = {g.place: n for n, g in enumerate(groups) if g.experts and sharing.reshard}
+        self._graphs: dict[int, list[Block]] = {}
+        self._embeds = mixed and any("embedding" in group.names for group in groups)
+        self._passed: Block | None = None  # the head's sum, when it was reduced and the embedding's is to be made
+        first = {"head": 0, "embedding": 1}
+        places = [min((first.get(name, 2) for name in group.names), default=2) for group in groups]
+        self._reduced_in = sorted(range(len(groups)), key=places.__getitem__)
 
     def gather(self) -> None:
         """Before `begin_step`."""
@@ -454,14 +480,12 @@ class Gathered(_Sharded):
     def begin_step(self) -> None:
         """Zeros for all sums."""
         s = self._s
-        self._embedding: list[tuple[int, int]] = []
         for n, group in enumerate(self._groups):
-            self._sums[n] = []
-            for name, whole in zip(group.names, group.whole, strict=True):
-                if name == "embedding" and self._mixed:
-                    self._embedding.append((n, s.summed * whole))
-                else:
-                    self._sums[n].append(self._paper.malloc(s.summed * whole, self._stream))
+            self._sums[n] = [
+                self._paper.malloc(s.summed * whole, self._stream)
+                for name, whole in zip(group.names, group.whole, strict=True)
+                if not (name == "embedding" and self._mixed)
+            ]
 
     def enter(self, place: Any, mlp: bool, backward: bool, last: bool) -> None:
         """The experts, if they were given back. Where tokens travel, other microbatches compute within a half: not before they
@@ -488,20 +512,61 @@ class Gathered(_Sharded):
         """It was added to its sum."""
         return False
 
-    def end_step(self, embedded: int) -> None:
-        """The embedding's gradient, from each microbatch's rows."""
-        for n, size in self._embedding:
-            self._sums[n].append(self._paper.malloc(size, self._stream))
-            if embedded:
-                self._paper.free(self._paper.malloc(embedded, self._stream))
+    def end_step(self) -> None:
+        """Nothing: all sums but the embedding's are there."""
 
-    def reduce(self) -> None:
-        """Behind `end_step`."""
+    def hold(self) -> None:
+        """The step was captured: what it left is the graph's from now on."""
+        self._graphs = {n: list(blocks) for n, blocks in self._sums.items()}
+
+    def restore(self) -> None:
+        """A captured step was replayed."""
+        self._sums = {n: list(blocks) for n, blocks in self._graphs.items()}
+
+    def reduce(self, rows: list[Block], spread: int) -> None:
+        """Behind `end_step`. `rows`: gradients of embedded tokens, of all microbatches; let go of when they have been spread, if
+        they are no graph's. `spread`: bytes of those of one in fp32."""
         if not self._s.sharded:
             self._shards, self._sums = self._sums, {}
             return
-        for n in range(len(self._groups)):
-            if not self._keep:
+        for n in self._reduced_in:
+            group = self._groups[n]
+            if "embedding" in group.names and self._mixed:
+                self._sum_embedding(n, spread)
+                if not self._graphs:
+                    self._free(rows)
+            if not (self._keep or self._in_place(n)):
                 self._reshard(n)
-            self._reduce(n)
+            if group.processes > 1:
+                if group.names == ("head",) and self._embeds:
+                    (self._passed,) = self._sums[n]
+                self._reduce(n)
+            if self._in_place(n):  # FSDP2's turn comes behind it
+                self._free(self._sending)
+                self._sending = []
+                if not self._keep:
+                    self._reshard(n)
         self._reduced()
+
+    def finish(self) -> None:
+        """Behind `reduce`: what a process has to itself is handed over."""
+        for n in list(self._sums):
+            self._reduce(n)
+
+    def _sum_embedding(self, number: int, spread: int) -> None:
+        group = self._groups[number]
+        for name, whole in zip(group.names, group.whole, strict=True):
+            if name == "embedding":
+                total, self._passed = self._passed, None
+                self._sums[number].append(total or self._paper.malloc(self._s.summed * whole, self._stream))
+                self._paper.free(self._paper.malloc(spread, self._stream))
+
+    def _in_place(self, number: int) -> bool:
+        """If it has one weight, in equal parts."""
+        group = self._groups[number]
+        return group.processes > 1 and len(group.own) == 1 and group.own[0] * group.processes == group.whole[0]
+
+    def _let_go(self, sums: Iterable[Block]) -> None:
+        """But what is a graph's, and the head's sum, whose memory the embedding's is made in."""
+        graphs = [block for blocks in self._graphs.values() for block in blocks]
+        self._free([b for b in sums if b is not self._passed and all(b is not other for other in graphs)])

@@ -14,8 +14,10 @@ The host then enqueues one launch a step. Another shape, or a page store of anot
 any process, all go on by calling, and `why_not` says why. So they do if a graph's first replay does not end: its streams wait for
 each other by flags, which CUDA does not know of (`forebay.kernels.flags`).
 
-Gathered weights must stay where they are from step to step: `GatheredStep.keep_weights` sees to that. Between steps the memory
-that a step needs belongs to the graph's pool: `release` gives it back, for a step that has to be called.
+Gathered weights must stay where they are from step to step: `GatheredStep.keep_weights` sees to that. Between replays the memory
+that a step needs belongs to the graph's pool, and nobody uses it. So what gathers and reduces allocates there too (`room`): the
+gradients on the shards are gone when the next replay begins, or it would write over them. `release` gives the memory back, for a
+step that has to be called.
 
 `CapturedStep` owns the stream that all of it runs on (autograd remembers on which stream a parameter's gradient is accumulated,
 so it is the same one from the first step on), the graph, its inputs, and the gradients that it writes.
@@ -26,6 +28,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -69,6 +72,13 @@ class Timing:
 
     def __init__(self, graphs: int, plan_again: Callable[[], None]):
         self.graphs, self.plan_again = graphs, plan_again
+
+
+@dataclass(frozen=True)
+class _Pool:
+    """A graph's, as `torch.cuda.use_mem_pool` asks for one."""
+
+    id: Any
 
 
 class CapturedStep:
@@ -137,6 +147,17 @@ class CapturedStep:
             results = run()
         current.wait_stream(self._stream)
         return results
+
+    @contextmanager
+    def room(self) -> Iterator[None]:
+        """Within, and within `on_stream`, this thread allocates in the graph's memory; without a graph, as always. What is still
+        there when the graph runs is written over."""
+        if self._graph is None:
+            yield
+            return
+        pool: Any = _Pool(self._graph.pool())
+        with torch.cuda.use_mem_pool(pool, self._device):
+            yield
 
     def __call__(self, parts: Parts, count: Tensor | int) -> tuple[Tensor, ...]:
         """A step; within `on_stream`."""
@@ -268,9 +289,19 @@ class CapturableEngine:
         return losses, imbalance
 
     def _around(self, run: Any, microbatches: Parts, count: Tensor | int) -> tuple[Tensor, Tensor]:
-        self._gathered.gather()
+        captured = self.captured
+        if captured is None:
+            self._gathered.gather()
+            losses, imbalance = run(microbatches, count)
+            self._gathered.reduce()
+            return losses, imbalance
+        if self._gathered.has_gradients():
+            raise RuntimeError("gradients of another step are still there: a captured step needs them to be None")
+        with captured.room():
+            self._gathered.gather()
         losses, imbalance = run(microbatches, count)
-        self._gathered.reduce()
+        with captured.room():
+            self._gathered.reduce()
         return losses, imbalance
 
     def _give_up_graph(self) -> None:

@@ -8,14 +8,24 @@ An engine runs stages and not modules, so FSDP2's hooks do not see the step: wei
 reduced once behind it, as `torch.distributed.pipelining` does it. Under mixed precision each gradient is added into a sum as soon
 as it is made, in the dtype that is reduced in: no second set of them waits for a microbatch's end.
 
-`GatheredStep` owns the hooks on gathered parameters.
+What `reduce` allocates comes behind a step's activations, so it is to fit into the memory that they leave:
+
+    head's sum       is reduced first; its memory is the embedding's sum then, which is not made before
+    both             are sent from where they are, where FSDP2 would copy them first
+    everything else  is allocated on the current stream, as activations are: blocks of FSDP2's own nobody else could use
+
+`GatheredStep` owns the hooks on gathered parameters, and between `end` and `reduce` the rows that the embedding's sum is made of.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -23,7 +33,31 @@ from forebay.models.families import moe_blocks
 from forebay.moe.weight_gradients import WeightGradients
 from forebay.pipeline.causal_lm import CutModel
 from forebay.saved.identify import local
-from forebay.train.parallel import fsdp_group
+from forebay.train.parallel import add_to_shard, fsdp_group
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What `GatheredStep.reduce` makes the embedding's sum of.
+
+    Attributes:
+        embedding: FSDP2's record of it.
+        collected: of each microbatch, ids [B, S] and the gradient of its embedded tokens [B, S, H].
+        head, head_sum: FSDP2's record of the head and its sum, [V, H] fp32; None on a process that has none.
+    """
+
+    embedding: Any
+    collected: list[tuple[Tensor, Tensor]]
+    head: Any
+    head_sum: Tensor | None
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a step left before `reduce`: of each trained weight its `grad` and FSDP2's sum, and the embedding's rows."""
+
+    gradients: list[tuple[Any, Tensor | None, Tensor | None]]
+    rows: Rows | None
 
 
 class GatheredStep:
@@ -40,6 +74,7 @@ class GatheredStep:
         self._model, self._cut = model, cut
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._sums: dict[str, Any] = {}
+        self._rows: Rows | None = None
         self._sharded = isinstance(model, FSDPModule)
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         if self._sharded and reshard:
@@ -59,9 +94,17 @@ class GatheredStep:
             self._make_room(list(self._sums.values()))
 
     def end(self, count: Tensor | int) -> None:
-        """The last sums. `count`: what the sum of losses is divided by; gradients of the head's sum still are to be."""
-        self._end_sums(self._sums, count)
-        self._sums = {}
+        """The head's sum is complete; the embedding's is made by `reduce`. `count`: what the sum of losses is divided by;
+        gradients of the head's sum still are to be."""
+        sums, self._sums = self._sums, {}
+        head_sum, self._cut.head_sum = self._cut.head_sum, None
+        if "head" in sums:
+            assert head_sum is not None
+            _add(sums["head"], head_sum.div_(count))
+        collected, self._cut.embedded = self._cut.embedded, None
+        if "embedding" in sums:
+            assert collected is not None
+            self._rows = Rows(sums["embedding"], collected, sums.get("head"), head_sum)
 
     def reduce(self) -> None:
         """Add gradients up over processes, onto the shards, and give gathered weights back."""
@@ -75,21 +118,29 @@ class GatheredStep:
             for held in group.fsdp_params:
                 held.free_unsharded_param = _nothing
 
-    def take_gradients(self) -> list[tuple[Any, Tensor | None, Tensor | None]]:
+    def has_gradients(self) -> bool:
+        """Whether gradients of another step are still there."""
+        if not self._sharded:
+            return any(p.grad is not None for p in self._model.parameters())
+        return any(held.sharded_param.grad is not None for group in self._groups() for held in group.fsdp_params)
+
+    def take_gradients(self) -> Left:
         """Take the gradients off the weights that are trained, before `reduce`: what each was left."""
         left = []
         for weight, held in self._trained():
             accumulated = held.unsharded_accumulated_grad if held is not None else None
             left.append(((weight, held), weight.grad, accumulated))
-        self.put_gradients([(key, None, None) for key, *_ in left])
-        return left
+        rows = self._rows
+        self.put_gradients(Left([(key, None, None) for key, *_ in left], None))
+        return Left(left, rows)
 
-    def put_gradients(self, left: list[tuple[Any, Tensor | None, Tensor | None]]) -> None:
+    def put_gradients(self, left: Left) -> None:
         """The inverse of `take_gradients`: in the place of what is there."""
-        for (weight, held), gradient, accumulated in left:
+        for (weight, held), gradient, accumulated in left.gradients:
             weight.grad = gradient
             if held is not None:
                 held.unsharded_accumulated_grad = accumulated
+        self._rows = left.rows
 
     def _trained(self) -> list[tuple[Any, Any]]:
         """Each trained weight as it is between `gather` and `reduce`, and FSDP2's record of it."""
@@ -147,14 +198,13 @@ class GatheredStep:
                         return held
         return None
 
-    def _end_sums(self, held: dict[str, Any], count: Tensor | int) -> None:
-        if "head" in held:
-            head_sum, self._cut.head_sum = self._cut.head_sum, None
-            assert head_sum is not None
-            _add(held["head"], head_sum.div_(count))
-        if "embedding" in held:
-            _add(held["embedding"], self._cut.embedding_gradient(torch.float32))
-            self._cut.embedded = None
+    def _spread(self, rows: Rows) -> None:
+        """Make the embedding's sum, in the memory of the head's if that was reduced: not of tied weights, and not where a process
+        has the head to itself and its sum is its gradient."""
+        total = rows.head_sum
+        if total is None or rows.head.unsharded_accumulated_grad is not None:
+            total = torch.empty_like(self._cut.embedding.weight, dtype=torch.float32)
+        _add(rows.embedding, self._cut.spread(rows.collected, total))
 
     def _groups(self) -> list[Any]:
         found = [fsdp_group(module) for module in self._modules]
@@ -189,13 +239,43 @@ class GatheredStep:
         self._hooks.append(held.unsharded_param.register_post_accumulate_grad_hook(add))
 
     def _reduce(self) -> None:
-        for group in self._groups():
-            # Alone with its weights (experts, with one process a column) a process has nothing to reduce: the sums stay where
-            # they are for `forebay.train.parallel.Shards.finish`. FSDP2 would copy them twice.
-            group.reduce_grads, group.reshard_after_backward = group.mesh_info.mesh.size() > 1, True
-            group.post_backward()
-        # Joins FSDP2's streams; without it the optimizer could read shards that are still being written.
-        fully_shard.state(self._model)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+        with self._here():
+            for group in self._vocabulary_first():
+                rows = self._rows
+                if rows is not None and any(held is rows.embedding for held in group.fsdp_params):
+                    self._spread(rows)
+                    self._rows = None
+                del rows  # no frame holds the head's sum or what was collected any longer
+                # Alone with its weights (experts, with one process a column) a process has nothing to reduce: the sums stay where
+                # they are for `forebay.train.parallel.Shards.finish`. FSDP2 would copy them twice.
+                group.reduce_grads, group.reshard_after_backward = group.mesh_info.mesh.size() > 1, True
+                if group.reduce_grads and len(group.fsdp_params) == 1:
+                    _reduce_in_place(group)
+                group.post_backward()
+            # Waits for what is reduced, and lets go of what was sent.
+            fully_shard.state(self._model)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+
+    def _vocabulary_first(self) -> list[Any]:
+        """The head's group, the embedding's, and the others in FSDP2's order."""
+        weights = [module.weight for module in (self._cut.head, self._cut.embedding) if module is not None]
+
+        def place(group: Any) -> int:
+            mine = [held.unsharded_param for held in group.fsdp_params]
+            return next((n for n, weight in enumerate(weights) if any(p is weight for p in mine)), len(weights))
+
+        return sorted(self._groups(), key=place)
+
+    @contextmanager
+    def _here(self) -> Iterator[None]:
+        """Within, FSDP2 reduces on the current stream. Its own is for hiding that behind a backward, and there is none left; what
+        it allocates there stays that stream's."""
+        group = self._groups()[0]
+        shared = group.comm_ctx
+        own, shared.reduce_scatter_stream = shared.reduce_scatter_stream, group.device_handle.current_stream()
+        try:
+            yield
+        finally:
+            shared.reduce_scatter_stream = own
 
 
 class DeferredExperts:
@@ -248,6 +328,26 @@ class _Hook(torch.autograd.Function):
 
 def _nothing() -> None:
     """Gathered memory stays."""
+
+
+def _reduce_in_place(group: Any) -> None:
+    """Reduce the gradient of a group's only weight, if it is cut evenly along its first dimension and is in the dtype that is
+    reduced in: each process's part of it is in one piece then, and nothing has to be put together. FSDP2 finds none left."""
+    (held,) = group.fsdp_params
+    sum_ = held.unsharded_accumulated_grad
+    gradient = held.unsharded_param.grad if sum_ is None else sum_
+    world = group.mesh_info.mesh.size()
+    if gradient is None or held.fsdp_placement.dim or gradient.shape[0] % world or not gradient.is_contiguous():
+        return
+    if held.reduce_dtype not in (None, gradient.dtype):
+        return
+    own = gradient.new_empty(gradient.shape[0] // world, *gradient.shape[1:])
+    # What FSDP2 itself would call: torch 2.13 has another name for it than 2.11.
+    group._reduce_scatter_comm(
+        output_tensor=own, input_tensor=gradient, group=group.mesh_info.shard_process_group, op=dist.ReduceOp.SUM
+    )
+    held.unsharded_accumulated_grad = held.unsharded_param.grad = None
+    add_to_shard(held, own)
 
 
 def _add(held: Any, gradient: Tensor) -> None:

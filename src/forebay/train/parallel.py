@@ -92,10 +92,15 @@ def _hand_over(parameter: Any) -> None:
     if grad is None:
         grad, parameter._unsharded_param.grad = parameter._unsharded_param.grad, None
     parameter.unsharded_accumulated_grad = None
-    if grad is None:
-        return
+    if grad is not None:
+        add_to_shard(parameter, local(grad).detach())
+
+
+def add_to_shard(parameter: Any, own: torch.Tensor) -> None:
+    """Add to the gradient of a shard, which FSDP2's record `parameter` has: `own` is this process's part, in any dtype. Where
+    there is no gradient yet, and the dtype is the shard's, it is `own` itself."""
     shard = parameter.sharded_param
-    own = local(grad).detach().to(shard.dtype)
+    own = own.to(shard.dtype)
     if shard.grad is not None:
         local(shard.grad).add_(own)
     else:

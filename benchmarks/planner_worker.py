@@ -48,7 +48,7 @@ from forebay.train.trainer import Trainer
 
 WARM, MOST, TIMED, TRACED = (
     2,
-    16,
+    64,  # `auto` on one GPU tries plans for 40 cycles at most
     3,
     3,
 )  # steps: before timing at least and at most, timed, and whose allocations are recorded

@@ -12,9 +12,11 @@ from torch import nn
 from forebay.planner.simulate import Assignment, CallFigures, Key, Moment, Plan, Timeline, simulate
 from forebay.policy import Claim
 from forebay.saved import planning
+from forebay.saved.identify import storable, storage_bytes
 from forebay.saved.manager import Manager
 from forebay.saved.meter import Meter, highest_rise
 from forebay.saved.slots import ModuleSlot
+from forebay.saved.trials import MOST
 
 CALLS = (CallFigures(("a", 0), (8,), 4e-3, input_bytes=100), CallFigures(("b", 0), (12,), 4e-3, input_bytes=100))
 TIMELINE = Timeline(
@@ -196,3 +198,43 @@ def test_plans_change_between_cycles_and_no_bit_of_the_results_does(monkeypatch:
             assert mem.settled == (cycle > len(script.plans) + 1), "one cycle more, behind which host memory is let go"
     assert len(scripts) == 1, "a plan seemed outgrown"
     assert mem.settled
+
+
+def test_auto_tries_plans_from_end_to_end(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
+    """Nothing but the device is invented: each look at its clock takes a millisecond, and its memory is the saved tensors'."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Block() for _ in range(4)])
+    slots = {str(i): ModuleSlot(block) for i, block in enumerate(model)}
+    mem = Manager(slots, [Claim(p, "auto", p) for p in slots], torch.device("cpu"), budget=5000, min_bytes=1)
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(mem, "_device", gpu)
+    monkeypatch.setattr(mem._planning, "_device", gpu)
+
+    def allocated(_: object) -> int:
+        device.clock += 1.0
+        device.rises(mem.ledger.device_bytes, mem.ledger.device_bytes)
+        return device.now
+
+    monkeypatch.setattr(torch.cuda, "memory_allocated", allocated)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr("forebay.saved.manager.storable", lambda t, _, n, w: storable(t, torch.device("cpu"), n, w))
+    monkeypatch.setattr("forebay.saved.manager.storage_bytes", lambda s, _: storage_bytes(s, torch.device("cpu")))
+    model.register_forward_pre_hook(lambda *_: mem.forward_begins())
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        torch.manual_seed(1)
+        model(torch.randn(8, 16)).square().mean().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    truth, cycles = gradients(), 1
+    while not mem.settled:
+        assert all(torch.equal(a, b) for a, b in zip(gradients(), truth, strict=True))
+        cycles += 1
+        assert cycles <= MOST + 4
+    assert mem.plan is not None and mem.trials and any(trial.plan is mem.plan for trial in mem.trials)
+    assert all(trial.milliseconds > 0 for trial in mem.trials)
+    assert len({trial.plan.recompute for trial in mem.trials}) + len({str(t.plan.offload) for t in mem.trials}) > 2
+    model(torch.randn(64, 16)).sum().backward()  # a longer batch
+    gradients()
+    assert mem.plan is None and not mem.trials and not mem.settled

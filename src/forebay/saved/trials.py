@@ -41,7 +41,7 @@ _COUNTED = 3  # of which the least time counts: cycles with an optimizer's step 
 # Of the budget, left over by plans whose excess is known: of equal cycles, peaks differ by single tensors.
 _SAFETY = 0.003
 # Times the least time expected of a plan within the budget: what is beyond is not tried at first, or not at all. On invented
-# machines with the first alone 11 of 458 contests were lost by more than 2 %, with both 1 (docs/solver.md).
+# machines (docs/solver.md) 3 of 226 contests were lost by more than 2 % with the first alone, and 1 with both.
 _FAR = 1.08, 1.3
 _LOWER, _ROUNDS = 0.01, 4  # of the budget, less each time that nothing was within it
 _CHANGED = 4  # plans at most that differ from the fastest by one region

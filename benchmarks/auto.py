@@ -8,7 +8,11 @@ what the link cannot carry. All run on the same model, one after the other; a st
 2. Six budgets, evenly between the lowest peak and that of keeping everything.
 3. For each, `auto` and the two fastest policies whose peak is within it, in turn, ROUNDS times: of 146 policies the fastest is
    the luckiest too, so it is measured again. `ratio` is auto's time over the best of these; `room` what its peak leaves of the
-   budget.
+   budget. `first ms` is the plan that auto began with, as its trials saw it, `tried` how many there were, and `stays` which.
+
+Each arm is measured when its manager says that it is settled: auto has then tried its plans. The JSON file holds, under `autos`,
+what auto went by in each round: the measured timeline, and every plan that was tried, with planned and measured figures. That is
+enough to ask afterwards why a plan was chosen, on any machine.
 
     python benchmarks/auto.py                              # four minutes at most on an H200
     python benchmarks/auto.py --seconds 600 --layers 3     # 729 policies, as many as come in that time
@@ -23,15 +27,17 @@ from itertools import product
 from typing import Any
 
 import torch
-from common import GIB, median_ms, settle_memory, write
+from common import GIB, median_ms, settle_memory, until_settled, write
 
 import forebay
+from forebay.planner.simulate import Plan, Timeline
 from forebay.policy import BudgetError
+from forebay.saved.trials import Trial
 
 BUDGETS = 6
 RIVALS = 2
 ROUNDS = 2
-WARM = 5  # steps: two that measure, the first as planned, and two more
+WARM = 3  # steps behind those that measure, try and settle
 Policy = str | dict[str, str]
 
 
@@ -47,10 +53,11 @@ class Arm:
 
 @dataclass(frozen=True)
 class Figure:
-    """Milliseconds of a step, and bytes that it adds."""
+    """Milliseconds of a step, and bytes that it adds; of auto what it went by, too."""
 
     ms: float
     peak: int
+    went_by: dict[str, Any] = field(default_factory=dict)
 
 
 def build(layers: int) -> Any:
@@ -105,6 +112,7 @@ def measure(model: Any, ids: torch.Tensor, arm: Arm, steps: int) -> Figure:
         def step() -> None:
             model(input_ids=ids, labels=ids).loss.backward()
 
+        settled = until_settled(mem, step)
         for _ in range(WARM):
             step()
         settle_memory()
@@ -112,9 +120,44 @@ def measure(model: Any, ids: torch.Tensor, arm: Arm, steps: int) -> Figure:
         step()
         peak = torch.cuda.max_memory_allocated() - base
         ms, _ = median_ms(step, steps)
+        return Figure(ms, peak, {"settled": settled, **went_by(mem)} if arm.policy == "auto" else {})
     finally:
         mem.detach()
-    return Figure(ms, peak)
+
+
+def went_by(mem: forebay.Managed) -> dict[str, Any]:
+    """Timeline and trials of auto, as plain figures."""
+    assert mem.timeline is not None
+    return {"timeline": told(mem.timeline), "trials": [tried(trial, mem.plan) for trial in mem.trials]}
+
+
+def told(timeline: Timeline) -> dict[str, Any]:
+    """A timeline as plain figures, from which it can be made again. Bytes and seconds."""
+    return {
+        "calls": [vars(call) for call in timeline.calls],
+        "moments": [vars(moment) for moment in timeline.moments],
+        "out_rate": timeline.out_rate,
+        "back_rate": timeline.back_rate,
+    }
+
+
+def tried(trial: Trial, chosen: Plan | None) -> dict[str, Any]:
+    """A trial as plain figures. A plan's moments are "F" or "B" and a call."""
+    plan = trial.plan
+    return {
+        "name": trial.name,
+        "figures": vars(trial.figures),
+        "stays": plan is chosen,
+        "recompute": sorted(plan.recompute),
+        "offload": [[key, sorted(items)] for key, items in plan.offload.items()],
+        "settle_at": [*plan.settle_at.items()],
+        "fetch_at": [*plan.fetch_at.items()],
+        "planned ms": 1e3 * plan.step_seconds,
+        "expected ms": 1e3 * trial.expected_seconds,
+        "measured ms": trial.milliseconds,
+        "planned peak": plan.peak_bytes,
+        "measured peak": trial.peak_bytes,
+    }
 
 
 def budgets(figures: dict[Arm, Figure]) -> list[int]:
@@ -137,13 +180,15 @@ def sweep(all_arms: list[Arm], run: Callable[[Arm], Figure], seconds: float) -> 
     return found
 
 
-def contest(figures: dict[Arm, Figure], budget: int, run: Callable[[Arm], Figure]) -> dict[str, Any]:
-    """Auto against the fastest arms within the budget, in turn."""
+def contest(
+    figures: dict[Arm, Figure], budget: int, run: Callable[[Arm], Figure], autos: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Auto against the fastest arms within the budget, in turn. What auto went by is added to `autos`."""
     within = sorted((a for a, f in figures.items() if f.peak <= budget), key=lambda a: figures[a].ms)[:RIVALS]
     auto = Arm("auto", "auto", budget=budget)
     times: dict[Arm, list[float]] = {arm: [] for arm in (auto, *within)}
     peaks: list[int] = []
-    for _ in range(ROUNDS):
+    for round_ in range(ROUNDS):
         for arm in times:
             try:
                 figure = run(arm)
@@ -152,6 +197,8 @@ def contest(figures: dict[Arm, Figure], budget: int, run: Callable[[Arm], Figure
             times[arm].append(figure.ms)
             if arm is auto:
                 peaks.append(figure.peak)
+                own = {"budget": budget, "round": round_, "ms": figure.ms, "peak": figure.peak}
+                autos.append({**own, **figure.went_by})
     medians = {arm: statistics.median(t) for arm, t in times.items()}
     best = min(within, key=lambda a: medians[a])
     return {
@@ -164,7 +211,16 @@ def contest(figures: dict[Arm, Figure], budget: int, run: Callable[[Arm], Figure
         "best ms": medians[best],
         "best peak GiB": figures[best].peak / GIB,
         "ratio": medians[auto] / medians[best],
+        **outcome(autos[-1].get("trials", [])),
     }
+
+
+def outcome(trials: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the trials of a round came to."""
+    if not trials:
+        return {}
+    stays = next(trial["name"] for trial in trials if trial["stays"])
+    return {"first ms": trials[0]["measured ms"], "tried": len(trials), "stays": stays}
 
 
 def main() -> None:
@@ -185,12 +241,12 @@ def main() -> None:
     run(Arm("warm", "offload", "all"))  # kernels are tuned, and memory is page-locked, once
     every = list(arms(regions(model)))
     figures = sweep(every, run, options.seconds)
-    rows = []
+    rows, autos = [], []
     for budget in budgets(figures):
-        rows.append(contest(figures, budget, run))
+        rows.append(contest(figures, budget, run, autos))
         print(rows[-1], flush=True)
     policies = [{"policy": a.name, "ms": f.ms, "peak GiB": f.peak / GIB} for a, f in figures.items()]
-    write("auto", rows, **vars(options), policies_in_all=len(every), policies=policies)
+    write("auto", rows, **vars(options), policies_in_all=len(every), policies=policies, autos=autos)
 
 
 if __name__ == "__main__":

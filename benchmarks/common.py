@@ -79,6 +79,22 @@ def settle_memory() -> None:
     torch.cuda.reset_peak_memory_stats()
 
 
+def until_settled(mem: Any, step: Callable[[], Any], most: int = 60) -> int:
+    """Call `step` until `mem` (a `forebay.Managed`) has measured, planned and tried; gives how often. Trials take 40 cycles at
+    most, and there are a few before and behind them.
+
+    Raises:
+        RuntimeError: it did not settle in `most` steps.
+    """
+    for count in range(most):
+        if count and mem.settled:
+            return count
+        step()
+    if not mem.settled:
+        raise RuntimeError(f"the manager is not settled after {most} steps")
+    return most
+
+
 def median_ms(step: Callable[[], Any], steps: int) -> tuple[float, list[float]]:
     """Median and all times of `steps` calls, each between two CUDA events on the current stream."""
     pairs = []

@@ -48,10 +48,10 @@ from forebay.train.trainer import Trainer
 
 WARM, MOST, TIMED, TRACED = (
     2,
-    16,
+    64,
     3,
     3,
-)  # steps: before timing at least and at most, timed, and whose allocations are recorded
+)  # steps: before timing at least and at most (`auto` tries plans for 40), timed, and whose allocations are recorded
 LEFT = (
     32 << 20
 )  # bytes that a trainer may leave behind without the process being given up: cuBLAS's workspaces come and go

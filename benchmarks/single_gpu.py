@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from common import GIB, median_ms, settle_memory, write
+from common import GIB, median_ms, settle_memory, until_settled, write
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import forebay
@@ -109,6 +109,8 @@ def measure(
         loss = first.item()
         first.backward()
         del first
+        if isinstance(mem, forebay.Managed):
+            until_settled(mem, lambda: forward().backward())
         for _ in range(5):
             forward().backward()
         settle_memory()
@@ -199,7 +201,9 @@ def gradients(
     model: Any, options: argparse.Namespace, policy: Any, **more: Any
 ) -> tuple[torch.Tensor, list[torch.Tensor], int, int]:
     mem = forebay.manage(model, policy=policy, compile=True, **more)
-    for _ in range(4):  # past the measuring cycles, so that the plan is what is tested
+    for step in range(64):
+        if step >= 4 and mem.settled:  # past the measuring cycles and trials, so that the plan is what is tested
+            break
         batches = Batches(options.batch, options.sequence)
         for parameter in model.parameters():
             parameter.grad.zero_()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 import torch
 
 import forebay
+from forebay.planner.simulate import Assignment, CallFigures, Moment, Timeline, simulate
 from forebay.policy import BudgetError
+from forebay.saved.trials import Trials
 
 
 @pytest.fixture
@@ -58,10 +61,32 @@ def test_auto_is_compared_with_the_best_within_the_budget(auto: Any) -> None:
     arms = [a for a in auto.arms(["a", "b", "c", "d"]) if a.offload == "all" or "o" not in a.name]
     figures = {arm: run(arm) for arm in arms}
     assert auto.budgets(figures) == [1, 3, 5, 7, 9, 11]
-    row = auto.contest(figures, 6, run)
+    autos: list[dict[str, Any]] = []
+    row = auto.contest(figures, 6, run, autos)
     assert row["best ms"] == 12.0 and row["best"].count("o") == 2 and row["within"]
     assert row["ratio"] == pytest.approx(1.01)
-    assert "error" in auto.contest(figures, 2, run)
+    assert [(a["budget"], a["round"], a["peak"]) for a in autos] == [(6, 0, 6), (6, 1, 6)]
+    assert "error" in auto.contest(figures, 2, run, autos)
+
+
+def test_what_auto_went_by_is_written_down_whole(auto: Any) -> None:
+    calls = tuple(CallFigures((name, 0), (8, 4), 1.0) for name in "ab")
+    moments = (Moment("F", 0, 1.0), Moment("F", 1, 1.0), Moment("B", 1, 2.0), Moment("B", 0, 2.0))
+    timeline = Timeline(calls, moments, 100.0, 100.0)
+    trials = Trials(timeline, frozenset("ab"), frozenset("ab"), 20, simulate(timeline, Assignment({0: frozenset({0})})))
+    while not trials.over:
+        trials.told(lambda: 5.0, 19)
+    chosen = [auto.tried(trial, trials.plan) for trial in trials.tried]
+    found = json.loads(json.dumps({"timeline": auto.told(timeline), "trials": chosen}))
+    again = found["timeline"]
+    assert [c["items"] for c in again["calls"]] == [[8, 4], [8, 4]] and again["out_rate"] == 100.0
+    assert [(m["kind"], m["call"], m["seconds"]) for m in again["moments"]] == [
+        (m.kind, m.call, m.seconds) for m in moments
+    ]
+    first = found["trials"][0]
+    assert first["offload"] == [[["a", 0], [0]]] and first["measured ms"] == 5.0 and first["measured peak"] == 19
+    assert [t["stays"] for t in found["trials"]].count(True) == 1
+    assert auto.outcome(found["trials"])["tried"] == len(trials.tried)
 
 
 def test_a_model_takes_every_policy(auto: Any) -> None:

@@ -10,7 +10,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from forebay.models.manage import manage
 from forebay.planner.simulate import Assignment, Plan, Timeline, simulate
-from forebay.saved import manager
+from forebay.saved import planning
 
 
 def light_and_offload(timeline: Timeline, *_: Any) -> Plan:
@@ -24,7 +24,7 @@ def light_and_offload(timeline: Timeline, *_: Any) -> Plan:
 
 
 def test_what_leaves_is_what_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manager, "under_budget", light_and_offload)
+    monkeypatch.setattr(planning, "under_budget", light_and_offload)
     torch.manual_seed(0)
     model = Qwen3MoeForCausalLM(
         Qwen3MoeConfig(

@@ -10,7 +10,7 @@ from torch import nn
 from forebay.planner.interleaved import plan_interleaved
 from forebay.planner.simulate import Plan, Timeline
 from forebay.policy import resolve
-from forebay.saved import manager as managing
+from forebay.saved import planning
 from forebay.saved.manager import Manager
 from forebay.saved.slots import ModuleSlot
 
@@ -52,7 +52,7 @@ def managed(monkeypatch: pytest.MonkeyPatch, leaving: set[str]) -> tuple[nn.Sequ
         planned = sum(size[key][item] for key, items in offload.items() for item in items)
         return replace(plan, offload=offload, planned_bytes=planned)
 
-    monkeypatch.setattr(managing, "plan_interleaved", chosen)
+    monkeypatch.setattr(planning, "plan_interleaved", chosen)
     model = nn.Sequential(*[Step() for _ in range(4)])
     slots: dict[str, Any] = {str(i): ModuleSlot(step) for i, step in enumerate(model)}
     mem = Manager(slots, resolve({"?": "offload"}, slots), torch.device("cpu"), min_bytes=1)

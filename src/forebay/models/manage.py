@@ -37,6 +37,7 @@ from forebay.saved.ledger import Ledger
 from forebay.saved.manager import Manager, StepReport
 from forebay.saved.profile import Profiler, SavedProfile, profile_model
 from forebay.saved.slots import ModuleSlot, Slot
+from forebay.saved.trials import Trial
 from forebay.stores.pages import PageStore
 
 
@@ -82,6 +83,11 @@ class Managed:
     def timeline(self) -> Timeline | None:
         """The measured step that the plan is based on."""
         return self._manager.timeline
+
+    @property
+    def trials(self) -> tuple[Trial, ...]:
+        """The plans that policy="auto" tried on this GPU, in order."""
+        return self._manager.trials
 
     @property
     def host_bytes(self) -> int:
@@ -231,6 +237,8 @@ def manage(
             undo.pop()()
         raise
     undo.append(manager.detach)
+    if budget is not None:
+        undo.append(model.register_forward_pre_hook(lambda *_: manager.forward_begins()).remove)
     watchable = [path for path, _ in model.named_modules() if path not in sealed and not (compile and path in halves)]
     return Managed(model, manager, halves, watchable, undo, store, stashed)
 

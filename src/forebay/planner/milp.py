@@ -91,6 +91,22 @@ def lowest(timeline: Timeline, allowed: Allowed, known: Iterable[Assignment] = (
     return search.lowest()
 
 
+def with_one_changed(timeline: Timeline, allowed: Allowed, assignment: Assignment, budget: int) -> list[Plan]:
+    """Plans within the budget in which one region, as a whole, is placed otherwise than in `assignment`; the fastest first.
+
+    Of many regions as many as polishing may simulate, taken evenly.
+    """
+    regions, found = _regions(timeline, allowed), []
+    changes = [(path, state) for path, states in regions.items() for state in states]
+    each = max(len(changes) * len(_SHARES) * len(timeline.moments) // _POLISH, 1)
+    for path, state in changes[::each]:
+        search = _Search(timeline, allowed, budget)
+        search.lay(_with(assignment, path, regions, state))
+        if (solved := search.solved()) is not None:
+            found.append(solved.plan)
+    return sorted(found, key=lambda plan: plan.step_seconds)
+
+
 class _Search:
     """The best so far, and what was learned about the programme's optimism; lives as long as `solve`."""
 

@@ -61,12 +61,12 @@ def under_budget(
     found = _heuristic(timeline, paths, budget, recomputable)
     plain = sum(m.seconds for m in timeline.moments)  # 0 on a CPU: there is nothing to minimise then
     if found is None or found.step_seconds > plain:
-        solved = solve(timeline, allowed, budget, [_assignment_of(timeline, found)] if found else [])
+        solved = solve(timeline, allowed, budget, [assignment_of(timeline, found)] if found else [])
         if solved is not None and (found is None or solved.plan.step_seconds < found.step_seconds):
             found = solved.plan
     if found is None:
         tightest = _tightest(timeline, paths, frozenset(_by_cost(timeline, recomputable)))
-        found = lowest(timeline, allowed, [_assignment_of(timeline, p) for p in tightest])
+        found = lowest(timeline, allowed, [assignment_of(timeline, p) for p in tightest])
     if found.peak_bytes > budget:
         raise BudgetError(
             f"no placement brings the activations under {format_bytes(budget)} ({budget} bytes); the smallest budget that "
@@ -97,7 +97,7 @@ def _meets(timeline: Timeline, paths: frozenset[str], recompute: list[str], budg
     return _longest_prefix(timeline, items, again, lambda p: _fits(timeline, p)).peak_bytes <= budget
 
 
-def _assignment_of(timeline: Timeline, plan: Plan) -> Assignment:
+def assignment_of(timeline: Timeline, plan: Plan) -> Assignment:
     """What a plan carries out."""
     numbers = {call.key: number for number, call in enumerate(timeline.calls)}
     return Assignment({numbers[key]: items for key, items in plan.offload.items()}, plan.recompute)

@@ -10,17 +10,16 @@ host together: the host pays for events and streams once a call and not once a t
 region's output, the manager waits for the region's tickets and starts the fetches that are due; ``unpack`` cuts the saved
 view out of the ticket's bytes. The ticket dies with the node, and its memory is free.
 
-Who owns what: the graph owns tickets and region calls; the manager owns the store (streams, host memory), the plan and
+Who owns what: the graph owns tickets and region calls; the manager owns the store (streams, host memory), the planning and
 nothing that lives as long as a step. There is no module-level state: two managers do not meet.
 
-The first cycles are measuring cycles: everything that may leave does, one call at a time, which is slow and small. Then
-the planner decides from their sizes, times and bandwidths, and says so in `Manager.plan`.
+When what leaves, is settled and fetched is `saved/planning.py`'s: the first cycles measure, then there is a plan.
 """
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,31 +27,22 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from forebay.planner.interleaved import is_interleaved, plan_interleaved
 from forebay.planner.simulate import Key, Plan, Timeline
-from forebay.planner.solve import fit_link, offload_all, under_budget
-from forebay.policy import BudgetError, Claim, PolicyError, format_bytes
+from forebay.policy import Claim, PolicyError
 from forebay.saved.identify import Identity, View, Weights, storable, storage_bytes
 from forebay.saved.ledger import Ledger
-from forebay.saved.order import Cycle, Recorder, RegionCall, Stopwatch
+from forebay.saved.order import Cycle, Recorder, RegionCall
+from forebay.saved.planning import Planning
 from forebay.saved.recompute import recomputed, refuse_nested_checkpointing
 from forebay.saved.slots import Slot
+from forebay.saved.trials import Trial
 from forebay.stores.base import State, Ticket
 from forebay.stores.host import HostStore
 from forebay.stores.streams import external_event
 
 _MIN_BYTES_CUDA = 1 << 20  # a 1 MiB copy reaches 40 of 55 GB/s (H200); below that launches cost more than they free
 
-_RETIMINGS = 3  # cycles after the measuring ones whose times correct the plan, where several microbatches are under way
-
-# If more than this share of a captured cycle was spent waiting, the next plan counts on so much less of the link. Rates while
-# copying are known; what else is on the way between host and device, or how one late copy makes others late, is not.
-_WAITS, _LESS = 1e-3, 0.85
-
 _VARIES = 1.5  # by so much a microbatch's tensors may exceed the measured one's before everything is measured again
-
-# Of a budget, left over: steps took up to 1.6 % of it more than their plans said, in 5 of 6 runs (benchmarks/results/auto.md).
-_MARGIN = 0.02
 
 _NEIGHBOURS = 2  # calls; a tensor that runs from one region into the next or the one after may still leave
 
@@ -144,12 +134,8 @@ class Manager:
         chosen = {c.path: c.placement for c in claims}
         _check(claims, budget, offload)
         self.ledger = Ledger()
-        self.plan: Plan | None = None
-        self.timeline: Timeline | None = None
         self.store = HostStore(device)
         self._device = device
-        self._budget = budget
-        self._offload = offload
         self._min_bytes = min_bytes if min_bytes is not None else (_MIN_BYTES_CUDA if device.type == "cuda" else 1)
         self._recompute = recompute
         self._regions = {
@@ -158,32 +144,23 @@ class Manager:
         }
         self._plans = any(r.placement in ("offload", "auto") for r in self._regions.values())
         self._cycle = Cycle()
-        self._recorder: Recorder | None = None
-        self._measured = 0
+        self._awaits_call = False  # a cycle has begun, and its first call is on the way
+        placements = {path: region.placement for path, region in self._regions.items()}
+        self._planning = Planning(self.store, placements, budget, offload, self._switch_light)
+        self._base: int | None = None  # bytes held before the cycle that is about to begin, where a forward told
         self._seen: dict[tuple[int, int], _Seen] = {}
         self._seen_by: dict[Key, list[_Seen]] = {}  # while measuring
         self._saved_by: dict[Key, int] = {}  # bytes, in the last cycle that was measured
         self._shared: set[Key] = set()  # calls of whose storages another call saved one too, in the same cycle
-        self._settles: dict[tuple[str, Key], list[Key]] = {}  # moment -> calls that the plan settles there
         self._leaving: list[weakref.ref[RegionCall]] = []
         self._waits: list[tuple[Any, Any]] = []
         self._spare_marks: list[Any] = []  # events of cycles that are over
         self._tally = {"saved": 0, "offload": 0}  # bytes: of regions whose storages may leave, and that did
         self._held: dict[str, int] = {}  # region kept by the policy, or recomputed -> bytes it was seen to save
-        self._outgrown = False
-        self._trimmed = False
         self._backwards: list[Key] = []
         self._steady = False
         self._weights: dict[str, Weights] = {}  # of a cycle, if they are steady
-        self._offloaded: frozenset[str] = frozenset()  # regions of which something leaves, by the plan
-        self._leave: dict[Key, frozenset[int]] = {}  # call -> ordinals of what it saves now that leave, by the plan
-        self._measured_items: dict[Key, tuple[int, ...]] = {}  # of what it saves now, as it was measured
-        self._stopwatch: Stopwatch | None = None
-        self._replayed: Stopwatch | None = None  # of a captured cycle
-        self._retimings = 0
-        self._share = 1.0  # of the link's rates that plans count on
         self._captured = False
-        self._alternating = False  # forwards and backwards of several microbatches
         self._around: Callable[[str], AbstractContextManager[Any]] | None = None
         for region in self._regions.values():
             if region.placement == "recompute":
@@ -192,6 +169,21 @@ class Manager:
             self._install(region)
 
     # --- what a user asks ---------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan | None:
+        """In force; None while cycles are measured, or where nothing is to be decided."""
+        return self._planning.plan
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """The measured cycle that the plan is based on."""
+        return self._planning.timeline
+
+    @property
+    def trials(self) -> tuple[Trial, ...]:
+        """The plans that were tried, in order; none but of policy="auto" on one GPU."""
+        return self._planning.trials
 
     @property
     def placements(self) -> dict[str, str]:
@@ -236,22 +228,23 @@ class Manager:
         self._backwards = [key for key in backwards if key[0] in self._regions]
         self._steady = steady
 
+    def forward_begins(self) -> None:
+        """Be told that the whole model's forward begins. What is held on the device now was held before the step, if one begins;
+        when the first region is entered, the embedding's output is there already."""
+        if self._plans and self._planning.measuring and self._device.type == "cuda" and self._cycle.quiet:
+            self._base = torch.cuda.memory_allocated(self._device)
+
     def idle(self) -> None:
         """Be told that the device now waits for another process: no time to plan with."""
-        if self._recorder is not None:
-            self._recorder.idle()
-        elif self._stopwatch is not None:
-            self._stopwatch.idle(self._mark)
+        if self._planning.recorder is not None:
+            self._planning.recorder.idle()
+        elif self._planning.stopwatch is not None:
+            self._planning.stopwatch.idle(self._mark)
 
     @property
     def settled(self) -> bool:
-        """Whether cycles go on as the last one did: nothing is to be measured, planned or page-locked any more."""
-        if not self._plans:
-            return True
-        if self.plan is None or self._outgrown or self._recorder is not None or self._stopwatch is not None:
-            return False
-        retimed = not self._alternating or self._retimings >= _RETIMINGS or self._device.type != "cuda"
-        return retimed and self._trimmed
+        """Whether cycles go on as the last one did: nothing is to be measured, tried, planned or page-locked any more."""
+        return not self._plans or self._planning.settled
 
     @contextmanager
     def capturing(self, timed: bool = False) -> Iterator[None]:
@@ -266,19 +259,14 @@ class Manager:
         try:
             yield
         finally:
-            self._replayed, self._stopwatch = self._stopwatch, None
+            self._planning.captured()
             self._captured = self.store.lanes.time_captured = False
             self._waits.clear()
             self.store.forget_copies()
 
     def plan_again(self) -> None:
-        """With the times of the last replay of a captured cycle: a graph is faster than calls, and the link carries less in it.
-        Nothing where none was timed. Cycles then have to settle again."""
-        if self._replayed is not None:
-            stopwatch, self._replayed = self._replayed, None
-            if stopwatch.waited() > _WAITS:  # of steps that the host launches nobody could tell: it may be the host
-                self._share *= _LESS
-            self._plan_again(stopwatch)
+        """See `forebay.saved.planning.Planning.plan_again`."""
+        self._planning.plan_again()
 
     def join(self) -> None:
         """At the end of a captured cycle: the compute stream waits for all copies."""
@@ -323,6 +311,8 @@ class Manager:
                 return forward(*args, **kwargs)
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        if self._plans and self._cycle.quiet and not self._awaits_call:
+            self._begin_cycle()  # before the placement is looked up: the plan may change here
         placement = self._in_force(region)
         if region.path not in self._held and (placement == "recompute" or region.placement == "keep"):
             return self._first_call(region, forward, again, args, kwargs)
@@ -332,21 +322,23 @@ class Manager:
             return forward(*args, **kwargs)
         call = self._enter(region)
         call.light_recompute = region.light is not None
-        if self._recorder is not None:
+        if self._planning.recorder is not None:
             call.input_bytes = self._input_bytes(args, kwargs)
+        elif self._planning.meter is not None:
+            self._planning.meter.entered(call.key, self._input_bytes(args, kwargs))
         if self._is_left_alone(call, placement):
             out = forward(*args, **kwargs)
         else:
             weights = self._weights_of(region)
             call.compute = self.store.lanes.compute_stream()
-            call.leaving = self._leave.get(call.key, frozenset()) if self.plan is not None else None
+            call.leaving = self._planning.leave.get(call.key, frozenset()) if self.plan is not None else None
             with saved_tensors_hooks(partial(self._pack, call, weights), self._unpack):
                 out = forward(*args, **kwargs)
             self._send(call)
             self._count("saved", sum(call.items))
-            self._outgrown = self._outgrown or self._exceeds_plan(call)
-        if self._recorder is not None:
-            self._recorder.region_left(call)
+            self._planning.outgrown = self._planning.outgrown or self._exceeds_plan(call)
+        if self._planning.recorder is not None:
+            self._planning.recorder.region_left(call)
             self._saved_by[call.key] = sum(call.items)
         self._watch(call, out)
         return out
@@ -385,7 +377,7 @@ class Manager:
             return "offload" if region.placement == "offload" else None
         if region.path in self.plan.recompute:
             return "recompute"
-        return "offload" if region.path in self._offloaded else "keep"
+        return "offload" if region.path in self._planning.offloaded else "keep"
 
     def _weights_of(self, region: _Region) -> Weights:
         """Looking them up costs as much as a region's kernels take to launch: once a cycle, where that is enough."""
@@ -439,14 +431,14 @@ class Manager:
                 call.tickets.append(held)
             seen = _Seen(Identity(storage, key[1]), call.key, call.number, len(call.items) - 1, held)
             self._seen[key] = seen
-            if self._recorder is not None:
+            if self._planning.recorder is not None:
                 self._seen_by.setdefault(call.key, []).append(seen)
         else:
             ticket = seen.ticket() if seen.ticket is not None else None
             if seen.ticket is not None and seen.key != call.key and seen.ticket not in call.tickets:
                 call.tickets.append(seen.ticket)
-            if self._recorder is not None:
-                self._meet_again(self._recorder, call, seen)
+            if self._planning.recorder is not None:
+                self._meet_again(self._planning.recorder, call, seen)
         if ticket is None:
             return tensor.detach()
         return _Packed(call, ticket, View.of(tensor))
@@ -475,7 +467,7 @@ class Manager:
         ticket = self.store.hold(storage_bytes(storage, self._device), call.compute)
         self.ledger.enter(ticket, *call.key)
         call.held.append(ticket)
-        if not self._alternating and (not self._leaving or self._leaving[-1]() is not call):
+        if not self._planning.alternating and (not self._leaving or self._leaving[-1]() is not call):
             self._leaving.append(weakref.ref(call))
         return ticket
 
@@ -490,11 +482,11 @@ class Manager:
         """More bytes than were measured: a longer batch, for which the plan does not hold."""
         if self.plan is None:
             return False
-        measured = self._measured_items.get(call.key, ())
+        measured = self._planning.measured_items.get(call.key, ())
         if len(call.items) > len(measured):
             return True
         # Between ranks that route as they like, rows vary.
-        slack = _VARIES if self._alternating else 1.01
+        slack = _VARIES if self._planning.alternating else 1.01
         return any(then and now > slack * then for now, then in zip(call.items, measured, strict=False))
 
     def _unpack(self, packed: Any) -> torch.Tensor:
@@ -508,9 +500,8 @@ class Manager:
     def _enter(self, region: _Region) -> RegionCall:
         if not self._plans:
             return RegionCall((region.path, 0))
-        if self._cycle.quiet:
-            self._begin_cycle()
         call = self._cycle.new_call(region.path)
+        self._awaits_call = False
         self._moment("F", call)
         return call
 
@@ -520,22 +511,9 @@ class Manager:
             self._moment("B", call)
 
     def _begin_cycle(self) -> None:
-        if self._recorder is not None and self._recorder.complete:
-            self._measured += 1
-            # On a GPU the first cycle compiles, tunes and page-locks: its times say nothing.
-            if self._measured >= (2 if self._device.type == "cuda" else 1):
-                self._make_plan(self._recorder)
-        elif self._outgrown:
-            self._drop_plan()
-        elif self._stopwatch is not None:
-            self._plan_again(self._stopwatch)
-        elif self.plan is not None and not self._trimmed and self.store.outbound.nbytes >= self.plan.planned_bytes // 2:
-            # Once, behind a cycle that used what the last plan needs: the measuring cycles held more. Page-locking what was let
-            # go too early takes 0.32 s a GiB.
-            self.store.trim()
-            self._trimmed = True
+        self._planning.cycle_over()
         self.store.restart()
-        self._cycle = Cycle()
+        self._cycle, self._awaits_call = Cycle(), True
         self._seen.clear()
         self._seen_by.clear()
         self._weights.clear()
@@ -543,48 +521,45 @@ class Manager:
         self._spare_marks.extend(event for pair in self._waits for event in pair)
         self._waits.clear()
         self._tally = {"saved": 0, "offload": 0}
-        self._recorder = None
         if self.plan is None:
-            self._recorder = Recorder(self._device)
             self._shared.clear()
             self._saved_by.clear()
-        again = self._alternating and (
-            self.store.lanes.time_captured or (self._retimings < _RETIMINGS and not self._captured)
-        )
-        timed = self.plan is not None and again and self._device.type == "cuda"
-        self._stopwatch = Stopwatch(self._device) if timed else None
+        base, self._base = self._base, None
+        self._planning.cycle_begins(self._captured, base)
 
     def _moment(self, kind: str, call: RegionCall) -> None:
         """A region's forward or backward starts: settle, wait and fetch what is due."""
-        if self._recorder is not None:
-            self._recorder.before_waits(kind, call.key)
+        if self._planning.recorder is not None:
+            self._planning.recorder.before_waits(kind, call.key)
         if self.plan is None:
             self._step_by_step(kind, call)
         elif self.plan.planned_bytes:
-            if self._stopwatch is not None:
-                self._stopwatch.before_moment()
+            if self._planning.stopwatch is not None:
+                self._planning.stopwatch.before_moment()
             leaving = self._due(kind, call, self.plan)
             awaited = kind == "B" and bool(call.tickets)
-            before = self._mark() if leaving or awaited or self._stopwatch is not None else None
+            before = self._mark() if leaving or awaited or self._planning.stopwatch is not None else None
             self._settle(leaving)
             self._fetch(self.plan.fetch_at.get((kind, call.key), ()))
             if awaited:
                 self._take_back(call)
             if before is not None:
                 self._waits.append((before, self._mark()))
-            if self._stopwatch is not None:
+            if self._planning.stopwatch is not None:
                 away = self.ledger.live_bytes - self.ledger.device_bytes
-                self._stopwatch.moment(kind, call.key, *self._waits[-1], away)
-        if self._recorder is not None:
-            self._recorder.after_waits(self.ledger.device_bytes)
+                self._planning.stopwatch.moment(kind, call.key, *self._waits[-1], away)
+        if self._planning.recorder is not None:
+            self._planning.recorder.after_waits(self.ledger.device_bytes)
+        elif self._planning.meter is not None:
+            self._planning.meter.moment(kind, call.key)
 
     def _step_by_step(self, kind: str, call: RegionCall) -> None:
         """Without a plan: one call's copy at a time, and the next call in backward order fetched ahead."""
         self._settle(other for ref in self._leaving if (other := ref()) is not None and other is not call)
         self._leaving = [ref for ref in self._leaving if ref() is call]
         if kind == "B":
-            if self._recorder is not None:
-                self._exclude_held_elsewhere(self._recorder, call)
+            if self._planning.recorder is not None:
+                self._exclude_held_elsewhere(self._planning.recorder, call)
             self._take_back(call)
             following = self._cycle.next_backward(self._backwards)
             if following is not None:
@@ -600,7 +575,11 @@ class Manager:
 
     def _due(self, kind: str, call: RegionCall, plan: Plan) -> list[RegionCall]:
         """The calls to be settled at a moment."""
-        due = [other for key in self._settles.get((kind, call.key), ()) if (other := self._cycle.find(key)) is not None]
+        due = [
+            other
+            for key in self._planning.settles.get((kind, call.key), ())
+            if (other := self._cycle.find(key)) is not None
+        ]
         if kind == "B" and self._leaving:
             # Where all forwards come before all backwards, a moment of a forward that has not come will not.
             for ref in self._leaving:
@@ -636,74 +615,6 @@ class Manager:
         event = self._spare_marks.pop() if self._spare_marks else torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-    def _make_plan(self, recorder: Recorder) -> None:
-        _, out_rate = self.store.outbound.measure()
-        _, back_rate = self.store.inbound.measure()
-        self.timeline = recorder.timeline(out_rate, back_rate)
-        auto = frozenset(r.path for r in self._regions.values() if r.placement == "auto")
-        offloaded = frozenset(r.path for r in self._regions.values() if r.placement == "offload")
-        self._alternating = is_interleaved(self.timeline)
-        if self._alternating:
-            plan = self._plan_pipeline(self.timeline, auto, offloaded)
-        elif auto:
-            assert self._budget is not None
-            margin = _MARGIN if self._device.type == "cuda" else 0.0
-            plan = under_budget(self.timeline, auto | offloaded, self._budget, auto, margin)
-        elif self._offload == "all":
-            plan = offload_all(self.timeline, offloaded)
-        else:
-            plan = fit_link(self.timeline, offloaded)
-        if self._budget is not None and plan.peak_bytes > self._budget:
-            raise BudgetError(
-                f"this policy needs {format_bytes(plan.peak_bytes)} ({plan.peak_bytes} bytes) over what is held before the "
-                f"step, more than the budget of {format_bytes(self._budget)}; raise it to that, or let policy='auto' choose"
-            )
-        self._follow_plan(plan)
-        self._switch_light(plan.recompute, True)
-
-    def _plan_again(self, stopwatch: Stopwatch) -> None:
-        """With the times of the cycle that was just run as planned."""
-        assert self.timeline is not None
-        rates = (lane.measure()[1] for lane in (self.store.outbound, self.store.inbound))
-        timeline = stopwatch.retimed(self.timeline, *rates)
-        self._retimings = self._retimings + 1 if timeline is not None else _RETIMINGS
-        if timeline is not None:
-            self.timeline = timeline
-            offloaded = frozenset(r.path for r in self._regions.values() if r.placement == "offload")
-            out, back = self._share * timeline.out_rate, self._share * timeline.back_rate
-            self._follow_plan(plan_interleaved(replace(timeline, out_rate=out, back_rate=back), offloaded))
-            self._trimmed = False
-
-    def _follow_plan(self, plan: Plan) -> None:
-        self.plan = plan
-        self._offloaded = frozenset(path for path, _ in plan.offload)
-        self._settles, self._measured_items, self._leave = {}, {}, {}
-        assert self.timeline is not None
-        for call in self.timeline.calls:
-            # What a light recomputation makes again was measured and is not saved any more: the items behind it move up.
-            gone = call.largest if call.light_recompute and call.key[0] in plan.recompute else len(call.items)
-            self._measured_items[call.key] = call.items[:gone] + call.items[gone + 1 :]
-            self._leave[call.key] = frozenset(o - (o > gone) for o in plan.offload.get(call.key, ()) if o != gone)
-        for key, moment in plan.settle_at.items():
-            self._settles.setdefault(moment, []).append(key)
-
-    def _plan_pipeline(self, timeline: Timeline, auto: frozenset[str], offloaded: frozenset[str]) -> Plan:
-        if auto:
-            raise PolicyError(
-                "policy='auto' is for forwards that are followed by their backwards; where those of several microbatches "
-                "alternate, say which regions to offload"
-            )
-        return plan_interleaved(timeline, offloaded)
-
-    def _drop_plan(self) -> None:
-        """Measure again, from the next cycle on."""
-        assert self.plan is not None
-        self._switch_light(self.plan.recompute, False)
-        self.plan, self.timeline, self._measured = None, None, 0
-        self._outgrown = self._trimmed = self._alternating = False
-        self._offloaded = frozenset()
-        self._retimings, self._share = 0, 1.0
 
     def _switch_light(self, paths: Iterable[str], on: bool) -> None:
         for path in paths:

@@ -120,14 +120,18 @@ class Recorder:
     """Times and memory of one cycle. On a CPU there is neither; the timeline then has sizes and order only.
 
     Reads the allocator's peak and resets it at each moment, so it is used for the measuring cycles only.
+
+    Args:
+        base: bytes that were held before the cycle. None: those held when its first region is entered, with whatever came before
+            (an embedding's output) among them.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, base: int | None = None):
         self._device = device
         self._gpu = device.type == "cuda"
         self._samples: list[_Sample] = []
         self._figures: dict[Key, CallFigures] = {}
-        self._base: int | None = None
+        self._base = base
 
     @property
     def complete(self) -> bool:

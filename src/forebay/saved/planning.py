@@ -1,0 +1,267 @@
+"""What a manager's cycles go by: a measuring cycle's recorder, or a plan, and the cycles that correct it.
+
+The first cycles measure: everything that may leave does, one call at a time, which is slow and small. Then the planner decides
+from their sizes, times and bandwidths. What happens to its plan afterwards:
+
+    policy="auto", on one GPU        a few plans are tried, and the fastest that is within the budget stays (`saved/trials.py`)
+    microbatches alternate           the next cycles' times, and those of a captured step, correct it (`Stopwatch`)
+    else, and on a CPU               it stays
+
+until a batch saves more than was measured: then everything begins anew.
+
+In: `cycle_over` and `cycle_begins`, from the manager, between two cycles. Out: `plan`, and what it means for a call (`leave`,
+`settles`, `measured_items`); and what the manager tells figures to during a cycle: `recorder`, `stopwatch`, `meter`, of which one
+at most is there.
+
+Who owns what: this owns plan, timeline and trials. The store (rates, host memory) is the manager's, and so are regions: how
+they recompute by themselves is switched by a function that it gives.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+
+import torch
+
+from forebay.planner.interleaved import is_interleaved, plan_interleaved
+from forebay.planner.simulate import Key, Plan, Timeline
+from forebay.planner.solve import fit_link, offload_all, under_budget
+from forebay.policy import BudgetError, PolicyError, format_bytes
+from forebay.saved.meter import Meter
+from forebay.saved.order import Recorder, Stopwatch
+from forebay.saved.trials import Trial, Trials
+from forebay.stores.host import HostStore
+
+_RETIMINGS = 3  # cycles after the measuring ones whose times correct the plan, where several microbatches are under way
+
+# If more than this share of a captured cycle was spent waiting, the next plan counts on so much less of the link. Rates while
+# copying are known; what else is on the way between host and device, or how one late copy makes others late, is not.
+_WAITS, _LESS = 1e-3, 0.85
+
+# Of a budget, left over by the first plan: steps took up to 1.6 % of it more than their plans said, in 5 of 6 runs
+# (benchmarks/results/auto.md). Where plans are tried, their peaks are known, and the next ones use it.
+_MARGIN = 0.02
+
+
+class Planning:
+    """Plans for the cycles of one manager.
+
+    Args:
+        store: that carries plans out.
+        placements: region path to keep, recompute, offload or auto.
+        budget: bytes that a cycle's peak may rise over its base, or None.
+        offload: "fit" or "all", see `forebay.saved.manager.Manager`.
+        switch_light: turns on or off that these regions recompute by themselves.
+
+    Attributes:
+        plan, timeline: in force, and what it was made from; None while cycles are measured.
+        alternating: forwards and backwards of several microbatches do.
+        offloaded: regions of which something leaves.
+        leave: call to the ordinals of what it saves now that leave.
+        measured_items: call to the bytes of what it saves now, as they were measured.
+        settles: moment to the calls that are settled there.
+        outgrown: set by the manager: a call saved more than was measured.
+    """
+
+    def __init__(
+        self,
+        store: HostStore,
+        placements: Mapping[str, str],
+        budget: int | None,
+        offload: str,
+        switch_light: Callable[[Iterable[str], bool], None],
+    ):
+        self.plan: Plan | None = None
+        self.timeline: Timeline | None = None
+        self.recorder: Recorder | None = None
+        self.stopwatch: Stopwatch | None = None
+        self.meter: Meter | None = None
+        self.alternating = False
+        self.outgrown = False
+        self.offloaded: frozenset[str] = frozenset()
+        self.leave: dict[Key, frozenset[int]] = {}
+        self.measured_items: dict[Key, tuple[int, ...]] = {}
+        self.settles: dict[tuple[str, Key], list[Key]] = {}
+        self._store, self._device = store, store.device
+        self._auto = frozenset(path for path, placement in placements.items() if placement == "auto")
+        self._offload_paths = frozenset(path for path, placement in placements.items() if placement == "offload")
+        self._budget, self._offload, self._switch_light = budget, offload, switch_light
+        self._measured = 0
+        self._trials: Trials | None = None
+        self._replayed: Stopwatch | None = None  # of a captured cycle
+        self._retimings = 0
+        self._share = 1.0  # of the link's rates that plans count on
+        self._trimmed = False
+
+    # --- between two cycles ---------------------------------------------------------------------------------------
+
+    def cycle_over(self) -> None:
+        """The last cycle is over: decide how the next one goes. No ticket is alive, and the store still knows the copies."""
+        if self.recorder is not None and self.recorder.complete:
+            self._measured += 1
+            # On a GPU the first cycle compiles, tunes and page-locks: its times say nothing.
+            if self._measured >= (2 if self._device.type == "cuda" else 1):
+                self._make_plan(self.recorder)
+        elif self.outgrown:
+            self._drop_plan()
+        elif self.stopwatch is not None:
+            self._plan_again(self.stopwatch)
+        elif self.trying:
+            self._try_on()
+        elif (
+            self.plan is not None and not self._trimmed and self._store.outbound.nbytes >= self.plan.planned_bytes // 2
+        ):
+            # Once, behind a cycle that used what the last plan needs: the measuring cycles held more. Page-locking what was let
+            # go too early takes 0.32 s a GiB.
+            self._store.trim()
+            self._trimmed = True
+
+    def cycle_begins(self, captured: bool, base: int | None) -> None:
+        """See to it that the cycle that comes is measured as it has to be.
+
+        Args:
+            captured: in a CUDA graph.
+            base: bytes that were held before it, where somebody looked early enough.
+        """
+        self.recorder = Recorder(self._device, base) if self.plan is None else None
+        again = self.alternating and (
+            self._store.lanes.time_captured or (self._retimings < _RETIMINGS and not captured)
+        )
+        timed = self.plan is not None and again and self._device.type == "cuda"
+        self.stopwatch = Stopwatch(self._device) if timed else None
+        self.meter = None
+        if self.trying and not captured:
+            assert self.timeline is not None and self.plan is not None
+            self.meter = Meter(self._device, self.timeline, self.plan, base)
+
+    @property
+    def trying(self) -> bool:
+        """Plans are being tried."""
+        return self._trials is not None and not self._trials.over
+
+    @property
+    def trials(self) -> tuple[Trial, ...]:
+        """The plans that were tried, in order."""
+        return tuple(self._trials.tried) if self._trials is not None else ()
+
+    @property
+    def measuring(self) -> bool:
+        """The memory of the cycle that comes, or of this one, counts."""
+        return self.plan is None or self.trying
+
+    @property
+    def settled(self) -> bool:
+        """Whether cycles go on as the last one did: nothing is to be measured, tried, planned or page-locked any more."""
+        if self.plan is None or self.outgrown or self.recorder is not None or self.stopwatch is not None or self.trying:
+            return False
+        retimed = not self.alternating or self._retimings >= _RETIMINGS or self._device.type != "cuda"
+        return retimed and self._trimmed
+
+    # --- a captured cycle -----------------------------------------------------------------------------------------
+
+    def captured(self) -> None:
+        """The last cycle was captured: its stopwatch is read when it has been replayed."""
+        self._replayed, self.stopwatch = self.stopwatch, None
+
+    def plan_again(self) -> None:
+        """With the times of the last replay of a captured cycle: a graph is faster than calls, and the link carries less in it.
+        Nothing where none was timed. Cycles then have to settle again."""
+        if self._replayed is not None:
+            stopwatch, self._replayed = self._replayed, None
+            if stopwatch.waited() > _WAITS:  # of steps that the host launches nobody could tell: it may be the host
+                self._share *= _LESS
+            self._plan_again(stopwatch)
+
+    # --- plans ----------------------------------------------------------------------------------------------------
+
+    def _make_plan(self, recorder: Recorder) -> None:
+        _, out_rate = self._store.outbound.measure()
+        _, back_rate = self._store.inbound.measure()
+        self.timeline = recorder.timeline(out_rate, back_rate)
+        self.alternating = is_interleaved(self.timeline)
+        if self.alternating:
+            plan = self._plan_pipeline(self.timeline)
+        elif self._auto:
+            plan = self._plan_auto(self.timeline)
+        elif self._offload == "all":
+            plan = offload_all(self.timeline, self._offload_paths)
+        else:
+            plan = fit_link(self.timeline, self._offload_paths)
+        if self._budget is not None and plan.peak_bytes > self._budget:
+            raise BudgetError(
+                f"this policy needs {format_bytes(plan.peak_bytes)} ({plan.peak_bytes} bytes) over what is held before the "
+                f"step, more than the budget of {format_bytes(self._budget)}; raise it to that, or let policy='auto' choose"
+            )
+        self._follow_plan(plan)
+        self._switch_light(plan.recompute, True)
+
+    def _plan_auto(self, timeline: Timeline) -> Plan:
+        assert self._budget is not None
+        paths, gpu = self._auto | self._offload_paths, self._device.type == "cuda"
+        plan = under_budget(timeline, paths, self._budget, self._auto, _MARGIN if gpu else 0.0)
+        # On a CPU there are no times. Of several processes each would measure what the others try.
+        if gpu and not _several_processes():
+            self._trials = Trials(timeline, paths, self._auto, self._budget, plan)
+        return plan
+
+    def _plan_pipeline(self, timeline: Timeline) -> Plan:
+        if self._auto:
+            raise PolicyError(
+                "policy='auto' is for forwards that are followed by their backwards; where those of several microbatches "
+                "alternate, say which regions to offload"
+            )
+        return plan_interleaved(timeline, self._offload_paths)
+
+    def _try_on(self) -> None:
+        """Tell the trials of the last cycle, and follow the plan that they want to see next."""
+        assert self._trials is not None and self.plan is not None
+        found = self.meter.over() if self.meter is not None else None
+        if found is None:
+            self._trials.skipped()
+        else:
+            self._trials.told(*found)
+        if self._trials.plan is not self.plan:
+            self._switch_light(self.plan.recompute, False)
+            self._follow_plan(self._trials.plan)
+            self._switch_light(self._trials.plan.recompute, True)
+
+    def _plan_again(self, stopwatch: Stopwatch) -> None:
+        """With the times of the cycle that was just run as planned."""
+        assert self.timeline is not None
+        rates = (lane.measure()[1] for lane in (self._store.outbound, self._store.inbound))
+        timeline = stopwatch.retimed(self.timeline, *rates)
+        self._retimings = self._retimings + 1 if timeline is not None else _RETIMINGS
+        if timeline is not None:
+            self.timeline = timeline
+            out, back = self._share * timeline.out_rate, self._share * timeline.back_rate
+            self._follow_plan(plan_interleaved(replace(timeline, out_rate=out, back_rate=back), self._offload_paths))
+            self._trimmed = False
+
+    def _follow_plan(self, plan: Plan) -> None:
+        self.plan = plan
+        self.offloaded = frozenset(path for path, _ in plan.offload)
+        self.settles, self.measured_items, self.leave = {}, {}, {}
+        assert self.timeline is not None
+        for call in self.timeline.calls:
+            # What a light recomputation makes again was measured and is not saved any more: the items behind it move up.
+            gone = call.largest if call.light_recompute and call.key[0] in plan.recompute else len(call.items)
+            self.measured_items[call.key] = call.items[:gone] + call.items[gone + 1 :]
+            self.leave[call.key] = frozenset(o - (o > gone) for o in plan.offload.get(call.key, ()) if o != gone)
+        for key, moment in plan.settle_at.items():
+            self.settles.setdefault(moment, []).append(key)
+
+    def _drop_plan(self) -> None:
+        """Measure again, from the next cycle on."""
+        assert self.plan is not None
+        self._switch_light(self.plan.recompute, False)
+        self.plan, self.timeline, self._trials, self._measured = None, None, None, 0
+        self.outgrown = self._trimmed = self.alternating = False
+        self.offloaded = frozenset()
+        self._retimings, self._share = 0, 1.0
+
+
+def _several_processes() -> bool:
+    return (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    )

@@ -64,6 +64,7 @@ ARMS: dict[str, tuple[dict[str, dict[str, Any]], bool]] = {
     "dualpipev, offload all": ({"memory": {"policy": "offload", "offload": "all"}}, True),
     "dualpipev, graph": ({"memory": {"graph": True}}, True),
     "dualpipev, graph, offload": ({"memory": {"graph": True, "policy": "offload"}}, True),
+    "dualpipev, graph, offload all": ({"memory": {"graph": True, "policy": "offload", "offload": "all"}}, True),
     "dualpipev, bf16 sums, graph": ({"parallel": {"gradients": "compute"}, "memory": {"graph": True}}, True),
     "dualpipev, even": ({"parallel": {"partition": "even"}}, True),
     "zbv": ({"parallel": {"schedule": "zbv"}}, True),
@@ -71,6 +72,13 @@ ARMS: dict[str, tuple[dict[str, dict[str, Any]], bool]] = {
     "interleaved-1f1b, graph": ({"parallel": {"schedule": "interleaved-1f1b"}, "memory": {"graph": True}}, True),
     "interleaved-1f1b, graph, offload": (
         {"parallel": {"schedule": "interleaved-1f1b"}, "memory": {"graph": True, "policy": "offload"}},
+        True,
+    ),
+    "interleaved-1f1b, graph, offload all": (
+        {
+            "parallel": {"schedule": "interleaved-1f1b"},
+            "memory": {"graph": True, "policy": "offload", "offload": "all"},
+        },
         True,
     ),
     "interleaved-1f1b": ({"parallel": {"schedule": "interleaved-1f1b"}}, True),

@@ -45,8 +45,8 @@ def cycle(model: nn.Module) -> list[torch.Tensor]:
 def managed(monkeypatch: pytest.MonkeyPatch, leaving: set[str]) -> tuple[nn.Sequential, Manager]:
     """Four steps, all of them to be offloaded; the plan chooses those of `leaving`."""
 
-    def chosen(timeline: Timeline, paths: frozenset[str]) -> Plan:
-        plan = plan_interleaved(timeline, paths)
+    def chosen(timeline: Timeline, paths: frozenset[str], everything: bool) -> Plan:
+        plan = plan_interleaved(timeline, paths, everything)
         offload = {key: items for key, items in plan.offload.items() if key[0] in leaving}
         size = {call.key: call.items for call in timeline.calls}
         planned = sum(size[key][item] for key, items in offload.items() for item in items)

@@ -90,6 +90,7 @@ class Planning:
         self._replayed: Stopwatch | None = None  # of a captured cycle
         self._retimings = 0
         self._share = 1.0  # of the link's rates that plans count on
+        self._for_graphs = False  # the plan rests on a captured cycle's times
         self._trimmed = False
 
     # --- between two cycles ---------------------------------------------------------------------------------------
@@ -164,12 +165,19 @@ class Planning:
 
     def plan_again(self) -> None:
         """With the times of the last replay of a captured cycle: a graph is faster than calls, and the link carries less in it.
-        Nothing where none was timed. Cycles then have to settle again."""
-        if self._replayed is not None:
-            stopwatch, self._replayed = self._replayed, None
-            if stopwatch.waited() > _WAITS:  # of steps that the host launches nobody could tell: it may be the host
-                self._share *= _LESS
-            self._plan_again(stopwatch)
+        Nothing where none was timed, or where the plan was made so and nobody waited longer than it says. Behind another plan
+        cycles have to settle again."""
+        if self._replayed is None or self.plan is None:
+            return
+        stopwatch, self._replayed = self._replayed, None
+        # Of steps that the host launches nobody could tell: it may be the host.
+        late = stopwatch.waited() > _WAITS + self.plan.stall_seconds / (self.plan.step_seconds or 1.0)
+        if late:
+            self._share *= _LESS
+        elif self._for_graphs:
+            return  # this plan was made for a graph, and it was right
+        self._for_graphs = True
+        self._plan_again(stopwatch)
 
     # --- plans ----------------------------------------------------------------------------------------------------
 
@@ -209,7 +217,7 @@ class Planning:
                 "policy='auto' is for forwards that are followed by their backwards; where those of several microbatches "
                 "alternate, say which regions to offload"
             )
-        return plan_interleaved(timeline, self._offload_paths)
+        return plan_interleaved(timeline, self._offload_paths, self._offload == "all")
 
     def _try_on(self) -> None:
         """Tell the trials of the last cycle, and follow the plan that they want to see next."""
@@ -233,7 +241,7 @@ class Planning:
         if timeline is not None:
             self.timeline = timeline
             out, back = self._share * timeline.out_rate, self._share * timeline.back_rate
-            self._follow_plan(plan_interleaved(replace(timeline, out_rate=out, back_rate=back), self._offload_paths))
+            self._follow_plan(self._plan_pipeline(replace(timeline, out_rate=out, back_rate=back)))
             self._trimmed = False
 
     def _follow_plan(self, plan: Plan) -> None:
@@ -256,7 +264,7 @@ class Planning:
         self.plan, self.timeline, self._trials, self._measured = None, None, None, 0
         self.outgrown = self._trimmed = self.alternating = False
         self.offloaded = frozenset()
-        self._retimings, self._share = 0, 1.0
+        self._retimings, self._share, self._for_graphs = 0, 1.0, False
 
 
 def _several_processes() -> bool:

@@ -1,5 +1,7 @@
 """The simulation against figures worked out by hand."""
 
+import pytest
+
 from forebay.planner.simulate import Assignment, CallFigures, Moment, Timeline, simulate
 
 
@@ -81,3 +83,12 @@ def test_several_microbatches_in_flight() -> None:
     moments = (Moment("F", 0, 1.0), Moment("F", 1, 1.0), Moment("B", 0, 1.0), Moment("B", 1, 1.0))
     plan = simulate(Timeline(calls, moments, 100.0, 100.0), Assignment())
     assert plan.peak_bytes == 10
+
+
+@pytest.mark.parametrize(("light", "peak"), [(False, 100 + 10 + 40), (True, 100 + 10)])
+def test_what_experts_make_again_adds_nothing_to_their_backward(light: bool, peak: int) -> None:
+    """A checkpoint's is there beside all that backward takes; experts write a gradient over theirs."""
+    calls = (CallFigures(("mlp", 0), (40, 10), 1.0, light_recompute=light, input_bytes=10),)
+    moments = (Moment("F", 0, 1.0, 0, 60), Moment("B", 0, 1.0, 0, 100))
+    plan = simulate(Timeline(calls, moments), Assignment(recompute=frozenset({"mlp"})))
+    assert plan.peak_bytes == peak

@@ -477,7 +477,7 @@ class _Relaxed:
             terms = [(freed[index], -1.0), (away[index], -1.0)]
             call = self._calls[moment.call]
             if moment.kind == "B" and (again := self._again.get(call.key[0])) is not None:
-                terms.append((again, call.recompute_frees / self._unit))
+                terms.append((again, call.recompute_rises / self._unit))
             self._programme.row(terms, high=self._limits[index] - held / self._unit)
             if self._lives(moment.call):
                 held += sum(call.items) * (1 if moment.kind == "F" else -1)

@@ -63,6 +63,12 @@ class CallFigures:
         return max(sum(self.items) - self.input_bytes, 0)
 
     @property
+    def recompute_rises(self) -> int:
+        """Bytes by which memory rises at its backward because it is recomputed: what a checkpoint makes again is there beside all
+        that backward takes. Experts write a gradient over what they made again (`forebay.moe.experts_op`)."""
+        return 0 if self.light_recompute else self.recompute_frees
+
+    @property
     def recompute_seconds(self) -> float:
         """Extra time of recomputing: all of the forward, or `LIGHT` of it."""
         if self.again_seconds is not None:
@@ -289,6 +295,6 @@ class _Run:
         for index, moment in enumerate(self.moments):
             figures = self.calls[moment.call]
             again = figures.key[0] in self.assignment.recompute and figures.key[0] not in self.assignment.stash
-            extra = figures.recompute_frees if moment.kind == "B" and again else 0
+            extra = figures.recompute_rises if moment.kind == "B" and again else 0
             found.append(moment.other + held[index] + moment.transient + extra)
         return found

@@ -74,5 +74,5 @@ def highest_rise(timeline: Timeline, plan: Plan) -> int:
     for moment in timeline.moments:
         if moment.kind == "B":
             call = timeline.calls[moment.call]
-            rises.append(moment.transient + (call.recompute_frees if call.key[0] in plan.recompute else 0))
+            rises.append(moment.transient + (call.recompute_rises if call.key[0] in plan.recompute else 0))
     return max(rises)

@@ -31,6 +31,8 @@ from common import GIB, environment, markdown, results_folder, write
 from planner_grid import GRID, Entry, tiny
 from planner_measure import measure
 
+from forebay.planner.fit import headroom
+
 FACTORS = (1.0, 1.01, 1.03, 0.99, 0.97)  # of the planned peak, in turn
 TIGHT = 20
 
@@ -126,7 +128,8 @@ def verdicts(entries: dict[str, Entry], rows: Iterable[dict[str, Any]]) -> list[
             continue
         entry = entries[row["name"]]
         plan, oom = planned(entry, skew_of(row, entry) if not row.get("error") else entry.skew), bool(row.get("oom"))
-        fits = plan["reserved"] <= row["limit"]
+        # As `forebay plan` says it of a budget: with an allowance for the plan's error.
+        fits = headroom(plan["reserved"], row["limit"]) >= 0
         retries = max((rank.get("retries", 0) for rank in row["ranks"] if rank), default=0)
         found.append(
             {

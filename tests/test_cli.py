@@ -197,16 +197,17 @@ def test_plans_that_are_not_possible(run: Run, config: str, arguments: list[str]
 
 
 def test_plan_says_whether_it_fits(run: Run, config: str) -> None:
-    """Exit code 0 fits, 3 does not, and at the peak itself it does."""
+    """Exit code 0 fits, 3 does not; it does where 2 % of the peak are left."""
     code, out, _ = run("plan", config, "--json")
     fit = json.loads(out)["fit"]
     assert code == 0 and fit["fits"] is None and fit["world"] == 1 and fit["ranks"][0]["headroom"] is None
     (rank,) = fit["ranks"]
     parts = ("parameters", "gradients", "optimizer", "activations", "transient", "other")
     assert rank["total"] == sum(rank[part] for part in parts) > rank["parameters"] > 0
-    code, out, _ = run("plan", config, "--json", f"--budget={rank['total']}")
+    least = rank["total"] + rank["total"] // 50
+    code, out, _ = run("plan", config, "--json", f"--budget={least}")
     assert code == 0 and json.loads(out)["fit"]["fits"] is True
-    code, out, error = run("plan", config, f"--budget={rank['total'] - 1}")
+    code, out, error = run("plan", config, f"--budget={least - 1}")
     assert code == 3 and not error and "Does not fit" in out and "1 B are missing" in out
     code, out, _ = run("plan", config, "--budget=1GiB")
     assert code == 0 and "Fits 1.00 GiB" in out and "headroom" in out

@@ -57,7 +57,8 @@ def test_what_a_step_holds_by_hand() -> None:
     assert (found.activations, found.gradients, found.where) == (saved, 0, "head backward")
     assert found.transient == 250 and found.other == 7
     assert found.total == 1000 + 2000 + saved + 250 + 7
-    assert found.headroom(found.total) == 0 and found.headroom(found.total - 1) == -1
+    least = found.total + found.total // 50  # 2 % for the plan's error
+    assert found.headroom(least) == 0 and found.headroom(least - 1) == -1
 
 
 def test_gradients_of_a_second_microbatch_wait_for_its_activations() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from forebay.planner.device import load
+from forebay.planner.fit import least_budget
 from forebay.planner.search import Mesh
 from forebay.train import hf
 from forebay.train.config import Config, from_mapping
@@ -61,9 +62,9 @@ def test_the_largest_microbatch_is_that_of_brute_force(pp: int, ep: int, world: 
     config = tiny(parallel={"pp": pp, "ep": ep})
     sizes = [n for n in (1, 2, 4, 8, 16, 32) if (32 // (world // pp)) // n >= (2 * pp if pp > 1 else 1)]
     peaks = {n: peak(with_(config, "train", microbatch=n), world) for n in sizes}
-    budget = sorted(peaks.values())[-2]  # all but the one that needs most
+    budget = least_budget(sorted(peaks.values())[-2])  # all but the one that needs most
     found = search(Asked(config), "microbatch", world, budget)
-    assert found.settings == {"train.microbatch": max(n for n in sizes if peaks[n] <= budget)}
+    assert found.settings == {"train.microbatch": max(n for n in sizes if least_budget(peaks[n]) <= budget)}
     assert found.fit.fits and found.fit.fullest.total == peaks[found.config.train.microbatch]
     everything = search(Asked(config), "microbatch", world, 10 * max(peaks.values()))
     assert everything.settings == {"train.microbatch": sizes[-1]}
@@ -75,7 +76,7 @@ def test_the_largest_microbatch_is_that_of_brute_force(pp: int, ep: int, world: 
     ("layers", "model", "num_hidden_layers", 5, 1),
 ])  # fmt: skip
 def test_the_largest_sequence_and_depth(what: str, section: str, option: str, middle: int, step: int) -> None:
-    """A budget that is one value's peak finds the last value with no more, and one byte less the last one below: segments are of
+    """A budget that is one value's least finds the last value with no more, and one byte less the last one below: segments are of
     2 MiB and more, so that neighbours may reserve as much."""
     config = tiny()
 
@@ -85,12 +86,13 @@ def test_the_largest_sequence_and_depth(what: str, section: str, option: str, mi
         return with_(config, section, **{option: value})
 
     peaks = {value: peak(at(value), 1) for value in range(step, 2 * middle, step)}
-    exact = peaks[middle]
+    exact = least_budget(peaks[middle])
     for budget in (exact, exact - 1):
-        wanted = max(value for value, size in peaks.items() if size <= budget)
+        wanted = max(value for value, size in peaks.items() if least_budget(size) <= budget)
         found = search(Asked(config), what, 1, budget)
         assert list(found.settings.values()) == [wanted]
-        assert found.fit.fullest.total == peak(at(wanted), 1) <= budget < peak(at(wanted + step), 1)
+        assert found.fit.fullest.total == peak(at(wanted), 1)
+        assert least_budget(peak(at(wanted), 1)) <= budget < least_budget(peak(at(wanted + step), 1))
         assert {t.value for t in found.tried} >= {wanted, wanted + step}
         assert found.config == at(wanted)
         assert f" is {wanted} " in found.sentence and f"with {wanted + step} " in found.sentence
@@ -109,7 +111,7 @@ def test_nothing_fits_and_why() -> None:
     for budget, said in (
         (least.parameters - 1, "even with 1 sequence the parameters alone take"),
         (least.parameters, "the parameters and optimizer states alone take"),
-        (least.total - 1, "the peak is"),
+        (least_budget(least.total) - 1, "the peak is"),
     ):
         found = search(Asked(config), "microbatch", 1, budget)
         assert not found.found and found.settings == {} and found.fit.fits is False
@@ -131,7 +133,7 @@ def test_meshes_are_ranked_and_refused_by_the_trainers_rules() -> None:
     assert [c.peak for c in found.candidates] == sorted(fine.values())
     assert found.settings == {"parallel.pp": found.candidates[0].mesh.pp, "parallel.ep": found.candidates[0].mesh.ep}
     assert "lowest peak" in found.sentence and found.table() is not None
-    none = search(Asked(config), "mesh", 6, min(fine.values()) - 1)
+    none = search(Asked(config), "mesh", 6, least_budget(min(fine.values())) - 1)
     assert not none.found and none.sentence.startswith("No mesh fits") and "1 B more" in none.sentence
 
 
@@ -181,7 +183,7 @@ def test_a_bare_models_batch_follows_its_microbatch() -> None:
     small = [f"model.config.{name}={value}" for name, value in TINY.items()]
     asked = ask("qwen3-30b-a3b", [*small, "train.sequence=64", "memory.compile=false", "model.config.vocab_size=320"])
     base = fit_run(asked.config, plan_layers(asked.config, 1), 1).fullest.total
-    found = search(asked, "microbatch", 1, base + (8 << 20))
+    found = search(asked, "microbatch", 1, least_budget(base) + (8 << 20))
     size = found.settings["train.microbatch"]
     assert size > 1 and found.settings["train.batch"] == 4 * size == found.config.train.batch
 
@@ -204,6 +206,6 @@ def test_a_folder_with_a_config_alone(tmp_path: Path, quantised: bool) -> None:
     fit = fit_run(asked.config, plan_layers(asked.config, 2), 2)
     by_name = tiny(model={"family": "gpt_oss", "config": fields, "attention": "eager"}, parallel={"ep": 2})
     assert fit.parameters == fit_run(by_name, plan_layers(by_name, 2), 2).parameters
-    found = search(asked, "layers", 2, fit.fullest.total)
+    found = search(asked, "layers", 2, least_budget(fit.fullest.total))
     assert found.settings["model.config.num_hidden_layers"] == 8
     assert found.settings["model.config.layer_types"] == ["sliding_attention", "full_attention"] * 4

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from forebay.planner.choose import Choice, by_kind
+from forebay.planner.fit import headroom
 from forebay.policy import format_bytes
 from forebay.report.charts import bar
 from forebay.report.markup import Html, join, tag
@@ -78,7 +79,7 @@ def _meshes(found: Search) -> Html:
     heads = [("PP x EP x FSDP", ""), ("peak", "n"), ("on rank", "n"), ("headroom", "n"), ("a step", "n")]
     rows = []
     for c in found.candidates[:_MESHES]:
-        room = None if budget is None else _room(budget - c.peak)
+        room = None if budget is None else _room(headroom(c.peak, budget))
         time = None if c.seconds is None else duration(c.seconds)
         rows.append((f"{c.mesh.pp} x {c.mesh.ep} x {c.mesh.fsdp}", format_bytes(c.peak), str(c.rank), room, time))
     said = []

@@ -14,7 +14,7 @@ from forebay.planner.choose import Choice, by_kind, sentences
 from forebay.planner.device import DEFAULT, DeviceProfile
 from forebay.planner.device import load as load_device
 from forebay.planner.figures import GPU_BLOCK, Shape
-from forebay.planner.fit import Held, RankFit, Seen
+from forebay.planner.fit import ALLOWANCE, Held, RankFit, Seen, within
 from forebay.planner.state import Sharing, all_to_all_bytes, symmetric_bytes
 from forebay.planner.steptime import StepTime
 from forebay.policy import PLACEMENTS, format_bytes, resolve
@@ -78,8 +78,8 @@ class Fit:
             return f"{what[0].upper()}{what[1:]}; give --budget for a verdict."
         room = most.headroom(self.budget)
         if room >= 0:
-            return f"Fits {format_bytes(self.budget)} with {format_bytes(room)} to spare: {what}."
-        return f"Does not fit {format_bytes(self.budget)}, {format_bytes(-room)} are missing: {what}."
+            return f"Fits {format_bytes(self.budget)} with {format_bytes(room)} to spare, {ALLOWANCE}: {what}."
+        return f"Does not fit {format_bytes(self.budget)}, {format_bytes(-room)} are missing, {ALLOWANCE}: {what}."
 
     def placements(self) -> list[dict[str, Any]]:
         """By placement: parts of the model, bytes that they save for one microbatch, and that are held."""
@@ -215,7 +215,7 @@ def fit_run(
         _exchanging(config, declared.get_text_config(), shape, sharing),
         actions,
         budget,
-        auto,
+        None if auto is None else within(auto),
         machine_of(device or load_device(DEFAULT), p.ep, sharing),
     )
     laid = [layout.rank(number, seen) for number in range(p.pp)]

@@ -18,7 +18,7 @@ from forebay.pipeline.turns import turns
 from forebay.planner.carried import Half, carried_by_path, plan_link
 from forebay.planner.choose import Choice, Machine, choose, parts_by_path, rank_options
 from forebay.planner.figures import ModelTrace
-from forebay.planner.fit import Held, RankFit, Seen, Stage, alone, fit_rank, halves_of
+from forebay.planner.fit import Held, RankFit, Seen, Stage, alone, fit_rank, halves_of, within
 from forebay.planner.pieces import Part, parts_of
 from forebay.planner.reserved import Rank, reserve, shortened, with_reserved
 from forebay.planner.sharded import groups_of
@@ -222,7 +222,7 @@ class Layout:
         before = state.parameters + state.optimizer + state.other
         before += state.gradients if state.at_once or self.plan.microbatches > 1 else 0
         own = before + parse_bytes(self.config.memory.budget)
-        return own if self.budget is None else min(own, self.budget)
+        return own if self.budget is None else min(own, within(self.budget))
 
 
 def _stages(plan: LayerPlan, rank: int) -> dict[int, Stage]:

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from forebay.planner.device import DeviceProfile
+from forebay.planner.fit import ALLOWANCE, headroom
 from forebay.planner.search import Candidate, Largest, Mesh, Tried, divisors, largest, meshes, ranked
 from forebay.policy import format_bytes
 from forebay.train import hf
@@ -92,7 +93,7 @@ class Search:
         for name in ("PP", "EP", "FSDP", "peak", "on rank", "headroom", *(["seconds"] if self._timed else [])):
             table.add_column(name, justify="right")
         for c in self.candidates[:_SHOWN]:
-            room = "" if self.fit.budget is None else _signed(self.fit.budget - c.peak)
+            room = "" if self.fit.budget is None else _signed(headroom(c.peak, self.fit.budget))
             time = [f"{c.seconds:.3f}"] if c.seconds is not None else []
             table.add_row(
                 str(c.mesh.pp), str(c.mesh.ep), str(c.mesh.fsdp), format_bytes(c.peak), str(c.rank), room, *time
@@ -187,12 +188,12 @@ def _size(runs: _Runs, what: str, budget: int) -> Search:
     values, monotone, last = _values(runs, what)
     fits: dict[int, tuple[Config, LayerPlan, Fit]] = {}
 
-    def headroom(value: int) -> int:
+    def room(value: int) -> int:
         config = runs.changed(_settings(runs, what, value))
         fits[value] = config, *runs.fit(config)
         return fits[value][2].fullest.headroom(budget)
 
-    result = largest(values, headroom, monotone)
+    result = largest(values, room, monotone)
     value = result.found.value if result.found else values[0]
     config, plan, fit = fits[value]
     fit = replace(fit, budget=budget)
@@ -260,7 +261,7 @@ def _sized(what: str, result: Largest, fit: Fit, following: Fit | None, last: st
         return f"No {name} fits {format_bytes(budget)}: {_stopped(fit, budget, 'even with ' + count(result.tried[-1].value))}."
     found = (
         f"The largest {name} that fits {format_bytes(budget)} is {count(result.found.value)}, with "
-        f"{format_bytes(result.found.headroom)} to spare on rank {fit.fullest.rank}"
+        f"{format_bytes(result.found.headroom)} to spare on rank {fit.fullest.rank}, {ALLOWANCE}"
     )
     if following is None or result.next is None:
         return f"{found}; {last}."
@@ -281,7 +282,7 @@ def _stopped(fit: Fit, budget: int, subject: str) -> str:
     most = fit.fullest
     return (
         f"{subject} the peak is {format_bytes(most.total)} on rank {most.rank}, at {most.where}, "
-        f"{format_bytes(most.total - budget)} more than there is"
+        f"{format_bytes(-most.headroom(budget))} more than there is, {ALLOWANCE}"
     )
 
 
@@ -297,7 +298,7 @@ def _mesh(runs: _Runs, budget: int | None) -> Search:
             refused.append((mesh, str(error)))
             continue
         most = fit.fullest
-        fits = None if budget is None else most.total <= budget
+        fits = None if budget is None else most.headroom(budget) >= 0
         time = None if fit.step is None else fit.step.seconds
         candidates.append(Candidate(mesh, most.total, most.rank, fits, time))
     if not candidates:
@@ -328,7 +329,7 @@ def _meshed(order: Sequence[Candidate], fit: Fit, budget: int | None) -> str:
     fitting = sum(c.fits is True for c in order)
     return (
         f"{fitting} of {len(order)} meshes that can be run fit {format_bytes(budget)}; {best.mesh} is {rank}, with "
-        f"{format_bytes(budget - best.peak)} to spare."
+        f"{format_bytes(headroom(best.peak, budget))} to spare, {ALLOWANCE}."
     )
 
 

@@ -46,12 +46,8 @@ from forebay.train.config import Config, from_mapping
 from forebay.train.mesh import Mesh
 from forebay.train.trainer import Trainer
 
-WARM, MOST, TIMED, TRACED = (
-    2,
-    64,
-    3,
-    3,
-)  # steps: before timing at least and at most (`auto` tries plans for 40), timed, and whose allocations are recorded
+# Steps: before timing at least and at most (`auto` tries plans for 40), timed, and whose allocations are recorded.
+WARM, MOST, TIMED, TRACED = 2, 64, 3, 3
 LEFT = (
     32 << 20
 )  # bytes that a trainer may leave behind without the process being given up: cuBLAS's workspaces come and go

@@ -15,6 +15,7 @@ from forebay.saved import planning
 from forebay.saved.identify import storable, storage_bytes
 from forebay.saved.manager import Manager
 from forebay.saved.meter import Meter, highest_rise
+from forebay.saved.order import Peaks
 from forebay.saved.slots import ModuleSlot
 from forebay.saved.trials import MOST
 
@@ -94,6 +95,16 @@ def test_the_optimizer_s_memory_is_not_the_plan_s(device: Device) -> None:
     meter.moment("B", ("a", 0))
     device.rises(9000, 80)
     assert figures(meter)[1] == 110
+
+
+def test_who_asks_for_the_peak_behind_a_meter_is_told(device: Device) -> None:
+    peaks = Peaks()
+    device.rises(5000, 1000)  # before the meter
+    meter = Meter(torch.device("cuda", 0), TIMELINE, KEEP, 0, peaks)
+    assert peaks.highest == 5000 and peaks.take() == 5000
+    device.rises(7000, 1000)
+    meter.moment("B", ("a", 0))
+    assert peaks.take() == 7000 and peaks.take() == 0 and device.top == 1000
 
 
 def test_what_is_recomputed_rises_too() -> None:

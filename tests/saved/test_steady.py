@@ -1,5 +1,6 @@
 """Cycles that run by a plan: which calls are looked at, which items leave, and what host memory stays."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -97,3 +98,18 @@ def test_host_memory_is_let_go_once_and_does_not_come_back(monkeypatch: pytest.M
     assert reserved[1] == reserved[0], "the plan's first cycle shows what it uses"
     assert 0 < reserved[2] < reserved[1]
     assert set(reserved[2:]) == {reserved[2]}, "what was let go is page-locked again"
+
+
+def test_the_flags_of_a_graph_stay_behind_its_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for the graph's first replay may have to open them."""
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    _, mem = managed(monkeypatch, {"0"})
+    flags, words = mem.store.lanes.flags, torch.zeros(4)
+    with mem.capturing():
+        flags._words.append(words)
+    flags.open()
+    assert words.eq(1).all()
+    with mem.capturing():
+        assert not flags._words  # another graph has its own
+    mem.detach()

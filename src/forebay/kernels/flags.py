@@ -6,7 +6,7 @@
 
 A graph of one long chain of kernels runs them back to back. Where the chain forks, to a copy or a transfer, and waits for it by
 an edge, everything between fork and join runs slower: 600 rounds of two matrix products and two element-wise kernels with 80
-copies beside them took 1.033 of the chain's own time by edges, and 1.0035 by flags (H200, CUDA 13, `benchmarks/graph_joins.py`).
+copies beside them took 1.034 of the chain's own time by edges, and 1.001 by flags (H200, CUDA 13, `benchmarks/graph_joins.py`).
 Waiting for a word of memory is a method of the stream's front end (``cuStreamWaitValue32``): no kernel takes part.
 
 Traps. CUDA does not see this order, so (1) the fork stays an edge, and every side stream is joined by an edge at the graph's

@@ -129,6 +129,10 @@ class Managed:
         """See `forebay.saved.manager.Manager.settled`."""
         return self._manager.settled
 
+    def take_peak(self) -> int:
+        """See `forebay.saved.manager.Manager.take_peak`."""
+        return self._manager.take_peak()
+
     @property
     def flags(self) -> Flags:
         """By which streams of a captured cycle wait for copies."""

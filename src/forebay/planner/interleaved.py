@@ -37,9 +37,8 @@ from forebay.planner.simulate import Key, Plan, Timeline
 _SHARED = 0.9
 _SLACK = 3e-4  # s; launch latencies between a moment and the copy it starts, and what varies from step to step
 _POWER = 16
-_WAITS = (
-    0.02  # share of the step, with `everything`; a pipeline's other ranks may wait at the same time, or for this one
-)
+# Share of the step, with `everything`; a pipeline's other ranks may wait at the same time, or for this one.
+_WAITS = 0.02
 _HALVINGS = 7  # of the range of levels
 _PARTS = 4  # of the kinds, those that wait longest first, that are tried to leave
 
@@ -154,6 +153,10 @@ class _Laid:
         self._starts: list[float] = []
         self._copy_out(level)
         self._copy_back()
+        if self.stall and len(self.bytes) < len(chosen):  # none waits for what stays after all
+            self.stall, self.settled, self.fetched, self._starts = 0.0, {}, {}, []
+            self._copy_out(level)
+            self._copy_back()
         self.memory = self._memory()
         self.peak = max(self.memory, default=0)
         self.height = step.height(self.memory)

@@ -100,8 +100,11 @@ def with_one_changed(timeline: Timeline, allowed: Allowed, assignment: Assignmen
     changes = [(path, state) for path, states in regions.items() for state in states]
     each = max(len(changes) * len(_SHARES) * len(timeline.moments) // _POLISH, 1)
     for path, state in changes[::each]:
+        changed = _with(assignment, path, regions, state)
+        if changed == assignment:
+            continue
         search = _Search(timeline, allowed, budget)
-        search.lay(_with(assignment, path, regions, state))
+        search.lay(changed)
         if (solved := search.solved()) is not None:
             found.append(solved.plan)
     return sorted(found, key=lambda plan: plan.step_seconds)

@@ -231,8 +231,15 @@ class Manager:
     def forward_begins(self) -> None:
         """Be told that the whole model's forward begins. What is held on the device now was held before the step, if one begins;
         when the first region is entered, the embedding's output is there already."""
+        if not torch.is_grad_enabled():
+            return
         if self._plans and self._planning.measuring and self._device.type == "cuda" and self._cycle.quiet:
             self._base = torch.cuda.memory_allocated(self._device)
+
+    def take_peak(self) -> int:
+        """Bytes that were allocated at most at the times that `torch.cuda.max_memory_allocated` does not tell of because measured
+        cycles reset it; since the last call. 0 where none was measured."""
+        return self._planning.peaks.take()
 
     def idle(self) -> None:
         """Be told that the device now waits for another process: no time to plan with."""
@@ -256,10 +263,11 @@ class Manager:
         """
         self._captured, self.store.lanes.time_captured = True, timed
         self.store.forget_copies()
+        self.store.lanes.flags.begin()  # those of this graph: they stay until the next one
         try:
             yield
         finally:
-            self._planning.captured()
+            self._planning.keep_stopwatch()
             self._captured = self.store.lanes.time_captured = False
             self._waits.clear()
             self.store.forget_copies()

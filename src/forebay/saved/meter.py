@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from forebay.planner.simulate import Key, Plan, Timeline
+from forebay.saved.order import Peaks
 
 _ALIKE = 0.01  # by so much a call's inputs may differ from the measured ones'
 
@@ -21,10 +22,13 @@ class Meter:
 
     Args:
         base: bytes that were held before the cycle; None: those that are held now.
+        peaks: are told of what is reset.
     """
 
-    def __init__(self, device: torch.device, timeline: Timeline, plan: Plan, base: int | None):
-        self._device = device
+    def __init__(
+        self, device: torch.device, timeline: Timeline, plan: Plan, base: int | None, peaks: Peaks | None = None
+    ):
+        self._device, self._peaks = device, peaks or Peaks()
         self._inputs = {call.key: call.input_bytes for call in timeline.calls}
         last = timeline.moments[-1]
         self._last = last.kind, timeline.calls[last.call].key
@@ -34,7 +38,7 @@ class Meter:
         self._alike = True
         self._begin = torch.cuda.Event(enable_timing=True)
         self._begin.record()
-        torch.cuda.reset_peak_memory_stats(device)
+        self._peaks.reset(device)
 
     def entered(self, key: Key, input_bytes: int) -> None:
         """A region call begins, with so many bytes of inputs: a shorter batch is faster by no merit of the plan."""
@@ -45,7 +49,7 @@ class Meter:
         """A region's forward or backward starts; what is due has been fetched and settled."""
         if (kind, key) == self._last:
             self._tops = torch.cuda.max_memory_allocated(self._device), torch.cuda.memory_allocated(self._device)
-            torch.cuda.reset_peak_memory_stats(self._device)
+            self._peaks.reset(self._device)
 
     def over(self) -> tuple[Callable[[], float], int] | None:
         """The next cycle begins.

@@ -116,6 +116,27 @@ class _Sample:
     idle_from: Any = None  # event: from here on the device waits for other ranks
 
 
+class Peaks:
+    """The allocator's highest, for who asks behind those who measure moments and reset it.
+
+    Attributes:
+        highest: bytes, of the times before the last reset.
+    """
+
+    def __init__(self) -> None:
+        self.highest = 0
+
+    def reset(self, device: torch.device) -> None:
+        """Reset the allocator's peak."""
+        self.highest = max(self.highest, torch.cuda.max_memory_allocated(device))
+        torch.cuda.reset_peak_memory_stats(device)
+
+    def take(self) -> int:
+        """`highest`, which begins anew."""
+        highest, self.highest = self.highest, 0
+        return highest
+
+
 class Recorder:
     """Times and memory of one cycle. On a CPU there is neither; the timeline then has sizes and order only.
 
@@ -124,10 +145,12 @@ class Recorder:
     Args:
         base: bytes that were held before the cycle. None: those held when its first region is entered, with whatever came before
             (an embedding's output) among them.
+        peaks: are told of what is reset.
     """
 
-    def __init__(self, device: torch.device, base: int | None = None):
+    def __init__(self, device: torch.device, base: int | None = None, peaks: Peaks | None = None):
         self._device = device
+        self._peaks = peaks or Peaks()
         self._gpu = device.type == "cuda"
         self._samples: list[_Sample] = []
         self._figures: dict[Key, CallFigures] = {}
@@ -152,7 +175,7 @@ class Recorder:
         if self._gpu:
             assert sample.events is not None
             sample.events[1].record()
-            torch.cuda.reset_peak_memory_stats(self._device)
+            self._peaks.reset(self._device)
             sample.start_bytes = torch.cuda.memory_allocated(self._device)
 
     def idle(self) -> None:
@@ -228,10 +251,14 @@ class Stopwatch:
     that of the capture.
 
     Reads the allocator's peak and resets it at each moment.
+
+    Args:
+        peaks: are told of what is reset.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, peaks: Peaks | None = None) -> None:
         self._device = device
+        self._peaks = peaks or Peaks()
         self._moments: list[tuple[str, Key, Any, Any]] = []
         self._idle: dict[int, Any] = {}
         self._memory: list[tuple[int, int]] = []  # at a moment: allocated, and bytes of saved items on the host
@@ -245,7 +272,7 @@ class Stopwatch:
     def moment(self, kind: str, key: Key, before: Any, after: Any, away: int) -> None:
         """A region's forward or backward starts. The events are from before and behind Forebay's waits; `away` bytes of saved
         items are on the host."""
-        torch.cuda.reset_peak_memory_stats(self._device)
+        self._peaks.reset(self._device)
         self._moments.append((kind, key, before, after))
         self._memory.append((torch.cuda.memory_allocated(self._device), away))
 

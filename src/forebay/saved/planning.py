@@ -27,7 +27,7 @@ from forebay.planner.simulate import Key, Plan, Timeline
 from forebay.planner.solve import fit_link, offload_all, under_budget
 from forebay.policy import BudgetError, PolicyError, format_bytes
 from forebay.saved.meter import Meter
-from forebay.saved.order import Recorder, Stopwatch
+from forebay.saved.order import Peaks, Recorder, Stopwatch
 from forebay.saved.trials import Trial, Trials
 from forebay.stores.host import HostStore
 
@@ -60,6 +60,7 @@ class Planning:
         measured_items: call to the bytes of what it saves now, as they were measured.
         settles: moment to the calls that are settled there.
         outgrown: set by the manager: a call saved more than was measured.
+        peaks: of the allocator, which measuring resets.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Planning:
         offload: str,
         switch_light: Callable[[Iterable[str], bool], None],
     ):
+        self.peaks = Peaks()
         self.plan: Plan | None = None
         self.timeline: Timeline | None = None
         self.recorder: Recorder | None = None
@@ -86,6 +88,7 @@ class Planning:
         self._offload_paths = frozenset(path for path, placement in placements.items() if placement == "offload")
         self._budget, self._offload, self._switch_light = budget, offload, switch_light
         self._measured = 0
+        self._measured_base: int | None = None  # what was held before the last measuring cycle
         self._trials: Trials | None = None
         self._replayed: Stopwatch | None = None  # of a captured cycle
         self._retimings = 0
@@ -123,16 +126,20 @@ class Planning:
             captured: in a CUDA graph.
             base: bytes that were held before it, where somebody looked early enough.
         """
-        self.recorder = Recorder(self._device, base) if self.plan is None else None
+        self.recorder = Recorder(self._device, base, self.peaks) if self.plan is None else None
+        if self.recorder is not None:
+            self._measured_base = base
         again = self.alternating and (
             self._store.lanes.time_captured or (self._retimings < _RETIMINGS and not captured)
         )
         timed = self.plan is not None and again and self._device.type == "cuda"
-        self.stopwatch = Stopwatch(self._device) if timed else None
+        self.stopwatch = Stopwatch(self._device, self.peaks) if timed else None
         self.meter = None
         if self.trying and not captured:
             assert self.timeline is not None and self.plan is not None
-            self.meter = Meter(self._device, self.timeline, self.plan, base)
+            # The first microbatch of several makes the gradients that the others find: all are measured from the same base.
+            known = [b for b in (base, self._measured_base) if b is not None]
+            self.meter = Meter(self._device, self.timeline, self.plan, max(known, default=None), self.peaks)
 
     @property
     def trying(self) -> bool:
@@ -159,7 +166,7 @@ class Planning:
 
     # --- a captured cycle -----------------------------------------------------------------------------------------
 
-    def captured(self) -> None:
+    def keep_stopwatch(self) -> None:
         """The last cycle was captured: its stopwatch is read when it has been replayed."""
         self._replayed, self.stopwatch = self.stopwatch, None
 

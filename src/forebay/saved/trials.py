@@ -44,7 +44,7 @@ _SAFETY = 0.003
 # machines (docs/solver.md) 3 of 226 contests were lost by more than 2 % with the first alone, and 1 with both.
 _FAR = 1.08, 1.3
 _LOWER, _ROUNDS = 0.01, 4  # of the budget, less each time that nothing was within it
-_CHANGED = 4  # plans at most that differ from the fastest by one region
+_CHANGED = 2  # plans at most that differ from the fastest by one region
 
 
 @dataclass(frozen=True)
@@ -189,9 +189,9 @@ class Trials:
         yield Trial("first", _AS_MEASURED, first, self._expected(first))
         if not first.planned_bytes and not first.recompute and self._best() is not None:
             return
-        done: Trial | None = None
         for far in _FAR:
             self._far = far
+            done: Trial | None = None
             for figures in _WORLDS:
                 yield from self._planned(figures.name, figures, self._excess())
                 if self.tried[-1].figures is figures and self.tried[-1].peak_bytes > self._budget:
@@ -239,7 +239,7 @@ class Trials:
         allowed = Allowed(self._paths if best.figures.offloads else frozenset(), self._recomputable)
         timeline = best.figures.of(self._timeline)
         plans = with_one_changed(timeline, allowed, assignment_of(timeline, best.plan), self._target(best.excess))
-        for plan in plans[:_CHANGED]:
+        for plan in [plan for plan in plans if not self._known(plan)][:_CHANGED]:
             yield from self._worth("changed", best.figures, plan)
 
     def _worth(self, name: str, figures: Figures, plan: Plan) -> Iterator[Trial]:

@@ -176,7 +176,6 @@ class HostStore:
         """Before and behind a captured step, with no ticket alive: all copies so far are over, and what a capture recorded cannot
         be waited for outside of it, nor the other way round."""
         self.lanes.synchronize()
-        self.lanes.flags.begin()
         self.pool.forget_reads()
 
     def trim(self) -> None:

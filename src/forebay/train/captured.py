@@ -136,6 +136,11 @@ class CapturedStep:
         return self._graph is not None and not self._timed
 
     @property
+    def has_graph(self) -> bool:
+        """Whether there is a graph now."""
+        return self._graph is not None
+
+    @property
     def _timed(self) -> bool:
         return self._timing is not None and self._timing.graphs > 0
 
@@ -151,7 +156,8 @@ class CapturedStep:
     @contextmanager
     def room(self) -> Iterator[None]:
         """Within, and within `on_stream`, this thread allocates in the graph's memory; without a graph, as always. What is still
-        there when the graph runs is written over."""
+        there when the graph runs is written over. Trap: if the device has no room for more, the allocator does not give back
+        what it has cached elsewhere, as of an evaluation."""
         if self._graph is None:
             yield
             return
@@ -200,6 +206,8 @@ class CapturedStep:
         self._graph, self._signature, self._replays = None, None, 0
         self._inputs, self._outputs, self._left = [], (), []
         self.peak_bytes = self.left_bytes = 0
+        for flags in self._flags:
+            flags.begin()  # their words are the graph's memory
         torch.cuda.empty_cache()
 
     def _capture(self, parts: Parts, signature: Any) -> bool:
@@ -238,13 +246,21 @@ class CapturedStep:
         late = time.monotonic() + _ENDS
         while not end.query():
             if time.monotonic() > late:
-                while not end.query():
-                    for flags in self._flags:
-                        flags.open()
-                    time.sleep(0.1)
+                self._end(end)
                 return False
             time.sleep(1e-3)
         return True
+
+    def _end(self, end: torch.cuda.Event) -> None:
+        late = time.monotonic() + _ENDS
+        while not end.query():
+            if time.monotonic() > late:
+                raise RuntimeError(
+                    "a captured step does not end, though nothing in it waits for this process any more; another one may be gone"
+                )
+            for flags in self._flags:
+                flags.open()
+            time.sleep(0.1)
 
 
 def _first_cause(error: BaseException) -> str:
@@ -295,7 +311,7 @@ class CapturableEngine:
             losses, imbalance = run(microbatches, count)
             self._gathered.reduce()
             return losses, imbalance
-        if self._gathered.has_gradients():
+        if captured.has_graph and self._gathered.has_gradients():
             raise RuntimeError("gradients of another step are still there: a captured step needs them to be None")
         with captured.room():
             self._gathered.gather()

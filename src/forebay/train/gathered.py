@@ -202,8 +202,9 @@ class GatheredStep:
         """Make the embedding's sum, in the memory of the head's if that was reduced: not of tied weights, and not where a process
         has the head to itself and its sum is its gradient."""
         total = rows.head_sum
-        if total is None or rows.head.unsharded_accumulated_grad is not None:
-            total = torch.empty_like(self._cut.embedding.weight, dtype=torch.float32)
+        weight = self._cut.embedding.weight
+        if total is None or rows.head.unsharded_accumulated_grad is not None or total.shape != weight.shape:
+            total = torch.empty_like(weight, dtype=torch.float32)
         _add(rows.embedding, self._cut.spread(rows.collected, total))
 
     def _groups(self) -> list[Any]:
@@ -336,16 +337,16 @@ def _reduce_in_place(group: Any) -> None:
     (held,) = group.fsdp_params
     sum_ = held.unsharded_accumulated_grad
     gradient = held.unsharded_param.grad if sum_ is None else sum_
+    gradient = None if gradient is None else local(gradient)
     world = group.mesh_info.mesh.size()
     if gradient is None or held.fsdp_placement.dim or gradient.shape[0] % world or not gradient.is_contiguous():
         return
     if held.reduce_dtype not in (None, gradient.dtype):
         return
     own = gradient.new_empty(gradient.shape[0] // world, *gradient.shape[1:])
-    # What FSDP2 itself would call: torch 2.13 has another name for it than 2.11.
-    group._reduce_scatter_comm(
-        output_tensor=own, input_tensor=gradient, group=group.mesh_info.shard_process_group, op=dist.ReduceOp.SUM
-    )
+    # What FSDP2 itself would call; torch 2.11 has no group for reducing alone.
+    processes = getattr(group, "_reduce_scatter_process_group", None) or group.mesh_info.shard_process_group
+    group._reduce_scatter_comm(output_tensor=own, input_tensor=gradient, group=processes, op=dist.ReduceOp.SUM)
     held.unsharded_accumulated_grad = held.unsharded_param.grad = None
     add_to_shard(held, own)
 

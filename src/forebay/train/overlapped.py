@@ -71,7 +71,7 @@ class OverlappedGradients(CapturableEngine):
     def __call__(
         self, microbatches: Sequence[tuple[Tensor, Tensor]], count: Tensor | int, parts: int
     ) -> tuple[Tensor, Tensor]:
-        """Gradients are added to what is there; those of a replayed graph take its place: forget gradients before each step.
+        """Gradients are added to what is there. With a graph nothing may be there: forget gradients before each step.
 
         Args:
             microbatches: ids and labels [B, S] each; labels are shifted.
@@ -80,6 +80,9 @@ class OverlappedGradients(CapturableEngine):
 
         Returns:
             This process's part of the cross entropy and of the load balance, scalars.
+
+        Raises:
+            RuntimeError: there is a graph, and gradients of another step.
         """
         self._parts = parts
         return self._whole_step(microbatches, count)

@@ -123,7 +123,7 @@ class PipelinedGradients(CapturableEngine):
     def __call__(
         self, microbatches: Sequence[tuple[Tensor, Tensor]], count: Tensor | int, parts: int
     ) -> tuple[Tensor, Tensor]:
-        """Gradients are added to what is there; those of a replayed graph take its place: forget gradients before each step.
+        """Gradients are added to what is there. With a graph nothing may be there: forget gradients before each step.
 
         Args:
             microbatches: ids and labels [B, S] each; labels are shifted. The same on all ranks of the pipeline.
@@ -132,6 +132,9 @@ class PipelinedGradients(CapturableEngine):
 
         Returns:
             This process's part of the cross entropy and of the load balance, scalars: 0 on ranks without the last stage.
+
+        Raises:
+            RuntimeError: there is a graph, and gradients of another step.
         """
         if self._balance is not None:
             self._balance.scale = 1 / parts

@@ -35,9 +35,8 @@ from forebay.planner.figures import ModelTrace, PartTrace
 from forebay.planner.state import State
 
 ERROR = 0.02
-"""Share of a planned total by which the run may take more: reserved memory of 55 measured runs was at most 1.6 % above its plan
-(benchmarks/results/planner.md), and of 10 runs that were given just their plan, 2 ran out of memory
-(benchmarks/results/planner_tight.md)."""
+"""Share of a planned total by which the run may take more. Of measured runs none reserved more than 1.6 % above its plan; of 10
+that were given about their plan, 2 ran out of memory with just that (benchmarks/results/planner.md)."""
 ALLOWANCE = f"with {100 * ERROR:.0f} % of the peak left for the plan's own error"
 
 

@@ -12,6 +12,11 @@ forward and backward have a group of their own in each direction between two ran
 
 Links own what is on its way. A packet that is sent is let go of once it has been read: at the next `send`, by asking the device.
 While a CUDA graph is captured there is nothing to ask: then, when a message arrives that shows it (`forebay.pipeline.answers`).
+
+And what was given to NCCL while a graph is captured is not given out again before the capture ends: torch records its streams on
+every tensor that is sent or received (pytorch issue 132292), and asks them only then. A step's messages would all stay, 16 MiB
+each at 4096 x 2048 in bf16. So in a capture they go through *boxes* that the links keep and use again: a sent packet is copied
+into them, a received one out of them.
 """
 
 from __future__ import annotations
@@ -84,13 +89,14 @@ class DistLinks:
         self._channels: dict[tuple[str, int, int], dist.ProcessGroup] = {}
         self._expected: dict[Message, tuple[list[Any], Packet]] = {}
         self._sent: dict[Message, tuple[list[Any], Packet]] = {}
+        self._boxes: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}  # of the capture under way, not in use
         for source, target in pairs:
             for kind in "FB":
                 self._channels[kind, source, target] = self._channel(source, target, pipelines) or group
 
     def expect(self, message: Message, source: int, like: Sequence[Tensor]) -> None:
         """See `Links`."""
-        packet = tuple(torch.empty_like(t, device=self._device) for t in like)
+        packet = tuple(self._box(t) if self._captured() else torch.empty_like(t, device=self._device) for t in like)
         group = self._channels[message.kind, source, self._rank]
         peer = self._members[source]
         works = [dist.irecv(t, peer, group=group, tag=_tag(message)) for t in packet]
@@ -100,8 +106,10 @@ class DistLinks:
         """See `Links`."""
         group = self._channels[message.kind, self._rank, target]
         peer = self._members[target]
-        packet = tuple(t.contiguous() for t in packet)
-        if not self._captured():
+        if self._captured():
+            packet = tuple(self._box(t).copy_(t) for t in packet)
+        else:
+            packet = tuple(t.contiguous() for t in packet)
             self._drop_what_is_over()
         self._sent[message] = [dist.isend(t, peer, group=group, tag=_tag(message)) for t in packet], packet
 
@@ -113,6 +121,10 @@ class DistLinks:
         if self._captured():
             for sent in self._answers.get(message, ()):
                 self._let_go(sent)
+            # The compute stream waits for each use of a box, and NCCL for the compute stream: it may be used again at once.
+            taken = tuple(t.clone() for t in packet)
+            self._put_back(packet)
+            return taken
         return packet
 
     def finish(self) -> None:
@@ -120,11 +132,13 @@ class DistLinks:
         assert not self._expected, f"never received: {list(self._expected)}"
         for sent in list(self._sent):
             self._let_go(sent)
+        self._boxes.clear()
 
     def reset(self) -> None:
         """See `Links`."""
         self._expected.clear()
         self._sent.clear()
+        self._boxes.clear()
 
     def _captured(self) -> bool:
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -138,8 +152,21 @@ class DistLinks:
 
     def _let_go(self, message: Message) -> None:
         """The compute stream waits until it has been read."""
-        for work in self._sent.pop(message)[0]:
+        works, packet = self._sent.pop(message)
+        for work in works:
             work.wait()
+        if self._captured():
+            self._put_back(packet)
+
+    def _box(self, like: Tensor) -> Tensor:
+        spare = self._boxes.get((like.shape, like.dtype))
+        if spare:
+            return spare.pop()
+        return torch.empty(like.shape, dtype=like.dtype, device=self._device)
+
+    def _put_back(self, packet: Packet) -> None:
+        for box in packet:
+            self._boxes.setdefault((box.shape, box.dtype), []).append(box)
 
     def _channel(self, source: int, target: int, pipelines: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
         if self._device.type != "cuda":

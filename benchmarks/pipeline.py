@@ -22,7 +22,7 @@ A step is forward and backward of all microbatches of the global batch, until th
     graph             whether forwards and backwards of the step were one CUDA graph, or why not
     late release      by how much its peak would be lower without the bytes at stage boundaries that nobody else holds, counted
                       as a step goes; and how much lower the peak is with early release
-    offload           bytes of a step that go to the host and come back, and by how much the plan says that the peak falls;
+    offload           bytes of a step that go to the host and come back; how much the plan says that the peak falls, from and to;
                       against the same schedule without, in the same run: time, activations, and R, what fell over what was to
 
     torchrun --nproc-per-node 4 benchmarks/pipeline.py                                   # both models, the default arms
@@ -225,7 +225,7 @@ def measure(args: argparse.Namespace, name: str, arm: str) -> dict[str, Any]:
                 "withheld": withheld[-1] / GIB if withheld else 0.0,
                 "host": statistics.median(s[3] for s in steps),
                 "copies": trainer.memory.report().wait_ms or 0.0,
-                "fall": planned_fall(trainer.memory) / GIB,
+                **planned_peaks(trainer.memory),
                 "moved": (trainer.memory.plan.planned_bytes if trainer.memory.plan else 0) / GIB,
                 **picture,
             },
@@ -255,14 +255,19 @@ def measure(args: argparse.Namespace, name: str, arm: str) -> dict[str, Any]:
             "late release costs GiB": ", ".join(f"{v:.3f}" for v in of("late")),
             "offloaded a step GiB": ", ".join(f"{v:.1f}" for v in of("moved")),
             "planned fall GiB": ", ".join(f"{v:.2f}" for v in of("fall")),
+            "planned peaks, kept and offloaded GiB": "; ".join(
+                f"{k:.2f}, {p:.2f}" for k, p in zip(of("planned keep"), of("planned peak"), strict=True)
+            ),
         }
 
 
-def planned_fall(memory: Any) -> float:
-    """By how many bytes the peak of this rank is to be lower than with everything kept, by the plan's own figures."""
-    if memory.plan is None or memory.timeline is None:
-        return 0.0
-    return plan_interleaved(memory.timeline, frozenset()).peak_bytes - memory.plan.peak_bytes
+def planned_peaks(memory: Any) -> dict[str, float]:
+    """GiB of this rank over a step's base by the plan's own figures: with everything kept, as planned, and the difference."""
+    keep = peak = 0.0
+    if memory.plan is not None and memory.timeline is not None:
+        keep = plan_interleaved(memory.timeline, frozenset()).peak_bytes / GIB
+        peak = memory.plan.peak_bytes / GIB
+    return {"planned keep": keep, "planned peak": peak, "fall": keep - peak}
 
 
 def compare(rows: list[dict[str, Any]]) -> None:

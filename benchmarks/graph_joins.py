@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from common import write
+from common import median_ms, write
 
 from forebay.kernels.flags import Flags
 
@@ -108,20 +108,6 @@ def captured(work: Work, arm: Arm) -> Callable[[], None]:
     return graph.replay
 
 
-def milliseconds(step: Callable[[], None]) -> float:
-    """Median of some steps, by CUDA events."""
-    found = []
-    for _ in range(REPEATS):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        begin.record()
-        step()
-        end.record()
-        torch.cuda.synchronize()
-        found.append(begin.elapsed_time(end))
-    return statistics.median(found)
-
-
 def main() -> None:
     torch.manual_seed(0)
     work = Work()
@@ -130,7 +116,7 @@ def main() -> None:
     times: dict[Arm, list[float]] = {arm: [] for arm in arms}
     for _ in range(ALTERNATIONS):
         for arm, step in steps.items():
-            times[arm].append(milliseconds(step))
+            times[arm].append(median_ms(step, REPEATS)[0])
     assert work.rows.isfinite().all() and work.rows.any()
     medians = {arm: statistics.median(found) for arm, found in times.items()}
     rows = [

@@ -12,24 +12,14 @@ import torch
 
 from forebay.train.config import from_mapping
 from tests.ranks import run_ranks
-
-TINY = {
-    "hidden_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-}
+from tests.train.conftest import MODEL
 
 
 def config(folder: str, vocabulary: int) -> Any:
     sections: dict[str, Any] = {
         "model": {
             "family": "qwen3_moe",
-            "config": {**TINY, "vocab_size": vocabulary},
+            "config": {**MODEL, "num_hidden_layers": 4, "vocab_size": vocabulary},
             "dtype": "float32",
             "compute": "bfloat16",
         },

@@ -62,20 +62,19 @@ def plan_interleaved(timeline: Timeline, paths: frozenset[str], everything: bool
     """
     step = _Step(timeline)
     chosen: Kind = []
-    best = step.lay([])
+    kept = best = step.lay([])
     kinds = step.kinds(paths)
     for kind in kinds:
         laid = step.lay([*chosen, *kind])
         if laid.height < best.height * (1 - 1e-9):
             chosen.extend(kind)
             best = laid
-    return (_waiting(step, kinds, best) if everything else best).plan()
+    return (_waiting(step, kinds, kept.peak, best) if everything else best).plan()
 
 
-def _waiting(step: _Step, kinds: Sequence[Kind], best: _Laid) -> _Laid:
-    """What has a lower peak than `best`, if there is something, and waits no longer than it may."""
+def _waiting(step: _Step, kinds: Sequence[Kind], top: int, best: _Laid) -> _Laid:
+    """What has a lower peak than `best`, if there is something, and waits no longer than it may. `top`: the peak if all stays."""
     limit = _WAITS * step.seconds
-    top = step.lay([]).peak
     for part in range(1, _PARTS + 1):
         items = [item for kind in kinds[: -(-len(kinds) * part // _PARTS)] for item in kind]
         low, high = 0, top
@@ -147,19 +146,20 @@ class _Laid:
         self.step = step
         self.chosen = {c: frozenset(o) for c, o in chosen.items()}
         self.bytes = {c: sum(step.calls[c].items[i] for i in o) for c, o in self.chosen.items()}
+        self._lay(level)
+        if self.stall and len(self.bytes) < len(chosen):  # none waits for what stays after all
+            self._lay(level)
+        self.memory = self._memory()
+        self.peak = max(self.memory, default=0)
+        self.height = step.height(self.memory)
+
+    def _lay(self, level: float) -> None:
         self.settled: dict[int, int] = {}
         self.fetched: dict[int, int] = {}
         self.stall = 0.0
         self._starts: list[float] = []
         self._copy_out(level)
         self._copy_back()
-        if self.stall and len(self.bytes) < len(chosen):  # none waits for what stays after all
-            self.stall, self.settled, self.fetched, self._starts = 0.0, {}, {}, []
-            self._copy_out(level)
-            self._copy_back()
-        self.memory = self._memory()
-        self.peak = max(self.memory, default=0)
-        self.height = step.height(self.memory)
 
     def _copy_out(self, level: float) -> None:
         step, now, lane, held = self.step, 0.0, 0.0, 0

@@ -42,9 +42,8 @@ from forebay.train.gathered import GatheredStep
 
 Parts = Sequence[tuple[Tensor, Tensor]]
 Body = Callable[[Parts, Tensor], tuple[Tensor, ...]]
-_ENDS = (
-    300.0  # s within which a graph's first replay has to end; who waits for another process that long gives up as well
-)
+# Seconds within which a graph's first replay has to end; who waits for another process that long gives up as well.
+_ENDS = 300.0
 _CALLS = 3  # steps before the capture: the first sizes page stores, then memory of that size is used, then all is warm
 _REPLAYS = 2  # of a graph before it is asked for times: the first one uploads it
 _TIMED = 3  # graphs: the first one's plan rests on the times of calls, the others' on those of another plan, and on its waits
@@ -306,17 +305,13 @@ class CapturableEngine:
 
     def _around(self, run: Any, microbatches: Parts, count: Tensor | int) -> tuple[Tensor, Tensor]:
         captured = self.captured
-        if captured is None:
-            self._gathered.gather()
-            losses, imbalance = run(microbatches, count)
-            self._gathered.reduce()
-            return losses, imbalance
-        if captured.has_graph and self._gathered.has_gradients():
+        if captured is not None and captured.has_graph and self._gathered.has_gradients():
             raise RuntimeError("gradients of another step are still there: a captured step needs them to be None")
-        with captured.room():
+        room = nullcontext if captured is None else captured.room
+        with room():
             self._gathered.gather()
         losses, imbalance = run(microbatches, count)
-        with captured.room():
+        with room():
             self._gathered.reduce()
         return losses, imbalance
 

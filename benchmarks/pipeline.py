@@ -20,8 +20,6 @@ A step is forward and backward of all microbatches of the global batch, until th
                       stream was given them (`record_stream`, as NCCL's sends and receives may do)
 
     graph             whether forwards and backwards of the step were one CUDA graph, or why not
-    late release      by how much its peak would be lower without the bytes at stage boundaries that nobody else holds, counted
-                      as a step goes; and how much lower the peak is with early release
     offload           bytes of a step that go to the host and come back; how much the plan says that the peak falls, from and to;
                       against the same schedule without, in the same run: time, activations, and R, what fell over what was to
 
@@ -34,10 +32,8 @@ import gc
 import os
 import statistics
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,52 +42,44 @@ import torch.distributed as dist
 from common import GIB, results_folder, settle_memory, write
 from ep import MODELS, force_balance
 
-from forebay.pipeline import execution, passes
 from forebay.pipeline.schedule import OVERLAP, Action
 from forebay.planner.interleaved import plan_interleaved
 from forebay.report.pipeline import bubble, draw, perfetto
 from forebay.report.recorder import Recorder
 from forebay.train.config import from_mapping
 
-# Arm -> sections of the configuration beside the mesh, and whether tensors at stage boundaries are released early.
-ARMS: dict[str, tuple[dict[str, dict[str, Any]], bool]] = {
-    "dualpipev": ({}, True),
-    "dualpipev, bf16 sums": ({"parallel": {"gradients": "compute"}}, True),
-    "dualpipev, reshard": ({"parallel": {"reshard": True}}, True),
-    "dualpipev, late release": ({}, False),
-    "dualpipev, recompute experts": ({"memory": {"policy": {"*.mlp": "recompute"}}}, True),
-    "dualpipev, offload": ({"memory": {"policy": "offload"}}, True),
-    "dualpipev, offload all": ({"memory": {"policy": "offload", "offload": "all"}}, True),
-    "dualpipev, graph": ({"memory": {"graph": True}}, True),
-    "dualpipev, graph, offload": ({"memory": {"graph": True, "policy": "offload"}}, True),
-    "dualpipev, graph, offload all": ({"memory": {"graph": True, "policy": "offload", "offload": "all"}}, True),
-    "dualpipev, bf16 sums, graph": ({"parallel": {"gradients": "compute"}, "memory": {"graph": True}}, True),
-    "dualpipev, even": ({"parallel": {"partition": "even"}}, True),
-    "zbv": ({"parallel": {"schedule": "zbv"}}, True),
-    "1f1b": ({"parallel": {"schedule": "1f1b"}}, True),
-    "interleaved-1f1b, graph": ({"parallel": {"schedule": "interleaved-1f1b"}, "memory": {"graph": True}}, True),
-    "interleaved-1f1b, graph, offload": (
-        {"parallel": {"schedule": "interleaved-1f1b"}, "memory": {"graph": True, "policy": "offload"}},
-        True,
-    ),
-    "interleaved-1f1b, graph, offload all": (
-        {
-            "parallel": {"schedule": "interleaved-1f1b"},
-            "memory": {"graph": True, "policy": "offload", "offload": "all"},
-        },
-        True,
-    ),
-    "interleaved-1f1b": ({"parallel": {"schedule": "interleaved-1f1b"}}, True),
-    "interleaved-1f1b, offload": (
-        {"parallel": {"schedule": "interleaved-1f1b"}, "memory": {"policy": "offload"}},
-        True,
-    ),
+# Arm -> sections of the configuration beside the mesh.
+ARMS: dict[str, dict[str, dict[str, Any]]] = {
+    "dualpipev": {},
+    "dualpipev, bf16 sums": {"parallel": {"gradients": "compute"}},
+    "dualpipev, reshard": {"parallel": {"reshard": True}},
+    "dualpipev, recompute experts": {"memory": {"policy": {"*.mlp": "recompute"}}},
+    "dualpipev, offload": {"memory": {"policy": "offload"}},
+    "dualpipev, offload all": {"memory": {"policy": "offload", "offload": "all"}},
+    "dualpipev, graph": {"memory": {"graph": True}},
+    "dualpipev, graph, offload": {"memory": {"graph": True, "policy": "offload"}},
+    "dualpipev, graph, offload all": {"memory": {"graph": True, "policy": "offload", "offload": "all"}},
+    "dualpipev, bf16 sums, graph": {"parallel": {"gradients": "compute"}, "memory": {"graph": True}},
+    "dualpipev, even": {"parallel": {"partition": "even"}},
+    "zbv": {"parallel": {"schedule": "zbv"}},
+    "1f1b": {"parallel": {"schedule": "1f1b"}},
+    "interleaved-1f1b, graph": {"parallel": {"schedule": "interleaved-1f1b"}, "memory": {"graph": True}},
+    "interleaved-1f1b, graph, offload": {
+        "parallel": {"schedule": "interleaved-1f1b"},
+        "memory": {"graph": True, "policy": "offload"},
+    },
+    "interleaved-1f1b, graph, offload all": {
+        "parallel": {"schedule": "interleaved-1f1b"},
+        "memory": {"graph": True, "policy": "offload", "offload": "all"},
+    },
+    "interleaved-1f1b": {"parallel": {"schedule": "interleaved-1f1b"}},
+    "interleaved-1f1b, offload": {"parallel": {"schedule": "interleaved-1f1b"}, "memory": {"policy": "offload"}},
 }
 DEFAULT = ("dualpipev", "dualpipev, bf16 sums", "zbv", "interleaved-1f1b", "1f1b")
 
 
 def settings(args: argparse.Namespace, model: str, arm: str, world: int) -> Any:
-    own, _ = ARMS[arm]
+    own = ARMS[arm]
     ep = world // args.pp
     sections = {
         "model": {**MODELS[model], "dtype": "float32", "compute": "bfloat16"},
@@ -109,77 +97,11 @@ def settings(args: argparse.Namespace, model: str, arm: str, world: int) -> Any:
     return from_mapping(sections, origin="benchmarks/pipeline.py")
 
 
-class Retained:
-    """Bytes that nobody but late release holds: tensors at stage boundaries, by weak references.
-
-    They are counted whenever a stage function has ended or a transfer was waited for. Without what the look before had counted,
-    the highest memory between two looks would be lower by as much; the peak then may be elsewhere. Reads the allocator's peak,
-    and resets it.
-    """
-
-    _ENDINGS = ("_run_front", "_run_experts", "_run_experts_backward", "_run_front_backward")
-
-    def __init__(self, on: bool):
-        self._held = self._top = self._without = 0
-        self._refs: list[weakref.ref[torch.Tensor]] = []
-        self._undo: list[Callable[[], None]] = []
-        if on:
-            keep, refs = passes._MoePass._keep, self._refs
-
-            def kept(moe_pass: Any, *boundary: torch.Tensor | None) -> None:
-                keep(moe_pass, *boundary)
-                refs.extend(weakref.ref(t) for t in boundary if t is not None)
-
-            self._put(passes._MoePass, "_keep", kept)
-            for name in self._ENDINGS:
-                self._put(passes._MoePass, name, self._looking(getattr(passes._MoePass, name)))
-            self._put(execution.ExecutionContext, "wait_for", self._looking(execution.ExecutionContext.wait_for))
-
-    def look(self) -> None:
-        """Count bytes that would be free without it."""
-        top = torch.cuda.max_memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        self._top, self._without = max(self._top, top), max(self._without, top - self._held)
-        alive = [t for ref in self._refs if (t := ref()) is not None]
-        self._refs[:] = [weakref.ref(t) for t in alive]
-        owners: dict[int, int] = {}
-        storages = {}
-        for t in alive:
-            storage = t.untyped_storage()
-            owners[storage._cdata] = owners.get(storage._cdata, 0) + 1
-            storages[storage._cdata] = storage
-        # The tensors here, and `storage` itself.
-        alone = [s for key, s in storages.items() if torch._C._storage_Use_Count(key) <= owners[key] + 1]
-        self._held = sum(s.nbytes() for s in alone)
-
-    @property
-    def lowers(self) -> int:
-        """By how many bytes the peak would be lower without them."""
-        return self._top - self._without
-
-    def stop(self) -> None:
-        while self._undo:
-            self._undo.pop()()
-
-    def _put(self, owner: Any, name: str, function: Any) -> None:
-        self._undo.append(partial(setattr, owner, name, getattr(owner, name)))
-        setattr(owner, name, function)
-
-    def _looking(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def and_look(*args: Any) -> Any:
-            result = function(*args)
-            del args
-            self.look()
-            return result
-
-        return and_look
-
-
 class Metered:
     """A watcher that measures transfers inside overlapped actions, and records all actions."""
 
-    def __init__(self, engine: Any, recorder: Recorder, retained: Retained):
-        self._meter, self._recorder, self._retained = engine._runtime.context.meter, recorder, retained
+    def __init__(self, engine: Any, recorder: Recorder):
+        self._meter, self._recorder = engine._runtime.context.meter, recorder
 
     def began(self, action: Action) -> None:
         self._recorder.began(action)
@@ -188,7 +110,6 @@ class Metered:
     def ended(self, action: Action) -> None:
         self._meter.on = False
         self._recorder.ended(action)
-        self._retained.look()
 
 
 def measure(args: argparse.Namespace, name: str, arm: str) -> dict[str, Any]:
@@ -199,7 +120,6 @@ def measure(args: argparse.Namespace, name: str, arm: str) -> dict[str, Any]:
     with Mesh.open(config) as mesh, Trainer(config, mesh) as trainer:
         force_balance(trainer.model)
         engine: Any = trainer._gradients
-        engine._runtime.early_release = ARMS[arm][1]
         trainer.step(1)  # makes AdamW's states, which belong to what is held
         for number in range(2, 2 + args.warm):
             trainer.gradients(number)
@@ -252,7 +172,6 @@ def measure(args: argparse.Namespace, name: str, arm: str) -> dict[str, Any]:
             "reserved": max(of("reserved")),
             "withheld GiB": ", ".join(f"{v:.2f}" for v in of("withheld")),
             "segments of streams GiB": by_stream(),
-            "late release costs GiB": ", ".join(f"{v:.3f}" for v in of("late")),
             "offloaded a step GiB": ", ".join(f"{v:.1f}" for v in of("moved")),
             "planned fall GiB": ", ".join(f"{v:.2f}" for v in of("fall")),
             "planned peaks, kept and offloaded GiB": "; ".join(
@@ -271,14 +190,10 @@ def planned_peaks(memory: Any) -> dict[str, float]:
 
 
 def compare(rows: list[dict[str, Any]]) -> None:
-    """Of arms that offload or release late, against the same without in the same run: time, and R = peak that fell / peak that
-    was to fall."""
+    """Of arms that offload, against the same without in the same run: time, and R = peak that fell / peak that was to fall."""
     for row in rows:
         shorter = [r for r in rows if r["model"] == row["model"] and row["arm"].startswith(f"{r['arm']}, ")]
         base = max(shorter, key=lambda r: len(r["arm"]), default=None)
-        if base is not None and "late" in row["arm"]:
-            pairs = zip(*([float(v) for v in r["by pipeline rank GiB"].split(",")] for r in (row, base)), strict=True)
-            row["early release saves GiB"] = ", ".join(f"{late - early:.3f}" for late, early in pairs)
         if base is None or "R" in row or "offload" not in row["arm"]:
             continue
         numbers = [[float(v) for v in r["activations GiB"].split(",")] for r in (base, row)]
@@ -355,12 +270,9 @@ def watched(args: argparse.Namespace, trainer: Any, engine: Any, number: int, na
     dist.barrier()
     torch.cuda.synchronize()
     recorder = Recorder(trainer.mesh.pp_rank, trainer.device)
-    torch.cuda.reset_peak_memory_stats()
-    retained = Retained(not engine._runtime.early_release)
-    engine.watcher = Metered(engine, recorder, retained)
+    engine.watcher = Metered(engine, recorder)
     trainer.gradients(number)
     engine.watcher = None
-    retained.stop()
     transfers, waits = engine._runtime.context.meter.milliseconds()
     records = recorder.records()
     all_records: list[Any] = [None] * trainer.mesh.pp
@@ -375,7 +287,6 @@ def watched(args: argparse.Namespace, trainer: Any, engine: Any, number: int, na
         "hidden": 1 - waits / transfers if transfers else 1.0,
         "transfers": transfers,
         "waits": waits,
-        "late": retained.lowers / GIB,
     }
 
 
@@ -416,7 +327,7 @@ def main() -> None:
             compare(rows)
             gc.collect()
             if dist.get_rank() == 0:
-                write(args.name, rows, world=dist.get_world_size(), arms={a: ARMS[a][0] for a in args.arms})
+                write(args.name, rows, world=dist.get_world_size(), arms={a: ARMS[a] for a in args.arms})
     dist.barrier()
     dist.destroy_process_group()
 

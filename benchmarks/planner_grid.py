@@ -258,6 +258,12 @@ def _two() -> list[Entry]:
         entry("qwen3", 4, 4096, gpus=2, batch=4, parallel=pp, more="1f1b"),
         entry("dsv2", 6, 2048, gpus=2, batch=8, microbatch=2, parallel=pp, memory={"policy": "recompute"}, more="1f1b"),
         entry("olmoe", 6, 8192, gpus=2, batch=6, parallel=pp, memory={"policy": "offload"}, more="1f1b"),
+        entry("dsv2", 8, 4096, gpus=2, batch=8, parallel={**pp, "schedule": "dualpipev"}, more="dualpipev"),
+        entry("dsv2", 6, 4096, gpus=2, batch=8, parallel={**pp, "schedule": "dualpipev"}, memory={"graph": True},
+              more="dualpipev-graph"),
+        entry("qwen3", 6, 4096, gpus=2, batch=8, parallel={**pp, "schedule": "zbv"}, more="zbv"),
+        entry("olmoe", 8, 4096, gpus=2, batch=8, microbatch=2, parallel={**pp, "schedule": "interleaved-1f1b"},
+              more="interleaved"),
     ]  # fmt: skip
 
 

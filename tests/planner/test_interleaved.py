@@ -1,6 +1,7 @@
 """Plans for forwards and backwards that alternate, against a walk through time that knows nothing of how they were made."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -165,6 +166,24 @@ def test_with_everything_and_a_fast_link_nobody_waits() -> None:
     plan = plan_interleaved(timeline, paths, everything=True)
     assert plan.peak_bytes == max(held_over_time(timeline, plan)) + MB
     assert plan.peak_bytes <= plan_interleaved(timeline, paths).peak_bytes and plan.stall_seconds == 0
+
+
+def test_what_another_call_reads_first_is_back_for_that_one() -> None:
+    timeline = pipeline(16, 4, 3, 20e9)
+    shared = [
+        replace(call, shared_with=(("layer1", call.key[1]),)) if call.key[0] == "layer0" else call
+        for call in timeline.calls
+    ]
+    paths = frozenset({"layer0"})
+    alone, plan = plan_interleaved(timeline, paths), plan_interleaved(replace(timeline, calls=tuple(shared)), paths)
+    assert alone.offload and plan.offload
+    index = {(m.kind, timeline.calls[m.call].key): i for i, m in enumerate(timeline.moments)}
+    held_over_time(timeline, plan)
+    margins = []
+    for named in (alone, plan):
+        fetched = {key: index[name] for name, keys in named.fetch_at.items() for key in keys}
+        margins.append(min(index["B", ("layer1", m)] - fetched["layer0", m] for _, m in named.offload))
+    assert margins[0] <= 0 < margins[1], "not tight without, or late for the other reader"
 
 
 def test_what_is_interleaved() -> None:

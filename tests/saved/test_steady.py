@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from forebay.planner.interleaved import plan_interleaved
 from forebay.planner.simulate import Plan, Timeline
@@ -65,7 +66,7 @@ def test_a_plan_for_some_regions_holds_though_they_share_storages_with_the_other
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     truth = cycle(nn.Sequential(*[Step() for _ in range(4)]))
-    model, mem = managed(monkeypatch, {"2"})
+    model, mem = managed(monkeypatch, {"1"})
     plans = []
     for _ in range(5):
         assert all(torch.equal(a, b) for a, b in zip(cycle(model), truth, strict=True))
@@ -73,10 +74,25 @@ def test_a_plan_for_some_regions_holds_though_they_share_storages_with_the_other
         plans.append(mem.plan)
     assert plans[0] is None and plans[1] is not None and all(plan is plans[1] for plan in plans[1:])
     assert mem.report().moved_bytes == plans[1].planned_bytes > 0
-    # Of "3" nothing leaves, and nobody saves what it was first to save. "1" saves what "2" saves too, and counts as first.
-    assert all(model[1].looked_at[MICROBATCHES:])  # type: ignore[operator, index]
+    # Of "3" nothing leaves, and nobody saves what it was first to save. "0" saves what "1" saves too, and counts as first; "2"
+    # saves what leaves.
+    assert all(model[0].looked_at[MICROBATCHES:] + model[2].looked_at[MICROBATCHES:])  # type: ignore[operator, index]
     assert not any(model[3].looked_at[MICROBATCHES:])  # type: ignore[operator, index]
     assert all(model[3].looked_at[:MICROBATCHES]), "while measuring everything is"  # type: ignore[operator, index]
+
+
+def test_what_two_regions_save_is_free_while_it_is_away_though_of_the_second_nothing_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, mem = managed(monkeypatch, {"2"})
+    cycle(model)
+    saved: list[StorageWeakRef] = []
+    model[2].register_forward_hook(lambda *a: saved.append(StorageWeakRef(a[-1].untyped_storage())))
+    held: list[int] = []
+    model[3].register_forward_hook(lambda *_: held.append(sum(not ref.expired() for ref in saved[:-1])))
+    cycle(model)
+    assert mem.plan is not None and any(key[0] == "2" for key in mem.plan.offload)
+    assert max(held) < IN_FLIGHT - 1, "its second saver holds what has left"
 
 
 def test_the_report_counts_the_same_bytes_whether_calls_are_looked_at_or_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ storage of the same region in all microbatches, and a peak falls by what of it i
 
 Of an accepted kind each call is laid on the two lanes of the link. Its copy out begins when the region's forward is over and the
 lane is free, and is settled at the first moment behind its end; its copy back begins at the last moment from which it is in time
-for its backward. A call for which no time is left between the two stays, as do those at the beginning and the end of a step,
-where little is in flight.
+for its backward, or for that of a call that saved one of its items too. A call for which no time is left between the two stays,
+as do those at the beginning and the end of a step, where little is in flight.
 
 A pipeline's first forwards follow each other with no backward between them, faster than the link carries what they save: by a
 plan for which nobody waits, memory is highest there. With `everything`, a forward that would raise memory above a level waits for
@@ -97,6 +97,7 @@ class _Step:
         self.timeline, self.calls, self.moments = timeline, timeline.calls, timeline.moments
         self.forward = {m.call: i for i, m in enumerate(self.moments) if m.kind == "F"}
         self.backward = {m.call: i for i, m in enumerate(self.moments) if m.kind == "B"}
+        self.needed = self._needed()
         timed = [m.seconds for m in self.moments]
         self.each = timed if any(timed) else [1.0] * len(timed)  # a CPU has no times
         self.seconds = sum(self.each)
@@ -104,6 +105,12 @@ class _Step:
         self.sizes = [sum(c.items) for c in self.calls]
         self.slack = _SLACK if timeline.out_rate < float("inf") else 0.0
         self._top = sum(self.sizes) or 1
+
+    def _needed(self) -> dict[int, int]:
+        """Call to the first moment whose backward reads an item of it."""
+        numbers = {call.key: i for i, call in enumerate(self.calls)}
+        readers = {c: [c, *(numbers[key] for key in self.calls[c].shared_with)] for c in self.backward}
+        return {c: min(self.backward[r] for r in read if r in self.backward) for c, read in readers.items()}
 
     def height(self, memory: list[int]) -> float:
         """How high memory is where it is high."""
@@ -172,7 +179,7 @@ class _Laid:
                 if end + step.slack > now and not above:
                     break
                 under_way.popleft()
-                if index < step.backward[call]:
+                if index < step.needed[call]:
                     self.stall += max(end - now, 0.0)
                     now = max(end, now)
                     self.settled[call] = index
@@ -191,10 +198,10 @@ class _Laid:
 
     def _copy_back(self) -> None:
         step, deadline = self.step, float("inf")
-        for call in sorted(self.settled, key=lambda c: -step.backward[c]):
+        for call in sorted(self.settled, key=lambda c: -step.needed[c]):
             seconds = self.bytes[call] / (step.timeline.back_rate * _SHARED)
-            begin = min(deadline, self._starts[step.backward[call]]) - seconds - step.slack
-            moment = min(bisect_right(self._starts, begin), step.backward[call]) - 1
+            begin = min(deadline, self._starts[step.needed[call]]) - seconds - step.slack
+            moment = min(bisect_right(self._starts, begin), step.needed[call]) - 1
             if moment > self.settled[call]:
                 self.fetched[call] = moment
                 deadline = begin
@@ -223,7 +230,7 @@ class _Laid:
     def plan(self) -> Plan:
         step = self.step
         fetches: dict[tuple[str, Key], list[Key]] = {}
-        for call in sorted(self.fetched, key=lambda c: step.backward[c]):
+        for call in sorted(self.fetched, key=lambda c: step.needed[c]):
             fetches.setdefault(self._name(self.fetched[call]), []).append(step.calls[call].key)
         return Plan(
             offload={step.calls[c].key: o for c, o in self.chosen.items()},

@@ -39,6 +39,7 @@ class CallFigures:
         input_bytes: bytes of the region's own inputs, which a checkpoint keeps.
         stash_frees, stash_seconds: bytes that stashing the call frees, and its extra time; (0, 0) where nothing is stashed.
         again_seconds: time of recomputing the call, where it is known; None leaves it to `recompute_seconds`.
+        shared_with: later calls that save one of its items too: their backwards need it as well.
     """
 
     key: Key
@@ -49,6 +50,7 @@ class CallFigures:
     stash_frees: int = 0
     stash_seconds: float = 0.0
     again_seconds: float | None = None
+    shared_with: tuple[Key, ...] = ()
 
     @property
     def largest(self) -> int:

@@ -152,6 +152,7 @@ class Manager:
         self._seen_by: dict[Key, list[_Seen]] = {}  # while measuring
         self._saved_by: dict[Key, int] = {}  # bytes, in the last cycle that was measured
         self._shared: set[Key] = set()  # calls of whose storages another call saved one too, in the same cycle
+        self._again: dict[Key, set[Key]] = {}  # and such a call -> those of whose storages it saved one
         self._leaving: list[weakref.ref[RegionCall]] = []
         self._waits: list[tuple[Any, Any]] = []
         self._spare_marks: list[Any] = []  # events of cycles that are over
@@ -396,11 +397,15 @@ class Manager:
         return self._weights[region.path]
 
     def _is_left_alone(self, call: RegionCall, placement: str | None) -> bool:
-        """Whether nothing that this call saves has to be looked at: nothing of it leaves, and it was not the first to save what
-        another call saves as well, whose items would be numbered anew."""
-        if self.plan is None:
+        """Whether nothing that this call saves has to be looked at: nothing of it leaves, nor of the calls of which it saves
+        something again, and it was not the first to save what another call saves as well, whose items would be numbered anew.
+        """
+        plan = self.plan
+        if plan is None:
             return placement in ("keep", "recompute")
-        if call.key in self.plan.offload or (call.key in self._shared and placement != "recompute"):
+        if call.key in plan.offload or any(first in plan.offload for first in self._again.get(call.key, ())):
+            return False
+        if call.key in self._shared and placement != "recompute":
             return False
         self._count("saved", self._saved_by.get(call.key, 0) if placement != "recompute" else 0)
         return True
@@ -458,6 +463,9 @@ class Manager:
             self._shared.add(seen.key)
         if call.number > seen.number + _NEIGHBOURS:
             recorder.exclude(seen.key, seen.ordinal)
+        elif call.key != seen.key:
+            self._again.setdefault(call.key, set()).add(seen.key)
+            recorder.share(seen.key, call.key)
 
     def _known(self, key: tuple[int, int]) -> _Seen | None:
         """Where this storage was met before. One storage is stored once, whoever saves views of it."""
@@ -531,6 +539,7 @@ class Manager:
         self._tally = {"saved": 0, "offload": 0}
         if self.plan is None:
             self._shared.clear()
+            self._again.clear()
             self._saved_by.clear()
         base, self._base = self._base, None
         self._planning.cycle_begins(self._captured, base)

@@ -154,6 +154,7 @@ class Recorder:
         self._gpu = device.type == "cuda"
         self._samples: list[_Sample] = []
         self._figures: dict[Key, CallFigures] = {}
+        self._shared: dict[Key, list[Key]] = {}
         self._base = base
 
     @property
@@ -199,6 +200,12 @@ class Recorder:
         items = (*figures.items[:ordinal], 0, *figures.items[ordinal + 1 :])
         self._figures[key] = replace(figures, items=items)
 
+    def share(self, key: Key, later: Key) -> None:
+        """The call `later` saves an item too that `key` saved before it."""
+        known = self._shared.setdefault(key, [])
+        if later not in known:
+            known.append(later)
+
     def timeline(self, out_rate: float | None, back_rate: float | None) -> Timeline:
         """The cycle as figures. Waits for the device. Rates in bytes a second; None means no copies to wait for."""
         self._close_last()
@@ -222,7 +229,14 @@ class Recorder:
                     max(sample.top_bytes - sample.start_bytes, 0),
                 )
             )
-        calls = tuple(replace(self._figures[key], seconds=forward_seconds.get(key, 0.0)) for key in keys)
+        calls = tuple(
+            replace(
+                self._figures[key],
+                seconds=forward_seconds.get(key, 0.0),
+                shared_with=tuple(self._shared.get(key, ())),
+            )
+            for key in keys
+        )
         return Timeline(calls, _without_epilogue(moments), out_rate or float("inf"), back_rate or float("inf"))
 
     def _pair(self) -> tuple[Any, Any] | None:

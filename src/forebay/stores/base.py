@@ -89,7 +89,8 @@ class Store(Protocol):
         """Make the compute stream wait for the copy out and drop the device memory. No-op unless leaving."""
 
     def fetch(self, *batches: Sequence[Ticket]) -> None:
-        """Enqueue the way back; a batch is there when all of it is. Those that are not on the host stay as they are."""
+        """Enqueue the way back; a batch is there when all of it is. Those that are not on the host stay as they are; who is in
+        two batches comes back with the first."""
 
     def wait(self, ticket: Ticket) -> torch.Tensor:
         """The uint8 device tensor, safe to use on the compute stream; fetches first if nobody did."""

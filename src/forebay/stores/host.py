@@ -131,8 +131,11 @@ class HostStore:
     def fetch(self, *batches: Sequence[HostTicket]) -> None:
         """See `Store.fetch`. A ticket that is still leaving stays where it is: its bytes are on the device."""
         wanted: dict[Any, list[list[HostTicket]]] = {}
+        met: set[int] = set()
         for batch in batches:
-            for compute, tickets in _by_stream(t for t in batch if t.state is State.ON_HOST):
+            own = [t for t in batch if t.state is State.ON_HOST and id(t) not in met]
+            met.update(map(id, own))
+            for compute, tickets in _by_stream(own):
                 wanted.setdefault(compute, []).append(tickets)
         for compute, groups in wanted.items():
             with on_stream(compute):

@@ -394,6 +394,26 @@ def test_a_bound_on_the_rows_changes_nothing_where_it_holds(
     assert (got["weights"][~live] == 0).all() and (got["weights"][live] != 0).all()
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("gpt_oss", [False, True])
+@pytest.mark.parametrize("live", [0, 1, T - 1])
+def test_tokens_without_a_slot_are_never_read(live: int, gpt_oss: bool, dtype: torch.dtype, poisoned: None) -> None:
+    """An exchange leaves the rows that did not come as it finds them: inputs, weights and gradients."""
+    ids = torch.randint(-1, E, (T, K))
+    ids[live:] = -1
+    case, dy = make(ids, gpt_oss=gpt_oss).to(dtype), torch.randn(T, H).to(dtype)
+    rows = {n: t.detach()[:live] if n in ("x", "weights") else t for n, t in case.tensors.items()}
+    want = Case(rows, ids[:live], case.settings).to(dtype).grads(dy[:live])
+    for t in (case.tensors["x"].detach(), case.tensors["weights"].detach(), dy):
+        t[live:] = torch.nan
+    got = case.grads(dy, max_rows=live * K)
+    assert_close(
+        {n: t[:live] if n in ("x", "weights", "y") else t for n, t in got.items()},
+        {n: t.double() for n, t in want.items()},
+        TOLERANCE[dtype],
+    )
+
+
 @pytest.mark.parametrize("gpt_oss", [False, True])
 @pytest.mark.parametrize("bound", [0, 1, 17])
 def test_live_rows_beyond_the_bound_are_left_out(bound: int, gpt_oss: bool, poisoned: None) -> None:

@@ -458,7 +458,9 @@ def _routing_and_down_bias_gradients(
         slot_expert = slot_experts(routing, row_expert, num_experts)
         if need_down_bias:
             weight_map = routing_map(weights, slot_expert, num_experts)
-            d_down_bias = weight_map.to(dy.dtype).t() @ dy
+            # Rows of an exchange that nobody filled: a weight of 0 does not silence what is no number.
+            unread = (slot_expert == num_experts).all(1, keepdim=True)
+            d_down_bias = weight_map.to(dy.dtype).t() @ dy.masked_fill(unread, 0)
         if need_weights:
             assert dw is not None
             # The spare last column is what the sentinels pick.

@@ -160,7 +160,7 @@ def measure(args: argparse.Namespace, name: str, arm: str) -> dict[str, Any]:
             "step s, fastest, slowest": f"{min(seconds):.3f}, {max(seconds):.3f}",
             "peak over base GiB": max(of("peak")),
             "by pipeline rank GiB": ", ".join(f"{v:.2f}" for v in of("peak")),
-            "activations GiB": ", ".join(f"{v:.2f}" for v in of("activations")),
+            "activations GiB": ", ".join(f"{v:.4f}" for v in of("activations")),  # R is made of them
             "bubble": ", ".join(f"{v:.3f}" for v in of("bubble")),
             "hidden": min((r["hidden"] for row in by_rank for r in row), default=0.0),
             "transfers, waits ms": "; ".join(
@@ -173,7 +173,7 @@ def measure(args: argparse.Namespace, name: str, arm: str) -> dict[str, Any]:
             "withheld GiB": ", ".join(f"{v:.2f}" for v in of("withheld")),
             "segments of streams GiB": by_stream(),
             "offloaded a step GiB": ", ".join(f"{v:.1f}" for v in of("moved")),
-            "planned fall GiB": ", ".join(f"{v:.2f}" for v in of("fall")),
+            "planned fall GiB": ", ".join(f"{v:.4f}" for v in of("fall")),
             "planned peaks, kept and offloaded GiB": "; ".join(
                 f"{k:.2f}, {p:.2f}" for k, p in zip(of("planned keep"), of("planned peak"), strict=True)
             ),
@@ -200,7 +200,7 @@ def compare(rows: list[dict[str, Any]]) -> None:
         planned = [float(v) for v in row["planned fall GiB"].split(",")]
         row["time over keep"] = f"{base['tokens/s'] / row['tokens/s']:.4f}"
         row["activations fell by"] = ", ".join(f"{1 - b / a:.3f}" for a, b in zip(*numbers, strict=True))
-        row["R"] = ", ".join(f"{(a - b) / p:.3f}" if p else "-" for a, b, p in zip(*numbers, planned, strict=True))
+        row["R"] = ", ".join(f"{(a - b) / p:.4f}" if p else "-" for a, b, p in zip(*numbers, planned, strict=True))
 
 
 def timed(trainer: Any, engine: Any, number: int) -> tuple[float, float, float, float]:

@@ -104,6 +104,22 @@ def test_nobody_waits_and_the_peak_is_what_the_plan_says(ahead: int, layers: int
     )
 
 
+@pytest.mark.parametrize("everything", [False, True])
+@pytest.mark.parametrize(("ahead", "layers", "rate"), [(4, 3, 20e9), (8, 3, 10e9), (6, 2, 40e9)])
+def test_nothing_leaves_that_might_stay(ahead: int, layers: int, rate: float, everything: bool) -> None:
+    timeline = pipeline(16, ahead, layers, rate)
+    plan = plan_interleaved(timeline, frozenset(f"layer{i}" for i in range(layers)), everything)
+    held = held_over_time(timeline, plan)
+    index = {(m.kind, timeline.calls[m.call].key): i for i, m in enumerate(timeline.moments)}
+    back = {key: index[name] for name, keys in plan.fetch_at.items() for key in keys}
+    sizes = {call.key: call.items for call in timeline.calls}
+    assert plan.offload
+    for key, ordinals in plan.offload.items():
+        while_away = max(held[index[plan.settle_at[key]] : back[key]]) + MB
+        for ordinal in ordinals:
+            assert while_away + sizes[key][ordinal] > 0.98 * plan.peak_bytes, f"{key} {ordinal} need not leave"
+
+
 def test_a_link_that_is_fast_enough_takes_most() -> None:
     timeline = pipeline(16, 8, 2, 100e9)
     paths = frozenset({"layer0", "layer1"})

@@ -12,7 +12,9 @@ storage of the same region in all microbatches, and a peak falls by what of it i
 Of an accepted kind each call is laid on the two lanes of the link. Its copy out begins when the region's forward is over and the
 lane is free, and is settled at the first moment behind its end; its copy back begins at the last moment from which it is in time
 for its backward, or for that of a call that saved one of its items too. A call for which no time is left between the two stays,
-as do those at the beginning and the end of a step, where little is in flight.
+as do those at the beginning and the end of a step, where little is in flight. At last what leaves and need not stays after all,
+those first that are away for the shortest time: memory may be as high at any moment as it is where nothing can be done about it,
+and each byte that travels takes time from the device's own memory.
 
 A pipeline's first forwards follow each other with no backward between them, faster than the link carries what they save: by a
 plan for which nobody waits, memory is highest there. With `everything`, a forward that would raise memory above a level waits for
@@ -41,6 +43,8 @@ _POWER = 16
 _WAITS = 0.02
 _HALVINGS = 7  # of the range of levels
 _PARTS = 4  # of the kinds, those that wait longest first, that are tried to leave
+# Of the peak, between it and what stays after all: how memory rises within a moment varies a little from step to step.
+_APART = 0.01
 
 
 Kind = list[tuple[int, int]]  # (call, ordinal) of each
@@ -69,7 +73,9 @@ def plan_interleaved(timeline: Timeline, paths: frozenset[str], everything: bool
         if laid.height < best.height * (1 - 1e-9):
             chosen.extend(kind)
             best = laid
-    return (_waiting(step, kinds, kept.peak, best) if everything else best).plan()
+    laid = _waiting(step, kinds, kept.peak, best) if everything else best
+    laid.keep_what_may_stay()
+    return laid.plan()
 
 
 def _waiting(step: _Step, kinds: Sequence[Kind], top: int, best: _Laid) -> _Laid:
@@ -160,6 +166,30 @@ class _Laid:
         self.peak = max(self.memory, default=0)
         self.height = step.height(self.memory)
 
+    def keep_what_may_stay(self) -> None:
+        """Take out what lowers nothing but memory that is lower than its peak already."""
+        step, limit = self.step, int(self.peak * (1 - _APART))
+        away = lambda call: step.starts[self.fetched[call]] - step.starts[self.settled[call]]  # noqa: E731
+        for call in sorted(self.bytes, key=lambda c: (away(c), c)):
+            first, behind, items = self.settled[call], self.fetched[call], step.calls[call].items
+            stays: set[int] = set()
+            room = limit - max(self.memory[first:behind])
+            for ordinal in sorted(self.chosen[call], key=lambda i: -items[i]):
+                if items[ordinal] <= room:
+                    room -= items[ordinal]
+                    stays.add(ordinal)
+            size = sum(items[i] for i in stays)
+            self.memory[first:behind] = [m + size for m in self.memory[first:behind]]
+            self._leave(call, self.chosen[call] - stays)
+
+    def _leave(self, call: int, ordinals: frozenset[int]) -> None:
+        """Of `call` no more than these."""
+        self.chosen[call] = ordinals
+        self.bytes[call] = sum(self.step.calls[call].items[i] for i in ordinals)
+        if not ordinals:
+            for known in (self.chosen, self.bytes, self.settled, self.fetched):
+                known.pop(call, None)
+
     def _lay(self, level: float) -> None:
         self.settled: dict[int, int] = {}
         self.fetched: dict[int, int] = {}
@@ -206,8 +236,7 @@ class _Laid:
                 self.fetched[call] = moment
                 deadline = begin
         for call in [c for c in self.bytes if c not in self.fetched]:
-            del self.bytes[call], self.chosen[call]
-            self.settled.pop(call, None)
+            self._leave(call, frozenset())
 
     def _memory(self) -> list[int]:
         """At each moment, with what rises during it."""

@@ -46,6 +46,7 @@ def test_the_peak_of_a_placement_is_the_measured_one(policy: dict[str, Any]) -> 
     step = timeline(RESULTS["autos"][1]["timeline"])
     letters = policy["policy"].split()[0]
     plan, measured = planned(step, letters), policy["peak GiB"] * GIB
-    # Behind the last region's light recomputation the loss finds less than the timeline says: on the safe side.
-    above = 200 * MIB if letters.endswith("r") else 4 * MIB
-    assert -4 * MIB <= plan.peak_bytes - measured <= above
+    # What leaves came back by the times that its own manager measured, which are not these: one hidden state may have been there
+    # that is away here.
+    apart = 4 * MIB + (64 * MIB if "o" in letters else 0)
+    assert abs(plan.peak_bytes - measured) <= apart

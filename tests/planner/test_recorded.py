@@ -46,7 +46,6 @@ def test_the_peak_of_a_placement_is_the_measured_one(policy: dict[str, Any]) -> 
     step = timeline(RESULTS["autos"][1]["timeline"])
     letters = policy["policy"].split()[0]
     plan, measured = planned(step, letters), policy["peak GiB"] * GIB
-    # What leaves came back by the times that its own manager measured, which are not these: one hidden state may have been there
-    # that is away here.
-    apart = 4 * MIB + (64 * MIB if "o" in letters else 0)
-    assert abs(plan.peak_bytes - measured) <= apart
+    # Of these two the highest moment is the backward of a checkpointed region: one hidden state more is there than simulated.
+    missing = 64 * MIB if letters in ("korr", "koro") else 0
+    assert abs(plan.peak_bytes + missing - measured) <= 4 * MIB

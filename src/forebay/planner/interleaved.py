@@ -169,7 +169,10 @@ class _Laid:
     def keep_what_may_stay(self) -> None:
         """Take out what lowers nothing but memory that is lower than its peak already."""
         step, limit = self.step, int(self.peak * (1 - _APART))
-        away = lambda call: step.starts[self.fetched[call]] - step.starts[self.settled[call]]  # noqa: E731
+
+        def away(call: int) -> float:
+            return step.starts[self.fetched[call]] - step.starts[self.settled[call]]
+
         for call in sorted(self.bytes, key=lambda c: (away(c), c)):
             first, behind, items = self.settled[call], self.fetched[call], step.calls[call].items
             stays: set[int] = set()

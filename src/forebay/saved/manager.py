@@ -152,7 +152,6 @@ class Manager:
         self._seen_by: dict[Key, list[_Seen]] = {}  # while measuring
         self._saved_by: dict[Key, int] = {}  # bytes, in the last cycle that was measured
         self._shared: set[Key] = set()  # calls of whose storages another call saved one too, in the same cycle
-        self._again: dict[Key, set[Key]] = {}  # and such a call -> those of whose storages it saved one
         self._leaving: list[weakref.ref[RegionCall]] = []
         self._waits: list[tuple[Any, Any]] = []
         self._spare_marks: list[Any] = []  # events of cycles that are over
@@ -400,10 +399,9 @@ class Manager:
         """Whether nothing that this call saves has to be looked at: nothing of it leaves, nor of the calls of which it saves
         something again, and it was not the first to save what another call saves as well, whose items would be numbered anew.
         """
-        plan = self.plan
-        if plan is None:
+        if self.plan is None:
             return placement in ("keep", "recompute")
-        if call.key in plan.offload or any(first in plan.offload for first in self._again.get(call.key, ())):
+        if call.key in self.plan.offload or call.key in self._planning.save_again:
             return False
         if call.key in self._shared and placement != "recompute":
             return False
@@ -464,7 +462,6 @@ class Manager:
         if call.number > seen.number + _NEIGHBOURS:
             recorder.exclude(seen.key, seen.ordinal)
         elif call.key != seen.key:
-            self._again.setdefault(call.key, set()).add(seen.key)
             recorder.share(seen.key, call.key)
 
     def _known(self, key: tuple[int, int]) -> _Seen | None:
@@ -539,7 +536,6 @@ class Manager:
         self._tally = {"saved": 0, "offload": 0}
         if self.plan is None:
             self._shared.clear()
-            self._again.clear()
             self._saved_by.clear()
         base, self._base = self._base, None
         self._planning.cycle_begins(self._captured, base)

@@ -57,6 +57,7 @@ class Planning:
         alternating: forwards and backwards of several microbatches do.
         offloaded: regions of which something leaves.
         leave: call to the ordinals of what it saves now that leave.
+        save_again: calls that save something which a call of which something leaves saved before them.
         measured_items: call to the bytes of what it saves now, as they were measured.
         settles: moment to the calls that are settled there.
         outgrown: set by the manager: a call saved more than was measured.
@@ -81,6 +82,7 @@ class Planning:
         self.outgrown = False
         self.offloaded: frozenset[str] = frozenset()
         self.leave: dict[Key, frozenset[int]] = {}
+        self.save_again: frozenset[Key] = frozenset()
         self.measured_items: dict[Key, tuple[int, ...]] = {}
         self.settles: dict[tuple[str, Key], list[Key]] = {}
         self._store, self._device = store, store.device
@@ -256,6 +258,9 @@ class Planning:
         self.offloaded = frozenset(path for path, _ in plan.offload)
         self.settles, self.measured_items, self.leave = {}, {}, {}
         assert self.timeline is not None
+        self.save_again = frozenset(
+            later for call in self.timeline.calls if call.key in plan.offload for later in call.shared_with
+        )
         for call in self.timeline.calls:
             # What a light recomputation makes again was measured and is not saved any more: the items behind it move up.
             gone = call.largest if call.light_recompute and call.key[0] in plan.recompute else len(call.items)

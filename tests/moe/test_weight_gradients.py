@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch.utils.flop_counter import FlopCounterMode
 
 from forebay.models import hf_experts
-from forebay.moe import weight_gradients
+from forebay.moe import experts_op, weight_gradients
 from forebay.moe.experts import experts
 from forebay.moe.weight_gradients import WeightGradients
 from tests.moe.test_experts import (
@@ -106,6 +106,39 @@ def test_against_the_definition(settings: dict | None, dtype: torch.dtype) -> No
     y = by_hand(exact)
     y.backward(dy.double())
     assert_close(in_halves(case, dy), {"y": y.detach(), **of(exact)}, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("gpt_oss", [False, True])
+@pytest.mark.parametrize("summed", [("gate_up", "down"), ("down",), ("gate_up",)])
+def test_sums_get_what_autograd_would_have_been_given(
+    summed: tuple[str, ...], gpt_oss: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experts_op, "PART_BYTES", 1)  # 64 columns at a time, of WIDTH and H more than one part
+    case = fresh(make(IDS["sentinels"](), gpt_oss=gpt_oss, width=72, hidden=136).to(dtype))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    sums = {n: torch.randn(case.tensors[n].shape, dtype=wide) for n in summed}
+    dy = torch.randn(T, 136).to(dtype)
+    want, before = at_once(case, dy), {n: t.clone() for n, t in sums.items()}
+
+    def sum_of(weight: Tensor) -> Callable[[], Tensor | None]:
+        return lambda: next((t for n, t in sums.items() if case.tensors[n] is weight), None)
+
+    store = WeightGradients()
+    store.sums = sum_of
+    y = case.run(deferred=store)
+    with store.collecting() as pending:
+        y.backward(dy)
+    for make_now in pending:
+        make_now()
+    got = of(case)
+    assert got.keys() == want.keys() - {"y", *summed}
+    for name in got:
+        assert torch.equal(got[name], want[name]), name
+    for name, total in sums.items():
+        # Rounded to dtype before it is added, as a gradient is; products of fewer columns may round otherwise.
+        error = (total - before[name] - want[name].to(wide)).abs().max()
+        assert error <= TOLERANCE[dtype] * want[name].abs().max().to(wide), name
 
 
 @pytest.mark.parametrize("save_h", [True, False])

@@ -301,6 +301,30 @@ def _(tokens, rows, order, offs, slots_per_token, tokens_first):
     return rows.new_empty((offs.shape[0], *sides))
 
 
+def add_weight_gradient(
+    total: Tensor, tokens: Tensor, rows: Tensor, order: Tensor, offs: Tensor, slots_per_token: int, tokens_first: bool
+) -> None:
+    """Add to `total` [E, M, N] what `experts_weight_backward_op` makes of the other arguments, some of M at a time: beside the rows
+    there are no more than `PART_BYTES` of the gradient at any time, where a whole one takes 704 MiB (64 experts, M = 2816, N =
+    2048). `total` may be wider than the operands' dtype: each part is rounded to that first, as a gradient is."""
+    with torch.autocast(tokens.device.type, enabled=False):
+        token_rows = gather_rows(tokens.contiguous(), order, offs, slots_per_token)
+        left, right = (token_rows, rows) if tokens_first else (rows, token_rows)
+        del token_rows
+        step = part_width(*total.shape, left.element_size())
+        for begin in range(0, total.shape[1], step):
+            part = slice(begin, begin + step)
+            total[:, part].add_(rows_by_rows(left[:, part], right, offs))
+
+
+PART_BYTES = 128 << 20
+
+
+def part_width(num_experts: int, m: int, n: int, element_size: int) -> int:
+    """How much of M `add_weight_gradient` makes at a time; a multiple of 64, a tile's part."""
+    return max(min(m, PART_BYTES // max(num_experts * n * element_size, 1) // 64 * 64), 64)
+
+
 def save_for_backward(ctx, inputs, output, needs: Sequence[bool] | None = None) -> None:
     """Give an autograd context what backward needs: `ctx.needs`, `ctx.settings`, and the tensors of the module docstring.
 

@@ -55,10 +55,11 @@ def stashing_experts(pages: Pages, deferred: WeightGradients | None, inputs: tup
     # Trained through nothing but down, h is read by a forward kernel, and there is nothing else to stash.
     if not (torch.is_grad_enabled() and (need_x or need_weights or need_gate_up or need_gate_up_bias)):
         return experts_op(*inputs)[0]
-    end = End(gate_up, down) if gate_up.requires_grad or down.requires_grad else None
     # The anchor makes y require a gradient where gate_up and down alone do.
     anchor = torch.empty(0, device=x.device, requires_grad=True)
     store = deferred if deferred is not None else WeightGradients()
+    trained = gate_up.requires_grad or down.requires_grad
+    end = End(gate_up, down, store.sums(gate_up), store.sums(down)) if trained else None
     y: Tensor = _Stashed.apply(
         x, ids, weights, gate_up.detach(), down.detach(), gate_up_bias, down_bias, anchor,
         tuple(settings), save_h, max_rows, needs, end, store, pages,

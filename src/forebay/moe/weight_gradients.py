@@ -8,6 +8,9 @@
     for make in pending:
         make()                      # those two: the weight half
 
+Where it is known what sums the gradients (`WeightGradients.sums`), the weight half adds to that itself, a part of a gradient at a
+time (`forebay.moe.experts_op.add_weight_gradient`), and autograd has nothing left to do: no hook of the parameter runs.
+
 The input half makes dx and the gradients of the routing weights and of the biases, and appends one callable for each experts
 call whose gate_up or down is trained. Calling it makes what is missing and lets autograd take it from there: through views and
 `DTensor.to_local` to the parameter, into `.grad`, past the hooks that wait there. In the input half nothing of that runs. A
@@ -48,6 +51,7 @@ import torch
 from torch import Tensor
 
 from forebay.moe.experts_op import (
+    add_weight_gradient,
     experts_backward_op,
     experts_op,
     experts_weight_backward_op,
@@ -56,10 +60,19 @@ from forebay.moe.experts_op import (
 )
 
 
+Sum = Callable[[], Tensor | None]
+"""Brings the sum that a weight's gradient is to be added to, of its shape; None: autograd is to take the gradient."""
+
+
 class WeightGradients:
-    """Whether experts make their weight gradients at once or later, for all experts calls that were given this object."""
+    """Whether experts make their weight gradients at once or later, for all experts calls that were given this object.
+
+    Attributes:
+        sums: for gate_up or down as an experts call was given it, what brings its sum when the gradient is made later.
+    """
 
     def __init__(self) -> None:
+        self.sums: Callable[[Tensor], Sum] = lambda _: lambda: None
         self._pending: list[Callable[[], None]] | None = None
 
     @contextmanager
@@ -91,7 +104,7 @@ def deferring_experts(store: WeightGradients, inputs: tuple[Any, ...]) -> Tensor
     if not (torch.is_grad_enabled() and (gate_up.requires_grad or down.requires_grad)):
         return experts_op(*inputs)[0]
     needs = tuple(t is not None and t.requires_grad for t in inputs[:7])
-    end = End(gate_up, down)
+    end = End(gate_up, down, store.sums(gate_up), store.sums(down))
     # The anchor makes y require a gradient where gate_up and down alone do.
     anchor = torch.empty(0, device=x.device, requires_grad=True)
     y, *_ = _Experts.apply(x, ids, weights, gate_up.detach(), down.detach(), *rest, anchor, needs, end, store)
@@ -147,16 +160,23 @@ class Left:
         self._version = tokens._version if isinstance(tokens, Tensor) else None
 
     def __call__(self) -> Tensor:
+        return experts_weight_backward_op(*self._take())
+
+    def add_to(self, total: Tensor) -> None:
+        """Make the gradient where it is summed."""
+        add_weight_gradient(total, *self._take())
+
+    def _take(self) -> tuple[Any, ...]:
         (tokens, *others), self._operands = self._operands, ()
         if not isinstance(tokens, Tensor):
-            return experts_weight_backward_op(tokens(), *others)
+            return tokens(), *others
         # A leaf's `.grad` may be a view of dy, to which the next microbatch's is added in place.
         if tokens._version != self._version:
             raise RuntimeError(
                 f"the {self._name} that came into the experts changed before their weight gradients were made; "
                 "write to that memory afterwards, or to a copy"
             )
-        return experts_weight_backward_op(tokens, *others)
+        return tokens, *others
 
 
 class Later:
@@ -169,15 +189,28 @@ class Later:
         if self._waiting is None:
             raise RuntimeError("these weight gradients have been made already; each callable is called once")
         (end, *makers), self._waiting = self._waiting, None
-        end.run(*makers)
+        end.sum_or_run(*makers)
 
 
 class End:
     """Edges to the weights' gradients, as autograd found them in forward: of the parameters' graph, not of their memory."""
 
-    def __init__(self, gate_up: Tensor, down: Tensor):
+    def __init__(self, gate_up: Tensor, down: Tensor, *sums: Sum):
         self._makers: list[Callable[[], Tensor] | None] = []
+        self._sums = sums
         self._root = _Weights.apply(self._makers, gate_up, down)
+
+    def sum_or_run(self, *left: Left | None) -> None:
+        """Add gate_up's and down's gradients to their sums, down's first; backward from here on for those that have none."""
+        makers = list(left)
+        for place in (1, 0):
+            maker = makers[place]
+            total = self._sums[place]() if maker is not None else None
+            if maker is not None and total is not None:
+                maker.add_to(total)
+                makers[place] = None
+        if any(maker is not None for maker in makers):
+            self.run(*makers)
 
     def run(self, d_gate_up: Callable[[], Tensor] | None, d_down: Callable[[], Tensor] | None) -> None:
         """Backward from here on, with what the two make; None for a frozen one."""

@@ -47,6 +47,9 @@ WORKSPACE = 32 << 20
 STEPS = 3
 _MARGIN = 64  # pages of `forebay.stores.pages`, for which its arena has one more than a step needs
 _TRANSFERS = "transfers"
+_PART = (
+    128 << 20
+)  # bytes of an experts' weight gradient that an engine adds to its sum at a time: `forebay.moe.experts_op`
 _MOST = 3  # microbatches of a process alone, behind which nothing is new
 
 
@@ -220,13 +223,18 @@ class _Later:
 
     @staticmethod
     def of(part: Part) -> _Later:
-        """The two largest of a part's weights are the experts'."""
-        sizes = {n: size for n, size in part.events.backward if size and n in part.events.weights}
-        experts = sorted(sizes, key=lambda n: -sizes[n])[:2]
+        """See the class."""
+        sizes = _experts_gradients(part)
         both = part.stash[0]  # x's rows and h; `later` is rows of x and of dy, h's gradient and half as much
         h = 2 * (2 * both - part.later) if both else 0
         pieces = (both - h, both - h, h, h // 2) if h > 0 else (part.later,)
-        return _Later(frozenset(experts), tuple(sizes[n] for n in experts), tuple(n for n in pieces if n > 0))
+        return _Later(frozenset(sizes), tuple(sizes.values()), tuple(n for n in pieces if n > 0))
+
+
+def _experts_gradients(part: Part) -> dict[int, int]:
+    """Bytes of the experts' weight gradients, by number: the two largest of a part's weights are theirs."""
+    sizes = {n: size for n, size in part.events.backward if size and n in part.events.weights}
+    return {n: sizes[n] for n in sorted(sizes, key=lambda n: -sizes[n])[:2]}
 
 
 class _Step:
@@ -251,6 +259,10 @@ class _Step:
         self._leaving: list[_Ran] = []
         self._collected: list[Block] = []
         self._later: dict[tuple[int, int], list[_Later]] = {}
+        sharing = rank.sharing
+        # The sums are there, in another dtype: the experts add to them themselves.
+        self._in_parts = rank.engine and sharing.sharded and sharing.summed != sharing.compute
+        self._parts: frozenset[int] = frozenset()  # of the part that runs backward, storages that come in parts
         self._paged = paged
         self.cycles = cycles + rank.engine
         self._calls: dict[str, int] = {}  # forwards of each part in the cycle
@@ -276,7 +288,7 @@ class _Step:
                 case "W":
                     for later in self._later.pop((action.stage, action.microbatch), ()):
                         for size in later.gradients:
-                            self._paper.free(self._paper.malloc(size, self._stream))
+                            self._pass_by(size)
                         self._free(later.blocks)
                 case "RECV_F" | "RECV_B":
                     key = action.kind[-1], action.stage, action.microbatch
@@ -462,6 +474,8 @@ class _Step:
         backward = events.backward
         if later is not None:
             backward = tuple(event for event in backward if event[0] not in later.numbers)
+        elif self._in_parts and part.later:
+            self._parts = frozenset(_experts_gradients(part))
         if part.placement == "recompute" and not blocks:
             yield from self._play(blocks, events.forward, part, thread=1)
             self._paper.free(blocks.pop(events.output))
@@ -563,12 +577,19 @@ class _Step:
                     if not number_of_stops:
                         self._life.compute_experts(part.place, True)
                     number_of_stops += 1
+            elif size and number in self._parts and number in weights:
+                self._pass_by(size)
             elif size:
                 blocks[number] = malloc(size, self._side if number in travelling else self._stream)
             elif number in blocks:
                 block = blocks.pop(number)
                 if number not in weights or not self._life.keeps(part.place, part.mlp, block):
                     free(block)
+
+    def _pass_by(self, size: int) -> None:
+        """A gradient of the experts' weights is made and added to its sum."""
+        part = min(size, _PART) if self._in_parts else size
+        self._paper.free(self._paper.malloc(part, self._stream))
 
     def _send(self, kind: str, stage: int, microbatch: int, block: Block) -> None:
         """To a stage of this rank, or another's."""

@@ -19,9 +19,10 @@ What `reduce` allocates comes behind a step's activations, so it is to fit into 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,6 +78,7 @@ class GatheredStep:
         self._rows: Rows | None = None
         self._sharded = isinstance(model, FSDPModule)
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._experts: list[Any] = []  # FSDP2's records of the experts' weights, once they were gathered
         if self._sharded and reshard:
             for layer in cut.layers:
                 if isinstance(layer.experts_module, FSDPModule):
@@ -110,6 +112,17 @@ class GatheredStep:
         """Add gradients up over processes, onto the shards, and give gathered weights back."""
         if self._sharded:
             self._reduce()
+
+    def expert_sum(self, weight: Tensor) -> Callable[[], Tensor | None]:
+        """For a gathered weight of the experts, this rank's part: what brings its sum in the dtype that is reduced in, once there is
+        one. For another weight, and where autograd itself sums, what brings None."""
+        for held in self._experts:
+            whole = local(held.unsharded_param)
+            if whole.data_ptr() == weight.data_ptr() and whole.shape == weight.shape:
+                if held.reduce_dtype not in (None, weight.dtype):
+                    return partial(_sum_of, held)
+                break
+        return lambda: None
 
     def keep_weights(self) -> None:
         """Gather to the same memory from now on: between steps it is not given back. For a captured step, which knows the
@@ -220,6 +233,9 @@ class GatheredStep:
             for group in self._groups():
                 for held in group.fsdp_params:
                     self._accumulate(held)
+            experts = {id(p) for block in moe_blocks(self._model) for p in block.experts.parameters()}
+            held_by_all = [held for group in self._groups() for held in group.fsdp_params]
+            self._experts = [held for held in held_by_all if id(held.unsharded_param) in experts]
 
     def _accumulate(self, held: Any) -> None:
         """Add each gradient of a gathered parameter into a sum of the dtype that is reduced in."""
@@ -277,6 +293,11 @@ class GatheredStep:
             yield
         finally:
             shared.reduce_scatter_stream = own
+
+
+def _sum_of(held: Any) -> Tensor | None:
+    total = held.unsharded_accumulated_grad
+    return None if total is None else local(total)
 
 
 class DeferredExperts:

@@ -63,6 +63,7 @@ class OverlappedGradients(CapturableEngine):
             cut.layers, cut.prologue, cut.epilogue, device, routers=routers, weights=self._deferred.store
         )
         self._gathered = GatheredStep(model, cut, reshard)
+        self._deferred.store.sums = self._gathered.expert_sum
         if graph:
             self.captured = captured_step(
                 self._run, self._gathered, router, memory, device, agreed, flags=self._step.flags

@@ -106,6 +106,7 @@ class PipelinedGradients(CapturableEngine):
         self._cut = cut = CutModel(model, memory, getattr(torch, config.model.compute or config.model.dtype))
         self._gathered = GatheredStep(model, cut, config.parallel.reshard)
         self._deferred = DeferredExperts(model)
+        self._deferred.store.sums = self._gathered.expert_sum
         self._stages = {s: self._stage(s, partition) for s in plan.stages(mesh.pp_rank)}
         self._memory, self._early_release = memory, early_release
         memory.follow(self._backwards(plan, partition), steady=not config.parallel.reshard)

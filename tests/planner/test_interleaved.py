@@ -39,14 +39,16 @@ def pipeline(
 
 
 def starts_of(timeline: Timeline, plan: Plan) -> list[float]:
-    """When each moment starts, if all wait for the copies out that the plan settles there."""
+    """When each moment starts, if all wait for the copies out that the plan settles there. What others send comes at times of
+    its own: a wait before it is none."""
     settled: dict[tuple[str, tuple[str, int]], list[tuple[str, int]]] = {}
     for key, moment in plan.settle_at.items():
         settled.setdefault(moment, []).append(key)
     ends: dict[tuple[str, int], float] = {}
-    starts, now, lane = [], 0.0, 0.0
+    starts, now, lane, sent = [], 0.0, 0.0, 0.0
     for m in timeline.moments:
         call = timeline.calls[m.call]
+        now = max(now, sent)
         now = max([now, *(ends[key] for key in settled.get((m.kind, call.key), ()))])
         starts.append(now)
         if m.kind == "F" and call.key in plan.offload:
@@ -54,6 +56,7 @@ def starts_of(timeline: Timeline, plan: Plan) -> list[float]:
             lane += sum(call.items[i] for i in plan.offload[call.key]) / timeline.out_rate
             ends[call.key] = lane
         now += m.seconds
+        sent += m.seconds + m.idle
     return starts
 
 
@@ -62,7 +65,7 @@ def held_over_time(timeline: Timeline, plan: Plan) -> list[int]:
     copy that comes back, or for one that leaves where the plan does not say so."""
     index = {(m.kind, timeline.calls[m.call].key): i for i, m in enumerate(timeline.moments)}
     starts = starts_of(timeline, plan)
-    waited = starts[-1] - sum(m.seconds for m in timeline.moments[:-1])
+    waited = starts[-1] - sum(m.seconds + m.idle for m in timeline.moments[:-1])
     assert waited <= plan.stall_seconds + 1e-12
     out_free = 0.0
     away: dict[tuple[str, int], tuple[int, int, int]] = {}
@@ -174,6 +177,17 @@ def _steps(timeline: Timeline, plan: Plan) -> list[tuple[float, float, Moment]]:
     """(start, start of the next, moment)."""
     starts = starts_of(timeline, plan)
     return list(zip(starts, starts[1:], timeline.moments, strict=False))
+
+
+def test_with_everything_the_link_works_while_the_device_waits_for_others() -> None:
+    timeline = pipeline(16, 8, 3, 4e9)
+    idle = replace(timeline, moments=tuple(replace(m, idle=1e-3 if m.call % 3 == 0 else 0.0) for m in timeline.moments))
+    paths = frozenset(f"layer{i}" for i in range(3))
+    busy, waiting = (plan_interleaved(t, paths, everything=True) for t in (timeline, idle))
+    assert waiting.peak_bytes == max(held_over_time(idle, waiting)) + MB < busy.peak_bytes
+    assert plan_interleaved(timeline, paths) == plan_interleaved(idle, paths), (
+        "what nobody may wait for counts on no idle time"
+    )
 
 
 def test_with_everything_and_a_fast_link_nobody_waits() -> None:

@@ -88,6 +88,19 @@ def test_shorter_times_count_and_waits_do_not() -> None:
     assert timeline.calls[0].seconds == pytest.approx(4e-3 * 29 / 40)
 
 
+def test_idle_times_are_told_apart() -> None:
+    watch = watching()
+    for (kind, call), start, idle in zip(MOMENTS, [0, 5, 11, 31], [2, None, 15, None], strict=True):
+        watch.before_moment()
+        watch.moment(kind, CALLS[call].key, Event(start), Event(start), 0)
+        if idle is not None:
+            watch.idle(lambda at=idle: Event(at))  # type: ignore[misc]
+    timeline = watch.retimed(TIMELINE, None, None)
+    assert timeline is not None
+    assert [m.idle for m in timeline.moments] == pytest.approx([0.003, 0.0, 0.016, 0.0])
+    assert [m.seconds for m in timeline.moments] == pytest.approx([0.002, 0.006, 0.004, 0.010])
+
+
 def test_the_share_of_waits() -> None:
     watch = watching()
     assert watch.waited() == 0.0

@@ -304,15 +304,18 @@ def _(tokens, rows, order, offs, slots_per_token, tokens_first):
 def add_weight_gradient(
     total: Tensor, tokens: Tensor, rows: Tensor, order: Tensor, offs: Tensor, slots_per_token: int, tokens_first: bool
 ) -> None:
-    """Add to `total` [E, M, N] what `experts_weight_backward_op` makes of the other arguments, some of M at a time: beside the rows
-    there are no more than `PART_BYTES` of the gradient at any time, where a whole one takes 704 MiB (64 experts, M = 2816, N =
-    2048). `total` may be wider than the operands' dtype: each part is rounded to that first, as a gradient is."""
+    """Add to `total` [E, M, N] what `experts_weight_backward_op` makes of the other arguments, some of M at a time.
+
+    Beside the rows there are no more than `PART_BYTES` of the gradient at any time, where a whole one takes 704 MiB (64 experts,
+    M = 2816, N = 2048). `total` may be wider than the operands' dtype: each part is rounded to that first, as a gradient is.
+    """
     with torch.autocast(tokens.device.type, enabled=False):
         token_rows = gather_rows(tokens.contiguous(), order, offs, slots_per_token)
         left, right = (token_rows, rows) if tokens_first else (rows, token_rows)
         del token_rows
-        step = part_width(*total.shape, left.element_size())
-        for begin in range(0, total.shape[1], step):
+        num_experts, m, n = total.shape
+        step = part_width(num_experts, m, n, left.element_size())
+        for begin in range(0, m, step):
             part = slice(begin, begin + step)
             total[:, part].add_(rows_by_rows(left[:, part], right, offs))
 

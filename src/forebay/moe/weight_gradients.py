@@ -59,7 +59,6 @@ from forebay.moe.experts_op import (
     save_for_backward,
 )
 
-
 Sum = Callable[[], Tensor | None]
 """Brings the sum that a weight's gradient is to be added to, of its shape; None: autograd is to take the gradient."""
 

@@ -42,6 +42,7 @@ _POWER = 16
 # Share of the step, with `everything`; a pipeline's other ranks may wait at the same time, or for this one.
 _WAITS = 0.02
 _HALVINGS = 7  # of the range of levels
+_IDLE = 0.8  # of the time in which a process waits for another one, with `everything`, that the link is counted on
 _PARTS = 4  # of the kinds, those that wait longest first, that are tried to leave
 # Of the peak, between it and what stays after all: how memory rises within a moment varies a little from step to step.
 _APART = 0.01
@@ -64,7 +65,7 @@ def plan_interleaved(timeline: Timeline, paths: frozenset[str], everything: bool
     Args:
         everything: the compute stream may wait for the link, 2 % of the step at most, if that lowers the peak further.
     """
-    step = _Step(timeline)
+    step = _Step(timeline, _IDLE if everything else 0.0)
     chosen: Kind = []
     kept = best = step.lay([])
     kinds = step.kinds(paths)
@@ -97,9 +98,9 @@ def _waiting(step: _Step, kinds: Sequence[Kind], top: int, best: _Laid) -> _Laid
 
 
 class _Step:
-    """A timeline with its times."""
+    """A timeline with its times. `idle`: share of its idle times in which copies go on."""
 
-    def __init__(self, timeline: Timeline):
+    def __init__(self, timeline: Timeline, idle: float = 0.0):
         self.timeline, self.calls, self.moments = timeline, timeline.calls, timeline.moments
         self.forward = {m.call: i for i, m in enumerate(self.moments) if m.kind == "F"}
         self.backward = {m.call: i for i, m in enumerate(self.moments) if m.kind == "B"}
@@ -107,7 +108,8 @@ class _Step:
         timed = [m.seconds for m in self.moments]
         self.each = timed if any(timed) else [1.0] * len(timed)  # a CPU has no times
         self.seconds = sum(self.each)
-        self.starts = [0.0, *accumulate(self.each)][:-1]
+        spans = [seconds + idle * m.idle for seconds, m in zip(self.each, self.moments, strict=True)]
+        self.starts = [0.0, *accumulate(spans)][:-1]
         self.sizes = [sum(c.items) for c in self.calls]
         self.slack = _SLACK if timeline.out_rate < float("inf") else 0.0
         self._top = sum(self.sizes) or 1
@@ -228,6 +230,8 @@ class _Laid:
             elif moment.kind == "B" and call in step.forward:
                 held -= step.sizes[call] - (self.bytes[call] if call in self.settled else 0)
             now += step.each[index]
+            if index + 1 < len(step.moments):
+                now = max(now, step.starts[index + 1])  # idle until others have sent
 
     def _copy_back(self) -> None:
         step, deadline = self.step, float("inf")

@@ -81,13 +81,15 @@ class CallFigures:
 @dataclass(frozen=True)
 class Moment:
     """``kind`` is "F" or "B"; ``call`` indexes `Timeline.calls`; ``seconds`` without waits for copies; ``other`` is the
-    memory at its start that is no saved item, over the step's base; ``transient`` is how far it rises above its start."""
+    memory at its start that is no saved item, over the step's base; ``transient`` is how far it rises above its start; ``idle``
+    are seconds behind it in which the device waits for another process."""
 
     kind: str
     call: int
     seconds: float
     other: int = 0
     transient: int = 0
+    idle: float = 0.0
 
 
 @dataclass(frozen=True)

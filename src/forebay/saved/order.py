@@ -312,9 +312,11 @@ class Stopwatch:
         torch.cuda.synchronize()
         moments = self._with_memory(timeline)
         for index in range(len(moments) - 1):
-            end = self._idle.get(index, self._moments[index + 1][2])
+            begins = self._moments[index + 1][2]
+            end = self._idle.get(index, begins)
             seconds = self._moments[index][3].elapsed_time(end) / 1e3
-            moments[index] = replace(moments[index], seconds=min(seconds, moments[index].seconds))
+            idle = end.elapsed_time(begins) / 1e3 if index in self._idle else 0.0
+            moments[index] = replace(moments[index], seconds=min(seconds, moments[index].seconds), idle=idle)
         ratio = sum(m.seconds for m in moments) / (sum(m.seconds for m in timeline.moments) or 1.0)
         calls = tuple(replace(call, seconds=call.seconds * min(ratio, 1.0)) for call in timeline.calls)
         rates = out_rate or timeline.out_rate, back_rate or timeline.back_rate

@@ -114,8 +114,8 @@ class GatheredStep:
             self._reduce()
 
     def expert_sum(self, weight: Tensor) -> Callable[[], Tensor | None]:
-        """For a gathered weight of the experts, this rank's part: what brings its sum in the dtype that is reduced in, once there is
-        one. For another weight, and where autograd itself sums, what brings None."""
+        """For a gathered weight of the experts, this rank's part: what brings its sum in the dtype that is reduced in, once there
+        is one. For another weight, and where autograd itself sums, what brings None."""
         for held in self._experts:
             whole = local(held.unsharded_param)
             if whole.data_ptr() == weight.data_ptr() and whole.shape == weight.shape:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch.utils.flop_counter import FlopCounterMode
 
 from forebay.models import hf_experts
-from forebay.moe import experts_op, weight_gradients
+from forebay.moe import weight_gradients
 from forebay.moe.experts import experts
 from forebay.moe.weight_gradients import WeightGradients
 from tests.moe.test_experts import (
@@ -112,9 +112,8 @@ def test_against_the_definition(settings: dict | None, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("gpt_oss", [False, True])
 @pytest.mark.parametrize("summed", [("gate_up", "down"), ("down",), ("gate_up",)])
 def test_sums_get_what_autograd_would_have_been_given(
-    summed: tuple[str, ...], gpt_oss: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    summed: tuple[str, ...], gpt_oss: bool, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(experts_op, "PART_BYTES", 1)  # 64 columns at a time, of WIDTH and H more than one part
     case = fresh(make(IDS["sentinels"](), gpt_oss=gpt_oss, width=72, hidden=136).to(dtype))
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     sums = {n: torch.randn(case.tensors[n].shape, dtype=wide) for n in summed}
@@ -136,7 +135,7 @@ def test_sums_get_what_autograd_would_have_been_given(
     for name in got:
         assert torch.equal(got[name], want[name]), name
     for name, total in sums.items():
-        # Rounded to dtype before it is added, as a gradient is; products of fewer columns may round otherwise.
+        # A gradient is rounded to dtype; what is added is not.
         error = (total - before[name] - want[name].to(wide)).abs().max()
         assert error <= TOLERANCE[dtype] * want[name].abs().max().to(wide), name
 

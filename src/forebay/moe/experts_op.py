@@ -54,6 +54,7 @@ from torch.utils.flop_counter import register_flop_formula
 from forebay.kernels.pages import PageTable
 from forebay.kernels.permute import combine_rows, gather_rows
 from forebay.kernels.swiglu import Glu, swiglu_backward, swiglu_forward
+from forebay.kernels.weight_sum import add_rows_by_rows
 from forebay.moe.grouped import rows_by_matrix, rows_by_rows
 from forebay.moe.routing import Routing, route, routing_map, row_experts, slot_experts
 
@@ -304,28 +305,15 @@ def _(tokens, rows, order, offs, slots_per_token, tokens_first):
 def add_weight_gradient(
     total: Tensor, tokens: Tensor, rows: Tensor, order: Tensor, offs: Tensor, slots_per_token: int, tokens_first: bool
 ) -> None:
-    """Add to `total` [E, M, N] what `experts_weight_backward_op` makes of the other arguments, some of M at a time.
+    """Add to `total` [E, M, N] what `experts_weight_backward_op` makes of the other arguments, and which is never there itself.
 
-    Beside the rows there are no more than `PART_BYTES` of the gradient at any time, where a whole one takes 704 MiB (64 experts,
-    M = 2816, N = 2048). `total` may be wider than the operands' dtype: each part is rounded to that first, as a gradient is.
+    Args:
+        total: of fp32, or fp64 for such operands. Nothing is rounded to the operands' dtype on the way.
     """
+    token_rows = gather_rows(tokens.contiguous(), order, offs, slots_per_token)
+    left, right = (token_rows, rows) if tokens_first else (rows, token_rows)
     with torch.autocast(tokens.device.type, enabled=False):
-        token_rows = gather_rows(tokens.contiguous(), order, offs, slots_per_token)
-        left, right = (token_rows, rows) if tokens_first else (rows, token_rows)
-        del token_rows
-        num_experts, m, n = total.shape
-        step = part_width(num_experts, m, n, left.element_size())
-        for begin in range(0, m, step):
-            part = slice(begin, begin + step)
-            total[:, part].add_(rows_by_rows(left[:, part], right, offs))
-
-
-PART_BYTES = 128 << 20
-
-
-def part_width(num_experts: int, m: int, n: int, element_size: int) -> int:
-    """How much of M `add_weight_gradient` makes at a time; a multiple of 64, a tile's part."""
-    return max(min(m, PART_BYTES // max(num_experts * n * element_size, 1) // 64 * 64), 64)
+        add_rows_by_rows(total, left, right, offs)
 
 
 def save_for_backward(ctx, inputs, output, needs: Sequence[bool] | None = None) -> None:

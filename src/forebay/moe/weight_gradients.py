@@ -8,8 +8,8 @@
     for make in pending:
         make()                      # those two: the weight half
 
-Where it is known what sums the gradients (`WeightGradients.sums`), the weight half adds to that itself, a part of a gradient at a
-time (`forebay.moe.experts_op.add_weight_gradient`), and autograd has nothing left to do: no hook of the parameter runs.
+Where it is known what sums the gradients (`WeightGradients.sums`), the weight half adds to that itself and no gradient is ever
+there (`forebay.moe.experts_op.add_weight_gradient`): autograd has nothing left to do, and no hook of the parameter runs.
 
 The input half makes dx and the gradients of the routing weights and of the biases, and appends one callable for each experts
 call whose gate_up or down is trained. Calling it makes what is missing and lets autograd take it from there: through views and

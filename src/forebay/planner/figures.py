@@ -80,6 +80,7 @@ class PartTrace:
         later: bytes that the experts' weight gradients need, if they are made later (`forebay.moe.weight_gradients`).
         forward_ops, backward_ops: what both ask of a GPU, in order.
         light_ops: `backward_ops` where experts make their first product again; empty where there is no such thing.
+        token_rows: bytes of the rows of tokens that each of the experts' weight gradients is made of, for as long as it is made.
         events, light_events: in what order it allocates and frees; the second where experts make their first product again.
     """
 
@@ -92,6 +93,7 @@ class PartTrace:
     light: tuple[int, int] | None = None
     stash: tuple[int, int] = (0, 0)
     later: int = 0
+    token_rows: int = 0
     forward_ops: tuple[OpCost, ...] = ()
     backward_ops: tuple[OpCost, ...] = ()
     light_ops: tuple[OpCost, ...] = ()

@@ -50,6 +50,7 @@ class _Part:
     backward_flops: int = 0
     stash: tuple[int, int] = (0, 0)
     later: int = 0
+    token_rows: int = 0
     again: Callable[[], Any] | None = None
     forward_ops: tuple[OpCost, ...] = ()
     backward_ops: tuple[OpCost, ...] = ()
@@ -121,7 +122,7 @@ class Run:
                 inputs = self._live.size(part.x) if part.x is not None else 0
                 self.parts[path] = PartTrace(
                     part.saved, inputs, part.forward, part.backward, part.flops, part.backward_flops,
-                    light[:2] if light is not None else None, part.stash, part.later,
+                    light[:2] if light is not None else None, part.stash, part.later, part.token_rows,
                     part.forward_ops, part.backward_ops, light[3] if light is not None else (),
                     part.events, light[2] if light is not None else None,
                 )  # fmt: skip
@@ -170,7 +171,7 @@ class Run:
             found.clear()  # the graph is the part's alone
             if slot.path.endswith(".mlp") and slot.light_recompute is not None:
                 part.again = partial(self._run_light, slot, call, x.detach())
-                part.stash, part.later = self._rows_of(slot)
+                part.stash, part.later, part.token_rows = self._rows_of(slot)
             self._last = out
             if not isinstance(result, tuple):
                 return out
@@ -302,11 +303,11 @@ class Run:
             slot.light_recompute(False)
         return self._open.pop("light")
 
-    def _rows_of(self, slot: HalfSlot) -> tuple[tuple[int, int], int]:
-        """`stash` and `later` of a MoE half."""
+    def _rows_of(self, slot: HalfSlot) -> tuple[tuple[int, int], int, int]:
+        """`stash`, `later` and `token_rows` of a MoE half."""
         exchange = self._exchange
         if exchange is None:
-            return (0, 0), 0
+            return (0, 0), 0, 0
         experts: Any = moe_block(slot.path, slot.module.mlp).experts  # type: ignore[union-attr, arg-type]
         hidden, size = self.model.config.get_text_config().hidden_size, experts.gate_up_proj.element_size()
         width = experts.gate_up_proj[0].numel() // hidden  # of h
@@ -315,7 +316,7 @@ class Run:
         capacity = size * (rows * hidden + slots * width)
         came = size * (exchange.live_rows * hidden + exchange.live_slots * width)
         later = size * (2 * rows * hidden + slots * (width + width // 2))
-        return ((capacity, came) if exchange.size > 1 else (0, 0)), later
+        return ((capacity, came) if exchange.size > 1 else (0, 0)), later, size * slots * hidden
 
     def _head(self, hidden: Tensor, labels: Tensor) -> Tensor:
         hidden = self.base.norm(hidden)

@@ -27,7 +27,7 @@ class Part:
         place: a layer's place among the rank's, "embedding" or "head".
         stash: bytes of x and h as buffers, and of the rows that came.
         balance: bytes that the load-balancing loss holds for it until its backward is over.
-        later: see `PartTrace`.
+        later, token_rows: see `PartTrace`.
         stashed: if it is placed so, number and bytes of the experts' x, which lies in pages from the half's end on.
     """
 
@@ -38,6 +38,7 @@ class Part:
     stash: tuple[int, int] = (0, 0)
     balance: int = 0
     later: int = 0
+    token_rows: int = 0
     stashed: tuple[int, int] | None = None
 
     @property
@@ -70,7 +71,7 @@ def parts_of(
 def _part(path: str, place: Any, trace: PartTrace, placement: str = "keep", light: bool = False) -> Part:
     events = trace.light_events if light else trace.events
     assert events is not None, "a trace has events"
-    part = Part(path, place, events, placement, trace.stash, later=trace.later)
+    part = Part(path, place, events, placement, trace.stash, later=trace.later, token_rows=trace.token_rows)
     return _stashing(part) if placement == "stash" and trace.stash[0] else part
 
 

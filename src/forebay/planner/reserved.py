@@ -47,9 +47,6 @@ WORKSPACE = 32 << 20
 STEPS = 3
 _MARGIN = 64  # pages of `forebay.stores.pages`, for which its arena has one more than a step needs
 _TRANSFERS = "transfers"
-_PART = (
-    128 << 20
-)  # bytes of an experts' weight gradient that an engine adds to its sum at a time: `forebay.moe.experts_op`
 _MOST = 3  # microbatches of a process alone, behind which nothing is new
 
 
@@ -213,22 +210,23 @@ class _Ran:
 
 @dataclass
 class _Later:
-    """Of a split backward what the experts' weight gradients wait with: their bytes and numbers, and the tensors that they will
-    be made of."""
+    """Of a split backward what the experts' weight gradients wait with: their numbers, what the making of each takes for a
+    moment, and the tensors that they will be made of."""
 
     numbers: frozenset[int]
-    gradients: tuple[int, ...]
+    making: tuple[int, ...]
     sizes: tuple[int, ...]
     blocks: list[Block] = field(default_factory=list)
 
     @staticmethod
-    def of(part: Part) -> _Later:
-        """See the class."""
+    def of(part: Part, in_place: bool) -> _Later:
+        """`in_place`: what is made is added to a sum at once, and no more than rows of tokens are there beside it."""
         sizes = _experts_gradients(part)
         both = part.stash[0]  # x's rows and h; `later` is rows of x and of dy, h's gradient and half as much
         h = 2 * (2 * both - part.later) if both else 0
         pieces = (both - h, both - h, h, h // 2) if h > 0 else (part.later,)
-        return _Later(frozenset(sizes), tuple(sizes.values()), tuple(n for n in pieces if n > 0))
+        making = (part.token_rows,) * len(sizes) if in_place else tuple(sizes.values())
+        return _Later(frozenset(sizes), making, tuple(n for n in pieces if n > 0))
 
 
 def _experts_gradients(part: Part) -> dict[int, int]:
@@ -260,9 +258,8 @@ class _Step:
         self._collected: list[Block] = []
         self._later: dict[tuple[int, int], list[_Later]] = {}
         sharing = rank.sharing
-        # The sums are there, in another dtype: the experts add to them themselves.
-        self._in_parts = rank.engine and sharing.sharded and sharing.summed != sharing.compute
-        self._parts: frozenset[int] = frozenset()  # of the part that runs backward, storages that come in parts
+        # The sums are there, in another dtype: `forebay.kernels.weight_sum`.
+        self._in_place = rank.engine and sharing.sharded and sharing.summed != sharing.compute
         self._paged = paged
         self.cycles = cycles + rank.engine
         self._calls: dict[str, int] = {}  # forwards of each part in the cycle
@@ -287,8 +284,8 @@ class _Step:
                     _drain(self._backward(action.stage, action.microbatch, action.kind == "I"))
                 case "W":
                     for later in self._later.pop((action.stage, action.microbatch), ()):
-                        for size in later.gradients:
-                            self._pass_by(size)
+                        for size in later.making:
+                            self._paper.free(self._paper.malloc(size, self._stream))
                         self._free(later.blocks)
                 case "RECV_F" | "RECV_B":
                     key = action.kind[-1], action.stage, action.microbatch
@@ -455,7 +452,7 @@ class _Step:
                 self._collected.append(dy)
                 break
             self._life.enter(part.place, part.mlp, True, microbatch == self._last)
-            waits = _Later.of(part) if split and part.later else None
+            waits = _Later.of(part, self._in_place) if split and part.later else None
             dx = yield from self._play_back(done, dy, waits)
             if waits is not None:
                 waits.blocks = [self._paper.malloc(size, self._stream) for size in waits.sizes]
@@ -474,8 +471,9 @@ class _Step:
         backward = events.backward
         if later is not None:
             backward = tuple(event for event in backward if event[0] not in later.numbers)
-        elif self._in_parts and part.later:
-            self._parts = frozenset(_experts_gradients(part))
+        elif self._in_place and part.later:
+            summed = _experts_gradients(part)
+            backward = tuple(event for event in backward if event[0] not in summed)
         if part.placement == "recompute" and not blocks:
             yield from self._play(blocks, events.forward, part, thread=1)
             self._paper.free(blocks.pop(events.output))
@@ -577,19 +575,12 @@ class _Step:
                     if not number_of_stops:
                         self._life.compute_experts(part.place, True)
                     number_of_stops += 1
-            elif size and number in self._parts and number in weights:
-                self._pass_by(size)
             elif size:
                 blocks[number] = malloc(size, self._side if number in travelling else self._stream)
             elif number in blocks:
                 block = blocks.pop(number)
                 if number not in weights or not self._life.keeps(part.place, part.mlp, block):
                     free(block)
-
-    def _pass_by(self, size: int) -> None:
-        """A gradient of the experts' weights is made and added to its sum."""
-        part = min(size, _PART) if self._in_parts else size
-        self._paper.free(self._paper.malloc(part, self._stream))
 
     def _send(self, kind: str, stage: int, microbatch: int, block: Block) -> None:
         """To a stage of this rank, or another's."""

@@ -15,7 +15,8 @@ cast where two dtypes meet.
     bytes of the link        N summed (n - 1) / n
 
 Adding a microbatch's gradients to the sum of the others: N (compute + 2 summed) bytes. Where sums are wider than gradients, FSDP2
-converts the first microbatch's: N (compute + summed). An engine begins with zeros: N summed.
+converts the first microbatch's: N (compute + summed). An engine begins with zeros: N summed; its experts add where they make a
+gradient (`forebay.kernels.weight_sum`), which is neither written nor read: N (2 summed - compute), for their products count it.
 
 Engines (`forebay.train.gathered`) gather once before a step and reduce once behind it, and nothing hides that; experts that are
 given back after each use are gathered for each forward and backward. Otherwise FSDP2 gathers the next layer while one runs, and
@@ -169,7 +170,8 @@ class SharedTime:
         moved = share * (s.compute + 2 * summed)
         if s.sharded and not s.gathered and summed != s.compute:  # the first one's become the sum by a conversion
             moved += (s.compute + summed) / count
-        return self._clock.moved((part.rest + part.experts) * moved)
+        experts = moved - 2 * s.compute if s.gathered and s.sharded and summed != s.compute else moved
+        return self._clock.moved(part.rest * moved + part.experts * experts)
 
     @property
     def _within(self) -> bool:

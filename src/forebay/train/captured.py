@@ -207,6 +207,8 @@ class CapturedStep:
         self.peak_bytes = self.left_bytes = 0
         for flags in self._flags:
             flags.begin()  # their words are the graph's memory
+        # cuBLAS keeps its workspace of a stream for good. That of the graph's is in the graph's pool, and would hold segments.
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
 
     def _capture(self, parts: Parts, signature: Any) -> bool:

@@ -114,12 +114,12 @@ class GatheredStep:
             self._reduce()
 
     def expert_sum(self, weight: Tensor) -> Callable[[], Tensor | None]:
-        """For a gathered weight of the experts, this rank's part: what brings its sum in the dtype that is reduced in, once there
-        is one. For another weight, and where autograd itself sums, what brings None."""
+        """For a gathered weight of the experts, this rank's part: what brings its fp32 sum, once there is one. For another
+        weight, and where autograd itself sums, what brings None."""
         for held in self._experts:
             whole = local(held.unsharded_param)
             if whole.data_ptr() == weight.data_ptr() and whole.shape == weight.shape:
-                if held.reduce_dtype not in (None, weight.dtype):
+                if held.reduce_dtype == torch.float32 and weight.dtype.itemsize < 4:
                     return partial(_sum_of, held)
                 break
         return lambda: None

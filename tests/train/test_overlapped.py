@@ -60,7 +60,7 @@ def compare(rank: int, world: int, folder: str) -> list[str]:
             wrong.append(f"{compute}: {plain[0]} {overlapped[0]} {plain[2]} {overlapped[2]}")
         for name, wanted in plain[1].items():
             got = overlapped[1][name]
-            if compute and name in ("lm_head.weight", "model.embed_tokens.weight"):
+            if compute and (name in ("lm_head.weight", "model.embed_tokens.weight") or ".experts." in name):
                 # Plain steps round each microbatch's gradient of these to bf16 before it is summed, this one does not.
                 if (got - wanted).norm() > 2**-8 * wanted.norm() or torch.equal(got, wanted):
                     wrong.append(f"{compute} {name}: {float((got - wanted).norm() / wanted.norm())}")

@@ -21,7 +21,11 @@ A step is forward and backward of all microbatches of the global batch, until th
 
     graph             whether forwards and backwards of the step were one CUDA graph, or why not
     offload           bytes of a step that go to the host and come back; how much the plan says that the peak falls, from and to;
-                      against the same schedule without, in the same run: time, activations, and R, what fell over what was to
+                      against the same schedule without, in the same run: time (median of the steps' ratios, in order),
+                      activations, and R, what fell over what was to
+
+`--in-turn` keeps a model's arms in memory together and lets their steps take turns: arms one after the other differ by up to 1 %
+from one GPU clock to the next. `reserved` is then of nobody.
 
     torchrun --nproc-per-node 4 benchmarks/pipeline.py                                   # both models, the default arms
     torchrun --nproc-per-node 4 benchmarks/pipeline.py --models qwen3-30b-a3b --arms dualpipev zbv --pp 4
@@ -33,7 +37,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +79,7 @@ ARMS: dict[str, dict[str, dict[str, Any]]] = {
     "interleaved-1f1b": {"parallel": {"schedule": "interleaved-1f1b"}},
     "interleaved-1f1b, offload": {"parallel": {"schedule": "interleaved-1f1b"}, "memory": {"policy": "offload"}},
 }
+UNTIMED = 50  # steps at most before the timed ones
 DEFAULT = ("dualpipev", "dualpipev, bf16 sums", "zbv", "interleaved-1f1b", "1f1b")
 
 
@@ -112,29 +117,32 @@ class Metered:
         self._recorder.ended(action)
 
 
-def measure(args: argparse.Namespace, name: str, arm: str) -> dict[str, Any]:
-    from forebay.train.mesh import Mesh
-    from forebay.train.trainer import Trainer
+class Running:
+    """An arm whose step has settled, and what is measured of it. `alone`: no other arm is in memory."""
 
-    config = settings(args, name, arm, dist.get_world_size())
-    with Mesh.open(config) as mesh, Trainer(config, mesh) as trainer:
-        force_balance(trainer.model)
-        engine: Any = trainer._gradients
-        trainer.step(1)  # makes AdamW's states, which belong to what is held
-        for number in range(2, 2 + args.warm):
-            trainer.gradients(number)
-            trainer.optimizer.zero_grad(set_to_none=True)
-        withheld: list[int] = []
-        with noting_withheld(engine._gathered, withheld):
-            for number in range(2 + args.warm, 40 + args.warm):
-                if trainer.captured is None or trainer.captured.captured or trainer.captured.why_not:
-                    break
-                trainer.gradients(number)
-                trainer.optimizer.zero_grad(set_to_none=True)
-        settle_memory()
-        steps = [timed(trainer, engine, 40 + args.warm + i) for i in range(args.steps)]
-        reserved = reserved_over_allocated(trainer)
-        picture = watched(args, trainer, engine, 40 + args.warm + args.steps, f"{name}-{arm}")
+    def __init__(self, args: argparse.Namespace, name: str, arm: str, alone: bool, stack: ExitStack):
+        from forebay.train.mesh import Mesh
+        from forebay.train.trainer import Trainer
+
+        config = settings(args, name, arm, dist.get_world_size())
+        self.args, self.name, self.arm, self.alone = args, name, arm, alone
+        self.mesh = stack.enter_context(Mesh.open(config))
+        self.trainer = stack.enter_context(Trainer(config, self.mesh))
+        self.engine: Any = self.trainer._gradients
+        self.steps: list[tuple[float, float, float, float]] = []
+        self.withheld: list[int] = []
+        self._number = 0
+        self._settle()
+
+    def step(self, number: int) -> None:
+        """One that is timed, of a number that is no untimed one's."""
+        self.steps.append(timed(self.trainer, self.engine, UNTIMED + number))
+
+    def row(self) -> dict[str, Any]:
+        """Behind the timed steps; runs one more."""
+        args, mesh, trainer, steps = self.args, self.mesh, self.trainer, self.steps
+        reserved = reserved_over_allocated(trainer) if self.alone else 0.0
+        picture = watched(args, trainer, self.engine, UNTIMED + len(steps), f"{self.name}-{self.arm}")
         seconds = [s[0] for s in steps]
         by_rank = gathered(
             mesh,
@@ -142,7 +150,7 @@ def measure(args: argparse.Namespace, name: str, arm: str) -> dict[str, Any]:
                 "peak": max(s[1] for s in steps) / GIB,
                 "activations": max(s[2] for s in steps) / GIB,
                 "reserved": reserved,
-                "withheld": withheld[-1] / GIB if withheld else 0.0,
+                "withheld": self.withheld[-1] / GIB if self.withheld else 0.0,
                 "host": statistics.median(s[3] for s in steps),
                 "copies": trainer.memory.report().wait_ms or 0.0,
                 **planned_peaks(trainer.memory),
@@ -152,12 +160,12 @@ def measure(args: argparse.Namespace, name: str, arm: str) -> dict[str, Any]:
         )
         of: Callable[[str], list[float]] = lambda key: [max(r[key] for r in row) for row in by_rank]  # noqa: E731
         return {
-            "model": name,
-            "arm": arm,
+            "model": self.name,
+            "arm": self.arm,
             "mesh": f"PP {mesh.pp} x EP {mesh.ep}",
-            "layers by stage": "-".join(map(str, map(len, engine.partition.layers))),
+            "layers by stage": "-".join(map(str, map(len, self.engine.partition.layers))),
             "tokens/s": args.batch * args.sequence / statistics.median(seconds),
-            "step s, fastest, slowest": f"{min(seconds):.3f}, {max(seconds):.3f}",
+            "steps s": ", ".join(f"{s:.4f}" for s in seconds),
             "peak over base GiB": max(of("peak")),
             "by pipeline rank GiB": ", ".join(f"{v:.2f}" for v in of("peak")),
             "activations GiB": ", ".join(f"{v:.4f}" for v in of("activations")),  # R is made of them
@@ -169,7 +177,7 @@ def measure(args: argparse.Namespace, name: str, arm: str) -> dict[str, Any]:
             "host s": ", ".join(f"{v:.2f}" for v in of("host")),
             "waits for copies ms": ", ".join(f"{v:.0f}" for v in of("copies")),
             "graph": None if trainer.captured is None else trainer.captured.why_not or "yes",
-            "reserved": max(of("reserved")),
+            "reserved": max(of("reserved")) or None,
             "withheld GiB": ", ".join(f"{v:.2f}" for v in of("withheld")),
             "segments of streams GiB": by_stream(),
             "offloaded a step GiB": ", ".join(f"{v:.1f}" for v in of("moved")),
@@ -178,6 +186,37 @@ def measure(args: argparse.Namespace, name: str, arm: str) -> dict[str, Any]:
                 f"{k:.2f}, {p:.2f}" for k, p in zip(of("planned keep"), of("planned peak"), strict=True)
             ),
         }
+
+    def _next(self) -> int:
+        self._number += 1
+        return self._number
+
+    def _settle(self) -> None:
+        trainer = self.trainer
+        force_balance(trainer.model)
+        trainer.step(self._next())  # makes AdamW's states, which belong to what is held
+        for _ in range(self.args.warm):
+            self._untimed()
+        with noting_withheld(self.engine._gathered, self.withheld):
+            while self._number < UNTIMED - 1:
+                if trainer.captured is None or trainer.captured.captured or trainer.captured.why_not:
+                    break
+                self._untimed()
+
+    def _untimed(self) -> None:
+        self.trainer.gradients(self._next())
+        self.trainer.optimizer.zero_grad(set_to_none=True)
+
+
+def measure(args: argparse.Namespace, name: str, arms: list[str]) -> list[dict[str, Any]]:
+    """Rows of arms that are in memory together, and whose steps take turns."""
+    with ExitStack() as stack:
+        running = [Running(args, name, arm, len(arms) == 1, stack) for arm in arms]
+        settle_memory()
+        for number in range(args.steps):
+            for one in running:
+                one.step(number)
+        return [one.row() for one in running]
 
 
 def planned_peaks(memory: Any) -> dict[str, float]:
@@ -198,7 +237,8 @@ def compare(rows: list[dict[str, Any]]) -> None:
             continue
         numbers = [[float(v) for v in r["activations GiB"].split(",")] for r in (base, row)]
         planned = [float(v) for v in row["planned fall GiB"].split(",")]
-        row["time over keep"] = f"{base['tokens/s'] / row['tokens/s']:.4f}"
+        kept, moved = ([float(v) for v in r["steps s"].split(",")] for r in (base, row))
+        row["time over keep"] = f"{statistics.median(m / k for k, m in zip(kept, moved, strict=True)):.4f}"
         row["activations fell by"] = ", ".join(f"{1 - b / a:.3f}" for a, b in zip(*numbers, strict=True))
         row["R"] = ", ".join(f"{(a - b) / p:.4f}" if p else "-" for a, b, p in zip(*numbers, planned, strict=True))
 
@@ -314,6 +354,9 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=4096)
     parser.add_argument("--warm", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument(
+        "--in-turn", action="store_true", help="a model's arms are in memory together; their steps take turns"
+    )
     parser.add_argument("--pictures", action="store_true", help="draw each arm's pipeline, and write a Perfetto trace")
     parser.add_argument("--name", default="pipeline")
     args = parser.parse_args()
@@ -322,8 +365,8 @@ def main() -> None:
     dist.init_process_group("nccl", device_id=device)
     rows: list[dict[str, Any]] = []
     for name in args.models:
-        for arm in args.arms:
-            rows.append(measure(args, name, arm))
+        for arms in [args.arms] if args.in_turn else [[arm] for arm in args.arms]:
+            rows += measure(args, name, arms)
             compare(rows)
             gc.collect()
             if dist.get_rank() == 0:

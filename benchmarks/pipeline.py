@@ -25,7 +25,7 @@ A step is forward and backward of all microbatches of the global batch, until th
                       activations, and R, what fell over what was to
 
 `--in-turn` keeps a model's arms in memory together and lets their steps take turns: arms one after the other differ by up to 1 %
-from one GPU clock to the next. `reserved` is then of nobody.
+from one GPU clock to the next. What is reserved is then nobody's own.
 
     torchrun --nproc-per-node 4 benchmarks/pipeline.py                                   # both models, the default arms
     torchrun --nproc-per-node 4 benchmarks/pipeline.py --models qwen3-30b-a3b --arms dualpipev zbv --pp 4
@@ -177,9 +177,9 @@ class Running:
             "host s": ", ".join(f"{v:.2f}" for v in of("host")),
             "waits for copies ms": ", ".join(f"{v:.0f}" for v in of("copies")),
             "graph": None if trainer.captured is None else trainer.captured.why_not or "yes",
-            "reserved": max(of("reserved")) or None,
+            "reserved": max(of("reserved")) if self.alone else None,
             "withheld GiB": ", ".join(f"{v:.2f}" for v in of("withheld")),
-            "segments of streams GiB": by_stream(),
+            "segments of streams GiB": by_stream() if self.alone else None,
             "offloaded a step GiB": ", ".join(f"{v:.1f}" for v in of("moved")),
             "planned fall GiB": ", ".join(f"{v:.4f}" for v in of("fall")),
             "planned peaks, kept and offloaded GiB": "; ".join(

@@ -3,6 +3,7 @@
 import copy
 import gc
 import itertools
+import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -686,6 +687,10 @@ def test_a_transformers_module_names_its_store() -> None:
     assert "forebay_weight_gradients" in module.__dict__ and list(module.state_dict()) == keys
     twin = copy.deepcopy(module)
     assert isinstance(twin.forebay_weight_gradients, WeightGradients) and twin.forebay_weight_gradients is not store
+    store.sums = lambda weight: lambda: torch.empty(0)
+    assert all(other(store).sums is WeightGradients().sums for other in (copy.deepcopy, copy.copy))
+    assert pickle.loads(pickle.dumps(store)).sums is WeightGradients().sums
+    store.sums = WeightGradients().sums
     with store.collecting() as pending:
         module(*inputs).sum().backward()
         twin(*inputs).sum().backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from forebay.models.manage import manage
+from forebay.pipeline.schedule import Action
 from forebay.pipeline.turns import turns
 from forebay.planner.allocator import CachingAllocator
 from forebay.planner.events import CAME, SENT, Ends, Gone, Mark, Op, PartEvents, highest, part_events
@@ -290,3 +292,35 @@ def test_what_is_in_use_at_most_is_that_of_a_real_step(
     before = run.paper.allocated
     run.gradients()
     assert run.paper.peak_allocated - before == pytest.approx(live.peak, rel=0.02)
+
+
+@pytest.mark.parametrize("actions", [("F", "RECV_B", "B"), ("F", "RECV_B", "I", "W")], ids="-".join)
+def test_experts_gradients_in_place_are_never_there(actions: tuple[str, ...]) -> None:
+    """gate_up's 400 and down's 200 MiB, which both are made behind dx; each is made of 130 MiB of rows, and waits with 20."""
+    made = ((1, 50 * MIB), (3, 16 * MIB))
+    backward = ((6, 16 * MIB), (4, 0), (11, 200 * MIB), (11, 0), (10, 400 * MIB), (10, 0), (1, 0))
+    events = PartEvents(
+        made, backward, made, x=0, output=3, gradient=4, dx=6, saves_x=True, weights=(10, 11), travelling=NONE
+    )
+    half = Part("l.0.mlp", 0, events, later=20 * MIB, token_rows=130 * MIB)
+
+    def most(summed: int) -> int:
+        given = Rank(
+            [],
+            replace(TWO, summed=summed),
+            {0: [EMBEDDING, half]},
+            [Action(kind, 0, 0) for kind in actions],
+            engine=True,
+            summed=None,
+            hidden=16 * MIB,
+            turns=turns,
+            drawn=False,
+            pipeline=True,
+        )
+        return reserve(given, steps=1).allocated
+
+    whole, in_place = most(2), most(4)
+    if "W" in actions:  # beside what waits, and dx that was sent
+        assert (whole - WORKSPACE, in_place - WORKSPACE) == ((20 + 16 + 400) * MIB, (20 + 16 + 130) * MIB)
+    else:  # in place the highest moment is dx's making, beside x, the gradient that came and what was sent before
+        assert (whole - WORKSPACE, in_place - WORKSPACE) == ((50 + 3 * 16 + 400) * MIB, (50 + 4 * 16) * MIB)

@@ -135,3 +135,39 @@ def test_graph_and_pages_change_no_bit(tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     run(Path(sys.argv[1]))
+
+
+@pytest.mark.gpu
+def test_a_graph_that_is_given_up_takes_nothing_from_another_one() -> None:
+    """cuBLAS's workspaces are cleared with it: those that the other one knows must be memory of its own pool."""
+    from forebay.train.captured import CapturedStep
+
+    device = torch.device("cuda")
+    left, right = (
+        torch.randn(64, 1 << 16, device=device, dtype=torch.bfloat16) for _ in range(2)
+    )  # K is split: a workspace
+
+    def body(parts: Any, count: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        scale = parts[0][0].sum()
+        return left @ right.t() * scale, (left.t()[:64] @ right) * scale
+
+    steps = [CapturedStep(body, [], device, lambda: 0, lambda ok: ok) for _ in range(2)]
+
+    def run(step: CapturedStep, number: int) -> list[torch.Tensor]:
+        parts = [(torch.tensor([number], device=device), torch.tensor([0], device=device))]
+        return list(step.on_stream(lambda: step(parts, 1)))
+
+    wanted = run(steps[0], 3)
+    for step in steps:
+        while not step.captured:
+            run(step, 3)
+    steps[1].release()
+    taken = [torch.full((1 << 20,), 7, dtype=torch.int32, device=device) for _ in range(64)]
+    with torch.cuda.stream(steps[0]._stream):
+        taken += [torch.full((1 << 20,), 7, dtype=torch.int32, device=device) for _ in range(64)]
+    torch.cuda.synchronize()
+    for _ in range(3):
+        assert all(map(torch.equal, run(steps[0], 3), wanted))
+    torch.cuda.synchronize()
+    assert all((t == 7).all() for t in taken)
+    steps[0].release()

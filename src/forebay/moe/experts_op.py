@@ -28,7 +28,8 @@ R [T, E] is the routing map: token t's weight for expert e.
 
 d_down and d_gate_up may also be made later (`forebay.moe.weight_gradients` says what for): then `experts_backward` hands out
 act and dh in their place, and `experts_weight_backward` makes them of those and of x and dy. Each gradient comes of the same
-kernels on the same operands either way, and is bitwise the same.
+kernels on the same operands either way, and is bitwise the same. `add_weight_gradient` adds them to a wider sum instead, by a
+kernel of its own.
 
 Peak of the memory that comes and goes, for N = T*K rows of bf16: forward 2N(H + 3I) bytes, of
 which 4NI are h. Backward 2N(H + 3I) while d_down is made, 2N(H + 2I) while dx and d_gate_up are
@@ -305,10 +306,15 @@ def _(tokens, rows, order, offs, slots_per_token, tokens_first):
 def add_weight_gradient(
     total: Tensor, tokens: Tensor, rows: Tensor, order: Tensor, offs: Tensor, slots_per_token: int, tokens_first: bool
 ) -> None:
-    """Add to `total` [E, M, N] what `experts_weight_backward_op` makes of the other arguments, and which is never there itself.
+    """Add to `total` what `experts_weight_backward_op` makes of the other arguments, and which is never there itself.
 
     Args:
-        total: of fp32, or fp64 for such operands. Nothing is rounded to the operands' dtype on the way.
+        total: [E, M, N] of fp32, or fp64 for such operands; M is the tokens' last dimension and N the rows' if `tokens_first`,
+            else the other way round. Nothing is rounded to the operands' dtype on the way.
+        tokens, rows: see `experts_weight_backward_op`.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
     """
     token_rows = gather_rows(tokens.contiguous(), order, offs, slots_per_token)
     left, right = (token_rows, rows) if tokens_first else (rows, token_rows)

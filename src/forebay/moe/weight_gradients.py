@@ -15,7 +15,8 @@ The input half makes dx and the gradients of the routing weights and of the bias
 call whose gate_up or down is trained. Calling it makes what is missing and lets autograd take it from there: through views and
 `DTensor.to_local` to the parameter, into `.grad`, past the hooks that wait there. In the input half nothing of that runs. A
 callable is called once and holds nothing afterwards. Backward passes outside of `collecting` make all gradients at once. Either
-way each call's gradients are bitwise those of experts without a store, of the same kernels on the same operands.
+way each call's gradients are bitwise those of experts without a store, of the same kernels on the same operands; what is added to
+a known sum is of another kernel, and not rounded to the operands' dtype before.
 
 What waits between the halves, bytes in bf16, R rows of T tokens (R = T*K, or `max_rows`):
 
@@ -30,7 +31,7 @@ Parameters are not kept: FSDP2 may free them in between. x and dy must not be wr
 changed raises RuntimeError.
 
 Who owns what: the caller owns the list, a callable owns what waits for it. Dropping them frees it, and the gradients are never
-made. A `WeightGradients` holds the list while it collects, and nothing else.
+made. A `WeightGradients` holds the list while it collects, and what was given to it to find sums by; a copy of it has neither.
 
 How. Autograd runs every node behind one that ran, with "no gradient" if it got none: a parameter's hooks would run in the
 input half, and what leads from the parameter to the experts would free what it saved. So the experts' node has no edge to
@@ -63,16 +64,28 @@ Sum = Callable[[], Tensor | None]
 """Brings the sum that a weight's gradient is to be added to, of its shape; None: autograd is to take the gradient."""
 
 
+def no_sums(weight: Tensor) -> Sum:
+    """Autograd is to take every gradient."""
+    return _nothing
+
+
+def _nothing() -> None:
+    return None
+
+
 class WeightGradients:
     """Whether experts make their weight gradients at once or later, for all experts calls that were given this object.
 
     Attributes:
-        sums: for gate_up or down as an experts call was given it, what brings its sum when the gradient is made later.
+        sums: for gate_up or down as an experts call was given it, what brings its sum when the gradient is made later; `no_sums`.
     """
 
     def __init__(self) -> None:
-        self.sums: Callable[[Tensor], Sum] = lambda _: lambda: None
+        self.sums: Callable[[Tensor], Sum] = no_sums
         self._pending: list[Callable[[], None]] | None = None
+
+    def __reduce__(self) -> tuple[type[WeightGradients], tuple[()]]:
+        return WeightGradients, ()  # a copied model's weights have other sums, and nothing waits for it
 
     @contextmanager
     def collecting(self) -> Iterator[list[Callable[[], None]]]:
@@ -179,7 +192,7 @@ class Left:
 
 
 class Later:
-    """What is appended: hands one experts call's weight gradients over to autograd."""
+    """What is appended: adds one experts call's weight gradients to their sums, or hands them over to autograd."""
 
     def __init__(self, end: End, d_gate_up: Left | None, d_down: Left | None):
         self._waiting: tuple[End, Left | None, Left | None] | None = (end, d_gate_up, d_down)

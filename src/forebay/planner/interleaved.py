@@ -18,7 +18,8 @@ and each byte that travels takes time from the device's own memory.
 
 A pipeline's first forwards follow each other with no backward between them, faster than the link carries what they save: by a
 plan for which nobody waits, memory is highest there. With `everything`, a forward that would raise memory above a level waits for
-copies out; the level is the lowest for which the waits are a small share of the step.
+copies out; the level is the lowest for which the waits are a small share of the step. Copies then also go on for most of the time
+in which the device waits for other processes (`Moment.idle`).
 
 Worked example, link of 1 byte a second, moments of 10 s: F0 F1 B0 F2 B1 B2. Each call saves 5 bytes at the end of its forward and
 waits for a moment. Call 1, forward at 10 s: saved and copied by t=25, settled at F2 (t=30); its backward is at t=40, the copy
@@ -65,7 +66,8 @@ def plan_interleaved(timeline: Timeline, paths: frozenset[str], everything: bool
     `peak_bytes` of a plan for no paths is that of keeping everything.
 
     Args:
-        everything: the compute stream may wait for the link, 2 % of the step at most, if that lowers the peak further.
+        everything: the compute stream may wait for the link, 2 % of the step at most, if that lowers the peak further, and copies
+            count on idle time.
     """
     step = _Step(timeline, _IDLE if everything else 0.0)
     chosen: Kind = []

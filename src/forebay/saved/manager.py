@@ -242,7 +242,8 @@ class Manager:
         return self._planning.peaks.take()
 
     def idle(self) -> None:
-        """Be told that the device now waits for another process: no time to plan with."""
+        """Be told that the device now waits for another process: nothing computes, and `offload = "all"` counts on most of it for
+        copies."""
         if self._planning.recorder is not None:
             self._planning.recorder.idle()
         elif self._planning.stopwatch is not None:

@@ -207,8 +207,7 @@ class CapturedStep:
         self.peak_bytes = self.left_bytes = 0
         for flags in self._flags:
             flags.begin()  # their words are the graph's memory
-        # cuBLAS keeps its workspace of a stream for good. That of the graph's is in the graph's pool, and would hold segments.
-        torch._C._cuda_clearCublasWorkspaces()
+        _clear_workspaces()  # see `_capture`
         torch.cuda.empty_cache()
 
     def _capture(self, parts: Parts, signature: Any) -> bool:
@@ -219,6 +218,9 @@ class CapturedStep:
         reason = None
         held = torch.cuda.memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
+        # cuBLAS keeps a stream's workspace for good. Made now, it is in the graph's pool: whoever clears it later, as another
+        # graph that is given up does, frees nothing that this one needs; its own giving up has to, or segments would stay held.
+        _clear_workspaces()
         try:
             # Other threads (NCCL's watchdog) ask for events while this one captures.
             with (
@@ -262,6 +264,11 @@ class CapturedStep:
             for flags in self._flags:
                 flags.open()
             time.sleep(0.1)
+
+
+def _clear_workspaces() -> None:
+    if torch.backends.cuda.is_built():
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 def _first_cause(error: BaseException) -> str:

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from forebay.models.families import moe_blocks
-from forebay.moe.weight_gradients import WeightGradients
+from forebay.moe.weight_gradients import WeightGradients, no_sums
 from forebay.pipeline.causal_lm import CutModel
 from forebay.saved.identify import local
 from forebay.train.parallel import add_to_shard, fsdp_group
@@ -79,6 +79,7 @@ class GatheredStep:
         self._sharded = isinstance(model, FSDPModule)
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._experts: list[Any] = []  # FSDP2's records of the experts' weights, once they were gathered
+        self._addresses: dict[int, Any] = {}  # the same, by where each weight was when somebody asked last
         if self._sharded and reshard:
             for layer in cut.layers:
                 if isinstance(layer.experts_module, FSDPModule):
@@ -116,13 +117,19 @@ class GatheredStep:
     def expert_sum(self, weight: Tensor) -> Callable[[], Tensor | None]:
         """For a gathered weight of the experts, this rank's part: what brings its fp32 sum, once there is one. For another
         weight, and where autograd itself sums, what brings None."""
-        for held in self._experts:
-            whole = local(held.unsharded_param)
-            if whole.data_ptr() == weight.data_ptr() and whole.shape == weight.shape:
-                if held.reduce_dtype == torch.float32 and weight.dtype.itemsize < 4:
-                    return partial(_sum_of, held)
-                break
-        return lambda: None
+        held = self._held_at(weight.data_ptr())
+        if held is None or held.reduce_dtype != torch.float32 or weight.dtype.itemsize == 4:
+            return no_sums(weight)
+        # A view that begins there has its gradient elsewhere in the sum.
+        return partial(_sum_of, held) if local(held.unsharded_param).shape == weight.shape else no_sums(weight)
+
+    def _held_at(self, address: int) -> Any:
+        """FSDP2's record of the experts' weight that is gathered there. A weight that is given back comes to another place."""
+        held = self._addresses.get(address)
+        if self._experts and (held is None or local(held.unsharded_param).data_ptr() != address):
+            self._addresses = {local(held.unsharded_param).data_ptr(): held for held in self._experts}
+            held = self._addresses.get(address)
+        return held
 
     def keep_weights(self) -> None:
         """Gather to the same memory from now on: between steps it is not given back. For a captured step, which knows the
@@ -170,7 +177,7 @@ class GatheredStep:
                     held.free_unsharded_param()
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
+        self._hooks, self._experts, self._addresses = [], [], {}
 
     def _begin_sums(self) -> dict[str, Any]:
         """Under mixed precision, what the vocabulary's two weights get is summed here: FSDP2's record of each, by name.
@@ -315,6 +322,7 @@ class DeferredExperts:
 
     def close(self) -> None:
         """Weight gradients are made at once again."""
+        self.store.sums = no_sums
         for module in self._experts:
             module.__dict__.pop("forebay_weight_gradients", None)
 

@@ -1,7 +1,8 @@
 """A step's gradients with each microbatch's communication behind another's computation: the trainer's use of the engine.
 
 In: a managed model, sharded by FSDP2 or not, and a step's microbatches. Out: gradients on its parameters, as plain forward and
-backward of one microbatch after the other leave them, and the losses.
+backward of one microbatch after the other leave them (under mixed precision those of experts, embedding and head are not rounded
+to bf16 before they are summed), and the losses.
 
 The engine is `forebay.pipeline.overlap`; `forebay.train.gathered` has the weights ready for it. `OverlappedGradients` owns both.
 """

@@ -86,8 +86,9 @@ def plan_interleaved(timeline: Timeline, paths: frozenset[str], everything: bool
 def _waiting(step: _Step, kinds: Sequence[Kind], top: int, best: _Laid) -> _Laid:
     """What has a lower peak than `best`, if there is something, and waits no longer than it may. `top`: the peak if all stays."""
     limit = _WAITS * step.seconds
-    for part in range(1, _PARTS + 1):
-        items = [item for kind in kinds[: -(-len(kinds) * part // _PARTS)] for item in kind]
+    ends = sorted({-(-len(kinds) * part // _PARTS) for part in range(1, _PARTS + 1)})  # few kinds have fewer parts
+    for end in ends:
+        items = [item for kind in kinds[:end] for item in kind]
         low, high = 0, top
         for _ in range(_HALVINGS):
             level = (low + high) // 2

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from forebay.planner.events import STASHED, Event, PartEvents
@@ -40,6 +41,12 @@ class Part:
     later: int = 0
     token_rows: int = 0
     stashed: tuple[int, int] | None = None
+
+    @cached_property
+    def experts_gradients(self) -> dict[int, int]:
+        """Bytes of the experts' weight gradients, by number: the two largest of its weights are theirs."""
+        sizes = {n: size for n, size in self.events.backward if size and n in self.events.weights}
+        return {n: sizes[n] for n in sorted(sizes, key=lambda n: -sizes[n])[:2]}
 
     @property
     def pages(self) -> int:

@@ -210,10 +210,9 @@ class _Ran:
 
 @dataclass
 class _Later:
-    """Of a split backward what the experts' weight gradients wait with: their numbers, what the making of each takes for a
-    moment, and the tensors that they will be made of."""
+    """Of a split backward what the experts' weight gradients wait with: what the making of each takes for a moment, and the
+    tensors that they will be made of."""
 
-    numbers: frozenset[int]
     making: tuple[int, ...]
     sizes: tuple[int, ...]
     blocks: list[Block] = field(default_factory=list)
@@ -221,18 +220,12 @@ class _Later:
     @staticmethod
     def of(part: Part, in_place: bool) -> _Later:
         """`in_place`: what is made is added to a sum at once, and no more than rows of tokens are there beside it."""
-        sizes = _experts_gradients(part)
+        sizes = part.experts_gradients
         both = part.stash[0]  # x's rows and h; `later` is rows of x and of dy, h's gradient and half as much
         h = 2 * (2 * both - part.later) if both else 0
         pieces = (both - h, both - h, h, h // 2) if h > 0 else (part.later,)
         making = (part.token_rows,) * len(sizes) if in_place else tuple(sizes.values())
-        return _Later(frozenset(sizes), making, tuple(n for n in pieces if n > 0))
-
-
-def _experts_gradients(part: Part) -> dict[int, int]:
-    """Bytes of the experts' weight gradients, by number: the two largest of a part's weights are theirs."""
-    sizes = {n: size for n, size in part.events.backward if size and n in part.events.weights}
-    return {n: sizes[n] for n in sorted(sizes, key=lambda n: -sizes[n])[:2]}
+        return _Later(making, tuple(n for n in pieces if n > 0))
 
 
 class _Step:
@@ -257,9 +250,6 @@ class _Step:
         self._leaving: list[_Ran] = []
         self._collected: list[Block] = []
         self._later: dict[tuple[int, int], list[_Later]] = {}
-        sharing = rank.sharing
-        # The sums are there, in another dtype: `forebay.kernels.weight_sum`.
-        self._in_place = rank.engine and sharing.sharded and sharing.summed != sharing.compute
         self._paged = paged
         self.cycles = cycles + rank.engine
         self._calls: dict[str, int] = {}  # forwards of each part in the cycle
@@ -452,7 +442,7 @@ class _Step:
                 self._collected.append(dy)
                 break
             self._life.enter(part.place, part.mlp, True, microbatch == self._last)
-            waits = _Later.of(part, self._in_place) if split and part.later else None
+            waits = _Later.of(part, self._rank.sharing.adds_in_place) if split and part.later else None
             dx = yield from self._play_back(done, dy, waits)
             if waits is not None:
                 waits.blocks = [self._paper.malloc(size, self._stream) for size in waits.sizes]
@@ -468,12 +458,9 @@ class _Step:
 
     def _play_back(self, done: _Ran, dy: Block, later: _Later | None = None) -> Generator[None, None, Block | None]:
         part, events, blocks = done.part, done.part.events, done.blocks
-        backward = events.backward
-        if later is not None:
-            backward = tuple(event for event in backward if event[0] not in later.numbers)
-        elif self._in_place and part.later:
-            summed = _experts_gradients(part)
-            backward = tuple(event for event in backward if event[0] not in summed)
+        in_place = self._rank.sharing.adds_in_place and part.later
+        elsewhere = part.experts_gradients if later is not None or in_place else ()
+        backward = tuple(event for event in events.backward if event[0] not in elsewhere)
         if part.placement == "recompute" and not blocks:
             yield from self._play(blocks, events.forward, part, thread=1)
             self._paper.free(blocks.pop(events.output))

@@ -170,7 +170,7 @@ class SharedTime:
         moved = share * (s.compute + 2 * summed)
         if s.sharded and not s.gathered and summed != s.compute:  # the first one's become the sum by a conversion
             moved += (s.compute + summed) / count
-        experts = moved - 2 * s.compute if s.gathered and s.sharded and summed != s.compute else moved
+        experts = moved - 2 * s.compute if s.adds_in_place else moved
         return self._clock.moved(part.rest * moved + part.experts * experts)
 
     @property

@@ -93,6 +93,12 @@ class Sharing:
     gpu: bool = True
     fused: bool = True
 
+    @property
+    def adds_in_place(self) -> bool:
+        """An engine's experts add their weight gradients to sums that are wider where they make them:
+        `forebay.kernels.weight_sum`."""
+        return self.gathered and self.sharded and self.summed != self.compute
+
 
 @dataclass(frozen=True)
 class State:

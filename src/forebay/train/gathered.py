@@ -78,7 +78,7 @@ class GatheredStep:
         self._rows: Rows | None = None
         self._sharded = isinstance(model, FSDPModule)
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self._experts: list[Any] = []  # FSDP2's records of the experts' weights, once they were gathered
+        self._experts: list[Any] = []  # FSDP2's records of the experts' weights that `expert_sum` knows, once gathered
         self._addresses: dict[int, Any] = {}  # the same, by where each weight was when somebody asked last
         if self._sharded and reshard:
             for layer in cut.layers:
@@ -118,13 +118,13 @@ class GatheredStep:
         """For a gathered weight of the experts, this rank's part: what brings its fp32 sum, once there is one. For another
         weight, and where autograd itself sums, what brings None."""
         held = self._held_at(weight.data_ptr())
-        if held is None or held.reduce_dtype != torch.float32 or weight.dtype.itemsize == 4:
-            return no_sums(weight)
         # A view that begins there has its gradient elsewhere in the sum.
-        return partial(_sum_of, held) if local(held.unsharded_param).shape == weight.shape else no_sums(weight)
+        if held is None or local(held.unsharded_param).shape != weight.shape:
+            return no_sums(weight)
+        return partial(_sum_of, held)
 
     def _held_at(self, address: int) -> Any:
-        """FSDP2's record of the experts' weight that is gathered there. A weight that is given back comes to another place."""
+        """The one of `_experts` that is gathered there. A weight that is given back comes to another place."""
         held = self._addresses.get(address)
         if self._experts and (held is None or local(held.unsharded_param).data_ptr() != address):
             self._addresses = {local(held.unsharded_param).data_ptr(): held for held in self._experts}
@@ -134,15 +134,14 @@ class GatheredStep:
     def keep_weights(self) -> None:
         """Gather to the same memory from now on: between steps it is not given back. For a captured step, which knows the
         addresses."""
-        for group in self._groups():
-            for held in group.fsdp_params:
-                held.free_unsharded_param = _nothing
+        for held in self._records():
+            held.free_unsharded_param = _nothing
 
     def has_gradients(self) -> bool:
         """Whether gradients of another step are still there."""
         if not self._sharded:
             return any(p.grad is not None for p in self._model.parameters())
-        return any(held.sharded_param.grad is not None for group in self._groups() for held in group.fsdp_params)
+        return any(held.sharded_param.grad is not None for held in self._records())
 
     def take_gradients(self) -> Left:
         """Take the gradients off the weights that are trained, before `reduce`: what each was left."""
@@ -166,8 +165,7 @@ class GatheredStep:
         """Each trained weight as it is between `gather` and `reduce`, and FSDP2's record of it."""
         if not self._sharded:
             return [(p, None) for p in self._model.parameters() if p.requires_grad]
-        held = [h for group in self._groups() for h in group.fsdp_params]
-        return [(h.unsharded_param, h) for h in held if h.unsharded_param.requires_grad]
+        return [(h.unsharded_param, h) for h in self._records() if h.unsharded_param.requires_grad]
 
     def close(self) -> None:
         """Remove the hooks, and give gathered weights back if they were kept."""
@@ -199,23 +197,21 @@ class GatheredStep:
     def _make_room(self, elsewhere: list[Any]) -> None:
         """Zeros for all gradients, before any activation: made one by one during the first backward, these largest and longest
         lived blocks would lie between activations, others every step, and the allocator would need more and more segments."""
-        for group in self._groups():
-            for held in group.fsdp_params:
-                parameter = held.unsharded_param
-                if not parameter.requires_grad or any(held is other for other in elsewhere):
-                    continue
-                if held.reduce_dtype in (None, parameter.dtype):
-                    parameter.grad = torch.zeros_like(parameter)
-                else:
-                    held.unsharded_accumulated_grad = torch.zeros_like(parameter, dtype=held.reduce_dtype)
+        for held in self._records():
+            parameter = held.unsharded_param
+            if not parameter.requires_grad or any(held is other for other in elsewhere):
+                continue
+            if held.reduce_dtype in (None, parameter.dtype):
+                parameter.grad = torch.zeros_like(parameter)
+            else:
+                held.unsharded_accumulated_grad = torch.zeros_like(parameter, dtype=held.reduce_dtype)
 
     def _mixed(self, weight: Tensor) -> Any:
         """FSDP2's record of a gathered weight, if its gradients are to be summed in fp32 and it is something else."""
         if self._sharded and weight.requires_grad:
-            for group in self._groups():
-                for held in group.fsdp_params:
-                    if held.unsharded_param is weight and held.reduce_dtype == torch.float32 != weight.dtype:
-                        return held
+            for held in self._records():
+                if held.unsharded_param is weight and _summed_wider(held):
+                    return held
         return None
 
     def _spread(self, rows: Rows) -> None:
@@ -231,18 +227,23 @@ class GatheredStep:
         found = [fsdp_group(module) for module in self._modules]
         return [group for group in found if group is not None]
 
+    def _records(self) -> list[Any]:
+        """FSDP2's record of each weight."""
+        return [held for group in self._groups() for held in group.fsdp_params]
+
     def _gather(self) -> None:
         fully_shard.state(self._model)._lazy_init()  # type: ignore[attr-defined]  # the root's forward would do it
         for module in self._modules:
             module.unshard()
         if not self._hooks:
             # FSDP2 makes each gathered parameter once and fills it again for every step: hooks on it last.
-            for group in self._groups():
-                for held in group.fsdp_params:
-                    self._accumulate(held)
+            for held in self._records():
+                self._accumulate(held)
             experts = {id(p) for block in moe_blocks(self._model) for p in block.experts.parameters()}
-            held_by_all = [held for group in self._groups() for held in group.fsdp_params]
-            self._experts = [held for held in held_by_all if id(held.unsharded_param) in experts]
+            mixed = [
+                held for held in self._records() if _summed_wider(held) and held.unsharded_param.dtype.itemsize == 2
+            ]
+            self._experts = [held for held in mixed if id(held.unsharded_param) in experts]
 
     def _accumulate(self, held: Any) -> None:
         """Add each gradient of a gathered parameter into a sum of the dtype that is reduced in."""
@@ -300,6 +301,11 @@ class GatheredStep:
             yield
         finally:
             shared.reduce_scatter_stream = own
+
+
+def _summed_wider(held: Any) -> bool:
+    """Gradients are summed in fp32, and the gathered weight is something else."""
+    return held.reduce_dtype == torch.float32 != held.unsharded_param.dtype
 
 
 def _sum_of(held: Any) -> Tensor | None:

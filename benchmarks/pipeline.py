@@ -1,8 +1,8 @@
 """The trainer on a pipeline of N GPUs: tokens a second, bubble, activation memory, and how much of the all-to-alls is hidden.
 
-Two models at their published widths, cut to 8 layers (`benchmarks/ep.py` has them), on a mesh of PP x EP = all GPUs; sequence
-4096, microbatch 1, global batch 64. Parameters and AdamW states are fp32 shards, compute is bf16, routing is balanced (drawn
-afresh for each microbatch and layer), layers are on stages as `parallel.partition = "auto"` has them.
+Two models at their published widths, cut to 8 layers (`benchmarks/ep.py` has them) or to `--layers`, on a mesh of PP x EP = all
+GPUs; sequence 4096, microbatch 1, global batch 64. Parameters and AdamW states are fp32 shards, compute is bf16, routing is
+balanced (drawn afresh for each microbatch and layer), layers are on stages as `parallel.partition = "auto"` has them.
 
 A step is forward and backward of all microbatches of the global batch, until the reduced gradients lie on the shards. Columns:
 
@@ -29,6 +29,7 @@ from one GPU clock to the next. What is reserved is then nobody's own.
 
     torchrun --nproc-per-node 4 benchmarks/pipeline.py                                   # both models, the default arms
     torchrun --nproc-per-node 4 benchmarks/pipeline.py --models qwen3-30b-a3b --arms dualpipev zbv --pp 4
+    torchrun --nproc-per-node 4 benchmarks/pipeline.py --models deepseek-v2-lite --layers 27 --pp 4 --batch 128
 """
 
 import argparse
@@ -86,8 +87,10 @@ DEFAULT = ("dualpipev", "dualpipev, bf16 sums", "zbv", "interleaved-1f1b", "1f1b
 def settings(args: argparse.Namespace, model: str, arm: str, world: int) -> Any:
     own = ARMS[arm]
     ep = world // args.pp
+    published = MODELS[model]
+    cut = {**published["config"], "num_hidden_layers": args.layers}
     sections = {
-        "model": {**MODELS[model], "dtype": "float32", "compute": "bfloat16"},
+        "model": {**published, "config": cut, "dtype": "float32", "compute": "bfloat16"},
         "train": {"steps": 100, "batch": args.batch, "microbatch": 1, "sequence": args.sequence},
         "memory": {"compile": True, **own.get("memory", {})},
         "parallel": {
@@ -349,6 +352,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=sorted(MODELS))
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(DEFAULT))
+    parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--pp", type=int, default=2)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--sequence", type=int, default=4096)

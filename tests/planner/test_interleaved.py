@@ -39,22 +39,28 @@ def pipeline(
 
 
 def starts_of(timeline: Timeline, plan: Plan) -> list[float]:
-    """When each moment starts, if all wait for the copies out that the plan settles there. What others send comes at times of
-    its own: a wait before it is none."""
+    """When each moment starts, if all wait for the copies out that the plan settles there, and for their own that come back. What
+    others send comes at times of its own: a wait before it is none."""
     settled: dict[tuple[str, tuple[str, int]], list[tuple[str, int]]] = {}
     for key, moment in plan.settle_at.items():
         settled.setdefault(moment, []).append(key)
+    sizes = {call.key: sum(call.items[i] for i in plan.offload.get(call.key, ())) for call in timeline.calls}
     ends: dict[tuple[str, int], float] = {}
-    starts, now, lane, sent = [], 0.0, 0.0, 0.0
+    returned: dict[tuple[str, int], float] = {}
+    starts, now, out, back, sent = [], 0.0, 0.0, 0.0, 0.0
     for m in timeline.moments:
         call = timeline.calls[m.call]
         now = max(now, sent)
         now = max([now, *(ends[key] for key in settled.get((m.kind, call.key), ()))])
+        for key in plan.fetch_at.get((m.kind, call.key), ()):
+            back = max(back, now) + sizes[key] / timeline.back_rate
+            returned[key] = back
+        if m.kind == "B":
+            now = max(now, returned.get(call.key, now))
         starts.append(now)
         if m.kind == "F" and call.key in plan.offload:
-            lane = max(lane, now + call.seconds)
-            lane += sum(call.items[i] for i in plan.offload[call.key]) / timeline.out_rate
-            ends[call.key] = lane
+            out = max(out, now + call.seconds) + sizes[call.key] / timeline.out_rate
+            ends[call.key] = out
         now += m.seconds
         sent += m.seconds + m.idle
     return starts
@@ -171,6 +177,35 @@ def test_with_everything_the_first_forwards_wait_and_the_peak_is_lower(ahead: in
     assert plan.step_seconds == pytest.approx(seconds + plan.stall_seconds)
     waits = [start - before - m.seconds for before, start, m in _steps(timeline, plan)]
     assert max(waits[2 * ahead * layers :], default=0.0) <= 1e-9, "the steady part waits for nobody"
+
+
+@pytest.mark.parametrize(("ahead", "layers", "rate"), [(8, 2, 2.5e9), (8, 2, 2.2e9), (10, 3, 2.4e9)])
+def test_with_everything_the_last_backwards_wait_too(ahead: int, layers: int, rate: float) -> None:
+    timeline = replace(pipeline(64, ahead, layers, rate), out_rate=1e13)
+    paths = frozenset(f"layer{i}" for i in range(layers))
+    fit, plan = (plan_interleaved(timeline, paths, everything) for everything in (False, True))
+    assert plan.peak_bytes == max(held_over_time(timeline, plan)) + MB < fit.peak_bytes
+    assert fit.stall_seconds == 0 < plan.stall_seconds <= 0.02 * sum(m.seconds for m in timeline.moments)
+    waits = [start - before - m.seconds for before, start, m in _steps(timeline, plan)]
+    assert max(waits[: -2 * ahead * layers]) <= 1e-9 < max(waits[-2 * ahead * layers :])
+
+
+@pytest.mark.parametrize(("slow", "end"), [("out_rate", "opening_rate"), ("back_rate", "closing_rate")])
+def test_at_its_ends_a_step_has_rates_of_their_own(slow: str, end: str) -> None:
+    both = pipeline(16, 8, 2, 3e9)
+    rates = {"out_rate": 1e13, "back_rate": 1e13, slow: 3e9}
+    timeline = replace(both, **rates)
+    paths = frozenset({"layer0", "layer1"})
+    one, two = (plan_interleaved(t, paths).peak_bytes for t in (timeline, replace(timeline, **{end: 6e9})))
+    assert two < one
+    assert replace(both, **{end: 6e9}).on_link(0.5) == replace(both, out_rate=1.5e9, back_rate=1.5e9, **{end: 3e9})
+
+
+def test_where_a_step_opens_and_closes() -> None:
+    timeline = pipeline(16, 8, 2, 3e9)
+    kinds = "".join(m.kind for m in timeline.moments)
+    assert kinds[: timeline.opening] == "F" * 16 and kinds[timeline.opening] == "B"
+    assert kinds[timeline.closing :] == "B" * 16 and kinds[timeline.closing - 1] == "F"
 
 
 def _steps(timeline: Timeline, plan: Plan) -> list[tuple[float, float, Moment]]:

@@ -326,3 +326,20 @@ def test_what_distant_regions_share_stays_on_the_device() -> None:
     sizes = {c.key[0]: sorted(c.items) for c in mem.timeline.calls}
     assert sizes["0"] == [0, 16 * 32 * 4], "the table counts as nothing to move"
     assert sizes["4"] == [16 * 32 * 4]
+
+
+def test_the_next_cycle_is_planned_at_the_end_of_one() -> None:
+    """A pipeline's ranks end a step together; planned when the next forward comes, they would wait for each other's plans."""
+    model = network("cpu")
+    truth = gradients(model, "cpu")
+    manager = manage(model, {"?": "offload"}, "cpu")
+    assert all(map(torch.equal, gradients(model, "cpu"), truth))
+    assert manager.plan is None
+    manager.join()
+    plan = manager.plan
+    assert plan is not None
+    manager.join()
+    for _ in range(2):
+        assert all(map(torch.equal, gradients(model, "cpu"), truth))
+        assert manager.plan is plan, "planned once"
+    manager.detach()

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from forebay.planner.simulate import CallFigures, Moment, Timeline
+from forebay.planner.simulate import CallFigures, Moment, Rates, Timeline
 from forebay.saved.order import Cycle, Stopwatch
 
 
@@ -64,7 +64,7 @@ def test_memory_is_that_of_the_cycle_without_what_the_planner_counts(memory: All
         memory.now = start
         watch.moment(kind, CALLS[call].key, Event(0), Event(0), away)
         memory.top = most
-    timeline = watch.retimed(TIMELINE, None, None)
+    timeline = watch.retimed(TIMELINE, Rates())
     assert timeline is not None
     # By hand: at F1 100 + 8 + 5; at B1 those 8 more less 8 away; at B0 call 1's are gone and call 0's are back.
     assert [m.other for m in timeline.moments] == [0, 5, 5, 5]
@@ -74,14 +74,15 @@ def test_memory_is_that_of_the_cycle_without_what_the_planner_counts(memory: All
 def test_rates_are_the_cycle_s_where_it_copied() -> None:
     watch = watching()
     run(watch, [0, 5, 11, 31])
-    timeline = watch.retimed(TIMELINE, 4e8, None)
+    timeline = watch.retimed(TIMELINE, Rates(out=4e8, opening=5e8))
     assert timeline is not None and (timeline.out_rate, timeline.back_rate) == (4e8, 1e9)
+    assert (timeline.opening_rate, timeline.closing_rate) == (5e8, None)
 
 
 def test_shorter_times_count_and_waits_do_not() -> None:
     watch = watching()
     run(watch, [0, 5, 11, 31], wait=1)
-    timeline = watch.retimed(TIMELINE, None, None)
+    timeline = watch.retimed(TIMELINE, Rates())
     assert timeline is not None
     # 5 - 1, 6 - 1, and 19 is longer than what was measured; the last moment has no end.
     assert [m.seconds for m in timeline.moments] == pytest.approx([0.004, 0.005, 0.010, 0.010])
@@ -95,7 +96,7 @@ def test_idle_times_are_told_apart() -> None:
         watch.moment(kind, CALLS[call].key, Event(start), Event(start), 0)
         if idle is not None:
             watch.idle(lambda at=idle: Event(at))  # type: ignore[misc]
-    timeline = watch.retimed(TIMELINE, None, None)
+    timeline = watch.retimed(TIMELINE, Rates())
     assert timeline is not None
     assert [m.idle for m in timeline.moments] == pytest.approx([0.003, 0.0, 0.016, 0.0])
     assert [m.seconds for m in timeline.moments] == pytest.approx([0.002, 0.006, 0.004, 0.010])
@@ -117,14 +118,14 @@ def test_time_without_work_does_not_count() -> None:
     for (kind, call), start in zip((("F", 1), ("B", 1), ("B", 0)), (8.0, 12.0, 16.0), strict=True):
         watch.before_moment()
         watch.moment(kind, CALLS[call].key, Event(start), Event(start), 0)
-    timeline = watch.retimed(TIMELINE, None, None)
+    timeline = watch.retimed(TIMELINE, Rates())
     assert timeline is not None and timeline.moments[0].seconds == pytest.approx(0.002)
 
 
 def test_another_cycle_has_other_times() -> None:
     watch = watching()
     run(watch, [0, 1, 2, 3])
-    assert watch.retimed(replace(TIMELINE, moments=TIMELINE.moments[:3]), None, None) is None
+    assert watch.retimed(replace(TIMELINE, moments=TIMELINE.moments[:3]), Rates()) is None
 
 
 def test_the_next_backward_is_the_schedule_s() -> None:

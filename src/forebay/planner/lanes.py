@@ -30,7 +30,8 @@ from math import inf
 
 from forebay.planner.simulate import Key, Plan, Timeline
 
-# Copies both ways at once run at 50.8 of 55.4 GB/s (H200, PCIe gen 5), and 4 GPUs of a host at once at 41 out, 54 back.
+# Copies both ways at once run at 50.6 of 55.3 GB/s (H200, PCIe gen 5); of 4 GPUs of a host at once at 23 of 38 out and 47 back
+# (benchmarks/results/host_link.md). A rate that was measured in a step has some of that in it.
 _SHARED = 0.9
 _SLACK = 3e-4  # s; launch latencies between a moment and the copy it starts, and what varies from step to step
 # Of the peak, between it and what stays after all: how memory rises within a moment varies a little from step to step.
@@ -52,6 +53,10 @@ class Step:
         self.starts = [0.0, *accumulate(spans)][:-1]
         self.sizes = [sum(c.items) for c in self.calls]
         self.slack = _SLACK if timeline.out_rate < inf else 0.0
+        self.opening, self.closing = timeline.opening, timeline.closing
+        self.out_rate, self.back_rate = timeline.out_rate * _SHARED, timeline.back_rate * _SHARED
+        self.opening_rate = timeline.opening_rate or self.out_rate
+        self.closing_rate = timeline.closing_rate or self.back_rate
 
     def _needed(self) -> dict[int, int]:
         """Call to the first moment whose backward reads an item of it."""
@@ -241,7 +246,9 @@ class Laid:
         return sorted(self.fetched, key=lambda c: self.step.needed[c])
 
     def _out(self, call: int) -> float:
-        return self.bytes[call] / (self.step.timeline.out_rate * _SHARED)
+        step = self.step
+        return self.bytes[call] / (step.opening_rate if step.forward[call] < step.opening else step.out_rate)
 
     def _back(self, call: int) -> float:
-        return self.bytes[call] / (self.step.timeline.back_rate * _SHARED)
+        step = self.step
+        return self.bytes[call] / (step.closing_rate if step.needed[call] >= step.closing else step.back_rate)

@@ -12,10 +12,12 @@ copy ends at t=22, so it is settled at B2 (t=30) at the latest and at F2 (t=20) 
 copy back of 12 s has to begin at t=38, and the last moment before that is B2 (t=30).
 """
 
+from __future__ import annotations
+
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 Key = tuple[str, int]  # (region path, count of the region's calls since the last quiet moment)
@@ -93,13 +95,43 @@ class Moment:
 
 
 @dataclass(frozen=True)
+class Rates:
+    """Of the link, bytes a second; None is not known. See `Timeline`."""
+
+    out: float | None = None
+    back: float | None = None
+    opening: float | None = None
+    closing: float | None = None
+
+
+@dataclass(frozen=True)
 class Timeline:
-    """A step. ``out_rate`` and ``back_rate`` are bytes a second to and from the host; infinite on a CPU."""
+    """A step. ``out_rate`` and ``back_rate`` are bytes a second to and from the host; infinite on a CPU. ``opening_rate`` is that
+    of copies out before the first backward, ``closing_rate`` that of copies back behind the last forward, where they are known
+    apart: only one way is busy there."""
 
     calls: tuple[CallFigures, ...]
     moments: tuple[Moment, ...]
     out_rate: float = float("inf")
     back_rate: float = float("inf")
+    opening_rate: float | None = None
+    closing_rate: float | None = None
+
+    def on_link(self, share: float) -> Timeline:
+        """With this share of all rates."""
+        opening, closing = (rate and rate * share for rate in (self.opening_rate, self.closing_rate))
+        out, back = self.out_rate * share, self.back_rate * share
+        return replace(self, out_rate=out, back_rate=back, opening_rate=opening, closing_rate=closing)
+
+    @property
+    def opening(self) -> int:
+        """Number of moments before the first backward."""
+        return next((i for i, m in enumerate(self.moments) if m.kind == "B"), len(self.moments))
+
+    @property
+    def closing(self) -> int:
+        """The first moment behind the last forward."""
+        return max((i + 1 for i, m in enumerate(self.moments) if m.kind == "F"), default=0)
 
 
 @dataclass(frozen=True)

@@ -145,6 +145,7 @@ class Manager:
         self._plans = any(r.placement in ("offload", "auto") for r in self._regions.values())
         self._cycle = Cycle()
         self._awaits_call = False  # a cycle has begun, and its first call is on the way
+        self._planned = False  # the next cycle is
         placements = {path: region.placement for path, region in self._regions.items()}
         self._planning = Planning(self.store, placements, budget, offload, self._switch_light)
         self._base: int | None = None  # bytes held before the cycle that is about to begin, where a forward told
@@ -278,8 +279,13 @@ class Manager:
         self._planning.plan_again()
 
     def join(self) -> None:
-        """At the end of a captured cycle: the compute stream waits for all copies."""
+        """At the end of a cycle. In a capture the compute stream waits for all copies. Else the next cycle is planned now: all of
+        a pipeline's ranks are here at once, and would wait for each other's plans if each made its own when its next forward
+        comes."""
         self.store.lanes.join()
+        if self._plans and not self._captured and self._cycle.quiet and not self._planned:
+            self._planning.cycle_over()
+            self._planned = True
 
     @contextmanager
     def suspended(self, around: Callable[[str], AbstractContextManager[Any]]) -> Iterator[None]:
@@ -525,7 +531,9 @@ class Manager:
             self._moment("B", call)
 
     def _begin_cycle(self) -> None:
-        self._planning.cycle_over()
+        if not self._planned:
+            self._planning.cycle_over()
+        self._planned = False
         self.store.restart()
         self._cycle, self._awaits_call = Cycle(), True
         self._seen.clear()

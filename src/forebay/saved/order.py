@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from forebay.planner.simulate import CallFigures, Key, Moment, Timeline
+from forebay.planner.simulate import CallFigures, Key, Moment, Rates, Timeline
 from forebay.stores.base import Ticket
 
 _TICK = 0.05  # ms; two events with nothing between them are some microseconds apart, a thousand times a step
@@ -303,7 +303,7 @@ class Stopwatch:
         waits = sum(ms for ms in apart if ms > _TICK)
         return waits / (self._moments[0][2].elapsed_time(self._moments[-1][3]) or 1.0) if self._moments else 0.0
 
-    def retimed(self, timeline: Timeline, out_rate: float | None, back_rate: float | None) -> Timeline | None:
+    def retimed(self, timeline: Timeline, rates: Rates) -> Timeline | None:
         """`timeline` with these times, memory, and rates where they are known; None if another cycle was run. Waits for the
         device."""
         names = [(m.kind, timeline.calls[m.call].key) for m in timeline.moments]
@@ -319,8 +319,8 @@ class Stopwatch:
             moments[index] = replace(moments[index], seconds=min(seconds, moments[index].seconds), idle=idle)
         ratio = sum(m.seconds for m in moments) / (sum(m.seconds for m in timeline.moments) or 1.0)
         calls = tuple(replace(call, seconds=call.seconds * min(ratio, 1.0)) for call in timeline.calls)
-        rates = out_rate or timeline.out_rate, back_rate or timeline.back_rate
-        return Timeline(calls, tuple(moments), *rates)
+        out, back = rates.out or timeline.out_rate, rates.back or timeline.back_rate
+        return Timeline(calls, tuple(moments), out, back, rates.opening, rates.closing)
 
     def _with_memory(self, timeline: Timeline) -> list[Moment]:
         """`other` of a moment is what is there less the items that the planner counts as there: of each call all but those on the

@@ -23,7 +23,7 @@ from dataclasses import replace
 import torch
 
 from forebay.planner.interleaved import is_interleaved, plan_interleaved
-from forebay.planner.simulate import Key, Plan, Timeline
+from forebay.planner.simulate import Key, Plan, Rates, Timeline
 from forebay.planner.solve import fit_link, offload_all, under_budget
 from forebay.policy import BudgetError, PolicyError, format_bytes
 from forebay.saved.meter import Meter
@@ -181,10 +181,10 @@ class Planning:
         stopwatch, self._replayed = self._replayed, None
         # Of steps that the host launches nobody could tell: it may be the host.
         late = stopwatch.waited() > _WAITS + self.plan.stall_seconds / (self.plan.step_seconds or 1.0)
-        if late:
-            self._share *= _LESS
-        elif self._for_graphs:
+        if self._for_graphs and not late:
             return  # this plan was made for a graph, and it was right
+        if self._for_graphs:  # else the rates in a graph will say what was wrong
+            self._share *= _LESS
         self._for_graphs = True
         self._plan_again(stopwatch)
 
@@ -244,14 +244,28 @@ class Planning:
     def _plan_again(self, stopwatch: Stopwatch) -> None:
         """With the times of the cycle that was just run as planned."""
         assert self.timeline is not None
-        rates = (lane.measure()[1] for lane in (self._store.outbound, self._store.inbound))
-        timeline = stopwatch.retimed(self.timeline, *rates)
+        timeline = stopwatch.retimed(self.timeline, self._rates())
         self._retimings = self._retimings + 1 if timeline is not None else _RETIMINGS
         if timeline is not None:
             self.timeline = timeline
-            out, back = self._share * timeline.out_rate, self._share * timeline.back_rate
-            self._follow_plan(self._plan_pipeline(replace(timeline, out_rate=out, back_rate=back)))
+            self._follow_plan(self._plan_pipeline(timeline.on_link(self._share)))
             self._trimmed = False
+
+    def _rates(self) -> Rates:
+        """Of the last cycle's copies, which went by the plan: one of each call out, and one back."""
+        assert self.timeline is not None and self.plan is not None
+        out, back, leaves = self._store.outbound, self._store.inbound, self.plan.offload
+        whole = Rates(out.rate(slice(None)), back.rate(slice(None)))
+        if not len(out.copies) == len(back.copies) == len(leaves):
+            return whole
+        keys = [self.timeline.calls[m.call].key for m in self.timeline.moments]
+        first = sum(key in leaves for key in keys[: self.timeline.opening])
+        last = sum(key in leaves for key in keys[self.timeline.closing :])
+        return replace(
+            whole,
+            opening=out.rate(slice(first)) if first else None,
+            closing=back.rate(slice(len(leaves) - last, None)) if last else None,
+        )
 
     def _follow_plan(self, plan: Plan) -> None:
         self.plan = plan

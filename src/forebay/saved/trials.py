@@ -63,8 +63,7 @@ class Figures:
         def slower(call: CallFigures) -> CallFigures:
             return replace(call, again_seconds=call.recompute_seconds * self.again)
 
-        out, back = timeline.out_rate * self.link, timeline.back_rate * self.link
-        return replace(timeline, calls=tuple(map(slower, timeline.calls)), out_rate=out, back_rate=back)
+        return replace(timeline, calls=tuple(map(slower, timeline.calls))).on_link(self.link)
 
 
 _AS_MEASURED = Figures("as measured")

@@ -66,12 +66,16 @@ class Traffic:
 
     def measure(self) -> tuple[int, float | None]:
         """(bytes, bytes a second while copying). The rate is None on a CPU or without copies. Waits for the copies."""
+        return self.nbytes, self.rate(slice(None))
+
+    def rate(self, which: slice) -> float | None:
+        """Bytes a second of these of the copies, in their order, as `measure` has it of all."""
         timed, milliseconds = 0, 0.0
-        for size, done in self.copies:
+        for size, done in list(self.copies)[which]:
             taken = done.milliseconds()
             if taken is not None:
                 timed, milliseconds = timed + size, milliseconds + taken
-        return self.nbytes, (timed / milliseconds * 1e3 if milliseconds else None)
+        return timed / milliseconds * 1e3 if milliseconds else None
 
 
 class HostStore:

@@ -13,7 +13,7 @@ A step is forward and backward of all microbatches of the global batch, until th
                       is over; by pipeline rank
     bubble            share of the step in which a rank's compute stream has nothing of a stage to run; by pipeline rank
     hidden            share of the time of all-to-alls inside overlapped forward-backwards for which the compute stream does not
-                      stand still; the least of all ranks
+                      stand still, in the graph if there is one; the least of all ranks
     reserved          of the caching allocator over allocated, both peaks, without expandable segments; of a graph's memory
                       what its capture took at most is allocated
     withheld          bytes freed while the step was captured that may not be used again before the capture's end, because another
@@ -25,7 +25,8 @@ A step is forward and backward of all microbatches of the global batch, until th
                       activations, and R, what fell over what was to
 
 `--in-turn` keeps a model's arms in memory together and lets their steps take turns: arms one after the other differ by up to 1 %
-from one GPU clock to the next. What is reserved is then nobody's own.
+from one GPU clock to the next. What is reserved is then nobody's own, and no arm has AdamW states: three arms of PP 2 do not fit
+into 140 GiB.
 
     torchrun --nproc-per-node 4 benchmarks/pipeline.py                                   # both models, the default arms
     torchrun --nproc-per-node 4 benchmarks/pipeline.py --models qwen3-30b-a3b --arms dualpipev zbv --pp 4
@@ -47,7 +48,8 @@ import torch.distributed as dist
 from common import GIB, results_folder, settle_memory, write
 from ep import MODELS, force_balance
 
-from forebay.pipeline.schedule import OVERLAP, Action
+from forebay.pipeline.runtime import _Step
+from forebay.pipeline.schedule import Action
 from forebay.planner.interleaved import plan_interleaved
 from forebay.report.pipeline import bubble, draw, perfetto
 from forebay.report.recorder import Recorder
@@ -105,21 +107,6 @@ def settings(args: argparse.Namespace, model: str, arm: str, world: int) -> Any:
     return from_mapping(sections, origin="benchmarks/pipeline.py")
 
 
-class Metered:
-    """A watcher that measures transfers inside overlapped actions, and records all actions."""
-
-    def __init__(self, engine: Any, recorder: Recorder):
-        self._meter, self._recorder = engine._runtime.context.meter, recorder
-
-    def began(self, action: Action) -> None:
-        self._recorder.began(action)
-        self._meter.on = action.kind == OVERLAP
-
-    def ended(self, action: Action) -> None:
-        self._meter.on = False
-        self._recorder.ended(action)
-
-
 class Running:
     """An arm whose step has settled, and what is measured of it. `alone`: no other arm is in memory."""
 
@@ -146,6 +133,9 @@ class Running:
         args, mesh, trainer, steps = self.args, self.mesh, self.trainer, self.steps
         reserved = reserved_over_allocated(trainer) if self.alone else 0.0
         picture = watched(args, trainer, self.engine, UNTIMED + len(steps), f"{self.name}-{self.arm}")
+        peaks, waited = planned_peaks(trainer.memory), trainer.memory.report().wait_ms or 0.0
+        graph = None if trainer.captured is None else trainer.captured.why_not or "yes"
+        hidden = hidden_share(trainer, self.engine)
         seconds = [s[0] for s in steps]
         by_rank = gathered(
             mesh,
@@ -155,8 +145,9 @@ class Running:
                 "reserved": reserved,
                 "withheld": self.withheld[-1] / GIB if self.withheld else 0.0,
                 "host": statistics.median(s[3] for s in steps),
-                "copies": trainer.memory.report().wait_ms or 0.0,
-                **planned_peaks(trainer.memory),
+                "copies": waited,
+                **peaks,
+                **hidden,
                 "moved": (trainer.memory.plan.planned_bytes if trainer.memory.plan else 0) / GIB,
                 **picture,
             },
@@ -179,7 +170,7 @@ class Running:
             ),
             "host s": ", ".join(f"{v:.2f}" for v in of("host")),
             "waits for copies ms": ", ".join(f"{v:.0f}" for v in of("copies")),
-            "graph": None if trainer.captured is None else trainer.captured.why_not or "yes",
+            "graph": graph,
             "reserved": max(of("reserved")) if self.alone else None,
             "withheld GiB": ", ".join(f"{v:.2f}" for v in of("withheld")),
             "segments of streams GiB": by_stream() if self.alone else None,
@@ -197,7 +188,8 @@ class Running:
     def _settle(self) -> None:
         trainer = self.trainer
         force_balance(trainer.model)
-        trainer.step(self._next())  # makes AdamW's states, which belong to what is held
+        if self.alone:
+            trainer.step(self._next())  # makes AdamW's states, which belong to what is held
         for _ in range(self.args.warm):
             self._untimed()
         with noting_withheld(self.engine._gathered, self.withheld):
@@ -205,6 +197,7 @@ class Running:
                 if trainer.captured is None or trainer.captured.captured or trainer.captured.why_not:
                     break
                 self._untimed()
+        settle_memory()  # what called steps left is in the way of the next arm
 
     def _untimed(self) -> None:
         self.trainer.gradients(self._next())
@@ -215,7 +208,6 @@ def measure(args: argparse.Namespace, name: str, arms: list[str]) -> list[dict[s
     """Rows of arms that are in memory together, and whose steps take turns."""
     with ExitStack() as stack:
         running = [Running(args, name, arm, len(arms) == 1, stack) for arm in arms]
-        settle_memory()
         for number in range(args.steps):
             for one in running:
                 one.step(number)
@@ -308,15 +300,13 @@ def gathered_bytes(gathered_step: Any) -> int:
 
 
 def watched(args: argparse.Namespace, trainer: Any, engine: Any, number: int, name: str) -> dict[str, float]:
-    """One more step, with events around everything: bubble and hidden share of this rank; the picture, from rank 0."""
+    """One more step, called, with events around everything: bubble of this rank; the picture, from rank 0."""
     trainer.optimizer.zero_grad(set_to_none=True)
     dist.barrier()
     torch.cuda.synchronize()
     recorder = Recorder(trainer.mesh.pp_rank, trainer.device)
-    engine.watcher = Metered(engine, recorder)
-    trainer.gradients(number)
-    engine.watcher = None
-    transfers, waits = engine._runtime.context.meter.milliseconds()
+    with engine.watched(recorder):
+        trainer.gradients(number)
     records = recorder.records()
     all_records: list[Any] = [None] * trainer.mesh.pp
     dist.all_gather_object(all_records, records, group=trainer.mesh.pipeline)
@@ -325,12 +315,52 @@ def watched(args: argparse.Namespace, trainer: Any, engine: Any, number: int, na
         stem = results_folder() / f"pipeline-{name.replace(', ', '-').replace(' ', '-')}"
         perfetto(everything, Path(f"{stem}.trace.json"))
         draw(everything, Path(f"{stem}.png"), name)
-    return {
-        "bubble": bubble(everything)[trainer.mesh.pp_rank],
-        "hidden": 1 - waits / transfers if transfers else 1.0,
-        "transfers": transfers,
-        "waits": waits,
-    }
+    return {"bubble": bubble(everything)[trainer.mesh.pp_rank]}
+
+
+def hidden_share(trainer: Any, engine: Any) -> dict[str, float]:
+    """Of this rank's all-to-alls inside overlapped actions, in a step like the timed ones: if they were a graph's replays, it is
+    captured anew with events in it."""
+    if trainer.mesh.ep == 1:
+        return {"hidden": 1.0, "transfers": 0.0, "waits": 0.0}
+    meter = engine._runtime.context.meter
+    captured = trainer.captured if trainer.captured is not None and trainer.captured.captured else None
+    if captured is not None:
+        captured.release()
+    with metering_overlap(meter):
+        for _ in range(UNTIMED):
+            trainer.optimizer.zero_grad(set_to_none=True)
+            meter.forget()
+            trainer.gradients(UNTIMED)
+            if captured is None or captured.captured:
+                break
+    for _ in range(2 if captured is not None else 0):
+        trainer.optimizer.zero_grad(set_to_none=True)
+        trainer.gradients(UNTIMED)
+    transfers, waits = meter.milliseconds()
+    if captured is not None:
+        captured.release()  # before its events go
+    meter.forget()
+    return {"hidden": 1 - waits / transfers if transfers else 1.0, "transfers": transfers, "waits": waits}
+
+
+@contextmanager
+def metering_overlap(meter: Any) -> Iterator[None]:
+    """Within, `meter` is on inside overlapped actions."""
+    together = _Step._together
+
+    def metered(self: Any, forward: Action, backward: Action) -> None:
+        meter.on = True
+        try:
+            together(self, forward, backward)
+        finally:
+            meter.on = False
+
+    _Step._together = metered  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        _Step._together = together  # type: ignore[method-assign]
 
 
 def by_stream() -> str:

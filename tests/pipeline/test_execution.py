@@ -7,6 +7,7 @@ engine that breaks one rule is caught.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from forebay.moe.dispatch.exchange import Exchange, Handle
-from forebay.pipeline.execution import ExecutionContext, NullStream, cut
+from forebay.pipeline.execution import ExecutionContext, NullStream, TransferMeter, cut
 from forebay.pipeline.overlap import OverlappedStep
 from forebay.stores.streams import delayed
 
@@ -361,3 +362,34 @@ def test_gpu_peak_falls_by_what_is_released() -> None:
 
     freed = layers * 3 * tokens_ * width * 4  # residual, rows and y_rows, fp32
     assert peak(early_release=False) - peak(early_release=True) == pytest.approx(freed, rel=0.02)
+
+
+@pytest.mark.gpu
+def test_a_meter_times_what_a_graph_replays() -> None:
+    """Transfers of 20 and 10 ms or so, by the clock of the device, that nobody hides."""
+    meter = TransferMeter()
+    meter.on = True
+    comm = torch.cuda.Stream()
+    cycles = torch.full((), 20e6)
+
+    def transfer(share: float) -> None:
+        with torch.cuda.stream(comm):
+            torch.cuda._sleep(int(share * cycles))
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        compute = torch.cuda.current_stream()
+        for share in (1.0, 0.5):
+            comm.wait_stream(compute)
+            meter.transfer(comm, partial(transfer, share))
+            meter.wait(compute, partial(compute.wait_stream, comm))
+    graph.replay()
+    once = meter.milliseconds()
+    graph.replay()
+    again = meter.milliseconds()
+    for transfers, waits in (once, again):
+        assert transfers > 5.0 and waits == pytest.approx(transfers, rel=0.1)
+    assert again[0] == pytest.approx(once[0], rel=0.5), "of one replay, not of all"
+    del graph
+    meter.forget()
+    assert meter.milliseconds() == (0, 0)

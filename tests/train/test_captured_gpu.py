@@ -138,6 +138,29 @@ if __name__ == "__main__":
 
 
 @pytest.mark.gpu
+def test_calls_draw_random_numbers_behind_a_capture_that_failed() -> None:
+    from forebay.train.captured import CapturedStep
+
+    device = torch.device("cuda")
+
+    def body(parts: Any, count: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        drawn = torch.rand(8, device=device)
+        if torch.cuda.is_current_stream_capturing():
+            raise ValueError("on purpose")
+        return (drawn,)
+
+    step = CapturedStep(body, [], device, lambda: 0, lambda ok: ok)
+    parts = [(torch.tensor([1], device=device), torch.tensor([0], device=device))]
+    seen = []
+    while step.why_not is None:
+        (drawn,) = step.on_stream(lambda: step(parts, 1))
+        seen.append(drawn)
+    assert step.why_not == "ValueError: on purpose"
+    seen += [step.on_stream(lambda: step(parts, 1))[0], torch.rand(8, device=device)]
+    assert len({tuple(drawn.tolist()) for drawn in seen}) == len(seen)
+
+
+@pytest.mark.gpu
 def test_a_graph_that_is_given_up_takes_nothing_from_another_one() -> None:
     """cuBLAS's workspaces are cleared with it: those that the other one knows must be memory of its own pool."""
     from forebay.train.captured import CapturedStep

@@ -56,12 +56,15 @@ def measured(file: str, **wanted: Any) -> float:
 
 EP = {"overlap": True, "reshard": False, "gradients": "compute", "dispatch": "symmetric", "capacity_factor": 2.0}
 PIPE = {"pp": 2, "ep": 2, "reshard": False, "capacity_factor": 1.0, "partition": [3, 2, 2, 1]}
+QWEN = {**PIPE, "partition": [2, 2, 3, 1]}
 GRAPHS = [
     ("paging_ep2_qwen3", "qwen3-30b-a3b", "graph", 2, {**EP, "ep": 2}, PAGED),
     ("paging_ep2_deepseek", "deepseek-v2-lite", "graph", 2, {**EP, "ep": 2}, PAGED),
     ("paging_ep4", "qwen3-30b-a3b", "graph", 4, {**EP, "ep": 4}, PAGED),
-    ("pipeline_graph", "deepseek-v2-lite", "dualpipev, graph", 4, PIPE, {}),
-    ("pipeline_graph", "deepseek-v2-lite", "dualpipev, bf16 sums, graph", 4, {**PIPE, "gradients": "compute"}, {}),
+    ("pipeline_graph_4gpu", "deepseek-v2-lite", "dualpipev, graph", 4, PIPE, {}),
+    ("pipeline_graph_4gpu", "deepseek-v2-lite", "dualpipev, bf16 sums, graph", 4, {**PIPE, "gradients": "compute"}, {}),
+    ("pipeline_graph_4gpu", "qwen3-30b-a3b", "dualpipev, graph", 4, QWEN, {}),
+    ("pipeline_graph_4gpu", "qwen3-30b-a3b", "dualpipev, bf16 sums, graph", 4, {**QWEN, "gradients": "compute"}, {}),
 ]
 
 

@@ -37,6 +37,7 @@ from torch import Tensor
 
 from forebay.kernels.flags import Flags
 from forebay.moe.dispatch.exchange import Exchange
+from forebay.stores.streams import timing_event
 
 
 class _Enter(torch.autograd.Function):
@@ -159,6 +160,9 @@ class Pending:
 class TransferMeter:
     """How long transfers took, and how long the compute stream stood still for them; on a CUDA device.
 
+    What a CUDA graph captures while this is on is timed at each replay. The graph records into events of this, which have to
+    outlive it.
+
     Attributes:
         on: whether to measure now.
     """
@@ -177,16 +181,19 @@ class TransferMeter:
         return self._around(self._waits, stream, run)
 
     def milliseconds(self) -> tuple[float, float]:
-        """(in transfers, waited for them) since the last call. Waits for the device."""
+        """(in transfers, waited for them) since `forget`; of a graph, in its last replay. Waits for the device."""
         torch.cuda.synchronize()
         sums = tuple(sum(a.elapsed_time(b) for a, b in pairs) for pairs in (self._transfers, self._waits))
-        self._transfers, self._waits = [], []
         return sums[0], sums[1]
+
+    def forget(self) -> None:
+        """Count from here. No graph is alive that was captured while this was on."""
+        self._transfers, self._waits = [], []
 
     def _around(self, pairs: list[tuple[Any, Any]], stream: Any, run: Callable[[], Any]) -> Any:
         if not self.on:
             return run()
-        pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        pair = (timing_event(), timing_event())
         pair[0].record(stream)
         result = run()
         pair[1].record(stream)

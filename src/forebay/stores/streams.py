@@ -169,6 +169,11 @@ def external_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True, external=True)
 
 
+def timing_event() -> torch.cuda.Event:
+    """An event that tells the time, of a graph's replay if the current stream is part of one that is being captured."""
+    return external_event() if _is_capturing() else torch.cuda.Event(enable_timing=True)
+
+
 def _is_capturing() -> bool:
     """Whether the current stream is part of a CUDA graph that is being captured."""
     return torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -230,6 +230,7 @@ class CapturedStep:
                 self._outputs = self._body(self._inputs, self._count)
         except Exception as error:  # whatever it is: the other processes wait to hear of it
             reason = _first_cause(error)
+            self._free_generator()
         self.peak_bytes = torch.cuda.max_memory_allocated(self._device) - held
         self.left_bytes = torch.cuda.memory_allocated(self._device) - held
         self._left = [kept.take() for kept in self._kept]
@@ -241,6 +242,15 @@ class CapturedStep:
             return False
         self._graph, self._signature = graph, signature
         return True
+
+    def _free_generator(self) -> None:
+        """Trap: a capture that fails leaves torch's generator of random numbers in it, where it refuses to draw for calls
+        ("Offset increment outside graph capture"). The end of a capture that succeeds takes it out."""
+        with (
+            suppress(RuntimeError),
+            torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream, capture_error_mode="thread_local"),
+        ):
+            torch.zeros(1, device=self._device)
 
     def _ends(self) -> bool:
         """Whether the replay that was just launched ends by itself. If not, it is made to, and what it wrote is of no use."""

@@ -46,6 +46,7 @@ def test_rates_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
         assert rates.grouped(CPU, SMALL, weights) == [[2 * 2 * 16**3] * 2, [2 * 2 * 32**3] * 2]
     assert rates.bandwidth(CPU, SMALL) == [[2 << 12, 2 << 12], [2 << 16, 2 << 16]]
     assert rates.host_link(CPU, SMALL) == (1 << 16, 1 << 16)
+    assert rates.host_both(CPU, SMALL) == 1 << 16
     pairs = 2 * 32 * 32 / 2  # two heads, half of all
     assert rates.attention(CPU, SMALL) == (2 * 2 * pairs * 16, 5 * 2 * pairs * 16)
 
@@ -62,12 +63,25 @@ def test_a_profile_of_this_machine(tmp_path: Path) -> None:
     assert load(str(file)) == profile
 
 
+def test_what_gpus_of_a_host_share_is_the_h200s_if_one_was_measured() -> None:
+    shares = []
+    for profile in (complete(measured(CPU, SMALL), "mine", "eight CPUs", 8), load("h200")):
+        alone, together = profile.host(1), profile.host(16)
+        assert profile.host(8) == together
+        shares.append([b / a for a, b in zip(alone, together, strict=True)])
+    assert shares[0] == pytest.approx(shares[1]) and max(shares[1]) < 0.5
+
+
 def _links(rank: int, world: int, on_node: int) -> dict[str, Any]:
     return measured_links(CPU, SMALL, on_node)
 
 
 def test_links_of_two_processes_of_one_machine() -> None:
     found = run_ranks(_links, 2, 2)
+    hosts = {name: found[0].pop(name) for name in ("host_out", "host_back")}
+    assert all([gpus for gpus, _ in curve] == [1, 2] and all(rate > 2 for _, rate in curve) for curve in hosts.values())
+    for name in hosts:
+        assert found[1].pop(name)[1][1] > 2  # alone was the first one
     assert found[0] == found[1]  # the slowest one's
     assert set(found[0]) == {"all_to_all", "all_gather", "reduce_scatter"}
     assert [size for size, _ in found[0]["all_to_all"]] == [512, 8192]  # half of each stays

@@ -19,10 +19,11 @@ import torch.distributed as dist
 
 from forebay.measure import rates
 from forebay.measure.rates import Sizes
-from forebay.planner.device import DEFAULT, DeviceProfile, load, of_dict
+from forebay.planner.device import BOTH_WAYS, DEFAULT, DeviceProfile, load, of_dict
 from forebay.train.errors import RunError, UsageError
 from forebay.train.world import World
 
+_HOST = ("host_out", "host_back")
 _LINKS = ("all_to_all", "all_gather", "reduce_scatter")
 
 
@@ -105,6 +106,8 @@ def measured_links(device: torch.device, sizes: Sizes, on_node: int) -> dict[str
     found: dict[str, Any] = {}
     count = dist.get_world_size()
     group = None
+    if on_node > 1:
+        found |= _host_links(device, sizes, on_node)
     if 1 < on_node < count:
         group, _ = dist.new_subgroups(on_node)
     if on_node > 1:
@@ -117,9 +120,24 @@ def measured_links(device: torch.device, sizes: Sizes, on_node: int) -> dict[str
     return found
 
 
+def _host_links(device: torch.device, sizes: Sizes, on_node: int) -> dict[str, Any]:
+    """One process's alone, and while all of a machine copy both ways."""
+    dist.barrier()
+    alone = rates.host_link(device, sizes) if dist.get_rank() % on_node == 0 else (1.0, 1.0)  # the first one writes
+    dist.barrier()
+    together = rates.host_both(device, sizes) / BOTH_WAYS
+    dist.barrier()
+    return {name: [[1.0, one], [float(on_node), together]] for name, one in zip(_HOST, alone, strict=True)}
+
+
 def complete(figures: dict[str, Any], name: str, title: str, node: int) -> DeviceProfile:
-    """A profile of measured figures, and of the H200's where there are none."""
+    """A profile of measured figures, and of the H200's where there are none. What several GPUs of a host get of its memory at
+    once is measured by several processes only: else as much less as the H200's get."""
     raw = load(DEFAULT).as_dict()
+    for key in _HOST:
+        if isinstance(figures.get(key), float):
+            one = raw[key]["value"][0][1]
+            figures = {**figures, key: [[gpus, figures[key] * rate / one] for gpus, rate in raw[key]["value"]]}
     for key in raw.keys() - {"name", "title", "node"}:
         if key in figures:
             raw[key] = {

@@ -154,6 +154,29 @@ def host_link(device: torch.device, sizes: Sizes) -> tuple[float, float]:
     return sizes.links / out, sizes.links / back
 
 
+def host_both(device: torch.device, sizes: Sizes) -> float:
+    """Bytes/s each way, to pinned host memory and from it at once."""
+    cuda = device.type == "cuda"
+    hosts = [torch.randint(0, 256, (sizes.links,), dtype=torch.uint8) for _ in range(2)]
+    hosts = [host.pin_memory() for host in hosts] if cuda else hosts
+    here = [torch.randint(0, 256, (sizes.links,), device=device, dtype=torch.uint8) for _ in range(2)]
+    ways = [(hosts[0], here[0]), (here[1], hosts[1])]  # (target, source)
+    streams = [torch.cuda.Stream(device) for _ in ways] if cuda else []
+
+    def run() -> None:
+        if not cuda:
+            for target, source in ways:
+                target.copy_(source)
+        for stream, (target, source) in zip(streams, ways, strict=False):
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
+        for stream in streams:
+            torch.cuda.current_stream(device).wait_stream(stream)
+
+    return sizes.links / seconds(run, device)
+
+
 def launch(device: torch.device) -> float:
     """Seconds of the host for an operation that it does not wait for."""
     x = torch.zeros(1, device=device)

@@ -30,6 +30,8 @@ from types import MappingProxyType
 from typing import Any
 
 DEFAULT = "h200"
+# Of a rate one way, each way's while copies go both ways: 50.6 of 55.3 GB/s (H200, PCIe gen 5; benchmarks/results/host_link.md).
+BOTH_WAYS = 0.9
 SOURCES = ("measured", "datasheet", "calibrated", "estimated")
 
 FIGURES: Mapping[str, str] = MappingProxyType(
@@ -42,8 +44,8 @@ FIGURES: Mapping[str, str] = MappingProxyType(
         "attention": "FLOP/s of causal attention, by its FLOPs (half of all pairs)",
         "attention_backward": "the same of its backward",
         "bandwidth": "bytes/s read and written, by bytes",
-        "host_out": "bytes/s to pinned host memory",
-        "host_back": "bytes/s from pinned host memory",
+        "host_out": "bytes/s to pinned host memory, by GPUs of a host that copy at once; each way of both gets `BOTH_WAYS` of it",
+        "host_back": "bytes/s from pinned host memory, likewise",
         "all_to_all": "bytes/s that leave a GPU, within a node, by bytes",
         "all_to_all_between": "the same between nodes",
         "all_gather": "bytes/s that reach a GPU, within a node",
@@ -104,6 +106,11 @@ class DeviceProfile:
     def link(self, name: str, within: bool, size: float = 0.0) -> float:
         """The rate of a collective within a node, or between nodes."""
         return self.at(name if within else f"{name}_between", size)
+
+    def host(self, world: int) -> tuple[float, float]:
+        """Bytes/s to pinned host memory and from it, of each of `world` GPUs: those of a host share its memory."""
+        gpus = min(world, self.node)
+        return self.at("host_out", gpus), self.at("host_back", gpus)
 
     def measured(self) -> tuple[str, ...]:
         """Names of the figures that are no datasheet's."""

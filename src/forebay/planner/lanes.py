@@ -28,11 +28,9 @@ from collections.abc import Iterable
 from itertools import accumulate
 from math import inf
 
+from forebay.planner.device import BOTH_WAYS
 from forebay.planner.simulate import Key, Plan, Timeline
 
-# Copies both ways at once run at 50.6 of 55.3 GB/s (H200, PCIe gen 5); of 4 GPUs of a host at once at 23 of 38 out and 47 back
-# (benchmarks/results/host_link.md). A rate that was measured in a step has some of that in it.
-_SHARED = 0.9
 _SLACK = 3e-4  # s; launch latencies between a moment and the copy it starts, and what varies from step to step
 # Of the peak, between it and what stays after all: how memory rises within a moment varies a little from step to step.
 _APART = 0.01
@@ -54,7 +52,7 @@ class Step:
         self.sizes = [sum(c.items) for c in self.calls]
         self.slack = _SLACK if timeline.out_rate < inf else 0.0
         self.opening, self.closing = timeline.opening, timeline.closing
-        self.out_rate, self.back_rate = timeline.out_rate * _SHARED, timeline.back_rate * _SHARED
+        self.out_rate, self.back_rate = timeline.out_rate * BOTH_WAYS, timeline.back_rate * BOTH_WAYS
         self.opening_rate = timeline.opening_rate or self.out_rate
         self.closing_rate = timeline.closing_rate or self.back_rate
 

@@ -127,8 +127,9 @@ class Timed:
                 backward.insert(0, back)
         if self.config.memory.offload == "all":
             moved = sum(self._offloaded(number) for number in stage.layers)
-            forward[-1] = forward[-1] + _waiting(forward, moved / device.at("host_out"))
-            backward[-1] = backward[-1] + _waiting(backward, moved / device.at("host_back"))
+            out_rate, back_rate = device.host(self.sharing.data * self.sharing.pp)
+            forward[-1] = forward[-1] + _waiting(forward, moved / out_rate)
+            backward[-1] = backward[-1] + _waiting(backward, moved / back_rate)
         return StageTime(tuple(forward), tuple(backward))
 
     def _offloaded(self, number: int) -> int:
@@ -204,7 +205,7 @@ def machine_of(device: DeviceProfile, ep: int, sharing: Sharing) -> Machine:
     """What placements cost on a device, for `forebay.planner.choose`."""
     clock = Clock(device, ep, sharing.compute == 4)
     copied = device.at("bandwidth", 1 << 30)
-    return Machine(_ByClock(clock), device.at("host_out"), device.at("host_back"), copied)
+    return Machine(_ByClock(clock), *device.host(sharing.data * sharing.pp), copied)
 
 
 def _waiting(spells: Sequence[Spell], copies: float) -> Spell:

@@ -135,6 +135,7 @@ class Running:
         picture = watched(args, trainer, self.engine, UNTIMED + len(steps), f"{self.name}-{self.arm}")
         peaks, waited = planned_peaks(trainer.memory), trainer.memory.report().wait_ms or 0.0
         graph = None if trainer.captured is None else trainer.captured.why_not or "yes"
+        segments = by_stream() if self.alone else None
         hidden = hidden_share(trainer, self.engine)
         seconds = [s[0] for s in steps]
         by_rank = gathered(
@@ -173,7 +174,7 @@ class Running:
             "graph": graph,
             "reserved": max(of("reserved")) if self.alone else None,
             "withheld GiB": ", ".join(f"{v:.2f}" for v in of("withheld")),
-            "segments of streams GiB": by_stream() if self.alone else None,
+            "segments of streams GiB": segments,
             "offloaded a step GiB": ", ".join(f"{v:.1f}" for v in of("moved")),
             "planned fall GiB": ", ".join(f"{v:.4f}" for v in of("fall")),
             "planned peaks, kept and offloaded GiB": "; ".join(

@@ -5,7 +5,7 @@ Each process copies page-locked memory of its own in pieces of 64 MiB, out on on
     GPUs        that copy at the same time
     ways        out (to the host), back, or both at once
     by          streams, or one CUDA graph that holds all copies
-    beside      nothing, or products of bf16 matrices on a third stream for as long
+    beside      nothing, or products of bf16 matrices on a third stream, 6 ms of each round of copies, which takes 19 to 47
     memory      on the NUMA node whose processors the process may use: `any`, or each in turn where there are several
     GB/s        bytes over the time from a lane's first copy to its last one's end: least and mean of the GPUs that copy
 
@@ -94,6 +94,7 @@ def nodes() -> dict[str, set[int]]:
     for folder in sorted(Path("/sys/devices/system/node").glob("node[0-9]*")):
         spans = [span.split("-") for span in (folder / "cpulist").read_text().strip().split(",") if span]
         found[folder.name] = {cpu for span in spans for cpu in range(int(span[0]), int(span[-1]) + 1)}
+    found = {name: own for name, processors in found.items() if (own := processors & found["any"])}
     return found if len(found) > 2 else {"any": found["any"]}
 
 
@@ -148,6 +149,7 @@ def main() -> None:
     for memory, processors in nodes().items():
         with bound(processors):
             rows += measure(Lanes(device), memory, device)
+            torch._C._host_emptyCache()  # or the next node's would be this one's memory
     if dist.get_rank() == 0:
         write(args.name, rows, world=dist.get_world_size(), nodes={name: len(cpus) for name, cpus in nodes().items()})
     dist.barrier()

@@ -16,6 +16,7 @@ A step is forward and backward of all microbatches of the global batch, until th
                       stand still, in the graph if there is one; the least of all ranks
     reserved          of the caching allocator over allocated, both peaks, without expandable segments; of a graph's memory
                       what its capture took at most is allocated
+    waits for copies  of the compute stream, in a step that is called
     withheld          bytes freed while the step was captured that may not be used again before the capture's end, because another
                       stream was given them (`record_stream`, as NCCL's sends and receives may do)
 

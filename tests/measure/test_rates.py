@@ -47,6 +47,10 @@ def test_rates_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rates.bandwidth(CPU, SMALL) == [[2 << 12, 2 << 12], [2 << 16, 2 << 16]]
     assert rates.host_link(CPU, SMALL) == (1 << 16, 1 << 16)
     assert rates.host_both(CPU, SMALL) == 1 << 16
+    said: list[str] = []
+    rates.host_both(CPU, SMALL, lambda: said.append("ready"))
+    rates.host_link(CPU, SMALL, lambda: said.append("ready"))
+    assert len(said) == 3
     pairs = 2 * 32 * 32 / 2  # two heads, half of all
     assert rates.attention(CPU, SMALL) == (2 * 2 * pairs * 16, 5 * 2 * pairs * 16)
 
@@ -66,10 +70,16 @@ def test_a_profile_of_this_machine(tmp_path: Path) -> None:
 def test_what_gpus_of_a_host_share_is_the_h200s_if_one_was_measured() -> None:
     shares = []
     for profile in (complete(measured(CPU, SMALL), "mine", "eight CPUs", 8), load("h200")):
-        alone, together = profile.host(1), profile.host(16)
-        assert profile.host(8) == together
+        alone, together = profile.host(1, False), profile.host(16, False)
+        assert profile.host(8, False) == together
         shares.append([b / a for a, b in zip(alone, together, strict=True)])
-    assert shares[0] == pytest.approx(shares[1]) and max(shares[1]) < 0.5
+    assert shares[0] == pytest.approx(shares[1]) and max(shares[1]) < 0.9
+
+
+def test_a_pipeline_copies_both_ways_at_once_but_at_its_ends() -> None:
+    profile = load("h200")
+    assert profile.host(4, True) == (profile.at("host_both", 4) / 0.9,) * 2 + profile.host(4, False)
+    assert profile.host(4, True)[0] < 0.7 * profile.host(4, False)[0]
 
 
 def _links(rank: int, world: int, on_node: int) -> dict[str, Any]:
@@ -78,7 +88,7 @@ def _links(rank: int, world: int, on_node: int) -> dict[str, Any]:
 
 def test_links_of_two_processes_of_one_machine() -> None:
     found = run_ranks(_links, 2, 2)
-    hosts = {name: found[0].pop(name) for name in ("host_out", "host_back")}
+    hosts = {name: found[0].pop(name) for name in ("host_out", "host_back", "host_both")}
     assert all([gpus for gpus, _ in curve] == [1, 2] and all(rate > 2 for _, rate in curve) for curve in hosts.values())
     for name in hosts:
         assert found[1].pop(name)[1][1] > 2  # alone was the first one

@@ -146,7 +146,7 @@ def test_calls_draw_random_numbers_behind_a_capture_that_failed() -> None:
     def body(parts: Any, count: torch.Tensor) -> tuple[torch.Tensor, ...]:
         drawn = torch.rand(8, device=device)
         if torch.cuda.is_current_stream_capturing():
-            raise ValueError("on purpose")
+            drawn.sum().item()  # waits for the device, which ends the capture itself: an exception alone would not
         return (drawn,)
 
     step = CapturedStep(body, [], device, lambda: 0, lambda ok: ok)
@@ -155,7 +155,7 @@ def test_calls_draw_random_numbers_behind_a_capture_that_failed() -> None:
     while step.why_not is None:
         (drawn,) = step.on_stream(lambda: step(parts, 1))
         seen.append(drawn)
-    assert step.why_not == "ValueError: on purpose"
+    assert "Error" in step.why_not
     seen += [step.on_stream(lambda: step(parts, 1))[0], torch.rand(8, device=device)]
     assert len({tuple(drawn.tolist()) for drawn in seen}) == len(seen)
 

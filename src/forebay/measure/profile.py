@@ -23,7 +23,7 @@ from forebay.planner.device import BOTH_WAYS, DEFAULT, DeviceProfile, load, of_d
 from forebay.train.errors import RunError, UsageError
 from forebay.train.world import World
 
-_HOST = ("host_out", "host_back")
+_HOST = ("host_out", "host_back", "host_both")
 _LINKS = ("all_to_all", "all_gather", "reduce_scatter")
 
 
@@ -79,6 +79,7 @@ def measured(device: torch.device, sizes: Sizes) -> dict[str, Any]:
     """Figures of one device by name: values alone, as `forebay.planner.device` has them in a file."""
     ahead, back = rates.attention(device, sizes)
     out, home = rates.host_link(device, sizes)
+    both = rates.host_both(device, sizes)
     found: dict[str, Any] = {
         "matmul_bf16": rates.products(device, sizes, torch.bfloat16),
         "matmul_fp32": rates.products(device, sizes, torch.float32),
@@ -89,6 +90,7 @@ def measured(device: torch.device, sizes: Sizes) -> dict[str, Any]:
         "bandwidth": rates.bandwidth(device, sizes),
         "host_out": out,
         "host_back": home,
+        "host_both": both,
         "launch": rates.launch(device),
         "kernel": rates.kernel(device),
     }
@@ -121,13 +123,19 @@ def measured_links(device: torch.device, sizes: Sizes, on_node: int) -> dict[str
 
 
 def _host_links(device: torch.device, sizes: Sizes, on_node: int) -> dict[str, Any]:
-    """One process's alone, and while all of a machine copy both ways."""
+    """One process's alone (the first one writes), and the slowest one's while all copy. Both ways alone is reckoned."""
     dist.barrier()
-    alone = rates.host_link(device, sizes) if dist.get_rank() % on_node == 0 else (1.0, 1.0)  # the first one writes
+    alone = rates.host_link(device, sizes) if dist.get_rank() % on_node == 0 else (1.0, 1.0)
     dist.barrier()
-    together = rates.host_both(device, sizes) / BOTH_WAYS
-    dist.barrier()
-    return {name: [[1.0, one], [float(on_node), together]] for name, one in zip(_HOST, alone, strict=True)}
+    slowest = torch.tensor(
+        [*rates.host_link(device, sizes, dist.barrier), rates.host_both(device, sizes, dist.barrier)],
+        dtype=torch.float64,
+        device=device,
+    )
+    dist.all_reduce(slowest, dist.ReduceOp.MIN)
+    together = slowest.tolist()
+    first = (*alone, min(alone) * BOTH_WAYS)
+    return {name: [[1.0, one], [float(on_node), all_]] for name, one, all_ in zip(_HOST, first, together, strict=True)}
 
 
 def complete(figures: dict[str, Any], name: str, title: str, node: int) -> DeviceProfile:

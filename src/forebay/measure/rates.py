@@ -144,18 +144,20 @@ def bandwidth(device: torch.device, sizes: Sizes) -> Curve:
     return _ascending(found)
 
 
-def host_link(device: torch.device, sizes: Sizes) -> tuple[float, float]:
-    """Bytes/s to pinned host memory, and from it."""
+def host_link(device: torch.device, sizes: Sizes, ready: Callable[[], Any] = lambda: None) -> tuple[float, float]:
+    """Bytes/s to pinned host memory, and from it. `ready` is called before either, when all is there."""
     host = torch.randint(0, 256, (sizes.links,), dtype=torch.uint8)
     host = host.pin_memory() if device.type == "cuda" else host
     here = torch.randint(0, 256, (sizes.links,), device=device, dtype=torch.uint8)
+    ready()
     out = seconds(lambda: host.copy_(here, non_blocking=True), device)
+    ready()
     back = seconds(lambda: here.copy_(host, non_blocking=True), device)
     return sizes.links / out, sizes.links / back
 
 
-def host_both(device: torch.device, sizes: Sizes) -> float:
-    """Bytes/s each way, to pinned host memory and from it at once."""
+def host_both(device: torch.device, sizes: Sizes, ready: Callable[[], Any] = lambda: None) -> float:
+    """Bytes/s each way, to pinned host memory and from it at once. `ready` is called once, when all is there."""
     cuda = device.type == "cuda"
     hosts = [torch.randint(0, 256, (sizes.links,), dtype=torch.uint8) for _ in range(2)]
     hosts = [host.pin_memory() for host in hosts] if cuda else hosts
@@ -174,6 +176,8 @@ def host_both(device: torch.device, sizes: Sizes) -> float:
         for stream in streams:
             torch.cuda.current_stream(device).wait_stream(stream)
 
+    run()
+    ready()
     return sizes.links / seconds(run, device)
 
 

@@ -58,7 +58,7 @@ def may_leave(events: PartEvents, hidden: int, least: int) -> list[tuple[int, in
 def plan_link(
     stages: Mapping[int, Sequence[Half]],
     actions: Iterable[Any],
-    rates: tuple[float, float],
+    rates: tuple[float, ...],
     *,
     hidden: int,
     least: int,
@@ -69,7 +69,7 @@ def plan_link(
     Args:
         stages: halves in forward order, ends included, by stage.
         actions: of a cycle: a pipeline's step; else a forward and its backward.
-        rates: bytes a second, to the host and back.
+        rates: bytes a second, to the host and back, and at a pipeline's two ends where they are known; as a `Timeline` has them.
         hidden: bytes of a half's input.
         least: bytes below which a storage stays.
         everything: `offload = "all"`: wait for the link where that is needed.

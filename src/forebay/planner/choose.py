@@ -46,14 +46,16 @@ class Machine:
 
     Attributes:
         seconds: of a part's halves.
-        out_rate, back_rate: of the link to the host, bytes a second, both ways at once and all GPUs of a host at once.
+        out_rate, back_rate: of the link to the host, bytes a second, all GPUs of a host at once; as a `Timeline` has them.
         copy_rate: bytes a second that a kernel reads or writes.
+        end_rates: of a pipeline, the link's at a step's two ends; likewise.
     """
 
     seconds: Seconds
     out_rate: float
     back_rate: float
     copy_rate: float
+    end_rates: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,8 @@ from types import MappingProxyType
 from typing import Any
 
 DEFAULT = "h200"
-# Of a rate one way, each way's while copies go both ways: 50.6 of 55.3 GB/s (H200, PCIe gen 5; benchmarks/results/host_link.md).
+# Of a `Timeline`'s rates, what plans count on each way while copies go both ways: 50.6 of 55.3 GB/s (H200, PCIe gen 5;
+# benchmarks/results/host_link.md). Rates that were measured in a step have some of that in them already: then it is a margin.
 BOTH_WAYS = 0.9
 SOURCES = ("measured", "datasheet", "calibrated", "estimated")
 
@@ -44,8 +45,9 @@ FIGURES: Mapping[str, str] = MappingProxyType(
         "attention": "FLOP/s of causal attention, by its FLOPs (half of all pairs)",
         "attention_backward": "the same of its backward",
         "bandwidth": "bytes/s read and written, by bytes",
-        "host_out": "bytes/s to pinned host memory, by GPUs of a host that copy at once; each way of both gets `BOTH_WAYS` of it",
+        "host_out": "bytes/s to pinned host memory, by GPUs of a host that copy at once",
         "host_back": "bytes/s from pinned host memory, likewise",
+        "host_both": "bytes/s each way of both at once, likewise",
         "all_to_all": "bytes/s that leave a GPU, within a node, by bytes",
         "all_to_all_between": "the same between nodes",
         "all_gather": "bytes/s that reach a GPU, within a node",
@@ -107,10 +109,13 @@ class DeviceProfile:
         """The rate of a collective within a node, or between nodes."""
         return self.at(name if within else f"{name}_between", size)
 
-    def host(self, world: int) -> tuple[float, float]:
-        """Bytes/s to pinned host memory and from it, of each of `world` GPUs: those of a host share its memory."""
+    def host(self, world: int, pipeline: bool) -> tuple[float, ...]:
+        """Rates of a `Timeline`, bytes/s, for each of `world` GPUs: those of a host share its memory. In a pipeline copies go
+        both ways at once but at a step's two ends: four rates; else one way after the other: two."""
         gpus = min(world, self.node)
-        return self.at("host_out", gpus), self.at("host_back", gpus)
+        one_way = self.at("host_out", gpus), self.at("host_back", gpus)
+        both = self.at("host_both", gpus) / BOTH_WAYS
+        return (both, both, *one_way) if pipeline else one_way
 
     def measured(self) -> tuple[str, ...]:
         """Names of the figures that are no datasheet's."""

@@ -184,7 +184,7 @@ class Laid:
             moment = next(full, moment - 1) + 1  # behind the last moment without room
             memory[moment:needed] = [m + size for m in memory[moment:needed]]
             self.fetched[call] = moment
-            deadline = max(begin, self._starts[moment])
+            deadline = min(deadline, max(begin, self._starts[moment]))
         for call in [c for c in self.bytes if c not in self.fetched]:
             self._leave(call, frozenset())
 

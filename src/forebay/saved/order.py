@@ -304,8 +304,8 @@ class Stopwatch:
         return waits / (self._moments[0][2].elapsed_time(self._moments[-1][3]) or 1.0) if self._moments else 0.0
 
     def retimed(self, timeline: Timeline, rates: Rates) -> Timeline | None:
-        """`timeline` with these times, memory, and rates where they are known; None if another cycle was run. Waits for the
-        device."""
+        """`timeline` with these times, memory, and rates; its own `out_rate` and `back_rate` where none is known. None if another
+        cycle was run. Waits for the device."""
         names = [(m.kind, timeline.calls[m.call].key) for m in timeline.moments]
         if names != [(kind, key) for kind, key, _, _ in self._moments]:
             return None

@@ -33,8 +33,9 @@ from forebay.stores.host import HostStore
 
 _RETIMINGS = 3  # cycles after the measuring ones whose times correct the plan, where several microbatches are under way
 
-# If more than this share of a captured cycle was spent waiting, the next plan counts on so much less of the link. Rates while
-# copying are known; what else is on the way between host and device, or how one late copy makes others late, is not.
+# If more than this share of a captured cycle was spent waiting, by a plan made with a captured one's times, the next plan counts
+# on so much less of the link. Rates while copying are known; what else is on the way between host and device, or how one late
+# copy makes others late, is not.
 _WAITS, _LESS = 1e-3, 0.85
 
 # Of a budget, left over by the first plan: steps took up to 1.6 % of it more than their plans said, in 5 of 6 runs

@@ -164,7 +164,8 @@ class Layout:
     def _link(self, number: int, rank: Rank, halves: Mapping[int, Sequence[Half]]) -> Plan:
         """What the run's manager will plan. Of a process alone, for each microbatch anew. On a CPU a copy takes no time."""
         todo = self._todo(number)
-        rates = (self.machine.out_rate, self.machine.back_rate) if self.sharing.gpu else (inf, inf)
+        m = self.machine
+        rates = (m.out_rate, m.back_rate, *m.end_rates) if self.sharing.gpu else (inf, inf)
         return plan_link(
             halves,
             todo if self.engine else [action for action in todo if action.microbatch == 0],

@@ -127,7 +127,7 @@ class Timed:
                 backward.insert(0, back)
         if self.config.memory.offload == "all":
             moved = sum(self._offloaded(number) for number in stage.layers)
-            out_rate, back_rate = device.host(self.sharing.data * self.sharing.pp)
+            out_rate, back_rate = _host(device, self.sharing)[:2]
             forward[-1] = forward[-1] + _waiting(forward, moved / out_rate)
             backward[-1] = backward[-1] + _waiting(backward, moved / back_rate)
         return StageTime(tuple(forward), tuple(backward))
@@ -205,7 +205,12 @@ def machine_of(device: DeviceProfile, ep: int, sharing: Sharing) -> Machine:
     """What placements cost on a device, for `forebay.planner.choose`."""
     clock = Clock(device, ep, sharing.compute == 4)
     copied = device.at("bandwidth", 1 << 30)
-    return Machine(_ByClock(clock), *device.host(sharing.data * sharing.pp), copied)
+    out_rate, back_rate, *ends = _host(device, sharing)
+    return Machine(_ByClock(clock), out_rate, back_rate, copied, tuple(ends))
+
+
+def _host(device: DeviceProfile, sharing: Sharing) -> tuple[float, ...]:
+    return device.host(sharing.data * sharing.pp, sharing.pp > 1)
 
 
 def _waiting(spells: Sequence[Spell], copies: float) -> Spell:

@@ -28,13 +28,11 @@ class Replayed:
 
     def __init__(self, waited: float):
         self._waited = waited
-        self.rates: Rates | None = None
 
     def waited(self) -> float:
         return self._waited
 
     def retimed(self, timeline: Timeline, rates: Rates) -> Timeline:
-        self.rates = rates
         return replace(timeline, out_rate=10e9, back_rate=10e9, opening_rate=rates.opening, closing_rate=rates.closing)
 
 

@@ -108,11 +108,10 @@ def measured_links(device: torch.device, sizes: Sizes, on_node: int) -> dict[str
     found: dict[str, Any] = {}
     count = dist.get_world_size()
     group = None
-    if on_node > 1:
-        found |= _host_links(device, sizes, on_node)
     if 1 < on_node < count:
         group, _ = dist.new_subgroups(on_node)
     if on_node > 1:
+        found |= _host_links(device, sizes, on_node)
         found |= dict(zip(_LINKS, rates.collectives(device, sizes, group), strict=True))
         if device.type == "cuda":
             found["contention"] = rates.contention(device, sizes, group)

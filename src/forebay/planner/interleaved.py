@@ -77,7 +77,7 @@ def _waiting(step: Step, kinds: Sequence[Kind], best: Laid) -> Laid:
         level = high  # first: these kinds may not lower the peak at all
         while high - low > _FINE * best.peak:
             laid = step.lay(items, level)
-            if laid.stall > limit:
+            if laid.stall() > limit:
                 low = level
             else:
                 high = level

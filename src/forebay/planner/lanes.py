@@ -85,7 +85,6 @@ class Laid:
         bytes: of each call of which something leaves.
         settled, fetched: call to the moment at which its copy out is settled, and to that at which its copy back begins.
         memory: bytes at each moment, with what rises during it; `peak`, the most of it.
-        stall: seconds for which the compute stream waits for copies.
     """
 
     def __init__(self, step: Step, chosen: dict[int, set[int]], level: float):
@@ -97,7 +96,6 @@ class Laid:
             self._lay(level)
         self.memory = self._memory()
         self.peak = max(self.memory, default=0)
-        self.stall = self._waits()
 
     def keep_what_may_stay(self) -> None:
         """Take out what lowers nothing but memory that is lower than its peak already."""
@@ -117,11 +115,10 @@ class Laid:
             size = sum(items[i] for i in stays)
             self.memory[first:behind] = [m + size for m in self.memory[first:behind]]
             self._leave(call, self.chosen[call] - stays)
-        self.stall = self._waits()
 
     def plan(self) -> Plan:
         """What the manager carries out."""
-        step = self.step
+        step, stall = self.step, self.stall()
         fetches: dict[tuple[str, Key], list[Key]] = {}
         for call in self._in_order():
             fetches.setdefault(step.name(self.fetched[call]), []).append(step.calls[call].key)
@@ -133,8 +130,8 @@ class Laid:
             planned_bytes=sum(self.bytes.values()),
             peak_bytes=self.peak,
             after_forward_bytes=self.peak,
-            stall_seconds=self.stall,
-            step_seconds=sum(m.seconds for m in step.moments) + self.stall,
+            stall_seconds=stall,
+            step_seconds=sum(m.seconds for m in step.moments) + stall,
         )
 
     # --- laying -------------------------------------------------------------------------------------------------------
@@ -215,8 +212,8 @@ class Laid:
             add(settled, self.fetched.get(call, step.needed[call]), -self.bytes[call])
         return [m.other + m.transient + held for m, held in zip(step.moments, accumulate(change), strict=False)]
 
-    def _waits(self) -> float:
-        """Carry it out: seconds that the compute stream waits, at moments that settle and at backwards."""
+    def stall(self) -> float:
+        """Carry it out: seconds for which the compute stream waits, at moments that settle and at backwards."""
         step, now, out, back, waited = self.step, 0.0, 0.0, 0.0, 0.0
         ends: dict[int, float] = {}
         settles, fetches, reads = self._at(self.settled), self._at(self.fetched), self._at(step.needed)

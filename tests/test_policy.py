@@ -31,6 +31,18 @@ def test_keep_around_other_regions_is_no_nesting() -> None:
     assert chosen["model.layers.2.mlp.experts"] == "recompute"
 
 
+def test_experts_may_be_recomputed_inside_what_is_offloaded() -> None:
+    experts = [p for p in PATHS if p.endswith(".experts")]
+    policy = {"*.mlp": "offload", "model.layers.1.mlp.experts": "recompute"}
+    chosen = {c.path: c.placement for c in resolve(policy, PATHS, experts=experts)}
+    assert chosen["model.layers.1.mlp"] == "offload" and chosen["model.layers.1.mlp.experts"] == "recompute"
+    for refused in ({"*.mlp": "recompute", "*.mlp.experts": "recompute"}, {"*.mlp": "offload", "*.experts": "stash"}):
+        with pytest.raises(PolicyError, match="cannot be nested"):
+            resolve(refused, PATHS, experts=experts)
+    with pytest.raises(PolicyError, match="cannot be nested"):
+        resolve(policy, PATHS)
+
+
 @pytest.mark.parametrize(
     ("policy", "words"),
     [

@@ -9,11 +9,12 @@ Rules:
 * A pattern is an ``fnmatch`` pattern on module paths; ``*`` crosses dots. Of the paths it matches, it claims the
   outermost ones: ``model.layers.*`` claims each layer, not each layer's children once more.
 * Where two patterns claim the same path, the later one wins.
-* A region other than ``keep`` may not contain another region other than ``keep``.
+* A region other than ``keep`` may not contain another region other than ``keep``, with one exception: experts inside an
+  offloaded region may be recomputed.
 """
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -88,7 +89,12 @@ def format_bytes(count: float) -> str:
     return f"{count:.0f} B"
 
 
-def resolve(policy: Mapping[str, str], paths: Iterable[str], sealed: Mapping[str, str] | None = None) -> list[Claim]:
+def resolve(
+    policy: Mapping[str, str],
+    paths: Iterable[str],
+    sealed: Mapping[str, str] | None = None,
+    experts: Container[str] = (),
+) -> list[Claim]:
     """Claims of a policy on module paths, in the order of `paths`.
 
     Args:
@@ -96,6 +102,7 @@ def resolve(policy: Mapping[str, str], paths: Iterable[str], sealed: Mapping[str
         paths: every module path that can be a region.
         sealed: paths that cannot be regions because they run inside another one's compiled code, with the path of
             the region that holds them.
+        experts: paths of experts that can make their first product again by themselves, and so inside an offloaded region.
 
     Raises:
         PolicyError: unknown placement, a pattern that matches nothing, or nested placements.
@@ -111,7 +118,7 @@ def resolve(policy: Mapping[str, str], paths: Iterable[str], sealed: Mapping[str
             raise PolicyError(_no_match(pattern, known, sealed))
         for path in outermost(matched):
             claims[path] = Claim(path, placement, pattern)
-    _refuse_nesting(claims)
+    _refuse_nesting(claims, experts)
     return [claims[p] for p in known if p in claims]
 
 
@@ -130,12 +137,14 @@ def _parents(path: str) -> list[str]:
     return ["", *(".".join(parts[:i]) for i in range(1, len(parts)))]
 
 
-def _refuse_nesting(claims: Mapping[str, Claim]) -> None:
+def _refuse_nesting(claims: Mapping[str, Claim], experts: Container[str]) -> None:
     active = {p: c for p, c in claims.items() if c.placement != "keep"}
     for path, inner in claims.items():
         for parent in _parents(path):
             outer = active.get(parent)
-            if outer is not None:
+            if outer is None:
+                continue
+            if not (path in experts and (inner.placement, outer.placement) == ("recompute", "offload")):
                 raise PolicyError(
                     f"{inner.pattern!r} puts {inner.placement!r} on {path!r}, which lies inside {parent or 'the model'!r}, where "
                     f"{outer.pattern!r} puts {outer.placement!r}; regions cannot be nested, so narrow one of the patterns"

@@ -33,6 +33,10 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "offload all": {"policy": "offload", "offload": "all"},
     "by layer": {"policy": {"model.layers.0.*attn": "offload", "model.layers.[24].mlp": "recompute"}},
     "mixed": {"policy": {"*.self_attn": "offload", "*.mlp": "recompute"}, "offload": "all"},
+    "offload, experts again": {
+        "policy": {"*.self_attn": "offload", "*.mlp": "offload", "model.layers.[24].mlp.experts": "recompute"},
+        "offload": "all",
+    },
     "stash": {"policy": "stash"},
     "stash and offload": {"policy": {"*.self_attn": "offload", "*.mlp.experts": "stash"}, "offload": "all"},
 }
@@ -125,7 +129,8 @@ def text_in(folder: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("world", "names"), [(2, list(PLACEMENTS)), (4, ["offload all", "mixed", "stash and offload"])]
+    ("world", "names"),
+    [(2, list(PLACEMENTS)), (4, ["offload all", "mixed", "offload, experts again", "stash and offload"])],
 )
 def test_placements_change_no_bit(tmp_path: Path, world: int, names: list[str]) -> None:
     for found in run_ranks(placements, world, text_in(tmp_path), names):

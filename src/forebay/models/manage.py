@@ -12,8 +12,8 @@ it and the residual sum after it) and its MoE half (`...mlp`, likewise); of any 
 lists. A pattern may name any other module unless it runs inside compiled code.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,6 +29,7 @@ from forebay.models.families import has_known_layers, moe_blocks
 from forebay.models.halves import Halves, install_halves, light_recompute_of
 from forebay.models.hf_experts import register
 from forebay.models.parts import all_layers, paths_elsewhere
+from forebay.models.remade import light_experts, saving_all, split_remade, switch_remade
 from forebay.models.stashed import install_stash, remove_stash, split_stash
 from forebay.moe.dispatch.exchange import Exchange
 from forebay.planner.simulate import Plan, Timeline
@@ -59,11 +60,12 @@ class Managed:
         undo: list[Callable[[], None]],
         pages: PageStore | None = None,
         stashed: Sequence[str] = (),
+        remade: Sequence[str] = (),
     ):
         self.ledger: Ledger = manager.ledger
         self.halves = halves
         self.pages = pages
-        self._stashed = list(stashed)
+        self._stashed, self._remade = list(stashed), list(remade)
         self._model = model
         self._manager = manager
         self._watchable = watchable  # modules that do not run inside compiled code
@@ -72,7 +74,8 @@ class Managed:
     @property
     def placements(self) -> dict[str, str]:
         """Region path to the placement in force; "auto" until the measuring steps are over."""
-        return {**self._manager.placements, **dict.fromkeys(self._stashed, "stash")}
+        inside = dict.fromkeys(self._remade, "recompute")
+        return {**self._manager.placements, **dict.fromkeys(self._stashed, "stash"), **inside}
 
     @property
     def plan(self) -> Plan | None:
@@ -101,6 +104,7 @@ class Managed:
         for.
         """
         report = self._manager.report()
+        report = replace(report, recomputed=report.recomputed + len(self._remade))
         if self.pages is None or self.pages.last is None:
             return report
         stashed = {"stash": self.pages.last.bytes_out}
@@ -116,9 +120,11 @@ class Managed:
         with self.suspended(profiler.region):
             return profile_model(self._model, step, self._watchable, profiler)
 
-    def suspended(self, around: Callable[[str], AbstractContextManager[Any]]) -> AbstractContextManager[None]:
+    @contextmanager
+    def suspended(self, around: Callable[[str], AbstractContextManager[Any]]) -> Iterator[None]:
         """Within, placements are off, and each region's forward runs inside ``around(path)``."""
-        return self._manager.suspended(around)
+        with self._manager.suspended(around), saving_all(self._model, self._remade):
+            yield
 
     def follow(self, backwards: Sequence[tuple[str, int]], steady: bool) -> None:
         """See `forebay.saved.manager.Manager.follow`."""
@@ -184,7 +190,8 @@ def manage(
 
     Args:
         policy: pattern on module paths to placement (``keep``, ``recompute``, ``offload``, and ``stash`` for the experts of
-            MoE layers under an exchange), later rules winning; or one placement for every default region; or ``"auto"``, which
+            MoE layers under an exchange), later rules winning; experts under an exchange may be recomputed inside an offloaded
+            half, if `recompute` is "light", so that less travels; or one placement for every default region; or ``"auto"``, which
             needs a budget.
         budget: bytes, or text such as ``"6GiB"``: how far a step's peak may rise over the memory held before it.
         compile: compile the halves of the decoder layers, so that autograd saves less.
@@ -219,7 +226,7 @@ def manage(
         if compile:
             undo.append(_compile_final_norm(model))
         sealed = _sealed(model, halves, exchange) if compile else {}
-        slots, claims, stashed = _regions(model, halves, policy, sealed, exchange)
+        slots, claims, stashed, remade = _regions(model, halves, policy, sealed, exchange, recompute)
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         if pages is not None and not stashed:
             raise PolicyError("pages=... is for regions that the policy puts 'stash' on, and there is none")
@@ -227,6 +234,8 @@ def manage(
         if store is not None:
             undo.append(store.close)
             undo.append(partial(remove_stash, model))
+        switch_remade(model, remade, True)
+        undo.append(partial(switch_remade, model, remade, False))
         manager = Manager(
             slots,
             claims,
@@ -244,7 +253,7 @@ def manage(
     if budget is not None:
         undo.append(model.register_forward_pre_hook(lambda *_: manager.forward_begins()).remove)
     watchable = [path for path, _ in model.named_modules() if path not in sealed and not (compile and path in halves)]
-    return Managed(model, manager, halves, watchable, undo, store, stashed)
+    return Managed(model, manager, halves, watchable, undo, store, stashed, remade)
 
 
 def _check_options(experts: str | None, loss: str | None, recompute: str, exchange: Exchange | None) -> None:
@@ -307,8 +316,10 @@ def _regions(
     policy: str | Mapping[str, str],
     sealed: Mapping[str, str],
     exchange: Exchange | None,
-) -> tuple[dict[str, Slot], list[Claim], list[str]]:
-    """Slots in forward order, the claims on them, and the experts modules whose rows are stashed."""
+    recompute: str,
+) -> tuple[dict[str, Slot], list[Claim], list[str], list[str]]:
+    """Slots in forward order, the claims on them, and the experts modules whose rows are stashed, and those that make their first
+    product again inside an offloaded region."""
     modules = {path: module for path, module in model.named_modules() if path not in sealed}
     default = list(halves) or _children_of_lists(model)
     if isinstance(policy, str):
@@ -329,8 +340,12 @@ def _regions(
         # Of a part, patterns may name layers that other ranks hold; what a compiled half seals here is sealed there too.
         open_ones = (".self_attn", ".mlp") if exchange is None else (".self_attn", ".mlp", ".mlp.experts")
         elsewhere = [p for p in paths_elsewhere(model) if not sealed or p.endswith(open_ones) or p.count(".") == 2]
-        claims = [c for c in resolve(policy, [*modules, *elsewhere], sealed) if c.path in modules]
+        light = (
+            [*light_experts(model), *(p for p in elsewhere if p.endswith(".experts"))] if recompute == "light" else ()
+        )
+        claims = [c for c in resolve(policy, [*modules, *elsewhere], sealed, light) if c.path in modules]
     claims, stashed = split_stash(model, claims, exchange)
+    claims, remade = split_remade(claims)
     claimed = {c.path for c in claims if c.placement != "keep"}
     # Regions that are kept still mark the passing of time, by which copies are settled and begun.
     marks = [p for p in default if not any(p.startswith(f"{c}.") or not c for c in claimed - {p})]
@@ -339,7 +354,7 @@ def _regions(
     for path, module in model.named_modules():
         if path in wanted:
             slots[path] = halves[path] if path in halves else ModuleSlot(module, light_recompute_of(module))
-    return slots, [c for c in claims if c.path in slots], stashed
+    return slots, [c for c in claims if c.path in slots], stashed, remade
 
 
 def _layers_of(model: nn.Module) -> Sequence[nn.Module]:

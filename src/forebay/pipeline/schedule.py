@@ -13,7 +13,7 @@ Nothing is kept here. `Plan` is read-only.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,6 +52,12 @@ class Action:
         if self.parts:
             return f"({';'.join(map(str, self.parts))}){self.kind}"
         return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+def undeferred(actions: Sequence[Action]) -> tuple[Action, ...]:
+    """What a rank does whose I actions make the weight gradients too: whole backwards."""
+    whole = (replace(a, kind=BACKWARD) if a.kind == BACKWARD_INPUT else a for a in actions)
+    return tuple(a for a in whole if a.kind != BACKWARD_WEIGHT)
 
 
 @dataclass(frozen=True)

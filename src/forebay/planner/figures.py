@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Container
+from dataclasses import dataclass, field, replace
 
 from forebay.planner.events import PartEvents
 
@@ -100,6 +101,16 @@ class PartTrace:
     events: PartEvents | None = field(default=None, repr=False, compare=False)
     light_events: PartEvents | None = field(default=None, repr=False, compare=False)
 
+    def remade(self) -> PartTrace:
+        """The same where experts always make their first product again; itself where they cannot."""
+        if self.light is None:
+            return self
+        saved, backward = self.light
+        return replace(
+            self, saved=saved, backward=backward, backward_ops=self.light_ops, events=self.light_events,
+            light=None, light_ops=(), light_events=None,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True)
 class LayerTrace:
@@ -133,3 +144,13 @@ class ModelTrace:
     balance: int
     kinds: int
     head_gradient: int
+
+    def remade(self, numbers: Container[int]) -> ModelTrace:
+        """The same where the experts of layers `numbers` always make their first product again."""
+        made: dict[int, LayerTrace] = {}  # by kind
+        layers = []
+        for number, layer in enumerate(self.layers):
+            if number in numbers:
+                layer = made.setdefault(id(layer), replace(layer, mlp=layer.mlp.remade()))
+            layers.append(layer)
+        return replace(self, layers=tuple(layers), kinds=len({id(layer) for layer in layers}))

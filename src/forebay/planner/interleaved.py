@@ -27,8 +27,8 @@ from forebay.planner.lanes import Laid, Step
 from forebay.planner.simulate import Plan, Timeline
 
 _POWER = 16
-# Share of the step, with `everything`; a pipeline's other ranks may wait at the same time, or for this one.
-_WAITS = 0.02
+WAITS = 0.02
+"""Share of the step, with `everything`; a pipeline's other ranks may wait at the same time, or for this one."""
 _IDLE = 0.8  # of the time in which a process waits for another one, with `everything`, that the link is counted on
 # Of the kinds, those that wait longest first, that are tried to leave. With 4 peaks were up to 10 % higher (PP 2 and 4 of
 # DeepSeek-V2-Lite's shapes); with 64 they are no lower.
@@ -69,7 +69,7 @@ def plan_interleaved(timeline: Timeline, paths: frozenset[str], everything: bool
 
 def _waiting(step: Step, kinds: Sequence[Kind], best: Laid) -> Laid:
     """What has a lower peak than `best`, if there is something, and waits no longer than it may."""
-    limit = _WAITS * step.seconds
+    limit = WAITS * step.seconds
     ends = sorted({-(-len(kinds) * part // _PARTS) for part in range(1, _PARTS + 1)})  # few kinds have fewer parts
     for end in ends:
         items = [item for kind in kinds[:end] for item in kind]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from forebay.pipeline.schedule import undeferred
 from forebay.planner.choose import Choice, by_kind, sentences
 from forebay.planner.device import DEFAULT, DeviceProfile
 from forebay.planner.device import load as load_device
@@ -184,7 +185,9 @@ def fit_run(
     known = traces.known(c.model, declared)
     notes = _notes(config, known.attention, experts)
     weights, prefix = known.weights, known.prefix
-    placements = {} if auto is not None else _placements(config, list(known.paths), prefix, len(weights.layers), notes)
+    placements, remade = dict[str, str](), set[int]()
+    if auto is None:
+        placements, remade = _placements(config, list(known.paths), prefix, len(weights.layers), notes)
     sharing = _sharing(config, world)
     engine = p.pp > 1 or p.overlap
     shape = Shape(
@@ -203,12 +206,14 @@ def fit_run(
         later=engine,
     )
     actions = traces.actions(p.schedule, p.pp, plan.microbatches, p.chunks) if p.pp > 1 else None
+    if actions is not None and not config.defers:
+        actions = tuple(map(undeferred, actions))
     layout = Layout(
         config,
         plan,
         weights,
         prefix,
-        traces.trace(c.model, declared, shape),
+        traces.trace(c.model, declared, shape).remade(remade),
         sharing,
         placements,
         shape.sequence * shape.microbatch * declared.get_text_config().hidden_size,
@@ -274,19 +279,27 @@ def _sharing(config: Config, world: int) -> Sharing:
     )
 
 
-def _placements(config: Config, paths: list[str], prefix: str, layers: int, notes: list[str]) -> dict[str, str]:
-    """Placement of every half that is not kept."""
+def _placements(
+    config: Config, paths: list[str], prefix: str, layers: int, notes: list[str]
+) -> tuple[dict[str, str], set[int]]:
+    """Placement of every half that is not kept, and the layers whose half is offloaded while their experts are recomputed."""
     policy = config.memory.policy
     halves = [f"{prefix}.{n}.{name}" for n in range(layers) for name in ("self_attn", "mlp")]
     if policy == "auto":
-        return {}
+        return {}, set()
     if isinstance(policy, str):
-        return {h: policy for h in halves if policy != "stash" or (h.endswith(".mlp") and f"{h}.experts" in paths)}
+        stashes = {h for h in halves if h.endswith(".mlp") and f"{h}.experts" in paths}
+        return {h: policy for h in halves if policy != "stash" or h in stashes}, set()
     found: dict[str, str] = {}
     left: list[str] = []
-    for claim in resolve(policy, paths):
+    remade: set[int] = set()
+    light = [p for p in paths if p.endswith(".experts")] if config.memory.recompute == "light" else ()
+    for claim in resolve(policy, paths, experts=light):
         inside = [h for h in halves if h == claim.path or h.startswith(f"{claim.path}.") or not claim.path]
         experts = claim.path.removesuffix(".experts")
+        if not inside and found.get(experts) == "offload" and claim.placement == "recompute":
+            remade.add(halves.index(experts) // 2)
+            continue
         if not inside and experts in halves and claim.placement in ("recompute", "stash"):
             inside = [experts]
         if not inside and claim.placement != "keep":
@@ -294,7 +307,7 @@ def _placements(config: Config, paths: list[str], prefix: str, layers: int, note
         found |= dict.fromkeys(inside, claim.placement)
     if left:
         notes.append(f"Inside of a half, {left[0]!r}{' and others' * (len(left) > 1)} are counted as kept.")
-    return found
+    return found, remade
 
 
 def _notes(config: Config, attention: str, experts: int) -> list[str]:

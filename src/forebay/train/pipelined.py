@@ -109,6 +109,7 @@ class PipelinedGradients(CapturableEngine):
         self._deferred.store.sums = self._gathered.expert_sum
         self._stages = {s: self._stage(s, partition) for s in plan.stages(mesh.pp_rank)}
         self._memory, self._early_release = memory, early_release
+        self._defers = config.defers
         memory.follow(self._backwards(plan, partition), steady=not config.parallel.reshard)
         self._runtime = self._runtime_of(plan)
         if graph:
@@ -221,6 +222,7 @@ class PipelinedGradients(CapturableEngine):
             self._device,
             balance=self._balance,
             weights=self._deferred.store,
+            deferred=self._defers,
             idle=self._memory.idle,
             early_release=self._early_release,
         )

@@ -6,7 +6,7 @@ figures are `forebay.planner`'s; this file knows what the trainer does with each
     keep, stash    as traced: pages cost the device 1 % of a layer (docs/log.md)
     recompute      of a MoE half with Forebay's experts their first product again; else forward again, exchanges included
     offload        "fit" costs nothing, for only what the link carries behind computation leaves; "all" makes a forward or
-                   backward of a stage as long as its copies
+                   backward as long as its copies, and a pipeline's step as much longer as its plans may wait
     auto           the placements that were chosen
 """
 
@@ -21,6 +21,7 @@ from forebay.planner.choose import Machine
 from forebay.planner.device import DeviceProfile
 from forebay.planner.figures import LayerTrace, ModelTrace, PartTrace
 from forebay.planner.fit import Stage, alone
+from forebay.planner.interleaved import WAITS
 from forebay.planner.sharedtime import Elements, SharedTime
 from forebay.planner.state import Sharing, Weights
 from forebay.planner.steptime import Besides, StageTime, StepTime, lay
@@ -82,13 +83,14 @@ class Timed:
         laid = lay(actions, ranks, times, message, engine, contention)
         launch = 0.0 if self.config.memory.graph else device.at("launch")
         launched = lay(actions, ranks, times, message, engine, contention, launch).seconds if launch else laid.seconds
+        waits = 1 + WAITS if self._everything and p.pp > 1 else 1.0
         besides = [self._besides(device, rank) for rank in range(len(self.stages))]
         slowest = max(besides, key=lambda b: b.gather + b.reduce)
         host = max(laid.launches) * launch
         return StepTime(
             device=device.name,
-            schedule=laid.seconds,
-            launched=launched,
+            schedule=waits * laid.seconds,
+            launched=waits * launched,
             gather=slowest.gather,
             reduce=slowest.reduce,
             optimizer=max(b.optimizer for b in besides),
@@ -99,6 +101,10 @@ class Timed:
             measured=bool(device.measured()),
             around=STEP_LAUNCHES * device.at("launch"),
         )
+
+    @property
+    def _everything(self) -> bool:
+        return self.config.memory.offload == "all" and "offload" in self.placements.values()
 
     def _clock(self, device: DeviceProfile) -> Clock:
         return Clock(device, self.config.parallel.ep, self.sharing.compute == 4)
@@ -125,7 +131,7 @@ class Timed:
             forward.append(there + back if engine else there)
             if not engine:
                 backward.insert(0, back)
-        if self.config.memory.offload == "all":
+        if self._everything and self.config.parallel.pp == 1:
             moved = sum(self._offloaded(number) for number in stage.layers)
             out_rate, back_rate = _host(device, self.sharing)[:2]
             forward[-1] = forward[-1] + _waiting(forward, moved / out_rate)

@@ -100,6 +100,24 @@ def test_dualpipev_overlaps_and_defers() -> None:
     assert plan.ranks == (0, 1, 1, 0)
 
 
+@pytest.mark.parametrize("pp", [2, 3, 4])
+def test_weights_are_early_before_a_rank_waits_for_another_one(pp: int) -> None:
+    plan, late = (make_plan("dualpipev", pp, 4 * pp, weights_early=early) for early in (True, False))
+    assert (plan.actions != late.actions) == (pp > 2)  # on two ranks they are early anyway
+    carried_out(plan)
+    for rank, (actions, others) in enumerate(zip(plan.actions, late.actions, strict=True)):
+        assert sorted(map(str, actions)) == sorted(map(str, others))
+        assert [a for a in actions if a.kind != "W"] == [a for a in others if a.kind != "W"]
+        left: list[Action] = []
+        for action in actions:
+            if action.kind in ("B", "I") and plan.ranks[(action.stage + 1) % len(plan.ranks)] != rank:
+                assert not left, f"rank {rank} waits before {action} with {left}"
+            if action.kind == "I":
+                left.append(Action("W", action.stage, action.microbatch))
+            elif action.kind == "W":
+                left.remove(action)
+
+
 @pytest.mark.parametrize(("name", "pp", "microbatches"), CASES)
 def test_forward_only(name: str, pp: int, microbatches: int) -> None:
     plan = forward_plan(make_plan(name, pp, microbatches))

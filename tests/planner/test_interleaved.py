@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from forebay.planner import interleaved
 from forebay.planner.interleaved import is_interleaved, plan_interleaved
 from forebay.planner.simulate import CallFigures, Moment, Plan, Timeline
 
@@ -223,6 +224,21 @@ def test_with_everything_the_link_works_while_the_device_waits_for_others() -> N
     assert plan_interleaved(timeline, paths) == plan_interleaved(idle, paths), (
         "what nobody may wait for counts on no idle time"
     )
+
+
+@pytest.mark.parametrize(("ahead", "layers", "rate"), [(8, 2, 3.5e9), (10, 3, 3e9), (6, 1, 4e9)])
+def test_waits_are_worth_what_they_buy(monkeypatch: pytest.MonkeyPatch, ahead: int, layers: int, rate: float) -> None:
+    timeline = pipeline(64, ahead, layers, rate)
+    seconds = sum(m.seconds for m in timeline.moments)
+    found = {}
+    for worth in (0, 2, 20, 200):
+        monkeypatch.setattr(interleaved, "_WORTH", worth)
+        plan = plan_interleaved(timeline, frozenset(f"layer{i}" for i in range(layers)), everything=True)
+        assert plan.peak_bytes == max(held_over_time(timeline, plan)) + MB
+        found[worth] = plan.peak_bytes, plan.stall_seconds / seconds
+    for worth, (peak, stall) in found.items():
+        assert all(peak * (1 + worth * stall) <= p * (1 + worth * s) for p, s in found.values())
+    assert found[0][0] < found[200][0] and found[200][1] == 0 < found[0][1]
 
 
 def test_with_everything_and_a_fast_link_nobody_waits() -> None:

@@ -5,7 +5,7 @@ Out: the losses on the rank of the last stage, and gradients in the parameters' 
 
     F            input (prologue, the neighbour's packet, or the stage before on this rank) -> layers -> packet, or loss
     B            gradient (a packet, the stage behind on this rank, or of the loss) -> layers -> packet, or prologue
-    I, W         the same without the experts' weight gradients; then those (or all of it in I: `deferred`)
+    I, W         the same without the experts' weight gradients; then those
     OVERLAP_F_B  a forward and a backward take a computation each in turn, each one's transfers behind the other's computations
     SEND, RECV   see `forebay.pipeline.links`: a receive is made ready where the plan has it; what is to be sent is sent as soon
                  as it is made
@@ -102,8 +102,6 @@ class PipelineRuntime:
         balance: a loss over all stages' routers, or None.
         weights: the store that the experts were given: I actions leave their weight gradients there for W, and in a whole
             backward they are made while a transfer is under way.
-        deferred: False has I actions make the weight gradients too, and leaves nothing to W: a step's last backwards take as long
-            as whole ones, and no operands wait in memory.
         idle: called before the compute stream is made to wait for another rank.
         early_release: drop tensors at stage boundaries behind their last reader; False keeps them until their layer's backward is
             over, to measure what that is worth.
@@ -122,7 +120,6 @@ class PipelineRuntime:
         *,
         balance: Balance | None = None,
         weights: WeightGradients | None = None,
-        deferred: bool = True,
         idle: Callable[[], None] = lambda: None,
         early_release: bool = True,
     ):
@@ -130,7 +127,7 @@ class PipelineRuntime:
             raise ValueError(f"rank {rank} has stages {plan.stages(rank)} in this plan, not {tuple(sorted(stages))}")
         self.stages, self.plan, self.rank, self.links, self.device = stages, plan, rank, links, device
         self.balance, self.weights, self.early_release = balance, weights, early_release
-        self.deferred, self.idle = deferred, idle
+        self.idle = idle
         self.context = ExecutionContext(device)
 
     def run(
@@ -245,7 +242,7 @@ class _Step:
 
     @contextmanager
     def _collecting(self, action: Action) -> Iterator[None]:
-        if action.kind == BACKWARD or self._runtime.weights is None or not self._runtime.deferred:
+        if action.kind == BACKWARD or self._runtime.weights is None:
             yield
             return
         with self._runtime.weights.collecting() as left:

@@ -54,12 +54,6 @@ class Action:
         return f"{self.stage}{self.kind}{self.microbatch}"
 
 
-def undeferred(actions: Sequence[Action]) -> tuple[Action, ...]:
-    """What a rank does whose I actions make the weight gradients too: whole backwards."""
-    whole = (replace(a, kind=BACKWARD) if a.kind == BACKWARD_INPUT else a for a in actions)
-    return tuple(a for a in whole if a.kind != BACKWARD_WEIGHT)
-
-
 @dataclass(frozen=True)
 class Plan:
     """A step of a pipeline.
@@ -87,7 +81,7 @@ class Plan:
                 yield from action.parts or (action,)
 
 
-def make_plan(name: str, pp: int, microbatches: int, chunks: int = 2) -> Plan:
+def make_plan(name: str, pp: int, microbatches: int, chunks: int = 2, weights_early: bool = False) -> Plan:
     """The plan of a schedule.
 
     Args:
@@ -95,6 +89,8 @@ def make_plan(name: str, pp: int, microbatches: int, chunks: int = 2) -> Plan:
         pp: pipeline ranks.
         microbatches: of a step.
         chunks: stages of a rank, for "interleaved-1f1b".
+        weights_early: a rank makes the weight gradients that it has left before it waits for another rank's gradient, rather than
+            where the schedule has room for them: fewer operands wait in memory, for little time, as most ranks do have to wait.
 
     Raises:
         ValueError: an unknown name, or microbatches that the schedule cannot run.
@@ -115,7 +111,8 @@ def make_plan(name: str, pp: int, microbatches: int, chunks: int = 2) -> Plan:
             "zbv": torch_schedules.ScheduleZBVZeroBubble,
             "dualpipev": torch_schedules.ScheduleDualPipeV,
         }
-        return _lowered(name, ranks, microbatches, kinds[name](stubs, microbatches).pipeline_order)
+        plan = _lowered(name, ranks, microbatches, kinds[name](stubs, microbatches).pipeline_order)
+        return replace(plan, actions=tuple(_weights_early(a, ranks) for a in plan.actions)) if weights_early else plan
     except ValueError as error:
         raise ValueError(
             f"{name} on {pp} ranks cannot run {microbatches} microbatches: {' '.join(str(error).split())}"
@@ -167,6 +164,26 @@ def _lowered(name: str, ranks: tuple[int, ...], microbatches: int, order: Mappin
     computing = {rank: [a for a in actions if a is not None and a.is_compute_op] for rank, actions in order.items()}
     lowered = torch_schedules._add_send_recv(computing, stage_to_rank=lambda s: ranks[s], num_stages=len(ranks))
     return Plan(name, ranks, microbatches, tuple(tuple(map(_action, lowered[r])) for r in sorted(lowered)))
+
+
+def _weights_early(actions: Sequence[Action], ranks: Sequence[int]) -> tuple[Action, ...]:
+    """The actions of a rank, each W before the first backward behind its I whose gradient comes from another rank."""
+    found: list[Action] = []
+    left: list[Action] = []
+    for action in actions:
+        here, waits = action.stage, False
+        if action.kind in (BACKWARD, BACKWARD_INPUT):
+            waits = here + 1 < len(ranks) and ranks[here + 1] != ranks[here]
+        if waits:
+            found += left
+            left = []
+        if action.kind != BACKWARD_WEIGHT or action in left:
+            found.append(action)
+        if action.kind == BACKWARD_INPUT:
+            left.append(replace(action, kind=BACKWARD_WEIGHT))
+        elif action in left:
+            left.remove(action)
+    return tuple(found)
 
 
 def _action(theirs: Any) -> Action:

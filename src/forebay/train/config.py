@@ -195,12 +195,11 @@ class Config:
         return stages_of(p.schedule, p.pp, p.chunks) if p.pp > 1 else 1
 
     @property
-    def defers(self) -> bool:
-        """Whether a pipeline leaves experts' weight gradients to W actions. Not where memory goes before time: the operands of
-        those of four microbatches are a third of what is left at a step's end when all else is offloaded. `dualpipev` splits no
-        backwards but a step's first and last; `zbv` lives of it."""
+    def weights_early(self) -> bool:
+        """See `make_plan` of schedules: where memory goes before time, as what waits for W actions is a third of what
+        is left at a step's end. `dualpipev` splits no backwards but a step's first and last; `zbv` lives of it."""
         everything = self.memory.offload == "all" and "offload" in _placements(self.memory)
-        return not (everything and self.parallel.schedule == "dualpipev")
+        return everything and self.parallel.schedule == "dualpipev"
 
 
 SECTIONS = tuple(f.name for f in dataclasses.fields(Config))

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from forebay.pipeline.schedule import undeferred
 from forebay.planner.choose import Choice, by_kind, sentences
 from forebay.planner.device import DEFAULT, DeviceProfile
 from forebay.planner.device import load as load_device
@@ -205,9 +204,9 @@ def fit_run(
         gpu=sharing.gpu,
         later=engine,
     )
-    actions = traces.actions(p.schedule, p.pp, plan.microbatches, p.chunks) if p.pp > 1 else None
-    if actions is not None and not config.defers:
-        actions = tuple(map(undeferred, actions))
+    actions = None
+    if p.pp > 1:
+        actions = traces.actions(p.schedule, p.pp, plan.microbatches, p.chunks, config.weights_early)
     layout = Layout(
         config,
         plan,

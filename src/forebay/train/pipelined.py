@@ -39,7 +39,7 @@ def plan_of(config: Config, mesh: Mesh) -> Plan:
     """The plan of a step. `check_world` has made sure that there is one."""
     p = config.parallel
     microbatches = config.train.batch // mesh.batch.size // config.microbatch(mesh.batch.size)
-    return make_plan(p.schedule, p.pp, microbatches, p.chunks)
+    return make_plan(p.schedule, p.pp, microbatches, p.chunks, config.weights_early)
 
 
 def keep_stages(model: Any, plan: Plan, partition: Partition, rank: int) -> None:
@@ -109,7 +109,6 @@ class PipelinedGradients(CapturableEngine):
         self._deferred.store.sums = self._gathered.expert_sum
         self._stages = {s: self._stage(s, partition) for s in plan.stages(mesh.pp_rank)}
         self._memory, self._early_release = memory, early_release
-        self._defers = config.defers
         memory.follow(self._backwards(plan, partition), steady=not config.parallel.reshard)
         self._runtime = self._runtime_of(plan)
         if graph:
@@ -222,7 +221,6 @@ class PipelinedGradients(CapturableEngine):
             self._device,
             balance=self._balance,
             weights=self._deferred.store,
-            deferred=self._defers,
             idle=self._memory.idle,
             early_release=self._early_release,
         )

@@ -58,7 +58,7 @@ def may_leave(events: PartEvents, hidden: int, least: int) -> list[tuple[int, in
 def plan_link(
     stages: Mapping[int, Sequence[Half]],
     actions: Iterable[Any],
-    rates: tuple[float, ...],
+    rates: tuple[float | None, ...],
     *,
     hidden: int,
     least: int,
@@ -69,7 +69,8 @@ def plan_link(
     Args:
         stages: halves in forward order, ends included, by stage.
         actions: of a cycle: a pipeline's step; else a forward and its backward.
-        rates: bytes a second, to the host and back, and at a pipeline's two ends where they are known; as a `Timeline` has them.
+        rates: bytes a second, to the host and back, at a pipeline's two ends, and of the device's own memory; as a `Timeline` has
+            them.
         hidden: bytes of a half's input.
         least: bytes below which a storage stays.
         everything: `offload = "all"`: wait for the link where that is needed.
@@ -78,7 +79,7 @@ def plan_link(
     for action in actions:
         cycle.add(stages, action)
     calls = tuple(cycle.calls)
-    timeline = Timeline(calls, tuple(cycle.moments), *rates)
+    timeline = Timeline(calls, tuple(cycle.moments), *rates)  # type: ignore[arg-type]
     paths = frozenset(half.path for halves in stages.values() for half in halves if half.leaves)
     if is_interleaved(timeline):
         return plan_interleaved(timeline, paths, everything)

@@ -7,7 +7,8 @@ link carries both ways all the time, and memory is level for most of a step. So 
 storage of the same region in all microbatches, and a peak falls by what of it is away at any one time:
 
     kind      (region, which of its calls in a microbatch, ordinal); those that wait longest first
-    accepted  if memory becomes lower where it is high: the mean of (memory)^16 over moments falls
+    accepted  if memory becomes lower where it is high: the mean of (memory)^16 over moments falls; and, unless there may be
+              waits, if the copies take no more than a small share of the step from the device's own memory
 
 Calls of accepted kinds are laid on the link (`forebay.planner.lanes`). At last what leaves and need not stays after all, those
 first that are away for the shortest time: memory may be as high at any moment as it is where nothing can be done about it, and
@@ -29,6 +30,10 @@ from forebay.planner.simulate import Plan, Timeline
 _POWER = 16
 WAITS = 0.02
 """Share of the step, with `everything`; a pipeline's other ranks may wait at the same time, or for this one."""
+# Share of the step that copies may take of the device's own memory if nobody is to wait. Of a pipeline of two H200s 13 GiB a step
+# each way cost 6.1 ms, 17.2 GiB 9.5 ms: as long as that memory takes to read and write them.
+_TAKEN = 0.0025
+_ANYWAY = 0.05  # share of the step that those wait too for whom the others do, at its ends
 _SHARES = (1.0, 1 / 2, 1 / 4, 1 / 8, 0.0)  # of `WAITS`, that are tried
 # Share of a peak that a share of the step's time has to buy, at least: of PP 4 on H200s a rank's last 1.5 % of time bought 1.4 %
 # of its peak, and another's first 0.7 % bought 11 %.
@@ -59,18 +64,32 @@ def plan_interleaved(timeline: Timeline, paths: frozenset[str], everything: bool
             count on idle time.
     """
     step = Step(timeline, _IDLE if everything else 0.0)
+    most = float("inf") if everything else _taking(step) * timeline.memory_rate / 2  # copies out, and back
     chosen: Kind = []
     best = step.lay([])
     kinds = _kinds(step, paths)
     for kind in kinds:
         laid = step.lay([*chosen, *kind])
-        if _height(laid) < _height(best) * (1 - 1e-9):
+        if _height(laid) < _height(best) * (1 - 1e-9) and _moves(step, [*chosen, *kind]) <= most:
             chosen.extend(kind)
             best = laid
     found = [best, *_waiting(step, kinds, best)] if everything else [best]
     for laid in found:
         laid.keep_what_may_stay()
     return min(found, key=_cost).plan()
+
+
+def _taking(step: Step) -> float:
+    """Seconds that copies may take from the device's own memory. Of a process that waits for others they may take that too."""
+    idle = sum(m.idle for m in step.moments)
+    return _TAKEN * step.seconds + max(0.0, idle - _ANYWAY * step.seconds)
+
+
+def _moves(step: Step, items: Kind) -> int:
+    """Bytes that leave at last."""
+    laid = step.lay(items)
+    laid.keep_what_may_stay()
+    return sum(laid.bytes.values())
 
 
 def _waiting(step: Step, kinds: Sequence[Kind], best: Laid) -> Iterator[Laid]:

@@ -108,7 +108,7 @@ class Rates:
 class Timeline:
     """A step. ``out_rate`` and ``back_rate`` are bytes a second to and from the host; infinite on a CPU. ``opening_rate`` is that
     of copies out before the first backward, ``closing_rate`` that of copies back behind the last forward, where they are known
-    apart: only one way is busy there."""
+    apart: only one way is busy there. ``memory_rate`` is that of the device's own memory, which copies take from kernels."""
 
     calls: tuple[CallFigures, ...]
     moments: tuple[Moment, ...]
@@ -116,6 +116,7 @@ class Timeline:
     back_rate: float = float("inf")
     opening_rate: float | None = None
     closing_rate: float | None = None
+    memory_rate: float = float("inf")
 
     def on_link(self, share: float) -> Timeline:
         """With this share of all rates."""

@@ -320,7 +320,7 @@ class Stopwatch:
         ratio = sum(m.seconds for m in moments) / (sum(m.seconds for m in timeline.moments) or 1.0)
         calls = tuple(replace(call, seconds=call.seconds * min(ratio, 1.0)) for call in timeline.calls)
         out, back = rates.out or timeline.out_rate, rates.back or timeline.back_rate
-        return Timeline(calls, tuple(moments), out, back, rates.opening, rates.closing)
+        return Timeline(calls, tuple(moments), out, back, rates.opening, rates.closing, timeline.memory_rate)
 
     def _with_memory(self, timeline: Timeline) -> list[Moment]:
         """`other` of a moment is what is there less the items that the planner counts as there: of each call all but those on the

@@ -194,7 +194,7 @@ class Planning:
     def _make_plan(self, recorder: Recorder) -> None:
         _, out_rate = self._store.outbound.measure()
         _, back_rate = self._store.inbound.measure()
-        self.timeline = recorder.timeline(out_rate, back_rate)
+        self.timeline = replace(recorder.timeline(out_rate, back_rate), memory_rate=self._store.memory_rate)
         self.alternating = is_interleaved(self.timeline)
         if self.alternating:
             plan = self._plan_pipeline(self.timeline)

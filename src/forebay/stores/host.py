@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from forebay.kernels.launch import memory_rate
 from forebay.stores.base import State, Ticket
 from forebay.stores.pinned import HostPool, Slot
 from forebay.stores.streams import Copy, CopyLanes, Done, on_stream
@@ -83,10 +84,13 @@ class HostStore:
 
     Args:
         device: the device whose tensors are taken.
+
+    Attributes:
+        memory_rate: bytes a second of the device's own memory, which copies read and write too.
     """
 
     def __init__(self, device: torch.device):
-        self.device = device
+        self.device, self.memory_rate = device, memory_rate(device)
         self.lanes = CopyLanes(device)
         self.pool = HostPool(pin=device.type == "cuda")
         self.outbound = Traffic()

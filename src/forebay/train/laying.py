@@ -165,7 +165,9 @@ class Layout:
         """What the run's manager will plan. Of a process alone, for each microbatch anew. On a CPU a copy takes no time."""
         todo = self._todo(number)
         m = self.machine
-        rates = (m.out_rate, m.back_rate, *m.end_rates) if self.sharing.gpu else (inf, inf)
+        rates = (
+            (m.out_rate, m.back_rate, *(m.end_rates or (None, None)), m.copy_rate) if self.sharing.gpu else (inf, inf)
+        )
         return plan_link(
             halves,
             todo if self.engine else [action for action in todo if action.microbatch == 0],

@@ -144,11 +144,18 @@ def _refuse_nesting(claims: Mapping[str, Claim], experts: Container[str]) -> Non
             outer = active.get(parent)
             if outer is None:
                 continue
-            if not (path in experts and (inner.placement, outer.placement) == ("recompute", "offload")):
-                raise PolicyError(
-                    f"{inner.pattern!r} puts {inner.placement!r} on {path!r}, which lies inside {parent or 'the model'!r}, where "
-                    f"{outer.pattern!r} puts {outer.placement!r}; regions cannot be nested, so narrow one of the patterns"
+            hint = ""
+            if path.endswith(".experts") and (inner.placement, outer.placement) == ("recompute", "offload"):
+                if path in experts:
+                    continue
+                hint = (
+                    "; experts may be recomputed inside an offloaded half if they are Forebay's, recompute is 'light', "
+                    "and they do not run inside compiled code"
                 )
+            raise PolicyError(
+                f"{inner.pattern!r} puts {inner.placement!r} on {path!r}, which lies inside {parent or 'the model'!r}, where "
+                f"{outer.pattern!r} puts {outer.placement!r}; regions cannot be nested, so narrow one of the patterns{hint}"
+            )
 
 
 def _no_match(pattern: str, known: list[str], sealed: Mapping[str, str]) -> str:

@@ -34,6 +34,7 @@ def test_h_of_chosen_layers_does_not_travel(tiny, tokens, losses_and_gradients) 
             assert mem.placements["model.layers.1.mlp"] == "offload"
             profiles.append(mem.profile(lambda: model(tokens, labels=tokens).loss).activation_bytes)
             assert ("forebay_save_h" in vars(experts)) == bool(again), "what a profile switches it switches back"
+    mem.profile(lambda: model(tokens, labels=tokens).loss)  # of a model that is let go of too
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert profiles[0] == profiles[1], "placements are off in a profile"
     width = experts.gate_up_proj.shape[1]
@@ -45,6 +46,6 @@ def test_h_of_chosen_layers_does_not_travel(tiny, tokens, losses_and_gradients) 
 def test_only_in_the_light_way(tiny) -> None:
     model = tiny("qwen3_moe")
     policy = {**BOTH, "*.mlp.experts": "recompute"}
-    with pytest.raises(PolicyError, match="cannot be nested"):
+    with pytest.raises(PolicyError, match=r"cannot be nested.*if they are Forebay's, recompute is 'light'"):
         forebay.manage(model, policy, exchange=LocalExchange(64), recompute="full")
     assert not any("forebay_save_h" in vars(m) for m in experts_of(model))

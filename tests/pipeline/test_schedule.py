@@ -116,6 +116,9 @@ def test_weights_are_early_before_a_rank_waits_for_another_one(pp: int) -> None:
                 left.append(Action("W", action.stage, action.microbatch))
             elif action.kind == "W":
                 left.remove(action)
+        for stage in plan.stages(rank):  # sums are made in the order of microbatches
+            made = [a.microbatch for a in plan.computations(rank) if a.stage == stage and a.kind in ("B", "W")]
+            assert made == sorted(made)
 
 
 @pytest.mark.parametrize(("name", "pp", "microbatches"), CASES)

@@ -254,6 +254,23 @@ def test_copies_take_little_of_the_devices_own_memory(memory_rate: float) -> Non
     assert plan_interleaved(slower, paths, everything=True) == plan_interleaved(timeline, paths, everything=True)
 
 
+@pytest.mark.parametrize(("ahead", "layers", "rate"), [(4, 1, 6.04e9), (7, 3, 4.37e9)])
+def test_of_few_kinds_shorter_waits_are_tried_too(
+    monkeypatch: pytest.MonkeyPatch, ahead: int, layers: int, rate: float
+) -> None:
+    timeline = pipeline(32, ahead, layers, rate, items=(5 * MB,))
+    paths = frozenset(f"layer{i}" for i in range(layers))
+    seconds = sum(m.seconds for m in timeline.moments)
+
+    def cost() -> float:
+        plan = plan_interleaved(timeline, paths, everything=True)
+        return plan.peak_bytes * (1 + 2 * plan.stall_seconds / seconds)
+
+    sparse = cost()
+    monkeypatch.setattr(interleaved, "_EVERY", 1)
+    assert sparse == cost()
+
+
 def test_with_everything_and_a_fast_link_nobody_waits() -> None:
     timeline = pipeline(16, 8, 2, 1e13)
     paths = frozenset({"layer0", "layer1"})

@@ -55,6 +55,20 @@ def planning() -> Planning:
     return found
 
 
+class Recorded:
+    """A measured cycle."""
+
+    def timeline(self, out_rate: float | None, back_rate: float | None) -> Timeline:
+        return timeline()
+
+
+def test_plans_know_the_rate_of_the_devices_own_memory() -> None:
+    found = planning()
+    found._store.memory_rate = 4e12
+    found._make_plan(Recorded())  # type: ignore[arg-type]
+    assert found.timeline is not None and found.timeline.memory_rate == 4e12
+
+
 def copies(traffic: Traffic, milliseconds: list[float]) -> None:
     for taken in milliseconds:
         traffic.add(MB, Copied(taken))  # type: ignore[arg-type]

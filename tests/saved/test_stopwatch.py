@@ -77,6 +77,8 @@ def test_rates_are_the_cycle_s_where_it_copied() -> None:
     timeline = watch.retimed(TIMELINE, Rates(out=4e8, opening=5e8))
     assert timeline is not None and (timeline.out_rate, timeline.back_rate) == (4e8, 1e9)
     assert (timeline.opening_rate, timeline.closing_rate) == (5e8, None)
+    timeline = watch.retimed(replace(TIMELINE, memory_rate=4e12), Rates())
+    assert timeline is not None and timeline.memory_rate == 4e12
 
 
 def test_shorter_times_count_and_waits_do_not() -> None:

@@ -256,3 +256,25 @@ class Stage:
 def test_a_pipeline_that_is_not_filled(config: Config, size: int, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         check_world(config, size)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "policy", "offload", "early"),
+    [
+        ("dualpipev", "offload", "all", True),
+        ("dualpipev", {"*.self_attn": "offload", "*.mlp": "keep"}, "all", True),
+        ("dualpipev", "offload", "fit", False),
+        ("dualpipev", "keep", "all", False),
+        ("zbv", "offload", "all", False),
+    ],
+)
+def test_weight_gradients_are_early_where_memory_goes_before_time(
+    schedule: str, policy: str | dict[str, str], offload: str, early: bool
+) -> None:
+    sections = {
+        "model": {"family": "qwen3_moe"},
+        "train": {"batch": 8, "microbatch": 1},
+        "parallel": {"pp": 2, "schedule": schedule},
+        "memory": {"policy": policy, "offload": offload},
+    }
+    assert from_mapping(sections, origin="test").weights_early == early

@@ -40,11 +40,11 @@ def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
 
 
 def memory_rate(device: torch.device) -> float:
-    """Bytes a second that kernels read and write of a GPU's own memory; infinite on a CPU."""
+    """Bytes a second that kernels read and write of a GPU's own memory; infinite on a CPU, or where a GPU does not say."""
     if device.type != "cuda":
         return float("inf")
     index = torch.cuda.current_device() if device.index is None else device.index
-    return _REACHED * 1e9 * triton.testing.get_dram_gbps(index)
+    return _REACHED * 1e9 * triton.testing.get_dram_gbps(index) or float("inf")
 
 
 def column_block(width: int, largest: int) -> int:

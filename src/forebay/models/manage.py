@@ -162,6 +162,7 @@ class Managed:
 
     def detach(self) -> None:
         """Put the model back as it was. Calling it again does nothing."""
+        self._remade.clear()
         while self._undo:
             self._undo.pop()()
 
@@ -190,14 +191,15 @@ def manage(
 
     Args:
         policy: pattern on module paths to placement (``keep``, ``recompute``, ``offload``, and ``stash`` for the experts of
-            MoE layers under an exchange), later rules winning; experts under an exchange may be recomputed inside an offloaded
-            half, if `recompute` is "light", so that less travels; or one placement for every default region; or ``"auto"``, which
-            needs a budget.
+            MoE layers under an exchange), later rules winning; experts may be recomputed inside an offloaded half (a compiled
+            one: under an exchange), if `recompute` is "light", so that less travels. Or one placement for every default
+            region; or ``"auto"``, which needs a budget.
         budget: bytes, or text such as ``"6GiB"``: how far a step's peak may rise over the memory held before it.
         compile: compile the halves of the decoder layers, so that autograd saves less.
         experts: ``"forebay"`` for the minimal-residual experts, None to leave the model's own.
         loss: ``"fused"`` for the loss that never holds ``[tokens, vocabulary]``, None to leave the model's own.
-        offload: ``"fit"`` offloads as much as the link carries without the GPU waiting, ``"all"`` everything placed so.
+        offload: ``"fit"`` offloads as much as the link carries without the GPU waiting (where forwards and backwards alternate,
+            as in a pipeline: and as its copies do not slow down), ``"all"`` everything placed so.
         recompute: what ``recompute`` does to a MoE half: ``"light"`` makes the experts' first product again and repeats no
             communication; ``"full"`` runs the whole half again; ``"save-dispatch"`` and ``"save-both"`` do too, but keep what
             dispatch, or dispatch and combine, brought.

@@ -1,11 +1,11 @@
 """Experts that make their first product again while the rest of their half is offloaded.
 
-In: claims of a policy. Out: the experts modules whose claim, `recompute`, lies inside an offloaded region; `remaking` switches
-them. What they do not save does not travel either, so this is for layers whose link is full: of DeepSeek-V2-Lite's shapes in bf16
-a microbatch's layer saves 296 MiB, of which the product, h, is 132 and takes 0.5 ms of an H200 to make again, while a link of
-23 GB/s has it for 6 ms each way.
+In: claims of a policy. Out: the paths of experts modules whose claim, `recompute`, lies inside an offloaded region, and switches
+for them; who manages the model owns the paths, and switches them back. What experts do not save does not travel either, so this
+is for layers whose link is full: of DeepSeek-V2-Lite's shapes in bf16 a microbatch's layer saves 296 MiB, of which the product,
+h, is 132 and takes 0.5 ms of an H200 to make again, while a link of 23 GB/s has it for 6 ms each way.
 
-Regions and their times are measured, so plans know without being told: h is none of the region's items, and its backward longer.
+What a region saves and how long it takes is measured, so plans need not be told: h is none of its items, its backward is longer.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ Copies then also go on for most of the time in which the device waits for other 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import inf
 
 from forebay.planner.lanes import Laid, Step
 from forebay.planner.simulate import Plan, Timeline
@@ -30,8 +31,9 @@ from forebay.planner.simulate import Plan, Timeline
 _POWER = 16
 WAITS = 0.02
 """Share of the step, with `everything`; a pipeline's other ranks may wait at the same time, or for this one."""
-# Share of the step that copies may take of a device's own memory if nobody is to wait. What they take is lost, even on ranks
-# that wait for others: of two H200s 9.9, 12.9, 20.5 and 27.0 GiB a step each way, of both, cost 0.25, 0.41, 0.52 and 0.84 %.
+# Share of what a rank computes in a step that copies may take of its device's own memory if nobody is to wait. What they take
+# is lost, even on ranks that wait for others: of two H200s 9.9, 12.9, 20.5 and 27.0 GiB a step each way, of both together, cost
+# 0.25, 0.41, 0.52 and 0.84 %.
 _TAKEN = 0.0025
 _SHARES = (1.0, 1 / 2, 1 / 4, 1 / 8, 0.0)  # of `WAITS`, that are tried
 # Share of a peak that a share of the step's time has to buy, at least: of PP 4 on H200s a rank's last 1.5 % of time bought 1.4 %
@@ -54,7 +56,8 @@ def is_interleaved(timeline: Timeline) -> bool:
 
 
 def plan_interleaved(timeline: Timeline, paths: frozenset[str], everything: bool = False) -> Plan:
-    """Offload of the regions `paths` what lowers the peak, as far as the link carries it without anybody waiting.
+    """Offload of the regions `paths` what lowers the peak, as far as the link carries it without anybody waiting, and its copies
+    take little of the device's own memory.
 
     `peak_bytes` of a plan for no paths is that of keeping everything.
 
@@ -63,13 +66,14 @@ def plan_interleaved(timeline: Timeline, paths: frozenset[str], everything: bool
             count on idle time.
     """
     step = Step(timeline, _IDLE if everything else 0.0)
-    most = float("inf") if everything else _TAKEN * step.seconds * timeline.memory_rate / 2  # copies out, and back
+    most = inf if everything else _TAKEN * step.seconds * timeline.memory_rate / 2  # copies out, and back
     chosen: Kind = []
     best = step.lay([])
     kinds = _kinds(step, paths)
     for kind in kinds:
         laid = step.lay([*chosen, *kind])
-        if _height(laid) < _height(best) * (1 - 1e-9) and _moves(step, [*chosen, *kind]) <= most:
+        lower = _height(laid) < _height(best) * (1 - 1e-9)
+        if lower and (most == inf or _moves(step, [*chosen, *kind]) <= most):
             chosen.extend(kind)
             best = laid
     found = [best, *_waiting(step, kinds, best)] if everything else [best]
@@ -90,7 +94,7 @@ def _waiting(step: Step, kinds: Sequence[Kind], best: Laid) -> Iterator[Laid]:
     ends = sorted({-(-len(kinds) * part // _PARTS) for part in range(1, _PARTS + 1)})  # few kinds have fewer parts
     for share in _SHARES:
         lowest = best
-        for end in ends if share == 1 else ends[_EVERY - 1 :: _EVERY]:
+        for end in ends if share == 1 or len(ends) < _PARTS else ends[_EVERY - 1 :: _EVERY]:
             items = [item for kind in kinds[:end] for item in kind]
             lowest = min(
                 [lowest, *_lower(step, items, lowest.peak, share * WAITS * step.seconds)], key=lambda laid: laid.peak

@@ -17,6 +17,7 @@ device block goes back to compute's allocator and could be overwritten under the
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -84,19 +85,21 @@ class HostStore:
 
     Args:
         device: the device whose tensors are taken.
-
-    Attributes:
-        memory_rate: bytes a second of the device's own memory, which copies read and write too.
     """
 
     def __init__(self, device: torch.device):
-        self.device, self.memory_rate = device, memory_rate(device)
+        self.device = device
         self.lanes = CopyLanes(device)
         self.pool = HostPool(pin=device.type == "cuda")
         self.outbound = Traffic()
         self.inbound = Traffic()
         self.live_tickets = 0  # that are alive, in any state
         self.live_bytes = 0  # of them
+
+    @cached_property
+    def memory_rate(self) -> float:
+        """Bytes a second of the device's own memory, which copies read and write too."""
+        return memory_rate(self.device)
 
     def hold(self, device_bytes: torch.Tensor, compute: Any) -> HostTicket:
         """See `Store.hold`."""

@@ -96,6 +96,7 @@ class Memory:
     policy: str | dict[str, str] = "keep"  # a placement, "auto", or a table pattern -> placement
     budget: str | int = _key("")  # bytes, such as "2.5GiB"; "" is none; needed by "auto"
     compile: bool = _key(False)
+    # "fit": what leaves costs no time; "all": as hard as it goes, see docs/pipeline.md for what waits then
     offload: str = _key("fit", choices=("fit", "all"))
     recompute: str = _key("light", choices=RECOMPUTE_MODES)  # how a MoE half is recomputed
     pages: str | int = _key(

@@ -206,7 +206,9 @@ def fit_run(
     )
     actions = None
     if p.pp > 1:
-        actions = traces.actions(p.schedule, p.pp, plan.microbatches, p.chunks, config.weights_early)
+        # What is chosen may offload nothing: then weight gradients wait as the schedule has them.
+        early = config.weights_early and auto is None
+        actions = traces.actions(p.schedule, p.pp, plan.microbatches, p.chunks, early)
     layout = Layout(
         config,
         plan,
@@ -292,8 +294,7 @@ def _placements(
     found: dict[str, str] = {}
     left: list[str] = []
     remade: set[int] = set()
-    light = [p for p in paths if p.endswith(".experts")] if config.memory.recompute == "light" else ()
-    for claim in resolve(policy, paths, experts=light):
+    for claim in resolve(policy, paths, experts=_light_experts(config, paths)):
         inside = [h for h in halves if h == claim.path or h.startswith(f"{claim.path}.") or not claim.path]
         experts = claim.path.removesuffix(".experts")
         if not inside and found.get(experts) == "offload" and claim.placement == "recompute":
@@ -306,7 +307,19 @@ def _placements(
         found |= dict.fromkeys(inside, claim.placement)
     if left:
         notes.append(f"Inside of a half, {left[0]!r}{' and others' * (len(left) > 1)} are counted as kept.")
+    if remade:
+        numbers = ", ".join(map(str, sorted(remade)))
+        notes.append(f"Experts of layers {numbers} make their first product again: it is neither saved nor offloaded.")
     return found, remade
+
+
+def _light_experts(config: Config, paths: list[str]) -> list[str]:
+    """Of `paths`, the experts that a run can recompute inside an offloaded half: Forebay's, and not inside compiled code."""
+    p, memory = config.parallel, config.memory
+    between = p.pp > 1 or p.overlap or p.ep > 1 or not memory.compile
+    if not between or memory.recompute != "light" or config.model.experts != "forebay":
+        return []
+    return [path for path in paths if path.endswith(".experts")]
 
 
 def _notes(config: Config, attention: str, experts: int) -> list[str]:
@@ -321,6 +334,10 @@ def _notes(config: Config, attention: str, experts: int) -> list[str]:
             "What is offloaded is what the link carries in the time that the device profile gives a step."
             if memory.offload == "fit"
             else "Offloading waits for the link where it has to."
+        )
+    if config.weights_early and config.parallel.pp > 2:
+        notes.append(
+            "Weight gradients are made before a rank waits for another one, earlier than the schedule has them."
         )
     if memory.graph:
         notes.append("A captured step's memory is its own: what the optimizer needs for a moment comes on top.")

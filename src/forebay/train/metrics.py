@@ -302,6 +302,8 @@ def summary_tables(summary: Summary) -> list[Table]:
 
 
 def _where(placement: str, summary: Summary) -> str:
+    if placement == "recompute" and not summary.saved_bytes.get(placement):
+        return "nowhere: experts made their first product again, and the rest is their halves'"
     if placement == "recompute":
         return "nowhere: all but this, the regions' inputs, was made again in backward"
     if placement == "stash":

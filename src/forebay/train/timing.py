@@ -83,7 +83,7 @@ class Timed:
         laid = lay(actions, ranks, times, message, engine, contention)
         launch = 0.0 if self.config.memory.graph else device.at("launch")
         launched = lay(actions, ranks, times, message, engine, contention, launch).seconds if launch else laid.seconds
-        waits = 1 + WAITS if self._everything and p.pp > 1 else 1.0
+        waits = 1 + WAITS if self._everything and self._alternates else 1.0
         besides = [self._besides(device, rank) for rank in range(len(self.stages))]
         slowest = max(besides, key=lambda b: b.gather + b.reduce)
         host = max(laid.launches) * launch
@@ -105,6 +105,11 @@ class Timed:
     @property
     def _everything(self) -> bool:
         return self.config.memory.offload == "all" and "offload" in self.placements.values()
+
+    @property
+    def _alternates(self) -> bool:
+        """Whether forwards follow backwards, as in a pipeline with more microbatches than ranks: such plans wait little."""
+        return self.plan.microbatches > self.config.parallel.pp > 1
 
     def _clock(self, device: DeviceProfile) -> Clock:
         return Clock(device, self.config.parallel.ep, self.sharing.compute == 4)
@@ -131,7 +136,7 @@ class Timed:
             forward.append(there + back if engine else there)
             if not engine:
                 backward.insert(0, back)
-        if self._everything and self.config.parallel.pp == 1:
+        if self._everything and not self._alternates:
             moved = sum(self._offloaded(number) for number in stage.layers)
             out_rate, back_rate = _host(device, self.sharing)[:2]
             forward[-1] = forward[-1] + _waiting(forward, moved / out_rate)

@@ -69,24 +69,18 @@ def plan_interleaved(timeline: Timeline, paths: frozenset[str], everything: bool
     most = inf if everything else _TAKEN * step.seconds * timeline.memory_rate / 2  # copies out, and back
     chosen: Kind = []
     best = step.lay([])
+    height = _height(best)
     kinds = _kinds(step, paths)
     for kind in kinds:
         laid = step.lay([*chosen, *kind])
-        lower = _height(laid) < _height(best) * (1 - 1e-9)
-        if lower and (most == inf or _moves(step, [*chosen, *kind]) <= most):
-            chosen.extend(kind)
-            best = laid
+        high = _height(laid)
+        if high < height * (1 - 1e-9):
+            laid.keep_what_may_stay()
+            if sum(laid.bytes.values()) <= most:
+                chosen.extend(kind)
+                best, height = laid, high
     found = [best, *_waiting(step, kinds, best)] if everything else [best]
-    for laid in found:
-        laid.keep_what_may_stay()
     return min(found, key=_cost).plan()
-
-
-def _moves(step: Step, items: Kind) -> int:
-    """Bytes that leave at last."""
-    laid = step.lay(items)
-    laid.keep_what_may_stay()
-    return sum(laid.bytes.values())
 
 
 def _waiting(step: Step, kinds: Sequence[Kind], best: Laid) -> Iterator[Laid]:
@@ -100,6 +94,7 @@ def _waiting(step: Step, kinds: Sequence[Kind], best: Laid) -> Iterator[Laid]:
                 [lowest, *_lower(step, items, lowest.peak, share * WAITS * step.seconds)], key=lambda laid: laid.peak
             )
         if lowest is not best:
+            lowest.keep_what_may_stay()
             yield lowest
 
 

@@ -17,13 +17,15 @@ A step is forward and backward of all microbatches of the global batch, until th
     reserved          of the caching allocator over allocated, both peaks, without expandable segments; of a graph's memory
                       what its capture took at most is allocated
     waits for copies  of the compute stream, in a step that is called
+    requested         activations as tensors asked for them: the allocator gives out more, up to 1 MiB a block, which differs from
+                      step to step
     withheld          bytes freed while the step was captured that may not be used again before the capture's end, because another
                       stream was given them (`record_stream`, as NCCL's sends and receives may do)
 
     graph             whether forwards and backwards of the step were one CUDA graph, or why not
     offload           bytes of a step that go to the host and come back; how much the plan says that the peak falls, from and to;
                       against the same schedule without, in the same run: time (median of the steps' ratios, in order),
-                      activations, and R, what fell over what was to
+                      activations, and R, what fell over what was to, both of requested bytes; beside it of allocated ones
 
 `--in-turn` keeps a model's arms in memory together and lets their steps take turns: arms one after the other differ by up to 1 %
 from one GPU clock to the next. What is reserved is then nobody's own, and no arm has AdamW states: three arms of PP 2 do not fit
@@ -54,6 +56,7 @@ from forebay.pipeline.schedule import Action
 from forebay.planner.interleaved import plan_interleaved
 from forebay.report.pipeline import bubble, draw, perfetto
 from forebay.report.recorder import Recorder
+from forebay.saved.order import requested
 from forebay.train.config import from_mapping
 
 _INNER = "model.layers.[1-6]"  # of 8 layers those that share no pipeline rank with the head, which has time to spare with PP 4
@@ -91,6 +94,7 @@ ARMS: dict[str, dict[str, dict[str, Any]]] = {
     "interleaved-1f1b": {"parallel": {"schedule": "interleaved-1f1b"}},
     "interleaved-1f1b, offload": {"parallel": {"schedule": "interleaved-1f1b"}, "memory": {"policy": "offload"}},
 }
+_ACTIVATIONS = ("activations GiB", "requested GiB")
 UNTIMED = 50  # steps at most before the timed ones
 DEFAULT = ("dualpipev", "dualpipev, bf16 sums", "zbv", "interleaved-1f1b", "1f1b")
 
@@ -128,8 +132,8 @@ class Running:
         self.mesh = stack.enter_context(Mesh.open(config))
         self.trainer = stack.enter_context(Trainer(config, self.mesh))
         self.engine: Any = self.trainer._gradients
-        self.steps: list[tuple[float, float, float, float]] = []
-        self.withheld: list[int] = []
+        self.steps: list[tuple[float, float, float, float, float]] = []
+        self.ends: list[tuple[int, int]] = []  # of the untimed steps
         self._number = 0
         self._settle()
 
@@ -153,7 +157,8 @@ class Running:
                 "peak": max(s[1] for s in steps) / GIB,
                 "activations": max(s[2] for s in steps) / GIB,
                 "reserved": reserved,
-                "withheld": self.withheld[-1] / GIB if self.withheld else 0.0,
+                "requested": (self.ends[-1][0] if graph == "yes" else max(s[4] for s in steps)) / GIB,
+                "withheld": self.ends[-1][1] / GIB if self.ends else 0.0,
                 "host": statistics.median(s[3] for s in steps),
                 "copies": waited,
                 **peaks,
@@ -172,7 +177,8 @@ class Running:
             "steps s": ", ".join(f"{s:.4f}" for s in seconds),
             "peak over base GiB": max(of("peak")),
             "by pipeline rank GiB": ", ".join(f"{v:.2f}" for v in of("peak")),
-            "activations GiB": ", ".join(f"{v:.4f}" for v in of("activations")),  # R is made of them
+            "activations GiB": ", ".join(f"{v:.4f}" for v in of("activations")),
+            "requested GiB": ", ".join(f"{v:.4f}" for v in of("requested")),  # R is made of them
             "bubble": ", ".join(f"{v:.3f}" for v in of("bubble")),
             "hidden": min((r["hidden"] for row in by_rank for r in row), default=0.0),
             "transfers, waits ms": "; ".join(
@@ -202,7 +208,7 @@ class Running:
             trainer.step(self._next())  # makes AdamW's states, which belong to what is held
         for _ in range(self.args.warm):
             self._untimed()
-        with noting_withheld(self.engine._gathered, self.withheld):
+        with noting_ends(self.engine._gathered, self.ends):
             while self._number < UNTIMED - 1:
                 if trainer.captured is None or trainer.captured.captured or trainer.captured.why_not:
                     break
@@ -241,24 +247,25 @@ def compare(rows: list[dict[str, Any]]) -> None:
         base = max(shorter, key=lambda r: len(r["arm"]), default=None)
         if base is None or "R" in row or "offload" not in row["arm"]:
             continue
-        numbers = [[float(v) for v in r["activations GiB"].split(",")] for r in (base, row)]
+        allocated, asked = ([[float(v) for v in r[c].split(",")] for r in (base, row)] for c in _ACTIVATIONS)
         planned = [float(v) for v in row["planned fall GiB"].split(",")]
         kept, moved = ([float(v) for v in r["steps s"].split(",")] for r in (base, row))
         row["time over keep"] = f"{statistics.median(m / k for k, m in zip(kept, moved, strict=True)):.4f}"
-        row["activations fell by"] = ", ".join(f"{1 - b / a:.3f}" for a, b in zip(*numbers, strict=True))
-        if "again" in row["arm"]:  # falls by what is not saved too, of which an offload's plan does not know
-            row["R"] = "-"
-            continue
-        row["R"] = ", ".join(f"{(a - b) / p:.4f}" if p else "-" for a, b, p in zip(*numbers, planned, strict=True))
+        row["activations fell by"] = ", ".join(f"{1 - b / a:.3f}" for a, b in zip(*allocated, strict=True))
+        for column, numbers in (("R", asked), ("R of allocated bytes", allocated)):
+            fell = [f"{(a - b) / p:.4f}" if p else "-" for a, b, p in zip(*numbers, planned, strict=True)]
+            # With experts made again it falls by what is not saved too, of which an offload's plan does not know.
+            row[column] = "-" if "again" in row["arm"] else ", ".join(fell)
 
 
-def timed(trainer: Any, engine: Any, number: int) -> tuple[float, float, float, float]:
-    """Seconds of the slowest rank; peak over base and activations of this one, bytes; seconds until its host was through."""
+def timed(trainer: Any, engine: Any, number: int) -> tuple[float, float, float, float, float]:
+    """Seconds of the slowest rank; peak over base and activations of this one, bytes; seconds until its host was through; of a
+    step that is called, activations as tensors asked for them."""
     trainer.optimizer.zero_grad(set_to_none=True)
-    gathered_step = engine._gathered
+    gathered_step, device = engine._gathered, trainer.device
     held = []
     end = gathered_step.end
-    gathered_step.end = lambda count: (held.append(torch.cuda.memory_allocated()), end(count))
+    gathered_step.end = lambda count: (held.append((torch.cuda.memory_allocated(), requested(device)[0])), end(count))
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     base = torch.cuda.memory_allocated()
@@ -273,12 +280,13 @@ def timed(trainer: Any, engine: Any, number: int) -> tuple[float, float, float, 
     torch.cuda.synchronize()
     slowest = torch.tensor(time.perf_counter() - started, device="cuda", dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    asked = float(requested(device)[1] - held[0][1])
     if trainer.captured is not None and trainer.captured.captured:
         # The allocator counted when the step was captured. Gathered weights, which stay, are counted as in the other arms.
         taken = trainer.captured.peak_bytes
-        return float(slowest), taken + gathered_bytes(gathered_step), taken - trainer.captured.left_bytes, host
+        return float(slowest), taken + gathered_bytes(gathered_step), taken - trainer.captured.left_bytes, host, asked
     peak = torch.cuda.max_memory_allocated()
-    return float(slowest), peak - base, peak - held[0], host
+    return float(slowest), peak - base, peak - held[0][0], host, asked
 
 
 def reserved_over_allocated(trainer: Any) -> float:
@@ -291,14 +299,16 @@ def reserved_over_allocated(trainer: Any) -> float:
 
 
 @contextmanager
-def noting_withheld(gathered_step: Any, found: list[int]) -> Iterator[None]:
-    """Within, what is freed and not free yet at the end of each step that is called or captured; the last one is captured."""
+def noting_ends(gathered_step: Any, found: list[tuple[int, int]]) -> Iterator[None]:
+    """Within, of each step that is called or captured (the last one is captured): by how much what tensors asked for was above
+    what is held when the last backward is over; and what is freed and not free yet behind all."""
     end = gathered_step.end
 
     def noting(count: Any) -> None:
+        now, most = requested(torch.device("cuda"))
         end(count)
         stats = torch.cuda.memory_stats()
-        found.append(stats["active_bytes.all.current"] - stats["allocated_bytes.all.current"])
+        found.append((most - now, stats["active_bytes.all.current"] - stats["allocated_bytes.all.current"]))
 
     gathered_step.end = noting
     try:

@@ -26,17 +26,28 @@ TIMELINE = Timeline(
 
 
 class Allocator:
-    """What stands for the device's memory: bytes now, and at most since it was last asked to begin anew."""
+    """What stands for the device's memory: bytes now, and at most since it was last asked to begin anew. `rounding`: by so much
+    what is allocated is more than what was asked for; `counts`: whether it knows what was."""
 
     def __init__(self) -> None:
-        self.now = self.top = 0
+        self.now = self.top = self.rounding = 0
+        self.counts = True
+
+    def stats(self) -> dict[str, int]:
+        names = ("requested_bytes.all", 0), ("allocated_bytes.all", self.rounding)
+        found = {}
+        for name, more in names:
+            known = self.counts or name != "requested_bytes.all"
+            found[f"{name}.current"] = (self.now + more) * known
+            found[f"{name}.peak"] = (self.top + more) * known
+        return found
 
 
 @pytest.fixture(autouse=True)
 def memory(monkeypatch: pytest.MonkeyPatch) -> Allocator:
     allocator = Allocator()
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: allocator.now)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: allocator.stats())
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: allocator.top)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: setattr(allocator, "top", allocator.now))
     return allocator
@@ -68,6 +79,24 @@ def test_memory_is_that_of_the_cycle_without_what_the_planner_counts(memory: All
     assert timeline is not None
     # By hand: at F1 100 + 8 + 5; at B1 those 8 more less 8 away; at B0 call 1's are gone and call 0's are back.
     assert [m.other for m in timeline.moments] == [0, 5, 5, 5]
+    assert [m.transient for m in timeline.moments] == [20, 27, 12, 0]
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_what_the_allocator_gives_beside_what_is_asked_for_does_not_count(memory: Allocator, counts: bool) -> None:
+    """By 0, 3, 1 and 2 bytes it is more; an allocator that counts nothing else is believed."""
+    watch = watching()
+    memory.counts = counts
+    for (kind, call), start, most, more in zip(
+        MOMENTS, (100, 113, 121, 113), (120, 140, 133, 130), (0, 3, 1, 2), strict=True
+    ):
+        watch.before_moment()
+        memory.now, memory.rounding = start, more
+        watch.moment(kind, CALLS[call].key, Event(0), Event(0), 0)
+        memory.top = most
+    timeline = watch.retimed(TIMELINE, Rates())
+    assert timeline is not None
+    assert [m.other for m in timeline.moments] == ([0, 5, 5, 5] if counts else [0, 8, 6, 7])
     assert [m.transient for m in timeline.moments] == [20, 27, 12, 0]
 
 

@@ -137,6 +137,17 @@ class Peaks:
         return highest
 
 
+def requested(device: torch.device) -> tuple[int, int]:
+    """Bytes that tensors on a CUDA device asked its allocator for: now, and at most since its peaks were reset.
+
+    What is allocated is more: a block of which less than 1 MiB would be left is given out whole, and how many of them there are
+    at a moment differs from step to step by several MiB. A plan says what tensors take; beside that, this is noise.
+    """
+    stats = torch.cuda.memory_stats(device)
+    kind = "requested" if stats.get("requested_bytes.all.peak") else "allocated"  # cudaMallocAsync does not count it
+    return stats.get(f"{kind}_bytes.all.current", 0), stats.get(f"{kind}_bytes.all.peak", 0)
+
+
 class Recorder:
     """Times and memory of one cycle. On a CPU there is neither; the timeline then has sizes and order only.
 
@@ -262,7 +273,7 @@ class Stopwatch:
     The measuring cycles are slow: they copy one call at a time, and keep the host so busy that the device may wait for it. Their
     sizes and order are right, their times too long, and their memory is that of copying one at a time. This takes both from a
     cycle that runs as planned. Of one that is captured in a CUDA graph, events tell the times of its last replay, and memory is
-    that of the capture.
+    that of the capture. Memory is what tensors `requested`.
 
     Reads the allocator's peak and resets it at each moment.
 
@@ -275,20 +286,20 @@ class Stopwatch:
         self._peaks = peaks or Peaks()
         self._moments: list[tuple[str, Key, Any, Any]] = []
         self._idle: dict[int, Any] = {}
-        self._memory: list[tuple[int, int]] = []  # at a moment: allocated, and bytes of saved items on the host
+        self._memory: list[tuple[int, int]] = []  # at a moment: requested, and bytes of saved items on the host
         self._tops: list[int] = []  # of the moments before
 
     def before_moment(self) -> None:
         """Before anything is fetched or settled at the moment that comes."""
         if self._moments:
-            self._tops.append(torch.cuda.max_memory_allocated(self._device))
+            self._tops.append(requested(self._device)[1])
 
     def moment(self, kind: str, key: Key, before: Any, after: Any, away: int) -> None:
         """A region's forward or backward starts. The events are from before and behind Forebay's waits; `away` bytes of saved
         items are on the host."""
         self._peaks.reset(self._device)
         self._moments.append((kind, key, before, after))
-        self._memory.append((torch.cuda.memory_allocated(self._device), away))
+        self._memory.append((requested(self._device)[0], away))
 
     def idle(self, mark: Callable[[], Any]) -> None:
         """From here until the next moment the device waits for another process. `mark` records an event."""
@@ -333,11 +344,11 @@ class Stopwatch:
                 change[index + 1] += size
                 change[backward[moment.call] + 1] -= size
         base, found = self._memory[0][0], []
-        for moment, (allocated, away), saved, top in zip(
+        for moment, (held, away), saved, top in zip(
             timeline.moments, self._memory, accumulate(change), [*self._tops, None], strict=False
         ):
-            transient = moment.transient if top is None else max(top - allocated, 0)
-            found.append(replace(moment, other=allocated - base - (saved - away), transient=transient))
+            transient = moment.transient if top is None else max(top - held, 0)
+            found.append(replace(moment, other=held - base - (saved - away), transient=transient))
         return found
 
 

@@ -280,13 +280,12 @@ def timed(trainer: Any, engine: Any, number: int) -> tuple[float, float, float, 
     torch.cuda.synchronize()
     slowest = torch.tensor(time.perf_counter() - started, device="cuda", dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    asked = float(requested(device)[1] - held[0][1])
     if trainer.captured is not None and trainer.captured.captured:
         # The allocator counted when the step was captured. Gathered weights, which stay, are counted as in the other arms.
         taken = trainer.captured.peak_bytes
-        return float(slowest), taken + gathered_bytes(gathered_step), taken - trainer.captured.left_bytes, host, asked
-    peak = torch.cuda.max_memory_allocated()
-    return float(slowest), peak - base, peak - held[0][0], host, asked
+        return float(slowest), taken + gathered_bytes(gathered_step), taken - trainer.captured.left_bytes, host, 0.0
+    peak, asked = torch.cuda.max_memory_allocated(), requested(device)[1]
+    return float(slowest), peak - base, peak - held[0][0], host, float(asked - held[0][1])
 
 
 def reserved_over_allocated(trainer: Any) -> float:

@@ -49,6 +49,14 @@ def fit(found: list[Held], microbatches: int = 1, state: State = STATE, overlap:
     return fit_rank(0, state, {0: found}, alone(microbatches, overlap))
 
 
+@pytest.mark.parametrize("at_once", [False, True])
+def test_gradients_of_embedded_tokens_stay_unless_they_are_added_at_once(at_once: bool) -> None:
+    """Hidden states are 8 bytes; in the dtype of the sum they would be 16."""
+    ways = {"prefix": "m", "recompute": "light", "engine": True, "summed": True}
+    embedding = halves_of(TRACE, WHOLE, {}, **ways, at_once=at_once)[0]  # type: ignore[arg-type]
+    assert (embedding.backward, embedding.stays) == ((8 + 16, 0) if at_once else (8, 8))
+
+
 def test_what_a_step_holds_by_hand() -> None:
     """Everything is saved by the time of the head's backward, and no gradient is there yet."""
     found = fit(halves())

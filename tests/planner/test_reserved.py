@@ -164,12 +164,12 @@ VOCABULARY = 64 << 20  # elements of embedding and head each
 TWO = Sharing(data=2, sharded=True, parameter=4, compute=2, summed=4, gathered=True, pp=2)
 
 
-def ends(*names: str, spread: int = 16 * MIB) -> tuple[CachingAllocator, Gathered]:
+def ends(*names: str, late: bool = True) -> tuple[CachingAllocator, Gathered]:
     groups = [
         Group(-1, False, 2, (VOCABULARY // 2,), (VOCABULARY,), (VOCABULARY,), (name,), (False,)) for name in names
     ]
     paper = CachingAllocator()
-    return paper, Gathered(paper, groups, TWO, "compute", mixed=True, keep=True)
+    return paper, Gathered(paper, groups, TWO, "compute", late=late, keep=True)
 
 
 def reduced(paper: CachingAllocator, life: Gathered) -> tuple[int, int]:
@@ -191,6 +191,29 @@ def test_the_embeddings_sum_takes_the_memory_of_the_heads() -> None:
         assert reduced(paper, life) == (128 * len(names) * MIB, most * MIB)
         life.zero_grad()
         assert reduced(paper, life) == (128 * len(names) * MIB, most * MIB)
+
+
+def test_a_sum_that_is_there_already_is_sent_from_where_it_is() -> None:
+    """Both sums from the begin, 512 MiB; the first shard's gradient beside them."""
+    paper, life = ends("embedding", "head", late=False)
+    for _ in range(2):
+        assert reduced(paper, life) == (2 * 128 * MIB, (512 + 128) * MIB)
+        life.zero_grad()
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_gradients_of_embedded_tokens_gather_unless_they_are_added_at_once(at_once: bool) -> None:
+    """16 MiB a microbatch, and 32 in the dtype of the sum for a moment."""
+
+    def most(microbatches: int) -> int:
+        half = part(0, "l.0.mlp", 8 * MIB, 4 * MIB)
+        actions = [Action(kind, 0, n) for n in range(microbatches) for kind in ("F", "RECV_B", "B")]
+        vocabulary = 0, 32 * MIB
+        given = rank([half], engine=True, pipeline=True, summed=vocabulary, at_once=at_once)
+        return reserve(replace(given, sharing=TWO, actions=actions), steps=1).allocated
+
+    few, many, more = most(4), most(12), most(20)
+    assert more - many == many - few == (0 if at_once else 8 * 16 * MIB)
 
 
 def test_what_reduces_a_captured_step_lies_where_its_activations_did() -> None:

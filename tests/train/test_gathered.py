@@ -65,8 +65,9 @@ def whole(rank: int, world: int, folder: str, vocabulary: int) -> dict[str, Any]
         heads: list[torch.Tensor] = []
         begin, spread = GatheredStep.begin, CutModel.spread
 
-        def began(it: Any) -> None:
-            begin(it)
+        def began(it: Any, tokens: int) -> None:
+            assert tokens == 4 * 16
+            begin(it, tokens)
             if cut.head_sum is not None:
                 heads.append(cut.head_sum)
 
@@ -89,6 +90,14 @@ def whole(rank: int, world: int, folder: str, vocabulary: int) -> dict[str, Any]
             trainer.gradients(1)
         found["as FSDP2"] = same(gradients(trainer.model), wanted)
         trainer.optimizer.zero_grad(set_to_none=True)
+        for twice in (False, True):  # the second one finds a sum of its own again
+            with (
+                mock.patch("forebay.train.gathered.adds_at_once", return_value=True),
+                mock.patch.object(CutModel, "spread", side_effect=AssertionError("it was added already")),
+            ):
+                trainer.gradients(1)
+            found[f"at once, {twice}"] = same(gradients(trainer.model), wanted) and cut.embedded_sum is None
+            trainer.optimizer.zero_grad(set_to_none=True)
 
         # As a captured step has it: what it left is taken, put back, reduced; written again by a replay, put back, reduced.
         left, reduce = [], gathered.reduce
@@ -122,6 +131,7 @@ def whole(rank: int, world: int, folder: str, vocabulary: int) -> dict[str, Any]
 def test_the_embeddings_sum_is_made_in_the_memory_of_the_heads(tmp_path: Path, vocabulary: int) -> None:
     (tmp_path / "a.txt").write_text("the water comes unevenly and goes on evenly. " * 400)
     for found in run_ranks(whole, 4, str(tmp_path), vocabulary):
+        assert found["at once, False"] and found["at once, True"]
         assert found["as FSDP2"] and found["taken"] and found["called"] and found["replayed"]
         assert found["held"] and found["forgotten"]
         # Behind the head's reduction, once a step; on the rank that has both.

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,12 @@ from forebay.models.manage import Managed
 from forebay.models.parts import all_layers
 from forebay.moe.dispatch.exchange import Exchange
 from forebay.moe.layer import Front
+
+
+def adds_at_once(tokens: int, vocabulary: int, width: int) -> bool:
+    """Whether gradients of embedded tokens are added to the embedding's sum as they are made, and not when it is reduced: whether
+    those of all `tokens` of a step, of `width` bytes an element, would take more than the sum, in fp32."""
+    return tokens * width > 4 * vocabulary
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,8 +94,9 @@ class CutModel:
     Attributes:
         layers: in forward order; of a part, those that it has.
         numbers: of these layers in the whole model.
-        embedded: if set, gradients of embedded tokens are collected here as (ids [B, S], gradient [B, S, H]) instead of being
-            spread over the vocabulary at once; see `spread`.
+        embedded: if set, gradients of embedded tokens are collected here as (ids [B, S], gradient [B, S, H]) and autograd gives
+            the embedding's weight none; see `spread`.
+        embedded_sum: if set, [V, H] fp32: they are added to it as they are made, with the same bits as `spread`; see `padded`.
         head_sum: if set, [V, H] fp32: the epilogue adds the head's weight gradient to it, before the division by a
             microbatch's count, and autograd gives the weight none; see `forebay.loss.linear_cross_entropy_into`.
 
@@ -112,6 +120,7 @@ class CutModel:
                 )
         self.head_sum: Tensor | None = None
         self.embedded: list[tuple[Tensor, Tensor]] | None = None
+        self.embedded_sum: Tensor | None = None
         self._model, self._base = model, base
         self._dtype = dtype
         # Asked of a whole model, not of a part: transformers has no answer for one that it took away.
@@ -123,11 +132,12 @@ class CutModel:
 
     def prologue(self, microbatch: Microbatch) -> Tensor:
         """[B, S, H]: the embedded tokens."""
-        if self.embedded is None:
+        take = self._take_embedded()
+        if take is None:
             x = self.embedding.forward(microbatch.ids)
         else:
             anchor = torch.empty(0, device=microbatch.ids.device, requires_grad=True)
-            x = _Embed.apply(anchor, self.embedding, microbatch.ids, self.embedded)
+            x = _Embed.apply(anchor, self.embedding, microbatch.ids, take)
         self._choose(microbatch.ids, x.dtype)
         return x
 
@@ -149,12 +159,20 @@ class CutModel:
         """
         total.zero_()
         for ids, gradient in collected:
-            rows = gradient.reshape(-1, gradient.shape[-1]).to(total.dtype)
-            # Not index_add_, whose order on a GPU is another one each time.
-            total.index_put_((ids.reshape(-1),), rows, accumulate=True)
+            _add_rows(total, ids, gradient)
+        return self.padded(total)
+
+    def padded(self, total: Tensor) -> Tensor:
+        """`total` [V, H], the embedding's gradient, of which a padding token gets none."""
         if self.embedding.padding_idx is not None:
             total[self.embedding.padding_idx] = 0
         return total
+
+    def _take_embedded(self) -> Callable[[Tensor, Tensor], None] | None:
+        """Where ids and gradients of embedded tokens go; None leaves them to autograd."""
+        if self.embedded_sum is not None:
+            return partial(_add_rows, self.embedded_sum)
+        return None if self.embedded is None else partial(_collect, self.embedded)
 
     def epilogue(self, x: Tensor, microbatch: Microbatch) -> Tensor:
         """The sum of the cross entropies over `count`, a scalar."""
@@ -213,19 +231,33 @@ class CutModel:
 
 
 class _Embed(torch.autograd.Function):
-    """Embeds tokens; backward only notes the gradient. `anchor` is what makes autograd call it."""
+    """Embeds tokens; backward only hands the gradient to `take`. `anchor` is what makes autograd call it."""
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, embedding: Any, ids: Tensor, collected: list[tuple[Tensor, Tensor]]
+        ctx: Any, anchor: Tensor, embedding: Any, ids: Tensor, take: Callable[[Tensor, Tensor], None]
     ) -> Tensor:
-        ctx.ids, ctx.collected = ids, collected
+        ctx.ids, ctx.take = ids, take
         return embedding.forward(ids)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
-        ctx.collected.append((ctx.ids, grad))
+        ctx.take(ctx.ids, grad)
         return None, None, None, None
+
+
+def _collect(collected: list[tuple[Tensor, Tensor]], ids: Tensor, gradient: Tensor) -> None:
+    collected.append((ids, gradient))
+
+
+def _add_rows(total: Tensor, ids: Tensor, gradient: Tensor) -> None:
+    """Add gradient [B, S, H] to the rows of `total` [V, H] that ids [B, S] name, in its dtype.
+
+    Not by index_add_, whose order on a GPU is another one each time. `unsafe` (the last argument): ids have been looked up, and
+    asking for their range is two more passes.
+    """
+    rows = gradient.reshape(-1, gradient.shape[-1]).to(total.dtype)
+    torch.ops.aten._index_put_impl_(total, [ids.reshape(-1)], rows, True, True)
 
 
 class _StandIn(nn.Module):

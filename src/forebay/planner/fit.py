@@ -179,6 +179,7 @@ def halves_of(
     recompute: str,
     engine: bool,
     summed: bool,
+    at_once: bool = False,
     carried: Mapping[str, int] | None = None,
 ) -> list[Held]:
     """The halves of a stage in forward order, embedding and head included.
@@ -189,6 +190,7 @@ def halves_of(
         recompute: see `[memory]`.
         engine: a pipeline or overlap runs the stage: the head's backward is a part of its forward.
         summed: the engine adds the gradient of the head's weight to a sum in forward, and collects that of embedded tokens.
+        at_once: it adds that to a sum too, as it is made.
         carried: by path, bytes of an offloaded half that leave; all of them without it.
     """
     found = []
@@ -196,7 +198,8 @@ def halves_of(
         kept = _kept("embedding", trace.embedding, "embedding")
         if engine and summed:  # gradients of the tokens are collected, and spread over the vocabulary once
             tokens = trace.layers[0].attention.inputs
-            kept = replace(kept, backward=tokens, stays=tokens)
+            rows = 2 * tokens  # in the dtype of the sum
+            kept = replace(kept, backward=tokens + (rows if at_once else 0), stays=0 if at_once else tokens)
         found.append(kept)
     for nth, (number, place) in enumerate(zip(stage.layers, stage.places, strict=True)):
         layer = trace.layers[number]

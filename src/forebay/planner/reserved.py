@@ -60,7 +60,7 @@ class Rank:
         engine: an engine runs the stages (a pipeline, or overlap): tokens travel on a stream of their own.
         pipeline: it is a pipeline.
         summed: an engine that sums the vocabulary's gradients itself: bytes of the head's and of the spread rows of one
-        microbatch. hidden: bytes of a microbatch's hidden states.
+        microbatch. at_once: it adds these to their sum as they are made. hidden: bytes of a microbatch's hidden states.
         graph: the step is captured.
         turns: in what order a forward and a backward compute that run together: `forebay.pipeline.turns`.
         drawn: parameters are random.
@@ -79,6 +79,7 @@ class Rank:
     graph: bool = False
     drawn: bool = True
     pipeline: bool = False
+    at_once: bool = False
     least: int = 1 << 20
     link: Plan | None = None
 
@@ -174,7 +175,12 @@ class Run:
     def _life_of(self, rank: Rank) -> Life:
         if rank.engine:
             return Gathered(
-                self.paper, rank.groups, rank.sharing, self._stream, rank.summed is not None, keep=rank.graph
+                self.paper,
+                rank.groups,
+                rank.sharing,
+                self._stream,
+                late=rank.summed is not None and not rank.at_once,
+                keep=rank.graph,
             )
         if not rank.sharing.sharded:
             return Plain(self.paper, rank.groups, rank.sharing)
@@ -439,7 +445,10 @@ class _Step:
             self._moment("B", done, ran[-1] if ran else None)
             if part.path == "embedding" and self._rank.summed is not None:
                 self._free(done.blocks.values())
-                self._collected.append(dy)
+                if self._rank.at_once:
+                    self._free([self._paper.malloc(self._rank.summed[1], self._stream), dy])
+                else:
+                    self._collected.append(dy)
                 break
             self._life.enter(part.place, part.mlp, True, microbatch == self._last)
             waits = _Later.of(part, self._rank.sharing.adds_in_place) if split and part.later else None

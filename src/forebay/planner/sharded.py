@@ -450,19 +450,18 @@ class Gathered(_Sharded):
     and `restore` them in the place of a step.
 
     Args:
-        mixed: sums of the vocabulary's weights are made elsewhere, the head's from the begin and the embedding's when it is
-            reduced.
+        late: the embedding's sum is made when it is reduced.
         keep: gathered memory stays between steps, as a captured step needs it.
     """
 
     def __init__(
-        self, paper: CachingAllocator, groups: Sequence[Group], sharing: Sharing, stream: Any, mixed: bool, keep: bool
+        self, paper: CachingAllocator, groups: Sequence[Group], sharing: Sharing, stream: Any, late: bool, keep: bool
     ):
         super().__init__(paper, groups, sharing, stream)
-        self._mixed, self._keep, self._reducing = mixed, keep, stream
+        self._late, self._keep, self._reducing = late, keep, stream
         self._brief = {g.place: n for n, g in enumerate(groups) if g.experts and sharing.reshard}
         self._graphs: dict[int, list[Block]] = {}
-        self._embeds = mixed and any("embedding" in group.names for group in groups)
+        self._embeds = late and any("embedding" in group.names for group in groups)
         self._passed: Block | None = None  # the head's sum, when it was reduced and the embedding's is to be made
         first = {"head": 0, "embedding": 1}
         places = [min((first.get(name, 2) for name in group.names), default=2) for group in groups]
@@ -484,7 +483,7 @@ class Gathered(_Sharded):
             self._sums[n] = [
                 self._paper.malloc(s.summed * whole, self._stream)
                 for name, whole in zip(group.names, group.whole, strict=True)
-                if not (name == "embedding" and self._mixed)
+                if not (name == "embedding" and self._late)
             ]
 
     def enter(self, place: Any, mlp: bool, backward: bool, last: bool) -> None:
@@ -513,7 +512,7 @@ class Gathered(_Sharded):
         return False
 
     def end_step(self) -> None:
-        """Nothing: all sums but the embedding's are there."""
+        """Nothing: all sums are there, but the embedding's if it is `late`."""
 
     def hold(self) -> None:
         """The step was captured: what it left is the graph's from now on."""
@@ -531,7 +530,7 @@ class Gathered(_Sharded):
             return
         for n in self._reduced_in:
             group = self._groups[n]
-            if "embedding" in group.names and self._mixed:
+            if "embedding" in group.names and self._late:
                 self._sum_embedding(n, spread)
                 if not self._graphs:
                     self._free(rows)

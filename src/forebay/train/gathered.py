@@ -10,7 +10,8 @@ as it is made, in the dtype that is reduced in: no second set of them waits for 
 
 What `reduce` allocates comes behind a step's activations, so it is to fit into the memory that they leave:
 
-    head's sum       is reduced first; its memory is the embedding's sum then, which is not made before
+    head's sum       is reduced first; its memory is the embedding's sum then, which is not made before, unless the rows that it
+                     is made of would take more until then (`forebay.pipeline.causal_lm.adds_at_once`)
     both             are sent from where they are, where FSDP2 would copy them first
     everything else  is allocated on the current stream, as activations are: blocks of FSDP2's own nobody else could use
 
@@ -32,7 +33,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from forebay.models.families import moe_blocks
 from forebay.moe.weight_gradients import WeightGradients, no_sums
-from forebay.pipeline.causal_lm import CutModel
+from forebay.pipeline.causal_lm import CutModel, adds_at_once
 from forebay.saved.identify import local
 from forebay.train.parallel import add_to_shard, fsdp_group
 
@@ -90,23 +91,25 @@ class GatheredStep:
         if self._sharded:
             self._gather()
 
-    def begin(self) -> None:
-        """Make ready to sum gradients of gathered weights."""
-        self._sums = self._begin_sums()
+    def begin(self, tokens: int) -> None:
+        """Make ready to sum gradients of gathered weights. `tokens`: of all microbatches of the step, on this process."""
+        self._sums = self._begin_sums(tokens)
         if self._sharded:
             self._make_room(list(self._sums.values()))
 
     def end(self, count: Tensor | int) -> None:
-        """The head's sum is complete; the embedding's is made by `reduce`. `count`: what the sum of losses is divided by;
-        gradients of the head's sum still are to be."""
+        """The head's sum is complete; the embedding's is too, or is made by `reduce`. `count`: what the sum of losses is divided
+        by; gradients of the head's sum still are to be."""
         sums, self._sums = self._sums, {}
         head_sum, self._cut.head_sum = self._cut.head_sum, None
         if "head" in sums:
             assert head_sum is not None
             _add(sums["head"], head_sum.div_(count))
+        total, self._cut.embedded_sum = self._cut.embedded_sum, None
         collected, self._cut.embedded = self._cut.embedded, None
-        if "embedding" in sums:
-            assert collected is not None
+        if total is not None:
+            _add(sums["embedding"], self._cut.padded(total))
+        elif collected is not None:
             self._rows = Rows(sums["embedding"], collected, sums.get("head"), head_sum)
 
     def reduce(self) -> None:
@@ -177,7 +180,7 @@ class GatheredStep:
             hook.remove()
         self._hooks, self._experts, self._addresses = [], [], {}
 
-    def _begin_sums(self) -> dict[str, Any]:
+    def _begin_sums(self, tokens: int) -> dict[str, Any]:
         """Under mixed precision, what the vocabulary's two weights get is summed here: FSDP2's record of each, by name.
 
         A gradient of the head or the embedding has [V, H], 1.2 GiB in fp32 at V = 151936, H = 2048: too much to make one for each
@@ -191,7 +194,11 @@ class GatheredStep:
         if "head" in found:
             self._cut.head_sum = torch.zeros_like(self._cut.head.weight, dtype=torch.float32)
         if "embedding" in found:
-            self._cut.embedded = []
+            weight = self._cut.embedding.weight
+            if adds_at_once(tokens, weight.shape[0], weight.element_size()):
+                self._cut.embedded_sum = torch.zeros_like(weight, dtype=torch.float32)
+            else:
+                self._cut.embedded = []
         return found
 
     def _make_room(self, elsewhere: list[Any]) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
+from forebay.pipeline.causal_lm import adds_at_once
 from forebay.pipeline.turns import turns
 from forebay.planner.carried import Half, carried_by_path, plan_link
 from forebay.planner.choose import Choice, Machine, choose, parts_by_path, rank_options
@@ -154,6 +155,7 @@ class Layout:
             graph=c.memory.graph,
             drawn=not (c.model.path and c.model.weights == "load"),
             pipeline=c.parallel.pp > 1,
+            at_once=self._at_once(),
             least=(_LEAST_PIPELINE if c.parallel.pp > 1 else _LEAST) if self.sharing.gpu else 1,
         )
         # A choice of placements says itself what leaves.
@@ -206,9 +208,16 @@ class Layout:
         """Whether the engine sums the vocabulary's gradients itself."""
         return self.engine and self.sharing.sharded and self.sharing.summed > self.sharing.compute
 
+    def _at_once(self) -> bool:
+        """Whether it adds those of embedded tokens as they are made."""
+        (vocabulary, width), *_ = self.weights.embedding
+        tokens = self.plan.microbatches * self.hidden // width
+        return self._summed() and adds_at_once(tokens, vocabulary, self.sharing.compute)
+
     def _ways(self) -> dict[str, Any]:
         recompute = self.config.memory.recompute
-        return {"prefix": self.prefix, "recompute": recompute, "engine": self.engine, "summed": self._summed()}
+        summed = {"summed": self._summed(), "at_once": self._at_once()}
+        return {"prefix": self.prefix, "recompute": recompute, "engine": self.engine, **summed}
 
     def _allowed(self) -> frozenset[str]:
         """What the trainer can carry out; its own `policy = "auto"` stashes nothing."""

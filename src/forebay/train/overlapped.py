@@ -93,7 +93,7 @@ class OverlappedGradients(CapturableEngine):
         """What asks nothing of other processes but the exchange, and nothing of the device."""
         self._imbalance = []
         work = [Microbatch(ids, labels, count) for ids, labels in microbatches]
-        self._gathered.begin()
+        self._gathered.begin(sum(ids.numel() for ids, _ in microbatches))
         with nullcontext() if self._router is None else self._router.counting():
             losses = self._step.run(work)
         self._gathered.end(count)

@@ -144,7 +144,7 @@ class PipelinedGradients(CapturableEngine):
     def _run(self, microbatches: Parts, count: Tensor | int) -> tuple[Tensor, Tensor]:
         """What may be captured: it asks nothing of the device."""
         work = [Microbatch(ids, labels, count) for ids, labels in microbatches]
-        self._gathered.begin()
+        self._gathered.begin(sum(ids.numel() for ids, _ in microbatches))
         with nullcontext() if self._router is None else self._router.counting():
             losses, self.ran = self._runtime.run(work, self._cut.hidden, watcher=self.watcher)
         self._gathered.end(count)

@@ -105,6 +105,16 @@ def test_the_report_counts_the_same_bytes_whether_calls_are_looked_at_or_not(mon
     assert sum(saved.values()) == sum(every.values())
 
 
+def test_the_report_is_of_the_plan_that_the_cycle_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipeline's next plan is made at the end of a step, before anybody asks."""
+    model, mem = managed(monkeypatch, {"1"})
+    cycle(model)
+    mem.join()
+    assert mem.plan is not None and mem.plan.planned_bytes > 0 == mem.report().planned_bytes
+    cycle(model)
+    assert mem.report().planned_bytes == mem.report().moved_bytes == mem.plan.planned_bytes
+
+
 def test_host_memory_is_let_go_once_and_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     model, mem = managed(monkeypatch, {"2"})
     reserved = []

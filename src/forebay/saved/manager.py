@@ -52,7 +52,7 @@ class StepReport:
     """How the last cycle (one forward and its backward, usually) went. None where a CPU has no figure.
 
     Attributes:
-        planned_bytes: bytes that the plan takes off the device.
+        planned_bytes: bytes that the step's plan takes off the device; 0 in a step that is measured for a plan.
         moved_bytes: bytes copied to the host.
         d2h_gbps, h2d_gbps: 1e9 bytes a second while copying, out and back.
         wait_ms: time the compute stream waited for copies in the last cycle.
@@ -146,6 +146,7 @@ class Manager:
         self._cycle = Cycle()
         self._awaits_call = False  # a cycle has begun, and its first call is on the way
         self._planned = False  # the next cycle is
+        self._followed: Plan | None = None  # in the last cycle
         placements = {path: region.placement for path, region in self._regions.items()}
         self._planning = Planning(self.store, placements, budget, offload, self._switch_light)
         self._base: int | None = None  # bytes held before the cycle that is about to begin, where a forward told
@@ -200,7 +201,7 @@ class Manager:
             torch.cuda.synchronize(self._device)
             waits = sum(a.elapsed_time(b) for a, b in self._waits)
         return StepReport(
-            planned_bytes=self.plan.planned_bytes if self.plan else 0,
+            planned_bytes=self._followed.planned_bytes if self._followed else 0,
             moved_bytes=out,
             d2h_gbps=out_rate / 1e9 if out_rate else None,
             h2d_gbps=back_rate / 1e9 if back_rate else None,
@@ -548,6 +549,7 @@ class Manager:
             self._saved_by.clear()
         base, self._base = self._base, None
         self._planning.cycle_begins(self._captured, base)
+        self._followed = self.plan
 
     def _moment(self, kind: str, call: RegionCall) -> None:
         """A region's forward or backward starts: settle, wait and fetch what is due."""

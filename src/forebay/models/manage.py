@@ -14,7 +14,7 @@ lists. A pattern may name any other module unless it runs inside compiled code.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -228,19 +228,19 @@ def manage(
         if compile:
             undo.append(_compile_final_norm(model))
         sealed = _sealed(model, halves, exchange) if compile else {}
-        slots, claims, stashed, remade = _regions(model, halves, policy, sealed, exchange, recompute)
+        found = _regions(model, halves, policy, sealed, exchange, recompute)
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        if pages is not None and not stashed:
+        if pages is not None and not found.stashed:
             raise PolicyError("pages=... is for regions that the policy puts 'stash' on, and there is none")
-        store = install_stash(model, stashed, device, parse_bytes(pages) if pages is not None else None)
+        store = install_stash(model, found.stashed, device, parse_bytes(pages) if pages is not None else None)
         if store is not None:
             undo.append(store.close)
             undo.append(partial(remove_stash, model))
-        switch_remade(model, remade, True)
-        undo.append(partial(switch_remade, model, remade, False))
+        switch_remade(model, found.remade, True)
+        undo.append(partial(switch_remade, model, found.remade, False))
         manager = Manager(
-            slots,
-            claims,
+            found.slots,
+            found.claims,
             device,
             budget=parse_bytes(budget) if budget is not None else None,
             offload=offload,
@@ -255,7 +255,7 @@ def manage(
     if budget is not None:
         undo.append(model.register_forward_pre_hook(lambda *_: manager.forward_begins()).remove)
     watchable = [path for path, _ in model.named_modules() if path not in sealed and not (compile and path in halves)]
-    return Managed(model, manager, halves, watchable, undo, store, stashed, remade)
+    return Managed(model, manager, halves, watchable, undo, store, found.stashed, found.remade)
 
 
 def _check_options(experts: str | None, loss: str | None, recompute: str, exchange: Exchange | None) -> None:
@@ -312,6 +312,23 @@ def _compile_final_norm(model: nn.Module) -> Callable[[], None]:
     return undo
 
 
+@dataclass(frozen=True)
+class _Regions:
+    """What a policy comes to.
+
+    Attributes:
+        slots: in forward order.
+        claims: on them.
+        stashed, remade: the experts modules whose rows are stashed, and those that make their first product again inside an
+            offloaded region.
+    """
+
+    slots: Mapping[str, Slot]
+    claims: list[Claim]
+    stashed: Sequence[str]
+    remade: Sequence[str]
+
+
 def _regions(
     model: nn.Module,
     halves: Halves,
@@ -319,11 +336,32 @@ def _regions(
     sealed: Mapping[str, str],
     exchange: Exchange | None,
     recompute: str,
-) -> tuple[dict[str, Slot], list[Claim], list[str], list[str]]:
-    """Slots in forward order, the claims on them, and the experts modules whose rows are stashed, and those that make their first
-    product again inside an offloaded region."""
-    modules = {path: module for path, module in model.named_modules() if path not in sealed}
+) -> _Regions:
     default = list(halves) or _children_of_lists(model)
+    claims = _claims(model, default, policy, sealed, exchange, recompute)
+    claims, stashed = split_stash(model, claims, exchange)
+    claims, remade = split_remade(claims)
+    claimed = {c.path for c in claims if c.placement != "keep"}
+    # Regions that are kept still mark the passing of time, by which copies are settled and begun.
+    marks = [p for p in default if not any(p.startswith(f"{c}.") or not c for c in claimed - {p})]
+    wanted = claimed | set(marks)
+    slots: dict[str, Slot] = {}
+    for path, module in model.named_modules():
+        if path in wanted:
+            slots[path] = halves[path] if path in halves else ModuleSlot(module, light_recompute_of(module))
+    return _Regions(slots, [c for c in claims if c.path in slots], stashed, remade)
+
+
+def _claims(
+    model: nn.Module,
+    default: Sequence[str],
+    policy: str | Mapping[str, str],
+    sealed: Mapping[str, str],
+    exchange: Exchange | None,
+    recompute: str,
+) -> list[Claim]:
+    """What the policy says of modules that are there. `default`: paths of the regions of a policy that names none."""
+    modules = {path: module for path, module in model.named_modules() if path not in sealed}
     if isinstance(policy, str):
         if policy not in (*PLACEMENTS, "auto"):
             raise PolicyError(
@@ -337,26 +375,12 @@ def _regions(
         # Of a whole model only experts have rows to stash.
         moe = policy == "stash" and any(moe_blocks(layer) for layer in _layers_of(model))
         paths = [b.path for b in moe_blocks(model)] if moe else default
-        claims = [Claim(path, policy, policy) for path in paths]
-    else:
-        # Of a part, patterns may name layers that other ranks hold; what a compiled half seals here is sealed there too.
-        open_ones = (".self_attn", ".mlp") if exchange is None else (".self_attn", ".mlp", ".mlp.experts")
-        elsewhere = [p for p in paths_elsewhere(model) if not sealed or p.endswith(open_ones) or p.count(".") == 2]
-        light = (
-            [*light_experts(model), *(p for p in elsewhere if p.endswith(".experts"))] if recompute == "light" else ()
-        )
-        claims = [c for c in resolve(policy, [*modules, *elsewhere], sealed, light) if c.path in modules]
-    claims, stashed = split_stash(model, claims, exchange)
-    claims, remade = split_remade(claims)
-    claimed = {c.path for c in claims if c.placement != "keep"}
-    # Regions that are kept still mark the passing of time, by which copies are settled and begun.
-    marks = [p for p in default if not any(p.startswith(f"{c}.") or not c for c in claimed - {p})]
-    wanted = claimed | set(marks)
-    slots: dict[str, Slot] = {}
-    for path, module in model.named_modules():
-        if path in wanted:
-            slots[path] = halves[path] if path in halves else ModuleSlot(module, light_recompute_of(module))
-    return slots, [c for c in claims if c.path in slots], stashed, remade
+        return [Claim(path, policy, policy) for path in paths]
+    # Of a part, patterns may name layers that other ranks hold; what a compiled half seals here is sealed there too.
+    open_ones = (".self_attn", ".mlp") if exchange is None else (".self_attn", ".mlp", ".mlp.experts")
+    elsewhere = [p for p in paths_elsewhere(model) if not sealed or p.endswith(open_ones) or p.count(".") == 2]
+    light = [*light_experts(model), *(p for p in elsewhere if p.endswith(".experts"))] if recompute == "light" else ()
+    return [c for c in resolve(policy, [*modules, *elsewhere], sealed, light) if c.path in modules]
 
 
 def _layers_of(model: nn.Module) -> Sequence[nn.Module]:

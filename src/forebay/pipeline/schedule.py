@@ -171,19 +171,23 @@ def _weights_early(actions: Sequence[Action], ranks: Sequence[int]) -> tuple[Act
     found: list[Action] = []
     left: list[Action] = []
     for action in actions:
-        here, waits = action.stage, False
-        if action.kind in (BACKWARD, BACKWARD_INPUT):
-            waits = here + 1 < len(ranks) and ranks[here + 1] != ranks[here]
-        if waits:
+        if action.kind == BACKWARD_WEIGHT:
+            if action in left:  # else it came early
+                left.remove(action)
+                found.append(action)
+            continue
+        if action.kind in (BACKWARD, BACKWARD_INPUT) and _gradient_travels(action.stage, ranks):
             found += left
             left = []
-        if action.kind != BACKWARD_WEIGHT or action in left:
-            found.append(action)
+        found.append(action)
         if action.kind == BACKWARD_INPUT:
             left.append(replace(action, kind=BACKWARD_WEIGHT))
-        elif action in left:
-            left.remove(action)
     return tuple(found)
+
+
+def _gradient_travels(stage: int, ranks: Sequence[int]) -> bool:
+    """Whether the gradient that a backward of `stage` needs comes from another rank."""
+    return stage + 1 < len(ranks) and ranks[stage + 1] != ranks[stage]
 
 
 def _action(theirs: Any) -> Action:

@@ -21,7 +21,6 @@ class Pretence:
         self.graphs = 0
         self.ends = True  # whether what was launched is over when somebody asks
         self.room: Any = None  # whose memory is allocated in
-        self.given_back: list[tuple[str, Any]] = []  # what was called for a graph's pool
         pretence = self
 
         class Graph:
@@ -75,16 +74,11 @@ class Pretence:
             "current_stream": lambda _=None: Stream(),
             "synchronize": lambda _=None: None,
             "empty_cache": lambda: None,
-            "current_device": lambda: 0,
             "memory_allocated": lambda _=None: 0,
             "max_memory_allocated": lambda _=None: 0,
             "reset_peak_memory_stats": lambda _=None: None,
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
-        for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
-            monkeypatch.setattr(
-                torch._C, name, lambda device, pool, name=name: pretence.given_back.append((name, pool))
-            )
 
 
 class Engine:
@@ -233,9 +227,6 @@ def test_a_capture_that_fails_is_given_up_and_says_why(pretence: Pretence) -> No
     assert engine.step.why_not == "ValueError: asked the device for a number"
     assert not engine.step.captured
     assert pretence.graphs == 2, "its own, and one to take the generator of random numbers out of a capture"
-    known = tuple(map(int, torch.__version__.split(".")[:2])) > (2, 13)  # torch gives the pool back itself
-    pool = ("pool", 1)
-    assert pretence.given_back == ([] if known else [("_cuda_endAllocateToPool", pool), ("_cuda_releasePool", pool)])
 
 
 def test_all_give_it_up_if_one_does(pretence: Pretence) -> None:

@@ -161,39 +161,6 @@ def test_calls_draw_random_numbers_behind_a_capture_that_failed() -> None:
 
 
 @pytest.mark.gpu
-def test_a_capture_that_failed_keeps_no_memory() -> None:
-    from forebay.train.captured import CapturedStep
-
-    device, size = torch.device("cuda", torch.cuda.current_device()), 512 << 20
-    side = torch.cuda.Stream()
-
-    def body(parts: Any, count: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        taken = torch.empty(size, dtype=torch.uint8, device=device)
-        if torch.cuda.is_current_stream_capturing():
-            taken[:8].sum().item()  # ends the capture
-        return (taken[:8].clone(),)
-
-    step = CapturedStep(body, [], device, lambda: 0, lambda ok: ok)
-    parts = [(torch.tensor([1], device=device), torch.tensor([0], device=device))]
-    step.on_stream(lambda: step(parts, 1))
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved()
-    while step.why_not is None:
-        step.on_stream(lambda: step(parts, 1))
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() < before + size // 2
-    # And what another stream was given is free again when that one is through.
-    active = torch.cuda.memory_stats()["active_bytes.all.current"]
-    given = torch.empty(size, dtype=torch.uint8, device=device)
-    given.record_stream(side)
-    del given
-    torch.cuda.synchronize()
-    torch.empty(1, device=device)  # the allocator looks at events when it is asked
-    assert torch.cuda.memory_stats()["active_bytes.all.current"] < active + size
-
-
-@pytest.mark.gpu
 def test_a_graph_that_is_given_up_takes_nothing_from_another_one() -> None:
     """cuBLAS's workspaces are cleared with it: those that the other one knows must be memory of its own pool."""
     from forebay.train.captured import CapturedStep

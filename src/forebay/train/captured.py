@@ -230,7 +230,6 @@ class CapturedStep:
                 self._outputs = self._body(self._inputs, self._count)
         except Exception as error:  # whatever it is: the other processes wait to hear of it
             reason = _first_cause(error)
-            self._give_back_pool(graph)
             self._free_generator()
         self.peak_bytes = torch.cuda.max_memory_allocated(self._device) - held
         self.left_bytes = torch.cuda.memory_allocated(self._device) - held
@@ -252,17 +251,6 @@ class CapturedStep:
             torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream, capture_error_mode="thread_local"),
         ):
             torch.zeros(1, device=self._device)
-
-    def _give_back_pool(self, graph: Any) -> None:
-        """Trap: up to torch 2.13 a capture that fails keeps its pool, all that the step took, for as long as the process lives,
-        and the caching allocator still waits for its end before it looks at events: what another stream was given is never free
-        again (pytorch/pytorch, pull requests 180395 and 190348)."""
-        if tuple(map(int, torch.__version__.split(".")[:2])) > (2, 13):
-            return
-        device = torch.cuda.current_device() if self._device.index is None else self._device.index
-        with suppress(RuntimeError):  # the allocator knows of the end: by its version, or by where the capture failed
-            torch._C._cuda_endAllocateToPool(device, graph.pool())
-        torch._C._cuda_releasePool(device, graph.pool())
 
     def _ends(self) -> bool:
         """Whether the replay that was just launched ends by itself. If not, it is made to, and what it wrote is of no use."""

@@ -206,9 +206,9 @@ class Running:
         force_balance(trainer.model)
         if self.alone:
             trainer.step(self._next())  # makes AdamW's states, which belong to what is held
-        for _ in range(self.args.warm):
-            self._untimed()
         with noting_ends(self.engine._gathered, self.ends):
+            for _ in range(self.args.warm):
+                self._untimed()
             while self._number < UNTIMED - 1:
                 if trainer.captured is None or trainer.captured.captured or trainer.captured.why_not:
                     break

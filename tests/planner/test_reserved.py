@@ -164,12 +164,12 @@ VOCABULARY = 64 << 20  # elements of embedding and head each
 TWO = Sharing(data=2, sharded=True, parameter=4, compute=2, summed=4, gathered=True, pp=2)
 
 
-def ends(*names: str, late: bool = True) -> tuple[CachingAllocator, Gathered]:
+def ends(*names: str, late: bool = True, twice: bool = False) -> tuple[CachingAllocator, Gathered]:
     groups = [
         Group(-1, False, 2, (VOCABULARY // 2,), (VOCABULARY,), (VOCABULARY,), (name,), (False,)) for name in names
     ]
     paper = CachingAllocator()
-    return paper, Gathered(paper, groups, TWO, "compute", late=late, keep=True)
+    return paper, Gathered(paper, groups, TWO, "compute", late=late, keep=True, twice=twice)
 
 
 def reduced(paper: CachingAllocator, life: Gathered) -> tuple[int, int]:
@@ -201,19 +201,38 @@ def test_a_sum_that_is_there_already_is_sent_from_where_it_is() -> None:
         life.zero_grad()
 
 
+@pytest.mark.parametrize(("late", "begun", "most"), [(True, 256, 256 + 256 + 16), (False, 512, 256 + 128)])
+def test_an_embedding_that_is_the_head_has_two_sums(late: bool, begun: int, most: int) -> None:
+    """256 MiB each: the head's from the begin; the embedding's too, or it is made, beside a microbatch's rows, to be reduced."""
+    paper, life = ends("embedding", late=late, twice=True)
+    for _ in range(2):
+        life.gather()
+        before = paper.allocated
+        life.begin_step()
+        assert paper.allocated - before == begun * MIB
+        life.end_step()
+        assert paper.allocated - before == 256 * MIB
+        paper.reset_peaks()
+        life.reduce([], 16 * MIB)
+        life.finish()
+        assert (paper.allocated - before, paper.peak_allocated - before) == (128 * MIB, most * MIB)
+        life.zero_grad()
+
+
 @pytest.mark.parametrize("at_once", [False, True])
 def test_gradients_of_embedded_tokens_gather_unless_they_are_added_at_once(at_once: bool) -> None:
     """16 MiB a microbatch, and 32 in the dtype of the sum for a moment."""
 
-    def most(microbatches: int) -> int:
+    def most(microbatches: int, spread: int = 32 * MIB) -> int:
         half = part(0, "l.0.mlp", 8 * MIB, 4 * MIB)
         actions = [Action(kind, 0, n) for n in range(microbatches) for kind in ("F", "RECV_B", "B")]
-        vocabulary = 0, 32 * MIB
+        vocabulary = 0, spread
         given = rank([half], engine=True, pipeline=True, summed=vocabulary, at_once=at_once)
         return reserve(replace(given, sharing=TWO, actions=actions), steps=1).allocated
 
     few, many, more = most(4), most(12), most(20)
     assert more - many == many - few == (0 if at_once else 8 * 16 * MIB)
+    assert most(4, 1024 * MIB) - most(4, 512 * MIB) == (512 * MIB if at_once else 0)
 
 
 def test_what_reduces_a_captured_step_lies_where_its_activations_did() -> None:

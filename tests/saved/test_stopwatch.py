@@ -27,20 +27,19 @@ TIMELINE = Timeline(
 
 class Allocator:
     """What stands for the device's memory: bytes now, and at most since it was last asked to begin anew. `rounding`: by so much
-    what is allocated is more than what was asked for; `counts`: whether it knows what was."""
+    what is allocated is more than what was asked for; `waiting`: bytes that are gone, but not for another stream; `counts`: it
+    knows what was asked for."""
 
     def __init__(self) -> None:
-        self.now = self.top = self.rounding = 0
+        self.now = self.top = self.rounding = self.waiting = 0
         self.counts = True
 
     def stats(self) -> dict[str, int]:
-        names = ("requested_bytes.all", 0), ("allocated_bytes.all", self.rounding)
-        found = {}
-        for name, more in names:
-            known = self.counts or name != "requested_bytes.all"
-            found[f"{name}.current"] = (self.now + more) * known
-            found[f"{name}.peak"] = (self.top + more) * known
-        return found
+        more = {"allocated": self.rounding, "active": self.rounding + self.waiting}
+        if self.counts:
+            more["requested"] = self.waiting
+        kinds = {"current": self.now, "peak": self.top}
+        return {f"{name}_bytes.all.{kind}": size + m for name, m in more.items() for kind, size in kinds.items()}
 
 
 @pytest.fixture(autouse=True)
@@ -80,6 +79,22 @@ def test_memory_is_that_of_the_cycle_without_what_the_planner_counts(memory: All
     # By hand: at F1 100 + 8 + 5; at B1 those 8 more less 8 away; at B0 call 1's are gone and call 0's are back.
     assert [m.other for m in timeline.moments] == [0, 5, 5, 5]
     assert [m.transient for m in timeline.moments] == [20, 27, 12, 0]
+
+
+def test_what_waits_for_another_stream_does_not_count(memory: Allocator) -> None:
+    """0, 70, 70 and 0 bytes of it; of a peak what is allocated is nearer then."""
+    watch = watching()
+    for (kind, call), start, most, waiting in zip(
+        MOMENTS, (100, 113, 121, 113), (120, 140, 133, 130), (0, 70, 70, 0), strict=True
+    ):
+        watch.before_moment()
+        memory.now, memory.rounding, memory.waiting = start, 2, waiting
+        watch.moment(kind, CALLS[call].key, Event(0), Event(0), 0)
+        memory.top = most
+    timeline = watch.retimed(TIMELINE, Rates())
+    assert timeline is not None
+    assert [m.other for m in timeline.moments] == [0, 5, 5, 5]
+    assert [m.transient for m in timeline.moments] == [20, 27 + 2, 12 + 2, 0]
 
 
 @pytest.mark.parametrize("counts", [True, False])

@@ -15,11 +15,11 @@ from tests.ranks import run_ranks
 from tests.train.conftest import MODEL
 
 
-def config(folder: str, vocabulary: int) -> Any:
+def config(folder: str, vocabulary: int, **more: Any) -> Any:
     sections: dict[str, Any] = {
         "model": {
             "family": "qwen3_moe",
-            "config": {**MODEL, "num_hidden_layers": 4, "vocab_size": vocabulary},
+            "config": {**MODEL, "num_hidden_layers": 4, "vocab_size": vocabulary, **more},
             "dtype": "float32",
             "compute": "bfloat16",
         },
@@ -124,6 +124,40 @@ def whole(rank: int, world: int, folder: str, vocabulary: int) -> dict[str, Any]
             trainer._shards.finish()
         found["replayed"] = same(gradients(trainer.model), wanted)
     return found
+
+
+def added_at_once(rank: int, world: int, folder: str, tied: bool) -> dict[str, Any]:
+    """Whether gradients are those of a sum made behind all, of which a space, the padding token, gets none."""
+    from forebay.train.mesh import Mesh
+    from forebay.train.trainer import Trainer
+
+    settings = config(folder, 288, tie_word_embeddings=tied, pad_token_id=ord(" "))
+    found: dict[str, Any] = {}
+    with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
+        engine: Any = trainer._gradients
+        of = {}
+        for at_once in (False, True):
+            trainer.optimizer.zero_grad(set_to_none=True)
+            with mock.patch("forebay.train.gathered.adds_at_once", return_value=at_once):
+                trainer.gradients(1)
+            of[at_once] = gradients(trainer.model)
+        found["same"] = same(of[True], of[False])
+        if engine._cut.embedding is not None:
+            whole: Any = trainer.model.get_parameter("model.embed_tokens.weight").grad
+            rows = whole.full_tensor().abs().sum(1)
+            found["padding"], found["other"] = float(rows[ord(" ")]), float(rows[ord("e")])
+    return found
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_sum_that_is_added_to_at_once_has_the_same_bits(tmp_path: Path, tied: bool) -> None:
+    (tmp_path / "a.txt").write_text("the water comes unevenly and goes on evenly. " * 400)
+    found = run_ranks(added_at_once, 4, str(tmp_path), tied)
+    assert all(f["same"] for f in found)
+    ends = [f for f in found if "padding" in f]
+    assert len(ends) == 2
+    for f in ends:  # a tied weight has the head's gradient in every row
+        assert f["other"] > 0 and (f["padding"] > 0) == tied
 
 
 # 289 is not cut evenly: FSDP2 puts both halves together, with padding.

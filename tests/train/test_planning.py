@@ -1,13 +1,17 @@
 """The partition that a configuration asks for: the same for every process, and without a trace in what it is given."""
 
 import copy
+from unittest import mock
 
+import pytest
 import torch
 
 from forebay.models.costs import model_costs
+from forebay.pipeline.causal_lm import adds_at_once
 from forebay.pipeline.partition import partition_layers
-from forebay.train import hf
+from forebay.train import hf, laying
 from forebay.train.config import Config, from_mapping
+from forebay.train.fitting import fit_run
 from forebay.train.planning import costs_of, partition_of, plan_layers
 
 
@@ -54,6 +58,24 @@ def test_auto_is_partition_layers_of_the_models_costs() -> None:
     )
     assert found == wanted and found.time is not None and found.memory is not None
     assert plan_layers(c).partition == found
+
+
+@pytest.mark.parametrize(("microbatches", "at_once"), [(16, False), (17, True)])
+def test_on_paper_gradients_of_tokens_are_added_at_once_where_a_run_adds_them(microbatches: int, at_once: bool) -> None:
+    """64 tokens of 2 bytes an element, and 512 rows of 4: more than 16 microbatches are more than the sum."""
+    before = config()
+    model = {**vars(before.model), "config": {**before.model.config, "vocab_size": 512}, "attention": "sdpa"}
+    model |= {"dtype": "float32", "compute": "bfloat16"}
+    train = {"batch": 2 * microbatches, "microbatch": 2, "sequence": 32}
+    c = from_mapping({"model": model, "train": train, "parallel": {"pp": 2}, "device": {"type": "cuda"}})
+    with (
+        mock.patch.object(laying, "reserve", wraps=laying.reserve) as reserve,
+        mock.patch.object(laying, "halves_of", wraps=laying.halves_of) as halves,
+    ):
+        fit_run(c, plan_layers(c, 2), 2)
+    assert [call.args[0].at_once for call in reserve.call_args_list] == [at_once] * 2
+    assert {call.kwargs["at_once"] for call in halves.call_args_list} == {at_once}
+    assert adds_at_once(64 * microbatches, 512, 2) == at_once
 
 
 def test_microbatches_are_those_of_one_pipeline() -> None:

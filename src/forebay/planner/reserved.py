@@ -60,7 +60,8 @@ class Rank:
         engine: an engine runs the stages (a pipeline, or overlap): tokens travel on a stream of their own.
         pipeline: it is a pipeline.
         summed: an engine that sums the vocabulary's gradients itself: bytes of the head's and of the spread rows of one
-        microbatch. at_once: it adds these to their sum as they are made. hidden: bytes of a microbatch's hidden states.
+        microbatch. at_once: it adds these to their sum as they are made. tied: embedding and head are one. hidden: bytes of a
+        microbatch's hidden states.
         graph: the step is captured.
         turns: in what order a forward and a backward compute that run together: `forebay.pipeline.turns`.
         drawn: parameters are random.
@@ -80,6 +81,7 @@ class Rank:
     drawn: bool = True
     pipeline: bool = False
     at_once: bool = False
+    tied: bool = False
     least: int = 1 << 20
     link: Plan | None = None
 
@@ -181,6 +183,7 @@ class Run:
                 self._stream,
                 late=rank.summed is not None and not rank.at_once,
                 keep=rank.graph,
+                twice=rank.summed is not None and rank.tied,
             )
         if not rank.sharing.sharded:
             return Plain(self.paper, rank.groups, rank.sharing)

@@ -19,7 +19,7 @@ Of FSDP2 (`torch.distributed.fsdp._fully_shard`, torch 2.11 to 2.13), which matt
                                              end
     reducing a step                          the same on the compute stream, but that a weight in a group of its own is sent from
                                              where it is; the head's first, then the embedding's, whose sum is made then, in the
-                                             memory of the head's
+                                             memory of the head's, unless it is there from the begin
 
 The optimizer makes both moments and a step count a parameter in its first step, in the order of the parameters: matrices, then
 vectors. Random parameters are drawn whole, each made before the one drawn last is let go of; so are what FSDP2 casts them to.
@@ -451,14 +451,23 @@ class Gathered(_Sharded):
 
     Args:
         late: the embedding's sum is made when it is reduced.
+        twice: the embedding is the head too, and of both there is a sum: the embedding's is added to the head's when it is made.
         keep: gathered memory stays between steps, as a captured step needs it.
     """
 
     def __init__(
-        self, paper: CachingAllocator, groups: Sequence[Group], sharing: Sharing, stream: Any, late: bool, keep: bool
+        self,
+        paper: CachingAllocator,
+        groups: Sequence[Group],
+        sharing: Sharing,
+        stream: Any,
+        late: bool,
+        keep: bool,
+        twice: bool = False,
     ):
         super().__init__(paper, groups, sharing, stream)
-        self._late, self._keep, self._reducing = late, keep, stream
+        self._late, self._keep, self._twice, self._reducing = late, keep, twice, stream
+        self._beside: list[Block] = []  # the embedding's sum, until it is added to the head's
         self._brief = {g.place: n for n, g in enumerate(groups) if g.experts and sharing.reshard}
         self._graphs: dict[int, list[Block]] = {}
         self._embeds = late and any("embedding" in group.names for group in groups)
@@ -483,8 +492,10 @@ class Gathered(_Sharded):
             self._sums[n] = [
                 self._paper.malloc(s.summed * whole, self._stream)
                 for name, whole in zip(group.names, group.whole, strict=True)
-                if not (name == "embedding" and self._late)
+                if not (name == "embedding" and self._late and not self._twice)
             ]
+        if self._twice and not self._late:
+            self._beside = [self._paper.malloc(s.summed * whole, self._stream) for whole in self._embedding()]
 
     def enter(self, place: Any, mlp: bool, backward: bool, last: bool) -> None:
         """The experts, if they were given back. Where tokens travel, other microbatches compute within a half: not before they
@@ -512,7 +523,9 @@ class Gathered(_Sharded):
         return False
 
     def end_step(self) -> None:
-        """Nothing: all sums are there, but the embedding's if it is `late`."""
+        """All sums are there, but the embedding's if it is `late`."""
+        self._free(self._beside)
+        self._beside = []
 
     def hold(self) -> None:
         """The step was captured: what it left is the graph's from now on."""
@@ -552,8 +565,17 @@ class Gathered(_Sharded):
         for n in list(self._sums):
             self._reduce(n)
 
+    def _embedding(self) -> list[int]:
+        """Elements of the embedding, if the rank has it."""
+        pairs = [pair for group in self._groups for pair in zip(group.names, group.whole, strict=True)]
+        return [whole for name, whole in pairs if name == "embedding"]
+
     def _sum_embedding(self, number: int, spread: int) -> None:
         group = self._groups[number]
+        if self._twice:
+            sizes = (*(self._s.summed * whole for whole in self._embedding()), spread)
+            self._free([self._paper.malloc(size, self._stream) for size in sizes])
+            return
         for name, whole in zip(group.names, group.whole, strict=True):
             if name == "embedding":
                 total, self._passed = self._passed, None

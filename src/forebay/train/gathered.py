@@ -187,6 +187,7 @@ class GatheredStep:
         microbatch, in two dtypes, only to add it up.
         """
         found = {}
+        self._cut.head_sum = self._cut.embedded = self._cut.embedded_sum = None  # of a step that failed
         for name, module in (("head", self._cut.head), ("embedding", self._cut.embedding)):
             held = self._mixed(module.weight) if module is not None else None
             if held is not None and (name == "embedding" or module.bias is None):

@@ -156,6 +156,7 @@ class Layout:
             drawn=not (c.model.path and c.model.weights == "load"),
             pipeline=c.parallel.pp > 1,
             at_once=self._at_once(),
+            tied=self.weights.tied,
             least=(_LEAST_PIPELINE if c.parallel.pp > 1 else _LEAST) if self.sharing.gpu else 1,
         )
         # A choice of placements says itself what leaves.

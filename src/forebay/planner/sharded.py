@@ -470,7 +470,7 @@ class Gathered(_Sharded):
         self._beside: list[Block] = []  # the embedding's sum, until it is added to the head's
         self._brief = {g.place: n for n, g in enumerate(groups) if g.experts and sharing.reshard}
         self._graphs: dict[int, list[Block]] = {}
-        self._embeds = late and any("embedding" in group.names for group in groups)
+        self._embeds = late and bool(self._embedding())
         self._passed: Block | None = None  # the head's sum, when it was reduced and the embedding's is to be made
         first = {"head": 0, "embedding": 1}
         places = [min((first.get(name, 2) for name in group.names), default=2) for group in groups]
@@ -571,16 +571,13 @@ class Gathered(_Sharded):
         return [whole for name, whole in pairs if name == "embedding"]
 
     def _sum_embedding(self, number: int, spread: int) -> None:
-        group = self._groups[number]
-        if self._twice:
-            sizes = (*(self._s.summed * whole for whole in self._embedding()), spread)
-            self._free([self._paper.malloc(size, self._stream) for size in sizes])
-            return
-        for name, whole in zip(group.names, group.whole, strict=True):
-            if name == "embedding":
-                total, self._passed = self._passed, None
-                self._sums[number].append(total or self._paper.malloc(self._s.summed * whole, self._stream))
-                self._paper.free(self._paper.malloc(spread, self._stream))
+        for whole in self._embedding():
+            total, self._passed = self._passed or self._paper.malloc(self._s.summed * whole, self._stream), None
+            self._paper.free(self._paper.malloc(spread, self._stream))
+            if self._twice:
+                self._paper.free(total)
+            else:
+                self._sums[number].append(total)
 
     def _in_place(self, number: int) -> bool:
         """If it has one weight, in equal parts."""

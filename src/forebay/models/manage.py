@@ -14,7 +14,7 @@ lists. A pattern may name any other module unless it runs inside compiled code.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,18 +26,17 @@ from forebay.kernels.flags import Flags
 from forebay.models.causal_lm import install_fused_loss
 from forebay.models.compile import compile_half
 from forebay.models.families import has_known_layers, moe_blocks
-from forebay.models.halves import Halves, install_halves, light_recompute_of
+from forebay.models.halves import Halves, install_halves
 from forebay.models.hf_experts import register
-from forebay.models.parts import all_layers, paths_elsewhere
-from forebay.models.remade import light_experts, saving_all, split_remade, switch_remade
-from forebay.models.stashed import install_stash, remove_stash, split_stash
+from forebay.models.regions import regions_of, sealed_in_halves
+from forebay.models.remade import saving_all, switch_remade
+from forebay.models.stashed import install_stash, remove_stash
 from forebay.moe.dispatch.exchange import Exchange
 from forebay.planner.simulate import Plan, Timeline
-from forebay.policy import PLACEMENTS, RECOMPUTE_MODES, Claim, PolicyError, outermost, parse_bytes, resolve
+from forebay.policy import RECOMPUTE_MODES, PolicyError, parse_bytes
 from forebay.saved.ledger import Ledger
 from forebay.saved.manager import Manager, StepReport
 from forebay.saved.profile import Profiler, SavedProfile, profile_model
-from forebay.saved.slots import ModuleSlot, Slot
 from forebay.saved.trials import Trial
 from forebay.stores.pages import PageStore
 
@@ -227,8 +226,8 @@ def manage(
         undo.append(halves.uninstall)
         if compile:
             undo.append(_compile_final_norm(model))
-        sealed = _sealed(model, halves, exchange) if compile else {}
-        found = _regions(model, halves, policy, sealed, exchange, recompute)
+        sealed = sealed_in_halves(model, halves, exchange) if compile else {}
+        found = regions_of(model, halves, policy, sealed, exchange, recompute)
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         if pages is not None and not found.stashed:
             raise PolicyError("pages=... is for regions that the policy puts 'stash' on, and there is none")
@@ -310,103 +309,3 @@ def _compile_final_norm(model: nn.Module) -> Callable[[], None]:
         del norm.forward
 
     return undo
-
-
-@dataclass(frozen=True)
-class _Regions:
-    """What a policy comes to.
-
-    Attributes:
-        slots: in forward order.
-        claims: on them.
-        stashed, remade: the experts modules whose rows are stashed, and those that make their first product again inside an
-            offloaded region.
-    """
-
-    slots: Mapping[str, Slot]
-    claims: list[Claim]
-    stashed: Sequence[str]
-    remade: Sequence[str]
-
-
-def _regions(
-    model: nn.Module,
-    halves: Halves,
-    policy: str | Mapping[str, str],
-    sealed: Mapping[str, str],
-    exchange: Exchange | None,
-    recompute: str,
-) -> _Regions:
-    default = list(halves) or _children_of_lists(model)
-    claims = _claims(model, default, policy, sealed, exchange, recompute)
-    claims, stashed = split_stash(model, claims, exchange)
-    claims, remade = split_remade(claims)
-    claimed = {c.path for c in claims if c.placement != "keep"}
-    # Regions that are kept still mark the passing of time, by which copies are settled and begun.
-    marks = [p for p in default if not any(p.startswith(f"{c}.") or not c for c in claimed - {p})]
-    wanted = claimed | set(marks)
-    slots: dict[str, Slot] = {}
-    for path, module in model.named_modules():
-        if path in wanted:
-            slots[path] = halves[path] if path in halves else ModuleSlot(module, light_recompute_of(module))
-    return _Regions(slots, [c for c in claims if c.path in slots], stashed, remade)
-
-
-def _claims(
-    model: nn.Module,
-    default: Sequence[str],
-    policy: str | Mapping[str, str],
-    sealed: Mapping[str, str],
-    exchange: Exchange | None,
-    recompute: str,
-) -> list[Claim]:
-    """What the policy says of modules that are there. `default`: paths of the regions of a policy that names none."""
-    modules = {path: module for path, module in model.named_modules() if path not in sealed}
-    if isinstance(policy, str):
-        if policy not in (*PLACEMENTS, "auto"):
-            raise PolicyError(
-                f"policy={policy!r} is unknown; valid are {', '.join(PLACEMENTS)}, auto, or a mapping from patterns"
-            )
-        if not default:
-            raise PolicyError(
-                f"{type(model).__name__} has no decoder layers and no module lists to take as regions; "
-                "give a mapping from module-path patterns to placements"
-            )
-        # Of a whole model only experts have rows to stash.
-        moe = policy == "stash" and any(moe_blocks(layer) for layer in _layers_of(model))
-        paths = [b.path for b in moe_blocks(model)] if moe else default
-        return [Claim(path, policy, policy) for path in paths]
-    # Of a part, patterns may name layers that other ranks hold; what a compiled half seals here is sealed there too.
-    open_ones = (".self_attn", ".mlp") if exchange is None else (".self_attn", ".mlp", ".mlp.experts")
-    elsewhere = [p for p in paths_elsewhere(model) if not sealed or p.endswith(open_ones) or p.count(".") == 2]
-    light = [*light_experts(model), *(p for p in elsewhere if p.endswith(".experts"))] if recompute == "light" else ()
-    return [c for c in resolve(policy, [*modules, *elsewhere], sealed, light) if c.path in modules]
-
-
-def _layers_of(model: nn.Module) -> Sequence[nn.Module]:
-    """Also those that a part does not hold, whose rank would else see no experts where others do."""
-    return all_layers(model) if isinstance(model, PreTrainedModel) and has_known_layers(model) else [model]
-
-
-def _children_of_lists(model: nn.Module) -> list[str]:
-    lists = [path for path, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
-    found = [
-        f"{top}.{name}" if top else name
-        for top in outermost(lists)
-        for name, _ in model.get_submodule(top).named_children()
-    ]
-    return found
-
-
-def _sealed(model: nn.Module, halves: Halves, exchange: Exchange | None) -> dict[str, str]:
-    """Modules that run inside a compiled half, and which. Under an exchange experts run between two of them."""
-    sealed = {}
-    between = {f"{block.path}.experts" for block in moe_blocks(model)} if exchange is not None else set()
-    layers = {path.rpartition(".")[0] for path in halves}
-    for path, _ in model.named_modules():
-        for layer in layers:
-            if path.startswith(f"{layer}.") and path not in halves and path not in between:
-                inner = path[len(layer) + 1 :]
-                half = "self_attn" if inner.startswith(("self_attn", "input_layernorm")) else "mlp"
-                sealed[path] = f"{layer}.{half}"
-    return sealed

@@ -1,22 +1,28 @@
 # make quickstart   trains a small MoE model on this machine
-# make test         everything that CI runs
+# make test         what to run before every commit: checks, a short training run, the fast tests
 # All set-up is done by `setup`, into .venv, once. Another Python: make PYTHON=python3.12 ...
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+READY_INTEGRATIONS := $(VENV)/.ready-integrations
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 # With a GPU, pip chooses the releases; without, CI's pinned ones.
 CONSTRAINTS := $(if $(HAS_GPU),,--constraint constraints-cpu.txt)
 WORKERS ?= 2
 SMOKE := runs/smoke
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) --editable
+# worksteal: the files differ in length by a factor of a hundred, and a worker that is done takes tests from the other.
+PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: help setup check format smoke test test-gpu quickstart clean
+.PHONY: help setup setup-integrations check format smoke test test-integrations test-all test-gpu quickstart clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 	@echo 'make check        formatter, linter and type checker (make format mends the first two)'
+	@echo 'make test-integrations  the tests with PEFT, TRL and Accelerate (installs them)'
+	@echo 'make test-all     every test that needs no GPU, the slow ones included'
 	@echo 'make test-gpu     the tests that need a GPU, one at a time'
 
 setup: $(READY)
@@ -26,8 +32,15 @@ $(READY): pyproject.toml constraints-cpu.txt
 	  { echo "Forebay needs Python 3.11 or newer; $(PYTHON) is older. Say: make PYTHON=python3.12 ..."; exit 2; }
 	@echo "Installing into $(VENV) (once; a few minutes)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) --editable '.[dev]'
+	@$(INSTALL) '.[dev]'
 	@touch $(READY)
+
+setup-integrations: $(READY_INTEGRATIONS)
+
+$(READY_INTEGRATIONS): $(READY)
+	@echo "Installing PEFT, TRL and Accelerate into $(VENV) (once)"
+	@$(INSTALL) '.[dev,integrations]'
+	@touch $(READY_INTEGRATIONS)
 
 check: setup
 	$(BIN)/ruff format --check .
@@ -46,8 +59,14 @@ smoke: setup
 	$(BIN)/forebay train quickstart --set train.steps=6 --set schedule.warmup=2 --set train.eval_every=0 --set checkpoint.every=3 --set log.folder=$(SMOKE)
 
 test: check smoke
-	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not gpu and not multi"
+	$(PYTEST) -m "not slow and not integration and not gpu and not multi"
 	$(if $(HAS_GPU),$(MAKE) test-gpu)
+
+test-integrations: setup-integrations
+	$(PYTEST) -m "integration and not slow and not gpu and not multi"
+
+test-all: check smoke setup-integrations
+	$(PYTEST) -m "not gpu and not multi"
 
 test-gpu: setup
 	$(BIN)/python -m pytest -q -m "gpu or multi"

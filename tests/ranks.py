@@ -1,67 +1,236 @@
-"""Several processes of one machine, as ranks of a gloo group, for tests.
+"""Processes for tests: ranks of a gloo group, and programs that a test stops, kills or reads.
 
-`run_ranks(fn, world, *args)` calls fn(rank, world, *args) in each and returns what each returned. fn is a module-level function
-of the test file. An exception in a rank is raised here, with its traceback.
+`run_ranks(fn, world, *args)` calls `fn(rank, world, *args)` in `world` processes and returns the results by rank.
+`start(fn, *args)` starts one process and returns a handle like `subprocess.Popen`. fn is a module-level function of a test file.
+
+Every process is forked from one warm parent, which has imported torch, transformers and Forebay, runs no thread and holds no
+group. A process therefore starts in milliseconds (a new interpreter takes seconds to import the same), and no state passes from
+one test to the next. Each pytest-xdist worker has a parent of its own, started by its first test of processes.
+
+With a GPU, processes are spawned instead: a CUDA context does not survive a fork.
 """
 
+import functools
+import io
+import multiprocessing.connection
 import os
+import signal
+import subprocess
+import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any
+from multiprocessing import forkserver
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+# After one rank has failed the others wait for it: they have so long to say what they saw.
+GRACE_SECONDS = 5.0
 
-def run_ranks(fn: Callable[..., Any], world: int, *args: Any, seconds: int = 200) -> list[Any]:
-    """Results of fn(rank, world, *args) by rank. They must be picklable without shared memory: floats, lists, dicts."""
-    with tempfile.TemporaryDirectory() as folder:
-        context = mp.get_context("spawn")
-        results = context.SimpleQueue()
-        processes = [
-            context.Process(target=_rank, args=(fn, rank, world, folder, results, args)) for rank in range(world)
-        ]
-        for p in processes:
-            p.start()
-        found: dict[int, tuple[bool, Any]] = {}
-        deadline = time.monotonic() + seconds
-        # Read while they run: a rank whose results fill the pipe would wait for a reader, and never end.
-        while len(found) < world and time.monotonic() < deadline:
-            if not results.empty():
-                rank, ok, value = results.get()
-                found[rank] = (ok, value)
-            elif not any(p.is_alive() for p in processes):
-                break
-            else:
-                time.sleep(0.02)
-        for p in processes:
-            p.join(10)
-        alive = [p for p in processes if p.is_alive()]
-        for p in alive:
-            p.kill()
-    failed = [f"rank {rank}:\n{value}" for rank, (ok, value) in sorted(found.items()) if not ok]
-    if failed or len(found) < world:
-        missing = [r for r in range(world) if r not in found]
-        raise AssertionError(
-            "\n".join(failed) + (f"\nranks {missing} did not answer in {seconds} s" if missing else "")
-        )
-    return [found[rank][1] for rank in range(world)]
+WARM_MODULES = (
+    "pytest",
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.utils.checkpoint",
+    "transformers.models.deepseek_v3.modeling_deepseek_v3",
+    "transformers.models.mixtral.modeling_mixtral",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "forebay.cli",
+    "forebay.models.manage",
+    "forebay.pipeline.causal_lm",
+    "forebay.pipeline.runtime",
+    "forebay.report.write",
+    "forebay.train.run",
+    "forebay.train.trainer",
+)
 
 
-def _rank(fn: Callable[..., Any], rank: int, world: int, folder: str, results: Any, args: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"] = str(rank), str(world), str(rank)
+@functools.cache
+def _context() -> Any:
+    """How processes start. The parent reads PYTHONPATH, not this process's sys.path, to find what it imports."""
+    if torch.cuda.is_available():
+        return mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(list(WARM_MODULES))
+    before = dict(os.environ)
     try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=60)
-        )
+        os.environ["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+        for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+            os.environ[name] = "1"
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return context
+
+
+def run_ranks(
+    fn: Callable[..., Any], world: int, *args: Any, seconds: float = 200, group: bool = True, **environment: str
+) -> list[Any]:
+    """Results of fn(rank, world, *args) by rank. They must be picklable without shared memory: floats, lists, dicts.
+
+    `environment` is added to each process's variables; without `group` no process group is made.
+
+    Raises:
+        AssertionError: A rank raised, died, or did not answer within `seconds`. The message has each rank's traceback or end.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        variables = {**os.environ, "WORLD_SIZE": str(world), **environment}
+        pipes, processes = [], []
         try:
-            results.put((rank, True, fn(rank, world, *args)))
+            for rank in range(world):
+                ours, theirs = _context().Pipe(duplex=False)
+                own = {**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                process = _context().Process(
+                    target=_rank, args=(fn, rank, world, folder if group else "", theirs, own, args)
+                )
+                process.start()
+                theirs.close()
+                pipes.append(ours)
+                processes.append(process)
+            return _collect(pipes, processes, seconds)
         finally:
-            dist.destroy_process_group()
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _collect(pipes: list[Any], processes: list[Any], seconds: float) -> list[Any]:
+    """What each process sent. Read while they run: a rank whose results fill its pipe waits for a reader."""
+    found: dict[int, Any] = {}
+    failed: dict[int, str] = {}
+    limit = time.monotonic() + seconds
+    while waiting := {pipe: rank for rank, pipe in enumerate(pipes) if rank not in found and rank not in failed}:
+        ready = multiprocessing.connection.wait(list(waiting), max(0.0, limit - time.monotonic()))
+        for pipe in ready:
+            rank = waiting[pipe]
+            try:
+                ok, value = pipe.recv()
+            except EOFError:
+                processes[rank].join(GRACE_SECONDS)
+                ok, value = False, f"died with exit code {processes[rank].exitcode}"
+            if ok:
+                found[rank] = value
+            else:
+                limit = min(limit, time.monotonic() + GRACE_SECONDS)
+                failed[rank] = value
+        if not ready:
+            when = "after another had failed" if failed else f"in {seconds} s"
+            failed.update({rank: f"did not answer {when}" for rank in waiting.values()})
+            break
+    if failed:
+        raise AssertionError("\n".join(f"rank {rank}: {said}" for rank, said in sorted(failed.items())))
+    for process in processes:
+        process.join(GRACE_SECONDS)
+    return [found[rank] for rank in range(len(pipes))]
+
+
+def _prepare(environment: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+def _rank(
+    fn: Callable[..., Any], rank: int, world: int, folder: str, pipe: Any, environment: dict[str, str], args: Any
+) -> None:
+    try:
+        _prepare(environment)
+        if folder:
+            store = f"file://{folder}/store"
+            dist.init_process_group(
+                "gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)
+            )
+        try:
+            pipe.send((True, fn(rank, world, *args)))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
     except BaseException:
-        results.put((rank, False, traceback.format_exc()))
+        pipe.send((False, "\n" + traceback.format_exc()))
+
+
+class Started:
+    """A process of its own session that runs a function: its exit code is what the function returns.
+
+    The names are those of `subprocess.Popen`. Output is text; `stdout` and `stderr` are read by `communicate` or by the test.
+    """
+
+    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], environment: Mapping[str, str]) -> None:
+        pairs = [_context().Pipe(duplex=False) for _ in range(2)]
+        self._process = _context().Process(
+            target=_program, args=(fn, args, *(theirs for _, theirs in pairs), dict(environment))
+        )
+        self._process.start()
+        for _, theirs in pairs:
+            theirs.close()
+        self.stdout, self.stderr = (_text(os.dup(ours.fileno())) for ours, _ in pairs)
+        for ours, _ in pairs:
+            ours.close()
+        self.pid: int = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Ends it, if it still runs; a second call does nothing."""
+        self._process.kill()
+        self._process.join()
+
+    def wait(self, timeout: float) -> int:
+        """Its exit code; raises subprocess.TimeoutExpired."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(str(self._process), timeout)
+        return self._process.exitcode
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        """All that is left of its output and of its error stream, when it has ended."""
+        texts = ["", ""]
+
+        def read(i: int, stream: TextIO) -> None:
+            texts[i] = stream.read()
+
+        threads = [
+            threading.Thread(target=read, args=(i, s), daemon=True) for i, s in enumerate((self.stdout, self.stderr))
+        ]
+        for thread in threads:
+            thread.start()
+        self.wait(timeout)
+        for thread in threads:
+            thread.join(timeout)
+        return texts[0], texts[1]
+
+
+def start(fn: Callable[..., Any], *args: Any, **environment: str) -> Started:
+    """Starts fn(*args) in a process with these environment variables added. The test calls `kill` on it at the end."""
+    return Started(fn, args, {**os.environ, **environment})
+
+
+def _text(descriptor: int) -> TextIO:
+    return io.TextIOWrapper(io.FileIO(descriptor, "r"), encoding="utf-8")
+
+
+def _program(fn: Callable[..., Any], args: Any, out: Any, error: Any, environment: dict[str, str]) -> None:
+    os.setsid()
+    for pipe, descriptor in ((out, 1), (error, 2)):
+        os.dup2(pipe.fileno(), descriptor)
+        pipe.close()
+    sys.stdout, sys.stderr = (io.TextIOWrapper(io.FileIO(d, "w", closefd=False), write_through=True) for d in (1, 2))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _prepare(environment)
+    sys.exit(fn(*args))

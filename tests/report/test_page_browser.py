@@ -1,6 +1,6 @@
 """Pages in a real browser: nothing on the console, nothing fetched, nothing wider than the screen, charts that are there.
 
-Needs Chromium (`apt-get install chromium`, as `.ci/run` does, or Google Chrome) and the package playwright, which speaks its
+Slow (`make test-all`). Needs Chromium (`apt-get install chromium`, or Google Chrome) and the package playwright, which speaks its
 DevTools protocol; without one of them these tests are skipped, and say so.
 """
 
@@ -18,7 +18,10 @@ from tests.report.pages import config, plan_of, write_folder
 
 api = pytest.importorskip("playwright.sync_api", reason="pages are opened with playwright: pip install playwright")
 FOUND = [p for p in map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")) if p]
-pytestmark = pytest.mark.skipif(not FOUND, reason="no Chromium on PATH: apt-get install chromium")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not FOUND, reason="no Chromium on PATH: apt-get install chromium"),
+]
 
 LIMIT = 7 << 30  # of a plan whose placements are chosen: 0.4 GiB less than it takes with all of it kept
 SIZES = [(1280, 900), (360, 740)]

@@ -419,7 +419,8 @@ class _Run:
         self._changed = False
 
     def run(self) -> None:
-        for self.step in range(self.case.steps):
+        for step in range(self.case.steps):
+            self.step = step
             for event in self.case.events:
                 self._event(event)
             self._live.clear()
@@ -718,7 +719,7 @@ def forebay_objects() -> Counter[str]:
 
 @contextmanager
 def only_new_objects() -> Iterator[None]:
-    """Within, the collector and `forebay_objects` look at what is made from here on: without, it is a million objects of torch's."""
+    """Within, the collector and `forebay_objects` look at new objects only: torch has a million."""
     disagreement(
         Case((BlockSpec(("linear", "checkpointed")),), (0,), ("F0", "C0", "T0"), "recompute")
     )  # imports what is late

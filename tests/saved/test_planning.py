@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from forebay.planner.simulate import CallFigures, Moment, Rates, Timeline
+from forebay.planner.simulate import CallFigures, Key, Moment, Rates, Timeline
 from forebay.saved.planning import Planning
 from forebay.stores.host import HostStore, Traffic
 
@@ -57,6 +57,8 @@ def planning() -> Planning:
 
 class Recorded:
     """A measured cycle."""
+
+    unreached: dict[Key, tuple[int, ...]] = {}  # noqa: RUF012
 
     def timeline(self, out_rate: float | None, back_rate: float | None) -> Timeline:
         return timeline()

@@ -4,11 +4,11 @@ In: the tensors that autograd hands to ``pack``. Out: whether to leave it alone,
 which one storage is stored once however many nodes save views of it.
 """
 
-from collections.abc import Container, Iterable
-from typing import NamedTuple
+from collections.abc import Container, Iterable, Iterator
+from typing import NamedTuple, NoReturn
 
 import torch
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -21,12 +21,12 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def weight_storages(modules: Iterable[torch.nn.Module]) -> frozenset[int]:
     """Data pointers of the storages of all parameters and buffers below `modules`.
 
-    Asked for at each region call and not once: FSDP2 swaps a module's parameters for gathered ones in its forward.
+    Asked for at each region call and not once: FSDP swaps a module's parameters for gathered ones in its forward.
     Weights reach ``pack`` as views (``weight.t()``), so storages are compared and not tensors.
     """
     found = set()
     for module in modules:
-        for parameter in (*module.parameters(), *module.buffers()):
+        for parameter in (*module.parameters(), *module.buffers(), *_flat_views(module)):
             # Expert-parallel weights stay DTensors while gathered; what autograd saves is their local part.
             tensor = local(parameter.data)
             if _is_plain(tensor):
@@ -34,10 +34,17 @@ def weight_storages(modules: Iterable[torch.nn.Module]) -> frozenset[int]:
     return frozenset(found)
 
 
+def _flat_views(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """The weights that FSDP1 holds as plain tensor attributes (``use_orig_params=False``): views of its flat parameter."""
+    for child in module.modules():
+        if getattr(child, "_is_fsdp_managed_module", False):
+            yield from (value for value in vars(child).values() if isinstance(value, torch.Tensor))
+
+
 class Weights(Container[int]):
     """Data pointers of a region's weights, as they are when asked.
 
-    FSDP2 may gather a module *inside* the region (experts have a mesh of their own): those weights get their storage after the
+    FSDP may gather a module *inside* the region (experts have a mesh of their own): those weights get their storage after the
     region was entered, and moving them to the host would move the model. So a pointer that is not known is looked up again.
 
     Args:
@@ -48,7 +55,7 @@ class Weights(Container[int]):
         self._module = module
         self._pointers = weight_storages([module])
         self._gathered_inside = not steady and any(
-            isinstance(m, FSDPModule) for m in module.modules() if m is not module
+            isinstance(m, (FSDPModule, FullyShardedDataParallel)) for m in module.modules() if m is not module
         )
 
     def __contains__(self, pointer: object) -> bool:
@@ -62,10 +69,10 @@ def storable(
 ) -> torch.UntypedStorage | None:
     """This tensor's storage, if a store may take it.
 
-    None for tensors elsewhere than on `device`, for subclasses (DTensor, fake tensors) and sparse layouts, for storages
-    below `min_bytes`, and for weights.
+    None for tensors elsewhere than on `device`, for subclasses (DTensor, fake tensors), sparse layouts and quantised
+    tensors, for storages below `min_bytes`, and for weights.
     """
-    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+    if not _is_plain(tensor):
         return None
     storage = tensor.untyped_storage()
     nbytes = storage.nbytes()
@@ -79,25 +86,44 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) in _PLAIN and tensor.layout is torch.strided
+    # A quantised tensor's scales and a zero tensor's lack of memory are not in the bytes of its storage.
+    return (
+        type(tensor) in _PLAIN
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and not tensor._is_zerotensor()
+    )
 
 
 class View(NamedTuple):
-    """How to cut a tensor out of a storage's bytes: exactly the size, stride and offset that were saved."""
+    """How to cut a tensor out of a storage's bytes: exactly the size, stride, offset and lazy bits that were saved."""
 
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+    conjugate: bool
+    negative: bool
 
     @staticmethod
     def of(tensor: torch.Tensor) -> "View":
-        return View(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        return View(
+            tensor.dtype,
+            tensor.size(),
+            tensor.stride(),
+            int(tensor.storage_offset()),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
 
     def cut(self, storage_bytes: torch.Tensor) -> torch.Tensor:
         """The tensor, sharing memory with the uint8 tensor `storage_bytes`, which must start at its storage's begin."""
         empty = torch.empty(0, dtype=self.dtype, device=storage_bytes.device)
-        return empty.set_(storage_bytes.untyped_storage(), self.offset, self.size, self.stride)
+        view = empty.set_(storage_bytes.untyped_storage(), self.offset, self.size, self.stride)
+        # Trap: the bytes of `c.conj()` and of `c.conj().imag` are c's. What they mean is a bit of the tensor.
+        if self.conjugate:
+            view = torch._conj(view)
+        return torch._neg_view(view) if self.negative else view
 
 
 def storage_bytes(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
@@ -126,3 +152,44 @@ class Identity:
     @property
     def expired(self) -> bool:
         return self._weak.expired()
+
+
+class Kept:
+    """A saved tensor that stays where it is: a detached alias, and the version that backward expects.
+
+    ``saved_tensors_hooks`` turn off autograd's own check that a saved tensor was not written to before backward reads it.
+    """
+
+    __slots__ = ("alias", "version")
+
+    def __init__(self, tensor: torch.Tensor):
+        # Never the tensor itself: a node that owns its own output is a cycle that no collector breaks.
+        self.alias = tensor.detach()
+        # Of the alias: that of some tensor subclasses has a counter of its own, which nothing increments.
+        self.version = self.alias._version
+
+    def get(self, region: str) -> torch.Tensor:
+        """The alias.
+
+        Raises:
+            RuntimeError: it was written to since; `region` is named.
+        """
+        if self.alias._version != self.version:
+            raise_changed(region, self.alias.dtype, self.alias.size(), self.alias._version, self.version)
+        return self.alias
+
+
+def version_counter(tensor: torch.Tensor, nothing: torch.Tensor) -> torch.Tensor:
+    """A tensor that shares `tensor`'s version counter, and its memory with the empty tensor `nothing`."""
+    alias = tensor.detach()
+    alias.data = nothing
+    return alias
+
+
+def raise_changed(region: str, dtype: torch.dtype, size: torch.Size, version: int, expected: int) -> NoReturn:
+    """Raise the RuntimeError that autograd raises for a saved tensor that was written to."""
+    raise RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"a {dtype} tensor of shape {list(size)}, saved by region {region!r}, is at version {version}; expected version "
+        f"{expected} instead. Change a copy of it, or change it after backward"
+    )

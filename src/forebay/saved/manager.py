@@ -16,24 +16,35 @@ nothing that lives as long as a step. There is no module-level state: two manage
 When what leaves, is settled and fetched is `saved/planning.py`'s: the first cycles measure, then there is a plan.
 """
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from forebay.planner.simulate import Key, Plan, Timeline
 from forebay.policy import Claim, PolicyError
-from forebay.saved.identify import Identity, View, Weights, storable, storage_bytes
+from forebay.saved.identify import (
+    Identity,
+    Kept,
+    View,
+    Weights,
+    raise_changed,
+    storable,
+    storage_bytes,
+    version_counter,
+)
 from forebay.saved.ledger import Ledger
 from forebay.saved.order import Cycle, Recorder, RegionCall
 from forebay.saved.planning import Planning
-from forebay.saved.recompute import recomputed, refuse_nested_checkpointing
+from forebay.saved.recompute import inside_checkpoint, inside_transform, recomputed, refuse_nested_checkpointing
 from forebay.saved.slots import Slot
 from forebay.saved.trials import Trial
 from forebay.stores.base import State, Ticket
@@ -92,12 +103,21 @@ class _Seen:
 
 
 class _Packed:
-    """What autograd owns in place of a tensor that left: the ticket, its region call, and how to cut the view."""
+    """What autograd owns in place of a tensor that left: the ticket, its region call, how to cut the view, and the version that
+    backward expects."""
 
-    __slots__ = ("call", "ticket", "view")
+    __slots__ = ("call", "counter", "ticket", "version", "view")
 
-    def __init__(self, call: RegionCall, ticket: Ticket, view: View):
-        self.call, self.ticket, self.view = call, ticket, view
+    def __init__(self, call: RegionCall, ticket: Ticket, tensor: torch.Tensor, nothing: torch.Tensor):
+        self.call, self.ticket, self.view = call, ticket, View.of(tensor)
+        self.counter = version_counter(tensor, nothing)
+        self.version = self.counter._version
+
+    def check(self) -> None:
+        """Raise as autograd would if the tensor, wherever it is now, was written to since it was saved."""
+        if self.counter._version != self.version:
+            path, (dtype, size) = self.call.key[0], self.view[:2]
+            raise_changed(path, dtype, size, self.counter._version, self.version)
 
 
 class Manager:
@@ -163,12 +183,24 @@ class Manager:
         self._steady = False
         self._weights: dict[str, Weights] = {}  # of a cycle, if they are steady
         self._captured = False
+        self._has_budget = budget is not None
+        self._warned: set[str] = set()  # regions that ran where they cannot be managed
+        self._task = -1  # autograd's number of the backward that runs, or ran last
+        self._reached: set[int] = set()  # forwards of the cycle that it goes through
+        self._nothing = torch.empty(0)
         self._around: Callable[[str], AbstractContextManager[Any]] | None = None
         for region in self._regions.values():
             if region.placement == "recompute":
                 refuse_nested_checkpointing(region.path, region.slot.module)
         for region in self._regions.values():
             self._install(region)
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        self.__reduce__()
+
+    def __reduce__(self) -> NoReturn:
+        # Trap: a `StorageWeakRef` (`Identity`) that is copied frees its reference twice.
+        raise TypeError("a Manager belongs to one model in one process; copy or pickle the model, not what manages it")
 
     # --- what a user asks ---------------------------------------------------------------------------------------
 
@@ -317,7 +349,9 @@ class Manager:
         if region.placement == "recompute" and region.light is not None:
             region.light(True)
         mode = "full" if self._recompute == "light" else self._recompute
-        region.slot.wrap(lambda forward: partial(self._run, region, forward, recomputed(forward, mode)))
+        region.slot.wrap(
+            lambda forward: partial(self._run, region, forward, recomputed(forward, mode, region.slot.module))
+        )
 
     def _run(
         self, region: _Region, forward: Callable[..., Any], again: Callable[..., Any], *args: Any, **kwargs: Any
@@ -325,7 +359,7 @@ class Manager:
         if self._around is not None:
             with self._around(region.path):
                 return forward(*args, **kwargs)
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or self._is_unmanaged_here(region):
             return forward(*args, **kwargs)
         if self._plans and self._cycle.quiet and not self._awaits_call:
             self._begin_cycle()  # before the placement is looked up: the plan may change here
@@ -337,6 +371,24 @@ class Manager:
         if not self._plans:
             return forward(*args, **kwargs)
         call = self._enter(region)
+        try:
+            out = self._run_call(region, call, placement, forward, args, kwargs)
+        except BaseException:
+            call.given_up = True  # whoever holds the traceback holds the call
+            raise
+        self._watch(call, out)
+        return out
+
+    def _run_call(
+        self,
+        region: _Region,
+        call: RegionCall,
+        placement: str | None,
+        forward: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        """The forward of a call of which something may leave."""
         call.light_recompute = region.light is not None
         if self._planning.recorder is not None:
             call.input_bytes = self._input_bytes(args, kwargs)
@@ -348,7 +400,7 @@ class Manager:
             weights = self._weights_of(region)
             call.compute = self.store.lanes.compute_stream()
             call.leaving = self._planning.leave.get(call.key, frozenset()) if self.plan is not None else None
-            with saved_tensors_hooks(partial(self._pack, call, weights), self._unpack):
+            with saved_tensors_hooks(partial(self._pack, call, weights), partial(self._unpack, region.path)):
                 out = forward(*args, **kwargs)
             self._send(call)
             self._count("saved", sum(call.items))
@@ -356,8 +408,30 @@ class Manager:
         if self._planning.recorder is not None:
             self._planning.recorder.region_left(call)
             self._saved_by[call.key] = sum(call.items)
-        self._watch(call, out)
         return out
+
+    def _is_unmanaged_here(self, region: _Region) -> bool:
+        """Whether the region runs where saved tensors are somebody else's: in the caller's checkpoint or a `torch.func`
+        transform. The results are right there without Forebay, and only there.
+
+        Raises:
+            PolicyError: there is a budget, which would not hold.
+        """
+        if inside_transform():
+            where, advice = "a torch.func transform", "call the model outside of it"
+        elif inside_checkpoint():
+            where, advice = "activation checkpointing of the caller's", "remove that, and use the placement 'recompute'"
+        else:
+            return False
+        if region.placement in ("keep", "recompute"):
+            return True
+        problem = f"region {region.path!r} runs inside {where}, where it cannot be placed {region.placement!r}"
+        if self._has_budget:
+            raise PolicyError(f"{problem}, so the budget would not hold: {advice}")
+        if region.path not in self._warned:
+            self._warned.add(region.path)
+            warnings.warn(f"{problem}: it runs unmanaged there. To have it managed, {advice}", stacklevel=2)
+        return True
 
     def _first_call(
         self, region: _Region, forward: Callable[..., Any], again: Callable[..., Any], args: Any, kwargs: Any
@@ -370,17 +444,17 @@ class Manager:
         weights = Weights(region.slot.module)
         counted: dict[tuple[int, int], Identity] = {}
 
-        def count(tensor: torch.Tensor) -> torch.Tensor:
+        def count(tensor: torch.Tensor) -> Kept:
             storage = storable(tensor, self._device, 1, weights)
             if storage is not None:
                 identity = Identity(storage, tensor._version)
                 if identity.key not in counted:
                     counted[identity.key] = identity
                     self._held[region.path] += storage.nbytes()
-            return tensor.detach()
+            return Kept(tensor)
 
         def counting(*a: Any, **k: Any) -> Any:
-            with saved_tensors_hooks(count, lambda tensor: tensor):
+            with saved_tensors_hooks(count, lambda kept: kept.get(region.path)):
                 return forward(*a, **k)
 
         return self._run(region, counting, again, *args, **kwargs)
@@ -431,16 +505,16 @@ class Manager:
             self._backward_begins(call)
 
         for leaf in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            # A leaf is somebody's weight or input: it outlives the graph, and would gather a hook each forward.
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf:
                 leaf.register_hook(begin)
 
     # --- pack and unpack ------------------------------------------------------------------------------------------
 
     def _pack(self, call: RegionCall, weights: Weights, tensor: torch.Tensor) -> Any:
-        # A detached alias and never the tensor itself: a node that owns its own output is a cycle no collector breaks.
         storage = storable(tensor, self._device, self._min_bytes, weights)
         if storage is None:
-            return tensor.detach()
+            return Kept(tensor)
         key = Identity.key_of(storage, tensor._version)
         seen = self._known(key)
         if seen is None:
@@ -458,9 +532,7 @@ class Manager:
                 call.tickets.append(seen.ticket)
             if self._planning.recorder is not None:
                 self._meet_again(self._planning.recorder, call, seen)
-        if ticket is None:
-            return tensor.detach()
-        return _Packed(call, ticket, View.of(tensor))
+        return Kept(tensor) if ticket is None else _Packed(call, ticket, tensor, self._nothing)
 
     def _meet_again(self, recorder: Recorder, call: RegionCall, seen: _Seen) -> None:
         """While measuring. What regions far apart save in common (rotary tables) is needed by the last of them, soon after the
@@ -510,33 +582,51 @@ class Manager:
         slack = _VARIES if self._planning.alternating else 1.01
         return any(then and now > slack * then for now, then in zip(call.items, measured, strict=False))
 
-    def _unpack(self, packed: Any) -> torch.Tensor:
-        if not isinstance(packed, _Packed):
-            return packed
+    def _unpack(self, path: str, packed: Kept | _Packed) -> torch.Tensor:
+        if isinstance(packed, Kept):
+            return packed.get(path)
+        packed.check()
         self._backward_begins(packed.call)
         return packed.view.cut(self.store.wait(packed.ticket))  # type: ignore[arg-type]
 
     # --- the life of a cycle --------------------------------------------------------------------------------------
 
     def _enter(self, region: _Region) -> RegionCall:
-        if not self._plans:
-            return RegionCall((region.path, 0))
         call = self._cycle.new_call(region.path)
         self._awaits_call = False
         self._moment("F", call)
         return call
 
     def _backward_begins(self, call: RegionCall) -> None:
-        if not call.backward_started:
-            call.backward_started = True
-            self._moment("B", call)
+        if call.backward_started:
+            return
+        call.backward_started = True
+        if call.cycle is not self._cycle:
+            self._take_back(call)  # it was given up: its cycle is over
+            return
+        if call.key in self._planning.unreached:
+            self._planning.outgrown = True
+        if not self._backwards:
+            self._note_reached(call)
+        self._moment("B", call)
+
+    def _note_reached(self, call: RegionCall) -> None:
+        """When the backward that runs now is over, no more is expected of calls of the same forward."""
+        task = torch._C._current_graph_task_id()
+        if task == -1:
+            return
+        if task != self._task:
+            self._task, self._reached = task, set()
+            Variable._execution_engine.queue_callback(partial(self._cycle.backward_is_over, self._reached))
+        self._reached.add(call.forward)
 
     def _begin_cycle(self) -> None:
         if not self._planned:
             self._planning.cycle_over()
         self._planned = False
+        self._settle(other for ref in self._leaving if (other := ref()) is not None)
         self.store.restart()
-        self._cycle, self._awaits_call = Cycle(), True
+        self._cycle, self._awaits_call, self._task = Cycle(), True, -1
         self._seen.clear()
         self._seen_by.clear()
         self._weights.clear()

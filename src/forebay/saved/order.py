@@ -9,7 +9,7 @@ In: `Recorder.moment` at each start of a region's forward or backward. Out: a `T
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -26,13 +26,16 @@ _TICK = 0.05  # ms; two events with nothing between them are some microseconds a
 class RegionCall:
     """One forward of one region. Owned by the autograd graph (through packed tensors and gradient hooks).
 
-    ``number`` counts the cycle's calls. ``tickets`` are weak: the graph owns them too. ``held`` are those of them that are
-    sent when the forward is over, owned until then. ``leaving`` are the ordinals of the items that leave, None for all;
-    ``compute`` is the stream that the call runs on, None on a CPU.
+    ``number`` counts the cycle's calls, ``forward`` the model's forwards in the cycle. ``tickets`` are weak: the graph owns
+    them too. ``held`` are those of them that are sent when the forward is over, owned until then. ``leaving`` are the ordinals
+    of the items that leave, None for all; ``compute`` is the stream that the call runs on, None on a CPU. ``given_up``: its
+    forward failed, or a backward through its model's forward is over.
     """
 
     key: Key
+    cycle: "Cycle"
     number: int = 0
+    forward: int = 0
     items: list[int] = field(default_factory=list)
     tickets: list["weakref.ref[Ticket]"] = field(default_factory=list)
     held: list[Ticket] = field(default_factory=list)
@@ -41,14 +44,16 @@ class RegionCall:
     leaving: frozenset[int] | None = None
     compute: Any = None
     backward_started: bool = False
+    given_up: bool = False
 
     def live_tickets(self) -> list[Ticket]:
         return [t for ref in self.tickets if (t := ref()) is not None]
 
     @property
     def over(self) -> bool:
-        """Backward has run. A loss that the user keeps still holds the graph's nodes, but no saved tensors."""
-        return self.backward_started and not self.live_tickets()
+        """Backward has run, or is not expected. A loss that the user keeps still holds the graph's nodes, but no saved
+        tensors."""
+        return self.given_up or (self.backward_started and not self.live_tickets())
 
 
 class Cycle:
@@ -58,20 +63,34 @@ class Cycle:
         self._calls: list[weakref.ref[RegionCall]] = []
         self._by_key: dict[Key, weakref.ref[RegionCall]] = {}
         self._counts: dict[str, int] = {}
+        self._forward = 0  # the model's forward that runs: another one begins where a region comes again
+        self._in_forward: set[str] = set()
         self._over = 0  # calls before this one are over: a pipeline's step has thousands
         self._place = 0  # in the order of backwards: those before have begun
 
     def new_call(self, path: str) -> RegionCall:
         count = self._counts.get(path, 0)
         self._counts[path] = count + 1
-        call = RegionCall((path, count), len(self._calls))
+        if path in self._in_forward:
+            self._forward += 1
+            self._in_forward.clear()
+        self._in_forward.add(path)
+        call = RegionCall((path, count), self, len(self._calls), self._forward)
         self._calls.append(weakref.ref(call))
         self._by_key[call.key] = self._calls[-1]
         return call
 
+    def backward_is_over(self, forwards: Container[int]) -> None:
+        """A backward went through these forwards. It did not reach calls whose outputs the loss does not use: they are not waited
+        for, nor is what they saved together with others, though the caller may hold such an output for good."""
+        for ref in self._calls[self._over :]:
+            call = ref()
+            if call is not None and call.forward in forwards:
+                call.given_up = True
+
     @property
     def quiet(self) -> bool:
-        """Every call's graph was dropped or has run backward."""
+        """Every call's graph was dropped, has run backward, or is not expected to."""
         while self._over < len(self._calls):
             call = self._calls[self._over]()
             if call is not None and not call.over:
@@ -177,9 +196,15 @@ class Recorder:
 
     @property
     def complete(self) -> bool:
-        """Every call that ran forward also ran backward."""
-        ran = {kind: {s.key for s in self._samples if s.kind == kind} for kind in "FB"}
-        return bool(ran["F"]) and ran["F"] == ran["B"]
+        """A backward ran. Ask when the cycle is over: calls that ran forward only are not expected to run backward then."""
+        return any(sample.kind == "B" for sample in self._samples)
+
+    @property
+    def unreached(self) -> dict[Key, tuple[int, ...]]:
+        """Bytes of the items of the calls that ran forward only, such as those whose outputs the loss does not use. They are no
+        part of the timeline; what they saved counts as other memory."""
+        reached = {sample.key for sample in self._samples if sample.kind == "B"}
+        return {key: figures.items for key, figures in self._figures.items() if key not in reached}
 
     def before_waits(self, kind: str, key: Key) -> None:
         self._close_last()
@@ -230,10 +255,14 @@ class Recorder:
         closing = self._pair()
         if self._gpu:
             torch.cuda.synchronize(self._device)
-        keys = list(self._figures)
+        unreached = self.unreached
+        keys = [key for key in self._figures if key not in unreached]
         numbers = {key: i for i, key in enumerate(keys)}
-        moments, forward_seconds = [], {}
+        moments, forward_seconds, stays = [], {}, 0
         for index, sample in enumerate(self._samples):
+            if sample.key not in numbers:
+                stays += sum(unreached.get(sample.key, ()))
+                continue
             following = self._samples[index + 1].events if index + 1 < len(self._samples) else closing
             seconds = self._seconds(sample.events, following, sample.idle_from)
             if sample.region_end is not None and sample.events is not None:
@@ -243,7 +272,7 @@ class Recorder:
                     sample.kind,
                     numbers[sample.key],
                     seconds,
-                    max(sample.start_bytes - (self._base or 0) - sample.ours, 0) if self._gpu else 0,
+                    stays + (max(sample.start_bytes - (self._base or 0) - sample.ours, 0) if self._gpu else 0),
                     max(sample.top_bytes - sample.start_bytes, 0),
                 )
             )
@@ -251,7 +280,7 @@ class Recorder:
             replace(
                 self._figures[key],
                 seconds=forward_seconds.get(key, 0.0),
-                shared_with=tuple(self._shared.get(key, ())),
+                shared_with=tuple(other for other in self._shared.get(key, ()) if other not in unreached),
             )
             for key in keys
         )

@@ -61,6 +61,7 @@ class Planning:
         save_again: calls that save something which a call of which something leaves saved before them.
         measured_items: call to the bytes of what it saves now, as they were measured.
         settles: moment to the calls that are settled there.
+        unreached: calls that ran no backward in the measured cycle.
         outgrown: set by the manager: a call saved more than was measured.
         peaks: of the allocator, which measuring resets.
     """
@@ -86,6 +87,7 @@ class Planning:
         self.save_again: frozenset[Key] = frozenset()
         self.measured_items: dict[Key, tuple[int, ...]] = {}
         self.settles: dict[tuple[str, Key], list[Key]] = {}
+        self.unreached: Mapping[Key, tuple[int, ...]] = {}
         self._store, self._device = store, store.device
         self._auto = frozenset(path for path, placement in placements.items() if placement == "auto")
         self._offload_paths = frozenset(path for path, placement in placements.items() if placement == "offload")
@@ -195,6 +197,7 @@ class Planning:
         _, out_rate = self._store.outbound.measure()
         _, back_rate = self._store.inbound.measure()
         self.timeline = replace(recorder.timeline(out_rate, back_rate), memory_rate=self._store.memory_rate)
+        self.unreached = recorder.unreached
         self.alternating = is_interleaved(self.timeline)
         if self.alternating:
             plan = self._plan_pipeline(self.timeline)
@@ -271,7 +274,7 @@ class Planning:
     def _follow_plan(self, plan: Plan) -> None:
         self.plan = plan
         self.offloaded = frozenset(path for path, _ in plan.offload)
-        self.settles, self.measured_items, self.leave = {}, {}, {}
+        self.settles, self.measured_items, self.leave = {}, dict(self.unreached), {}
         assert self.timeline is not None
         self.save_again = frozenset(
             later for call in self.timeline.calls if call.key in plan.offload for later in call.shared_with

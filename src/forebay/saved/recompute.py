@@ -23,10 +23,13 @@ _KEPT: Mapping[str, frozenset[str]] = {
 }
 
 
-def recomputed(forward: Callable[..., Any], mode: str = "full") -> Callable[..., Any]:
+def recomputed(
+    forward: Callable[..., Any], mode: str = "full", module: torch.nn.Module | None = None
+) -> Callable[..., Any]:
     """`forward` under activation checkpointing; a plain call when no gradient is wanted.
 
     Args:
+        module: the module whose weights `forward` reads; backward raises a RuntimeError if they were written to since.
         mode: "full" keeps nothing but the arguments: expert parallelism's dispatch runs again, and combine where something
             behind it in `forward` was saved. "save-dispatch" and "save-both" keep what dispatch, or dispatch and combine,
             brought, so that backward does not repeat it. With these two a graph can be walked once only: torch raises for a
@@ -45,7 +48,26 @@ def recomputed(forward: Callable[..., Any], mode: str = "full") -> Callable[...,
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **selective, **kwargs)
+        again = forward if module is None else _with_the_same_weights(forward, module)
+        return checkpoint(again, *args, use_reentrant=False, preserve_rng_state=True, **selective, **kwargs)
+
+    return run
+
+
+def _with_the_same_weights(forward: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
+    """`forward`, which raises if a weight of `module` was written to since now. A checkpoint saves no weights, so autograd does
+    not see that its rerun reads others than its forward did."""
+    versions = [(parameter, parameter._version) for parameter in module.parameters()]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        for parameter, version in versions:
+            if parameter._version != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: a weight "
+                    f"of shape {list(parameter.shape)}, read by a recomputed {type(module).__name__}, is at version "
+                    f"{parameter._version}; expected version {version} instead. Call optimizer.step() after backward"
+                )
+        return forward(*args, **kwargs)
 
     return run
 
@@ -53,6 +75,23 @@ def recomputed(forward: Callable[..., Any], mode: str = "full") -> Callable[...,
 def _keep(names: frozenset[str], _: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     # By name: what is recomputed need not know expert parallelism, nor import it.
     return CheckpointPolicy.MUST_SAVE if operation.name() in names else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def inside_checkpoint() -> bool:
+    """Whether the caller's own activation checkpoint is running: its first forward, or its rerun in backward.
+
+    Its hooks match the tensors of the two forwards by their order, so both have to save the same ones: none may be taken away
+    in one of them. A reentrant checkpoint's first forward runs without gradients, and is not seen here.
+    """
+    if torch._C._current_graph_task_id() != -1:
+        return True
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__module__
+
+
+def inside_transform() -> bool:
+    """Whether a `torch.func` transform is running, which allows no hooks on saved tensors."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def refuse_nested_checkpointing(path: str, module: torch.nn.Module) -> None:

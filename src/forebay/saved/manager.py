@@ -44,7 +44,13 @@ from forebay.saved.identify import (
 from forebay.saved.ledger import Ledger
 from forebay.saved.order import Cycle, Recorder, RegionCall
 from forebay.saved.planning import Planning
-from forebay.saved.recompute import inside_checkpoint, inside_transform, recomputed, refuse_nested_checkpointing
+from forebay.saved.recompute import (
+    inside_checkpoint,
+    inside_transform,
+    recomputed,
+    refuse_nested_checkpointing,
+    top_hooks,
+)
 from forebay.saved.slots import Slot
 from forebay.saved.trials import Trial
 from forebay.stores.base import State, Ticket
@@ -364,7 +370,8 @@ class Manager:
         if self._plans and self._cycle.quiet and not self._awaits_call:
             self._begin_cycle()  # before the placement is looked up: the plan may change here
         placement = self._in_force(region)
-        if region.path not in self._held and (placement == "recompute" or region.placement == "keep"):
+        counts = placement == "recompute" or region.placement == "keep"
+        if counts and region.path not in self._held and top_hooks() is None:
             return self._first_call(region, forward, again, args, kwargs)
         if placement == "recompute" and region.light is None:
             forward = again

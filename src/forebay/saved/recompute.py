@@ -85,8 +85,13 @@ def inside_checkpoint() -> bool:
     """
     if torch._C._current_graph_task_id() != -1:
         return True
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks = top_hooks()
     return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__module__
+
+
+def top_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Pack and unpack of the innermost `saved_tensors_hooks` that are in force."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 def inside_transform() -> bool:

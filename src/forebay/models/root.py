@@ -75,7 +75,9 @@ def taken_over(model: nn.Module, found: Regions) -> Checkpointing:
     def meets(path: str) -> bool:
         return any(not a or a == path or a.startswith(f"{path}.") or path.startswith(f"{a}.") for a in active)
 
-    return Checkpointing([m for path, m in model.named_modules() if hasattr(m, "gradient_checkpointing") and meets(path)])
+    return Checkpointing(
+        [m for path, m in model.named_modules() if hasattr(m, "gradient_checkpointing") and meets(path)]
+    )
 
 
 def guard_base(model: Any, checkpointing: Checkpointing) -> Callable[[], None]:
@@ -101,9 +103,7 @@ def guard_base(model: Any, checkpointing: Checkpointing) -> Callable[[], None]:
     return install(base, around)
 
 
-def watch_root(
-    model: nn.Module, slots: Mapping[str, Slot], begins: Callable[[], None] | None
-) -> Callable[[], None]:
+def watch_root(model: nn.Module, slots: Mapping[str, Slot], begins: Callable[[], None] | None) -> Callable[[], None]:
     """Around the whole model's forward; returns what takes it off.
 
     Args:

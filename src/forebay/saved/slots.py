@@ -59,7 +59,8 @@ class Installed:
 
 
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    installed = self.__dict__.get(STATE)
+    # Not asked of __dict__: torch.compile guards attributes, and not whether a name is in there.
+    installed = getattr(self, STATE, None)
     return _run(self, None if installed is None else installed.top, args, kwargs)
 
 
@@ -135,7 +136,7 @@ def is_patched(module: nn.Module) -> bool:
 
 def setting(module: nn.Module, name: str, default: Any = None) -> Any:
     """A setting of `put_setting`, or else the module's attribute of that name, or else `default`."""
-    installed = module.__dict__.get(STATE)
+    installed = getattr(module, STATE, None)
     if installed is not None and name in installed.settings:
         return installed.settings[name]
     return getattr(module, name, default)

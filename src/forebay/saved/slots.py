@@ -18,6 +18,7 @@ A `Slot` is a place in a model's forward where a region sits: a whole module her
 
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from functools import update_wrapper
 from types import FunctionType, MethodType
 from typing import Any, Protocol
@@ -174,10 +175,8 @@ def _replace_forward(module: nn.Module) -> None:
     # Not to be unwrapped: Accelerate goes down `__wrapped__` to take its own wrapper off, and would take ours off too. And it
     # would keep a module alive that an earlier forward holds.
     del ours.__wrapped__  # type: ignore[attr-defined]
-    try:
+    with suppress(TypeError, ValueError):  # a callable of C code has none
         ours.__signature__ = inspect.signature(current)  # type: ignore[attr-defined]
-    except (TypeError, ValueError):  # a callable of C code has none
-        pass
     if before is not None and not hasattr(before, "__func__") and hasattr(ours, "__signature__"):
         # Bound below, so that a first parameter is taken away.
         own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)

@@ -111,8 +111,6 @@ def test_hooks_on_the_block_are_refused_in_stages(model, tokens):
 @pytest.mark.parametrize("what", ["model.layers.1.mlp", "model.layers.1.mlp.experts", "model.layers.1"])
 def test_fully_shard(what, when, model, tokens, step, one_rank):
     mesh = init_device_mesh("cpu", (1,))
-    with forebay.manage(copy.deepcopy(model), "keep"):
-        pass
     reference = copy.deepcopy(model)
     fully_shard(reference.get_submodule(what), mesh=mesh)
     with forebay.manage(reference, "keep"):
@@ -123,6 +121,13 @@ def test_fully_shard(what, when, model, tokens, step, one_rank):
         if when == "after":
             fully_shard(model.get_submodule(what), mesh=mesh)
         assert _equal(step(model, tokens), expected)
+
+
+def test_a_patched_layer_is_refused_by_name(model):
+    model.model.layers[1].forward = lambda x, **_: x
+    with pytest.raises(ValueError, match=r"forward of 'model.layers.1'.*replaced"):
+        forebay.manage(model)
+    assert "forward" not in vars(model) and "forward" not in vars(model.model.layers[0])
 
 
 # --- wrappers of the whole model -----------------------------------------------------------------------------------
@@ -186,7 +191,7 @@ def test_accelerate(model, tokens, step):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("policy", ["offload", "recompute", {"model.layers.1": "offload"}], ids=str)
+@pytest.mark.parametrize("policy", ["offload", "recompute", {"model.layers.0": "offload"}], ids=str)
 def test_gradient_checkpointing_is_taken_over(policy, when, reentrant, model, tokens, step):
     with forebay.manage(model, "keep"):
         expected = step(model, tokens)
@@ -195,7 +200,7 @@ def test_gradient_checkpointing_is_taken_over(policy, when, reentrant, model, to
         model.gradient_checkpointing_enable(**enable)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        with forebay.manage(model, policy) as mem:
+        with forebay.manage(model, policy, offload="all") as mem:
             if when == "after":
                 model.gradient_checkpointing_enable(**enable)
             model.enable_input_require_grads()
@@ -206,6 +211,22 @@ def test_gradient_checkpointing_is_taken_over(policy, when, reentrant, model, to
                 assert mem.report().moved_bytes > 0
     ours = [str(w.message) for w in warned if "gradient_checkpointing=False" in str(w.message)]
     assert len(ours) == 1
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_of_layers_that_the_policy_keeps(reentrant, model, tokens, step):
+    with forebay.manage(model, "keep"):
+        expected = step(model, tokens)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    with forebay.manage(model, {"model.layers.0.mlp": "offload"}, offload="all"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "gradient checkpointing")
+        for _ in range(3):
+            assert _equal(step(model, tokens), expected)
+    with forebay.manage(model, "keep"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            assert _equal(step(model, tokens), expected)
 
 
 # --- options that cannot be --------------------------------------------------------------------------------------------

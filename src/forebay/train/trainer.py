@@ -429,7 +429,7 @@ def _manage(model: Any, config: Config, exchange: Exchange | None) -> Any:
             budget=config.memory.budget if config.memory.budget != "" else None,
             compile=config.memory.compile,
             experts="forebay" if config.model.experts == "forebay" else None,
-            loss="fused" if config.model.loss == "fused" else None,
+            loss="fused-always" if config.model.loss == "fused" else None,  # evaluation is to fit as training does
             offload=config.memory.offload,
             recompute=config.memory.recompute,
             exchange=exchange,

@@ -1,5 +1,6 @@
 """What every test shares: one thread, fixed seeds, and GPU tests skipped where there is no GPU."""
 
+import gc
 import os
 
 import pytest
@@ -17,6 +18,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
         if "multi" in item.keywords and gpus < 2:
             item.add_marker(pytest.mark.skip(reason="needs two CUDA GPUs"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_collection_of_modules() -> None:
+    """What was imported lives as long as the process. Tests that collect garbage, some twenty times each, need not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -3,9 +3,9 @@
 `run_ranks(fn, world, *args)` calls `fn(rank, world, *args)` in `world` processes and returns the results by rank.
 `start(fn, *args)` starts one process and returns a handle like `subprocess.Popen`. fn is a module-level function of a test file.
 
-Every process is forked from one warm parent, which has imported torch, transformers and Forebay, runs no thread and holds no
-group. A process therefore starts in milliseconds (a new interpreter takes seconds to import the same), and no state passes from
-one test to the next. Each pytest-xdist worker has a parent of its own, started by its first test of processes.
+Every process is forked from one warm parent, which has imported torch, transformers and Forebay (tests/warm.py), runs no thread
+and holds no group. A process therefore starts in milliseconds (a new interpreter takes seconds to import the same), and no state
+passes from one test to the next. Each pytest-xdist worker has a parent of its own, started by its first test of processes.
 
 With a GPU, processes are spawned instead: a CUDA context does not survive a fork.
 """
@@ -15,6 +15,7 @@ import io
 import multiprocessing.connection
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -33,26 +34,6 @@ import torch.multiprocessing as mp
 # After one rank has failed the others wait for it: they have so long to say what they saw.
 GRACE_SECONDS = 5.0
 
-WARM_MODULES = (
-    "pytest",
-    "torch._dynamo",
-    "torch._inductor.compile_fx",
-    "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.fsdp",
-    "torch.utils.checkpoint",
-    "transformers.models.deepseek_v3.modeling_deepseek_v3",
-    "transformers.models.mixtral.modeling_mixtral",
-    "transformers.models.qwen3.modeling_qwen3",
-    "transformers.models.qwen3_moe.modeling_qwen3_moe",
-    "forebay.cli",
-    "forebay.models.manage",
-    "forebay.pipeline.causal_lm",
-    "forebay.pipeline.runtime",
-    "forebay.report.write",
-    "forebay.train.run",
-    "forebay.train.trainer",
-)
-
 
 @functools.cache
 def _context() -> Any:
@@ -60,7 +41,7 @@ def _context() -> Any:
     if torch.cuda.is_available():
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(list(WARM_MODULES))
+    context.set_forkserver_preload(["tests.warm"])
     before = dict(os.environ)
     try:
         os.environ["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
@@ -219,6 +200,12 @@ class Started:
 def start(fn: Callable[..., Any], *args: Any, **environment: str) -> Started:
     """Starts fn(*args) in a process with these environment variables added. The test calls `kill` on it at the end."""
     return Started(fn, args, {**os.environ, **environment})
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
 
 
 def _text(descriptor: int) -> TextIO:

@@ -5,6 +5,7 @@ Each case of bad input is run as a person would run it. What each part says in d
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from forebay.train import checkpoint
 from forebay.train.config import load
 from forebay.train.planning import plan_layers
 from forebay.train.trainer import Trainer
+from tests.ranks import start
 
 CONFIG = """
 [model]
@@ -530,24 +532,9 @@ def test_arguments_that_do_not_parse(capsys: pytest.CaptureFixture[str]) -> None
     assert "usage: forebay" in capsys.readouterr().err
 
 
-def start(*arguments: str) -> "subprocess.Popen[str]":
-    """``python -m forebay`` in its own process group, with our sources."""
-    source = Path(cli.__file__).parents[1]
-    environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "forebay", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        start_new_session=True,
-    )
-
-
 @pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "SIGINT"), (signal.SIGTERM, "SIGTERM")])
 def test_ctrl_c_in_a_step(run: Run, config: str, tmp_path: Path, number: signal.Signals, name: str) -> None:
-    process = start("train", config, "--set=train.steps=100000", "--set=checkpoint.every=5")
-    assert process.stdout is not None
+    process = start(cli.main, ["train", config, "--set=train.steps=100000", "--set=checkpoint.every=5"])
     for line in process.stdout:
         if line.startswith("step 00000007/"):
             break
@@ -563,20 +550,20 @@ def test_ctrl_c_in_a_step(run: Run, config: str, tmp_path: Path, number: signal.
     assert code == 0 and f"resumed after step {done}" in out
 
 
+def with_small_files(limit: int, arguments: list[str]) -> int:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    return cli.main(arguments)
+
+
 def test_a_disk_that_is_full_at_a_checkpoint(run: Run, config: str, tmp_path: Path) -> None:
     """A real short write: the process may write no file larger than half a checkpoint."""
     assert run("train", config, "--set=train.steps=1")[0] == 0
     earlier = checkpoint.find(tmp_path / "run")
     limit = (earlier / "__0_0.distcp").stat().st_size // 2
-    script = (
-        "import resource, signal, sys; from forebay.cli import main; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
-        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); "
-        f"sys.exit(main(['train', {config!r}, '--resume', '--set=train.steps=3']))"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=120)
-    assert done.returncode == 1, done.stderr
-    error = one_sentence(done.stderr)
+    process = start(with_small_files, limit, ["train", config, "--resume", "--set=train.steps=3"])
+    error = one_sentence(process.communicate(timeout=120)[1])
+    assert process.returncode == 1
     assert "step-00000002 could not be written: File too large" in error
     assert f"earlier checkpoint {earlier} is intact" in error
     checkpoint.verify(earlier)
@@ -596,7 +583,14 @@ def test_an_interrupt_before_the_first_step(
 
 
 def test_a_reader_that_goes_away(config: str) -> None:
-    process = start("profile", config)
+    """The whole program, `python -m forebay`: its interpreter flushes once more when it ends."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "forebay", "profile", config],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1]), "OMP_NUM_THREADS": "1"},
+    )
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
     error = process.stderr.read()

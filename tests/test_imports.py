@@ -1,9 +1,12 @@
 """The structure of the source tree, read from its syntax trees: who may import whom, and no module-level state.
 
-Nothing is imported here, so a module that cannot be imported on this machine is checked as well.
+But for one test of what is imported late, nothing is imported, so a module that this machine cannot import is checked as well.
 """
 
 import ast
+import os
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -159,20 +162,38 @@ def test_the_tree_is_there() -> None:
     assert {"policy", "saved.manager", "stores.host"} <= set(modules())
 
 
-@pytest.mark.parametrize("module", modules())
-def test_imports_go_one_way(module: str) -> None:
-    path = modules()[module]
-    assert wrong_imports(module, path.read_text("utf-8"), path.name == "__init__.py") == []
+def test_every_module_keeps_the_rules() -> None:
+    """Imports go one way, no module holds state, and each says what it is for."""
+    broken = []
+    for module, path in modules().items():
+        source = path.read_text("utf-8")
+        broken += wrong_imports(module, source, path.name == "__init__.py")
+        broken += [f"{module}, {found}" for found in state(source)]
+        if not ast.get_docstring(ast.parse(source)):
+            broken.append(f"{module} does not say what it is for")
+    assert broken == []
 
 
-@pytest.mark.parametrize("module", modules())
-def test_no_state_in_modules(module: str) -> None:
-    assert state(modules()[module].read_text("utf-8")) == []
+LAZY = """
+import sys
+
+def loaded(*ends):
+    return [m for m in sys.modules if m.endswith(ends) or m.startswith(ends)]
+
+import forebay, forebay.cli
+assert not loaded("torch", "transformers"), "the command answers before torch is imported"
+import forebay.saved.recompute
+assert not loaded("forebay.moe"), "it knows the operations by their names alone"
+import forebay.moe.dispatch.choose, forebay.moe.dispatch.ops
+assert not loaded(".deepep", ".symmetric", "deep_ep"), "exchanges are imported when they are asked for"
+"""
 
 
-@pytest.mark.parametrize("module", modules())
-def test_every_module_says_what_it_is_for(module: str) -> None:
-    assert ast.get_docstring(ast.parse(modules()[module].read_text("utf-8")))
+def test_what_is_imported_late() -> None:
+    """In an interpreter of its own, in the order of what each line brings."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", LAZY], check=False, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

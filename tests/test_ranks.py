@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -30,16 +31,14 @@ def fails(rank: int, world: int, how: str, folder: str) -> int:
     return rank
 
 
-def leaves_things_behind(rank: int, world: int) -> tuple[int, bool, str]:
-    """The threads of the parent, and what an earlier call left in its process; then leaves the same."""
-    found = (
-        len(os.listdir(f"/proc/{os.getppid()}/task")),
-        hasattr(torch, "left_behind"),
-        os.environ.get("LEFT_BEHIND", ""),
-    )
+def leaves_things_behind(rank: int, world: int) -> tuple[bool, int, bool, str]:
+    """Whether its parent was warm, that one's threads, and what an earlier call left in its process; then leaves the same."""
+    warm = "forebay.train.trainer" in sys.modules
+    found = warm, len(os.listdir(f"/proc/{os.getppid()}/task")), hasattr(torch, "left_behind")
+    left = os.environ.get("LEFT_BEHIND", "")
     torch.left_behind = True  # type: ignore[attr-defined]
     os.environ["LEFT_BEHIND"] = "yes"
-    return found
+    return *found, left
 
 
 def program(code: int) -> int:
@@ -81,7 +80,7 @@ def test_a_rank_that_fails_is_named_and_none_is_left(how: str, said: str, tmp_pa
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU processes are spawned, and have no warm parent")
 def test_nothing_passes_from_one_call_to_the_next() -> None:
     """A parent with threads could not be forked safely: their locks would stay locked."""
-    assert [run_ranks(leaves_things_behind, 1) for _ in range(2)] == [[(1, False, "")]] * 2
+    assert [run_ranks(leaves_things_behind, 1) for _ in range(2)] == [[(True, 1, False, "")]] * 2
 
 
 def test_a_program_is_read_and_killed() -> None:

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.scale import PAGE, RUNS, published, put, scale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 6, 10])
 def test_lines_of_the_table_are_the_planners(number: int) -> None:
     line = scale([RUNS[number]]).splitlines()[-1]
@@ -21,6 +22,7 @@ def test_every_run_has_its_line() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_published_figures_agree() -> None:
     table = published()
     assert table in PAGE.read_text("utf-8")

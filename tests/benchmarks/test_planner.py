@@ -2,36 +2,43 @@
 
 import json
 import os
-import subprocess
+import runpy
 import sys
 import tarfile
 from pathlib import Path
 
 import pytest
 
+from tests.ranks import start
+
 ROOT = Path(__file__).parents[2]
 
 
-def run(tmp_path: Path, *words: str) -> str:
-    paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "FOREBAY_RESULTS": str(tmp_path / "results"),
-        "OMP_NUM_THREADS": "1",
-    }
+def planner(words: tuple[str, ...]) -> None:
+    script = ROOT / "benchmarks" / "planner.py"
+    sys.path.insert(0, str(script.parent))
+    sys.argv = [str(script), *words]
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        environment.pop(name, None)
-    command = [sys.executable, str(ROOT / "benchmarks" / "planner.py"), *words]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+        os.environ.pop(name, None)
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def run(tmp_path: Path, *words: str) -> str:
+    paths = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
+    process = start(planner, words, PYTHONPATH=paths, FOREBAY_RESULTS=str(tmp_path / "results"), OMP_NUM_THREADS="1")
+    try:
+        out, error = process.communicate(timeout=280)
+    finally:
+        process.kill()
+    assert process.returncode == 0, out + error
+    return out
 
 
 def rows_of(path: Path) -> dict[str, dict]:
     return {row["name"]: row for row in map(json.loads, path.read_text().splitlines())}
 
 
+@pytest.mark.slow
 def test_one_and_two_processes_are_measured_and_a_failure_ends_nothing_else(tmp_path):
     run(tmp_path, "measure", "--tiny", "--out", str(tmp_path), "--name", "m")
     rows = rows_of(tmp_path / "m.jsonl")
@@ -51,6 +58,7 @@ def test_one_and_two_processes_are_measured_and_a_failure_ends_nothing_else(tmp_
         assert [name for name in archive.getnames() if name.endswith(".log")]
 
 
+@pytest.mark.slow
 def test_what_takes_too_long_is_ended_and_said(tmp_path):
     only = ("--only", "2g-tiny-2L-64x1-keep-1f1b", "--seconds", "0.01")
     run(tmp_path, "measure", "--tiny", "--out", str(tmp_path), "--name", "m", *only)

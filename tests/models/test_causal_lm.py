@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +60,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 8,
     },
     "GptOss": LOCAL,
+    "Granite": {},
     "Llama": {},
     "Mistral": {"head_dim": 8},
     "Mixtral": LOCAL,
@@ -73,7 +75,7 @@ WITH_AUX = [name for name in FAMILIES if causal_lm._FAMILIES[f"{name}ForCausalLM
 def make(family: str, **options: Any) -> nn.Module:
     config = getattr(transformers, f"{family}Config")(**(COMMON | FAMILIES[family] | options))
     torch.manual_seed(0)
-    return getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    return getattr(transformers, f"{family}ForCausalLM")(config).train()
 
 
 def batch() -> dict[str, Tensor]:
@@ -191,7 +193,7 @@ def test_without_labels_nothing_changes() -> None:
     got = model(**inputs)
     assert torch.equal(got.logits, want.logits) and got.loss is None
     ids = inputs["input_ids"][:1]
-    generated = model.generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=None)
+    generated = model.eval().generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=None)
     assert generated.shape == (1, 10)
 
 
@@ -221,23 +223,53 @@ def test_signature_and_restore() -> None:
     signature = inspect.signature(model.forward)
     restore = install_fused_loss(model)
     assert inspect.signature(model.forward) == signature and "labels" in signature.parameters
-    assert {"forward"} == set(vars(model)) - before[""]
+    assert {"forward", "_forebay"} == set(vars(model)) - before[""]
     restore()
     assert {name: set(vars(m)) for name, m in model.named_modules()} == before
     assert model.forward == bound
     restore()  # a second time does nothing
 
 
-def test_a_deep_copy_runs_its_own_weights() -> None:
+def test_a_deep_copy_has_its_own_weights_and_loss() -> None:
     model = make("Qwen3Moe")
+    want = run(model, **batch())
     install_fused_loss(model)
     twin = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    run(twin, **batch())
-    assert model.lm_head.weight.grad is None and twin.lm_head.weight.grad is not None
-    assert twin(**batch()).loss != model(**batch()).loss
+    model.zero_grad()
+    got = run(twin, **batch())
+    assert model.lm_head.weight.grad is None
+    assert torch.equal(got[0].loss, want[0].loss) and torch.equal(got[0].logits, want[0].logits)
+
+
+def test_logits_in_evaluation() -> None:
+    model = make("Qwen3Moe").eval()
+    want = model(**batch())
+    restore = install_fused_loss(model)
+    with torch.no_grad():
+        got = model(**batch())
+    assert torch.equal(got.logits, want.logits) and torch.equal(got.loss, want.loss)
+    with torch.no_grad():
+        assert model.train()(**batch()).logits is None
+    restore()
+    install_fused_loss(model, in_eval=True)
+    got = model.eval()(**batch())
+    assert got.logits is None
+    torch.testing.assert_close(got.loss, want.loss)
+
+
+def test_a_head_that_was_replaced_runs_the_models_own_loss() -> None:
+    model = make("Qwen3")
+    install_fused_loss(model)
+    model.lm_head = nn.Sequential(model.lm_head, nn.Identity())
+    with pytest.warns(UserWarning, match="lm_head has become a Sequential"):
+        got = model(**batch())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert model(**batch()).logits is not None
+    torch.testing.assert_close(got.loss, make("Qwen3")(**batch()).loss)
 
 
 def test_hooks_of_the_head_run_with_the_loss() -> None:
@@ -315,19 +347,28 @@ class TestRefusals:
         with pytest.raises(ValueError, match="Mine overrides the forward of Qwen3ForCausalLM"):
             install_fused_loss(model)
 
+    def test_a_multiplier_of_the_logits(self) -> None:
+        with pytest.raises(ValueError, match="logits_scaling=2"):
+            install_fused_loss(make("Granite", logits_scaling=2.0))
+
     def test_twice_and_replaced_since(self) -> None:
         model = make("Qwen3")
         restore = install_fused_loss(model)
         with pytest.raises(ValueError, match="forward of this Qwen3ForCausalLM is already"):
             install_fused_loss(model)
         ours = model.forward
-        model.forward = lambda *args, **kwargs: ours(*args, **kwargs)
-        with pytest.raises(RuntimeError, match="was replaced after"):
-            restore()
-        assert "forward" in vars(model.lm_head)  # nothing half undone
-        model.forward = ours
+        theirs = model.forward = lambda *args, **kwargs: ours(*args, **kwargs)
+        assert model(**batch()).logits is None
         restore()
-        assert "forward" not in vars(model) and "forward" not in vars(model.lm_head)
+        restore()
+        assert model.forward is theirs and model(**batch()).logits is not None
+        assert "forward" not in vars(model.lm_head)
+        model.forward = ours
+        assert model(**batch()).logits is not None
+        again = install_fused_loss(model)
+        assert model(**batch()).logits is None
+        again()
+        assert "forward" not in vars(model) and "_forebay" not in vars(model)
 
     def test_replaced_head(self) -> None:
         model = make("Qwen3")

@@ -7,6 +7,7 @@ import torch
 import forebay
 from forebay.moe.dispatch.local import LocalExchange
 from forebay.policy import PolicyError
+from forebay.saved.slots import setting
 
 BOTH = {"*.self_attn": "offload", "*.mlp": "offload"}
 
@@ -33,14 +34,16 @@ def test_h_of_chosen_layers_does_not_travel(tiny, tokens, losses_and_gradients) 
             assert report.recomputed == len(again)
             assert mem.placements["model.layers.1.mlp"] == "offload"
             profiles.append(mem.profile(lambda: model(tokens, labels=tokens).loss).activation_bytes)
-            assert ("forebay_save_h" in vars(experts)) == bool(again), "what a profile switches it switches back"
+            assert (setting(experts, "forebay_save_h") is False) == bool(again), (
+                "what a profile switches it switches back"
+            )
     mem.profile(lambda: model(tokens, labels=tokens).loss)  # of a model that is let go of too
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert profiles[0] == profiles[1], "placements are off in a profile"
     width = experts.gate_up_proj.shape[1]
     slots = tokens.numel() * model.config.num_experts_per_tok
     assert moved[0] - moved[1] == slots * width * experts.gate_up_proj.element_size()
-    assert not any("forebay_save_h" in vars(m) for m in experts_of(model))
+    assert not any(setting(m, "forebay_save_h") is False for m in experts_of(model))
 
 
 def test_only_in_the_light_way(tiny) -> None:
@@ -48,4 +51,4 @@ def test_only_in_the_light_way(tiny) -> None:
     policy = {**BOTH, "*.mlp.experts": "recompute"}
     with pytest.raises(PolicyError, match=r"cannot be nested.*if they are Forebay's, recompute is 'light'"):
         forebay.manage(model, policy, exchange=LocalExchange(64), recompute="full")
-    assert not any("forebay_save_h" in vars(m) for m in experts_of(model))
+    assert not any(setting(m, "forebay_save_h") is False for m in experts_of(model))

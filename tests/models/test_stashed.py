@@ -7,6 +7,7 @@ import forebay
 from forebay.models.parts import keep_part
 from forebay.moe.dispatch.local import LocalExchange
 from forebay.policy import PolicyError
+from forebay.saved.slots import setting
 
 
 def experts_of(model):
@@ -32,7 +33,7 @@ def test_experts_are_told_their_pages_and_forget_them(policy, tiny, tokens, loss
         assert mem.report().saved_bytes_by_placement["stash"] > 0
     assert len(got) == len(expected)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-    assert not any("forebay_pages" in vars(m) for m in experts_of(model))
+    assert not any(setting(m, "forebay_pages") for m in experts_of(model))
 
 
 @pytest.mark.parametrize(
@@ -50,7 +51,7 @@ def test_what_cannot_be_stashed(policy, exchange, said, tiny) -> None:
         forebay.manage(model, policy, exchange=exchange)
     for part in said:
         assert part in str(error.value)
-    assert not any("forebay_pages" in vars(m) for m in experts_of(model))
+    assert not any(setting(m, "forebay_pages") for m in experts_of(model))
 
 
 def test_a_dense_model_has_none(tiny) -> None:

@@ -21,6 +21,7 @@ from forebay.planner.milp import Allowed, lowest, solve
 from forebay.planner.simulate import Assignment, CallFigures, Moment, Timeline, simulate, simulate_levels
 from forebay.planner.solve import under_budget
 from forebay.policy import BudgetError
+from tests.products import cover, first
 
 WINDOWS = (None, 1.5, 2, 3, 4, 6, 8, 12, 16, 32, 0)
 TOLERANCE = 0.02
@@ -82,13 +83,14 @@ def random_timeline(chance: random.Random, regions: int) -> Timeline:
     return Timeline(tuple(calls), tuple(moments), rate, rate * chance.uniform(0.9, 1.1))
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", first(5, range(16)))
 def test_no_placement_of_a_random_timeline_is_faster(seed: int) -> None:
     chance = random.Random(seed)
     timeline = random_timeline(chance, chance.randint(2, 5))
     assert max(check(timeline)) <= TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("regions", [7, 8])
 def test_no_placement_of_a_longer_one_is_faster(regions: int) -> None:
     assert max(check(random_timeline(random.Random(regions), regions))) <= TOLERANCE
@@ -113,8 +115,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("rate", [4e9, 25e9, 100e9])
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize(("family", "rate"), cover(list(MODELS), [4e9, 25e9, 100e9]))
 def test_no_placement_of_a_real_model_is_faster(family: str, rate: float) -> None:
     """What a model saved on this CPU, item by item, as if its bytes were a thousand times as many; each MoE half takes twice the
     time of attention, and each moment rises by its own region's bytes."""

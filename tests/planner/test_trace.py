@@ -15,6 +15,7 @@ from forebay.models.planned_exchange import PlannedExchange
 from forebay.moe.dispatch.exchange import aligned
 from forebay.planner.figures import GPU_BLOCK, ModelTrace, PartTrace, Shape
 from forebay.planner.trace import trace_model
+from tests.products import cover, first
 
 SEQUENCE, BATCH = 32, 2
 HIDDEN, WIDTH, EXPERTS, TOP_K = 64, 24, 16, 4
@@ -132,8 +133,9 @@ def really(family: str, dtype: torch.dtype, attention: str, compile: bool = Fals
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "gpt_oss"])
+@pytest.mark.parametrize(
+    ("family", "dtype"), cover([f for f in FAMILIES if f != "gpt_oss"], [torch.bfloat16, torch.float32])
+)
 def test_saved_bytes_are_those_of_a_real_model(family: str, dtype: torch.dtype) -> None:
     """Dense and MoE halves, latent attention and grouped, in two dtypes: equal, not near."""
     trace, real = traced(family, dtype), really(family, dtype, "sdpa")
@@ -155,7 +157,7 @@ def test_saved_bytes_of_eager_attention_with_windows() -> None:
     assert found == sum(size for path, size in real.items() if path)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
+@pytest.mark.parametrize("family", first(1, ["qwen3_moe", "deepseek_v3"]))
 def test_compiled_halves_save_no_more_than_is_planned(family: str) -> None:
     """torch's own cut, by Inductor: at most the plan's bytes, and these little more. Uncompiled halves save far more."""
     trace, real = traced(family, compiled=True), really(family, torch.bfloat16, "sdpa", compile=True)

@@ -22,6 +22,7 @@ from forebay.planner.simulate import Assignment, CallFigures, Moment, Plan, Time
 from forebay.planner.solve import under_budget
 from forebay.policy import BudgetError
 from forebay.saved.trials import MOST, Trials
+from tests.products import first
 
 WINDOWS = (None, 1.5, 2, 3, 4, 6, 8, 12, 16, 32, 0)
 UNIT = 1 << 20
@@ -151,7 +152,7 @@ def contests(seed: int) -> Iterator[tuple[Trials, Machine, int, list[tuple[float
             yield settle(begin(timeline, budget), machine), machine, budget, every
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", first(2, range(8)))
 def test_what_stays_is_within_the_budget_and_near_the_best_of_all_placements(seed: int) -> None:
     """Where a plan's peak is off by up to 1 % of its own, and the best placement is within what is left over for that, it may be
     missed: the best is taken of those that leave it free."""

@@ -61,6 +61,68 @@ def test_tickets_outlive_a_closed_store() -> None:
     assert torch.equal(store.wait(ticket), source)
 
 
+def test_a_closed_store_takes_no_more_host_memory() -> None:
+    """A model is detached between forward and backward: what has not left stays, what has left comes back."""
+    store = HostStore(torch.device("cpu"))
+    held, leaving, away = (store.hold(fresh("cpu", 4096), None) for _ in range(3))
+    truth = [ticket.device_bytes.clone() for ticket in (held, leaving, away)]
+    store.send([leaving, away])
+    store.settle(away)
+    store.close()
+    store.send([held])
+    store.settle(held)
+    store.settle(leaving)
+    store.fetch([held, leaving, away])
+    for ticket, bytes_ in zip((held, leaving, away), truth, strict=True):
+        assert torch.equal(store.wait(ticket), bytes_)
+    assert store.pool.reserved_bytes == 0
+    del held, leaving, away, ticket
+    assert store.live_tickets == store.live_bytes == 0
+
+
+@pytest.mark.parametrize("emptied", ["held", "leaving", "leaving, filled again"])
+def test_a_storage_that_an_engine_empties_stays_with_the_engine(emptied: str) -> None:
+    """As FSDP1 does with gathered weights: freed after forward, filled again before backward."""
+    store = HostStore(torch.device("cpu"))
+    weight = torch.arange(1024, dtype=torch.uint8)
+    truth, storage = weight.clone(), weight.untyped_storage()
+    ticket, other = store.hold(weight, None), store.hold(torch.ones(64, dtype=torch.uint8), None)
+    if emptied != "held":
+        store.send([ticket])
+    taken = torch.empty(1024, dtype=torch.uint8)  # before it is freed: memory may not be given out again at one address
+    storage.resize_(0)
+    if emptied == "leaving, filled again":
+        keep = [torch.empty(1024, dtype=torch.uint8) for _ in range(8)]
+        storage.resize_(1024)
+        weight.copy_(truth)
+        del keep
+    store.send([ticket, other])
+    store.settle(ticket)
+    if emptied == "leaving, filled again" and ticket.state is State.ON_HOST:
+        pytest.skip("the allocator gave the same address")
+    assert ticket.state is State.ON_DEVICE and other.state is State.LEAVING and taken.numel()
+    assert ticket.device_bytes is not None and ticket.device_bytes.untyped_storage().data_ptr() == storage.data_ptr()
+    if emptied != "leaving, filled again":
+        store.recall(ticket)  # ahead of time: no error yet
+        with pytest.raises(RuntimeError, match="saved storage of 1024 bytes now has 0"):
+            store.wait(ticket)
+        storage.resize_(1024)
+        weight.copy_(truth)
+    assert torch.equal(store.wait(ticket), truth)
+    del ticket, other
+    assert store.live_tickets == 0 and store.pool.used_bytes == 0
+
+
+def test_a_storage_that_is_emptied_when_its_bytes_have_left_comes_back() -> None:
+    store = HostStore(torch.device("cpu"))
+    weight = torch.arange(1024, dtype=torch.uint8)
+    truth = weight.clone()
+    ticket = store.put(weight)
+    store.settle(ticket)
+    weight.untyped_storage().resize_(0)
+    assert torch.equal(store.wait(ticket), truth)
+
+
 @pytest.mark.gpu
 def test_a_slow_copy_out_is_not_overtaken() -> None:
     """The copy lane sleeps while compute goes on to overwrite the memory it is to read, and to fetch it again."""

@@ -1,7 +1,10 @@
 """Slots from slabs: never shared, exactly sized, merged when they come back."""
 
 import random
+import resource
+from types import SimpleNamespace
 
+import pytest
 import torch
 
 from forebay.stores.pinned import HostPool
@@ -89,3 +92,34 @@ def test_only_slabs_that_a_cycle_used_are_spared() -> None:
     pool.restart()
     pool.trim(spare_used=True)
     assert pool.reserved_bytes == 0
+
+
+@pytest.mark.parametrize(("limit", "said"), [(65536, "to 65536 bytes"), (resource.RLIM_INFINITY, "sets no limit here")])
+def test_memory_that_is_not_page_locked_says_what_to_do(monkeypatch: pytest.MonkeyPatch, limit: int, said: str) -> None:
+    codes = [0, 2]
+    cudart = SimpleNamespace(cudaHostRegister=lambda *_: codes.pop(0), cudaHostUnregister=lambda *_: 0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    pool = HostPool(pin=True, small_slab=4096)
+    slot = pool.take(4096)
+    with pytest.raises(MemoryError) as refused:
+        pool.take(10_000)
+    for part in (
+        "10240 bytes", "cudaErrorMemoryAllocation (2)", "already holds 4096 bytes", said, "ulimit -l unlimited",
+        "memlock=-1", "offload less",
+    ):  # fmt: skip
+        assert part in str(refused.value)
+    pool.give(slot)
+    assert pool.reserved_bytes == 4096 and pool.used_bytes == 0, "the refused memory is not counted"
+    assert pool.take(4096).start == slot.start
+    slot.slab.pinned = False  # it may outlive this test, and cudart
+
+
+def test_a_slot_that_comes_back_after_the_pool_is_closed_frees_its_slab() -> None:
+    pool = HostPool(pin=False)
+    slots = [pool.take(512), pool.take(512)]
+    slab = slots[0].slab
+    pool.give(slots.pop())
+    pool.close()
+    pool.give(slots.pop())
+    assert not pool._given and not slab.in_pool and pool.reserved_bytes == 0

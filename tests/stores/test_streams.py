@@ -30,6 +30,9 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         self.notes.append((self.name, "wait", event, event.recorded))
 
+    def wait_stream(self, other: "Stream") -> None:
+        self.notes.append((self.name, "wait", other.name))
+
     def synchronize(self) -> None:
         pass
 
@@ -135,3 +138,94 @@ def test_a_ticket_that_dies_while_leaving_is_waited_for_once(monkeypatch: pytest
     noted.notes.clear()
     tickets.clear()
     assert [note[:2] for note in noted.notes] == [("compute", "wait")]
+
+
+def test_a_ticket_taken_back_while_leaving_is_waited_for_when_it_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory may be unmapped under the copy that still reads it."""
+    noted = Noted(monkeypatch)
+    (ticket,) = noted.leave(1)
+    noted.store.wait(ticket)
+    assert ticket.state is State.ON_DEVICE and ticket.out is not None and ticket.out.pair is not None
+    out = ticket.out.pair[1]
+    noted.notes.clear()
+    noted.store.wait(ticket)
+    assert not noted.notes, "backward does not wait for it"
+    del ticket
+    assert [note[:3] for note in noted.notes] == [("compute", "wait", out)]
+
+
+def test_a_ticket_that_came_back_dies_without_waiting_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted = Noted(monkeypatch)
+    tickets = noted.leave(1)
+    noted.store.settle(tickets[0])
+    noted.store.wait(tickets[0])
+    noted.notes.clear()
+    tickets.clear()
+    assert not noted.notes
+
+
+def test_bytes_read_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted = Noted(monkeypatch)
+    side = Stream("side", noted.notes)
+    (ticket,) = noted.leave(1)
+    noted.store.settle(ticket)
+    noted.notes.clear()
+    noted.store.lanes.other_stream = lambda compute: side  # type: ignore[method-assign]
+    noted.store.wait(ticket)
+    assert ticket.back is not None and ticket.back.pair is not None
+    waits = [note[:3] for note in noted.notes if note[1] == "wait"]
+    assert ("compute", "wait", ticket.back.pair[1]) in waits and ("side", "wait", ticket.back.pair[1]) in waits
+    noted.store.lanes.other_stream = lambda compute: None  # type: ignore[method-assign]
+    noted.notes.clear()
+    noted.store.wait(ticket)
+    assert not noted.notes
+    del ticket
+    assert noted.notes == [("compute", "wait", "side")], "before the block is given to compute again"
+
+
+def test_bytes_made_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted = Noted(monkeypatch)
+    side = Stream("side", noted.notes)
+    noted.store.lanes.other_stream = lambda compute: side  # type: ignore[method-assign]
+    (ticket,) = noted.leave(1)
+    out = [note for note in noted.notes if note[0] == "out"]
+    assert out.index(("out", "wait", "side")) < out.index(("out", "enter"))
+    noted.notes.clear()
+    noted.store.settle(ticket)
+    assert ticket.out is not None and ticket.out.pair is not None
+    end = ticket.out.pair[1]
+    # The block goes back to the allocator of the stream that made it, whichever that is.
+    assert [note[:3] for note in noted.notes] == [
+        ("compute", "wait", end), ("side", "wait", end), ("compute", "wait", "side"),
+    ]  # fmt: skip
+
+
+def test_nothing_waits_for_copies_that_the_host_has_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ticket from before a capture that dies within it: a wait for its event would end the capture."""
+    noted = Noted(monkeypatch)
+    tickets = noted.leave(2)
+    noted.store.settle(tickets[1])
+    noted.store.fetch(tickets[1:])
+    noted.store.forget_copies()
+    noted.notes.clear()
+    tickets.clear()
+    assert not noted.notes
+    assert not [note for note in noted.notes if note[1] == "wait" and note[2] != "compute"]
+    noted.leave(2)  # in the slots that were read
+    assert [note[:2] for note in noted.notes if note[1] == "wait"] == [("out", "wait"), ("compute", "wait")]
+
+
+def test_a_slab_is_unregistered_when_its_copies_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted = Noted(monkeypatch)
+    monkeypatch.setattr(Event, "synchronize", lambda event: noted.notes.append(("host", "wait", event)), raising=False)
+    cudart = type("", (), {"cudaHostUnregister": lambda self, at: noted.notes.append(("host", "unregister"))})
+    monkeypatch.setattr(torch.cuda, "cudart", cudart)
+    (ticket,) = noted.leave(1)
+    noted.store.settle(ticket)
+    noted.store.close()
+    noted.store.wait(ticket)  # after the store has closed: the last to know of this copy is the slab
+    assert ticket.slot is not None and ticket.back is not None and ticket.back.pair is not None
+    ticket.slot.slab.pinned, end = True, ticket.back.pair[1]
+    noted.notes.clear()
+    del ticket
+    assert noted.notes == [("host", "wait", end), ("host", "unregister")]

@@ -1,11 +1,8 @@
 """A process that dies is named by the others, which end."""
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -14,9 +11,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from forebay.cli import main
 from forebay.train.errors import RunError
 from forebay.train.heartbeat import Heartbeat
 from forebay.train.run import _blaming
+from tests.ranks import Started, free_port, start
 
 CONFIG = """
 [model]
@@ -44,36 +43,14 @@ threads = 1
 """
 
 
-def start(folder: Path, timeout: int) -> list[subprocess.Popen[str]]:
+def start_four(folder: Path, timeout: int) -> list[Started]:
     (folder / "a.txt").write_text("the water comes unevenly and goes on evenly. " * 200)
     (folder / "c.toml").write_text(CONFIG.format(folder=folder, timeout=timeout))
-    port = free_port()
-    common = {
-        **os.environ,
-        "WORLD_SIZE": "4",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-    }
-    common["PYTHONPATH"] = os.pathsep.join(sys.path)
+    place = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return [
-        subprocess.Popen(
-            [sys.executable, "-m", "forebay", "train", str(folder / "c.toml")],
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        start(main, ["train", str(folder / "c.toml")], RANK=str(rank), LOCAL_RANK=str(rank), **place)
         for rank in range(4)
     ]
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def wait_for_checkpoint(folder: Path) -> None:
@@ -85,13 +62,13 @@ def wait_for_checkpoint(folder: Path) -> None:
 
 @pytest.mark.parametrize(("how", "timeout"), [(signal.SIGKILL, 90), (signal.SIGSTOP, 15)])
 def test_a_dead_or_frozen_process_is_named(tmp_path: Path, how: signal.Signals, timeout: int) -> None:
-    processes = start(tmp_path, timeout)
+    processes = start_four(tmp_path, timeout)
     try:
         wait_for_checkpoint(tmp_path)
         began = time.monotonic()
         processes[2].send_signal(how)
         others = [p for rank, p in enumerate(processes) if rank != 2]
-        said = "".join(p.communicate(timeout=90)[0] for p in others)
+        said = "".join("".join(p.communicate(timeout=90)) for p in others)
         assert all(p.returncode == 1 for p in others), [p.returncode for p in others]
         if how == signal.SIGKILL:  # on the same machine nobody waits for the end of all patience
             assert time.monotonic() - began < 40
@@ -157,21 +134,16 @@ def test_an_error_of_one_is_known_to_all(capsys: pytest.CaptureFixture[str]) -> 
     assert "failed: too large; the run has ended" in capsys.readouterr().err
 
 
+def hold_the_store(port: int) -> None:
+    store = dist.TCPStore("127.0.0.1", port, 1, True, timeout=timedelta(seconds=10), wait_for_workers=False)
+    with Heartbeat(store, 0, 3, 60.0, str, period=0.05):
+        time.sleep(100)
+
+
 def test_the_store_dies_with_its_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Process 0 holds it, unless torchrun does. Beats end too, and nobody else is blamed."""
     port = free_port()
-    code = f"""
-import time, torch.distributed as dist
-from datetime import timedelta
-from forebay.train.errors import RunError
-from forebay.train.heartbeat import Heartbeat
-from forebay.train.run import _blaming
-store = dist.TCPStore("127.0.0.1", {port}, 1, True, timeout=timedelta(seconds=10), wait_for_workers=False)
-with Heartbeat(store, 0, 3, 60.0, str, period=0.05):
-    time.sleep(100)
-"""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    holder = subprocess.Popen([sys.executable, "-c", code], env=environment)
+    holder = start(hold_the_store, port)
     try:
         store = dist.TCPStore("127.0.0.1", port, 1, False, timeout=timedelta(seconds=60))
         left: list[int] = []
@@ -186,7 +158,6 @@ with Heartbeat(store, 0, 3, 60.0, str, period=0.05):
             assert first.who_is_gone().endswith(f"pid {holder.pid}) died")
     finally:
         holder.kill()
-        holder.wait()
     assert f"pid {holder.pid}) died; the run has ended" in capsys.readouterr().err
 
 

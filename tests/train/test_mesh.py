@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from forebay.cli import main
 from forebay.train.config import Config, check_experts, check_world, from_mapping
 from forebay.train.errors import Interrupted, RunError, SaidElsewhere, UsageError
 from forebay.train.mesh import Mesh
 from forebay.train.run import train
 from forebay.train.trainer import Trainer
 from forebay.train.world import ALONE, World
-from tests.ranks import run_ranks
+from tests.ranks import free_port, run_ranks, start
 
 
 def with_keys(**sections: dict[str, Any]) -> Config:
@@ -223,27 +224,21 @@ def test_whole_runs(tiny: Callable[..., Config], tmp_path: Path) -> None:
     assert len((tmp_path / "stopped" / "metrics.jsonl").read_text().splitlines()) == 3
 
 
-def torchrun(config: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "forebay",
-        "train",
-        str(config),
-    ]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    return subprocess.run(
-        [*command, *(part for o in overrides for part in ("--set", o))],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=environment,
-        check=False,
-    )
+def train_arguments(config: Path, *overrides: str) -> list[str]:
+    return ["train", str(config), *(part for o in overrides for part in ("--set", o))]
+
+
+def on_two_processes(config: Path, *overrides: str) -> tuple[list[int | None], str, str]:
+    """Exit codes, and what both wrote, of the command as torchrun starts it."""
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    arguments = train_arguments(config, *overrides)
+    processes = [start(main, arguments, RANK=str(rank), LOCAL_RANK=str(rank), **place) for rank in range(2)]
+    try:
+        written = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [p.returncode for p in processes], "".join(out for out, _ in written), "".join(e for _, e in written)
 
 
 CONFIG = """
@@ -284,14 +279,24 @@ def test_as_a_person_starts_it(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("a forebay is the pool in front of a turbine\n" * 50)
     config = tmp_path / "config.toml"
     config.write_text(CONFIG.format(folder=tmp_path))
-    good = torchrun(config)
-    assert good.returncode == 0, good.stderr
-    assert good.stdout.count("step 00000002/00000002") == 1 and "on 2 x CPU" in good.stdout
-    assert "Qwen3MoeForCausalLM" in good.stdout and "Warning" not in good.stderr
-    bad = torchrun(config, "parallel.ep=3")
-    assert bad.returncode == 1 and bad.stderr.count("forebay: parallel.ep = 3 does not divide the 2 processes") == 1
-    late = torchrun(config, "optimizer.lr=1e30")  # found by all, in the second step
+    codes, out, error = on_two_processes(config)
+    assert codes == [0, 0], error
+    assert out.count("step 00000002/00000002") == 1 and "on 2 x CPU" in out
+    assert "Qwen3MoeForCausalLM" in out and "Warning" not in error
+    codes, out, error = on_two_processes(config, "parallel.ep=3")
+    assert codes == [2, 2] and error.count("forebay: parallel.ep = 3 does not divide the 2 processes") == 1
+    # By torchrun itself. A loss that is not finite is found by all, in the second step.
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "forebay"]
+    late = subprocess.run(
+        [*command, *train_arguments(config, "optimizer.lr=1e30")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        check=False,
+    )
     assert late.returncode == 1 and late.stderr.count("which is not finite") == 1, late.stderr
+    assert late.stdout.count("step 00000001/00000002") == 1 and "on 2 x CPU" in late.stdout
 
 
 def test_others_that_never_come(tiny: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:

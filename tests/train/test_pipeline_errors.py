@@ -4,8 +4,6 @@ rank, a checkpoint that another mesh goes on with, weights that two stages share
 import hashlib
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,8 +16,7 @@ import forebay.train.hf as hf
 from forebay.train.config import Config, check_world, from_mapping
 from forebay.train.errors import UsageError
 from forebay.train.planning import partition_of
-from tests.ranks import run_ranks
-from tests.train.test_heartbeat import free_port
+from tests.ranks import free_port, run_ranks, start
 
 TINY: dict[str, Any] = {
     "hidden_size": 32,
@@ -152,21 +149,24 @@ def test_tied_embeddings_need_a_v(folder: str) -> None:
 
 # --- A stage that raises.
 
-BREAKS = """
-import os, sys
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
-original, calls = Qwen3MoeAttention.forward, []
 
-def forward(self, *args, **kwargs):
-    calls.append(self.layer_idx)
-    if os.environ["RANK"] == "1" and self.layer_idx == 2 and calls.count(2) == {call}:
-        raise ArithmeticError("the gate of layer 2 is stuck")
-    return original(self, *args, **kwargs)
+def breaks(call: int, path: str) -> int:
+    """The command; the attention of layer 2 raises in its call of this number, on rank 1."""
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 
-Qwen3MoeAttention.forward = forward
-from forebay.cli import main
-sys.exit(main(["train", {path!r}]))
-"""
+    from forebay.cli import main
+
+    original, calls = Qwen3MoeAttention.forward, []
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(self.layer_idx)
+        if os.environ["RANK"] == "1" and self.layer_idx == 2 and calls.count(2) == call:
+            raise ArithmeticError("the gate of layer 2 is stuck")
+        return original(self, *args, **kwargs)
+
+    Qwen3MoeAttention.forward = forward
+    return main(["train", path])
+
 
 TOML = """
 [model]
@@ -200,17 +200,8 @@ def test_a_stage_that_raises_on_one_rank_ends_the_run(folder: str) -> None:
     sizes = ", ".join(f"{key} = {json.dumps(value)}" for key, value in TINY.items())
     path = Path(folder) / "c.toml"
     path.write_text(TOML.format(sizes=sizes, folder=folder))
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", BREAKS.format(call=3 * 4 + 2, path=str(path))],
-            env={**os.environ, **common, "PYTHONPATH": os.pathsep.join(sys.path), "RANK": str(r), "LOCAL_RANK": str(r)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for r in range(2)
-    ]
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    processes = [start(breaks, 3 * 4 + 2, str(path), RANK=str(r), LOCAL_RANK=str(r), **place) for r in range(2)]
     try:
         errors = [p.communicate(timeout=90)[1] for p in processes]
     finally:

@@ -1,15 +1,17 @@
 """Hugging Face causal language models with the loss fused into the head.
 
-In: a `*ForCausalLM` instance. Out: the same instance, whose `forward(labels=...)` hands the last
+In: a `*ForCausalLM` instance. Out: the same instance, whose `forward(labels=...)` in training mode hands the last
 hidden states to `forebay.loss.linear_cross_entropy` instead of making logits for all tokens, and
-returns the family's own output class with `logits=None`. Without labels the original forward runs.
+returns the family's own output class with `logits=None`. Without labels, in `eval()` and under torch.func's transforms the
+original forward runs.
 
     model.forward(input_ids, ..., labels) -> lm.model(input_ids, ...) -> hidden [B, S, H]
         -> model.lm_head(hidden, targets) -> loss (+ router_aux_loss_coef * auxiliary loss)
 
-The two overrides, `model.forward` and `model.lm_head.forward`, are attributes of the instances and
-all the state there is; `restore()` deletes them. The loss runs *inside* a call of the head because
-that is where FSDP2's hooks gather the weight before and scatter its gradient after.
+The two overrides, of `model.forward` and `model.lm_head.forward`, are all the state there is (see `forebay.saved.slots`);
+`restore()` takes them off. The loss runs *inside* a call of the head because
+that is where FSDP2's hooks gather the weight before and scatter its gradient after. A head that was replaced since (by an
+adapter on it) computes something else: the original forward runs then, with a warning.
 
 A model is taken only if what its class's forward does around the loss is known here: the class is
 in `_FAMILIES`, its loss is transformers' `ForCausalLMLoss`, its head is a plain `nn.Linear`.
@@ -17,17 +19,18 @@ in `_FAMILIES`, its loss is transformers' `ForCausalLMLoss`, its head is a plain
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Mapping
-from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from forebay.loss import linear_cross_entropy
+from forebay.saved.slots import Below, Run, install, is_managed, is_patched
 
 # Class name -> does its forward add the router's auxiliary loss? (Read in transformers 5.17.)
 _FAMILIES: Mapping[str, bool] = {
@@ -35,6 +38,7 @@ _FAMILIES: Mapping[str, bool] = {
     "DeepseekV3ForCausalLM": False,
     "Glm4MoeForCausalLM": False,
     "GptOssForCausalLM": True,
+    "GraniteForCausalLM": False,  # with logits_scaling 1
     "LlamaForCausalLM": False,
     "MistralForCausalLM": False,
     "MixtralForCausalLM": True,
@@ -43,7 +47,7 @@ _FAMILIES: Mapping[str, bool] = {
     "Qwen3ForCausalLM": False,
     "Qwen3MoeForCausalLM": True,
 }
-# Configuration fields that change the logits after the head: Gemma, Cohere, Granite and others.
+# Configuration fields that change the logits after the head, unless they are 1: Gemma, Cohere, Granite and others.
 _LOGIT_TRANSFORMS = (
     "final_logit_softcapping",
     "logit_scale",
@@ -52,100 +56,98 @@ _LOGIT_TRANSFORMS = (
 )
 
 
-def install_fused_loss(model: nn.Module) -> Callable[[], None]:
-    """Make `model(labels=...)` compute its loss without logits, until the returned call undoes it.
+def install_fused_loss(model: nn.Module, in_eval: bool = False) -> Callable[[], None]:
+    """Make `model(labels=...)` compute its loss without logits in training mode, until the returned call undoes it.
 
     With labels (int64 [B, S]), the loss equals the original's up to rounding: shifted labels or a
     given `shift_labels`, `num_items_in_batch`, `ignore_index` and `logits_to_keep` count as
     they do there, and the router's auxiliary loss is added under `output_router_logits`. The output
-    has `logits=None`, in evaluation too. Without labels nothing changes. A deep copy made while
-    installed is fused as well, and `restore` leaves it so.
+    has `logits=None`. Without labels, and in `eval()`, nothing changes. A deep copy has the family's own loss.
 
     Args:
         model: a transformers model of a class in `_FAMILIES` (FSDP2's subclasses included), with
             neither `forward` nor `lm_head.forward` replaced on the instance.
+        in_eval: fuse the loss in `eval()` too.
 
     Returns:
-        restore(): removes the overrides. Calling it again does nothing. RuntimeError if someone
-        has replaced `forward` on top since.
+        restore(): removes the overrides, also under a forward that somebody put on top. A second call does nothing.
 
     Raises:
         ValueError: naming what is not supported: the class, a transformation of the logits, a
             custom loss function, a head that is no plain linear layer, an override in the way.
     """
     family = _family(model)
-    original: Callable[..., Any] = family.forward
-    parameters = list(inspect.signature(original).parameters.values())[1:]
+    signature = inspect.signature(family.forward)
+    parameters = list(signature.parameters.values())[1:]
     names = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
     module = sys.modules[family.__module__]
     adds_aux = _FAMILIES[family.__name__]
     output_name = "MoeCausalLMOutputWithPast" if adds_aux else "CausalLMOutputWithPast"
     output_class = getattr(module, output_name)
-
-    # `wraps` keeps the signature: Trainer reads it to decide which columns of a dataset to keep.
-    @functools.wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(names, args, strict=False)) | kwargs
-        labels = given.pop("labels", None)
-        if labels is None:
-            return original(self, *args, **kwargs)
-        if len(given) + 1 < len(args) + len(kwargs):
-            # Too many arguments, or one given twice: Python's own TypeError comes from there.
-            return original(self, *args, **kwargs)
-        return_dict = given.pop("return_dict", None)
-        logits_to_keep = given.pop("logits_to_keep", 0)
-        if adds_aux and given.get("output_router_logits") is None:
-            given["output_router_logits"] = self.config.output_router_logits
-
-        # Named, because a config with return_dict=False would otherwise give a tuple here.
-        outputs = self.model(**given, return_dict=True)
-        hidden = outputs.last_hidden_state
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        loss = head_loss(self.lm_head, hidden[:, kept, :], labels, **given)
-        fields = {
-            "past_key_values": outputs.past_key_values,
-            "hidden_states": outputs.hidden_states,
-            "attentions": outputs.attentions,
-        }
-        if adds_aux:
-            fields["router_logits"] = outputs.router_logits
-            if given["output_router_logits"]:
-                aux_loss = module.load_balancing_loss_func(
-                    outputs.router_logits,
-                    self.num_experts,
-                    self.num_experts_per_tok,
-                    given.get("attention_mask"),
-                )
-                fields["aux_loss"] = aux_loss
-                loss = loss + self.router_aux_loss_coef * aux_loss.to(loss.device)
-        output = output_class(loss=loss, logits=None, **fields)
-        if return_dict is None:
-            return_dict = self.config.return_dict
-        return output if return_dict else output.to_tuple()
-
-    # Bound methods, not closures over `model`: a deep copy of the model then runs its own weights.
     head: Any = model.lm_head
-    ours: list[tuple[Any, MethodType]] = [
-        (model, MethodType(forward, model)),
-        (head, MethodType(_head_forward, head)),
-    ]
-    for owner, method in ours:
-        owner.forward = method
+    warned: list[str] = []
+
+    def fused(below: Below) -> Run:
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            given = dict(zip(names, args, strict=False)) | kwargs
+            labels = given.pop("labels", None)
+            if labels is None or not (self.training or in_eval) or torch._C._are_functorch_transforms_active():
+                return below(*args, **kwargs)
+            if len(given) + 1 < len(args) + len(kwargs):
+                # Too many arguments, or one given twice: Python's own TypeError comes from there.
+                return below(*args, **kwargs)
+            if self.lm_head is not head:
+                if not warned:
+                    warned.append(type(self.lm_head).__name__)
+                    warnings.warn(
+                        f"lm_head has become a {warned[0]} since forebay.manage (an adapter or a new head), which the fused "
+                        "loss does not compute: the model's own loss runs, and holds logits [tokens, vocabulary]; call "
+                        "manage() again, or pass loss=None to silence this",
+                        stacklevel=2,
+                    )
+                return below(*args, **kwargs)
+            return_dict = given.pop("return_dict", None)
+            logits_to_keep = given.pop("logits_to_keep", 0)
+            if adds_aux and given.get("output_router_logits") is None:
+                given["output_router_logits"] = self.config.output_router_logits
+
+            # Named, because a config with return_dict=False would otherwise give a tuple here.
+            outputs = self.model(**given, return_dict=True)
+            hidden = outputs.last_hidden_state
+            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            loss = head_loss(self.lm_head, hidden[:, kept, :], labels, **given)
+            fields = {
+                "past_key_values": outputs.past_key_values,
+                "hidden_states": outputs.hidden_states,
+                "attentions": outputs.attentions,
+            }
+            if adds_aux:
+                fields["router_logits"] = outputs.router_logits
+                if given["output_router_logits"]:
+                    aux_loss = module.load_balancing_loss_func(
+                        outputs.router_logits,
+                        self.num_experts,
+                        self.num_experts_per_tok,
+                        given.get("attention_mask"),
+                    )
+                    fields["aux_loss"] = aux_loss
+                    loss = loss + self.router_aux_loss_coef * aux_loss.to(loss.device)
+            output = output_class(loss=loss, logits=None, **fields)
+            if return_dict is None:
+                return_dict = self.config.return_dict
+            return output if return_dict else output.to_tuple()
+
+        return forward
+
+    undo = [install(model, fused), install(head, lambda below: _head_forward)]
 
     def restore() -> None:
-        present = [(owner, method) for owner, method in ours if "forward" in vars(owner)]
-        for owner, method in present:
-            if vars(owner)["forward"] is not method:
-                raise RuntimeError(
-                    f"{type(owner).__name__}.forward was replaced after the fused loss was installed: undo that first"
-                )
-        for owner, _ in present:
-            del owner.forward
+        while undo:
+            undo.pop()()
 
     return restore
 
 
-@functools.wraps(nn.Linear.forward)
 def _head_forward(self: nn.Linear, hidden: Tensor, targets: Tensor | None = None, **options: Any) -> Tensor:
     """The head's forward: logits, or with targets the loss (`options` as in the loss)."""
     if targets is None:
@@ -198,7 +200,7 @@ def _family(model: nn.Module) -> type[nn.Module]:
     name = type(model).__name__
     config = getattr(model, "config", None)
     for field in _LOGIT_TRANSFORMS:
-        if getattr(config, field, None) is not None:
+        if getattr(config, field, None) not in (None, 1):
             raise ValueError(
                 f"fused loss: {name} transforms its logits (config.{field}="
                 f"{getattr(config, field)!r}), which is not supported"
@@ -230,7 +232,7 @@ def _family(model: nn.Module) -> type[nn.Module]:
             "(an adapter or a quantised layer cannot be fused)"
         )
     for path, owner in (("forward", model), ("lm_head.forward", head)):
-        if "forward" in vars(owner):
+        if is_managed(owner) or is_patched(owner):
             raise ValueError(
                 f"fused loss: {path} of this {name} is already replaced on the instance (by a "
                 "fused loss, Accelerate or a hook); install the fused loss before that"

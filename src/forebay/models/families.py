@@ -7,9 +7,11 @@ as long as it runs its own forward. Nothing is changed here and nothing kept.
 
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import nn
+
+from forebay.saved.slots import is_managed, is_patched
 
 # Decoder layers whose forward is exactly the two residual halves (read in transformers 5.17).
 LAYERS = (
@@ -44,6 +46,10 @@ _DENSE_BLOCKS = (
 )
 
 
+class UnknownLayerError(ValueError):
+    """A model has decoder layers of a transformers class that is not known; the message names it and those that are."""
+
+
 @dataclass(frozen=True, eq=False)
 class MoeBlock:
     """The parts of a transformers MoE block; `path` is the block's module path."""
@@ -52,7 +58,10 @@ class MoeBlock:
     router: nn.Module
     """Returns (logits [T, E], weights [T, K], ids [T, K] int64) of [T, H]."""
     experts: nn.Module
+    """The module that holds the experts' weights, also where an adapter is wrapped around it."""
     shared: nn.Module | None
+    names: tuple[str, str | None]
+    """The block's attributes for router and shared experts: whoever calls them asks the block, which may have others by then."""
 
 
 def has_known_layers(model: nn.Module) -> bool:
@@ -70,21 +79,19 @@ def decoder_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Path and module of every decoder layer below `model`.
 
     Raises:
-        ValueError: naming it, for a transformers layer of an unknown class, with an overridden forward or under
-            gradient checkpointing.
+        UnknownLayerError: naming it, for a transformers layer of an unknown class.
+        ValueError: naming it, for a layer with an overridden forward, or one that is managed already.
     """
     for path, module in model.named_modules():
         name = _known_base(module, LAYERS)
         if name is None:
             if _is_foreign_layer(module):
-                raise ValueError(
+                raise UnknownLayerError(
                     f"{path!r} is a {type(module).__name__}, which Forebay does not know to be two "
                     f"residual halves; supported are {', '.join(LAYERS)}"
                 )
             continue
         _refuse_override(path, module, name)
-        if getattr(module, "gradient_checkpointing", False):
-            refuse_checkpointing(path, module)
         yield path, module
 
 
@@ -108,7 +115,16 @@ def moe_block(path: str, mlp: nn.Module) -> MoeBlock | None:
 
 def _parts(path: str, block: Any, name: str) -> MoeBlock:
     router, shared = _MOE_BLOCKS[name]
-    return MoeBlock(path, getattr(block, router), block.experts, None if shared is None else getattr(block, shared))
+    held = None if shared is None else getattr(block, shared)
+    return MoeBlock(path, innermost(getattr(block, router)), innermost(block.experts), held, (router, shared))
+
+
+def innermost(module: Any) -> nn.Module:
+    """The module that PEFT's wrappers are around (``base_layer``), or `module` itself."""
+    while isinstance(module.__dict__.get("_modules", {}).get("base_layer"), nn.Module):
+        module = module.base_layer
+    inner: nn.Module = module
+    return inner
 
 
 def _is_foreign_layer(module: nn.Module) -> bool:
@@ -129,16 +145,10 @@ def _known_base(module: nn.Module, names: Container[str]) -> str | None:
 
 def _refuse_override(path: str, module: nn.Module, name: str) -> None:
     base: Any = next(b for b in type(module).__mro__ if b.__name__ == name)
-    if "forward" in module.__dict__ or type(module).forward is not base.forward:
+    if is_managed(module):
+        raise ValueError(f"{path!r} ({type(module).__name__}) is under management already: detach that first")
+    if is_patched(module) or type(module).forward is not base.forward:
         raise ValueError(
             f"the forward of {path!r} ({type(module).__name__}) has been replaced, so it is no longer "
             f"{name}'s: undo that first, or install Forebay before it"
         )
-
-
-def refuse_checkpointing(path: str, layer: nn.Module) -> NoReturn:
-    """Raise the ValueError for a layer that transformers checkpoint already."""
-    raise ValueError(
-        f"{path!r} ({type(layer).__name__}) is under gradient checkpointing; call "
-        "model.gradient_checkpointing_disable() and use the placement 'recompute' instead"
-    )

@@ -1,25 +1,25 @@
 """Hugging Face decoder layers as two halves: attention, and MoE (or dense MLP).
 
-In: a model whose decoder layers are of a class in `families.LAYERS`. Out: the same model, each layer's
-`forward` replaced on the instance by one that calls
+In: a model whose decoder layers are of a class in `families.LAYERS`. Out: the same model, in whose layers' place runs
 
     x2 = x + self_attn(input_layernorm(x))                                     attention half
     x3, logits, ids = x2 + mlp(post_attention_layernorm(x2)), router outputs   MoE half
 
-through two `HalfSlot`s. A half is a function of tensors and of its layer's modules: it returns all
-it makes, the router's outputs included, and writes nowhere, so it may be compiled, run under
-`saved_tensors_hooks`, or run again in backward. What is done *with* the router's outputs (its
-forward hooks: transformers' `output_router_logits`, `forebay.models.router.RouterStats`) happens
+through two `HalfSlot`s. A half is a function of its layer and of tensors: it returns all it makes, the router's outputs
+included, and writes nowhere, so it may be compiled, run under `saved_tensors_hooks`, or run again in backward. It finds the
+layer's modules when it is called, so adapters, shards and replacements that come later are used. What is done *with* the
+router's outputs (its forward hooks: transformers' `output_router_logits`, `forebay.models.router.RouterStats`) happens
 outside a compiled half, once per forward.
 
-The slots are owned by `Halves`, which lives as long as its owner keeps it; `uninstall()` deletes
-the instance attributes and all state is gone. A layer runs its original forward when it is asked
-for attention weights or given a KV cache.
+The slots are owned by `Halves`, which lives as long as its owner keeps it; `uninstall()` takes everything off again. A layer
+runs its original forward when it is asked for attention weights or given a KV cache.
 
 Under expert parallelism a MoE half is a `forebay.moe.layer.MoeStages`: the same parts, cut where tokens travel.
 
-The MoE blocks are spelled out here (router, experts, shared experts) instead of calling the
-block's own forward: that is how the router's outputs get out of a compiled graph.
+The MoE blocks are spelled out here (router, experts, shared experts) instead of calling the block's own forward: that is how
+the router's outputs get out of a compiled graph. A block that is not its class's own any more (module hooks, a replaced
+forward, FSDP2 on the block, an adapter around it) is called itself, and its half returns no router outputs; compiled halves and
+stages cannot do that, and refuse it by name.
 """
 
 import inspect
@@ -33,9 +33,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from forebay.models.compile import check_compiler, compile_half
-from forebay.models.families import LAYERS, MoeBlock, decoder_layers, moe_block, refuse_checkpointing
+from forebay.models.families import LAYERS, MoeBlock, decoder_layers, innermost, moe_block
+from forebay.models.hf_experts import uses_forebay
 from forebay.moe.dispatch.exchange import Exchange
 from forebay.moe.layer import Front, MoeStages
+from forebay.saved.slots import Below, Run, drop_setting, install, is_managed, is_patched, put_setting
 
 # Keywords that a model hands down to its layers and that no attention reads. A compiled half must
 # not see them: num_items_in_batch differs each step and would compile it anew.
@@ -70,14 +72,17 @@ def dense_half(layer: Any, x: Tensor) -> MoeOutput:
     return x + layer.mlp(layer.post_attention_layernorm(x)), None, None
 
 
-def moe_half(layer: Any, router: Any, experts: Any, shared: Any, direct: bool, x: Tensor) -> MoeOutput:
+def moe_half(layer: Any, names: tuple[str, str | None], direct: bool, x: Tensor) -> MoeOutput:
     """x + experts(post_attention_layernorm(x)) of a decoder layer, shared experts included.
+
+    Args:
+        names: see `forebay.models.families.MoeBlock`.
 
     Returns:
         The sum [B, S, H], the router's logits [B * S, E] and its ids [B * S, K].
     """
     normed = layer.post_attention_layernorm(x)
-    route = router.forward if direct else router
+    route, shared = _route_and_shared(layer.mlp, names, direct)
     # As in the blocks' own forwards: where there are shared experts, the router gets the unflattened
     # tensor, before the experts' view is made. In another order, gradients would be added in another.
     if shared is None:
@@ -86,20 +91,36 @@ def moe_half(layer: Any, router: Any, experts: Any, shared: Any, direct: bool, x
     else:
         logits, weights, ids = route(normed)
         rows = normed.view(-1, normed.shape[-1])
-    y = experts(rows, ids, weights).view(normed.shape)
+    y = layer.mlp.experts(rows, ids, weights).view(normed.shape)
     if shared is not None:
         y = y + shared(normed)
     return x + y, logits, ids
 
 
-def moe_front(layer: Any, router: Any, shared: Any, direct: bool, x: Tensor) -> Front:
+def moe_front(layer: Any, names: tuple[str, str | None], direct: bool, x: Tensor) -> Front:
     """The first stage of `moe_half` under expert parallelism: all that comes before tokens travel; x is [B, S, H]."""
     normed = layer.post_attention_layernorm(x)
-    route = router.forward if direct else router
+    route, shared = _route_and_shared(layer.mlp, names, direct)
     rows = normed.view(-1, normed.shape[-1])
     logits, weights, ids = route(rows if shared is None else normed)
     residual = x if shared is None else x + shared(normed)
     return Front(residual.view(-1, x.shape[-1]), rows, ids, weights, logits)
+
+
+def _route_and_shared(block: Any, names: tuple[str, str | None], direct: bool) -> tuple[Any, Any]:
+    router = getattr(block, names[0])
+    return router.forward if direct else router, None if names[1] is None else getattr(block, names[1])
+
+
+def _whole_if_changed(kind: type[nn.Module], half: Callable[..., Any], layer: Any, x: Tensor) -> MoeOutput:
+    """`half(x)`, or, if the layer's block is no plain one of class `kind` any more, a call of the block."""
+    return half(x) if _is_plain(layer.mlp, kind) else dense_half(layer, x)
+
+
+def _is_plain(block: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether spelling the block out leaves nothing of it out."""
+    hooks = (block._forward_hooks, block._forward_pre_hooks, block._backward_hooks, block._backward_pre_hooks)
+    return type(block) is kind and not any(hooks) and not is_patched(block) and not is_managed(block)
 
 
 class HalfSlot:
@@ -110,6 +131,7 @@ class HalfSlot:
         module: the decoder layer, all of whose parameters are weights to the half.
         call: the half as it is called now: `call(x, attention_mask=..., position_embeddings=...,
             ...) -> x2` for attention, `call(x2) -> (x3, logits | None, ids | None)` for the MLP.
+        calls: how often a wrapped half was called, stages counted one by one.
         light_recompute: for a MoE half whose experts are Forebay's: makes them save less (True) or
             normally (False); None otherwise.
         front, experts: of a MoE half in stages, stages 1 and 3 for an engine that runs them by themselves; a wrapper
@@ -126,6 +148,7 @@ class HalfSlot:
         self.path = path
         self.module = module
         self.call = call
+        self.calls = 0
         self.light_recompute = light_recompute
         self.front: Callable[..., Any] | None = None
         self.experts: Callable[..., Any] | None = None
@@ -138,9 +161,16 @@ class HalfSlot:
 
     def wrap(self, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Put `wrapper(call)` in the place of `call`."""
-        self.call = wrapper(self.call)
+        self.call = self._counted(wrapper(self.call))
         if self.front is not None and self.experts is not None:
-            self.front, self.experts = wrapper(self.front), wrapper(self.experts)
+            self.front, self.experts = self._counted(wrapper(self.front)), self._counted(wrapper(self.experts))
+
+    def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            return call(*args, **kwargs)
+
+        return counted
 
     def restore(self) -> None:
         """Undo every `wrap`, and `light_recompute`."""
@@ -154,26 +184,18 @@ class Halves(dict[str, HalfSlot]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._layers: list[tuple[nn.Module, TwoHalves]] = []
+        self._layers: list[TwoHalves] = []
+        self._undo: list[Callable[[], None]] = []
 
     @property
     def layers(self) -> "list[TwoHalves]":
         """The layers' forwards, in order."""
-        return [ours for _, ours in self._layers]
+        return list(self._layers)
 
     def uninstall(self) -> None:
-        """Give every layer its own forward back. Calling it again does nothing.
-
-        Raises:
-            RuntimeError: someone replaced a layer's forward on top; nothing is undone then.
-        """
-        for layer, ours in self._layers:
-            if layer.__dict__.get("forward") is not ours:
-                raise RuntimeError(
-                    f"{type(layer).__name__}.forward was replaced after the halves were installed: undo that first"
-                )
-        for layer, _ in self._layers:
-            del layer.__dict__["forward"]
+        """Give every layer its own forward back, also under a wrapper that somebody put on top. A second call does nothing."""
+        while self._undo:
+            self._undo.pop()()
         for slot in self.values():
             slot.restore()
         self._layers = []
@@ -181,8 +203,8 @@ class Halves(dict[str, HalfSlot]):
     def add(self, layer: nn.Module, ours: "TwoHalves") -> None:
         for slot in (ours.attention, ours.mlp):
             self[slot.path] = slot
-        self._layers.append((layer, ours))
-        layer.__dict__["forward"] = ours
+        self._layers.append(ours)
+        self._undo.append(install(layer, ours.around))
 
 
 class TwoHalves:
@@ -197,20 +219,26 @@ class TwoHalves:
         self.attention = attention
         self.mlp = mlp
         self.stages: MoeStages | None = mlp.call if isinstance(mlp.call, MoeStages) else None
-        self._layer = layer
-        self._self_attn: nn.Module = layer.self_attn  # type: ignore[assignment]
-        self._original = partial(type(layer).forward, layer)
+        self._layer: Any = layer
+        self._original: Callable[..., Any] = partial(type(layer).forward, layer)
         self._names = tuple(inspect.signature(type(layer).forward).parameters)[2:]
         self._block = block
+        self._kind = type(layer.mlp)
         self._compiled = compiled
-        # transformers read the signature of a layer's forward when it exports or shards a model.
-        self.__signature__ = inspect.signature(self._original)
 
-    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        kwargs.update(zip(self._names, args, strict=False))
+    def around(self, below: Below) -> Run:
+        """For `forebay.saved.slots.install`: the halves, in place of the layer's own forward."""
+        self._original = below
+        return self._run
+
+    def _run(self, _: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        kwargs.update(zip(self._names, args[1:], strict=False))
+        hidden_states = args[0] if args else kwargs.pop("hidden_states")
         if self._wants_original(kwargs):
-            return self._original(hidden_states, **kwargs)
+            original: Tensor = self._original(hidden_states, **kwargs)
+            return original
         x2 = self.attend(hidden_states, **kwargs)
+        self.check_block()
         x3, logits, ids = self.mlp.call(x2)
         self.announce(logits, ids)
         return x3
@@ -218,29 +246,36 @@ class TwoHalves:
     def attend(self, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any) -> Tensor:
         """The attention half, [B, S, H] to the same, with the keywords that a model gives its layers."""
         if self._compiled:
-            _refuse_hooks(self.attention.path, self._self_attn, after=False)
+            _refuse_hooks(self.attention.path, self._layer.self_attn, after=False)
         others = {k: v for k, v in kwargs.items() if k not in _NOT_FOR_ATTENTION}
         return self.attention.call(hidden_states, attention_mask=attention_mask, **others)
 
     @property
     def experts(self) -> nn.Module | None:
-        """The experts module of an MoE layer."""
-        return None if self._block is None else self._block.experts
+        """The experts module of an MoE layer: the one that holds the weights."""
+        return None if self._block is None else innermost(self._layer.mlp.experts)
+
+    def check_block(self) -> None:
+        """Raise RuntimeError where the half would leave out what somebody put on the MoE or dense block since."""
+        if (self._compiled or self.stages is not None) and not _is_plain(self._layer.mlp, self._kind):
+            why = "a compiled half" if self._compiled else "a MoE half in stages (exchange=...)"
+            raise RuntimeError(
+                f"{self.mlp.path!r} is not the plain {self._kind.__name__} any more that was managed (a module hook, a replaced "
+                f"forward, an adapter or a wrapper such as FSDP2), which {why} does not run: put it on the router, the experts "
+                "or the decoder layer instead" + (", or manage the model without compile" if self._compiled else "")
+            )
 
     def announce(self, logits: Tensor | None, ids: Tensor | None) -> None:
         """Run the router's forward hooks on what it returned, where the half itself cannot: in compiled code."""
         if self._compiled and self._block is not None:
-            _run_hooks(self._block, (logits, None, ids))
+            _run_hooks(self._block.path, getattr(self._layer.mlp, self._block.names[0]), (logits, None, ids))
 
     def _wants_original(self, kwargs: dict[str, Any]) -> bool:
         layer = self._layer
-        if getattr(layer, "gradient_checkpointing", False) and layer.training:
-            refuse_checkpointing(self.attention.path, layer)
         if kwargs.get("past_key_values") is not None:
             if layer.training and torch.is_grad_enabled():
                 warnings.warn(
-                    "a KV cache in training: the layers run unmanaged and uncompiled; pass "
-                    "use_cache=False or set model.config.use_cache = False",
+                    "a KV cache in training: the layers run unmanaged and uncompiled; pass use_cache=False",
                     stacklevel=2,
                 )
             return True
@@ -248,7 +283,7 @@ class TwoHalves:
 
 
 def install_halves(model: nn.Module, compile: bool = False, exchange: Exchange | None = None) -> Halves:
-    """Replace the forward of every decoder layer of `model` by its two halves.
+    """Run every decoder layer of `model` as its two halves.
 
     Eager halves give bitwise the original's results. Compiled ones (one graph for all layers of a
     kind; see `forebay.models.compile`) round differently. On a GPU they choose cuDNN attention
@@ -261,9 +296,9 @@ def install_halves(model: nn.Module, compile: bool = False, exchange: Exchange |
             before the tokens travel is compiled then; the experts are called as modules, between dispatch and combine.
 
     Raises:
-        ValueError: naming the class and the supported ones, if there is no supported layer, a decoder layer or MLP of an
-            unknown class, or one with an overridden forward, or if a layer is under gradient checkpointing; with an
-            exchange also if experts are not Forebay's or of another number than its own.
+        ValueError: naming the class and the supported ones, if there is no supported layer, a decoder layer of an unknown
+            class, or one with an overridden forward; with `compile` or an exchange also for an MLP of such kinds; with an
+            exchange if experts are not Forebay's or of another number than its own.
         RuntimeError: `compile` without a compiler for the model's device.
     """
     found = list(decoder_layers(model))
@@ -271,7 +306,8 @@ def install_halves(model: nn.Module, compile: bool = False, exchange: Exchange |
         raise ValueError(
             f"{type(model).__name__} has no decoder layers that Forebay knows; supported are {', '.join(LAYERS)}"
         )
-    parts = [moe_block(f"{path}.mlp", layer.mlp) for path, layer in found]
+    strict = compile or exchange is not None
+    parts = [_block_of(f"{path}.mlp", layer.mlp, strict) for path, layer in found]
     if exchange is not None:
         for block in parts:
             if block is not None:
@@ -290,27 +326,39 @@ def install_halves(model: nn.Module, compile: bool = False, exchange: Exchange |
         if block is None:
             mlp = HalfSlot(f"{path}.mlp", layer, partial(plain, layer))
         else:
-            half: Callable[..., Any] = partial(mix, layer, block.router, block.experts, block.shared, compile)
+            half: Callable[..., Any] = partial(mix, layer, block.names, compile)
             if exchange is not None:
-                half = MoeStages(
-                    partial(front, layer, block.router, block.shared, compile), _experts_of(block.experts), exchange
-                )
+                half = MoeStages(partial(front, layer, block.names, compile), partial(_experts, layer), exchange)
+            elif not compile:
+                half = partial(_whole_if_changed, type(layer.mlp), half, layer)
             mlp = HalfSlot(f"{path}.mlp", layer, half, light_recompute_of(block.experts))
             if isinstance(half, MoeStages):
                 # Without the module's hooks: FSDP2's would take the end of stage 3's backward for the end of the step's, and
                 # reshard everything. Whoever runs stages by themselves has gathered their parameters.
-                mlp.cut(half.front, _unhooked(block.experts))
+                mlp.cut(half.front, partial(_unhooked_experts, layer))
         halves.add(layer, TwoHalves(layer, attention, mlp, block, compile))
     return halves
 
 
-def _experts_of(experts: nn.Module) -> Callable[[Tensor, Tensor, Tensor, int | None], Tensor]:
+def _block_of(path: str, mlp: nn.Module, strict: bool) -> MoeBlock | None:
+    """The parts of a MoE block; None for one that is called as it is: dense, or, unless `strict`, not known."""
+    try:
+        return moe_block(path, mlp)
+    except ValueError:
+        if strict:
+            raise
+        return None
+
+
+def _experts(layer: Any, rows: Tensor, ids: Tensor, weights: Tensor, max_rows: int | None) -> Tensor:
     """Stage 3: a call of the experts module, hooks and all (FSDP2 gathers the experts' parameters in one)."""
-    return lambda rows, ids, weights, max_rows: experts(rows, ids, weights, max_rows=max_rows)
+    y: Tensor = layer.mlp.experts(rows, ids, weights, max_rows=max_rows)
+    return y
 
 
-def _unhooked(experts: nn.Module) -> Callable[[Tensor, Tensor, Tensor, int | None], Tensor]:
-    return lambda rows, ids, weights, max_rows: experts.forward(rows, ids, weights, max_rows=max_rows)
+def _unhooked_experts(layer: Any, rows: Tensor, ids: Tensor, weights: Tensor, max_rows: int | None) -> Tensor:
+    y: Tensor = layer.mlp.experts.forward(rows, ids, weights, max_rows=max_rows)
+    return y
 
 
 def _check_experts(block: MoeBlock, exchange: Exchange) -> None:
@@ -342,27 +390,28 @@ def _collected() -> dict[str, Any]:
 
 def light_recompute_of(experts: nn.Module) -> Callable[[bool], None] | None:
     """Switches `save_h` of Forebay's experts; None if the experts are someone else's."""
-    if getattr(getattr(experts, "config", None), "_experts_implementation", None) != "forebay":
+    held = innermost(experts)
+    if not uses_forebay(held):
         return None
 
     def switch(on: bool) -> None:
-        # Only the exception is an attribute, so that switching back leaves the module as it was.
+        # Only the exception is a setting, so that switching back leaves the module as it was.
         if on:
-            experts.__dict__["forebay_save_h"] = False
+            put_setting(held, "forebay_save_h", False)
         else:
-            experts.__dict__.pop("forebay_save_h", None)
+            drop_setting(held, "forebay_save_h")
 
     return switch
 
 
-def _run_hooks(block: MoeBlock, output: tuple[Tensor | None, None, Tensor | None]) -> None:
+def _run_hooks(path: str, router: nn.Module, output: tuple[Tensor | None, None, Tensor | None]) -> None:
     """What a compiled half left out: the router's forward hooks, with empty arguments."""
-    _refuse_hooks(f"{block.path}'s router", block.router, after=True)
-    for key, hook in tuple(block.router._forward_hooks.items()):
-        arguments: tuple[Any, ...] = ((), {}) if key in block.router._forward_hooks_with_kwargs else ((),)
-        if hook(block.router, *arguments, output) is not None:
+    _refuse_hooks(f"{path}'s router", router, after=True)
+    for key, hook in tuple(router._forward_hooks.items()):
+        arguments: tuple[Any, ...] = ((), {}) if key in router._forward_hooks_with_kwargs else ((),)
+        if hook(router, *arguments, output) is not None:
             raise RuntimeError(
-                f"a forward hook on {block.path}'s router returned a value: a compiled half cannot "
+                f"a forward hook on {path}'s router returned a value: a compiled half cannot "
                 "take it back in; manage the model without compile"
             )
 

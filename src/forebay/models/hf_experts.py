@@ -1,35 +1,76 @@
 """Hugging Face's experts modules on `forebay.moe.experts`.
 
-`register()` adds "forebay" to transformers' table of experts implementations; a model takes it by
-`model.set_experts_implementation("forebay")` or `from_pretrained(experts_implementation=...)`.
-Tokens, ids and weights come from the model's own router; parameters stay where they are in the
-module and keep their names and layouts. transformers owns the table; nothing is kept here.
+Two ways in. `install_experts(model)` puts `experts_forward` around the forward of each experts module, until it is taken off
+again; copies and pickles of the model have their own experts. `register()` adds "forebay" to transformers' table of experts
+implementations; a model takes it for good by `model.set_experts_implementation("forebay")` or
+`from_pretrained(experts_implementation=...)`. Tokens, ids and weights come from the model's own router; parameters stay where
+they are in the module and keep their names and layouts.
 
 What a module says of itself is read at each call: `is_transposed`, `is_concatenated`, `has_bias`,
-`has_gate`, `num_experts`, `act_fn`, `alpha` and `limit`. `forebay_save_h` (bool attribute, default
-True) set to False makes h again in backward instead of saving it. `forebay_weight_gradients` (a
-`forebay.moe.weight_gradients.WeightGradients`, default None) may leave the weight gradients for later. `forebay_pages` (a
-`forebay.moe.stash.Pages`, default None) is where the rows wait for backward.
+`has_gate`, `num_experts`, `act_fn`, `alpha` and `limit`. Three settings (see `forebay.saved.slots.setting`; an attribute of that
+name counts too) change how it saves: `forebay_save_h` (bool, default True): False makes h again in backward instead of saving
+it. `forebay_weight_gradients` (a `forebay.moe.weight_gradients.WeightGradients`, default None) may leave the weight gradients for
+later. `forebay_pages` (a `forebay.moe.stash.Pages`, default None) is where the rows wait for backward.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
+from forebay.models.families import moe_blocks
 from forebay.moe.experts import experts
 from forebay.saved.identify import local
+from forebay.saved.slots import drop_setting, install, is_patched, put_setting, setting
 
 NAME = "forebay"
+_INSTALLED = "forebay_experts"
 
 
 def register() -> str:
     """Make "forebay" known to transformers and return that name. A second call changes nothing."""
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
     return NAME
+
+
+def install_experts(model: nn.Module) -> Callable[[], None]:
+    """Forebay's experts in every MoE block of `model`, until the returned call takes them off. A second call of it does nothing.
+
+    Left alone: experts that run Forebay's by their configuration, and those whose forward somebody replaced.
+    """
+    undo: list[Callable[[], None]] = []
+    for block in moe_blocks(model):
+        experts = block.experts
+        if not uses_forebay(experts) and not is_patched(experts):
+            put_setting(experts, _INSTALLED, True)
+            undo.append(lambda module=experts: drop_setting(module, _INSTALLED))
+            undo.append(install(experts, lambda _: _run_experts))
+
+    def restore() -> None:
+        while undo:
+            undo.pop()()
+
+    return restore
+
+
+def uses_forebay(experts: nn.Module) -> bool:
+    """Whether this experts module computes with `experts_forward`."""
+    if setting(experts, _INSTALLED, False):
+        return True
+    return getattr(getattr(experts, "config", None), "_experts_implementation", None) == NAME
+
+
+def _run_experts(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+    # The operation has no rule for torch.func; the module's own experts do.
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        own: Tensor = type(self).forward(self, *args, **kwargs)
+        return own
+    return experts_forward(self, *args, **kwargs)
 
 
 def experts_forward(
@@ -59,10 +100,10 @@ def experts_forward(
         transposed=self.is_transposed,
         alpha=float(self.alpha) if kind == "clamped_swiglu" else 1.0,
         limit=float(self.limit) if kind == "clamped_swiglu" else 0.0,
-        save_h=getattr(self, "forebay_save_h", True),
+        save_h=setting(self, "forebay_save_h", True),
         max_rows=max_rows,
-        deferred=getattr(self, "forebay_weight_gradients", None),
-        pages=getattr(self, "forebay_pages", None),
+        deferred=setting(self, "forebay_weight_gradients", None),
+        pages=setting(self, "forebay_pages", None),
     )
 
 

@@ -3,15 +3,17 @@
 In: a model (a Hugging Face MoE or dense decoder, or any module) and a policy. Out: a `Managed`, which owns everything
 that was installed, reports on it, and takes it off again.
 
-What is installed, in this order, and undone in reverse: the experts implementation (transformers' own switch), the fused
-loss, the two halves of each decoder layer (compiled if asked for), and the placements around regions. Placements never
-change a bit of the results. The first three change the order of sums, and each can be left out.
+What is installed, in this order, and undone in reverse: the experts, the fused loss, the two halves of each decoder layer
+(compiled if asked for), and the placements around regions. Placements never change a bit of the results. The first three
+change the order of sums, and each can be left out. All of it hangs on the modules' instances, where copies and pickles do not
+have it (see `forebay.saved.slots`).
 
 Regions: of a model whose decoder layers Forebay knows, each layer's attention half (`...self_attn`, with the norm before
 it and the residual sum after it) and its MoE half (`...mlp`, likewise); of any other model, the children of its module
 lists. A pattern may name any other module unless it runs inside compiled code.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -25,18 +27,20 @@ from transformers import PreTrainedModel
 from forebay.kernels.flags import Flags
 from forebay.models.causal_lm import install_fused_loss
 from forebay.models.compile import compile_half
-from forebay.models.families import has_known_layers, moe_blocks
+from forebay.models.families import UnknownLayerError, has_known_layers
 from forebay.models.halves import Halves, install_halves
-from forebay.models.hf_experts import register
+from forebay.models.hf_experts import install_experts
 from forebay.models.regions import regions_of, sealed_in_halves
 from forebay.models.remade import saving_all, switch_remade
+from forebay.models.root import guard_base, taken_over, unwrap, watch_root
 from forebay.models.stashed import install_stash, remove_stash
 from forebay.moe.dispatch.exchange import Exchange
 from forebay.planner.simulate import Plan, Timeline
-from forebay.policy import RECOMPUTE_MODES, PolicyError, parse_bytes
+from forebay.policy import PLACEMENTS, RECOMPUTE_MODES, PolicyError, parse_bytes
 from forebay.saved.ledger import Ledger
 from forebay.saved.manager import Manager, StepReport
 from forebay.saved.profile import Profiler, SavedProfile, profile_model
+from forebay.saved.slots import install, is_managed, is_patched
 from forebay.saved.trials import Trial
 from forebay.stores.pages import PageStore
 
@@ -160,10 +164,12 @@ class Managed:
         self._manager.idle()
 
     def detach(self) -> None:
-        """Put the model back as it was. Calling it again does nothing."""
+        """Put the model back as it was. Calling it again does nothing.
+
+        A forward that somebody put on top since (Accelerate's autocast) stays, and calls the model's own.
+        """
         self._remade.clear()
-        while self._undo:
-            self._undo.pop()()
+        _undo_all(self._undo)
 
     def __enter__(self) -> "Managed":
         return self
@@ -188,7 +194,16 @@ def manage(
 ) -> Managed:
     """Put the saved tensors of `model` under a policy.
 
+    Adapters (PEFT), FSDP, DDP and Accelerate may be put on the model before or after this. ``copy.deepcopy`` and pickle
+    (``torch.save(model)``) of a managed model give an unmanaged one, independent of it, that has the model's own experts and
+    loss; manage the copy if it is to be trained.
+
+    Gradient checkpointing of transformers (``gradient_checkpointing=True``) stays in force for layers that the policy keeps.
+    It is set aside, with a warning, for layers in which the policy places something: there the policy says what is recomputed.
+
     Args:
+        model: the model, or a PEFT, DDP, FSDP or torch.compile wrapper of it: the model inside is managed, and module paths
+            are those of the model inside (patterns may have the wrapper's prefix).
         policy: pattern on module paths to placement (``keep``, ``recompute``, ``offload``, and ``stash`` for the experts of
             MoE layers under an exchange), later rules winning; experts may be recomputed inside an offloaded half (a compiled
             one: under an exchange), if `recompute` is "light", so that less travels. Or one placement for every default
@@ -196,7 +211,8 @@ def manage(
         budget: bytes, or text such as ``"6GiB"``: how far a step's peak may rise over the memory held before it.
         compile: compile the halves of the decoder layers, so that autograd saves less.
         experts: ``"forebay"`` for the minimal-residual experts, None to leave the model's own.
-        loss: ``"fused"`` for the loss that never holds ``[tokens, vocabulary]``, None to leave the model's own.
+        loss: ``"fused"`` for the loss that never holds ``[tokens, vocabulary]`` and returns no logits, in training mode;
+            ``"fused-always"`` in `eval()` as well; None to leave the model's own.
         offload: ``"fit"`` offloads as much as the link carries without the GPU waiting (where forwards and backwards alternate,
             as in a pipeline: and as its copies do not slow down), ``"all"`` everything placed so.
         recompute: what ``recompute`` does to a MoE half: ``"light"`` makes the experts' first product again and repeats no
@@ -211,18 +227,27 @@ def manage(
     Raises:
         PolicyError: the policy, the budget or an option cannot be carried out.
         BudgetError: (in a later step) no placement meets the budget; names the smallest that can be met.
-        ValueError: the model's layers, experts or loss are of a kind that the option does not know.
+        ValueError: the model's layers or experts are of a kind that `compile` or the exchange does not know, or somebody
+            replaced a decoder layer's forward, or the model is managed already.
+        TypeError: the model is no module.
+
+    Warns:
+        UserWarning: the loss or the layers are of a kind that is not known, and are left as they are; later, a step in which no
+            region ran, and gradient checkpointing that is set aside.
     """
-    _check_options(experts, loss, recompute, exchange)
+    _check_options(model, policy, compile, experts, loss, recompute, exchange, min_bytes)
+    model, prefix = unwrap(model)
+    if prefix and not isinstance(policy, str):
+        policy = {pattern.removeprefix(f"{prefix}."): placement for pattern, placement in policy.items()}
     undo: list[Callable[[], None]] = []
+    lost: list[str] = []
     try:
         if isinstance(model, PreTrainedModel):
-            undo.append(_without_cache(model))
-            if experts is not None and moe_blocks(model):
-                undo.append(_use_experts(model))
-            if loss is not None and getattr(model, "lm_head", None) is not None:
-                undo.append(install_fused_loss(model))
-        halves = _halves(model, compile, exchange)
+            if experts is not None:
+                undo.append(install_experts(model))
+            if loss is not None:
+                undo.append(_fuse_loss(model, loss == "fused-always", lost))
+        halves = _halves(model, compile, exchange, lost)
         undo.append(halves.uninstall)
         if compile:
             undo.append(_compile_final_norm(model))
@@ -237,75 +262,110 @@ def manage(
             undo.append(partial(remove_stash, model))
         switch_remade(model, found.remade, True)
         undo.append(partial(switch_remade, model, found.remade, False))
-        manager = Manager(
-            found.slots,
-            found.claims,
-            device,
-            budget=parse_bytes(budget) if budget is not None else None,
-            offload=offload,
-            recompute=recompute,
-            min_bytes=min_bytes,
-        )
+        checkpointing = taken_over(model, found)
+        with checkpointing.aside():
+            manager = Manager(
+                found.slots,
+                found.claims,
+                device,
+                budget=parse_bytes(budget) if budget is not None else None,
+                offload=offload,
+                recompute=recompute,
+                min_bytes=min_bytes,
+            )
+        undo.append(manager.detach)
+        if isinstance(model, PreTrainedModel):
+            undo.append(guard_base(model, checkpointing))
+        undo.append(watch_root(model, found.slots, manager.forward_begins if budget is not None else None))
     except BaseException:
-        while undo:
-            undo.pop()()
+        _undo_all(undo)
         raise
-    undo.append(manager.detach)
-    if budget is not None:
-        undo.append(model.register_forward_pre_hook(lambda *_: manager.forward_begins()).remove)
-    watchable = [path for path, _ in model.named_modules() if path not in sealed and not (compile and path in halves)]
+    if lost:
+        warnings.warn(f"forebay.manage({type(model).__name__}): {'; '.join(lost)}", stacklevel=2)
+    # What the manager runs as a region is told from there.
+    watchable = [path for path, _ in model.named_modules() if path not in sealed and path not in found.slots]
     return Managed(model, manager, halves, watchable, undo, store, found.stashed, found.remade)
 
 
-def _check_options(experts: str | None, loss: str | None, recompute: str, exchange: Exchange | None) -> None:
+def _undo_all(undo: list[Callable[[], None]]) -> None:
+    """Run all of it, the last one first, also if one raises: its error comes at the end."""
+    error: BaseException | None = None
+    while undo:
+        try:
+            undo.pop()()
+        except BaseException as raised:
+            error = error or raised
+    if error is not None:
+        raise error
+
+
+def _check_options(
+    model: Any,
+    policy: Any,
+    compile: Any,
+    experts: str | None,
+    loss: str | None,
+    recompute: str,
+    exchange: Any,
+    min_bytes: Any,
+) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"forebay.manage takes a torch.nn.Module, got {model!r} ({type(model).__name__}); load the model first, such as with "
+            "transformers.AutoModelForCausalLM.from_pretrained(...)"
+        )
+    if not isinstance(policy, (str, Mapping)):
+        raise PolicyError(
+            f"policy={policy!r} is no policy; write one placement ({', '.join(PLACEMENTS)}), 'auto' with a budget, or a mapping "
+            "from module-path patterns to placements; 'keep' leaves saved tensors where they are"
+        )
+    if not isinstance(compile, bool):
+        raise PolicyError(f"compile={compile!r} must be True or False")
     if recompute not in RECOMPUTE_MODES:
         raise PolicyError(f"recompute={recompute!r} is unknown; valid are {', '.join(RECOMPUTE_MODES)}")
+    if exchange is not None and not isinstance(exchange, Exchange):
+        raise PolicyError(f"exchange={exchange!r} is no exchange; make one with forebay.moe.dispatch.choose")
     if exchange is not None and experts is None:
         raise PolicyError("expert parallelism (exchange=...) needs experts='forebay'")
     if experts not in ("forebay", None):
         raise PolicyError(f"experts={experts!r} is unknown; valid are 'forebay' and None (the model's own)")
-    if loss not in ("fused", None):
-        raise PolicyError(f"loss={loss!r} is unknown; valid are 'fused' and None (the model's own)")
+    if loss not in ("fused", "fused-always", None):
+        raise PolicyError(f"loss={loss!r} is unknown; valid are 'fused', 'fused-always' and None (the model's own)")
+    if min_bytes is not None and (isinstance(min_bytes, bool) or not isinstance(min_bytes, int) or min_bytes < 0):
+        raise PolicyError(f"min_bytes={min_bytes!r} must be an integer of at least 0, in bytes")
 
 
-def _without_cache(model: Any) -> Callable[[], None]:
-    """transformers make a KV cache in training too unless told otherwise; a layer with a cache runs unmanaged."""
-    before = getattr(model.config, "use_cache", None)
-    if not before:
+def _fuse_loss(model: PreTrainedModel, always: bool, lost: list[str]) -> Callable[[], None]:
+    """The fused loss where it is known how; else `lost` is told what the model's own loss costs."""
+    if model.get_output_embeddings() is None:  # no head, or not in this part of the model
         return lambda: None
-    model.config.use_cache = False
-
-    def undo() -> None:
-        model.config.use_cache = before
-
-    return undo
-
-
-def _use_experts(model: Any) -> Callable[[], None]:
-    before = model.config._experts_implementation
-    model.set_experts_implementation(register())
-
-    def undo() -> None:
-        model.set_experts_implementation(before)
-
-    return undo
+    try:
+        if getattr(model, "lm_head", None) is None:
+            raise ValueError(f"fused loss: {type(model).__name__} has no lm_head")
+        return install_fused_loss(model, in_eval=always)
+    except ValueError as error:
+        lost.append(
+            f"{error}. The model's own loss runs instead, with the same results, but holds logits [tokens, vocabulary] at the "
+            "peak of a step (pass loss=None to silence this)"
+        )
+        return lambda: None
 
 
-def _halves(model: nn.Module, compile: bool, exchange: Exchange | None) -> Halves:
+def _halves(model: nn.Module, compile: bool, exchange: Exchange | None, lost: list[str]) -> Halves:
     """The halves of the known decoder layers; none for a model without any, unless they are needed."""
-    if not compile and exchange is None and not has_known_layers(model):
+    if compile or exchange is not None:
+        return install_halves(model, compile, exchange)
+    try:
+        return install_halves(model) if has_known_layers(model) else Halves()
+    except UnknownLayerError as error:
+        lost.append(f"{error}; the children of module lists are the regions instead, such as whole decoder layers")
         return Halves()
-    return install_halves(model, compile, exchange)
 
 
 def _compile_final_norm(model: nn.Module) -> Callable[[], None]:
     """The norm before the head, compiled like the halves: it then saves its input and a number a row, not fp32 copies."""
     norm = getattr(getattr(model, getattr(model, "base_model_prefix", ""), None), "norm", None)
-    if norm is None or "forward" in norm.__dict__:
+    if norm is None or is_patched(norm) or is_managed(norm):
         return lambda: None
-    norm.forward = partial(compile_half(type(norm).forward), norm)
-
-    def undo() -> None:
-        del norm.forward
-
-    return undo
+    compiled = compile_half(type(norm).forward)
+    return install(norm, lambda _: compiled)

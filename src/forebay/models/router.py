@@ -31,7 +31,7 @@ class Routing:
     logits: Tensor
     """[T, E], with the autograd graph of the forward."""
     ids: Tensor
-    """[T, K] int64."""
+    """[T, K] int64; -1 is no choice."""
 
 
 class RouterStats:
@@ -202,36 +202,46 @@ class RouterStats:
 def balance_loss(said: Sequence[tuple[Tensor, Tensor]], attention_mask: Tensor | None = None) -> Tensor:
     """The auxiliary loss of Switch Transformer: E * sum over experts of (share of choices) * (mean probability).
 
+    A token all of whose ids are -1 (padding, routed nowhere) does not count, as if it were masked; a single id of -1 is no
+    choice. The loss of no tokens at all is 0, with gradients of 0.
+
     Args:
-        said: (logits [T, E], ids [T, K]) of each router; tokens of all layers count alike.
+        said: (logits [T, E], ids [T, K]) of each router; tokens of all layers count alike. T may be 0.
         attention_mask: [B, S], 0 where a token does not count.
 
     Raises:
-        ValueError: the mask has another number of tokens than a router saw.
+        ValueError: no router, routers with different numbers of experts, or a mask with another number of tokens than a router
+            saw.
     """
+    if not said:
+        raise ValueError("balance_loss of no router: give (logits, ids) of at least one")
     device, experts = said[0][0].device, said[0][0].shape[1]
     mask = None
     if attention_mask is not None:
         mask = attention_mask.reshape(-1).to(device, torch.float32)
     chosen = torch.zeros(experts, device=device)
     probability = torch.zeros(experts, device=device)
-    rows: Any = 0.0
+    rows = torch.zeros((), device=device)
     for logits, ids in said:
+        if logits.shape[1] != experts:
+            raise ValueError(
+                f"a router has {logits.shape[1]} experts, the first one {experts}: take their losses apart"
+            )
         shares = logits.to(device).softmax(-1).float()
         ids = ids.to(device)
-        if mask is None:
-            chosen = chosen + _count(ids, experts)
-            probability = probability + shares.sum(0)
-            rows = rows + shares.shape[0]
-            continue
-        if mask.numel() != shares.shape[0]:
-            raise ValueError(
-                f"attention_mask has {mask.numel()} tokens, but a router saw {shares.shape[0]}: pass the mask of that forward"
-            )
-        weights = mask.repeat_interleave(ids.shape[1])
-        chosen = chosen + torch.zeros_like(chosen).scatter_add_(0, ids.reshape(-1), weights)
-        probability = probability + (shares * mask.unsqueeze(-1)).sum(0)
-        rows = rows + mask.sum()
+        choices = (ids >= 0).float()  # nothing here waits for the device to say whether there is a -1
+        if mask is not None:
+            if mask.numel() != shares.shape[0]:
+                raise ValueError(
+                    f"attention_mask has {mask.numel()} tokens, but a router saw {shares.shape[0]}: "
+                    "pass the mask of that forward"
+                )
+            choices = choices * mask.unsqueeze(-1)
+        tokens = choices.amax(1, keepdim=True)
+        chosen = chosen.scatter_add(0, ids.reshape(-1).clamp(min=0), choices.reshape(-1))
+        probability = probability + (shares * tokens).sum(0)
+        rows = rows + tokens.sum()
+    rows = rows.clamp(min=torch.finfo(torch.float32).tiny)  # 0 / 0 would be NaN
     return torch.sum((chosen / rows) * (probability / rows)) * experts
 
 
@@ -241,6 +251,7 @@ def _bias(block: MoeBlock) -> Tensor | None:
 
 
 def _count(ids: Tensor, experts: int) -> Tensor:
-    """How often each expert is in ids: int64 [E]. `bincount` would wait for the device."""
+    """How often each expert is in ids, in which -1 is no choice: int64 [E]. `bincount` would wait for the device."""
     flat = ids.reshape(-1)
-    return torch.zeros(experts, dtype=torch.int64, device=ids.device).scatter_add_(0, flat, torch.ones_like(flat))
+    none = torch.zeros(experts, dtype=torch.int64, device=ids.device)
+    return none.scatter_add_(0, flat.clamp(min=0), (flat >= 0).to(torch.int64))

@@ -1,9 +1,9 @@
 """Placement ``stash``: which experts' rows wait in pages, and the store they wait in.
 
 In: claims of a policy on a model whose MoE halves run in stages (`forebay.manage(exchange=...)`). Out: the experts modules that
-the claims mean, each told the `PageStore` through its attribute `forebay_pages`. A claim on a MoE half means its experts.
+the claims mean, each told the `PageStore` through its setting `forebay_pages`. A claim on a MoE half means its experts.
 
-The store belongs to the caller; `remove_stash` takes the attribute off again.
+The store belongs to the caller; `remove_stash` takes the setting off again.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from forebay.models.families import moe_blocks
+from forebay.models.families import innermost, moe_blocks
 from forebay.models.halves import light_recompute_of
 from forebay.moe.dispatch.exchange import Exchange
 from forebay.policy import Claim, PolicyError
+from forebay.saved.slots import drop_setting, put_setting
 from forebay.stores.pages import PageStore
 
 
@@ -54,11 +55,11 @@ def install_stash(model: nn.Module, paths: Sequence[str], device: torch.device, 
         return None
     store = PageStore(device, device_budget=budget)
     for path in paths:
-        model.get_submodule(path).__dict__["forebay_pages"] = store
+        put_setting(innermost(model.get_submodule(path)), "forebay_pages", store)
     return store
 
 
 def remove_stash(model: Any) -> None:
     """Experts keep their rows again."""
     for block in moe_blocks(model):
-        block.experts.__dict__.pop("forebay_pages", None)
+        drop_setting(block.experts, "forebay_pages")

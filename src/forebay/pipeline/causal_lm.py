@@ -32,6 +32,7 @@ from forebay.models.manage import Managed
 from forebay.models.parts import all_layers
 from forebay.moe.dispatch.exchange import Exchange
 from forebay.moe.layer import Front
+from forebay.saved.slots import is_managed
 
 
 def adds_at_once(tokens: int, vocabulary: int, width: int) -> bool:
@@ -73,6 +74,7 @@ class CutLayer:
     def stage1(self, x: Tensor) -> Front:
         """Attention, norm, router and shared experts; x is [B, S, H]."""
         assert self._halves.mlp.front is not None, "a dense layer has no stages"
+        self._halves.check_block()
         front: Front = self._halves.mlp.front(self._halves.attend(x, **self._keywords()))
         self._halves.announce(front.logits.detach(), front.ids)
         return front
@@ -106,7 +108,7 @@ class CutModel:
     """
 
     def __init__(self, model: Any, memory: Managed, dtype: torch.dtype | None = None):
-        if model.lm_head is not None and "forward" not in vars(model.lm_head):
+        if model.lm_head is not None and not is_managed(model.lm_head):
             raise ValueError("cutting a model needs the fused loss: forebay.manage(model, loss='fused')")
         base = getattr(model, model.base_model_prefix)
         found = memory.halves.layers

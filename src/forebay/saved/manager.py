@@ -44,13 +44,7 @@ from forebay.saved.identify import (
 from forebay.saved.ledger import Ledger
 from forebay.saved.order import Cycle, Recorder, RegionCall
 from forebay.saved.planning import Planning
-from forebay.saved.recompute import (
-    inside_checkpoint,
-    inside_transform,
-    recomputed,
-    refuse_nested_checkpointing,
-    top_hooks,
-)
+from forebay.saved.recompute import recomputed, refuse_nested_checkpointing, saved_by_others
 from forebay.saved.slots import Slot
 from forebay.saved.trials import Trial
 from forebay.stores.base import State, Ticket
@@ -370,8 +364,7 @@ class Manager:
         if self._plans and self._cycle.quiet and not self._awaits_call:
             self._begin_cycle()  # before the placement is looked up: the plan may change here
         placement = self._in_force(region)
-        counts = placement == "recompute" or region.placement == "keep"
-        if counts and region.path not in self._held and top_hooks() is None:
+        if region.path not in self._held and (placement == "recompute" or region.placement == "keep"):
             return self._first_call(region, forward, again, args, kwargs)
         if placement == "recompute" and region.light is None:
             forward = again
@@ -418,26 +411,24 @@ class Manager:
         return out
 
     def _is_unmanaged_here(self, region: _Region) -> bool:
-        """Whether the region runs where saved tensors are somebody else's: in the caller's checkpoint or a `torch.func`
-        transform. The results are right there without Forebay, and only there.
+        """Whether the region runs where saved tensors are somebody else's: see `saved_by_others`.
 
         Raises:
             PolicyError: there is a budget, which would not hold.
         """
-        if inside_transform():
-            where, advice = "a torch.func transform", "call the model outside of it"
-        elif inside_checkpoint():
-            where, advice = "activation checkpointing of the caller's", "remove that, and use the placement 'recompute'"
-        else:
+        others = saved_by_others()
+        if others is None:
             return False
         if region.placement in ("keep", "recompute"):
-            return True
-        problem = f"region {region.path!r} runs inside {where}, where it cannot be placed {region.placement!r}"
+            return (
+                True  # what is recomputed by a caller's checkpoint is recomputed; other hooks take what they are given
+            )
+        problem = f"region {region.path!r} runs inside {others}, where it cannot be placed {region.placement!r}"
         if self._has_budget:
-            raise PolicyError(f"{problem}, so the budget would not hold: {advice}")
+            raise PolicyError(f"{problem}, so the budget would not hold: remove that, or the budget")
         if region.path not in self._warned:
             self._warned.add(region.path)
-            warnings.warn(f"{problem}: it runs unmanaged there. To have it managed, {advice}", stacklevel=2)
+            warnings.warn(f"{problem}: it runs unmanaged there. To have it managed, remove that", stacklevel=2)
         return True
 
     def _first_call(

@@ -77,26 +77,25 @@ def _keep(names: frozenset[str], _: Any, operation: Any, *args: Any, **kwargs: A
     return CheckpointPolicy.MUST_SAVE if operation.name() in names else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def inside_checkpoint() -> bool:
-    """Whether the caller's own activation checkpoint is running: its first forward, or its rerun in backward.
+def saved_by_others() -> str | None:
+    """What takes the saved tensors here, if that is none of Forebay's regions: words for a message.
 
-    Its hooks match the tensors of the two forwards by their order, so both have to save the same ones: none may be taken away
-    in one of them. A reentrant checkpoint's first forward runs without gradients, and is not seen here.
+    In an activation checkpoint's first forward, or its rerun in backward, nothing may be taken away: its hooks match the tensors
+    of the two forwards by their order. Other hooks, such as ``save_on_cpu``, were asked for the tensors by the caller. A
+    reentrant checkpoint's first forward runs without gradients, and is not seen here.
     """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "a torch.func transform, which allows no hooks on saved tensors"
     if torch._C._current_graph_task_id() != -1:
-        return True
-    hooks = top_hooks()
-    return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__module__
+        return _CHECKPOINT
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is None:
+        return None
+    module = getattr(hooks[0], "__module__", None)
+    return _CHECKPOINT if module == checkpoint.__module__ else f"saved_tensors_hooks of {module}"
 
 
-def top_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """Pack and unpack of the innermost `saved_tensors_hooks` that are in force."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)
-
-
-def inside_transform() -> bool:
-    """Whether a `torch.func` transform is running, which allows no hooks on saved tensors."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+_CHECKPOINT = "activation checkpointing of the caller's"
 
 
 def refuse_nested_checkpointing(path: str, module: torch.nn.Module) -> None:

@@ -17,7 +17,7 @@ class State(enum.Enum):
 
     ``HELD`` -> ``LEAVING`` (copy out enqueued) -> ``ON_HOST`` (copied out, device memory dropped) -> ``RETURNING`` (fetch
     enqueued) -> ``ON_DEVICE``; ``HELD`` or ``LEAVING`` -> ``ON_DEVICE`` (backward came before the copy was enqueued, or over:
-    nothing is moved back).
+    nothing is moved back; or the storage was emptied, and is filled again by whoever did that).
     """
 
     HELD = "held"
@@ -47,7 +47,7 @@ class Ticket:
     Attributes:
         nbytes: size of the storage.
         state: where the bytes are; changed only through `step`.
-        device_bytes: the uint8 device tensor, while there is one.
+        device_bytes: the uint8 device tensor, while there is one; until the ticket leaves, a view of the storage that was held.
     """
 
     __slots__ = ("__weakref__", "device_bytes", "nbytes", "state")
@@ -79,7 +79,8 @@ class Store(Protocol):
         """Take the bytes of a storage (uint8, on the device), which stay where they are until `send`.
 
         Args:
-            compute: the stream that made them and is to read them again; None on a CPU.
+            compute: the stream that made them and is to read them again; None on a CPU. If the current stream is another, that
+                one is waited for as well.
         """
 
     def send(self, tickets: Sequence[Ticket]) -> None:
@@ -93,7 +94,7 @@ class Store(Protocol):
         two batches comes back with the first."""
 
     def wait(self, ticket: Ticket) -> torch.Tensor:
-        """The uint8 device tensor, safe to use on the compute stream; fetches first if nobody did."""
+        """The uint8 device tensor, safe to use on the compute stream and on the current one; fetches first if nobody did."""
 
     def close(self) -> None:
         """Give all memory back."""

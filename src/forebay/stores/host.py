@@ -11,10 +11,19 @@ Ordering, without ``record_stream``:
 * `fetch` allocates on the compute stream, and the copy back waits for what compute was given until then;
 * `wait` makes the compute stream wait for the copy back.
 
-A ticket that dies early (a dropped graph, an exception) first makes the compute stream wait for its running copy: the
-device block goes back to compute's allocator and could be overwritten under the copy otherwise.
+Before a ticket's device block goes back to its allocator, at `settle` or when the ticket dies, the compute stream waits for each
+copy that reads or writes the block (`_guard`). Of a ticket that was taken back while it was leaving, what the copy out still reads
+is worth nothing; but the block's memory may be unmapped under it (expandable segments, ``torch.cuda.empty_cache()``).
+
+Several streams. A ticket has one compute stream: where its block is allocated on the way back. Streams that meet it elsewhere
+(a storage saved or unpacked within ``with torch.cuda.stream(side)``) are kept in `others`: copies out wait for them too, they
+wait for copies back, and compute waits for them before the block is reused.
+
+A ticket may die at any moment, in any thread: the collector runs where it likes, within a call of this store too. Its death
+enqueues waits and adds to deques, and changes nothing that a call is in the middle of.
 """
 
+import sys
 from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -29,9 +38,16 @@ from forebay.stores.streams import Copy, CopyLanes, Done, on_stream
 
 
 class HostTicket(Ticket):
-    """A ticket of `HostStore`. Frees its slot when it dies."""
+    """A ticket of `HostStore`. Frees its slot when it dies.
 
-    __slots__ = ("back", "compute", "out", "slot", "store")
+    Attributes:
+        compute: the stream that made the bytes and is to read them again; None on a CPU.
+        others: further streams that saved the storage or read it.
+        out, back: the last copy out and back.
+        address: of the bytes, when they were sent.
+    """
+
+    __slots__ = ("address", "back", "compute", "others", "out", "slot", "store")
 
     def __init__(self, store: "HostStore", device_bytes: torch.Tensor, compute: Any):
         super().__init__(device_bytes.numel(), device_bytes, State.HELD)
@@ -40,14 +56,12 @@ class HostTicket(Ticket):
         self.out: Done | None = None
         self.back: Done | None = None
         self.compute = compute
+        self.others: tuple[Any, ...] = ()
+        self.address = 0
 
-    def __del__(self) -> None:
-        if self.state is State.LEAVING and self.out is not None:
-            self.out.block(self.compute)
-        elif self.state is State.RETURNING and self.back is not None:
-            self.back.block(self.compute)
-        self.device_bytes = None
-        self.store._release(self)
+    def __del__(self, ending: Any = sys.is_finalizing) -> None:
+        if not ending():
+            self.store._released(self)
 
 
 class Traffic:
@@ -93,8 +107,22 @@ class HostStore:
         self.pool = HostPool(pin=device.type == "cuda")
         self.outbound = Traffic()
         self.inbound = Traffic()
-        self.live_tickets = 0  # that are alive, in any state
-        self.live_bytes = 0  # of them
+        self._closed = False
+        self._alive = 0
+        self._alive_bytes = 0
+        self._dead: deque[int] = deque()  # bytes of tickets that died since they were counted
+
+    @property
+    def live_tickets(self) -> int:
+        """Tickets that are alive, in any state."""
+        self._count_dead()
+        return self._alive
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of the tickets that are alive."""
+        self._count_dead()
+        return self._alive_bytes
 
     @cached_property
     def memory_rate(self) -> float:
@@ -103,13 +131,27 @@ class HostStore:
 
     def hold(self, device_bytes: torch.Tensor, compute: Any) -> HostTicket:
         """See `Store.hold`."""
+        self._count_dead()
         ticket = HostTicket(self, device_bytes, compute)
-        self.live_tickets += 1
-        self.live_bytes += ticket.nbytes
+        self._alive += 1
+        self._alive_bytes += ticket.nbytes
+        other = self.lanes.other_stream(compute)
+        if other is not None:
+            ticket.others = (other,)
         return ticket
 
     def send(self, tickets: Sequence[HostTicket]) -> None:
-        """See `Store.send`. Raises MemoryError when the host has no room."""
+        """See `Store.send`. A closed store sends nothing: tickets stay held. A ticket whose storage was emptied (by an engine
+        that gathers weights again before backward) goes to ``ON_DEVICE``: it keeps the storage, as autograd would.
+
+        Raises:
+            MemoryError: the host has no room.
+        """
+        if self._closed:
+            return
+        for ticket in tickets:
+            if ticket.state is State.HELD and _is_emptied(ticket):
+                ticket.step(State.ON_DEVICE)
         for compute, held in _by_stream(t for t in tickets if t.state is State.HELD):
             copies: list[Copy] = []
             after: list[Done] = []
@@ -119,9 +161,12 @@ class HostStore:
                 copies.append((ticket.device_bytes, ticket.slot.bytes_))
                 if ticket.slot.last_read is not None:
                     after.append(ticket.slot.last_read)
-            out = self.lanes.copy_out(copies, compute, after)
+            others = {other for ticket in held for other in ticket.others}
+            out = self.lanes.copy_out(copies, compute, after, others)
             for ticket in held:
-                ticket.out = out
+                assert ticket.slot is not None and ticket.device_bytes is not None
+                ticket.slot.written_by(out)
+                ticket.out, ticket.address = out, ticket.device_bytes.data_ptr()
                 ticket.step(State.LEAVING)
             self.outbound.add(sum(ticket.nbytes for ticket in held), out)
 
@@ -132,12 +177,16 @@ class HostStore:
         return ticket
 
     def settle(self, ticket: HostTicket) -> None:
-        """See `Store.settle`."""
+        """See `Store.settle`. A storage that was emptied or moved since `send` stays where it is: the copy may have read other
+        bytes."""
         if ticket.state is State.LEAVING:
-            assert ticket.out is not None
-            ticket.out.block(ticket.compute)
+            assert ticket.device_bytes is not None
+            if _is_emptied(ticket) or ticket.device_bytes.data_ptr() != ticket.address:
+                ticket.step(State.ON_DEVICE)
+                return
+            _guard(ticket)
             ticket.step(State.ON_HOST)
-            ticket.device_bytes = None
+            ticket.device_bytes, ticket.others = None, ()
 
     def fetch(self, *batches: Sequence[HostTicket]) -> None:
         """See `Store.fetch`. A ticket that is still leaving stays where it is: its bytes are on the device."""
@@ -160,20 +209,41 @@ class HostStore:
                 self.inbound.add(sum(ticket.nbytes for ticket in tickets), back)
 
     def wait(self, ticket: HostTicket) -> torch.Tensor:
-        """See `Store.wait`. May be called any number of times.
+        """See `Store.wait`. May be called any number of times, on any stream: the current one waits too.
 
-        A ticket that is still leaving is taken back. Its copy out runs on and may read memory that backward reuses:
-        what it writes is a slot nobody reads any more, and the next writer of that slot is behind it on the same stream.
+        Raises:
+            RuntimeError: the storage was emptied by somebody else while autograd had it saved, and was not filled again.
         """
-        if ticket.state is State.ON_HOST:
-            self.fetch((ticket,))
-        if ticket.state is State.RETURNING:
-            assert ticket.back is not None
-            ticket.back.block(ticket.compute)
-        if ticket.state is not State.ON_DEVICE:
-            ticket.step(State.ON_DEVICE)
+        if ticket.state is not State.ON_DEVICE or self.lanes.other_stream(ticket.compute) is not None:
+            self.recall(ticket)
         assert ticket.device_bytes is not None
+        if ticket.back is None and _is_emptied(ticket):
+            raise RuntimeError(
+                f"a saved storage of {ticket.nbytes} bytes now has {ticket.device_bytes.untyped_storage().nbytes()}: it was "
+                "resized after the forward pass and not filled again before its backward. An engine that frees weights "
+                "(FSDP) must gather them before backward reads them; keep the region instead of offloading it"
+            )
         return ticket.device_bytes
+
+    def recall(self, ticket: HostTicket) -> None:
+        """What `wait` does, ahead of the moment at which the bytes are needed: a storage may still be empty.
+
+        A ticket that is still leaving is taken back. Its copy out runs on: what it writes is a slot nobody reads any more, and
+        the next writer of that slot is behind it on the same stream.
+        """
+        if ticket.state is not State.ON_DEVICE:
+            if ticket.state is State.ON_HOST:
+                self.fetch((ticket,))
+            if ticket.state is State.RETURNING:
+                assert ticket.back is not None
+                ticket.back.block(ticket.compute)
+            ticket.step(State.ON_DEVICE)
+        other = self.lanes.other_stream(ticket.compute)
+        if other is not None:
+            if ticket.back is not None:
+                ticket.back.block(other)
+            if other not in ticket.others:
+                ticket.others = (*ticket.others, other)
 
     def _way_back(self, ticket: HostTicket) -> Copy:
         assert ticket.slot is not None
@@ -187,10 +257,9 @@ class HostStore:
         self.pool.restart()
 
     def forget_copies(self) -> None:
-        """Before and behind a captured step, with no ticket alive: all copies so far are over, and what a capture recorded cannot
-        be waited for outside of it, nor the other way round."""
+        """Before and after a captured step: no event passes between inside and outside, because nothing waits for a copy from
+        before this call any more."""
         self.lanes.synchronize()
-        self.pool.forget_reads()
 
     def trim(self) -> None:
         """Free the host slabs that no ticket has used since `restart`."""
@@ -199,14 +268,40 @@ class HostStore:
 
     def close(self) -> None:
         """Let go of the host memory. Tickets that a graph still owns stay valid and free theirs when they die."""
+        self._closed = True
         self.lanes.synchronize()
         self.pool.close()
 
-    def _release(self, ticket: HostTicket) -> None:
-        self.live_tickets -= 1
-        self.live_bytes -= ticket.nbytes
+    def _released(self, ticket: HostTicket) -> None:
+        """A ticket dies. See the module docstring for what this may do."""
+        self._dead.append(ticket.nbytes)
         if ticket.slot is not None:
             self.pool.give(ticket.slot)
+        if ticket.device_bytes is not None:
+            _guard(ticket)
+            ticket.device_bytes = None
+
+    def _count_dead(self) -> None:
+        while self._dead:
+            self._alive_bytes -= self._dead.popleft()
+            self._alive -= 1
+
+
+def _guard(ticket: HostTicket) -> None:
+    """Before a ticket's device block goes back to its allocator: the streams that may be given it next wait for all that reads
+    or writes it. Those that have waited already do not wait again."""
+    last = ticket.back or ticket.out  # `settle` came between the two
+    if last is not None:
+        last.block(ticket.compute)
+        for other in ticket.others:  # whose allocator it may be: that of the stream that made it
+            last.block(other)
+    for other in ticket.others:
+        ticket.compute.wait_stream(other)
+
+
+def _is_emptied(ticket: HostTicket) -> bool:
+    """Whether the ticket's storage has become too small: somebody resized it."""
+    return ticket.device_bytes is not None and ticket.device_bytes.untyped_storage().nbytes() < ticket.nbytes
 
 
 def _by_stream(tickets: Iterable[HostTicket]) -> Iterable[tuple[Any, list[HostTicket]]]:

@@ -20,27 +20,39 @@ Events = tuple[torch.cuda.Event, torch.cuda.Event]
 Copy = tuple[torch.Tensor, torch.Tensor]  # from, to
 
 
+class Era:
+    """The copies between two times at which the host waited for all of them. ``over``: none of them is under way."""
+
+    __slots__ = ("over",)
+
+    def __init__(self) -> None:
+        self.over = False
+
+
 class Done:
     """The end of copies that were enqueued together. ``pair`` holds (start, end) CUDA events, or None on a CPU, where they are
     over at once.
 
     Args:
+        era: of the copies. Nothing waits for them once it is over.
         spare: where the events go when nobody can ask for them any more. They may be recorded again although a stream has yet
             to reach its wait for them: that wait is for what was recorded when it was enqueued.
         clock: the events to ask for the time, where they are not `pair`; None for copies whose time nobody can ask for.
         flag: of copies in a CUDA graph, what is set at their end.
     """
 
-    __slots__ = ("_behind", "_clock", "_flag", "_spare", "pair")
+    __slots__ = ("_behind", "_clock", "_era", "_flag", "_spare", "pair")
 
     def __init__(
         self,
         pair: Events | None,
+        era: Era | None = None,
         spare: list[Events] | None = None,
         clock: Events | None = None,
         flag: Flag | None = None,
     ):
         self.pair = pair
+        self._era = era
         self._spare = spare
         self._clock = clock
         self._flag = flag
@@ -52,12 +64,22 @@ class Done:
 
     def block(self, stream: Any) -> None:
         """Make `stream` (a CUDA stream, or None on a CPU) wait until the copies are over. The host does not wait."""
-        if self.pair is not None and stream not in self._behind:
+        if self.pair is not None and stream not in self._behind and not self.is_over:
             if self._flag is not None:
                 self._flag.block(stream)
             else:
                 stream.wait_event(self.pair[1])
             self._behind.append(stream)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the host has waited for the copies; False where it does not know."""
+        return self.pair is None or (self._era is not None and self._era.over)
+
+    def synchronize(self) -> None:
+        """Wait on the host for the copies."""
+        if self.pair is not None and not self.is_over:
+            self.pair[1].synchronize()
 
     def milliseconds(self) -> float | None:
         """Time the copies took, or None on a CPU, and in a CUDA graph that is not timed. Waits for them on the host: call it
@@ -77,12 +99,15 @@ class CopyLanes:
     """
 
     def __init__(self, device: torch.device):
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
         on_gpu = device.type == "cuda"
         self.out_stream: torch.cuda.Stream | None = torch.cuda.Stream(device) if on_gpu else None
         self.back_stream: torch.cuda.Stream | None = torch.cuda.Stream(device) if on_gpu else None
         self._ready = torch.cuda.Event() if on_gpu else None
         self._spare: list[Events] = []
+        self._era = Era()
         self.time_captured = False
         self.flags = Flags(device)
 
@@ -94,8 +119,21 @@ class CopyLanes:
         """
         return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
-    def copy_out(self, copies: Sequence[Copy], compute: Any, after: Iterable[Done]) -> Done:
-        """Copy device bytes to the host, after what `compute` has been given so far and after each of `after`."""
+    def other_stream(self, compute: Any) -> Any:
+        """The current stream if it is another than `compute`; else, and on a CPU, None.
+
+        Asked for each saved tensor: the raw handles are compared, at a tenth of the time that makes a ``torch.cuda.Stream``.
+        """
+        if self.device.type != "cuda" or torch._C._cuda_getCurrentRawStream(self.device.index) == compute.cuda_stream:
+            return None
+        return torch.cuda.current_stream(self.device)
+
+    def copy_out(self, copies: Sequence[Copy], compute: Any, after: Iterable[Done], others: Iterable[Any] = ()) -> Done:
+        """Copy device bytes to the host, after what `compute` and the streams `others` have been given so far and after each of
+        `after`."""
+        if self.out_stream is not None:
+            for other in others:
+                self.out_stream.wait_stream(other)
         return self._copy(self.out_stream, (copies,), compute, after)[0]
 
     def copy_back(self, batches: Sequence[Sequence[Copy]], compute: Any) -> list[Done]:
@@ -117,10 +155,12 @@ class CopyLanes:
                     current.wait_stream(lane)
 
     def synchronize(self) -> None:
-        """Wait on the host for both streams (closing a store, tests)."""
+        """Wait on the host for both streams. Nothing waits again for a copy that was enqueued before: an event of a capture cannot
+        be waited for outside of it, nor one from outside within it."""
         for stream in (self.out_stream, self.back_stream):
             if stream is not None:
                 stream.synchronize()
+        self._era.over, self._era = True, Era()
 
     def _copy(self, lane: Any, batches: Sequence[Sequence[Copy]], compute: Any, after: Iterable[Done]) -> list[Done]:
         if lane is None:
@@ -149,7 +189,7 @@ class CopyLanes:
                     pair[1].record(lane)  # an external event is a time and no order within its graph
                 if flag is not None:
                     flag.set(lane)
-                ends.append(Done(pair, self._spare, clock if captured else pair, flag))
+                ends.append(Done(pair, self._era, self._spare, clock if captured else pair, flag))
         return ends
 
     def _flags_for(self, batches: Sequence[Any], compute: Any) -> Sequence[Flag | None]:

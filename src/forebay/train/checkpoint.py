@@ -3,22 +3,27 @@
 In: a model, its optimizer, the random generators and what the trainer knows of its position. Out: a folder a checkpoint
 under the run's ``checkpoints/``, in the format of ``torch.distributed.checkpoint``:
 
-    checkpoints/latest                    name of the newest whole one; written last, by rename
-    checkpoints/step-00000010/.metadata, *.distcp    tensors: model, optimizer, torch's generators
+    checkpoints/latest                    name of the newest whole one
+    checkpoints/step-00000010/.metadata, *.distcp    tensors: model, optimizer's state, torch's generators
                               trainer.json           step, data, configuration, Python's and numpy's generators by process
                               model/config.json      the Hugging Face configuration, for export
                               manifest.json          size and SHA-256 of every file above
 
 All processes of a run call `Checkpoints.save` and `load` together: each writes its own shards of DTensors, and process 0 what
 is said once. A process may hold a part of the model's layers: together they hold all of it. Tensors are known by the whole
-model's names and shapes, and the optimizer's settings by parameter, not by group, so another number of processes, laid out in
-another way, reads them too.
+model's names and shapes, so another number of processes, laid out in another way, reads them too.
 
-A checkpoint is written to ``.partial-step-...``, synced to disk, and renamed. A failure (a full disk, a kill) leaves the
-earlier ones and ``latest`` as they were. The learning rate and the order of data are functions of the step, so there is no
-state of theirs to save.
+A checkpoint is written to ``.partial-step-...``, synced to disk, and renamed. ``latest`` is written just before: while it names
+a folder that is not there, the newest one that is there counts. So a crash or a failure (a full disk, a kill, a power cut) at
+any moment leaves the newest whole checkpoint to be found; the next `save` removes what it left behind.
+
+The optimizer's settings are the configuration's, not the checkpoint's; the learning rate and the order of data are functions of
+the step. So there is no state of theirs to save.
+
+A checkpoint may come from elsewhere: all of it is read as plain data (JSON, tensors; see `forebay.train.plain`).
 """
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -34,6 +39,7 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -42,10 +48,15 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from forebay.train.durable import make_folder, sync, sync_files, sync_tree
+from forebay.train.durable import replace_text as _replace_text
+from forebay.train.durable import write_synced as _write_synced
 from forebay.train.errors import RunError, UsageError, first_line
+from forebay.train.plain import PlainPlanner, PlainReader
 from forebay.train.together import on_main, processes, together
 
 _PREFIX, _PARTIAL = "step-", ".partial-"
+_BEFORE = "-before"  # after the name of a checkpoint whose step is just being saved again
 _SAME_MODEL = "resume with the configuration it was made with"
 
 
@@ -74,14 +85,14 @@ class Checkpoints:
         final = self.folder / f"{_PREFIX}{step:08d}"
         partial = self.folder / f"{_PARTIAL}{final.name}"
         try:
-            on_main(lambda: _fresh(partial))
+            on_main(lambda: self._begin(partial))
             _write(partial, model, optimizer, {**about, "step": step})
             on_main(lambda: self._publish(partial, final))
         except (CheckpointException, OSError, RuntimeError, RunError) as error:
             raise self._failed(final, error) from error
         finally:
             if processes()[0] == 0:
-                shutil.rmtree(partial, ignore_errors=True)
+                _discard(partial)
         return final
 
     def all(self) -> list[Path]:
@@ -90,33 +101,67 @@ class Checkpoints:
         return sorted(found, key=lambda p: ((p / "manifest.json").stat().st_mtime_ns, p.name))
 
     def latest(self) -> Path | None:
-        """What ``latest`` names; the newest folder if that is gone; None if there is none."""
-        pointer = self.folder / "latest"
-        if pointer.is_file():
-            named = self.folder / pointer.read_text(encoding="utf-8").strip()
-            if named != self.folder and named.is_dir():
-                return named
+        """What ``latest`` names; the newest folder if that is not there; None if there is none."""
+        named = self._pointed()
+        if named is not None and (self.folder / named).is_dir():
+            return self.folder / named
         found = self.all()
         return found[-1] if found else None
 
+    def _pointed(self) -> str | None:
+        """The name in ``latest``; never a path out of the folder."""
+        try:
+            named = (self.folder / "latest").read_text(encoding="utf-8").strip()
+        except (FileNotFoundError, UnicodeDecodeError):
+            return None
+        return named if named.startswith(_PREFIX) and Path(named).name == named else None
+
+    def _begin(self, partial: Path) -> None:
+        """An empty folder for the new checkpoint; what a crash left in `folder` goes. The run's lock keeps others out."""
+        make_folder(self.folder)
+        for left in [*self.folder.glob(f"{_PARTIAL}*"), self.folder / ".latest.new"]:
+            _discard(left)
+        for before in self.folder.glob(f"{_PREFIX}*{_BEFORE}"):
+            if before.with_name(before.name.removesuffix(_BEFORE)).is_dir():
+                _discard(before)  # else it is the only one of its step
+        partial.mkdir()
+
     def _publish(self, partial: Path, final: Path) -> None:
-        self._put(partial, final)
-        _replace_text(self.folder / "latest", final.name)
-        self._prune(final)
+        """Give the new checkpoint its name, and ``latest`` too. There is a whole checkpoint under some name at every moment.
 
-    def _put(self, partial: Path, final: Path) -> None:
-        """Rename `partial` to `final`; what has that name (the same step of an earlier branch) goes when the new one is there."""
-        old = self.folder / f"{_PARTIAL}old-{final.name}"
-        shutil.rmtree(old, ignore_errors=True)
-        if final.exists():
-            final.rename(old)
-        partial.rename(final)
-        _sync(self.folder)
-        shutil.rmtree(old, ignore_errors=True)
+        ``latest`` is written while nothing has the name: then it either names the new checkpoint, or nothing, and `latest` goes
+        by age. What has the name already (the same step of an earlier branch) is set aside first.
+        """
+        before, pointed = final.with_name(f"{final.name}{_BEFORE}"), self._pointed()
+        again = final.exists()
+        try:
+            if again:
+                final.rename(before)
+                sync(self.folder)
+            _replace_text(self.folder / "latest", final.name)
+            partial.rename(final)
+        except OSError:
+            with contextlib.suppress(OSError):  # as after a crash, then
+                self._take_back(before if again else None, final, pointed)
+            raise
+        sync(self.folder)
+        for old in ([before] if before.exists() else []) + self._outdated(final, before):
+            _discard(old)
 
-    def _prune(self, newest: Path) -> None:
-        for old in [p for p in self.all() if p != newest][: -(self.keep - 1) or None]:
-            shutil.rmtree(old, ignore_errors=True)
+    def _take_back(self, before: Path | None, final: Path, pointed: str | None) -> None:
+        """Undo what came before a rename that failed: first ``latest``, or it could name the old one as if it were new."""
+        if self._pointed() != pointed:
+            if pointed is None:
+                (self.folder / "latest").unlink()
+            else:
+                _replace_text(self.folder / "latest", pointed)
+        if before is not None and before.exists():
+            before.rename(final)
+        sync(self.folder)
+
+    def _outdated(self, newest: Path, before: Path) -> list[Path]:
+        """All but the newest `keep`."""
+        return [p for p in self.all() if p not in (newest, before)][: -(self.keep - 1) or None]
 
     def _failed(self, final: Path, error: BaseException) -> RunError:
         cause = cause_of(error)
@@ -201,23 +246,25 @@ def load(path: Path, model: Any, optimizer: torch.optim.Optimizer | None = None)
     rank, size = processes()
     record = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
     counterpart = rank if rank < len(record["rng"]) else 0
-    reader = dcp.FileSystemReader(path)
+    reader = PlainReader(path)
     held = reader.read_metadata().state_dict_metadata
     wanted: dict[str, Any] = {"model": get_model_state_dict(model)}
+    settings: dict[str, Any] = {}
     if optimizer is not None:
-        wanted["optimizer"] = get_optimizer_state_dict(model, optimizer, options=_by_parameter())
+        # The settings stay this optimizer's: a checkpoint's would silently undo what the configuration says now.
+        wanted["optimizer"], settings = _optimizer_state(model, optimizer)
         # Generators of GPUs that were not there then are left alone, and there is no place for those that are gone.
         wanted["rng"] = {name: state for name, state in _torch_rng(counterpart).items() if f"rng.{name}" in held}
     _check_fits(path, held, wanted["model"])
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # "torch.distributed is uninitialized": one process is meant
-            dcp.load(wanted, storage_reader=reader, no_dist=size == 1)
+            dcp.load(wanted, storage_reader=reader, planner=PlainPlanner(), no_dist=size == 1)
     except (CheckpointException, OSError, RuntimeError) as error:
         raise RunError(f"checkpoint {path} cannot be read: {first_line(cause_of(error))}") from error
     set_model_state_dict(model, wanted["model"])
     if optimizer is not None:
-        set_optimizer_state_dict(model, optimizer, wanted["optimizer"], options=_by_parameter())
+        set_optimizer_state_dict(model, optimizer, {**wanted["optimizer"], **settings}, options=_by_parameter())
         _set_rng(wanted["rng"], record["rng"][counterpart])
         if counterpart != rank:
             _seed(int(torch.randint(1 << 62, (rank + 1,))[rank]))
@@ -229,9 +276,23 @@ def _by_parameter() -> StateDictOptions:
     return StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-def _fresh(partial: Path) -> None:
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+def _optimizer_state(model: Any, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The optimizer's tensors, and its settings, both by parameter."""
+    found = get_optimizer_state_dict(model, optimizer, options=_by_parameter())
+    settings = {name: value for name, value in found.items() if name.startswith("param_groups.")}
+    return {name: value for name, value in found.items() if name not in settings}, settings
+
+
+def _discard(path: Path) -> None:
+    """Remove a file or folder, as far as it goes. A checkpoint loses its name first, so that no part of it looks like a whole."""
+    gone = path if path.name.startswith(".") else path.with_name(f"{_PARTIAL}old-{path.name}")
+    with contextlib.suppress(OSError):
+        if gone != path:
+            path.rename(gone)
+        if gone.is_dir():
+            shutil.rmtree(gone, ignore_errors=True)
+        else:
+            gone.unlink(missing_ok=True)
 
 
 def _write(partial: Path, model: Any, optimizer: torch.optim.Optimizer, about: Mapping[str, Any]) -> None:
@@ -240,21 +301,23 @@ def _write(partial: Path, model: Any, optimizer: torch.optim.Optimizer, about: M
 
     def collect() -> None:
         state["model"] = get_model_state_dict(model)
-        state["optimizer"] = get_optimizer_state_dict(model, optimizer, options=_by_parameter())
+        state["optimizer"], _ = _optimizer_state(model, optimizer)
 
     together(collect)  # a process without memory for it must not leave the others in what follows
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # as in `load`
         # One thread: an exception in another thread of this writer (a full disk) would be lost, and the file with it.
-        writer = dcp.FileSystemWriter(partial, thread_count=1, sync_files=True)
+        # Trap: sync_files of torch 2.11 to 2.13 syncs before Python's buffer is written: the end of each file is lost.
+        writer = dcp.FileSystemWriter(partial, thread_count=1, sync_files=False)
         dcp.save(state, storage_writer=writer, no_dist=size == 1)
+    together(lambda: sync_files(partial.glob(f"__{rank}_*")))
     generators = together(_host_rng)
     on_main(lambda: _write_once(partial, model, about, generators))
     names = on_main(lambda: sorted(str(p.relative_to(partial)) for p in partial.rglob("*") if p.is_file()))
     parts = together(lambda: {n: (os.path.getsize(partial / n), _digest(partial / n)) for n in names[rank::size]})
     files = {name: part[name] for name in names for part in parts if name in part}
     on_main(lambda: _write_synced(partial / "manifest.json", json.dumps({"files": files})))
-    on_main(lambda: _sync(partial))
+    on_main(lambda: sync_tree(partial))
 
 
 def _write_once(partial: Path, model: Any, about: Mapping[str, Any], generators: list[dict[str, Any]]) -> None:
@@ -286,6 +349,8 @@ def _check_held(path: Path, held: Mapping[str, Any], model: Mapping[str, Any]) -
         stored = held.get(f"model.{name}")
         if stored is None:
             raise RunError(f"checkpoint {path} is of another model: it has no {name}; {_SAME_MODEL}")
+        if not isinstance(stored, TensorStorageMetadata):
+            raise RunError(f"checkpoint {path} is damaged: its {name} is no tensor")
         if hasattr(tensor, "shape") and tuple(stored.size) != tuple(tensor.shape):
             shapes = f"{name} has shape {list(stored.size)}, this model needs {list(tensor.shape)}"
             raise RunError(f"checkpoint {path} is of another model: {shapes}; {_SAME_MODEL}")
@@ -343,26 +408,3 @@ def _seed(seed: int) -> None:
 def _digest(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _write_synced(file: Path, content: str) -> None:
-    with file.open("w", encoding="utf-8") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def _replace_text(file: Path, content: str) -> None:
-    new = file.with_name(f".{file.name}.new")
-    _write_synced(new, content)
-    new.replace(file)
-    _sync(file.parent)
-
-
-def _sync(folder: Path) -> None:
-    """Make renames in `folder` durable."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -1,8 +1,9 @@
 """Tokens: text tokenised once into a memory map, and windows of it by position.
 
 In: the ``[data]`` section. Out: a `Corpus` (the memory-mapped tokens) and, from it, `Windows`: batch number -> tensors.
-The cache folder is written under another name and renamed, so a reader never sees half a file; its name is a hash of the
-files' contents and the tokenizer.
+The cache folder is written under another name, synced to disk and renamed, so a reader never sees half a file; its name is a
+hash of the files' contents and the tokenizer. Its tokens are compared with their hash whenever they are opened. What a process
+that was killed left half written is removed by the next one; a lock tells it from what another process is writing.
 
 The order of windows is a keyed permutation computed from (seed, epoch, position). There is no iterator and no state: a
 run resumes by its step number alone, and any process can compute its own part.
@@ -24,10 +25,12 @@ import torch
 
 from forebay.train import text
 from forebay.train.config import Data
+from forebay.train.durable import LOCK, FolderLock, make_folder, sync, write_synced
 from forebay.train.errors import RunError, UsageError, first_line
 from forebay.train.world import ALONE, World
 
 BYTES_END = 256  # the one special token of the "bytes" tokenizer: end of document
+_PARTIAL = ".partial-"
 _FORMAT = 1  # part of the cache key; raise it when the meaning of the cached file changes
 
 
@@ -81,7 +84,8 @@ def load_tokenizer(name: str) -> Tokenizer:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        # The folder may come from elsewhere: code in it is never run, not even after a question on the terminal.
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise UsageError(
             f"data.tokenizer folder {folder} holds no tokenizer that transformers can load: {first_line(error)}"
@@ -101,7 +105,7 @@ def load_corpus(data: Data, tokenizer: Tokenizer) -> Corpus:
 
     Raises:
         UsageError, RunError: data that is missing, empty or not text (see `forebay.train.text`), or a cache that cannot
-            be written.
+            be written, or whose files have changed since.
     """
     found = text.files(data)
     if not found:
@@ -110,16 +114,13 @@ def load_corpus(data: Data, tokenizer: Tokenizer) -> Corpus:
         json.dumps([_FORMAT, data.source, data.field, tokenizer.name, _hash_files(found)]).encode()
     ).hexdigest()
     folder = cache_folder(data) / key[:32]
+    _clean(folder.parent)
     if not (folder / "meta.json").is_file():
         _write_cache(folder, tokenizer, text.pieces(data, found))
-    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    meta = _checked_meta(folder)
     if meta["tokens"] == 0:
         raise RunError(f"the data ({data.source} {data.path or ''}) holds no text")
     tokens = np.memmap(folder / "tokens.bin", dtype=meta["dtype"], mode="r")
-    if len(tokens) != meta["tokens"]:
-        raise RunError(
-            f"the token cache {folder} is damaged ({len(tokens)} tokens, not {meta['tokens']}); delete that folder"
-        )
     what = f"{data.source}: {len(found):,} file{'s' if len(found) > 1 else ''}, {meta['tokens']:,} tokens"
     return Corpus(tokens, meta["identity"], tokenizer.vocabulary, what)
 
@@ -141,33 +142,83 @@ def _hash_files(found: list[Path]) -> str:
     return total.hexdigest()
 
 
+def _checked_meta(folder: Path) -> dict[str, Any]:
+    """What a cache says of its tokens, after these were compared with it."""
+    try:
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        digest = hashlib.sha256(meta["dtype"].encode())
+        with (folder / "tokens.bin").open("rb") as stream:
+            hashlib.file_digest(stream, lambda: digest)
+        size = (folder / "tokens.bin").stat().st_size
+        wanted = meta["tokens"] * np.dtype(meta["dtype"]).itemsize
+        wrong = "" if size == wanted else f"tokens.bin has {size} bytes, not {wanted}"
+        if not wrong and digest.hexdigest() != meta["identity"]:
+            wrong = "the content of tokens.bin has changed since it was written"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        wrong = f"{type(error).__name__}: {first_line(error)}"
+    if wrong:
+        raise RunError(f"the token cache {folder} is damaged ({wrong}); delete that folder")
+    return meta
+
+
 def _write_cache(folder: Path, tokenizer: Tokenizer, pieces: Iterator[text.Piece]) -> None:
     """Tokenise into a folder beside `folder` and rename it. Another process that was first wins; both wrote the same."""
     dtype = np.dtype(np.uint16 if tokenizer.vocabulary <= 1 << 16 else np.uint32)
     digest, count = hashlib.sha256(dtype.str.encode()), 0
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder.parent))
-        try:
-            with (partial / "tokens.bin").open("wb") as stream:
-                for piece in pieces:
-                    ids = tokenizer.encode(piece.text)
-                    if piece.ends and tokenizer.end is not None:
-                        ids = np.append(ids, tokenizer.end)
-                    raw = ids.astype(dtype).tobytes()
-                    digest.update(raw)
-                    stream.write(raw)
-                    count += len(ids)
-            meta = {"tokens": count, "dtype": dtype.str, "identity": digest.hexdigest(), "tokenizer": tokenizer.name}
-            (partial / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
-            with contextlib.suppress(FileExistsError):
-                _rename_new(partial, folder)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+        make_folder(folder.parent)
+        with FolderLock() as lock:
+            partial = _new_partial(lock, folder.parent)
+            try:
+                with (partial / "tokens.bin").open("wb") as stream:
+                    for piece in pieces:
+                        ids = tokenizer.encode(piece.text)
+                        if piece.ends and tokenizer.end is not None:
+                            ids = np.append(ids, tokenizer.end)
+                        raw = ids.astype(dtype).tobytes()
+                        digest.update(raw)
+                        stream.write(raw)
+                        count += len(ids)
+                    stream.flush()
+                    os.fsync(stream.fileno())
+                meta = {
+                    "tokens": count,
+                    "dtype": dtype.str,
+                    "identity": digest.hexdigest(),
+                    "tokenizer": tokenizer.name,
+                }
+                write_synced(partial / "meta.json", json.dumps(meta))
+                sync(partial)
+                with contextlib.suppress(FileExistsError):
+                    _rename_new(
+                        partial, folder
+                    )  # with its lock: without one, `_clean` of another process would take it
+                    sync(folder.parent)
+                    (folder / LOCK).unlink(missing_ok=True)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
         raise RunError(
             f"the token cache {folder} cannot be written: {first_line(error)}; set data.cache to another folder"
         ) from error
+
+
+def _new_partial(lock: FolderLock, parent: Path) -> Path:
+    """A folder that is this process's own, as `lock` shows to others."""
+    while True:
+        partial = Path(tempfile.mkdtemp(prefix=_PARTIAL, dir=parent))
+        # Another process's `_clean` may have taken it before its lock was there.
+        with contextlib.suppress(FileNotFoundError):
+            if lock.take(partial):
+                return partial
+
+
+def _clean(cache: Path) -> None:
+    """Remove what processes that were killed have left half written."""
+    for left in cache.glob(f"{_PARTIAL}*"):
+        with contextlib.suppress(OSError), FolderLock() as lock:
+            if lock.take(left) and lock.locked:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _rename_new(partial: Path, folder: Path) -> None:

@@ -35,6 +35,7 @@ from forebay.models.families import moe_blocks
 from forebay.moe.weight_gradients import WeightGradients, no_sums
 from forebay.pipeline.causal_lm import CutModel, adds_at_once
 from forebay.saved.identify import local
+from forebay.saved.slots import drop_setting, put_setting
 from forebay.train.parallel import add_to_shard, fsdp_group
 
 
@@ -332,13 +333,13 @@ class DeferredExperts:
         self.store = WeightGradients()
         self._experts: list[Any] = [block.experts for block in moe_blocks(model)]
         for module in self._experts:
-            module.__dict__["forebay_weight_gradients"] = self.store
+            put_setting(module, "forebay_weight_gradients", self.store)
 
     def close(self) -> None:
         """Weight gradients are made at once again."""
         self.store.sums = no_sums
         for module in self._experts:
-            module.__dict__.pop("forebay_weight_gradients", None)
+            drop_setting(module, "forebay_weight_gradients")
 
 
 class _Briefly:

@@ -14,13 +14,17 @@ import torch
 
 from forebay.models.published import PUBLISHED, find
 from forebay.train.config import Model
+from forebay.train.durable import make_folder, sync, sync_tree
 from forebay.train.errors import RunError, UsageError, first_line
 from forebay.train.fields import nearest
 from forebay.train.shards import initialise, initialise_buffers, materialise
+from forebay.train.sizes import check_sizes
 from forebay.train.together import together
 from forebay.train.weights import files_of, fill, others
 
 TESTED = ("qwen3_moe", "mixtral", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss", "glm4_moe")
+# Folders may come from elsewhere: code in them is never run. Left out, trust_remote_code asks on the terminal.
+_LOCAL: Mapping[str, bool] = {"local_files_only": True, "trust_remote_code": False}
 # Keys that modelling code or the base class reads, though a default instance need not show them.
 _EXTRA_KEYS = frozenset(
     {"bos_token_id", "eos_token_id", "head_dim", "pad_token_id", "rope_scaling", "rope_theta", "tie_word_embeddings"}
@@ -91,15 +95,17 @@ def save(model: Any, out: Path, tokenizer: Path | None = None) -> None:
     partial = out.parent / f".{out.name}.partial"
     try:
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        make_folder(partial)
         model.config.use_cache = True
         model.save_pretrained(partial)
         for file in sorted(tokenizer.iterdir()) if tokenizer else []:
             if (file.is_file() and "token" in file.name) or file.name in ("vocab.json", "merges.txt", "vocab.txt"):
                 shutil.copy2(file, partial / file.name)
+        sync_tree(partial)
         if out.is_dir():
             out.rmdir()
         partial.rename(out)
+        sync(out.parent)
     except OSError as error:
         raise RunError(f"the model cannot be written to {out}: {error}") from error
     finally:
@@ -111,7 +117,12 @@ def from_folder_config(folder: Path, dtype: torch.dtype) -> Any:
     """A model of the folder's ``config.json`` on the CPU, to be filled with a checkpoint's weights: it has none yet."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+    try:
+        config = AutoConfig.from_pretrained(str(folder), **_LOCAL)
+    except (OSError, ValueError, TypeError) as error:
+        raise RunError(
+            f"{folder / 'config.json'} is no configuration that transformers reads: {first_line(error)}"
+        ) from error
     model, blueprint = (_skeleton(config, dtype, "eager") for _ in range(2))  # every family has eager attention
     materialise(model, torch.device("cpu"))
     initialise_buffers(model, blueprint)
@@ -132,7 +143,7 @@ def configuration(section: Model, vocabulary: int) -> Any:
         if not (folder / "config.json").is_file():
             raise UsageError(f"model.path {section.path!r} is no folder with a config.json")
         try:
-            config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+            config = AutoConfig.from_pretrained(str(folder), **_LOCAL)
         except (OSError, ValueError, TypeError) as error:
             raise RunError(
                 f"{folder / 'config.json'} is no configuration that transformers reads: {first_line(error)}"
@@ -140,6 +151,7 @@ def configuration(section: Model, vocabulary: int) -> Any:
         _check_keys(type(config), config.model_type, section.config)
         for name, value in section.config.items():
             setattr(config, name, value)
+        check_sizes(config, str(folder / "config.json") if not section.config else "model.config")
         return config
     published = find(section.family)
     family = section.family if published is None else published.family
@@ -147,11 +159,13 @@ def configuration(section: Model, vocabulary: int) -> Any:
     _check_keys(type(default), family, section.config)
     filled = {"vocab_size": -(-vocabulary // 64) * 64, **(published.config if published else {}), **section.config}
     try:
-        return AutoConfig.for_model(family, **filled)
+        config = AutoConfig.for_model(family, **filled)
     except Exception as error:  # transformers raises many kinds here, one of them a private class
         raise UsageError(
             f"[model.config] is no valid {family} configuration: {' '.join(str(error).split())}"
         ) from error
+    check_sizes(config)
+    return config
 
 
 def balance_coefficient(config: Any) -> float:
@@ -197,7 +211,9 @@ def _skeleton(config: Any, dtype: torch.dtype, attention: str) -> Any:
 
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+            )
     except (ValueError, ImportError) as error:  # gpt_oss has no sdpa; flash attention may not be installed
         raise UsageError(f"model.attention = {attention!r} is not to be had here: {first_line(error)}") from error
     for module in model.modules():
@@ -232,8 +248,8 @@ def _load(folder: Path, config: Any, dtype: torch.dtype, attention: str) -> Any:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(folder),
             config=config,
-            local_files_only=True,
-            use_safetensors=True,
+            **_LOCAL,
+            use_safetensors=True,  # a pickle could run code
             dtype=dtype,
             attn_implementation=attention,
             ignore_mismatched_sizes=True,  # so that they are listed instead of raised one shape at a time

@@ -5,7 +5,6 @@ here computes; units are in the names.
 """
 
 import json
-import os
 import resource
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from forebay.policy import format_bytes
+from forebay.train.durable import replace_text
 from forebay.train.errors import UsageError
 from forebay.train.rerun import Rerun
 
@@ -238,9 +238,7 @@ def _drop_after(file: Path, step: int) -> None:
                 kept.append(line + "\n")
         except (ValueError, KeyError):
             continue
-    new = file.with_name(".metrics.new")
-    new.write_text("".join(kept), encoding="utf-8")
-    os.replace(new, file)
+    replace_text(file, "".join(kept))
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from forebay.report.saved import profile_ranks
 from forebay.saved.identify import local
 from forebay.saved.manager import StepReport
+from forebay.train.durable import replace_text
 from forebay.train.errors import RunError
 from forebay.train.mesh import Mesh
 from forebay.train.trainer import Trainer
@@ -76,7 +77,7 @@ def write(path: Path, text: str) -> None:
         RunError: it cannot be written.
     """
     try:
-        path.write_text(text, encoding="utf-8")
+        replace_text(path, text)
     except OSError as error:
         raise RunError(f"{path} cannot be written: {error.strerror}; the run itself is done") from error
 

@@ -34,7 +34,7 @@ from forebay.moe.dispatch.exchange import Exchange
 from forebay.moe.dispatch.local import LocalExchange
 from forebay.saved.identify import local
 from forebay.train.config import Config, check_experts
-from forebay.train.errors import UsageError
+from forebay.train.errors import RunError, UsageError
 from forebay.train.mesh import Mesh
 
 
@@ -213,12 +213,24 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, mesh: Mesh)
     """Scale gradients so that their norm over all processes is at most `limit` (0: leave them); the norm before, on the device.
 
     Every process's part of a DTensor is its own, so squares of norms add up. One all-reduce; the host does not wait.
+    A process without gradients among others adds nothing.
+
+    Raises:
+        RunError: there is one process, and no parameter has a gradient.
     """
     grads = [local(p.grad) for p in parameters if p.grad is not None]
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+    if grads:
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+    elif mesh.size == 1:
+        raise RunError(
+            "no parameter has a gradient to clip: call this after backward() and before zero_grad(), and train at least one "
+            "parameter (requires_grad)"
+        )
+    else:
+        norm = torch.zeros((), device=mesh.device)
     if mesh.size > 1:
         norm = mesh.sum(norm.float().square()).sqrt()
-    if limit:
+    if limit and grads:
         # As torch.nn.utils.clip_grad_norm_ does, bit for bit.
         torch._foreach_mul_(grads, torch.clamp(limit / (norm + 1e-6), max=1.0))
     return norm

@@ -11,8 +11,11 @@ In: a `Config` and what to resume. Out: a run's folder:
 
 Of several processes the main one decides on the folder, writes and prints; all save their part of a checkpoint and evaluate.
 
-A run never writes into a folder that holds another one. Ctrl-C or SIGTERM ends the run after the step in progress, with a
-checkpoint; a second Ctrl-C ends it at once, and the earlier checkpoint is what remains.
+A run never writes into a folder that holds another one. While it runs, it holds a lock on its folder: a second run that starts
+at the same time takes the next folder, and --resume of a run that is going on is refused.
+
+Ctrl-C or SIGTERM ends the run after the step in progress, with a checkpoint; a second Ctrl-C ends it at once, and the earlier
+checkpoint is what remains.
 """
 
 import json
@@ -37,6 +40,7 @@ from forebay.report.saved import PipelineProfile, profile_ranks
 from forebay.saved.manager import StepReport
 from forebay.train import checkpoint, outcome
 from forebay.train.config import Config, check_world, from_mapping
+from forebay.train.durable import LOCK, FolderLock, holder, make_folder, replace_text
 from forebay.train.errors import Interrupted, RunError, SaidElsewhere, UsageError
 from forebay.train.heartbeat import Heartbeat
 from forebay.train.mesh import Mesh
@@ -81,6 +85,36 @@ class Start:
     resumed: Path | None = None
 
 
+def claim_start(config: Config, resume: str | None, lock: FolderLock) -> Start:
+    """`where_to_start`, and the run's folder is this process's until `lock` is released.
+
+    A new run takes the next folder where another process has just taken the first.
+
+    Raises:
+        UsageError: nothing to resume, or another process trains in that folder.
+        RunError: the folder cannot be written.
+    """
+    starts: Iterator[Start]
+    if resume is None:
+        starts = (Start(f) for f in _numbered(Path(config.log.folder).expanduser()) if _is_free(f))
+    else:
+        starts = iter([where_to_start(config, resume)])
+    for start in starts:
+        try:
+            make_folder(start.folder)
+            taken = lock.take(start.folder)
+        except OSError as error:
+            raise _unwritable(start.folder, error) from error
+        if resume is not None and not taken:
+            raise UsageError(
+                f"the run {start.folder} is going on in {holder(start.folder)}; wait for its end or stop it, then --resume it"
+            )
+        if taken and (resume is not None or _is_free(start.folder)):
+            return start
+        lock.release()  # another run was faster: it holds the folder, or it did and is done
+    raise AssertionError("folders' numbers have no end")
+
+
 def where_to_start(config: Config, resume: str | None) -> Start:
     """The folder of a new run, or the checkpoint to resume.
 
@@ -93,7 +127,7 @@ def where_to_start(config: Config, resume: str | None) -> Start:
     """
     base = Path(config.log.folder).expanduser()
     if resume is None:
-        return Start(next(f for f in _numbered(base) if not f.is_dir() or not any(f.iterdir())))
+        return Start(next(f for f in _numbered(base) if _is_free(f)))
     if resume:
         found = checkpoint.find(Path(resume).expanduser())
         return Start(found.parent.parent, found)
@@ -122,8 +156,13 @@ def train(config: Config, console: Console, resume: str | None = None) -> Path:
     """
     world = World.of_environment()
     check_world(config, world.size)
-    with StopRequest().listening() as stop, Mesh.open(config, world) as mesh, _one_says_why(mesh):
-        start = mesh.on_main(lambda: where_to_start(config, resume))
+    with (
+        StopRequest().listening() as stop,
+        FolderLock() as lock,
+        Mesh.open(config, world) as mesh,
+        _one_says_why(mesh),
+    ):
+        start = mesh.on_main(lambda: claim_start(config, resume, lock))
         advice = partial(_intact, start)
         with _heartbeat(config, mesh, advice) as heart, Trainer(config, mesh) as trainer, _blaming(heart, advice):
             return _Run(config, console, start, trainer, stop).go()
@@ -190,6 +229,15 @@ def _intact(start: Start) -> str:
     if newest is None:
         return "there is no checkpoint yet"
     return f"the checkpoint {newest} is intact: go on with --resume {start.folder}"
+
+
+def _is_free(folder: Path) -> bool:
+    """Whether no run has written into the folder: a lock alone says nothing, its run may be over."""
+    return not folder.is_dir() or all(entry.name == LOCK for entry in folder.iterdir())
+
+
+def _unwritable(folder: Path, error: OSError) -> RunError:
+    return RunError(f"the run's folder {folder} cannot be written: {error.strerror}; set log.folder to another")
 
 
 def export(run: Path, out: Path) -> Path:
@@ -379,15 +427,11 @@ class _Run:
         about = {"config": self.config.to_dict(), "versions": versions, "machine": outcome.machine(self.mesh)}
         content = json.dumps(about, indent=2)
         try:
-            self.start.folder.mkdir(parents=True, exist_ok=True)
-            (self.start.folder / outcome.RESULT).unlink(
-                missing_ok=True
-            )  # of the same run, when it had fewer steps to do
-            (self.start.folder / "run.json").write_text(content, encoding="utf-8")
+            # Of the same run, when it had fewer steps to do.
+            (self.start.folder / outcome.RESULT).unlink(missing_ok=True)
+            replace_text(self.start.folder / "run.json", content)
         except OSError as error:
-            raise RunError(
-                f"the run's folder {self.start.folder} cannot be written: {error.strerror}; set log.folder to another"
-            ) from error
+            raise _unwritable(self.start.folder, error) from error
 
     def _summary(self, last: StepReport, enough: float | None) -> Summary:
         records = self.records

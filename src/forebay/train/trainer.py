@@ -166,7 +166,7 @@ class Trainer:
 
         Raises:
             RunError: a loss or gradient that is not finite. Parameters may hold NaN then: do not save them.
-            RuntimeError: another rank did not come to an exchange.
+            RuntimeError: another rank did not come to an exchange. Parameters and optimizer are as they were.
         """
         started, held = time.perf_counter(), 0
         if self.device.type == "cuda":
@@ -178,6 +178,8 @@ class Trainer:
             group["lr"] = rate
         drop = partial(self.optimizer.zero_grad, set_to_none=True)
         parts, rerun = self._reruns.run(partial(self.gradients, number), drop)
+        if self.exchange is not None:
+            self._check_exchange(self.exchange)
         losses = self.mesh.sum(torch.stack(parts))
         norm = parallel.clip_gradients(self._parameters, self.config.train.clip, self.mesh)
         self.optimizer.step()
@@ -186,8 +188,6 @@ class Trainer:
             self._router.sum_counts(self.mesh.sum_batch)
             self._router.update_bias(self.config.train.router_bias_rate)
         loss, imbalance, size = torch.cat([losses, norm.float()[None]]).tolist()
-        if self.exchange is not None:
-            self.exchange.check()
         if not (np.isfinite(loss) and np.isfinite(size)):
             raise RunError(
                 f"step {number}: the loss is {loss} and the gradient norm {size}, which is not finite; "
@@ -213,6 +213,17 @@ class Trainer:
             peaks,
             reserved if any(reserved) else (),
         )
+
+    def _check_exchange(self, exchange: Exchange) -> None:
+        """Before anything is made of the gradients: without a rank that did not come they are wrong.
+
+        Before the next collective too: the ranks that noticed nothing wait there, and do not step either.
+        """
+        try:
+            exchange.check()
+        except RuntimeError:
+            self.discard()
+            raise
 
     def enough_capacity(self) -> float | None:
         """The smallest capacity factor with which no step so far would have been run again; None without a capacity.
@@ -418,7 +429,7 @@ def _manage(model: Any, config: Config, exchange: Exchange | None) -> Any:
             budget=config.memory.budget if config.memory.budget != "" else None,
             compile=config.memory.compile,
             experts="forebay" if config.model.experts == "forebay" else None,
-            loss="fused" if config.model.loss == "fused" else None,
+            loss="fused-always" if config.model.loss == "fused" else None,  # evaluation is to fit as training does
             offload=config.memory.offload,
             recompute=config.memory.recompute,
             exchange=exchange,

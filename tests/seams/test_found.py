@@ -1,0 +1,398 @@
+"""Where Forebay meets other code and was wrong, or could be: one test for each way that somebody found.
+
+A managed model gives what the plain one gives, or says by name why it cannot.
+"""
+
+import copy
+import gc
+import json
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.utils import parametrizations
+
+import forebay
+from tests.seams.test_soak import containers
+from tests.seams.wrapping import THEIRS, VOCABULARY, batch, tiny
+
+WIDTH = 8
+POLICIES = ["keep", "recompute", "offload"]
+
+
+class Net(nn.Module):
+    """Layers in a ModuleList: each is a region."""
+
+    def __init__(self, *layers: nn.Module):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.silu(self.up(x)).sin())
+
+
+def net(*layers: nn.Module) -> Net:
+    torch.manual_seed(0)
+    return Net(*(layers or (Mlp(), Mlp(), Mlp())))
+
+
+def rows(seed: int = 0) -> Tensor:
+    return torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def step(model: nn.Module, seed: int = 0) -> list[Tensor]:
+    """[loss, gradients], with one SGD update of the model."""
+    x = rows(seed).to(next(model.parameters()).dtype).requires_grad_()
+    loss = model(x).square().mean()
+    loss.backward()
+    found = [loss.detach(), x.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.grad is not None:
+                p.sub_(p.grad, alpha=0.1)
+            p.grad = None
+    return found  # type: ignore[return-value]
+
+
+def both(make: Callable[[], nn.Module], policy: Any, use: Callable[[nn.Module], list[Tensor]], **options: Any) -> None:
+    """`use` brings the same of a model that is managed, after a step that is measured, as of one that is not."""
+    torch.manual_seed(1)
+    wanted = use(make())
+    torch.manual_seed(1)
+    model = make()
+    forebay.manage(model, policy, min_bytes=1, **options)
+    found = use(model)
+    assert len(found) == len(wanted)
+    for index, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
+        assert torch.equal(ours, theirs), f"tensor {index} differs by up to {(ours - theirs).abs().max().item()}"
+
+
+# --- what a region's forward may do --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_running_statistics_are_counted_once(policy: str) -> None:
+    def use(model: nn.Module) -> list[Tensor]:
+        found = [t for seed in range(3) for t in step(model, seed)]
+        return [*found, *(b.double() for b in model.buffers())]
+
+    both(lambda: net(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), Mlp()), policy, use)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_power_iterations_are_made_once(policy: str) -> None:
+    def make() -> nn.Module:
+        return net(parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)), Mlp())
+
+    both(make, policy, lambda model: [t for seed in range(3) for t in step(model, seed)])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "inplace", [nn.ReLU(inplace=True), nn.LeakyReLU(0.1, inplace=True)], ids=["relu", "leaky_relu"]
+)
+def test_an_activation_in_place_is_right_or_refused(policy: str, inplace: nn.Module) -> None:
+    try:
+        both(
+            lambda: net(nn.Linear(WIDTH, WIDTH), copy.deepcopy(inplace), Mlp()), policy, lambda m: step(m) + step(m, 1)
+        )
+    except RuntimeError as error:
+        assert policy == "recompute" and "inplace" in str(error)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_tensor_that_is_written_to_through_data_between_regions(policy: str) -> None:
+    """`.data` has a version of its own: that a storage was met before says nothing of what it holds."""
+
+    class Rewriting(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            h = x * 1
+            y = self.layers[0](h)
+            h.data.mul_(2)
+            return y + self.layers[1](h) * self.layers[2](h)
+
+    if policy == "offload":
+        # Autograd sees no change here either: the first region's gradients may be those of the first contents.
+        torch.manual_seed(1)
+        model, twin = Rewriting(Mlp(), Mlp(), Mlp()), None
+        twin = copy.deepcopy(model)
+        forebay.manage(model, policy, min_bytes=1)
+        for seed in range(2):
+            ours, theirs = step(model, seed), step(twin, seed)
+            second = slice(2 + 4, None)
+            assert all(map(torch.equal, ours[second], theirs[second])), (
+                "the second region was given the first one's bytes"
+            )
+        return
+    both(lambda: Rewriting(Mlp(), Mlp(), Mlp()), policy, lambda m: step(m)[2 + 4 :])
+
+
+# --- kinds of differentiation ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_forward_over_reverse_is_right_or_refused(policy: str) -> None:
+    """The tangent of a gradient: what was saved has a tangent too, which is not in its bytes."""
+
+    def use(model: nn.Module) -> list[Tensor]:
+        found = []
+        for seed in range(3):
+            with forward_ad.dual_level():
+                x = forward_ad.make_dual(rows(seed).requires_grad_(), rows(seed + 1))
+                (grad,) = torch.autograd.grad(model(x).sin().sum(), x)
+                primal, tangent = forward_ad.unpack_dual(grad)
+                found += [primal.detach(), torch.zeros(1) if tangent is None else tangent.detach()]
+        return found
+
+    try:
+        both(net, policy, use)
+    except RuntimeError as error:
+        assert "tangent" in str(error) or "forward-mode" in str(error) or "forward AD" in str(error), error
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_batched_gradients(policy: str) -> None:
+    def use(model: nn.Module) -> list[Tensor]:
+        found = []
+        for seed in range(3):
+            x = rows(seed).requires_grad_()
+            y = model(x).sum(0)
+            found += torch.autograd.grad(y, x, torch.eye(WIDTH), is_grads_batched=True, retain_graph=True)
+            found += torch.autograd.grad(y.sum(), x)
+        return found
+
+    both(net, policy, use)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_jacobians_and_hessians(policy: str) -> None:
+    def use(model: nn.Module) -> list[Tensor]:
+        x = rows(0)[:2]
+        found = []
+        for _ in range(2):
+            found.append(torch.autograd.functional.jacobian(lambda t: model(t).sum(0), x))
+            found.append(torch.autograd.functional.hvp(lambda t: model(t).sin().sum(), x, torch.ones_like(x))[1])
+        return found
+
+    both(net, policy, use)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_anomaly_detection(policy: str) -> None:
+    def use(model: nn.Module) -> list[Tensor]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with torch.autograd.detect_anomaly():
+                return step(model) + step(model, 1)
+
+    both(net, policy, use)
+
+
+# --- what lives longer than a step ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["offload", "auto"])
+def test_a_validation_whose_output_is_held_ends_no_plan(policy: str) -> None:
+    """A forward with gradients on, as for a validation without no_grad, whose output is held until the next one."""
+    model = net()
+    mem = forebay.manage(model, policy, budget=1 << 30 if policy == "auto" else None, min_bytes=1)
+    held = None
+    sizes = None
+    for seed in range(40):
+        step(model, seed)
+        held = model(rows(100))
+        if seed == 10:
+            gc.collect()
+            sizes = containers([mem])
+    gc.collect()
+    assert held is not None and sizes is not None
+    assert mem.plan is not None
+    grown = {
+        name: (sizes[name], n) for name, n in containers([mem]).items() if n > sizes[name] + 8 and "Ledger" not in name
+    }
+    assert not grown
+
+
+@pytest.mark.parametrize("policy", ["keep", "offload"])
+def test_a_long_lived_tensor_that_a_region_returns_gathers_no_hooks(policy: str) -> None:
+    class Passing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = Mlp()
+
+        def forward(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+            return self.mlp(x) * memory, memory
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Passing(), Passing()])
+
+        def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+            for layer in self.layers:
+                x, memory = layer(x, memory)
+            return x
+
+    model = Outer()
+    forebay.manage(model, policy, min_bytes=1)
+    leaf = torch.ones(WIDTH, requires_grad=True)
+    memory = leaf * 2  # made once, used by every step
+    for seed in range(20):
+        model(rows(seed), memory).square().mean().backward(retain_graph=True)
+    assert len(memory._backward_hooks or ()) <= 2
+
+
+def test_two_threads_at_once() -> None:
+    """Each with a forward and a backward of its own on one managed model."""
+    model = net()
+    wanted = {}
+    for seed in range(4):
+        x = rows(seed).requires_grad_()
+        wanted[seed] = torch.autograd.grad(model(x).square().mean(), x)[0]
+    for policy in ("recompute", "offload"):
+        mem = forebay.manage(model, policy, min_bytes=1)
+        wrong: list[Any] = []
+
+        def work(numbers: list[int], wrong: list[Any] = wrong) -> None:
+            try:
+                for _ in range(40):
+                    for seed in numbers:
+                        x = rows(seed).requires_grad_()
+                        (grad,) = torch.autograd.grad(model(x).square().mean(), x)
+                        if not torch.equal(grad, wanted[seed]):
+                            wrong.append(seed)
+            except Exception as error:
+                wrong.append(error)
+
+        threads = [threading.Thread(target=work, args=([n, n + 2],)) for n in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        mem.detach()
+        assert not wrong, (policy, wrong[:3])
+
+
+# --- a model that changes under management -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_model_that_changes_its_dtype(policy: str) -> None:
+    both(net, policy, lambda model: step(model) + step(model, 1) + step(model.double(), 2) + step(model, 3))
+
+
+def test_a_model_that_gets_its_memory_later_is_managed_or_something_is_said() -> None:
+    """`manage` of a model on the meta device, or before `.to(device)`: regions must not stay where the model no longer is."""
+    with torch.device("meta"):
+        model = Net(Mlp(), Mlp())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            mem = forebay.manage(model, "offload", min_bytes=1)
+        except ValueError as error:
+            assert "meta" in str(error)
+            return
+        model.to_empty(device="cpu")
+        for p in model.parameters():
+            nn.init.normal_(p, 0, 0.1)
+        step(model)
+        step(model, 1)
+    moved = mem.report().moved_bytes
+    assert moved or any("meta" in str(w.message) or "device" in str(w.message) for w in caught)
+
+
+def test_managed_twice_is_refused_or_undone_in_any_order() -> None:
+    model = net()
+    wanted = step(copy.deepcopy(model))
+    first = forebay.manage(model, "recompute", min_bytes=1)
+    try:
+        second = forebay.manage(model, {"layers.0": "offload"}, min_bytes=1)
+    except ValueError as error:
+        assert "manage" in str(error)
+        return
+    first.detach()
+    second.detach()
+    assert all("forward" not in vars(layer) for layer in model.layers), "something is left of the first"
+    assert all(map(torch.equal, step(model), wanted))
+
+
+def test_new_tokens_after_manage() -> None:
+    """`resize_token_embeddings`, which chat templates bring, replaces the head that the fused loss sits on."""
+
+    def run(managed: bool) -> Tensor:
+        model = tiny()
+        if managed:
+            forebay.manage(model, "offload", min_bytes=1)
+        torch.manual_seed(4)
+        model.resize_token_embeddings(VOCABULARY + 5, mean_resizing=False)
+        ids = batch(0)
+        ids[0, 0] = VOCABULARY + 2
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        return loss.detach()
+
+    torch.testing.assert_close(run(True), run(False), rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_saved_under_management_is_configured_as_before(tmp_path: Path) -> None:
+    """A checkpoint that a trainer writes is used without Forebay: with its cache, and with experts that transformers knows."""
+    torch.manual_seed(0)
+    model = tiny(use_cache=True)
+    model.save_pretrained(tmp_path / "before")
+    mem = forebay.manage(model, "offload", min_bytes=1)
+    ids = batch(0)
+    model(input_ids=ids, labels=ids).loss.backward()
+    model.save_pretrained(tmp_path / "during")
+    mem.detach()
+    model.save_pretrained(tmp_path / "after")
+    before, during, after = (
+        json.loads((tmp_path / d / "config.json").read_text()) for d in ("before", "during", "after")
+    )
+    assert after == before
+    different = {k: (before.get(k), during.get(k)) for k in {*before, *during} if before.get(k) != during.get(k)}
+    assert not different, f"(before, under management): {different}"
+
+
+@pytest.mark.parametrize("options", [{}, THEIRS], ids=["forebay's", "its own"])
+def test_outputs_are_the_models_own_in_eval(options: dict[str, Any]) -> None:
+    model = tiny()
+    ids = batch(0)
+    asked = {"output_hidden_states": True, "output_router_logits": True}
+    with torch.no_grad():
+        wanted = model.eval()(input_ids=ids, labels=ids, **asked)
+    forebay.manage(model, "offload", min_bytes=1, **options)
+    with torch.no_grad():
+        found = model(input_ids=ids, labels=ids, **asked)
+    assert found.keys() == wanted.keys()
+    torch.testing.assert_close(found.logits, wanted.logits, rtol=1e-4, atol=1e-5)
+    assert len(found.hidden_states) == len(wanted.hidden_states)
+    for ours, theirs in zip(found.router_logits, wanted.router_logits, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_labels_that_are_all_ignored_and_a_batch_of_one_token() -> None:
+    for make in (lambda ids: torch.full_like(ids, -100), lambda ids: ids):
+        ids = batch(0)[:, :1] if make(batch(0))[0, 0] >= 0 else batch(0)
+        model = tiny()
+        wanted = model(input_ids=ids, labels=make(ids)).loss
+        forebay.manage(model, "keep")
+        found = model(input_ids=ids, labels=make(ids)).loss
+        assert torch.equal(found.isnan(), wanted.isnan())
+        assert wanted.isnan() or torch.allclose(found, wanted)

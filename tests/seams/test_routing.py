@@ -1,0 +1,176 @@
+"""A recomputation routes every token as the forward did: the same ids, bit for bit, whoever recomputes and however tokens travel.
+
+Elsewhere this is what goes wrong when MoE models are checkpointed: the second forward rounds a router's logits otherwise, a token
+goes to another expert, and gradients belong to a model that never ran. Here ids are recorded where a half returns them, in the
+forward and in the second one that backward runs.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import set_checkpoint_early_stop
+
+import forebay
+from forebay.models.expert_parallel import keep_local_experts
+from forebay.models.families import moe_blocks
+from forebay.models.halves import HalfSlot
+from forebay.moe.dispatch.local import LocalExchange
+from forebay.moe.dispatch.nccl import NcclExchange
+from tests.models.conftest import FAMILIES, VOCABULARY, build_tiny
+from tests.ranks import run_ranks
+
+MOE = sorted(set(FAMILIES) - {"llama", "qwen3"})
+MODES = ["light", "full", "save-dispatch"]
+
+
+@contextmanager
+def recorded() -> Iterator[tuple[dict[str, list[Tensor]], dict[str, list[Tensor]]]]:
+    """Ids by path of what halves return within: of their first forwards, and of those that backward runs."""
+    first: dict[str, list[Tensor]] = {}
+    again: dict[str, list[Tensor]] = {}
+    plain = HalfSlot.wrap
+
+    def wrap(self: HalfSlot, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        def recording(call: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                out = call(*args, **kwargs)
+                ids = out[2] if isinstance(out, tuple) and len(out) == 3 else getattr(out, "ids", None)
+                if ids is not None:
+                    into = first if torch._C._current_graph_task_id() == -1 else again
+                    into.setdefault(self.path, []).append(ids.detach().clone())
+                return out
+
+            return run
+
+        plain(self, lambda call: wrapper(recording(call)))
+
+    HalfSlot.wrap = wrap  # type: ignore[method-assign]
+    try:
+        # Or a second forward ends where nothing is needed any more, before the half returns.
+        with set_checkpoint_early_stop(False):
+            yield first, again
+    finally:
+        HalfSlot.wrap = plain  # type: ignore[method-assign]
+
+
+def tied(model: Any) -> Any:
+    """The model with routers that cannot tell its experts apart but for a few: every token's choice is among equals."""
+    with torch.no_grad():
+        for block in moe_blocks(model):
+            for p in block.router.parameters():
+                p[2:] = p[1:2]
+    return model
+
+
+def steps(model: Any, count: int = 2, seed: int = 2) -> None:
+    for step in range(count):
+        ids = torch.randint(1, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(seed + step))
+        model(input_ids=ids, labels=ids).loss.backward()
+        model.zero_grad()
+
+
+def same_again(first: dict[str, list[Tensor]], again: dict[str, list[Tensor]], mode: str) -> None:
+    assert first, "no router was recorded"
+    if mode == "light":
+        assert not again, "light recomputation routes once"
+        return
+    assert first.keys() == again.keys()
+    for path, ids in first.items():
+        assert len(ids) == len(again[path]) > 0
+        assert all(map(torch.equal, ids, again[path])), f"{path}: tokens are routed otherwise the second time"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", MOE)
+def test_the_ids_of_a_recomputation_are_the_forwards(family: str, mode: str) -> None:
+    for dtype, prepared, exchanged in (
+        (torch.float32, lambda model: model, False),
+        (torch.bfloat16, tied, False),
+        (torch.bfloat16, lambda model: model, True),
+    ):
+        with recorded() as (first, again):
+            model = prepared(build_tiny(family, dtype))
+            exchange = LocalExchange(moe_blocks(model)[0].experts.num_experts) if exchanged else None
+            with forebay.manage(model, {"*.mlp": "recompute"}, recompute=mode, exchange=exchange):
+                steps(model)
+        same_again(first, again, mode)
+
+
+@pytest.mark.parametrize("family", MOE)
+def test_they_are_under_autocast_and_dropout_and_with_the_models_own_experts(family: str) -> None:
+    with recorded() as (first, again):
+        model = build_tiny(family, attention_dropout=0.2)
+        with forebay.manage(model, "recompute", recompute="full", experts=None), torch.autocast("cpu", torch.bfloat16):
+            steps(model)
+    same_again(first, again, "full")
+
+
+def test_they_are_in_a_plan_that_recomputes_some_layers() -> None:
+    with recorded() as (first, again):
+        model = build_tiny("olmoe", num_hidden_layers=3)
+        policy = {"*.0.mlp": "recompute", "*.1.*": "offload", "*.2.mlp": "recompute"}
+        with forebay.manage(model, policy, recompute="full", min_bytes=1):
+            steps(model, 3)
+    assert set(again) == {"model.layers.0.mlp", "model.layers.2.mlp"}
+    same_again({path: first[path] for path in again}, again, "full")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exchanged", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "qwen3_moe"])
+def test_they_are_in_compiled_halves(family: str, mode: str, exchanged: bool) -> None:
+    with recorded() as (first, again):
+        model = tied(build_tiny(family, torch.bfloat16))
+        exchange = LocalExchange(moe_blocks(model)[0].experts.num_experts) if exchanged else None
+        with forebay.manage(model, {"*.mlp": "recompute"}, recompute=mode, exchange=exchange, compile=True):
+            steps(model)
+    same_again(first, again, mode)
+
+
+def on_a_rank(rank: int, world: int, families: list[str]) -> list[str]:
+    """What went wrong, by family and mode."""
+    wrong = []
+    for family in families:
+        for mode in MODES:
+            with recorded() as (first, again):
+                model = build_tiny(family, torch.bfloat16)
+                exchange = NcclExchange(dist.group.WORLD, moe_blocks(model)[0].experts.num_experts)
+                keep_local_experts(model, exchange)
+                with forebay.manage(model, {"*.mlp": "recompute"}, recompute=mode, exchange=exchange):
+                    steps(model, seed=10 * rank)
+            try:
+                same_again(first, again, mode)
+            except AssertionError as error:
+                wrong.append(f"{family}, {mode}: {error}")
+    return wrong
+
+
+def test_they_are_where_tokens_travel_between_ranks() -> None:
+    for wrong in run_ranks(on_a_rank, 2, ["deepseek_v3", "gpt_oss", "qwen3_moe"]):
+        assert not wrong
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("mode", ["full", "save-dispatch"])
+def test_a_bias_that_changes_between_forward_and_backward_raises_or_routes_as_before(family: str, mode: str) -> None:
+    """`RouterStats.update_bias` writes a buffer that chooses experts; one that is called too early must not go unnoticed."""
+    with recorded() as (first, again):
+        model = build_tiny(family)
+        with forebay.manage(model, {"*.mlp": "recompute"}, recompute=mode):
+            ids = torch.randint(1, VOCABULARY, (2, 12))
+            loss = model(input_ids=ids, labels=ids).loss
+            for block in moe_blocks(model):
+                bias = dict(block.router.named_buffers())["e_score_correction_bias"]
+                bias.add_(torch.linspace(-1, 1, len(bias)))
+            try:
+                loss.backward()
+            except RuntimeError as error:
+                assert "e_score_correction_bias" in str(error) or "inplace" in str(error)
+                return
+    same_again(first, again, mode)

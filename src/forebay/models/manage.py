@@ -238,7 +238,10 @@ def manage(
     _check_options(model, policy, compile, experts, loss, recompute, exchange, min_bytes)
     model, prefix = unwrap(model)
     if prefix and not isinstance(policy, str):
-        policy = {pattern.removeprefix(f"{prefix}."): placement for pattern, placement in policy.items()}
+        policy = {
+            pattern.removeprefix(f"{prefix}.") if isinstance(pattern, str) else pattern: placement
+            for pattern, placement in policy.items()
+        }
     undo: list[Callable[[], None]] = []
     lost: list[str] = []
     try:

@@ -61,8 +61,8 @@ def experts(
     """
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         raise RuntimeError(
-            "Forebay's experts do not run under transforms of torch.func (grad, vmap, jvp): use torch.autograd.grad, or leave the "
-            "model on its own experts (experts=None, or experts_implementation='eager')"
+            "Forebay's experts do not run under transforms of torch.func (grad, vmap, jvp): use torch.autograd.grad, or leave "
+            "the model on its own experts (experts=None, or experts_implementation='eager')"
         )
     _check(x, ids, weights, gate_up, down, gate_up_bias, down_bias, transposed)
     Glu(activation, interleaved, alpha, limit)

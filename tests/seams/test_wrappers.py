@@ -209,7 +209,7 @@ def autocast(model: Any, manage: Manage) -> Loss:
 
 def autocast_scaled(model: Any, manage: Manage) -> Loss:
     inner = autocast(model, manage)
-    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     return lambda ids: scaler.scale(inner(ids))
 
 
@@ -389,7 +389,7 @@ WRAPPERS: dict[str, tuple[Callable[..., Loss], str]] = {
     "checkpoint inside": (checkpoint_inside, "checkpoint"),
     "checkpoint inside, after": (partial(checkpoint_inside, before=False), "checkpoint"),
     "checkpoint inside, reentrant": (partial(checkpoint_inside, reentrant=True), "checkpoint"),
-    "save_on_cpu": (save_on_cpu_around, ""),
+    "save_on_cpu": (save_on_cpu_around, "saved_tensors_hooks"),
     "manage, ddp": (partial(ddp, first=True), ""),
     "ddp, manage": (partial(ddp, first=False), "DistributedDataParallel|module"),
     "manage, fsdp1": (partial(fsdp1, first=True, original=True), "FSDP|FullySharded"),
@@ -401,7 +401,7 @@ WRAPPERS: dict[str, tuple[Callable[..., Loss], str]] = {
     "manage, fsdp2 of mlp": (partial(fsdp2, first=True, inner="mlp"), "mlp|FSDP|fully_shard"),
     "fsdp2 of mlp, manage": (partial(fsdp2, first=False, inner="mlp"), "mlp|FSDP|fully_shard"),
     "functional_call": (functional_call, ""),
-    "functional_call, other weights": (functional_call_others, ""),
+    "functional_call, other weights": (functional_call_others, "functional_call"),
     "func.grad": (func_grad, r"torch\.func|vmap|transform"),
     "manage, compile": (partial(compiled, first=True, backend="eager"), "compile"),
     "manage, compile aot": (partial(compiled, first=True, backend="aot_eager"), "compile"),
@@ -485,7 +485,7 @@ def test_forebays_experts_and_loss_are_near_the_models_own_and_placements_change
     for ours, theirs in zip(kept.found, _plain(name).found, strict=True):
         assert ours.keys() == theirs.keys(), f"gradients of {sorted(ours.keys() ^ theirs.keys())} in one run only"
         for key in theirs:
-            loose = 0.2 if "autocast" in name else 2e-4  # bfloat16, and a scale of 16
+            loose = 0.2 if "autocast" in name else 2e-4  # bfloat16, and a scale of 2
             torch.testing.assert_close(ours[key], theirs[key], rtol=loose, atol=loose, msg=lambda m, k=key: f"{k}: {m}")
     check(wrapper, placement, kept, refusal)
 

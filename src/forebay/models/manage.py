@@ -281,7 +281,7 @@ def manage(
         undo.append(manager.detach)
         if isinstance(model, PreTrainedModel):
             undo.append(guard_base(model, checkpointing))
-        undo.append(watch_root(model, found.slots, manager.forward_begins if budget is not None else None))
+        undo.append(watch_root(model, found.slots, manager))
     except BaseException:
         _undo_all(undo)
         raise

@@ -93,9 +93,15 @@ def linear_cross_entropy(
         ValueError: shapes that do not fit, tensors on two devices, an unknown reduction,
             chunk_tokens below 1.
         TypeError: differing or integer dtypes, targets not int64.
+        RuntimeError: called under a transform of torch.func.
     """
     if reduction not in ("mean", "sum"):
         raise ValueError(f'reduction must be "mean" or "sum", got {reduction!r}')
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            "linear_cross_entropy does not run under transforms of torch.func (grad, vmap, jvp): use torch.autograd.grad, or "
+            "F.cross_entropy(F.linear(hidden, weight), targets)"
+        )
     device_type = hidden.device.type
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
@@ -192,7 +198,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Autograd's own `once_differentiable` is silent when grad_output is a constant.
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError(
-                "linear_cross_entropy is differentiable once: create_graph=True would drop the second derivative"
+                "linear_cross_entropy is differentiable once: create_graph=True would drop the second derivative; under "
+                "forebay.manage, loss=None keeps the model's own loss (and experts=None its own experts)"
             )
         # Out of place: with retain_graph the saved gradients must survive this call.
         scaled = [

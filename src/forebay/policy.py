@@ -111,6 +111,8 @@ def resolve(
     sealed = sealed or {}
     claims: dict[str, Claim] = {}
     for pattern, placement in policy.items():
+        if not isinstance(pattern, str):
+            raise PolicyError(f"{pattern!r} is no pattern on module paths; write a text such as 'model.layers.*.mlp'")
         if placement not in PLACEMENTS:
             raise PolicyError(f"{pattern!r}: placement {placement!r} is unknown; valid are {', '.join(PLACEMENTS)}")
         matched = [p for p in known if fnmatchcase(p, pattern)]

@@ -71,24 +71,33 @@ def dispatched(
 
 
 CASES = [
-    # tokens of each rank, K, H, dtype, weights' dtype, ids. A tile is 4096 words and up to 128 rows, lists go by 512.
-    ([5, 7], 2, 16, torch.bfloat16, torch.float32, "random"),
-    ([0, 0], 2, 16, torch.float16, torch.float32, "random"),
-    ([1, 0, 0], 1, 24, torch.bfloat16, torch.bfloat16, "random"),
-    ([6, 0, 9, 4], 3, 40, torch.float32, torch.float32, "holes"),
-    ([9, 8, 7], 3, 2880, torch.bfloat16, torch.float16, "random"),
-    ([6, 6], 8, 1408, torch.bfloat16, torch.float32, "random"),
-    ([1025, 511], 2, 8, torch.bfloat16, torch.float32, "random"),
-    ([127, 128, 129, 3], 4, 8, torch.float32, torch.float32, "all to one"),
-    ([5, 3], 2, 16, torch.bfloat16, torch.float32, "nobody"),
+    # tokens of each rank, K, H, dtype, weights' dtype, ids, steps. A tile is 4096 words and up to 128 rows, lists go by 512.
+    ([5, 7], 2, 16, torch.bfloat16, torch.float32, "random", 3),  # both halves, and the first again
+    ([0, 0], 2, 16, torch.float16, torch.float32, "random", 1),
+    ([1, 0, 0], 1, 24, torch.bfloat16, torch.bfloat16, "random", 1),
+    ([6, 0, 9, 4], 3, 40, torch.float32, torch.float32, "holes", 1),
+    ([3, 2, 4], 3, 2880, torch.bfloat16, torch.float16, "random", 1),
+    ([3, 3], 8, 1408, torch.bfloat16, torch.float32, "random", 1),
+    ([513, 2], 2, 8, torch.bfloat16, torch.float32, "random", 1),
+    ([129, 3], 4, 8, torch.float32, torch.float32, "all to one", 1),
+    ([5, 3], 2, 16, torch.bfloat16, torch.float32, "nobody", 1),
+]
+LARGE = [
+    ([6, 0, 9, 4], 3, 40, torch.float32, torch.float32, "holes", 3),
+    ([9, 8, 7], 3, 2880, torch.bfloat16, torch.float16, "random", 3),
+    ([1025, 511], 2, 8, torch.bfloat16, torch.float32, "random", 3),
+    ([127, 128, 129, 3], 4, 8, torch.float32, torch.float32, "all to one", 3),
 ]
 
 
-@pytest.mark.parametrize(("counts", "k", "width", "dtype", "weights", "kind"), CASES)
-def test_rows_go_there_and_back(counts, k, width, dtype, weights, kind) -> None:
+@pytest.mark.parametrize(
+    ("counts", "k", "width", "dtype", "weights", "kind", "steps"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in LARGE)],
+)
+def test_rows_go_there_and_back(counts, k, width, dtype, weights, kind, steps) -> None:
     ranks, tokens_max = len(counts), max(max(counts), 1)
     world = World(ranks, tokens_max, k, width, dtype)
-    for step in range(3):  # both halves, and the first again
+    for step in range(steps):
         x, ids, w = inputs(counts, k, width, dtype, weights, kind)
         places, received = dispatched(world, x, ids, w, ranks * tokens_max, ranks * tokens_max * k)
         for rank, (rows, local, row_weights, source, starts) in enumerate(received):
@@ -107,7 +116,7 @@ def test_rows_go_there_and_back(counts, k, width, dtype, weights, kind) -> None:
         thin = [torch.randn(r[2].shape, device=DEVICE).to(weights) for r in received]
         for r, b, t in zip(received, back, thin, strict=True):
             b[int(r[4][-1]) :] = t[int(r[4][-1]) :] = torch.nan  # behind the last row: not to be read
-        init = [torch.randn_like(t) for t in x] if step else [None] * ranks
+        init = [torch.randn_like(t) for t in x] if step or steps == 1 else [None] * ranks
         world.each(lambda b, t, r, p: push_rows(b, t, r[3], r[4], p), back, thin, received)
         sums = world.each(lambda b, t, r, at, i, p: sum_rows(b, t, r[4], at, i, p), back, thin, received, places, init)
         for rank, (y, narrow) in enumerate(sums):
@@ -121,7 +130,7 @@ def test_rows_go_there_and_back(counts, k, width, dtype, weights, kind) -> None:
             wanted = dispatch_reference(values, ids, w, rank, LOCAL, tokens_max)[0]
             assert torch.equal(rows[: wanted.shape[0]], wanted)
     for p in world.peers:
-        assert p.state[EPOCH] == 9 and p.state[BEGUN] == p.state[DONE] == 0
+        assert p.state[EPOCH] == 3 * steps and p.state[BEGUN] == p.state[DONE] == 0
         assert not p.state[TICKETS:LISTS].any()
 
 

@@ -18,7 +18,13 @@ from forebay.saved.slots import setting
 PLACEMENTS = ("keep", "offload", "recompute", {"*.0.self_attn": "offload", "*.1.mlp": "recompute", "model": "keep"})
 
 
-SMALL = {"hidden_size": 32, "moe_intermediate_size": 16, "num_experts": 8, "num_attention_heads": 2, "mlp_only_layers": []}
+SMALL = {
+    "hidden_size": 32,
+    "moe_intermediate_size": 16,
+    "num_experts": 8,
+    "num_attention_heads": 2,
+    "mlp_only_layers": [],
+}
 
 
 @pytest.fixture
@@ -55,7 +61,9 @@ def test_a_copy_after_a_step(policy, copied, model, tokens, losses_and_gradients
         assert not _equal(losses_and_gradients(model, tokens), managed)
         gradients = [p.grad for p in model.parameters()]
         assert _equal(losses_and_gradients(twin, tokens), own)
-        assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True)), "the original's were touched"
+        assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True)), (
+            "the original's were touched"
+        )
         with forebay.manage(twin, policy):
             assert _equal(losses_and_gradients(twin, tokens), managed)
         assert _equal(losses_and_gradients(twin, tokens), own)

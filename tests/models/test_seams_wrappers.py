@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
 import forebay
+from forebay.moe.dispatch.local import LocalExchange
 from forebay.policy import PolicyError
 
 
@@ -97,8 +98,6 @@ def test_a_patched_mlp_is_honoured(when, model, tokens, step):
 
 
 def test_hooks_on_the_block_are_refused_in_stages(model, tokens):
-    from forebay.moe.dispatch.local import LocalExchange
-
     with forebay.manage(model, exchange=LocalExchange(8)) as mem:
         model(tokens, labels=tokens)
         mem.profile(lambda: model(tokens, labels=tokens).loss)
@@ -145,6 +144,30 @@ def test_ddp_and_peft_wrappers_are_looked_through(model, tokens, step, one_rank)
         assert mem.report().moved_bytes > 0
     with forebay.manage(model, "offload") as mem:
         assert _equal(step(nn.parallel.DistributedDataParallel(model), tokens), expected)
+
+
+def test_fsdp1_is_looked_through(model, tokens, step, one_rank):
+    with forebay.manage(model, "keep"):
+        expected = step(model, tokens)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # one rank is not sharded
+        wrapped = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+    with forebay.manage(wrapped, "recompute") as mem:
+        assert set(mem.placements.values()) == {"recompute"} and len(mem.placements) == 4
+        assert _equal(step(wrapped, tokens), expected)
+
+
+def test_torch_compile_runs_what_is_managed_uncompiled(model, tokens, step):
+    with forebay.manage(model, "offload", offload="all"):
+        expected = step(model, tokens)
+    wrapped = torch.compile(model, backend="eager")
+    with forebay.manage(wrapped, "offload", offload="all") as mem:
+        with pytest.warns(UserWarning, match=r"runs uncompiled inside torch.compile.*compile=True"):
+            assert _equal(step(wrapped, tokens), expected)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert _equal(step(wrapped, tokens), expected)
+        assert mem.report().moved_bytes > 0
 
 
 def test_a_forward_in_which_no_region_ran_warns_once(model, tokens):

@@ -1,7 +1,7 @@
 """The runtime on small layers: gradients are those of plain autograd, tensors die when they should, nothing is left behind.
 
 Pipeline ranks are threads of this process where experts are on one rank, and gloo processes where they are on two.
-`tests/train/test_pipelined.py` runs whole models.
+`tests/train/test_matrix.py` runs whole models.
 """
 
 import gc

@@ -209,7 +209,7 @@ def autocast(model: Any, manage: Manage) -> Loss:
 
 def autocast_scaled(model: Any, manage: Manage) -> Loss:
     inner = autocast(model, manage)
-    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     return lambda ids: scaler.scale(inner(ids))
 
 
@@ -401,7 +401,7 @@ WRAPPERS: dict[str, tuple[Callable[..., Loss], str]] = {
     "manage, fsdp2 of mlp": (partial(fsdp2, first=True, inner="mlp"), "mlp|FSDP|fully_shard"),
     "fsdp2 of mlp, manage": (partial(fsdp2, first=False, inner="mlp"), "mlp|FSDP|fully_shard"),
     "functional_call": (functional_call, ""),
-    "functional_call, other weights": (functional_call_others, ""),
+    "functional_call, other weights": (functional_call_others, "functional_call"),
     "func.grad": (func_grad, r"torch\.func|vmap|transform"),
     "manage, compile": (partial(compiled, first=True, backend="eager"), "compile"),
     "manage, compile aot": (partial(compiled, first=True, backend="aot_eager"), "compile"),

@@ -34,12 +34,12 @@ def expandable() -> Iterator[None]:
     """Memory in segments that ``empty_cache`` unmaps. Blocks of other segments stay as they are."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     yield
     torch.cuda.synchronize()
     gc.collect()
     torch.cuda.empty_cache()
-    torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
 
 
 def fresh(nbytes: int = NBYTES) -> torch.Tensor:

@@ -56,8 +56,8 @@ class PoisonedPool(HostPool):
 
 @contextmanager
 def injected(at: int, what: Callable[[], None], function: str = "") -> Iterator[Callable[[], bool]]:
-    """Call `what` before bytecode number `at` of the stores' code, or of its functions of that name; at the end if there are fewer.
-    What is yielded tells whether it was called before the end."""
+    """Call `what` before bytecode number `at` of the stores' code, or of its functions of that name; at the end if there are
+    fewer. What is yielded tells whether it was called before the end."""
     left, done, early = at, False, False
 
     def local(frame: FrameType, event: str, _: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Pipelines on two GPUs, through NCCL: what is tested on gloo in `test_pipelined` and `test_pipelined_placements`, where streams
+"""Pipelines on two GPUs, through NCCL: what is tested on gloo in `test_matrix` and `test_pipelined_placements`, where streams
 and copies are real.
 
 The file is a script too: `torchrun --nproc-per-node N test_pipelined_gpu.py DEVICE FOLDER` runs all cases that N processes can,

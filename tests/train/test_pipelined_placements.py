@@ -1,5 +1,5 @@
-"""Placements under pipelines: losses and gradients are bitwise those of keeping everything, step after step; a region is
-recomputed once, whether its backward is split or whole; and split backwards give the gradients of whole ones."""
+"""What pipelines do to placements, and backwards that are split: weight gradients that come early, a region that is recomputed
+once, gradients of split backwards. That placements change no bit on any schedule is in test_matrix.py."""
 
 from pathlib import Path
 from typing import Any
@@ -26,20 +26,6 @@ TINY: dict[str, Any] = {
     "router_aux_loss_coef": 0.01,
 }
 SCHEDULES = ("dualpipev", "zbv", "interleaved-1f1b")
-PLACEMENTS: dict[str, dict[str, Any]] = {
-    "recompute": {"policy": "recompute"},
-    "recompute attention": {"policy": {"*.self_attn": "recompute"}},
-    "offload": {"policy": "offload"},
-    "offload all": {"policy": "offload", "offload": "all"},
-    "by layer": {"policy": {"model.layers.0.*attn": "offload", "model.layers.[24].mlp": "recompute"}},
-    "mixed": {"policy": {"*.self_attn": "offload", "*.mlp": "recompute"}, "offload": "all"},
-    "offload, experts again": {
-        "policy": {"*.self_attn": "offload", "*.mlp": "offload", "model.layers.[24].mlp.experts": "recompute"},
-        "offload": "all",
-    },
-    "stash": {"policy": "stash"},
-    "stash and offload": {"policy": {"*.self_attn": "offload", "*.mlp.experts": "stash"}, "offload": "all"},
-}
 STEPS = (1, 2)  # offloading measures in the first one and follows its plan in the second
 MICROBATCHES = 4  # of two pipeline ranks
 
@@ -116,34 +102,15 @@ def differences(got: Ran, wanted: Ran) -> list[str]:
     return wrong
 
 
-def placements(rank: int, world: int, folder: str, names: list[str]) -> dict[str, list[str]]:
-    """What differs from `keep`, by case."""
-    found = {}
-    for schedule in SCHEDULES:
-        wanted = Ran(folder, world, schedule, policy="keep")
-        for name in names:
-            found[f"{schedule}, {name}"] = differences(Ran(folder, world, schedule, **PLACEMENTS[name]), wanted)
-    return found
-
-
 def text_in(folder: Path) -> str:
     (folder / "a.txt").write_text("the water comes unevenly and goes on evenly. " * 400)
     return str(folder)
 
 
-@pytest.mark.parametrize(
-    ("world", "names"),
-    [(2, list(PLACEMENTS)), (4, ["offload all", "mixed", "offload, experts again", "stash and offload"])],
-)
-def test_placements_change_no_bit(tmp_path: Path, world: int, names: list[str]) -> None:
-    for found in run_ranks(placements, world, text_in(tmp_path), names):
-        assert {case: wrong for case, wrong in found.items() if wrong} == {}
-
-
 def early_weights(rank: int, world: int, folder: str) -> tuple[list[str], bool]:
     """What differs from `keep`, and whether this rank's actions come in another order."""
     wanted = Ran(folder, world, "dualpipev", world, policy="keep")
-    found = Ran(folder, world, "dualpipev", world, **PLACEMENTS["offload all"])
+    found = Ran(folder, world, "dualpipev", world, policy="offload", offload="all")
     assert sorted(map(str, found.actions)) == sorted(map(str, wanted.actions))
     return differences(found, wanted), found.actions != wanted.actions
 

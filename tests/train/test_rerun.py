@@ -187,9 +187,7 @@ def test_two_processes(tiny: Callable[..., Config]) -> None:
         ("qwen3_moe", {"parallel": {"reshard": False}}),
         ("qwen3_moe", {"parallel": {"reduce": "microbatch"}, "memory": offload}),
         ("qwen3_moe", {"parallel": {"overlap": True}}),
-        ("glm4_moe", {}),
         ("glm4_moe", {"memory": {"policy": {"*.experts": "stash"}}}),
-        ("glm4_moe", {"parallel": {"overlap": True}}),
     ]
     raws = []
     for name, changes in cases:
@@ -202,11 +200,10 @@ def test_pipelines_of_expert_groups(tiny: Callable[..., Config]) -> None:
     """pp = 2, ep = 2: ranks whose own experts had room run the step again too."""
     raws = [
         tiny(model=MODELS[name], train=TRAIN, parallel={"pp": 2, "ep": 2, "schedule": schedule}).to_dict()
-        for name in MODELS
-        for schedule in ("1f1b", "dualpipev")
+        for name, schedule in (("qwen3_moe", "1f1b"), ("glm4_moe", "dualpipev"))
     ]
     for raw in raws:
-        raw["model"]["config"] = {**raw["model"]["config"], "num_hidden_layers": 8}
+        raw["model"]["config"] = {**raw["model"]["config"], "num_hidden_layers": 4}
     check(raws, 4)
 
 

@@ -301,6 +301,7 @@ def test_sizes_that_do(tmp_path: Path) -> None:
 
     for family in FAMILIES:
         hf.configuration(sized(family, {}), 257)
+    hf.configuration(sized("deepseek_v3", {"num_key_value_heads": 128}), 257)  # transformers' default
     for name in PUBLISHED:
         hf.configuration(Model(family=name), 257)
     for name in ("llama", "qwen3", "gpt2", "mamba", "gemma2", "phi3", "deepseek_v3", "qwen3_next"):

@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forebay.kernels.launch import Backend, on_device_of, use_triton
+from forebay.kernels.launch import Backend, check_written, on_device_of, packed, use_triton
 
 # One program walks one row, `_launch_shape` columns at a time. Not below 1024 on 4 warps: with less
 # than a 16-byte vector a thread, Triton gives one element to several threads, and in the second
@@ -154,8 +154,9 @@ def cross_entropy_(
     """Cross entropy of each row; overwrites `logits` by their gradient if `write_grad`.
 
     Args:
-        logits: [C, V], last dimension contiguous. V >= 1. Rows may lie further apart than V.
-        targets: [C] int64, on the same device.
+        logits: [C, V], last dimension contiguous. V >= 1. Rows may lie further apart than V; they must not overlap if
+            `write_grad`.
+        targets: [C] int64, on the same device, any stride.
         ignore_index: rows with this target have loss 0 and gradient 0.
         write_grad: overwrite `logits` by `softmax - onehot`; otherwise leave them alone.
         backend: "auto" is Triton on a CUDA device (fp64 excepted), PyTorch elsewhere.
@@ -167,7 +168,9 @@ def cross_entropy_(
         ValueError: shapes or strides other than the above, or tensors on two devices.
         TypeError: targets not int64, logits not floating point, Triton asked for fp64.
     """
-    _check(logits, targets)
+    targets = _checked(logits, targets)
+    if write_grad:
+        check_written("logits", logits)
     form = _triton_ if use_triton(backend, logits) else _reference_
     return form(logits, targets, ignore_index, write_grad)
 
@@ -178,18 +181,12 @@ def _launch_shape(n_cols: int) -> tuple[int, int]:
     return block, 8 if block == _MAX_BLOCK else 4
 
 
-def _check(logits: Tensor, targets: Tensor) -> None:
+def _checked(logits: Tensor, targets: Tensor) -> Tensor:
+    """The targets, contiguous."""
     if logits.dim() != 2 or logits.shape[1] < 1:
         raise ValueError(f"logits must be [C, V] with V >= 1, got {tuple(logits.shape)}")
     if logits.stride(1) != 1 and logits.shape[1] > 1:
         raise ValueError(f"logits must be contiguous along V, got strides {logits.stride()}")
     if not logits.is_floating_point():
         raise TypeError(f"logits must be floating point, got {logits.dtype}")
-    if targets.shape != logits.shape[:1]:
-        raise ValueError(
-            f"targets must be [{logits.shape[0]}] for logits {tuple(logits.shape)}, got {tuple(targets.shape)}"
-        )
-    if targets.dtype != torch.int64:
-        raise TypeError(f"targets must be int64, got {targets.dtype}")
-    if targets.device != logits.device:
-        raise ValueError(f"logits on {logits.device}, targets on {targets.device}")
+    return packed("targets", targets, logits, [logits.shape[0]], [torch.int64])

@@ -1,4 +1,4 @@
-"""What the row kernels share when they are launched: the choice of backend, the device, the tile.
+"""What the row kernels share when they are launched: checked arguments, the choice of backend, the device, the tile.
 
 `auto` takes Triton for tensors on a CUDA device and plain PyTorch elsewhere. A test names `triton`
 for CPU tensors, under TRITON_INTERPRET=1, or `reference` for CUDA tensors. No state.
@@ -6,6 +6,7 @@ for CPU tensors, under TRITON_INTERPRET=1, or `reference` for CUDA tensors. No s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
@@ -32,6 +33,50 @@ def use_triton(backend: Backend, tensor: Tensor) -> bool:
             raise TypeError("the Triton kernels compute in fp32: fp64 needs backend='reference'")
         return False
     return backend == "triton" or (backend == "auto" and tensor.is_cuda)
+
+
+INDICES = (torch.int32, torch.int64)
+
+
+def packed(
+    name: str, tensor: Tensor, like: Tensor, shape: Sequence[int | None], dtypes: Sequence[torch.dtype] = ()
+) -> Tensor:
+    """`tensor`, or a contiguous copy: kernels find its elements by shape alone. A storage offset is part of its address.
+
+    Args:
+        like: on the device that the tensor must be on.
+        shape: None: any length.
+        dtypes: valid ones; any floating dtype if there are none.
+
+    Raises:
+        ValueError: another shape or device.
+        TypeError: another dtype.
+    """
+    if len(shape) != tensor.dim() or any(n is not None and n != m for n, m in zip(shape, tensor.shape, strict=True)):
+        wanted = ", ".join("any" if n is None else str(n) for n in shape)
+        raise ValueError(f"{name} must be [{wanted}], got {list(tensor.shape)}")
+    if not (tensor.dtype in dtypes if dtypes else tensor.is_floating_point()):
+        valid = " or ".join(str(dtype) for dtype in dtypes) or "floating point"
+        raise TypeError(f"{name} must be {valid}, got {tensor.dtype}")
+    if tensor.device != like.device:
+        raise ValueError(f"{name} must be on {like.device}, got a tensor on {tensor.device}")
+    return tensor.contiguous()
+
+
+def check_written(name: str, tensor: Tensor) -> None:
+    """That no two elements of a tensor that a kernel writes to share memory.
+
+    Raises:
+        ValueError: they do, as in an expanded tensor.
+    """
+    reach = 1
+    for stride, n in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if n > 1 and tensor.numel():
+            if stride < reach:
+                raise ValueError(
+                    f"{name} is written to, but its rows overlap: strides {tensor.stride()}, {list(tensor.shape)}"
+                )
+            reach += stride * (n - 1)
 
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:

@@ -36,7 +36,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forebay.kernels.launch import Backend, on_device_of, use_triton
+from forebay.kernels.launch import INDICES, Backend, on_device_of, packed, use_triton
 
 # Elements of `FreePages.state`.
 HEAD, TAIL, SHORT, MOST = 0, 1, 2, 3
@@ -338,8 +338,11 @@ def take_pages(
         wanted: (live [1] int32 or int64 on the device, page_rows, max_pages) of each tensor; live rows need at most max_pages.
 
     Raises:
-        ValueError: more than four tensors.
+        ValueError: more than four tensors; live numbers or free pages of another shape or device, or not contiguous.
+        TypeError: of another dtype.
     """
+    _check_free(stack)
+    wanted = [(packed("live", live, stack.pages, [1], INDICES), fit, most) for live, fit, most in wanted]
     if not 0 < len(wanted) <= TOGETHER:
         raise ValueError(f"pages are taken for 1 to {TOGETHER} tensors at once, got {len(wanted)}")
     # Tables begin on 16 bytes, so that kernels are not compiled again for where a table happens to lie.
@@ -359,7 +362,16 @@ def take_pages(
 
 
 def give_pages(stack: FreePages, tables: Sequence[Tensor], *, backend: Backend = "auto") -> None:
-    """The pages of the tables are free again, each once; entries of -1 are left out. One launch for up to four tables."""
+    """The pages of the tables are free again, each once; entries of -1 are left out. One launch for up to four tables.
+
+    Args:
+        tables: [max_pages] int32 each, any stride.
+
+    Raises:
+        ValueError, TypeError: a table or free pages of another shape, device or dtype.
+    """
+    _check_free(stack)
+    tables = [packed("table", table, stack.pages, [None], [torch.int32]) for table in tables]
     if not use_triton(backend, stack.pages):
         _give_reference(stack, tables)
         return
@@ -396,11 +408,18 @@ def _launch(tensors: Sequence[Tensor], tables: Sequence[PageTable], to_pages: bo
     pairs = list(zip(tensors, tables, strict=True))
     for tensor, table in pairs:
         check_table(table)
-        if not tensor.is_contiguous() or tensor.shape[0] != table.rows or tensor.nbytes != table.rows * table.row_bytes:
+        if (
+            not tensor.is_contiguous()
+            or tensor.dim() == 0
+            or tensor.shape[0] != table.rows
+            or tensor.nbytes != table.rows * table.row_bytes
+        ):
             raise ValueError(
                 f"a table of {table.rows} rows of {table.row_bytes} bytes needs a contiguous tensor of as many, got "
                 f"{tuple(tensor.shape)} {tensor.dtype}, strides {tensor.stride()}"
             )
+        if tensor.device != table.arena.device.device:
+            raise ValueError(f"a tensor on {tensor.device} for pages on {table.arena.device.device}")
         if table.arena.device is not tables[0].arena.device or table.arena.host is not tables[0].arena.host:
             raise ValueError("tables of one call must be of one arena")
     pairs = [(tensor, table) for tensor, table in pairs if tensor.numel()]
@@ -449,10 +468,17 @@ def check_table(table: PageTable) -> None:
     """Before a kernel that gets it.
 
     Raises:
-        ValueError: an arena whose memory or pages are not aligned; a row that is larger than a page; not as many entries as the
-            rows need.
+        ValueError: an arena whose memory or pages are not aligned, or not whole; a row that is larger than a page; not as many
+            entries as the rows need, or entries that are not contiguous.
+        TypeError: entries or a live number of another dtype.
     """
     arena = table.arena
+    for name, memory in (("device", arena.device), ("host", arena.host)):
+        if memory.dtype != torch.uint8 or memory.dim() != 1 or not memory.is_contiguous():
+            raise ValueError(
+                f"an arena's {name} memory must be contiguous [bytes] uint8, got {list(memory.shape)} {memory.dtype}, "
+                f"strides {memory.stride()}"
+            )
     if arena.page_bytes % PAGE_ALIGN or arena.device.data_ptr() % 16 or arena.host.data_ptr() % 16:
         raise ValueError(
             f"an arena begins on 16 bytes and its pages are multiples of {PAGE_ALIGN} bytes, got memory at "
@@ -465,6 +491,18 @@ def check_table(table: PageTable) -> None:
             f"{table.rows} rows, {table.page_rows} on a page, need {triton.cdiv(table.rows, table.page_rows)} entries, "
             f"got {tuple(table.pages.shape)}"
         )
+    if not table.pages.is_contiguous():  # a table is what `take_pages` made: no copy, which a capture would keep
+        raise ValueError(f"a table's entries must be contiguous, got strides {table.pages.stride()}")
+    packed("a table's entries", table.pages, arena.device, [None], [torch.int32])
+    packed("live", table.live, arena.device, [1], INDICES)
+
+
+def _check_free(stack: FreePages) -> None:
+    """Read and written in place."""
+    packed("free pages", stack.pages, stack.pages, [None], [torch.int32])
+    packed("state of free pages", stack.state, stack.pages, [4], [torch.int64])
+    if not (stack.pages.is_contiguous() and stack.state.is_contiguous()):
+        raise ValueError(f"free pages must be contiguous, got strides {stack.pages.stride()}, {stack.state.stride()}")
 
 
 def _programs(tiles: int, tensor: Tensor) -> int:

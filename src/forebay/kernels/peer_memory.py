@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 import triton
 from torch import Tensor
 
@@ -187,8 +188,47 @@ class PeerMemory:
     programs: int = 4
     meet: Callable[[], None] | None = None
 
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            ValueError: a tensor that is not contiguous, or of another size.
+        """
+        needed = {"base": self.layout.total, "offsets": self.layout.ranks, "state": self.layout.state_size}
+        for name, size in needed.items():
+            tensor: Tensor = getattr(self, name)
+            if tensor.dim() != 1 or tensor.shape[0] < size or not tensor.is_contiguous():
+                raise ValueError(
+                    f"{name} must be contiguous with {size} elements, got {list(tensor.shape)}, strides {tensor.stride()}"
+                )
 
-def aligned(rows: Tensor) -> Tensor:
-    """[N, H] contiguous and on a 16-byte boundary: a copy only where it is neither."""
+
+def aligned(name: str, rows: Tensor, peers: PeerMemory) -> Tensor:
+    """[N, H] contiguous and on a 16-byte boundary: a copy only where it is neither.
+
+    Raises:
+        ValueError: rows of other bytes than the layout's, or on another device.
+    """
+    at = peers.layout
+    if rows.dim() != 2 or rows.shape[1] * rows.element_size() != at.row_bytes or rows.device != peers.base.device:
+        raise ValueError(
+            f"{name} must be rows of {at.row_bytes} bytes on {peers.base.device}, got {list(rows.shape)} {rows.dtype} on "
+            f"{rows.device}"
+        )
     rows = rows.contiguous()
     return rows.clone() if rows.data_ptr() % 16 else rows
+
+
+def moved(name: str, values: Tensor, peers: PeerMemory, rows: int) -> Tensor:
+    """[N, K] as integers of its size, contiguous: values that are moved and not computed with.
+
+    Raises:
+        ValueError: another shape, device or size of an element.
+    """
+    words = {2: torch.int16, 4: torch.int32}
+    shape = (rows, peers.layout.slots)
+    if values.shape != shape or values.element_size() not in words or values.device != peers.base.device:
+        raise ValueError(
+            f"{name} must be {list(shape)} of 2 or 4 bytes on {peers.base.device}, got {list(values.shape)} {values.dtype} on "
+            f"{values.device}"
+        )
+    return values.contiguous().view(words[values.element_size()])

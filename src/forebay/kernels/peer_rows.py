@@ -33,8 +33,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forebay.kernels.launch import on_device_of
-from forebay.kernels.peer_memory import LIST_BLOCK, LISTS, PeerMemory, aligned
+from forebay.kernels.launch import on_device_of, packed
+from forebay.kernels.peer_memory import LIST_BLOCK, LISTS, PeerMemory, aligned, moved
 from forebay.kernels.peer_send import list_tokens, stage
 from forebay.kernels.peer_sync import copy_rows, draw, half_of, leave, peer_of, tell, wait
 
@@ -42,6 +42,7 @@ Received = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """rows [C, H], ids [C, K] int32, weights [C, K], source [C], starts [P + 1]."""
 _WARPS = 8
 _SLOT_BLOCK = 1024
+_INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 # Programs of each role, in units of `PeerMemory.programs`. Four H200, 256 MiB a rank: 652 us; 2 and 2: 680.
 _STAGERS = 1
 _FETCHERS = 1
@@ -299,12 +300,28 @@ def _launch(
     slots_max: int = 0,
     local_experts: int = 0,
 ) -> None:
-    """One launch of the roles that are given."""
+    """One launch of the roles that are given.
+
+    Raises:
+        ValueError: more tokens than the layout's; a tensor of another shape, size of an element or device.
+        TypeError: a tensor of another dtype.
+    """
     at = peers.layout
     block_rows = at.block_rows()
     x, ids, weights, places = fill or (None, None, None, None)
     out, ids_out, weights_out, source, starts = drain or (None, None, None, None, None)
     n_tokens, capacity = (0 if x is None else x.shape[0]), (0 if out is None else out.shape[0])
+    if n_tokens > at.tokens:
+        raise ValueError(f"{n_tokens} tokens for memory of {at.tokens}")
+    if x is not None:
+        x = aligned("tokens", x, peers)
+    if ids is not None:
+        ids = packed("ids", ids, peers.base, [n_tokens, at.slots], _INTEGERS)
+    if weights is not None:
+        weights = moved("weights", weights, peers, n_tokens)
+    if source is not None and starts is not None:
+        source = packed("source", source, peers.base, [capacity], [torch.int32])
+        starts = packed("starts", starts, peers.base, [at.ranks + 1], [torch.int32])
     lists = 0 if ids is None else at.ranks * max(1, triton.cdiv(n_tokens, LIST_BLOCK))
     tiles = triton.cdiv(min(n_tokens, at.chunk_tokens), block_rows)
     stagers = 0 if x is None else max(1, min(_STAGERS * peers.programs, tiles))
@@ -312,13 +329,9 @@ def _launch(
     fetchers = 0 if out is None else max(1, min(_FETCHERS * peers.programs, tiles))
     with on_device_of(peers.base):
         _rows_kernel[(lists + stagers + fetchers,)](
-            None if x is None else aligned(x).view(torch.int32),
-            None if ids is None else ids.contiguous(),
-            None if weights is None else _raw(weights),
-            places,
-            None if out is None else out.view(torch.int32),
-            ids_out,
-            None if weights_out is None else _raw(weights_out),
+            None if x is None else x.view(torch.int32), ids, weights, places,
+            None if out is None else out.view(torch.int32), ids_out,
+            None if weights_out is None else moved("weights", weights_out, peers, capacity),
             source, starts, peers.base, peers.offsets, peers.state,
             peers.rank, n_tokens, at.tokens, capacity, slots_max, local_experts, lists, stagers,
             at.chunk_tokens, peers.timeout_ns,
@@ -329,11 +342,6 @@ def _launch(
             WORDS=at.words, BLOCK_R=block_rows, BLOCK_W=at.block_words(), LIST_BLOCK=LIST_BLOCK, SLOT_BLOCK=_SLOT_BLOCK,
             TAIL=128, WAIT=peers.meet is None, num_warps=_WARPS,
         )  # fmt: skip
-
-
-def _raw(weights: Tensor) -> Tensor:
-    """The same memory as integers: weights are moved, not computed with."""
-    return weights.contiguous().view({2: torch.int16, 4: torch.int32}[weights.element_size()])
 
 
 def dispatch_reference(

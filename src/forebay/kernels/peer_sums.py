@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forebay.kernels.launch import column_block, on_device_of
-from forebay.kernels.peer_memory import PeerMemory, aligned
+from forebay.kernels.launch import column_block, on_device_of, packed
+from forebay.kernels.peer_memory import PeerMemory, aligned, moved
 from forebay.kernels.peer_sync import copy_rows, draw, half_of, leave, peer_of, tell, wait
 
 _WARPS = 8
@@ -235,21 +235,35 @@ def _launch(
     starts: Tensor,
     drain: tuple[Tensor, Tensor | None, Tensor, Tensor | None] | None = None,
 ) -> None:
-    """One launch: to push if `source` is given, to sum if `drain` is."""
+    """One launch: to push if `source` is given, to sum if `drain` is.
+
+    Raises:
+        ValueError: more tokens than the layout's; a tensor of another shape, size of an element or device.
+        TypeError: a tensor of another dtype.
+    """
     at = peers.layout
     block_rows = at.block_rows()
-    rows = aligned(rows)
+    rows = aligned("rows", rows, peers)
     narrow = None if narrow is None else narrow.contiguous()
+    words = None if narrow is None else moved("narrow", narrow, peers, rows.shape[0])
     places, init, y, narrow_y = drain or (None, None, None, None)
     n_tokens, width = (0 if y is None else y.shape[0]), rows.shape[1]
+    if n_tokens > at.tokens:
+        raise ValueError(f"{n_tokens} tokens for memory of {at.tokens}")
+    if source is not None:
+        source = packed("source", source, peers.base, [rows.shape[0]], [torch.int32])
+    starts = packed("starts", starts, peers.base, [at.ranks + 1], [torch.int32])
+    if places is not None:
+        places = packed("places", places, peers.base, [n_tokens, at.ranks], [torch.int32])
+    if init is not None:
+        init = packed("init", init, peers.base, [n_tokens, width])
     tiles = (at.ranks - 1) * triton.cdiv(min(rows.shape[0], at.chunk_tokens), block_rows)
     pushers = 0 if source is None else max(1, min(_PUSHERS * peers.programs, tiles))
     adders = 0 if y is None else max(1, min(_ADDERS * peers.programs, n_tokens))
-    words = None if narrow is None else narrow.view({2: torch.int16, 4: torch.int32}[narrow.element_size()])
     with on_device_of(peers.base):
         _sums_kernel[(pushers + adders,)](
             rows.view(torch.int32), words, rows, narrow, source, starts,
-            places, None if init is None else init.contiguous(), y, narrow_y, peers.base, peers.offsets, peers.state,
+            places, init, y, narrow_y, peers.base, peers.offsets, peers.state,
             peers.rank, at.tokens, n_tokens, pushers, at.chunk_tokens, peers.timeout_ns,
             at.half, at.flags_at, at.landing_at, at.narrow_at,
             FILL=source is not None, DRAIN=drain is not None, WITH_INIT=init is not None, WITH_NARROW=narrow is not None,

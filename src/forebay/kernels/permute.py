@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forebay.kernels.launch import Backend, column_block, on_device_of, use_triton
+from forebay.kernels.launch import INDICES, Backend, column_block, on_device_of, packed, use_triton
 
 # Swept on an H200 at H = 2048, K = 8, bf16 (a device copy there moves 4.24 TB/s). gather_rows: 2048
 # elements, 512 columns: 5.4 TB/s of logical traffic (the cache serves some of the K reads of a
@@ -97,21 +97,26 @@ def gather_rows(x: Tensor, order: Tensor, offs: Tensor, slots_per_token: int, *,
 
     Args:
         x: [T, H]; a last dimension that is not contiguous is copied first.
-        order: [R] int32, R <= T * slots_per_token.
-        offs: [E] int32 on x's device; rows from offs[-1] on are sentinels.
+        order: [R] int32 or int64, R <= T * slots_per_token.
+        offs: [E] int32 on x's device, E >= 1; rows from offs[-1] on are sentinels.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: shapes or devices that do not fit.
+        TypeError: x not floating point, numbers that are no integers of 32 or 64 bits.
     """
     if x.dim() != 2 or order.dim() != 1 or order.shape[0] > x.shape[0] * slots_per_token:
         raise ValueError(
             f"x {tuple(x.shape)} with {slots_per_token} slots a token needs order "
             f"[R], R <= {x.shape[0] * slots_per_token}, got {tuple(order.shape)}"
         )
+    if not x.is_floating_point():
+        raise TypeError(f"x must be floating point, got {x.dtype}")
     n_rows, width = order.shape[0], x.shape[1]
+    order = packed("order", order, x, [n_rows], INDICES)
+    n_live = packed("offs[-1:]", offs[-1:], x, [1], INDICES)
     if not use_triton(backend, x):
         out = x[order.long() // slots_per_token]
-        live = torch.arange(n_rows, device=x.device) < offs[-1]
+        live = torch.arange(n_rows, device=x.device) < n_live
         return out.masked_fill_(~live.unsqueeze(1), 0.0)
     x = x if x.stride(1) == 1 else x.contiguous()
     out = torch.empty((n_rows, width), dtype=x.dtype, device=x.device)
@@ -123,7 +128,7 @@ def gather_rows(x: Tensor, order: Tensor, offs: Tensor, slots_per_token: int, *,
         _gather_kernel[(triton.cdiv(n_rows, block_r), triton.cdiv(width, block_h))](
             x,
             order,
-            offs[-1:],
+            n_live,
             out,
             n_rows,
             width,
@@ -141,16 +146,19 @@ def combine_rows(rows: Tensor, inverse: Tensor, *, init: Tensor | None = None, b
 
     Args:
         rows: [R, H]; rows that `inverse` does not name are not read.
-        inverse: [T, K] int32, row of each slot, -1 to leave the slot out.
+        inverse: [T, K] int32 or int64, row of each slot, -1 to leave the slot out.
         init: [T, H] in any floating dtype, added in fp32 before the rows.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: shapes or devices that do not fit.
+        TypeError: rows or init that are not floating point, numbers that are no integers of 32 or 64 bits.
     """
+    rows = packed("rows", rows, rows, [None, None])
+    inverse = packed("inverse", inverse, rows, [None, None], INDICES)
     n_tokens, k = inverse.shape
     width = rows.shape[1]
-    if init is not None and init.shape != (n_tokens, width):
-        raise ValueError(f"init must be {(n_tokens, width)}, got {tuple(init.shape)}")
+    if init is not None:
+        init = packed("init", init, rows, [n_tokens, width])
     if not use_triton(backend, rows):
         compute = torch.float64 if rows.dtype == torch.float64 else torch.float32
         total = torch.zeros((n_tokens, width), dtype=compute, device=rows.device)
@@ -162,8 +170,6 @@ def combine_rows(rows: Tensor, inverse: Tensor, *, init: Tensor | None = None, b
                 picked = rows[row.clamp(min=0)].to(compute)
                 total += torch.where((row >= 0).unsqueeze(1), picked, 0.0)
         return total.to(rows.dtype)
-    rows, inverse = rows.contiguous(), inverse.contiguous()
-    init = None if init is None else init.contiguous()
     y = torch.empty((n_tokens, width), dtype=rows.dtype, device=rows.device)
     if y.numel() == 0:
         return y

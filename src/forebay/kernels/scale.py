@@ -41,8 +41,10 @@ def scale(x: Tensor, factor: Tensor, dtype: torch.dtype, *, backend: Backend = "
 
     Raises:
         ValueError: x not contiguous; factor of another size or device.
-        TypeError: factor of another dtype.
+        TypeError: x not floating point; factor of another dtype.
     """
+    if not x.is_floating_point():
+        raise TypeError(f"x must be floating point, got {x.dtype}")
     if not x.is_contiguous():
         raise ValueError(f"x must be contiguous, got strides {x.stride()} for {tuple(x.shape)}")
     if factor.numel() != 1 or factor.device != x.device:

@@ -97,8 +97,19 @@ def sort_slots(ids: Tensor, num_experts: int, *, backend: Backend = "auto") -> t
     """(order, inverse, offs) of the module docstring.
 
     Args:
-        ids: [T, K], any integer dtype, fewer than 2**31 - 512 slots.
+        ids: [T, K], any integer dtype and strides, fewer than 2**31 - 512 slots.
+
+    Raises:
+        ValueError: no [T, K], no expert, too many slots for int32.
+        TypeError: ids that are no integers.
     """
+    if ids.dim() != 2 or num_experts < 1 or ids.numel() >= 2**31 - _CHUNK:
+        raise ValueError(
+            f"ids must be [T, K] with fewer than {2**31 - _CHUNK} slots, for 1 expert or more; "
+            f"got {list(ids.shape)} for {num_experts}"
+        )
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise TypeError(f"ids must be integers, got {ids.dtype}")
     if not use_triton(backend, ids) or ids.numel() == 0:
         return _sort_slots_reference(ids, num_experts)
     ids = ids.contiguous()

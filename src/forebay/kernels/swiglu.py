@@ -36,7 +36,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forebay.kernels.launch import Backend, column_block, on_device_of, use_triton
+from forebay.kernels.launch import INDICES, Backend, column_block, on_device_of, packed, use_triton
 from forebay.kernels.pages import PageTable, check_table, restore, row_places, stash
 
 # Elements of a program's tile in the [R, I] plane, at most 512 columns wide: 8 a thread and operand
@@ -322,17 +322,20 @@ def swiglu_forward(
     Args:
         h: [R, 2I], any strides (made contiguous if it is not).
         weights: [N] (or [T, K] with T*K = N) by slot, N >= R, any floating dtype.
-        order: [R] int32, row -> slot, each slot at most once.
+        order: [R] int32 or int64, row -> slot, each slot at most once.
         offs: [E] int32 on h's device, end row of each expert; rows from offs[-1] on are sentinels.
-        bias: [E, 2I], laid out as h's columns, added before the activation.
-        row_expert: [R] int32, the expert of each live row; needed with `bias`.
+        bias: [E, 2I] in h's dtype, laid out as h's columns, added before the activation.
+        row_expert: [R] int32 or int64, the expert of each live row; needed with `bias`.
         pages: where h's live rows are written as well, without the bias; its `live` is offs[-1].
 
     Raises:
-        ValueError: shapes that do not fit, or bias without row_expert.
+        ValueError: shapes or devices that do not fit, or bias without row_expert.
+        TypeError: weights or h that are not floating point, bias in another dtype than h, numbers that are no integers of 32 or
+            64 bits.
     """
-    weights, bias = _prepare(h.shape, weights, order, bias, row_expert)
-    h, rows, inner = h.contiguous(), h.shape[0], h.shape[1] // 2
+    h = packed("h", h, h, [None, None])
+    weights, order, offs, bias, row_expert = _prepare(h, h.shape, weights, order, offs, bias, row_expert)
+    rows, inner = h.shape[0], h.shape[1] // 2
     if pages is not None:
         _check_pages(pages, h.shape, h.dtype)
     if not use_triton(backend, h):
@@ -399,14 +402,15 @@ def swiglu_backward(
 
     Args:
         h: [R, 2I], any strides, or the pages that `swiglu_forward` wrote it to, in da's dtype.
-        da: [R, I], the gradient with respect to act.
+        da: [R, I], the gradient with respect to act, in h's dtype.
         over_h, over_da: write dh over h, act over da: the caller gives those tensors up. They save
             4RI and 2RI bytes of peak (bf16). Pages are not written over.
         others: as in `swiglu_forward`.
 
     Raises:
-        ValueError: shapes that do not fit, bias without row_expert, or a tensor to be written over
+        ValueError: shapes or devices that do not fit, bias without row_expert, or a tensor to be written over
             that is not contiguous or starts at an odd element of its storage.
+        TypeError: as in `swiglu_forward`, and da in another dtype than h.
     """
     pages = h if isinstance(h, PageTable) else None
     shape: Sequence[int]
@@ -421,15 +425,15 @@ def swiglu_backward(
             source = torch.zeros(shape, dtype=dtype, device=da.device)
             restore([h], [source], backend="reference")
     else:
-        shape, dtype, source = h.shape, h.dtype, h.contiguous()
+        shape, dtype, source = h.shape, h.dtype, packed("h", h, da, [None, None])
     for over, t in ((over_h, h), (over_da, da)):
         if over and isinstance(t, Tensor) and (not t.is_contiguous() or t.storage_offset() % 2):
             raise ValueError("a tensor to be written over must be contiguous, from an even offset")
-    weights, bias = _prepare(shape, weights, order, bias, row_expert)
-    da = da.contiguous()
     rows, inner = shape[0], shape[1] // 2
     if da.shape != (rows, inner):
         raise ValueError(f"da must be {(rows, inner)} for h {tuple(shape)}, got {tuple(da.shape)}")
+    da = packed("da", da, da, [rows, inner], [dtype])
+    weights, order, offs, bias, row_expert = _prepare(da, shape, weights, order, offs, bias, row_expert)
     compute = torch.float64 if dtype == torch.float64 else torch.float32
     new_dh = source if over_h else torch.empty(shape, dtype=dtype, device=da.device)
     dh = new_dh if need_dh else None
@@ -540,9 +544,15 @@ def _check_pages(pages: PageTable, shape: Sequence[int], dtype: torch.dtype) -> 
 
 
 def _prepare(
-    shape: Sequence[int], weights: Tensor, order: Tensor, bias: Tensor | None, row_expert: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Checked against h's shape, and contiguous: weights by slot and bias."""
+    like: Tensor,
+    shape: Sequence[int],
+    weights: Tensor,
+    order: Tensor,
+    offs: Tensor,
+    bias: Tensor | None,
+    row_expert: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Checked against h's shape, dtype and device (`like`'s), and contiguous: weights by slot, and the others."""
     if len(shape) != 2 or shape[1] % 2:
         raise ValueError(f"h must be [R, 2I], got {tuple(shape)}")
     rows = shape[0]
@@ -553,7 +563,13 @@ def _prepare(
         )
     if bias is not None and row_expert is None:
         raise ValueError("bias needs row_expert, the expert of each row")
-    return weights.reshape(-1).contiguous(), None if bias is None else bias.contiguous()
+    return (
+        packed("weights", weights.reshape(-1), like, [None]),
+        packed("order", order, like, [rows], INDICES),
+        packed("offs", offs, like, [None], INDICES),
+        None if bias is None else packed("bias", bias, like, [None, shape[1]], [like.dtype]),
+        None if row_expert is None else packed("row_expert", row_expert, like, [rows], INDICES),
+    )
 
 
 def _live(h: Tensor, offs: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forebay.kernels.launch import Backend, on_device_of, use_triton
+from forebay.kernels.launch import INDICES, Backend, check_written, on_device_of, packed, use_triton
 
 # Swept on an H200 over two models' gate_up and down. 8 warps: 1.25 times as long; 2 stages 1.1; tiles of 128 x 64, 256 x 64 or
 # 64 x 256 elements 1.16 to 1.2. Slower too: loads by descriptors (TMA), a last round of its own so that the others need no mask
@@ -84,14 +84,23 @@ def add_rows_by_rows(total: Tensor, left: Tensor, right: Tensor, offs: Tensor, *
     """Add left[rows of e].T @ right[rows of e] to total[e]; see the module docstring.
 
     Args:
-        total: [E, M, N] of fp32, or fp64 for operands of that; its last dimension contiguous.
+        total: [E, M, N] of fp32, or fp64 for operands of that; its last dimension contiguous,
+            no two elements in one place.
         left: [R, M]; a last dimension that is not contiguous is copied first.
         right: [R, N] of left's dtype; likewise.
-        offs: [E] int32. The plain form, which fp64 takes, reads it on the host.
+        offs: [E] int32, any stride. The plain form, which fp64 takes, reads it on the host.
 
     Raises:
-        ValueError: shapes that do not fit, or dtypes that do not.
+        ValueError: shapes, devices or dtypes that do not fit, a total that overlaps itself.
+        TypeError: offs that are no integers of 32 or 64 bits.
     """
+    if left.dim() != 2 or right.dim() != 2 or left.device != right.device or left.device != total.device:
+        raise ValueError(
+            f"left [R, M], right [R, N] and total must be on one device, got {list(left.shape)} on {left.device}, "
+            f"{list(right.shape)} on {right.device}, total on {total.device}"
+        )
+    offs = packed("offs", offs, left, [None], INDICES)
+    check_written("total", total)
     experts, m, n = offs.shape[0], left.shape[1], right.shape[1]
     if total.shape != (experts, m, n) or left.shape[0] != right.shape[0]:
         raise ValueError(

@@ -49,7 +49,7 @@ def install_experts(model: nn.Module) -> Callable[[], None]:
         if not uses_forebay(experts) and not is_patched(experts):
             put_setting(experts, _INSTALLED, True)
             undo.append(lambda module=experts: drop_setting(module, _INSTALLED))
-            undo.append(install(experts, lambda _: _run_experts))
+            undo.append(install(experts, lambda _: _run_experts, traceable=True))
 
     def restore() -> None:
         while undo:

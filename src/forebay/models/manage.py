@@ -194,7 +194,8 @@ def manage(
 ) -> Managed:
     """Put the saved tensors of `model` under a policy.
 
-    Adapters (PEFT), FSDP, DDP and Accelerate may be put on the model before or after this. ``copy.deepcopy`` and pickle
+    Adapters (PEFT), FSDP, DDP and Accelerate may be put on the model before or after this; inside ``torch.compile`` it runs
+    uncompiled (`compile=True` compiles its layers). ``copy.deepcopy`` and pickle
     (``torch.save(model)``) of a managed model give an unmanaged one, independent of it, that has the model's own experts and
     loss; manage the copy if it is to be trained.
 
@@ -212,7 +213,8 @@ def manage(
         compile: compile the halves of the decoder layers, so that autograd saves less.
         experts: ``"forebay"`` for the minimal-residual experts, None to leave the model's own.
         loss: ``"fused"`` for the loss that never holds ``[tokens, vocabulary]`` and returns no logits, in training mode;
-            ``"fused-always"`` in `eval()` as well; None to leave the model's own.
+            ``"fused-always"`` in `eval()` as well, and refuses a model whose loss it does not know; None to leave the model's
+            own.
         offload: ``"fit"`` offloads as much as the link carries without the GPU waiting (where forwards and backwards alternate,
             as in a pipeline: and as its copies do not slow down), ``"all"`` everything placed so.
         recompute: what ``recompute`` does to a MoE half: ``"light"`` makes the experts' first product again and repeats no
@@ -238,7 +240,10 @@ def manage(
     _check_options(model, policy, compile, experts, loss, recompute, exchange, min_bytes)
     model, prefix = unwrap(model)
     if prefix and not isinstance(policy, str):
-        policy = {pattern.removeprefix(f"{prefix}."): placement for pattern, placement in policy.items()}
+        policy = {
+            pattern.removeprefix(f"{prefix}.") if isinstance(pattern, str) else pattern: placement
+            for pattern, placement in policy.items()
+        }
     undo: list[Callable[[], None]] = []
     lost: list[str] = []
     try:
@@ -276,7 +281,7 @@ def manage(
         undo.append(manager.detach)
         if isinstance(model, PreTrainedModel):
             undo.append(guard_base(model, checkpointing))
-        undo.append(watch_root(model, found.slots, manager.forward_begins if budget is not None else None))
+        undo.append(watch_root(model, found.slots, manager))
     except BaseException:
         _undo_all(undo)
         raise
@@ -344,6 +349,8 @@ def _fuse_loss(model: PreTrainedModel, always: bool, lost: list[str]) -> Callabl
             raise ValueError(f"fused loss: {type(model).__name__} has no lm_head")
         return install_fused_loss(model, in_eval=always)
     except ValueError as error:
+        if always:
+            raise
         lost.append(
             f"{error}. The model's own loss runs instead, with the same results, but holds logits [tokens, vocabulary] at the "
             "peak of a step (pass loss=None to silence this)"
@@ -368,4 +375,4 @@ def _compile_final_norm(model: nn.Module) -> Callable[[], None]:
     if norm is None or is_patched(norm) or is_managed(norm):
         return lambda: None
     compiled = compile_half(type(norm).forward)
-    return install(norm, lambda _: compiled)
+    return install(norm, lambda _: compiled, traceable=True)

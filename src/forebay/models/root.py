@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import PreTrainedModel
 
 from forebay.models.regions import Regions
+from forebay.saved.manager import Manager
 from forebay.saved.slots import Below, Run, Slot, install
 
 
@@ -103,21 +104,20 @@ def guard_base(model: Any, checkpointing: Checkpointing) -> Callable[[], None]:
     return install(base, around)
 
 
-def watch_root(model: nn.Module, slots: Mapping[str, Slot], begins: Callable[[], None] | None) -> Callable[[], None]:
-    """Around the whole model's forward; returns what takes it off.
-
-    Args:
-        begins: called before each forward.
-    """
+def watch_root(model: nn.Module, slots: Mapping[str, Slot], manager: Manager) -> Callable[[], None]:
+    """Around the whole model's forward: tells `manager` when it begins and fails; returns what takes it off."""
     warned = False
 
     def around(below: Below) -> Run:
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
             nonlocal warned
-            if begins is not None:
-                begins()
+            manager.forward_begins()
             before = 0 if warned else _calls(slots)
-            out = below(*args, **kwargs)
+            try:
+                out = below(*args, **kwargs)
+            except BaseException:
+                manager.forward_failed()
+                raise
             if not warned and slots and torch.is_grad_enabled() and _calls(slots) == before:
                 warned = True
                 warnings.warn(

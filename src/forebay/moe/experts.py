@@ -57,7 +57,13 @@ def experts(
     Raises:
         ValueError: shapes that do not fit, or an unknown activation.
         TypeError: weights of several dtypes.
+        RuntimeError: called under a transform of torch.func.
     """
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            "Forebay's experts do not run under transforms of torch.func (grad, vmap, jvp): use torch.autograd.grad, or leave "
+            "the model on its own experts (experts=None, or experts_implementation='eager')"
+        )
     _check(x, ids, weights, gate_up, down, gate_up_bias, down_bias, transposed)
     Glu(activation, interleaved, alpha, limit)
     trained = (x, weights, gate_up, down, gate_up_bias, down_bias)

@@ -349,10 +349,25 @@ def gradients(ctx, dy: Tensor | None, *_):
     """Those of `experts_op`'s arguments, all at once."""
     if dy is None:
         return (None,) * 14
+    refuse_second_derivative()
     saved = ctx.saved_tensors
     grads = experts_backward_op(dy, *saved, *ctx.settings, *ctx.needs)
     dx, dw, *rest = (g if need else None for g, need in zip(grads, ctx.needs, strict=True))
     return (dx, None, dw, *rest, *(None,) * 7)
+
+
+def refuse_second_derivative() -> None:
+    """Called in the experts' backward.
+
+    Raises:
+        RuntimeError: the backward is itself to be differentiated (create_graph=True).
+    """
+    # While a backward is traced, gradients are enabled whatever it is for.
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            "Forebay's experts are differentiable once, so create_graph=True cannot run through them: leave the model on its own "
+            "experts with forebay.manage(model, experts=None, loss=None), or experts_implementation='eager'"
+        )
 
 
 experts_op.register_autograd(gradients, setup_context=save_for_backward)

@@ -26,7 +26,7 @@ def rows_by_matrix(rows: Tensor, matrices: Tensor, offs: Tensor) -> Tensor:
     if rows.shape[0] == 0:
         return rows.new_empty((0, matrices.shape[2]))
     if _grouped_mm_takes(rows, matrices):
-        return F.grouped_mm(rows, matrices, offs=offs)
+        return F.grouped_mm(rows, matrices, offs=offs.contiguous())
     out = rows.new_empty((rows.shape[0], matrices.shape[2]))
     start = 0
     for e, end in enumerate(offs.tolist()):
@@ -43,7 +43,7 @@ def rows_by_rows(left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
     if left.shape[0] == 0:
         return left.new_zeros((offs.shape[0], left.shape[1], right.shape[1]))
     if _grouped_mm_takes(left, right):
-        return F.grouped_mm(left.t(), right, offs=offs)
+        return F.grouped_mm(left.t(), right, offs=offs.contiguous())
     out = left.new_empty((offs.shape[0], left.shape[1], right.shape[1]))
     start = 0
     for e, end in enumerate(offs.tolist()):

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from forebay.kernels.pages import PageTable, Rows, restore, stash
-from forebay.moe.experts_op import experts_backward, experts_forward, experts_op
+from forebay.moe.experts_op import experts_backward, experts_forward, experts_op, refuse_second_derivative
 from forebay.moe.routing import Routing
 from forebay.moe.weight_gradients import End, Later, Left, WeightGradients
 
@@ -94,6 +94,7 @@ class _Stashed(torch.autograd.Function):
     def backward(ctx, dy):
         if dy is None:
             return (None,) * 15
+        refuse_second_derivative()
         x, order, inverse, offs, *rest = ctx.saved_tensors
         bring = x if x is not None else ctx.x
         later = ctx.store.pending is not None

@@ -57,6 +57,7 @@ from forebay.moe.experts_op import (
     experts_op,
     experts_weight_backward_op,
     gradients,
+    refuse_second_derivative,
     save_for_backward,
 )
 
@@ -137,6 +138,7 @@ class _Experts(torch.autograd.Function):
     def backward(ctx, dy, *_):
         if dy is None:
             return (None,) * 18
+        refuse_second_derivative()
         run = _all_at_once if ctx.store.pending is None else _input_half
         dx, d_weights, *d_biases = run(ctx, dy)
         return dx, None, d_weights, None, None, *d_biases, *(None,) * 11

@@ -267,8 +267,12 @@ class Manager:
         when the first region is entered, the embedding's output is there already."""
         if not torch.is_grad_enabled():
             return
-        if self._plans and self._planning.measuring and self._device.type == "cuda" and self._cycle.quiet:
+        if self._has_budget and self._planning.measuring and self._device.type == "cuda" and self._cycle.quiet:
             self._base = torch.cuda.memory_allocated(self._device)
+
+    def forward_failed(self) -> None:
+        """Be told that the whole model's forward raised: whoever holds the traceback holds its calls, and no backward comes."""
+        self._cycle.forward_failed()
 
     def take_peak(self) -> int:
         """Bytes that were allocated at most at the times that `torch.cuda.max_memory_allocated` does not tell of because measured
@@ -715,7 +719,7 @@ class Manager:
     def _take_back(self, call: RegionCall) -> None:
         for ticket in call.live_tickets():
             if ticket.state is not State.ON_DEVICE:
-                self.store.wait(ticket)  # type: ignore[arg-type]
+                self.store.recall(ticket)  # type: ignore[arg-type]
 
     def _mark(self) -> Any:
         if self._device.type != "cuda" or (self._captured and not self.store.lanes.time_captured):

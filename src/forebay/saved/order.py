@@ -9,7 +9,7 @@ In: `Recorder.moment` at each start of a region's forward or backward. Out: a `T
 """
 
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -80,12 +80,20 @@ class Cycle:
         self._by_key[call.key] = self._calls[-1]
         return call
 
-    def backward_is_over(self, forwards: Container[int]) -> None:
-        """A backward went through these forwards. It did not reach calls whose outputs the loss does not use: they are not waited
-        for, nor is what they saved together with others, though the caller may hold such an output for good."""
+    def backward_is_over(self, forwards: Collection[int]) -> None:
+        """A backward went through these forwards. No more is expected of them, nor of those before them: the caller may hold an
+        output that the loss does not use, or the traceback of a forward that failed, for good. If a backward comes after all, it
+        finds what it needs."""
+        self._give_up(max(forwards, default=-1))
+
+    def forward_failed(self) -> None:
+        """No backward is expected of the forward that runs."""
+        self._give_up(self._forward)
+
+    def _give_up(self, newest: int) -> None:
         for ref in self._calls[self._over :]:
             call = ref()
-            if call is not None and call.forward in forwards:
+            if call is not None and call.forward <= newest:
                 call.given_up = True
 
     @property

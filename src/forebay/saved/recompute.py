@@ -55,17 +55,30 @@ def recomputed(
 
 
 def _with_the_same_weights(forward: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
-    """`forward`, which raises if a weight of `module` was written to since now. A checkpoint saves no weights, so autograd does
-    not see that its rerun reads others than its forward did."""
-    versions = [(parameter, parameter._version) for parameter in module.parameters()]
+    """`forward`, which raises if `module` has other weights than now, or they were written to. A checkpoint saves no weights, so
+    autograd does not see that its rerun reads others than its forward did."""
+    weights = [
+        (owner, name, weight, weight._version)
+        for owner in module.modules()
+        for name, weight in owner._parameters.items()
+        if weight is not None
+    ]
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        for parameter, version in versions:
-            if parameter._version != version:
+        for owner, name, weight, version in weights:
+            if weight._version != version:
+                what = _weight(module, owner, name)
                 raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: a weight "
-                    f"of shape {list(parameter.shape)}, read by a recomputed {type(module).__name__}, is at version "
-                    f"{parameter._version}; expected version {version} instead. Call optimizer.step() after backward"
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"{what}, is at version {weight._version}; expected version {version} instead. Call optimizer.step() "
+                    "after backward"
+                )
+            # FSDP puts gathered weights in the place of sharded ones and back, with the same values.
+            if owner._parameters.get(name) is not weight and not getattr(owner, "_is_fsdp_managed_module", False):
+                what = _weight(module, owner, name)
+                raise RuntimeError(
+                    f"{what}, was another one in its forward (torch.func.functional_call puts weights in a model for the time of "
+                    "its forward only): run backward while they are there, or choose another placement than 'recompute'"
                 )
         return forward(*args, **kwargs)
 
@@ -75,6 +88,10 @@ def _with_the_same_weights(forward: Callable[..., Any], module: torch.nn.Module)
 def _keep(names: frozenset[str], _: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     # By name: what is recomputed need not know expert parallelism, nor import it.
     return CheckpointPolicy.MUST_SAVE if operation.name() in names else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _weight(module: torch.nn.Module, owner: torch.nn.Module, name: str) -> str:
+    return f"{name} of a {type(owner).__name__}, which a recomputed {type(module).__name__} reads"
 
 
 def saved_by_others() -> str | None:

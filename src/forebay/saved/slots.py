@@ -17,6 +17,7 @@ A `Slot` is a place in a model's forward where a region sits: a whole module her
 """
 
 import inspect
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import update_wrapper
@@ -37,11 +38,12 @@ Run = Callable[..., Any]
 class _Entry:
     """One callable around a forward, and the one that it is around. `run` is None once it is removed."""
 
-    __slots__ = ("below", "run")
+    __slots__ = ("below", "run", "traceable")
 
-    def __init__(self, below: "_Entry | None"):
+    def __init__(self, below: "_Entry | None", traceable: bool):
         self.run: Run | None = None
         self.below = below
+        self.traceable = traceable
 
 
 class Installed:
@@ -50,6 +52,7 @@ class Installed:
     def __init__(self) -> None:
         self.top: _Entry | None = None
         self.settings: dict[str, Any] = {}
+        self.told = False  # that it runs uncompiled
         self.put = False  # our forward is on the instance, maybe under someone's wrapper
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -68,12 +71,29 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 def _run(module: Any, entry: _Entry | None, args: Any, kwargs: Any) -> Any:
     while entry is not None:
         if entry.run is not None:
+            if not entry.traceable and torch.compiler.is_compiling():
+                return _eagerly(entry.run, module, args, kwargs)
             return entry.run(module, *args, **kwargs)
         entry = entry.below
     before = module.__dict__.get(_BEFORE)
     if before is not None:
         return before(*args, **kwargs)
     return type(module).forward(module, *args, **kwargs)
+
+
+@torch.compiler.disable(
+    reason="what Forebay manages runs uncompiled inside torch.compile; use forebay.manage(compile=True)"
+)
+def _eagerly(run: Run, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    installed = module.__dict__[STATE]
+    if not installed.told:
+        installed.told = True
+        warnings.warn(
+            f"{type(module).__name__} is managed by Forebay and runs uncompiled inside torch.compile: leave that away, and "
+            "let forebay.manage(compile=True) compile the layers",
+            stacklevel=2,
+        )
+    return run(module, *args, **kwargs)
 
 
 class Below:
@@ -86,11 +106,12 @@ class Below:
         return _run(self._module, self._entry.below, args, kwargs)
 
 
-def install(module: nn.Module, make: Callable[[Below], Run]) -> Callable[[], None]:
+def install(module: nn.Module, make: Callable[[Below], Run], traceable: bool = False) -> Callable[[], None]:
     """Put ``make(below)`` around the forward of `module`, outermost of Forebay's own.
 
     Args:
         make: given what it goes around, returns a callable of (module, *args, **kwargs).
+        traceable: whether torch.compile may look into that callable. Else it runs uncompiled there, with a warning.
 
     Returns:
         Takes it off again. A second call does nothing.
@@ -101,7 +122,7 @@ def install(module: nn.Module, make: Callable[[Below], Run]) -> Callable[[], Non
     if not (_reaches_ours(forward) or (installed.put and is_patched(module))):
         _replace_forward(module)
     installed.put = True
-    entry = _Entry(installed.top)
+    entry = _Entry(installed.top, traceable)
     entry.run = make(Below(module, entry))
     installed.top = entry
 

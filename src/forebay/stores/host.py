@@ -12,8 +12,8 @@ Ordering, without ``record_stream``:
 * `wait` makes the compute stream wait for the copy back.
 
 Before a ticket's device block goes back to its allocator, at `settle` or when the ticket dies, the compute stream waits for each
-copy that reads or writes the block (`_guard`). Of a ticket that was taken back while it was leaving, what the copy out still reads
-is worth nothing; but the block's memory may be unmapped under it (expandable segments, ``torch.cuda.empty_cache()``).
+copy that reads or writes the block (`_guard`). That includes the copy out of a ticket that was taken back while it was leaving:
+its bytes are worth nothing, but the memory it reads may be unmapped (expandable segments, ``torch.cuda.empty_cache()``).
 
 Several streams. A ticket has one compute stream: where its block is allocated on the way back. Streams that meet it elsewhere
 (a storage saved or unpacked within ``with torch.cuda.stream(side)``) are kept in `others`: copies out wait for them too, they

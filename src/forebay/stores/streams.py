@@ -155,8 +155,8 @@ class CopyLanes:
                     current.wait_stream(lane)
 
     def synchronize(self) -> None:
-        """Wait on the host for both streams. Nothing waits again for a copy that was enqueued before: an event of a capture cannot
-        be waited for outside of it, nor one from outside within it."""
+        """Wait on the host for both streams. Nothing waits again for a copy that was enqueued before: an event of a capture
+        cannot be waited for outside of it, nor one from outside within it."""
         for stream in (self.out_stream, self.back_stream):
             if stream is not None:
                 stream.synchronize()

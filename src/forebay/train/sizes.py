@@ -74,9 +74,11 @@ class _Sizes:
             )
         if groups is None:
             return
-        if latent and groups != heads:
-            self._refuse("num_key_value_heads", f"with kv_lora_rank it must be num_attention_heads = {heads}")
-        if heads % groups:
+        if latent:
+            # More than there are heads is transformers' default for DeepSeek-V3, and has no effect on most kernels.
+            if heads // groups > 1:
+                self._refuse("num_key_value_heads", f"with kv_lora_rank it must be num_attention_heads = {heads}")
+        elif heads % groups:
             self._refuse(
                 "num_key_value_heads",
                 f"num_attention_heads = {heads} is no multiple of it; valid are {_list(_divisors(heads))}",

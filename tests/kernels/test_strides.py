@@ -1,0 +1,330 @@
+"""Every kernel's tensor arguments as views: strided, expanded (stride 0), with an offset. Against the plain form.
+
+One argument is changed at a time. An argument that a kernel writes to must be refused where its elements overlap; those with a
+layout of their own (rows that are moved by the byte) are refused unless contiguous.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from forebay.kernels.cross_entropy import cross_entropy_
+from forebay.kernels.launch import packed
+from forebay.kernels.pages import Arena, PageTable, all_free, give_pages, restore, stash, take_pages
+from forebay.kernels.peer_memory import PeerLayout, PeerMemory
+from forebay.kernels.peer_rows import receive_tokens, receive_values, send_tokens, send_values
+from forebay.kernels.peer_sums import push_rows, sum_rows
+from forebay.kernels.permute import combine_rows, gather_rows
+from forebay.kernels.scale import scale
+from forebay.kernels.sort_slots import sort_slots
+from forebay.kernels.swiglu import Glu, swiglu_backward, swiglu_forward
+from forebay.kernels.weight_sum import add_rows_by_rows
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def strided(t: Tensor) -> Tensor:
+    """Every second element of each dimension of a tensor of other values."""
+    wide = torch.full([2 * n for n in t.shape], 77, device=t.device).to(t.dtype)
+    view = wide[tuple(slice(1, None, 2) for _ in t.shape)]
+    return view.copy_(t)
+
+
+def turned(t: Tensor) -> Tensor:
+    """The dimensions in the other order in memory."""
+    return t.permute(*reversed(range(t.dim()))).contiguous().permute(*reversed(range(t.dim())))
+
+
+def moved_on(t: Tensor) -> Tensor:
+    """Contiguous, behind an odd number of other values."""
+    wide = torch.full((t.numel() + 3,), 77, device=t.device).to(t.dtype)
+    return wide[3:].view(t.shape).copy_(t)
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {"strided": strided, "turned": turned, "offset": moved_on}
+
+
+def expanded(t: Tensor) -> Tensor:
+    """The first row again and again, in the memory of one."""
+    return t[:1].expand(t.shape)
+
+
+def close(got: Any, want: Any) -> None:
+    """The interpreter cuts bf16 off where torch rounds; everything here is fp32, and sums in one order."""
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, device=DEVICE)
+
+
+def integers(values: list, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.tensor(values, device=DEVICE, dtype=dtype)
+
+
+IDS = integers([[1, 0], [2, 1], [0, 2], [1, 1], [2, 7]], torch.int64)
+ORDER, INVERSE, OFFS = sort_slots(IDS, 3, backend="reference")
+ROW_EXPERT = torch.searchsorted(OFFS, torch.arange(10, device=DEVICE), right=True).int().clamp(max=2)
+
+
+def _weight_sum(backend: Any, left: Tensor, right: Tensor, offs: Tensor, total: Tensor) -> Tensor:
+    add_rows_by_rows(total, left, right, offs, backend=backend)
+    return total
+
+
+def _cross_entropy(backend: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    return cross_entropy_(logits, targets, backend=backend), logits
+
+
+def _swiglu(interleaved: bool) -> Callable[..., Any]:
+    def call(
+        backend: Any, h: Tensor, da: Tensor, w: Tensor, order: Tensor, offs: Tensor, bias: Tensor, e: Tensor
+    ) -> Any:
+        glu, rest = Glu("clamped_swiglu", interleaved), {"bias": bias, "row_expert": e, "backend": backend}
+        return swiglu_forward(h, w, order, offs, glu, **rest), swiglu_backward(h, da, w, order, offs, glu, **rest)
+
+    return call
+
+
+def _swiglu_arguments() -> dict[str, Tensor]:
+    return {
+        "h": randn(10, 12), "da": randn(10, 6), "weights": randn(5, 2), "order": ORDER, "offs": OFFS, "bias": randn(3, 12),
+        "row_expert": ROW_EXPERT,
+    }  # fmt: skip
+
+
+# Kernel: (call with a backend and the arguments, the arguments by name, those that cannot be expanded: written, or permutations).
+KERNELS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Tensor]], set[str]]] = {
+    "cross_entropy": (
+        _cross_entropy,
+        lambda: {"logits": randn(5, 11), "targets": integers([3, 0, -100, 10, 7], torch.int64)},
+        {"logits"},
+    ),
+    "gather_rows": (
+        lambda backend, x, order, offs: gather_rows(x, order, offs, 2, backend=backend),
+        lambda: {"x": randn(5, 24), "order": ORDER, "offs": OFFS},
+        set(),
+    ),
+    "combine_rows": (
+        lambda backend, rows, inverse, init: combine_rows(rows, inverse, init=init, backend=backend),
+        lambda: {"rows": randn(10, 24), "inverse": INVERSE, "init": randn(5, 24)},
+        set(),
+    ),
+    "sort_slots": (lambda backend, ids: sort_slots(ids, 3, backend=backend), lambda: {"ids": IDS}, set()),
+    "scale": (
+        lambda backend, x, factor: scale(x, factor, torch.float32, backend=backend),
+        lambda: {"x": randn(5, 7), "factor": randn(1)},
+        {"x"},
+    ),
+    "weight_sum": (
+        _weight_sum,
+        lambda: {"left": randn(10, 20), "right": randn(10, 17), "offs": OFFS, "total": randn(3, 20, 17)},
+        {"total"},
+    ),
+    "swiglu": (_swiglu(False), _swiglu_arguments, {"order"}),
+    "swiglu, interleaved": (_swiglu(True), _swiglu_arguments, {"order"}),
+}
+REFUSED = {
+    ("cross_entropy", "logits"),
+    ("scale", "x"),
+    ("weight_sum", "total"),
+}  # unless contiguous along the last dimension
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_views_are_read_as_what_they_are(kernel: str) -> None:
+    call, arguments, fixed = KERNELS[kernel]
+    for name, value in arguments().items():
+        for kind, view in [*VIEWS.items(), ("expanded", expanded)]:
+            torch.manual_seed(1)
+            plain = arguments()
+            if kind == "expanded":
+                plain[name] = expanded(plain[name]).contiguous()
+            changed = {n: t.clone() for n, t in plain.items()}
+            changed[name] = view(plain[name])
+            if (kind == "expanded" and name in fixed) or (kind in ("strided", "turned") and (kernel, name) in REFUSED):
+                if changed[name].is_contiguous():
+                    continue  # order, where a row twice has no meaning
+                if (kernel, name) in REFUSED:
+                    with pytest.raises(ValueError, match=r"contiguous|overlap"):
+                        call("triton", *changed.values())
+                continue
+            want = call("reference", *(t.clone() for t in plain.values()))
+            close(call("triton", *changed.values()), want)
+            assert value.shape == changed[name].shape, (name, kind)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_wrong_shapes_dtypes_and_devices_are_refused_by_name(kernel: str) -> None:
+    call, arguments, _ = KERNELS[kernel]
+    for name in arguments():
+        for wrong in (
+            lambda t: t.unsqueeze(0).unsqueeze(0),
+            lambda t: t.to(torch.complex64),
+            lambda t: t.to("meta"),
+        ):
+            changed = arguments()
+            changed[name] = wrong(changed[name])
+            if kernel == "sort_slots" and changed[name].is_meta:
+                continue  # its only tensor
+            if name == "weights" and changed[name].dim() == 4:
+                continue  # any shape, by slot
+            if (kernel, name) in {("scale", "x"), ("scale", "factor")} and changed[name].dim() > 2:
+                continue  # any shape
+            with pytest.raises((ValueError, TypeError)):
+                call("triton", *changed.values())
+
+
+def test_rows_of_logits_may_lie_apart_but_not_on_each_other() -> None:
+    wide, targets = randn(4, 30), integers([1, 2, 3, 4], torch.int64)
+    plain, rest = wide[:, 5:16].clone(), wide.clone()
+    close(
+        _cross_entropy("triton", wide[:, 5:16], targets),
+        _cross_entropy("reference", plain, targets),
+    )
+    rest[:, 5:16] = wide[:, 5:16]
+    assert torch.equal(rest, wide)
+    same = randn(1, 11).expand(4, 11)
+    loss = cross_entropy_(same, targets, write_grad=False, backend="triton")
+    close(loss, cross_entropy_(same, targets, write_grad=False, backend="reference"))
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_pages(backend: Any) -> None:
+    """Tables are copied where they are only read, and refused where a kernel would write to them or move rows by the byte."""
+    memory = torch.zeros(2 * 6 * 512, device=DEVICE, dtype=torch.uint8)
+    arena = Arena(memory[512 : 512 + 3072], torch.empty(0, dtype=torch.uint8), 512)
+    stack = all_free(6, DEVICE)
+    live = integers([9, 5, 9], torch.int64)[1:2]  # with an offset
+    (table,) = take_pages(stack, [(live, 2, 4)], backend=backend)
+    assert table.tolist() == [0, 1, 2, -1]
+    rows = randn(7, 50)
+    tables = [PageTable(arena, moved_on(table), live, 7, 200)]
+    stash([moved_on(rows)], tables, backend=backend)
+    out = moved_on(torch.zeros(7, 50, device=DEVICE))
+    restore(tables, [out], backend=backend)
+    assert torch.equal(out[:5], rows[:5]) and not out[5:].any()
+    assert not memory[:512].any() and not memory[512 + 3072 :].any()
+    for bad in (strided(rows), turned(rows), expanded(rows)):
+        with pytest.raises(ValueError, match="needs a contiguous tensor"):
+            stash([bad], tables, backend=backend)
+        with pytest.raises(ValueError, match="needs a contiguous tensor"):
+            restore(tables, [bad], backend=backend)
+    with pytest.raises(ValueError, match="entries must be contiguous"):
+        stash([rows], [tables[0]._replace(pages=strided(table))], backend=backend)
+    with pytest.raises(TypeError, match=r"entries must be torch\.int32"):
+        stash([rows], [tables[0]._replace(pages=table.long())], backend=backend)
+    with pytest.raises(ValueError, match=r"live must be \[1\]"):
+        stash([rows], [tables[0]._replace(live=integers([5, 5]))], backend=backend)
+    with pytest.raises(ValueError, match="memory must be contiguous"):
+        stash([rows], [tables[0]._replace(arena=arena._replace(device=memory[::2]))], backend=backend)
+    with pytest.raises(ValueError, match=r"live must be \[1\]"):
+        take_pages(stack, [(integers([[5]]), 2, 4)], backend=backend)
+    for wrong in (stack._replace(pages=strided(stack.pages)), stack._replace(state=strided(stack.state))):
+        with pytest.raises(ValueError, match="free pages must be contiguous"):
+            take_pages(wrong, [(live, 2, 4)], backend=backend)
+        with pytest.raises(ValueError, match="free pages must be contiguous"):
+            give_pages(wrong, [table], backend=backend)
+    give_pages(stack, [strided(table)], backend=backend)
+    assert stack.pages.tolist() == list(range(6)) and stack.state[:2].tolist() == [3, 9]
+
+
+def test_swiglu_through_pages() -> None:
+    h, w, glu = randn(10, 12), randn(5, 2), Glu()
+    pages = torch.arange(1, device=DEVICE, dtype=torch.int32)
+    arena = Arena(torch.zeros(512, device=DEVICE, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8), 512)
+    table = PageTable(arena, pages, OFFS[-1:], 10, 48)
+    act = swiglu_forward(turned(h), strided(w), strided(ORDER), strided(OFFS), glu, pages=table, backend="triton")
+    close(act, swiglu_forward(h, w, ORDER, OFFS, glu, backend="reference"))
+    da = randn(10, 6)
+    got = swiglu_backward(table, turned(da), strided(w), strided(ORDER), strided(OFFS), glu, backend="triton")
+    close(got, swiglu_backward(h, da, w, ORDER, OFFS, glu, backend="reference"))
+    with pytest.raises(ValueError, match="must be contiguous"):
+        swiglu_backward(turned(h), da, w, ORDER, OFFS, glu, over_h=True, backend="triton")
+    with pytest.raises(TypeError, match=r"da must be torch\.float32"):
+        swiglu_backward(h, da.half(), w, ORDER, OFFS, glu, backend="triton")
+
+
+@pytest.mark.parametrize("view", [strided, turned, moved_on])
+def test_rows_between_ranks(view: Callable[[Tensor], Tensor]) -> None:
+    """Every tensor of every call as a view: the results are those of plain tensors."""
+    torch.manual_seed(2)
+    x, ids = (
+        [randn(4, 8), randn(3, 8)],
+        [integers([[0, 1], [1, 2], [3, 3], [2, 0]]), integers([[3, 0], [1, 1], [2, 9]])],
+    )
+    w, back = [randn(4, 2), randn(3, 2)], [randn(8, 8), randn(8, 8)]
+    thin, init = [randn(8, 2), randn(8, 2)], [randn(4, 8), randn(3, 8)]
+
+    def round_trip(view: Callable[[Tensor], Tensor]) -> list[Any]:
+        layout = PeerLayout(2, 4, 2, 32)
+        memory = [torch.zeros(layout.total, dtype=torch.uint8, device=DEVICE) for _ in range(2)]
+        peers = [
+            PeerMemory(
+                own,
+                integers([m.data_ptr() - own.data_ptr() for m in memory], torch.int64),
+                torch.zeros(layout.state_size, dtype=torch.int64, device=DEVICE),
+                rank, layout, programs=2, meet=lambda: None,
+            )
+            for rank, own in enumerate(memory)
+        ]  # fmt: skip
+        places = [send_tokens(view(x[p.rank]), view(ids[p.rank]), view(w[p.rank]), 2, p) for p in peers]
+        got = [receive_tokens(8, 16, 8, torch.float32, torch.float32, 2, p) for p in peers]
+        for p, g in zip(peers, got, strict=True):
+            push_rows(view(back[p.rank]), view(thin[p.rank]), view(g[3]), view(g[4]), p)
+        sums = [
+            sum_rows(view(back[p.rank]), view(thin[p.rank]), view(g[4]), view(at), view(init[p.rank]), p)
+            for p, g, at in zip(peers, got, places, strict=True)
+        ]
+        for p in peers:
+            send_values(view(x[p.rank]), p)
+        values = [receive_values(view(g[3]), view(g[4]), 8, torch.float32, p) for p, g in zip(peers, got, strict=True)]
+        lived = [int(g[4][-1]) for g in got]
+        return [
+            places, [[t[:n] for t in g[:4]] for g, n in zip(got, lived, strict=True)], sums,
+            [v[:n] for v, n in zip(values, lived, strict=True)],
+        ]  # fmt: skip
+
+    close(round_trip(view), round_trip(lambda t: t))
+
+
+def test_what_ranks_do_not_send() -> None:
+    layout = PeerLayout(2, 4, 2, 32)
+    base, offsets = torch.zeros(layout.total, dtype=torch.uint8, device=DEVICE), integers([0, 0], torch.int64)
+    state = torch.zeros(layout.state_size, dtype=torch.int64, device=DEVICE)
+    peers = PeerMemory(base, offsets, state, 0, layout, meet=lambda: None)
+    x, ids, w = randn(4, 8), integers([[0, 1]] * 4), randn(4, 2)
+    with pytest.raises(ValueError, match="rows of 32 bytes"):
+        send_tokens(x[:, :4], ids, w, 2, peers)
+    with pytest.raises(ValueError, match=r"ids must be \[4, 2\]"):
+        send_tokens(x, ids[:3], w, 2, peers)
+    with pytest.raises(TypeError, match="ids must be"):
+        send_tokens(x, ids.float(), w, 2, peers)
+    with pytest.raises(ValueError, match="of 2 or 4 bytes"):
+        send_tokens(x, ids, w.double(), 2, peers)
+    with pytest.raises(ValueError, match="5 tokens for memory of 4"):
+        send_values(randn(5, 8), peers)
+    with pytest.raises(TypeError, match=r"source must be torch\.int32"):
+        push_rows(x, None, integers([0] * 4, torch.int64), integers([0, 2, 4]), peers)
+    with pytest.raises(ValueError, match=r"starts must be \[3\]"):
+        push_rows(x, None, integers([0] * 4), integers([0, 4]), peers)
+    with pytest.raises(ValueError, match=r"places must be \[4, 2\]"):
+        sum_rows(x, None, integers([0, 2, 4]), integers([[0]] * 4), None, peers)
+    with pytest.raises(ValueError, match="offsets must be contiguous"):
+        PeerMemory(base, offsets[::2], state, 0, layout)
+
+
+def test_errors_name_the_argument_and_what_is_valid() -> None:
+    like = randn(3)
+    with pytest.raises(ValueError, match=r"order must be \[any, 4\], got \[3\]"):
+        packed("order", like, like, [None, 4])
+    with pytest.raises(TypeError, match=r"order must be torch\.int32 or torch\.int64, got torch\.float32"):
+        packed("order", like, like, [3], [torch.int32, torch.int64])
+    with pytest.raises(TypeError, match=r"bias must be floating point, got torch\.int64"):
+        packed("bias", like.long(), like, [3])
+    with pytest.raises(ValueError, match=f"bias must be on {like.device}, got a tensor on meta"):
+        packed("bias", like.to("meta"), like, [3])
+    assert packed("bias", like, like, [3]) is like

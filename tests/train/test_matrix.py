@@ -1,0 +1,303 @@
+"""The trainer on every schedule, mesh and placement, in one matrix: losses, gradients and checkpoints together.
+
+A row is a mesh and a schedule. Its ranks train with everything kept, then with each placement of the row, and compare:
+
+- with one process: losses, gradients and validation (to the rounding of fp32: the same sums in another order);
+- with everything kept on the same mesh: losses and gradients of two steps, bit for bit, and nothing left behind;
+- with its own plan: the actions that ran;
+- with checkpoints: the row reads what one process wrote, and one process reads what the row wrote, bit for bit; a placement goes
+  on from the row's checkpoint as the run that wrote it does, bit for bit.
+
+Each pair of schedule and placement is in a row, and so is each pair of schedule and mesh.
+"""
+
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forebay.train import checkpoint
+from forebay.train.checkpoint import Checkpoints
+from forebay.train.config import from_mapping
+from forebay.train.mesh import Mesh
+from forebay.train.trainer import Trainer
+from forebay.train.world import ALONE
+from tests.ranks import run_ranks
+
+TINY: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "intermediate_size": 48,
+    "mlp_only_layers": [1],
+    "router_aux_loss_coef": 0.01,
+}
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "recompute": {"policy": "recompute"},
+    "recompute attention": {"policy": {"*.self_attn": "recompute"}},
+    "offload": {"policy": "offload"},
+    "offload all": {"policy": "offload", "offload": "all"},
+    "by layer": {"policy": {"model.layers.0.*attn": "offload", "model.layers.[246].mlp": "recompute"}},
+    "mixed": {"policy": {"*.self_attn": "offload", "*.mlp": "recompute"}, "offload": "all"},
+    "offload, experts again": {
+        "policy": {"*.self_attn": "offload", "*.mlp": "offload", "model.layers.[246].mlp.experts": "recompute"},
+        "offload": "all",
+    },
+    "stash": {"policy": "stash"},
+    "stash and offload": {"policy": {"*.self_attn": "offload", "*.mlp.experts": "stash"}, "offload": "all"},
+}
+STEPS = (1, 2)  # offloading measures in the first one and follows its plan in the second
+TOLERANCE = 5e-6  # of a gradient's norm, also of one that nearly cancels: the same sums in another order, fp32
+
+
+@dataclass(frozen=True)
+class Row:
+    world: int
+    pp: int
+    ep: int
+    schedule: str
+    placements: list[str]
+    more: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def layers(self) -> int:
+        """A V of four ranks has eight stages."""
+        return 2 * self.pp if self.pp > 1 else 4
+
+    def __str__(self) -> str:
+        more = "".join(f"-{name}" for name in self.more)
+        return f"{self.world}-pp{self.pp}-ep{self.ep}-{self.schedule}{more}"
+
+
+def rows() -> list[Row]:
+    """Of a schedule's nine placements two run on pp 2 x ep 2, one on pp 4, and the others on pp 2, which takes least."""
+    found = []
+    names = list(PLACEMENTS)
+    for number, schedule in enumerate(("1f1b", "interleaved-1f1b", "zbv", "dualpipev")):
+        turned = names[2 * number :] + names[: 2 * number]
+        found.append(Row(4, 2, 2, schedule, turned[:2]))
+        found.append(Row(4, 4, 1, schedule, turned[2:3]))
+        found.append(Row(2, 2, 1, schedule, turned[3:]))
+    found.append(Row(4, 2, 1, "dualpipev", ["offload all"]))  # sharded by FSDP2 alone
+    found.append(Row(2, 1, 1, "1f1b", ["mixed"], {"reshard": True, "reduce": "microbatch"}))
+    found.append(Row(2, 1, 2, "1f1b", ["stash and offload"]))
+    found.append(Row(4, 1, 2, "1f1b", ["mixed"]))
+    return found
+
+
+def config(folder: str, layers: int, row: Row | None, **memory: Any) -> Any:
+    parallel = {"pp": row.pp, "ep": row.ep, **row.more} if row else {}
+    if row and row.pp > 1:
+        parallel["schedule"] = row.schedule
+    return from_mapping(
+        {
+            "model": {"family": "qwen3_moe", "config": {**TINY, "num_hidden_layers": layers}},
+            "data": {"source": "text", "path": folder + "/a.txt", "cache": folder + "/cache"},
+            "train": {"batch": 8, "microbatch": 1, "sequence": 12, "steps": 9, "eval_every": 1, "eval_batches": 1},
+            "optimizer": {"eps": 1e-4},  # AdamW's first steps divide a gradient by its own size
+            "parallel": {"dispatch": "nccl", **parallel},
+            "memory": memory,
+            "device": {"type": "cpu", "threads": 1},
+            "log": {"folder": folder + "/run"},
+        },
+        origin="test",
+    )
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
+
+
+def digests(trainer: Trainer) -> dict[str, str]:
+    """Of this process's whole parameters and their optimizer's states."""
+    found = {}
+    for name, parameter in trainer.model.named_parameters():
+        for key, value in {"": parameter, **trainer.optimizer.state[parameter]}.items():
+            found[f"{name} {key}"] = hashlib.sha256(whole(value).contiguous().numpy().tobytes()).hexdigest()
+    return found
+
+
+def step(trainer: Trainer, number: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses of all processes, and this one's gradients by name; parameters stay as they are."""
+    losses = trainer.mesh.sum(torch.stack(trainer.gradients(number))).tolist()
+    grads = {n: p.grad.detach() for n, p in trainer.model.named_parameters() if p.grad is not None}
+    trainer.optimizer.zero_grad(set_to_none=True)
+    return losses, grads
+
+
+def figures_of(trainer: Trainer, number: int) -> list[Any]:
+    record = trainer.step(number)
+    return [record.cross_entropy_loss, record.load_balance_loss, record.gradient_norm]
+
+
+def held(trainer: Trainer) -> list[torch.Tensor]:
+    """This process's part of all parameters and their optimizer's states."""
+    states = [t for p in trainer.model.parameters() for t in trainer.optimizer.state[p].values()]
+    return [local(t).detach().clone() for t in [*trainer.model.parameters(), *states]]
+
+
+def same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+
+
+@dataclass
+class Alone:
+    """One process: what all rows are held against."""
+
+    folder: str
+    validation: float
+    steps: list[tuple[list[float], dict[str, torch.Tensor]]]
+    path: str
+    digests: dict[str, str]
+    figures: list[Any]
+
+
+def alone_in(folder: str, layers: int) -> Alone:
+    settings = config(folder, layers, None, policy="keep")
+    with Mesh.open(settings, ALONE) as mesh, Trainer(settings, mesh) as trainer:
+        validation, steps = trainer.evaluate(), [step(trainer, number) for number in STEPS]
+        trainer.step(1)
+        written = digests(trainer)
+        store = Checkpoints(Path(folder) / f"alone-{layers}")
+        path = str(store.save(1, trainer.model, trainer.optimizer, {"config": settings.to_dict()}))
+        return Alone(folder, validation, steps, path, written, figures_of(trainer, 2))
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Alone]:
+    """By the number of layers; ranks read them from files."""
+    folder = tmp_path_factory.mktemp("matrix")
+    (folder / "a.txt").write_text("the water comes unevenly and goes on evenly. " * 400)
+    torch.set_num_threads(1)
+    found = {layers: alone_in(str(folder), layers) for layers in {row.layers for row in rows()}}
+    for layers, those in found.items():
+        torch.save(those, folder / f"{layers}.pt")
+    return found
+
+
+def on_a_rank(rank: int, world: int, folder: str, row: Row) -> dict[str, Any]:
+    """What is wrong, by check; digests of what was loaded and written; the checkpoint."""
+    wanted: Alone = torch.load(Path(folder) / f"{row.layers}.pt", weights_only=False)
+    wrong: list[str] = []
+    kept: list[Any] = []
+    written: dict[str, Any] = {}
+    for name in ["keep", *row.placements]:
+        memory = {"policy": "keep"} if name == "keep" else PLACEMENTS[name]
+        settings = config(folder, row.layers, row, **memory)
+        with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
+            for number in STEPS:
+                losses, grads = step(trainer, number)
+                if name == "keep":
+                    kept.append((losses, grads))
+                    wrong += far_from(wanted.steps[number - 1], losses, grads)
+                else:
+                    wrong += [f"{name}, step {number}: {w}" for w in differences(kept[number - 1], losses, grads)]
+                wrong += [f"{name}, step {number}: {w}" for w in left_behind(trainer, mesh, memory)]
+            wrong += [f"{name}: {w}" for w in not_as_told(trainer, memory)]
+            if name == "keep":
+                if trainer.evaluate() != pytest.approx(wanted.validation, rel=1e-6):
+                    wrong.append("validation is another")
+                trainer.step(5)  # everything differs from what is loaded
+                checkpoint.load(Path(wanted.path), trainer.model, trainer.optimizer)
+                written["read"] = digests(trainer)
+                figures = figures_of(trainer, 2)
+                if figures != pytest.approx(wanted.figures, rel=1e-5):
+                    wrong.append(f"goes on with {figures} for {wanted.figures}")
+                written["digests"] = digests(trainer)
+                store = Checkpoints(Path(folder) / str(row))
+                written["path"] = str(store.save(2, trainer.model, trainer.optimizer, {"config": settings.to_dict()}))
+                end = figures_of(trainer, 3), held(trainer)
+            elif name == row.placements[-1]:
+                trainer.step(5)
+                checkpoint.load(Path(written["path"]), trainer.model, trainer.optimizer)
+                if figures_of(trainer, 3) != end[0] or not same(held(trainer), end[1]):
+                    wrong.append(f"{name} goes on differently from the checkpoint")
+    return {"wrong": wrong, **written}
+
+
+def far_from(wanted: Any, losses: list[float], grads: dict[str, torch.Tensor]) -> list[str]:
+    wrong = [] if losses == pytest.approx(wanted[0], rel=1e-6) else [f"losses {losses} for {wanted[0]}"]
+    for name, got in grads.items():
+        error = (whole(got) - wanted[1][name]).norm() / wanted[1][name].norm()
+        if not error <= TOLERANCE:
+            wrong.append(f"{name} is off by {error}")
+    return wrong
+
+
+def differences(wanted: Any, losses: list[float], grads: dict[str, torch.Tensor]) -> list[str]:
+    wrong = [] if losses == wanted[0] else [f"losses {losses} for {wanted[0]}"]
+    if grads.keys() != wanted[1].keys():
+        wrong.append("gradients of other parameters")
+    here = {n: (local(g), local(wanted[1][n])) for n, g in grads.items() if n in wanted[1]}
+    return wrong + [name for name, (got, want) in here.items() if not torch.equal(got, want)]
+
+
+def local(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def left_behind(trainer: Trainer, mesh: Mesh, memory: dict[str, Any]) -> list[str]:
+    wrong = []
+    if trainer.memory.ledger.live_tickets:
+        wrong.append(f"tickets are left: {trainer.memory.ledger.holdings()[:3]}")
+    if trainer.exchange is not None and trainer.exchange.live_handles:
+        wrong.append("handles are left")
+    pages = trainer.memory.pages
+    if pages is not None and (pages.live_tickets or not pages.end_step().pages_out):
+        wrong.append(f"{pages.live_tickets} tickets of pages are left, or none was taken")
+    if mesh.pp > 1:
+        engine: Any = trainer._gradients
+        if tuple(engine.ran) != engine.plan.actions[mesh.pp_rank]:
+            wrong.append("what ran is not the plan")
+    return wrong
+
+
+def not_as_told(trainer: Trainer, memory: dict[str, Any]) -> list[str]:
+    """How much "fit" offloads depends on measured times, of which a CPU has none."""
+    plan, wrong = trainer.memory.plan, []
+    if memory.get("offload") == "all" and not (plan and 0 < plan.planned_bytes <= trainer.memory.report().moved_bytes):
+        wrong.append("nothing was offloaded")
+    if memory["policy"] == "recompute" and set(trainer.memory.placements.values()) != {"recompute"}:
+        wrong.append(f"placements are {trainer.memory.placements}")
+    return wrong
+
+
+def union(of_ranks: list[dict[str, str]]) -> dict[str, str]:
+    merged: dict[str, str] = {}
+    for found in of_ranks:
+        assert all(merged.setdefault(name, value) == value for name, value in found.items())
+    return merged
+
+
+@pytest.mark.parametrize("row", rows(), ids=str)
+def test_row(alone: dict[int, Alone], row: Row) -> None:
+    one = alone[row.layers]
+    found = run_ranks(on_a_rank, row.world, one.folder, row)
+    assert [rank["wrong"] for rank in found] == [[]] * row.world
+    assert union([rank["read"] for rank in found]) == one.digests
+    settings = config(one.folder, row.layers, None, policy="keep")
+    with Mesh.open(settings, ALONE) as mesh, Trainer(settings, mesh) as trainer:
+        trainer.step(5)
+        checkpoint.load(Path(found[0]["path"]), trainer.model, trainer.optimizer)
+        loaded = digests(trainer)
+    assert loaded == union([rank["digests"] for rank in found])
+    assert loaded != one.digests and loaded.keys() == one.digests.keys()
+
+
+def test_every_pair_is_in_a_row() -> None:
+    pipelines = [row for row in rows() if row.pp > 1]
+    schedules = {row.schedule for row in pipelines}
+    assert {(row.schedule, name) for row in pipelines for name in row.placements} == {
+        (schedule, name) for schedule in schedules for name in PLACEMENTS
+    }
+    meshes = {(2, 2, 1), (4, 2, 2), (4, 4, 1)}
+    assert {(row.schedule, (row.world, row.pp, row.ep)) for row in pipelines} >= {
+        (s, m) for s in schedules for m in meshes
+    }

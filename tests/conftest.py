@@ -44,7 +44,7 @@ def _traces() -> Any:
 
 @pytest.fixture
 def shared_traces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All plans of a worker's tests share one `Traces`: traces are most of what a plan takes, and many tests plan the same models.
+    """Plans of a worker's tests share one `Traces`: tracing takes most of their time, and many tests plan the same models.
     tests/train/test_searching.py shows that sharing changes nothing."""
     for module in ("fitting", "searching", "planning"):
         monkeypatch.setattr(f"forebay.train.{module}.Traces", _traces)

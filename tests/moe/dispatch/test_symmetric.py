@@ -168,8 +168,8 @@ def over_capacity(rank: int, world: int, folder: str) -> list[str]:
 
 
 def test_more_than_the_capacity_is_an_error_on_every_rank(tmp_path: Path) -> None:
-    for first, second, third, width, dtype, slots, tokens in run_ranks(over_capacity, ranks_or_skip(4), str(tmp_path)):
-        assert first == "1024 1024"
+    for sizes, second, third, width, dtype, slots, tokens in run_ranks(over_capacity, ranks_or_skip(4), str(tmp_path)):
+        assert sizes == "1024 1024"
         assert "rank 0 needed 3600 slots and has 1024" in second and "capacity_factor of 4 would" in second
         assert third == ""
         assert "up to 300 rows of 16 in torch.float32, got 300 of 8" in width

@@ -1,7 +1,9 @@
 """What every test shares: one thread, fixed seeds, and GPU tests skipped where there is no GPU."""
 
+import functools
 import gc
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -31,3 +33,18 @@ def _no_collection_of_modules() -> None:
 def _one_thread_and_a_seed() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+@functools.cache
+def _traces() -> Any:
+    from forebay.train.traced import Traces
+
+    return Traces()
+
+
+@pytest.fixture
+def shared_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of a worker's tests share one `Traces`: tracing takes most of their time, and many tests plan the same models.
+    tests/train/test_searching.py shows that sharing changes nothing."""
+    for module in ("fitting", "searching", "planning"):
+        monkeypatch.setattr(f"forebay.train.{module}.Traces", _traces)

@@ -8,8 +8,9 @@ import pytest
 
 
 def first(count: int, values: Iterable[Any]) -> list[Any]:
-    """Values for `parametrize`: all after the first `count` are slow."""
-    return [v if n < count else pytest.param(v, marks=pytest.mark.slow) for n, v in enumerate(values)]
+    """Values for `parametrize`, or rows of them: all after the first `count` are slow."""
+    rows = [value if isinstance(value, tuple) else (value,) for value in values]
+    return [pytest.param(*row, marks=() if n < count else pytest.mark.slow) for n, row in enumerate(rows)]
 
 
 def pairwise(*options: Sequence[Any]) -> list[Any]:

@@ -27,6 +27,7 @@ from forebay.train.planning import plan_layers
 from forebay.train.trainer import Trainer
 from tests.ranks import start
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
 CONFIG = """
 [model]
 family = "qwen3_moe"

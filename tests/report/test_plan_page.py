@@ -21,6 +21,7 @@ from tests.products import first
 from tests.report.pages import config, plan_of
 from tests.report.test_run_page import Words
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
 SMALL = """
 [model]
 family = "qwen3_moe"

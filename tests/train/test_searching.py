@@ -20,6 +20,7 @@ from forebay.train.planning import plan_layers
 from forebay.train.searching import search
 from forebay.train.traced import Traces
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
 TINY = {
     "hidden_size": 32,
     "num_hidden_layers": 8,
@@ -164,7 +165,7 @@ def test_traces_are_shared_and_change_nothing() -> None:
     runs = [tiny(), tiny(parallel={"ep": 2}), tiny(microbatch=2), tiny(sequence=64), tiny(parallel={"pp": 2}), tiny()]
     for config in runs:
         shared = fit_run(config, plan_layers(config, 2, traces), 2, traces=traces)
-        assert shared == fit_run(config, plan_layers(config, 2), 2)
+        assert shared == fit_run(config, plan_layers(config, 2, Traces()), 2, traces=Traces())
 
 
 def test_a_bare_model_has_settings_that_follow_the_gpus() -> None:

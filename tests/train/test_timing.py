@@ -16,6 +16,7 @@ from forebay.train.config import from_mapping
 from forebay.train.fitting import fit_run
 from forebay.train.planning import plan_layers
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PAGED = {"policy": {"*.mlp.experts": "stash"}}
 

@@ -18,6 +18,7 @@ from forebay.moe.dispatch.nccl import NcclExchange
 from forebay.moe.dispatch.ops import combine, dispatch
 from forebay.moe.dispatch.symmetric import SymmetricExchange
 from forebay.moe.experts import experts
+from tests.products import first
 from tests.ranks import run_ranks
 
 E, K, H, INNER, T = 8, 3, 16, 8, 9
@@ -131,7 +132,7 @@ def bitwise_those_of_nccl(rank: int, world: int, folder: str) -> list[list[bool]
     return results
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", first(1, [2, 4]))
 def test_bitwise_those_of_the_nccl_exchange(world: int, tmp_path: Path) -> None:
     for rank, results in enumerate(run_ranks(bitwise_those_of_nccl, ranks_or_skip(world), str(tmp_path))):
         for n, equal in enumerate(results):
@@ -167,8 +168,8 @@ def over_capacity(rank: int, world: int, folder: str) -> list[str]:
 
 
 def test_more_than_the_capacity_is_an_error_on_every_rank(tmp_path: Path) -> None:
-    for first, second, third, width, dtype, slots, tokens in run_ranks(over_capacity, ranks_or_skip(4), str(tmp_path)):
-        assert first == "1024 1024"
+    for sizes, second, third, width, dtype, slots, tokens in run_ranks(over_capacity, ranks_or_skip(4), str(tmp_path)):
+        assert sizes == "1024 1024"
         assert "rank 0 needed 3600 slots and has 1024" in second and "capacity_factor of 4 would" in second
         assert third == ""
         assert "up to 300 rows of 16 in torch.float32, got 300 of 8" in width
@@ -229,7 +230,7 @@ def over_and_again(rank: int, world: int, folder: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", first(1, [2, 4]))
 def test_over_the_capacity_and_again_exactly(tmp_path: Path, world: int) -> None:
     for rank, found in enumerate(run_ranks(over_and_again, ranks_or_skip(world), str(tmp_path))):
         assert found["nothing yet"] is None

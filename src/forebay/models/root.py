@@ -104,7 +104,9 @@ def guard_base(model: Any, checkpointing: Checkpointing) -> Callable[[], None]:
 
 
 def watch_root(model: nn.Module, slots: Mapping[str, Slot], begins: Callable[[], None] | None) -> Callable[[], None]:
-    """Around the whole model's forward; returns what takes it off.
+    """Around the forward of the base model, or of a model without one; returns what takes it off.
+
+    Not of the whole model, whose forward others replace by one that calls the base model and a head of their own (TRL).
 
     Args:
         begins: called before each forward.
@@ -130,7 +132,7 @@ def watch_root(model: nn.Module, slots: Mapping[str, Slot], begins: Callable[[],
 
         return run
 
-    return install(model, around)
+    return install(model.base_model if isinstance(model, PreTrainedModel) else model, around)
 
 
 def _calls(slots: Mapping[str, Slot]) -> int:

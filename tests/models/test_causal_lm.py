@@ -251,6 +251,12 @@ def test_logits_in_evaluation() -> None:
     with torch.no_grad():
         got = model(**batch())
     assert torch.equal(got.logits, want.logits) and torch.equal(got.loss, want.loss)
+    assert torch.equal(model(**batch()).logits, want.logits) and model(**batch(), return_dict=False)[1].ndim == 3
+    with pytest.warns(UserWarning, match=r"eval\(\).*model.train\(\)"):
+        model(**batch()).loss.backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(**batch()).loss.backward()
     with torch.no_grad():
         assert model.train()(**batch()).logits is None
     restore()

@@ -1,6 +1,7 @@
 """What others put on a model before and after `forebay.manage`: hooks, forwards, wrappers, shards, checkpointing."""
 
 import copy
+import functools
 import warnings
 from types import MethodType
 
@@ -207,6 +208,27 @@ def test_accelerate(model, tokens, step):
         assert bare(input_ids=tokens, labels=tokens).loss.dtype == torch.float32
     assert bare(input_ids=tokens, labels=tokens).logits is not None
     assert not any("forward" in vars(m) for m in bare.modules())
+
+
+def test_a_forward_on_top_that_hides_ours(model, tokens, step):
+    """As TRL's fused head: it names the class's forward as what it wraps, and calls the one that was there."""
+    expected = step(model, tokens)
+    mem = forebay.manage(model, "offload", offload="all")
+    managed = step(model, tokens)
+    ours = model.forward
+    model.forward = MethodType(functools.wraps(type(model).forward)(lambda self, *a, **k: ours(*a, **k)), model)
+    theirs = model.forward
+    for _ in range(2):
+        assert _equal(step(model, tokens), managed)
+        mem.detach()
+        assert model.forward is theirs and _equal(step(model, tokens), expected)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            mem = forebay.manage(model, "offload", offload="all")
+    del model.forward
+    mem.detach()
+    assert _equal(step(model, tokens), expected)
+    assert not any({"forward", "_forebay"} & set(vars(m)) for m in model.modules())
 
 
 # --- gradient checkpointing -----------------------------------------------------------------------------------------

@@ -442,10 +442,11 @@ class _Run:
             brought = _Raised(error)
             # The traceback holds the frames, whose locals hold tensors.
             error.__traceback__ = None
-            self._live.pop(number, None)
+            if kind in "FBGCHK":
+                self._live.pop(number, None)
             for p in self.model.parameters():
                 p.grad = None
-        self.weights_changed.append(self._changed)
+        self.weights_changed.append(self._changed and kind in "BGCHK")  # others begin with a forward of their own
         self.log.append((f"step {self.step} {event}", (brought, torch.get_rng_state())))
 
     def _do(self, kind: str, number: int) -> Any:
@@ -476,6 +477,8 @@ class _Run:
             thread = threading.Thread(target=lambda: found.append(_caught(lambda: self._one_step(model))))
             thread.start()
             thread.join()
+            if isinstance(found[0], _Raised) and isinstance(found[0].error, (BudgetError, PolicyError)):
+                raise found[0].error
             return found[0]
         if kind == "E":
             failing = model.blocks[self.case.order[-1] % len(model.blocks)]

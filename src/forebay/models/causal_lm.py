@@ -86,13 +86,34 @@ def install_fused_loss(model: nn.Module, in_eval: bool = False) -> Callable[[], 
     output_class = getattr(module, output_name)
     head: Any = model.lm_head
     warned: list[str] = []
+    trained_in_eval: list[bool] = []
+
+    def evaluated(output: Any) -> Any:
+        """`from_pretrained` returns a model in `eval()`: a loop that trains it there is told what that costs, once."""
+        loss = output[0] if isinstance(output, tuple) else output.loss
+
+        def warn(_: Tensor) -> None:
+            if not trained_in_eval:
+                trained_in_eval.append(True)
+                warnings.warn(
+                    f"backward through a {family.__name__} in eval(): the fused loss is for training mode, so the model's own "
+                    "loss ran and held logits [tokens, vocabulary]; call model.train() before training, or pass "
+                    "loss='fused-always' to forebay.manage",
+                    stacklevel=2,
+                )
+
+        if loss.requires_grad and not trained_in_eval:
+            loss.register_hook(warn)
+        return output
 
     def fused(below: Below) -> Run:
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             given = dict(zip(names, args, strict=False)) | kwargs
             labels = given.pop("labels", None)
-            if labels is None or not (self.training or in_eval) or torch._C._are_functorch_transforms_active():
+            if labels is None or torch._C._are_functorch_transforms_active():
                 return below(*args, **kwargs)
+            if not (self.training or in_eval):
+                return evaluated(below(*args, **kwargs))
             if len(given) + 1 < len(args) + len(kwargs):
                 # Too many arguments, or one given twice: Python's own TypeError comes from there.
                 return below(*args, **kwargs)

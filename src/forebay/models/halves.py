@@ -223,7 +223,7 @@ class TwoHalves:
         self._original: Callable[..., Any] = partial(type(layer).forward, layer)
         self._names = tuple(inspect.signature(type(layer).forward).parameters)[2:]
         self._block = block
-        self._kind = type(layer.mlp)
+        self._kind: type[nn.Module] = type(layer.mlp)  # type: ignore[assignment]
         self._compiled = compiled
 
     def around(self, below: Below) -> Run:

@@ -16,6 +16,7 @@ later. `forebay_pages` (a `forebay.moe.stash.Pages`, default None) is where the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ def install_experts(model: nn.Module) -> Callable[[], None]:
         experts = block.experts
         if not uses_forebay(experts) and not is_patched(experts):
             put_setting(experts, _INSTALLED, True)
-            undo.append(lambda module=experts: drop_setting(module, _INSTALLED))
+            undo.append(partial(drop_setting, experts, _INSTALLED))
             undo.append(install(experts, lambda _: _run_experts, traceable=True))
 
     def restore() -> None:

@@ -105,7 +105,11 @@ def guard_base(model: Any, checkpointing: Checkpointing) -> Callable[[], None]:
 
 
 def watch_root(model: nn.Module, slots: Mapping[str, Slot], manager: Manager) -> Callable[[], None]:
-    """Around the whole model's forward: tells `manager` when it begins and fails; returns what takes it off."""
+    """Around the forward of the base model, or of a model without one: tells `manager` when it begins and fails; returns what
+    takes it off.
+
+    Not of the whole model, whose forward others replace by one that calls the base model and a head of their own (TRL).
+    """
     warned = False
 
     def around(below: Below) -> Run:
@@ -130,7 +134,7 @@ def watch_root(model: nn.Module, slots: Mapping[str, Slot], manager: Manager) ->
 
         return run
 
-    return install(model, around)
+    return install(model.base_model if isinstance(model, PreTrainedModel) else model, around)
 
 
 def _calls(slots: Mapping[str, Slot]) -> int:

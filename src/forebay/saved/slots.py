@@ -119,7 +119,7 @@ def install(module: nn.Module, make: Callable[[Below], Run], traceable: bool = F
     installed = _installed(module)
     forward = module.__dict__.get("forward")
     # A wrapper around ours may hide it (a lambda has no `__wrapped__`): ours on top of it once more would call itself.
-    if not (_reaches_ours(forward) or (installed.put and is_patched(module))):
+    if not (_reaches_ours(forward) or (installed.put and _is_foreign(module))):
         _replace_forward(module)
     installed.put = True
     entry = _Entry(installed.top, traceable)
@@ -147,11 +147,16 @@ def is_patched(module: nn.Module) -> bool:
 
     What an earlier management left on a copy, in a pickle or under a wrapper does not count.
     """
-    forward = module.__dict__.get("forward")
-    if forward is None:
-        return False
-    if _reaches_ours(forward):
+    installed = module.__dict__.get(STATE)
+    if _reaches_ours(module.__dict__.get("forward")) or (installed is not None and installed.put):
         return module.__dict__.get(_BEFORE) is not None
+    return _is_foreign(module)
+
+
+def _is_foreign(module: nn.Module) -> bool:
+    forward = module.__dict__.get("forward")
+    if forward is None or _is_ours(forward):
+        return False
     # A pickled override comes back as the class's own forward, bound to the module.
     return getattr(forward, "__func__", None) is not type(module).forward or forward.__self__ is not module
 

@@ -442,7 +442,10 @@ def _fields(name: str) -> dict[str, Any]:
 
 @functools.cache
 def _plain(name: str) -> Any:
-    return run(WRAPPERS[name][0], None, **_fields(name))
+    # torch.compile adds gradients in another order than eager torch does. Managed regions are not compiled with what is around
+    # them: with the backend "eager" theirs is the order of a model that is not compiled at all.
+    wrapper = bare if "compile" in name else WRAPPERS[name][0]
+    return run(wrapper, None, **_fields(name))
 
 
 def _pairs() -> list[Any]:

@@ -45,10 +45,11 @@ class StageBalance:
         total = torch.zeros(2 * self._experts + 1, device=self._device) if before is None else before
         for logits, ids in said:
             chosen = torch.zeros(self._experts, device=self._device)
-            flat = ids.reshape(-1)
-            chosen.scatter_add_(0, flat.long(), torch.ones_like(flat, dtype=torch.float32))
-            rows = torch.full((1,), logits.shape[0], dtype=torch.float32, device=self._device)
-            total = total + torch.cat([chosen, logits.softmax(-1).float().sum(0), rows])
+            choices = (ids >= 0).float()
+            chosen.scatter_add_(0, ids.reshape(-1).clamp(min=0).long(), choices.reshape(-1))
+            tokens = choices.amax(1, keepdim=True)
+            probability = (logits.softmax(-1).float() * tokens).sum(0)
+            total = total + torch.cat([chosen, probability, tokens.sum().reshape(1)])
         return total
 
     def finish(self, sums: Tensor, microbatch: int) -> Tensor:
@@ -66,10 +67,11 @@ class StageBalance:
         factor = self._coefficient * self.scale * self._experts * loss_scale
         per_probability = chosen / rows / rows * factor
         gradients: list[Tensor | None] = []
-        for logits, _ in said:
+        for logits, ids in said:
             leaf = logits.detach().requires_grad_()
+            tokens = (ids >= 0).any(1, keepdim=True).float()
             with torch.enable_grad():
-                leaf.softmax(-1).float().sum(0).backward(per_probability)
+                (leaf.softmax(-1).float() * tokens).sum(0).backward(per_probability)
             gradients.append(leaf.grad)
         return gradients
 

@@ -271,7 +271,7 @@ def synchronisations(rank: int, world: int) -> list[str]:
             layer()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return [str(w.message) for w in caught if "synchroniz" in str(w.message)]
+    return [str(w.message) for w in caught if "called a synchronizing" in str(w.message)]
 
 
 @pytest.mark.gpu

@@ -404,7 +404,6 @@ WRAPPERS: dict[str, tuple[Callable[..., Loss], str]] = {
     "functional_call, other weights": (functional_call_others, "functional_call"),
     "func.grad": (func_grad, r"torch\.func|vmap|transform"),
     "manage, compile": (partial(compiled, first=True, backend="eager"), "compile"),
-    "manage, compile aot": (partial(compiled, first=True, backend="aot_eager"), "compile"),
     "compile, manage": (partial(compiled, first=False, backend="eager"), "compile"),
     "compile in place, manage": (compiled_in_place, "compile"),
     "autocast": (autocast, ""),
@@ -461,7 +460,7 @@ def _pairs() -> list[Any]:
         elif function in (compiled, compiled_in_place):
             chosen = ["offload"]
         for placement in dict.fromkeys(chosen):
-            slow = [pytest.mark.slow] if name in ("manage, compile aot", "compile, manage") else []
+            slow = [pytest.mark.slow] if name == "compile, manage" else []
             found.append(pytest.param(name, placement, marks=slow))
     return found
 

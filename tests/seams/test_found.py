@@ -118,36 +118,6 @@ def test_an_activation_in_place_is_right_or_refused(policy: str, inplace: nn.Mod
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_tensor_that_is_written_to_through_data_between_regions(policy: str) -> None:
-    """`.data` has a version of its own: that a storage was met before says nothing of what it holds."""
-
-    class Rewriting(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            h = x * 1
-            y = self.layers[0](h)
-            h.data.mul_(2)
-            return y + self.layers[1](h) * self.layers[2](h)
-
-    if policy == "offload":
-        # Autograd sees no change here either: the first region's gradients may be those of the first contents.
-        torch.manual_seed(1)
-        model, twin = Rewriting(Mlp(), Mlp(), Mlp()), None
-        twin = copy.deepcopy(model)
-        forebay.manage(model, policy, min_bytes=1)
-        for seed in range(2):
-            ours, theirs = step(model, seed), step(twin, seed)
-            second = slice(2 + 4, None)
-            assert all(map(torch.equal, ours[second], theirs[second])), (
-                "the second region was given the first one's bytes"
-            )
-        return
-    both(lambda: Rewriting(Mlp(), Mlp(), Mlp()), policy, lambda m: step(m)[2 + 4 :])
-
-
-# --- kinds of differentiation ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("policy", POLICIES)
 def test_forward_over_reverse_is_right_or_refused(policy: str) -> None:
     """The tangent of a gradient: what was saved has a tangent too, which is not in its bytes."""
 

@@ -42,12 +42,13 @@ def register() -> str:
 def install_experts(model: nn.Module) -> Callable[[], None]:
     """Forebay's experts in every MoE block of `model`, until the returned call takes them off. A second call of it does nothing.
 
-    Left alone: experts that run Forebay's by their configuration, and those whose forward somebody replaced.
+    Left alone: experts that run Forebay's by their configuration, those whose forward somebody replaced, and modules that are no
+    experts of transformers.
     """
     undo: list[Callable[[], None]] = []
     for block in moe_blocks(model):
         experts = block.experts
-        if not uses_forebay(experts) and not is_patched(experts):
+        if hasattr(type(experts), "_apply_gate") and not uses_forebay(experts) and not is_patched(experts):
             put_setting(experts, _INSTALLED, True)
             undo.append(partial(drop_setting, experts, _INSTALLED))
             undo.append(install(experts, lambda _: _run_experts, traceable=True))

@@ -115,7 +115,9 @@ def watch_root(model: nn.Module, slots: Mapping[str, Slot], manager: Manager) ->
     def around(below: Below) -> Run:
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
             nonlocal warned
-            manager.forward_begins()
+            device = next((p.device for p in self.parameters()), None)
+            if device is not None:
+                manager.forward_begins(device)
             before = 0 if warned else _calls(slots)
             try:
                 out = below(*args, **kwargs)

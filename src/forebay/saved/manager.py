@@ -149,14 +149,9 @@ class Manager:
         recompute: str = "light",
         min_bytes: int | None = None,
     ):
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())  # tensors say "cuda:0", never "cuda"
         chosen = {c.path: c.placement for c in claims}
         _check(claims, budget, offload)
         self.ledger = Ledger()
-        self.store = HostStore(device)
-        self._device = device
-        self._min_bytes = min_bytes if min_bytes is not None else (_MIN_BYTES_CUDA if device.type == "cuda" else 1)
         self._recompute = recompute
         self._regions = {
             path: _Region(path, chosen.get(path, "keep"), slot, slot.light_recompute if recompute == "light" else None)
@@ -167,8 +162,8 @@ class Manager:
         self._awaits_call = False  # a cycle has begun, and its first call is on the way
         self._planned = False  # the next cycle is
         self._followed: Plan | None = None  # in the last cycle
-        placements = {path: region.placement for path, region in self._regions.items()}
-        self._planning = Planning(self.store, placements, budget, offload, self._switch_light)
+        self._budget, self._offload, self._wanted_min_bytes = budget, offload, min_bytes
+        self._manage_on(device)
         self._base: int | None = None  # bytes held before the cycle that is about to begin, where a forward told
         self._seen: dict[tuple[int, int], _Seen] = {}
         self._seen_by: dict[Key, list[_Seen]] = {}  # while measuring
@@ -183,7 +178,6 @@ class Manager:
         self._steady = False
         self._weights: dict[str, Weights] = {}  # of a cycle, if they are steady
         self._captured = False
-        self._has_budget = budget is not None
         self._warned: set[str] = set()  # regions that ran where they cannot be managed
         self._task = -1  # autograd's number of the backward that runs, or ran last
         self._reached: set[int] = set()  # forwards of the cycle that it goes through
@@ -194,6 +188,17 @@ class Manager:
                 refuse_nested_checkpointing(region.path, region.slot.module)
         for region in self._regions.values():
             self._install(region)
+
+    def _manage_on(self, device: torch.device) -> None:
+        """Begin anew with the saved tensors of `device`."""
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())  # tensors say "cuda:0", never "cuda"
+        self._device = device
+        least = _MIN_BYTES_CUDA if device.type == "cuda" else 1
+        self._min_bytes = self._wanted_min_bytes if self._wanted_min_bytes is not None else least
+        self.store = HostStore(device)
+        placements = {path: region.placement for path, region in self._regions.items()}
+        self._planning = Planning(self.store, placements, self._budget, self._offload, self._switch_light)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         self.__reduce__()
@@ -262,13 +267,27 @@ class Manager:
         self._backwards = [key for key in backwards if key[0] in self._regions]
         self._steady = steady
 
-    def forward_begins(self) -> None:
+    def forward_begins(self, device: torch.device) -> None:
         """Be told that the whole model's forward begins. What is held on the device now was held before the step, if one begins;
-        when the first region is entered, the embedding's output is there already."""
+        when the first region is entered, the embedding's output is there already.
+
+        Args:
+            device: where the model is now. Trainers move a model after it was managed.
+        """
+        if device != self._device and device.type != "meta":
+            self._move_to(device)
         if not torch.is_grad_enabled():
             return
-        if self._has_budget and self._planning.measuring and self._device.type == "cuda" and self._cycle.quiet:
+        if self._budget is not None and self._planning.measuring and self._device.type == "cuda" and self._cycle.quiet:
             self._base = torch.cuda.memory_allocated(self._device)
+
+    def _move_to(self, device: torch.device) -> None:
+        """The model was moved: what is alive stays with the store that holds it."""
+        if self.plan is not None:
+            self._switch_light(self.plan.recompute, False)
+        self.store.close()
+        self._manage_on(device)
+        self._cycle, self._planned, self._followed = Cycle(), False, None
 
     def forward_failed(self) -> None:
         """Be told that the whole model's forward raised: whoever holds the traceback holds its calls, and no backward comes."""
@@ -428,7 +447,7 @@ class Manager:
                 True  # what is recomputed by a caller's checkpoint is recomputed; other hooks take what they are given
             )
         problem = f"region {region.path!r} runs inside {others}, where it cannot be placed {region.placement!r}"
-        if self._has_budget:
+        if self._budget is not None:
             raise PolicyError(f"{problem}, so the budget would not hold: remove that, or the budget")
         if region.path not in self._warned:
             self._warned.add(region.path)
@@ -509,7 +528,7 @@ class Manager:
         for leaf in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
             # A leaf is somebody's weight or input: it outlives the graph, and would gather a hook each forward.
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf:
-                leaf.register_hook(begin)
+                call.hooks.append(leaf.register_hook(begin))
 
     # --- pack and unpack ------------------------------------------------------------------------------------------
 
@@ -603,6 +622,7 @@ class Manager:
         if call.backward_started:
             return
         call.backward_started = True
+        call.remove_hooks()
         if call.cycle is not self._cycle:
             self._take_back(call)  # it was given up: its cycle is over
             return

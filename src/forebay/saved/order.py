@@ -29,7 +29,7 @@ class RegionCall:
     ``number`` counts the cycle's calls, ``forward`` the model's forwards in the cycle. ``tickets`` are weak: the graph owns
     them too. ``held`` are those of them that are sent when the forward is over, owned until then. ``leaving`` are the ordinals
     of the items that leave, None for all; ``compute`` is the stream that the call runs on, None on a CPU. ``given_up``: its
-    forward failed, or a backward through its model's forward is over.
+    forward failed, or a backward through its model's forward is over. ``hooks`` announce its backward.
     """
 
     key: Key
@@ -45,6 +45,12 @@ class RegionCall:
     compute: Any = None
     backward_started: bool = False
     given_up: bool = False
+    hooks: list[Any] = field(default_factory=list)
+
+    def remove_hooks(self) -> None:
+        """Take the hooks off the outputs: an output may outlive the graph, and be another call's output too."""
+        while self.hooks:
+            self.hooks.pop().remove()
 
     def live_tickets(self) -> list[Ticket]:
         return [t for ref in self.tickets if (t := ref()) is not None]

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from forebay.saved.repeat import Repeatable
+
 # Mode -> operations whose results are kept. A recomputation would repeat them on all ranks.
 _KEPT: Mapping[str, frozenset[str]] = {
     "full": frozenset(),
@@ -29,7 +31,7 @@ def recomputed(
     """`forward` under activation checkpointing; a plain call when no gradient is wanted.
 
     Args:
-        module: the module whose weights `forward` reads; backward raises a RuntimeError if they were written to since.
+        module: the module whose weights and buffers `forward` reads; see `forebay.saved.repeat`.
         mode: "full" keeps nothing but the arguments: expert parallelism's dispatch runs again, and combine where something
             behind it in `forward` was saved. "save-dispatch" and "save-both" keep what dispatch, or dispatch and combine,
             brought, so that backward does not repeat it. With these two a graph can be walked once only: torch raises for a
@@ -45,42 +47,17 @@ def recomputed(
     if kept:
         selective["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_keep, kept))
 
+    repeatable = None if module is None else Repeatable(forward, module)
+
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        again = forward if module is None else _with_the_same_weights(forward, module)
-        return checkpoint(again, *args, use_reentrant=False, preserve_rng_state=True, **selective, **kwargs)
-
-    return run
-
-
-def _with_the_same_weights(forward: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
-    """`forward`, which raises if `module` has other weights than now, or they were written to. A checkpoint saves no weights, so
-    autograd does not see that its rerun reads others than its forward did."""
-    weights = [
-        (owner, name, weight, weight._version)
-        for owner in module.modules()
-        for name, weight in owner._parameters.items()
-        if weight is not None
-    ]
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        for owner, name, weight, version in weights:
-            if weight._version != version:
-                what = _weight(module, owner, name)
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"{what}, is at version {weight._version}; expected version {version} instead. Call optimizer.step() "
-                    "after backward"
-                )
-            # FSDP puts gathered weights in the place of sharded ones and back, with the same values.
-            if owner._parameters.get(name) is not weight and not getattr(owner, "_is_fsdp_managed_module", False):
-                what = _weight(module, owner, name)
-                raise RuntimeError(
-                    f"{what}, was another one in its forward (torch.func.functional_call puts weights in a model for the time of "
-                    "its forward only): run backward while they are there, or choose another placement than 'recompute'"
-                )
-        return forward(*args, **kwargs)
+        if repeatable is None:
+            return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **selective, **kwargs)
+        call = repeatable.begin()
+        out = checkpoint(call.run, *args, use_reentrant=False, preserve_rng_state=True, **selective, **kwargs)
+        call.forward_over()
+        return out
 
     return run
 
@@ -88,10 +65,6 @@ def _with_the_same_weights(forward: Callable[..., Any], module: torch.nn.Module)
 def _keep(names: frozenset[str], _: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     # By name: what is recomputed need not know expert parallelism, nor import it.
     return CheckpointPolicy.MUST_SAVE if operation.name() in names else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _weight(module: torch.nn.Module, owner: torch.nn.Module, name: str) -> str:
-    return f"{name} of a {type(owner).__name__}, which a recomputed {type(module).__name__} reads"
 
 
 def saved_by_others() -> str | None:
@@ -108,7 +81,9 @@ def saved_by_others() -> str | None:
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if hooks is None:
         return None
-    module = getattr(hooks[0], "__module__", None)
+    module = str(getattr(getattr(hooks[0], "func", hooks[0]), "__module__", None))
+    if module.startswith("forebay."):
+        return None  # a region within a region: the inner one's hooks are asked
     return _CHECKPOINT if module == checkpoint.__module__ else f"saved_tensors_hooks of {module}"
 
 

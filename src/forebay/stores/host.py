@@ -24,9 +24,10 @@ enqueues waits and adds to deques, and changes nothing that a call is in the mid
 """
 
 import sys
+import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property, wraps
 from typing import Any
 
 import torch
@@ -94,6 +95,17 @@ class Traffic:
         return timed / milliseconds * 1e3 if milliseconds else None
 
 
+def _locked(method: Callable[..., None]) -> Callable[..., None]:
+    """One thread at a time; a ticket's death takes no lock."""
+
+    @wraps(method)
+    def call(self: "HostStore", *args: Any) -> None:
+        with self._lock:
+            method(self, *args)
+
+    return call
+
+
 class HostStore:
     """Offloaded bytes of one device. Owns its streams, its pool and nothing else; tickets are owned by the graph.
 
@@ -108,6 +120,7 @@ class HostStore:
         self.outbound = Traffic()
         self.inbound = Traffic()
         self._closed = False
+        self._lock = threading.RLock()  # a ticket's states: a model may run in several threads
         self._alive = 0
         self._alive_bytes = 0
         self._dead: deque[int] = deque()  # bytes of tickets that died since they were counted
@@ -140,6 +153,7 @@ class HostStore:
             ticket.others = (other,)
         return ticket
 
+    @_locked
     def send(self, tickets: Sequence[HostTicket]) -> None:
         """See `Store.send`. A closed store sends nothing: tickets stay held. A ticket whose storage was emptied (by an engine
         that gathers weights again before backward) goes to ``ON_DEVICE``: it keeps the storage, as autograd would.
@@ -176,6 +190,7 @@ class HostStore:
         self.send([ticket])
         return ticket
 
+    @_locked
     def settle(self, ticket: HostTicket) -> None:
         """See `Store.settle`. A storage that was emptied or moved since `send` stays where it is: the copy may have read other
         bytes."""
@@ -188,6 +203,7 @@ class HostStore:
             ticket.step(State.ON_HOST)
             ticket.device_bytes, ticket.others = None, ()
 
+    @_locked
     def fetch(self, *batches: Sequence[HostTicket]) -> None:
         """See `Store.fetch`. A ticket that is still leaving stays where it is: its bytes are on the device."""
         wanted: dict[Any, list[list[HostTicket]]] = {}
@@ -225,6 +241,7 @@ class HostStore:
             )
         return ticket.device_bytes
 
+    @_locked
     def recall(self, ticket: HostTicket) -> None:
         """What `wait` does, ahead of the moment at which the bytes are needed: a storage may still be empty.
 

@@ -54,7 +54,10 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "stash and offload": {"policy": {"*.self_attn": "offload", "*.mlp.experts": "stash"}, "offload": "all"},
 }
 STEPS = (1, 2)  # offloading measures in the first one and follows its plan in the second
-TOLERANCE = 5e-6  # of a gradient's norm, also of one that nearly cancels: the same sums in another order, fp32
+TOLERANCE = 1e-6  # of a gradient's norm: the same sums in another order, fp32
+CANCELS = (
+    0.1  # of the median norm: a smaller gradient is what is left of terms that cancel, and is held to this norm instead
+)
 
 
 @dataclass(frozen=True)
@@ -224,8 +227,10 @@ def on_a_rank(rank: int, world: int, folder: str, row: Row) -> dict[str, Any]:
 
 def far_from(wanted: Any, losses: list[float], grads: dict[str, torch.Tensor]) -> list[str]:
     wrong = [] if losses == pytest.approx(wanted[0], rel=1e-6) else [f"losses {losses} for {wanted[0]}"]
+    norms = {name: grad.norm() for name, grad in wanted[1].items()}
+    least = CANCELS * torch.stack(list(norms.values())).median()
     for name, got in grads.items():
-        error = (whole(got) - wanted[1][name]).norm() / wanted[1][name].norm()
+        error = (whole(got) - wanted[1][name]).norm() / torch.maximum(norms[name], least)
         if not error <= TOLERANCE:
             wrong.append(f"{name} is off by {error}")
     return wrong

@@ -9,6 +9,7 @@ import torch
 import forebay
 
 peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.integration
 
 TARGETS = {
     "experts": {"target_modules": [], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},

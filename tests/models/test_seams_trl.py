@@ -9,6 +9,7 @@ import forebay
 
 pytest.importorskip("trl")
 peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.integration
 
 from datasets import Dataset  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402

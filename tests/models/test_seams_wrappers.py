@@ -184,10 +184,13 @@ def test_a_forward_in_which_no_region_ran_warns_once(model, tokens):
             model(tokens, labels=tokens)
 
 
+@pytest.mark.integration
 def test_accelerate(model, tokens, step):
     accelerate = pytest.importorskip("accelerate")
+    from accelerate.state import AcceleratorState
     from accelerate.utils import extract_model_from_parallel
 
+    AcceleratorState._reset_state(reset_partial_state=True)  # another test's, in another precision
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     plain = accelerator.prepare_model(copy.deepcopy(model), evaluation_mode=False)
     expected = step(plain, tokens)

@@ -24,7 +24,7 @@ stages cannot do that, and refuse it by name.
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -153,6 +153,12 @@ class HalfSlot:
         self.front: Callable[..., Any] | None = None
         self.experts: Callable[..., Any] | None = None
         self._bare: tuple[Any, Any, Any] = (call, None, None)
+
+    def reads(self) -> Sequence[nn.Module]:
+        """See `forebay.saved.slots.Slot.reads`."""
+        attends = self.path.endswith("self_attn")
+        names = ("self_attn", "input_layernorm") if attends else ("mlp", "post_attention_layernorm")
+        return [getattr(self.module, name) for name in names]
 
     def cut(self, front: Callable[..., Any], experts: Callable[..., Any]) -> None:
         """Give the half its stages. Once, before any `wrap`."""

@@ -199,8 +199,8 @@ def manage(
     (``torch.save(model)``) of a managed model give an unmanaged one, independent of it, that has the model's own experts and
     loss; manage the copy if it is to be trained.
 
-    A saved tensor that is written to before its backward is an error, as without Forebay. Writing through ``.data`` is not seen by
-    autograd nor here: backward may then read the tensor as it was.
+    A saved tensor that is written to before its backward is an error, as without Forebay. Autograd does not see writing through
+    ``.data``, and Forebay does not either: backward may then read the tensor as it was.
 
     Gradient checkpointing of transformers (``gradient_checkpointing=True``) stays in force for layers that the policy keeps.
     It is set aside, with a warning, for layers in which the policy places something: there the policy says what is recomputed.

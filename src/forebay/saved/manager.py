@@ -373,7 +373,7 @@ class Manager:
             region.light(True)
         mode = "full" if self._recompute == "light" else self._recompute
         region.slot.wrap(
-            lambda forward: partial(self._run, region, forward, recomputed(forward, mode, region.slot.module))
+            lambda forward: partial(self._run, region, forward, recomputed(forward, mode, region.slot.reads))
         )
 
     def _run(

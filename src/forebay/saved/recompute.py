@@ -8,7 +8,7 @@ Regions that know a cheaper way (experts, which can make their first grouped GEM
 anyway) offer it through their slot, and no checkpoint is involved: see `forebay.saved.slots.Slot.light_recompute`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,12 +26,12 @@ _KEPT: Mapping[str, frozenset[str]] = {
 
 
 def recomputed(
-    forward: Callable[..., Any], mode: str = "full", module: torch.nn.Module | None = None
+    forward: Callable[..., Any], mode: str = "full", reads: Callable[[], Sequence[torch.nn.Module]] | None = None
 ) -> Callable[..., Any]:
     """`forward` under activation checkpointing; a plain call when no gradient is wanted.
 
     Args:
-        module: the module whose weights and buffers `forward` reads; see `forebay.saved.repeat`.
+        reads: the modules whose weights and buffers `forward` reads; see `forebay.saved.repeat`.
         mode: "full" keeps nothing but the arguments: expert parallelism's dispatch runs again, and combine where something
             behind it in `forward` was saved. "save-dispatch" and "save-both" keep what dispatch, or dispatch and combine,
             brought, so that backward does not repeat it. With these two a graph can be walked once only: torch raises for a
@@ -47,7 +47,7 @@ def recomputed(
     if kept:
         selective["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_keep, kept))
 
-    repeatable = None if module is None else Repeatable(forward, module)
+    repeatable = None if reads is None else Repeatable(forward, reads)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

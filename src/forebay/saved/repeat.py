@@ -1,14 +1,15 @@
-"""What a recomputation has to find as its forward found it: the module's weights and buffers.
+"""What a recomputation has to find as its forward found it: weights and buffers.
 
-In: a region's forward and its module. Out: `Repeatable.begin`, whose `Repetition.run` is called once in forward and again in
-backward. A checkpoint saves neither weights nor buffers, so autograd does not see that the rerun reads others. Weights that were
-written to or replaced since are an error, and so are buffers that the forward only reads, such as a router's bias. Buffers that
-the forward itself writes, such as running statistics, are put back for the rerun, and have their present values after it.
+In: a region's forward and the modules that it calls. Out: `Repeatable.begin`, whose `Repetition.run` is called once in forward
+and again in backward. A checkpoint saves neither weights nor buffers, so autograd does not see that the rerun reads others. Weights
+that were written to or replaced since are an error, and so are buffers that the forward only reads, such as a router's bias.
+Buffers that the forward itself writes, such as running statistics, are put back for the rerun, and have their present values after
+it.
 
 A `Repeatable` belongs to a region; a `Repetition` to one call, and the graph owns it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,11 +23,11 @@ class Repeatable:
     """A region's forward that runs again.
 
     Args:
-        module: whose weights and buffers `forward` reads.
+        reads: the modules whose weights and buffers `forward` reads, as they are when it is called.
     """
 
-    def __init__(self, forward: Callable[..., Any], module: nn.Module):
-        self.forward, self.module = forward, module
+    def __init__(self, forward: Callable[..., Any], reads: Callable[[], Sequence[nn.Module]]):
+        self.forward, self.reads = forward, reads
         self.written: set[Key] | None = None  # buffers that the forward writes; None before it has run once
 
     def begin(self) -> "Repetition":
@@ -39,7 +40,8 @@ class Repetition:
 
     def __init__(self, whole: Repeatable):
         self._whole = whole
-        modules = list(whole.module.modules())
+        self._regions = whole.reads()
+        modules = [m for region in self._regions for m in region.modules()]
         self._weights = [(m, name, w) for m in modules for name, w in m._parameters.items() if w is not None]
         self._buffers = {(i, n): b for i, m in enumerate(modules) for n, b in m._buffers.items() if b is not None}
         # The first forward shows which ones are written: until then all are copied.
@@ -47,7 +49,7 @@ class Repetition:
         self._copies = {key: b.clone() for key, b in self._buffers.items() if known is None or key in known}
         self._before = [b._version for b in self._buffers.values()]
         self._ran = False
-        self._versions: list[int] = []
+        self._versions = self._now()  # a forward may run a backward within
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The forward, and in backward its rerun.
@@ -78,6 +80,10 @@ class Repetition:
         self._copies = {key: copy for key, copy in self._copies.items() if key in self._whole.written}
         self._versions = self._now()
 
+    @property
+    def _name(self) -> str:
+        return " and ".join(type(region).__name__ for region in self._regions)
+
     def _now(self) -> list[int]:
         tensors = [*(w for _, _, w in self._weights), *self._buffers.values()]
         return [t._version for t in tensors]
@@ -96,7 +102,7 @@ class Repetition:
             # FSDP puts gathered weights in the place of sharded ones and back, with the same values.
             if owner._parameters.get(name) is not weight and not getattr(owner, "_is_fsdp_managed_module", False):
                 raise RuntimeError(
-                    f"{name} of a {type(owner).__name__}, which a recomputed {type(self._whole.module).__name__} reads, was "
+                    f"{name} of a {type(owner).__name__}, which a recomputed {self._name} reads, was "
                     "another one in its forward (torch.func.functional_call puts weights in a model for the time of its forward "
                     "only): run backward while they are there, or choose another placement than 'recompute'"
                 )
@@ -108,6 +114,6 @@ class Repetition:
     def _raise_written(self, owner: str, name: str, version: int, then: int) -> None:
         raise RuntimeError(
             f"one of the variables needed for gradient computation has been modified by an inplace operation: {name} ({owner}), "
-            f"which a recomputed {type(self._whole.module).__name__} reads, is at version {version}; expected version {then} "
+            f"which a recomputed {self._name} reads, is at version {version}; expected version {then} "
             "instead. Change weights and buffers (optimizer.step(), a router's bias) after backward"
         )

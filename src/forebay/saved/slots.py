@@ -18,7 +18,7 @@ A `Slot` is a place in a model's forward where a region sits: a whole module her
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import update_wrapper
 from types import FunctionType, MethodType
@@ -251,6 +251,9 @@ class Slot(Protocol):
     calls: int
     """How often the region was called."""
 
+    def reads(self) -> Sequence[nn.Module]:
+        """The modules that the region calls, as they are now: those of `module`, or some of them."""
+
     def wrap(self, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Put ``wrapper(current)`` in the place of the current callable."""
 
@@ -266,6 +269,10 @@ class ModuleSlot:
         self.light_recompute = light_recompute
         self.calls = 0
         self._remove: list[Callable[[], None]] = []
+
+    def reads(self) -> Sequence[nn.Module]:
+        """See `Slot.reads`."""
+        return (self.module,)
 
     def wrap(self, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         def make(below: Below) -> Run:

@@ -108,3 +108,27 @@ def test_patterns_may_have_the_wrappers_prefix(model):
     prefix = "base_model.model."
     with forebay.manage(adapted, {f"{prefix}model.layers.0.self_attn": "offload"}) as mem:
         assert mem.placements["model.layers.0.self_attn"] == "offload"
+
+
+@pytest.mark.parametrize("recompute", ["light", "full"])
+def test_two_forwards_before_a_backward(recompute, model, tokens):
+    """PEFT writes to the weights in each forward; their values stay."""
+
+    def both(adapted):
+        adapted.zero_grad()
+        losses = [adapted(input_ids=t, labels=t).loss for t in (tokens, tokens.flip(1))]
+        (losses[0] + losses[1]).backward()
+        grads = {n: p.grad.clone() for n, p in adapted.named_parameters() if p.grad is not None}
+        return losses[0].detach() + losses[1].detach(), grads
+
+    want = both(_adapted(copy.deepcopy(model), **TARGETS["experts"]))
+    with forebay.manage(model, "recompute", recompute=recompute):
+        adapted = _adapted(model, **TARGETS["experts"])
+        for _ in range(2):
+            _close(both(adapted), want)
+
+
+def test_adapters_on_parameters_do_not_compile(model, tokens):
+    forebay.manage(model, compile=True)
+    with pytest.raises(RuntimeError, match=r"target_parameters.*without compile"):
+        _step(_adapted(model, **TARGETS["experts"]), tokens)

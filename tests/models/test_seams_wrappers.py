@@ -298,3 +298,48 @@ def test_an_option_that_cannot_be_is_named(arguments, kind, says, model):
     with pytest.raises(kind, match=says):
         forebay.manage(**{"model": model, **arguments})
     assert {path: set(vars(m)) for path, m in model.named_modules()} == before
+
+
+@pytest.mark.parametrize("what", ["hook", "pre-hook", "backward hook", "forward"])
+def test_what_is_put_on_the_head(what, model, tokens, step):
+    """The fused loss would leave it out, or give it the loss where it expects logits."""
+
+    def put(head):
+        if what == "hook":
+            head.register_forward_hook(lambda m, args, out: out * 0.5)
+        elif what == "pre-hook":
+            head.register_forward_pre_hook(lambda m, args: (args[0] * 0.5,))
+        elif what == "backward hook":
+            head.register_full_backward_hook(lambda m, given, taken: (given[0] * 0.5,))
+        else:
+            current = head.forward
+            head.forward = lambda *args, **kwargs: current(*args, **kwargs) * 0.5
+
+    plain = copy.deepcopy(model)
+    put(plain.lm_head)
+    expected = step(plain, tokens)
+    with forebay.manage(model, experts=None):
+        put(model.lm_head)
+        with pytest.warns(UserWarning, match=r"lm_head got .*logits"):
+            assert _equal(step(model, tokens), expected)
+
+
+def test_a_model_inside_a_module_of_the_users(model, tokens, step):
+    class Task(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, **batch):
+            return self.inner(**batch)
+
+    model.config.use_cache = False
+    expected = step(copy.deepcopy(model), tokens)
+    model.config.use_cache = True
+    task = Task(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mem = forebay.manage(task, "offload", offload="all")
+        for _ in range(3):
+            assert _equal(step(task, tokens), expected)
+    assert mem.report().moved_bytes > 0

@@ -416,7 +416,7 @@ class _Run:
         self.weights_changed: list[bool] = []  # by event: since the forward of a graph that is alive
         self.step = 0
         self._live: dict[int, tuple[Tensor, Tensor, list[Tensor]]] = {}
-        self._changed = False
+        self._changed: set[int] = set()  # microbatches whose graphs were alive when weights changed
 
     def run(self) -> None:
         for step in range(self.case.steps):
@@ -424,7 +424,7 @@ class _Run:
             for event in self.case.events:
                 self._event(event)
             self._live.clear()
-            self._changed = False
+            self._changed.clear()
             self._event("F0")
             self._event("B0")
             self._live.clear()
@@ -446,12 +446,13 @@ class _Run:
                 self._live.pop(number, None)
             for p in self.model.parameters():
                 p.grad = None
-        self.weights_changed.append(self._changed and kind in "BGCHK")  # others begin with a forward of their own
+        self.weights_changed.append(number in self._changed and kind in "BGCHK")  # others have a forward of their own
         self.log.append((f"step {self.step} {event}", (brought, torch.get_rng_state())))
 
     def _do(self, kind: str, number: int) -> Any:
         model = self.model
         if kind == "F":
+            self._changed.discard(number)
             x = self._input(number)
             loss, outputs = self._forward(model, x)
             self._live[number] = x, loss, outputs
@@ -474,7 +475,9 @@ class _Run:
             return self._backward(kind, x, loss, outputs)
         if kind == "T":
             found: list[Any] = []
-            thread = threading.Thread(target=lambda: found.append(_caught(lambda: self._one_step(model))))
+            thread = threading.Thread(
+                target=lambda: (found.append(_caught(lambda: self._one_step(model))), _empty_queue())
+            )
             thread.start()
             thread.join()
             if isinstance(found[0], _Raised) and isinstance(found[0].error, (BudgetError, PolicyError)):
@@ -499,7 +502,7 @@ class _Run:
             finally:
                 model.train()
         if kind == "O":
-            self._changed = bool(self._live)
+            self._changed |= self._live.keys()
             with torch.no_grad():
                 for p in model.parameters():
                     p.mul_(0.9)

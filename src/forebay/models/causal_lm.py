@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from forebay.loss import linear_cross_entropy
-from forebay.saved.slots import Below, Run, install, is_managed, is_patched
+from forebay.saved.slots import Below, Run, install, is_managed, is_outermost, is_patched
 
 # Class name -> does its forward add the router's auxiliary loss? (Read in transformers 5.17.)
 _FAMILIES: Mapping[str, bool] = {
@@ -117,13 +117,14 @@ def install_fused_loss(model: nn.Module, in_eval: bool = False) -> Callable[[], 
             if len(given) + 1 < len(args) + len(kwargs):
                 # Too many arguments, or one given twice: Python's own TypeError comes from there.
                 return below(*args, **kwargs)
-            if self.lm_head is not head:
+            changed = _change_of(self.lm_head, head)
+            if changed is not None:
                 if not warned:
-                    warned.append(type(self.lm_head).__name__)
+                    warned.append(changed)
                     warnings.warn(
-                        f"lm_head has become a {warned[0]} since forebay.manage (an adapter or a new head), which the fused "
-                        "loss does not compute: the model's own loss runs, and holds logits [tokens, vocabulary]; call "
-                        "manage() again, or pass loss=None to silence this",
+                        f"lm_head {changed} since forebay.manage, which the fused loss leaves out: the model's own loss runs, "
+                        "and holds logits [tokens, vocabulary]; undo that, call manage() again, or pass loss=None to silence "
+                        "this",
                         stacklevel=2,
                     )
                 return below(*args, **kwargs)
@@ -167,6 +168,20 @@ def install_fused_loss(model: nn.Module, in_eval: bool = False) -> Callable[[], 
             undo.pop()()
 
     return restore
+
+
+def _change_of(now: nn.Module, head: nn.Module) -> str | None:
+    """What the head `now` does that a call of `head` with targets would not, in words; None if nothing."""
+    if now is not head:
+        return f"has become a {type(now).__name__} (an adapter or a new head)"
+    if not is_outermost(head):
+        return "got another forward"
+    # A hook gets the loss here where it expects logits. FSDP's, which gather the weight, look at neither.
+    hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)
+    for hook in (h for kind in hooks for h in kind.values()):
+        if not str(getattr(hook, "__module__", None)).startswith(("torch.distributed.", "forebay.")):
+            return f"got the module hook {hook!r}"
+    return None
 
 
 def _head_forward(self: nn.Linear, hidden: Tensor, targets: Tensor | None = None, **options: Any) -> Tensor:

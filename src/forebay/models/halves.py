@@ -271,6 +271,15 @@ class TwoHalves:
                 "or the decoder layer instead" + (", or manage the model without compile" if self._compiled else "")
             )
 
+        if self._compiled and self._block is not None and self.stages is None:
+            parts = [getattr(self._layer.mlp, name) for name in ("experts", self._block.names[0])]
+            if any(type(part).__name__ == "ParamWrapper" for part in parts):
+                raise RuntimeError(
+                    f"{self.mlp.path!r} has adapters on parameters (PEFT's target_parameters), which write to the weights in "
+                    "each forward and so cannot run in compiled code: manage the model without compile, or put the adapters on "
+                    "modules (target_modules)"
+                )
+
     def announce(self, logits: Tensor | None, ids: Tensor | None) -> None:
         """Run the router's forward hooks on what it returned, where the half itself cannot: in compiled code."""
         if self._compiled and self._block is not None:

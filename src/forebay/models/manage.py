@@ -32,7 +32,7 @@ from forebay.models.halves import Halves, install_halves
 from forebay.models.hf_experts import install_experts
 from forebay.models.regions import regions_of, sealed_in_halves
 from forebay.models.remade import saving_all, switch_remade
-from forebay.models.root import guard_base, taken_over, unwrap, watch_root
+from forebay.models.root import guard_base, pretrained, taken_over, unwrap, watch_root
 from forebay.models.stashed import install_stash, remove_stash
 from forebay.moe.dispatch.exchange import Exchange
 from forebay.planner.simulate import Plan, Timeline
@@ -199,8 +199,13 @@ def manage(
     (``torch.save(model)``) of a managed model give an unmanaged one, independent of it, that has the model's own experts and
     loss; manage the copy if it is to be trained.
 
+    A model of transformers makes no KV cache in training unless it is given one. (Of packed sequences it then tells the parts
+    apart by their ``position_ids``, as with ``use_cache=False``.)
+
     A saved tensor that is written to before its backward is an error, as without Forebay. Autograd does not see writing through
-    ``.data``, and Forebay does not either: backward may then read the tensor as it was.
+    ``.data``, and Forebay does not either: backward may then read the tensor as it was. A recomputed region makes its own tensors
+    again, so writing to those is no error and changes nothing; what it reads has to stay: its inputs, parameters and buffers are
+    checked, tensors that are plain attributes are not.
 
     Gradient checkpointing of transformers (``gradient_checkpointing=True``) stays in force for layers that the policy keeps.
     It is set aside, with a warning, for layers in which the policy places something: there the policy says what is recomputed.
@@ -282,8 +287,8 @@ def manage(
                 min_bytes=min_bytes,
             )
         undo.append(manager.detach)
-        if isinstance(model, PreTrainedModel):
-            undo.append(guard_base(model, checkpointing))
+        for inside in pretrained(model):
+            undo.append(guard_base(inside, checkpointing))
         undo.append(watch_root(model, found.slots, manager))
     except BaseException:
         _undo_all(undo)

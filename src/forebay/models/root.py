@@ -38,6 +38,15 @@ def unwrap(model: nn.Module) -> tuple[nn.Module, str]:
     return inner, next(path for path, module in model.named_modules() if module is inner)
 
 
+def pretrained(model: nn.Module) -> list[PreTrainedModel]:
+    """The outermost models of transformers in `model`: itself, or those that a module of the user's holds."""
+    found: dict[str, PreTrainedModel] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, PreTrainedModel) and not any(not p or path.startswith(f"{p}.") for p in found):
+            found[path] = module
+    return list(found.values())
+
+
 class Checkpointing:
     """Layers whose gradient checkpointing by transformers is set aside while the model runs forward.
 

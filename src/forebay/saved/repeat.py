@@ -1,10 +1,10 @@
 """What a recomputation has to find as its forward found it: weights and buffers.
 
 In: a region's forward and the modules that it calls. Out: `Repeatable.begin`, whose `Repetition.run` is called once in forward
-and again in backward. A checkpoint saves neither weights nor buffers, so autograd does not see that the rerun reads others. Weights
-that were written to or replaced since are an error, and so are buffers that the forward only reads, such as a router's bias.
-Buffers that the forward itself writes, such as running statistics, are put back for the rerun, and have their present values after
-it.
+and again in backward. A checkpoint saves neither weights nor buffers, so autograd does not see that the rerun reads others.
+Weights that were written to or replaced since are an error, and so are buffers that the forward only reads, such as a router's
+bias. Buffers that the forward itself writes, such as running statistics, are put back for the rerun, and have their present
+values after it.
 
 A `Repeatable` belongs to a region; a `Repetition` to one call, and the graph owns it.
 """
@@ -95,9 +95,10 @@ class Repetition:
                 self._buffers[key].copy_(value)
 
     def _check(self) -> None:
-        written, now = self._whole.written or set(), self._now()
+        now = self._now()
         for (owner, name, weight), then, version in zip(self._weights, self._versions, now, strict=False):
-            if version != then:
+            # Trap: PEFT's target_parameters write frozen weights' own values to them in each forward.
+            if version != then and weight.requires_grad:
                 self._raise_written(type(owner).__name__, name, version, then)
             # FSDP puts gathered weights in the place of sharded ones and back, with the same values.
             if owner._parameters.get(name) is not weight and not getattr(owner, "_is_fsdp_managed_module", False):
@@ -106,7 +107,9 @@ class Repetition:
                     "another one in its forward (torch.func.functional_call puts weights in a model for the time of its forward "
                     "only): run backward while they are there, or choose another placement than 'recompute'"
                 )
-        count = len(self._weights)
+        written, count = self._whole.written, len(self._weights)
+        if written is None:
+            return  # a backward within the first forward: it is not known yet what that writes
         for key, then, version in zip(self._buffers, self._versions[count:], now[count:], strict=True):
             if version != then and key not in written:
                 self._raise_written("buffer", key[1], version, then)

@@ -161,6 +161,11 @@ def _is_foreign(module: nn.Module) -> bool:
     return getattr(forward, "__func__", None) is not type(module).forward or forward.__self__ is not module
 
 
+def is_outermost(module: nn.Module) -> bool:
+    """Whether Forebay's forward is the instance's, with none of somebody else's on top."""
+    return _is_ours(module.__dict__.get("forward"))
+
+
 def setting(module: nn.Module, name: str, default: Any = None) -> Any:
     """A setting of `put_setting`, or else the module's attribute of that name, or else `default`."""
     installed = getattr(module, STATE, None)

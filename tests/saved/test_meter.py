@@ -230,7 +230,7 @@ def test_auto_tries_plans_from_end_to_end(monkeypatch: pytest.MonkeyPatch, devic
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     monkeypatch.setattr("forebay.saved.manager.storable", lambda t, _, n, w: storable(t, torch.device("cpu"), n, w))
     monkeypatch.setattr("forebay.saved.manager.storage_bytes", lambda s, _: storage_bytes(s, torch.device("cpu")))
-    model.register_forward_pre_hook(lambda *_: mem.forward_begins())
+    model.register_forward_pre_hook(lambda *_: mem.forward_begins(gpu))
 
     def gradients() -> list[torch.Tensor]:
         model.zero_grad()

@@ -28,6 +28,7 @@ import errno
 import hashlib
 import json
 import os
+import pickle
 import random
 import shutil
 import warnings
@@ -261,7 +262,11 @@ def load(path: Path, model: Any, optimizer: torch.optim.Optimizer | None = None)
             warnings.simplefilter("ignore", UserWarning)  # "torch.distributed is uninitialized": one process is meant
             dcp.load(wanted, storage_reader=reader, planner=PlainPlanner(), no_dist=size == 1)
     except (CheckpointException, OSError, RuntimeError) as error:
-        raise RunError(f"checkpoint {path} cannot be read: {first_line(cause_of(error))}") from error
+        cause = cause_of(error)
+        # torch's own text advises to load it all the same.
+        foreign = isinstance(cause, pickle.UnpicklingError)
+        why = "its tensors are not plain data, and are not unpickled" if foreign else first_line(cause)
+        raise RunError(f"checkpoint {path} cannot be read: {why}") from error
     set_model_state_dict(model, wanted["model"])
     if optimizer is not None:
         set_optimizer_state_dict(model, optimizer, {**wanted["optimizer"], **settings}, options=_by_parameter())

@@ -61,7 +61,7 @@ class MoeBlock:
     """The module that holds the experts' weights, also where an adapter is wrapped around it."""
     shared: nn.Module | None
     names: tuple[str, str | None]
-    """The block's attributes for router and shared experts: whoever calls them asks the block, which may have others by then."""
+    """The block's attributes for router and shared experts. They are looked up at each call, because they may be replaced."""
 
 
 def has_known_layers(model: nn.Module) -> bool:

@@ -290,7 +290,7 @@ class Manager:
         self._cycle, self._planned, self._followed = Cycle(), False, None
 
     def forward_failed(self) -> None:
-        """Be told that the whole model's forward raised: whoever holds the traceback holds its calls, and no backward comes."""
+        """Be told that the whole model's forward raised. Its traceback may hold its calls, and no backward comes."""
         self._cycle.forward_failed()
 
     def take_peak(self) -> int:
@@ -397,7 +397,7 @@ class Manager:
         try:
             out = self._run_call(region, call, placement, forward, args, kwargs)
         except BaseException:
-            call.given_up = True  # whoever holds the traceback holds the call
+            call.given_up = True  # the traceback holds the call, for as long as the caller keeps it
             raise
         self._watch(call, out)
         return out
@@ -443,9 +443,8 @@ class Manager:
         if others is None:
             return False
         if region.placement in ("keep", "recompute"):
-            return (
-                True  # what is recomputed by a caller's checkpoint is recomputed; other hooks take what they are given
-            )
+            # The caller's checkpoint recomputes it, and other hooks take what they were asked to take.
+            return True
         problem = f"region {region.path!r} runs inside {others}, where it cannot be placed {region.placement!r}"
         if self._budget is not None:
             raise PolicyError(f"{problem}, so the budget would not hold: remove that, or the budget")

@@ -154,7 +154,7 @@ class Identity:
         return self._weak.expired()
 
 
-class Kept:
+class SavedAlias:
     """A saved tensor that stays where it is: a detached alias, and the version that backward expects.
 
     ``saved_tensors_hooks`` turn off autograd's own check that a saved tensor was not written to before backward reads it.
@@ -165,7 +165,7 @@ class Kept:
     def __init__(self, tensor: torch.Tensor):
         # Never the tensor itself: a node that owns its own output is a cycle that no collector breaks.
         self.alias = tensor.detach()
-        # Of the alias: that of some tensor subclasses has a counter of its own, which nothing increments.
+        # The alias's version: an alias of some tensor subclasses has a counter of its own, which stays as it is.
         self.version = self.alias._version
 
     def get(self, region: str) -> torch.Tensor:

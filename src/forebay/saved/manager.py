@@ -33,7 +33,7 @@ from forebay.planner.simulate import Key, Plan, Timeline
 from forebay.policy import Claim, PolicyError
 from forebay.saved.identify import (
     Identity,
-    Kept,
+    SavedAlias,
     View,
     Weights,
     raise_changed,
@@ -464,14 +464,14 @@ class Manager:
         weights = Weights(region.slot.module)
         counted: dict[tuple[int, int], Identity] = {}
 
-        def count(tensor: torch.Tensor) -> Kept:
+        def count(tensor: torch.Tensor) -> SavedAlias:
             storage = storable(tensor, self._device, 1, weights)
             if storage is not None:
                 identity = Identity(storage, tensor._version)
                 if identity.key not in counted:
                     counted[identity.key] = identity
                     self._held[region.path] += storage.nbytes()
-            return Kept(tensor)
+            return SavedAlias(tensor)
 
         def counting(*a: Any, **k: Any) -> Any:
             with saved_tensors_hooks(count, lambda kept: kept.get(region.path)):
@@ -534,7 +534,7 @@ class Manager:
     def _pack(self, call: RegionCall, weights: Weights, tensor: torch.Tensor) -> Any:
         storage = storable(tensor, self._device, self._min_bytes, weights)
         if storage is None:
-            return Kept(tensor)
+            return SavedAlias(tensor)
         key = Identity.key_of(storage, tensor._version)
         seen = self._known(key)
         if seen is None:
@@ -552,7 +552,7 @@ class Manager:
                 call.tickets.append(seen.ticket)
             if self._planning.recorder is not None:
                 self._meet_again(self._planning.recorder, call, seen)
-        return Kept(tensor) if ticket is None else _Packed(call, ticket, tensor, self._nothing)
+        return SavedAlias(tensor) if ticket is None else _Packed(call, ticket, tensor, self._nothing)
 
     def _meet_again(self, recorder: Recorder, call: RegionCall, seen: _Seen) -> None:
         """While measuring. What regions far apart save in common (rotary tables) is needed by the last of them, soon after the
@@ -602,8 +602,8 @@ class Manager:
         slack = _VARIES if self._planning.alternating else 1.01
         return any(then and now > slack * then for now, then in zip(call.items, measured, strict=False))
 
-    def _unpack(self, path: str, packed: Kept | _Packed) -> torch.Tensor:
-        if isinstance(packed, Kept):
+    def _unpack(self, path: str, packed: SavedAlias | _Packed) -> torch.Tensor:
+        if isinstance(packed, SavedAlias):
             return packed.get(path)
         packed.check()
         self._backward_begins(packed.call)

@@ -17,7 +17,7 @@ class State(enum.Enum):
 
     ``HELD`` -> ``LEAVING`` (copy out enqueued) -> ``ON_HOST`` (copied out, device memory dropped) -> ``RETURNING`` (fetch
     enqueued) -> ``ON_DEVICE``; ``HELD`` or ``LEAVING`` -> ``ON_DEVICE`` (backward came before the copy was enqueued, or over:
-    nothing is moved back; or the storage was emptied, and is filled again by whoever did that).
+    nothing is moved back; or an engine emptied the storage, and fills it again).
     """
 
     HELD = "held"

@@ -31,9 +31,9 @@ import torch
 from common import GIB, median_ms, settle_memory, until_settled, write
 
 import forebay
-from forebay.planner.simulate import Plan, Timeline
+from forebay.memory.autotune import Trial
+from forebay.memory.timeline import Plan, Timeline
 from forebay.policy import BudgetError
-from forebay.saved.trials import Trial
 
 BUDGETS = 6
 RIVALS = 2

@@ -28,8 +28,8 @@ import torch.distributed as dist
 from common import GIB, settle_memory, write
 from ep import MODELS, force_balance
 
-from forebay.pipeline import execution, passes
-from forebay.train.config import from_mapping
+from forebay.config import from_mapping
+from forebay.pipeline import sublayer
 
 _MIB = 1 << 20
 
@@ -48,7 +48,7 @@ class Retained:
         self._held = self._top = self._without = self.most = 0
         self._refs: list[weakref.ref[torch.Tensor]] = []
         self._undo: list[Callable[[], None]] = []
-        keep, refs = passes._MoePass._keep, self._refs
+        keep, refs = sublayer._MoePass._keep, self._refs
 
         def kept(moe_pass: Any, *boundary: torch.Tensor | None) -> None:
             # Aliases: autograd shares the tensor itself where it saved it, which a storage's count of owners does not tell.
@@ -56,18 +56,18 @@ class Retained:
             keep(moe_pass, *aliases)
             refs.extend(map(weakref.ref, aliases))
 
-        cut = passes.cut
+        cut = sublayer.cut
 
         def watched(*args: Any) -> Any:
             segment, outputs = cut(*args)
             self._look_at_nodes(segment._root.grad_fn)
             return segment, outputs
 
-        self._put(passes._MoePass, "_keep", kept)
-        self._put(passes, "cut", watched)
+        self._put(sublayer._MoePass, "_keep", kept)
+        self._put(sublayer, "cut", watched)
         for name in self._ENDINGS:
-            self._put(passes._MoePass, name, self._looking(getattr(passes._MoePass, name)))
-        self._put(execution.ExecutionContext, "wait_for", self._looking(execution.ExecutionContext.wait_for))
+            self._put(sublayer._MoePass, name, self._looking(getattr(sublayer._MoePass, name)))
+        self._put(sublayer.ExecutionContext, "wait_for", self._looking(sublayer.ExecutionContext.wait_for))
 
     def look(self) -> None:
         """Count bytes that would be free without it."""
@@ -140,7 +140,7 @@ def settings(args: argparse.Namespace, model: str) -> Any:
 
 
 def measure(args: argparse.Namespace, name: str) -> dict[str, Any]:
-    from forebay.train.mesh import Mesh
+    from forebay.train.distributed import Mesh
     from forebay.train.trainer import Trainer
 
     config = settings(args, name)

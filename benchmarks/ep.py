@@ -31,8 +31,8 @@ import torch
 import torch.distributed as dist
 from common import GIB, settle_memory, write
 
+from forebay.config import from_mapping
 from forebay.models.families import moe_blocks
-from forebay.train.config import from_mapping
 
 MODELS: dict[str, dict[str, Any]] = {
     "deepseek-v2-lite": {
@@ -133,7 +133,7 @@ def balanced_ids(tokens: int, experts: int, k: int, device: torch.device) -> tor
 
 
 def measure(args: argparse.Namespace, name: str, arm: str) -> dict[str, Any]:
-    from forebay.train.mesh import Mesh
+    from forebay.train.distributed import Mesh
     from forebay.train.trainer import Trainer
 
     routing, parallel = ARMS[arm]

@@ -33,11 +33,10 @@ import torch.distributed as dist
 from common import write
 from torch import Tensor
 
-from forebay.moe.dispatch.exchange import Exchange
-from forebay.moe.dispatch.nccl import NcclExchange
-from forebay.moe.dispatch.ops import combine, dispatch
-from forebay.moe.dispatch.symmetric import SymmetricExchange
+from forebay.moe.dispatch import Exchange, NcclExchange
+from forebay.moe.dispatch_op import combine, dispatch
 from forebay.moe.experts import experts
+from forebay.moe.symmetric import SymmetricExchange
 
 H, K, E, INNER = 2048, 8, 128, 128
 MIB = 1 << 20

@@ -20,7 +20,7 @@ from common import GIB, median_ms, settle_memory, write
 from forebay.kernels.permute import combine_rows, gather_rows
 from forebay.kernels.swiglu import Glu, swiglu_backward, swiglu_forward
 from forebay.moe.experts import experts
-from forebay.moe.grouped import rows_by_matrix, rows_by_rows
+from forebay.moe.experts_op import rows_by_matrix, rows_by_rows
 from forebay.moe.routing import route
 
 

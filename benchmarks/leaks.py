@@ -29,11 +29,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from forebay.moe.dispatch.choose import make_exchange
-from forebay.moe.dispatch.exchange import Exchange
-from forebay.moe.dispatch.ops import combine, dispatch
+from forebay.memory.regions import recomputed
+from forebay.moe.dispatch import Exchange, make_exchange
+from forebay.moe.dispatch_op import combine, dispatch
 from forebay.moe.experts import experts
-from forebay.saved.recompute import recomputed
 
 TOKENS, EXPERTS, SLOTS, HIDDEN, WIDTH = 24, 8, 3, 64, 32
 

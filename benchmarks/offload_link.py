@@ -14,9 +14,9 @@ import torch
 from common import GIB, median_ms, settle_memory, write
 from torch import nn
 
+from forebay.memory.hooks import Manager
+from forebay.memory.regions import ModuleSlot
 from forebay.policy import resolve
-from forebay.saved.manager import Manager
-from forebay.saved.slots import ModuleSlot
 
 
 class Block(nn.Module):

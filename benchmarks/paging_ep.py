@@ -39,9 +39,9 @@ import torch.distributed as dist
 from common import GIB, settle_memory, write
 from ep import MODELS, balanced_ids
 
+from forebay.config import from_mapping
+from forebay.memory.storage import local
 from forebay.models.families import moe_blocks
-from forebay.saved.identify import local
-from forebay.train.config import from_mapping
 
 # Arm -> sections of the configuration.
 ARMS: dict[str, dict[str, dict[str, Any]]] = {
@@ -118,7 +118,7 @@ def skewed(experts: int, k: int, skew: float, seed: int) -> torch.Tensor:
 def measure(
     args: argparse.Namespace, name: str, arm: str, skew: float, reference: list[torch.Tensor]
 ) -> dict[str, Any]:
-    from forebay.train.mesh import Mesh
+    from forebay.train.distributed import Mesh
     from forebay.train.trainer import Trainer
 
     config = settings(args, name, arm, dist.get_world_size())

@@ -30,12 +30,12 @@ from ep import MODELS as SHAPES
 from torch import Tensor
 
 import forebay
-import forebay.kernels.pages as kernels
-from forebay.kernels.pages import HEAD, SHORT, Arena, PageTable, all_free, give_pages, restore, stash, take_pages
+from forebay.kernels import paging as kernels
+from forebay.kernels.paging import HEAD, SHORT, Arena, PageTable, all_free, give_pages, restore, stash, take_pages
 from forebay.kernels.swiglu import Glu, swiglu_backward, swiglu_forward
+from forebay.memory.host_store import HostPool
 from forebay.moe.experts import experts
 from forebay.moe.routing import route
-from forebay.stores.pinned import HostPool
 
 PAGE_BYTES = 256 << 10
 WIDTHS = (512, 1408, 1536, 2048, 2880, 7168)
@@ -303,7 +303,7 @@ def held(name: str, tokens: int, skew: float) -> dict[str, Any]:
 
 
 def sweep(tiles: Sequence[int] = (256, 512, 1024, 2048), warps: Sequence[int] = (2, 4, 8)) -> None:
-    """The constants of `forebay.kernels.pages` in turn."""
+    """The constants of `forebay.kernels.paging` in turn."""
     rows, width = 65536, 2048
     pool, table = HostPool(pin=True), []
     for kernels._TILE_WORDS in tiles:

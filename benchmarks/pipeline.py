@@ -51,13 +51,12 @@ import torch.distributed as dist
 from common import GIB, results_folder, settle_memory, write
 from ep import MODELS, force_balance
 
+from forebay.config import from_mapping
+from forebay.memory.offload_plan import plan_interleaved
+from forebay.memory.recorder import requested
+from forebay.pipeline.activity import Recorder, bubble, draw, perfetto
 from forebay.pipeline.runtime import _Step
 from forebay.pipeline.schedule import Action
-from forebay.planner.interleaved import plan_interleaved
-from forebay.report.pipeline import bubble, draw, perfetto
-from forebay.report.recorder import Recorder
-from forebay.saved.order import requested
-from forebay.train.config import from_mapping
 
 _INNER = "model.layers.[1-6]"  # of 8 layers those that share no pipeline rank with the head, which has time to spare with PP 4
 # Arm -> sections of the configuration beside the mesh.
@@ -124,7 +123,7 @@ class Running:
     """An arm whose step has settled, and what is measured of it. `alone`: no other arm is in memory."""
 
     def __init__(self, args: argparse.Namespace, name: str, arm: str, alone: bool, stack: ExitStack):
-        from forebay.train.mesh import Mesh
+        from forebay.train.distributed import Mesh
         from forebay.train.trainer import Trainer
 
         config = settings(args, name, arm, dist.get_world_size())

@@ -31,7 +31,7 @@ from common import GIB, environment, markdown, results_folder, write
 from planner_grid import GRID, Entry, tiny
 from planner_measure import measure
 
-from forebay.planner.fit import headroom
+from forebay.estimate.walk import headroom
 
 FACTORS = (1.0, 1.01, 1.03, 0.99, 0.97)  # of the planned peak, in turn
 TIGHT = 20
@@ -39,10 +39,10 @@ TIGHT = 20
 
 def planned(entry: Entry, skew: float | None) -> dict[str, Any]:
     """The plan of an entry: bytes of the fullest rank, by what the driver, the allocator and the run's tensors take."""
-    from forebay.planner.device import load
-    from forebay.train.config import from_mapping
-    from forebay.train.fitting import fit_run
-    from forebay.train.planning import plan_layers
+    from forebay.config import from_mapping
+    from forebay.estimate.device import load
+    from forebay.estimate.layers import plan_layers
+    from forebay.estimate.plan import fit_run
 
     config = from_mapping(entry.sections, origin=entry.name)
     plan = plan_layers(config, entry.gpus)

@@ -118,7 +118,7 @@ class Entry:
     Attributes:
         name: of a file too.
         gpus: processes it runs on.
-        sections: for `forebay.train.config.from_mapping`.
+        sections: for `forebay.config.from_mapping`.
         skew: None: the router's own choice. A number: a drawn one, which gives the fullest rank's experts that many times the
             mean load of a rank; 1 gives every expert the same.
         trace: record what the caching allocator did, from the build to the third step's end.

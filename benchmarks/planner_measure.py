@@ -253,7 +253,7 @@ def _phase(
 
 def _make_corpus(entry: Entry) -> None:
     """Tokenise the data once: all trainers read it from the cache."""
-    from forebay.train.config import from_mapping
+    from forebay.config import from_mapping
     from forebay.train.data import load_corpus, load_tokenizer
 
     data = from_mapping(entry.sections).data

@@ -41,9 +41,9 @@ import torch.distributed as dist
 from ep import balanced_ids
 from planner_grid import GRID, Entry, tiny
 
+from forebay.config import Config, from_mapping
 from forebay.models.families import moe_blocks
-from forebay.train.config import Config, from_mapping
-from forebay.train.mesh import Mesh
+from forebay.train.distributed import Mesh
 from forebay.train.trainer import Trainer
 
 # Steps: before timing at least and at most (`auto` tries plans for 40), timed, and whose allocations are recorded.

@@ -16,10 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from forebay.train.fitting import Fit, fit_run
-from forebay.train.named import ask
-from forebay.train.planning import LayerPlan, plan_layers
-from forebay.train.traced import Traces
+from forebay.estimate.layers import LayerPlan, Traces, plan_layers
+from forebay.estimate.plan import Fit, ask, fit_run
 
 PAGE = Path(__file__).parents[1] / "docs" / "scale.md"
 GIB = 1 << 30

@@ -1,7 +1,7 @@
 """Experts' weight gradients and their fp32 sum: made in bf16 and then added, against added where they are made.
 
 Rows of tokens are gathered in both. `separate`: gather, `F.grouped_mm`, and autograd's addition of the bf16 result to fp32.
-`together`: gather and `forebay.kernels.weight_sum`. Shapes are of two models' gate_up and down, with all experts or a share of
+`together`: gather and `forebay.kernels.grouped_wgrad`. Shapes are of two models' gate_up and down, with all experts or a share of
 them, routed at random. Each is compared with the other before it is timed, and the arms take turns.
 
     TB/s    of `together`, 8 bytes an element of the sum and the rows once, without the gather
@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from common import median_ms, write
 
+from forebay.kernels.grouped_wgrad import add_rows_by_rows
 from forebay.kernels.permute import gather_rows
-from forebay.kernels.weight_sum import add_rows_by_rows
-from forebay.moe.grouped import rows_by_rows
+from forebay.moe.experts_op import rows_by_rows
 from forebay.moe.routing import route
 
 TURNS, REPEATS = 5, 4

@@ -37,7 +37,7 @@ def _one_thread_and_a_seed() -> None:
 
 @functools.cache
 def _traces() -> Any:
-    from forebay.train.traced import Traces
+    from forebay.estimate.layers import Traces
 
     return Traces()
 
@@ -45,6 +45,7 @@ def _traces() -> Any:
 @pytest.fixture
 def shared_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans of a worker's tests share one `Traces`: tracing takes most of their time, and many tests plan the same models.
-    tests/train/test_searching.py shows that sharing changes nothing."""
-    for module in ("fitting", "searching", "planning"):
-        monkeypatch.setattr(f"forebay.train.{module}.Traces", _traces)
+    tests/estimate/test_search_searching.py shows that sharing changes nothing."""
+    _traces()  # made before its class is replaced
+    for module in ("plan", "search", "layers"):
+        monkeypatch.setattr(f"forebay.estimate.{module}.Traces", _traces)

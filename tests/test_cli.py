@@ -20,10 +20,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from forebay import cli
-from forebay.models.published import PUBLISHED
+from forebay.config import load
+from forebay.estimate.layers import plan_layers
+from forebay.models.catalog import PUBLISHED
 from forebay.train import checkpoint
-from forebay.train.config import load
-from forebay.train.planning import plan_layers
 from forebay.train.trainer import Trainer
 from tests.ranks import start
 

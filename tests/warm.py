@@ -2,6 +2,9 @@
 
 import gc
 
+import forebay.models.manage
+import forebay.pipeline.causal_lm
+import forebay.train.run
 import pytest
 import torch._dynamo
 import torch._inductor.compile_fx
@@ -14,11 +17,8 @@ import transformers.models.qwen3.modeling_qwen3
 import transformers.models.qwen3_moe.modeling_qwen3_moe
 
 import forebay.cli
-import forebay.models.manage
-import forebay.pipeline.causal_lm
 import forebay.pipeline.runtime
 import forebay.report.write
-import forebay.train.run
 import forebay.train.trainer
 
 __all__ = ["forebay", "pytest", "torch", "transformers"]

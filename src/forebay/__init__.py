@@ -8,8 +8,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from forebay.loss import linear_cross_entropy
-    from forebay.models.manage import Managed, manage
+    from forebay.managed import Managed, manage
+    from forebay.models.fused_loss import linear_cross_entropy
     from forebay.moe.experts import experts
     from forebay.policy import BudgetError, PolicyError
 
@@ -19,11 +19,11 @@ __all__ = ["BudgetError", "Managed", "PolicyError", "experts", "linear_cross_ent
 def __getattr__(name: str) -> Any:
     homes = {
         "BudgetError": "forebay.policy",
-        "Managed": "forebay.models.manage",
+        "Managed": "forebay.managed",
         "PolicyError": "forebay.policy",
         "experts": "forebay.moe.experts",
-        "linear_cross_entropy": "forebay.loss",
-        "manage": "forebay.models.manage",
+        "linear_cross_entropy": "forebay.models.fused_loss",
+        "manage": "forebay.managed",
     }
     if name not in homes:
         raise AttributeError(f"module 'forebay' has no attribute {name!r}")

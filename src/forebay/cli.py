@@ -25,17 +25,16 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from forebay.errors import ForebayError, RunError, SaidElsewhere, UsageError
 from forebay.policy import BudgetError, PolicyError, parse_bytes
-from forebay.train.errors import ForebayError, RunError, SaidElsewhere, UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from forebay.train.config import Config
-    from forebay.train.fitting import Fit
-    from forebay.train.named import Asked
-    from forebay.train.planning import LayerPlan
-    from forebay.train.searching import Search
+    from forebay.config import Config
+    from forebay.estimate.layers import LayerPlan
+    from forebay.estimate.plan import Asked, Fit
+    from forebay.estimate.search import Search
 
 _DOES_NOT_FIT = 3
 _WIDTH = 120  # of tables where the output is no terminal
@@ -201,8 +200,8 @@ def _console() -> "Console":
 
 def _configured(options: argparse.Namespace) -> "Config":
     """The configuration. What is wrong with it, all processes of a machine find out alike: the first one says so."""
-    from forebay.train.config import check_world, load
-    from forebay.train.world import World
+    from forebay.config import check_world, load
+    from forebay.train.distributed import World
 
     world = World.of_environment()
     try:
@@ -217,7 +216,7 @@ def _configured(options: argparse.Namespace) -> "Config":
 
 def _train(options: argparse.Namespace) -> None:
     config = _configured(options)  # before torch is imported: a wrong key answers at once
-    from forebay.train.run import train
+    from forebay.train.loop import train
 
     _quiet_transformers()
     train(config, _console(), options.resume)
@@ -233,18 +232,18 @@ def _plan(options: argparse.Namespace) -> int:
         raise UsageError("--auto chooses placements that fit a budget, and there is none; give --budget, such as 80GiB")
     auto = budget if options.auto else None
     with _uncollected():
-        from forebay.train.named import ask
+        from forebay.estimate.plan import ask
 
         given = [] if options.pp is None else [f"parallel.pp={options.pp}"]
         # Of any number of processes: this one is not one of them.
         asked = ask(options.config, [*options.overrides, *given], options.world)
         world = options.world or asked.config.parallel.pp * asked.config.parallel.ep
-        from forebay.planner.device import load as load_device
-        from forebay.report.planned import Curves
+        from forebay.estimate.device import load as load_device
+        from forebay.estimate.layers import plan_layers
+        from forebay.estimate.plan import fit_run
+        from forebay.estimate.search import search
+        from forebay.report.sections import Curves
         from forebay.report.write import checked, write_plan
-        from forebay.train.fitting import fit_run
-        from forebay.train.planning import plan_layers
-        from forebay.train.searching import search
 
         try:
             device = load_device(options.device)
@@ -313,8 +312,8 @@ def _profile(options: argparse.Namespace) -> None:
 
 
 def _profile_pipeline(config: "Config", as_json: bool) -> None:
-    from forebay.train.run import profile
-    from forebay.train.world import World
+    from forebay.train.distributed import World
+    from forebay.train.loop import profile
 
     profiles = profile(config)
     if World.of_environment().is_main:
@@ -338,7 +337,7 @@ def _doctor(options: argparse.Namespace) -> None:
 
 
 def _save_profile(path: Path) -> None:
-    from forebay.measure.profile import save_profile
+    from forebay.estimate.calibrate import save_profile
 
     if (profile := save_profile(path)) is not None:
         print(f"{path} is now a profile of {profile.title}; give it to forebay plan as --device {path}")
@@ -353,7 +352,7 @@ def _report(options: argparse.Namespace) -> None:
 
 
 def _export(options: argparse.Namespace) -> None:
-    from forebay.train.run import export
+    from forebay.train.loop import export
 
     _quiet_transformers()
     done = export(options.source.expanduser(), options.out.expanduser())

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import forebay
-from forebay.planner.simulate import Assignment, CallFigures, Moment, Timeline, simulate
+from forebay.memory.autotune import Trials
+from forebay.memory.timeline import Assignment, CallFigures, Moment, Timeline, simulate
 from forebay.policy import BudgetError
-from forebay.saved.trials import Trials
 
 
 @pytest.fixture

@@ -12,16 +12,15 @@ import torch
 from torch import Tensor
 
 from forebay.kernels.cross_entropy import cross_entropy_
+from forebay.kernels.grouped_wgrad import add_rows_by_rows
 from forebay.kernels.launch import packed
-from forebay.kernels.pages import Arena, PageTable, all_free, give_pages, restore, stash, take_pages
-from forebay.kernels.peer_memory import PeerLayout, PeerMemory
-from forebay.kernels.peer_rows import receive_tokens, receive_values, send_tokens, send_values
-from forebay.kernels.peer_sums import push_rows, sum_rows
-from forebay.kernels.permute import combine_rows, gather_rows
+from forebay.kernels.paging import Arena, PageTable, all_free, give_pages, restore, stash, take_pages
+from forebay.kernels.permute import combine_rows, gather_rows, sort_slots
 from forebay.kernels.scale import scale
-from forebay.kernels.sort_slots import sort_slots
 from forebay.kernels.swiglu import Glu, swiglu_backward, swiglu_forward
-from forebay.kernels.weight_sum import add_rows_by_rows
+from forebay.kernels.symm_combine import push_rows, sum_rows
+from forebay.kernels.symm_dispatch import receive_tokens, receive_values, send_tokens, send_values
+from forebay.kernels.symm_mem import PeerLayout, PeerMemory
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

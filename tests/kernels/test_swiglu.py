@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from forebay.kernels.pages import Arena, PageTable, restore
+from forebay.kernels.paging import Arena, PageTable, restore
 from forebay.kernels.swiglu import Glu, swiglu_backward, swiglu_forward
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

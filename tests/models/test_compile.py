@@ -8,9 +8,8 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from forebay.models import compile as compile_module
+from forebay.models.blocks import install_halves, register
 from forebay.models.compile import check_compiler, compile_half
-from forebay.models.halves import install_halves
-from forebay.models.hf_experts import register
 
 BF16, FP32, INT64, INT32 = 2, 4, 8, 4
 TOKENS = 2 * 16

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from forebay.models.halves import install_halves
+from forebay.models.blocks import install_halves
 from forebay.models.router import RouterStats, Routing
 
 
@@ -77,7 +77,7 @@ def test_compiled_halves_are_recorded(tiny, tokens):
     with stats.recording():
         model(tokens)
     expected, load = stats.records, stats.load()
-    from forebay.models.hf_experts import register
+    from forebay.models.blocks import register
 
     model.set_experts_implementation(register())
     install_halves(model, compile=True)

@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import forebay
-from forebay.moe.dispatch.local import LocalExchange
-from forebay.saved.slots import setting
+from forebay.memory.regions import setting
+from forebay.moe.dispatch import LocalExchange
 
 PLACEMENTS = ("keep", "offload", "recompute", {"*.0.self_attn": "offload", "*.1.mlp": "recompute", "model": "keep"})
 

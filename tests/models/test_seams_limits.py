@@ -8,7 +8,7 @@ import torch
 import transformers
 
 import forebay
-from forebay.models.hf_experts import register
+from forebay.models.blocks import register
 
 SMALL = {
     "vocab_size": 64,
@@ -114,9 +114,9 @@ def test_torch_func_is_refused_by_name_where_there_is_nothing_else(tiny, tokens)
     with pytest.raises(RuntimeError, match=r"torch.func.*experts=None"):
         torch.func.vmap(lambda ids: model(ids[None]).logits)(tokens)
     with pytest.raises(RuntimeError, match=r"torch.func.*torch.autograd.grad"):
-        torch.func.grad(lambda h: forebay.loss.linear_cross_entropy(h, torch.ones(8, 4), torch.tensor([1])))(
-            torch.ones(1, 4)
-        )
+        torch.func.grad(
+            lambda h: forebay.models.fused_loss.linear_cross_entropy(h, torch.ones(8, 4), torch.tensor([1]))
+        )(torch.ones(1, 4))
 
 
 def test_the_cache_is_off_in_training_only(tiny, tokens):

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
 import forebay
-from forebay.moe.dispatch.local import LocalExchange
+from forebay.moe.dispatch import LocalExchange
 from forebay.policy import PolicyError
 
 

@@ -21,6 +21,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
+from forebay.config import stages_of
 from forebay.pipeline.partition import (
     LayerCost,
     Partition,
@@ -29,7 +30,6 @@ from forebay.pipeline.partition import (
     of_counts,
     partition_layers,
     rank_of,
-    stages_of,
     with_costs,
 )
 

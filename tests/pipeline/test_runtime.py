@@ -20,18 +20,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from forebay.config import SCHEDULES
 from forebay.models.router import balance_loss
-from forebay.moe.dispatch.exchange import Exchange
-from forebay.moe.dispatch.local import LocalExchange
-from forebay.moe.dispatch.nccl import NcclExchange
+from forebay.moe.dispatch import Exchange, LocalExchange, NcclExchange
 from forebay.moe.experts import experts
-from forebay.moe.weight_gradients import WeightGradients
-from forebay.pipeline.balance import StageBalance
-from forebay.pipeline.links import DistLinks, Links, Message, Packet, neighbours
-from forebay.pipeline.partition import SCHEDULES
-from forebay.pipeline.runtime import PipelineRuntime, Stage
+from forebay.moe.wgrad import WeightGradients
+from forebay.pipeline.p2p import DistLinks, Links, Message, Packet, neighbours
+from forebay.pipeline.runtime import PipelineRuntime, Stage, StageBalance
 from forebay.pipeline.schedule import Action, Plan, forward_plan, make_plan
-from tests.pipeline.test_overlap import CPU, Dense, E, H, K, Moe, V, same, tokens
+from tests.pipeline.test_runtime_overlap import CPU, Dense, E, H, K, Moe, V, same, tokens
 from tests.ranks import run_ranks
 
 KINDS = "mdmmdm"  # MoE and dense layers; six, so that stages of every schedule are of unequal size

@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from forebay.planner.device import load
-from forebay.report.pipeline import Ran, perfetto
-from forebay.report.planned import Curves, Planned
-from forebay.train.config import Config, from_mapping
-from forebay.train.fitting import fit_run
-from forebay.train.planning import plan_layers
+from forebay.config import Config, from_mapping
+from forebay.estimate.device import load
+from forebay.estimate.layers import plan_layers
+from forebay.estimate.plan import fit_run
+from forebay.pipeline.activity import Ran, perfetto
+from forebay.report.sections import Curves, Planned
 from tests.train.conftest import MODEL
 
 GIB = 1 << 30

@@ -7,8 +7,21 @@ import re
 
 import pytest
 
-from forebay.report.axes import Scale, byte_scale, scale
-from forebay.report.charts import Box, Ceiling, Curve, Level, curves, ran, short, stacked, staged, thinned
+from forebay.report.charts import (
+    Box,
+    Ceiling,
+    Curve,
+    Level,
+    Scale,
+    byte_scale,
+    curves,
+    ran,
+    scale,
+    short,
+    stacked,
+    staged,
+    thinned,
+)
 
 TEN = Scale(1.0, "B", 0.0, 10.0, (0.0, 5.0, 10.0))
 

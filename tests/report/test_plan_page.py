@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 
 from forebay import cli
-from forebay.planner.fit import RankFit
-from forebay.planner.steptime import StepTime
+from forebay.estimate.layers import plan_layers
+from forebay.estimate.plan import Fit
+from forebay.estimate.step_time import StepTime
+from forebay.estimate.walk import RankFit
 from forebay.policy import format_bytes
-from forebay.report.plan_page import plan_page
-from forebay.report.plan_time import time_section, time_tiles
-from forebay.report.planned import Curves
-from forebay.report.tables import ranges
-from forebay.train.fitting import Fit
-from forebay.train.planning import plan_layers
+from forebay.report.html import ranges
+from forebay.report.plan_page import plan_page, time_section, time_tiles
+from forebay.report.sections import Curves
 from tests.products import first
 from tests.report.pages import config, plan_of
 from tests.report.test_run_page import Words

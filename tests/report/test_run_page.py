@@ -11,13 +11,12 @@ import pytest
 from rich.console import Console
 
 from forebay import cli
+from forebay.config import Config, from_mapping
+from forebay.errors import RunError, UsageError
 from forebay.policy import format_bytes
-from forebay.report.planned import Planned
-from forebay.report.run_folder import read_run
-from forebay.report.run_page import run_page
-from forebay.train.config import Config, from_mapping
-from forebay.train.errors import RunError, UsageError
-from forebay.train.run import train
+from forebay.report.run_page import read_run, run_page
+from forebay.report.sections import Planned
+from forebay.train.loop import train
 from tests.report.pages import GIB, RAN, config, plan_of, write_folder
 from tests.train.conftest import MODEL
 

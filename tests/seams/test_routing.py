@@ -16,11 +16,9 @@ from torch import Tensor
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import forebay
-from forebay.models.expert_parallel import keep_local_experts
+from forebay.models.blocks import HalfSlot, keep_local_experts
 from forebay.models.families import moe_blocks
-from forebay.models.halves import HalfSlot
-from forebay.moe.dispatch.local import LocalExchange
-from forebay.moe.dispatch.nccl import NcclExchange
+from forebay.moe.dispatch import LocalExchange, NcclExchange
 from tests.models.conftest import FAMILIES, VOCABULARY, build_tiny
 from tests.ranks import run_ranks
 

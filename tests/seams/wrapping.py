@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import forebay
-from forebay.models.manage import Managed
+from forebay.managed import Managed
 
 VOCABULARY, ROWS, LENGTH = 48, 2, 10
 

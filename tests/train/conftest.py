@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from forebay.train.config import Config, from_mapping
+from forebay.config import Config, from_mapping
 
 MODEL = {
     "hidden_size": 16,

@@ -11,9 +11,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from forebay.errors import RunError, UsageError
 from forebay.train import checkpoint
 from forebay.train.checkpoint import Checkpoints
-from forebay.train.errors import RunError, UsageError
 
 
 def make(width: int = 4, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -10,16 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-import forebay.train.hf as hf
-from forebay.models.parts import keep_part
-from forebay.train import checkpoint, parallel
+from forebay.config import from_mapping
+from forebay.errors import RunError
+from forebay.models.families import keep_part
+from forebay.train import checkpoint, hf_io, parallel
 from forebay.train.checkpoint import Checkpoints
-from forebay.train.config import from_mapping
-from forebay.train.errors import RunError
-from forebay.train.mesh import Mesh
-from forebay.train.run import export
+from forebay.train.distributed import ALONE, Mesh
+from forebay.train.loop import export
 from forebay.train.trainer import decay_groups
-from forebay.train.world import ALONE
 from tests.ranks import run_ranks
 
 TINY = {
@@ -103,7 +101,7 @@ class Held:
             if mesh.data is not None:
                 parallel.shard(model, mesh, settings)
 
-        self.model = hf.build(settings.model, 257, torch.device("cpu"), shard, seed, cut)
+        self.model = hf_io.build(settings.model, 257, torch.device("cpu"), shard, seed, cut)
         groups = decay_groups(self.model, 0.25)
         self.optimizer = parallel.ShardedAdamW(groups, lr=seed / 100, betas=(0.5, seed / 10))
         for parameter in self.model.parameters():

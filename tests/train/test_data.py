@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from forebay.train.config import Data
+from forebay.config import Data
+from forebay.errors import RunError, UsageError
 from forebay.train.data import (
     BYTES_END,
     Corpus,
@@ -19,8 +20,7 @@ from forebay.train.data import (
     permute,
     split,
 )
-from forebay.train.errors import RunError, UsageError
-from forebay.train.world import World
+from forebay.train.distributed import World
 
 
 def corpus_of(tmp_path: Path, content: str, name: str = "a.txt") -> Corpus:

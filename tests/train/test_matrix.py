@@ -19,12 +19,11 @@ from typing import Any
 import pytest
 import torch
 
+from forebay.config import from_mapping
 from forebay.train import checkpoint
 from forebay.train.checkpoint import Checkpoints
-from forebay.train.config import from_mapping
-from forebay.train.mesh import Mesh
+from forebay.train.distributed import ALONE, Mesh
 from forebay.train.trainer import Trainer
-from forebay.train.world import ALONE
 from tests.ranks import run_ranks
 
 TINY: dict[str, Any] = {

@@ -10,9 +10,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from forebay.train.errors import UsageError
+from forebay.errors import UsageError
+from forebay.train.capacity_retry import Rerun
 from forebay.train.metrics import Reporter, StepRecord, Summary, peak_bytes, rerun_line, step_line, summary_tables
-from forebay.train.rerun import Rerun
 
 RECORD = StepRecord(11, 17.6913, 2.57701, 1.00123, 1e-6, 696.03551, 237_089.6, 58_310_000_000, True)
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from forebay.train.config import Config, from_mapping
-from forebay.train.errors import UsageError
-from forebay.train.mesh import Mesh
+from forebay.config import Config, from_mapping
+from forebay.errors import UsageError
+from forebay.train.distributed import Mesh
 from forebay.train.trainer import IGNORE, Trainer
 from tests.ranks import run_ranks
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from rich.console import Console
 
-import forebay.train.hf as hf
-from forebay.train.config import Config, check_world, from_mapping
-from forebay.train.errors import UsageError
-from forebay.train.planning import partition_of
+from forebay.config import Config, check_world, from_mapping
+from forebay.errors import UsageError
+from forebay.pipeline.costs import partition_of
+from forebay.train import hf_io
 from tests.ranks import free_port, run_ranks, start
 
 TINY: dict[str, Any] = {
@@ -108,7 +108,7 @@ def test_refused_before_anything_is_built(changes: dict[str, Any], said: str) ->
     with pytest.raises(UsageError, match=said) as caught:
         asked = config(**changes)
         check_world(asked, asked.parallel.pp)
-        partition_of(asked, hf.configuration(asked.model, 257), 1)
+        partition_of(asked, hf_io.configuration(asked.model, 257), 1)
     assert "\n" not in str(caught.value)
 
 
@@ -119,7 +119,7 @@ def whole_gradients(trainer: Any) -> dict[str, Any]:
 
 def tied(rank: int, world: int, folder: str) -> tuple[str, list[float], dict[str, Any]]:
     """What 1f1b says of tied embeddings, and dualpipev's losses and gradients."""
-    from forebay.train.mesh import Mesh
+    from forebay.train.distributed import Mesh
     from forebay.train.trainer import Trainer
 
     said = ""
@@ -232,7 +232,7 @@ def digests(trainer: Any) -> dict[str, str]:
 
 def goes_on(rank: int, world: int, folder: str, run: str, schedule: str, steps: int, resume: str | None) -> Any:
     """A whole run: digests before its first step and after its last."""
-    from forebay.train.run import train
+    from forebay.train.loop import train
     from forebay.train.trainer import Trainer
 
     settings = config(
@@ -280,7 +280,7 @@ def test_another_mesh_goes_on_from_a_pipelines_checkpoint(folder: str) -> None:
 
 def counted(rank: int, world: int, folder: str, cases: list[tuple[str, dict[str, Any]]]) -> list[Any]:
     """Of each case: losses, choices by MoE block after a step's gradients, and the biases after two more steps."""
-    from forebay.train.mesh import Mesh
+    from forebay.train.distributed import Mesh
     from forebay.train.trainer import Trainer
 
     found = []

@@ -19,11 +19,11 @@ import pytest
 import torch
 from torch import nn
 
+from forebay.config import Data
+from forebay.errors import RunError
 from forebay.train import checkpoint, data
 from forebay.train.checkpoint import Checkpoints
-from forebay.train.config import Data
 from forebay.train.durable import LOCK, FolderLock
-from forebay.train.errors import RunError
 
 _CALLS = ("fsync", "replace", "rename", "unlink", "remove", "rmdir", "mkdir")
 

@@ -16,13 +16,12 @@ import torch.distributed.checkpoint as dcp
 from rich.console import Console
 from torch import nn
 
-from forebay.train import checkpoint, hf
-from forebay.train.checkpoint import Checkpoints
-from forebay.train.config import Config, Model
+from forebay.config import Config, Model
+from forebay.errors import RunError, UsageError
+from forebay.train import checkpoint, hf_io
+from forebay.train.checkpoint import Checkpoints, PlainReader
 from forebay.train.data import load_tokenizer
-from forebay.train.errors import RunError, UsageError
-from forebay.train.plain import PlainReader
-from forebay.train.run import export, train
+from forebay.train.loop import export, train
 from forebay.train.trainer import Trainer
 
 
@@ -223,9 +222,9 @@ def test_code_beside_a_model_or_tokenizer_is_not_run(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", "auto_map": mapped}))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "X", "auto_map": mapped}))
     with pytest.raises(RunError, match="no configuration that transformers reads"):
-        hf.configuration(Model(path=str(tmp_path)), 257)
+        hf_io.configuration(Model(path=str(tmp_path)), 257)
     with pytest.raises(RunError, match="no configuration that transformers reads"):
-        hf.from_folder_config(tmp_path, torch.float32)
+        hf_io.from_folder_config(tmp_path, torch.float32)
     with pytest.raises(UsageError, match="holds no tokenizer"):
         load_tokenizer(str(tmp_path))
     assert not (tmp_path / "mark").exists()

@@ -12,12 +12,12 @@ import pytest
 import torch
 from rich.console import Console
 
+from forebay.config import Config, Model
+from forebay.errors import RunError, UsageError
 from forebay.models.router import RouterStats, balance_loss
-from forebay.train import hf, parallel
-from forebay.train.config import Config, Model
+from forebay.train import hf_io, parallel
 from forebay.train.durable import LOCK, FolderLock, holder
-from forebay.train.errors import RunError, UsageError
-from forebay.train.run import claim_start, train
+from forebay.train.loop import claim_start, train
 from forebay.train.trainer import Trainer
 
 
@@ -236,7 +236,7 @@ def test_no_tokens_balance() -> None:
 
 def test_counts_leave_out_what_is_not_routed(tiny: Callable[..., Config]) -> None:
     config = tiny()
-    model = hf.build(config.model, 257, torch.device("cpu"))
+    model = hf_io.build(config.model, 257, torch.device("cpu"))
     stats = RouterStats(model)
     router = model.model.layers[0].mlp.gate
     handle = router.register_forward_hook(lambda m, i, o: (*o[:2], torch.where(o[2] == 1, -1, o[2])))
@@ -293,24 +293,24 @@ def sized(family: str, change: dict[str, Any]) -> Model:
 @pytest.mark.parametrize(("family", "change", "said"), SIZES)
 def test_sizes_that_do_not_go_together(family: str, change: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=r"model\.config\." + said):
-        hf.configuration(sized(family, change), 257)
+        hf_io.configuration(sized(family, change), 257)
 
 
 def test_sizes_that_do(tmp_path: Path) -> None:
-    from forebay.models.published import PUBLISHED
+    from forebay.models.catalog import PUBLISHED
 
     for family in FAMILIES:
-        hf.configuration(sized(family, {}), 257)
-    hf.configuration(sized("deepseek_v3", {"num_key_value_heads": 128}), 257)  # transformers' default
+        hf_io.configuration(sized(family, {}), 257)
+    hf_io.configuration(sized("deepseek_v3", {"num_key_value_heads": 128}), 257)  # transformers' default
     for name in PUBLISHED:
-        hf.configuration(Model(family=name), 257)
+        hf_io.configuration(Model(family=name), 257)
     for name in ("llama", "qwen3", "gpt2", "mamba", "gemma2", "phi3", "deepseek_v3", "qwen3_next"):
         with suppress(ImportError):
-            hf.configuration(Model(family=name), 257)
+            hf_io.configuration(Model(family=name), 257)
 
 
 def test_sizes_of_a_folder_are_named_by_its_file(tmp_path: Path) -> None:
-    about = hf.configuration(sized("mixtral", {}), 257).to_dict()
+    about = hf_io.configuration(sized("mixtral", {}), 257).to_dict()
     (tmp_path / "config.json").write_text(json.dumps({**about, "num_key_value_heads": 3}))
     with pytest.raises(UsageError, match=rf"{tmp_path}/config\.json.*num_key_value_heads = 3"):
-        hf.configuration(Model(path=str(tmp_path)), 257)
+        hf_io.configuration(Model(path=str(tmp_path)), 257)

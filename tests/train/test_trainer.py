@@ -6,12 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from forebay.config import Config, Device
+from forebay.errors import RunError, UsageError
 from forebay.models.router import RouterStats
-from forebay.train import hf
-from forebay.train.config import Config, Device
-from forebay.train.errors import RunError, UsageError
-from forebay.train.mesh import pick_device
-from forebay.train.trainer import Trainer, balance_coefficient, decay_groups
+from forebay.train import hf_io
+from forebay.train.distributed import pick_device
+from forebay.train.hf_io import balance_coefficient
+from forebay.train.trainer import Trainer, decay_groups
 
 PLAIN = {"experts": "transformers", "loss": "transformers"}
 
@@ -28,7 +29,7 @@ def test_a_step_is_what_plain_pytorch_does(tiny: Callable[..., Config]) -> None:
         inputs, targets = trainer._windows(0)
 
     torch.manual_seed(config.train.seed)
-    model = hf.build(config.model, 257, torch.device("cpu"))
+    model = hf_io.build(config.model, 257, torch.device("cpu"))
     groups = decay_groups(model, config.optimizer.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=5e-3, betas=(0.9, 0.95), eps=1e-8, fused=True)
     stats = RouterStats(model)

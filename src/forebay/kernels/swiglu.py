@@ -13,7 +13,7 @@ end row of each expert. Out: new tensors that the caller owns; nothing is kept h
                      act[r] again, for the down-projection's weight gradient
                      dw[order[r]] = sum_i da[r, i] * glu[r, i]       the routing weight's gradient
 
-With a `PageTable` the forward also writes h's live rows, as given, to pages (`forebay.kernels.pages`),
+With a `PageTable` the forward also writes h's live rows, as given, to pages (`forebay.kernels.paging`),
 and the backward reads them from there: h can be dropped between the two. The results are the same
 bits. Where pages were short (a table of -1) h is lost: the backward takes it as zeros.
 
@@ -37,7 +37,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forebay.kernels.launch import INDICES, Backend, column_block, on_device_of, packed, use_triton
-from forebay.kernels.pages import PageTable, check_table, restore, row_places, stash
+from forebay.kernels.paging import PageTable, check_table, restore, row_places, stash
 
 # Elements of a program's tile in the [R, I] plane, at most 512 columns wide: 8 a thread and operand
 # on 4 warps. Swept on an H200 (1024 to 4096 elements, 128 to 512 columns, 4 and 8 warps): backward

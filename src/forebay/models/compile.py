@@ -1,6 +1,6 @@
 """Compiles a half so that autograd saves little.
 
-In: a function of modules and tensors (see `forebay.models.halves`). Out: the same function,
+In: a function of modules and tensors (see `forebay.models.blocks`). Out: the same function,
 compiled as one graph, whose saved tensors are its inputs and what only a GEMM, an attention kernel,
 an opaque kernel (`forebay::experts`) or a reduction makes. Norms, rotary embeddings, activations,
 casts and copies are made again in backward, fused into the kernels that use them.

@@ -1,23 +1,129 @@
-"""What a policy comes to on a model: which modules are regions, and what is done with each.
+"""Resolves a policy into regions: which modules are regions, and what is done with each.
 
-In: a model whose halves are installed, a policy (`forebay.policy`), and what runs inside compiled code. Out: `Regions`. Nothing
-is put on the model here, and nothing is kept.
+Input: a model whose sublayers are installed, a policy (`forebay.policy`), and what runs inside compiled code. Output:
+`Regions`, with the claims on experts resolved: experts that recompute their first product, and experts whose rows are
+stashed in pages. The caller owns the paths and the page store; nothing is kept here.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from forebay.models.families import has_known_layers, moe_blocks
-from forebay.models.halves import Halves, light_recompute_of
-from forebay.models.parts import all_layers, paths_elsewhere
-from forebay.models.remade import light_experts, split_remade
-from forebay.models.stashed import split_stash
-from forebay.moe.dispatch.exchange import Exchange
+from forebay.memory.page_store import PageStore
+from forebay.memory.regions import ModuleSlot, Slot, drop_setting, put_setting
+from forebay.models.blocks import Halves, light_recompute_of
+from forebay.models.families import all_layers, has_known_layers, innermost, moe_blocks, paths_elsewhere
+from forebay.moe.dispatch import Exchange
 from forebay.policy import PLACEMENTS, Claim, PolicyError, outermost, resolve
-from forebay.saved.slots import ModuleSlot, Slot
+
+# Experts that make their first product again while the rest of their half is offloaded.
+#
+# In: claims of a policy. Out: the paths of experts modules whose claim, `recompute`, lies inside an offloaded region, and
+# switches for them; who manages the model owns the paths, and switches them back. What experts do not save does not travel
+# either, so this is for layers whose link is full: of DeepSeek-V2-Lite's shapes in bf16 a microbatch's layer saves 296 MiB, of
+# which the product, h, is 132 and takes 0.5 ms of an H200 to make again, while a link of 23 GB/s has it for 6 ms each way.
+#
+# What a region saves and how long it takes is measured, so plans need not be told: h is none of its items, its backward is
+# longer.
+
+
+def light_experts(model: nn.Module) -> list[str]:
+    """Paths of the experts modules that can make their first product again by themselves."""
+    return [f"{block.path}.experts" for block in moe_blocks(model) if light_recompute_of(block.experts) is not None]
+
+
+def split_remade(claims: Sequence[Claim]) -> tuple[list[Claim], list[str]]:
+    """(all other claims, paths of the experts that are recomputed inside an offloaded region)."""
+    offloaded = [c.path for c in claims if c.placement == "offload"]
+
+    def inside(claim: Claim) -> bool:
+        return claim.placement == "recompute" and any(
+            claim.path.startswith(f"{path}.") or not path for path in offloaded
+        )
+
+    return [c for c in claims if not inside(c)], [c.path for c in claims if inside(c)]
+
+
+def switch_remade(model: nn.Module, paths: Sequence[str], on: bool) -> None:
+    """Experts at `paths` save little, or as much as they do by themselves."""
+    for path in paths:
+        switch = light_recompute_of(model.get_submodule(path))
+        assert switch is not None, "claims inside others are of experts that can"
+        switch(on)
+
+
+@contextmanager
+def saving_all(model: nn.Module, paths: Sequence[str]) -> Iterator[None]:
+    """Within, experts at `paths` save as much as they do by themselves."""
+    switch_remade(model, paths, False)
+    try:
+        yield
+    finally:
+        switch_remade(model, paths, True)
+
+
+# Placement ``stash``: which experts' rows wait in pages, and the store they wait in.
+#
+# In: claims of a policy on a model whose MoE halves run in stages (`forebay.manage(exchange=...)`). Out: the experts modules that
+# the claims mean, each told the `PageStore` through its setting `forebay_pages`. A claim on a MoE half means its experts.
+#
+# The store belongs to the caller; `remove_stash` takes the setting off again.
+
+
+def split_stash(model: nn.Module, claims: Sequence[Claim], exchange: Exchange | None) -> tuple[list[Claim], list[str]]:
+    """(all other claims, paths of the experts modules that are stashed).
+
+    Raises:
+        PolicyError: a stash on what has no rows that could be paged.
+    """
+    blocks = {block.path: block for block in moe_blocks(model)}
+    others, stashed = [], []
+    for claim in claims:
+        if claim.placement != "stash":
+            others.append(claim)
+            continue
+        block = blocks.get(claim.path) or blocks.get(claim.path.removesuffix(".experts"))
+        if block is None:
+            raise PolicyError(
+                f"{claim.pattern!r} puts 'stash' on {claim.path!r}, which is no paged region; valid are the experts of MoE layers"
+                + (f", such as {next(iter(blocks))}.experts" if blocks else ", and this model has none")
+            )
+        if exchange is None or light_recompute_of(block.experts) is None:
+            raise PolicyError(
+                f"{claim.pattern!r} puts 'stash' on {claim.path!r}, but without expert parallelism over Forebay's experts its "
+                "rows are counted on the host, and nothing is padded: use 'keep', 'recompute' or 'offload', or give an exchange"
+            )
+        stashed.append(f"{block.path}.experts")
+    return others, stashed
+
+
+def install_stash(model: nn.Module, paths: Sequence[str], device: torch.device, budget: int | None) -> PageStore | None:
+    """A store, told to the experts modules at `paths`; None if there are none."""
+    if not paths:
+        return None
+    store = PageStore(device, device_budget=budget)
+    for path in paths:
+        put_setting(innermost(model.get_submodule(path)), "forebay_pages", store)
+    return store
+
+
+def remove_stash(model: Any) -> None:
+    """Experts keep their rows again."""
+    for block in moe_blocks(model):
+        drop_setting(block.experts, "forebay_pages")
+
+
+# What a policy comes to on a model: which modules are regions, and what is done with each.
+#
+# In: a model whose halves are installed, a policy (`forebay.policy`), and what runs inside compiled code. Out: `Regions`. Nothing
+# is put on the model here, and nothing is kept.
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from forebay.kernels.swiglu import Glu
 from forebay.moe.experts_op import experts_op
-from forebay.moe.stash import Pages, stashing_experts
-from forebay.moe.weight_gradients import WeightGradients, deferring_experts
+from forebay.moe.wgrad import Pages, WeightGradients, deferring_experts, stashing_experts
 
 
 def experts(
@@ -52,7 +51,7 @@ def experts(
         max_rows: how many rows to compute at most; the default is T*K. For ids that are mostly sentinels
             (`forebay.moe.dispatch` says the bound); live slots beyond it would add nothing.
         deferred: where backward may leave the gradients of gate_up and down for later; not in compiled code.
-        pages: where x and h wait for backward, packed (`forebay.moe.stash`); not in compiled code.
+        pages: where x and h wait for backward, packed (`forebay.moe.wgrad`); not in compiled code.
 
     Raises:
         ValueError: shapes that do not fit, or an unknown activation.

@@ -26,7 +26,7 @@ nothing is.
 
 R [T, E] is the routing map: token t's weight for expert e.
 
-d_down and d_gate_up may also be made later (`forebay.moe.weight_gradients` says what for): then `experts_backward` hands out
+d_down and d_gate_up may also be made later (`forebay.moe.wgrad` says what for): then `experts_backward` hands out
 act and dh in their place, and `experts_weight_backward` makes them of those and of x and dy. Each gradient comes of the same
 kernels on the same operands either way, and is bitwise the same. `add_weight_gradient` adds them to a wider sum instead, by a
 kernel of its own.
@@ -38,10 +38,10 @@ MiB forward; backward 1088 + 384 and 896 + 1152 MiB, so that the second is the p
 beside dh costs nothing. save_h=False adds nothing to it: dh is written over the h that was made
 again.
 
-`experts_forward` and `experts_backward` are the operations' bodies for who saves h and x elsewhere (`forebay.moe.stash`).
+`experts_forward` and `experts_backward` are the operations' bodies for who saves h and x elsewhere (`forebay.moe.wgrad`).
 
 Deterministic, no atomics. On CUDA in bf16 there is no host synchronisation, and it can be captured
-in a CUDA graph (`forebay.moe.grouped` says which widths and dtypes fall back to a loop).
+in a CUDA graph (`forebay.moe.experts_op` says which widths and dtypes fall back to a loop).
 """
 
 from __future__ import annotations
@@ -49,15 +49,73 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from forebay.kernels.pages import PageTable
+from forebay.kernels.grouped_wgrad import add_rows_by_rows
+from forebay.kernels.paging import PageTable
 from forebay.kernels.permute import combine_rows, gather_rows
 from forebay.kernels.swiglu import Glu, swiglu_backward, swiglu_forward
-from forebay.kernels.weight_sum import add_rows_by_rows
-from forebay.moe.grouped import rows_by_matrix, rows_by_rows
 from forebay.moe.routing import Routing, route, routing_map, row_experts, slot_experts
+
+# Grouped matrix products over rows sorted by expert: `F.grouped_mm`, and a loop where it refuses.
+#
+# In: rows [R, *] sorted by expert and `offs` [E] int32, the end row of each expert, on their device.
+# Out: a new tensor that the caller owns. Rows from offs[-1] on are neither read nor written.
+#
+# `F.grouped_mm` runs bf16 on CUDA without touching the host (fp16 and fp32 read the offsets back).
+# It wants operands whose strides and addresses are multiples of 16 bytes and knows no fp64; anything
+# else goes through a loop of products, one an expert, that reads the offsets on the host: correct,
+# slow, not capturable.
+
+_GROUPED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def rows_by_matrix(rows: Tensor, matrices: Tensor, offs: Tensor) -> Tensor:
+    """[R, N]: rows [R, M] of expert e times matrices[e], matrices [E, M, N] (views welcome).
+
+    Rows from offs[-1] on are uninitialised.
+    """
+    if rows.shape[0] == 0:
+        return rows.new_empty((0, matrices.shape[2]))
+    if _grouped_mm_takes(rows, matrices):
+        return F.grouped_mm(rows, matrices, offs=offs.contiguous())
+    out = rows.new_empty((rows.shape[0], matrices.shape[2]))
+    start = 0
+    for e, end in enumerate(offs.tolist()):
+        torch.mm(rows[start:end], matrices[e], out=out[start:end])
+        start = end
+    return out
+
+
+def rows_by_rows(left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
+    """[E, M, N] contiguous: left[rows of e].T @ right[rows of e], left [R, M], right [R, N].
+
+    An expert without rows gets exact zeros.
+    """
+    if left.shape[0] == 0:
+        return left.new_zeros((offs.shape[0], left.shape[1], right.shape[1]))
+    if _grouped_mm_takes(left, right):
+        return F.grouped_mm(left.t(), right, offs=offs.contiguous())
+    out = left.new_empty((offs.shape[0], left.shape[1], right.shape[1]))
+    start = 0
+    for e, end in enumerate(offs.tolist()):
+        torch.mm(left[start:end].t(), right[start:end], out=out[e])
+        start = end
+    return out
+
+
+def _grouped_mm_takes(a: Tensor, b: Tensor) -> bool:
+    return a.dtype in _GROUPED_DTYPES and _aligned(a) and _aligned(b)
+
+
+def _aligned(t: Tensor) -> bool:
+    """One unit stride among the last two, every other stride and the address 16-byte multiples."""
+    unit = [s for s in t.stride()[-2:] if s == 1]
+    others = [s for i, s in enumerate(t.stride()) if s != 1 or i < t.dim() - 2]
+    multiples = all(s * t.element_size() % 16 == 0 and s > 0 for s in others)
+    return len(unit) == 1 and multiples and t.data_ptr() % 16 == 0
 
 
 def experts_forward(

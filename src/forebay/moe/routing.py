@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from forebay.kernels.sort_slots import sort_slots
+from forebay.kernels.permute import sort_slots
 
 
 class Routing(NamedTuple):

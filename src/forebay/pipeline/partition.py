@@ -40,7 +40,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-SCHEDULES = ("1f1b", "interleaved-1f1b", "zbv", "dualpipev")
+from forebay.config import stages_of
+
 _V = ("zbv", "dualpipev")
 _ALIKE = 100  # ranks that differ by one part in this many are equally fast
 _BITS = 52  # of the sum of all costs as an integer: what a float holds exactly
@@ -85,19 +86,6 @@ class Partition:
     def balance(self) -> float | None:
         """Time of the slowest rank over the mean: 1.0 is perfect; None without costs."""
         return None if not self.time else max(self.time) * len(self.time) / (sum(self.time) or 1.0)
-
-
-def stages_of(schedule: str, pp: int, chunks: int = 2) -> int:
-    """Number of stages of all `pp` ranks together; `chunks` is read by "interleaved-1f1b" only.
-
-    Raises:
-        ValueError: an unknown schedule, or fewer than one rank or chunk.
-    """
-    if schedule not in SCHEDULES:
-        raise ValueError(f"the pipeline schedule {schedule!r} is unknown; valid are {', '.join(SCHEDULES)}")
-    if pp < 1 or chunks < 1:
-        raise ValueError(f"a pipeline of {pp} ranks with {chunks} stages each is not possible; valid is 1 and above")
-    return pp * {"1f1b": 1, "interleaved-1f1b": chunks}.get(schedule, 2)
 
 
 def rank_of(schedule: str, stage: int, pp: int) -> int:

@@ -1,19 +1,8 @@
-"""A pipeline rank's step: carries out its plan, action by action.
+"""Runs a step: a pipeline rank's plan action by action, or the microbatches of a single rank with overlap.
 
-In: the rank's stages, a `Plan` (`forebay.pipeline.schedule`), and a step's microbatches, the same on all ranks of a pipeline.
-Out: the losses on the rank of the last stage, and gradients in the parameters' `.grad`.
-
-    F            input (prologue, the neighbour's packet, or the stage before on this rank) -> layers -> packet, or loss
-    B            gradient (a packet, the stage behind on this rank, or of the loss) -> layers -> packet, or prologue
-    I, W         the same without the experts' weight gradients; then those
-    OVERLAP_F_B  a forward and a backward take a computation each in turn, each one's transfers behind the other's computations
-    SEND, RECV   see `forebay.pipeline.links`: a receive is made ready where the plan has it; what is to be sent is sent as soon
-                 as it is made
-
-The loss belongs to the last stage's forward, and so does its gradient: of the head nothing is kept but the gradient of its input.
-
-`PipelineRuntime` owns the communication stream. What a microbatch leaves behind between actions (its `StagePass`, a packet that
-waits for its turn) hangs on the `_Step` that lives as long as `run`, so an exception leaves nothing.
+Input: stages, links and a plan (`PipelineRuntime`), or a model and its microbatches (`OverlappedStep`). Output:
+gradients on the parameters, and losses. `StageBalance` is the routers' load-balancing loss when layers are on several
+ranks. The autograd graphs of a step are owned by its segments; an exception leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -26,10 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from forebay.moe.weight_gradients import WeightGradients
-from forebay.pipeline.execution import ExecutionContext, Pending, Segment, cut
-from forebay.pipeline.links import Links, Message, Packet
-from forebay.pipeline.passes import Layer, Said, StagePass, has_experts, take_turns
+from forebay.kernels.flags import Flags
+from forebay.moe.wgrad import WeightGradients
+from forebay.pipeline.p2p import Links, Message, Packet
 from forebay.pipeline.schedule import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -40,8 +28,113 @@ from forebay.pipeline.schedule import (
     RECV_F,
     Action,
     Plan,
+    turns,
 )
-from forebay.pipeline.turns import turns
+from forebay.pipeline.sublayer import (
+    ExecutionContext,
+    Layer,
+    Pending,
+    Said,
+    Segment,
+    StagePass,
+    cut,
+    has_experts,
+    take_turns,
+)
+
+# The routers' load-balancing loss where layers are on several ranks.
+#
+# In: what a stage's routers said, and the sums of the stages before. Out: the sums that go on with the hidden states; on the
+# last stage the loss; and on each stage the gradient of its logits, from what the last stage sends back with the gradient.
+#
+# The loss is that of `forebay.models.router.balance_loss`, E * sum over experts of (share of choices) * (mean probability),
+# whose shares and means are over the tokens of all layers. Choices have no gradient, so all that a stage needs of the others is
+# how often each expert was chosen, E numbers, and for how many tokens.
+#
+# `StageBalance` keeps the losses of a step until they are taken.
+
+
+class StageBalance:
+    """See the module docstring; an implementation of `forebay.pipeline.runtime.Balance`.
+
+    Args:
+        experts: E, of every MoE layer.
+        coefficient: the loss is multiplied by it, for gradients.
+        device: of the sums.
+
+    Attributes:
+        scale: by which the loss is multiplied too, such as one over the number of microbatches; set before a step.
+    """
+
+    def __init__(self, experts: int, coefficient: float, device: torch.device):
+        self._experts, self._coefficient, self._device = experts, coefficient, device
+        self.scale = 1.0
+        self._losses: dict[int, Tensor] = {}
+
+    def like(self) -> tuple[Tensor, Tensor]:
+        """Shapes and dtypes of what travels: [2E + 1] and [E + 1], fp32. (Counts are exact up to 2^24.)"""
+        return tuple(torch.empty(n, device="meta") for n in (2 * self._experts + 1, self._experts + 1))  # type: ignore[return-value]
+
+    @torch.no_grad()
+    def sums(self, said: Said, before: Tensor | None) -> Tensor:
+        """[2E + 1]: choices of each expert, sums of its probability, and tokens; over all layers so far."""
+        total = torch.zeros(2 * self._experts + 1, device=self._device) if before is None else before
+        for logits, ids in said:
+            chosen = torch.zeros(self._experts, device=self._device)
+            choices = (ids >= 0).float()
+            chosen.scatter_add_(0, ids.reshape(-1).clamp(min=0).long(), choices.reshape(-1))
+            tokens = choices.amax(1, keepdim=True)
+            probability = (logits.softmax(-1).float() * tokens).sum(0)
+            total = total + torch.cat([chosen, probability, tokens.sum().reshape(1)])
+        return total
+
+    def finish(self, sums: Tensor, microbatch: int) -> Tensor:
+        """Note the loss; [E + 1] of choices and tokens is what `gradients` needs."""
+        chosen, probability, rows = sums.split([self._experts, self._experts, 1])
+        rows = rows.clamp(min=1)  # no MoE layer at all: nothing is divided by nothing
+        self._losses[microbatch] = torch.sum((chosen / rows) * (probability / rows)) * (self._experts * self.scale)
+        return torch.cat([chosen, rows])
+
+    def gradients(self, said: Said, total: Tensor, loss_scale: float) -> list[Tensor | None]:
+        """Of each layer's logits [T, E], in their dtype."""
+        if self._coefficient == 0:
+            return [None] * len(said)
+        chosen, rows = total.split([self._experts, 1])
+        factor = self._coefficient * self.scale * self._experts * loss_scale
+        per_probability = chosen / rows / rows * factor
+        gradients: list[Tensor | None] = []
+        for logits, ids in said:
+            leaf = logits.detach().requires_grad_()
+            tokens = (ids >= 0).any(1, keepdim=True).float()
+            with torch.enable_grad():
+                (leaf.softmax(-1).float() * tokens).sum(0).backward(per_probability)
+            gradients.append(leaf.grad)
+        return gradients
+
+    def take_losses(self) -> Tensor:
+        """The sum of the step's losses, times `scale`, a scalar: zero on ranks without the last stage."""
+        losses, self._losses = self._losses, {}
+        return torch.stack(list(losses.values())).sum() if losses else torch.zeros((), device=self._device)
+
+
+# A pipeline rank's step: carries out its plan, action by action.
+#
+# In: the rank's stages, a `Plan` (`forebay.pipeline.schedule`), and a step's microbatches, the same on all ranks of a pipeline.
+# Out: the losses on the rank of the last stage, and gradients in the parameters' `.grad`.
+#
+#     F            input (prologue, the neighbour's packet, or the stage before on this rank) -> layers -> packet, or loss
+#     B            gradient (a packet, the stage behind on this rank, or of the loss) -> layers -> packet, or prologue
+#     I, W         the same without the experts' weight gradients; then those
+#     OVERLAP_F_B  a forward and a backward take a computation each in turn, each one's transfers behind the other's
+#                  computations
+#     SEND, RECV   see `forebay.pipeline.p2p`: a receive is made ready where the plan has it; what is to be sent is sent as soon
+#                  as it is made
+#
+# The loss belongs to the last stage's forward, and so does its gradient: of the head nothing is kept but the gradient of its
+# input.
+#
+# `PipelineRuntime` owns the communication stream. What a microbatch leaves behind between actions (its `StagePass`, a packet
+# that waits for its turn) hangs on the `_Step` that lives as long as `run`, so an exception leaves nothing.
 
 
 class Balance(Protocol):
@@ -347,3 +440,168 @@ class _Step:
 def _drain(steps: Iterator[None]) -> None:
     for _ in steps:
         pass
+
+
+# Communication hidden without pipeline stages: the forward of one microbatch runs with the backward of the one before.
+#
+# In: a model as a list of layers, with what comes before and after them, and the microbatches of a step. Out: their losses, and
+# gradients in the parameters' `.grad`, bitwise those of plain autograd, one microbatch after the other.
+#
+#     F0 | F1 with B0 | F2 with B1 | ... | F(M-1) with B(M-2) | B(M-1)
+#
+# `forebay.pipeline.sublayer` says what a layer's computations and transfers are, `forebay.pipeline.schedule` in what order two
+# microbatches take them; docs/overlap.md draws it. Every transfer is enqueued right behind the computation that made its input,
+# and waited for right before the one that needs its result: another computation lies in between. The order follows from the list
+# of layers alone, so it is the same on every rank, and no rank waits for a transfer that another one has put behind.
+#
+# The loss is part of the forward's last step and its gradient too: of the head nothing is kept but the gradient of its input, and
+# by then the other microbatch's activations are gone.
+#
+# `OverlappedStep` owns the communication stream. A microbatch's tensors hang on the frame of `run` and on the autograd graphs of
+# its stages, so an exception leaves nothing behind. `forebay.pipeline.sublayer` says how memory passes between the streams.
+
+Routers = Callable[[Said], Tensor]
+
+
+class OverlappedStep:
+    """Runs the microbatches of a step, each one's transfers behind another's computations.
+
+    Args:
+        layers: in the order of the forward; at least one.
+        prologue: microbatch -> x [B, S, H], such as the embedding.
+        epilogue: (x, microbatch) -> scalar loss: final norm, head and loss.
+        device: where all of it runs.
+        routers: the (logits [T, E], ids [T, K]) of all MoE layers of a microbatch -> a scalar that is added to its loss.
+            Called once a microbatch, in their order, before the epilogue.
+        weights: the store that the layers' experts were given, if they were; see `forebay.pipeline.sublayer.StagePass`.
+        early_release: drop tensors at stage boundaries after their last reader. False keeps them until their layer's
+            backward is over, to measure what that is worth.
+
+    Raises:
+        ValueError: no layers.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        prologue: Callable[[Any], Tensor],
+        epilogue: Callable[[Tensor, Any], Tensor],
+        device: torch.device,
+        *,
+        routers: Routers | None = None,
+        weights: WeightGradients | None = None,
+        early_release: bool = True,
+    ):
+        if not layers:
+            raise ValueError("there are no layers to run")
+        self.layers, self.prologue, self.epilogue, self.routers = list(layers), prologue, epilogue, routers
+        self.early_release, self.weights = early_release, weights
+        self._context = ExecutionContext(device)
+        travelling = [has_experts(layer) for layer in self.layers]
+        self._order = turns(travelling, travelling[::-1])
+
+    @property
+    def flags(self) -> Flags:
+        """By which the compute stream waits for transfers in a CUDA graph."""
+        return self._context.flags
+
+    def run(
+        self,
+        microbatches: Sequence[Any],
+        *,
+        loss_scale: float = 1.0,
+        after_backward: Callable[[int], None] | None = None,
+    ) -> Tensor:
+        """Forward and backward of all microbatches; gradients are added to what `.grad` holds, in their order.
+
+        Args:
+            microbatches: whatever prologue and epilogue take; not looked into.
+            loss_scale: gradients are those of this times the loss.
+            after_backward: called with i when the backward of microbatch i has been enqueued, before any other begins.
+
+        Returns:
+            [M], the epilogue's losses, without the scale and without what `routers` adds.
+
+        Raises:
+            ValueError: no microbatches.
+            RuntimeError: gradients are disabled.
+        """
+        if not microbatches:
+            raise ValueError("there are no microbatches to run")
+        if not torch.is_grad_enabled():
+            raise RuntimeError("a step computes gradients: run it outside of torch.no_grad")
+        self._context.enter()
+        losses = []
+        backward: Iterator[None] = iter(())
+        try:
+            for i, microbatch in enumerate(microbatches):
+                passes = _Microbatch(self, self._context, microbatch)
+                forward = passes.forward(loss_scale)
+                take_turns(self._order, forward, backward)
+                for rest in (backward, forward):  # the head comes when the other microbatch is gone
+                    for _ in rest:
+                        pass
+                losses.append(passes.loss)
+                backward = passes.backward(_bound(after_backward, i))
+            for _ in backward:
+                pass
+        finally:
+            self._context.leave()
+        return torch.stack(losses)
+
+
+def _bound(call: Callable[[int], None] | None, i: int) -> Callable[[], None]:
+    return (lambda: call(i)) if call is not None else (lambda: None)
+
+
+class _Microbatch:
+    """One microbatch from the prologue to the loss and back.
+
+    When the forward of one and the backward of the other have taken their turns, only the head is left.
+    """
+
+    loss: Tensor
+
+    def __init__(self, step: OverlappedStep, context: ExecutionContext, microbatch: Any):
+        self._step, self._microbatch = step, microbatch
+        self._stage = StagePass(step.layers, context, step.routers is not None, step.early_release, step.weights)
+
+    def forward(self, loss_scale: float) -> Iterator[None]:
+        """From the prologue to the loss and the gradient of its input, whose transfer is enqueued."""
+        self._prologue, x = cut(lambda: self._step.prologue(self._microbatch))
+        entering = Pending(x)
+        del x
+        yield from self._stage.forward(entering)
+        d_logits = self._router_gradients(loss_scale)
+        output = self._stage.output
+        del self._stage.output
+        self._stage.begin_backward(self._epilogue(output, loss_scale), d_logits)
+        self._microbatch = None
+
+    def backward(self, done: Callable[[], None]) -> Iterator[None]:
+        """From the last layer to the prologue; `done` is called behind it, before the last stop."""
+        yield from self._stage.backward()
+        self._prologue.backward([self._stage.gradient.pop()])
+        del self._prologue
+        done()
+        yield
+
+    def _epilogue(self, x: Pending, loss_scale: float) -> Tensor:
+        """The gradient of x; nothing else of the head survives this call."""
+        segment, (self.loss,) = cut(lambda t: self._step.epilogue(t, self._microbatch), *x.take())
+        (dx,) = segment.backward([torch.full_like(self.loss, loss_scale)])
+        return dx
+
+    def _router_gradients(self, loss_scale: float) -> list[Tensor | None] | None:
+        """The gradient of each MoE layer's logits."""
+        if self._step.routers is None:
+            return None
+        said = self._stage.take_said()
+        if not said:
+            return None
+        logits = [t.requires_grad_() for t, _ in said]
+        auxiliary = self._step.routers(said)
+        if not auxiliary.requires_grad:
+            return None
+        auxiliary.backward(torch.full_like(auxiliary, loss_scale))
+        return [t.grad for t in logits]

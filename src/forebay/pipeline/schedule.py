@@ -1,13 +1,7 @@
 """What each pipeline rank does in a step, and in which order: torch's schedules as plain lists.
 
-In: a schedule's name, the number of pipeline ranks, of stages and of microbatches. Out: a `Plan`. No process group, no device and
-no model are needed, so the planner and the tests read the same lists that the runtime carries out.
-
-The orders are those of `torch.distributed.pipelining.schedules` (Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble,
-ScheduleDualPipeV), as is the way in which sends and receives are put between computations. Its runtime is not used: it holds
-receive buffers for every microbatch of a step, and every sent tensor until the step's end.
-
-Nothing is kept here. `Plan` is read-only.
+Input: a schedule's name, the numbers of ranks and microbatches. Output: a list of actions for each rank. `turns` is the order in
+which a forward and a backward compute when they overlap. Data only: no device, nothing is kept.
 """
 
 from __future__ import annotations
@@ -20,7 +14,69 @@ from typing import Any
 import torch.distributed.pipelining.schedules as torch_schedules
 from torch import nn
 
-from forebay.pipeline.partition import SCHEDULES, rank_of, stages_of
+from forebay.config import SCHEDULES, stages_of
+from forebay.pipeline.partition import rank_of
+
+# In what order a forward and a backward compute when they run together, so that each hides the other's transfers.
+#
+# In: which layers each of the two has, MoE or dense. Out: a list of turns, "F" or "B", one for each computation.
+#
+#     forward   front, (dispatch) experts, (combine) front, ...           2 of an MoE layer, 1 of a dense one
+#     backward  experts', (dispatch') weights, front', (combine') ...     3 of an MoE layer, 1 of a dense one
+#
+# A transfer, in brackets, lies before the computation that waits for it. Of a forward each needs a backward's computation in
+# front of it. A backward's dispatch' has the experts' weight gradients; its combine' needs a forward's. So a forward's
+# computations go where the backward needs them most: before a layer's first, then before its last, then between the first two;
+# and evenly, where there are fewer than places.
+#
+# Worked example, both two MoE layers: F experts' weights F front' F experts' weights F front'.
+
+
+def turns(forward: Sequence[bool], backward: Sequence[bool]) -> list[str]:
+    """ "F" and "B" in order; begins with a forward's computation, so that the backward's first transfer is hidden.
+
+    Args:
+        forward, backward: of each layer in the order in which it is computed, whether it has experts.
+    """
+    first: list[int] = []  # places in front of backward computations, by how much they need a forward's there
+    before_last: list[int] = []
+    between: list[int] = []
+    count = 0
+    for has_experts in backward:
+        first.append(count)
+        if has_experts:
+            between.append(count + 1)
+            before_last.append(count + 2)
+        count += 3 if has_experts else 1
+    left = sum(2 if has_experts else 1 for has_experts in forward)
+    at = [0] * (count + 1)
+    for places in (first, before_last, between):
+        chosen = _spread(places, left)
+        left -= len(chosen)
+        for place in chosen:
+            at[place] += 1
+    at[count] += left  # a forward much longer than the backward: the rest runs alone
+    order = ["F" * n + "B" for n in at[:count]]
+    return list("".join(order) + "F" * at[count])
+
+
+def _spread(places: Sequence[int], number: int) -> Sequence[int]:
+    """`number` of the places, the first one always and the others evenly; all of them if there are no more."""
+    if number >= len(places):
+        return places
+    return [places[i * len(places) // number] for i in range(number)]
+
+
+# What each pipeline rank does in a step, and in which order: torch's schedules as plain lists.
+#
+# In: a schedule's name, the number of pipeline ranks, of stages and of microbatches. Out: a `Plan`. No process group, no device
+# and no model are needed, so the planner and the tests read the same lists that the runtime carries out.
+#
+# The orders are those of `torch.distributed.pipelining.schedules` (Schedule1F1B, ScheduleInterleaved1F1B,
+# ScheduleZBVZeroBubble, ScheduleDualPipeV), as is the way in which sends and receives are put between computations. Its runtime
+# is not used: it holds receive buffers for every microbatch of a step, and every sent tensor until the step's end.
+#
+# Nothing is kept here. `Plan` is read-only.
 
 FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, OVERLAP = "F", "B", "I", "W", "OVERLAP_F_B"
 SEND_F, RECV_F, SEND_B, RECV_B = "SEND_F", "RECV_F", "SEND_B", "RECV_B"

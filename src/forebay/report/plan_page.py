@@ -1,26 +1,172 @@
 """The page of a plan: does it fit, what fills the memory, what is placed where, and how long a step takes.
 
-In: a `Planned`, the configuration, its name, and the search that led to it, if there was one. Out: HTML as text, for
-`forebay.report.write`. What a plan does not have (a device, chosen placements, a search) has no section.
+Input: a `Planned`, the configuration, its name, and the search that led to it. Output: HTML as text. What a plan does not have (a
+device, chosen placements, a search) has no section.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
+from forebay.config import Config
+from forebay.estimate.layers import LayerPlan
+from forebay.estimate.placement import Choice, by_kind
+from forebay.estimate.plan import Fit
+from forebay.estimate.search import Search
+from forebay.estimate.step_time import StepTime
+from forebay.estimate.walk import headroom
 from forebay.policy import format_bytes
 from forebay.report.charts import Ceiling, bar
-from forebay.report.markup import Html, join, tag
-from forebay.report.memory import hero, largest_saved, placements_body, ranks_section, step_section
-from forebay.report.page import Section, Verdict, page
-from forebay.report.plan_chosen import chosen_body, search_section
-from forebay.report.plan_time import time_section, time_tiles
-from forebay.report.planned import Planned, parts_of
-from forebay.report.tables import count, duration, table, tiles
-from forebay.train.config import Config
-from forebay.train.fitting import Fit
-from forebay.train.planning import LayerPlan
-from forebay.train.searching import Search
+from forebay.report.html import Html, Section, Verdict, count, duration, join, missing, page, ranges, table, tag, tiles
+from forebay.report.sections import Planned, hero, largest_saved, parts_of, placements_body, ranks_section, step_section
+
+_NOTHING = 1e-9  # seconds: what is left of a difference
+
+
+def time_tiles(step: StepTime) -> list[tuple[str, str, str]]:
+    """Name, figure and what stands behind it; see `forebay.report.html.tiles`."""
+    found = [
+        ("expected step time", duration(step.seconds), _device(step)),
+        ("tokens a second", f"{step.tokens_per_second:,.0f}", "of all processes"),
+    ]
+    if len(step.busy) > 1:
+        low, high = (f"{100 * share:.0f}" for share in (min(step.bubble), max(step.bubble)))
+        found.append(("bubble", f"{high} %" if low == high else f"{low} to {high} %", "by pipeline rank"))
+    return found
+
+
+def time_section(step: StepTime) -> Section:
+    lead = (
+        f"Expected {_device(step)}; --device names another GPU, or a file of forebay doctor --save-profile. "
+        f"A step has {step.tokens:,} tokens."
+    )
+    if step.host:
+        lead += f" The slowest host needs {duration(step.host)} to launch what the schedule runs."
+    if step.limited_by_host:
+        lead += " That is longer than it runs: memory.graph = true captures the launches."
+    return Section("time", "Time of a step", lead, join(_where(step), _by_rank(step)))
+
+
+def _device(step: StepTime) -> str:
+    return f"on {step.device}" + ("" if step.measured else ", from data sheets")
+
+
+def _where(step: StepTime) -> Html:
+    """What a step is the sum of."""
+    parts = [
+        ("schedule on the device, from the first forward to the last backward", step.schedule),
+        ("waiting for the host's launches", step.gradients - step.gather - step.reduce - step.schedule),
+        ("gathering sharded weights", step.gather),
+        ("reducing gradients", step.reduce),
+        ("optimizer", step.optimizer),
+        ("host, between steps", step.seconds - step.gradients - step.optimizer),
+    ]
+    rows = [
+        (name, duration(seconds), f"{100 * seconds / step.seconds:.1f} %", bar(seconds / step.seconds, "F"))
+        for name, seconds in parts
+        if seconds > _NOTHING
+    ]
+    rows.append(("all of a step", duration(step.seconds), "100.0 %", join()))
+    heads = [("part", "path"), ("time", "n"), ("share", "n"), ("", "share")]
+    return table("Where the time goes, of the slowest rank", heads, rows, len(rows) - 1)
+
+
+def _by_rank(step: StepTime) -> Html:
+    rows = [
+        (str(rank), duration(busy), duration(exposed), f"{100 * max(idle, 0.0):.1f} %", bar(max(idle, 0.0), "other"))
+        for rank, (busy, exposed, idle) in enumerate(zip(step.busy, step.exposed, step.bubble, strict=True))
+    ]
+    heads = [("rank", ""), ("runs", "n"), ("of it, exchanges that nothing hides", "n"), ("bubble", "n"), ("", "share")]
+    return table("What each pipeline rank runs of the schedule; the bubble is when it runs nothing", heads, rows)
+
+
+_MESHES = 12  # in a table, as on a terminal
+_WAITS = 1e-6  # seconds below which nothing waits
+
+
+def chosen_body(choices: Sequence[Choice]) -> Html:
+    """Placements that were chosen: halves that free and cost the same in one line, and what each rank pays."""
+    kinds = by_kind(choices)
+    if not kinds:
+        return missing("The planner chose these placements: it keeps all.")
+    most = max(row["freed_bytes"] * len(row["layers"]) for row in kinds) or 1
+    rows = [
+        (
+            str(row["rank"]),
+            row["placement"],
+            tag("code", row["half"]),
+            ranges(row["layers"]),
+            format_bytes(row["freed_bytes"]),
+            f"{row['milliseconds']:.2f} ms",
+            format_bytes(row["freed_bytes"] * len(row["layers"])),
+            bar(row["freed_bytes"] * len(row["layers"]) / most, row["placement"]),
+        )
+        for row in kinds
+    ]
+    heads = [("rank", ""), ("placement", ""), ("half", ""), ("of layers", "path"), ("each frees", "n")]
+    heads += [("each costs", "n"), ("all free", "n"), ("", "share")]
+    return join(table("Chosen by the planner; of one microbatch", heads, rows), _paid(choices))
+
+
+def _paid(choices: Sequence[Choice]) -> Html:
+    rows = [
+        (
+            str(choice.fit.rank),
+            str(len(choice.placed)),
+            format_bytes(sum(p.freed for p in choice.placed)),
+            duration(choice.seconds),
+            duration(choice.waits) if choice.waits > _WAITS else "none",
+        )
+        for choice in choices
+    ]
+    heads = [("rank", ""), ("parts not kept", "n"), ("free of a microbatch", "n"), ("cost a step", "n")]
+    heads += [("of it waits for the link", "n")]
+    return table("What they cost each rank", heads, rows)
+
+
+def search_section(found: Search) -> Section:
+    """What was searched, and what stopped it. The rest of the page is of what was found, or of what came nearest."""
+    said = " ".join(f"--set {name}={value}" for name, value in found.settings.items())
+    used = tag("p", "The page is of what was found: ", tag("code", said)) if said else None
+    used = used or tag("p", "The page is of what comes nearest.")
+    shown = _meshes(found) if found.what == "mesh" else _tried(found)
+    return Section("search", f"Search: {found.what}", found.sentence, join(used, shown))
+
+
+def _tried(found: Search) -> Html:
+    rows = [(f"{t.value:,}", _room(t.headroom)) for t in sorted(found.tried, key=lambda t: t.value)]
+    return table("What was looked at", [(found.what, ""), ("headroom", "n")], rows)
+
+
+def _meshes(found: Search) -> Html:
+    budget = found.fit.budget
+    heads = [("PP x EP x FSDP", ""), ("peak", "n"), ("on rank", "n"), ("headroom", "n"), ("a step", "n")]
+    rows = []
+    for c in found.candidates[:_MESHES]:
+        room = None if budget is None else _room(headroom(c.peak, budget))
+        time = None if c.seconds is None else duration(c.seconds)
+        rows.append((f"{c.mesh.pp} x {c.mesh.ep} x {c.mesh.fsdp}", format_bytes(c.peak), str(c.rank), room, time))
+    said = []
+    if len(found.candidates) > _MESHES:
+        said.append(f"{len(found.candidates) - _MESHES} more can be run.")
+    if found.refused:
+        mesh, reason = found.refused[0]
+        said.append(f"{len(found.refused)} cannot be run, such as {mesh}: {reason.rstrip('.')}.")
+    return join(
+        table(f"Meshes of {found.fit.world:,} GPUs, the best first", heads, rows),
+        tag("p", " ".join(said), class_="lead") if said else None,
+    )
+
+
+def _room(size: int) -> Html:
+    return tag("span", format_bytes(size), class_="less" if size >= 0 else "over")
+
+
+# The page of a plan: does it fit, what fills the memory, what is placed where, and how long a step takes.
+#
+# In: a `Planned`, the configuration, its name, and the search that led to it, if there was one. Out: HTML as text, for
+# `forebay.report.write`. What a plan does not have (a device, chosen placements, a search) has no section.
 
 
 def plan_page(planned: Planned, config: Config, name: str, found: Search | None = None) -> str:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from forebay.report.page import OPENS
+from forebay.config import Config
+from forebay.errors import RunError, UsageError
+from forebay.estimate.search import Search
+from forebay.report.html import OPENS
 from forebay.report.plan_page import plan_page
-from forebay.report.planned import Planned, planned
-from forebay.report.run_folder import RunFolder, read_run
-from forebay.report.run_page import run_page
-from forebay.train.config import Config
-from forebay.train.errors import RunError, UsageError
-from forebay.train.searching import Search
+from forebay.report.run_page import RunFolder, read_run, run_page
+from forebay.report.sections import Planned, planned
 
 _PAGE = "report.html"
 

@@ -1,12 +1,8 @@
-"""Tokens: text tokenised once into a memory map, and windows of it by position.
+"""Text, tokenised once into a memory map, and windows of tokens by position.
 
-In: the ``[data]`` section. Out: a `Corpus` (the memory-mapped tokens) and, from it, `Windows`: batch number -> tensors.
-The cache folder is written under another name, synced to disk and renamed, so a reader never sees half a file; its name is a
-hash of the files' contents and the tokenizer. Its tokens are compared with their hash whenever they are opened. What a process
-that was killed left half written is removed by the next one; a lock tells it from what another process is writing.
-
-The order of windows is a keyed permutation computed from (seed, epoch, position). There is no iterator and no state: a
-run resumes by its step number alone, and any process can compute its own part.
+Input: the ``[data]`` section: the standard library's source, text files, JSONL, Parquet or Hugging Face datasets.
+Output: a `Corpus` and its `Windows`: batch number -> tensors. The order of windows is a keyed permutation of (seed,
+epoch, position), so there is no iterator state. The cache folder is written under another name and renamed.
 """
 
 import contextlib
@@ -14,8 +10,9 @@ import hashlib
 import json
 import os
 import shutil
+import sysconfig
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +20,224 @@ from typing import Any
 import numpy as np
 import torch
 
-from forebay.train import text
-from forebay.train.config import Data
+from forebay.config import Data
+from forebay.errors import RunError, UsageError, first_line
+from forebay.train.distributed import ALONE, World
 from forebay.train.durable import LOCK, FolderLock, make_folder, sync, write_synced
-from forebay.train.errors import RunError, UsageError, first_line
-from forebay.train.world import ALONE, World
+
+# Where training text comes from: the standard library's source, text files, JSONL, Parquet, Hugging Face datasets.
+#
+# In: the ``[data]`` section. Out: the list of files that the text is made of (their content is the cache's key) and a stream
+# of `Piece`s. Files are read in blocks, so none has to fit in memory. Whatever is not text is refused with the file's name
+# and the place; nothing is skipped silently.
+
+BLOCK = 4 << 20  # bytes read at once; also the largest piece of a document handed to a tokenizer
+# Left out of the standard library: what is no code of its own, and tests, which hold deliberately broken encodings.
+_NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3"})
+_SUFFIXES: Mapping[str, tuple[str, ...]] = {"jsonl": (".jsonl", ".json"), "parquet": (".parquet",), "hf": ()}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """UTF-8 bytes (arbitrary text bytes for plain files) and whether a document ends after them."""
+
+    text: bytes
+    ends: bool
+
+
+def files(data: "Data") -> list[Path]:
+    """The files that the text is made of, in a fixed order.
+
+    Raises:
+        UsageError: a path that does not exist, or a folder with no file of the right kind.
+        RunError: an empty file.
+    """
+    if data.source == "stdlib":
+        return _stdlib()
+    paths = (data.path,) if isinstance(data.path, str) else data.path
+    found = [f for p in paths for f in _expand(Path(p).expanduser(), data.source)]
+    if data.source in ("text", "jsonl", "parquet"):
+        for file in found:
+            if file.stat().st_size == 0:
+                raise RunError(f"data file {file} is empty; it must hold {_expected(data)}")
+    return found
+
+
+def pieces(data: "Data", found: list[Path]) -> Iterator[Piece]:
+    """The text of `found`, in their order.
+
+    Raises:
+        UsageError: a package that this source needs is not installed, or a column that is not there.
+        RunError: a file that is not what the source says it is.
+    """
+    if data.source == "hf":
+        paths = (data.path,) if isinstance(data.path, str) else data.path
+        for path in paths:
+            yield from _hf(Path(path).expanduser(), data.field)
+        return
+    strict = data.tokenizer != "bytes" or data.source != "text"
+    for file in found:
+        if data.source == "jsonl":
+            yield from _jsonl(file, data.field)
+        elif data.source == "parquet":
+            yield from _parquet(file, data.field)
+        else:
+            yield from _text(file, strict)
+
+
+def _expected(data: "Data") -> str:
+    return {"jsonl": "one JSON object a line", "parquet": "a Parquet table"}.get(data.source, "text")
+
+
+def _stdlib() -> list[Path]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(f for f in folders if f not in _NOT_STDLIB and not f.startswith("config-"))
+        found += [Path(folder, name) for name in sorted(names) if name.endswith(".py")]
+    found = [f for f in found if f.stat().st_size]
+    if not found:
+        raise RunError(
+            f"no Python source under {root}: this Python comes without its standard library's source; use data.source = 'text'"
+        )
+    return found
+
+
+def _expand(path: Path, source: str) -> list[Path]:
+    if not path.exists():
+        raise UsageError(f"data.path {str(path)!r} does not exist; it must be a file or a folder")
+    if path.is_file():
+        if source == "hf":
+            raise UsageError(
+                f"data.path {str(path)!r} is a file; source 'hf' needs a folder written by datasets' save_to_disk"
+            )
+        return [path]
+    wanted = _SUFFIXES.get(source, ())
+    found = sorted(
+        f for f in path.rglob("*") if f.is_file() and not any(p.startswith(".") for p in f.relative_to(path).parts)
+    )
+    found = [f for f in found if not wanted or f.suffix in wanted]
+    if not found:
+        raise UsageError(f"data.path {str(path)!r} holds no {' or '.join(wanted) or 'readable'} file")
+    return found
+
+
+def _text(file: Path, strict: bool) -> Iterator[Piece]:
+    """Blocks of one text file, each but the last cut after a line's end; the tokens of a line never depend on the block."""
+    offset, rest = 0, b""
+    with file.open("rb") as stream:
+        while block := stream.read(BLOCK):
+            _refuse_binary(file, block, offset)
+            offset += len(block)
+            rest += block
+            cut = rest.rfind(b"\n") + 1
+            if cut:
+                yield Piece(_checked(file, rest[:cut], offset - len(rest), strict), False)
+                rest = rest[cut:]
+    yield Piece(_checked(file, rest, offset - len(rest), strict), True)
+
+
+def _refuse_binary(file: Path, block: bytes, offset: int) -> None:
+    """A NUL, or more than one control character in twenty, is no text in any encoding that a tokenizer reads."""
+    if (nul := block.find(b"\0")) >= 0:
+        raise RunError(f"data file {file} is binary (a NUL byte at offset {offset + nul}); it must be text")
+    sample = block[: 1 << 16]
+    if len(sample.translate(None, _CONTROLS)) < 0.95 * len(sample):
+        raise RunError(f"data file {file} is binary (control characters from offset {offset}); it must be text")
+
+
+_CONTROLS = bytes(c for c in range(32) if c not in b"\t\n\r\f\v\b\x1b")
+
+
+def _checked(file: Path, text: bytes, offset: int, strict: bool) -> bytes:
+    if strict:
+        try:
+            text.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise RunError(
+                f"data file {file} is not UTF-8 text (byte 0x{text[error.start]:02x} at offset {offset + error.start}); "
+                "convert it to UTF-8, or use data.tokenizer = 'bytes'"
+            ) from None
+    return text
+
+
+def _jsonl(file: Path, field: str) -> Iterator[Piece]:
+    with file.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            if not line.strip():
+                continue
+            _refuse_binary(file, line, stream.tell() - len(line))
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise RunError(f"data file {file}, line {number}: not a JSON object ({error})") from None
+            yield _document(
+                record.get(field) if isinstance(record, dict) else None,
+                f"data file {file}, line {number}",
+                field,
+                record,
+            )
+
+
+def _document(text: Any, where: str, field: str, record: Any) -> Piece:
+    if not isinstance(text, str):
+        held = ", ".join(map(repr, record)) if isinstance(record, dict) else "no fields"
+        raise RunError(
+            f"{where}: no text in field {field!r}; the record has {held}, so set data.field to the one with the text"
+        )
+    return Piece(text.encode("utf-8", errors="replace"), True)
+
+
+def _parquet(file: Path, field: str) -> Iterator[Piece]:
+    try:
+        import pyarrow
+        import pyarrow.parquet as parquet
+    except ModuleNotFoundError as error:
+        raise UsageError("data.source = 'parquet' needs the package pyarrow: pip install pyarrow") from error
+    try:
+        with parquet.ParquetFile(file) as table:
+            names = table.schema_arrow.names
+            if field not in names:
+                raise UsageError(
+                    f"data file {file} has no column {field!r}; set data.field to one of {', '.join(names)}"
+                )
+            for batch in table.iter_batches(columns=[field]):
+                for text in batch.column(0).to_pylist():
+                    yield _document(text, f"data file {file}", field, dict.fromkeys(names))
+    except (pyarrow.ArrowException, OSError) as error:
+        raise RunError(f"data file {file} is no readable Parquet table: {str(error).splitlines()[0]}") from error
+
+
+def _hf(folder: Path, field: str) -> Iterator[Piece]:
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        raise UsageError("data.source = 'hf' needs the package datasets: pip install datasets") from error
+    try:
+        loaded = datasets.load_from_disk(str(folder))
+    except (FileNotFoundError, ValueError) as error:
+        raise RunError(f"{folder} is no folder written by datasets' save_to_disk: {error}") from error
+    if isinstance(loaded, datasets.DatasetDict):
+        if "train" not in loaded:
+            raise UsageError(
+                f"{folder} holds the splits {', '.join(loaded)}; save the one to train on by itself, or name it 'train'"
+            )
+        loaded = loaded["train"]
+    if field not in loaded.column_names:
+        raise UsageError(f"{folder} has no column {field!r}; set data.field to one of {', '.join(loaded.column_names)}")
+    for record in loaded.select_columns([field]):
+        yield _document(record[field], str(folder), field, record)
+
+
+# Tokens: text tokenised once into a memory map, and windows of it by position.
+#
+# In: the ``[data]`` section. Out: a `Corpus` (the memory-mapped tokens) and, from it, `Windows`: batch number -> tensors.
+# The cache folder is written under another name, synced to disk and renamed, so a reader never sees half a file; its name is a
+# hash of the files' contents and the tokenizer. Its tokens are compared with their hash whenever they are opened. What a process
+# that was killed left half written is removed by the next one; a lock tells it from what another process is writing.
+#
+# The order of windows is a keyed permutation computed from (seed, epoch, position). There is no iterator and no state: a
+# run resumes by its step number alone, and any process can compute its own part.
 
 BYTES_END = 256  # the one special token of the "bytes" tokenizer: end of document
 _PARTIAL = ".partial-"
@@ -104,10 +314,10 @@ def load_corpus(data: Data, tokenizer: Tokenizer) -> Corpus:
     """The tokens of `data`, from the cache if they are there.
 
     Raises:
-        UsageError, RunError: data that is missing, empty or not text (see `forebay.train.text`), or a cache that cannot
+        UsageError, RunError: data that is missing, empty or not text (see `forebay.train.data`), or a cache that cannot
             be written, or whose files have changed since.
     """
-    found = text.files(data)
+    found = files(data)
     if not found:
         raise UsageError(f"data.path {data.path!r} names no file")
     key = hashlib.sha256(
@@ -116,7 +326,7 @@ def load_corpus(data: Data, tokenizer: Tokenizer) -> Corpus:
     folder = cache_folder(data) / key[:32]
     _clean(folder.parent)
     if not (folder / "meta.json").is_file():
-        _write_cache(folder, tokenizer, text.pieces(data, found))
+        _write_cache(folder, tokenizer, pieces(data, found))
     meta = _checked_meta(folder)
     if meta["tokens"] == 0:
         raise RunError(f"the data ({data.source} {data.path or ''}) holds no text")
@@ -161,7 +371,7 @@ def _checked_meta(folder: Path) -> dict[str, Any]:
     return meta
 
 
-def _write_cache(folder: Path, tokenizer: Tokenizer, pieces: Iterator[text.Piece]) -> None:
+def _write_cache(folder: Path, tokenizer: Tokenizer, pieces: Iterator[Piece]) -> None:
     """Tokenise into a folder beside `folder` and rename it. Another process that was first wins; both wrote the same."""
     dtype = np.dtype(np.uint16 if tokenizer.vocabulary <= 1 << 16 else np.uint32)
     digest, count = hashlib.sha256(dtype.str.encode()), 0

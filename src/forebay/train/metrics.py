@@ -18,10 +18,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from forebay.errors import UsageError
 from forebay.policy import format_bytes
+from forebay.train.capacity_retry import Rerun
 from forebay.train.durable import replace_text
-from forebay.train.errors import UsageError
-from forebay.train.rerun import Rerun
 
 _BY_RANK: Mapping[str, str] = {"rank_peaks": "peak_bytes_by_rank", "rank_reserved": "reserved_bytes_by_rank"}
 

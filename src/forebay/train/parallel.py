@@ -27,15 +27,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from forebay.models.expert_parallel import cut_experts
-from forebay.models.families import decoder_layers, moe_blocks
-from forebay.models.parts import all_layers
-from forebay.moe.dispatch.exchange import Exchange
-from forebay.moe.dispatch.local import LocalExchange
-from forebay.saved.identify import local
-from forebay.train.config import Config, check_experts
-from forebay.train.errors import RunError, UsageError
-from forebay.train.mesh import Mesh
+from forebay.config import Config, check_experts
+from forebay.errors import RunError, UsageError
+from forebay.memory.storage import local
+from forebay.models.blocks import cut_experts
+from forebay.models.families import all_layers, decoder_layers, moe_blocks
+from forebay.moe.dispatch import Exchange, LocalExchange
+from forebay.train.distributed import Mesh
 
 
 class Shards:
@@ -190,7 +188,7 @@ def exchange_of(model: Any, mesh: Mesh, config: Config) -> Exchange | None:
     if mesh.expert_group is None:
         in_stages = mesh.pp > 1 or config.parallel.overlap
         return LocalExchange(experts_of(model)) if in_stages and experts_of(model) else None
-    from forebay.moe.dispatch.choose import make_exchange
+    from forebay.moe.dispatch import make_exchange
 
     text = model.config.get_text_config()
     try:

@@ -1,50 +1,94 @@
 """One optimizer step: model, activation manager, optimizer, data, and how they act on each other, on one process or on N.
 
 In: a valid `Config` and the `Mesh` of processes. Out: a `Trainer` whose `step(n)` trains on batch n and returns a `StepRecord`,
-the same on every process. The run around it (folders, checkpoints, signals, what is printed) is `forebay.train.run`.
+the same on every process. The run around it (folders, checkpoints, signals, what is printed) is `forebay.train.loop`.
 
 The way of a batch: token windows by position, each process its own -> microbatches -> forward (activations managed, cross
 entropy summed over the microbatch and divided by the target count of the whole step, so uneven parts weigh as they should)
 + coefficient x the router's load-balancing loss -> backward, gradients summed over processes -> gradient norm and clipping ->
 AdamW -> the router's bias update. The host waits for the device once a step, when it reads the losses. Where a capacity bounds
 what experts receive, or pages what they stash, it also asks, before clipping, whether anything went over: the gradients are then
-made once more, exactly (`forebay.train.rerun`).
+made once more, exactly (`forebay.train.capacity_retry`).
 
 `Trainer` owns everything that it builds; `close` takes the manager off the model. The mesh is its own only if none was given.
 """
 
 import gc
+import math
 import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
 
-import forebay.train.hf as hf
-import forebay.train.parallel as parallel
+from forebay.config import Config, check_experts
+from forebay.errors import RunError, UsageError
+from forebay.managed import manage
 from forebay.models.families import moe_blocks
-from forebay.models.manage import manage
 from forebay.models.router import RouterStats
-from forebay.moe.dispatch.exchange import Exchange
+from forebay.moe.dispatch import Exchange
+from forebay.pipeline.costs import partition_of
 from forebay.pipeline.partition import Partition
 from forebay.pipeline.schedule import Plan
-from forebay.train.captured import CapturedStep
-from forebay.train.config import Config, check_experts
+from forebay.train import hf_io, parallel
+from forebay.train.capacity_retry import Reruns
+from forebay.train.cuda_graph import CapturedStep
 from forebay.train.data import Windows, load_corpus, load_tokenizer, split
-from forebay.train.errors import RunError, UsageError
-from forebay.train.hf import balance_coefficient
-from forebay.train.mesh import Mesh
+from forebay.train.distributed import ALONE, Mesh
+from forebay.train.engines import OverlappedGradients, PipelinedGradients, keep_stages, plan_of
+from forebay.train.hf_io import balance_coefficient
 from forebay.train.metrics import StepRecord, peak_bytes, reserved_bytes
-from forebay.train.overlapped import OverlappedGradients
-from forebay.train.pipelined import PipelinedGradients, keep_stages, plan_of
-from forebay.train.planning import partition_of
-from forebay.train.rerun import Reruns
-from forebay.train.schedule import factor
-from forebay.train.world import ALONE
+
+# Learning rate by step, as a pure function: no state to save, nothing to restore.
+#
+# In: the step's number and a `Schedule` section. Out: the factor on `optimizer.lr` for that step.
+#
+# Three shapes share the warm-up, which rises in a line and reaches 1 at step `warmup`:
+#
+# * ``cosine``: half a cosine from 1 down to `minimum` at the last step.
+# * ``wsd`` (warm-up, stable, decay): 1 until `decay` steps before the end, then a line down to `minimum`.
+# * ``constant``: 1.
+
+
+class ScheduleLike(Protocol):
+    """The fields of the ``[schedule]`` section that matter here."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def warmup(self) -> int: ...
+    @property
+    def decay(self) -> int: ...
+    @property
+    def minimum(self) -> float: ...
+
+
+def factor(schedule: ScheduleLike, step: int, steps: int) -> float:
+    """Factor on the learning rate.
+
+    Args:
+        schedule: kind, warmup (steps), decay (steps) and minimum (a fraction of the learning rate).
+        step: 1-based number of the optimizer step; the first step has number 1.
+        steps: number of the last step.
+
+    Returns:
+        A factor in (0, 1]: never 0 during the warm-up, `minimum` at the last step of ``cosine`` and ``wsd``.
+    """
+    if step <= schedule.warmup:
+        return step / schedule.warmup
+    if schedule.kind == "constant":
+        return 1.0
+    if schedule.kind == "cosine":
+        done = (step - schedule.warmup) / max(1, steps - schedule.warmup)
+        falling = 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
+    else:
+        falling = min(1.0, max(0.0, (steps - step) / max(1, schedule.decay)))
+    return schedule.minimum + (1.0 - schedule.minimum) * falling
+
 
 _PIPELINE_BYTES = 16 << 20
 IGNORE = -100  # target that no loss is computed for, as in transformers
@@ -65,8 +109,8 @@ class Trainer:
         corpus: the tokens.
 
     Raises:
-        UsageError, RunError: see `forebay.train.hf`, `forebay.train.data`, `forebay.train.mesh` and `forebay.train.parallel`.
-        PolicyError, BudgetError: from the policy.
+        UsageError, RunError: see `forebay.train.hf_io`, `forebay.train.data`, `forebay.train.distributed` and
+        `forebay.train.parallel`. PolicyError, BudgetError: from the policy.
     """
 
     def __init__(self, config: Config, mesh: Mesh | None = None):
@@ -91,13 +135,13 @@ class Trainer:
         self._held_out = (
             Windows(held_out, size, batch, seed, mesh.batch, "validation data") if config.train.eval_every else None
         )
-        declared = hf.configuration(config.model, tokenizer.vocabulary)
+        declared = hf_io.configuration(config.model, tokenizer.vocabulary)
         check_experts(mesh.ep, parallel.experts_in(declared))
         _seed(seed)
         self._shards: parallel.Shards | None = None
         plan = plan_of(config, mesh) if mesh.pp > 1 else None
         partition = partition_of(config, declared, mesh.batch.size) if plan is not None else None
-        self.model = hf.build(
+        self.model = hf_io.build(
             config.model,
             tokenizer.vocabulary,
             self.device,

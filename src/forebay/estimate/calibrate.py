@@ -1,0 +1,439 @@
+"""``forebay doctor --save-profile FILE``: measures a device and writes its profile for ``forebay plan --device FILE``.
+
+Input: a path, and the processes that torchrun started, or this one alone. Output: a JSON file of
+`forebay.estimate.device`: rates by size of products, attention, copies and collectives, each the median of several
+runs. `save_profile` owns the process group that it makes; everything else is freed when a function returns.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from forebay.errors import RunError, UsageError
+from forebay.estimate.device import DEFAULT, DeviceProfile, load, of_dict
+from forebay.memory.timeline import BOTH_WAYS
+from forebay.models.compile import attention_backends
+from forebay.train.distributed import World
+
+# What a device achieves at the operations that training consists of, measured.
+#
+# In: a device, and the `Sizes` to try. Out: rates as the figures of `forebay.estimate.device` want them: [size, rate] by size,
+# or a number. Inputs are random numbers (zeros draw less power, and run faster). Every figure is a median of several runs after
+# some that do not count; on a CUDA device by its own events, enough runs between two that the host's launches are not what is
+# timed.
+#
+# Nothing is kept. Memory is freed when a function returns.
+
+Curve = list[list[float]]
+
+_WARM, _TIMES = 2, 7
+_LONG_ENOUGH = 2e-3  # seconds between two events: a hundred times what they cost
+_TINY = 400  # kernels at once: fewer than a stream takes before the host has to wait (1024)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is tried; the defaults are for a GPU of 20 GB and more.
+
+    Attributes:
+        products: (M, K, N).
+        grouped: (experts, rows of each, K, N).
+        attention: (batch, heads, sequence, width of a head).
+        copies, links: bytes on the device, and to and from the host.
+        collectives: bytes that each process sends in all.
+    """
+
+    products: tuple[tuple[int, int, int], ...] = (
+        (1024, 1024, 1024),
+        (4096, 2048, 512),
+        (4096, 2048, 4096),
+        (8192, 4096, 4096),
+        (16384, 2048, 32768),
+    )
+    grouped: tuple[tuple[int, int, int, int], ...] = (
+        (16, 256, 2048, 768),
+        (32, 1024, 2048, 768),
+        (64, 1024, 2048, 1536),
+        (32, 4096, 2880, 2880),
+    )
+    attention: tuple[int, int, int, int] = (2, 32, 4096, 128)
+    copies: tuple[int, ...] = (4 << 20, 16 << 20, 64 << 20, 256 << 20, 1 << 30)
+    links: int = 256 << 20
+    collectives: tuple[int, ...] = (1 << 20, 8 << 20, 32 << 20, 128 << 20, 512 << 20)
+
+
+def seconds(run: Callable[[], Any], device: torch.device) -> float:
+    """Of one `run()`, the median."""
+    for _ in range(_WARM):
+        run()
+    inner = max(1, min(200, int(_LONG_ENOUGH / max(_once(run, device, 1), 1e-7))))
+    return statistics.median(_once(run, device, inner) for _ in range(_TIMES))
+
+
+def _once(run: Callable[[], Any], device: torch.device, times: int) -> float:
+    if device.type != "cuda":
+        started = time.perf_counter()
+        for _ in range(times):
+            run()
+        return (time.perf_counter() - started) / times
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize(device)
+    start.record()
+    for _ in range(times):
+        run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / times
+
+
+def products(device: torch.device, sizes: Sizes, dtype: torch.dtype) -> Curve:
+    """FLOP/s of `a @ b`, by FLOPs."""
+    found = []
+    for m, k, n in sizes.products:
+        a, b = torch.randn(m, k, device=device, dtype=dtype), torch.randn(k, n, device=device, dtype=dtype)
+        flops = 2.0 * m * k * n
+        found.append([flops, flops / seconds(partial(torch.matmul, a, b), device)])
+    return _ascending(found)
+
+
+def grouped(device: torch.device, sizes: Sizes, weights: bool) -> Curve:
+    """FLOP/s of `F.grouped_mm` in bf16, all experts with as many rows: rows with matrices, or (`weights`) rows with rows."""
+    found = []
+    for experts, rows, k, n in sizes.grouped:
+        a = torch.randn(experts * rows, k, device=device, dtype=torch.bfloat16)
+        ends = torch.arange(1, experts + 1, device=device, dtype=torch.int32) * rows
+        if weights:
+            left, right = a.t(), torch.randn(experts * rows, n, device=device, dtype=torch.bfloat16)
+        else:
+            left, right = a, torch.randn(experts, n, k, device=device, dtype=torch.bfloat16).transpose(-2, -1)
+        flops = 2.0 * experts * rows * k * n
+        found.append([flops, flops / seconds(partial(F.grouped_mm, left, right, offs=ends), device)])
+    return _ascending(found)
+
+
+def attention(device: torch.device, sizes: Sizes) -> tuple[float, float]:
+    """FLOP/s of causal `scaled_dot_product_attention` in bf16, forward and backward, with the kernels that compiled halves
+    prefer. Half of all pairs count: 2 products forward, 5 backward."""
+    batch, heads, sequence, width = sizes.attention
+    q, k, v = (
+        torch.randn(batch, heads, sequence, width, device=device, dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(3)
+    )
+    product = batch * heads * sequence * sequence * width  # 2 FLOPs, half of the pairs
+    with attention_backends():
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        dy = torch.randn_like(y)
+
+        def forward() -> Tensor:
+            with torch.no_grad():
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        ahead = seconds(forward, device)
+        back = seconds(lambda: torch.autograd.grad(y, (q, k, v), dy, retain_graph=True), device)
+    return 2 * product / ahead, 5 * product / back
+
+
+def bandwidth(device: torch.device, sizes: Sizes) -> Curve:
+    """Bytes/s that copies read and write, by the sum of both."""
+    found = []
+    for size in sizes.copies:
+        source = torch.randint(0, 256, (size,), device=device, dtype=torch.uint8)
+        target = torch.empty_like(source)
+        took = seconds(partial(target.copy_, source), device)
+        found.append([2.0 * size, 2.0 * size / took])
+    return _ascending(found)
+
+
+def host_link(device: torch.device, sizes: Sizes, ready: Callable[[], Any] = lambda: None) -> tuple[float, float]:
+    """Bytes/s to pinned host memory, and from it. `ready` is called before either, when all is there."""
+    host = torch.randint(0, 256, (sizes.links,), dtype=torch.uint8)
+    host = host.pin_memory() if device.type == "cuda" else host
+    here = torch.randint(0, 256, (sizes.links,), device=device, dtype=torch.uint8)
+    ready()
+    out = seconds(lambda: host.copy_(here, non_blocking=True), device)
+    ready()
+    back = seconds(lambda: here.copy_(host, non_blocking=True), device)
+    return sizes.links / out, sizes.links / back
+
+
+def host_both(device: torch.device, sizes: Sizes, ready: Callable[[], Any] = lambda: None) -> float:
+    """Bytes/s each way, to pinned host memory and from it at once. `ready` is called once, when all is there."""
+    cuda = device.type == "cuda"
+    hosts = [torch.randint(0, 256, (sizes.links,), dtype=torch.uint8) for _ in range(2)]
+    hosts = [host.pin_memory() for host in hosts] if cuda else hosts
+    here = [torch.randint(0, 256, (sizes.links,), device=device, dtype=torch.uint8) for _ in range(2)]
+    ways = [(hosts[0], here[0]), (here[1], hosts[1])]  # (target, source)
+    streams = [torch.cuda.Stream(device) for _ in ways] if cuda else []
+
+    def run() -> None:
+        if not cuda:
+            for target, source in ways:
+                target.copy_(source)
+        for stream, (target, source) in zip(streams, ways, strict=False):
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
+        for stream in streams:
+            torch.cuda.current_stream(device).wait_stream(stream)
+
+    run()
+    ready()
+    return sizes.links / seconds(run, device)
+
+
+def launch(device: torch.device) -> float:
+    """Seconds of the host for an operation that it does not wait for."""
+    x = torch.zeros(1, device=device)
+
+    def many() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        for _ in range(_TINY):
+            x.add_(1)
+        return (time.perf_counter() - started) / _TINY
+
+    many()
+    return statistics.median(many() for _ in range(_TIMES))
+
+
+def kernel(device: torch.device) -> float:
+    """Seconds of the device for a kernel that does nothing worth the name, one behind the other, without the host."""
+    x = torch.zeros(1, device=device)
+    if device.type != "cuda":
+        return launch(device)
+    x.add_(1)
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(_TINY):
+            x.add_(1)
+    return seconds(graph.replay, device) / _TINY
+
+
+def collectives(device: torch.device, sizes: Sizes, group: dist.ProcessGroup | None) -> tuple[Curve, float, float]:
+    """Of all processes of a group, the slowest one's: bytes/s that leave each in an all-to-all, by bytes; that reach it in an
+    all-gather; that leave it in a reduce-scatter. The latter two at the largest size."""
+    count = dist.get_world_size(group)
+    away = (count - 1) / count
+    curve = []
+    for size in sizes.collectives:
+        mine = torch.randn(size // 2 // count * count, device=device).to(torch.bfloat16)
+        theirs = torch.empty_like(mine)
+        took = _slowest(partial(dist.all_to_all_single, theirs, mine, group=group), device, group)
+        curve.append([size * away, size * away / took])
+    size = max(sizes.collectives)
+    whole = torch.randn(size // 2 // count * count, device=device).to(torch.bfloat16)
+    part = torch.randn(whole.numel() // count, device=device).to(torch.bfloat16)
+    gather = _slowest(lambda: dist.all_gather_into_tensor(whole, part, group=group), device, group)
+    reduce = _slowest(lambda: dist.reduce_scatter_tensor(part, whole, group=group), device, group)
+    return _ascending(curve), size * away / gather, size * away / reduce
+
+
+def contention(device: torch.device, sizes: Sizes, group: dist.ProcessGroup | None) -> float:
+    """By how much products take longer with all-to-alls beside them, as a share of these; between 0.01 and 1. Needs streams.
+
+    An all-to-all of 32 MiB, and a product that takes about as long, both ten times.
+    """
+    count, size = dist.get_world_size(group), 32 << 20
+    mine = torch.randn(size // 2 // count * count, device=device).to(torch.bfloat16)
+    theirs, side = torch.empty_like(mine), torch.cuda.Stream(device)
+    a = torch.randn(4096, 2048, device=device, dtype=torch.bfloat16)
+    b = torch.randn(2048, 4096, device=device, dtype=torch.bfloat16)
+
+    def exchange() -> None:
+        for _ in range(10):
+            dist.all_to_all_single(theirs, mine, group=group)
+
+    def compute(times: int) -> None:
+        for _ in range(times):
+            a @ b
+
+    alone = _slowest(exchange, device, group)
+    times = max(10, int(alone / _slowest(lambda: compute(1), device, group)) * 2)
+
+    def both() -> None:
+        main = torch.cuda.current_stream(device)
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            exchange()
+        compute(times)
+        main.wait_stream(side)
+
+    longer = _slowest(both, device, group) - _slowest(lambda: compute(times), device, group)
+    return min(1.0, max(0.01, longer / alone))
+
+
+def _slowest(run: Callable[[], Any], device: torch.device, group: dist.ProcessGroup | None) -> float:
+    """Of one `run()` that all processes of a group take part in; a fixed number of times, or they would wait for each other."""
+    for _ in range(_WARM):
+        run()
+    took = torch.tensor(
+        [statistics.median(_once(run, device, 5) for _ in range(_TIMES))], device=device, dtype=torch.float64
+    )
+    dist.all_reduce(took, dist.ReduceOp.MAX, group=group)
+    return float(took)
+
+
+def _ascending(found: Curve) -> Curve:
+    """By size, each size once."""
+    return [[size, rate] for size, rate in sorted({size: rate for size, rate in found}.items())]
+
+
+# ``forebay doctor --save-profile FILE``: a device profile of this machine, for ``forebay plan --device FILE``.
+#
+# In: a path, and the processes that torchrun started, or this one alone. Out: a JSON file of `forebay.estimate.device`. It takes
+# about half a minute. Alone, a process has no links to other GPUs to measure: those figures are the H200's then, and say so.
+# The processes of one machine measure links within a node; of several machines, those between nodes too.
+#
+# `save_profile` owns the process group that it makes.
+
+_HOST = ("host_out", "host_back", "host_both")
+_LINKS = ("all_to_all", "all_gather", "reduce_scatter")
+
+
+def save_profile(path: Path) -> DeviceProfile | None:
+    """Measure this process's GPU, and write the profile. Collective; None on all processes but the first, which writes.
+
+    Raises:
+        UsageError: there is no GPU, or `path` cannot be a file.
+        RunError: the file cannot be written.
+    """
+    if not torch.cuda.is_available():
+        raise UsageError(
+            "--save-profile measures a GPU, and torch finds none here; run it on the machine that you plan for, "
+            "or give forebay plan one of the profiles that come with Forebay"
+        )
+    check_path(path)
+    world = World.of_environment()
+    device = torch.device("cuda", world.local_rank)
+    torch.cuda.set_device(device)
+    if world.size > 1:
+        dist.init_process_group("nccl", device_id=device)
+    try:
+        figures = measured(device, Sizes())
+        if world.size > 1:
+            figures |= measured_links(device, Sizes(), int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))
+    finally:
+        if world.size > 1:
+            dist.destroy_process_group()
+    if not world.is_main:
+        return None
+    name = torch.cuda.get_device_name(device)
+    profile = complete(figures, path.stem, name, torch.cuda.device_count())
+    try:
+        path.write_text(json.dumps(profile.as_dict(), indent=1) + "\n", "utf-8")
+    except OSError as error:
+        raise RunError(f"{path} cannot be written: {error.strerror or error}") from error
+    return profile
+
+
+def check_path(path: Path) -> None:
+    """Refuse a path that no file can have, before anything is measured.
+
+    Raises:
+        UsageError: says why.
+    """
+    if path.is_dir():
+        raise UsageError(f"--save-profile {path} is a folder; valid is the name of a file to write")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"--save-profile {path}: there is no folder {path.absolute().parent}")
+
+
+def measured(device: torch.device, sizes: Sizes) -> dict[str, Any]:
+    """Figures of one device by name: values alone, as `forebay.estimate.device` has them in a file."""
+    ahead, back = attention(device, sizes)
+    out, home = host_link(device, sizes)
+    both = host_both(device, sizes)
+    found: dict[str, Any] = {
+        "matmul_bf16": products(device, sizes, torch.bfloat16),
+        "matmul_fp32": products(device, sizes, torch.float32),
+        "grouped": grouped(device, sizes, weights=False),
+        "grouped_weights": grouped(device, sizes, weights=True),
+        "attention": ahead,
+        "attention_backward": back,
+        "bandwidth": bandwidth(device, sizes),
+        "host_out": out,
+        "host_back": home,
+        "host_both": both,
+        "launch": launch(device),
+        "kernel": kernel(device),
+    }
+    if device.type == "cuda":
+        found["memory"] = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.empty_cache()
+    return found
+
+
+def measured_links(device: torch.device, sizes: Sizes, on_node: int) -> dict[str, Any]:
+    """Figures of the links between the processes of the default group, `on_node` of which share each machine.
+
+    Collective.
+    """
+    found: dict[str, Any] = {}
+    count = dist.get_world_size()
+    group = None
+    if 1 < on_node < count:
+        group, _ = dist.new_subgroups(on_node)
+    if on_node > 1:
+        found |= _host_links(device, sizes, on_node)
+        found |= dict(zip(_LINKS, collectives(device, sizes, group), strict=True))
+        if device.type == "cuda":
+            found["contention"] = contention(device, sizes, group)
+    if on_node < count:
+        between = collectives(device, sizes, None)
+        found |= {f"{name}_between": rate for name, rate in zip(_LINKS, between, strict=True)}
+    return found
+
+
+def _host_links(device: torch.device, sizes: Sizes, on_node: int) -> dict[str, Any]:
+    """One process's alone (the first one writes), and the slowest one's while all copy. Both ways alone is reckoned."""
+    dist.barrier()
+    alone = host_link(device, sizes) if dist.get_rank() % on_node == 0 else (1.0, 1.0)
+    dist.barrier()
+    slowest = torch.tensor(
+        [*host_link(device, sizes, dist.barrier), host_both(device, sizes, dist.barrier)],
+        dtype=torch.float64,
+        device=device,
+    )
+    dist.all_reduce(slowest, dist.ReduceOp.MIN)
+    together = slowest.tolist()
+    first = (*alone, min(alone) * BOTH_WAYS)
+    return {name: [[1.0, one], [float(on_node), all_]] for name, one, all_ in zip(_HOST, first, together, strict=True)}
+
+
+def complete(figures: dict[str, Any], name: str, title: str, node: int) -> DeviceProfile:
+    """A profile of measured figures, and of the H200's where there are none. What several GPUs of a host get of its memory at
+    once is measured by several processes only: else as much less as the H200's get."""
+    raw = load(DEFAULT).as_dict()
+    for key in _HOST:
+        if isinstance(figures.get(key), float):
+            one = raw[key]["value"][0][1]
+            figures = {**figures, key: [[gpus, figures[key] * rate / one] for gpus, rate in raw[key]["value"]]}
+    for key in raw.keys() - {"name", "title", "node"}:
+        if key in figures:
+            raw[key] = {
+                "value": figures[key],
+                "source": "measured",
+                "where": f"forebay doctor --save-profile, torch {torch.__version__}",
+            }
+        else:
+            raw[key] |= {
+                "source": "estimated",
+                "where": "the H200's: it takes several processes (torchrun) to measure it",
+            }
+    raw |= {"name": name, "title": title, "node": max(1, node)}
+    return of_dict(raw, "that was measured")

@@ -1,0 +1,491 @@
+"""Whether a run fits: what ``forebay plan`` is asked, and its answer, without a GPU, weights or other processes.
+
+Input: a TOML file or preset, a published model by name, or a folder with a config.json (`ask`), and a number of
+processes. Output: a `Fit`: for each pipeline rank what its fullest process holds at the highest point of a step.
+Nothing is kept.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from math import gcd
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forebay.config import Config, apply_override, check_experts, from_mapping, load, presets
+from forebay.errors import UsageError
+from forebay.estimate.device import DEFAULT, DeviceProfile
+from forebay.estimate.device import load as load_device
+from forebay.estimate.layers import LayerPlan, Traces
+from forebay.estimate.placement import Choice, by_kind, sentences
+from forebay.estimate.rank import Layout, Timed, machine_of
+from forebay.estimate.state import Sharing, all_to_all_bytes, symmetric_bytes
+from forebay.estimate.step_time import StepTime
+from forebay.estimate.types import GPU_BLOCK, Shape
+from forebay.estimate.walk import ALLOWANCE, Held, RankFit, Seen, within
+from forebay.fields import nearest
+from forebay.models.catalog import PUBLISHED, find
+from forebay.policy import PLACEMENTS, format_bytes, resolve
+from forebay.train import hf_io
+from forebay.train.data import load_tokenizer
+from forebay.train.distributed import needs_group
+from forebay.train.parallel import experts_in
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+# What ``forebay plan`` can be asked about: a TOML file or preset, a published model by name, or a folder with a config.json.
+#
+# In: the argument, overrides, and a number of processes. Out: an `Asked`: a valid `Config`, and the settings that nobody wrote. A
+# file has all of them. A bare model has none, and is given these, unless an override says otherwise:
+#
+#     sequence 4096, microbatch 1, and a batch of 4 microbatches for each process: of a pipeline, 4 for each of its ranks
+#     parameters and AdamW's moments in float32, cut over all processes; computed in bfloat16, compiled, on GPUs
+#     gradients summed over processes after each microbatch, as FSDP does it, and not held whole
+#     experts over as many processes as divide them, and the processes of a stage, up to the 8 GPUs of a host
+#     attention as torch has it ("sdpa"); GPT-OSS, whose sinks it has not, as "eager", which keeps the scores
+#     everything kept for backward
+#
+# Nothing is kept.
+
+_HOST = 8  # GPUs of one host
+_MICROBATCHES = 4  # of a step for each process
+_SETTINGS: Mapping[str, Any] = {
+    "train.sequence": 4096,
+    "train.microbatch": 1,
+    "model.dtype": "float32",
+    "model.compute": "bfloat16",
+    "memory.compile": True,
+    "parallel.reduce": "microbatch",
+    "device.type": "cuda",
+}
+_EAGER = frozenset({"gpt_oss"})  # families without torch's own fused attention in transformers
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What to plan.
+
+    Attributes:
+        config: valid for some number of processes.
+        chosen: ``section.key`` to value, of what nobody wrote; empty for a file or preset.
+        rebatch: whether the batch follows the microbatch and the processes, for nobody wrote it.
+    """
+
+    config: Config
+    chosen: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def rebatch(self) -> bool:
+        """See the class."""
+        return "train.batch" in self.chosen
+
+    def batch(self, microbatch: int, processes: int) -> int:
+        """Sequences a step, of a microbatch of so many: what was written, or as many as a bare model is given."""
+        return _batch(microbatch, processes) if self.rebatch else self.config.train.batch
+
+    def sentence(self) -> str:
+        """The settings that nobody wrote; empty for a file."""
+        if not self.chosen:
+            return ""
+        return "Nobody wrote these settings, change them with --set: " + ", ".join(
+            f"{name}={json.dumps(value)}" for name, value in self.chosen.items()
+        )
+
+
+def ask(source: str, overrides: Iterable[str] = (), processes: int = 0) -> Asked:
+    """What `source` is, with ``section.key=value`` texts.
+
+    Args:
+        processes: of the run; 0 is as few as it can have.
+
+    Raises:
+        UsageError: none of these, or what `forebay.config.load` raises.
+    """
+    model = _model(source)
+    if model is None:
+        return Asked(load(source, overrides))
+    raw: dict[str, Any] = {"model": model}
+    for override in overrides:
+        apply_override(raw, override)
+    return _filled(raw, source, processes)
+
+
+def _model(source: str) -> dict[str, Any] | None:
+    """The [model] section of a bare model; None for a file or preset."""
+    path = Path(source).expanduser()
+    if path.is_file() or source in presets():
+        return None
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UsageError(f"the folder {source!r} has no config.json; valid is a model's folder, or a TOML file")
+        return {"path": str(path), "weights": "random"}
+    if find(source) is not None:
+        return {"family": source}
+    valid = (*PUBLISHED, *presets())
+    raise UsageError(
+        f"{source!r} is no file, preset, model folder or published model; {nearest(source.lower(), valid, 'name')}"
+        f"valid presets are {', '.join(presets())}; published models are {', '.join(PUBLISHED)}"
+    )
+
+
+def _filled(raw: dict[str, Any], source: str, processes: int) -> Asked:
+    chosen: dict[str, Any] = {}
+
+    def choose(name: str, value: Any) -> None:
+        section, option = name.split(".")
+        values = raw.setdefault(section, {})
+        if option not in values:
+            values[option] = chosen[name] = value
+
+    for name, value in _SETTINGS.items():
+        choose(name, value)
+    so_far = from_mapping({**raw, "train": {"batch": raw["train"]["microbatch"], **raw["train"]}}, origin=source)
+    family, experts = _what(so_far)
+    pp, asked = so_far.parallel.pp, raw.get("parallel", {}).get("ep", 1)
+    processes = processes or pp * asked
+    choose("model.attention", "eager" if family in _EAGER else "sdpa")
+    choose("parallel.ep", _expert_processes(processes // pp, experts))
+    choose("train.batch", _batch(so_far.train.microbatch, processes))
+    return Asked(from_mapping(raw, origin=source), chosen)
+
+
+def _what(config: Config) -> tuple[str, int]:
+    """Family and number of experts."""
+    from forebay.train import hf_io
+    from forebay.train.data import load_tokenizer
+    from forebay.train.parallel import experts_in
+
+    declared = hf_io.configuration(config.model, load_tokenizer(config.data.tokenizer).vocabulary)
+    return str(declared.model_type), experts_in(declared)
+
+
+def _batch(microbatch: int, processes: int) -> int:
+    return _MICROBATCHES * processes * (microbatch or 1)
+
+
+def _expert_processes(processes: int, experts: int) -> int:
+    """As many of a host's as divide both; 1 for a dense model."""
+    both = gcd(processes, experts) if experts else 1
+    return max(n for n in range(1, _HOST + 1) if both % n == 0)
+
+
+# Whether a run fits: the trainer's configuration, as the planner needs it told; without a GPU, weights or other processes.
+#
+# In: a valid `Config`, its `LayerPlan`, and a number of processes. Out: a `Fit`, which ``forebay plan`` prints: for each
+# pipeline rank what its fullest process holds at the highest point of a step. The figures are `forebay.estimate`'s; this file
+# knows what the trainer does with each key, and keeps nothing.
+
+_SAME_HOST = 8  # GPUs that reach each other's memory, as dispatch = "auto" asks for: those of one host
+_COLUMNS = ("parameters", "gradients", "optimizer", "activations", "transient", "cached", "other")
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What ``forebay plan`` says about memory.
+
+    Attributes:
+        ranks: one for each pipeline rank: its fullest process.
+        world: processes.
+        parameters: of the whole model, their number.
+        budget: bytes a process may use; None where none was given.
+        halves: of all pipeline ranks, what their placements make of what they save for one microbatch.
+        notes: what these figures leave out, in sentences.
+        step: how long a step is expected to take; None where no device was named.
+        choices: where the planner chose placements, one for each pipeline rank.
+    """
+
+    ranks: tuple[RankFit, ...]
+    world: int
+    parameters: int
+    budget: int | None
+    halves: tuple[Held, ...]
+    notes: tuple[str, ...]
+    step: StepTime | None = None
+    choices: tuple[Choice, ...] = ()
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether every rank does; None without a budget."""
+        return None if self.budget is None else all(r.headroom(self.budget) >= 0 for r in self.ranks)
+
+    @property
+    def fullest(self) -> RankFit:
+        """The rank with the highest peak."""
+        return max(self.ranks, key=lambda r: r.total)
+
+    def verdict(self) -> str:
+        """One sentence."""
+        most = self.fullest
+        what = f"the peak is {format_bytes(most.total)} on rank {most.rank}, at {most.where}"
+        if self.budget is None:
+            return f"{what[0].upper()}{what[1:]}; give --budget for a verdict."
+        room = most.headroom(self.budget)
+        if room >= 0:
+            return f"Fits {format_bytes(self.budget)} with {format_bytes(room)} to spare, {ALLOWANCE}: {what}."
+        return f"Does not fit {format_bytes(self.budget)}, {format_bytes(-room)} are missing, {ALLOWANCE}: {what}."
+
+    def placements(self) -> list[dict[str, Any]]:
+        """By placement: parts of the model, bytes that they save for one microbatch, and that are held."""
+        found = []
+        for placement in PLACEMENTS:
+            if mine := [h for h in self.halves if h.placement == placement]:
+                saved, held = sum(h.saved for h in mine), sum(h.held for h in mine)
+                found.append({"placement": placement, "parts": len(mine), "saved_bytes": saved, "held_bytes": held})
+        return found
+
+    def as_dict(self) -> dict[str, Any]:
+        """The figures, for JSON."""
+        return {
+            "world": self.world,
+            "parameters": self.parameters,
+            "budget_bytes": self.budget,
+            "fits": self.fits,
+            "verdict": self.verdict(),
+            "ranks": [
+                {
+                    **asdict(rank),
+                    "allocated": rank.allocated,
+                    "reserved": rank.reserved,
+                    "total": rank.total,
+                    "headroom": None if self.budget is None else rank.headroom(self.budget),
+                }
+                for rank in self.ranks
+            ],
+            "placements": self.placements(),
+            "chosen": by_kind(self.choices),
+            "chosen_cost_ms": [1e3 * c.seconds for c in self.choices],
+            "notes": list(self.notes),
+            "step": None if self.step is None else self.step.as_dict(),
+        }
+
+    def table(self) -> Table:
+        """For a terminal: a line a pipeline rank."""
+        from rich.table import Table
+
+        scale, unit = (1 << 30, "GiB") if self.fullest.total >= 1 << 30 else (1 << 20, "MiB")
+        table = Table(
+            title=f"a process of {self.world} at its peak, in {unit}; {self.parameters / 1e9:.2f} billion parameters in all",
+            caption="\n".join((self.verdict(), *self._placed(), *sentences(self.choices), *self._timed(), *self.notes)),
+            caption_justify="left",
+        )
+        table.add_column("rank", justify="right")
+        for name in (*_COLUMNS, "total", *(("headroom",) if self.budget is not None else ())):
+            table.add_column(name, justify="right")
+        for rank in self.ranks:
+            sizes = [*(getattr(rank, name) for name in _COLUMNS), rank.total]
+            sizes += [rank.headroom(self.budget)] if self.budget is not None else []
+            table.add_row(str(rank.rank), *(f"{size / scale:.2f}" for size in sizes))
+        return table
+
+    def _placed(self) -> list[str]:
+        return [
+            f"{p['placement']}: {p['parts']} parts save {format_bytes(p['saved_bytes'])} a microbatch, "
+            f"{format_bytes(p['held_bytes'])} are held ({100 * p['held_bytes'] / max(p['saved_bytes'], 1):.0f} %)."
+            for p in self.placements()
+        ]
+
+    def _timed(self) -> list[str]:
+        if self.step is None:
+            return []
+        sentence = self.step.sentence()
+        return [sentence[0].upper() + sentence[1:]]
+
+
+def fit_run(
+    config: Config,
+    plan: LayerPlan,
+    world: int,
+    budget: int | None = None,
+    skew: float = 1.0,
+    *,
+    device: DeviceProfile | None = None,
+    auto: int | None = None,
+    traces: Traces | None = None,
+    seen: Seen | None = None,
+) -> Fit:
+    """Lay the run that `plan` is of on `world` processes.
+
+    Args:
+        budget: bytes a process may use.
+        skew: load of the fullest rank's experts over an even one.
+        device: whose time a step is to be told in, and placements that are chosen are to cost; without it the latter cost what
+            they do on `forebay.estimate.device.DEFAULT`.
+        auto: choose placements with which a process is within so many bytes, instead of those of the configuration.
+        traces: of other runs of the same question, which are used again and added to.
+        seen: told of every level of each rank's step, rank after rank.
+
+    Raises:
+        UsageError: a model that cannot be traced, experts that the processes do not divide, a pattern that matches nothing, or a
+            budget below the parameters alone.
+    """
+    c, p = config, config.parallel
+    data = world // p.pp
+    declared = hf_io.configuration(c.model, load_tokenizer(c.data.tokenizer).vocabulary)
+    experts = experts_in(declared)
+    check_experts(p.ep, experts)
+    traces = traces or Traces()
+    known = traces.known(c.model, declared)
+    notes = _notes(config, known.attention, experts)
+    weights, prefix = known.weights, known.prefix
+    placements, remade = dict[str, str](), set[int]()
+    if auto is None:
+        placements, remade = _placements(config, list(known.paths), prefix, len(weights.layers), notes)
+    sharing = _sharing(config, world)
+    engine = p.pp > 1 or p.overlap
+    shape = Shape(
+        c.train.sequence,
+        c.microbatch(data),
+        c.model.experts,
+        c.model.loss,
+        stages=engine or p.ep > 1,
+        ep=p.ep,
+        skew=skew,
+        capacity_factor=p.capacity_factor if p.dispatch in ("auto", "symmetric") else 0.0,
+        compiled=c.memory.compile,
+        balance=hf_io.balance_coefficient(declared) != 0,
+        block=GPU_BLOCK if sharing.gpu else 1,
+        gpu=sharing.gpu,
+        later=engine,
+    )
+    actions = None
+    if p.pp > 1:
+        # What is chosen may offload nothing: then weight gradients wait as the schedule has them.
+        early = config.weights_early and auto is None
+        actions = traces.actions(p.schedule, p.pp, plan.microbatches, p.chunks, early)
+    layout = Layout(
+        config,
+        plan,
+        weights,
+        prefix,
+        traces.trace(c.model, declared, shape).remade(remade),
+        sharing,
+        placements,
+        shape.sequence * shape.microbatch * declared.get_text_config().hidden_size,
+        _exchanging(config, declared.get_text_config(), shape, sharing),
+        actions,
+        budget,
+        None if auto is None else within(auto),
+        machine_of(device or load_device(DEFAULT), p.ep, sharing),
+    )
+    laid = [layout.rank(number, seen) for number in range(p.pp)]
+    choices = tuple(rank.choice for rank in laid if rank.choice is not None)
+    for choice in choices:
+        placements |= choice.placements
+    if over := [rank.over for rank in laid if rank.over]:
+        notes.append(f"No placements were found that are within the budget; the nearest exceed it: {', '.join(over)}.")
+    ranks = tuple(rank.fit for rank in laid)
+    if budget is not None and (least := max(ranks, key=lambda r: r.parameters)).parameters > budget:
+        raise UsageError(
+            f"a budget of {format_bytes(budget)} is below the parameters alone: rank {least.rank} holds "
+            f"{format_bytes(least.parameters)} of them; valid is more than that"
+        )
+    step = None
+    if device is not None:
+        computed = None if actions is None else [[a for a in mine if a.computes] for mine in actions]
+        parameters, stages = [rank.state.parameters for rank in laid], [rank.stages for rank in laid]
+        timed = Timed(config, plan, layout.trace, weights, sharing, prefix, placements, parameters, stages, computed)
+        step = timed.on(device)
+    halves = tuple(half for rank in laid for half in rank.halves)
+    return Fit(ranks, world, weights.total, budget, halves, tuple(notes), step, choices)
+
+
+def _exchanging(config: Config, text: Any, shape: Shape, sharing: Sharing) -> int:
+    """Bytes that exchanging tokens takes outside of the allocator, on a GPU."""
+    p = config.parallel
+    if p.ep == 1 or not sharing.gpu:
+        return 0
+    if p.dispatch == "symmetric" or (p.dispatch == "auto" and p.ep <= _SAME_HOST):
+        tokens = shape.sequence * shape.microbatch
+        return symmetric_bytes(p.ep, tokens, text.hidden_size, text.num_experts_per_tok, sharing.compute)
+    return all_to_all_bytes(p.ep)
+
+
+def _sharing(config: Config, world: int) -> Sharing:
+    p, m = config.parallel, config.model
+    size = {"float32": 4, "bfloat16": 2}
+    parameter, compute = size[m.dtype], size[m.compute or m.dtype]
+    data = world // p.pp
+    engine = p.pp > 1 or p.overlap
+    several = config.train.batch // data // config.microbatch(data) > 1
+    return Sharing(
+        data,
+        p.ep,
+        p.pp,
+        sharded=world > 1 or needs_group(config),
+        parameter=parameter,
+        compute=compute,
+        summed=4 if p.gradients == "float32" else compute,
+        gathered=engine,
+        reshard=p.reshard,
+        sums=several and p.reduce == "step",
+        gpu=config.device.type != "cpu",
+        fused=config.optimizer.fused,
+    )
+
+
+def _placements(
+    config: Config, paths: list[str], prefix: str, layers: int, notes: list[str]
+) -> tuple[dict[str, str], set[int]]:
+    """Placement of every half that is not kept, and the layers whose half is offloaded while their experts are recomputed."""
+    policy = config.memory.policy
+    halves = [f"{prefix}.{n}.{name}" for n in range(layers) for name in ("self_attn", "mlp")]
+    if policy == "auto":
+        return {}, set()
+    if isinstance(policy, str):
+        stashes = {h for h in halves if h.endswith(".mlp") and f"{h}.experts" in paths}
+        return {h: policy for h in halves if policy != "stash" or h in stashes}, set()
+    found: dict[str, str] = {}
+    left: list[str] = []
+    remade: set[int] = set()
+    for claim in resolve(policy, paths, experts=_light_experts(config, paths)):
+        inside = [h for h in halves if h == claim.path or h.startswith(f"{claim.path}.") or not claim.path]
+        experts = claim.path.removesuffix(".experts")
+        if not inside and found.get(experts) == "offload" and claim.placement == "recompute":
+            remade.add(halves.index(experts) // 2)
+            continue
+        if not inside and experts in halves and claim.placement in ("recompute", "stash"):
+            inside = [experts]
+        if not inside and claim.placement != "keep":
+            left.append(claim.path)
+        found |= dict.fromkeys(inside, claim.placement)
+    if left:
+        notes.append(f"Inside of a half, {left[0]!r}{' and others' * (len(left) > 1)} are counted as kept.")
+    if remade:
+        numbers = ", ".join(map(str, sorted(remade)))
+        notes.append(f"Experts of layers {numbers} make their first product again: it is neither saved nor offloaded.")
+    return found, remade
+
+
+def _light_experts(config: Config, paths: list[str]) -> list[str]:
+    """Of `paths`, the experts that a run can recompute inside an offloaded half: Forebay's, and not inside compiled code."""
+    p, memory = config.parallel, config.memory
+    between = p.pp > 1 or p.overlap or p.ep > 1 or not memory.compile
+    if not between or memory.recompute != "light" or config.model.experts != "forebay":
+        return []
+    return [path for path in paths if path.endswith(".experts")]
+
+
+def _notes(config: Config, attention: str, experts: int) -> list[str]:
+    notes, memory = [], config.memory
+    if not experts:
+        notes.append("A dense model: it has no experts.")
+    if attention == "eager" and config.model.attention != "eager":
+        notes.append(f"Attention is counted as eager, which saves more than {config.model.attention}.")
+    placed = {memory.policy} if isinstance(memory.policy, str) else set(memory.policy.values())
+    if "offload" in placed:
+        notes.append(
+            "What is offloaded is what the link carries in the time that the device profile gives a step."
+            if memory.offload == "fit"
+            else "Offloading waits for the link where it has to."
+        )
+    if config.weights_early and config.parallel.pp > 2:
+        notes.append(
+            "Weight gradients are made before a rank waits for another one, earlier than the schedule has them."
+        )
+    if memory.graph:
+        notes.append("A captured step's memory is its own: what the optimizer needs for a moment comes on top.")
+    return notes

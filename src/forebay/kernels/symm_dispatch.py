@@ -1,0 +1,456 @@
+"""Rows from the ranks that have them to the ranks of their experts, read from the senders' memory: dispatch and spread.
+
+Input: tokens [T, H], ids and weights [T, K]. Output: rows [C, H] with ids, weights and source, ordered by sending
+rank and then by token. The gather by token happens while a row crosses the link. Results are bitwise those of
+`dispatch_reference`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from forebay.kernels.launch import on_device_of, packed
+from forebay.kernels.symm_mem import (
+    LIST_BLOCK,
+    LISTS,
+    PeerMemory,
+    aligned,
+    copy_rows,
+    draw,
+    half_of,
+    leave,
+    moved,
+    peer_of,
+    tell,
+    wait,
+)
+
+# What a rank sends, as parts of `peer_rows`' kernel: lists of tokens for each rank, and its rows in its own memory.
+#
+# `list_tokens`: ids [T, K] of any integer dtype -> for one rank: the tokens with at least one expert of that rank, ascending,
+# how many rows and live slots that makes, and its column of places (position in the list, -1 for none). Example, the rank holds
+# experts 0 and 1, K = 1, ids = [3, 0, 1, 2]: list [1, 2], places [-1, 0, 1, -1], 2 rows, 2 slots.
+#
+# One program lists LIST_BLOCK tokens for one rank. It tells how many it has and adds up what the programs before it told. For
+# 32768 tokens on an H200 a single program that goes through all of them took 115 us, longer than copying their rows.
+#
+# `stage`: rows and slots -> the own memory, told chunk by chunk.
+
+
+@triton.jit
+def list_tokens(
+    ids_ptr, places_ptr, lists_ptr, counts_ptr, chunks_ptr, peer, chunk, n_tokens, local_experts, epoch,
+    RANKS: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Tokens of one chunk in the list for `peer`, in its memory, and in column `peer` of places.
+
+    A chunk says how many it has, then sums up what the chunks before it said: they have lower program numbers, so they run
+    or have run. A word holds rows (20 bits), slots (20 bits), and the operation that it is of, never 0.
+    """
+    tokens = chunk * BLOCK + tl.arange(0, BLOCK)
+    exists = tokens < n_tokens
+    n_here = tl.zeros((BLOCK,), tl.int32)
+    for k in tl.static_range(K):
+        ids = tl.load(ids_ptr + tokens.to(tl.int64) * K + k, mask=exists, other=-1)
+        n_here += ((ids >= peer * local_experts) & (ids < (peer + 1) * local_experts)).to(tl.int32)
+    goes = (n_here > 0).to(tl.int32)
+    rows = tl.sum(goes, 0)
+    slots = tl.sum(n_here, 0)
+    tag = (epoch % 0x3FFFFF) + 1
+    tl.atomic_xchg(chunks_ptr + chunk, (tag << 40) + (slots.to(tl.int64) << 20) + rows, sem="relaxed")
+    lanes = tl.arange(0, LANES)
+    earlier = lanes < chunk
+    words = tl.load(chunks_ptr + lanes, mask=earlier, other=0, volatile=True)
+    while tl.sum((earlier & (words >> 40 != tag)).to(tl.int32), 0) > 0:
+        words = tl.load(chunks_ptr + lanes, mask=earlier, other=0, volatile=True)
+    begin = tl.sum((words & 0xFFFFF).to(tl.int32), 0)
+    place = begin + tl.cumsum(goes, 0) - goes
+    tl.store(lists_ptr + place, tokens, mask=goes > 0)
+    tl.store(places_ptr + tokens.to(tl.int64) * RANKS + peer, tl.where(goes > 0, place, -1), mask=exists)
+    if (chunk + 1) * BLOCK >= n_tokens:
+        tl.store(counts_ptr, begin + rows)
+        tl.store(counts_ptr + 1, tl.sum(((words >> 20) & 0xFFFFF).to(tl.int32), 0) + slots)
+
+
+@triton.jit
+def stage(
+    x_ptr, ids_ptr, weights_ptr, own_ptr, base_ptr, offsets_ptr, state_ptr,
+    worker, workers, rank, epoch, n_tokens, chunk_tokens, flags_at, rows_at, ids_at, weights_at,
+    WITH_SLOTS: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, K: tl.constexpr, CHUNKS: tl.constexpr,
+    WORDS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr, SLOT_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Slots, then rows chunk by chunk, to the own memory."""
+    if WITH_SLOTS:
+        staged_ids = (own_ptr + ids_at).to(tl.pointer_type(tl.int32))
+        staged_weights = (own_ptr + weights_at).to(weights_ptr.dtype)
+        n_slots = n_tokens * K
+        tile = worker
+        while tile < tl.cdiv(n_slots, SLOT_BLOCK):
+            slots = tile * SLOT_BLOCK + tl.arange(0, SLOT_BLOCK)
+            exists = slots < n_slots
+            ids = tl.load(ids_ptr + slots, mask=exists, other=-1)
+            tl.store(staged_ids + slots, ids.to(tl.int32), mask=exists)
+            tl.store(staged_weights + slots, tl.load(weights_ptr + slots, mask=exists), mask=exists)
+            tile += workers
+    staged = (own_ptr + rows_at).to(tl.pointer_type(tl.int32))
+    chunk = 0
+    while chunk < CHUNKS:
+        tile = worker
+        while tile < tl.cdiv(tl.minimum(chunk_tokens, n_tokens - chunk * chunk_tokens), BLOCK_R):
+            tokens = (chunk * chunk_tokens + tile * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
+            copy_rows(x_ptr, tokens, staged, tokens, tokens < n_tokens, WORDS, WORDS, WORDS, BLOCK_W)
+            tile += workers
+        tell(base_ptr, offsets_ptr, state_ptr, flags_at, chunk, rank, epoch, workers, RANKS, LANES)
+        chunk += 1
+
+
+# Rows from the ranks that have them to the ranks that want them, read out of the senders' memory: dispatch and spread.
+#
+#     send_tokens     x [T, H], ids and weights [T, K]  -> own memory; to each rank the list of tokens it gets, and how many
+#     receive_tokens  peers' memory                     -> rows [C, H], ids, weights [C, K], source [C], starts [P + 1]
+#     send_values     values [T, H]                     -> own memory
+#     receive_values  peers' memory, source, starts     -> rows [C, H]
+#
+# Each pair is one operation of `peer_memory`: the first call fills, the second drains; `exchange_tokens` and `exchange_values`
+# are both in one launch. The gather by token happens while the row crosses the link: nothing is permuted before or after. A
+# token goes once to each rank with at least one of its experts; rows arrive ordered by sending rank, then by token. C is a
+# number of the host's choosing:
+#
+#     source [C] int32       p * T_max + t: row r is token t of rank p; -1 behind the last row received
+#     starts [P + 1] int32   where the rows of each sending rank begin, and the end; none beyond C
+#     places [T, P] int32    position of token t among those for rank p; -1 if it does not go there (`send_tokens` returns it)
+#
+# Example, two ranks with two experts each, K = 1, T_max = 4: rank 0 has ids [3, 0, 2], rank 1 has [1]. Rank 0 receives its
+# token 1 and rank 1's token 0: source = [1, 4, -1, ...], starts = [0, 1, 2]. Rank 0's places are [[-1, 0], [0, -1], [-1, 1]].
+#
+# Rows and weights behind the last row received are uninitialised, ids are -1 there. More live slots than allowed: the rows
+# that do not fit are left out, and every rank's `needs` word for this rank says how many slots were needed.
+#
+# Bytes, each rank: T rows copied (2 T H read and written in bf16), R rows over the link, R written. For other dtypes alike:
+# rows travel as 32-bit words, and all results are bitwise those of `dispatch_reference`.
+
+Received = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""rows [C, H], ids [C, K] int32, weights [C, K], source [C], starts [P + 1]."""
+_WARPS = 8
+_SLOT_BLOCK = 1024
+_INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
+# Programs of each role, in units of `PeerMemory.programs`. Four H200, 256 MiB a rank: 652 us; 2 and 2: 680.
+_STAGERS = 1
+_FETCHERS = 1
+
+
+@triton.jit
+def _span(counts_ptr, peer, capacity, RANKS: tl.constexpr):
+    """(begin, end) of the rows from `peer` in an output of `capacity` rows."""
+    before = 0
+    count = 0
+    for p in tl.static_range(RANKS):
+        n = tl.load(counts_ptr + 2 * p)
+        before += tl.where(p < peer, n, 0)
+        count += tl.where(p == peer, n, 0)
+    return tl.minimum(before, capacity), tl.minimum(before + count, capacity)
+
+
+@triton.jit
+def _bounds(
+    counts_ptr, starts_ptr, base_ptr, offsets_ptr, needs_at, rank, capacity, slots_max,
+    RANKS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Write starts; if there are more live slots than `slots_max`, tell every rank how many."""
+    slots = 0
+    for p in tl.static_range(RANKS):
+        begin, end = _span(counts_ptr, p, capacity, RANKS)
+        tl.store(starts_ptr + p, begin)
+        if p == RANKS - 1:
+            tl.store(starts_ptr + RANKS, end)
+        slots += tl.load(counts_ptr + 2 * p + 1)
+    if slots > slots_max:
+        peers = tl.arange(0, LANES)
+        exists = peers < RANKS
+        at = base_ptr + tl.load(offsets_ptr + peers, mask=exists, other=0) + needs_at
+        need = tl.zeros((LANES,), tl.int64) + slots
+        tl.atomic_max(at.to(tl.pointer_type(tl.int64)) + rank, need, mask=exists, scope="sys")
+
+
+@triton.jit
+def _fetch(
+    out_ptr, ids_out_ptr, weights_out_ptr, source_ptr, starts_ptr, base_ptr, offsets_ptr, state_ptr,
+    worker, workers, rank, epoch, tokens_max, capacity, slots_max, local_experts, chunk_tokens, timeout_ns,
+    half, flags_at, needs_at, rows_at, ids_at, weights_at, lists_at, counts_at,
+    WITH_SLOTS: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, K: tl.constexpr, LANES_K: tl.constexpr,
+    CHUNKS: tl.constexpr, WORDS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr, TAIL: tl.constexpr,
+    WAIT: tl.constexpr,
+):  # fmt: skip
+    """Tiles of the P senders in turn, from the next rank on, so that all links are busy from begin to end."""
+    here = half_of(epoch, half)
+    counts_ptr = (base_ptr + here + counts_at).to(tl.pointer_type(tl.int32))
+    lists_ptr = (base_ptr + here + lists_at).to(tl.pointer_type(tl.int32))
+    choice = tl.arange(0, LANES_K)[None, :]
+    wait(base_ptr, state_ptr, flags_at, CHUNKS if WITH_SLOTS else 0, epoch, timeout_ns, RANKS, WAIT)
+    ready = 0
+    most = 0
+    last = 0
+    for p in tl.static_range(RANKS):
+        if WITH_SLOTS:
+            begin, end = _span(counts_ptr, p, capacity, RANKS)
+        else:
+            begin, end = tl.load(starts_ptr + p), tl.load(starts_ptr + p + 1)
+        most = tl.maximum(most, end - begin)
+        last = end
+    if WITH_SLOTS:  # noqa: SIM102, the compiler decides this one, the program the next
+        if worker == 0:
+            _bounds(counts_ptr, starts_ptr, base_ptr, offsets_ptr, needs_at, rank, capacity, slots_max, RANKS, LANES)
+    tile = worker
+    while tile < tl.cdiv(most, BLOCK_R) * RANKS:
+        peer = (tile + rank + 1) % RANKS
+        if WITH_SLOTS:
+            begin, end = _span(counts_ptr, peer, capacity, RANKS)
+            list_ptr = lists_ptr + peer * tokens_max
+            first = 0
+        else:
+            begin, end = tl.load(starts_ptr + peer), tl.load(starts_ptr + peer + 1)
+            list_ptr = source_ptr + begin
+            first = peer * tokens_max
+        place = (tile // RANKS) * BLOCK_R + tl.arange(0, BLOCK_R)
+        inside = place < end - begin
+        row = (begin + place).to(tl.int64)
+        token = (tl.load(list_ptr + place, mask=inside, other=first) - first).to(tl.int64)
+        # Tokens ascend: the last one's chunk is the last that the tile needs.
+        highest = tl.minimum((tile // RANKS + 1) * BLOCK_R, end - begin) - 1
+        chunk = (tl.load(list_ptr + highest, mask=highest >= 0, other=first) - first) // chunk_tokens
+        if chunk >= ready:
+            wait(base_ptr, state_ptr, flags_at, chunk, epoch, timeout_ns, RANKS, WAIT)
+            ready = chunk + 1
+        theirs = peer_of(base_ptr, offsets_ptr, peer) + here
+        staged = (theirs + rows_at).to(tl.pointer_type(tl.int32))
+        if WITH_SLOTS:
+            slots = token[:, None] * K + choice
+            chosen = inside[:, None] & (choice < K)
+            ids = tl.load((theirs + ids_at).to(tl.pointer_type(tl.int32)) + slots, mask=chosen, other=-1)
+            weights = tl.load((theirs + weights_at).to(weights_out_ptr.dtype) + slots, mask=chosen)
+        copy_rows(staged, token, out_ptr, row, inside, WORDS, WORDS, WORDS, BLOCK_W)
+        if WITH_SLOTS:
+            ids -= rank * local_experts
+            ids = tl.where((ids >= 0) & (ids < local_experts), ids, -1)
+            tl.store(ids_out_ptr + row[:, None] * K + choice, ids, mask=chosen)
+            tl.store(weights_out_ptr + row[:, None] * K + choice, weights, mask=chosen)
+            tl.store(source_ptr + row, peer * tokens_max + token.to(tl.int32), mask=inside)
+        tile += workers
+    if WITH_SLOTS:
+        tile = worker
+        while tile < tl.cdiv(capacity - last, TAIL):
+            row = (last + tile * TAIL + tl.arange(0, TAIL)).to(tl.int64)
+            inside = row < capacity
+            none = tl.full((TAIL, LANES_K), -1, tl.int32)
+            tl.store(ids_out_ptr + row[:, None] * K + choice, none, mask=inside[:, None] & (choice < K))
+            tl.store(source_ptr + row, tl.full((TAIL,), -1, tl.int32), mask=inside)
+            tile += workers
+
+
+# Numbers that change, or that may be 1, which Triton would make a constant of, are not specialised.
+@triton.jit(
+    do_not_specialize=[
+        "rank", "n_tokens", "tokens_max", "capacity", "slots_max", "local_experts", "lists", "stagers", "chunk_tokens",
+        "timeout_ns",
+    ]
+)  # fmt: skip
+def _rows_kernel(
+    x_ptr, ids_ptr, weights_ptr, places_ptr, out_ptr, ids_out_ptr, weights_out_ptr, source_ptr, starts_ptr,
+    base_ptr, offsets_ptr, state_ptr, rank, n_tokens, tokens_max, capacity, slots_max, local_experts, lists, stagers,
+    chunk_tokens, timeout_ns, half, flags_at, needs_at, rows_at, ids_at, weights_at, lists_at, counts_at,
+    FILL: tl.constexpr, DRAIN: tl.constexpr, WITH_SLOTS: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr,
+    K: tl.constexpr, LANES_K: tl.constexpr, CHUNKS: tl.constexpr, LISTS_AT: tl.constexpr, LIST_LANES: tl.constexpr,
+    WORDS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr, LIST_BLOCK: tl.constexpr,
+    SLOT_BLOCK: tl.constexpr, TAIL: tl.constexpr, WAIT: tl.constexpr,
+):  # fmt: skip
+    """`lists` programs make the lists, `stagers` copy to the own memory, the others fetch from all ranks'."""
+    epoch = tl.load(state_ptr)
+    here = half_of(epoch, half)
+    program = draw(state_ptr)
+    if FILL:
+        if WITH_SLOTS:  # noqa: SIM102, as above
+            if program < lists:
+                peer = program % RANKS
+                theirs = peer_of(base_ptr, offsets_ptr, peer) + here
+                list_tokens(
+                    ids_ptr,
+                    places_ptr,
+                    (theirs + lists_at).to(tl.pointer_type(tl.int32)) + rank * tokens_max,
+                    (theirs + counts_at).to(tl.pointer_type(tl.int32)) + rank * 2,
+                    state_ptr + LISTS_AT + peer * LIST_LANES,
+                    peer, program // RANKS, n_tokens, local_experts, epoch, RANKS, K, LIST_BLOCK, LIST_LANES,
+                )  # fmt: skip
+                tell(base_ptr, offsets_ptr, state_ptr, flags_at, CHUNKS, rank, epoch, lists, RANKS, LANES)
+        if (program >= lists) & (program < lists + stagers):
+            stage(
+                x_ptr, ids_ptr, weights_ptr, base_ptr + here, base_ptr, offsets_ptr, state_ptr,
+                program - lists, stagers, rank, epoch, n_tokens, chunk_tokens, flags_at, rows_at, ids_at, weights_at,
+                WITH_SLOTS, RANKS, LANES, K, CHUNKS, WORDS, BLOCK_R, BLOCK_W, SLOT_BLOCK,
+            )  # fmt: skip
+    if DRAIN:  # noqa: SIM102, as above
+        if program >= lists + stagers:
+            _fetch(
+                out_ptr, ids_out_ptr, weights_out_ptr, source_ptr, starts_ptr, base_ptr, offsets_ptr, state_ptr,
+                program - lists - stagers, tl.num_programs(0) - lists - stagers, rank, epoch, tokens_max, capacity,
+                slots_max, local_experts, chunk_tokens, timeout_ns,
+                half, flags_at, needs_at, rows_at, ids_at, weights_at, lists_at, counts_at,
+                WITH_SLOTS, RANKS, LANES, K, LANES_K, CHUNKS, WORDS, BLOCK_R, BLOCK_W, TAIL, WAIT,
+            )  # fmt: skip
+    leave(state_ptr, epoch, DRAIN)
+
+
+def send_tokens(x: Tensor, ids: Tensor, weights: Tensor, local_experts: int, peers: PeerMemory) -> Tensor:
+    """Fill with a rank's tokens and slots. Returns places [T, P].
+
+    Args:
+        x: [T, H], rows of the layout's bytes; T up to the layout's.
+        ids: [T, K], any integer dtype; an id outside [0, P * local_experts) goes nowhere.
+        weights: [T, K] of 2 or 4 bytes.
+        local_experts: of each rank.
+    """
+    places = _places(x, peers)
+    _launch(peers, fill=(x, ids, weights, places), local_experts=local_experts)
+    return places
+
+
+def receive_tokens(
+    capacity: int, slots_max: int, width: int, dtype: torch.dtype, weights_dtype: torch.dtype, local_experts: int,
+    peers: PeerMemory,
+) -> Received:  # fmt: skip
+    """Drain what all ranks' `send_tokens` filled.
+
+    Args:
+        capacity: C, of the rows.
+        slots_max: how many live slots there may be, and C no smaller than the rows that as many can have; 0 notes every need.
+        width, dtype: H and dtype of the rows.
+        weights_dtype: as sent.
+    """
+    received = _empty(capacity, width, dtype, weights_dtype, peers)
+    if peers.meet is not None:
+        peers.meet()
+    _launch(peers, drain=received, slots_max=slots_max, local_experts=local_experts)
+    return received
+
+
+def exchange_tokens(
+    x: Tensor, ids: Tensor, weights: Tensor, capacity: int, slots_max: int, local_experts: int, peers: PeerMemory
+) -> tuple[Tensor, Received]:
+    """`send_tokens` and `receive_tokens` in one: (places, what was received)."""
+    if peers.meet is not None:
+        places = send_tokens(x, ids, weights, local_experts, peers)
+        return places, receive_tokens(capacity, slots_max, x.shape[1], x.dtype, weights.dtype, local_experts, peers)
+    places, received = _places(x, peers), _empty(capacity, x.shape[1], x.dtype, weights.dtype, peers)
+    fill = (x, ids, weights, places)
+    _launch(peers, fill=fill, drain=received, slots_max=slots_max, local_experts=local_experts)
+    return places, received
+
+
+def send_values(values: Tensor, peers: PeerMemory) -> None:
+    """Fill with rows alone."""
+    _launch(peers, fill=(values, None, None, None))
+
+
+def receive_values(source: Tensor, starts: Tensor, width: int, dtype: torch.dtype, peers: PeerMemory) -> Tensor:
+    """Drain what all ranks' `send_values` filled, along `source` and `starts`: rows [C, H]."""
+    out = torch.empty((source.shape[0], width), dtype=dtype, device=peers.base.device)
+    if peers.meet is not None:
+        peers.meet()
+    _launch(peers, drain=(out, None, None, source, starts))
+    return out
+
+
+def exchange_values(values: Tensor, source: Tensor, starts: Tensor, peers: PeerMemory) -> Tensor:
+    """`send_values` and `receive_values` in one."""
+    if peers.meet is not None:
+        send_values(values, peers)
+        return receive_values(source, starts, values.shape[1], values.dtype, peers)
+    out = values.new_empty((source.shape[0], values.shape[1]))
+    _launch(peers, fill=(values, None, None, None), drain=(out, None, None, source, starts))
+    return out
+
+
+def _places(x: Tensor, peers: PeerMemory) -> Tensor:
+    return torch.empty((x.shape[0], peers.layout.ranks), dtype=torch.int32, device=x.device)
+
+
+def _empty(capacity: int, width: int, dtype: torch.dtype, weights_dtype: torch.dtype, peers: PeerMemory) -> Received:
+    device, k = peers.base.device, peers.layout.slots
+    return (
+        torch.empty((capacity, width), dtype=dtype, device=device),
+        torch.empty((capacity, k), dtype=torch.int32, device=device),
+        torch.empty((capacity, k), dtype=weights_dtype, device=device),
+        torch.empty(capacity, dtype=torch.int32, device=device),
+        torch.empty(peers.layout.ranks + 1, dtype=torch.int32, device=device),
+    )
+
+
+def _launch(
+    peers: PeerMemory,
+    fill: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None] | None = None,
+    drain: tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor] | None = None,
+    slots_max: int = 0,
+    local_experts: int = 0,
+) -> None:
+    """One launch of the roles that are given.
+
+    Raises:
+        ValueError: more tokens than the layout's; a tensor of another shape, size of an element or device.
+        TypeError: a tensor of another dtype.
+    """
+    at = peers.layout
+    block_rows = at.block_rows()
+    x, ids, weights, places = fill or (None, None, None, None)
+    out, ids_out, weights_out, source, starts = drain or (None, None, None, None, None)
+    n_tokens, capacity = (0 if x is None else x.shape[0]), (0 if out is None else out.shape[0])
+    if n_tokens > at.tokens:
+        raise ValueError(f"{n_tokens} tokens for memory of {at.tokens}")
+    if x is not None:
+        x = aligned("tokens", x, peers)
+    if ids is not None:
+        ids = packed("ids", ids, peers.base, [n_tokens, at.slots], _INTEGERS)
+    if weights is not None:
+        weights = moved("weights", weights, peers, n_tokens)
+    if source is not None and starts is not None:
+        source = packed("source", source, peers.base, [capacity], [torch.int32])
+        starts = packed("starts", starts, peers.base, [at.ranks + 1], [torch.int32])
+    lists = 0 if ids is None else at.ranks * max(1, triton.cdiv(n_tokens, LIST_BLOCK))
+    tiles = triton.cdiv(min(n_tokens, at.chunk_tokens), block_rows)
+    stagers = 0 if x is None else max(1, min(_STAGERS * peers.programs, tiles))
+    tiles = at.ranks * triton.cdiv(min(capacity, at.tokens), block_rows)
+    fetchers = 0 if out is None else max(1, min(_FETCHERS * peers.programs, tiles))
+    with on_device_of(peers.base):
+        _rows_kernel[(lists + stagers + fetchers,)](
+            None if x is None else x.view(torch.int32), ids, weights, places,
+            None if out is None else out.view(torch.int32), ids_out,
+            None if weights_out is None else moved("weights", weights_out, peers, capacity),
+            source, starts, peers.base, peers.offsets, peers.state,
+            peers.rank, n_tokens, at.tokens, capacity, slots_max, local_experts, lists, stagers,
+            at.chunk_tokens, peers.timeout_ns,
+            at.half, at.flags_at, at.needs_at, at.rows_at, at.ids_at, at.weights_at, at.lists_at, at.counts_at,
+            FILL=fill is not None, DRAIN=drain is not None, WITH_SLOTS=ids is not None or ids_out is not None,
+            RANKS=at.ranks, LANES=triton.next_power_of_2(at.ranks), K=at.slots, LANES_K=triton.next_power_of_2(at.slots),
+            CHUNKS=at.chunks, LISTS_AT=LISTS, LIST_LANES=at.list_lanes(),
+            WORDS=at.words, BLOCK_R=block_rows, BLOCK_W=at.block_words(), LIST_BLOCK=LIST_BLOCK, SLOT_BLOCK=_SLOT_BLOCK,
+            TAIL=128, WAIT=peers.meet is None, num_warps=_WARPS,
+        )  # fmt: skip
+
+
+def dispatch_reference(
+    x: Sequence[Tensor], ids: Sequence[Tensor], weights: Sequence[Tensor], rank: int, local_experts: int, tokens_max: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The plain form: (rows, ids, weights, source) that `rank` receives of all ranks' tokens, without a capacity."""
+    first = rank * local_experts
+    parts: list[tuple[Tensor, ...]] = []
+    for p, (rows, chosen, w) in enumerate(zip(x, ids, weights, strict=True)):
+        here = (chosen >= first) & (chosen < first + local_experts)
+        goes = here.any(1)
+        local = torch.where(here, chosen - first, -1)[goes].to(torch.int32)
+        source = (p * tokens_max + goes.nonzero()[:, 0]).to(torch.int32)
+        parts.append((rows[goes], local, w[goes], source))
+    rows, local, w, source = (torch.cat(part) for part in zip(*parts, strict=True))
+    return rows, local, w, source

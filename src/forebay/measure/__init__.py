@@ -1,1 +1,0 @@
-"""Measures a machine for the planner, which touches no device itself."""

@@ -1,1 +1,0 @@
-"""Where saved bytes live. The only package that creates streams and pinned memory."""

@@ -1,0 +1,413 @@
+"""Hugging Face models in and out: from a family's configuration, from a local folder, to a local folder.
+
+In: the ``[model]`` section, the tokenizer's vocabulary, a device. Out: a `PreTrainedModel` whose every weight came from
+where the section says; nothing is initialised silently. transformers fills what a checkpoint lacks with random numbers
+and a warning: here that is a `RunError` that names the tensors. Nothing is ever fetched from a hub.
+"""
+
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forebay.config import Model
+from forebay.errors import RunError, UsageError, first_line
+from forebay.fields import nearest
+from forebay.models.catalog import PUBLISHED, find
+from forebay.train.distributed import together
+from forebay.train.durable import make_folder, sync, sync_tree
+from forebay.train.hf_weights import files_of, fill, initialise, initialise_buffers, materialise, others
+from forebay.train.parallel import experts_in
+
+# Whether the sizes of a Hugging Face configuration go together, before any weight is made.
+#
+# In: a decoder's configuration. Out: nothing, or an error that names the key and what would be valid. transformers itself builds
+# most of such models, and fails in the first forward with the shapes of two tensors. Knows decoders whose configuration uses the
+# common names; a name that a family does not have is not looked at.
+
+_AT_LEAST_ONE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+
+
+def check_sizes(config: Any, where: str = "model.config") -> None:
+    """Compare the sizes of attention and experts with each other.
+
+    Args:
+        config: a Hugging Face configuration.
+        where: what the keys belong to, for messages.
+
+    Raises:
+        UsageError: two sizes do not go together.
+    """
+    _Sizes(config.get_text_config(), where).check()
+
+
+class _Sizes:
+    def __init__(self, text: Any, where: str):
+        self._text, self._where, self._experts = text, where, experts_in(text)
+
+    def check(self) -> None:
+        """Each of the rules."""
+        for name in _AT_LEAST_ONE:
+            if (value := self._number(name)) is not None and value < 1:
+                self._refuse(name, "it must be at least 1")
+        self._check_activation()
+        self._check_heads()
+        self._check_rotary()
+        if self._experts:
+            self._check_experts()
+
+    def _number(self, name: str) -> int | None:
+        """A whole number that the configuration has under this name; families have other things there, too."""
+        value = getattr(self._text, name, None)
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+    def _refuse(self, name: str, why: str) -> None:
+        raise UsageError(f"{self._where}.{name} = {getattr(self._text, name)!r} does not fit: {why}")
+
+    def _check_activation(self) -> None:
+        from transformers.activations import ACT2FN
+
+        name = getattr(self._text, "hidden_act", None)
+        if isinstance(name, str) and name not in ACT2FN:
+            known = list(ACT2FN)
+            self._refuse(
+                "hidden_act", f"it is unknown; {nearest(name, known, 'activation')}valid are {', '.join(known)}"
+            )
+
+    def _check_heads(self) -> None:
+        hidden, heads, groups = map(self._number, ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+        if heads is None:
+            return
+        latent = self._number("kv_lora_rank") is not None  # DeepSeek's attention: every head has keys of its own
+        if hidden is not None and self._number("head_dim") is None and not latent and hidden % heads:
+            even = [n for n in _divisors(hidden) if hidden // n % 2 == 0 or not self._turns]
+            valid = [n for n in even if groups is None or n % groups == 0] or even
+            self._refuse(
+                "num_attention_heads",
+                f"hidden_size = {hidden} is no multiple of it; valid are {_list(valid)}, or set head_dim where the family has it",
+            )
+        if groups is None:
+            return
+        if latent:
+            # More than there are heads is transformers' default for DeepSeek-V3, and has no effect on most kernels.
+            if heads // groups > 1:
+                self._refuse("num_key_value_heads", f"with kv_lora_rank it must be num_attention_heads = {heads}")
+        elif heads % groups:
+            self._refuse(
+                "num_key_value_heads",
+                f"num_attention_heads = {heads} is no multiple of it; valid are {_list(_divisors(heads))}",
+            )
+
+    @property
+    def _turns(self) -> bool:
+        """Whether positions turn pairs of numbers of a head."""
+        return bool(getattr(self._text, "rope_parameters", None) or getattr(self._text, "rope_theta", None))
+
+    def _check_rotary(self) -> None:
+        if not self._turns or self._partial():
+            return
+        name = "qk_rope_head_dim" if self._number("qk_rope_head_dim") is not None else "head_dim"
+        size = self._number(name)
+        if size is not None:
+            if size % 2:
+                self._refuse(
+                    name,
+                    f"rotary positions turn pairs of numbers, so it must be even, such as {size - 1 or 2} or {size + 1}",
+                )
+            return
+        hidden, heads = self._number("hidden_size"), self._number("num_attention_heads")
+        if hidden is not None and heads is not None and hidden // heads % 2:
+            valid = [n for n in _divisors(hidden) if hidden // n % 2 == 0]
+            self._refuse(
+                "num_attention_heads",
+                f"a head has hidden_size / num_attention_heads = {hidden // heads} numbers, and rotary positions turn pairs of "
+                f"them; valid are {_list(valid)}",
+            )
+
+    def _partial(self) -> bool:
+        """Whether only a part of a head is turned; families round its size each in their way."""
+        parameters = getattr(self._text, "rope_parameters", None)
+        inside = parameters.get("partial_rotary_factor") if isinstance(parameters, dict) else None
+        return any(
+            factor not in (None, 1, 1.0) for factor in (inside, getattr(self._text, "partial_rotary_factor", None))
+        )
+
+    def _check_experts(self) -> None:
+        chosen = self._number("num_experts_per_tok")
+        if chosen is not None and not 1 <= chosen <= self._experts:
+            self._refuse("num_experts_per_tok", f"there are {self._experts} experts; valid are 1 to {self._experts}")
+        groups, taken = self._number("n_group"), self._number("topk_group")
+        if groups is None or groups == 1 or getattr(self._text, "topk_method", None) == "greedy":
+            return
+        # DeepSeek-V3's router ranks groups by their best two experts, V2's by the best one.
+        least = 1 if self._text.model_type == "deepseek_v2" else 2
+        valid = [n for n in _divisors(self._experts) if n == 1 or self._experts // n >= least]
+        if groups not in valid:
+            self._refuse("n_group", f"{self._experts} experts cannot be cut into such groups; valid are {_list(valid)}")
+        needed = -(-(chosen or 1) // (self._experts // groups))
+        if taken is not None and not needed <= taken <= groups:
+            self._refuse(
+                "topk_group", f"it is the number of the {groups} groups that are used; valid are {needed} to {groups}"
+            )
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _list(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers)) or "none"
+
+
+TESTED = ("qwen3_moe", "mixtral", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss", "glm4_moe")
+# Folders may come from elsewhere: code in them is never run. Left out, trust_remote_code asks on the terminal.
+_LOCAL: Mapping[str, bool] = {"local_files_only": True, "trust_remote_code": False}
+# Keys that modelling code or the base class reads, though a default instance need not show them.
+_EXTRA_KEYS = frozenset(
+    {"bos_token_id", "eos_token_id", "head_dim", "pad_token_id", "rope_scaling", "rope_theta", "tie_word_embeddings"}
+)
+# DeepSeek's own name of the load-balancing coefficient; transformers' class for V2 has none.
+_FAMILY_KEYS: Mapping[str, frozenset[str]] = {"deepseek_v2": frozenset({"aux_loss_alpha"})}
+
+
+def build(
+    section: Model,
+    vocabulary: int,
+    device: torch.device,
+    shard: Callable[[Any], object] | None = None,
+    seed: int = 0,
+    part: Callable[[Any], object] | None = None,
+) -> Any:
+    """The model of a section, on `device`, in the section's dtype, in training mode.
+
+    Random weights depend on `seed`, the configuration and the kind of device alone, not on `shard` or `part`.
+
+    Args:
+        section: family or path, weights, config, dtype, attention.
+        vocabulary: number of token ids of the data; fills in ``vocab_size`` for a family that is given none.
+        device: where parameters are made.
+        shard: called with the model on the meta device, to make DTensors of its parameters; each process then makes or reads
+            its own part of them only. All processes must call this together.
+        part: called before that, to take away what this process has no part of (see `forebay.models.families`): it is neither
+            made nor read, but a folder must hold it.
+
+    Raises:
+        UsageError: unknown family or configuration key, or a vocabulary that is smaller than the data's.
+        RunError: a folder whose weights are missing, mis-shaped or truncated; on all processes, if on one.
+    """
+    config = configuration(section, vocabulary)
+    if config.get_text_config().vocab_size < vocabulary:
+        raise UsageError(
+            f"the model's vocab_size is {config.get_text_config().vocab_size}, but the tokenizer has {vocabulary} ids; "
+            f"set model.config.vocab_size to at least {vocabulary}, or use the model's own tokenizer (data.tokenizer)"
+        )
+    dtype = getattr(torch, section.dtype)
+    config.use_cache = False
+    loads = bool(section.path) and section.weights == "load"
+    if loads and shard is None and part is None:
+        return _load(Path(section.path).expanduser(), config, dtype, section.attention).to(device).train()
+    model, blueprint = (_skeleton(config, dtype, section.attention) for _ in range(2))
+    for change in (part, shard):
+        if change is not None:
+            change(model)
+    materialise(model, device)
+    if loads:
+        _fill(model, blueprint, Path(section.path).expanduser())
+    else:
+        initialise(model, blueprint, seed)
+    return model.train()
+
+
+def save(model: Any, out: Path, tokenizer: Path | None = None) -> None:
+    """Write `model` as a folder that ``from_pretrained`` loads, with the tokenizer's files beside it.
+
+    The folder is written under another name and renamed, so `out` is whole or not there.
+
+    Raises:
+        UsageError: `out` is there and is not an empty folder.
+        RunError: it cannot be written.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out} is there already; give a folder that does not exist or is empty")
+    partial = out.parent / f".{out.name}.partial"
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        make_folder(partial)
+        model.config.use_cache = True
+        model.save_pretrained(partial)
+        for file in sorted(tokenizer.iterdir()) if tokenizer else []:
+            if (file.is_file() and "token" in file.name) or file.name in ("vocab.json", "merges.txt", "vocab.txt"):
+                shutil.copy2(file, partial / file.name)
+        sync_tree(partial)
+        if out.is_dir():
+            out.rmdir()
+        partial.rename(out)
+        sync(out.parent)
+    except OSError as error:
+        raise RunError(f"the model cannot be written to {out}: {error}") from error
+    finally:
+        model.config.use_cache = False
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def from_folder_config(folder: Path, dtype: torch.dtype) -> Any:
+    """A model of the folder's ``config.json`` on the CPU, to be filled with a checkpoint's weights: it has none yet."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(str(folder), **_LOCAL)
+    except (OSError, ValueError, TypeError) as error:
+        raise RunError(
+            f"{folder / 'config.json'} is no configuration that transformers reads: {first_line(error)}"
+        ) from error
+    model, blueprint = (_skeleton(config, dtype, "eager") for _ in range(2))  # every family has eager attention
+    materialise(model, torch.device("cpu"))
+    initialise_buffers(model, blueprint)
+    return model
+
+
+def configuration(section: Model, vocabulary: int) -> Any:
+    """The Hugging Face configuration of a section; `vocabulary` fills in ``vocab_size`` for a family that is given none.
+    A published model's name stands for its family and the numbers of its configuration.
+
+    Raises:
+        UsageError, RunError: as `build`, for what has nothing to do with weights.
+    """
+    from transformers import AutoConfig
+
+    if section.path:
+        folder = Path(section.path).expanduser()
+        if not (folder / "config.json").is_file():
+            raise UsageError(f"model.path {section.path!r} is no folder with a config.json")
+        try:
+            config = AutoConfig.from_pretrained(str(folder), **_LOCAL)
+        except (OSError, ValueError, TypeError) as error:
+            raise RunError(
+                f"{folder / 'config.json'} is no configuration that transformers reads: {first_line(error)}"
+            ) from error
+        _check_keys(type(config), config.model_type, section.config)
+        for name, value in section.config.items():
+            setattr(config, name, value)
+        check_sizes(config, str(folder / "config.json") if not section.config else "model.config")
+        return config
+    published = find(section.family)
+    family = section.family if published is None else published.family
+    default = _family(family)
+    _check_keys(type(default), family, section.config)
+    filled = {"vocab_size": -(-vocabulary // 64) * 64, **(published.config if published else {}), **section.config}
+    try:
+        config = AutoConfig.for_model(family, **filled)
+    except Exception as error:  # transformers raises many kinds here, one of them a private class
+        raise UsageError(
+            f"[model.config] is no valid {family} configuration: {' '.join(str(error).split())}"
+        ) from error
+    check_sizes(config)
+    return config
+
+
+def balance_coefficient(config: Any) -> float:
+    """Weight of the router's load-balancing loss, as the model's configuration has it; 0 where it has none.
+
+    DeepSeek-V3 and GLM-4-MoE have none: their router's bias is moved instead.
+    """
+    text = config.get_text_config()
+    return float(getattr(text, "router_aux_loss_coef", None) or getattr(text, "aux_loss_alpha", None) or 0.0)
+
+
+def _family(name: str) -> Any:
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise UsageError(
+            f"model.family {name!r} is no causal language model of transformers, and no published model that Forebay knows; "
+            f"{nearest(name, (*PUBLISHED, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), 'family')}tested ones are {', '.join(TESTED)}; "
+            f"published models are {', '.join(PUBLISHED)}"
+        )
+    return AutoConfig.for_model(name)
+
+
+def _check_keys(kind: type, family: str, given: Iterable[str]) -> None:
+    valid = (
+        set(kind().to_dict())
+        | set(getattr(kind, "attribute_map", {}))
+        | _EXTRA_KEYS
+        | _FAMILY_KEYS.get(family, frozenset())
+    )
+    for name in given:
+        if name not in valid:
+            raise UsageError(
+                f"unknown key {name!r} in section [model.config] for family {family!r}; "
+                f"{nearest(name, valid, 'key')}see transformers' {kind.__name__}"
+            )
+
+
+def _skeleton(config: Any, dtype: torch.dtype, attention: str) -> Any:
+    """The model on the meta device."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+            )
+    except (ValueError, ImportError) as error:  # gpt_oss has no sdpa; flash attention may not be installed
+        raise UsageError(f"model.attention = {attention!r} is not to be had here: {first_line(error)}") from error
+    for module in model.modules():
+        bias = getattr(module, "e_score_correction_bias", None)
+        if isinstance(bias, torch.Tensor):  # moved by steps that bf16 would round away; from_pretrained keeps it so too
+            module.e_score_correction_bias = bias.float()
+    return model
+
+
+def _fill(model: Any, blueprint: Any, folder: Path) -> None:
+    """Read this process's parts; `fill`, with an error that all processes raise."""
+    if getattr(blueprint.config, "quantization_config", None) is not None:
+        raise UsageError(
+            f"the weights in {folder} are quantised, which several processes cannot read; dequantise them first"
+        )
+    initialise_buffers(model, blueprint)  # the folder holds some of them, and those are read over these
+
+    def read() -> None:
+        try:
+            fill(model, blueprint, folder)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise RunError(f"the weights in {folder} cannot be loaded: {first_line(error)}") from error
+
+    together(read)
+
+
+def _load(folder: Path, config: Any, dtype: torch.dtype, attention: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    files_of(folder)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            str(folder),
+            config=config,
+            **_LOCAL,
+            use_safetensors=True,  # a pickle could run code
+            dtype=dtype,
+            attn_implementation=attention,
+            ignore_mismatched_sizes=True,  # so that they are listed instead of raised one shape at a time
+            output_loading_info=True,
+        )
+        model, info = loaded
+    except (OSError, ValueError, RuntimeError) as error:
+        raise RunError(f"the weights in {folder} cannot be loaded: {first_line(error)}") from error
+    if info["mismatched_keys"]:
+        name, held, wanted = min(info["mismatched_keys"])
+        raise RunError(
+            f"the weights in {folder} do not fit its config.json: {name} has shape {list(held)}, the model needs {list(wanted)}"
+            f"{others(info['mismatched_keys'])}"
+        )
+    if info["missing_keys"]:
+        raise RunError(
+            f"the weights in {folder} are not complete: {min(info['missing_keys'])} is missing{others(info['missing_keys'])}; "
+            "use the whole checkpoint, or model.weights = 'random'"
+        )
+    if info.get("error_msgs"):
+        raise RunError(f"the weights in {folder} cannot be loaded: {info['error_msgs'][0]}")
+    return model

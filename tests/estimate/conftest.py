@@ -1,0 +1,3 @@
+"""The tiniest run, as in tests/train."""
+
+from tests.train.conftest import tiny as tiny

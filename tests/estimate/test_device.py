@@ -1,0 +1,89 @@
+"""Device profiles: those that come with Forebay, files, and what is wrong with a file."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forebay.estimate.device import FIGURES, SOURCES, Figure, load, names, of_dict
+
+
+def test_the_profiles_that_come_with_forebay() -> None:
+    assert names() == ("a100", "b200", "h100", "h200", "rtx4090")
+    for name in names():
+        profile = load(name)
+        assert profile.name == name and set(profile.figures) == set(FIGURES)
+        for figure in profile.figures.values():
+            assert figure.source in SOURCES and len(figure.where) > 5
+        assert load(name.upper()) == profile
+
+
+def test_only_the_h200_says_that_it_was_measured() -> None:
+    for name in names():
+        assert bool(load(name).measured()) == (name == "h200")
+
+
+def test_faster_devices_are_faster() -> None:
+    """Order of data sheets: what no later figure may turn round by mistake."""
+    order = [load(name) for name in ("a100", "h100", "h200", "b200")]
+    for figure in ("matmul_bf16", "attention", "bandwidth", "memory"):
+        values = [profile.at(figure, 1e12) for profile in order]
+        assert values == sorted(values), figure
+    assert load("rtx4090").at("all_to_all", 1e8) < order[0].at("all_to_all", 1e8) / 5
+
+
+def test_a_figure_between_two_sizes() -> None:
+    """A power of the size: halfway in logarithms is the geometric mean."""
+    figure = Figure(((10.0, 4.0), (1000.0, 64.0)), "measured", "here")
+    assert [figure.at(size) for size in (0, 10, 1000, 1e9)] == [4, 4, 64, 64]
+    assert figure.at(100) == pytest.approx(math.sqrt(4 * 64))
+
+
+def test_a_file_is_read_back_equal(tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(load("h200").as_dict()))
+    assert load(str(file)) == load("h200")
+
+
+def test_an_unknown_device_names_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"'h20' is neither .* did you mean 'h200'\? valid profiles are a100, b200"):
+        load("h20")
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    return {**load("h200").as_dict(), **changes}
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        ([], "no JSON object"),
+        ({k: v for k, v in load("h200").as_dict().items() if k != "kernel"}, "lacks kernel"),
+        (changed(speed=3), "has speed, which no profile has"),
+        (changed(node=0), "node is 0"),
+        (changed(kernel=3e-6), "kernel is no figure"),
+        (changed(kernel={"value": 0, "source": "measured", "where": ""}), "above 0"),
+        (changed(kernel={"value": "fast", "source": "measured", "where": ""}), "valid is a number"),
+        (changed(kernel={"value": [], "source": "measured", "where": ""}), "valid is a number"),
+        (changed(kernel={"value": 1, "source": "guessed", "where": ""}), "source 'guessed'; valid are measured"),
+        (changed(bandwidth={"value": [[2, 1], [1, 1]], "source": "measured", "where": ""}), "ascending"),
+    ],
+)
+def test_files_that_are_no_profiles(tmp_path: Path, raw: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        of_dict(raw, "x")
+    file = tmp_path / "bad.json"
+    file.write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match=said):
+        load(str(file))
+
+
+def test_a_file_that_is_no_json(tmp_path: Path) -> None:
+    file = tmp_path / "bad.json"
+    file.write_bytes(b"\xff{")
+    with pytest.raises(ValueError, match="cannot be read as JSON"):
+        load(str(file))

@@ -1,0 +1,128 @@
+"""Histories run again: one made by hand, some made by the allocator itself, and one that does not follow its rules."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forebay.estimate.allocator import Block, CachingAllocator
+from forebay.estimate.replay import Difference, read_history, replay
+
+MIB = 1 << 20
+
+
+def test_a_history_by_hand() -> None:
+    """Two requests in one segment of 20 MiB, one in its own; what is freed is used again; the last one goes back."""
+    found = replay(
+        [
+            {"action": "segment_alloc", "addr": 1000, "size": 20 * MIB, "stream": 0},
+            {"action": "alloc", "addr": 1000, "size": 8 * MIB, "stream": 0},
+            {"action": "alloc", "addr": 1000 + 8 * MIB, "size": 8 * MIB, "stream": 0},
+            {"action": "segment_alloc", "addr": 10**9, "size": 12 * MIB, "stream": 0},
+            {"action": "alloc", "addr": 10**9, "size": 12 * MIB - 5, "stream": 0},
+            {"action": "free_requested", "addr": 10**9, "size": 12 * MIB, "stream": 0},
+            {"action": "free_completed", "addr": 10**9, "size": 12 * MIB, "stream": 0},
+            {"action": "alloc", "addr": 10**9, "size": 11 * MIB, "stream": 0},
+            {"action": "free_requested", "addr": 10**9, "size": 11 * MIB, "stream": 0},
+            {"action": "free_completed", "addr": 10**9, "size": 11 * MIB, "stream": 0},
+            {"action": "segment_free", "addr": 10**9, "size": 12 * MIB, "stream": 0},
+        ]
+    )
+    assert (found.segments, found.equal, found.differences, found.moved, found.unknown) == (2, 2, (), 0, 0)
+    assert found.real_peak == found.paper_peak == 32 * MIB
+    assert found.paper_allocated == 28 * MIB
+
+
+def test_a_run_that_goes_another_way_is_told_apart() -> None:
+    """This one takes a segment although 20 MiB are free, and another time takes none."""
+    found = replay(
+        [
+            ("segment_alloc", 0, 20 * MIB, 0),
+            ("alloc", 0, 20 * MIB, 0),
+            ("free_requested", 0, 20 * MIB, 0),
+            ("free_completed", 0, 20 * MIB, 0),
+            ("segment_alloc", 10**9, 20 * MIB, 0),
+            ("alloc", 10**9, 20 * MIB, 0),
+            ("alloc", 0, 20 * MIB, 0),
+        ]
+    )
+    assert found.differences == (Difference(5, 20 * MIB, None), Difference(6, None, 20 * MIB))
+    assert found.equal == 1 and found.moved == 2
+
+
+def test_a_block_that_another_stream_reads_is_not_used_before_it_is_completed() -> None:
+    events = [
+        ("segment_alloc", 0, 30 * MIB, 0),
+        ("alloc", 0, 30 * MIB, 0),
+        ("free_requested", 0, 30 * MIB, 0),
+        ("segment_alloc", 10**9, 30 * MIB, 0),
+        ("alloc", 10**9, 30 * MIB, 0),
+        ("free_completed", 0, 30 * MIB, 0),
+        ("alloc", 0, 30 * MIB, 0),
+    ]
+    found = replay(events)
+    assert found.segments == found.equal == 2 and not found.differences and not found.moved
+
+
+def test_what_was_there_before_the_history_is_left_out() -> None:
+    found = replay([("free_requested", 5, 512, 0), ("free_completed", 5, 512, 0), ("segment_free", 5, MIB, 0)])
+    assert found.unknown == 2 and found.segments == 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_allocators_own_histories_come_out_equal(seed: int) -> None:
+    """Written by one, run again by another that is told requests and addresses alone."""
+    numbers = random.Random(seed)
+    events: list[tuple[str, int, int, int]] = []
+    places = numbers.sample(range(1, 1000), 999)
+
+    def place(size: int, stream: Any) -> int:
+        address = places.pop() * (1 << 32)
+        events.append(("segment_alloc", address, size, stream))
+        return address
+
+    first = CachingAllocator(place=place)
+    live: list[Block] = []
+    for _ in range(400):
+        if live and numbers.random() < 0.45:
+            block = live.pop(numbers.randrange(len(live)))
+            for action in ("free_requested", "free_completed"):
+                events.append((action, block.address, block.size, 0))
+            first.free(block)
+        elif numbers.random() < 0.01:
+            events += [("segment_free", a, 0, 0) for a in first.empty_cache()]
+        else:
+            size, stream = int(2 ** numbers.uniform(8, 26)), numbers.choice([0, 0, 7])
+            live.append(first.malloc(size, stream))
+            events.append(("alloc", live[-1].address, size, stream))
+    found = replay(events)
+    assert found.differences == () and found.moved == 0 and found.equal == found.segments > 8
+    assert found.real_peak == found.paper_peak == first.peak_reserved
+    assert found.paper_allocated == first.peak_allocated
+
+
+def test_an_event_without_its_fields_is_refused() -> None:
+    with pytest.raises(ValueError, match="2 fields"):
+        replay([("alloc", 1)])
+
+
+def test_a_file_of_columns_is_read(tmp_path: Path) -> None:
+    content = {
+        "actions": ["alloc", "segment_alloc"],
+        "addresses": [1000],
+        "streams": [0, 7],
+        "action": [1, 0],
+        "addr": [0, 0],
+        "size": [2 * MIB, 512],
+        "stream": [1, 1],
+    }
+    path = tmp_path / "x.trace.gz"
+    path.write_bytes(gzip.compress(json.dumps(content).encode()))
+    events = read_history(path)
+    assert events == [("segment_alloc", 1000, 2 * MIB, 7), ("alloc", 1000, 512, 7)]
+    assert replay(events).equal == 1

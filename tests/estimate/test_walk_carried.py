@@ -1,0 +1,75 @@
+"""What a manager will offload, planned from a trace: a link counted by hand, and steps laid with it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from forebay.estimate.reserved import Rank, reserve
+from forebay.estimate.state import Sharing
+from forebay.estimate.types import PartEvents
+from forebay.estimate.walk import Half, Part, Work, alone, carried_by_path, may_leave, plan_link
+from forebay.pipeline.schedule import turns
+
+MIB = 1 << 20
+NAMES = ["l.0.mlp", "l.1.mlp", "l.2.mlp"]
+
+
+def events(size: int) -> PartEvents:
+    """Saves a storage of `size`, and one byte."""
+    return PartEvents(
+        forward=((1, size), (2, 1), (3, 16 * MIB)), backward=((6, 16 * MIB), (4, 0), (1, 0), (2, 0)), alone=(),
+        x=0, output=3, gradient=4, dx=6, saves_x=False, weights=(), travelling=frozenset(), saved=(1, 2),
+    )  # fmt: skip
+
+
+def test_what_may_leave_is_saved_and_large_enough_in_order() -> None:
+    found = replace(events(8), saved=(2, 0, 1), saves_x=True)
+    assert may_leave(found, hidden=4, least=2) == [(0, 4), (1, 8)]
+    assert may_leave(found, hidden=4, least=1) == [(2, 1), (0, 4), (1, 8)]
+
+
+def test_a_link_counted_by_hand() -> None:
+    """1 byte a second, moments of 10 s: F0 F1 F2 B2 B1 B0, 5 bytes each. The first half's leave from 10 to 15 s, and are settled
+    at F2 (20 s); back they take 5 / 0.92 s up to 50 s, so they begin at B1 (40 s). The second's would have to come back between
+    30 s, before which nothing does, and 40 s: but at B2 nothing may begin, for the turn has not passed. They stay, and so do
+    the third's."""
+    halves = {0: [Half(name, events(5), True, 10.0, 10.0) for name in NAMES]}
+    plan = plan_link(halves, [Work("F", 0, 0), Work("B", 0, 0)], (1.0, 1.0), hidden=4, least=2, everything=False)
+    first = (NAMES[0], 0)
+    assert plan.offload == {first: frozenset({0})}
+    assert plan.settle_at == {first: ("F", (NAMES[2], 0))}
+    assert plan.fetch_at == {("B", (NAMES[1], 0)): (first,)}
+    assert carried_by_path(plan, halves, 4, 2) == {NAMES[0]: 5, NAMES[1]: 0, NAMES[2]: 0}
+
+
+def test_everything_leaves_if_it_is_to() -> None:
+    halves = {0: [Half(name, events(5), name != NAMES[1], 10.0, 10.0) for name in NAMES]}
+    plan = plan_link(halves, alone(1, False), (1e-3, 1e-3), hidden=4, least=2, everything=True)
+    assert {path for path, _ in plan.offload} == {NAMES[0], NAMES[2]}
+    assert plan.stall_seconds > 0
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_steps_are_laid_as_planned_behind_the_measured_ones(microbatches: int) -> None:
+    """Of 64 MiB each of three halves the link carries the first one's. At the turn all but these are there."""
+    parts = [Part(name, 0, events(64 * MIB), "offload") for name in NAMES]
+    halves = {0: [Half(part.path, part.events, True, 10.0, 10.0) for part in parts]}
+    rate = 12.8 * MIB  # 64 MiB in 5 s
+    plan = plan_link(
+        halves, [Work("F", 0, 0), Work("B", 0, 0)], (rate, rate), hidden=16 * MIB, least=MIB, everything=False
+    )
+    assert plan.planned_bytes == 64 * MIB
+    embedding = Part("embedding", "embedding", PartEvents(
+        ((1, 16 * MIB),), ((2, 0),), (), -1, 1, 2, -1, False, (), frozenset(),
+    ))  # fmt: skip
+    sharing = Sharing(sharded=False, parameter=4, compute=4)
+
+    def laid(**more: object) -> Rank:
+        given = {"engine": False, "summed": None, "hidden": 16 * MIB, "turns": turns, "drawn": False, **more}
+        return Rank([], sharing, {0: [embedding, *parts]}, alone(microbatches, False), **given)  # type: ignore[arg-type]
+
+    kept = [replace(part, placement="keep") for part in parts]
+    most = reserve(replace(laid(), stages={0: [embedding, *kept]})).allocated
+    assert most - reserve(laid(link=plan)).allocated == 64 * MIB

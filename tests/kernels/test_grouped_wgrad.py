@@ -1,0 +1,130 @@
+"""add_rows_by_rows: Triton against the plain form, and both against fp64."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from forebay.kernels.grouped_wgrad import add_rows_by_rows
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Triton's interpreter multiplies the bits of bf16 as if they were integers: those run on a GPU only.
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
+
+
+def offsets(*rows: int) -> Tensor:
+    return torch.tensor(rows, device=DEVICE).cumsum(0).to(torch.int32)
+
+
+def exact(left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
+    starts = [0, *offs.tolist()]
+    each = [left[a:b].double().T @ right[a:b].double() for a, b in pairwise(starts)]
+    return torch.stack(each)
+
+
+def check(total: Tensor, left: Tensor, right: Tensor, offs: Tensor, backend: str = "triton") -> None:
+    """Adds, and compares with fp64. R products in fp32 and two sums: an error of as many times their magnitudes' last bit,
+    for tensor cores cut off where others round."""
+    before = total.clone()
+    add_rows_by_rows(total, left, right, offs, backend=backend)  # type: ignore[arg-type]
+    want = before.double() + exact(left, right, offs)
+    live = left[: int(offs[-1])]
+    bound = before.double().abs() + exact(left.abs(), right.abs(), offs)
+    assert ((total.double() - want).abs() <= (live.shape[0] + 2) * 2.0**-23 * bound).all()
+
+
+ROWS = [(0,), (1,), (63,), (64, 1), (65, 0, 31), (0, 0, 33, 0), (127, 129, 5)]
+SHAPES = [(1, 1), (100, 130), (128, 127), (129, 16), (256, 128)]
+PRODUCT = [(*shape, rows, dtype) for shape in SHAPES for rows in ROWS for dtype in DTYPES]
+# Each of rows, shape and dtype at least once: tiles and experts' ends are masked independently of each other.
+SOME = [(*SHAPES[i % len(SHAPES)], rows, DTYPES[i % len(DTYPES)]) for i, rows in enumerate(ROWS)]
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "rows", "dtype"),
+    [*SOME, *(pytest.param(*case, marks=pytest.mark.slow) for case in PRODUCT if case not in SOME)],
+)
+def test_triton_against_fp64(m: int, n: int, rows: tuple[int, ...], dtype: torch.dtype) -> None:
+    offs = offsets(*rows)
+    left, right = (torch.randn(sum(rows) + 3, width, device=DEVICE).to(dtype) for width in (m, n))
+    left[sum(rows) :] = right[sum(rows) :] = torch.nan  # sentinels
+    check(torch.randn(len(rows), m, n, device=DEVICE), left, right, offs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_the_plain_form_against_fp64(dtype: torch.dtype) -> None:
+    offs = offsets(5, 0, 12)
+    left, right = torch.randn(19, 24, device=DEVICE).to(dtype), torch.randn(19, 40, device=DEVICE).to(dtype)
+    left[17:] = torch.nan
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    check(torch.randn(3, 24, 40, device=DEVICE, dtype=wide), left, right, offs, "reference")
+
+
+def test_neighbours_rows_do_not_leak_in() -> None:
+    """An expert's rows of NaN are its own: another one's last block reads no row of it."""
+    offs = offsets(10, 20, 7)
+    left, right = torch.randn(37, 20, device=DEVICE), torch.randn(37, 30, device=DEVICE)
+    left[10:30] = torch.nan
+    right[10:30] = torch.inf
+    total = torch.zeros(3, 20, 30, device=DEVICE)
+    add_rows_by_rows(total, left, right, offs, backend="triton")
+    assert total[1].isnan().all() and not total[[0, 2]].isnan().any()
+
+
+def test_views() -> None:
+    offs = offsets(20, 13)
+    left = torch.randn(33, 96, device=DEVICE)[:, 8:56]
+    right = torch.randn(64, 33, device=DEVICE).t()
+    total = torch.randn(2, 60, 80, device=DEVICE)
+    untouched = total.clone()
+    check(total[:, 4:52, :64], left, right, offs)
+    untouched[:, 4:52, :64] = total[:, 4:52, :64]
+    assert torch.equal(total, untouched)
+
+
+def test_the_same_bits_every_time() -> None:
+    offs = offsets(70, 50)
+    left, right = torch.randn(120, 130, device=DEVICE), torch.randn(120, 140, device=DEVICE)
+    totals = [torch.ones(2, 130, 140, device=DEVICE) for _ in range(3)]
+    for total in totals:
+        add_rows_by_rows(total, left, right, offs, backend="triton")
+    assert torch.equal(totals[0], totals[1]) and torch.equal(totals[0], totals[2])
+
+
+def test_refusals() -> None:
+    offs = offsets(2, 2)
+    left, right, total = torch.randn(4, 3), torch.randn(4, 5), torch.zeros(2, 3, 5)
+    with pytest.raises(ValueError, match=r"do not make \(2, 3, 5\)"):
+        add_rows_by_rows(total, right, left, offs)
+    with pytest.raises(ValueError, match=r"do not make \(2, 3, 5\)"):
+        add_rows_by_rows(total, left, right[:3], offs)
+    with pytest.raises(ValueError, match=r"right torch\.float16"):
+        add_rows_by_rows(total, left, right.half(), offs)
+    with pytest.raises(ValueError, match=r"total of torch\.float32"):
+        add_rows_by_rows(total.bfloat16(), left.bfloat16(), right.bfloat16(), offs)
+    with pytest.raises(ValueError, match="contiguous last dimension"):
+        add_rows_by_rows(torch.zeros(2, 5, 3).transpose(1, 2), left, right, offs)
+
+
+@pytest.mark.gpu
+def test_more_elements_than_int32_counts() -> None:
+    """Of the sums (40 experts' 7680 x 7168), and of the rows (2**31 / 2048 and some)."""
+    total = torch.zeros(40, 7680, 7168, device="cuda")
+    assert total.numel() > 2**31
+    left, right = (torch.randn(64, width, device="cuda", dtype=torch.bfloat16) for width in (7680, 7168))
+    offs = torch.tensor([0] * 38 + [32, 64], device="cuda", dtype=torch.int32)
+    add_rows_by_rows(total, left, right, offs)
+    assert not total[:38].any()
+    torch.testing.assert_close(total[38:].double(), exact(left, right, offs[37:])[1:], rtol=1e-4, atol=1e-4)
+    del total
+    rows = 2**20 + 100
+    left, right = (torch.zeros(rows, width, device="cuda", dtype=torch.bfloat16) for width in (2048, 128))
+    left[-50:].normal_()
+    right[-50:].normal_()
+    total = torch.zeros(2, 2048, 128, device="cuda")
+    offs = torch.tensor([rows - 50, rows], device="cuda", dtype=torch.int32)
+    assert left.numel() > 2**31
+    add_rows_by_rows(total, left, right, offs)
+    assert not total[0].any()
+    torch.testing.assert_close(total[1].double(), left[-50:].double().T @ right[-50:].double(), rtol=1e-4, atol=1e-4)

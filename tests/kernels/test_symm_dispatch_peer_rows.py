@@ -1,0 +1,217 @@
+"""Rows between ranks through each other's memory: one process stands for all ranks, one after another, without waiting."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from forebay.kernels.permute import combine_rows
+from forebay.kernels.symm_combine import push_rows, sum_rows
+from forebay.kernels.symm_dispatch import dispatch_reference, receive_tokens, receive_values, send_tokens, send_values
+from forebay.kernels.symm_mem import BEGUN, DONE, EPOCH, LISTS, TICKETS, PeerLayout, PeerMemory, read_counts
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LOCAL = 3  # experts of each rank
+
+
+class World:
+    """P ranks in one process. `fill` and `drain` of an operation are called for all ranks in turn."""
+
+    def __init__(self, ranks: int, tokens: int, slots: int, width: int, dtype: torch.dtype, programs: int = 3):
+        self.layout = PeerLayout(ranks, tokens, slots, width * dtype.itemsize, chunk_bytes=512)
+        memory = [torch.zeros(self.layout.total, dtype=torch.uint8, device=DEVICE) for _ in range(ranks)]
+        self.peers = [
+            PeerMemory(
+                own,
+                torch.tensor([m.data_ptr() - own.data_ptr() for m in memory], device=DEVICE),
+                torch.zeros(self.layout.state_size, dtype=torch.int64, device=DEVICE),
+                rank,
+                self.layout,
+                programs=programs,
+                meet=lambda: None,
+            )
+            for rank, own in enumerate(memory)
+        ]
+
+    def each(self, call: Callable[..., Any], *by_rank: Any) -> list[Any]:
+        return [call(*(a[p.rank] for a in by_rank), p) for p in self.peers]
+
+    def needs(self, rank: int) -> list[int]:
+        at = self.layout.needs_at
+        return self.peers[rank].base[at : at + 8 * self.layout.ranks].view(torch.int64).tolist()
+
+
+def inputs(counts: list[int], k: int, width: int, dtype: torch.dtype, weights: torch.dtype, kind: str) -> list[Any]:
+    """x, ids, weights by rank; "all to one": every slot is rank 0's; "nobody": no slot is anybody's."""
+    experts = LOCAL * len(counts)
+    x = [torch.randn(t, width, device=DEVICE).to(dtype) for t in counts]
+    ids = [torch.rand(t, max(experts, k), device=DEVICE).argsort(1)[:, :k] % experts for t in counts]
+    if kind == "all to one":
+        ids = [i % LOCAL for i in ids]
+    if kind == "holes":
+        ids = [i.masked_fill(torch.rand_like(i, dtype=torch.float32) < 0.4, -1) for i in ids]
+    if kind == "nobody":
+        ids = [torch.full_like(i, -1) for i in ids]
+    return [x, ids, [torch.rand(t, k, device=DEVICE).to(weights) for t in counts]]
+
+
+def dispatched(
+    world: World, x: list[Tensor], ids: list[Tensor], weights: list[Tensor], capacity: int, slots: int
+) -> Any:
+    """places by rank, and what each rank received."""
+    places = world.each(lambda *a: send_tokens(*a[:3], LOCAL, a[3]), x, ids, weights)
+    received = world.each(
+        lambda p: receive_tokens(capacity, slots, x[0].shape[1], x[0].dtype, weights[0].dtype, LOCAL, p)
+    )
+    return places, received
+
+
+CASES = [
+    # tokens of each rank, K, H, dtype, weights' dtype, ids, steps. A tile is 4096 words and up to 128 rows, lists go by 512.
+    ([5, 7], 2, 16, torch.bfloat16, torch.float32, "random", 3),  # both halves, and the first again
+    ([0, 0], 2, 16, torch.float16, torch.float32, "random", 1),
+    ([1, 0, 0], 1, 24, torch.bfloat16, torch.bfloat16, "random", 1),
+    ([6, 0, 9, 4], 3, 40, torch.float32, torch.float32, "holes", 1),
+    ([3, 2, 4], 3, 2880, torch.bfloat16, torch.float16, "random", 1),
+    ([3, 3], 8, 1408, torch.bfloat16, torch.float32, "random", 1),
+    ([513, 2], 2, 8, torch.bfloat16, torch.float32, "random", 1),
+    ([129, 3], 4, 8, torch.float32, torch.float32, "all to one", 1),
+    ([5, 3], 2, 16, torch.bfloat16, torch.float32, "nobody", 1),
+]
+LARGE = [
+    ([6, 0, 9, 4], 3, 40, torch.float32, torch.float32, "holes", 3),
+    ([9, 8, 7], 3, 2880, torch.bfloat16, torch.float16, "random", 3),
+    ([1025, 511], 2, 8, torch.bfloat16, torch.float32, "random", 3),
+    ([127, 128, 129, 3], 4, 8, torch.float32, torch.float32, "all to one", 3),
+]
+
+
+@pytest.mark.parametrize(
+    ("counts", "k", "width", "dtype", "weights", "kind", "steps"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in LARGE)],
+)
+def test_rows_go_there_and_back(counts, k, width, dtype, weights, kind, steps) -> None:
+    ranks, tokens_max = len(counts), max(max(counts), 1)
+    world = World(ranks, tokens_max, k, width, dtype)
+    for step in range(steps):
+        x, ids, w = inputs(counts, k, width, dtype, weights, kind)
+        places, received = dispatched(world, x, ids, w, ranks * tokens_max, ranks * tokens_max * k)
+        for rank, (rows, local, row_weights, source, starts) in enumerate(received):
+            wanted = dispatch_reference(x, ids, w, rank, LOCAL, tokens_max)
+            n = wanted[0].shape[0]
+            for got, want in zip((rows, local, row_weights, source), wanted, strict=True):
+                assert torch.equal(got[:n], want)
+            assert (local[n:] == -1).all() and (source[n:] == -1).all()
+            assert starts[0] == 0 and starts[-1] == n
+            senders = source[:n] // tokens_max
+            assert torch.equal(starts.diff(), torch.bincount(senders, minlength=ranks).int())
+            assert world.needs(rank) == [0] * ranks
+
+        # Back: of each rank its own function of the rows, so that a landing place taken for another shows.
+        back = [torch.randn_like(r[0]) for r in received]
+        thin = [torch.randn(r[2].shape, device=DEVICE).to(weights) for r in received]
+        for r, b, t in zip(received, back, thin, strict=True):
+            b[int(r[4][-1]) :] = t[int(r[4][-1]) :] = torch.nan  # behind the last row: not to be read
+        init = [torch.randn_like(t) for t in x] if step or steps == 1 else [None] * ranks
+        world.each(lambda b, t, r, p: push_rows(b, t, r[3], r[4], p), back, thin, received)
+        sums = world.each(lambda b, t, r, at, i, p: sum_rows(b, t, r[4], at, i, p), back, thin, received, places, init)
+        for rank, (y, narrow) in enumerate(sums):
+            assert_sum(y, whole_sum(back, received, rank, counts[rank], tokens_max, init[rank]))
+            assert_sum(narrow, whole_sum(thin, received, rank, counts[rank], tokens_max, None))
+
+        values = [torch.randn_like(t) for t in x]
+        world.each(send_values, values)
+        again = world.each(lambda r, p: receive_values(r[3], r[4], width, dtype, p), received)
+        for rank, rows in enumerate(again):
+            wanted = dispatch_reference(values, ids, w, rank, LOCAL, tokens_max)[0]
+            assert torch.equal(rows[: wanted.shape[0]], wanted)
+    for p in world.peers:
+        assert p.state[EPOCH] == 3 * steps and p.state[BEGUN] == p.state[DONE] == 0
+        assert not p.state[TICKETS:LISTS].any()
+
+
+def whole_sum(
+    rows: list[Tensor], received: list[Any], rank: int, n: int, tokens_max: int, init: Tensor | None
+) -> Tensor:
+    """combine_rows over all ranks' rows at once."""
+    at = torch.full((n, len(rows)), -1, dtype=torch.int32, device=DEVICE)
+    first = 0
+    for p, (_, _, _, source, _) in enumerate(received):
+        mine = (source >= 0) & (source // tokens_max == rank)
+        at[(source[mine] % tokens_max).long(), p] = (first + mine.nonzero()[:, 0]).int()
+        first += source.shape[0]
+    return combine_rows(torch.cat(rows), at, init=init)
+
+
+def assert_sum(got: Tensor, wanted: Tensor) -> None:
+    # The interpreter cuts bf16 off where the GPU and torch round: one ulp, there alone.
+    ulp = 2**-7 if got.dtype is torch.bfloat16 and DEVICE == "cpu" else 0.0
+    torch.testing.assert_close(got, wanted, atol=0.0, rtol=ulp)
+
+
+def test_what_does_not_fit_is_left_out_and_told_to_all() -> None:
+    world = World(2, 8, 2, 16, torch.float32)
+    x, ids, w = inputs([8, 8], 2, 16, torch.float32, torch.float32, "all to one")
+    ids = [i + LOCAL for i in ids]  # to rank 1, whose own rows come last
+    places, received = dispatched(world, x, ids, w, 11, 11)
+    rows, local, _, source, starts = received[1]
+    wanted = dispatch_reference(x, ids, w, 1, LOCAL, 8)
+    assert torch.equal(rows, wanted[0][:11]) and torch.equal(source, wanted[3][:11])
+    assert torch.equal(local, wanted[1][:11])
+    assert starts.tolist() == [0, 8, 11]
+    assert world.needs(0) == world.needs(1) == [0, 32]
+
+    # On the way back, what was left out is neither sent nor read.
+    back = [torch.full((20, 16), torch.nan, device=DEVICE)[:11] for _ in range(2)]
+    back[1][:] = 1
+    world.each(lambda b, r, p: push_rows(b, None, r[3], r[4], p), back, received)
+    sums = world.each(lambda b, r, at, p: sum_rows(b, None, r[4], at, None, p)[0], back, received, places)
+    assert torch.equal(sums[0], torch.ones_like(sums[0]))
+    assert torch.equal(sums[1], torch.cat([torch.ones_like(sums[1][:3]), torch.zeros_like(sums[1][3:])]))
+
+    # A smaller need later does not hide it.
+    dispatched(world, *inputs([6, 6], 2, 16, torch.float32, torch.float32, "all to one"), 11, 11)
+    assert world.needs(1) == [24, 32]
+
+
+def test_counts_before_the_rows() -> None:
+    world = World(2, 4, 2, 16, torch.float32)
+    x, ids, w = inputs([4, 3], 2, 16, torch.float32, torch.float32, "all to one")
+    world.each(lambda *a: send_tokens(*a[:3], LOCAL, a[3]), x, ids, w)
+    assert [c.tolist() for c in world.each(read_counts)] == [[[4, 8], [3, 6]], [[0, 0], [0, 0]]]
+
+
+def test_tokens_that_are_not_contiguous_and_narrow_ids() -> None:
+    world = World(2, 4, 2, 16, torch.float32)
+    x, ids, w = inputs([4, 3], 2, 16, torch.float32, torch.float32, "random")
+    odd = [torch.cat([t, t], 1)[:, 16:] for t in x]
+    ids = [i.to(torch.int16).t().contiguous().t() for i in ids]
+    _, received = dispatched(world, odd, ids, w, 8, 16)
+    for rank, r in enumerate(received):
+        wanted = dispatch_reference(x, ids, w, rank, LOCAL, 4)
+        for got, want in zip(r[:3], wanted[:3], strict=True):
+            assert torch.equal(got[: want.shape[0]], want)
+
+
+def test_layouts_that_are_refused() -> None:
+    with pytest.raises(ValueError, match="multiple of 16 bytes, got 20"):
+        PeerLayout(2, 4, 2, 20)
+    with pytest.raises(ValueError, match="two ranks or more, got 1"):
+        PeerLayout(1, 4, 2, 32)
+    with pytest.raises(ValueError, match="more than 2\\*\\*31"):
+        PeerLayout(2, 2**28, 8, 32)
+
+
+def test_regions_do_not_overlap() -> None:
+    at = PeerLayout(3, 7, 5, 48)
+    sizes = [
+        (at.flags_at, 9 * 24), (at.needs_at, 24), (at.rows_at, 7 * 48), (at.ids_at, 7 * 20), (at.weights_at, 7 * 20),
+        (at.lists_at, 7 * 12), (at.counts_at, 24), (at.landing_at, 21 * 48), (at.narrow_at, 21 * 20),
+        (at.rows_at + at.half, at.half),
+    ]  # fmt: skip
+    for (begin, size), (following, _) in pairwise(sizes):
+        assert begin + size <= following and following % 16 == 0
+    assert at.total == at.rows_at + 2 * at.half and at.half % 128 == 0

@@ -1,0 +1,316 @@
+"""HostStore on a GPU, with slow copies: a lane sleeps, and what could overtake it is provoked.
+
+Memory that is free again is filled with 0xFF, which is a NaN in each floating dtype: bytes read from there show.
+"""
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from forebay.memory.host_store import HostPool, HostStore, HostTicket, State
+from forebay.memory.streams import delayed
+
+pytestmark = pytest.mark.gpu
+
+SLEEP = 100_000_000  # clock ticks: about 50 ms
+NBYTES = 32 << 20  # above the allocator's small blocks, so that blocks are reused and unmapped as a whole
+
+
+@pytest.fixture
+def store() -> Iterator[HostStore]:
+    torch.cuda.empty_cache()
+    store = HostStore(torch.device("cuda:0"))
+    yield store
+    torch.cuda.synchronize()
+    store.close()
+
+
+@pytest.fixture
+def expandable() -> Iterator[None]:
+    """Memory in segments that ``empty_cache`` unmaps. Blocks of other segments stay as they are."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    yield
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+
+
+def fresh(nbytes: int = NBYTES) -> torch.Tensor:
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device="cuda:0")
+
+
+def poison(count: int = 4) -> list[torch.Tensor]:
+    return [torch.full((NBYTES,), 0xFF, dtype=torch.uint8, device="cuda:0") for _ in range(count)]
+
+
+def host_bytes_after(store: HostStore) -> None:
+    """Fill each slot that is free with 0xFF, on the host, when no copy is under way."""
+    torch.cuda.synchronize()
+    store.pool._sort_given()
+    for slots in store.pool._returned.values():
+        for slot in slots:
+            slot.bytes_.fill_(0xFF)
+
+
+def test_memory_is_not_unmapped_under_a_copy_of_a_ticket_that_was_taken_back(
+    store: HostStore, expandable: None
+) -> None:
+    """The copy out runs on when backward takes the ticket back. An access to unmapped memory would end the process' context."""
+    source = fresh()
+    delayed(store.lanes.out_stream, SLEEP)()
+    ticket = store.put(source)
+    del source
+    store.wait(ticket)
+    assert ticket.state is State.ON_DEVICE and ticket.out is not None and ticket.out.pair is not None
+    out = ticket.out
+    assert not out.pair[1].query(), "the test needs a copy that is under way"
+    del ticket
+    torch.cuda.empty_cache()  # unmaps behind what compute was given, and compute waits for the copy
+    assert out.pair[1].query(), "unmapped under the copy"
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("state", ["leaving", "taken back", "returning"])
+def test_a_block_is_not_given_to_compute_under_a_copy(store: HostStore, state: str) -> None:
+    """What is written to it afterwards stays, and the copies had what they were to have."""
+    source = fresh()
+    truth, address = source.clone(), source.data_ptr()
+    if state == "returning":
+        ticket = store.put(source)
+        del source
+        store.settle(ticket)
+        delayed(store.lanes.back_stream, SLEEP)()
+        store.fetch([ticket])
+        assert ticket.device_bytes is not None
+        address = ticket.device_bytes.data_ptr()
+    else:
+        delayed(store.lanes.out_stream, SLEEP)()
+        ticket = store.put(source)
+        del source
+        if state == "taken back":
+            store.wait(ticket)
+    assert ticket.slot is not None
+    place = ticket.slot.bytes_
+    del ticket
+    reused = poison()
+    assert address in [r.data_ptr() for r in reused], "the test needs the same block again"
+    torch.cuda.synchronize()
+    assert all(bool((r == 0xFF).all()) for r in reused)
+    assert torch.equal(place, truth.cpu()), "the copy out read what was written later"
+
+
+def test_a_slot_is_not_written_while_it_is_read(store: HostStore) -> None:
+    """A ticket dies while it returns; the next one gets its slot."""
+    first, second = fresh(), fresh()
+    truth = first.clone()
+    ticket = store.put(first)
+    del first
+    store.settle(ticket)
+    delayed(store.lanes.back_stream, SLEEP)()
+    back = store.wait(ticket)
+    assert ticket.slot is not None
+    place = ticket.slot.bytes_.data_ptr()
+    del ticket
+    other = store.put(second)
+    assert other.slot is not None and other.slot.bytes_.data_ptr() == place, "the test needs the same slot again"
+    store.settle(other)
+    assert torch.equal(back, truth)
+    assert torch.equal(store.wait(other), second)
+
+
+def test_a_stream_that_unpacks_waits_for_the_copy_back(store: HostStore) -> None:
+    """Saved on the compute stream, read on a side stream that was told of nothing."""
+    side = torch.cuda.Stream()
+    source = fresh()
+    truth = source.clone()
+    ticket = store.put(source)
+    del source
+    store.settle(ticket)
+    poisoned = poison()
+    torch.cuda.synchronize()
+    del poisoned
+    delayed(store.lanes.back_stream, SLEEP)()
+    store.fetch([ticket])
+    with torch.cuda.stream(side):
+        seen = store.wait(ticket).clone()
+    side.synchronize()
+    assert torch.equal(seen, truth)
+
+
+def test_compute_does_not_reuse_a_block_that_another_stream_reads(store: HostStore) -> None:
+    side = torch.cuda.Stream()
+    source = fresh()
+    truth = source.clone()
+    ticket = store.put(source)
+    del source
+    store.settle(ticket)
+    with torch.cuda.stream(side):
+        back = store.wait(ticket)
+        address = back.data_ptr()
+        torch.cuda._sleep(SLEEP)
+        seen = back.clone()
+    del back, ticket
+    reused = poison()
+    assert address in [r.data_ptr() for r in reused], "the test needs the same block again"
+    torch.cuda.synchronize()
+    assert torch.equal(seen, truth)
+
+
+def test_a_storage_that_a_side_stream_made(store: HostStore) -> None:
+    """The region's stream is compute; the tensor is made, saved and freed on a side stream."""
+    compute, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(SLEEP)
+        source = torch.arange(NBYTES, device="cuda:0", dtype=torch.int64).to(torch.uint8)
+        address = source.data_ptr()
+        ticket = store.hold(source, compute)
+    del source
+    delayed(store.lanes.out_stream, SLEEP)()
+    store.send([ticket])
+    store.settle(ticket)
+    with torch.cuda.stream(side):  # the side stream's allocator has the block
+        reused = poison()
+        assert address in [r.data_ptr() for r in reused], "the test needs the same block again"
+    truth = torch.arange(NBYTES, device="cuda:0", dtype=torch.int64).to(torch.uint8)
+    assert torch.equal(store.wait(ticket), truth)
+
+
+def test_backward_of_a_side_stream_through_autograd(store: HostStore) -> None:
+    """Autograd runs a node's backward on its forward's stream: there the saved bytes must be."""
+    compute, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    x = torch.randn(NBYTES // 4, device="cuda:0", requires_grad=True)
+    plain = torch.autograd.grad((x * x * x).sum(), x)[0]
+    tickets: list[HostTicket] = []
+
+    def pack(tensor: torch.Tensor) -> object:
+        flat = torch.empty(0, dtype=torch.uint8, device="cuda:0")
+        flat.set_(tensor.untyped_storage(), 0, (tensor.untyped_storage().nbytes(),), (1,))
+        ticket = store.hold(flat, compute)
+        tickets.append(ticket)
+        return ticket
+
+    def unpack(ticket: object) -> torch.Tensor:
+        return store.wait(ticket).view(torch.float32)  # type: ignore[arg-type]
+
+    side.wait_stream(compute)
+    with torch.cuda.stream(side), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        y = x * x * x
+    compute.wait_stream(side)
+    loss = y.sum()
+    store.send(tickets)
+    for ticket in tickets:
+        store.settle(ticket)
+    del y
+    delayed(store.lanes.back_stream, SLEEP)()
+    store.fetch(tickets)
+    del ticket
+    tickets.clear()  # the graph has them
+    loss.backward()
+    reused = poison()
+    torch.cuda.synchronize()
+    assert torch.equal(x.grad, plain) and reused  # type: ignore[arg-type]
+
+
+def test_tickets_of_a_closed_store_stay_valid(store: HostStore) -> None:
+    """Detached between forward and backward: one ticket in each state; slabs die with the last ticket, after its copy."""
+    sources = [fresh() for _ in range(4)]
+    truth = [source.clone() for source in sources]
+    tickets = [store.hold(source, store.lanes.compute_stream()) for source in sources]
+    del sources
+    store.send(tickets[1:])
+    for ticket in tickets[2:]:
+        store.settle(ticket)
+    store.fetch(tickets[3:])
+    assert [t.state for t in tickets] == [State.HELD, State.LEAVING, State.ON_HOST, State.RETURNING]
+    store.close()
+    store.send(tickets)
+    for ticket in tickets:
+        store.settle(ticket)
+    assert store.pool.reserved_bytes == 0
+    delayed(store.lanes.back_stream, SLEEP)()
+    bytes_ = [store.wait(ticket) for ticket in tickets]
+    del tickets, ticket  # page-locked memory goes with them: not before the copies from it are over
+    host = [torch.full((NBYTES,), 0xFF, dtype=torch.uint8) for _ in range(4)]
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(bytes_, truth, strict=True)) and host
+    assert store.live_tickets == store.live_bytes == 0
+
+
+@pytest.mark.parametrize("when", ["held", "leaving", "on the host"])
+def test_a_storage_that_an_engine_empties(store: HostStore, when: str) -> None:
+    weight = fresh()
+    truth, storage = weight.clone(), weight.untyped_storage()
+    ticket = store.hold(weight, store.lanes.compute_stream())
+    if when != "held":
+        delayed(store.lanes.out_stream, SLEEP)()
+        store.send([ticket])
+    if when == "on the host":
+        store.settle(ticket)
+    storage.resize_(0)
+    reused = poison()
+    store.send([ticket])
+    store.settle(ticket)
+    assert ticket.state is (State.ON_HOST if when == "on the host" else State.ON_DEVICE)
+    if when != "on the host":
+        with pytest.raises(RuntimeError, match="resized after the forward pass"):
+            store.wait(ticket)
+    storage.resize_(NBYTES)
+    weight.copy_(truth)
+    assert torch.equal(store.wait(ticket), truth)
+    del ticket, reused
+    host_bytes_after(store)
+    assert torch.equal(weight, truth) and store.pool.used_bytes == 0
+
+
+def test_slots_that_came_back_are_read_by_no_one(store: HostStore) -> None:
+    """Three steps of tickets that die in each state, with NaN in each free slot between them."""
+    for _ in range(3):
+        sources = [fresh() for _ in range(6)]
+        truth = [source.clone() for source in sources]
+        tickets = [store.hold(source, store.lanes.compute_stream()) for source in sources]
+        del sources
+        store.send(tickets[1:])
+        for ticket in tickets[2:]:
+            store.settle(ticket)
+        store.fetch(tickets[3:4])
+        del tickets[0], tickets[0]  # held and leaving
+        host_bytes_after(store)
+        store.fetch(tickets)
+        for ticket, bytes_ in zip(tickets, truth[2:], strict=True):
+            assert torch.equal(store.wait(ticket), bytes_)
+        del tickets, ticket
+        host_bytes_after(store)
+    assert store.live_tickets == 0 and store.pool.used_bytes == 0
+
+
+def test_a_ticket_from_before_a_capture_may_die_within_it(store: HostStore) -> None:
+    before = store.put(fresh())
+    store.forget_copies()
+    x = torch.ones(1024, device="cuda:0")
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin()
+        y = x + 1
+        del before
+        graph.capture_end()
+    store.forget_copies()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(y, x + 1)
+
+
+def test_a_refused_page_lock_leaves_no_error_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA refuses to register memory twice. Its error would be reported by the next kernel that is launched."""
+    pool = HostPool(pin=True, small_slab=0)
+    slot = pool.take(1 << 20)
+    monkeypatch.setattr("forebay.memory.host_store.torch.empty", lambda *_, **__: slot.slab.memory)
+    with pytest.raises(MemoryError, match=r"cudaErrorHostMemoryAlreadyRegistered \(712\)"):
+        pool.take(1 << 20)
+    monkeypatch.undo()
+    assert int(torch.arange(3, device="cuda:0").sum()) == 3

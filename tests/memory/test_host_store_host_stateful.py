@@ -1,0 +1,287 @@
+"""HostStore against a model of it, while tickets die at any point of its calls: here, in another thread, by the collector.
+
+A call of the store runs under a trace function that counts the bytecodes of one function of the stores and lets tickets die at a
+chosen one, as the collector may. After each call: counts and bytes are those of the tickets that are alive, no two have a byte of
+host memory in common, and each one's bytes are those that were held. Slots that came back are filled with 0xFF, which is a NaN:
+bytes read from there show. When all tickets are dead, no slot is out.
+"""
+
+import gc
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from types import CodeType, FrameType
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import Phase, settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from forebay.memory import host_store, streams
+from forebay.memory.host_store import HostPool, HostStore, HostTicket, Slot, State
+
+FILES = frozenset(module.__file__ for module in (host_store, host_store, host_store, streams))
+SIZES = (1, 512, 700, 1024, 1500, 2000, 3000, 5000)
+
+
+class Cycle:
+    """A ticket that only the collector can free."""
+
+    def __init__(self, ticket: HostTicket):
+        self.ticket, self.itself = ticket, self
+
+
+@dataclass(frozen=True)
+class Death:
+    """Tickets die at bytecode number `at` of what a call runs of a function."""
+
+    function: str
+    at: int
+    share: float  # of the tickets
+    way: str
+
+
+class PoisonedPool(HostPool):
+    def give(self, slot: Slot) -> None:
+        slot.bytes_.fill_(0xFF)
+        super().give(slot)
+
+
+@contextmanager
+def injected(at: int, what: Callable[[], None], function: str = "") -> Iterator[Callable[[], bool]]:
+    """Call `what` before bytecode number `at` of the stores' code, or of its functions of that name; at the end if there are
+    fewer. What is yielded tells whether it was called before the end."""
+    left, done, early = at, False, False
+
+    def local(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal left, done, early
+        if event == "opcode" and not done:
+            left -= 1
+            if left < 0:
+                done = early = True
+                what()
+        return local
+
+    def enter(frame: FrameType, event: str, _: Any) -> Any:
+        code: CodeType = frame.f_code
+        if done or code.co_filename not in FILES or function not in ("", code.co_name):
+            return None
+        frame.f_trace_opcodes = True
+        return local
+
+    before = sys.gettrace()
+    sys.settrace(enter)
+    try:
+        yield lambda: early
+    finally:
+        sys.settrace(before)
+        if not done:
+            what()
+
+
+@dataclass(eq=False)
+class Held:
+    ticket: HostTicket
+    truth: torch.Tensor
+
+
+def deaths(*functions: str) -> Any:
+    """Within a call that runs these of the stores' functions."""
+    return st.builds(
+        Death,
+        st.sampled_from(functions),
+        st.integers(0, 60),
+        st.sampled_from([0.3, 0.7, 1.0]),
+        st.sampled_from(["here", "thread", "collector"]),
+    )
+
+
+some = st.lists(st.integers(0, 30), min_size=1, max_size=6)
+
+
+class Stores(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = HostStore(torch.device("cpu"))
+        self.store.pool = PoisonedPool(pin=False)
+        self.held: list[Held] = []
+        self.made = 0
+        self.loud: list[Any] = []  # exceptions of finalizers, which Python only prints
+        self.hook, sys.unraisablehook = sys.unraisablehook, self.loud.append
+        gc.disable()
+
+    def teardown(self) -> None:
+        try:
+            self.held.clear()
+            gc.collect()
+            self.counted()
+            self.store.trim()
+            self.store.restart()
+            self.store.trim()
+            assert self.store.pool.reserved_bytes == 0
+        finally:
+            gc.enable()
+            sys.unraisablehook = self.hook
+
+    def attacked(self, death: Death, call: Callable[[], Any], used: list[Held]) -> Any:
+        """The call's result, while a share of the tickets that it is not given die."""
+        doomed = [held for held in self.held if held not in used]
+        doomed = doomed[: round(death.share * len(doomed))]
+        self.held = [held for held in self.held if held not in doomed]
+        victims: list[Any] = [held.ticket for held in doomed]
+        doomed.clear()
+        if death.way == "collector":
+            victims = [Cycle(victims.pop()) for _ in range(len(victims))]
+
+        def die() -> None:
+            if death.way == "thread":
+                thread = threading.Thread(target=victims.clear)
+                thread.start()
+                thread.join()
+            else:
+                victims.clear()
+                if death.way == "collector":
+                    gc.collect(0)
+
+        with injected(death.at, die, death.function):
+            return call()
+
+    def pick(self, numbers: list[int]) -> list[Held]:
+        return list({id(h): h for n in numbers if self.held and (h := self.held[n % len(self.held)])}.values())
+
+    @rule(
+        sizes=st.lists(st.sampled_from(SIZES), min_size=1, max_size=8),
+        death=deaths("hold", "_count_dead", "take", "_merge"),
+        send=st.booleans(),
+    )
+    def hold(self, sizes: list[int], death: Death, send: bool) -> None:
+        fresh: list[Held] = []
+        for size in sizes:
+            self.made += 1
+            truth = torch.full((size,), self.made % 251, dtype=torch.uint8)
+            ticket = self.attacked(death, lambda truth=truth: self.store.hold(truth.clone(), None), fresh)
+            fresh.append(Held(ticket, truth))
+            self.held.append(fresh[-1])
+            del ticket
+        if send:
+            self.attacked(death, lambda: self.store.send([h.ticket for h in fresh]), fresh)
+
+    @precondition(lambda self: self.held)
+    @rule(which=some, death=deaths("send", "take", "_merge", "_sort_given", "give"))
+    def send(self, which: list[int], death: Death) -> None:
+        chosen = self.pick(which)
+        self.attacked(death, lambda: self.store.send([h.ticket for h in chosen]), chosen)
+        assert all(h.ticket.state is not State.HELD for h in chosen)
+
+    @precondition(lambda self: self.held)
+    @rule(which=some, death=deaths("settle", "_guard", "step"))
+    def settle(self, which: list[int], death: Death) -> None:
+        chosen = self.pick(which)
+        self.attacked(death, lambda: [self.store.settle(h.ticket) for h in chosen], chosen)
+        assert all(h.ticket.state is not State.LEAVING for h in chosen)
+
+    @precondition(lambda self: self.held)
+    @rule(which=some, death=deaths("fetch", "copy_back", "_way_back", "read_by"))
+    def fetch(self, which: list[int], death: Death) -> None:
+        chosen = self.pick(which)
+        tickets = [h.ticket for h in chosen]
+        half = len(tickets) // 2
+        self.attacked(death, lambda: self.store.fetch(tickets[:half], tickets[half:], tickets[:1]), chosen)
+        assert all(ticket.state is not State.ON_HOST for ticket in tickets)
+
+    @precondition(lambda self: self.held)
+    @rule(which=some, death=deaths("wait", "recall", "fetch"))
+    def wait(self, which: list[int], death: Death) -> None:
+        chosen = self.pick(which)
+        for held in chosen:
+            got = self.attacked(death, lambda held=held: self.store.wait(held.ticket), chosen)
+            assert torch.equal(got, held.truth)
+
+    @rule(
+        death=deaths("trim", "_merge", "give", "used_bytes", "_count_dead"),
+        call=st.sampled_from(["restart", "trim", "forget_copies", "counts"]),
+    )
+    def between_steps(self, death: Death, call: str) -> None:
+        calls: dict[str, Callable[[], Any]] = {"counts": lambda: self.store.live_bytes + self.store.pool.used_bytes}
+        self.attacked(death, calls.get(call) or getattr(self.store, call), [])
+
+    @invariant()
+    def counted(self) -> None:
+        assert not self.loud, f"a finalizer raised: {self.loud[0]}"
+        tickets = [held.ticket for held in self.held]
+        assert self.store.live_tickets == len(tickets)
+        assert self.store.live_bytes == sum(ticket.nbytes for ticket in tickets)
+        slots = [ticket.slot for ticket in tickets if ticket.slot is not None]
+        assert self.store.pool.used_bytes == sum(slot.length for slot in slots), "a slot was lost, or is out twice"
+        places = sorted((slot.slab.memory.data_ptr() + slot.start, slot.length) for slot in slots)
+        assert all(a + length <= b for (a, length), (b, _) in pairwise(places))
+
+    @invariant()
+    def bytes_are_there(self) -> None:
+        for held in self.held:
+            ticket = held.ticket
+            if ticket.device_bytes is not None:
+                assert torch.equal(ticket.device_bytes, held.truth)
+            if ticket.state in (State.LEAVING, State.ON_HOST, State.RETURNING):
+                assert ticket.slot is not None and torch.equal(ticket.slot.bytes_, held.truth)
+
+
+# Not shrunk: each attempt takes as long as an example.
+QUICK = {"deadline": None, "database": None, "phases": (Phase.explicit, Phase.generate)}
+Stores.TestCase.settings = settings(max_examples=15, stateful_step_count=20, derandomize=True, **QUICK)
+TestStores = Stores.TestCase
+
+
+@pytest.mark.slow
+def test_long_runs() -> None:
+    run_state_machine_as_test(Stores, settings=settings(max_examples=300, stateful_step_count=50, **QUICK))
+
+
+@pytest.mark.parametrize("way", ["here", "thread"])
+@pytest.mark.parametrize("call", ["hold", "send", "fetch", "used_bytes", "live_bytes", "trim"])
+def test_tickets_may_die_at_each_bytecode_of_a_call(call: str, way: str) -> None:
+    """Slots of three lengths have come back, so a slot of a fourth makes holes of them all."""
+    at = 0
+    while _dies_at(at, call, way):
+        at += 1
+    assert at > 5
+
+
+def _dies_at(at: int, call: str, way: str) -> bool:
+    """Whether the call has that many bytecodes."""
+    store = HostStore(torch.device("cpu"))
+    away = [store.put(torch.full((700,), 7, dtype=torch.uint8))]
+    store.settle(away[0])
+    doomed = [store.put(torch.full((size,), 3, dtype=torch.uint8)) for size in (512, 2048, 4096)]
+    for size in (512, 1024, 1536):
+        store.put(torch.zeros(size, dtype=torch.uint8))  # dies at once: its slot is in the pool again
+    fresh = [store.hold(torch.full((3000,), 5, dtype=torch.uint8), None)]
+    calls: dict[str, Callable[[], Any]] = {
+        "hold": lambda: fresh.append(store.hold(torch.zeros(9, dtype=torch.uint8), None)),
+        "send": lambda: store.send(fresh),
+        "fetch": lambda: store.fetch(away),
+        "used_bytes": lambda: store.pool.used_bytes,
+        "live_bytes": lambda: store.live_bytes,
+        "trim": store.trim,
+    }
+
+    def die() -> None:
+        if way == "thread":
+            thread = threading.Thread(target=doomed.clear)
+            thread.start()
+            thread.join()
+        doomed.clear()
+
+    with injected(at, die) as early:
+        calls[call]()
+    assert not doomed and store.live_tickets == 1 + len(fresh)
+    assert store.live_bytes == sum(t.nbytes for t in (*away, *fresh))
+    slots = [t.slot for t in (*away, *fresh) if t.slot is not None]
+    assert store.pool.used_bytes == sum(slot.length for slot in slots), f"bytecode {at}"
+    assert bool((store.wait(away[0]) == 7).all() and (store.wait(fresh[0]) == 5).all())
+    return early()

@@ -1,0 +1,302 @@
+"""Plans for forwards and backwards that alternate, against a walk through time that knows nothing of how they were made."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from forebay.memory import offload_plan
+from forebay.memory.offload_plan import is_interleaved, plan_interleaved
+from forebay.memory.timeline import CallFigures, Moment, Plan, Timeline
+
+MB = 1_000_000
+
+
+def pipeline(
+    microbatches: int,
+    ahead: int,
+    layers: int,
+    rate: float,
+    seconds: float = 1e-3,
+    items: tuple[int, ...] = (4 * MB, MB),
+) -> Timeline:
+    """1F1B of one rank: `ahead` forwards before the first backward, each of `layers` region calls."""
+    calls, moments = [], []
+
+    def run(kind: str, m: int) -> None:
+        order = range(layers) if kind == "F" else reversed(range(layers))
+        for layer in order:
+            if kind == "F":
+                calls.append(CallFigures((f"layer{layer}", m), items, seconds))
+            moments.append(Moment(kind, m * layers + layer, seconds if kind == "F" else 2 * seconds, 0, MB))
+
+    for m in range(ahead):
+        run("F", m)
+    for m in range(microbatches):
+        run("B", m)
+        if m + ahead < microbatches:
+            run("F", m + ahead)
+    return Timeline(tuple(calls), tuple(moments), rate, rate)
+
+
+def starts_of(timeline: Timeline, plan: Plan) -> list[float]:
+    """When each moment starts, if all wait for the copies out that the plan settles there, and for their own that come back. What
+    others send comes at times of its own: a wait before it is none."""
+    settled: dict[tuple[str, tuple[str, int]], list[tuple[str, int]]] = {}
+    for key, moment in plan.settle_at.items():
+        settled.setdefault(moment, []).append(key)
+    sizes = {call.key: sum(call.items[i] for i in plan.offload.get(call.key, ())) for call in timeline.calls}
+    ends: dict[tuple[str, int], float] = {}
+    returned: dict[tuple[str, int], float] = {}
+    starts, now, out, back, sent = [], 0.0, 0.0, 0.0, 0.0
+    for m in timeline.moments:
+        call = timeline.calls[m.call]
+        now = max(now, sent)
+        now = max([now, *(ends[key] for key in settled.get((m.kind, call.key), ()))])
+        for key in plan.fetch_at.get((m.kind, call.key), ()):
+            back = max(back, now) + sizes[key] / timeline.back_rate
+            returned[key] = back
+        if m.kind == "B":
+            now = max(now, returned.get(call.key, now))
+        starts.append(now)
+        if m.kind == "F" and call.key in plan.offload:
+            out = max(out, now + call.seconds) + sizes[call.key] / timeline.out_rate
+            ends[call.key] = out
+        now += m.seconds
+        sent += m.seconds + m.idle
+    return starts
+
+
+def held_over_time(timeline: Timeline, plan: Plan) -> list[int]:
+    """Bytes on the device at the start of each moment, by carrying the plan out. Fails where something would have to wait for a
+    copy that comes back, or for one that leaves where the plan does not say so."""
+    index = {(m.kind, timeline.calls[m.call].key): i for i, m in enumerate(timeline.moments)}
+    starts = starts_of(timeline, plan)
+    waited = starts[-1] - sum(m.seconds + m.idle for m in timeline.moments[:-1])
+    assert waited <= plan.stall_seconds + 1e-12
+    out_free = 0.0
+    away: dict[tuple[str, int], tuple[int, int, int]] = {}
+    for call in timeline.calls:
+        chosen = plan.offload.get(call.key)
+        if not chosen:
+            continue
+        size = sum(call.items[i] for i in chosen)
+        forward, backward = index["F", call.key], index["B", call.key]
+        settled = index[plan.settle_at[call.key]]
+        fetched = next(index[name] for name, keys in plan.fetch_at.items() if call.key in keys)
+        out_free = max(out_free, starts[forward] + call.seconds) + size / timeline.out_rate
+        assert out_free <= starts[settled], f"{call.key} is still on its way out when it is settled"
+        assert starts[fetched] + size / timeline.back_rate <= starts[backward], f"{call.key} comes back late"
+        assert forward < settled < fetched < backward
+        away[call.key] = size, settled, fetched
+    held = []
+    for i in range(len(timeline.moments)):
+        total = 0
+        for call in timeline.calls:
+            if index["F", call.key] < i <= index["B", call.key]:
+                size, settled, fetched = away.get(call.key, (0, 0, 0))
+                total += sum(call.items) - (size if settled <= i < fetched else 0)
+        held.append(total)
+    return held
+
+
+@pytest.mark.parametrize(("ahead", "layers", "rate"), [(4, 3, 20e9), (4, 3, 4e9), (2, 1, 1e9), (8, 2, float("inf"))])
+def test_nobody_waits_and_the_peak_is_what_the_plan_says(ahead: int, layers: int, rate: float) -> None:
+    timeline = pipeline(16, ahead, layers, rate)
+    paths = frozenset(f"layer{i}" for i in range(layers))
+    keep, plan = plan_interleaved(timeline, frozenset()), plan_interleaved(timeline, paths)
+    held = held_over_time(timeline, plan)
+    assert plan.peak_bytes == max(held) + MB
+    assert keep.peak_bytes == max(held_over_time(timeline, keep)) + MB and not keep.offload
+    assert plan.peak_bytes <= keep.peak_bytes and plan.stall_seconds == 0
+    assert plan.planned_bytes == sum(
+        sum(call.items[i] for i in plan.offload[call.key]) for call in timeline.calls if call.key in plan.offload
+    )
+
+
+@pytest.mark.parametrize("everything", [False, True])
+@pytest.mark.parametrize(("ahead", "layers", "rate"), [(4, 3, 20e9), (8, 3, 10e9), (6, 2, 40e9)])
+def test_nothing_leaves_that_might_stay(ahead: int, layers: int, rate: float, everything: bool) -> None:
+    timeline = pipeline(16, ahead, layers, rate)
+    plan = plan_interleaved(timeline, frozenset(f"layer{i}" for i in range(layers)), everything)
+    held = held_over_time(timeline, plan)
+    index = {(m.kind, timeline.calls[m.call].key): i for i, m in enumerate(timeline.moments)}
+    back = {key: index[name] for name, keys in plan.fetch_at.items() for key in keys}
+    sizes = {call.key: call.items for call in timeline.calls}
+    assert plan.offload
+    for key, ordinals in plan.offload.items():
+        while_away = max(held[index[plan.settle_at[key]] : back[key]]) + MB
+        for ordinal in ordinals:
+            assert while_away + sizes[key][ordinal] > 0.98 * plan.peak_bytes, f"{key} {ordinal} need not leave"
+
+
+def test_a_link_that_is_fast_enough_takes_most() -> None:
+    timeline = pipeline(16, 8, 2, 100e9)
+    paths = frozenset({"layer0", "layer1"})
+    assert plan_interleaved(timeline, paths).peak_bytes < 0.5 * plan_interleaved(timeline, frozenset()).peak_bytes
+
+
+def test_a_slow_link_takes_nothing_that_would_be_late() -> None:
+    timeline = pipeline(8, 2, 2, 1e6)
+    assert not plan_interleaved(timeline, frozenset({"layer0", "layer1"})).offload
+
+
+def test_only_the_regions_that_were_named_leave() -> None:
+    plan = plan_interleaved(pipeline(16, 6, 3, 50e9), frozenset({"layer1"}))
+    assert plan.offload and {path for path, _ in plan.offload} == {"layer1"}
+
+
+def test_a_device_without_times_gives_a_plan_too() -> None:
+    timeline = pipeline(8, 4, 2, float("inf"), seconds=0.0)
+    plan = plan_interleaved(timeline, frozenset({"layer0", "layer1"}))
+    assert plan.offload and all(plan.settle_at[key] != plan.fetch_at for key in plan.offload)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_uneven_times_and_sizes(seed: int) -> None:
+    draw = random.Random(seed)
+    timeline = pipeline(12, draw.randint(2, 6), 3, 10 ** draw.uniform(9, 11))
+    moments = tuple(Moment(m.kind, m.call, m.seconds * draw.uniform(0.2, 3), 0, MB) for m in timeline.moments)
+    calls = tuple(
+        CallFigures(c.key, (draw.randint(0, 8) * MB, draw.randint(0, 3) * MB), draw.uniform(0, 2e-4))
+        for c in timeline.calls
+    )
+    timeline = Timeline(calls, moments, timeline.out_rate, timeline.back_rate)
+    plan = plan_interleaved(timeline, frozenset(f"layer{i}" for i in range(3)))
+    assert plan.peak_bytes == max(held_over_time(timeline, plan)) + MB
+
+
+@pytest.mark.parametrize(("ahead", "layers", "rate"), [(8, 2, 3.5e9), (8, 2, 2.5e9), (10, 3, 3e9), (6, 1, 4e9)])
+def test_with_everything_the_first_forwards_wait_and_the_peak_is_lower(ahead: int, layers: int, rate: float) -> None:
+    timeline = pipeline(64, ahead, layers, rate)
+    paths = frozenset(f"layer{i}" for i in range(layers))
+    fit, plan = (plan_interleaved(timeline, paths, everything) for everything in (False, True))
+    assert plan.peak_bytes == max(held_over_time(timeline, plan)) + MB
+    assert plan.peak_bytes < fit.peak_bytes
+    seconds = sum(m.seconds for m in timeline.moments)
+    assert fit.stall_seconds == 0 < plan.stall_seconds <= 0.02 * seconds
+    assert plan.step_seconds == pytest.approx(seconds + plan.stall_seconds)
+    waits = [start - before - m.seconds for before, start, m in _steps(timeline, plan)]
+    assert max(waits[2 * ahead * layers :], default=0.0) <= 1e-9, "the steady part waits for nobody"
+
+
+@pytest.mark.parametrize(("ahead", "layers", "rate"), [(8, 2, 2.5e9), (8, 2, 2.2e9), (10, 3, 2.4e9)])
+def test_with_everything_the_last_backwards_wait_too(ahead: int, layers: int, rate: float) -> None:
+    timeline = replace(pipeline(64, ahead, layers, rate), out_rate=1e13)
+    paths = frozenset(f"layer{i}" for i in range(layers))
+    fit, plan = (plan_interleaved(timeline, paths, everything) for everything in (False, True))
+    assert plan.peak_bytes == max(held_over_time(timeline, plan)) + MB < fit.peak_bytes
+    assert fit.stall_seconds == 0 < plan.stall_seconds <= 0.02 * sum(m.seconds for m in timeline.moments)
+    waits = [start - before - m.seconds for before, start, m in _steps(timeline, plan)]
+    assert max(waits[: -2 * ahead * layers]) <= 1e-9 < max(waits[-2 * ahead * layers :])
+
+
+@pytest.mark.parametrize(("slow", "end"), [("out_rate", "opening_rate"), ("back_rate", "closing_rate")])
+def test_at_its_ends_a_step_has_rates_of_their_own(slow: str, end: str) -> None:
+    both = pipeline(16, 8, 2, 3e9)
+    rates = {"out_rate": 1e13, "back_rate": 1e13, slow: 3e9}
+    timeline = replace(both, **rates)
+    paths = frozenset({"layer0", "layer1"})
+    one, two = (plan_interleaved(t, paths).peak_bytes for t in (timeline, replace(timeline, **{end: 6e9})))
+    assert two < one
+    assert replace(both, **{end: 6e9}).on_link(0.5) == replace(both, out_rate=1.5e9, back_rate=1.5e9, **{end: 3e9})
+
+
+def test_where_a_step_opens_and_closes() -> None:
+    timeline = pipeline(16, 8, 2, 3e9)
+    kinds = "".join(m.kind for m in timeline.moments)
+    assert kinds[: timeline.opening] == "F" * 16 and kinds[timeline.opening] == "B"
+    assert kinds[timeline.closing :] == "B" * 16 and kinds[timeline.closing - 1] == "F"
+
+
+def _steps(timeline: Timeline, plan: Plan) -> list[tuple[float, float, Moment]]:
+    """(start, start of the next, moment)."""
+    starts = starts_of(timeline, plan)
+    return list(zip(starts, starts[1:], timeline.moments, strict=False))
+
+
+def test_with_everything_the_link_works_while_the_device_waits_for_others() -> None:
+    timeline = pipeline(16, 8, 3, 4e9)
+    idle = replace(timeline, moments=tuple(replace(m, idle=1e-3 if m.call % 3 == 0 else 0.0) for m in timeline.moments))
+    paths = frozenset(f"layer{i}" for i in range(3))
+    busy, waiting = (plan_interleaved(t, paths, everything=True) for t in (timeline, idle))
+    assert waiting.peak_bytes == max(held_over_time(idle, waiting)) + MB < busy.peak_bytes
+    assert plan_interleaved(timeline, paths) == plan_interleaved(idle, paths), (
+        "what nobody may wait for counts on no idle time"
+    )
+
+
+@pytest.mark.parametrize(("ahead", "layers", "rate"), [(8, 2, 3.5e9), (10, 3, 3e9)])
+def test_waits_are_worth_what_they_buy(monkeypatch: pytest.MonkeyPatch, ahead: int, layers: int, rate: float) -> None:
+    timeline = pipeline(64, ahead, layers, rate)
+    seconds = sum(m.seconds for m in timeline.moments)
+    found = {}
+    for worth in (0, 2, 20, 200):
+        monkeypatch.setattr(offload_plan, "_WORTH", worth)
+        plan = plan_interleaved(timeline, frozenset(f"layer{i}" for i in range(layers)), everything=True)
+        assert plan.peak_bytes == max(held_over_time(timeline, plan)) + MB
+        found[worth] = plan.peak_bytes, plan.stall_seconds / seconds
+    for worth, (peak, stall) in found.items():
+        assert all(peak * (1 + worth * stall) <= p * (1 + worth * s) for p, s in found.values())
+    assert found[0][0] < found[200][0] and found[200][1] < found[0][1]
+
+
+@pytest.mark.parametrize("memory_rate", [1.2e12, 0.6e12])
+def test_copies_take_little_of_the_devices_own_memory(memory_rate: float) -> None:
+    timeline = pipeline(64, 8, 2, 20e9)
+    paths = frozenset({"layer0", "layer1"})
+    seconds = sum(m.seconds for m in timeline.moments)
+    kept, most = (plan_interleaved(timeline, p) for p in (frozenset(), paths))
+    slower = replace(timeline, memory_rate=memory_rate)
+    plan = plan_interleaved(slower, paths)
+    assert 0 < 2 * plan.planned_bytes <= 0.0018 * seconds * memory_rate < 2 * most.planned_bytes
+    assert most.peak_bytes < plan.peak_bytes < kept.peak_bytes
+    assert plan_interleaved(slower, paths, everything=True) == plan_interleaved(timeline, paths, everything=True)
+
+
+@pytest.mark.parametrize(("ahead", "layers", "rate"), [(4, 1, 6.04e9), (7, 3, 4.37e9)])
+def test_of_few_kinds_shorter_waits_are_tried_too(
+    monkeypatch: pytest.MonkeyPatch, ahead: int, layers: int, rate: float
+) -> None:
+    timeline = pipeline(32, ahead, layers, rate, items=(5 * MB,))
+    paths = frozenset(f"layer{i}" for i in range(layers))
+    seconds = sum(m.seconds for m in timeline.moments)
+
+    def cost() -> float:
+        plan = plan_interleaved(timeline, paths, everything=True)
+        return plan.peak_bytes * (1 + 2 * plan.stall_seconds / seconds)
+
+    sparse = cost()
+    monkeypatch.setattr(offload_plan, "_EVERY", 1)
+    assert sparse == cost()
+
+
+def test_with_everything_and_a_fast_link_nobody_waits() -> None:
+    timeline = pipeline(16, 8, 2, 1e13)
+    paths = frozenset({"layer0", "layer1"})
+    plan = plan_interleaved(timeline, paths, everything=True)
+    assert plan.peak_bytes == max(held_over_time(timeline, plan)) + MB
+    assert plan.peak_bytes <= plan_interleaved(timeline, paths).peak_bytes and plan.stall_seconds == 0
+
+
+def test_what_another_call_reads_first_is_back_for_that_one() -> None:
+    timeline = pipeline(16, 4, 3, 20e9)
+    shared = [
+        replace(call, shared_with=(("layer1", call.key[1]),)) if call.key[0] == "layer0" else call
+        for call in timeline.calls
+    ]
+    paths = frozenset({"layer0"})
+    alone, plan = plan_interleaved(timeline, paths), plan_interleaved(replace(timeline, calls=tuple(shared)), paths)
+    assert alone.offload and plan.offload
+    index = {(m.kind, timeline.calls[m.call].key): i for i, m in enumerate(timeline.moments)}
+    held_over_time(timeline, plan)
+    margins = []
+    for named in (alone, plan):
+        fetched = {key: index[name] for name, keys in named.fetch_at.items() for key in keys}
+        margins.append(min(index["B", ("layer1", m)] - fetched["layer0", m] for _, m in named.offload))
+    assert margins[0] <= 0 < margins[1], "not tight without, or late for the other reader"
+
+
+def test_what_is_interleaved() -> None:
+    assert is_interleaved(pipeline(4, 2, 1, 1e9))
+    assert not is_interleaved(pipeline(4, 4, 1, 1e9))  # all forwards, then all backwards

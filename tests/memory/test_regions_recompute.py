@@ -1,0 +1,159 @@
+"""Recomputed regions: results to the bit, what runs again, and how often ranks talk."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import set_checkpoint_early_stop
+
+from forebay.memory.regions import recomputed, refuse_nested_checkpointing
+from forebay.moe.dispatch import NcclExchange
+from forebay.moe.dispatch_op import combine, dispatch
+from forebay.moe.experts import experts
+from tests.ranks import run_ranks
+
+MODES = ("full", "save-dispatch", "save-both")
+T, H, E, K, INNER = 6, 16, 4, 2, 8
+
+
+class Counted(NcclExchange):
+    """Counts what it is asked to do: combine and the gradient of dispatch are both `collect`."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.calls: Counter[str] = Counter()
+
+    def dispatch(self, *args: Any) -> Any:
+        self.calls["dispatch"] += 1
+        return super().dispatch(*args)
+
+    def collect(self, rows: Tensor, narrow: Tensor | None, *args: Any) -> Any:
+        self.calls["combine" if narrow is None else "gradient of dispatch"] += 1
+        return super().collect(rows, narrow, *args)
+
+
+def layer(exchange: Counted, rank: int, tail: bool) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    """A region with both communications, and with something behind combine that saves its output if `tail`."""
+    g = torch.Generator().manual_seed(rank)
+    ids = torch.rand(T, E, generator=g).argsort(1)[:, :K]
+    shapes = ((T, H), (T, K), (E // 2, 2 * INNER, H), (E // 2, H, INNER))
+    trained = [torch.randn(s, generator=g).requires_grad_() for s in shapes]
+
+    def forward(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        sent = dispatch(torch.tanh(x), ids, weights, exchange)
+        y_rows = experts(sent.rows, sent.ids, sent.weights, gate_up, down, max_rows=sent.max_rows)
+        y = combine(y_rows, sent.handle)
+        return torch.nn.functional.silu(y) if tail else y
+
+    return forward, trained
+
+
+def counted(rank: int, world: int) -> dict[str, Any]:
+    exchange = Counted(dist.group.WORLD, E)
+    found: dict[str, Any] = {}
+    for tail in (False, True):
+        forward, trained = layer(exchange, rank, tail)
+        plain = forward(*trained)
+        wanted = [plain, *torch.autograd.grad(plain.sum(), trained)]
+        for early_stop in (True, False):
+            for mode in MODES:
+                exchange.calls.clear()
+                with set_checkpoint_early_stop(early_stop):
+                    y = recomputed(forward, mode)(*trained)
+                    got = [y, *torch.autograd.grad(y.sum(), trained)]
+                same = all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+                found[f"{mode}, tail={tail}, early_stop={early_stop}"] = (same, dict(exchange.calls))
+                del y, got
+        del plain, wanted
+    forward, trained = layer(exchange, rank, False)
+    whole = torch.autograd.grad(forward(*trained).sum(), trained)
+    exchange.calls.clear()
+    with torch.no_grad():
+        recomputed(forward, "save-both")(*trained)
+    found["no_grad"] = dict(exchange.calls)
+    found["alive"] = exchange.live_handles
+    for mode in MODES:
+        exchange.calls.clear()
+        y = recomputed(forward, mode)(*trained)
+        # A backward in two parts, for inputs and for weights.
+        try:
+            first = torch.autograd.grad(y.sum(), trained[:2], retain_graph=True)
+            second = torch.autograd.grad(y.sum(), trained[2:])
+            found[f"split, {mode}"] = all(torch.equal(a, b) for a, b in zip((*first, *second), whole, strict=True))
+        except RuntimeError as error:
+            found[f"split, {mode}"] = str(error)
+    return found
+
+
+def test_how_often_ranks_talk_in_each_mode() -> None:
+    for found in run_ranks(counted, 2):
+        for tail in (False, True):
+            for early_stop in (True, False):
+                for mode in MODES:
+                    same, calls = found[f"{mode}, tail={tail}, early_stop={early_stop}"]
+                    # An early stop skips a combine that nothing behind it asks for.
+                    again = mode != "save-both" and (tail or not early_stop)
+                    assert same and calls == {
+                        "dispatch": 2 if mode == "full" else 1,
+                        "combine": 2 if again else 1,
+                        "gradient of dispatch": 1,
+                    }, (mode, tail, early_stop, calls)
+        assert found["no_grad"] == {"dispatch": 1, "combine": 1}
+        assert found["alive"] == 0
+        assert found["split, full"] is True
+        for mode in ("save-dispatch", "save-both"):
+            assert "backward an extra time" in found[f"split, {mode}"]
+
+
+class Runs:
+    """A region with dropout that counts its runs."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return torch.nn.functional.dropout(torch.sin(x), 0.5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_without_communication_every_mode_runs_the_region_again_with_the_same_numbers(mode: str) -> None:
+    x = torch.randn(64, requires_grad=True)
+    torch.manual_seed(1)
+    plain = Runs()(x)
+    wanted = torch.autograd.grad(plain.sum(), x)[0]
+    runs = Runs()
+    torch.manual_seed(1)
+    y = recomputed(runs, mode)(x)
+    assert torch.equal(y, plain) and runs.count == 1
+    torch.rand(3)  # backward starts from another state
+    state = torch.get_rng_state()
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], wanted) and runs.count == 2
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_without_gradients_it_is_a_plain_call(mode: str) -> None:
+    runs = Runs()
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            assert not recomputed(runs, mode)(torch.ones(3, requires_grad=True)).requires_grad
+    assert runs.count == 2
+
+
+def test_an_unknown_mode_lists_the_valid_ones() -> None:
+    with pytest.raises(ValueError, match=r"'dispatch' is unknown; valid are full, save-dispatch, save-both"):
+        recomputed(torch.sin, "dispatch")
+
+
+def test_a_checkpointed_child_is_named() -> None:
+    child: Any = nn.Sequential(nn.Linear(2, 2))
+    module = nn.Sequential(nn.Linear(2, 2), child)
+    refuse_nested_checkpointing("model.layers.0", module)
+    child.gradient_checkpointing = True
+    with pytest.raises(ValueError, match=r"'model.layers.0' is to be recomputed, but 'model.layers.0.1' is already"):
+        refuse_nested_checkpointing("model.layers.0", module)

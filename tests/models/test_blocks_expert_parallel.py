@@ -1,0 +1,172 @@
+"""Every family with its experts spread over gloo ranks, against one process; and what placements may change: nothing."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from forebay.managed import manage
+from forebay.models.blocks import keep_local_experts
+from forebay.models.families import moe_blocks
+from forebay.moe.dispatch import NcclExchange
+from forebay.policy import PolicyError
+from tests.models.conftest import FAMILIES, VOCABULARY, build_tiny
+from tests.ranks import run_ranks
+
+BATCH, SEQUENCE = 4, 6
+
+
+def experts_of(model: Any) -> int:
+    return moe_blocks(model)[0].experts.num_experts  # type: ignore[return-value]
+
+
+def tokens() -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=g)
+    return ids, ids.roll(-1, 1)
+
+
+def gradients(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> tuple[float, dict[str, torch.Tensor]]:
+    loss = model(input_ids=ids, labels=labels, shift_labels=labels, num_items_in_batch=BATCH * SEQUENCE).loss
+    loss.backward()
+    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return float(loss), found
+
+
+def errors_of(rank: int, world: int, family: str) -> float:
+    """The largest relative error of a gradient on this rank against one process that has all experts and tokens."""
+    ids, labels = tokens()
+    whole = build_tiny(family)
+    with manage(whole):
+        _, wanted = gradients(whole, ids, labels)
+    model = build_tiny(family)
+    exchange = NcclExchange(dist.group.WORLD, experts_of(model))
+    keep_local_experts(model, exchange)
+    mine = slice(rank * BATCH // world, (rank + 1) * BATCH // world)
+    with manage(model, exchange=exchange):
+        _, got = gradients(model, ids[mine], labels[mine])
+    worst = 0.0
+    for name, gradient in got.items():
+        target = wanted[name]
+        if ".experts." in name and "shared" not in name:
+            n = exchange.local_experts
+            target = target[rank * n : (rank + 1) * n]
+        else:
+            dist.all_reduce(gradient)
+        worst = max(worst, float((gradient - target).abs().max()) / max(float(target.abs().max()), 1e-30))
+    assert exchange.live_handles == 0
+    return worst
+
+
+def all_families(rank: int, world: int, names: list[str]) -> dict[str, float]:
+    return {name: errors_of(rank, world, name) for name in names}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_gradients_are_those_of_one_process(world: int) -> None:
+    names = sorted(set(FAMILIES) - {"llama", "qwen3"})
+    for rank, worst in enumerate(run_ranks(all_families, world, names)):
+        # fp32: each token's sum over experts is grouped by rank, so sums are made in another order.
+        assert all(error <= 2e-6 for error in worst.values()), (rank, worst)
+
+
+class Counting(NcclExchange):
+    """Counts what travels in a step: dispatch and combine, and their gradients (spread for combine, collect for both)."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.dispatched = self.summed = 0
+
+    def dispatch(self, *args: Any) -> Any:
+        self.dispatched += 1
+        return super().dispatch(*args)
+
+    def collect(self, *args: Any) -> Any:
+        self.summed += 1
+        return super().collect(*args)
+
+
+def communication(rank: int, world: int, compile: bool) -> dict[str, tuple[int, int]]:
+    """How often rows were dispatched and summed in a step of one MoE layer, by recompute mode; loss and gradients are equal."""
+    ids, labels = tokens()
+    mine = slice(rank * BATCH // world, (rank + 1) * BATCH // world)
+    model = build_tiny("qwen3_moe")
+    exchange = Counting(dist.group.WORLD, experts_of(model))
+    keep_local_experts(model, exchange)
+    counts, results = {}, []
+    for mode in ("light", "full", "save-dispatch", "save-both"):
+        with manage(model, {"*.mlp": "recompute"}, recompute=mode, exchange=exchange, compile=compile):
+            exchange.dispatched = exchange.summed = 0
+            results.append(gradients(model, ids[mine], labels[mine]))
+            counts[mode] = exchange.dispatched, exchange.summed
+    loss, wanted = results[0]
+    for its_loss, got in results[1:]:
+        assert its_loss == loss and all(torch.equal(got[n], wanted[n]) for n in wanted)
+    return counts
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_recompute_modes_repeat_what_they_say(compile: bool) -> None:
+    # Summed: combine, and the gradient of dispatch. An early stop comes before combine is repeated.
+    expected = {"light": (1, 2), "full": (2, 2), "save-dispatch": (1, 2), "save-both": (1, 2)}
+    assert run_ranks(communication, 2, compile) == [expected] * 2
+
+
+def compare_placements(rank: int, world: int) -> list[str]:
+    ids, labels = tokens()
+    mine = slice(rank * BATCH // world, (rank + 1) * BATCH // world)
+    model = build_tiny("deepseek_v3")
+    exchange = NcclExchange(dist.group.WORLD, experts_of(model))
+    keep_local_experts(model, exchange)
+    results = {}
+    kinds: list[tuple[Any, str]] = [("keep", "light"), ("offload", "light")]
+    kinds += [("recompute", mode) for mode in ("light", "full", "save-dispatch", "save-both")]
+    kinds += [({"*.mlp": "recompute", "*.self_attn": "offload"}, "light")]
+    for policy, mode in kinds:
+        with manage(model, policy, recompute=mode, exchange=exchange, offload="all") as memory:
+            for _ in range(4):  # the measuring cycles of offload, and one under its plan
+                found = gradients(model, ids[mine], labels[mine])
+            assert memory.ledger.live_tickets == 0
+        results[f"{policy} {mode}"] = found
+        assert exchange.live_handles == 0, (policy, mode)
+    loss, wanted = results["keep light"]
+    return [
+        f"{kind}: {name}"
+        for kind, (its_loss, got) in results.items()
+        for name in wanted
+        if its_loss != loss or not torch.equal(got[name], wanted[name])
+    ]
+
+
+def test_placements_change_no_bit() -> None:
+    assert run_ranks(compare_placements, 2) == [[], []]
+
+
+def refusals(rank: int, world: int) -> list[str]:
+    model = build_tiny("qwen3_moe")
+    experts = experts_of(model)
+    messages = []
+    for attempt in (
+        lambda: NcclExchange(dist.group.WORLD, experts + 1),
+        lambda: manage(model, exchange=NcclExchange(dist.group.WORLD, experts)),
+        lambda: manage(model, exchange=NcclExchange(dist.group.WORLD, experts * 2)),
+        lambda: manage(model, exchange=NcclExchange(dist.group.WORLD, experts), experts=None),
+        lambda: manage(model, recompute="sometimes"),
+    ):
+        with pytest.raises((ValueError, PolicyError)) as caught:
+            attempt()
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_refusals_say_what_would_be_valid() -> None:
+    indivisible, whole, number, foreign, mode = run_ranks(refusals, 2)[0]
+    assert (
+        "65 experts cannot be divided evenly among 2 ranks; valid expert-parallel sizes are 1, 5, 13, 65" in indivisible
+    )
+    assert "holds 64 experts on rank 0" in whole and "32 each" in whole
+    assert "128" in number
+    assert "experts='forebay'" in foreign
+    assert "light, full, save-dispatch, save-both" in mode

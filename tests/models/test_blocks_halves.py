@@ -1,0 +1,274 @@
+"""Decoder layers as two halves give bitwise the layers' results, and leave nothing behind."""
+
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from forebay.memory.regions import setting
+from forebay.models.blocks import install_halves, register
+from forebay.models.families import has_known_layers
+
+FAMILIES = (
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe",
+    "gpt_oss",
+    "llama",
+    "mixtral",
+    "olmoe",
+    "qwen3",
+    "qwen3_moe",
+)
+
+
+def _equal(a, b):
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _state(model):
+    return {path: dict(module.__dict__) for path, module in model.named_modules()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bitwise_the_original_and_gone_afterwards(family, tiny, tokens, losses_and_gradients):
+    model = tiny(family)
+    expected = losses_and_gradients(model, tokens)
+    before = _state(model)
+    halves = install_halves(model)
+    assert list(halves) == [f"model.layers.{i}.{half}" for i in (0, 1) for half in ("self_attn", "mlp")]
+    called = []
+    for path, slot in halves.items():
+        slot.wrap(lambda fn, path=path: lambda *a, **k: (called.append(path), fn(*a, **k))[1])
+    assert _equal(losses_and_gradients(model, tokens), expected)
+    assert called == list(halves)
+    halves.uninstall()
+    assert _state(model) == before
+    assert _equal(losses_and_gradients(model, tokens), expected)
+    assert called == list(halves), "an uninstalled half was called"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_checkpointed_halves_are_bitwise_equal(family, tiny, tokens, losses_and_gradients):
+    model = tiny(family)
+    expected = losses_and_gradients(model, tokens)
+    halves = install_halves(model)
+    runs = []
+
+    def checkpointed(fn):
+        def counted(*args, **kwargs):
+            runs.append(1)
+            return fn(*args, **kwargs)
+
+        return partial(checkpoint, counted, use_reentrant=False)
+
+    for slot in halves.values():
+        slot.wrap(checkpointed)
+    assert _equal(losses_and_gradients(model, tokens), expected)
+    assert len(runs) == 2 * len(halves), "each half runs once forward and once again"
+
+
+def test_padding_and_packing_reach_the_attention(tiny, tokens, losses_and_gradients):
+    model = tiny("qwen3_moe")
+    mask = torch.ones_like(tokens)
+    mask[1, 10:] = 0
+    expected = losses_and_gradients(model, tokens, attention_mask=mask)
+    assert not _equal(losses_and_gradients(model, tokens), expected)
+    install_halves(model)
+    assert _equal(losses_and_gradients(model, tokens, attention_mask=mask), expected)
+
+
+def test_a_positional_call_of_a_layer(tiny):
+    model = tiny("mixtral")  # the family whose layers take the position embeddings second
+    layer = model.model.layers[0]
+    x = torch.randn(2, 16, 64)
+    embeddings = model.model.rotary_emb(x, torch.arange(16)[None])
+    expected = layer(x, embeddings, None)
+    install_halves(model)
+    assert torch.equal(layer(x, embeddings, None), expected)
+
+
+def test_a_cache_takes_the_original_forward(tiny, tokens):
+    model = tiny("qwen3_moe").eval()
+    generation = {"max_new_tokens": 4, "do_sample": False, "use_cache": True}
+    with torch.no_grad():
+        expected = model(tokens, use_cache=True)
+        generated = model.generate(tokens[:, :4], **generation)
+    halves = install_halves(model)
+    for slot in halves.values():
+        slot.wrap(lambda fn: pytest.fail)
+    with torch.no_grad():
+        got = model(tokens, use_cache=True)
+        assert torch.equal(got.logits, expected.logits)
+        assert got.past_key_values.get_seq_length() == 16
+        assert torch.equal(model.generate(tokens[:, :4], **generation), generated)
+    with pytest.warns(UserWarning, match="use_cache=False"):
+        model.train()(tokens, use_cache=True)
+
+
+@pytest.mark.parametrize("how", ["argument", "config"])
+def test_attention_weights_take_the_original_forward(how, tiny, tokens):
+    model = tiny("qwen3_moe")
+    model.set_attn_implementation("eager")
+    expected = model(tokens, output_attentions=True).attentions
+    install_halves(model)
+    if how == "argument":
+        got = model(tokens, output_attentions=True).attentions
+    else:
+        model.config.output_attentions = True
+        got = model(tokens).attentions
+    assert _equal(got, expected) and len(got) == 2
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral", "olmoe", "qwen3_moe"])
+def test_transformers_own_capture_still_works(family, tiny, tokens, losses_and_gradients):
+    model = tiny(family, router_aux_loss_coef=0.5)
+    more = {"output_router_logits": True, "output_hidden_states": True}
+    expected, out = losses_and_gradients(model, tokens, **more), model(tokens, **more)
+    assert not _equal(losses_and_gradients(model, tokens), expected)
+    install_halves(model)
+    assert _equal(losses_and_gradients(model, tokens, **more), expected)
+    got = model(tokens, **more)
+    assert _equal(got.router_logits, out.router_logits) and len(got.router_logits) > 0
+    assert _equal(got.hidden_states, out.hidden_states)
+
+
+def test_restore_puts_the_bare_half_back(tiny, tokens):
+    model = tiny("qwen3_moe")
+    model.set_experts_implementation(register())
+    experts = model.model.layers[1].mlp.experts
+    slot = install_halves(model)["model.layers.1.mlp"]
+    bare = slot.call
+    slot.wrap(lambda fn: lambda *a: fn(*a))
+    slot.wrap(lambda fn: lambda *a: fn(*a))
+    slot.light_recompute(True)
+    assert slot.call is not bare and setting(experts, "forebay_save_h") is False
+    slot.restore()
+    assert slot.call is bare and setting(experts, "forebay_save_h") is None and "_forebay" not in vars(experts)
+    assert slot.module is model.model.layers[1]
+
+
+def test_light_recompute_is_only_for_forebays_experts(tiny):
+    model = tiny("qwen3_moe")
+    halves = install_halves(model)
+    assert all(slot.light_recompute is None for slot in halves.values())
+
+
+# --- what is refused --------------------------------------------------------------------------------
+
+
+def test_an_unknown_layer_is_named(tokens):
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    config = Gemma2Config(
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=32,
+        vocab_size=50,
+        pad_token_id=0,
+    )
+    model = Gemma2ForCausalLM(config)
+    with pytest.raises(ValueError, match=r"Gemma2DecoderLayer.*Qwen3MoeDecoderLayer"):
+        install_halves(model)
+    assert not has_known_layers(model)
+
+
+def test_a_model_without_decoder_layers_is_named():
+    with pytest.raises(ValueError, match=r"Sequential has no decoder layers.*Qwen3MoeDecoderLayer"):
+        install_halves(nn.Sequential(nn.TransformerDecoderLayer(8, 2), nn.Linear(8, 8)))
+
+
+def test_an_unknown_mlp_is_named(tiny):
+    model = tiny("qwen3_moe")
+    model.model.layers[1].mlp = nn.Linear(64, 64)
+    with pytest.raises(ValueError, match=r"'model.layers.1.mlp' is a Linear.*Qwen3MoeSparseMoeBlock"):
+        install_halves(model, compile=True)
+    assert "forward" not in model.model.layers[0].__dict__, "half installed after an error"
+
+
+def test_an_unknown_mlp_is_called_as_it_is(tiny, tokens, losses_and_gradients):
+    model = tiny("qwen3_moe")
+    model.model.layers[1].mlp = nn.Linear(64, 64)
+    expected = losses_and_gradients(model, tokens)
+    install_halves(model)
+    assert _equal(losses_and_gradients(model, tokens), expected)
+
+
+@pytest.mark.parametrize("which", ["model.layers.1", "model.layers.1.mlp"])
+def test_a_replaced_forward_is_named(which, tiny):
+    model = tiny("qwen3_moe")
+    module = model.get_submodule(which)
+    module.forward = partial(type(module).forward, module)
+    with pytest.raises(ValueError, match=f"forward of {which!r}.*replaced"):
+        install_halves(model, compile=True)
+
+
+def test_a_subclass_with_its_own_forward_is_refused_and_one_without_is_not(tiny, tokens):
+    model = tiny("qwen3_moe")
+    layer = model.model.layers[1]
+    kind = type(layer)
+    expected = model(tokens).logits
+    layer.__class__ = type("Sharded", (kind,), {})  # what FSDP2 does
+    install_halves(model).uninstall()
+    assert torch.equal(model(tokens).logits, expected)
+    layer.__class__ = type("Patched", (kind,), {"forward": lambda self, x, **_: x})
+    with pytest.raises(ValueError, match=r"Patched.*replaced"):
+        install_halves(model)
+
+
+def test_transformers_own_checkpointing_of_halves(tiny, tokens, losses_and_gradients):
+    model = tiny("qwen3_moe")
+    expected = losses_and_gradients(model, tokens)
+    model.gradient_checkpointing_enable()
+    install_halves(model)
+    assert _equal(losses_and_gradients(model, tokens), expected)
+
+
+def test_router_jitter_is_the_blocks_own_and_refused_in_compiled_halves(tiny, tokens):
+    model = tiny("mixtral", router_jitter_noise=0.1)
+    torch.manual_seed(5)
+    expected = model(tokens).logits
+    with pytest.raises(ValueError, match="router_jitter_noise"):
+        install_halves(model, compile=True)
+    install_halves(model)
+    torch.manual_seed(5)
+    assert torch.equal(model(tokens).logits, expected)
+
+
+def test_uninstall_leaves_what_was_put_on_top_and_may_be_repeated(tiny, tokens):
+    model = tiny("qwen3_moe")
+    halves = install_halves(model)
+    called = []
+    halves["model.layers.1.mlp"].wrap(lambda fn: lambda *a: (called.append(1), fn(*a))[1])
+    layer = model.model.layers[1]
+    ours = layer.forward
+    theirs = layer.forward = lambda *a, **k: ours(*a, **k)
+    expected = model(tokens).logits
+    halves.uninstall()
+    halves.uninstall()
+    assert layer.forward is theirs and called == [1]
+    assert torch.equal(model(tokens).logits, expected) and called == [1]
+    layer.forward = ours
+    with install_again(model):
+        assert torch.equal(model(tokens).logits, expected)
+    assert all("forward" not in m.__dict__ for m in model.modules())
+
+
+@contextmanager
+def install_again(model):
+    halves = install_halves(model)
+    yield
+    halves.uninstall()
+
+
+def test_installing_twice_is_refused(tiny):
+    model = tiny("qwen3_moe")
+    install_halves(model)
+    with pytest.raises(ValueError, match=r"model.layers.0.*under management already"):
+        install_halves(model)

@@ -1,0 +1,126 @@
+"""Parts of every family: the names of the whole, all of it together, and what Forebay does to a model also done to a part."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import forebay
+from forebay.models.families import LocalLayers, all_layers, decoder_layers, keep_part, moe_blocks
+from tests.models.conftest import FAMILIES, build_tiny
+
+# Of 5 layers: (numbers, embedding, head). Two pipeline ranks of one stage each; and of two, which is a V.
+CHAIN = ((range(2), True, False), (range(2, 5), False, True))
+V = (((0, 4), True, True), ((1, 2, 3), False, False))
+
+
+def on_meta(family: str, **fields: object) -> Any:
+    with torch.device("meta"):
+        return build_tiny(family, num_hidden_layers=5, **fields)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("cut", [CHAIN, V], ids=["chain", "v"])
+def test_the_parts_are_the_whole(family: str, cut: Any) -> None:
+    whole = on_meta(family)
+    shapes = {name: tuple(p.shape) for name, p in whole.named_parameters()}
+    blocks = [b.path for b in moe_blocks(whole)]
+    layers = [path for path, _ in decoder_layers(whole)]
+    kinds = [type(m) for m in whole.model.layers]
+    found: dict[str, Any] = {}
+    found_blocks, found_layers = [], []
+    for numbers, embedding, head in cut:
+        part = on_meta(family)
+        keep_part(part, numbers, embedding, head)
+        own = {name: tuple(p.shape) for name, p in part.named_parameters()}
+        assert not own.keys() & found.keys()
+        found |= own
+        found_blocks += [b.path for b in moe_blocks(part)]
+        found_layers += (mine := [path for path, _ in decoder_layers(part)])
+        assert mine == [f"model.layers.{n}" for n in numbers]
+        assert ("model.embed_tokens.weight" in own) == embedding == (part.get_input_embeddings() is not None)
+        assert ("lm_head.weight" in own) == ("model.norm.weight" in own) == head
+        kept = part.model.layers
+        assert isinstance(kept, LocalLayers) and kept.numbers == tuple(numbers)
+        assert [type(m) for m in kept.everything] == [type(m) for m in all_layers(part)] == kinds
+        assert all(kept[str(n)] is kept.everything[n] for n in numbers)
+    assert found == shapes and sorted(found_blocks) == sorted(blocks) and sorted(found_layers) == sorted(layers)
+    assert all_layers(whole) == tuple(whole.model.layers)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_left_out_gets_no_memory(family: str) -> None:
+    part = on_meta(family)
+    keep_part(part, [1], False, False)
+    part.to_empty(device="cpu")
+    part.tie_weights()
+    assert not any(t.is_meta for t in [*part.parameters(), *part.buffers()])
+    others = [layer for n, layer in enumerate(part.model.layers.everything) if n != 1]
+    assert len(others) == 4 and all(p.is_meta for layer in others for p in layer.parameters())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_part_is_managed_and_its_layers_run(family: str, tokens: Tensor) -> None:
+    """The layers of two parts, one after the other, give the hidden states of the whole, bit for bit."""
+    whole = build_tiny(family, num_hidden_layers=5, attn_implementation="eager")
+    hidden: list[Tensor] = []
+    given: list[dict[str, Any]] = []
+    for layer in whole.model.layers:
+        layer.register_forward_pre_hook(lambda _, args, kwargs: given.append(kwargs), with_kwargs=True)
+        layer.register_forward_hook(lambda _, args, output: hidden.append(output.detach()))
+    with torch.no_grad(), forebay.manage(whole, loss=None):  # hooks are module hooks: the halves run inside
+        whole.model(tokens, use_cache=False)
+    for numbers, embedding, head in CHAIN:
+        part: Any = build_tiny(family, num_hidden_layers=5, attn_implementation="eager")
+        keep_part(part, numbers, embedding, head)
+        with forebay.manage(part, {"*.mlp": "recompute"}, loss="fused") as memory, torch.no_grad():
+            paths = [f"model.layers.{n}.{half}" for n in numbers for half in ("self_attn", "mlp")]
+            assert list(memory.halves) == paths and memory.placements[paths[-1]] == "recompute"
+            x = part.model.embed_tokens(tokens) if embedding else hidden[numbers[0] - 1]
+            for n in numbers:
+                x = part.model.layers[str(n)](x, **given[n])
+                assert torch.equal(x, hidden[n]), n
+
+
+@pytest.mark.parametrize("embedding", [True, False])
+def test_a_weight_of_embedding_and_head_stays_on_one_rank(embedding: bool) -> None:
+    part = on_meta("qwen3_moe", tie_word_embeddings=True)
+    with pytest.raises(
+        ValueError, match=r"one weight for embedding and head \(tie_word_embeddings\).*tie_word_embeddings = false"
+    ):
+        keep_part(part, [0], embedding, not embedding)
+    assert isinstance(part.model.layers, nn.ModuleList)  # left as it was
+    keep_part(part, [0], embedding, embedding)
+    part.to_empty(device="cpu")
+    part.tie_weights()
+    names = {name for name, _ in part.named_parameters(remove_duplicate=False)}
+    assert (
+        names >= {"lm_head.weight", "model.embed_tokens.weight"}
+        if embedding
+        else not any("lm_head" in n for n in names)
+    )
+    if embedding:
+        assert part.lm_head.weight is part.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize(
+    ("numbers", "said"),
+    [
+        ([], "at least one of the 5 decoder layers"),
+        ([4, 5], r"layers \[4, 5\] are not different ones of 0 to 4"),
+        ([-1], "not different ones of 0 to 4"),
+        ([1, 1], "not different ones of 0 to 4"),
+    ],
+)
+def test_numbers_that_are_no_layers(numbers: list[int], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        keep_part(on_meta("qwen3_moe"), numbers, True, True)
+
+
+def test_a_part_is_not_cut_again(tiny: Callable[..., Any]) -> None:
+    part = tiny("qwen3_moe")
+    keep_part(part, [0], True, True)
+    with pytest.raises(ValueError, match="this Qwen3MoeForCausalLM is a part already"):
+        keep_part(part, [0], True, True)

@@ -1,0 +1,367 @@
+"""`linear_cross_entropy` against `F.cross_entropy` on the logits of all tokens, in fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from forebay.kernels import cross_entropy
+from forebay.models import fused_loss as loss_module
+from forebay.models.fused_loss import linear_cross_entropy, linear_cross_entropy_into
+
+T, H, V = 37, 8, 50
+
+
+def make(
+    tokens: int = T, dtype: torch.dtype = torch.float64, ignore: int = -100, device: str = "cpu"
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    hidden = torch.randn(tokens, H, dtype=dtype, device=device).requires_grad_()
+    weight = torch.randn(V, H, dtype=dtype, device=device).requires_grad_()
+    bias = torch.randn(V, dtype=dtype, device=device).requires_grad_()
+    targets = torch.randint(V, (tokens,), device=device)
+    targets[1::4] = ignore
+    return hidden, weight, bias, targets
+
+
+def reference(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    return F.cross_entropy(F.linear(hidden, weight, options.pop("bias", None)), targets, **options)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, T - 1, T, T + 1, None])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_loss_and_gradients(chunk: int | None, reduction: str, with_bias: bool) -> None:
+    hidden, weight, bias, targets = make()
+    inputs = (hidden, weight, bias) if with_bias else (hidden, weight)
+    options = {"bias": bias} if with_bias else {}
+    want = reference(hidden, weight, targets, reduction=reduction, **options)
+    got = linear_cross_entropy(hidden, weight, targets, reduction=reduction, chunk_tokens=chunk, **options)
+    assert got.dtype == torch.float64 and got.shape == ()
+    torch.testing.assert_close(got, want)
+    # A factor that is no power of two: the upstream gradient must reach every input.
+    for a, b in zip(torch.autograd.grad(got * 0.3, inputs), torch.autograd.grad(want * 0.3, inputs), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_gradcheck() -> None:
+    hidden, weight, bias, targets = make(tokens=6)
+    assert torch.autograd.gradcheck(
+        lambda h, w, b: linear_cross_entropy(h, w, targets, bias=b, chunk_tokens=4),
+        (hidden, weight, bias),
+    )
+
+
+@pytest.mark.parametrize("ignore", [-100, 3])
+def test_ignore_index(ignore: int) -> None:
+    hidden, weight, _, targets = make(ignore=ignore)
+    want = reference(hidden, weight, targets, ignore_index=ignore)
+    got = linear_cross_entropy(hidden, weight, targets, ignore_index=ignore, chunk_tokens=8)
+    torch.testing.assert_close(got, want)
+    (d_got,), (d_want,) = torch.autograd.grad(got, hidden), torch.autograd.grad(want, hidden)
+    torch.testing.assert_close(d_got, d_want)
+    assert not d_got[targets == ignore].any()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("tokens", [0, 5])
+def test_no_targets_at_all(tokens: int, reduction: str) -> None:
+    """Nothing to predict: NaN mean and zero sum as in torch, and zero gradients, never NaN."""
+    hidden, weight, bias, targets = make(tokens)
+    targets.fill_(-100)
+    want = reference(hidden, weight, targets, bias=bias, reduction=reduction)
+    got = linear_cross_entropy(hidden, weight, targets, bias=bias, reduction=reduction, chunk_tokens=2)
+    torch.testing.assert_close(got, want, equal_nan=True)
+    for grad in torch.autograd.grad(got, (hidden, weight, bias)):
+        assert torch.equal(grad, torch.zeros_like(grad))
+
+
+@pytest.mark.parametrize("frozen", [0, 1, 2])
+def test_frozen_input_costs_nothing(frozen: int) -> None:
+    hidden, weight, bias, targets = make()
+    inputs = [hidden, weight, bias]
+    want = torch.autograd.grad(reference(hidden, weight, targets, bias=bias), inputs)
+    inputs[frozen].requires_grad_(False)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        got = linear_cross_entropy(hidden, weight, targets, bias=bias, chunk_tokens=8)
+    live = [i for i in range(3) if i != frozen]
+    for i, grad in zip(live, torch.autograd.grad(got, [inputs[i] for i in live]), strict=True):
+        torch.testing.assert_close(grad, want[i])
+    # Kept for backward: one tensor for each live input, nothing of the frozen one's shape.
+    shapes = [t.shape for t in kept if t.dim() and t.numel()]
+    assert sorted(shapes) == sorted(inputs[i].shape for i in live)
+
+
+def test_backward_twice() -> None:
+    hidden, weight, _, targets = make()
+    loss = linear_cross_entropy(hidden, weight, targets, chunk_tokens=8)
+    once = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    thrice = torch.autograd.grad(loss * 3, (hidden, weight), retain_graph=True)
+    again = torch.autograd.grad(loss, (hidden, weight))
+    for a, b, c in zip(once, thrice, again, strict=True):
+        assert torch.equal(a, c)
+        torch.testing.assert_close(a * 3, b)
+
+
+def test_second_derivative_is_refused() -> None:
+    hidden, weight, _, targets = make()
+    loss = linear_cross_entropy(hidden, weight, targets)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+
+
+def test_without_gradients_only_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    plain = cross_entropy.cross_entropy_
+
+    def spy(*args: Any, **kwargs: Any) -> Tensor:
+        asked.append(kwargs["write_grad"])
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(loss_module, "cross_entropy_", spy)
+    hidden, weight, _, targets = make()
+    want = reference(hidden, weight, targets)
+    with torch.no_grad():
+        got = linear_cross_entropy(hidden, weight, targets)
+    torch.testing.assert_close(got, want.detach())
+    assert not got.requires_grad
+    detached = linear_cross_entropy(hidden.detach(), weight.detach(), targets)
+    assert torch.equal(got, detached) and asked == [False, False]
+
+
+class LargestAllocation(TorchDispatchMode):
+    """Elements of the largest storage any operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(t, Tensor):
+                self.numel = max(self.numel, t.untyped_storage().nbytes() // t.element_size())
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_operation_makes_the_logits_of_all_tokens(dtype: torch.dtype) -> None:
+    tokens, width, vocab, chunk = 64, 4, 96, 8
+    hidden, weight = torch.randn(tokens, width).to(dtype), torch.randn(vocab, width).to(dtype)
+    targets = torch.randint(vocab, (tokens,))
+    with LargestAllocation() as full:
+        reference(hidden, weight, targets)
+    assert full.numel == tokens * vocab  # the measure sees it where it is
+    with LargestAllocation() as chunked:
+        # Inside the custom op, which a dispatch mode sees as one operation.
+        loss_module._walk_chunks(hidden, weight, None, targets, -100, chunk, [True, True, False])
+    assert chunked.numel == chunk * vocab
+
+
+def test_pick_chunk() -> None:
+    pick = loss_module._pick_chunk
+    wide = torch.empty(16384, 2048, dtype=torch.bfloat16, device="meta")
+    assert pick(wide, vocab=32768, d_weight=True) == 4096  # 256 MiB exactly
+    assert pick(wide, vocab=151936, d_weight=True) == 2048  # H tokens: as large as the weight
+    assert pick(wide, vocab=151936, d_weight=False) == 768  # below 883, three tiles of 256
+    assert pick(wide[:100], vocab=151936, d_weight=True) == 100
+    assert pick(wide[:0], vocab=151936, d_weight=True) == 1
+    assert pick(wide[:1100], vocab=2**18, d_weight=False) == 512  # 3 chunks, not 2 and a rest
+    assert pick(wide, vocab=2**24, d_weight=False) == 8  # too few for tiles: even chunks
+    for vocab in (1, 127, 50257, 201088, 2**28):
+        for tokens in (1, 255, 257, 4097, 16384):
+            for d_weight in (False, True):
+                chunk = pick(wide[:tokens], vocab=vocab, d_weight=d_weight)
+                assert 1 <= chunk <= tokens
+                limit = max(2**28, vocab * 2 * (2048 if d_weight else 1))
+                assert chunk * vocab * 2 <= limit
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_low_precision_errs_no_more_than_torch(dtype: torch.dtype) -> None:
+    """Against fp64 of the same inputs; torch's path is bf16 logits, fp32 loss, one whole GEMM."""
+    check_low_precision(dtype, tokens=512, width=32, vocab=256, chunk=48, device="cpu")
+
+
+def check_low_precision(
+    dtype: torch.dtype, *, tokens: int, width: int, vocab: int, chunk: int | None, device: str
+) -> None:
+    hidden = torch.randn(tokens, width, device=device).to(dtype).requires_grad_()
+    weight = (torch.randn(vocab, width, device=device) * 0.3).to(dtype).requires_grad_()
+    # Zipf's law: some targets come hundreds of times, most rarely, as in text.
+    frequency = 1 / torch.arange(1, vocab + 1, device=device)
+    targets = torch.multinomial(frequency, tokens, replacement=True)
+    inputs = (hidden, weight)
+
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    truth = F.cross_entropy(F.linear(*exact), targets)
+    want = torch.autograd.grad(truth, exact)
+    theirs = F.cross_entropy(F.linear(hidden, weight).float(), targets)
+    ours = linear_cross_entropy(hidden, weight, targets, chunk_tokens=chunk)
+    assert ours.dtype == torch.float32
+    assert abs(ours - truth) <= abs(theirs - truth) + 1e-6 * truth
+    for got, torchs, exact_grad in zip(
+        torch.autograd.grad(ours, inputs), torch.autograd.grad(theirs, inputs), want, strict=True
+    ):
+        assert got.dtype == dtype
+        error, bound = (g.double().sub(exact_grad).norm() for g in (got, torchs))
+        assert error <= bound * 1.02
+
+
+def test_fp16_gradients_of_rare_tokens_survive() -> None:
+    """A mean over many tokens, scaled up again upstream as a gradient scaler does."""
+    tokens, vocab, scale = 4096, 64, 2.0**16
+    hidden = torch.randn(tokens, H).half().requires_grad_()
+    weight = torch.zeros(vocab, H).half().requires_grad_()
+    targets = torch.zeros(tokens, dtype=torch.int64)
+    exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    (want,) = torch.autograd.grad(F.cross_entropy(F.linear(*exact), targets) * scale, exact[1])
+    loss = linear_cross_entropy(hidden, weight, targets, chunk_tokens=1024)
+    (got,) = torch.autograd.grad(loss * scale, weight)
+    torch.testing.assert_close(got.double(), want, rtol=2**-10, atol=1e-2)
+
+
+def test_autocast_casts_as_linear_does() -> None:
+    hidden, weight, bias, targets = make(dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        want = F.cross_entropy(F.linear(hidden, weight, bias).float(), targets)
+        got = linear_cross_entropy(hidden, weight, targets, bias=bias, chunk_tokens=8)
+    torch.testing.assert_close(got, want)
+    for a, b in zip(
+        torch.autograd.grad(got, (hidden, weight, bias)),
+        torch.autograd.grad(want, (hidden, weight, bias)),
+        strict=True,
+    ):
+        assert a.dtype == torch.float32
+        torch.testing.assert_close(a, b, rtol=0.02, atol=0.002)
+
+
+def test_compiles_without_a_graph_break() -> None:
+    hidden, weight, bias, targets = make(dtype=torch.float32)
+
+    def step(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return linear_cross_entropy(h * 2, w, targets, bias=b, chunk_tokens=8)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    inputs = (hidden, weight, bias)
+    got, want = compiled(*inputs), step(*inputs)
+    assert torch.equal(got, want)
+    for a, b in zip(torch.autograd.grad(got, inputs), torch.autograd.grad(want, inputs), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_custom_op_is_well_formed() -> None:
+    hidden, weight, bias, targets = (t.detach() for t in make(dtype=torch.float32))
+    for needs in ([True, True, True], [True, False, False], [False, False, False]):
+        torch.library.opcheck(loss_module._sum_and_grads, (hidden, weight, bias, targets, -100, 8, needs))
+
+
+def test_target_out_of_range_is_nan() -> None:
+    hidden, weight, _, targets = make()
+    targets[3] = V
+    assert linear_cross_entropy(hidden, weight, targets, chunk_tokens=8).isnan()
+
+
+def test_refusals() -> None:
+    hidden, weight, bias, targets = make()
+    with pytest.raises(ValueError, match="reduction"):
+        linear_cross_entropy(hidden, weight, targets, reduction="none")
+    with pytest.raises(ValueError, match="chunk_tokens must be at least 1"):
+        linear_cross_entropy(hidden, weight, targets, chunk_tokens=0)
+    with pytest.raises(ValueError, match=r"hidden must be \[T, H\]"):
+        linear_cross_entropy(hidden.unsqueeze(0), weight, targets)
+    with pytest.raises(ValueError, match=r"weight must be \[V, 8\]"):
+        linear_cross_entropy(hidden, weight.t(), targets)
+    with pytest.raises(ValueError, match=r"targets must be \[37\]"):
+        linear_cross_entropy(hidden, weight, targets[:-1])
+    with pytest.raises(ValueError, match=r"bias must be \[50\]"):
+        linear_cross_entropy(hidden, weight, targets, bias=bias[:-1])
+    with pytest.raises(TypeError, match="targets must be int64"):
+        linear_cross_entropy(hidden, weight, targets.int())
+    with pytest.raises(TypeError, match="weight is"):
+        linear_cross_entropy(hidden, weight.float(), targets)
+    with pytest.raises(TypeError, match="floating point"):
+        linear_cross_entropy(hidden.detach().long(), weight.detach().long(), targets)
+    with pytest.raises(ValueError, match="targets is on meta"):
+        linear_cross_entropy(hidden, weight, targets.to("meta"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("chunk", [512, None])
+def test_low_precision_errs_no_more_than_torch_on_a_gpu(dtype: torch.dtype, chunk: int | None) -> None:
+    check_low_precision(dtype, tokens=5000, width=256, vocab=4099, chunk=chunk, device="cuda")
+
+
+@pytest.mark.gpu
+def test_fp32_and_bias_on_a_gpu() -> None:
+    hidden, weight, bias, targets = make(dtype=torch.float32, device="cuda")
+    inputs = (hidden, weight, bias)
+    want = reference(hidden, weight, targets, bias=bias)
+    got = linear_cross_entropy(hidden, weight, targets, bias=bias, chunk_tokens=8)
+    torch.testing.assert_close(got, want)
+    for a, b in zip(torch.autograd.grad(got, inputs), torch.autograd.grad(want, inputs), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_peak_memory_on_a_gpu() -> None:
+    """Forward's peak is one chunk and the fp32 gradients; backward's these and the bf16 ones."""
+    tokens, width, vocab = 16384, 1024, 65536
+    hidden = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    weight = torch.randn(vocab, width, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    targets = torch.randint(vocab, (tokens,), device="cuda")
+    linear_cross_entropy(hidden, weight, targets).backward()  # cuBLAS takes its workspace
+    hidden.grad = weight.grad = None
+    base = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    loss = linear_cross_entropy(hidden, weight, targets)
+    gradients = 4 * (tokens + vocab) * width
+    slack = 2**23
+    assert torch.cuda.max_memory_allocated() - base <= 2**28 + gradients + slack
+    assert torch.cuda.memory_allocated() - base <= gradients + slack
+    loss.backward()
+    assert torch.cuda.max_memory_allocated() - base <= 2**28 + gradients * 3 // 2 + slack
+
+
+@pytest.mark.gpu
+def test_no_host_synchronisation_on_a_gpu() -> None:
+    hidden, weight, bias, targets = make(dtype=torch.float32, device="cuda")
+    linear_cross_entropy(hidden, weight, targets, bias=bias).backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        linear_cross_entropy(hidden, weight, targets, bias=bias, chunk_tokens=8).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_weight_gradient_into_a_sum() -> None:
+    """Two microbatches into one sum: autograd's gradients, but for the order of sums; the weight itself gets none."""
+    weight = torch.randn(37, 8, dtype=torch.float64, requires_grad=True)
+    total = torch.zeros_like(weight)
+    wanted = torch.zeros_like(weight)
+    for tokens in (5, 0, 7):
+        hidden = torch.randn(tokens, 8, dtype=torch.float64, requires_grad=True)
+        targets = torch.randint(0, 37, (tokens,))
+        targets[:1] = -100
+        loss = linear_cross_entropy_into(hidden, weight, targets, total) / 3
+        loss.backward()
+        expected = linear_cross_entropy(hidden, weight, targets, reduction="sum") / 3
+        d_hidden, d_weight = torch.autograd.grad(expected, (hidden, weight))
+        wanted += d_weight
+        assert torch.equal(loss, expected)
+        torch.testing.assert_close(hidden.grad, d_hidden)
+    assert weight.grad is None
+    torch.testing.assert_close(total / 3, wanted)
+
+
+def test_a_sum_of_another_shape_is_refused() -> None:
+    hidden, weight = torch.randn(3, 8), torch.randn(37, 8)
+    for bad in (torch.zeros(8, 37), torch.zeros(37, 8, dtype=torch.bfloat16)):
+        with pytest.raises(ValueError, match="weight_sum"):
+            linear_cross_entropy_into(hidden, weight, torch.zeros(3, dtype=torch.int64), bad)

@@ -1,0 +1,166 @@
+"""Which exchange a name gives, and what is refused before anything is made."""
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from forebay.moe import dispatch
+from forebay.moe.dispatch import BACKENDS, LocalExchange, NcclExchange, make_exchange
+from tests.ranks import run_ranks
+
+E = 8
+
+
+class Group:
+    """Ranks that are only counted: whoever talks to them fails."""
+
+    def __init__(self, size: int):
+        self.ranks = size
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return self.ranks
+
+
+def make(backend: str, size: int | None = 2, **more: Any) -> Any:
+    group: Any = None if size is None else Group(size)
+    settings = {"tokens": 16, "hidden": 32, "slots_per_token": 2, "dtype": torch.bfloat16, **more}
+    return make_exchange(backend, group, settings.pop("num_experts", E), **settings)
+
+
+class Made:
+    """What a backend was asked for."""
+
+    def __init__(self, group: Any, num_experts: int, **options: Any):
+        self.group, self.num_experts, self.options = group, num_experts, options
+
+
+@pytest.fixture
+def backends(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Stand-ins for the two backends that this machine cannot run."""
+    for name, kind in (("symmetric", "SymmetricExchange"), ("deepep", "DeepEpExchange")):
+        module = ModuleType(name)
+        setattr(module, kind, type(kind, (Made,), {}))
+        monkeypatch.setitem(sys.modules, f"forebay.moe.{name}", module)
+    yield
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("size", [None, 1])
+def test_one_rank_needs_no_exchange(backend: str, size: int | None) -> None:
+    exchange = make(backend, size)
+    assert isinstance(exchange, LocalExchange) and exchange.num_experts == E
+
+
+def test_nccl_by_name() -> None:
+    exchange = make("nccl")
+    assert isinstance(exchange, NcclExchange) and (exchange.size, exchange.num_experts) == (2, E)
+
+
+def test_symmetric_by_name_with_and_without_a_capacity(backends: None) -> None:
+    for factor, exact in ((None, True), (1.5, False)):
+        made = make("symmetric", capacity_factor=factor)
+        assert type(made).__name__ == "SymmetricExchange" and made.num_experts == E
+        shapes = {"tokens": 16, "hidden": 32, "slots_per_token": 2, "dtype": torch.bfloat16}
+        assert {n: made.options[n] for n in shapes} == shapes
+        assert made.options["exact"] is exact
+        assert exact or made.options["capacity_factor"] == 1.5
+
+
+def test_deepep_by_name(backends: None) -> None:
+    made = make("deepep")
+    assert type(made).__name__ == "DeepEpExchange" and made.options == {"hidden": 32, "dtype": torch.bfloat16}
+
+
+def test_deepep_that_is_not_installed_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deep_ep", None)
+    with pytest.raises(RuntimeError, match=r"deep_ep.*not installed.*auto, nccl or symmetric"):
+        make("deepep")
+
+
+@pytest.mark.parametrize(
+    ("more", "wanted"),
+    [
+        ({}, "SymmetricExchange"),
+        ({"dtype": torch.float16}, "SymmetricExchange"),
+        ({"dtype": torch.float32}, "SymmetricExchange"),
+        ({"dtype": torch.float64}, "NcclExchange"),  # it does not carry fp64
+        ({"hidden": 36}, "NcclExchange"),  # nor rows of odd bytes
+    ],
+)
+def test_auto_is_symmetric_where_peers_are_reachable(
+    backends: None, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], wanted: str
+) -> None:
+    monkeypatch.setattr(dispatch, "_peers_are_reachable", lambda group: True)
+    assert type(make("auto", **more)).__name__ == wanted
+    monkeypatch.setattr(dispatch, "_peers_are_reachable", lambda group: False)
+    assert isinstance(make("auto", **more), NcclExchange)
+
+
+@pytest.mark.parametrize("factor", [0.99, 0.0, -1.0, float("nan")])
+@pytest.mark.parametrize("size", [None, 2])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_capacity_below_an_even_load_is_refused_first(
+    backends: None, monkeypatch: pytest.MonkeyPatch, backend: str, size: int | None, factor: float
+) -> None:
+    monkeypatch.setattr(dispatch, "_peers_are_reachable", lambda group: pytest.fail("ranks were asked"))
+    with pytest.raises(ValueError, match="capacity_factor must be at least 1"):
+        make(backend, size, capacity_factor=factor)
+
+
+@pytest.mark.parametrize("size", [None, 2])
+def test_an_unknown_name_lists_the_valid_ones(size: int | None) -> None:
+    with pytest.raises(ValueError, match=r"'nvshmem' is unknown; valid are auto, nccl, symmetric, deepep"):
+        make("nvshmem", size)
+
+
+@pytest.mark.parametrize("backend", ["auto", "nccl"])
+def test_experts_that_ranks_cannot_share_are_refused(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    monkeypatch.setattr(dispatch, "_peers_are_reachable", lambda group: False)
+    with pytest.raises(ValueError, match="9 experts cannot be divided evenly among 2 ranks"):
+        make(backend, num_experts=9)
+
+
+def reachable(rank: int, world: int) -> dict[str, bool]:
+    """The decision of all ranks, told of other machines than this one. Objects travel over the real group, which is gloo."""
+    group = dist.group.WORLD
+    assert group is not None
+    found = {"no GPU": torch.cuda.is_available() or dispatch._peers_are_reachable(group)}
+    # The rank's device, which pairs can read each other, the rank's host, the group's backends.
+    cases: dict[str, tuple[int, Any, str, str]] = {
+        "peers": (rank, lambda own, other: True, "a", "cuda:nccl"),
+        "peers, and a backend for CPUs": (rank, lambda own, other: True, "a", "cpu:gloo,cuda:nccl"),
+        "two hosts": (rank, lambda own, other: True, "ab"[rank], "cuda:nccl"),
+        "one GPU": (0, lambda own, other: True, "a", "cuda:nccl"),
+        "one cannot read": (rank, lambda own, other: own != 1, "a", "cuda:nccl"),
+        "gloo": (rank, lambda own, other: True, "a", "cpu:gloo,cuda:gloo"),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        for name, (device, can_access, host, backends) in cases.items():
+            patch.setattr(torch.cuda, "current_device", lambda device=device: device)
+            patch.setattr(torch.cuda, "can_device_access_peer", can_access)
+            patch.setattr(dist, "get_backend_config", lambda group, backends=backends: backends)
+            patch.setattr(dispatch.os, "uname", lambda host=host: SimpleNamespace(nodename=host))
+            found[name] = dispatch._peers_are_reachable(group)
+    return found
+
+
+def test_all_ranks_decide_alike() -> None:
+    for found in run_ranks(reachable, 2):
+        assert found == {
+            "no GPU": torch.cuda.is_available(),
+            "peers": True,
+            "peers, and a backend for CPUs": True,
+            "two hosts": False,
+            "one GPU": False,
+            "one cannot read": False,
+            "gloo": False,
+        }

@@ -1,0 +1,429 @@
+"""The symmetric exchange against the nccl one, bit for bit; its capacity; ranks that do not come.
+
+On CPUs, processes map each other's memory from files, kernels run in Triton's interpreter, and a gloo barrier stands where a
+kernel would wait: all but the waiting itself is the code of the GPUs.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from forebay.kernels.symm_mem import PeerLayout, PeerMemory
+from forebay.moe.dispatch import Exchange, NcclExchange
+from forebay.moe.dispatch_op import combine, dispatch
+from forebay.moe.experts import experts
+from forebay.moe.symmetric import SymmetricExchange
+from tests.products import first
+from tests.ranks import run_ranks
+
+E, K, H, INNER, T = 8, 3, 16, 8, 9
+
+
+def ranks_or_skip(world: int) -> int:
+    """With GPUs the kernels are compiled for them: then it takes one for each rank."""
+    if 0 < torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs, or none")
+    return world
+
+
+class MappedExchange(SymmetricExchange):
+    """Memory of all ranks in files."""
+
+    def __init__(self, folder: Path, *args: Any, **options: Any):
+        self.folder = folder
+        super().__init__(*args, **options)
+
+    def _share(self, layout: PeerLayout) -> PeerMemory:
+        memory = []
+        for turn in ("create", "map"):
+            for rank in range(self.size):
+                if (turn == "create") == (rank == self.rank):
+                    name = str(self.folder / str(rank))
+                    memory.append((rank, torch.from_file(name, shared=True, size=layout.total, dtype=torch.uint8)))
+            dist.barrier(self._group)
+        self.mapped = [m for _, m in sorted(memory, key=lambda item: item[0])]
+        own = self.mapped[self.rank].zero_()
+        dist.barrier(self._group)
+        offsets = torch.tensor([m.data_ptr() - own.data_ptr() for m in self.mapped])
+        state = torch.zeros(layout.state_size, dtype=torch.int64)
+        return PeerMemory(own, offsets, state, self.rank, layout, programs=2, meet=lambda: dist.barrier(self._group))
+
+
+def exchange_of(folder: Path, **options: Any) -> SymmetricExchange:
+    """On the GPUs if there are enough, else on the CPU."""
+    options = {"tokens": T, "hidden": H, "slots_per_token": K, "dtype": torch.float32, **options}
+    if torch.cuda.device_count() < dist.get_world_size():
+        folder.mkdir(exist_ok=True)
+        return MappedExchange(folder, dist.group.WORLD, E, **options)
+    torch.cuda.set_device(dist.get_rank())
+    return SymmetricExchange(dist.new_group(backend="nccl"), E, **options)
+
+
+def inputs(rank: int, tokens: int, kind: str, seed: int, device: str) -> dict[str, Tensor]:
+    """One rank's inputs; the expert weights are those of all ranks."""
+    shared = torch.Generator().manual_seed(seed)
+    own = torch.Generator().manual_seed(1000 * seed + rank)
+    ids = torch.rand(tokens, E, generator=own).argsort(1)[:, :K]
+    if kind == "one rank":
+        ids = torch.arange(K).expand(tokens, K) % 2
+    if kind == "holes":
+        ids = ids.masked_fill(torch.rand(tokens, K, generator=own) < 0.4, -1)
+    made = {
+        "x": torch.randn(tokens, H, generator=own),
+        "w": torch.rand(tokens, K, generator=own),
+        "init": torch.randn(tokens, H, generator=own),
+        "dy": torch.randn(tokens, H, generator=own),
+        "ids": ids,
+        "gate_up": torch.randn(E, 2 * INNER, H, generator=shared) * 0.3,
+        "down": torch.randn(E, H, INNER, generator=shared) * 0.3,
+    }
+    return {name: t.to(device) for name, t in made.items()}
+
+
+def layer(exchange: Exchange, made: dict[str, Tensor]) -> list[Tensor]:
+    """y and the gradients of x, w, init, gate_up, down."""
+    mine = slice(exchange.rank * exchange.local_experts, (exchange.rank + 1) * exchange.local_experts)
+    x, w, init = (made[n].clone().requires_grad_() for n in ("x", "w", "init"))
+    gate_up, down = (made[n][mine].clone().requires_grad_() for n in ("gate_up", "down"))
+    sent = dispatch(x, made["ids"], w, exchange)
+    y_rows = experts(sent.rows, sent.ids, sent.weights, gate_up, down, max_rows=sent.max_rows)
+    y = combine(y_rows, sent.handle, init)
+    return [y.detach(), *torch.autograd.grad(y, (x, w, init, gate_up, down), made["dy"])]
+
+
+CASES = [
+    ([5, 7, 3, 4], "random"),
+    ([5, 0, 7, 1], "random"),
+    ([1, 0, 0, 0], "random"),
+    ([0, 0, 0, 0], "random"),
+    ([6, 5, 4, 3], "one rank"),
+    ([9, 8, 7, 6], "holes"),
+]
+
+
+def bitwise_those_of_nccl(rank: int, world: int, folder: str) -> list[list[bool]]:
+    ours = exchange_of(Path(folder) / "a", capacity_factor=float(world))
+    exact = exchange_of(Path(folder) / "b", exact=True)
+    nccl = NcclExchange(ours._group, E)
+    device = str(ours._open().base.device)
+    results = []
+    for seed, (tokens, kind) in enumerate(CASES):
+        made = inputs(rank, tokens[rank], kind, seed, device)
+        wanted = layer(nccl, made)
+        for exchange in (ours, exact):
+            got = layer(exchange, made)
+            results.append([torch.equal(a, b) for a, b in zip(got, wanted, strict=True)])
+            exchange.check()
+    results.append([ours.live_handles == 0, exact.live_handles == 0])
+    sent = dispatch(made["x"], made["ids"], made["w"], exact)
+    live = torch.tensor(int((sent.ids >= 0).sum()))
+    results.append([sent.rows.shape[0] == 256, sent.max_rows == 256 * -(-int(live) // 256)])
+    combine(sent.rows, sent.handle)
+    for exchange in (ours, exact):
+        exchange.close()
+        exchange.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        dispatch(made["x"], made["ids"], made["w"], ours)
+    return results
+
+
+@pytest.mark.parametrize("world", first(1, [2, 4]))
+def test_bitwise_those_of_the_nccl_exchange(world: int, tmp_path: Path) -> None:
+    for rank, results in enumerate(run_ranks(bitwise_those_of_nccl, ranks_or_skip(world), str(tmp_path))):
+        for n, equal in enumerate(results):
+            assert all(equal), (rank, n, equal)
+
+
+def over_capacity(rank: int, world: int, folder: str) -> list[str]:
+    # 300 tokens on 4 ranks fill 300 * 3 slots of rank 0 each: 3600; an even split, rounded up, is 1024.
+    exchange = exchange_of(Path(folder), tokens=300, capacity_factor=1.0)
+    device = str(exchange._open().base.device)
+    messages = [f"{exchange.capacity_rows} {exchange.capacity_slots}"]
+    made = inputs(rank, 300, "one rank", 0, device)
+    layer(exchange, made)
+    layer(exchange, inputs(rank, 30, "random", 0, device))  # fits again: the note stays
+    for _ in range(2):
+        try:
+            exchange.check()
+            messages.append("")
+        except RuntimeError as error:
+            messages.append(str(error))
+    for x, ids in ((made["x"][:, :8], made["ids"]), (made["x"].double(), made["ids"]), (made["x"], made["ids"][:, :2])):
+        try:
+            dispatch(x, ids, torch.ones(ids.shape, device=device), exchange)
+        except ValueError as error:
+            messages.append(str(error))
+    big = inputs(rank, 301, "random", 0, device)
+    try:
+        dispatch(big["x"], big["ids"], big["w"], exchange)
+    except ValueError as error:
+        messages.append(str(error))
+    exchange.close()
+    return messages
+
+
+def test_more_than_the_capacity_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    for sizes, second, third, width, dtype, slots, tokens in run_ranks(over_capacity, ranks_or_skip(4), str(tmp_path)):
+        assert sizes == "1024 1024"
+        assert "rank 0 needed 3600 slots and has 1024" in second and "capacity_factor of 4 would" in second
+        assert third == ""
+        assert "up to 300 rows of 16 in torch.float32, got 300 of 8" in width
+        assert "got 300 of 16 in torch.float64" in dtype
+        assert "made for 3 slots a token" in slots and "got 2 slots" in slots
+        assert "up to 300 rows of 16 in torch.float32, got 301 of 16" in tokens
+
+
+def settled() -> None:
+    """All ranks have done what they were given: what they noted is there to read."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
+def equal(exchange: Exchange, other: Exchange, made: dict[str, Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(layer(exchange, made), layer(other, made), strict=True))
+
+
+def over_and_again(rank: int, world: int, folder: str) -> dict[str, Any]:
+    exchange = exchange_of(Path(folder) / "a", tokens=100, capacity_factor=1.0)
+    nccl = NcclExchange(exchange._group, E)
+    device = str(exchange._open().base.device)
+    skewed, small = inputs(rank, 100, "one rank", 0, device), inputs(rank, 30, "random", 1, device)
+    found: dict[str, Any] = {"nothing yet": exchange.suggested_factor(), "lost": []}
+
+    def note() -> None:
+        settled()
+        flag = exchange.lost_flag()
+        assert flag is not None and flag.shape == (1,) and flag.dtype == torch.int64 and str(flag.device) == device
+        found["lost"].append(int(flag))
+
+    equals = [equal(exchange, nccl, small)]
+    note()
+    layer(exchange, skewed)
+    layer(exchange, small)
+    note()
+    found["over"] = exchange.suggested_factor()
+    settled()
+    exchange.clear_lost()
+    settled()
+    note()
+    with exchange.exactly(), exchange.exactly():
+        equals.append(equal(exchange, nccl, skewed))
+        sent = dispatch(skewed["x"], skewed["ids"], skewed["w"], exchange)
+        combine(sent.rows, sent.handle)
+        needed = world * 100 * K if rank == 0 else 0
+        equals.append(sent.max_rows == 256 * -(-needed // 256) and len(sent.handle.tensors) == 4)
+    note()
+    found["exactly"] = exchange.suggested_factor()
+    with pytest.raises(KeyError), exchange.exactly():
+        raise KeyError
+    equals.append(equal(exchange, nccl, small))
+    equals.append(dispatch(small["x"], small["ids"], small["w"], exchange).rows.shape[0] == exchange.capacity_rows)
+    exchange.check()
+    exchange.close()
+    found["equal"] = equals
+    return found
+
+
+@pytest.mark.parametrize("world", first(1, [2, 4]))
+def test_over_the_capacity_and_again_exactly(tmp_path: Path, world: int) -> None:
+    for rank, found in enumerate(run_ranks(over_and_again, ranks_or_skip(world), str(tmp_path))):
+        assert found["nothing yet"] is None
+        assert all(found["equal"]), (rank, found)
+        # All slots of all ranks against the even split of 300, which is rounded up to 512.
+        over = world * 100 * K - 512
+        assert found["lost"] == [0, over, 0, 0] and found["over"] == float(world)
+        # The host counted on the rank that was needed; the others dispatched nothing that they were not told of.
+        assert found["exactly"] == (float(world) if rank == 0 else None)
+
+
+def need(rank: int, world: int, folder: str) -> list[Any]:
+    """What would have been enough for routing that fits, by the exchange and by hand; flags of those that cannot lose."""
+    exchange = exchange_of(Path(folder) / "a", tokens=300, capacity_factor=1.9)
+    device = str(exchange._open().base.device)
+    most = 0
+    for seed, kind in enumerate(("random", "holes", "random")):
+        made = inputs(rank, 300, kind, seed, device)
+        sent = dispatch(made["x"], made["ids"], made["w"], exchange)
+        combine(sent.rows, sent.handle)
+        counted = torch.tensor(int((sent.ids >= 0).sum()))
+        dist.all_reduce(counted, dist.ReduceOp.MAX)
+        most = max(most, int(counted))
+    settled()
+    by_hand = max(1.0, -(-100 * most // (300 * K)) / 100)
+    exact = exchange_of(Path(folder) / "b", exact=True)
+    roomy = exchange_of(Path(folder) / "c", capacity_factor=float(world))
+    found = [exchange.suggested_factor(), by_hand, int(exchange.lost_flag())]  # type: ignore[arg-type]
+    found += [exact.lost_flag(), exact.suggested_factor(), roomy.lost_flag()]
+    with exact.exactly():
+        pass
+    for each in (exchange, exact, roomy):
+        each.close()
+    return found
+
+
+def test_how_much_would_have_been_enough(tmp_path: Path) -> None:
+    for suggested, by_hand, lost, *none in run_ranks(need, ranks_or_skip(2), str(tmp_path)):
+        assert suggested == by_hand and 1.0 < suggested < 1.9 and lost == 0
+        assert none == [None, None, None]
+
+
+class Group:
+    """Two ranks, to be refused before anything collective."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"capacity_factor": 0.99}, "capacity_factor must be at least 1"),
+        ({"capacity_factor": float("nan")}, "capacity_factor must be at least 1"),
+        (
+            {"dtype": torch.float64},
+            "dtype must be one of torch.bfloat16, torch.float16, torch.float32, got torch.float64",
+        ),
+        ({"hidden": 12, "dtype": torch.bfloat16}, "multiple of 16 bytes, got 24"),
+        ({"tokens": 0}, "must be positive, got 0"),
+        ({"programs": 0}, "must be positive, got 9, 16, 3, 120.0, 0"),
+        ({"num_experts": 9}, "9 experts cannot be divided evenly among 2 ranks"),
+    ],
+)
+def test_refused_at_construction(changed: dict[str, Any], message: str) -> None:
+    options = {"num_experts": E, "tokens": T, "hidden": H, "slots_per_token": K, "dtype": torch.float32, **changed}
+    with pytest.raises(ValueError, match=message):
+        SymmetricExchange(Group(), **options)  # type: ignore[arg-type]
+
+
+def test_capacities() -> None:
+    class Unshared(SymmetricExchange):
+        def _share(self, layout: PeerLayout) -> None:  # type: ignore[override]
+            return None
+
+    def of(**options: Any) -> tuple[int, int]:
+        made = Unshared(Group(), E, hidden=H, dtype=torch.float32, **{"tokens": 1000, "slots_per_token": K, **options})  # type: ignore[arg-type]
+        return made.capacity_rows, made.capacity_slots
+
+    assert of(capacity_factor=1.0) == (2000, 3072)  # 3000 slots, and no more rows than there are tokens
+    assert of(capacity_factor=2.0) == (2000, 6144)  # 6000: all slots of both ranks
+    assert of(capacity_factor=9.0) == (2000, 6144)
+    assert of(slots_per_token=6, capacity_factor=9.0) == (2000, 8192)  # a rank holds 4 experts: 4 slots a token
+    assert of(slots_per_token=1, capacity_factor=1.0) == (1024, 1024)
+
+
+def no_sync_and_a_graph(rank: int, world: int) -> list[bool]:
+    exchange = exchange_of(Path(), capacity_factor=float(world), dtype=torch.bfloat16)
+    nccl = NcclExchange(exchange._group, E)
+
+    def made(seed: int) -> dict[str, Tensor]:
+        return {n: t if n == "ids" else t.bfloat16() for n, t in inputs(rank, T, "random", seed, "cuda").items()}
+
+    fixed = made(0)
+    layer(exchange, fixed)  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer(exchange, fixed)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        captured = layer(exchange, fixed)
+    equal = []
+    for seed in range(1, 5):
+        other = made(seed)
+        wanted = layer(nccl, other)
+        for name, t in fixed.items():
+            t.copy_(other[name])
+        graph.replay()
+        equal += [torch.equal(a, b) for a, b in zip(captured, wanted, strict=True)]
+    del graph, captured
+    exchange.check()
+    exchange.close()
+    return equal
+
+
+@pytest.mark.gpu
+@pytest.mark.multi
+def test_no_host_sync_and_a_graph_with_other_ids() -> None:
+    assert all(all(equal) for equal in run_ranks(no_sync_and_a_graph, 2))
+
+
+def noted_without_sync(rank: int, world: int) -> list[Any]:
+    """All of an attempt but reading the flag; then the second one."""
+    exchange = exchange_of(Path(), tokens=300, capacity_factor=1.0, dtype=torch.bfloat16)
+    nccl = NcclExchange(exchange._group, E)
+    made = {n: t if n == "ids" else t.bfloat16() for n, t in inputs(rank, 300, "one rank", 0, "cuda").items()}
+    layer(exchange, made)  # compiles
+    exchange.lost_flag()
+    settled()
+    exchange.clear_lost()
+    settled()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer(exchange, made)
+        flag = exchange.lost_flag()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    dist.all_reduce(flag, group=exchange._group)
+    found: list[Any] = [int(flag)]  # type: ignore[arg-type]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        exchange.clear_lost()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    with exchange.exactly():
+        found.append(equal(exchange, nccl, made))
+    for _ in range(20):  # streams of the ranks drift: a note must neither outlive its clearing nor be cleared too early
+        layer(exchange, made)
+        flag = exchange.lost_flag()
+        dist.all_reduce(flag, group=exchange._group)
+        found.append(int(flag) == world * (world * 300 * K - 1024))  # type: ignore[arg-type]
+        exchange.clear_lost()
+        with exchange.exactly():
+            layer(exchange, made)
+        found.append(int(exchange.lost_flag()) == 0)  # type: ignore[arg-type]
+    exchange.check()
+    exchange.close()
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.multi
+def test_an_overflow_is_noted_without_the_host() -> None:
+    for lost, *true in run_ranks(noted_without_sync, 2):
+        assert lost == 2 * (2 * 300 * K - 1024) and all(true)
+
+
+def late(rank: int, world: int) -> list[str]:
+    exchange = exchange_of(Path(), timeout_s=2.0)
+    made = inputs(rank, T, "random", 0, "cuda")
+    layer(exchange, made)
+    torch.cuda.synchronize()
+    dist.barrier()
+    messages = []
+    for ask in (exchange.check, lambda: exchange.exactly().__enter__()) if rank == 0 else ():
+        dispatch(made["x"], made["ids"], made["w"], exchange)
+        dispatch(made["x"], made["ids"], made["w"], exchange)  # does not wait another time
+        try:
+            ask()
+        except RuntimeError as error:
+            messages.append(str(error))
+    dist.barrier()
+    return messages
+
+
+@pytest.mark.gpu
+@pytest.mark.multi
+def test_a_rank_that_does_not_come_is_named() -> None:
+    messages = run_ranks(late, 2)[0]
+    assert len(messages) == 2
+    assert all("rank 1 of 2 did not come to an exchange within 2 s of rank 0" in message for message in messages)

@@ -1,0 +1,148 @@
+"""Experts whose rows wait in pages: the same bits as kept, only live rows saved, and pages given back when autograd would."""
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from forebay.kernels.paging import HEAD, TAIL
+from forebay.memory.page_store import PageStore
+from forebay.moe.wgrad import WeightGradients
+from tests.moe.test_experts import Case, E, H, K, assert_same_bits, make
+
+C, LIVE = 24, 17  # rows that there is room for, and that came
+SLOTS = 40
+
+
+def received(live: int = LIVE, **more) -> Case:
+    """Rows as an exchange hands them on: the first ones live, each with a slot here or more; then rows that fill up."""
+    ids = torch.where(torch.rand(C, K) < 0.4, torch.randint(0, E, (C, K)), -1)
+    ids[:, 0] = torch.randint(0, E, (C,))
+    ids[live:] = -1
+    case = make(ids, **more)
+    case.tensors["x"][live:] = float("nan")
+    case.tensors["weights"][live:] = float("nan")
+    return case
+
+
+def gradients(case: Case, dtype: torch.dtype, frozen: tuple[str, ...] = (), **more) -> dict[str, Tensor]:
+    case = case.to(dtype)
+    for name in frozen:
+        case.tensors[name].requires_grad_(False)
+    y = case.run(max_rows=SLOTS, **more)
+    torch.manual_seed(3)
+    y.backward(torch.randn(y.shape).to(dtype))
+    got = {n: t.grad for n, t in case.tensors.items() if t.grad is not None}
+    return {"y": y.detach()[:LIVE], **{n: g[:LIVE] if n in ("x", "weights") else g for n, g in got.items()}}
+
+
+def stores() -> list[PageStore]:
+    """One whose first step counts, and one with an arena, of which some pages are on the host."""
+    sized = PageStore("cpu", page_bytes=1024)
+    sized.resize(3, 60)
+    return [PageStore("cpu", page_bytes=1024), sized]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("gpt_oss", [False, True])
+@pytest.mark.parametrize("save_h", [True, False])
+def test_bits_are_those_of_kept_rows(dtype: torch.dtype, gpt_oss: bool, save_h: bool) -> None:
+    case = received(gpt_oss=gpt_oss)
+    kept = gradients(case, dtype, save_h=save_h)
+    for store in stores():
+        assert_same_bits(gradients(case, dtype, pages=store, save_h=save_h), kept)
+        gc.collect()
+        assert store.live_tickets == 0
+
+
+@pytest.mark.parametrize("live", [0, 1, LIVE, C])
+def test_any_number_of_rows(live: int) -> None:
+    case = received(live)
+    kept = gradients(case, torch.float32)
+    for store in stores():
+        assert_same_bits(gradients(case, torch.float32, pages=store), kept)
+
+
+@pytest.mark.parametrize(
+    "frozen", [("gate_up",), ("down",), ("gate_up", "down"), ("x", "weights"), ("x", "weights", "gate_up"), ("x",)]
+)
+def test_frozen_tensors(frozen: tuple[str, ...]) -> None:
+    case = received()
+    kept = gradients(case, torch.float32, frozen)
+    for store in stores():
+        assert_same_bits(gradients(case, torch.float32, frozen, pages=store), kept)
+
+
+def test_no_pages_without_a_backward() -> None:
+    store = stores()[1]
+    with torch.no_grad():
+        received().to(torch.float32).run(max_rows=SLOTS, pages=store)
+    assert store.live_tickets == 0
+
+
+def test_only_live_rows_take_pages() -> None:
+    store = stores()[1]
+    case = received().to(torch.float32)
+    y = case.run(max_rows=SLOTS, pages=store)
+    assert store.live_tickets == 1
+    state = store.end_step()
+    rows = int((case.ids >= 0).sum())
+    h_pages = -(-rows // (1024 // (2 * case.tensors["down"].shape[2] * 4)))
+    x_pages = -(-LIVE // (1024 // (H * 4)))
+    assert state.pages_out == h_pages + x_pages
+    assert y.requires_grad
+
+
+def test_nothing_of_capacity_is_saved() -> None:
+    """Of what autograd owns, no tensor has x's or h's bytes."""
+    saved: list[Tensor] = []
+    case = received().to(torch.float32)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = case.run(max_rows=SLOTS, pages=stores()[1])
+    parameters = {t.untyped_storage().data_ptr() for n, t in case.tensors.items() if n != "x"}
+    largest = max(t.numel() for t in saved if t.untyped_storage().data_ptr() not in parameters)
+    assert largest <= C * K
+    assert y.requires_grad
+
+
+def test_pages_are_free_behind_backward_though_the_loss_is_held() -> None:
+    store = stores()[1]
+    y = received().to(torch.float32).run(max_rows=SLOTS, pages=store)
+    loss = y[:LIVE].sum()
+    loss.backward(retain_graph=True)
+    assert store.live_tickets == 1
+    loss.backward()
+    assert store.live_tickets == 0
+
+
+def test_a_dropped_graph_gives_its_pages_back() -> None:
+    store = stores()[1]
+    y = received().to(torch.float32).run(max_rows=SLOTS, pages=store)
+    assert store.live_tickets == 1
+    del y
+    assert store.live_tickets == 0
+    state = store._memory.stack.state.tolist()  # type: ignore[union-attr]
+    assert state[TAIL] - state[HEAD] == 63
+
+
+@pytest.mark.parametrize("make_store", [lambda: stores()[0], lambda: stores()[1]])
+def test_weight_gradients_left_for_later(make_store: Callable[[], PageStore]) -> None:
+    """The rows stay in their pages until the second half, and the bits are those of one half."""
+    case = received()
+    kept = gradients(case, torch.float32)
+    store, deferred = make_store(), WeightGradients()
+    with deferred.collecting() as pending:
+        first = gradients(case, torch.float32, pages=store, deferred=deferred)
+    assert store.live_tickets == 1
+    assert "gate_up" not in first
+    assert len(pending) == 1
+    # `gradients` made a case of its own: run it again by hand for the second half.
+    own = case.to(torch.float32)
+    with deferred.collecting() as pending:
+        y = own.run(max_rows=SLOTS, pages=store, deferred=deferred)
+        torch.manual_seed(3)
+        y.backward(torch.randn(y.shape))
+    pending.pop()()
+    assert_same_bits({n: own.tensors[n].grad for n in ("gate_up", "down")}, {n: kept[n] for n in ("gate_up", "down")})  # type: ignore[misc]

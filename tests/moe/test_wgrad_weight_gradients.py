@@ -1,0 +1,758 @@
+"""Weight gradients left for later: the same bits as at once, nothing too early, and nothing held afterwards."""
+
+import copy
+import gc
+import itertools
+import pickle
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
+
+from forebay.models import blocks
+from forebay.moe import experts_op, wgrad
+from forebay.moe.experts import experts
+from forebay.moe.wgrad import WeightGradients
+from tests.moe.test_experts import (
+    IDS,
+    TOLERANCE,
+    WIDTH,
+    Case,
+    E,
+    H,
+    K,
+    T,
+    assert_close,
+    assert_same_bits,
+    by_hand,
+    gpu_case,
+    make,
+    poison_gpu_memory,
+)
+
+LATER = ("gate_up", "down")
+
+
+def of(case: Case) -> dict[str, Tensor]:
+    """The gradients there are, by name."""
+    return {n: t.grad.clone() for n, t in case.tensors.items() if t.grad is not None}
+
+
+def fresh(case: Case) -> Case:
+    """The same numbers, no gradients."""
+    tensors = {n: t.detach().clone().requires_grad_(t.requires_grad) for n, t in case.tensors.items()}
+    return Case(tensors, case.ids, case.settings)
+
+
+def at_once(case: Case, dy: Tensor, **more) -> dict[str, Tensor]:
+    case = fresh(case)
+    y = case.run(**more)
+    y.backward(dy)
+    return {"y": y.detach(), **of(case)}
+
+
+def in_halves(case: Case, dy: Tensor, **more) -> dict[str, Tensor]:
+    """All gradients; those of the input half are checked to be complete, and no others, before the weight half."""
+    case, store = fresh(case), WeightGradients()
+    y = case.run(deferred=store, **more)
+    with store.collecting() as pending:
+        y.backward(dy)
+    wanted = {n for n, t in case.tensors.items() if t.requires_grad}
+    assert of(case).keys() == wanted.difference(LATER)
+    assert len(pending) == bool(wanted.intersection(LATER))
+    early = of(case)
+    for make_now in pending:
+        make_now()
+    got = of(case)
+    assert got.keys() == wanted
+    assert_same_bits(early, {n: got[n] for n in early})
+    return {"y": y.detach(), **got}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("save_h", [True, False])
+@pytest.mark.parametrize("gpt_oss", [False, True])
+@pytest.mark.parametrize("ids", IDS)
+def test_the_halves_are_the_whole(ids: str, gpt_oss: bool, save_h: bool, dtype: torch.dtype) -> None:
+    case = make(IDS[ids](), gpt_oss=gpt_oss).to(dtype)
+    dy = torch.randn(case.ids.shape[0], H).to(dtype)
+    whole = at_once(case, dy, save_h=save_h)
+    assert_same_bits(in_halves(case, dy, save_h=save_h), whole)
+    assert_same_bits(at_once(case, dy, save_h=save_h, deferred=WeightGradients()), whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"interleaved": True}, {"transposed": True}, None], ids=str)
+def test_against_the_definition(settings: dict | None, dtype: torch.dtype) -> None:
+    """None is GPT-OSS: transposed, interleaved, clamped, with biases."""
+    case = make(IDS["sentinels"](), gpt_oss=settings is None)
+    if settings is None:
+        case.settings["limit"] = 7.0  # rounded to the other side of the clamp, a gate would have another derivative
+    elif "transposed" in settings:
+        case.tensors |= {n: case.tensors[n].transpose(1, 2).contiguous() for n in LATER}
+    case.settings |= settings or {}
+    case = case.to(dtype)
+    dy = torch.randn(T, H).to(dtype)
+    exact = case.to(torch.float64)
+    y = by_hand(exact)
+    y.backward(dy.double())
+    assert_close(in_halves(case, dy), {"y": y.detach(), **of(exact)}, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("gpt_oss", [False, True])
+@pytest.mark.parametrize("summed", [("gate_up", "down"), ("down",), ("gate_up",)])
+def test_sums_get_what_autograd_would_have_been_given(
+    summed: tuple[str, ...], gpt_oss: bool, dtype: torch.dtype
+) -> None:
+    case = fresh(make(IDS["sentinels"](), gpt_oss=gpt_oss, width=72, hidden=136).to(dtype))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    sums = {n: torch.randn(case.tensors[n].shape, dtype=wide) for n in summed}
+    dy = torch.randn(T, 136).to(dtype)
+    want, before = at_once(case, dy), {n: t.clone() for n, t in sums.items()}
+
+    def sum_of(weight: Tensor) -> Callable[[], Tensor | None]:
+        return lambda: next((t for n, t in sums.items() if case.tensors[n] is weight), None)
+
+    store = WeightGradients()
+    store.sums = sum_of
+    y = case.run(deferred=store)
+    with store.collecting() as pending:
+        y.backward(dy)
+    for make_now in pending:
+        make_now()
+    got = of(case)
+    assert got.keys() == want.keys() - {"y", *summed}
+    for name in got:
+        assert torch.equal(got[name], want[name]), name
+    for name, total in sums.items():
+        # A gradient is rounded to dtype; what is added is not.
+        error = (total - before[name] - want[name].to(wide)).abs().max()
+        assert error <= TOLERANCE[dtype] * want[name].abs().max().to(wide), name
+
+
+@pytest.mark.parametrize("save_h", [True, False])
+@pytest.mark.parametrize("bound", [0, 5, 30, T * K])
+def test_with_a_bound_on_the_rows(bound: int, save_h: bool) -> None:
+    case = make(IDS["sentinels"](), gpt_oss=True).to(torch.float32)
+    dy = torch.randn(T, H)
+    more = {"max_rows": bound, "save_h": save_h}
+    assert_same_bits(in_halves(case, dy, **more), at_once(case, dy, **more))
+
+
+def test_widths_that_no_grouped_gemm_takes_and_gradients_that_autograd_expands() -> None:
+    case = make(width=7, hidden=9).to(torch.float32)
+    dy = torch.ones(()).expand(T, 9)
+    assert_same_bits(in_halves(case, dy), at_once(case, dy))
+
+
+def test_no_tokens() -> None:
+    case = make(torch.zeros((0, K), dtype=torch.int64)).to(torch.float32)
+    got = in_halves(case, torch.zeros(0, H))
+    assert (got["gate_up"] == 0).all() and got["gate_up"].shape == (E, 2 * WIDTH, H)
+
+
+@pytest.mark.parametrize("save_h", [True, False])
+@pytest.mark.parametrize("gpt_oss", [False, True])
+def test_whatever_is_frozen(gpt_oss: bool, save_h: bool) -> None:
+    """`in_halves` checks that nothing is appended where neither gate_up nor down is trained."""
+    case = make(gpt_oss=gpt_oss).to(torch.float32)
+    dy = torch.randn(T, H)
+    for trained in itertools.chain.from_iterable(itertools.combinations(case.tensors, n) for n in (1, 2, 4)):
+        for name, t in case.tensors.items():
+            t.requires_grad_(name in trained)
+        assert_same_bits(in_halves(case, dy, save_h=save_h), at_once(case, dy, save_h=save_h))
+
+
+def test_without_gradients_there_is_nothing_to_leave() -> None:
+    case, store = make().to(torch.float32), WeightGradients()
+    with torch.no_grad():
+        assert torch.equal(case.run(deferred=store), case.run())
+    assert not case.run(deferred=store).isnan().any() and store.pending is None
+
+
+def test_microbatches_whose_weight_halves_run_out_of_order() -> None:
+    case, store = make(gpt_oss=True).to(torch.float32), WeightGradients()
+    batches = [fresh(case) for _ in range(3)]
+    for batch, seed in zip(batches, range(3), strict=True):
+        torch.manual_seed(seed)
+        batch.ids = torch.randint(0, E, (T, K))
+        batch.tensors |= {n: torch.randn(batch.tensors[n].shape, requires_grad=True) for n in ("x", "weights")}
+    dys = torch.randn(3, T, H).unbind()
+    wanted = None
+    parameters = [n for n in case.tensors if n not in ("x", "weights")]
+    for order, deferred in (((2, 0, 1), None), ((0, 1, 2), store)):
+        for name in parameters:
+            shared = case.tensors[name].detach().clone().requires_grad_()
+            for batch in batches:
+                batch.tensors[name] = shared
+        makers = {}
+        ys = [batch.run(deferred=deferred) for batch in batches]
+        for i in order:
+            with store.collecting() as pending:
+                ys[i].backward(dys[i])
+            makers[i] = pending
+        for i in (2, 0, 1):
+            for make_now in makers[i]:
+                make_now()
+        if wanted is None:
+            assert not any(makers.values())
+            wanted = of(batches[0])
+    assert_same_bits({n: wanted[n] for n in LATER}, {n: of(batches[0])[n] for n in LATER})
+
+
+def test_several_calls_in_one_backward_append_in_its_order() -> None:
+    first, second, store = make().to(torch.float32), make().to(torch.float32), WeightGradients()
+    x = torch.randn(T, H, requires_grad=True)
+    first.tensors["x"] = x
+    second.tensors["x"] = first.run(deferred=store)
+    with store.collecting() as pending:
+        second.run(deferred=store).sum().backward()
+    assert len(pending) == 2
+    pending[0]()
+    assert second.tensors["down"].grad is not None and first.tensors["down"].grad is None
+    pending[1]()
+    assert first.tensors["down"].grad is not None
+
+
+def test_hooks_run_once_with_the_gradient_and_not_before() -> None:
+    case, store = make().to(torch.float32), WeightGradients()
+    dy = torch.randn(T, H)
+    whole = at_once(case, dy)
+    log: list[tuple[str, Tensor | None]] = []
+    for name in LATER:
+        t = case.tensors[name]
+        t.register_hook(lambda grad: log.append(("gradient", grad)))
+        t.register_post_accumulate_grad_hook(lambda p: log.append(("accumulated", p.grad)))
+        node = t.view_as(t).grad_fn.next_functions[0][0]
+        node.register_hook(lambda *_: log.append(("node", None)))
+        case.tensors[f"{name} node"] = node  # a node dies with its last graph, and its hooks with it
+    nodes = [case.tensors.pop(f"{name} node") for name in LATER]
+    y = case.run(deferred=store)
+    with store.collecting() as pending:
+        y.backward(dy)
+    assert log == []
+    pending[0]()
+    assert sorted(kind for kind, _ in log) == ["accumulated"] * 2 + ["gradient"] * 2 + ["node"] * 2
+    for kind in ("gradient", "accumulated"):
+        found = {grad.shape: grad for k, grad in log if k == kind and grad is not None}
+        assert all(torch.equal(found[whole[name].shape], whole[name]) for name in LATER)
+    assert len(nodes) == 2
+
+
+@pytest.mark.parametrize("later", [True, False])
+def test_what_was_made_becomes_grad_without_a_copy(later: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    addresses = set()
+
+    def noting(op: Callable) -> Callable:
+        def call(*args, **kwargs):
+            made = op(*args, **kwargs)
+            addresses.update(t.data_ptr() for t in (made if isinstance(made, tuple) else (made,)) if t is not None)
+            return made
+
+        return call
+
+    for name in ("experts_weight_backward_op", "gradients"):
+        monkeypatch.setattr(wgrad, name, noting(getattr(wgrad, name)))
+    case, store = make().to(torch.float32), WeightGradients()
+    y = case.run(deferred=store)
+    if later:
+        with store.collecting() as pending:
+            y.sum().backward()
+        pending.pop()()
+    else:
+        y.sum().backward()
+    assert all(case.tensors[n].grad.data_ptr() in addresses for n in LATER)
+
+
+def waiting(make_now: Callable) -> set[torch.UntypedStorage]:
+    """Storages of what a callable holds."""
+    tensors = [t for left in make_now._waiting[1:] if left is not None for t in left._operands if isinstance(t, Tensor)]
+    return {t.untyped_storage() for t in tensors}
+
+
+def test_what_waits_is_what_the_docstring_says() -> None:
+    rows = 20
+    for trained, wanted in {
+        ("x", "gate_up", "down"): 2 * 2 * T * H + 6 * rows * WIDTH + 4 * rows + 4 * E,
+        ("x", "gate_up"): 2 * T * H + 4 * rows * WIDTH + 4 * rows + 4 * E,
+        ("x", "down"): 2 * T * H + 2 * rows * WIDTH + 4 * rows + 4 * E,
+    }.items():
+        for save_h in (True, False):
+            case, store = make().to(torch.bfloat16), WeightGradients()
+            for name, t in case.tensors.items():
+                t.requires_grad_(name in trained)
+            y = case.run(deferred=store, max_rows=rows, save_h=save_h)
+            with store.collecting() as pending:
+                y.backward(torch.randn(T, H).bfloat16())
+            storages = {s.data_ptr(): s.nbytes() for s in waiting(pending[0])}
+            assert sum(storages.values()) == wanted
+            if "gate_up" in trained:
+                assert case.tensors["x"].data_ptr() in storages
+
+
+@contextmanager
+def no_garbage_collector() -> Iterator[None]:
+    """What is gone within is gone because nothing refers to it: no cycle waits to be found."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("ending", ["called", "dropped", "raised"])
+def test_nothing_is_held_afterwards(ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    refs: list[weakref.ref] = []
+
+    def noting(*args, **kwargs):
+        made = weight_gradients_backward(*args, **kwargs)
+        refs.extend(weakref.ref(t) for t in (args[0], *made))
+        return made
+
+    weight_gradients_backward = experts_op.experts_backward_op
+    monkeypatch.setattr(wgrad, "experts_backward_op", noting)
+    case, store = make().to(torch.float32), WeightGradients()
+    with no_garbage_collector():
+        y = case.run(deferred=store)
+        try:
+            with store.collecting() as pending:
+                (y * 1).backward(torch.randn(T, H))
+                if ending == "raised":
+                    raise KeyError
+        except KeyError:
+            pass
+        assert store.pending is None
+        dy, _, _, dh, act, *_ = refs
+        assert dy() is not None and dh() is not None and act() is not None
+        make_now = pending.pop()
+        if ending == "called":
+            make_now()
+            assert make_now._waiting is None
+        else:
+            del make_now
+        assert dy() is None and dh() is None and act() is None
+
+
+def test_down_is_made_first_and_what_it_was_made_of_is_gone_before_gate_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[weakref.ref] = []
+    widths: list[int] = []
+
+    def noting(tokens, act_or_dh, *rest):
+        assert all(ref() is None for ref in rows)
+        rows.append(weakref.ref(act_or_dh))
+        widths.append(act_or_dh.shape[1])
+        return weight_backward(tokens, act_or_dh, *rest)
+
+    weight_backward = experts_op.experts_weight_backward_op
+    monkeypatch.setattr(wgrad, "experts_weight_backward_op", noting)
+    case, store = make().to(torch.float32), WeightGradients()
+    with no_garbage_collector(), store.collecting() as pending:
+        case.run(deferred=store).sum().backward()
+        pending.pop()()
+    assert widths == [WIDTH, 2 * WIDTH]
+
+
+def test_misuse() -> None:
+    case, store = make().to(torch.float32), WeightGradients()
+    y = case.run(deferred=store)
+    with store.collecting() as pending:
+        y.sum().backward()
+        with pytest.raises(RuntimeError, match="collecting already"), store.collecting():
+            pass
+        assert store.pending is pending
+    pending[0]()
+    kept = of(case)
+    with pytest.raises(RuntimeError, match="called once"):
+        pending[0]()
+    assert_same_bits(of(case), kept)
+
+
+def test_a_graph_may_be_walked_twice() -> None:
+    case, store = make().to(torch.float32), WeightGradients()
+    y = case.run(deferred=store)
+    with store.collecting() as pending:
+        y.backward(torch.ones(T, H), retain_graph=True)
+        y.backward(2 * torch.ones(T, H))
+    assert len(pending) == 2
+    pending[1]()
+    assert torch.equal(case.tensors["down"].grad, at_once(case, 2 * torch.ones(T, H))["down"])
+    with torch.no_grad():
+        pending[0]()
+    other = fresh(case)
+    for dy in (2 * torch.ones(T, H), torch.ones(T, H)):
+        other.run().backward(dy)
+    assert_same_bits({n: of(case)[n] for n in LATER}, {n: of(other)[n] for n in LATER})
+
+
+def test_gradients_asked_of_autograd_grad() -> None:
+    """As torch's own split backward asks: the stage's inputs first."""
+    case, store = make().to(torch.float32), WeightGradients()
+    dy = torch.randn(T, H)
+    whole = at_once(case, dy)
+    y = case.run(deferred=store)
+    with store.collecting() as pending:
+        dx, dw = torch.autograd.grad(y, [case.tensors["x"], case.tensors["weights"]], dy)
+    pending[0]()
+    assert_same_bits({"y": whole["y"], "x": dx, "weights": dw, **of(case)}, whole)
+    with store.collecting(), pytest.raises(RuntimeError, match="not have been used"):
+        torch.autograd.grad(case.run(deferred=store), [case.tensors["down"]], dy)
+
+
+@pytest.mark.parametrize("save_h", [True, False])
+def test_under_hooks_that_move_what_is_saved(save_h: bool) -> None:
+    case = make(gpt_oss=True).to(torch.bfloat16)
+    dy = torch.randn(T, H).bfloat16()
+    whole = at_once(case, dy, save_h=save_h)
+    packed: list[weakref.ref] = []
+
+    def pack(t: Tensor) -> Tensor:
+        moved = t.detach().double()
+        packed.append(weakref.ref(moved))
+        return moved
+
+    def unpack(moved: Tensor) -> Tensor:
+        return moved.bfloat16() if moved.shape not in ((T * K,), (T, K), (E,)) else as_saved[moved.shape](moved)
+
+    # Integers, and the routing weights, which have the shape of `inverse`: told apart by their contents.
+    as_saved: dict = {
+        (T * K,): lambda m: m.int(),
+        (E,): lambda m: m.int(),
+        (T, K): lambda m: m.int() if torch.equal(m, m.round()) else m.bfloat16(),
+    }
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        assert_same_bits(in_halves(case, dy, save_h=save_h), whole)
+        assert_same_bits(at_once(case, dy, save_h=save_h, deferred=WeightGradients()), whole)
+    assert packed and all(ref() is None for ref in packed)
+
+
+@pytest.mark.parametrize("save_h", [True, False])
+def test_under_checkpointing(save_h: bool) -> None:
+    case = make(gpt_oss=True).to(torch.bfloat16)
+    dy = torch.randn(T, H).bfloat16()
+    whole = at_once(case, dy, save_h=save_h)
+    forward = 2 * T * K * 3 * H * WIDTH
+    again = 0 if save_h else 2 * T * K * 2 * H * WIDTH
+
+    def keeping():
+        return create_selective_checkpoint_contexts([torch.ops.forebay.experts.default])
+
+    for kept, more in ((False, {}), (True, {"context_fn": keeping})):
+        for collects in (True, False):
+            store, one = WeightGradients(), fresh(case)
+            y = checkpoint(one.run, use_reentrant=False, deferred=store, save_h=save_h, **more)
+            with FlopCounterMode(display=False) as counter:
+                if collects:
+                    with store.collecting() as pending:
+                        y.backward(dy)
+                    pending.pop()()
+                    assert not pending
+                else:
+                    y.backward(dy)
+            assert_same_bits(whole, {"y": y.detach(), **of(one)})
+            assert counter.get_total_flops() == (2 if kept else 3) * forward + again
+
+
+@pytest.mark.parametrize("save_h", [True, False])
+def test_flops_of_the_halves(save_h: bool) -> None:
+    forward = 2 * T * K * 3 * H * WIDTH
+    again = 0 if save_h else 2 * T * K * 2 * H * WIDTH
+    case, store = make().to(torch.float32), WeightGradients()
+    y = case.run(deferred=store, save_h=save_h)
+    with store.collecting() as pending:
+        for run, wanted in ((y.sum().backward, forward + again), (lambda: pending[0](), forward)):
+            with FlopCounterMode(display=False) as counter:
+                run()
+            assert counter.get_total_flops() == wanted
+    for frozen, part in (("gate_up", 1), ("down", 2)):
+        one = fresh(case)
+        one.tensors[frozen].requires_grad_(False)
+        with store.collecting() as pending:
+            one.run(deferred=store).sum().backward()
+        with FlopCounterMode(display=False) as counter:
+            pending[0]()
+        assert counter.get_total_flops() == part * forward // 3
+
+
+@pytest.mark.parametrize("gpt_oss", [False, True])
+def test_opcheck(gpt_oss: bool) -> None:
+    case = make(gpt_oss=gpt_oss).to(torch.float32)
+    t = {n: v.detach() for n, v in case.tensors.items()}
+    settings = (*case.settings.values(),) if gpt_oss else ("swiglu", False, False, 1.0, 0.0)
+    tail = (t["weights"], t["gate_up"], t["down"], t.get("gate_up_bias"), t.get("down_bias"), *settings)
+    _, h, *routing = torch.ops.forebay.experts(t["x"], case.ids, *tail, True, 20)
+    dy = torch.randn(T, H)
+    for needs in ((True,) * 4, (True, False, False, True), (False, False, True, False)):
+        args = (dy, t["x"], h, *routing, *tail, *needs, gpt_oss, gpt_oss, True)
+        torch.library.opcheck(torch.ops.forebay.experts_backward.default, args)
+    order, _, offs = routing
+    for tokens_first in (True, False):
+        args = (dy, torch.randn(order.shape[0], WIDTH), order, offs, K, tokens_first)
+        torch.library.opcheck(torch.ops.forebay.experts_weight_backward.default, args)
+
+
+@pytest.mark.parametrize("through_view", [False, True])
+def test_a_gradient_that_is_also_another_tensors(through_view: bool) -> None:
+    """The residual's gradient is dy itself. `.grad` becomes what is nobody else's; of a view, autograd cannot tell."""
+    case, store = make().to(torch.float32), WeightGradients()
+    dy = torch.randn(T, H)
+    whole = at_once(case, dy * 2)
+    leaf = torch.zeros((1, T, H) if through_view else (T, H), requires_grad=True)
+    residual = leaf.view(T, H) if through_view else leaf
+    y = case.run(deferred=store)
+    with store.collecting() as pending:
+        (residual + y).mul(2).backward(dy)
+    (leaf * 3).sum().backward()
+    if through_view:
+        with pytest.raises(RuntimeError, match="gradient that came into the experts changed"):
+            pending[0]()
+        assert all(case.tensors[n].grad is None for n in LATER)
+    else:
+        pending[0]()
+        assert_same_bits({n: of(case)[n] for n in LATER}, {n: whole[n] for n in LATER})
+
+
+def test_tokens_that_are_written_to_while_they_are_waited_for() -> None:
+    case, store = make().to(torch.float32), WeightGradients()
+    with store.collecting() as pending:
+        case.run(deferred=store).sum().backward()
+    with torch.no_grad():
+        case.tensors["x"].zero_()
+        case.tensors["gate_up"].zero_()  # parameters may be: they are not read again
+    with pytest.raises(RuntimeError, match="tokens that came into"):
+        pending[0]()
+
+
+def test_an_operation_between_parameter_and_experts() -> None:
+    """Its backward runs in the weight half, with what it saved: here a product, and a cast."""
+    case = make().to(torch.bfloat16)
+    dy = torch.randn(T, H).bfloat16()
+    found = []
+    for deferred in (None, WeightGradients()):
+        torch.manual_seed(0)
+        left, right = torch.randn(E, 2 * WIDTH, 2, requires_grad=True), torch.randn(E, 2, H, requires_grad=True)
+        one = fresh(case)
+        one.tensors["gate_up"] = (left @ right).bfloat16()
+        y = one.run(deferred=deferred)
+        if deferred is None:
+            y.backward(dy)
+        else:
+            with deferred.collecting() as pending:
+                y.backward(dy)
+            assert left.grad is None
+            pending[0]()
+        found.append({"left": left.grad, "right": right.grad, "down": one.tensors["down"].grad})
+    assert_same_bits(*found)
+
+
+def test_views_of_one_flat_parameter_reach_it_once() -> None:
+    case, store = make().to(torch.float32), WeightGradients()
+    dy = torch.randn(T, H)
+    whole = at_once(case, dy)
+    flat = torch.cat([case.tensors[n].detach().flatten() for n in LATER]).requires_grad_()
+    arrived = []
+    flat.register_post_accumulate_grad_hook(lambda p: arrived.append(p.grad))
+    for name, part in zip(LATER, flat.split([case.tensors[n].numel() for n in LATER]), strict=True):
+        case.tensors[name] = part.view(case.tensors[name].shape)
+    y = case.run(deferred=store)
+    with store.collecting() as pending:
+        y.backward(dy)
+    assert not arrived
+    pending[0]()
+    assert len(arrived) == 1
+    assert torch.equal(flat.grad, torch.cat([whole[n].flatten() for n in LATER]))
+
+
+def test_compiled_code_leaves_the_call_to_python() -> None:
+    case, store = make().to(torch.float32), WeightGradients()
+    dy = torch.randn(T, H)
+    whole = at_once(case, dy)
+    torch._dynamo.reset()
+    y = torch.compile(lambda: case.run(deferred=store) * 1.0, backend="aot_eager")()
+    with store.collecting() as pending:
+        y.backward(dy)
+    assert case.tensors["down"].grad is None
+    pending[0]()
+    assert_same_bits({"y": y.detach(), **of(case)}, whole)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="run in eager mode"):
+        torch.compile(lambda: case.run(deferred=store), backend="aot_eager", fullgraph=True)()
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield DeviceMesh("cpu", [0])
+    dist.destroy_process_group()
+
+
+def test_distributed_parameters(mesh: DeviceMesh) -> None:
+    """Expert parallelism hands `DTensor.to_local` in; the gradient arrives as a DTensor."""
+    case, store = make().to(torch.float32), WeightGradients()
+    dy = torch.randn(T, H)
+    whole = at_once(case, dy)
+    parameters = {n: nn.Parameter(distribute_tensor(case.tensors[n].detach(), mesh, [Shard(0)])) for n in LATER}
+    arrived = []
+    for p in parameters.values():
+        p.register_post_accumulate_grad_hook(lambda p: arrived.append(p.grad))
+    case.tensors |= {n: p.to_local() for n, p in parameters.items()}
+    y = case.run(deferred=store)
+    with store.collecting() as pending:
+        y.backward(dy)
+    assert not arrived and all(p.grad is None for p in parameters.values())
+    pending[0]()
+    assert len(arrived) == 2
+    for name, p in parameters.items():
+        assert isinstance(p.grad, DTensor) and p.grad.placements != (Replicate(),)
+        assert torch.equal(p.grad.to_local(), whole[name])
+
+
+class _Module(nn.Module):
+    def __init__(self, case: Case, store: WeightGradients | None):
+        super().__init__()
+        self.gate_up, self.down = (nn.Parameter(case.tensors[n].detach().clone()) for n in LATER)
+        self.ids, self.store = case.ids, store
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        return experts(x, self.ids, weights, self.gate_up, self.down, deferred=self.store)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_parameters_that_fsdp2_frees_in_between(mesh: DeviceMesh, reshard: bool) -> None:
+    """Two microbatches without reduction, the weight halves behind both; then FSDP2 reduces what arrived."""
+    case, store = make().to(torch.float32), WeightGradients()
+    dys = torch.randn(2, T, H).unbind()
+    x, weights = case.tensors["x"].detach(), case.tensors["weights"].detach()
+    plain = _Module(case, None)
+    for dy in dys:
+        plain(x.clone().requires_grad_(), weights).backward(dy)
+    module = _Module(case, store)
+    fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
+    module.set_requires_gradient_sync(False)
+    module.set_reshard_after_backward(reshard)
+    makers = []
+    for dy in dys:
+        y = module(x.clone().requires_grad_(), weights)
+        with store.collecting() as pending:
+            y.backward(dy)
+        makers += pending
+    for make_now in makers:
+        make_now()
+    module.set_requires_gradient_sync(True)
+    module.set_reshard_after_backward(True)
+    # What FSDP2 does at the end of a backward pass, which here came before the weight halves.
+    group = fully_shard.state(module)._fsdp_param_group
+    if not reshard:
+        group.post_backward()
+        fully_shard.state(module)._root_post_backward_final_callback()
+        for name in LATER:
+            assert torch.equal(getattr(module, name).grad.full_tensor(), getattr(plain, name).grad)
+    else:
+        for p in group.fsdp_params:
+            name = "gate_up" if p._unsharded_param.shape[1] == 2 * WIDTH else "down"
+            assert torch.equal(p._unsharded_param.grad, getattr(plain, name).grad)
+
+
+def test_a_transformers_module_names_its_store() -> None:
+    name = blocks.register()
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=8, hidden_size=H, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=8,
+        intermediate_size=8, moe_intermediate_size=WIDTH, num_experts=E, num_experts_per_tok=K,
+        experts_implementation=name,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    module = next(m for m in model.modules() if type(m).__name__ == "Qwen3MoeExperts")
+    with torch.no_grad():
+        for p in module.parameters():
+            p.normal_()
+    inputs = torch.randn(T, H, requires_grad=True), torch.randint(0, E, (T, K)), torch.rand(T, K)
+    module(*inputs).sum().backward()
+    whole = {n: p.grad for n, p in module.named_parameters()}
+    module.zero_grad()
+
+    keys = list(module.state_dict())
+    module.forebay_weight_gradients = store = WeightGradients()
+    assert "forebay_weight_gradients" in module.__dict__ and list(module.state_dict()) == keys
+    twin = copy.deepcopy(module)
+    assert isinstance(twin.forebay_weight_gradients, WeightGradients) and twin.forebay_weight_gradients is not store
+    store.sums = lambda weight: lambda: torch.empty(0)
+    assert all(other(store).sums is WeightGradients().sums for other in (copy.deepcopy, copy.copy))
+    assert pickle.loads(pickle.dumps(store)).sums is WeightGradients().sums
+    store.sums = WeightGradients().sums
+    with store.collecting() as pending:
+        module(*inputs).sum().backward()
+        twin(*inputs).sum().backward()
+    assert len(pending) == 1 and module.down_proj.grad is None
+    pending[0]()
+    for one in (module, twin):
+        assert_same_bits({n: p.grad for n, p in one.named_parameters()}, whole)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("save_h", [True, False])
+@pytest.mark.parametrize("gpt_oss", [False, True])
+def test_on_the_gpu_the_halves_are_the_whole_and_never_wait(gpt_oss: bool, save_h: bool) -> None:
+    case, dy = gpu_case(gpt_oss)
+    whole = at_once(case, dy, save_h=save_h)
+    poison_gpu_memory()
+    assert_same_bits(in_halves(case, dy, save_h=save_h), whole)
+    assert_same_bits(at_once(case, dy, save_h=save_h, deferred=WeightGradients()), whole)
+    store = WeightGradients()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        y = case.run(deferred=store, save_h=save_h)
+        with store.collecting() as pending:
+            y.backward(dy)
+        pending[0]()
+        case.run(deferred=store, save_h=save_h).backward(dy)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("save_h", [True, False])
+def test_on_the_gpu_the_bytes_are_those_of_the_docstring(save_h: bool) -> None:
+    case, dy = gpu_case(gpt_oss=False, tokens=16384)
+    rows, hidden, width, store = case.ids.numel(), 512, 256, WeightGradients()
+    case.tensors["x"].requires_grad_(True)
+
+    def step() -> Callable[[], None]:
+        y = case.run(deferred=store, save_h=save_h)
+        with store.collecting() as pending:
+            y.backward(dy)
+        return pending.pop()
+
+    step()()  # whatever is allocated once
+    for t in case.tensors.values():
+        t.grad = None
+    torch.cuda.synchronize()
+    base = torch.cuda.memory_allocated()
+    small = 2**23  # the routing, dx, the routing weights' gradient, rounding of the allocator
+
+    y = case.run(deferred=store, save_h=save_h)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with store.collecting() as pending:
+        y.backward(dy)
+    assert torch.cuda.max_memory_allocated() - before <= 2 * rows * (hidden + 3 * width) + dy.nbytes + small
+    del y
+    held = torch.cuda.memory_allocated() - base - case.tensors["x"].nbytes  # dx, which is x's size
+    assert held <= 6 * rows * width + small
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    parameters = 2 * 16 * 3 * hidden * width
+    pending.pop()()
+    assert torch.cuda.max_memory_allocated() - before <= 2 * rows * hidden + parameters + small
+    assert torch.cuda.memory_allocated() - base <= parameters + case.tensors["x"].nbytes + small

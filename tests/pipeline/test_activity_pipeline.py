@@ -1,0 +1,115 @@
+"""A schedule of two ranks by hand: idle shares, the trace's events, and the picture's boxes and size."""
+
+import json
+import struct
+import sys
+from pathlib import Path
+
+import pytest
+
+from forebay.errors import UsageError
+from forebay.pipeline.activity import Ran, _boxes, bubble, draw, perfetto
+
+GIB = 2**30
+# Rank 0 computes 0-1, 1-2, 5-8 and 8-10 of 10 ms, rank 1 computes 1-2, 2-5 and 4.5-6 (beside the one before) of them.
+RAN = [
+    Ran(0, "F", "0F0", 100.0, 101.0, 1 * GIB),
+    Ran(0, "SEND_F", "0SEND_F0", 101.0, 101.5, 1 * GIB),
+    Ran(0, "F", "0F1", 101.0, 102.0, 2 * GIB),
+    Ran(0, "OVERLAP_F_B", "(0F12;3B1)OVERLAP_F_B", 105.0, 108.0, 2 * GIB),
+    Ran(0, "B", "0B1", 108.0, 110.0, 0),
+    Ran(1, "RECV_F", "1RECV_F0", 100.0, 101.5, 0),
+    Ran(1, "F", "1F0", 101.0, 102.0, 1 * GIB),
+    Ran(1, "I", "1I0", 102.0, 105.0, 1 * GIB),
+    Ran(1, "W", "1W0", 104.5, 106.0, 0),
+]
+
+
+def size(png: Path) -> tuple[int, int]:
+    content = png.read_bytes()
+    assert content[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", content[16:24])
+    return width, height
+
+
+def test_bubbles() -> None:
+    """The span is that of all ranks; waiting is not computing; what overlaps counts once."""
+    assert bubble(RAN) == {0: pytest.approx(1 - 7 / 10), 1: pytest.approx(1 - 5 / 10)}
+    assert bubble(reversed(RAN)) == bubble(RAN)
+    full = [Ran(0, "F", "0F0", 0, 2, 0), Ran(1, "RECV_F", "1RECV_F0", 0, 1, 0), Ran(1, "F", "1F0", 1, 2, 0)]
+    assert bubble(full) == {0: 0.0, 1: 0.5}
+    assert bubble([Ran(3, "F", "0F0", 1, 1, 0)]) == {3: 0.0}
+
+
+def test_the_docstrings_example() -> None:
+    ran = [
+        Ran(0, "F", "0F0", 0, 1, 0),
+        Ran(1, "F", "1F0", 1, 2, 0),
+        Ran(1, "B", "1B0", 2, 4, 0),
+        Ran(0, "B", "0B0", 3, 5, 0),
+    ]
+    assert bubble(ran) == pytest.approx({0: 0.4, 1: 0.4})
+
+
+def test_trace(tmp_path: Path) -> None:
+    perfetto(RAN, tmp_path / "trace.json")
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    events = trace["traceEvents"]
+    processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert processes == {0: "rank 0", 1: "rank 1"}
+    ran = [e for e in events if e["ph"] == "X"]
+    assert len(ran) == len(RAN)
+    assert {"ph": "X", "name": "1W0", "cat": "W", "ts": 4500.0, "dur": 1500.0, "pid": 1, "tid": 0} in ran
+    assert {"ph": "X", "name": "0SEND_F0", "cat": "SEND_F", "ts": 1000.0, "dur": 500.0, "pid": 0, "tid": 1} in ran
+    memory = [(e["ts"], e["args"]["bytes"]) for e in events if e["ph"] == "C" and e["pid"] == 0]
+    assert memory == [(1000.0, GIB), (1500.0, GIB), (2000.0, 2 * GIB), (8000.0, 2 * GIB), (10000.0, 0)]
+
+
+def test_boxes() -> None:
+    """An overlap is a forward above a backward; communication is a line under the row's computation."""
+    forward, backward = _boxes(RAN[3])
+    assert (forward.text, backward.text) == ("12", "1") and (forward.stage, backward.stage) == (0, 3)
+    assert backward.low == pytest.approx(forward.low + forward.height) and backward.height == forward.height
+    assert [forward.colour] == [box.colour for box in _boxes(RAN[0])]
+    assert [backward.colour] == [box.colour for box in _boxes(RAN[4])]
+    (send,) = _boxes(RAN[1])
+    assert send.low > 0.9 and send.height < 0.1 and send.text == ""
+    assert [box.text for record in RAN[7:] for box in _boxes(record)] == ["0", "0"]
+
+
+def test_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    draw(RAN, tmp_path / "two.png", "a title")
+    assert size(tmp_path / "two.png") == (1600, 410 + 2 * 50)
+    draw([Ran(rank, *("F", "0F0", 0, 1, 0)) for rank in range(8)], tmp_path / "eight.png")
+    assert size(tmp_path / "eight.png") == (1600, 410 + 8 * 50)
+    # More is drawn than a blank canvas: of one action that is gone, the picture differs.
+    draw(RAN[:-1], tmp_path / "less.png", "a title")
+    assert (tmp_path / "less.png").read_bytes() != (tmp_path / "two.png").read_bytes()
+
+
+def test_numbers_are_drawn_where_they_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    axes = pytest.importorskip("matplotlib.axes").Axes
+    texts: list[str] = []
+    original = axes.text
+    monkeypatch.setattr(
+        axes, "text", lambda self, x, y, s, **more: (texts.append(s), original(self, x, y, s, **more))[1]
+    )
+    draw(RAN, tmp_path / "all.png")
+    assert sorted(texts) == ["0", "0", "0", "0", "1", "1", "1", "12"]
+    texts.clear()
+    draw([*RAN, Ran(0, "F", "0F2", 5000, 5010, 0)], tmp_path / "narrow.png")  # 10 of 4910 ms are 3 pixels
+    assert texts == []
+
+
+def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(UsageError, match="needs matplotlib, which is not installed: pip install matplotlib"):
+        draw(RAN, tmp_path / "none.png")
+
+
+def test_records_that_make_no_sense() -> None:
+    with pytest.raises(ValueError, match="no records to show"):
+        bubble([])
+    with pytest.raises(ValueError, match="0F0 of rank 2 ends at 1 ms, before its start at 2"):
+        bubble([Ran(2, "F", "0F0", 2, 1, 0)])

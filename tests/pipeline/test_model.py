@@ -1,0 +1,82 @@
+"""A cut model computes what the whole one does."""
+
+import pytest
+import torch
+
+from forebay.managed import manage
+from forebay.models.families import moe_blocks
+from forebay.moe.dispatch_op import combine, dispatch
+from forebay.pipeline.model import CutModel, Microbatch
+from tests.models.conftest import FAMILIES, VOCABULARY, build_tiny
+from tests.ranks import run_ranks
+
+
+def run(cut: CutModel, microbatch: Microbatch) -> torch.Tensor:
+    x = cut.prologue(microbatch)
+    for layer in cut.layers:
+        if layer.exchange is None or layer.experts is None:
+            x = layer(x)
+            continue
+        residual, rows, ids, weights, _ = layer.stage1(x)
+        sent = dispatch(rows, ids, weights, layer.exchange)
+        y = layer.experts(sent.rows, sent.ids, sent.weights, sent.max_rows)
+        x = combine(y, sent.handle, residual).view(x.shape)
+    return cut.epilogue(x, microbatch)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_cut_is_whole(family: str) -> None:
+    model = build_tiny(family)
+    ids = torch.randint(0, VOCABULARY, (2, 12))
+    labels = ids.roll(-1, 1)
+    with manage(model) as memory:
+        whole = model(input_ids=ids, labels=labels, shift_labels=labels, num_items_in_batch=24).loss
+        whole.backward()
+        wanted = [p.grad for p in model.parameters()]
+        model.zero_grad(set_to_none=True)
+        before = model.get_submodule(model.base_model_prefix).layers
+        cut = CutModel(model, memory)
+        loss = run(cut, Microbatch(ids, labels, 24))
+        loss.backward()
+        assert model.get_submodule(model.base_model_prefix).layers is before
+    assert torch.equal(loss, whole)
+    for (name, p), grad in zip(model.named_parameters(), wanted, strict=True):
+        assert (p.grad is None) == (grad is None) and (grad is None or torch.equal(p.grad, grad)), name
+
+
+def expert_parallel(rank: int, world: int) -> list[bool]:
+    import torch.distributed as dist
+
+    from forebay.models.blocks import keep_local_experts
+    from forebay.moe.dispatch import NcclExchange
+
+    model = build_tiny("deepseek_v2")
+    exchange = NcclExchange(dist.group.WORLD, moe_blocks(model)[0].experts.num_experts)
+    keep_local_experts(model, exchange)
+    ids = torch.randint(0, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(rank))
+    labels = ids.roll(-1, 1)
+    with manage(model, exchange=exchange) as memory:
+        whole = model(input_ids=ids, labels=labels, shift_labels=labels, num_items_in_batch=24).loss
+        loss = run(CutModel(model, memory), Microbatch(ids, labels, 24))
+        dense, moe = CutModel(model, memory).layers
+        return [torch.equal(loss, whole), dense.exchange is None, moe.exchange is exchange]
+
+
+def test_cut_is_whole_with_experts_on_two_ranks() -> None:
+    assert run_ranks(expert_parallel, 2) == [[True] * 3] * 2
+
+
+def test_refuses_a_loss_that_is_not_fused() -> None:
+    model = build_tiny("qwen3_moe")
+    with manage(model, loss=None) as memory, pytest.raises(ValueError, match="fused loss"):
+        CutModel(model, memory)
+
+
+def test_a_placement_of_a_whole_layer_is_refused() -> None:
+    model = build_tiny("qwen3_moe")
+    path = f"{model.base_model_prefix}.layers.1"
+    with (
+        manage(model, {path: "recompute"}) as memory,
+        pytest.raises(ValueError, match=r"name .*layers\.1\.self_attn and"),
+    ):
+        CutModel(model, memory)

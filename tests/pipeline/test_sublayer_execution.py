@@ -1,0 +1,395 @@
+"""The engine's streams: in which order things run, when memory is freed, and that no race is left.
+
+Races are looked for twice: on a CPU with simulated streams, whose transfers happen no earlier than they are waited for and find
+out whether their input was freed; and on a GPU with late transfers or computations and poisoned memory. Both have controls: an
+engine that breaks one rule is caught.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from forebay.memory.streams import delayed
+from forebay.moe.dispatch import Exchange, Handle
+from forebay.pipeline.runtime import OverlappedStep
+from forebay.pipeline.sublayer import ExecutionContext, NullStream, TransferMeter, cut
+
+E, K = 4, 2
+CPU = torch.device("cpu")
+
+
+def same(left: list[Tensor | None], right: list[Tensor | None]) -> bool:
+    return all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+class Comm(NullStream):
+    """A stream whose transfers happen when somebody waits for them."""
+
+    def __init__(self, log: list[str]):
+        self.todo: list[Callable[[], None]] = []
+        self.done, self.log = 0, log
+
+    def record_event(self) -> Any:
+        return len(self.todo)
+
+    def wait_event(self, event: Any) -> None:
+        self.log.append("comm waits")
+
+    def catch_up(self, event: int) -> None:
+        while self.done < event:
+            self.todo[self.done]()
+            self.done += 1
+
+
+class Compute(NullStream):
+    def __init__(self, comm: Comm):
+        self.comm = comm
+
+    def wait_event(self, event: Any) -> None:
+        self.comm.log.append("wait")
+        self.comm.catch_up(event)
+
+    def wait_stream(self, stream: Any) -> None:
+        self.comm.catch_up(len(self.comm.todo))
+
+
+class Copies(Exchange):
+    """Two ranks' exchange in which nothing travels: every rank has all experts, so transfers are copies.
+
+    With a `comm` stream they are late: their results are NaN until somebody waits, and remain so if what they read was freed.
+    """
+
+    def __init__(self, comm: Comm | None = None, before: Callable[[], None] = lambda: None):
+        super().__init__(0, 2, E)
+        self.comm, self.before = comm, before
+
+    def late(self, name: str, fn: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        self.before()
+        if self.comm is None:
+            return fn(*inputs)
+        self.comm.log.append(name)
+        out = torch.full_like(fn(*inputs), float("nan"))
+        seen = [(StorageWeakRef(t.untyped_storage()), t.shape, t.stride(), t.storage_offset()) for t in inputs]
+        target = StorageWeakRef(out.untyped_storage())
+        shape, out_stride = out.shape, out.stride()
+
+        def transfer() -> None:
+            storages = [torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref, *_ in seen]
+            into = torch.UntypedStorage._new_with_weak_ptr(target.cdata)
+            if into is None or any(s is None for s in storages):
+                return
+            views = [
+                torch.empty(0).set_(s, offset, size, stride)
+                for s, (_, size, stride, offset) in zip(storages, seen, strict=True)
+            ]
+            torch.empty(0).set_(into, 0, shape, out_stride).copy_(fn(*views))
+
+        self.comm.todo.append(transfer)
+        return out
+
+    def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor, Handle]:
+        rows = self.late("dispatch", torch.clone, x)
+        return rows, ids.clone(), weights.clone(), [weights.new_zeros(1)]
+
+    def spread(self, values: Tensor, handle: Any, n_rows: int) -> Tensor:
+        return self.late("combine'", torch.clone, values)
+
+    def collect(self, rows: Tensor, narrow: Any, handle: Any, n_tokens: int, init: Any) -> tuple[Tensor, Tensor | None]:
+        if narrow is None:
+            return self.late("combine", torch.add, rows, init), None
+        return self.late("dispatch'", torch.clone, rows), narrow.clone()
+
+    def max_rows(self, handle: Any, rows: int, slots_per_token: int) -> None:
+        return None
+
+    def fake_handle(self, tokens: int, slots_per_token: int, device: torch.device) -> tuple[int, Handle]:
+        return tokens, [torch.empty(1)]
+
+
+class Plain(nn.Module):
+    """An MoE layer in which autograd saves neither rows nor residual nor y_rows, so that all depends on who holds them.
+
+    Calls `before` at the beginning of each stage, forward and backward, and writes down what runs.
+    """
+
+    def __init__(self, exchange: Exchange, width: int, log: list[str], before: Callable[[], None], device: Any = CPU):
+        super().__init__()
+        self.exchange, self.log, self.before = exchange, log, before
+        self.first = nn.Parameter(torch.randn(width, width, device=device) * width**-0.5)
+        self.second = nn.Parameter(torch.randn(width, width, device=device) * width**-0.5)
+        self.boundary: list[StorageWeakRef] = []
+
+    def _note(self, name: str, inside: Tensor, *boundary: Tensor) -> None:
+        self.log.append(name)
+        inside.register_hook(lambda _: self._backward(f"{name}'"))
+        self.boundary += [StorageWeakRef(t.untyped_storage()) for t in boundary]
+
+    def _backward(self, name: str) -> None:
+        self.log.append(name)
+        self.before()
+
+    def stage1(self, x: Tensor) -> Any:
+        self.before()
+        rows = x.view(-1, x.shape[-1]) @ self.first
+        residual, sent = rows * 0.5, rows * 2
+        weights = rows[:, :K] * 0.1
+        self._note("front", rows, residual, sent)
+        return residual, sent, torch.zeros_like(weights, dtype=torch.int64), weights, rows[:, :E] * 1.0
+
+    def experts(self, rows: Tensor, ids: Tensor, weights: Tensor, max_rows: int | None) -> Tensor:
+        self.before()
+        inside = rows @ self.second
+        y = inside + weights.sum(1, keepdim=True)
+        self._note("experts", inside, y)
+        return y
+
+
+def plain(exchange: Exchange, log: list[str], layers: int, width: int, device: Any = CPU, **settings: Any) -> Any:
+    torch.manual_seed(3)
+    before = settings.pop("before", lambda: None)
+    stack = [Plain(exchange, width, log, before, device) for _ in range(layers)]
+    head = settings.pop("head", lambda x, _: x.square().mean())
+    return OverlappedStep(stack, lambda m: m.clone(), head, device, **settings), stack  # type: ignore[arg-type]
+
+
+def simulated(layers: int) -> tuple[OverlappedStep, list[Plain], list[str]]:
+    log: list[str] = []
+    comm = Comm(log)
+    step, stack = plain(Copies(comm), log, layers, 8)
+    step._context.comm, step._context.compute = comm, Compute(comm)
+    return step, stack, log
+
+
+def test_order_of_computations_and_transfers() -> None:
+    """What runs, in this order on every rank: a computation, `>transfer` right behind it, `wait` right before the reader.
+
+    Between a transfer and the wait for it lies a computation of the other microbatch.
+    """
+    step, _, log = simulated(2)
+    step.run([torch.randn(1, 3, 8)] * 2)
+    ran = " ".join(log).replace("comm waits ", ">").replace("> ", ">").split()
+    # A step without an apostrophe is the forward of microbatch 0, then of 1; with one, the backward of 0, then of 1.
+    assert (
+        ran
+        == (
+            # F0
+            "front >dispatch  wait experts >combine  wait front >dispatch  wait experts >combine  wait >combine' "
+            # F1 with B0, one computation each in turn
+            "front >dispatch   wait experts' >dispatch' "
+            "wait experts >combine   wait front' >combine' "
+            "wait front >dispatch   wait experts' >dispatch' "
+            "wait experts >combine   wait front' "
+            "wait >combine' "
+            # B1
+            "wait experts' >dispatch'  wait front' >combine'  wait experts' >dispatch'  wait front'"
+        ).split()
+    )
+
+
+@contextmanager
+def broken(rule: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An engine that breaks one of the rules of `forebay.pipeline.sublayer`."""
+    original = ExecutionContext.launch
+
+    def starts_early(self: ExecutionContext, transfer: Any, *args: Any) -> Any:
+        compute, self.compute = self.compute, self.comm
+        try:
+            return original(self, transfer, *args)
+        finally:
+            self.compute = compute
+
+    def drops(self: ExecutionContext, transfer: Any, *args: Any) -> Any:
+        pending = original(self, transfer, *args)
+        number, event, _ = self._deferred.pop()
+        self._deferred.append((number, event, ()))
+        return pending
+
+    with monkeypatch.context() as m:
+        if rule == "arguments are dropped":
+            m.setattr(ExecutionContext, "launch", drops)
+        if rule == "results are not waited for":
+            m.setattr(ExecutionContext, "wait_for", lambda self, number: None)
+        if rule == "transfers do not wait":
+            m.setattr(ExecutionContext, "launch", starts_early)
+        yield
+
+
+@pytest.mark.parametrize("rule", ["none", "arguments are dropped", "results are not waited for"])
+def test_late_transfers_find_their_input_and_are_waited_for(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    microbatches = list(torch.randn(3, 1, 3, 8))
+    step, stack = plain(Copies(), [], 3, 8)
+    expected = step.run(microbatches)
+    grads = [p.grad for layer in stack for p in layer.parameters()]
+    step, stack, _ = simulated(3)
+    with broken(rule, monkeypatch):
+        losses = step.run(microbatches)
+    right = torch.equal(losses, expected) and same([p.grad for layer in stack for p in layer.parameters()], grads)
+    assert right == (rule == "none")
+
+
+@pytest.mark.parametrize("early_release", [True, False])
+def test_boundaries_are_freed_behind_their_last_reader(early_release: bool) -> None:
+    alive: list[int] = []
+
+    def count(seen: list[StorageWeakRef]) -> int:
+        return sum(not ref.expired() for ref in seen)
+
+    def head(x: Tensor, _: Any) -> Tensor:
+        alive.append(count([ref for layer in stack for ref in layer.boundary]))
+        return x.square().mean()
+
+    step, stack = plain(Copies(), [], 3, 8, head=head, early_release=early_release)
+    step.run([torch.randn(1, 3, 8)], after_backward=lambda _: alive.append(count(stack[2].boundary)))
+    # At the turn: residual, rows and y_rows of three layers, all or none of them. And nothing after a layer's backward.
+    assert alive == [0 if early_release else 9, 0]
+
+
+def test_what_autograd_saved_is_left_alone_and_the_rest_of_a_stage_is_not_held() -> None:
+    weight = nn.Parameter(torch.randn(4, 4))
+    seen: list[StorageWeakRef] = []
+
+    def stage(x: Tensor) -> tuple[Tensor, Tensor]:
+        saved = (x @ weight).exp()  # exp saves its result
+        unsaved = saved * 2
+        seen.extend(StorageWeakRef(t.untyped_storage()) for t in (saved, unsaved))
+        return saved, unsaved
+
+    segment, outputs = cut(stage, torch.randn(3, 4))
+    del outputs
+    assert [ref.expired() for ref in seen] == [False, True]
+    (gradient,) = segment.backward([torch.ones(3, 4), torch.ones(3, 4)])
+    assert gradient.shape == (3, 4) and [ref.expired() for ref in seen] == [True, True]
+
+
+def test_an_input_that_only_the_caller_holds_is_freed_with_it() -> None:
+    x = torch.randn(3, 4)
+    seen = StorageWeakRef(x.untyped_storage())
+    segment, _ = cut(lambda t: t + 1.0, x)  # an addition saves nothing
+    del x
+    _ = None
+    assert seen.expired()
+    assert torch.equal(segment.backward([torch.full((3, 4), 2.0)])[0], torch.full((3, 4), 2.0))
+
+
+def test_gradients_are_given_away() -> None:
+    """A gradient handed to a stage is freed by autograd behind its reader, not when the stage is done."""
+    alive: list[bool] = []
+
+    def stage(x: Tensor) -> Tensor:
+        x = x + 0.0
+        x.register_hook(lambda _: alive.append(not seen.expired()))
+        return x * 2.0
+
+    segment, _ = cut(stage, torch.randn(3))
+    grads = [torch.ones(3)]
+    seen = StorageWeakRef(grads[0].untyped_storage())
+    segment.backward(grads)
+    assert grads == [] and alive == [False]
+
+
+# On a GPU: transfers take long, or computations do, and freed memory is filled with NaN by whoever gets it next.
+
+
+def disturb(cycles: int) -> Callable[[], None]:
+    """Keeps the current stream busy, then takes blocks of 1 MiB from its pool, the size of all tensors here, and poisons them."""
+
+    def before() -> None:
+        delayed(torch.cuda.current_stream(), cycles)()
+        scratch = [torch.full((512, 512), float("nan"), device="cuda") for _ in range(32)]
+        del scratch
+
+    return before
+
+
+def gpu_run(late: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> list[Tensor | None]:
+    """Losses and gradients."""
+    long, short = disturb(4_000_000), disturb(0)  # some 2 ms; a stage takes a tenth of that
+    exchange = Copies(before=long if late == "transfers" else short)
+    before = long if late == "computations" else short
+    step, stack = plain(exchange, [], 3, 512, torch.device("cuda"), before=before)
+    if late == "nothing":
+        step._context.comm = torch.cuda.current_stream()  # one stream: no order to get wrong
+    microbatches = list(torch.randn(4, 1, 512, 512, generator=torch.Generator().manual_seed(5)).cuda())
+    with broken(rule, monkeypatch):
+        losses = step.run(microbatches)
+    torch.cuda.synchronize()
+    return [losses, *(p.grad for layer in stack for p in layer.parameters())]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("late", "rule"),
+    [
+        ("transfers", "none"),
+        ("transfers", "arguments are dropped"),
+        ("transfers", "results are not waited for"),
+        ("computations", "none"),
+        ("computations", "transfers do not wait"),
+    ],
+)
+def test_gpu_races(late: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bitwise what one stream gives; and the controls, each of which breaks a rule, show that the race is there to be seen."""
+    expected = gpu_run("nothing", "none", monkeypatch)
+    assert all(t is not None and bool(t.isfinite().all()) for t in expected)
+    assert same(gpu_run(late, rule, monkeypatch), expected) == (rule == "none")
+
+
+@pytest.mark.gpu
+def test_gpu_peak_falls_by_what_is_released() -> None:
+    cuda = torch.device("cuda")
+    tokens_, width, layers = 4096, 1024, 4
+
+    def head(x: Tensor, _: Any) -> Tensor:
+        scratch = torch.empty(1 << 29, dtype=torch.uint8, device=cuda)  # the peak is here
+        del scratch
+        return x.square().mean()
+
+    def peak(early_release: bool) -> int:
+        step, _ = plain(Copies(), [], layers, width, cuda, head=head, early_release=early_release)
+        microbatch = torch.randn(1, tokens_, width, device=cuda)
+        step.run([microbatch])
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step.run([microbatch])
+        return torch.cuda.max_memory_allocated() - before
+
+    freed = layers * 3 * tokens_ * width * 4  # residual, rows and y_rows, fp32
+    assert peak(early_release=False) - peak(early_release=True) == pytest.approx(freed, rel=0.02)
+
+
+@pytest.mark.gpu
+def test_a_meter_times_what_a_graph_replays() -> None:
+    """Transfers of 20 and 10 ms or so, by the clock of the device, that nobody hides."""
+    meter = TransferMeter()
+    meter.on = True
+    comm = torch.cuda.Stream()
+    cycles = torch.full((), 20e6)
+
+    def transfer(share: float) -> None:
+        with torch.cuda.stream(comm):
+            torch.cuda._sleep(int(share * cycles))
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        compute = torch.cuda.current_stream()
+        for share in (1.0, 0.5):
+            comm.wait_stream(compute)
+            meter.transfer(comm, partial(transfer, share))
+            meter.wait(compute, partial(compute.wait_stream, comm))
+    graph.replay()
+    once = meter.milliseconds()
+    graph.replay()
+    again = meter.milliseconds()
+    for transfers, waits in (once, again):
+        assert transfers > 5.0 and waits == pytest.approx(transfers, rel=0.1)
+    assert again[0] == pytest.approx(once[0], rel=0.5), "of one replay, not of all"
+    del graph
+    meter.forget()
+    assert meter.milliseconds() == (0, 0)

@@ -1,0 +1,175 @@
+"""Pages as text: every tag closed, nothing of a name or path run as markup, nothing fetched, and colours that can be read."""
+
+import base64
+import hashlib
+import re
+from html import escape
+from html.parser import HTMLParser
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from forebay.report.html import Html, data, join, tag
+from forebay.report.plan_page import plan_page
+from forebay.report.run_page import read_run, run_page
+from forebay.report.sections import Planned
+from tests.report.pages import config, plan_of, write_folder
+
+NASTY = "<script>window.hurt=1</script>\"'&x"
+VOID = {"br", "link", "meta"}
+BLOCKS = {"div", "dl", "figure", "h1", "h2", "h3", "p", "pre", "section", "table", "ul"}
+
+
+class Checker(HTMLParser):
+    """Collects what is wrong: tags not closed in order, attributes and ids given twice, blocks in a paragraph."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.wrong: list[str] = []
+        self.ids: list[str] = []
+        self.scripts: list[tuple[str | None, str]] = []
+        self.links: list[str] = []
+        self.text = ""
+        self._kind: str | None = None
+        self.feed(text)
+        self.close()
+        self.wrong += [f"{name} is not closed" for name in self.open]
+        self.wrong += [f"id {name} twice" for name in {i for i in self.ids if self.ids.count(i) > 1}]
+
+    def handle_starttag(self, name: str, attributes: list[tuple[str, str | None]]) -> None:
+        names = [key for key, _ in attributes]
+        if len(names) != len(set(names)):
+            self.wrong.append(f"{name} has an attribute twice: {names}")
+        values = dict(attributes)
+        self.ids += [i for i in [values.get("id")] if i]
+        self.links += [v for key, v in attributes if key in ("href", "src", "srcset", "action", "xlink:href") and v]
+        if name in BLOCKS and "p" in self.open:
+            self.wrong.append(f"{name} in a paragraph")
+        if name == "script":
+            self._kind = values.get("type")
+            self.scripts.append((self._kind, ""))
+        if name not in VOID:
+            self.open.append(name)
+
+    def handle_endtag(self, name: str) -> None:
+        if not self.open or self.open.pop() != name:
+            self.wrong.append(f"</{name}> closes something else")
+
+    def handle_data(self, text: str) -> None:
+        if self.open and self.open[-1] == "script":
+            kind, before = self.scripts[-1]
+            self.scripts[-1] = (kind, before + text)
+        elif self.open and self.open[-1] != "style":
+            self.text += text
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("pages")
+    return write_folder(base / "a run", config(base))
+
+
+@pytest.fixture(scope="module")
+def plan(folder: Path) -> Planned:
+    return plan_of(read_run(folder).config, 2, 100 << 20)
+
+
+@pytest.fixture(scope="module")
+def texts(folder: Path, plan: Planned) -> dict[str, str]:
+    run = read_run(folder)
+    return {
+        "plan": plan_page(plan, run.config, f"{NASTY}.toml"),
+        "run": run_page(run, plan, f"{NASTY}.json"),
+        "run without a plan": run_page(run, f"no {NASTY}.", None),
+    }
+
+
+def test_every_tag_is_closed(texts: dict[str, str]) -> None:
+    assert {name: Checker(text).wrong for name, text in texts.items()} == {name: [] for name in texts}
+
+
+def test_nothing_of_a_name_is_markup(texts: dict[str, str]) -> None:
+    for text in texts.values():
+        page = Checker(text)
+        assert "<script>window" not in text and NASTY in page.text
+        kinds = [kind for kind, _ in page.scripts]
+        assert kinds.count(None) == 1 and set(kinds) <= {None, "application/json"}
+
+
+def test_nothing_is_fetched(texts: dict[str, str]) -> None:
+    """Links lead within the page, to a file beside it, or are an empty icon; style has no url and imports nothing."""
+    for text in texts.values():
+        page = Checker(text)
+        assert all(link.startswith(("#", "data:,", "%3Cscript")) for link in page.links), page.links
+        assert "url(" not in text and "@import" not in text and not re.search(r"\b(?:fetch|import)\s*\(", text)
+        (script,) = (script for kind, script in page.scripts if kind is None)
+        allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{allowed}'"
+        assert escape(policy) in text
+
+
+def test_markup() -> None:
+    assert tag(
+        "p", "a < b & c", Html("<b>d</b>"), None, ["e", 5], class_="x", aria_label='say "so"', hidden=True, id=None
+    ) == ('<p class="x" aria-label="say &quot;so&quot;" hidden>a &lt; b &amp; c<b>d</b>e5</p>')
+    assert tag("meta", charset="utf-8") == '<meta charset="utf-8">'
+    assert join("<", Html("<")) == "&lt;<"
+    assert data({"a": "</script><!--"}) == '<script type="application/json">{"a":"\\u003c/script>\\u003c!--"}</script>'
+
+
+def colours() -> dict[str, tuple[str, str]]:
+    """Name to (light, dark)."""
+    css = (resources.files("forebay.report") / "assets" / "page.css").read_text("utf-8")
+    return {name: (a, b) for name, a, b in re.findall(r"--([a-z-]+): light-dark\((#\w{6}), (#\w{6})\)", css)}
+
+
+def channels(colour: str) -> list[int]:
+    return [int(colour[n : n + 2], 16) for n in (1, 3, 5)]
+
+
+def luminance(colour: list[float]) -> float:
+    """WCAG 2.2, of sRGB from 0 to 255."""
+    linear = [c / 255 / 12.92 if c / 255 <= 0.04045 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in colour]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: list[float], other: list[float]) -> float:
+    high, low = sorted((luminance(one), luminance(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_contrast_by_hand() -> None:
+    assert contrast([0, 0, 0], [255, 255, 255]) == pytest.approx(21)
+    assert contrast(channels("#767676"), channels("#ffffff")) == pytest.approx(4.54, abs=0.01)  # WCAG's own example
+
+
+@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
+def test_colours_can_be_read(theme: int) -> None:
+    """Text 4.5 to 1, what is drawn 3 to 1, as WCAG 2.2 has them (1.4.3 and 1.4.11)."""
+    of = {name: channels(pair[theme]) for name, pair in colours().items()}
+    text = [("text", g) for g in ("ground", "raised", "good-ground", "bad-ground", "plain-ground")]
+    text += [("soft", "ground"), ("soft", "raised"), ("link", "ground"), ("good", "ground"), ("bad", "ground")]
+    text += [("good", "good-ground"), ("bad", "bad-ground")]
+    boxes = ("forward", "backward", "input", "weights")
+    text += [("ground", box) for box in boxes]
+    assert [(a, b) for a, b in text if contrast(of[a], of[b]) < 4.5] == []
+    faint = {
+        b: [0.42 * x + 0.58 * y for x, y in zip(of[b], of["ground"], strict=True)] for b in boxes
+    }  # as in page.css
+    assert [b for b in boxes if contrast(of["text"], faint[b]) < 4.5] == []
+    drawn = [
+        "parameters",
+        "optimizer",
+        "gradients",
+        "activations",
+        "transient",
+        "other",
+        "cached",
+        "keep",
+        "recompute",
+        "offload",
+    ]
+    drawn += ["stash", *boxes, "mark", "series", "series-two", "series-three", "series-four"]
+    assert [name for name in drawn if contrast(of[name], of["ground"]) < 3] == []

@@ -1,0 +1,385 @@
+"""A step that went over a capacity and ran again is, bit for bit, the step that was exact at once.
+
+The exchange is gloo's, made to leave slots out in dispatches that the test names.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from forebay.config import Config, from_mapping
+from forebay.errors import RunError
+from forebay.memory.page_store import PageReport
+from forebay.moe import dispatch as choose
+from forebay.moe.dispatch import Handle, NcclExchange
+from forebay.train.capacity_retry import Rerun, Reruns, _Generators
+from forebay.train.distributed import ALONE, Mesh
+from forebay.train.trainer import Trainer
+from tests.ranks import run_ranks
+
+ROOMY = 1.25  # what the exchange below says would have been enough, more on higher ranks
+
+
+class NarrowExchange(NcclExchange):
+    """Leaves two thirds of a rank's slots out of the dispatches in `short`, counted from 1 since `begin`."""
+
+    def __init__(self, group: Any, num_experts: int):
+        super().__init__(group, num_experts)
+        self.short: set[int] = set()
+        self.count, self.exact = 0, False
+        self.lost = torch.zeros(1, dtype=torch.int64)
+
+    def begin(self, short: set[int]) -> None:
+        self.short, self.count = short, 0
+
+    def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor, Handle]:
+        self.count += 1
+        if not self.exact and self.count in self.short:
+            over = torch.arange(ids.numel()).view(ids.shape) >= ids.numel() // 3
+            self.lost += over.sum()
+            ids = ids.masked_fill(over, -1)
+        return super().dispatch(x, ids, weights)
+
+    @contextmanager
+    def exactly(self) -> Iterator[None]:
+        assert not self.exact
+        self.exact = True
+        try:
+            yield
+        finally:
+            self.exact = False
+
+    def lost_flag(self) -> Tensor:
+        return self.lost
+
+    def clear_lost(self) -> None:
+        self.lost.zero_()
+
+    def suggested_factor(self) -> float:
+        return ROOMY + self.rank
+
+
+def narrow(_: str, group: Any, num_experts: int, **__: Any) -> NarrowExchange:
+    return NarrowExchange(group, num_experts)
+
+
+def local(tensor: Tensor) -> Tensor:
+    return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach().clone()
+
+
+def state_of(trainer: Trainer) -> dict[str, Tensor]:
+    """All that a step may change."""
+    found = {name: local(p) for name, p in trainer.model.named_parameters()}
+    found |= {name: local(b) for name, b in trainer.model.named_buffers()}
+    for number, state in enumerate(trainer.optimizer.state.values()):
+        found |= {f"optimizer {number} {key}": local(value) for key, value in state.items()}
+    found["torch's generator"] = torch.get_rng_state()
+    found["Python's and numpy's generators"] = torch.tensor([random.random(), np.random.rand()])
+    if trainer._router is not None:
+        found["router counts"] = trainer._router.load()
+    return found
+
+
+STEPS = 5
+
+
+def short_in(step: int, dispatches: int, pp_rank: int) -> set[int]:
+    """Twice in a row, in the first layer and in the last; of a pipeline, on one rank alone; then in two layers on all."""
+    return {
+        2: {1} if pp_rank == 0 else set(),
+        3: {dispatches} if pp_rank in (0, 1) else set(),
+        4: set() if pp_rank == 0 else {2},
+        5: {1, dispatches // 2},
+    }.get(step, set())
+
+
+def trained(config: Config, narrowed: bool, again: bool = True) -> tuple[dict[str, Tensor], list[float], list[Any]]:
+    """State at the end, losses and norms, and why steps were run again."""
+    make = narrow if narrowed else (lambda _, group, experts, **__: NcclExchange(group, experts))
+    with patch.object(choose, "make_exchange", make), Mesh.open(config) as mesh, Trainer(config, mesh) as trainer:
+        exchange, dispatches = trainer.exchange, 0
+        trainer._reruns.needed &= again
+        figures, why = [], []
+        for step in range(1, STEPS + 1):
+            if isinstance(exchange, NarrowExchange):
+                exchange.begin(short_in(step, dispatches, mesh.pp_rank) if step > 1 else set())
+            record = trainer.step(step)
+            if isinstance(exchange, NarrowExchange):
+                dispatches = dispatches or exchange.count
+                assert exchange.count == dispatches * (2 if record.rerun else 1), (step, exchange.count, dispatches)
+            figures += [record.cross_entropy_loss, record.load_balance_loss, record.gradient_norm]
+            why.append(record.rerun)
+        assert exchange is None or exchange.live_handles == 0
+        return state_of(trainer), figures, why
+
+
+def both_ways(rank: int, world: int, raws: list[dict[str, Any]]) -> list[tuple[list[str], bool, list[bool]]]:
+    """Of each configuration: what differs from the run without a capacity, whether figures do, which steps ran twice."""
+    found = []
+    for raw in raws:
+        config = from_mapping(raw)
+        wanted, figures, none = trained(config, narrowed=False)
+        got, same, why = trained(config, narrowed=True)
+        assert none == [None] * STEPS and wanted.keys() == got.keys() and len(wanted) > 20
+        assert all(w is None or w == Rerun(True, False, ROOMY + raw["parallel"]["ep"] - 1) for w in why)
+        differing = [name for name in wanted if not torch.equal(wanted[name], got[name])]
+        found.append((differing, same == figures, [w is not None for w in why]))
+    return found
+
+
+QWEN = {
+    "hidden_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "intermediate_size": 16,
+    "moe_intermediate_size": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "router_aux_loss_coef": 0.01,
+    "attention_dropout": 0.1,  # so that the generators matter
+}
+GLM = {
+    "hidden_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 16,
+    "moe_intermediate_size": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+    "attention_dropout": 0.1,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"family": "qwen3_moe", "config": QWEN},
+    "glm4_moe": {"family": "glm4_moe", "config": GLM},  # has a router's bias, moved by the counts
+}
+TRAIN = {"steps": STEPS, "batch": 8, "microbatch": 1, "clip": 0.5, "router_bias_rate": 0.01}
+
+
+def check(raws: list[dict[str, Any]], world: int) -> None:
+    for rank, results in enumerate(run_ranks(both_ways, world, raws, seconds=400)):
+        for raw, (differing, figures, twice) in zip(raws, results, strict=True):
+            label = (rank, raw["model"]["family"], raw["parallel"], raw["memory"])
+            assert not differing, (label, differing)
+            assert figures, label
+            assert twice == [False, True, True, raw["parallel"]["pp"] > 1, True], label
+
+
+def test_two_processes(tiny: Callable[..., Config]) -> None:
+    """Four microbatches a step."""
+    offload = {"policy": {"*.mlp": "recompute", "*.self_attn": "offload"}, "offload": "all"}
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("qwen3_moe", {"parallel": {"reshard": False}}),
+        ("qwen3_moe", {"parallel": {"reduce": "microbatch"}, "memory": offload}),
+        ("qwen3_moe", {"parallel": {"overlap": True}}),
+        ("glm4_moe", {"memory": {"policy": {"*.experts": "stash"}}}),
+    ]
+    raws = []
+    for name, changes in cases:
+        parallel = {"ep": 2, **changes.get("parallel", {})}
+        raws.append(tiny(model=MODELS[name], train=TRAIN, **{**changes, "parallel": parallel}).to_dict())
+    check(raws, 2)
+
+
+def test_pipelines_of_expert_groups(tiny: Callable[..., Config]) -> None:
+    """pp = 2, ep = 2: ranks whose own experts had room run the step again too."""
+    raws = [
+        tiny(model=MODELS[name], train=TRAIN, parallel={"pp": 2, "ep": 2, "schedule": schedule}).to_dict()
+        for name, schedule in (("qwen3_moe", "1f1b"), ("glm4_moe", "dualpipev"))
+    ]
+    for raw in raws:
+        raw["model"]["config"] = {**raw["model"]["config"], "num_hidden_layers": 4}
+    check(raws, 4)
+
+
+def without_running_again(rank: int, world: int, raw: dict[str, Any]) -> list[bool]:
+    config = from_mapping(raw)
+    _, figures, _ = trained(config, narrowed=False)
+    _, other, why = trained(config, narrowed=True, again=False)
+    return [any(w is not None for w in why), figures[:3] == other[:3], figures[3:6] == other[3:6]]
+
+
+def test_what_is_left_out_matters(tiny: Callable[..., Config]) -> None:
+    """Or the tests above would show nothing."""
+    raw = tiny(model=MODELS["qwen3_moe"], train=TRAIN, parallel={"ep": 2}).to_dict()
+    assert run_ranks(without_running_again, 2, raw) == [[False, True, False]] * 2
+
+
+def validation(rank: int, world: int, raw: dict[str, Any]) -> list[Any]:
+    """Losses with an exchange that leaves everything short, and without."""
+    losses = []
+    for make in (narrow, lambda _, group, experts, **__: NcclExchange(group, experts)):
+        config = from_mapping(raw)
+        with patch.object(choose, "make_exchange", make), Mesh.open(config) as mesh, Trainer(config, mesh) as trainer:
+            if isinstance(trainer.exchange, NarrowExchange):
+                trainer.exchange.begin(set(range(1000)))
+            losses.append(trainer.evaluate())
+            losses.append(trainer.enough_capacity())
+            if isinstance(trainer.exchange, NarrowExchange):
+                assert trainer.exchange.lost == 0 and not trainer.exchange.exact
+    return losses
+
+
+def test_validation_is_exact(tiny: Callable[..., Config]) -> None:
+    raw = tiny(model=MODELS["qwen3_moe"], train={**TRAIN, "eval_every": 1}, parallel={"ep": 2}).to_dict()
+    for short, enough, wanted, none in run_ranks(validation, 2, raw):
+        assert short == wanted and enough == ROOMY + 1 and none is None
+
+
+class Pages:
+    """What `Reruns` uses of a store of pages."""
+
+    def __init__(self) -> None:
+        self.missing = torch.zeros(1, dtype=torch.int64)
+        self.is_exact, self.ended = False, 0
+
+    def missing_flag(self) -> Tensor:
+        return self.missing
+
+    @contextmanager
+    def exactly(self) -> Iterator[None]:
+        self.is_exact = True
+        try:
+            yield
+        finally:
+            self.is_exact = False
+
+    def end_step(self) -> PageReport:
+        """A page more was out than in the step before; after one that lacked some, the arena is another one."""
+        self.ended += 1
+        resized = bool(self.missing)
+        self.missing.zero_()
+        return PageReport(self.ended, 0, 0, 0, 0, False, resized, 0)
+
+
+def reruns(pages: Any, **options: Any) -> Reruns:
+    return Reruns(Mesh(ALONE, torch.device("cpu"), 1, 1, timedelta(1), False, None), None, pages, None, **options)
+
+
+def test_pages_that_run_out() -> None:
+    pages, drawn, dropped, captured = Pages(), [], [], [True]
+
+    @contextmanager
+    def called() -> Iterator[None]:
+        captured[0] = False
+        yield
+        captured[0] = True
+
+    renewed: list[int] = []
+    runs = reruns(pages, called=called, renewed=lambda: renewed.append(pages.ended))
+
+    def gradients() -> Tensor:
+        drawn.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
+        assert captured[0] is not pages.is_exact
+        pages.missing += 3 * (not pages.is_exact)
+        return torch.tensor(float(len(drawn)))
+
+    result, rerun = runs.run(gradients, lambda: dropped.append(1))
+    assert result == 2.0 and rerun == Rerun(rows=False, pages=True, factor=None)
+    assert drawn[0] == drawn[1] and dropped == [1] and pages.ended == 1 and not pages.is_exact
+    assert runs.page_report is not None and runs.page_report.pages_out == 1 and runs.factor() is None
+    assert renewed == [1], "a graph of other pages is given up, once"
+    result, rerun = runs.run(lambda: "enough", lambda: dropped.append(2))
+    assert (result, rerun, dropped, pages.ended, renewed) == ("enough", None, [1], 2, [1])
+
+
+def test_an_error_in_the_second_attempt_is_an_error() -> None:
+    pages = Pages()
+
+    def gradients() -> None:
+        if pages.is_exact:
+            raise RunError("out of luck")
+        pages.missing += 1
+
+    with pytest.raises(RunError, match="out of luck"):
+        reruns(pages).run(gradients, lambda: None)
+    assert not pages.is_exact
+
+
+def test_nothing_is_asked_where_nothing_is_left_out() -> None:
+    runs = reruns(None)
+    with patch("torch.get_rng_state", side_effect=AssertionError), patch.object(runs, "_left_out") as asked:
+        assert runs.run(lambda: 7, lambda: None) == (7, None)
+        with runs.exactly():
+            pass
+    assert not runs.needed and not asked.called and runs.factor() is None
+
+
+def one_rank_with_pages(rank: int, world: int, raw: dict[str, Any]) -> list[bool]:
+    """Only the last rank has any, and they are short once."""
+    pages = Pages() if rank == world - 1 else None
+    mesh = Mesh.open(from_mapping(raw))
+    runs = Reruns(mesh, None, pages, None)  # type: ignore[arg-type]
+    asked = []
+    for missing in (0, 1, 0):
+
+        def gradients(missing: int = missing) -> None:
+            asked.append(1)
+            if pages is not None and not pages.is_exact:
+                pages.missing += missing
+
+        asked.append(runs.run(gradients, lambda: None)[1] is not None)
+    return asked
+
+
+def test_processes_agree(tiny: Callable[..., Config]) -> None:
+    assert run_ranks(one_rank_with_pages, 2, tiny().to_dict()) == [[1, False, 1, 1, True, 1, False]] * 2
+
+
+@pytest.mark.gpu
+def test_generators_of_a_gpu() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        before = _Generators(device)
+        first = torch.rand(4, device=device)
+        before.restore()
+        second = torch.rand(4, device=device)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(first, second)
+
+
+def test_the_run_says_so(tiny: Callable[..., Config], tmp_path: Path) -> None:
+    """The line of the step, the metrics and the table: of a run whose pages are short in its second step."""
+    import io
+    import json
+
+    from rich.console import Console
+
+    from forebay.train import loop
+
+    pages, calls = Pages(), []
+
+    class Short(Trainer):
+        def _build(self, config: Config, mesh: Mesh) -> None:
+            super()._build(config, mesh)
+            self._reruns = Reruns(mesh, None, pages, self._router)  # type: ignore[arg-type]
+
+        def gradients(self, number: int) -> tuple[Tensor, Tensor]:
+            calls.append((number, pages.is_exact))
+            pages.missing += number == 2 and not pages.is_exact
+            return super().gradients(number)
+
+    said = Console(file=io.StringIO(), width=200)
+    with patch.object(loop, "Trainer", Short):
+        folder = loop.train(tiny(train={"steps": 3}), said)
+    assert calls == [(1, False), (2, False), (2, True), (3, False)]
+    text = said.file.getvalue()  # type: ignore[attr-defined]
+    assert "step 00000002/00000003 | run again exactly: the stash had too few pages, and has more now" in text
+    assert text.count("run again exactly") == 1 and "1 step" in text
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [r["run_again"] for r in records] == [0, 1, 0]

@@ -1,0 +1,327 @@
+"""When a step is called, captured and replayed, and what it is given: with a graph that calls the captured step again.
+
+What a real graph does to bits is tested on GPUs, in `test_captured_gpu` and `test_pipelined_gpu`.
+"""
+
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from forebay.train import cuda_graph
+from forebay.train.cuda_graph import CapturableEngine, CapturedStep, Kept, Timing
+
+
+class Pretence:
+    """Stands for torch.cuda. A replay runs the captured step on the same inputs, and writes its results where they were."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.recording: Any = None
+        self.graphs = 0
+        self.ends = True  # whether what was launched is over when somebody asks
+        self.room: Any = None  # whose memory is allocated in
+        pretence = self
+
+        class Graph:
+            def __init__(self) -> None:
+                self.run: Any = None
+                pretence.graphs += 1
+
+            def replay(self) -> None:
+                self.run()
+
+            def pool(self) -> Any:
+                return "pool", pretence.graphs
+
+        @contextmanager
+        def graph(it: Graph, **_: Any) -> Any:
+            pretence.recording = it
+            try:
+                yield
+            finally:
+                pretence.recording = None
+
+        @contextmanager
+        def use_mem_pool(pool: Any, _: Any) -> Any:
+            self.room = pool.id
+            try:
+                yield
+            finally:
+                self.room = None
+
+        class Stream:
+            def __init__(self, *_: Any):
+                pass
+
+            def wait_stream(self, _: Any) -> None:
+                pass
+
+        class Event:
+            def record(self, _: Any) -> None:
+                pass
+
+            def query(self) -> bool:
+                return pretence.ends
+
+        for name, value in {
+            "Stream": Stream,
+            "Event": Event,
+            "CUDAGraph": Graph,
+            "graph": graph,
+            "use_mem_pool": use_mem_pool,
+            "stream": lambda _: nullcontext(),
+            "current_stream": lambda _=None: Stream(),
+            "synchronize": lambda _=None: None,
+            "empty_cache": lambda: None,
+            "memory_allocated": lambda _=None: 0,
+            "max_memory_allocated": lambda _=None: 0,
+            "reset_peak_memory_stats": lambda _=None: None,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+
+class Engine:
+    """A step that multiplies tokens by a weight, adds to a gradient, and notes what it was called with."""
+
+    def __init__(self, pretence: Pretence, **more: Any):
+        self.pretence = pretence
+        self.calls: list[torch.Size] = []
+        self.gradient: torch.Tensor | None = None
+        self.version = 0
+        self.error: Exception | None = None
+        self.agrees = True
+        kept = Kept(self._take, self._put)
+        self.step = CapturedStep(
+            self._body, [kept], torch.device("cpu"), lambda: self.version, lambda here: here and self.agrees, **more
+        )
+
+    def run(self, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The result, which must be right, and the gradient."""
+        ids, self.gradient = torch.randint(1, 99, shape), None
+        (loss,) = self.step([(ids, ids)], 7)
+        assert self.gradient is not None
+        assert torch.equal(loss, ids.sum() * 7)
+        assert torch.equal(self.gradient, ids * 7)
+        return loss, self.gradient
+
+    def _body(self, parts: Any, count: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        self.calls.append(parts[0][0].shape)
+        if self.pretence.recording is not None and self.error is not None:
+            try:
+                raise self.error
+            finally:
+                raise RuntimeError("the capture had ended")
+        loss, gradient = parts[0][0].sum() * count, parts[0][0] * count
+        self.gradient = gradient if self.gradient is None else self.gradient + gradient
+        graph = self.pretence.recording
+        if graph is not None:
+
+            def again() -> None:
+                loss.copy_(parts[0][0].sum() * count)
+                gradient.copy_(parts[0][0] * count)
+
+            graph.run = again
+            loss.zero_()  # a capture computes nothing
+            gradient.zero_()
+        return (loss,)
+
+    def _take(self) -> Any:
+        gradient, self.gradient = self.gradient, None
+        return gradient
+
+    def _put(self, gradient: Any) -> None:
+        if gradient is not None:
+            self.gradient = gradient
+
+
+@pytest.fixture
+def pretence(monkeypatch: pytest.MonkeyPatch) -> Pretence:
+    return Pretence(monkeypatch)
+
+
+def test_called_thrice_then_captured_then_replayed(pretence: Pretence) -> None:
+    engine = Engine(pretence)
+    for calls in (1, 2, 3, 4, 4, 4):
+        engine.run(3, 5)
+        assert len(engine.calls) == calls
+        assert engine.step.captured == (calls == 4)
+    assert pretence.graphs == 1
+
+
+def test_a_first_replay_that_does_not_end_is_ended_and_its_step_called(
+    pretence: Pretence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Opened:
+        def begin(self) -> None:
+            pass
+
+        def open(self) -> None:
+            pretence.ends = True
+
+    monkeypatch.setattr(cuda_graph, "_ENDS", 0.05)
+    engine = Engine(pretence, flags=[Opened()])
+    for _ in range(3):
+        engine.run(3, 5)
+    pretence.ends = False
+    engine.run(3, 5)
+    assert pretence.ends
+    assert len(engine.calls) == 5  # the capture, and the call in its place
+    assert engine.step.why_not is not None and "did not end" in engine.step.why_not
+    engine.run(3, 5)
+    assert len(engine.calls) == 6 and not engine.step.captured
+
+
+def test_results_of_one_step_stay_when_the_next_one_runs(pretence: Pretence) -> None:
+    engine = Engine(pretence)
+    for _ in range(4):
+        engine.run(2, 2)
+    first, _ = engine.run(2, 2)
+    before = first.clone()
+    engine.run(2, 2)
+    assert torch.equal(first, before)
+
+
+def test_not_before_all_is_settled(pretence: Pretence) -> None:
+    settled = []
+    engine = Engine(pretence, ready=lambda: bool(settled))
+    for _ in range(6):
+        engine.run(2)
+    assert not engine.step.captured
+    settled.append(True)
+    engine.run(2)
+    assert engine.step.captured
+
+
+def test_another_shape_and_other_pages_are_captured_anew(pretence: Pretence) -> None:
+    engine = Engine(pretence)
+    for _ in range(5):
+        engine.run(2, 4)
+    for _ in range(3):  # all has to settle again
+        engine.run(3, 4)
+        assert not engine.step.captured
+    engine.run(3, 4)
+    assert (pretence.graphs, len(engine.calls)) == (2, 8)
+    engine.run(3, 4)
+    engine.version = 1
+    engine.run(3, 4)
+    assert (pretence.graphs, len(engine.calls)) == (3, 9)
+
+
+def test_released_for_a_step_that_is_called(pretence: Pretence) -> None:
+    engine = Engine(pretence)
+    for _ in range(5):
+        engine.run(2)
+    engine.step.release()
+    assert not engine.step.captured
+    engine.run(2)
+    assert engine.step.captured
+    assert pretence.graphs == 2
+
+
+def test_a_capture_that_fails_is_given_up_and_says_why(pretence: Pretence) -> None:
+    engine = Engine(pretence)
+    engine.error = ValueError("asked the device for a number")
+    for _ in range(6):
+        engine.run(2)
+    assert engine.step.why_not == "ValueError: asked the device for a number"
+    assert not engine.step.captured
+    assert pretence.graphs == 2, "its own, and one to take the generator of random numbers out of a capture"
+
+
+def test_all_give_it_up_if_one_does(pretence: Pretence) -> None:
+    engine = Engine(pretence)
+    for _ in range(3):
+        engine.run(2)
+    answers = iter([True, False])
+    engine.step._agreed = lambda here: next(answers)
+    engine.run(2)
+    assert engine.step.why_not == "another process could not capture it"
+    engine.run(2)
+    assert len(engine.calls) == 6
+
+
+def test_graphs_that_are_timed_make_another_plan_and_are_captured_anew(pretence: Pretence) -> None:
+    said: list[bool] = []
+    plans: list[int] = []
+
+    @contextmanager
+    def around(timed: bool) -> Any:
+        said.append(timed)
+        yield
+
+    engine = Engine(pretence, around=around, timing=Timing(2, lambda: plans.append(pretence.graphs)))
+    stays = []
+    for _ in range(3 + 2 + 2 + 3):
+        engine.run(3, 5)
+        stays.append(engine.step.captured)
+    assert said == [True, True, False]
+    assert plans == [1, 2], "once behind the replays of each timed graph"
+    assert stays == [False] * 7 + [True] * 3
+
+
+def test_a_timed_graph_of_another_shape_is_not_asked(pretence: Pretence) -> None:
+    plans: list[int] = []
+    engine = Engine(
+        pretence, around=lambda timed: nullcontext(), timing=Timing(1, lambda: plans.append(pretence.graphs))
+    )
+    for _ in range(4):
+        engine.run(3, 5)
+    engine.run(2, 5)  # after one replay
+    assert plans == []
+    for _ in range(5):
+        engine.run(2, 5)
+    assert plans == [2] and engine.step.captured
+
+
+class Around(CapturableEngine):
+    """Notes in whose memory weights are gathered, the step runs and gradients are reduced."""
+
+    def __init__(self, pretence: Pretence):
+        self.inner = Engine(pretence)
+        self.captured, self._gathered = self.inner.step, self  # type: ignore[assignment]
+        self.pretence, self.gradients = pretence, False
+        self.rooms: list[Any] = []
+
+    def gather(self) -> None:
+        self.rooms.append(self.pretence.room)
+
+    reduce = gather
+
+    def has_gradients(self) -> bool:
+        return self.gradients
+
+    def _run(self, parts: Any, count: Any) -> Any:
+        self.gather()
+        return self.inner._body(parts, count)
+
+    def step(self, replay: bool = True) -> list[Any]:
+        self.rooms, self.inner.gradient = [], None
+        ids = torch.randint(1, 99, (2, 2))
+        captured = self.captured
+        assert captured is not None
+        run: Any = captured if replay else self._run
+        self._around(lambda *given: (*run(*given), None), [(ids, ids)], 7)
+        return self.rooms
+
+
+def test_around_a_graph_its_memory_is_allocated_in(pretence: Pretence) -> None:
+    """And within the step not: a step that is called beside a graph would lie where the next replay writes."""
+    engine = Around(pretence)
+    for _ in range(3):
+        assert engine.step() == [None, None]
+    assert engine.step() == [None, ("pool", 1)]  # captured behind its gathering
+    assert engine.step() == [("pool", 1)] * 2
+    assert engine.step(replay=False) == [("pool", 1), None, ("pool", 1)]
+    with engine.called():
+        assert engine.captured is None
+    assert engine.step() == [None, ("pool", 2)]
+
+
+def test_gradients_that_a_replay_would_write_over_are_refused(pretence: Pretence) -> None:
+    engine = Around(pretence)
+    engine.gradients = True  # without a graph they may be
+    for _ in range(4):
+        engine.step()
+    with pytest.raises(RuntimeError, match="gradients of another step"):
+        engine.step()

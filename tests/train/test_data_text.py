@@ -1,0 +1,121 @@
+"""Sources of text: what they give, and the sentence when a file is not what it should be."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forebay.config import Data
+from forebay.errors import ForebayError, RunError, UsageError
+from forebay.train import data as text
+
+
+def read(data: Data) -> list[bytes]:
+    """Whole documents."""
+    documents, open_ = [], b""
+    for piece in text.pieces(data, text.files(data)):
+        open_ += piece.text
+        if piece.ends:
+            documents.append(open_)
+            open_ = b""
+    assert open_ == b""
+    return documents
+
+
+def test_stdlib_has_source_in_a_fixed_order() -> None:
+    found = text.files(Data())
+    assert len(found) > 100 and found == text.files(Data())
+    assert not any("test" in f.parts or "site-packages" in f.parts for f in found)
+    assert any(f.name == "argparse.py" for f in found)
+
+
+def test_text_folder(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_text("two\n")
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / ".hidden").write_text("no")
+    assert read(Data(source="text", path=str(tmp_path))) == [b"one", b"two\n"]
+
+
+def test_text_blocks_are_cut_at_line_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text, "BLOCK", 5)
+    content = "äöü\nlonger than a block\nend".encode()
+    (tmp_path / "a").write_bytes(content)
+    data = Data(source="text", path=str(tmp_path / "a"), tokenizer="some-folder")
+    pieces = list(text.pieces(data, text.files(data)))
+    assert [p.text for p in pieces] == ["äöü\n".encode(), b"longer than a block\n", b"end"]
+    assert [p.ends for p in pieces] == [False, False, True]
+
+
+def test_jsonl(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"body": "x"}\n\n{"body": "y\\nz"}\n')
+    assert read(Data(source="jsonl", path=str(tmp_path), field="body")) == [b"x", b"y\nz"]
+
+
+def test_parquet(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+
+    parquet.write_table(pyarrow.table({"text": ["x", "y"]}), tmp_path / "a.parquet")
+    assert read(Data(source="parquet", path=str(tmp_path))) == [b"x", b"y"]
+    with pytest.raises(UsageError, match=r"no column 'body'.*data\.field to one of text"):
+        read(Data(source="parquet", path=str(tmp_path), field="body"))
+    (tmp_path / "b.parquet").write_bytes(b"PAR1 nonsense")
+    with pytest.raises(RunError, match=r"b\.parquet is no readable Parquet"):
+        read(Data(source="parquet", path=str(tmp_path)))
+
+
+def test_hf_dataset(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"text": ["x", "y"]}).save_to_disk(str(tmp_path / "d"))
+    assert read(Data(source="hf", path=str(tmp_path / "d"))) == [b"x", b"y"]
+
+
+@pytest.mark.parametrize(("source", "package"), [("hf", "datasets"), ("parquet", "pyarrow")])
+def test_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, package: str) -> None:
+    (tmp_path / "a.parquet").write_text("x")
+    monkeypatch.setitem(__import__("sys").modules, package, None)
+    with pytest.raises(UsageError, match=f"pip install {package}"):
+        read(Data(source=source, path=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("source", "content", "tokenizer", "said"),
+    [
+        ("text", b"", "bytes", "is empty"),
+        ("jsonl", b"", "bytes", "is empty"),
+        ("text", b"abc\0def", "bytes", "binary (a NUL byte at offset 3)"),
+        ("text", bytes(range(1, 32)) * 9, "bytes", "binary (control characters"),
+        ("text", b"good\nbad \xff\n", "folder", "not UTF-8 text (byte 0xff at offset 9)"),
+        ("jsonl", b'{"text": "x"}\n{"text"\n', "bytes", "line 2: not a JSON object"),
+        ("jsonl", b'{"body": "x"}\n', "bytes", "line 1: no text in field 'text'; the record has 'body'"),
+        ("jsonl", b"[1]\n", "bytes", "line 1: no text in field 'text'"),
+        ("jsonl", b'{"text": "\0"}\n', "bytes", "binary (a NUL byte at offset 10)"),
+    ],
+)
+def test_bad_files_are_named(tmp_path: Path, source: str, content: bytes, tokenizer: str, said: str) -> None:
+    file = tmp_path / f"bad.{source}"
+    file.write_bytes(content)
+    with pytest.raises(RunError) as caught:
+        read(Data(source=source, path=str(file), tokenizer=tokenizer))
+    assert str(file) in str(caught.value) and said in str(caught.value)
+
+
+def test_latin_1_is_text_for_bytes(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes("é".encode("latin-1"))
+    assert read(Data(source="text", path=str(tmp_path / "a"))) == [b"\xe9"]
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"source": "text", "path": "nowhere"}, "'nowhere' does not exist"),
+        ({"source": "jsonl", "path": "."}, r"holds no \.jsonl or \.json file"),
+        ({"source": "hf", "path": "file"}, "save_to_disk"),
+    ],
+)
+def test_bad_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], said: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text(json.dumps("x"))
+    with pytest.raises(ForebayError, match=said):
+        text.files(Data(**values))

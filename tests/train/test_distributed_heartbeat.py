@@ -1,0 +1,193 @@
+"""A process that dies is named by the others, which end."""
+
+import json
+import re
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from forebay.cli import main
+from forebay.errors import RunError
+from forebay.train.distributed import Heartbeat
+from forebay.train.loop import _blaming
+from tests.ranks import Started, free_port, start
+
+CONFIG = """
+[model]
+family = "qwen3_moe"
+config = {{ hidden_size = 32, num_hidden_layers = 2, num_attention_heads = 4, num_key_value_heads = 2, head_dim = 8, \
+num_experts = 8, num_experts_per_tok = 2, moe_intermediate_size = 16 }}
+[data]
+source = "text"
+path = "{folder}/a.txt"
+cache = "{folder}/cache"
+[train]
+batch = 8
+sequence = 16
+steps = 100000
+[parallel]
+ep = 4
+timeout = {timeout}
+[checkpoint]
+every = 5
+[log]
+folder = "{folder}/run"
+[device]
+type = "cpu"
+threads = 1
+"""
+
+
+def start_four(folder: Path, timeout: int) -> list[Started]:
+    (folder / "a.txt").write_text("the water comes unevenly and goes on evenly. " * 200)
+    (folder / "c.toml").write_text(CONFIG.format(folder=folder, timeout=timeout))
+    place = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return [
+        start(main, ["train", str(folder / "c.toml")], RANK=str(rank), LOCAL_RANK=str(rank), **place)
+        for rank in range(4)
+    ]
+
+
+def wait_for_checkpoint(folder: Path) -> None:
+    deadline = time.monotonic() + 120
+    while not list(folder.glob("run/checkpoints/step-*")):
+        assert time.monotonic() < deadline, "no checkpoint appeared"
+        time.sleep(0.2)
+
+
+@pytest.mark.parametrize(("how", "timeout"), [(signal.SIGKILL, 90), (signal.SIGSTOP, 15)])
+def test_a_dead_or_frozen_process_is_named(tmp_path: Path, how: signal.Signals, timeout: int) -> None:
+    processes = start_four(tmp_path, timeout)
+    try:
+        wait_for_checkpoint(tmp_path)
+        began = time.monotonic()
+        processes[2].send_signal(how)
+        others = [p for rank, p in enumerate(processes) if rank != 2]
+        said = "".join("".join(p.communicate(timeout=90)) for p in others)
+        assert all(p.returncode == 1 for p in others), [p.returncode for p in others]
+        if how == signal.SIGKILL:  # on the same machine nobody waits for the end of all patience
+            assert time.monotonic() - began < 40
+    finally:
+        for p in processes:
+            p.kill()
+    fate = "died" if how == signal.SIGKILL else "has not answered for"
+    assert re.search(rf"process 2 \(\S+, pid {processes[2].pid}\) {fate}", said), said
+    assert re.search(r"checkpoint \S*step-\d+ is intact", said), said
+
+
+def store_of_one() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", free_port(), 1, True, timeout=timedelta(seconds=10), wait_for_workers=False)
+
+
+def a_beat(pid: int, **more: Any) -> str:
+    return json.dumps({"name": f"elsewhere, pid {pid}", "place": "elsewhere", "pid": pid, "beat": 1, **more})
+
+
+def test_nobody_is_blamed_while_all_beat_nor_for_leaving_early() -> None:
+    store = store_of_one()
+    left: list[int] = []
+    hearts = [Heartbeat(store, rank, 3, 1.0, str, period=0.05, leave=left.append) for rank in range(3)]
+    with hearts[0]:
+        with hearts[1], hearts[2]:
+            time.sleep(0.5)
+            assert hearts[0].who_is_gone() == ""
+        time.sleep(1.5)
+        assert hearts[0].who_is_gone() == ""
+    assert left == []
+
+
+def test_silence_ends_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    store = store_of_one()
+    store.set("forebay/beat/1", a_beat(77))
+    left: list[int] = []
+    with Heartbeat(store, 0, 2, 1.0, lambda: "all is lost", period=0.05, leave=left.append) as heart:
+        time.sleep(0.6)
+        assert left == []
+        assert re.fullmatch(r"process 1 \(elsewhere, pid 77\) has not answered for \d s", heart.who_is_gone())
+        time.sleep(1.0)
+        assert set(left) == {1}
+    said = capsys.readouterr().err
+    assert (
+        said.count("the run has ended; all is lost") == 1 and "process 1 (elsewhere, pid 77) has not answered" in said
+    )
+
+
+def test_an_error_of_one_is_known_to_all(capsys: pytest.CaptureFixture[str]) -> None:
+    """At once, and with its reason; a third, which ends because of it, is not blamed."""
+    store = store_of_one()
+    left: list[int] = []
+    with Heartbeat(store, 0, 3, 60.0, str, period=0.05, leave=left.append) as heart:
+        with pytest.raises(ValueError), Heartbeat(store, 2, 3, 60.0, str, period=0.05) as third:
+            with pytest.raises(MemoryError), Heartbeat(store, 1, 3, 60.0, str, period=0.05):
+                time.sleep(0.3)
+                raise MemoryError("too large\nby far")
+            assert "failed: too large" in third.who_is_gone()
+            raise ValueError("connection closed by somebody")
+        assert re.fullmatch(r"process 1 \(\S+, pid \d+\) failed: too large", heart.who_is_gone())
+        time.sleep(0.6)
+        assert set(left) == {1}
+    assert "failed: too large; the run has ended" in capsys.readouterr().err
+
+
+def hold_the_store(port: int) -> None:
+    store = dist.TCPStore("127.0.0.1", port, 1, True, timeout=timedelta(seconds=10), wait_for_workers=False)
+    with Heartbeat(store, 0, 3, 60.0, str, period=0.05):
+        time.sleep(100)
+
+
+def test_the_store_dies_with_its_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Process 0 holds it, unless torchrun does. Beats end too, and nobody else is blamed."""
+    port = free_port()
+    holder = start(hold_the_store, port)
+    try:
+        store = dist.TCPStore("127.0.0.1", port, 1, False, timeout=timedelta(seconds=60))
+        left: list[int] = []
+        first, second = (Heartbeat(store, r, 3, 60.0, str, period=0.05, leave=left.append) for r in (1, 2))
+        with first, second:
+            while 0 not in first._others:
+                time.sleep(0.05)
+            time.sleep(0.3)
+            holder.kill()
+            time.sleep(1.5)
+            assert set(left) == {1}
+            assert first.who_is_gone().endswith(f"pid {holder.pid}) died")
+    finally:
+        holder.kill()
+    assert f"pid {holder.pid}) died; the run has ended" in capsys.readouterr().err
+
+
+class Gone:
+    """A heartbeat that knows of a dead process, and notes that it was asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def who_is_gone(self) -> str:
+        self.asked += 1
+        return "process 2 (here, pid 7) died"
+
+
+def raised(error: Exception, cause: Exception | None) -> tuple[str, int]:
+    """What becomes of an error inside a run, and how often the heartbeat was asked for the reason."""
+    heart: Any = Gone()
+    with pytest.raises((RunError, OSError, RuntimeError)) as caught, _blaming(heart, lambda: "all is intact"):
+        raise error from cause
+    return str(caught.value), heart.asked
+
+
+def test_the_dead_process_is_named_for_what_a_collective_raised() -> None:
+    blamed = "process 2 (here, pid 7) died; all is intact"
+    assert raised(RuntimeError("connection closed by peer"), None) == (blamed, 1)
+    unwritten = RunError("checkpoint x could not be written: connection reset by peer")
+    assert raised(unwritten, RuntimeError("connection reset by peer")) == (blamed, 1)
+
+
+def test_nobody_is_blamed_for_a_full_disk_or_a_loss_that_is_not_finite() -> None:
+    full = RunError("checkpoint x could not be written: no space left")
+    assert raised(full, OSError(28, "no space left")) == (str(full), 0)
+    assert raised(RunError("the loss is not finite"), None) == ("the loss is not finite", 0)

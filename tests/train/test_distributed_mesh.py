@@ -1,0 +1,306 @@
+"""Who is where, what processes tell each other, and what is refused before they start."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from forebay.cli import main
+from forebay.config import Config, check_experts, check_world, from_mapping
+from forebay.errors import Interrupted, RunError, SaidElsewhere, UsageError
+from forebay.train.distributed import ALONE, Mesh, World
+from forebay.train.loop import train
+from forebay.train.trainer import Trainer
+from tests.ranks import free_port, run_ranks, start
+
+
+def with_keys(**sections: dict[str, Any]) -> Config:
+    return from_mapping({"model": {"family": "qwen3_moe"}, **sections})
+
+
+def test_world_of_environment() -> None:
+    assert World.of_environment({"HOME": "/"}) == ALONE
+    assert World.of_environment({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}) == World(5, 8, 1)
+    assert not World(5, 8, 1).is_main and ALONE.is_main
+    with pytest.raises(UsageError, match=r"RANK, WORLD_SIZE, LOCAL_RANK must all be set.*LOCAL_RANK"):
+        World.of_environment({"RANK": "5", "WORLD_SIZE": "8"})
+    with pytest.raises(UsageError, match=r"whole numbers.*'x'"):
+        World.of_environment({"RANK": "x", "WORLD_SIZE": "8", "LOCAL_RANK": "0"})
+
+
+@pytest.mark.parametrize(
+    ("sections", "size", "said"),
+    [
+        (
+            {"parallel": {"ep": 4}},
+            1,
+            "parallel.ep = 4 needs 4 processes .* torchrun --nproc-per-node 4 -m forebay train",
+        ),
+        ({"parallel": {"ep": 3}}, 4, "parallel.ep = 3 does not divide the 4 processes; valid are 1, 2, 4$"),
+        ({"parallel": {"ep": 8}}, 4, "parallel.ep = 8 does not divide the 4 processes; valid are 1, 2, 4$"),
+        (
+            {"train": {"batch": 6}},
+            4,
+            "train.batch = 6 is no multiple of the 4 processes that share the batch; the nearest above is 8",
+        ),
+        (
+            {"train": {"batch": 24, "microbatch": 4}},
+            4,
+            "train.batch = 24 .* train.microbatch = 4 on each of the 4 processes that share .*; valid here .* are 1, 2, 3, 6$",
+        ),
+        (
+            {"parallel": {"pp": 2}},
+            1,
+            "parallel.pp = 2 needs 2 processes or .* torchrun --nproc-per-node 2 -m forebay train",
+        ),
+        (
+            {"parallel": {"pp": 2, "ep": 4}},
+            1,
+            "parallel.pp = 2 with parallel.ep = 4 needs 8 processes .* --nproc-per-node 8 -m",
+        ),
+        ({"parallel": {"pp": 4}}, 6, "parallel.pp = 4 does not divide the 6 processes; valid are 1, 2, 3, 6$"),
+        (
+            {"parallel": {"pp": 2, "ep": 4}},
+            12,
+            r"parallel.ep = 4 does not divide the 6 processes of a pipeline stage \(12 / 2\); valid are 1, 2, 3, 6$",
+        ),
+        (
+            {"parallel": {"pp": 2}, "train": {"batch": 7}},
+            4,
+            "train.batch = 7 is no multiple of the 2 processes that share the batch; the nearest above is 8",
+        ),
+        (
+            {"parallel": {"ep": 2}, "model": {"family": "qwen3_moe", "experts": "transformers"}},
+            2,
+            "experts = 'forebay'",
+        ),
+        (
+            {"parallel": {"ep": 2}, "memory": {"policy": "auto", "budget": "1GiB", "recompute": "full"}},
+            2,
+            "memory.recompute = 'full' repeats communication",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_what_would(sections: dict[str, Any], size: int, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        check_world(with_keys(**sections), size)
+
+
+def test_what_fits() -> None:
+    check_world(with_keys(parallel={"ep": 2}, train={"batch": 24, "microbatch": 3}), 4)
+    check_world(with_keys(parallel={"ep": 4}), 4)
+    check_world(with_keys(), 1)
+    check_world(with_keys(parallel={"pp": 2, "ep": 2}, train={"batch": 24, "microbatch": 3}), 4)
+    check_experts(1, 0)
+    check_experts(8, 64)
+    with pytest.raises(UsageError, match=r"ep = 3 does not divide the model's 8 experts; valid are 1, 2, 4, 8$"):
+        check_experts(3, 8)
+
+
+def test_capacity_below_even_routing_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"parallel\.capacity_factor = 0\.9 is too small; it must be at least 1\.0"):
+        with_keys(parallel={"capacity_factor": 0.9})
+
+
+def test_alone_nothing_is_asked_of_anyone() -> None:
+    with Mesh.open(with_keys(device={"type": "cpu"}), ALONE) as mesh:
+        assert (mesh.rank, mesh.size, mesh.data, mesh.grid, mesh.expert_group) == (0, 1, None, None, None)
+        assert mesh.max(1, 2.5) == [1, 2.5] and mesh.on_main(lambda: 3) == 3 and mesh.speaks_first()
+        assert mesh.sum(torch.ones(2)).tolist() == [1, 1] and not dist.is_initialized()
+        assert mesh.sum_batch(torch.ones(2)).tolist() == [1, 1]
+        assert (mesh.batch, mesh.pp, mesh.pp_rank, mesh.pipeline) == (ALONE, 1, 0, None)
+
+
+def refuse() -> None:
+    raise UsageError("main says no")
+
+
+def talk(rank: int, world: int) -> dict[str, Any]:
+    config = with_keys(parallel={"ep": 2}, device={"type": "cpu"})
+    with Mesh.open(config) as mesh:
+        assert mesh.grid is not None and mesh.data is not None and mesh.expert_group is not None
+        found = {
+            "grid": [dist.get_process_group_ranks(mesh.grid.get_group(name)) for name in ("fsdp", "ep")],
+            "data": dist.get_process_group_ranks(mesh.data.get_group()),
+            "sum": mesh.sum(torch.tensor([rank])).item(),
+            "batch": mesh.batch == mesh.world
+            and mesh.sum_batch(torch.tensor([rank])).item() == 6
+            and mesh.pipeline is None,
+            "max": mesh.max(rank, -rank),
+            "main": mesh.on_main(lambda: f"rank {rank}"),
+            "first": mesh.speaks_first(),
+        }
+        with pytest.raises(UsageError, match="main says no"):
+            mesh.on_main(refuse)
+    return {**found, "group is left to its owner": dist.is_initialized()}
+
+
+def test_four_processes_in_two_groups() -> None:
+    results = run_ranks(talk, 4)
+    for rank, found in enumerate(results):
+        row = rank // 2 * 2
+        assert found["grid"] == [[rank % 2, rank % 2 + 2], [row, row + 1]] and found["data"] == [0, 1, 2, 3]
+        assert found["sum"] == 6 and found["max"] == [3, 0] and found["main"] == "rank 0"
+        assert found["first"] == (rank == 0) and found["group is left to its owner"] and found["batch"]
+
+
+def talk_in_pipelines(rank: int, world: int, pp: int, ep: int) -> dict[str, Any]:
+    config = with_keys(parallel={"pp": pp, "ep": ep}, train={"batch": 16, "microbatch": 1}, device={"type": "cpu"})
+    with Mesh.open(config) as mesh:
+        assert mesh.data is not None and mesh.pipeline is not None
+        groups = [
+            mesh.pipeline,
+            mesh.data.get_group(),
+            *([mesh.grid.get_group(n) for n in ("fsdp", "ep")] if mesh.grid else []),
+        ]
+        found = {
+            "rank": (mesh.pp_rank, mesh.batch.rank, mesh.batch.size, mesh.batch.local_rank, mesh.rank, mesh.size),
+            "groups": [dist.get_process_group_ranks(group) for group in groups],
+            "timeouts": {group._get_backend(torch.device("cpu")).options._timeout.seconds for group in groups},
+            "sums": (mesh.sum(torch.tensor([rank])).item(), mesh.sum_batch(torch.tensor([rank])).item()),
+            "max": mesh.max(rank)[0],
+        }
+    assert mesh.pipeline is None and mesh.data is None and mesh.grid is None
+    return found
+
+
+@pytest.mark.parametrize(("pp", "ep"), [(2, 1), (2, 2), (4, 1)])
+def test_four_processes_in_pipelines(pp: int, ep: int) -> None:
+    sharing = 4 // pp
+    for rank, found in enumerate(run_ranks(talk_in_pipelines, 4, pp, ep)):
+        stage, own = divmod(rank, sharing)
+        those = list(range(stage * sharing, (stage + 1) * sharing))  # neighbours share the batch
+        pipeline = list(range(own, 4, sharing))
+        assert found["rank"] == (stage, own, sharing, rank, rank, 4)
+        assert found["groups"] == [pipeline, those, *([[rank], those] if ep == 2 else [])]
+        assert found["sums"] == (6, sum(those)) and found["max"] == 3 and found["timeouts"] == {600}
+
+
+def whole_runs(rank: int, world: int, raw: dict[str, Any], stopping: dict[str, Any]) -> list[Any]:
+    """A run to its end; and one in which only the last rank is asked to stop, in its second step."""
+    quiet = Console(quiet=True)
+    folder = train(from_mapping(raw), quiet)
+    step = Trainer.step
+
+    def interrupted(self: Trainer, number: int) -> Any:
+        if number == 2 and rank == world - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, number)
+
+    Trainer.step = interrupted  # type: ignore[method-assign]
+    try:
+        train(from_mapping(stopping), quiet)
+    except (Interrupted, SaidElsewhere) as error:
+        return [str(folder), type(error).__name__, str(error)]
+    return []
+
+
+def test_whole_runs(tiny: Callable[..., Config], tmp_path: Path) -> None:
+    sizes = {"steps": 3, "batch": 4, "microbatch": 1, "eval_every": 2}
+    alone = train(tiny(train=sizes, checkpoint={"last": False}), Console(quiet=True))
+    together = {"train": sizes, "checkpoint": {"last": False}, "parallel": {"ep": 2, "overlap": True}}
+    raw = tiny(**together).to_dict()
+    stopping = tiny(**{**together, "log": {"folder": str(tmp_path / "stopped")}}).to_dict()
+    (folder, kind, said), (same, other, _) = run_ranks(whole_runs, 2, raw, stopping)
+    assert folder == same == str(tmp_path / "run-2"), "ranks took different folders"
+    assert (kind, other) == ("Interrupted", "SaidElsewhere") and "stopped by SIGTERM after step 2 of 3" in said
+    read = [
+        [json.loads(line) for line in (p / "metrics.jsonl").read_text().splitlines()] for p in (alone, Path(folder))
+    ]
+    assert len(read[0]) == len(read[1]) == 4  # three steps and a validation, each written once
+    for one, many in zip(*read, strict=True):
+        for name in ("cross_entropy_loss", "load_balance_loss", "gradient_norm", "validation_loss"):
+            assert many.get(name, 0.0) == pytest.approx(one.get(name, 0.0), rel=1e-5), name  # fp32, in another order
+    assert len((tmp_path / "stopped" / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def train_arguments(config: Path, *overrides: str) -> list[str]:
+    return ["train", str(config), *(part for o in overrides for part in ("--set", o))]
+
+
+def on_two_processes(config: Path, *overrides: str) -> tuple[list[int | None], str, str]:
+    """Exit codes, and what both wrote, of the command as torchrun starts it."""
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    arguments = train_arguments(config, *overrides)
+    processes = [start(main, arguments, RANK=str(rank), LOCAL_RANK=str(rank), **place) for rank in range(2)]
+    try:
+        written = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [p.returncode for p in processes], "".join(out for out, _ in written), "".join(e for _, e in written)
+
+
+CONFIG = """
+[model]
+family = "qwen3_moe"
+[model.config]
+hidden_size = 16
+num_hidden_layers = 1
+num_attention_heads = 2
+num_key_value_heads = 1
+head_dim = 8
+intermediate_size = 16
+moe_intermediate_size = 8
+num_experts = 4
+num_experts_per_tok = 2
+[data]
+source = "text"
+path = "{folder}/text.txt"
+cache = "{folder}/cache"
+[train]
+steps = 2
+batch = 4
+sequence = 16
+[checkpoint]
+last = false
+[parallel]
+ep = 2
+timeout = 30
+[log]
+folder = "{folder}/run"
+[device]
+type = "cpu"
+"""
+
+
+def test_as_a_person_starts_it(tmp_path: Path) -> None:
+    """Lines come once, and so does the sentence about a failure, whether all processes find it or one."""
+    (tmp_path / "text.txt").write_text("a forebay is the pool in front of a turbine\n" * 50)
+    config = tmp_path / "config.toml"
+    config.write_text(CONFIG.format(folder=tmp_path))
+    codes, out, error = on_two_processes(config)
+    assert codes == [0, 0], error
+    assert out.count("step 00000002/00000002") == 1 and "on 2 x CPU" in out
+    assert "Qwen3MoeForCausalLM" in out and "Warning" not in error
+    codes, out, error = on_two_processes(config, "parallel.ep=3")
+    assert codes == [2, 2] and error.count("forebay: parallel.ep = 3 does not divide the 2 processes") == 1
+    # By torchrun itself. A loss that is not finite is found by all, in the second step.
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "forebay"]
+    late = subprocess.run(
+        [*command, *train_arguments(config, "optimizer.lr=1e30")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        check=False,
+    )
+    assert late.returncode == 1 and late.stderr.count("which is not finite") == 1, late.stderr
+    assert late.stdout.count("step 00000001/00000002") == 1 and "on 2 x CPU" in late.stdout
+
+
+def test_others_that_never_come(tiny: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RunError, match=r"the 2 processes could not find each other within 1 s.*torchrun"):
+        Mesh.open(tiny(parallel={"timeout": 1}), World(0, 2, 0))
+    assert not dist.is_initialized()

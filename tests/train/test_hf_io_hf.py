@@ -1,0 +1,174 @@
+"""Hugging Face folders in and out: exact, or refused with the tensor's name."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from forebay.config import Config, Model
+from forebay.errors import ForebayError, RunError, UsageError
+from forebay.train import hf_io
+
+CPU = torch.device("cpu")
+IDS = torch.arange(12).reshape(2, 6)
+
+
+@pytest.fixture
+def folder(tiny: Callable[..., Config], tmp_path: Path) -> Path:
+    """A tiny Qwen3-MoE as transformers writes it."""
+    torch.manual_seed(3)
+    hf_io.save(hf_io.build(tiny().model, 257, CPU), tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_random_weights_follow_the_seed(tiny: Callable[..., Config]) -> None:
+    torch.manual_seed(5)
+    a = hf_io.build(tiny().model, 257, CPU)
+    torch.manual_seed(5)
+    b = hf_io.build(tiny().model, 257, CPU)
+    assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+    assert a.config.vocab_size == 320  # 257, rounded up to a multiple of 64
+    assert a.training and a.config.use_cache is False
+
+
+@pytest.mark.parametrize(
+    ("family", "extra"),
+    [
+        ("qwen3_moe", {}),
+        ("mixtral", {"num_local_experts": 4}),
+        ("olmoe", {}),
+        ("glm4_moe", {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_shared_experts": 1}),
+        ("deepseek_v3", {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "q_lora_rank": 8, "kv_lora_rank": 8}),
+    ],
+)
+def test_round_trip_gives_the_same_logits(tmp_path: Path, family: str, extra: dict[str, int]) -> None:
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "intermediate_size": 16,
+        "num_experts_per_tok": 2,
+    }
+    if family not in ("mixtral", "olmoe"):
+        sizes["moe_intermediate_size"] = 8
+    model = hf_io.build(Model(family=family, config={**sizes, **extra}), 257, CPU).eval()
+    hf_io.save(model, tmp_path / "out")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", local_files_only=True).eval()
+    ours = hf_io.build(Model(path=str(tmp_path / "out")), 257, CPU).eval()
+    with torch.no_grad():
+        expected = model(IDS).logits
+        assert torch.equal(theirs(IDS).logits, expected)
+        assert torch.equal(ours(IDS).logits, expected)
+
+
+def test_bfloat16(folder: Path) -> None:
+    model = hf_io.build(Model(path=str(folder), dtype="bfloat16"), 257, CPU)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def test_the_routers_bias_stays_float32() -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "moe_intermediate_size": 8}
+    config = {
+        **sizes,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 0,
+        "num_experts_per_tok": 2,
+    }
+    model = hf_io.build(Model(family="deepseek_v3", config=config, dtype="bfloat16"), 257, CPU)
+    biases = {n: b.dtype for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")}
+    assert len(biases) == 2 and set(biases.values()) == {torch.float32}
+
+
+def test_weights_random_takes_only_the_configuration(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    model = hf_io.build(Model(path=str(folder), weights="random", config={"num_hidden_layers": 1}), 257, CPU)
+    assert len(model.model.layers) == 1
+
+
+def test_missing_weights_are_named(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    gone = "model.layers.1.self_attn.q_proj.weight"
+    save_file({k: v for k, v in weights.items() if k != gone}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RunError, match=rf"not complete: {gone} is missing.*weights = 'random'"):
+        hf_io.build(Model(path=str(folder)), 257, CPU)
+
+
+def test_missing_expert_weights_are_named(folder: Path) -> None:
+    """They are stored one by one and stacked when they are loaded."""
+    weights = load_file(folder / "model.safetensors")
+    gone = next(k for k in weights if k.startswith("model.layers.1.mlp.experts"))
+    save_file({k: v for k, v in weights.items() if k != gone}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RunError, match=r"model\.layers\.1\.mlp\.experts"):
+        hf_io.build(Model(path=str(folder)), 257, CPU)
+
+
+def test_mis_shaped_weights_are_named(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.0.self_attn.k_proj.weight"] = torch.zeros(3, 16)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        RunError, match=r"layers\.0\.self_attn\.k_proj\.weight has shape \[3, 16\], the model needs \[8, 16\]"
+    ):
+        hf_io.build(Model(path=str(folder)), 257, CPU)
+
+
+@pytest.mark.parametrize("size", [0, 5, 200, -1])
+def test_truncated_safetensors_are_named(folder: Path, size: int) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    with pytest.raises(RunError, match=rf"{file} is truncated or damaged"):
+        hf_io.build(Model(path=str(folder)), 257, CPU)
+
+
+def test_missing_files_are_named(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "part-1.safetensors")
+    with pytest.raises(RunError, match=r"model\.safetensors is missing"):
+        hf_io.build(Model(path=str(folder)), 257, CPU)
+    index = {"weight_map": {"a": "part-1.safetensors", "b": "part-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(RunError, match=r"part-2\.safetensors is missing"):
+        hf_io.build(Model(path=str(folder)), 257, CPU)
+    (folder / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(RunError, match="no valid index"):
+        hf_io.build(Model(path=str(folder)), 257, CPU)
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (Model(family="qwen3_meo"), "nearest valid family is 'qwen3_moe'"),
+        (Model(family="qwen3_moe", config={"hiden_size": 8}), "nearest valid key is 'hidden_size'"),
+        (Model(family="qwen3_moe", config={"hidden_size": "big"}), "hidden_size.*expected int"),
+        (Model(family="qwen3_moe", config={"vocab_size": 64}), "vocab_size is 64, but the tokenizer has 257 ids"),
+        (Model(path="nowhere"), "'nowhere' is no folder with a config.json"),
+    ],
+)
+def test_mistakes_are_named(model: Model, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        hf_io.build(model, 257, CPU)
+
+
+def test_broken_config_json(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(RunError, match=r"config\.json is no configuration"):
+        hf_io.build(Model(path=str(tmp_path)), 257, CPU)
+
+
+def test_save_refuses_a_folder_in_use(folder: Path, tiny: Callable[..., Config], tmp_path: Path) -> None:
+    model = hf_io.build(tiny().model, 257, CPU)
+    with pytest.raises(UsageError, match="is there already"):
+        hf_io.save(model, folder)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ForebayError, match="cannot be written"):
+        hf_io.save(model, tmp_path / "file" / "out")
+    (tmp_path / "empty").mkdir()
+    hf_io.save(model, tmp_path / "empty")
+    assert (tmp_path / "empty" / "config.json").is_file()
+    assert not [p for p in tmp_path.iterdir() if p.name.endswith(".partial")]

@@ -1,0 +1,174 @@
+"""What comes behind a step's activations: in which order gradients are reduced, in whose memory, and twice from the same tensors.
+
+Four processes, two stages of a V: the first and the last pipeline rank's pair has embedding and head, each shared by two.
+"""
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from forebay.config import from_mapping
+from tests.ranks import run_ranks
+from tests.train.conftest import MODEL
+
+
+def config(folder: str, vocabulary: int, **more: Any) -> Any:
+    sections: dict[str, Any] = {
+        "model": {
+            "family": "qwen3_moe",
+            "config": {**MODEL, "num_hidden_layers": 4, "vocab_size": vocabulary, **more},
+            "dtype": "float32",
+            "compute": "bfloat16",
+        },
+        "data": {"source": "text", "path": folder + "/a.txt", "cache": folder + "/cache"},
+        "train": {"batch": 8, "microbatch": 1, "sequence": 16, "steps": 2},
+        "parallel": {"pp": 2, "ep": 1, "schedule": "dualpipev", "dispatch": "nccl"},
+        "device": {"type": "cpu", "threads": 1},
+        "log": {"folder": folder + "/run"},
+    }
+    return from_mapping(sections, origin="test")
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    return {n: p.grad.to_local().clone() for n, p in model.named_parameters()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
+
+
+def contents(left: Any) -> list[torch.Tensor]:
+    """All that a graph would write again."""
+    found = [t for _, *pair in left.gradients for t in pair if t is not None]
+    if left.rows is not None:
+        found += [t for pair in left.rows.collected for t in pair]
+        found += [left.rows.head_sum] if left.rows.head_sum is not None else []
+    return found
+
+
+def whole(rank: int, world: int, folder: str, vocabulary: int) -> dict[str, Any]:
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+    from forebay.pipeline.model import CutModel
+    from forebay.train.distributed import Mesh
+    from forebay.train.trainer import Trainer
+    from forebay.train.unsharded_step import GatheredStep
+
+    settings = config(folder, vocabulary)
+    found: dict[str, Any] = {"spread": []}
+    with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
+        engine: Any = trainer._gradients
+        cut, gathered = engine._cut, engine._gathered
+        heads: list[torch.Tensor] = []
+        begin, spread = GatheredStep.begin, CutModel.spread
+
+        def began(it: Any, tokens: int) -> None:
+            assert tokens == 4 * 16
+            begin(it, tokens)
+            if cut.head_sum is not None:
+                heads.append(cut.head_sum)
+
+        def spreading(it: Any, collected: Any, total: torch.Tensor) -> torch.Tensor:
+            shard = trainer.model.get_parameter("lm_head.weight")
+            found["spread"].append((shard.grad is not None, total is heads[-1]))
+            return spread(it, collected, total)
+
+        with (
+            mock.patch.object(GatheredStep, "begin", began),
+            mock.patch.object(CutModel, "spread", spreading),
+            mock.patch.object(_fsdp_param_group, "foreach_reduce", wraps=_fsdp_param_group.foreach_reduce) as copied,
+        ):
+            trainer.gradients(1)
+        found["ends"] = cut.head is not None
+        found["copied"] = sorted(len(call.args[0]) for call in copied.call_args_list)
+        wanted = gradients(trainer.model)
+        trainer.optimizer.zero_grad(set_to_none=True)
+        with mock.patch("forebay.train.unsharded_step._reduce_in_place"):  # FSDP2 does it, with a copy
+            trainer.gradients(1)
+        found["as FSDP2"] = same(gradients(trainer.model), wanted)
+        trainer.optimizer.zero_grad(set_to_none=True)
+        for twice in (False, True):  # the second one finds a sum of its own again
+            with (
+                mock.patch("forebay.train.unsharded_step.adds_at_once", return_value=True),
+                mock.patch.object(CutModel, "spread", side_effect=AssertionError("it was added already")),
+            ):
+                trainer.gradients(1)
+            found[f"at once, {twice}"] = same(gradients(trainer.model), wanted) and cut.embedded_sum is None
+            trainer.optimizer.zero_grad(set_to_none=True)
+
+        # As a captured step has it: what it left is taken, put back, reduced; written again by a replay, put back, reduced.
+        left, reduce = [], gathered.reduce
+
+        def taking() -> None:
+            left.append(gathered.take_gradients())
+            found["taken"] = gathered.take_gradients().rows is None
+            left.append([t.clone() for t in contents(left[0])])
+            gathered.put_gradients(left[0])
+            reduce()
+
+        with mock.patch.object(gathered, "reduce", taking):
+            trainer.gradients(1)
+        found["called"] = same(gradients(trainer.model), wanted)
+        found["held"] = gathered.has_gradients()
+        trainer.optimizer.zero_grad(set_to_none=True)
+        found["forgotten"] = not gathered.has_gradients()
+        gathered.gather()
+        for tensor, written in zip(contents(left[0]), left[1], strict=True):
+            tensor.copy_(written)
+        gathered.put_gradients(left[0])
+        gathered.reduce()
+        if trainer._shards is not None:
+            trainer._shards.finish()
+        found["replayed"] = same(gradients(trainer.model), wanted)
+    return found
+
+
+def added_at_once(rank: int, world: int, folder: str, tied: bool) -> dict[str, Any]:
+    """Whether gradients are those of a sum made behind all, of which a space, the padding token, gets none."""
+    from forebay.train.distributed import Mesh
+    from forebay.train.trainer import Trainer
+
+    settings = config(folder, 288, tie_word_embeddings=tied, pad_token_id=ord(" "))
+    found: dict[str, Any] = {}
+    with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
+        engine: Any = trainer._gradients
+        of = {}
+        for at_once in (False, True):
+            trainer.optimizer.zero_grad(set_to_none=True)
+            with mock.patch("forebay.train.unsharded_step.adds_at_once", return_value=at_once):
+                trainer.gradients(1)
+            of[at_once] = gradients(trainer.model)
+        found["same"] = same(of[True], of[False])
+        if engine._cut.embedding is not None:
+            whole: Any = trainer.model.get_parameter("model.embed_tokens.weight").grad
+            rows = whole.full_tensor().abs().sum(1)
+            found["padding"], found["other"] = float(rows[ord(" ")]), float(rows[ord("e")])
+    return found
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_sum_that_is_added_to_at_once_has_the_same_bits(tmp_path: Path, tied: bool) -> None:
+    (tmp_path / "a.txt").write_text("the water comes unevenly and goes on evenly. " * 400)
+    found = run_ranks(added_at_once, 4, str(tmp_path), tied)
+    assert all(f["same"] for f in found)
+    ends = [f for f in found if "padding" in f]
+    assert len(ends) == 2
+    for f in ends:  # a tied weight has the head's gradient in every row
+        assert f["other"] > 0 and (f["padding"] > 0) == tied
+
+
+# 289 is not cut evenly: FSDP2 puts both halves together, with padding.
+@pytest.mark.parametrize("vocabulary", [288, 289])
+def test_the_embeddings_sum_is_made_in_the_memory_of_the_heads(tmp_path: Path, vocabulary: int) -> None:
+    (tmp_path / "a.txt").write_text("the water comes unevenly and goes on evenly. " * 400)
+    for found in run_ranks(whole, 4, str(tmp_path), vocabulary):
+        assert found["at once, False"] and found["at once, True"]
+        assert found["as FSDP2"] and found["taken"] and found["called"] and found["replayed"]
+        assert found["held"] and found["forgotten"]
+        # Behind the head's reduction, once a step; on the rank that has both.
+        assert found["spread"] == ([(True, True)] if found["ends"] else [])
+        # Weights in groups of their own, head, embedding and last norm, are sent from where they are.
+        assert (1 in found["copied"]) == (found["ends"] and vocabulary % 2 == 1)

@@ -54,8 +54,8 @@ from ep import MODELS, force_balance
 from forebay.config import from_mapping
 from forebay.memory.offload_plan import plan_interleaved
 from forebay.memory.recorder import requested
-from forebay.pipeline.activity import Recorder, bubble, draw, perfetto
-from forebay.pipeline.runtime import _Step
+from forebay.pipeline.activity import ActionRecorder, bubble, draw, perfetto
+from forebay.pipeline.runtime import _RuntimeStep
 from forebay.pipeline.schedule import Action
 
 _INNER = "model.layers.[1-6]"  # of 8 layers those that share no pipeline rank with the head, which has time to spare with PP 4
@@ -326,7 +326,7 @@ def watched(args: argparse.Namespace, trainer: Any, engine: Any, number: int, na
     trainer.optimizer.zero_grad(set_to_none=True)
     dist.barrier()
     torch.cuda.synchronize()
-    recorder = Recorder(trainer.mesh.pp_rank, trainer.device)
+    recorder = ActionRecorder(trainer.mesh.pp_rank, trainer.device)
     with engine.watched(recorder):
         trainer.gradients(number)
     records = recorder.records()
@@ -369,7 +369,7 @@ def hidden_share(trainer: Any, engine: Any) -> dict[str, float]:
 @contextmanager
 def metering_overlap(meter: Any) -> Iterator[None]:
     """Within, `meter` is on inside overlapped actions."""
-    together = _Step._together
+    together = _RuntimeStep._together
 
     def metered(self: Any, forward: Action, backward: Action) -> None:
         meter.on = True
@@ -378,11 +378,11 @@ def metering_overlap(meter: Any) -> Iterator[None]:
         finally:
             meter.on = False
 
-    _Step._together = metered  # type: ignore[method-assign]
+    _RuntimeStep._together = metered  # type: ignore[method-assign]
     try:
         yield
     finally:
-        _Step._together = together  # type: ignore[method-assign]
+        _RuntimeStep._together = together  # type: ignore[method-assign]
 
 
 def by_stream() -> str:

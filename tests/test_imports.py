@@ -284,3 +284,12 @@ def test_state_is_found(source: str) -> None:
 )
 def test_constants_pass(source: str) -> None:
     assert state(source) == []
+
+
+def test_class_names_are_unique() -> None:
+    homes: dict[str, list[str]] = {}
+    for module, path in modules().items():
+        for node in ast.parse(path.read_text("utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(module)
+    assert {name: found for name, found in homes.items() if len(found) > 1} == {}

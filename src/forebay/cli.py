@@ -25,7 +25,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forebay.errors import ForebayError, RunError, SaidElsewhere, UsageError
+from forebay.errors import ForebayError, ReportedElsewhere, RunError, UsageError
 from forebay.policy import BudgetError, PolicyError, parse_bytes
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from forebay.config import Config
     from forebay.estimate.layers import LayerPlan
-    from forebay.estimate.plan import Asked, Fit
+    from forebay.estimate.plan import Fit, PlanRequest
     from forebay.estimate.search import Search
 
 _DOES_NOT_FIT = 3
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code = options.run(options) or 0
         sys.stdout.flush()
-    except SaidElsewhere as error:
+    except ReportedElsewhere as error:
         if options.debug:
             traceback.print_exception(error)
         return error.exit_code
@@ -209,7 +209,7 @@ def _configured(options: argparse.Namespace) -> "Config":
         check_world(config, world.size)
     except UsageError as error:
         if world.local_rank:
-            raise SaidElsewhere(error.exit_code) from error
+            raise ReportedElsewhere(error.exit_code) from error
         raise
     return config
 
@@ -290,7 +290,7 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _print_plan(asked: "Asked", found: "Search | None", plan: "LayerPlan", fit: "Fit") -> None:
+def _print_plan(asked: "PlanRequest", found: "Search | None", plan: "LayerPlan", fit: "Fit") -> None:
     console = _console()
     said = [asked.sentence(), "" if found is None else found.sentence]
     for part in (*said, None if found is None else found.table(), plan.table(), fit.table()):

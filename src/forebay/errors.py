@@ -27,7 +27,7 @@ class Interrupted(RunError):
     """The run was asked to stop (Ctrl-C or SIGTERM) and has stopped (exit code 1)."""
 
 
-class SaidElsewhere(ForebayError):
+class ReportedElsewhere(ForebayError):
     """This process failed, but another one of the run says why: nothing is printed here.
 
     `exit_code` is that of the failure.

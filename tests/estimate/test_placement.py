@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from forebay.estimate.placement import Choice, Machine, Option, by_kind, choose, rank_options, sentences
-from forebay.estimate.state import State
+from forebay.estimate.state import RankState
 from forebay.estimate.types import LayerTrace, ModelTrace, PartTrace
-from forebay.estimate.walk import Stage, alone, fit_rank
+from forebay.estimate.walk import StageLayers, alone, fit_rank
 from forebay.pipeline.schedule import make_plan
 
 FAST = 1e30  # a link that carries everything at once
 EVERY = frozenset({"recompute", "offload", "stash"})
-STATE = State(1000, 2000, 0, (30, 40, 35, 45), 10, 20, False, 0, 100, 0, 7)
+STATE = RankState(1000, 2000, 0, (30, 40, 35, 45), 10, 20, False, 0, 100, 0, 7)
 
 
 def machine(rate: float = FAST) -> Machine:
@@ -61,10 +61,10 @@ class Case:
         self.trace = model(chance, 4 if pipeline else 3)
         if pipeline:  # the first rank of a V: stages 0 and 3
             plan = make_plan("zbv" if seed % 2 else "dualpipev", 2, 6)
-            self.stages = {0: Stage((0,), (0,), True, False), 3: Stage((3,), (1,), False, True)}
+            self.stages = {0: StageLayers((0,), (0,), True, False), 3: StageLayers((3,), (1,), False, True)}
             self.actions: Any = [a for a in plan.actions[0] if a.computes]
         else:
-            self.stages = {0: Stage((0, 1, 2), (0, 1, 2), True, True)}
+            self.stages = {0: StageLayers((0, 1, 2), (0, 1, 2), True, True)}
             self.actions = alone(3, overlap=bool(seed % 2))
         engine = pipeline or bool(seed % 2)
         self.ways: dict[str, Any] = {"prefix": "m", "recompute": "light", "engine": engine, "summed": False}
@@ -153,7 +153,7 @@ def test_the_link_by_hand() -> None:
     case = Case(0, False)
     case.trace, case.stages, case.actions = (
         trace,
-        {0: Stage(tuple(range(6)), tuple(range(6)), True, True)},
+        {0: StageLayers(tuple(range(6)), tuple(range(6)), True, True)},
         alone(1, False),
     )
     state = replace(STATE, layer_gradients=(0,) * 6)
@@ -172,7 +172,7 @@ def test_a_long_model_is_placed_in_time() -> None:
     half, moe = part(random.Random(0), False), part(random.Random(1), True)
     case = Case(0, False)
     case.trace = replace(case.trace, layers=(LayerTrace(half, moe, True),) * 61)
-    case.stages = {0: Stage(tuple(range(61)), tuple(range(61)), True, True)}
+    case.stages = {0: StageLayers(tuple(range(61)), tuple(range(61)), True, True)}
     state = replace(STATE, layer_gradients=(1,) * 61)
     options, times = rank_options(case.trace, case.stages, EVERY, machine(30.0), **case.ways)
 

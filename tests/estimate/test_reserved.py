@@ -12,11 +12,11 @@ from torch import nn
 from forebay.estimate.allocator import CachingAllocator
 from forebay.estimate.fsdp import Gathered, Group, groups_of
 from forebay.estimate.live import Live
-from forebay.estimate.reserved import WORKSPACE, Rank, Reserved, Run, reserve, shortened, with_reserved
+from forebay.estimate.reserved import WORKSPACE, AllocatorRun, Rank, Reserved, reserve, shortened, with_reserved
 from forebay.estimate.state import Sharing, weights_of
 from forebay.estimate.trace import base_path, trace_model
 from forebay.estimate.types import CAME, SENT, Ends, Gone, Mark, Op, PartEvents, Shape, highest, part_events
-from forebay.estimate.walk import Part, RankFit, Stage, alone, parts_of
+from forebay.estimate.walk import Part, RankFit, StageLayers, alone, parts_of
 from forebay.managed import manage
 from forebay.pipeline.schedule import Action, turns
 
@@ -144,7 +144,7 @@ def test_a_third_microbatch_needs_nothing_more() -> None:
 def test_moments_are_made_behind_the_first_step() -> None:
     """Two of them, as large as the parameters; they may take what the step left, so reserved grows by less."""
     group = Group(0, False, 1, (64 * MIB,), (64 * MIB,), (64 * MIB,), ("",), (False,))
-    found = Run(rank([part(0, "l.0.mlp", MIB, MIB)], groups=[group]))
+    found = AllocatorRun(rank([part(0, "l.0.mlp", MIB, MIB)], groups=[group]))
     assert found.paper.allocated == 256 * MIB
     found.steps(1)
     assert found.paper.allocated - WORKSPACE == 3 * 256 * MIB + 512  # and the step count
@@ -322,12 +322,12 @@ def test_what_is_in_use_at_most_is_that_of_a_real_step(
     paper = built("meta")
     weights, prefix = weights_of(paper), f"{base_path(paper)}.layers"
     trace = trace_model(paper, Shape(sequence, 1, block=512, gpu=False))
-    stage = Stage(tuple(range(4)), tuple(range(4)), True, True)
+    stage = StageLayers(tuple(range(4)), tuple(range(4)), True, True)
     placements = {f"{prefix}.{n}.{half}": placement for n in range(4) for half in ("self_attn", "mlp")}
     parts = parts_of(trace, stage, placements, prefix=prefix, recompute=mode)
     groups = groups_of(weights, range(4), True, True, ALONE)
     laid = Rank(groups, ALONE, {0: parts}, alone(microbatches, False), False, None, 0, turns, drawn=False)
-    run = Run(laid)
+    run = AllocatorRun(laid)
     before = run.paper.allocated
     run.gradients()
     assert run.paper.peak_allocated - before == pytest.approx(live.peak, rel=0.02)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from forebay.estimate.search import Candidate, Mesh, divisors, largest, meshes, ranked
+from forebay.estimate.search import Candidate, MeshShape, divisors, largest, meshes, ranked
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -67,7 +67,7 @@ def test_meshes_are_all_there_are(gpus: int) -> None:
 
 
 def candidate(name: int, peak: int, fits: bool | None, seconds: float | None = None) -> Candidate:
-    return Candidate(Mesh(name, 1, 1), peak, 0, fits, seconds)
+    return Candidate(MeshShape(name, 1, 1), peak, 0, fits, seconds)
 
 
 def order(*candidates: Candidate) -> list[int]:

@@ -12,8 +12,8 @@ from forebay.config import Config, from_mapping
 from forebay.errors import UsageError
 from forebay.estimate.device import load
 from forebay.estimate.layers import Traces, plan_layers
-from forebay.estimate.plan import Asked, ask, fit_run
-from forebay.estimate.search import Mesh, search
+from forebay.estimate.plan import PlanRequest, ask, fit_run
+from forebay.estimate.search import MeshShape, search
 from forebay.estimate.walk import least_budget
 from forebay.train import hf_io
 
@@ -61,10 +61,10 @@ def test_the_largest_microbatch_is_that_of_brute_force(pp: int, ep: int, world: 
     sizes = [n for n in (1, 2, 4, 8, 16, 32) if (32 // (world // pp)) // n >= (2 * pp if pp > 1 else 1)]
     peaks = {n: peak(with_(config, "train", microbatch=n), world) for n in sizes}
     budget = least_budget(sorted(peaks.values())[-2])  # all but the one that needs most
-    found = search(Asked(config), "microbatch", world, budget)
+    found = search(PlanRequest(config), "microbatch", world, budget)
     assert found.settings == {"train.microbatch": max(n for n in sizes if least_budget(peaks[n]) <= budget)}
     assert found.fit.fits and found.fit.fullest.total == peaks[found.config.train.microbatch]
-    everything = search(Asked(config), "microbatch", world, 10 * max(peaks.values()))
+    everything = search(PlanRequest(config), "microbatch", world, 10 * max(peaks.values()))
     assert everything.settings == {"train.microbatch": sizes[-1]}
     assert "train.batch = 32 allows no larger one" in everything.sentence
 
@@ -87,7 +87,7 @@ def test_the_largest_sequence_and_depth(what: str, section: str, option: str, mi
     exact = least_budget(peaks[middle])
     for budget in (exact, exact - 1):
         wanted = max(value for value, size in peaks.items() if least_budget(size) <= budget)
-        found = search(Asked(config), what, 1, budget)
+        found = search(PlanRequest(config), what, 1, budget)
         assert list(found.settings.values()) == [wanted]
         assert found.fit.fullest.total == peak(at(wanted), 1)
         assert least_budget(peak(at(wanted), 1)) <= budget < least_budget(peak(at(wanted + step), 1))
@@ -97,7 +97,7 @@ def test_the_largest_sequence_and_depth(what: str, section: str, option: str, mi
 
 
 def test_a_sequence_ends_where_the_model_does() -> None:
-    found = search(Asked(tiny()), "sequence", 1, 1 << 40)
+    found = search(PlanRequest(tiny()), "sequence", 1, 1 << 40)
     assert found.settings == {"train.sequence": 1024}
     assert "max_position_embeddings are 1024" in found.sentence
 
@@ -111,7 +111,7 @@ def test_nothing_fits_and_why() -> None:
         (least.parameters, "the parameters and optimizer states alone take"),
         (least_budget(least.total) - 1, "the peak is"),
     ):
-        found = search(Asked(config), "microbatch", 1, budget)
+        found = search(PlanRequest(config), "microbatch", 1, budget)
         assert not found.found and found.settings == {} and found.fit.fits is False
         assert said in found.sentence and "more than there is" in found.sentence
     assert "1 B more than there is" in found.sentence and found.as_dict()["found"] is None
@@ -119,24 +119,30 @@ def test_nothing_fits_and_why() -> None:
 
 def test_meshes_are_ranked_and_refused_by_the_trainers_rules() -> None:
     config = tiny(batch=48)
-    found = search(Asked(config), "mesh", 6, 1 << 40)
+    found = search(PlanRequest(config), "mesh", 6, 1 << 40)
     fine = {c.mesh: c.peak for c in found.candidates}
     reasons = {mesh: reason for mesh, reason in found.refused}
     assert len(fine) + len(reasons) == 9 and not set(fine) & set(reasons)
     # 3 does not divide 8 experts, and a V of 6 ranks has 12 stages for 8 layers.
-    assert set(fine) == {Mesh(1, 1, 6), Mesh(1, 2, 3), Mesh(2, 1, 3), Mesh(3, 1, 2), Mesh(3, 2, 1)}
-    assert "does not divide the model's 8 experts" in reasons[Mesh(1, 3, 2)] and Mesh(6, 1, 1) in reasons
+    assert set(fine) == {
+        MeshShape(1, 1, 6),
+        MeshShape(1, 2, 3),
+        MeshShape(2, 1, 3),
+        MeshShape(3, 1, 2),
+        MeshShape(3, 2, 1),
+    }
+    assert "does not divide the model's 8 experts" in reasons[MeshShape(1, 3, 2)] and MeshShape(6, 1, 1) in reasons
     for mesh, size in fine.items():
         assert size == peak(with_(config, "parallel", pp=mesh.pp, ep=mesh.ep), 6)
     assert [c.peak for c in found.candidates] == sorted(fine.values())
     assert found.settings == {"parallel.pp": found.candidates[0].mesh.pp, "parallel.ep": found.candidates[0].mesh.ep}
     assert "lowest peak" in found.sentence and found.table() is not None
-    none = search(Asked(config), "mesh", 6, least_budget(min(fine.values())) - 1)
+    none = search(PlanRequest(config), "mesh", 6, least_budget(min(fine.values())) - 1)
     assert not none.found and none.sentence.startswith("No mesh fits") and "1 B more" in none.sentence
 
 
 def test_meshes_by_time_where_a_device_is_named() -> None:
-    found = search(Asked(tiny()), "mesh", 4, 1 << 40, device=load("h200"))
+    found = search(PlanRequest(tiny()), "mesh", 4, 1 << 40, device=load("h200"))
     times = [c.seconds for c in found.candidates]
     assert len(times) > 1 and times == sorted(times, key=lambda t: t or 0.0)
     best = with_(tiny(), "parallel", pp=found.candidates[0].mesh.pp, ep=found.candidates[0].mesh.ep)
@@ -147,13 +153,13 @@ def test_meshes_by_time_where_a_device_is_named() -> None:
 
 def test_searches_that_cannot_be() -> None:
     with pytest.raises(UsageError, match="needs --budget"):
-        search(Asked(tiny()), "sequence", 1, None)
+        search(PlanRequest(tiny()), "sequence", 1, None)
     with pytest.raises(UsageError, match="'nothing' is unknown; valid are microbatch, sequence, layers, mesh"):
-        search(Asked(tiny()), "nothing", 1, 1)
+        search(PlanRequest(tiny()), "nothing", 1, 1)
     with pytest.raises(UsageError, match=r"train\.batch = 32 is no multiple of the 3 processes"):
-        search(Asked(tiny()), "microbatch", 3, 1 << 40)
+        search(PlanRequest(tiny()), "microbatch", 3, 1 << 40)
     with pytest.raises(UsageError, match="no mesh of 7 GPUs can be run"):
-        search(Asked(tiny()), "mesh", 7, 1 << 40)
+        search(PlanRequest(tiny()), "mesh", 7, 1 << 40)
 
 
 def test_traces_are_shared_and_change_nothing() -> None:

@@ -17,7 +17,7 @@ from forebay.estimate.state import (
     COMMUNICATOR_ALONE,
     CONTEXT,
     Sharing,
-    Weights,
+    WeightShapes,
     state_of,
     symmetric_bytes,
     weights_of,
@@ -113,7 +113,7 @@ def test_two_processes(tmp_path: Path, ep: int) -> None:
     assert state(config, sharing).gradients == state(config, sharing).sharded_gradients == real[0]["gradients"]
 
 
-TINY = Weights(((10, 4),), ((4,), (10, 4)), ((((6, 4),), ((8, 5, 4),)),) * 3, tied=False)
+TINY = WeightShapes(((10, 4),), ((4,), (10, 4)), ((((6, 4),), ((8, 5, 4),)),) * 3, tied=False)
 
 
 def test_shards_by_hand() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from forebay.estimate.state import Sharing
-from forebay.estimate.step_time import Besides, Elements, SharedTime, Spell
+from forebay.estimate.step_time import Besides, Elements, KernelTime, SharedTime
 from tests.estimate.plain_device import device
 
 # Memory of 1000 bytes/s; links of 10 bytes/s.
@@ -22,7 +22,7 @@ ADDED = 1000 * (2 + 2 * 4) / 1000
 ADDED_IN_PLACE = 1000 * (2 * 4 - 2) / 1000  # where it is made: what its product would have written is not
 FIRST = 1000 * (2 + 4) / 1000  # the first microbatch's become the sum
 ZEROS = 1000 * 4 / 1000
-LONG = Spell(1e6)
+LONG = KernelTime(1e6)
 
 
 def test_an_engine_gathers_and_reduces_once_a_step_and_nothing_hides_it() -> None:
@@ -49,7 +49,7 @@ def test_without_an_engine_a_layer_hides_the_links() -> None:
     forward, backward = shared.layer(PART, LONG, LONG)
     assert forward == pytest.approx(COPIED)
     assert backward == pytest.approx(COPIED + (ADDED * 7 + FIRST + REDUCED) / 8)
-    forward, _ = shared.layer(PART, Spell(100), LONG)
+    forward, _ = shared.layer(PART, KernelTime(100), LONG)
     assert forward == pytest.approx(COPIED + SENT - 100)
 
 
@@ -58,7 +58,7 @@ def test_what_hides_a_link_takes_longer_by_a_share_of_it() -> None:
     forward, backward = shared.layer(PART, LONG, LONG)
     assert forward == pytest.approx(COPIED + SENT / 2)
     assert backward == pytest.approx(COPIED + SENT / 2 + (ADDED * 7 + FIRST + REDUCED + REDUCED_SENT / 2) / 8)
-    forward, _ = shared.layer(PART, Spell(100), LONG)
+    forward, _ = shared.layer(PART, KernelTime(100), LONG)
     assert forward == pytest.approx(COPIED + SENT - 100 + 50)
 
 

@@ -7,21 +7,21 @@ from typing import Any
 
 import pytest
 
-from forebay.estimate.step_time import Laid, Spell, StageTime, StepTime, lay
-from forebay.estimate.walk import Work, alone
-from forebay.pipeline.schedule import Plan, make_plan
+from forebay.estimate.step_time import KernelTime, StageTime, StepTime, TimedSchedule, lay
+from forebay.estimate.walk import LocalAction, alone
+from forebay.pipeline.schedule import PipelinePlan, make_plan
 
 F, B, W = 1.0, 1.5, 0.5  # of a stage: B is without W
 
 
-def stage(*layers: tuple[Spell, Spell]) -> StageTime:
+def stage(*layers: tuple[KernelTime, KernelTime]) -> StageTime:
     return StageTime(tuple(f for f, _ in layers), tuple(b for _, b in reversed(layers)))
 
 
-ONE = stage((Spell(F), Spell(B, weights=W)))
+ONE = stage((KernelTime(F), KernelTime(B, weights=W)))
 
 
-def laid(plan: Plan, one: StageTime = ONE, **more: Any) -> Laid:
+def laid(plan: PipelinePlan, one: StageTime = ONE, **more: Any) -> TimedSchedule:
     computing = [[a for a in mine if a.computes] for mine in plan.actions]
     return lay(computing, plan.ranks, dict.fromkeys(range(len(plan.ranks)), one), **more)
 
@@ -77,7 +77,8 @@ def test_one_process_runs_one_after_the_other() -> None:
 
 
 TRAVELS = stage(
-    (Spell(2, exchange=1), Spell(3, exchange=1, weights=1)), (Spell(2, exchange=1), Spell(3, exchange=1, weights=1))
+    (KernelTime(2, exchange=1), KernelTime(3, exchange=1, weights=1)),
+    (KernelTime(2, exchange=1), KernelTime(3, exchange=1, weights=1)),
 )
 
 
@@ -90,9 +91,9 @@ def test_exchanges_are_hidden_where_a_forward_meets_a_backward() -> None:
 
 
 def test_an_exchange_longer_than_what_hides_it_is_seen() -> None:
-    slow = stage((Spell(1, exchange=5), Spell(1, exchange=5)))
-    pair = Work("OVERLAP_F_B", -1, -1, (Work("F", 0, 1), Work("B", 0, 0)))
-    found = lay([[Work("F", 0, 0), pair, Work("B", 0, 1)]], [0], {0: slow})
+    slow = stage((KernelTime(1, exchange=5), KernelTime(1, exchange=5)))
+    pair = LocalAction("OVERLAP_F_B", -1, -1, (LocalAction("F", 0, 1), LocalAction("B", 0, 0)))
+    found = lay([[LocalAction("F", 0, 0), pair, LocalAction("B", 0, 1)]], [0], {0: slow})
     assert found.exposed == pytest.approx([5 + (10 - 2) + 5])
 
 
@@ -109,35 +110,35 @@ def test_what_hides_an_exchange_takes_longer() -> None:
 
 
 def test_layers_without_a_partner_run_alone() -> None:
-    short = stage((Spell(2, exchange=1), Spell(2, exchange=1)))
+    short = stage((KernelTime(2, exchange=1), KernelTime(2, exchange=1)))
     times = {0: TRAVELS, 1: short}
-    both = Work("OVERLAP_F_B", -1, -1, (Work("F", 0, 1), Work("B", 1, 0)))
-    found = lay([[Work("F", 0, 0), Work("F", 1, 0), both]], [0, 0], times)
+    both = LocalAction("OVERLAP_F_B", -1, -1, (LocalAction("F", 0, 1), LocalAction("B", 1, 0)))
+    found = lay([[LocalAction("F", 0, 0), LocalAction("F", 1, 0), both]], [0, 0], times)
     # One layer of the forward meets the backward's only one: 4 seconds hide 2. The other one waits for its exchange.
     assert found.exposed == pytest.approx([2 + 1 + 1])
 
 
 def test_nothing_ends_before_it_is_launched() -> None:
     """Layers of 1 second and 3 of launching, then a head of 10 and 1: the host launches the backward while the head runs."""
-    layer, head = Spell(1, launches=3), Spell(10, launches=1)
+    layer, head = KernelTime(1, launches=3), KernelTime(10, launches=1)
     behind = {0: StageTime((layer, layer), ())}
-    assert lay([[Work("F", 0, 0)]], [0], behind, launch=1.0).seconds == 6  # the device waits for the host
+    assert lay([[LocalAction("F", 0, 0)]], [0], behind, launch=1.0).seconds == 6  # the device waits for the host
     headed = {0: StageTime((layer, layer, head), (layer, layer))}
     # Layers end when they are launched, at 3 and 6; the head at 16; the backward's launches end at 10 and 13, before that.
-    found = lay([[Work("F", 0, 0), Work("B", 0, 0)]], [0], headed, launch=1.0)
+    found = lay([[LocalAction("F", 0, 0), LocalAction("B", 0, 0)]], [0], headed, launch=1.0)
     assert found.seconds == 3 + 3 + 10 + 1 + 1
-    assert lay([[Work("F", 0, 0), Work("B", 0, 0)]], [0], headed).seconds == 14
+    assert lay([[LocalAction("F", 0, 0), LocalAction("B", 0, 0)]], [0], headed).seconds == 14
 
 
 def test_a_host_that_is_behind_holds_up_the_next_rank() -> None:
-    slow, fast = StageTime((Spell(1, launches=5),), ()), StageTime((Spell(1),), ())
-    found = lay([[Work("F", 0, 0)], [Work("F", 1, 0)]], [0, 1], {0: slow, 1: fast}, launch=1.0)
+    slow, fast = StageTime((KernelTime(1, launches=5),), ()), StageTime((KernelTime(1),), ())
+    found = lay([[LocalAction("F", 0, 0)], [LocalAction("F", 1, 0)]], [0, 1], {0: slow, 1: fast}, launch=1.0)
     assert found.seconds == 5 + 1
 
 
 def test_actions_that_wait_for_each_other() -> None:
     with pytest.raises(ValueError, match=r"wait for what never comes: 0B0"):
-        lay([[Work("B", 0, 0), Work("F", 0, 0)]], [0], {0: ONE})
+        lay([[LocalAction("B", 0, 0), LocalAction("F", 0, 0)]], [0], {0: ONE})
 
 
 STEP = StepTime("h200", 8.0, 8.0, 0.5, 0.25, 1.25, 6.0, (8.0, 6.0), (0.0, 0.0), 1000)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forebay.estimate.step_time import Clock, Spell
+from forebay.estimate.step_time import Clock, KernelTime
 from forebay.estimate.types import OpCost
 from tests.estimate.plain_device import device
 
@@ -58,4 +58,4 @@ def test_shares_of_a_spell() -> None:
     spell = Clock(device()).spell(ops)
     assert (spell.compute, spell.exchange, spell.weights) == pytest.approx((1, 2, 3))
     assert (spell.launches, spell.computing, spell.alone) == pytest.approx((4, 4, 6))
-    assert spell + spell == Spell(2 * spell.compute, 2 * spell.exchange, 2 * spell.weights, 8)
+    assert spell + spell == KernelTime(2 * spell.compute, 2 * spell.exchange, 2 * spell.weights, 8)

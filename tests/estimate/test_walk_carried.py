@@ -9,7 +9,7 @@ import pytest
 from forebay.estimate.reserved import Rank, reserve
 from forebay.estimate.state import Sharing
 from forebay.estimate.types import PartEvents
-from forebay.estimate.walk import Half, Part, Work, alone, carried_by_path, may_leave, plan_link
+from forebay.estimate.walk import Half, LocalAction, Part, alone, carried_by_path, may_leave, plan_link
 from forebay.pipeline.schedule import turns
 
 MIB = 1 << 20
@@ -36,7 +36,9 @@ def test_a_link_counted_by_hand() -> None:
     30 s, before which nothing does, and 40 s: but at B2 nothing may begin, for the turn has not passed. They stay, and so do
     the third's."""
     halves = {0: [Half(name, events(5), True, 10.0, 10.0) for name in NAMES]}
-    plan = plan_link(halves, [Work("F", 0, 0), Work("B", 0, 0)], (1.0, 1.0), hidden=4, least=2, everything=False)
+    plan = plan_link(
+        halves, [LocalAction("F", 0, 0), LocalAction("B", 0, 0)], (1.0, 1.0), hidden=4, least=2, everything=False
+    )
     first = (NAMES[0], 0)
     assert plan.offload == {first: frozenset({0})}
     assert plan.settle_at == {first: ("F", (NAMES[2], 0))}
@@ -58,7 +60,12 @@ def test_steps_are_laid_as_planned_behind_the_measured_ones(microbatches: int) -
     halves = {0: [Half(part.path, part.events, True, 10.0, 10.0) for part in parts]}
     rate = 12.8 * MIB  # 64 MiB in 5 s
     plan = plan_link(
-        halves, [Work("F", 0, 0), Work("B", 0, 0)], (rate, rate), hidden=16 * MIB, least=MIB, everything=False
+        halves,
+        [LocalAction("F", 0, 0), LocalAction("B", 0, 0)],
+        (rate, rate),
+        hidden=16 * MIB,
+        least=MIB,
+        everything=False,
     )
     assert plan.planned_bytes == 64 * MIB
     embedding = Part("embedding", "embedding", PartEvents(

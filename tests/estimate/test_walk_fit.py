@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from forebay.estimate.state import State
+from forebay.estimate.state import RankState
 from forebay.estimate.types import LayerTrace, ModelTrace, PartTrace
-from forebay.estimate.walk import Held, Stage, alone, fit_rank, halves_of
+from forebay.estimate.walk import Held, StageLayers, alone, fit_rank, halves_of
 from forebay.pipeline.partition import in_flight
 from forebay.pipeline.schedule import make_plan
 
-STATE = State(
+STATE = RankState(
     parameters=1000,
     optimizer=2000,
     gathered=0,
@@ -37,15 +37,15 @@ TRACE = ModelTrace(
     kinds=2,
     head_gradient=100,
 )
-WHOLE = Stage((0, 1), (0, 1), True, True)
+WHOLE = StageLayers((0, 1), (0, 1), True, True)
 
 
-def halves(stage: Stage = WHOLE, engine: bool = False, recompute: str = "light", **placements: str) -> list[Held]:
+def halves(stage: StageLayers = WHOLE, engine: bool = False, recompute: str = "light", **placements: str) -> list[Held]:
     named = {f"m.{name[1]}.{name[3:]}": placement for name, placement in placements.items()}
     return halves_of(TRACE, stage, named, prefix="m", recompute=recompute, engine=engine, summed=False)
 
 
-def fit(found: list[Held], microbatches: int = 1, state: State = STATE, overlap: bool = False) -> Any:
+def fit(found: list[Held], microbatches: int = 1, state: RankState = STATE, overlap: bool = False) -> Any:
     return fit_rank(0, state, {0: found}, alone(microbatches, overlap))
 
 

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from forebay.memory.host_store import HostStore, State, Ticket
+from forebay.memory.host_store import HostStore, Ticket, TicketState
 from forebay.memory.streams import delayed
 
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
@@ -22,7 +22,7 @@ def test_a_round_trip_returns_the_bytes(device: str) -> None:
     truth = source.clone()
     ticket = store.put(source)
     store.settle(ticket)
-    assert ticket.state is State.ON_HOST and ticket.device_bytes is None
+    assert ticket.state is TicketState.ON_HOST and ticket.device_bytes is None
     source.fill_(0xAA)
     store.fetch([ticket])
     assert torch.equal(store.wait(ticket), truth)
@@ -39,16 +39,16 @@ def test_backward_before_the_copy_is_over_takes_the_tensor_back(device: str) -> 
     source = fresh(device)
     ticket = store.put(source)
     store.fetch([ticket])
-    assert ticket.state is State.LEAVING
+    assert ticket.state is TicketState.LEAVING
     assert store.wait(ticket).data_ptr() == source.data_ptr()
     store.settle(ticket)
-    assert ticket.state is State.ON_DEVICE and store.inbound.nbytes == 0
+    assert ticket.state is TicketState.ON_DEVICE and store.inbound.nbytes == 0
 
 
 def test_a_wrong_step_names_both_states() -> None:
-    ticket = Ticket(4, None, State.ON_HOST)
+    ticket = Ticket(4, None, TicketState.ON_HOST)
     with pytest.raises(RuntimeError, match="from on_host to on_device"):
-        ticket.step(State.ON_DEVICE)
+        ticket.step(TicketState.ON_DEVICE)
 
 
 def test_tickets_outlive_a_closed_store() -> None:
@@ -97,9 +97,9 @@ def test_a_storage_that_an_engine_empties_stays_with_the_engine(emptied: str) ->
         del keep
     store.send([ticket, other])
     store.settle(ticket)
-    if emptied == "leaving, filled again" and ticket.state is State.ON_HOST:
+    if emptied == "leaving, filled again" and ticket.state is TicketState.ON_HOST:
         pytest.skip("the allocator gave the same address")
-    assert ticket.state is State.ON_DEVICE and other.state is State.LEAVING and taken.numel()
+    assert ticket.state is TicketState.ON_DEVICE and other.state is TicketState.LEAVING and taken.numel()
     assert ticket.device_bytes is not None and ticket.device_bytes.untyped_storage().data_ptr() == storage.data_ptr()
     if emptied != "leaving, filled again":
         store.recall(ticket)  # ahead of time: no error yet

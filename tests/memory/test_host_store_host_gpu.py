@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from forebay.memory.host_store import HostPool, HostStore, HostTicket, State
+from forebay.memory.host_store import HostPool, HostStore, HostTicket, TicketState
 from forebay.memory.streams import delayed
 
 pytestmark = pytest.mark.gpu
@@ -66,7 +66,7 @@ def test_memory_is_not_unmapped_under_a_copy_of_a_ticket_that_was_taken_back(
     ticket = store.put(source)
     del source
     store.wait(ticket)
-    assert ticket.state is State.ON_DEVICE and ticket.out is not None and ticket.out.pair is not None
+    assert ticket.state is TicketState.ON_DEVICE and ticket.out is not None and ticket.out.pair is not None
     out = ticket.out
     assert not out.pair[1].query(), "the test needs a copy that is under way"
     del ticket
@@ -226,7 +226,12 @@ def test_tickets_of_a_closed_store_stay_valid(store: HostStore) -> None:
     for ticket in tickets[2:]:
         store.settle(ticket)
     store.fetch(tickets[3:])
-    assert [t.state for t in tickets] == [State.HELD, State.LEAVING, State.ON_HOST, State.RETURNING]
+    assert [t.state for t in tickets] == [
+        TicketState.HELD,
+        TicketState.LEAVING,
+        TicketState.ON_HOST,
+        TicketState.RETURNING,
+    ]
     store.close()
     store.send(tickets)
     for ticket in tickets:
@@ -255,7 +260,7 @@ def test_a_storage_that_an_engine_empties(store: HostStore, when: str) -> None:
     reused = poison()
     store.send([ticket])
     store.settle(ticket)
-    assert ticket.state is (State.ON_HOST if when == "on the host" else State.ON_DEVICE)
+    assert ticket.state is (TicketState.ON_HOST if when == "on the host" else TicketState.ON_DEVICE)
     if when != "on the host":
         with pytest.raises(RuntimeError, match="resized after the forward pass"):
             store.wait(ticket)

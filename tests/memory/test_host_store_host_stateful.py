@@ -23,7 +23,7 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from forebay.memory import host_store, streams
-from forebay.memory.host_store import HostPool, HostStore, HostTicket, Slot, State
+from forebay.memory.host_store import HostPool, HostSlot, HostStore, HostTicket, TicketState
 
 FILES = frozenset(module.__file__ for module in (host_store, host_store, host_store, streams))
 SIZES = (1, 512, 700, 1024, 1500, 2000, 3000, 5000)
@@ -47,7 +47,7 @@ class Death:
 
 
 class PoisonedPool(HostPool):
-    def give(self, slot: Slot) -> None:
+    def give(self, slot: HostSlot) -> None:
         slot.bytes_.fill_(0xFF)
         super().give(slot)
 
@@ -176,14 +176,14 @@ class Stores(RuleBasedStateMachine):
     def send(self, which: list[int], death: Death) -> None:
         chosen = self.pick(which)
         self.attacked(death, lambda: self.store.send([h.ticket for h in chosen]), chosen)
-        assert all(h.ticket.state is not State.HELD for h in chosen)
+        assert all(h.ticket.state is not TicketState.HELD for h in chosen)
 
     @precondition(lambda self: self.held)
     @rule(which=some, death=deaths("settle", "_guard", "step"))
     def settle(self, which: list[int], death: Death) -> None:
         chosen = self.pick(which)
         self.attacked(death, lambda: [self.store.settle(h.ticket) for h in chosen], chosen)
-        assert all(h.ticket.state is not State.LEAVING for h in chosen)
+        assert all(h.ticket.state is not TicketState.LEAVING for h in chosen)
 
     @precondition(lambda self: self.held)
     @rule(which=some, death=deaths("fetch", "copy_back", "_way_back", "read_by"))
@@ -192,7 +192,7 @@ class Stores(RuleBasedStateMachine):
         tickets = [h.ticket for h in chosen]
         half = len(tickets) // 2
         self.attacked(death, lambda: self.store.fetch(tickets[:half], tickets[half:], tickets[:1]), chosen)
-        assert all(ticket.state is not State.ON_HOST for ticket in tickets)
+        assert all(ticket.state is not TicketState.ON_HOST for ticket in tickets)
 
     @precondition(lambda self: self.held)
     @rule(which=some, death=deaths("wait", "recall", "fetch"))
@@ -227,7 +227,7 @@ class Stores(RuleBasedStateMachine):
             ticket = held.ticket
             if ticket.device_bytes is not None:
                 assert torch.equal(ticket.device_bytes, held.truth)
-            if ticket.state in (State.LEAVING, State.ON_HOST, State.RETURNING):
+            if ticket.state in (TicketState.LEAVING, TicketState.ON_HOST, TicketState.RETURNING):
                 assert ticket.slot is not None and torch.equal(ticket.slot.bytes_, held.truth)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from forebay.kernels.launch import Backend
-from forebay.kernels.paging import Rows, give_pages, restore, stash, take_pages
+from forebay.kernels.paging import PagedRows, give_pages, restore, stash, take_pages
 from forebay.memory.page_store import PageStore, PageTicket
 
 BACKENDS = [
@@ -32,8 +32,8 @@ def count(n: int, device: str | torch.device = "cpu") -> Tensor:
     return torch.tensor([n], dtype=torch.int32, device=device)
 
 
-def rows_of(tensor: Tensor, live: int | None) -> Rows:
-    return Rows(
+def rows_of(tensor: Tensor, live: int | None) -> PagedRows:
+    return PagedRows(
         None if live is None else count(live, tensor.device),
         tensor.shape[0],
         tensor[:1].nbytes if tensor.shape[0] else tensor.shape[1] * tensor.element_size(),
@@ -393,8 +393,8 @@ def test_exactly_ends_with_an_exception() -> None:
 def test_a_row_that_no_page_holds_names_the_page_that_would() -> None:
     store = new_store()
     with pytest.raises(ValueError, match=r"row of 1030 bytes.*page_bytes must be 1536 or more"):
-        store.take([Rows(None, 4, 1030)])
-    assert PageStore("cpu", page_bytes=1536).take([Rows(None, 4, 1030)]).tables[0].page_rows == 1
+        store.take([PagedRows(None, 4, 1030)])
+    assert PageStore("cpu", page_bytes=1536).take([PagedRows(None, 4, 1030)]).tables[0].page_rows == 1
     assert store.live_tickets == 0
 
 
@@ -403,9 +403,9 @@ def test_a_budget_below_one_layer_without_host_pages_names_the_one_that_would_do
     with pytest.raises(
         ValueError, match=f"can need 10 pages.*device_budget of {10 * PAGE} bytes or more; it is {9 * PAGE}"
     ):
-        store.take([Rows(count(1), 6, PAGE), Rows(count(1), 4, PAGE)])
-    new_store(device_budget=10 * PAGE, spill=False).take([Rows(count(1), 6, PAGE), Rows(count(1), 4, PAGE)])
-    new_store(device_budget=0).take([Rows(count(1), 6, PAGE)])
+        store.take([PagedRows(count(1), 6, PAGE), PagedRows(count(1), 4, PAGE)])
+    new_store(device_budget=10 * PAGE, spill=False).take([PagedRows(count(1), 6, PAGE), PagedRows(count(1), 4, PAGE)])
+    new_store(device_budget=0).take([PagedRows(count(1), 6, PAGE)])
 
 
 @pytest.mark.parametrize("page_bytes", [0, -512, 100, 513])
@@ -418,17 +418,17 @@ def test_a_page_size_that_does_not_fit(page_bytes: int) -> None:
     ("wanted", "said"),
     [
         ([], "1 to 4 tensors, got 0"),
-        ([Rows(None, 1, 4)] * 5, "1 to 4 tensors, got 5"),
-        ([Rows(None, -1, 4)], "-1 rows of 4 bytes"),
-        ([Rows(None, 1, 0)], "1 rows of 0 bytes"),
-        ([Rows(torch.ones(2, dtype=torch.int32), 1, 4)], r"live must be one int32 or int64 on cpu, got \(2,\)"),
-        ([Rows(torch.ones(1), 1, 4)], "torch.float32"),
-        ([Rows(torch.ones(1, dtype=torch.int32, device="meta"), 1, 4)], "on meta"),
-        ([Rows(torch.tensor([5]), 4, 4)], "5 live rows of a tensor of 4"),
-        ([Rows(torch.tensor([-1]), 4, 4)], "-1 live rows of a tensor of 4"),
+        ([PagedRows(None, 1, 4)] * 5, "1 to 4 tensors, got 5"),
+        ([PagedRows(None, -1, 4)], "-1 rows of 4 bytes"),
+        ([PagedRows(None, 1, 0)], "1 rows of 0 bytes"),
+        ([PagedRows(torch.ones(2, dtype=torch.int32), 1, 4)], r"live must be one int32 or int64 on cpu, got \(2,\)"),
+        ([PagedRows(torch.ones(1), 1, 4)], "torch.float32"),
+        ([PagedRows(torch.ones(1, dtype=torch.int32, device="meta"), 1, 4)], "on meta"),
+        ([PagedRows(torch.tensor([5]), 4, 4)], "5 live rows of a tensor of 4"),
+        ([PagedRows(torch.tensor([-1]), 4, 4)], "-1 live rows of a tensor of 4"),
     ],
 )
-def test_malformed_rows(wanted: Sequence[Rows], said: str) -> None:
+def test_malformed_rows(wanted: Sequence[PagedRows], said: str) -> None:
     store = new_store()
     with pytest.raises(ValueError, match=said):
         store.take(wanted)
@@ -453,7 +453,7 @@ def test_a_closed_store_says_so() -> None:
     store.close()
     store.close()
     for use in (
-        lambda: store.take([Rows(None, 1, 4)]),
+        lambda: store.take([PagedRows(None, 1, 4)]),
         store.end_step,
         store.missing_flag,
         lambda: store.resize(1, 0),
@@ -550,7 +550,7 @@ class Square(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, store: PageStore, live: Tensor) -> Tensor:
         ctx.store, ctx.shape = store, x.shape
-        ctx.ticket = store.take([Rows(live, x.shape[0], x[:1].nbytes)])
+        ctx.ticket = store.take([PagedRows(live, x.shape[0], x[:1].nbytes)])
         stash([x], ctx.ticket.tables, backend=store.backend)
         return x * x
 
@@ -600,13 +600,13 @@ def test_two_stores_do_not_meet() -> None:
 def test_tickets_at_the_end_of_the_process_are_quiet() -> None:
     program = (
         "import torch\n"
-        "from forebay.kernels.paging import Rows\nfrom forebay.memory.page_store import PageStore\n"
+        "from forebay.kernels.paging import PagedRows\nfrom forebay.memory.page_store import PageStore\n"
         "store = PageStore('cpu', page_bytes=512, backend='reference')\n"
-        "private = store.take([Rows(None, 4, 512)])\n"
+        "private = store.take([PagedRows(None, 4, 512)])\n"
         "store.resize(4, 4)\n"
-        "cycle = [store.take([Rows(None, 4, 512)])]\n"
+        "cycle = [store.take([PagedRows(None, 4, 512)])]\n"
         "cycle.append(cycle)\n"
-        "torch.kept = store.take([Rows(None, 4, 512)])\n"
+        "torch.kept = store.take([PagedRows(None, 4, 512)])\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -768,7 +768,7 @@ def test_takes_copies_and_gives_do_not_wait_for_the_device() -> None:
     store = new_store(GPU, "auto")
     x, y, live = wide(64, GPU), wide(64, GPU, 96), count(40, GPU)
     out = torch.zeros_like(x), torch.zeros_like(y)
-    wanted = [Rows(live, 64, x[:1].nbytes), Rows(None, 64, y[:1].nbytes)]
+    wanted = [PagedRows(live, 64, x[:1].nbytes), PagedRows(None, 64, y[:1].nbytes)]
 
     def cycle() -> None:
         ticket = store.take(wanted)
@@ -793,7 +793,7 @@ def graph_of(store: PageStore, live: Tensor, x: Tensor, out: Tensor, layers: int
     with torch.cuda.graph(graph):
         tickets = []
         for i in range(layers):
-            ticket = store.take([Rows(live, x.shape[0], x[:1].nbytes), Rows(None, 3, 64)])
+            ticket = store.take([PagedRows(live, x.shape[0], x[:1].nbytes), PagedRows(None, 3, 64)])
             stash([x + i, out[i, :3, :16].contiguous()], ticket.tables)
             tickets.append(ticket)
         del ticket
@@ -835,8 +835,8 @@ def test_a_capture_that_fails_leaves_the_ring_as_it_was() -> None:
     put(store, (x, 6))
     kept: list[PageTicket] = []
     with pytest.raises(KeyError), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        kept.append(store.take([Rows(live, 8, x[:1].nbytes)]))
-        inside = store.take([Rows(live, 8, x[:1].nbytes)])
+        kept.append(store.take([PagedRows(live, 8, x[:1].nbytes)]))
+        inside = store.take([PagedRows(live, 8, x[:1].nbytes)])
         del inside
         raise KeyError
     kept.clear()
@@ -852,11 +852,11 @@ def test_a_capture_that_the_device_ends_leaves_the_ring_as_it_was() -> None:
     """In a process of its own: what torch keeps of such a capture may disturb later ones."""
     program = (
         "import torch\n"
-        "from forebay.kernels.paging import Rows\n"
+        "from forebay.kernels.paging import PagedRows\n"
         "from forebay.memory.page_store import PageStore\n"
         "store = PageStore('cuda', page_bytes=512)\n"
         "live = torch.tensor([3], device='cuda')\n"
-        "take = lambda: store.take([Rows(live, 4, 512)])\n"
+        "take = lambda: store.take([PagedRows(live, 4, 512)])\n"
         "take()\n"
         "store.end_step()\n"
         "take(), take()\n"
@@ -886,7 +886,7 @@ def test_an_eager_ticket_that_dies_in_a_capture_is_not_given_in_every_replay() -
     restore(eager[0].tables, [out])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        ticket = store.take([Rows(live, 4, x[:1].nbytes)])
+        ticket = store.take([PagedRows(live, 4, x[:1].nbytes)])
         eager.clear()
         stash([x], ticket.tables)
         restore(ticket.tables, [out])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from forebay.kernels.launch import Backend
-from forebay.kernels.paging import Rows, restore, stash
+from forebay.kernels.paging import PagedRows, restore, stash
 from forebay.memory.page_store import PageStore, PageTicket
 
 STEPS = 10_000
@@ -80,7 +80,7 @@ class Model:
             count = torch.tensor(
                 [live], dtype=torch.int32 if self.chance.random() < 0.5 else torch.int64, device=device
             )
-            wanted.append(Rows(None if known else count, rows, row_bytes))
+            wanted.append(PagedRows(None if known else count, rows, row_bytes))
             needs.append(-(-saved[-1][1] // fit))
             bound += -(-rows // fit)
         if exact:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from forebay.memory.host_store import HostStore, HostTicket, State
+from forebay.memory.host_store import HostStore, HostTicket, TicketState
 
 Notes = list[tuple[Any, ...]]
 
@@ -124,9 +124,9 @@ def test_what_is_still_held_costs_nothing_and_is_not_sent_once_backward_has_it(
     ticket = noted.store.hold(torch.ones(4096, dtype=torch.uint8), noted.compute)
     noted.store.settle(ticket)
     noted.store.fetch([ticket])
-    assert ticket.state is State.HELD and bool((noted.store.wait(ticket) == 1).all())
+    assert ticket.state is TicketState.HELD and bool((noted.store.wait(ticket) == 1).all())
     noted.store.send([ticket])
-    assert ticket.state is State.ON_DEVICE and not noted.notes and noted.store.pool.reserved_bytes == 0
+    assert ticket.state is TicketState.ON_DEVICE and not noted.notes and noted.store.pool.reserved_bytes == 0
     del ticket
     assert noted.store.live_tickets == noted.store.live_bytes == 0
 
@@ -144,7 +144,7 @@ def test_a_ticket_taken_back_while_leaving_is_waited_for_when_it_dies(monkeypatc
     noted = Noted(monkeypatch)
     (ticket,) = noted.leave(1)
     noted.store.wait(ticket)
-    assert ticket.state is State.ON_DEVICE and ticket.out is not None and ticket.out.pair is not None
+    assert ticket.state is TicketState.ON_DEVICE and ticket.out is not None and ticket.out.pair is not None
     out = ticket.out.pair[1]
     noted.notes.clear()
     noted.store.wait(ticket)

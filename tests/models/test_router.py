@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from forebay.models.blocks import install_halves
-from forebay.models.router import RouterStats, Routing
+from forebay.models.router import RouterOutput, RouterStats
 
 
 def _same(a, b):
@@ -233,4 +233,4 @@ def test_nothing_waits_for_the_device(tiny):
         stats.update_bias(0.001)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert isinstance(stats.records[0], Routing)
+    assert isinstance(stats.records[0], RouterOutput)

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from forebay.pipeline.p2p import Message, answers
-from forebay.pipeline.schedule import BACKWARD, BACKWARD_INPUT, FORWARD, Plan, make_plan
+from forebay.pipeline.schedule import BACKWARD, BACKWARD_INPUT, FORWARD, PipelinePlan, make_plan
 
 CASES = [
     (name, pp, microbatches)
@@ -15,7 +15,7 @@ CASES = [
 ]
 
 
-def needs_and_makes(plan: Plan, rank: int) -> list[tuple[list[Message], list[tuple[Message, int]]]]:
+def needs_and_makes(plan: PipelinePlan, rank: int) -> list[tuple[list[Message], list[tuple[Message, int]]]]:
     """Of each action: the messages it takes, and those it makes, with their receivers."""
     found = []
     last = len(plan.ranks) - 1
@@ -33,7 +33,7 @@ def needs_and_makes(plan: Plan, rank: int) -> list[tuple[list[Message], list[tup
     return found
 
 
-def maker(plan: Plan, message: Message) -> int:
+def maker(plan: PipelinePlan, message: Message) -> int:
     return plan.ranks[message.stage - 1 if message.kind == "F" else message.stage + 1]
 
 

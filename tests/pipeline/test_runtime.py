@@ -27,7 +27,7 @@ from forebay.moe.experts import experts
 from forebay.moe.wgrad import WeightGradients
 from forebay.pipeline.p2p import DistLinks, Links, Message, Packet, neighbours
 from forebay.pipeline.runtime import PipelineRuntime, Stage, StageBalance
-from forebay.pipeline.schedule import Action, Plan, forward_plan, make_plan
+from forebay.pipeline.schedule import Action, PipelinePlan, forward_plan, make_plan
 from tests.pipeline.test_runtime_overlap import CPU, Dense, E, H, K, Moe, V, same, tokens
 from tests.ranks import run_ranks
 
@@ -117,7 +117,7 @@ class Net(nn.Module):
         self.of_head += [StorageWeakRef(t.untyped_storage()) for t in (normed, logits)]
         return loss
 
-    def stages(self, plan: Plan, rank: int) -> dict[int, Stage]:
+    def stages(self, plan: PipelinePlan, rank: int) -> dict[int, Stage]:
         parts, last = np.array_split(range(len(self.layers)), len(plan.ranks)), len(plan.ranks) - 1
         return {
             s: Stage(
@@ -128,7 +128,9 @@ class Net(nn.Module):
             for s in plan.stages(rank)
         }
 
-    def runtime(self, plan: Plan, rank: int = 0, links: Links | None = None, **settings: Any) -> PipelineRuntime:
+    def runtime(
+        self, plan: PipelinePlan, rank: int = 0, links: Links | None = None, **settings: Any
+    ) -> PipelineRuntime:
         return PipelineRuntime(self.stages(plan, rank), plan, rank, links, CPU, weights=self.store, **settings)
 
     def sequential(self, microbatches: list[Tensor], coefficient: float = 0.0, loss_scale: float = 1.0) -> Tensor:
@@ -379,7 +381,7 @@ class Looks:
                 self.head |= {not ref.expired() for ref in self.net.of_head}
 
 
-def lifetimes(net: Net, plan: Plan, rank: int, links: Links | None, early_release: bool) -> list[str]:
+def lifetimes(net: Net, plan: PipelinePlan, rank: int, links: Links | None, early_release: bool) -> list[str]:
     """What was wrong with the lives of tensors in one step; the net's layers are `Watched` or dense."""
     runtime = net.runtime(plan, rank, links, early_release=early_release)
     looks = Looks(net, runtime)

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from forebay.pipeline.schedule import Action, Plan, forward_plan, make_plan
+from forebay.pipeline.schedule import Action, PipelinePlan, forward_plan, make_plan
 
 CASES = [
     (name, pp, microbatches)
@@ -14,7 +14,7 @@ CASES = [
 ]
 
 
-def carried_out(plan: Plan) -> list[str]:
+def carried_out(plan: PipelinePlan) -> list[str]:
     """Runs the plan with messages that must have been sent before they are received; what ran, in the order of completion."""
     places = [0] * len(plan.actions)
     last = len(plan.ranks) - 1

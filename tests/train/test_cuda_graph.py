@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from forebay.train import cuda_graph
-from forebay.train.cuda_graph import CapturableEngine, CapturedStep, Kept, Timing
+from forebay.train.cuda_graph import CapturableEngine, CapturedStep, StepState, Timing
 
 
 class Pretence:
@@ -91,7 +91,7 @@ class Engine:
         self.version = 0
         self.error: Exception | None = None
         self.agrees = True
-        kept = Kept(self._take, self._put)
+        kept = StepState(self._take, self._put)
         self.step = CapturedStep(
             self._body, [kept], torch.device("cpu"), lambda: self.version, lambda here: here and self.agrees, **more
         )

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from forebay.cli import main
 from forebay.config import Config, check_experts, check_world, from_mapping
-from forebay.errors import Interrupted, RunError, SaidElsewhere, UsageError
+from forebay.errors import Interrupted, ReportedElsewhere, RunError, UsageError
 from forebay.train.distributed import ALONE, Mesh, World
 from forebay.train.loop import train
 from forebay.train.trainer import Trainer
@@ -199,7 +199,7 @@ def whole_runs(rank: int, world: int, raw: dict[str, Any], stopping: dict[str, A
     Trainer.step = interrupted  # type: ignore[method-assign]
     try:
         train(from_mapping(stopping), quiet)
-    except (Interrupted, SaidElsewhere) as error:
+    except (Interrupted, ReportedElsewhere) as error:
         return [str(folder), type(error).__name__, str(error)]
     return []
 

@@ -10,7 +10,7 @@ import torch
 from forebay.config import Config, from_mapping
 from forebay.errors import UsageError
 from forebay.pipeline.partition import in_flight
-from forebay.pipeline.schedule import Action, Plan
+from forebay.pipeline.schedule import Action, PipelinePlan
 from forebay.train.saved_profile import PipelineProfile, Place, Save, profile_pipeline, profile_ranks, summed_up
 from tests.ranks import run_ranks
 
@@ -178,7 +178,7 @@ def test_table_and_json(measured: Any) -> None:
 def test_summed_up_by_hand() -> None:
     """Two microbatches on one stage. Storage 0 is a weight, 1 a table that both save, 2 and 3 belong to one each, 4 to nobody's
     backward for long."""
-    plan = Plan("1f1b", (0,), 2, ((Action("F", 0, 0),),))
+    plan = PipelinePlan("1f1b", (0,), 2, ((Action("F", 0, 0),),))
     a, b = Place(0, 0, "attention"), Place(0, 0, "front")
     saves = [
         *(Save(0, a, 0), Save(1, a, 0), Save(2, a, 0), Save(2, b, 0), Save(4, b, 0)),
@@ -202,7 +202,7 @@ def test_summed_up_by_hand() -> None:
 
 
 def test_a_graph_let_go_of_in_between_is_no_second_microbatch() -> None:
-    plan = Plan("1f1b", (0,), 2, ((Action("F", 0, 0),),))
+    plan = PipelinePlan("1f1b", (0,), 2, ((Action("F", 0, 0),),))
     place = Place(0, 3, "dense")
     saves = [Save(0, place, 0), Save(1, place, 1)]
     profile = summed_up(plan, 0, [7, 9], frozenset(), saves, [(True, 0), (False, 0), (True, 1), (False, 1)])

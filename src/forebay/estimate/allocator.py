@@ -56,7 +56,7 @@ class Block:
 
     __slots__ = ("address", "after", "before", "in_use", "pool", "size", "streams")
 
-    def __init__(self, pool: _Pool, address: int, size: int):
+    def __init__(self, pool: _FreeBlocks, address: int, size: int):
         self.pool, self.address, self.size = pool, address, size
         self.before: Block | None = None
         self.after: Block | None = None
@@ -64,7 +64,7 @@ class Block:
         self.streams: set[Hashable] | None = None
 
 
-class _Pool:
+class _FreeBlocks:
     """The free blocks of one stream and one kind, by size and then address."""
 
     __slots__ = ("blocks", "keys", "least_rest", "owner", "small", "stream")
@@ -103,7 +103,7 @@ class CachingAllocator:
         self.reserved = self.allocated = self.peak_reserved = self.peak_allocated = 0
         self.segments: dict[int, int] = {}
         self._limit, self._place = limit, place
-        self._pools: dict[tuple[Hashable, bool, Hashable], _Pool] = {}
+        self._pools: dict[tuple[Hashable, bool, Hashable], _FreeBlocks] = {}
         self._graph: Hashable = None  # whose pool serves requests now
         self._waiting: list[Block] = []  # freed, and still read by other streams
         self._done: set[Hashable] = set()
@@ -122,7 +122,7 @@ class CachingAllocator:
         small = size <= SMALL
         pool = self._pools.get((stream, small, self._graph))
         if pool is None:
-            pool = self._pools[stream, small, self._graph] = _Pool(stream, small, self._graph)
+            pool = self._pools[stream, small, self._graph] = _FreeBlocks(stream, small, self._graph)
         keys = pool.keys
         at = bisect_left(keys, size << _ADDRESS_BITS)
         block = pool.blocks.pop(keys.pop(at)) if at < len(keys) else self._segment(pool, size)
@@ -200,7 +200,7 @@ class CachingAllocator:
         """Bytes cached for a stream."""
         return sum(key >> _ADDRESS_BITS for pool in self._pools.values() if pool.stream == stream for key in pool.keys)
 
-    def _segment(self, pool: _Pool, size: int) -> Block:
+    def _segment(self, pool: _FreeBlocks, size: int) -> Block:
         """A new segment as one block that is not among the free ones."""
         if pool.small:
             length = SMALL_SEGMENT
@@ -261,7 +261,7 @@ class CachingAllocator:
                 after.after.before = block
         pool.add(block)
 
-    def _give_back(self, pool: _Pool) -> list[int]:
+    def _give_back(self, pool: _FreeBlocks) -> list[int]:
         given = []
         for key in list(pool.keys):
             block = pool.blocks[key]

@@ -1,7 +1,8 @@
 """What parameters, gradients and the optimizer allocate during a step, in order and by stream.
 
-In: `Weights` and `Sharing` (`forebay.estimate.state`) and the layers of a rank. Out: one of three `Life`s, which are told of a
-step's moments and allocate as torch does then. They own the blocks that they were given by the allocator, and nothing else.
+In: `WeightShapes` and `Sharing` (`forebay.estimate.state`) and the layers of a rank. Out: one of three `ParamLifecycle`s, which
+are told of a step's moments and allocate as torch does then. They own the blocks that they were given by the allocator, and
+nothing else.
 
     Plain      no process group: a gradient is what backward made first, and lasts to the optimizer's step
     ByModule   FSDP2's hooks: a layer is gathered before it runs, and its gradients are summed or reduced behind its backward
@@ -10,16 +11,16 @@ step's moments and allocate as torch does then. They own the blocks that they we
 Of FSDP2 (`torch.distributed.fsdp._fully_shard`, torch 2.11 to 2.13), which matters because each stream has its own memory:
 
     gathering, in forward and backward       the shards in one piece, cast, and the buffer that they arrive in: on the stream
-                                             "gather"; the parameters' whole tensors, copied out of it: on the compute stream. The
-                                             buffer waits for the next gathering's copy out (forward), or is free at once
+                                             "gather"; the parameters' whole tensors, copied out of it: on the compute stream.
+                                             The buffer waits for the next gathering's copy out (forward), or is free at once
     gathering a step                         all of it on the compute stream
     one process                              no buffer: each parameter is cast, and copied
     reducing                                 the gradients in one piece: compute stream, until the next reducing; what comes of
                                              it, of which the shards' gradients are views: on the stream "reduce", to the step's
                                              end
-    reducing a step                          the same on the compute stream, but that a weight in a group of its own is sent from
-                                             where it is; the head's first, then the embedding's, whose sum is made then, in the
-                                             memory of the head's, unless it is there from the begin
+    reducing a step                          the same on the compute stream, but that a weight in a group of its own is sent
+                                             from where it is; the head's first, then the embedding's, whose sum is made then,
+                                             in the memory of the head's, unless it is there from the begin
 
 The optimizer makes both moments and a step count a parameter in its first step, in the order of the parameters: matrices, then
 vectors. Random parameters are drawn whole, each made before the one drawn last is let go of; so are what FSDP2 casts them to.
@@ -33,7 +34,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from forebay.estimate.allocator import SMALL, Block, CachingAllocator
-from forebay.estimate.state import Sharing, Weights, shard_lengths
+from forebay.estimate.state import Sharing, WeightShapes, shard_lengths
 
 GATHER = "gather"
 REDUCE = "reduce"
@@ -63,7 +64,9 @@ class Group:
     vectors: tuple[bool, ...]
 
 
-def groups_of(weights: Weights, layers: Sequence[int], embedding: bool, head: bool, sharing: Sharing) -> list[Group]:
+def groups_of(
+    weights: WeightShapes, layers: Sequence[int], embedding: bool, head: bool, sharing: Sharing
+) -> list[Group]:
     """In the order in which FSDP2 finds its modules: what no other group has, embedding, layers, head."""
     s = sharing
     ends = [("embedding", shape) for shape in (weights.embedding if embedding else ())]
@@ -101,7 +104,7 @@ def _group(
     )
 
 
-class Life(Protocol):
+class ParamLifecycle(Protocol):
     """What a step tells its weights."""
 
     def begin_step(self) -> None:
@@ -212,7 +215,7 @@ class Plain:
         """Nothing."""
 
     def zero_grad(self) -> None:
-        """See `Life`."""
+        """See `ParamLifecycle`."""
         for block in self._held:
             self._paper.free(block)
         self._held, self._there = [], {}
@@ -307,7 +310,7 @@ class _Sharded:
         self._sending = []
 
     def zero_grad(self) -> None:
-        """See `Life`. In the order of the parameters, a reduced group's with its last one."""
+        """See `ParamLifecycle`. In the order of the parameters, a reduced group's with its last one."""
         found = []
         for number, blocks in self._shards.items():
             group = self._groups[number]
@@ -509,7 +512,7 @@ class Gathered(_Sharded):
             self.compute_experts(place, False)
 
     def compute_experts(self, place: Any, begin: bool) -> None:
-        """See `Life`."""
+        """See `ParamLifecycle`."""
         n = self._brief.get(place)
         if n is not None and begin and n not in self._whole:
             arriving = self._gather(n, self._stream)

@@ -15,7 +15,7 @@ import torch
 
 from forebay.config import Config, Model, check_world
 from forebay.errors import UsageError, first_line
-from forebay.estimate.state import Weights, weights_of
+from forebay.estimate.state import WeightShapes, weights_of
 from forebay.estimate.trace import base_path, trace_model
 from forebay.estimate.types import ModelTrace, Shape
 from forebay.pipeline.costs import Costs, costs_of, partition_of, pipeline_shape, priced
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 class Known:
     """Of a model: shapes of its parameters, paths of its modules, path of its layers, and the attention that is counted."""
 
-    weights: Weights
+    weights: WeightShapes
     paths: tuple[str, ...]
     prefix: str
     attention: str

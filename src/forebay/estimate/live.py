@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from forebay.estimate.op_costs import EAGER, GIVEN, Step, Tally, steps_of
+from forebay.estimate.op_costs import EAGER, GIVEN, Tally, WorkspaceStep, steps_of
 from forebay.estimate.types import CAME, MULTIPLIES, SENT, Gone, Log, Mark, Op, highest
 from forebay.models.compile import made_again
 
@@ -206,7 +206,9 @@ class Live(TorchDispatchMode):
         self.travelling.update(m[0] for m in made)
         self.log += [Mark(SENT), Op(False, reads, made), Mark(CAME)]
 
-    def _note_steps(self, reads: tuple[int, ...], args: Any, new: list[Made | None], steps: tuple[Step, ...]) -> None:
+    def _note_steps(
+        self, reads: tuple[int, ...], args: Any, new: list[Made | None], steps: tuple[WorkspaceStep, ...]
+    ) -> None:
         """An operation's own order: its results among what comes and goes, arguments that nobody needs any more too."""
         names: dict[str, int] = {}
         missing = {i for i, made in enumerate(new) if made is not None}
@@ -233,7 +235,7 @@ class Live(TorchDispatchMode):
             self.log.append(Op(False, reads, rest))
         self.log += [Gone(n) for n in names.values()]
 
-    def _highest(self, results: list[Tensor], steps: tuple[Step, ...]) -> int:
+    def _highest(self, results: list[Tensor], steps: tuple[WorkspaceStep, ...]) -> int:
         numbers: dict[Any, int] = {}
         events = []
         for key, size in steps:

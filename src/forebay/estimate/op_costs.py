@@ -371,7 +371,7 @@ _OPAQUE: Mapping[str, Callable[..., list[OpCost]]] = {
 #
 # A body that changes has to change here: tests compare with the real body's storages on a CPU.
 
-Step = tuple[str | int, int]
+WorkspaceStep = tuple[str | int, int]
 GIVEN = "argument "
 """With an argument's number behind it, and 0 bytes: nobody needs it from here on."""
 _CHUNK = 512  # slots that a program of sort_slots counts
@@ -380,7 +380,7 @@ _FEW_TOKENS, _ROWS_A_THREAD = 3072, 10  # of an embedding's backward
 _MULTIPROCESSORS, _RESIDENT = 132, 2048  # of an H100 or H200, and threads of each
 
 
-def steps_of(name: str, args: Any, kwargs: Any, later: bool) -> tuple[Step, ...]:
+def steps_of(name: str, args: Any, kwargs: Any, later: bool) -> tuple[WorkspaceStep, ...]:
     """The steps of an operation; none for one that allocates its results alone. `later`: the experts' weight gradients are made
     by an operation of their own behind this one, and here are its steps as well."""
     body = _BODIES.get(name)
@@ -389,7 +389,7 @@ def steps_of(name: str, args: Any, kwargs: Any, later: bool) -> tuple[Step, ...]
 
 def _experts_workspace(
     x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *rest: Any, later: bool
-) -> list[Step]:
+) -> list[WorkspaceStep]:
     """Results: y, h, order, inverse, offs."""
     down_bias, transposed, save_h, max_rows = rest[1], rest[4], rest[7], rest[8]
     (tokens, slots), e = ids.shape, x.element_size()
@@ -397,7 +397,7 @@ def _experts_workspace(
     rows = slots if max_rows is None else min(slots, max_rows)
     hidden, inner = x.shape[1], down.shape[1] if transposed else down.shape[2]
     counts = 4 * (gate_up.shape[0] + 1) * -(-slots // _CHUNK)
-    steps: list[Step] = [("counts", counts)]
+    steps: list[WorkspaceStep] = [("counts", counts)]
     steps += [(2, 0)] if rows == slots else [("whole order", 4 * slots)]
     steps += [(3, 0), (4, 0), ("ends", counts), ("counts", 0), ("ends", 0)]
     steps += [] if rows == slots else [(2, 0), ("whole order", 0)]
@@ -413,7 +413,7 @@ def _experts_workspace(
 
 def _experts_backward_workspace(
     dy: Tensor, x: Any, h: Any, order: Tensor, inverse: Any, offs: Any, *rest: Any, later: bool
-) -> list[Step]:
+) -> list[WorkspaceStep]:
     """Results: dx, d_weights, d_gate_up, d_down and the biases'."""
     weights, down, settings = rest[0], rest[2], rest[5:]
     transposed = settings[2]
@@ -421,7 +421,7 @@ def _experts_backward_workspace(
     hidden, inner = dy.shape[1], down.shape[1] if transposed else down.shape[2]
     n, e = order.shape[0], dy.element_size()
     rows, act, dh = e * n * hidden, e * n * inner, "dh"
-    steps: list[Step] = []
+    steps: list[WorkspaceStep] = []
     if h is None:  # dh is written over it
         steps += [("rows of x", rows), (dh, 2 * act), ("rows of x", 0)]
     steps += [("rows of dy", rows)]
@@ -432,17 +432,19 @@ def _experts_backward_workspace(
         steps += [(1, 0)] if need_weights and weights.dtype == torch.float32 else [("dw", 4 * weights.numel())]
     elif need_down:
         steps += [("activation", act)]
-    making_down: list[Step] = [(3, 0)] if need_down else []
-    making_gate_up: list[Step] = [("rows of x again", rows), (2, 0), ("rows of x again", 0)] if need_gate_up else []
+    making_down: list[WorkspaceStep] = [(3, 0)] if need_down else []
+    making_gate_up: list[WorkspaceStep] = (
+        [("rows of x again", rows), (2, 0), ("rows of x again", 0)] if need_gate_up else []
+    )
     steps += making_down if not later else []
     steps += [("rows of dy", 0)]
     made = {key for key, size in steps if size}
-    free: list[Step] = [("activation", 0)] if "activation" in made else []
+    free: list[WorkspaceStep] = [("activation", 0)] if "activation" in made else []
     steps += free if not later else []
     steps += [("rows of dx", rows), (0, 0), ("rows of dx", 0)] if need_x else []
     steps += making_gate_up if not later else []
     if later:
-        gathered: list[Step] = [("rows of dy again", rows), *making_down, ("rows of dy again", 0)]
+        gathered: list[WorkspaceStep] = [("rows of dy again", rows), *making_down, ("rows of dy again", 0)]
         # Its node is done with h before the weights' gradients are made.
         steps += [(f"{GIVEN}2", 0)] if h is not None else []
         steps += (gathered if need_down else []) + free + making_gate_up
@@ -453,14 +455,16 @@ def _experts_backward_workspace(
 
 def _cross_entropy_workspace(
     hidden: Tensor, weight: Tensor, bias: Any, targets: Tensor, ignore: int, chunk: int, needs: Any, *, later: bool
-) -> list[Step]:
+) -> list[WorkspaceStep]:
     """Results: the loss, and the gradients of hidden, weight and bias, in fp32 (fp64)."""
     rows = min(chunk, hidden.shape[0])
     logits = rows * weight.shape[0] * hidden.element_size()
     return [(0, 0), (1, 0), (2, 0), (3, 0), ("logits", logits), ("losses", 4 * rows), ("losses", 0), ("logits", 0)]
 
 
-def _attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, later: bool, **_: Any) -> list[Step]:
+def _attention_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, later: bool, **_: Any
+) -> list[WorkspaceStep]:
     """Results: dq, dk, dv."""
     batch, heads, length, width = q.shape
     length = -(-length // 128) * 128
@@ -470,13 +474,13 @@ def _attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: An
     return [(0, 0), (1, 0), (2, 0), ("workspace", size), ("workspace", 0)]
 
 
-def _softmax_backward(grad: Tensor, output: Tensor, *rest: Any, later: bool, **_: Any) -> list[Step]:
+def _softmax_backward(grad: Tensor, output: Tensor, *rest: Any, later: bool, **_: Any) -> list[WorkspaceStep]:
     """Result: the gradient."""
     size = output.numel() * max(output.element_size(), grad.element_size())
     return [(0, 0), ("gradient times output", size), ("gradient times output", 0)]
 
 
-def _sum(x: Tensor, dims: Any = None, *rest: Any, later: bool, **_: Any) -> list[Step]:
+def _sum(x: Tensor, dims: Any = None, *rest: Any, later: bool, **_: Any) -> list[WorkspaceStep]:
     """Result: the sums."""
     reduced = {d % x.dim() for d in dims} if dims else set(range(x.dim()))
     kept = [(x.stride(d), x.shape[d]) for d in range(x.dim()) if d not in reduced and x.shape[d] > 1]
@@ -489,7 +493,7 @@ def _sum(x: Tensor, dims: Any = None, *rest: Any, later: bool, **_: Any) -> list
     return [(0, 0), ("parts", size), ("parts", 0)] if size else []
 
 
-def _embedding_backward(grad: Tensor, ids: Tensor, rows: int, *rest: Any, later: bool, **_: Any) -> list[Step]:
+def _embedding_backward(grad: Tensor, ids: Tensor, rows: int, *rest: Any, later: bool, **_: Any) -> list[WorkspaceStep]:
     """Result: the weight's gradient."""
     tokens = ids.numel()
     if tokens <= _FEW_TOKENS:
@@ -522,7 +526,7 @@ def _split_sum(outputs: int, inputs: int, across: bool, width: int) -> int:
     return width * outputs * blocks * (block_width * vector if across else 1) if blocks > 1 else 0
 
 
-_BODIES: Mapping[str, Callable[..., list[Step]]] = {
+_BODIES: Mapping[str, Callable[..., list[WorkspaceStep]]] = {
     "forebay.experts.default": _experts_workspace,
     "forebay.experts_backward.default": _experts_backward_workspace,
     "forebay.linear_cross_entropy.default": _cross_entropy_workspace,

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
 
-from forebay.estimate.state import State
+from forebay.estimate.state import RankState
 from forebay.estimate.types import ModelTrace, PartTrace
-from forebay.estimate.walk import Action, Held, RankFit, Stage, Walk, fit_rank, halves_of
+from forebay.estimate.walk import ActionLike, Held, RankFit, StageLayers, Walk, fit_rank, halves_of
 from forebay.memory.solver import Answer, Programme
 from forebay.memory.timeline import LIGHT
 from forebay.policy import format_bytes
@@ -100,7 +100,7 @@ class Choice:
 
 
 def rank_options(
-    trace: ModelTrace, stages: Mapping[int, Stage], allowed: frozenset[str], machine: Machine, **ways: Any
+    trace: ModelTrace, stages: Mapping[int, StageLayers], allowed: frozenset[str], machine: Machine, **ways: Any
 ) -> tuple[dict[int, list[list[Option]]], dict[str, tuple[float, float]]]:
     """The options of a rank's halves by stage, in forward order and the one that keeps first, and the halves' seconds by path.
 
@@ -125,7 +125,7 @@ def rank_options(
     return found, times
 
 
-def parts_by_path(trace: ModelTrace, stage: Stage, prefix: str) -> dict[str, PartTrace]:
+def parts_by_path(trace: ModelTrace, stage: StageLayers, prefix: str) -> dict[str, PartTrace]:
     """By path, as `halves_of` names them."""
     parts = {"embedding": trace.embedding, "head": trace.head}
     for number in stage.layers:
@@ -148,10 +148,10 @@ def _option(part: PartTrace, held: Held, machine: Machine, recompute: str) -> Op
 
 def choose(
     rank: int,
-    state: State,
+    state: RankState,
     stages: Mapping[int, Sequence[Sequence[Option]]],
     times: Mapping[str, tuple[float, float]],
-    actions: Iterable[Action],
+    actions: Iterable[ActionLike],
     messages: int,
     budget: int,
     machine: Machine,
@@ -237,7 +237,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 class _Moments(Walk):
     """A walk that notes its different moments: how many microbatches each half holds, and which halves run."""
 
-    def __init__(self, rank: int, state: State, stages: Mapping[int, Sequence[Held]], messages: int):
+    def __init__(self, rank: int, state: RankState, stages: Mapping[int, Sequence[Held]], messages: int):
         super().__init__(rank, state, stages, messages)
         self._number = {h.path: i for i, h in enumerate(h for halves in stages.values() for h in halves)}
         self._saves = [h.held for halves in stages.values() for h in halves]

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 # What ``forebay plan`` can be asked about: a TOML file or preset, a published model by name, or a folder with a config.json.
 #
-# In: the argument, overrides, and a number of processes. Out: an `Asked`: a valid `Config`, and the settings that nobody wrote. A
-# file has all of them. A bare model has none, and is given these, unless an override says otherwise:
+# In: the argument, overrides, and a number of processes. Out: an `PlanRequest`: a valid `Config`, and the settings that nobody
+# wrote. A file has all of them. A bare model has none, and is given these, unless an override says otherwise:
 #
 #     sequence 4096, microbatch 1, and a batch of 4 microbatches for each process: of a pipeline, 4 for each of its ranks
 #     parameters and AdamW's moments in float32, cut over all processes; computed in bfloat16, compiled, on GPUs
@@ -66,7 +66,7 @@ _EAGER = frozenset({"gpt_oss"})  # families without torch's own fused attention 
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanRequest:
     """What to plan.
 
     Attributes:
@@ -96,7 +96,7 @@ class Asked:
         )
 
 
-def ask(source: str, overrides: Iterable[str] = (), processes: int = 0) -> Asked:
+def ask(source: str, overrides: Iterable[str] = (), processes: int = 0) -> PlanRequest:
     """What `source` is, with ``section.key=value`` texts.
 
     Args:
@@ -107,7 +107,7 @@ def ask(source: str, overrides: Iterable[str] = (), processes: int = 0) -> Asked
     """
     model = _model(source)
     if model is None:
-        return Asked(load(source, overrides))
+        return PlanRequest(load(source, overrides))
     raw: dict[str, Any] = {"model": model}
     for override in overrides:
         apply_override(raw, override)
@@ -132,7 +132,7 @@ def _model(source: str) -> dict[str, Any] | None:
     )
 
 
-def _filled(raw: dict[str, Any], source: str, processes: int) -> Asked:
+def _filled(raw: dict[str, Any], source: str, processes: int) -> PlanRequest:
     chosen: dict[str, Any] = {}
 
     def choose(name: str, value: Any) -> None:
@@ -150,7 +150,7 @@ def _filled(raw: dict[str, Any], source: str, processes: int) -> Asked:
     choose("model.attention", "eager" if family in _EAGER else "sdpa")
     choose("parallel.ep", _expert_processes(processes // pp, experts))
     choose("train.batch", _batch(so_far.train.microbatch, processes))
-    return Asked(from_mapping(raw, origin=source), chosen)
+    return PlanRequest(from_mapping(raw, origin=source), chosen)
 
 
 def _what(config: Config) -> tuple[str, int]:

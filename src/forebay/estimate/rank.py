@@ -19,8 +19,18 @@ from forebay.estimate.fsdp import groups_of
 from forebay.estimate.layers import LayerPlan
 from forebay.estimate.placement import Choice, Machine, choose, parts_by_path, rank_options
 from forebay.estimate.reserved import Rank, reserve, shortened, with_reserved
-from forebay.estimate.state import Sharing, State, Weights, state_of
-from forebay.estimate.step_time import NOTHING, Besides, Clock, Elements, SharedTime, Spell, StageTime, StepTime, lay
+from forebay.estimate.state import RankState, Sharing, WeightShapes, state_of
+from forebay.estimate.step_time import (
+    NOTHING,
+    Besides,
+    Clock,
+    Elements,
+    KernelTime,
+    SharedTime,
+    StageTime,
+    StepTime,
+    lay,
+)
 from forebay.estimate.types import LayerTrace, ModelTrace, PartTrace
 from forebay.estimate.walk import (
     Half,
@@ -28,7 +38,7 @@ from forebay.estimate.walk import (
     Part,
     RankFit,
     Seen,
-    Stage,
+    StageLayers,
     alone,
     carried_by_path,
     fit_rank,
@@ -45,7 +55,7 @@ from forebay.policy import format_bytes, parse_bytes
 
 # A run laid on one pipeline rank: what its fullest process holds, and placements that are chosen for it.
 #
-# In: what a plan knows of the whole run (`Layout`), a rank, and placements. Out: a `Laid`: the rank's `RankFit`, reserved
+# In: what a plan knows of the whole run (`Layout`), a rank, and placements. Out: a `RankEstimate`: the rank's `RankFit`, reserved
 # memory included, its halves, and the `Choice` where placements were to be chosen. Nothing is kept between ranks.
 #
 # A choice is made with the walk of `forebay.estimate.walk`, in which memory is a sum over halves; what the allocator holds
@@ -58,13 +68,13 @@ _ATTEMPTS = 3  # at a choice: what the allocator holds besides depends on the pl
 
 
 @dataclass(frozen=True)
-class Laid:
+class RankEstimate:
     """Of a rank. `over`: which one and by how much, if no placements were found that are within the limit."""
 
-    stages: Mapping[int, Stage]
+    stages: Mapping[int, StageLayers]
     fit: RankFit
     halves: tuple[Held, ...]
-    state: State
+    state: RankState
     choice: Choice | None = None
     over: str = ""
 
@@ -86,7 +96,7 @@ class Layout:
 
     config: Config
     plan: LayerPlan
-    weights: Weights
+    weights: WeightShapes
     prefix: str
     trace: ModelTrace
     sharing: Sharing
@@ -108,7 +118,7 @@ class Layout:
         """Whether placements are chosen."""
         return self.auto is not None or self.config.memory.policy == "auto"
 
-    def rank(self, number: int, seen: Seen | None = None) -> Laid:
+    def rank(self, number: int, seen: Seen | None = None) -> RankEstimate:
         """Lay pipeline rank `number`; `seen` is told of every level of its step."""
         stages = _stages(self.plan, number)
         layers = [n for stage in stages.values() for n in stage.layers]
@@ -123,9 +133,11 @@ class Layout:
             if total > limit:
                 over = f"rank {number} by {format_bytes(total - limit)}"
         fit, halves = self._fit(number, state, stages, placements, seen)
-        return Laid(stages, fit, tuple(halves), state, choice, over)
+        return RankEstimate(stages, fit, tuple(halves), state, choice, over)
 
-    def _chosen(self, number: int, state: State, stages: Mapping[int, Stage], limit: int) -> tuple[Choice, int]:
+    def _chosen(
+        self, number: int, state: RankState, stages: Mapping[int, StageLayers], limit: int
+    ) -> tuple[Choice, int]:
         """The choice, and what it takes of the limit. The trainer's own choice asks for what is allocated alone."""
         options, times = rank_options(self.trace, stages, self._allowed(), self.machine, **self._ways())
         waits = self.auto is None or self.config.memory.offload == "all"
@@ -144,7 +156,12 @@ class Layout:
         return choice, total
 
     def _fit(
-        self, number: int, state: State, stages: Mapping[int, Stage], placements: Mapping[str, str], seen: Seen | None
+        self,
+        number: int,
+        state: RankState,
+        stages: Mapping[int, StageLayers],
+        placements: Mapping[str, str],
+        seen: Seen | None,
     ) -> tuple[RankFit, list[Held]]:
         paper = self._on_paper(number, stages, placements)
         carried = None
@@ -157,7 +174,7 @@ class Layout:
             fit = with_reserved(fit, reserve(paper))
         return fit, [half for stage in found.values() for half in stage]
 
-    def _on_paper(self, number: int, stages: Mapping[int, Stage], placements: Mapping[str, str]) -> Rank:
+    def _on_paper(self, number: int, stages: Mapping[int, StageLayers], placements: Mapping[str, str]) -> Rank:
         c = self.config
         layers = [n for stage in stages.values() for n in stage.layers]
         ends = any(s.embedding for s in stages.values()), any(s.head for s in stages.values())
@@ -203,7 +220,7 @@ class Layout:
             everything=self.config.memory.offload == "all",
         )
 
-    def _timed(self, stages: Mapping[int, Stage], laid: Mapping[int, Sequence[Part]]) -> dict[int, list[Half]]:
+    def _timed(self, stages: Mapping[int, StageLayers], laid: Mapping[int, Sequence[Part]]) -> dict[int, list[Half]]:
         """The halves of stages with the seconds that they take, what is made again in backward included."""
         found: dict[int, list[Half]] = {}
         for number, stage in stages.items():
@@ -250,7 +267,7 @@ class Layout:
         found = {"recompute", *(("stash",) if self.config.parallel.ep > 1 else ())}
         return frozenset(found if self.config.parallel.overlap else {*found, "offload"})
 
-    def _limit(self, state: State) -> int:
+    def _limit(self, state: RankState) -> int:
         """Bytes: `memory.budget` is over what is held before a forward, and counts for the trainer's own choice. The manager
         measures that in its second cycle: of several microbatches, with the gradients of the first."""
         if self.auto is not None:
@@ -261,12 +278,12 @@ class Layout:
         return own if self.budget is None else min(own, within(self.budget))
 
 
-def _stages(plan: LayerPlan, rank: int) -> dict[int, Stage]:
+def _stages(plan: LayerPlan, rank: int) -> dict[int, StageLayers]:
     """The stages of a rank by number; its layers have places in the order of the forward."""
     found, last, before = {}, len(plan.partition.layers) - 1, 0
     for number in plan.partition.stages(rank):
         layers = plan.partition.layers[number]
-        found[number] = Stage(layers, tuple(range(before, before + len(layers))), number == 0, number == last)
+        found[number] = StageLayers(layers, tuple(range(before, before + len(layers))), number == 0, number == last)
         before += len(layers)
     return found
 
@@ -317,12 +334,12 @@ class Timed:
     config: Config
     plan: LayerPlan
     trace: ModelTrace
-    weights: Weights
+    weights: WeightShapes
     sharing: Sharing
     prefix: str
     placements: Mapping[str, str]
     parameters: Sequence[int]
-    stages: Sequence[Mapping[int, Stage]]
+    stages: Sequence[Mapping[int, StageLayers]]
     actions: Sequence[Sequence[Any]] | None
 
     def on(self, device: DeviceProfile) -> StepTime:
@@ -370,15 +387,15 @@ class Timed:
     def _shared(self, device: DeviceProfile) -> SharedTime:
         return SharedTime(device, self.sharing, self.plan.microbatches)
 
-    def _stage(self, device: DeviceProfile, stage: Stage, engine: bool) -> StageTime:
+    def _stage(self, device: DeviceProfile, stage: StageLayers, engine: bool) -> StageTime:
         clock, shared = self._clock(device), self._shared(device)
-        forward: list[Spell] = []
-        backward: list[Spell] = []
+        forward: list[KernelTime] = []
+        backward: list[KernelTime] = []
         for number in stage.layers:
             there, back = self._layer(clock, number)
             more = shared.layer(self._elements(number), there, back)
-            forward.append(there + Spell(more[0]))
-            backward.insert(0, back + Spell(more[1]))
+            forward.append(there + KernelTime(more[0]))
+            backward.insert(0, back + KernelTime(more[1]))
         if stage.embedding:
             part = self.trace.embedding
             forward[0] = forward[0] + clock.spell(part.forward_ops)
@@ -405,7 +422,7 @@ class Timed:
     def _placement(self, number: int, name: str) -> str:
         return self.placements.get(f"{self.prefix}.{number}.{name}", "keep")
 
-    def _layer(self, clock: Clock, number: int) -> tuple[Spell, Spell]:
+    def _layer(self, clock: Clock, number: int) -> tuple[KernelTime, KernelTime]:
         layer: LayerTrace = self.trace.layers[number]
         there = back = NOTHING
         for name, part in (("self_attn", layer.attention), ("mlp", layer.mlp)):
@@ -413,10 +430,10 @@ class Timed:
             there, back = there + f, b + back
         if layer.is_moe:
             waits = self._synchronised()
-            there = there + Spell(compute=waits, launches=waits / clock.device.at("launch"))
+            there = there + KernelTime(compute=waits, launches=waits / clock.device.at("launch"))
         return there, back
 
-    def _half(self, clock: Clock, part: PartTrace, placement: str) -> tuple[Spell, Spell]:
+    def _half(self, clock: Clock, part: PartTrace, placement: str) -> tuple[KernelTime, KernelTime]:
         memory = self.config.memory
         forward, backward = clock.spell(part.forward_ops), clock.spell(part.backward_ops)
         if placement == "recompute":
@@ -477,12 +494,12 @@ def _host(device: DeviceProfile, sharing: Sharing) -> tuple[float, ...]:
     return device.host(sharing.data * sharing.pp, sharing.pp > 1)
 
 
-def _waiting(spells: Sequence[Spell], copies: float) -> Spell:
+def _waiting(spells: Sequence[KernelTime], copies: float) -> KernelTime:
     """What copies of a whole pass take longer than the pass itself."""
-    return Spell(compute=max(0.0, copies - sum(s.alone for s in spells)))
+    return KernelTime(compute=max(0.0, copies - sum(s.alone for s in spells)))
 
 
-def _hosted(spell: Spell, ops: Sequence[Any], more: int) -> Spell:
+def _hosted(spell: KernelTime, ops: Sequence[Any], more: int) -> KernelTime:
     exchanges = sum(op.kind == "exchange" for op in ops)
     return replace(spell, launches=spell.launches + EXCHANGE_LAUNCHES * exchanges + more)
 

@@ -73,7 +73,7 @@ def replay(history: Iterable[Mapping[str, Any] | Sequence[Any]]) -> Replay:
     Raises:
         ValueError: an event that is neither a mapping nor a tuple (action, addr, size, stream).
     """
-    run = _Run()
+    run = _ReplayRun()
     for number, event in enumerate(history):
         run.event(number, *_fields(event))
     return run.done()
@@ -87,7 +87,7 @@ def _fields(event: Mapping[str, Any] | Sequence[Any]) -> tuple[str, int, int, in
     return event[0], event[1], event[2], event[3]
 
 
-class _Run:
+class _ReplayRun:
     def __init__(self) -> None:
         self._paper = CachingAllocator(place=self._place)
         self._blocks: dict[int, Block] = {}  # by the real address

@@ -35,7 +35,7 @@ from types import MappingProxyType
 from typing import Any
 
 from forebay.estimate.allocator import Block, CachingAllocator
-from forebay.estimate.fsdp import DEFAULT, ByModule, Gathered, Group, Life, Persistent, Plain
+from forebay.estimate.fsdp import DEFAULT, ByModule, Gathered, Group, ParamLifecycle, Persistent, Plain
 from forebay.estimate.state import Sharing
 from forebay.estimate.types import CAME, MULTIPLIES, NORMED, SENT, STASHED
 from forebay.estimate.walk import CYCLES, PAGE, Part, RankFit, may_leave
@@ -99,10 +99,10 @@ def reserve(rank: Rank, steps: int | None = None, limit: int | None = None) -> R
     Raises:
         forebay.estimate.allocator.OutOfMemory: they do not fit `limit`.
     """
-    return Run(rank, limit).steps(steps if steps is not None else STEPS + _measured(rank))
+    return AllocatorRun(rank, limit).steps(steps if steps is not None else STEPS + _measured(rank))
 
 
-class Run:
+class AllocatorRun:
     """A run so far. `paper` is its allocator."""
 
     def __init__(self, rank: Rank, limit: int | None = None):
@@ -136,7 +136,9 @@ class Run:
         if captured:
             paper.empty_cache()
             paper.begin_graph("step")
-        step = _Step(self._rank, paper, life, self._stream, self._workspace, self._cycles, self._arena is not None)
+        step = _ReservedStep(
+            self._rank, paper, life, self._stream, self._workspace, self._cycles, self._arena is not None
+        )
         life.begin_step()
         step.run()
         life.end_step()
@@ -172,7 +174,7 @@ class Run:
         """Forget gradients, without an optimizer's step."""
         self._life.zero_grad()
 
-    def _life_of(self, rank: Rank) -> Life:
+    def _life_of(self, rank: Rank) -> ParamLifecycle:
         if rank.engine:
             return Gathered(
                 self.paper,
@@ -235,14 +237,14 @@ class _Later:
         return _Later(making, tuple(n for n in pieces if n > 0))
 
 
-class _Step:
+class _ReservedStep:
     """One step. `cycles`: of the manager, begun before it. `paged`: there is an arena of pages."""
 
     def __init__(
         self,
         rank: Rank,
         paper: CachingAllocator,
-        life: Life,
+        life: ParamLifecycle,
         stream: Any,
         workspace: Any,
         cycles: int = 0,

@@ -15,7 +15,7 @@ from forebay.config import Config, check_experts, check_world, from_mapping
 from forebay.errors import UsageError
 from forebay.estimate.device import DeviceProfile
 from forebay.estimate.layers import LayerPlan, Traces, plan_layers
-from forebay.estimate.plan import Asked, Fit, fit_run
+from forebay.estimate.plan import Fit, PlanRequest, fit_run
 from forebay.estimate.walk import ALLOWANCE, headroom
 from forebay.policy import format_bytes
 from forebay.train import hf_io
@@ -105,7 +105,7 @@ def _bisect(count: int, left: Callable[[int], int]) -> int | None:
 
 
 @dataclass(frozen=True)
-class Mesh:
+class MeshShape:
     """How GPUs share a model: `pp` pipeline ranks, each of `ep` x `fsdp` processes that share its layers, `ep` their experts."""
 
     pp: int
@@ -127,18 +127,18 @@ class Candidate:
         seconds: of a step, expected; None where nothing tells.
     """
 
-    mesh: Mesh
+    mesh: MeshShape
     peak: int
     rank: int
     fits: bool | None
     seconds: float | None
 
 
-def meshes(gpus: int) -> Iterator[Mesh]:
+def meshes(gpus: int) -> Iterator[MeshShape]:
     """Every mesh of `gpus` GPUs, whatever a model says of it."""
     for pp in divisors(gpus):
         for ep in divisors(gpus // pp):
-            yield Mesh(pp, ep, gpus // pp // ep)
+            yield MeshShape(pp, ep, gpus // pp // ep)
 
 
 def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -201,7 +201,7 @@ class Search:
     fit: Fit
     tried: tuple[Tried, ...] = ()
     candidates: tuple[Candidate, ...] = ()
-    refused: tuple[tuple[Mesh, str], ...] = ()
+    refused: tuple[tuple[MeshShape, str], ...] = ()
 
     @property
     def found(self) -> bool:
@@ -254,7 +254,7 @@ class Search:
 
 
 def search(
-    asked: Asked,
+    asked: PlanRequest,
     what: str,
     world: int,
     budget: int | None,
@@ -287,7 +287,7 @@ def search(
 class _Runs:
     """Runs that differ in some settings from what was asked."""
 
-    def __init__(self, asked: Asked, world: int, skew: float, device: DeviceProfile | None, auto: int | None):
+    def __init__(self, asked: PlanRequest, world: int, skew: float, device: DeviceProfile | None, auto: int | None):
         self.asked, self.world, self.skew, self.device, self.auto = asked, world, skew, device, auto
         self._traces = Traces()
 
@@ -452,7 +452,7 @@ def _mesh(runs: _Runs, budget: int | None) -> Search:
     )  # fmt: skip
 
 
-def _mesh_settings(mesh: Mesh) -> dict[str, Any]:
+def _mesh_settings(mesh: MeshShape) -> dict[str, Any]:
     return {"parallel.pp": mesh.pp, "parallel.ep": mesh.ep}
 
 

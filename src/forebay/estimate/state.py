@@ -1,7 +1,7 @@
 """What a rank holds besides activations: parameters, gradients, optimizer states, gathered weights, and what CUDA takes.
 
 In: the shapes of a model's parameters (`weights_of`, on any device) and a `Sharing`: how processes share them, in which dtypes.
-Out: a `State` for the decoder layers that a pipeline rank has. Exact where it is a matter of shapes; constants say where they
+Out: a `RankState` for the decoder layers that a pipeline rank has. Exact where it is a matter of shapes; constants say where they
 come from. Nothing is kept.
 
     parameters    the rank's shard, in the parameters' dtype
@@ -46,7 +46,7 @@ PEER = 384 << 20
 
 
 @dataclass(frozen=True)
-class Weights:
+class WeightShapes:
     """Shapes of parameters: of the embedding, of the head with the norm before it (without a weight that it shares with the
     embedding), and of every layer all but the experts' and the experts'."""
 
@@ -101,7 +101,7 @@ class Sharing:
 
 
 @dataclass(frozen=True)
-class State:
+class RankState:
     """Bytes on one rank.
 
     Attributes:
@@ -132,7 +132,7 @@ class State:
         return sum(self.layer_gradients) + self.embedding_gradient + self.head_gradient
 
 
-def weights_of(model: Any) -> Weights:
+def weights_of(model: Any) -> WeightShapes:
     """The shapes of a `*ForCausalLM` with all its layers.
 
     Raises:
@@ -150,10 +150,10 @@ def weights_of(model: Any) -> Weights:
     seen |= {id(p) for p in embedding}
     rest = [p for p in model.parameters() if id(p) not in seen]
     tied = any(p is q for p in model.lm_head.parameters() for q in embedding)
-    return Weights(_shapes(embedding), _shapes(rest), tuple(layers), tied)
+    return WeightShapes(_shapes(embedding), _shapes(rest), tuple(layers), tied)
 
 
-def state_of(weights: Weights, layers: Sequence[int], embedding: bool, head: bool, sharing: Sharing) -> State:
+def state_of(weights: WeightShapes, layers: Sequence[int], embedding: bool, head: bool, sharing: Sharing) -> RankState:
     """The state of a rank that has these layers, in forward order, and embedding and head or not."""
     s = sharing
     pieces = [_Piece.of(*weights.layers[n], s) for n in layers]
@@ -175,7 +175,7 @@ def state_of(weights: Weights, layers: Sequence[int], embedding: bool, head: boo
     whole = not s.sharded or s.gathered or s.sums
     gradients = [_gradient(piece, s, whole) for piece in (*pieces, *ends.values())]
     steps = sum(p.count for p in every) * (GPU_BLOCK if s.gpu else 4)
-    return State(
+    return RankState(
         parameters=s.parameter * own,
         optimizer=2 * s.parameter * own + steps,
         gathered=gathered,

@@ -15,12 +15,12 @@ from typing import Any
 from forebay.estimate.device import DeviceProfile
 from forebay.estimate.state import Sharing
 from forebay.estimate.types import OpCost
-from forebay.estimate.walk import Action
+from forebay.estimate.walk import ActionLike
 
 # How long the parts of a model take on a device: a roofline, operation by operation.
 #
-# In: the `OpCost`s of a part (`forebay.estimate.op_costs`), and a `Clock` for a device. Out: a `Spell`: seconds of a forward or
-# backward, computing and exchanging apart, and the kernels that the host launches for them. Nothing is run.
+# In: the `OpCost`s of a part (`forebay.estimate.op_costs`), and a `Clock` for a device. Out: a `KernelTime`: seconds of a
+# forward or backward, computing and exchanging apart, and the kernels that the host launches for them. Nothing is run.
 #
 #     products, attention   max(FLOPs / what the device achieves at that size, bytes / bandwidth)
 #     gemm_odd              the same, at a share of the products' rate (`_ODD`)
@@ -29,8 +29,8 @@ from forebay.estimate.walk import Action
 #     exchange              bytes / all-to-all's rate at that size, within a node or between nodes, whichever takes longer
 #     each kernel           the time between two kernels on top
 #
-# A spell has three shares, for they may run at different times: the experts' weight gradients, which nobody waits for; exchanges,
-# which another microbatch's computation can hide; and the rest.
+# A spell has three shares, for they may run at different times: the experts' weight gradients, which nobody waits for;
+# exchanges, which another microbatch's computation can hide; and the rest.
 
 _RATES: Mapping[str, str] = MappingProxyType(
     {
@@ -53,7 +53,7 @@ whose eager attention has 4097 scores a row; see docs/planner.md."""
 
 
 @dataclass(frozen=True)
-class Spell:
+class KernelTime:
     """Seconds on the device; `launches` is a number, of kernels that the host launches.
 
     Attributes:
@@ -77,8 +77,8 @@ class Spell:
         """Seconds where nothing runs beside it."""
         return self.computing + self.exchange
 
-    def __add__(self, other: Spell) -> Spell:
-        return Spell(
+    def __add__(self, other: KernelTime) -> KernelTime:
+        return KernelTime(
             self.compute + other.compute,
             self.exchange + other.exchange,
             self.weights + other.weights,
@@ -86,7 +86,7 @@ class Spell:
         )
 
 
-NOTHING = Spell()
+NOTHING = KernelTime()
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Clock:
     ranks: int = 1
     wide: bool = False
 
-    def spell(self, ops: Iterable[OpCost]) -> Spell:
+    def spell(self, ops: Iterable[OpCost]) -> KernelTime:
         """Of operations that run one after the other."""
         compute = exchange = weights = 0.0
         launches = 0
@@ -116,7 +116,7 @@ class Clock:
                 weights += seconds
             else:
                 compute += seconds
-        return Spell(compute, exchange, weights, launches)
+        return KernelTime(compute, exchange, weights, launches)
 
     def seconds(self, op: OpCost) -> float:
         """Of one operation; an all-to-all of no bytes is none."""
@@ -147,7 +147,7 @@ class Clock:
 
 # How long a step takes: the halves' seconds laid on what each rank does.
 #
-# In: for every stage its layers' `Spell`s forward and backward, every pipeline rank's list of actions, and what a step has
+# In: for every stage its layers' `KernelTime`s forward and backward, every pipeline rank's list of actions, and what a step has
 # besides: gathering and reducing of sharded weights, the optimizer, the host. Out: a `StepTime`. Nothing is run or kept.
 #
 #     action                  seconds
@@ -173,8 +173,8 @@ class Clock:
 class StageTime:
     """One microbatch in one stage; `forward` and `backward` in the order in which they run, an entry a layer or end."""
 
-    forward: tuple[Spell, ...]
-    backward: tuple[Spell, ...]
+    forward: tuple[KernelTime, ...]
+    backward: tuple[KernelTime, ...]
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,7 @@ class StepTime:
 
 
 @dataclass(frozen=True)
-class Laid:
+class TimedSchedule:
     """A schedule in time: its length, and by rank how long it is busy, what of that are exchanges that wait, and launches."""
 
     seconds: float
@@ -289,14 +289,14 @@ class Laid:
 
 
 def lay(
-    actions: Sequence[Sequence[Action]],
+    actions: Sequence[Sequence[ActionLike]],
     ranks: Sequence[int],
     stages: Mapping[int, StageTime],
     message: float = 0.0,
     engine: bool = True,
     contention: float = 0.0,
     launch: float = 0.0,
-) -> Laid:
+) -> TimedSchedule:
     """Lay the actions of all ranks in time.
 
     Args:
@@ -318,7 +318,7 @@ class _Layout:
 
     def __init__(
         self,
-        actions: Sequence[Sequence[Action]],
+        actions: Sequence[Sequence[ActionLike]],
         ranks: Sequence[int],
         message: float,
         times: _Times,
@@ -333,7 +333,7 @@ class _Layout:
         self._times, self._launch = times, launch
         self._launched = [0.0] * len(actions)  # when each host has handed over all of its actions so far
 
-    def run(self) -> Laid:
+    def run(self) -> TimedSchedule:
         at = [0] * len(self._actions)
         while any(i < len(todo) for i, todo in zip(at, self._actions, strict=True)):
             before = list(at)
@@ -343,9 +343,9 @@ class _Layout:
             if at == before:
                 waits = ", ".join(str(todo[i]) for i, todo in zip(at, self._actions, strict=True) if i < len(todo))
                 raise ValueError(f"these actions wait for what never comes: {waits}")
-        return Laid(max(self._free), tuple(self._busy), tuple(self._exposed), tuple(self._launches))
+        return TimedSchedule(max(self._free), tuple(self._busy), tuple(self._exposed), tuple(self._launches))
 
-    def _perform(self, rank: int, action: Action) -> bool:
+    def _perform(self, rank: int, action: ActionLike) -> bool:
         parts = tuple(action.parts) or (action,)
         start = self._free[rank]
         for part in parts:
@@ -384,7 +384,7 @@ class _Layout:
         return ended + (self._message if self._ranks[source[1]] != rank else 0.0)
 
 
-Segment = tuple[float, float, float]
+TimeSegment = tuple[float, float, float]
 """Seconds computing, seconds of exchanges that nothing hides, launches: of a layer or an end."""
 
 
@@ -393,15 +393,15 @@ class _Times:
 
     def __init__(self, stages: Mapping[int, StageTime], engine: bool, contention: float):
         self._stages, self._engine, self._contention = stages, engine, contention
-        self._known: dict[tuple[Any, ...], list[Segment]] = {}
+        self._known: dict[tuple[Any, ...], list[TimeSegment]] = {}
 
-    def of(self, action: Action) -> list[Segment]:
+    def of(self, action: ActionLike) -> list[TimeSegment]:
         what = (action.kind, action.stage, *(part.stage for part in action.parts))
         if what not in self._known:
             self._known[what] = self._count(action)
         return self._known[what]
 
-    def _count(self, action: Action) -> list[Segment]:
+    def _count(self, action: ActionLike) -> list[TimeSegment]:
         if action.kind == "OVERLAP_F_B":
             forward, backward = action.parts
             return self._together(self._stages[forward.stage].forward, self._stages[backward.stage].backward)
@@ -417,7 +417,7 @@ class _Times:
                 return [(sum(spell.weights for spell in stage.backward), 0.0, 0.0)]
         raise ValueError(f"{action} computes nothing")
 
-    def _together(self, forward: Sequence[Spell], backward: Sequence[Spell]) -> list[Segment]:
+    def _together(self, forward: Sequence[KernelTime], backward: Sequence[KernelTime]) -> list[TimeSegment]:
         found = []
         for k in range(max(len(forward), len(backward))):
             f = forward[k] if k < len(forward) else NOTHING
@@ -512,7 +512,7 @@ class SharedTime:
         object.__setattr__(self, "_clock", Clock(self.device))
         object.__setattr__(self, "_contention", self.device.at("contention"))
 
-    def layer(self, part: Elements, forward: Spell, backward: Spell) -> tuple[float, float]:
+    def layer(self, part: Elements, forward: KernelTime, backward: KernelTime) -> tuple[float, float]:
         """Seconds of a microbatch's forward and backward through a layer, besides its own."""
         s, count = self.sharing, self.microbatches
         adding = self._adding(part)

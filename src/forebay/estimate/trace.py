@@ -128,7 +128,7 @@ class PlannedExchange(Exchange):
 
 # One run of a model's parts on fake tensors, each part watched by itself.
 #
-# In: a model whose parameters are fake, and a `Shape`. Out: a `PartTrace` for the embedding, every half and the head. `Run`
+# In: a model whose parameters are fake, and a `Shape`. Out: a `PartTrace` for the embedding, every half and the head. `TraceRun`
 # puts on the model what the run would (experts, fused loss, halves) and owns the graphs between `forward` and `backward`.
 
 _Saved = tuple[int, frozenset[int], int]
@@ -136,7 +136,7 @@ _Saved = tuple[int, frozenset[int], int]
 
 
 @dataclass
-class _Part:
+class _TracedPart:
     """A part that ran forward: its graph, and what is known of it so far. `log`: where its forward lies in the log; `kept`:
     numbers of what is saved, in order; `compiled`: it is a half, and halves are; `dry`: the log of its forward without a
     graph."""
@@ -161,7 +161,7 @@ class _Part:
     events: PartEvents | None = None
 
 
-class Run:
+class TraceRun:
     """One trace. Lives as long as `trace_model`.
 
     Attributes:
@@ -174,7 +174,7 @@ class Run:
         self.parts: dict[str, PartTrace] = {}
         self.balance = self.head_gradient = 0
         self._live = Live(shape.block, shape.later, shape.compiled)
-        self._open: dict[str, _Part] = {}
+        self._open: dict[str, _TracedPart] = {}
         self._known: set[int] = set()
         self._refs: list[StorageWeakRef] = []
         self._inputs: set[int] = set()
@@ -316,7 +316,7 @@ class Run:
             held = min(eager, sum(map(live.origin_size, origins)))
             kept = tuple(sorted(map(live.origin_number, origins))) if half else kept
         span = at, len(live.log)
-        self._open[path] = _Part(
+        self._open[path] = _TracedPart(
             output,
             leaf,
             held,
@@ -354,7 +354,7 @@ class Run:
             self._inputs.add(key)
             self._live.enter(tensor)
 
-    def _backward(self, part: _Part) -> None:
+    def _backward(self, part: _TracedPart) -> None:
         live = self._live
         output, part.output = part.output, part.output.new_empty(0)
         live.peak, live.flops = live.now, 0
@@ -392,13 +392,13 @@ class Run:
             self._gradients.append(self._live.number(parameter.grad))
         parameter.grad = None
 
-    def _light(self, part: _Part) -> tuple[int, int, PartEvents | None, tuple[OpCost, ...]]:
+    def _light(self, part: _TracedPart) -> tuple[int, int, PartEvents | None, tuple[OpCost, ...]]:
         assert part.again is not None
-        again: _Part = part.again()
+        again: _TracedPart = part.again()
         self._backward(again)
         return again.saved, again.backward, again.events, again.backward_ops
 
-    def _run_light(self, slot: HalfSlot, call: Callable[..., Any], x: Tensor) -> _Part:
+    def _run_light(self, slot: HalfSlot, call: Callable[..., Any], x: Tensor) -> _TracedPart:
         assert slot.light_recompute is not None
         slot.light_recompute(True)
         try:
@@ -499,7 +499,7 @@ def trace_model(model: Any, shape: Shape) -> ModelTrace:
     model.config.use_cache = False
     with torch.enable_grad(), FakeTensorMode(), _FusedAttention() if shape.gpu else nullcontext():
         _make_fake(model)
-        run = Run(model.train(), base, shape)
+        run = TraceRun(model.train(), base, shape)
         run.forward()
         run.backward()
     halves = _by_half(run, numbers, layers, kinds)
@@ -527,10 +527,10 @@ class _Chosen(nn.ModuleList):
         return self if isinstance(index, slice) else super().__getitem__(index)
 
 
-Kind = tuple[Any, Any]  # of the attention half, and of the other
+LayerKind = tuple[Any, Any]  # of the attention half, and of the other
 
 
-def _kind(layer: Any) -> Kind:
+def _kind(layer: Any) -> LayerKind:
     attention = type(layer.self_attn), getattr(layer.self_attn, "sliding_window", None), _shapes(layer.self_attn)
     return (type(layer), *attention), (type(layer.mlp), _shapes(layer.mlp))
 
@@ -539,7 +539,9 @@ def _shapes(module: nn.Module) -> tuple[Any, ...]:
     return tuple((name, tuple(p.shape), p.dtype) for name, p in module.named_parameters())
 
 
-def _by_half(run: Run, numbers: list[int], layers: list[Any], kinds: list[Kind]) -> dict[Kind, LayerTrace]:
+def _by_half(
+    run: TraceRun, numbers: list[int], layers: list[Any], kinds: list[LayerKind]
+) -> dict[LayerKind, LayerTrace]:
     """Of each kind, its halves as the last layer that has them."""
     attention, mlp = {}, {}
     for place, number in enumerate(numbers):

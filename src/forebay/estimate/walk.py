@@ -1,6 +1,6 @@
 """The memory of a rank over a step: parts as they are placed, what the manager offloads, and the highest level.
 
-Input: a `ModelTrace`, the `State` of a rank, its stages, the actions of its schedule, and a placement for every
+Input: a `ModelTrace`, the `RankState` of a rank, its stages, the actions of its schedule, and a placement for every
 sublayer. Output: a `RankFit`: the highest point of the step and what it consists of. `plan_link` makes the offload
 plan that the run's manager would make, from a trace instead of a measured step. Nothing is run or kept.
 """
@@ -12,24 +12,24 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
-from forebay.estimate.state import State
+from forebay.estimate.state import RankState
 from forebay.estimate.types import STASHED, Event, ModelTrace, PartEvents, PartTrace
 from forebay.memory.offload_plan import fit_link, is_interleaved, offload_all, plan_interleaved
 from forebay.memory.timeline import CallFigures, Moment, Plan, Timeline
 
 # A rank's memory over a step, laid on what the rank does, and whether that fits a budget.
 #
-# In: a `ModelTrace`, the `State` of a rank, its stages and the list of what it computes (a pipeline's own plan, or one forward
-# and backward after the other), and a placement for every half. Out: a `RankFit`: the highest point of the step, and what makes
-# it up. Nothing is run or kept.
+# In: a `ModelTrace`, the `RankState` of a rank, its stages and the list of what it computes (a pipeline's own plan, or one
+# forward and backward after the other), and a placement for every half. Out: a `RankFit`: the highest point of the step, and
+# what makes it up. Nothing is run or kept.
 #
 # The step is walked action by action, half by half. At each half's forward and backward the level is
 #
 #     parameters + moments + gathered weights + gradients so far + saved so far + what this half needs for a moment + other
 #
-# Gradients of a part are there from its first backward on (`State` says which kinds are there from the begin). Where a forward
-# and a backward run together, half k of the one meets half k of the other, counted from where each begins. Between the two
-# parts of a split backward what the experts' weight gradients need waits (`forebay.moe.wgrad`).
+# Gradients of a part are there from its first backward on (`RankState` says which kinds are there from the begin). Where a
+# forward and a backward run together, half k of the one meets half k of the other, counted from where each begins. Between the
+# two parts of a split backward what the experts' weight gradients need waits (`forebay.moe.wgrad`).
 #
 # What a placement makes of the bytes that a half saves:
 #
@@ -49,7 +49,7 @@ that were given about their plan, 2 ran out of memory with just that (benchmarks
 ALLOWANCE = f"with {100 * ERROR:.0f} % of the peak left for the plan's own error"
 
 
-class Action(Protocol):
+class ActionLike(Protocol):
     """What `forebay.pipeline.schedule.Action` is."""
 
     @property
@@ -69,7 +69,7 @@ class Action(Protocol):
         """The forward and the backward of an OVERLAP_F_B."""
 
 
-class Work(NamedTuple):
+class LocalAction(NamedTuple):
     """An action on one process alone."""
 
     kind: str
@@ -85,7 +85,7 @@ class Work(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageLayers:
     """Layers of a stage by number in the model, and their places among the rank's own; whether it has embedding and head."""
 
     layers: tuple[int, ...]
@@ -169,19 +169,19 @@ def within(budget: int) -> int:
     return int(budget / (1 + ERROR))
 
 
-def alone(microbatches: int, overlap: bool) -> list[Work]:
+def alone(microbatches: int, overlap: bool) -> list[LocalAction]:
     """What a process without a pipeline computes in a step."""
-    forwards = [Work("F", 0, m) for m in range(microbatches)]
-    backwards = [Work("B", 0, m) for m in range(microbatches)]
+    forwards = [LocalAction("F", 0, m) for m in range(microbatches)]
+    backwards = [LocalAction("B", 0, m) for m in range(microbatches)]
     if not overlap:
         return [action for pair in zip(forwards, backwards, strict=True) for action in pair]
-    both = [Work("OVERLAP_F_B", -1, -1, (forwards[m], backwards[m - 1])) for m in range(1, microbatches)]
+    both = [LocalAction("OVERLAP_F_B", -1, -1, (forwards[m], backwards[m - 1])) for m in range(1, microbatches)]
     return [forwards[0], *both, backwards[-1]]
 
 
 def halves_of(
     trace: ModelTrace,
-    stage: Stage,
+    stage: StageLayers,
     placements: Mapping[str, str],
     *,
     prefix: str,
@@ -262,9 +262,9 @@ Seen = Callable[[str, RankFit], None]
 
 def fit_rank(
     rank: int,
-    state: State,
+    state: RankState,
     stages: Mapping[int, Sequence[Held]],
-    actions: Iterable[Action],
+    actions: Iterable[ActionLike],
     messages: int = 0,
     seen: Seen | None = None,
 ) -> RankFit:
@@ -286,7 +286,7 @@ class Walk:
     """A step so far."""
 
     def __init__(
-        self, rank: int, state: State, stages: Mapping[int, Sequence[Held]], messages: int, seen: Seen | None = None
+        self, rank: int, state: RankState, stages: Mapping[int, Sequence[Held]], messages: int, seen: Seen | None = None
     ):
         self._rank, self._state, self._stages = rank, state, stages
         self._seen, self._action = seen, ""
@@ -301,7 +301,7 @@ class Walk:
         """Bytes now, but for what the halves that run need for a moment."""
         return self._at(self._state.gathered + self._messages, "").total
 
-    def step(self, action: Action) -> None:
+    def step(self, action: ActionLike) -> None:
         """Carry out one action."""
         self._action = str(action)
         match action.kind:
@@ -374,8 +374,8 @@ class Walk:
 
 # The parts of a stage as they are laid: each with its events, and with what its placement makes of them.
 #
-# In: a `ModelTrace`, a `Stage` and placements. Out: `Part`s in forward order, which `forebay.estimate.reserved` plays. Nothing is
-# kept.
+# In: a `ModelTrace`, a `StageLayers` and placements. Out: `Part`s in forward order, which `forebay.estimate.reserved` plays.
+# Nothing is kept.
 
 PAGE = 256 << 10
 """Bytes of a page of `forebay.memory.page_store`, which is a store's and not for a planner."""
@@ -422,7 +422,7 @@ class Part:
 
 
 def parts_of(
-    trace: ModelTrace, stage: Stage, placements: Mapping[str, str], *, prefix: str, recompute: str
+    trace: ModelTrace, stage: StageLayers, placements: Mapping[str, str], *, prefix: str, recompute: str
 ) -> list[Part]:
     """The parts of a stage in forward order: what `forebay.estimate.walk.halves_of` makes of the same arguments."""
     found = [_part("embedding", "embedding", trace.embedding)] if stage.embedding else []

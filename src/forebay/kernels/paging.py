@@ -57,7 +57,7 @@ _TABLE_BLOCK = 1024
 _WORDS: Mapping[int, torch.dtype] = {16: torch.int64, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
-class Rows(NamedTuple):
+class PagedRows(NamedTuple):
     """What pages are asked for: rows of one tensor, [0, live) of `rows`.
 
     Attributes:
@@ -441,7 +441,7 @@ def _launch(tensors: Sequence[Tensor], tables: Sequence[PageTable], to_pages: bo
             )  # fmt: skip
 
 
-class _Part(NamedTuple):
+class _CopyPart(NamedTuple):
     """How one tensor goes to the kernel. Sizes are in words: the largest that rows and their memory are multiples of."""
 
     rows: Tensor
@@ -454,14 +454,14 @@ class _Part(NamedTuple):
     tiles: int  # at most
 
 
-def _part(tensor: Tensor, table: PageTable) -> _Part:
+def _part(tensor: Tensor, table: PageTable) -> _CopyPart:
     dtype = _WORDS[math.gcd(16, table.row_bytes, tensor.data_ptr())]
     size, fit = dtype.itemsize, table.page_rows
     row = table.row_bytes // size
     tile = min(_TILE_WORDS, triton.next_power_of_2(fit * row))
     tiles = table.pages.numel() * triton.cdiv(fit * row, tile)
     page, arena = table.arena.page_bytes // size, table.arena.device.view(dtype)
-    return _Part(tensor.view(-1).view(dtype), arena, page, row, fit, 16 // size, tile, tiles)
+    return _CopyPart(tensor.view(-1).view(dtype), arena, page, row, fit, 16 // size, tile, tiles)
 
 
 def check_table(table: PageTable) -> None:

@@ -30,14 +30,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from forebay.memory.autotune import Planning, Trial
-from forebay.memory.host_store import HostStore, State, Ticket
+from forebay.memory.host_store import HostStore, Ticket, TicketState
 from forebay.memory.recorder import Cycle, Recorder, RegionCall
 from forebay.memory.regions import Ledger, Slot, recomputed, refuse_nested_checkpointing, saved_by_others
 from forebay.memory.storage import (
     Identity,
+    RegionWeights,
     SavedAlias,
     View,
-    Weights,
     raise_changed,
     storable,
     storage_bytes,
@@ -172,7 +172,7 @@ class Manager:
         self._held: dict[str, int] = {}  # region kept by the policy, or recomputed -> bytes it was seen to save
         self._backwards: list[Key] = []
         self._steady = False
-        self._weights: dict[str, Weights] = {}  # of a cycle, if they are steady
+        self._weights: dict[str, RegionWeights] = {}  # of a cycle, if they are steady
         self._captured = False
         self._warned: set[str] = set()  # regions that ran where they cannot be managed
         self._task = -1  # autograd's number of the backward that runs, or ran last
@@ -457,7 +457,7 @@ class Manager:
         if self._in_force(region) == "recompute" and region.light is None:
             self._held[region.path] = self._input_bytes(args, kwargs)  # a checkpoint keeps these and nothing else
             return self._run(region, forward, again, *args, **kwargs)
-        weights = Weights(region.slot.module)
+        weights = RegionWeights(region.slot.module)
         counted: dict[tuple[int, int], Identity] = {}
 
         def count(tensor: torch.Tensor) -> SavedAlias:
@@ -485,12 +485,12 @@ class Manager:
             return "recompute"
         return "offload" if region.path in self._planning.offloaded else "keep"
 
-    def _weights_of(self, region: _Region) -> Weights:
+    def _weights_of(self, region: _Region) -> RegionWeights:
         """Looking them up costs as much as a region's kernels take to launch: once a cycle, where that is enough."""
         if not self._steady:
-            return Weights(region.slot.module)
+            return RegionWeights(region.slot.module)
         if region.path not in self._weights:
-            self._weights[region.path] = Weights(region.slot.module, steady=True)
+            self._weights[region.path] = RegionWeights(region.slot.module, steady=True)
         return self._weights[region.path]
 
     def _is_left_alone(self, call: RegionCall, placement: str | None) -> bool:
@@ -527,7 +527,7 @@ class Manager:
 
     # --- pack and unpack ------------------------------------------------------------------------------------------
 
-    def _pack(self, call: RegionCall, weights: Weights, tensor: torch.Tensor) -> Any:
+    def _pack(self, call: RegionCall, weights: RegionWeights, tensor: torch.Tensor) -> Any:
         storage = storable(tensor, self._device, self._min_bytes, weights)
         if storage is None:
             return SavedAlias(tensor)
@@ -701,7 +701,7 @@ class Manager:
         it frees nothing. Called when the call's own backward begins: the locals of its forward are gone."""
         for seen in self._seen_by.get(call.key, ()):
             ticket = seen.ticket() if seen.ticket is not None else None
-            if ticket is not None and ticket.state is State.ON_HOST and not seen.identity.expired:
+            if ticket is not None and ticket.state is TicketState.ON_HOST and not seen.identity.expired:
                 recorder.exclude(seen.key, seen.ordinal)
 
     def _due(self, kind: str, call: RegionCall, plan: Plan) -> list[RegionCall]:
@@ -733,7 +733,7 @@ class Manager:
 
     def _take_back(self, call: RegionCall) -> None:
         for ticket in call.live_tickets():
-            if ticket.state is not State.ON_DEVICE:
+            if ticket.state is not TicketState.ON_DEVICE:
                 self.store.recall(ticket)  # type: ignore[arg-type]
 
     def _mark(self) -> Any:

@@ -28,7 +28,7 @@ from forebay.memory.streams import Copy, CopyLanes, Done, on_stream
 # the ticket gives its memory back. No store keeps a strong reference to a ticket.
 
 
-class State(enum.Enum):
+class TicketState(enum.Enum):
     """Where a ticket's bytes are. Arrows are the only legal steps:
 
     ``HELD`` -> ``LEAVING`` (copy out enqueued) -> ``ON_HOST`` (copied out, device memory dropped) -> ``RETURNING`` (fetch
@@ -47,12 +47,12 @@ class State(enum.Enum):
 
 _NEXT = frozenset(
     {
-        (State.HELD, State.LEAVING),
-        (State.HELD, State.ON_DEVICE),
-        (State.LEAVING, State.ON_HOST),
-        (State.LEAVING, State.ON_DEVICE),
-        (State.ON_HOST, State.RETURNING),
-        (State.RETURNING, State.ON_DEVICE),
+        (TicketState.HELD, TicketState.LEAVING),
+        (TicketState.HELD, TicketState.ON_DEVICE),
+        (TicketState.LEAVING, TicketState.ON_HOST),
+        (TicketState.LEAVING, TicketState.ON_DEVICE),
+        (TicketState.ON_HOST, TicketState.RETURNING),
+        (TicketState.RETURNING, TicketState.ON_DEVICE),
     }
 )
 
@@ -68,12 +68,12 @@ class Ticket:
 
     __slots__ = ("__weakref__", "device_bytes", "nbytes", "state")
 
-    def __init__(self, nbytes: int, device_bytes: torch.Tensor | None, state: State):
+    def __init__(self, nbytes: int, device_bytes: torch.Tensor | None, state: TicketState):
         self.nbytes = nbytes
         self.device_bytes = device_bytes
         self.state = state
 
-    def step(self, to: State) -> None:
+    def step(self, to: TicketState) -> None:
         """Go to the next state.
 
         Raises:
@@ -118,21 +118,21 @@ class Store(Protocol):
 
 # Host memory for saved bytes: slabs, and exact-size slots cut from them.
 #
-# In: a size in bytes. Out: a `Slot`, a contiguous uint8 tensor of just that size. A slot comes back through `give` and goes out
-# again as it is to who asks for its size; when nobody has, it becomes a hole and is merged with its neighbours, so a later step
-# with other shapes can use the room. On a GPU machine slabs are page-locked.
+# In: a size in bytes. Out: a `HostSlot`, a contiguous uint8 tensor of just that size. A slot comes back through `give` and goes
+# out again as it is to who asks for its size; when nobody has, it becomes a hole and is merged with its neighbours, so a later
+# step with other shapes can use the room. On a GPU machine slabs are page-locked.
 #
 # Why not ``torch.empty(pin_memory=True)``: the caching host allocator rounds every block up to a power of two (up to
 # 2x the bytes). Here ordinary memory of the exact size is registered with ``cudaHostRegister`` instead. Registering
 # costs about 0.32 s a GiB, so it happens while the first step runs and not again.
 #
-# A slot carries the end of the last copy that read from it, and so does a slab. Who writes into a slot waits for its own, or, if
-# it was cut from a hole, for its slab's (readers are on one stream and so in order among themselves, and so are writers): a slot
-# that is handed out when its copy was only enqueued is a race that others have shipped. A slab that dies waits for both on the
-# host: page-locked memory that is unregistered under a copy is lost to it.
+# A slot carries the end of the last copy that read from it, and so does a slab. Who writes into a slot waits for its own, or,
+# if it was cut from a hole, for its slab's (readers are on one stream and so in order among themselves, and so are writers): a
+# slot that is handed out when its copy was only enqueued is a race that others have shipped. A slab that dies waits for both on
+# the host: page-locked memory that is unregistered under a copy is lost to it.
 #
-# A slot may come back at any moment, in any thread: the collector runs where it likes, within a call of this pool too. So `give`
-# adds to a deque and changes nothing else; the next call looks there first.
+# A slot may come back at any moment, in any thread: the collector runs where it likes, within a call of this pool too. So
+# `give` adds to a deque and changes nothing else; the next call looks there first.
 
 _ALIGN = 512  # bytes; keeps every dtype's views aligned, and equals the device allocator's rounding
 # Names of what cudaHostRegister returns: torch has the text alone, and 2 reads "out of memory" for a limit as well.
@@ -147,7 +147,7 @@ _SMALL_SLAB = 64 << 20  # slots below this share slabs of this size; larger ones
 
 
 @dataclass(eq=False, slots=True)
-class Slot:
+class HostSlot:
     """A piece of a slab. ``bytes_`` is a uint8 tensor of exactly the size asked for; ``last_read`` is to be waited for by who
     writes there."""
 
@@ -224,8 +224,8 @@ class HostPool:
         self._slabs: list[_Slab] = []
         # Slots as they came back, by length. A step asks for the same sizes again and again, a pipeline's for thousands: to look
         # through all holes each time, or to keep them merged, would take the host longer than the device computes.
-        self._returned: dict[int, list[Slot]] = {}
-        self._given: deque[Slot] = deque()  # what came back since the last call
+        self._returned: dict[int, list[HostSlot]] = {}
+        self._given: deque[HostSlot] = deque()  # what came back since the last call
 
     @property
     def reserved_bytes(self) -> int:
@@ -239,7 +239,7 @@ class HostPool:
         holes = sum(size for slab in self._slabs for _, size in slab.holes)
         return self.reserved_bytes - holes - sum(slot.length for slots in self._returned.values() for slot in slots)
 
-    def take(self, nbytes: int) -> Slot:
+    def take(self, nbytes: int) -> HostSlot:
         """A slot of `nbytes`: one that came back, else from the tightest hole, else from a new slab.
 
         Raises:
@@ -267,7 +267,7 @@ class HostPool:
         slab.used = True
         return self._cut(slab, slab.take(hole, length), length, nbytes, slab.last_read)
 
-    def give(self, slot: Slot) -> None:
+    def give(self, slot: HostSlot) -> None:
         """Take a slot back, from any thread and in the middle of any other call. A copy from it may still run: the next to write
         there waits for `last_read`."""
         if slot.slab.in_pool:  # else it dies here, and its slab with the last of them
@@ -297,8 +297,8 @@ class HostPool:
         self._returned.clear()
         self._given.clear()
 
-    def _cut(self, slab: _Slab, start: int, length: int, nbytes: int, last_read: Done | None) -> Slot:
-        return Slot(slab.memory[start : start + nbytes], slab, start, length, last_read)
+    def _cut(self, slab: _Slab, start: int, length: int, nbytes: int, last_read: Done | None) -> HostSlot:
+        return HostSlot(slab.memory[start : start + nbytes], slab, start, length, last_read)
 
     def _sort_given(self) -> None:
         """Put what came back where `take` looks for it."""
@@ -391,9 +391,9 @@ class HostTicket(Ticket):
     __slots__ = ("address", "back", "compute", "others", "out", "slot", "store")
 
     def __init__(self, store: "HostStore", device_bytes: torch.Tensor, compute: Any):
-        super().__init__(device_bytes.numel(), device_bytes, State.HELD)
+        super().__init__(device_bytes.numel(), device_bytes, TicketState.HELD)
         self.store = store
-        self.slot: Slot | None = None
+        self.slot: HostSlot | None = None
         self.out: Done | None = None
         self.back: Done | None = None
         self.compute = compute
@@ -504,9 +504,9 @@ class HostStore:
         if self._closed:
             return
         for ticket in tickets:
-            if ticket.state is State.HELD and _is_emptied(ticket):
-                ticket.step(State.ON_DEVICE)
-        for compute, held in _by_stream(t for t in tickets if t.state is State.HELD):
+            if ticket.state is TicketState.HELD and _is_emptied(ticket):
+                ticket.step(TicketState.ON_DEVICE)
+        for compute, held in _by_stream(t for t in tickets if t.state is TicketState.HELD):
             copies: list[Copy] = []
             after: list[Done] = []
             for ticket in held:
@@ -521,7 +521,7 @@ class HostStore:
                 assert ticket.slot is not None and ticket.device_bytes is not None
                 ticket.slot.written_by(out)
                 ticket.out, ticket.address = out, ticket.device_bytes.data_ptr()
-                ticket.step(State.LEAVING)
+                ticket.step(TicketState.LEAVING)
             self.outbound.add(sum(ticket.nbytes for ticket in held), out)
 
     def put(self, device_bytes: torch.Tensor) -> HostTicket:
@@ -534,13 +534,13 @@ class HostStore:
     def settle(self, ticket: HostTicket) -> None:
         """See `Store.settle`. A storage that was emptied or moved since `send` stays where it is: the copy may have read other
         bytes."""
-        if ticket.state is State.LEAVING:
+        if ticket.state is TicketState.LEAVING:
             assert ticket.device_bytes is not None
             if _is_emptied(ticket) or ticket.device_bytes.data_ptr() != ticket.address:
-                ticket.step(State.ON_DEVICE)
+                ticket.step(TicketState.ON_DEVICE)
                 return
             _guard(ticket)
-            ticket.step(State.ON_HOST)
+            ticket.step(TicketState.ON_HOST)
             ticket.device_bytes, ticket.others = None, ()
 
     @_locked
@@ -549,7 +549,7 @@ class HostStore:
         wanted: dict[Any, list[list[HostTicket]]] = {}
         met: set[int] = set()
         for batch in batches:
-            own = [t for t in batch if t.state is State.ON_HOST and id(t) not in met]
+            own = [t for t in batch if t.state is TicketState.ON_HOST and id(t) not in met]
             met.update(map(id, own))
             for compute, tickets in _by_stream(own):
                 wanted.setdefault(compute, []).append(tickets)
@@ -561,7 +561,7 @@ class HostStore:
                     assert ticket.slot is not None
                     ticket.slot.read_by(back)
                     ticket.back = back
-                    ticket.step(State.RETURNING)
+                    ticket.step(TicketState.RETURNING)
                 self.inbound.add(sum(ticket.nbytes for ticket in tickets), back)
 
     def wait(self, ticket: HostTicket) -> torch.Tensor:
@@ -570,7 +570,7 @@ class HostStore:
         Raises:
             RuntimeError: the storage was emptied by somebody else while autograd had it saved, and was not filled again.
         """
-        if ticket.state is not State.ON_DEVICE or self.lanes.other_stream(ticket.compute) is not None:
+        if ticket.state is not TicketState.ON_DEVICE or self.lanes.other_stream(ticket.compute) is not None:
             self.recall(ticket)
         assert ticket.device_bytes is not None
         if ticket.back is None and _is_emptied(ticket):
@@ -588,13 +588,13 @@ class HostStore:
         A ticket that is still leaving is taken back. Its copy out runs on: what it writes is a slot nobody reads any more, and
         the next writer of that slot is behind it on the same stream.
         """
-        if ticket.state is not State.ON_DEVICE:
-            if ticket.state is State.ON_HOST:
+        if ticket.state is not TicketState.ON_DEVICE:
+            if ticket.state is TicketState.ON_HOST:
                 self.fetch((ticket,))
-            if ticket.state is State.RETURNING:
+            if ticket.state is TicketState.RETURNING:
                 assert ticket.back is not None
                 ticket.back.block(ticket.compute)
-            ticket.step(State.ON_DEVICE)
+            ticket.step(TicketState.ON_DEVICE)
         other = self.lanes.other_stream(ticket.compute)
         if other is not None:
             if ticket.back is not None:

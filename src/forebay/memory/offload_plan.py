@@ -13,7 +13,7 @@ from contextlib import suppress
 from math import inf
 
 from forebay.memory.solver import Allowed, lowest, solve
-from forebay.memory.timeline import Assignment, Laid, Plan, Step, Timeline, simulate
+from forebay.memory.timeline import Assignment, LaneSchedule, Plan, TimedTimeline, Timeline, simulate
 from forebay.policy import BudgetError, format_bytes
 
 # Choosing placements: which items leave for the host, which regions are recomputed, what stays.
@@ -257,7 +257,7 @@ _PARTS = 16
 _EVERY = 4  # of these parts are tried with smaller shares
 _FINE = 1 / 128  # of a peak, within which its level is the lowest
 
-Kind = list[tuple[int, int]]  # (call, ordinal) of each
+StorageKind = list[tuple[int, int]]  # (call, ordinal) of each
 
 
 def is_interleaved(timeline: Timeline) -> bool:
@@ -276,9 +276,9 @@ def plan_interleaved(timeline: Timeline, paths: frozenset[str], everything: bool
         everything: the compute stream may wait for the link, 2 % of the step at most, if that lowers the peak further, and copies
             count on idle time.
     """
-    step = Step(timeline, _IDLE if everything else 0.0)
+    step = TimedTimeline(timeline, _IDLE if everything else 0.0)
     most = inf if everything else _TAKEN * step.seconds * timeline.memory_rate / 2  # copies out, and back
-    chosen: Kind = []
+    chosen: StorageKind = []
     best = step.lay([])
     height = _height(best)
     kinds = _kinds(step, paths)
@@ -294,7 +294,7 @@ def plan_interleaved(timeline: Timeline, paths: frozenset[str], everything: bool
     return min(found, key=_cost).plan()
 
 
-def _waiting(step: Step, kinds: Sequence[Kind], best: Laid) -> Iterator[Laid]:
+def _waiting(step: TimedTimeline, kinds: Sequence[StorageKind], best: LaneSchedule) -> Iterator[LaneSchedule]:
     """What has the lowest peak, and a lower one than `best`, of those for which nobody waits longer than each of some limits."""
     ends = sorted({-(-len(kinds) * part // _PARTS) for part in range(1, _PARTS + 1)})  # few kinds have fewer parts
     for share in _SHARES:
@@ -309,12 +309,12 @@ def _waiting(step: Step, kinds: Sequence[Kind], best: Laid) -> Iterator[Laid]:
             yield lowest
 
 
-def _cost(laid: Laid) -> float:
+def _cost(laid: LaneSchedule) -> float:
     """In bytes."""
     return laid.peak * (1 + _WORTH * laid.stall() / laid.step.seconds)
 
 
-def _lower(step: Step, items: Kind, peak: float, limit: float) -> Iterator[Laid]:
+def _lower(step: TimedTimeline, items: StorageKind, peak: float, limit: float) -> Iterator[LaneSchedule]:
     """`items` laid lower and lower, from `peak` on, as long as all waits take no longer than `limit` seconds."""
     low, high = 0.0, peak * (1 - _FINE)
     level = high  # first: these items may not lower the peak at all
@@ -328,19 +328,19 @@ def _lower(step: Step, items: Kind, peak: float, limit: float) -> Iterator[Laid]
         level = (low + high) / 2
 
 
-def _height(laid: Laid) -> float:
+def _height(laid: LaneSchedule) -> float:
     """How high memory is where it is high."""
     top = sum(laid.step.sizes) or 1
     return sum(w * (m / top) ** _POWER for w, m in zip(laid.step.each, laid.memory, strict=True))
 
 
-def _kinds(step: Step, paths: frozenset[str]) -> list[Kind]:
+def _kinds(step: TimedTimeline, paths: frozenset[str]) -> list[StorageKind]:
     """Those that wait longest first."""
     counts: dict[str, int] = {}
     for call in step.calls:
         counts[call.key[0]] = counts.get(call.key[0], 0) + 1
     fewest = min(counts.values(), default=1)
-    found: dict[tuple[str, int, int], Kind] = {}
+    found: dict[tuple[str, int, int], StorageKind] = {}
     for index, call in enumerate(step.calls):
         path, count = call.key
         if path not in paths or index not in step.forward or index not in step.backward:
@@ -350,7 +350,7 @@ def _kinds(step: Step, paths: frozenset[str]) -> list[Kind]:
             if size:
                 found.setdefault((path, count % times, ordinal), []).append((index, ordinal))
 
-    def wait(items: Kind) -> float:
+    def wait(items: StorageKind) -> float:
         waits = [step.starts[step.backward[c]] - step.starts[step.forward[c]] for c, _ in items]
         return sum(waits) / len(waits)
 

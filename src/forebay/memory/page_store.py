@@ -45,13 +45,13 @@ from forebay.kernels.paging import (
     TOGETHER,
     Arena,
     FreePages,
+    PagedRows,
     PageTable,
-    Rows,
     all_free,
     give_pages,
     take_pages,
 )
-from forebay.memory.host_store import HostPool, Slot
+from forebay.memory.host_store import HostPool, HostSlot
 
 # Steps differ. One that needs a page more for each so many than the one that was counted still stays on the device; what more is
 # needed lies on the host for that step, and on the device in the next.
@@ -129,7 +129,7 @@ class _Memory:
 
     arena: Arena
     stack: FreePages
-    slot: Slot | None  # of the host pages, which are page-locked as long as this is alive
+    slot: HostSlot | None  # of the host pages, which are page-locked as long as this is alive
     device_pages: int
     host_pages: int
 
@@ -149,7 +149,7 @@ class _Own:
     """An arena of one ticket's, with just the pages that it needs."""
 
     arena: Arena
-    slot: Slot | None  # of the host pages
+    slot: HostSlot | None  # of the host pages
     device_pages: int
     host_pages: int
 
@@ -255,7 +255,7 @@ class PageStore:
         self._count_dead()
         return (self.host_pages + self._private.host) * self.page_bytes
 
-    def take(self, wanted: Sequence[Rows]) -> PageTicket:
+    def take(self, wanted: Sequence[PagedRows]) -> PageTicket:
         """Pages for the tensors of one layer, all or none of them.
 
         Without an arena, and within `exactly`, the host waits for the device once and the ticket has memory of its own: on the
@@ -409,7 +409,7 @@ class PageStore:
         self._last = None
         self._all_live.clear()
 
-    def _bounds(self, wanted: Sequence[Rows]) -> list[int]:
+    def _bounds(self, wanted: Sequence[PagedRows]) -> list[int]:
         """Pages of each, if all its rows are live."""
         if not 1 <= len(wanted) <= TOGETHER:
             raise ValueError(f"a ticket is for 1 to {TOGETHER} tensors, got {len(wanted)}")
@@ -436,7 +436,7 @@ class PageStore:
             )
         return bounds
 
-    def _live(self, rows: Rows) -> Tensor:
+    def _live(self, rows: PagedRows) -> Tensor:
         if rows.live is not None:
             return rows.live
         known = self._all_live.get(rows.rows)
@@ -446,7 +446,7 @@ class PageStore:
     def _constant(self, value: int) -> Tensor:
         return torch.full((1,), value, dtype=torch.int64, device=self.device)
 
-    def _take_exactly(self, wanted: Sequence[Rows], bounds: Sequence[int]) -> tuple[tuple[PageTable, ...], "_Own"]:
+    def _take_exactly(self, wanted: Sequence[PagedRows], bounds: Sequence[int]) -> tuple[tuple[PageTable, ...], "_Own"]:
         for rows in wanted:
             if rows.live is None and rows.rows not in self._all_live:
                 self._all_live[rows.rows] = self._constant(rows.rows)
@@ -493,13 +493,13 @@ class PageStore:
         """As many of `pages` as the budget allows."""
         return pages if self.device_budget is None else min(pages, self.device_budget // self.page_bytes)
 
-    def _allocate(self, device_pages: int, host_pages: int, slot: Slot | None) -> _Memory:
+    def _allocate(self, device_pages: int, host_pages: int, slot: HostSlot | None) -> _Memory:
         host, slot = self._host_memory(host_pages, slot)
         device = torch.empty(device_pages * self.page_bytes, dtype=torch.uint8, device=self.device)
         stack = all_free(device_pages + host_pages, self.device)
         return _Memory(Arena(device, host, self.page_bytes), stack, slot, device_pages, host_pages)
 
-    def _host_memory(self, pages: int, slot: Slot | None) -> tuple[Tensor, Slot | None]:
+    def _host_memory(self, pages: int, slot: HostSlot | None) -> tuple[Tensor, HostSlot | None]:
         """So many host pages, of `slot` if there is one; they live as long as the slot."""
         if not pages:
             return torch.empty(0, dtype=torch.uint8), slot

@@ -122,7 +122,7 @@ class SavedProfile:
         return dict(sums.most_common())
 
 
-class _Packed:
+class _ProfiledTensor:
     """What the graph owns while it is profiled: the tensor's alias and the numbers of its storages."""
 
     __slots__ = ("numbers", "tensor")
@@ -215,9 +215,9 @@ class Profiler:
             after - before if loss.is_cuda else None,
         )
 
-    def _pack(self, tensor: Tensor) -> _Packed:
+    def _pack(self, tensor: Tensor) -> _ProfiledTensor:
         # A detached alias and never the tensor itself: a node that owns its own output is a cycle no collector breaks.
-        return _Packed(tuple(self._number(part) for part in plain_parts(tensor)), tensor.detach())
+        return _ProfiledTensor(tuple(self._number(part) for part in plain_parts(tensor)), tensor.detach())
 
     def _number(self, tensor: Tensor) -> int:
         weak = StorageWeakRef(tensor.untyped_storage())
@@ -227,7 +227,7 @@ class Profiler:
             self._rows.append(_Row(weak, self._path[-1], tuple(tensor.shape), dtype, allocated_bytes(tensor)))
         return self._numbers[weak.cdata]
 
-    def _unpack(self, packed: _Packed) -> Tensor:
+    def _unpack(self, packed: _ProfiledTensor) -> Tensor:
         if self._asking is not None:
             for number in packed.numbers:
                 self._operations.setdefault(number, self._asking)

@@ -41,7 +41,7 @@ def _flat_views(module: torch.nn.Module) -> Iterator[torch.Tensor]:
             yield from (value for value in vars(child).values() if isinstance(value, torch.Tensor))
 
 
-class Weights(Container[int]):
+class RegionWeights(Container[int]):
     """Data pointers of a region's weights, as they are when asked.
 
     FSDP may gather a module *inside* the region (experts have a mesh of their own): those weights get their storage after the

@@ -3,7 +3,7 @@
 Input: a `Timeline` (the order in which region calls run forward and backward, their times and saved bytes) and what
 is offloaded or recomputed. Output: a plan with the moments at which copies out are settled and copies back begin, the
 peak memory, and the time that the compute stream waits. `simulate` is for forwards that are followed by their
-backwards; `Laid` is for pipelines.
+backwards; `LaneSchedule` is for pipelines.
 """
 
 from __future__ import annotations
@@ -182,17 +182,17 @@ def simulate(timeline: Timeline, assignment: Assignment, window: int | None = No
             that is possible. A number of bytes for one that does not fit: at most so many bytes are on their way out
             (or back) at once, and the compute stream waits where that is exceeded.
     """
-    return _Run(timeline, assignment, window).plan()
+    return _Simulation(timeline, assignment, window).plan()
 
 
 def simulate_levels(timeline: Timeline, assignment: Assignment, window: int | None = None) -> tuple[Plan, list[int]]:
     """`simulate`, and the highest memory (bytes) of each moment, of which the plan's peak is the largest."""
-    run = _Run(timeline, assignment, window)
+    run = _Simulation(timeline, assignment, window)
     plan = run.plan()
     return plan, run.levels()
 
 
-class _Run:
+class _Simulation:
     """The state of one simulation; lives as long as `simulate`."""
 
     def __init__(self, timeline: Timeline, assignment: Assignment, window: int | None):
@@ -352,7 +352,7 @@ class _Run:
 
 # What leaves in a pipeline, laid on the two lanes of the link: when each copy begins and ends, and who waits for it.
 #
-# In: a `Timeline`, and the items of each call that leave (`forebay.memory.offload_plan` chooses them). Out: a `Laid`: the
+# In: a `Timeline`, and the items of each call that leave (`forebay.memory.offload_plan` chooses them). Out: a `LaneSchedule`: the
 # moments at which copies out are settled and copies back begin, memory at each moment, the seconds waited, and the `Plan` of
 # all that.
 #
@@ -377,7 +377,7 @@ _LANE_SLACK = 3e-4  # s; launch latencies between a moment and the copy it start
 _APART = 0.01
 
 
-class Step:
+class TimedTimeline:
     """A timeline with its times. `idle`: share of its idle times in which copies go on."""
 
     def __init__(self, timeline: Timeline, idle: float = 0.0):
@@ -403,12 +403,12 @@ class Step:
         readers = {c: [c, *(numbers[key] for key in self.calls[c].shared_with)] for c in self.backward}
         return {c: min(self.backward[r] for r in read if r in self.backward) for c, read in readers.items()}
 
-    def lay(self, items: Iterable[tuple[int, int]], level: float = inf) -> Laid:
+    def lay(self, items: Iterable[tuple[int, int]], level: float = inf) -> LaneSchedule:
         """Lay (call, ordinal of an item) on the link. `level`: bytes; somebody waits rather than raise memory above it."""
         chosen: dict[int, set[int]] = {}
         for call, ordinal in items:
             chosen.setdefault(call, set()).add(ordinal)
-        return Laid(self, chosen, level)
+        return LaneSchedule(self, chosen, level)
 
     def next_start(self, index: int, now: float) -> float:
         """When the moment behind `index` starts, which ends `now`: what others send comes at a time of its own."""
@@ -419,7 +419,7 @@ class Step:
         return self.moments[moment].kind, self.calls[self.moments[moment].call].key
 
 
-class Laid:
+class LaneSchedule:
     """An assignment on the link, and what follows from it.
 
     Attributes:
@@ -428,7 +428,7 @@ class Laid:
         memory: bytes at each moment, with what rises during it; `peak`, the most of it.
     """
 
-    def __init__(self, step: Step, chosen: dict[int, set[int]], level: float):
+    def __init__(self, step: TimedTimeline, chosen: dict[int, set[int]], level: float):
         self.step = step
         self.chosen = {c: frozenset(o) for c, o in chosen.items()}
         self.bytes = {c: sum(step.calls[c].items[i] for i in o) for c, o in self.chosen.items()}

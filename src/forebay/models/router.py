@@ -1,7 +1,7 @@
 """What the routers of a model did: their logits and choices, for losses and load balancing.
 
 In: a model with MoE blocks (see `forebay.models.families.moe_blocks`), whether its decoder layers are
-transformers' own, halves or compiled halves. Out: within `recording()`, one `Routing` a MoE layer
+transformers' own, halves or compiled halves. Out: within `recording()`, one `RouterOutput` a MoE layer
 and forward pass, in the order of the forward; from these the load-balancing loss of Switch-style
 models and the bias update of DeepSeek-V3 and GLM-4-MoE.
 
@@ -23,7 +23,7 @@ from forebay.models.families import MoeBlock, moe_blocks
 
 
 @dataclass(frozen=True, eq=False)
-class Routing:
+class RouterOutput:
     """What one router did in one forward: T tokens, E experts, K choices each."""
 
     path: str
@@ -48,7 +48,7 @@ class RouterStats:
         self._blocks = moe_blocks(model)
         if not self._blocks:
             raise ValueError(f"{type(model).__name__} has no MoE block that Forebay knows")
-        self.records: list[Routing] = []
+        self.records: list[RouterOutput] = []
         self._counts: dict[str, Tensor] = {}
 
     @property
@@ -182,7 +182,7 @@ class RouterStats:
         # Inside a backward pass, this forward is a recomputation.
         if torch._C._current_graph_task_id() != -1:
             return
-        self.records.append(Routing(path, output[0], output[2]))
+        self.records.append(RouterOutput(path, output[0], output[2]))
         self._count(path, router, inputs, output)
 
     def _count(self, path: str, router: nn.Module, inputs: Any, output: Any) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from forebay.kernels.paging import PageTable, Rows, restore, stash
+from forebay.kernels.paging import PagedRows, PageTable, restore, stash
 from forebay.moe.experts_op import (
     add_weight_gradient,
     experts_backward,
@@ -172,14 +172,14 @@ def _input_half(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
     dx, d_weights, dh, act, *d_biases = (g if need else None for g, need in zip(made, ctx.needs, strict=True))
     x, _, order, inverse, offs, *_ = saved
     transposed, routing = ctx.settings[2], (order, offs, inverse.shape[1])
-    d_gate_up = None if dh is None else Left("tokens", x.detach(), dh, *routing, transposed)
+    d_gate_up = None if dh is None else WeightGradientOperands("tokens", x.detach(), dh, *routing, transposed)
     # dy itself, not an alias: whoever else is handed dy as a gradient sees that it is not theirs alone to add to.
-    d_down = None if act is None else Left("gradient", dy, act, *routing, not transposed)
+    d_down = None if act is None else WeightGradientOperands("gradient", dy, act, *routing, not transposed)
     ctx.store.pending.append(Later(ctx.end, d_gate_up, d_down))
     return dx, d_weights, *d_biases
 
 
-class Left:
+class WeightGradientOperands:
     """Operands of `experts_weight_backward_op`, given up when the gradient is made. `name` says what the first one is, which may
     also be something that brings it."""
 
@@ -210,8 +210,12 @@ class Left:
 class Later:
     """What is appended: adds one experts call's weight gradients to their sums, or hands them over to autograd."""
 
-    def __init__(self, end: End, d_gate_up: Left | None, d_down: Left | None):
-        self._waiting: tuple[End, Left | None, Left | None] | None = (end, d_gate_up, d_down)
+    def __init__(self, end: End, d_gate_up: WeightGradientOperands | None, d_down: WeightGradientOperands | None):
+        self._waiting: tuple[End, WeightGradientOperands | None, WeightGradientOperands | None] | None = (
+            end,
+            d_gate_up,
+            d_down,
+        )
 
     def __call__(self) -> None:
         if self._waiting is None:
@@ -228,7 +232,7 @@ class End:
         self._sums = sums
         self._root = _Weights.apply(self._makers, gate_up, down)
 
-    def sum_or_run(self, *left: Left | None) -> None:
+    def sum_or_run(self, *left: WeightGradientOperands | None) -> None:
         """Add gate_up's and down's gradients to their sums, down's first; backward from here on for those that have none."""
         makers = list(left)
         for place in (1, 0):
@@ -285,7 +289,7 @@ class _Weights(torch.autograd.Function):
 # gradients that wait for a later slot (`forebay.moe.wgrad`) hold it until they are made, so x stays in its pages.
 
 
-class Ticket(Protocol):
+class RowsTicket(Protocol):
     """Room in pages, for as long as it is held."""
 
     @property
@@ -296,7 +300,7 @@ class Ticket(Protocol):
 class Pages(Protocol):
     """Where rows wait; `forebay.memory.page_store.PageStore` is one."""
 
-    def take(self, wanted: Sequence[Rows]) -> Ticket:
+    def take(self, wanted: Sequence[PagedRows]) -> RowsTicket:
         """Room for the live rows of each. The host does not wait."""
 
 
@@ -334,7 +338,7 @@ class _Stashed(torch.autograd.Function):
         ctx.settings = settings
         saves_x = need_gate_up or not save_h
         # Rows of this rank's own tokens are saved elsewhere too: to move them would free nothing.
-        rows = _Rows(
+        rows = _RowsInPages(
             pages, x if saves_x and max_rows is not None else None, ids, save_h, width_of(gate_up, settings[2])
         )
         inputs = [x, ids, weights, gate_up, down, gate_up_bias, down_bias, *settings, max_rows, rows.take]
@@ -383,12 +387,12 @@ def _hand_over(
         return
     transposed = ctx.settings[2]
     act, dh = made.pop(), made.pop()
-    gate_up = None if dh is None else Left("tokens", x, dh, *routing, transposed)
-    down = None if act is None else Left("gradient", dy, act, *routing, not transposed)
+    gate_up = None if dh is None else WeightGradientOperands("tokens", x, dh, *routing, transposed)
+    down = None if act is None else WeightGradientOperands("gradient", dy, act, *routing, not transposed)
     later.append(Later(ctx.end, gate_up, down))
 
 
-class _Rows:
+class _RowsInPages:
     """Asks for pages once the device knows how many rows there are, h's and x's in one go.
 
     Attributes:
@@ -399,7 +403,7 @@ class _Rows:
 
     def __init__(self, pages: Pages, x: Tensor | None, ids: Tensor, save_h: bool, h_row_bytes: int):
         self._pages, self._source, self._ids, self._save_h, self._h_row_bytes = pages, x, ids, save_h, h_row_bytes
-        self.ticket: Ticket | None = None
+        self.ticket: RowsTicket | None = None
         self.h: PageTable | None = None
         self.x: Callable[[], Tensor] | None = None
 
@@ -408,11 +412,11 @@ class _Rows:
         wanted = []
         x, self._source = self._source, None
         if self._save_h:
-            wanted.append(Rows(routing.offs[-1:], routing.order.shape[0], self._h_row_bytes))
+            wanted.append(PagedRows(routing.offs[-1:], routing.order.shape[0], self._h_row_bytes))
         if x is not None:
             # Rows that only fill x up come last, and none of their slots is live.
             live = (self._ids >= 0).any(1).sum(dtype=torch.int32).view(1)
-            wanted.append(Rows(live, x.shape[0], x.shape[1] * x.element_size()))
+            wanted.append(PagedRows(live, x.shape[0], x.shape[1] * x.element_size()))
         if wanted:
             self.ticket = self._pages.take(wanted)
             if x is not None:
@@ -428,7 +432,7 @@ def width_of(gate_up: Tensor, transposed: bool) -> int:
     return gate_up.shape[2 if transposed else 1] * gate_up.element_size()
 
 
-def _bring(ticket: Ticket, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _bring(ticket: RowsTicket, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """x again, its live rows; the others are uninitialised memory."""
     x = torch.empty(shape, dtype=dtype, device=device)
     restore(ticket.tables[-1:], [x])

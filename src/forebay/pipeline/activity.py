@@ -1,7 +1,7 @@
 """What the ranks of a pipeline ran in a step: a recorder, a picture, a trace for Perfetto, and the idle share of each rank.
 
-Input: the runtime's calls around each action (`Recorder`), then `Ran` records of all ranks on one clock. Output: a PNG (`draw`),
-Chrome trace JSON (`perfetto`) and fractions (`bubble`). `Recorder` owns the CUDA events of one step.
+Input: the runtime's calls around each action (`ActionRecorder`), then `Ran` records of all ranks on one clock. Output: a PNG
+(`draw`), Chrome trace JSON (`perfetto`) and fractions (`bubble`). `ActionRecorder` owns the CUDA events of one step.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def boxes_of(record: Ran) -> list[tuple[str, int, int]]:
     return [(kind, int(stage), int(number)) for stage, kind, number in _PART.findall(record.label)]
 
 
-class _Box(NamedTuple):
+class _DrawnBox(NamedTuple):
     low: float  # from the row's upper edge, whose height is 1
     height: float
     colour: str
@@ -176,19 +176,19 @@ class _Box(NamedTuple):
     stage: int = -1
 
 
-def _boxes(record: Ran) -> list[_Box]:
+def _boxes(record: Ran) -> list[_DrawnBox]:
     """An action's box; an overlap has one for each of its parts, one above the other."""
     parts = [(int(stage), kind, number) for stage, kind, number in _PART.findall(record.label)]
     if record.kind == "OVERLAP_F_B" and parts:
         height = 0.8 / len(parts)
         return [
-            _Box(0.1 + i * height, height, _COLOURS.get(kind, _OTHER), number, stage)
+            _DrawnBox(0.1 + i * height, height, _COLOURS.get(kind, _OTHER), number, stage)
             for i, (stage, kind, number) in enumerate(parts)
         ]
     stage, _, number = parts[0] if parts else (-1, "", "")
     if record.kind not in _COLOURS:
-        return [_Box(0.92, 0.08, _OTHER, stage=stage)]  # below the computation that it runs beside
-    return [_Box(0.1, 0.8, _COLOURS[record.kind], number, stage)]
+        return [_DrawnBox(0.92, 0.08, _OTHER, stage=stage)]  # below the computation that it runs beside
+    return [_DrawnBox(0.1, 0.8, _COLOURS[record.kind], number, stage)]
 
 
 def _draw_memory(axes: Any, ranks: Mapping[int, Sequence[Ran]], begin: float) -> None:
@@ -247,10 +247,10 @@ def _covered(ran: Sequence[Ran]) -> float:
 # On a CUDA device times are those of the compute stream, by events; the host waits for nothing until `records` is asked. Ranks
 # have a clock in common if they begin their steps together (a barrier).
 #
-# `Recorder` owns the events of one step.
+# `ActionRecorder` owns the events of one step.
 
 
-class Recorder:
+class ActionRecorder:
     """One step of one rank.
 
     Args:

@@ -77,7 +77,7 @@ _BY_HEAD = frozenset({"DeepseekV2Attention", "DeepseekV3Attention", "Glm4MoeAtte
 
 
 @dataclass(frozen=True)
-class Work:
+class PartCost:
     """Of one microbatch in one part of a model.
 
     Attributes:
@@ -111,8 +111,8 @@ class Costs:
     layers: tuple[LayerCost, ...]
     embedding: LayerCost
     head: LayerCost
-    work: tuple[Work, ...]
-    head_work: Work
+    work: tuple[PartCost, ...]
+    head_work: PartCost
 
 
 def model_costs(model: nn.Module, sequence: int, microbatch: int, attention: str | None = None, ep: int = 1) -> Costs:
@@ -137,7 +137,7 @@ def model_costs(model: nn.Module, sequence: int, microbatch: int, attention: str
     tokens = sequence * microbatch
     vocabulary, hidden = head.weight.shape
     loss = _F32 * hidden * (tokens + vocabulary)
-    head_work = Work(6 * vocabulary * hidden * tokens, 0, tokens * (_F32 + _BF16) * hidden + loss, 0)
+    head_work = PartCost(6 * vocabulary * hidden * tokens, 0, tokens * (_F32 + _BF16) * hidden + loss, 0)
     return Costs(
         tuple(w.cost(ep) for w in work),
         LayerCost(0, 8 * tokens),
@@ -148,7 +148,7 @@ def model_costs(model: nn.Module, sequence: int, microbatch: int, attention: str
     )
 
 
-def _layer(path: str, layer: Any, sequence: int, microbatch: int, eager: bool) -> Work:
+def _layer(path: str, layer: Any, sequence: int, microbatch: int, eager: bool) -> PartCost:
     tokens, hidden = sequence * microbatch, layer.input_layernorm.weight.shape[0]
     block = moe_block(f"{path}.mlp", layer.mlp)
     mlp = _dense(layer.mlp) if block is None else _moe(block)
@@ -161,7 +161,7 @@ def _layer(path: str, layer: Any, sequence: int, microbatch: int, eager: bool) -
     # The norms before attention and MLP, whose outputs all projections share, and those inside of attention.
     saved += _inner_norms(attention) + 2 * (_norm(layer.input_layernorm, hidden) + _BF16 * hidden)
     routed = 6 * tokens * mlp.routed
-    return Work(flops, routed, tokens * (saved + mlp.saved) + mlp.saved_once, weights, mlp.expert_weights)
+    return PartCost(flops, routed, tokens * (saved + mlp.saved) + mlp.saved_once, weights, mlp.expert_weights)
 
 
 def _is_latent(attention: Any) -> bool:

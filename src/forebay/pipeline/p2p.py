@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from forebay.pipeline.schedule import BACKWARD, BACKWARD_INPUT, FORWARD, Plan
+from forebay.pipeline.schedule import BACKWARD, BACKWARD_INPUT, FORWARD, PipelinePlan
 
 # What pipeline ranks send each other: hidden states forward, their gradients backward.
 #
@@ -198,8 +198,8 @@ def neighbours(ranks: Sequence[int]) -> list[tuple[int, int]]:
 
 # What a message tells of others: one that arrives shows that its sender had received this and that before it made it.
 #
-# In: a `Plan`. Out: for each message that a rank receives, those that it sent and whose arrival is certain then. So what was sent
-# is let go of in the order of the plan, and nobody has to ask the device: a step in a CUDA graph could not.
+# In: a `PipelinePlan`. Out: for each message that a rank receives, those that it sent and whose arrival is certain then. So
+# what was sent is let go of in the order of the plan, and nobody has to ask the device: a step in a CUDA graph could not.
 #
 # A rank takes a message at the beginning of the action that needs it, and sends what an action made before the next one begins.
 
@@ -214,7 +214,7 @@ class _Sent(NamedTuple):
     """Number of the action that needs it, on `target`."""
 
 
-def answers(plan: Plan, rank: int) -> Mapping[Message, list[Message]]:
+def answers(plan: PipelinePlan, rank: int) -> Mapping[Message, list[Message]]:
     """Received message -> what `rank` sent and is known to have arrived, at the earliest such message."""
     messages = list(_messages(plan))
     received = sorted((m for m in messages if m.target == rank), key=lambda m: m.taken)
@@ -229,7 +229,7 @@ def answers(plan: Plan, rank: int) -> Mapping[Message, list[Message]]:
     return known
 
 
-def _messages(plan: Plan) -> Iterator[_Sent]:
+def _messages(plan: PipelinePlan) -> Iterator[_Sent]:
     where: dict[tuple[str, int, int], int] = {}
     for actions in plan.actions:
         for number, action in enumerate(actions):

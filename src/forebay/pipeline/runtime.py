@@ -27,7 +27,7 @@ from forebay.pipeline.schedule import (
     RECV_B,
     RECV_F,
     Action,
-    Plan,
+    PipelinePlan,
     turns,
 )
 from forebay.pipeline.sublayer import (
@@ -119,8 +119,8 @@ class StageBalance:
 
 # A pipeline rank's step: carries out its plan, action by action.
 #
-# In: the rank's stages, a `Plan` (`forebay.pipeline.schedule`), and a step's microbatches, the same on all ranks of a pipeline.
-# Out: the losses on the rank of the last stage, and gradients in the parameters' `.grad`.
+# In: the rank's stages, a `PipelinePlan` (`forebay.pipeline.schedule`), and a step's microbatches, the same on all ranks of a
+# pipeline. Out: the losses on the rank of the last stage, and gradients in the parameters' `.grad`.
 #
 #     F            input (prologue, the neighbour's packet, or the stage before on this rank) -> layers -> packet, or loss
 #     B            gradient (a packet, the stage behind on this rank, or of the loss) -> layers -> packet, or prologue
@@ -134,7 +134,7 @@ class StageBalance:
 # input.
 #
 # `PipelineRuntime` owns the communication stream. What a microbatch leaves behind between actions (its `StagePass`, a packet
-# that waits for its turn) hangs on the `_Step` that lives as long as `run`, so an exception leaves nothing.
+# that waits for its turn) hangs on the `_RuntimeStep` that lives as long as `run`, so an exception leaves nothing.
 
 
 class Balance(Protocol):
@@ -206,7 +206,7 @@ class PipelineRuntime:
     def __init__(
         self,
         stages: Mapping[int, Stage],
-        plan: Plan,
+        plan: PipelinePlan,
         rank: int,
         links: Links | None,
         device: torch.device,
@@ -247,7 +247,7 @@ class PipelineRuntime:
         """
         if len(microbatches) != self.plan.microbatches:
             raise ValueError(f"the plan is for {self.plan.microbatches} microbatches, not {len(microbatches)}")
-        step = _Step(self, microbatches, like, loss_scale)
+        step = _RuntimeStep(self, microbatches, like, loss_scale)
         ran = []
         self.context.enter()
         try:
@@ -271,7 +271,7 @@ class PipelineRuntime:
         return losses, ran
 
 
-class _Step:
+class _RuntimeStep:
     """The state of one step."""
 
     def __init__(

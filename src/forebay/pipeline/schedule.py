@@ -69,14 +69,14 @@ def _spread(places: Sequence[int], number: int) -> Sequence[int]:
 
 # What each pipeline rank does in a step, and in which order: torch's schedules as plain lists.
 #
-# In: a schedule's name, the number of pipeline ranks, of stages and of microbatches. Out: a `Plan`. No process group, no device
-# and no model are needed, so the planner and the tests read the same lists that the runtime carries out.
+# In: a schedule's name, the number of pipeline ranks, of stages and of microbatches. Out: a `PipelinePlan`. No process group,
+# no device and no model are needed, so the planner and the tests read the same lists that the runtime carries out.
 #
 # The orders are those of `torch.distributed.pipelining.schedules` (Schedule1F1B, ScheduleInterleaved1F1B,
 # ScheduleZBVZeroBubble, ScheduleDualPipeV), as is the way in which sends and receives are put between computations. Its runtime
 # is not used: it holds receive buffers for every microbatch of a step, and every sent tensor until the step's end.
 #
-# Nothing is kept here. `Plan` is read-only.
+# Nothing is kept here. `PipelinePlan` is read-only.
 
 FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, OVERLAP = "F", "B", "I", "W", "OVERLAP_F_B"
 SEND_F, RECV_F, SEND_B, RECV_B = "SEND_F", "RECV_F", "SEND_B", "RECV_B"
@@ -111,7 +111,7 @@ class Action:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PipelinePlan:
     """A step of a pipeline.
 
     Attributes:
@@ -137,7 +137,7 @@ class Plan:
                 yield from action.parts or (action,)
 
 
-def make_plan(name: str, pp: int, microbatches: int, chunks: int = 2, weights_early: bool = False) -> Plan:
+def make_plan(name: str, pp: int, microbatches: int, chunks: int = 2, weights_early: bool = False) -> PipelinePlan:
     """The plan of a schedule.
 
     Args:
@@ -175,7 +175,7 @@ def make_plan(name: str, pp: int, microbatches: int, chunks: int = 2, weights_ea
         ) from error
 
 
-def forward_plan(plan: Plan) -> Plan:
+def forward_plan(plan: PipelinePlan) -> PipelinePlan:
     """The same stages on the same ranks, forward only: microbatches in groups of as many as there are ranks."""
     pp = len(plan.actions)
     order: dict[int, list[Any]] = {}
@@ -215,11 +215,11 @@ def _stub(stage: int, stages: int, pp: int) -> Any:
     )
 
 
-def _lowered(name: str, ranks: tuple[int, ...], microbatches: int, order: Mapping[int, Sequence[Any]]) -> Plan:
+def _lowered(name: str, ranks: tuple[int, ...], microbatches: int, order: Mapping[int, Sequence[Any]]) -> PipelinePlan:
     """The plan of an order of computations, with sends and receives where torch puts them."""
     computing = {rank: [a for a in actions if a is not None and a.is_compute_op] for rank, actions in order.items()}
     lowered = torch_schedules._add_send_recv(computing, stage_to_rank=lambda s: ranks[s], num_stages=len(ranks))
-    return Plan(name, ranks, microbatches, tuple(tuple(map(_action, lowered[r])) for r in sorted(lowered)))
+    return PipelinePlan(name, ranks, microbatches, tuple(tuple(map(_action, lowered[r])) for r in sorted(lowered)))
 
 
 def _weights_early(actions: Sequence[Action], ranks: Sequence[int]) -> tuple[Action, ...]:

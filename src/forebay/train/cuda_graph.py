@@ -49,7 +49,7 @@ _REPLAYS = 2  # of a graph before it is asked for times: the first one uploads i
 _TIMED = 3  # graphs: the first one's plan rests on the times of calls, the others' on those of another plan, and on its waits
 
 
-class Kept:
+class StepState:
     """What a captured call changes besides what it returns. An engine says what that is.
 
     Args:
@@ -74,7 +74,7 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class _Pool:
+class _GraphPool:
     """A graph's, as `torch.cuda.use_mem_pool` asks for one."""
 
     id: Any
@@ -104,7 +104,7 @@ class CapturedStep:
     def __init__(
         self,
         body: Body,
-        kept: Sequence[Kept],
+        kept: Sequence[StepState],
         device: torch.device,
         version: Callable[[], int],
         agreed: Callable[[bool], bool],
@@ -160,7 +160,7 @@ class CapturedStep:
         if self._graph is None:
             yield
             return
-        pool: Any = _Pool(self._graph.pool())
+        pool: Any = _GraphPool(self._graph.pool())
         with torch.cuda.use_mem_pool(pool, self._device):
             yield
 
@@ -353,9 +353,9 @@ def captured_step(
     """For an engine that runs `body` between gathering and reducing: gradients and the routers' counts are what it leaves.
     `timed`: on some process `memory` plans by the times that steps take. `flags`: of the engine's own streams."""
     gathered.keep_weights()
-    kept = [Kept(gathered.take_gradients, gathered.put_gradients)]
+    kept = [StepState(gathered.take_gradients, gathered.put_gradients)]
     if router is not None:
-        kept.append(Kept(router.take_counts, router.add_counts))
+        kept.append(StepState(router.take_counts, router.add_counts))
     pages = memory.pages
     return CapturedStep(
         body,

@@ -23,7 +23,7 @@ from forebay.pipeline.model import CutLayer, CutModel, Microbatch
 from forebay.pipeline.p2p import DistLinks, Links, answers, neighbours
 from forebay.pipeline.partition import Partition
 from forebay.pipeline.runtime import OverlappedStep, PipelineRuntime, Stage, StageBalance, Watcher
-from forebay.pipeline.schedule import BACKWARD_WEIGHT, FORWARD, Action, Plan, forward_plan, make_plan
+from forebay.pipeline.schedule import BACKWARD_WEIGHT, FORWARD, Action, PipelinePlan, forward_plan, make_plan
 from forebay.train.cuda_graph import CapturableEngine, Parts, captured_step
 from forebay.train.distributed import Mesh
 from forebay.train.unsharded_step import DeferredExperts, GatheredStep
@@ -138,14 +138,14 @@ class OverlappedGradients(CapturableEngine):
 # `PipelinedGradients` owns the runtime, the links and the hooks on gathered parameters.
 
 
-def plan_of(config: Config, mesh: Mesh) -> Plan:
+def plan_of(config: Config, mesh: Mesh) -> PipelinePlan:
     """The plan of a step. `check_world` has made sure that there is one."""
     p = config.parallel
     microbatches = config.train.batch // mesh.batch.size // config.microbatch(mesh.batch.size)
     return make_plan(p.schedule, p.pp, microbatches, p.chunks, config.weights_early)
 
 
-def keep_stages(model: Any, plan: Plan, partition: Partition, rank: int) -> None:
+def keep_stages(model: Any, plan: PipelinePlan, partition: Partition, rank: int) -> None:
     """Leave of a model on the meta device what pipeline rank `rank` has of it.
 
     Raises:
@@ -189,7 +189,7 @@ class PipelinedGradients(CapturableEngine):
         memory: Managed,
         config: Config,
         mesh: Mesh,
-        plan: Plan,
+        plan: PipelinePlan,
         partition: Partition,
         *,
         experts: int,
@@ -286,7 +286,7 @@ class PipelinedGradients(CapturableEngine):
         self._gathered.close()
         self._deferred.close()
 
-    def _backwards(self, plan: Plan, partition: Partition) -> list[tuple[str, int]]:
+    def _backwards(self, plan: PipelinePlan, partition: Partition) -> list[tuple[str, int]]:
         """The regions' calls in the order in which they run backward: the plan's."""
         counts: dict[str, int] = {}
         called: dict[tuple[int, int], list[tuple[str, int]]] = {}
@@ -315,7 +315,7 @@ class PipelinedGradients(CapturableEngine):
             enter=cut.enter,
         )
 
-    def _runtime_of(self, plan: Plan) -> PipelineRuntime:
+    def _runtime_of(self, plan: PipelinePlan) -> PipelineRuntime:
         return PipelineRuntime(
             self._stages,
             plan,

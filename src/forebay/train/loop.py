@@ -27,10 +27,10 @@ from rich.console import Console
 from torch.distributed.fsdp import FSDPModule
 
 from forebay.config import Config, check_world, from_mapping
-from forebay.errors import Interrupted, RunError, SaidElsewhere, UsageError
+from forebay.errors import Interrupted, ReportedElsewhere, RunError, UsageError
 from forebay.memory.hooks import StepReport
 from forebay.memory.storage import local
-from forebay.pipeline.activity import Ran, Recorder, bubble, draw, perfetto
+from forebay.pipeline.activity import ActionRecorder, Ran, bubble, draw, perfetto
 from forebay.train import checkpoint
 from forebay.train.distributed import Heartbeat, Mesh, World
 from forebay.train.durable import LOCK, FolderLock, holder, make_folder, replace_text
@@ -68,7 +68,7 @@ def watch_step(trainer: Trainer, step: Callable[[], T]) -> tuple[T, list[Ran]]:
     dist.barrier(mesh.pipeline)
     if trainer.device.type == "cuda":
         torch.cuda.synchronize(trainer.device)
-    recorder = Recorder(mesh.pp_rank, trainer.device)
+    recorder = ActionRecorder(mesh.pp_rank, trainer.device)
     with engine.called(), engine.watched(recorder):
         result = step()
     found: list[Any] = [None] * mesh.pp
@@ -307,7 +307,7 @@ def train(config: Config, console: Console, resume: str | None = None) -> Path:
         start = mesh.on_main(lambda: claim_start(config, resume, lock))
         advice = partial(_intact, start)
         with _heartbeat(config, mesh, advice) as heart, Trainer(config, mesh) as trainer, _blaming(heart, advice):
-            return _Run(config, console, start, trainer, stop).go()
+            return _TrainingRun(config, console, start, trainer, stop).go()
 
 
 def profile(config: Config) -> list[PipelineProfile]:
@@ -331,13 +331,13 @@ def profile(config: Config) -> list[PipelineProfile]:
 
 @contextmanager
 def _one_says_why(mesh: Mesh) -> Iterator[None]:
-    """What fails within is raised on the first process that fails; on others it is `SaidElsewhere`."""
+    """What fails within is raised on the first process that fails; on others it is `ReportedElsewhere`."""
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
         if mesh.speaks_first():
             raise
-        raise SaidElsewhere(getattr(error, "exit_code", RunError.exit_code)) from error
+        raise ReportedElsewhere(getattr(error, "exit_code", RunError.exit_code)) from error
 
 
 @contextmanager
@@ -417,7 +417,7 @@ def _class_of(model: Any) -> str:
     return (kind.__mro__[2] if isinstance(model, FSDPModule) else kind).__name__
 
 
-class _Run:
+class _TrainingRun:
     """The loop. Holds the records that the summary needs."""
 
     def __init__(self, config: Config, console: Console, start: Start, trainer: Trainer, stop: StopRequest):

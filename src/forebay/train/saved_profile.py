@@ -42,7 +42,7 @@ from forebay.memory.profiler import WeightStorages, allocated_bytes, plain_parts
 from forebay.moe.dispatch import Exchange
 from forebay.pipeline.partition import Partition
 from forebay.pipeline.runtime import Stage
-from forebay.pipeline.schedule import FORWARD, Action, Plan
+from forebay.pipeline.schedule import FORWARD, Action, PipelinePlan
 from forebay.pipeline.sublayer import Layer
 from forebay.policy import format_bytes
 from forebay.train.trainer import Trainer
@@ -219,7 +219,7 @@ class Save(NamedTuple):
     microbatch: int
 
 
-class _Packed:
+class _TrackedTensor:
     """What the graph owns in place of a saved tensor. When it is let go of, so is what was saved."""
 
     __slots__ = ("_events", "_saves", "tensor")
@@ -280,20 +280,20 @@ class Collector:
         )
         return replace(stage, layers=layers, prologue=prologue, epilogue=epilogue)
 
-    def pack(self, tensor: Tensor) -> _Packed:
+    def pack(self, tensor: Tensor) -> _TrackedTensor:
         """For `saved_tensors_hooks`."""
         # A detached alias and never the tensor itself: a node that owns its own output is a cycle no collector breaks.
         if self._forward is None or self._inside is None:
-            return _Packed(tensor.detach(), [], self._events)
+            return _TrackedTensor(tensor.detach(), [], self._events)
         place = Place(self._forward.stage, *self._inside)
         saves = [self._save(part, place, self._forward.microbatch) for part in plain_parts(tensor)]
-        return _Packed(tensor.detach(), saves, self._events)
+        return _TrackedTensor(tensor.detach(), saves, self._events)
 
-    def unpack(self, packed: _Packed) -> Tensor:
+    def unpack(self, packed: _TrackedTensor) -> Tensor:
         """For `saved_tensors_hooks`."""
         return packed.tensor
 
-    def profile(self, plan: Plan, rank: int) -> PipelineProfile:
+    def profile(self, plan: PipelinePlan, rank: int) -> PipelineProfile:
         """Of the step that was run."""
         weights = frozenset(n for n, storage in enumerate(self._storages) if storage.weak in self._weights)
         sizes = [storage.nbytes for storage in self._storages]
@@ -340,7 +340,7 @@ class _Named:
 
 
 def summed_up(
-    plan: Plan,
+    plan: PipelinePlan,
     rank: int,
     sizes: list[int],
     weights: frozenset[int],

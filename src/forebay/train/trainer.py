@@ -33,7 +33,7 @@ from forebay.models.router import RouterStats
 from forebay.moe.dispatch import Exchange
 from forebay.pipeline.costs import partition_of
 from forebay.pipeline.partition import Partition
-from forebay.pipeline.schedule import Plan
+from forebay.pipeline.schedule import PipelinePlan
 from forebay.train import hf_io, parallel
 from forebay.train.capacity_retry import Reruns
 from forebay.train.cuda_graph import CapturedStep
@@ -348,7 +348,7 @@ class Trainer:
         self._shards = parallel.shard(model, self.mesh, self.config)
 
     def _engine(
-        self, plan: Plan | None, partition: Partition | None, experts: int
+        self, plan: PipelinePlan | None, partition: Partition | None, experts: int
     ) -> OverlappedGradients | PipelinedGradients | None:
         """What runs a step's forwards and backwards; None: they run one after the other."""
         config = self.config

@@ -40,7 +40,7 @@ from forebay.train.parallel import add_to_shard, fsdp_group
 
 
 @dataclass(frozen=True)
-class Rows:
+class EmbeddingRows:
     """What `GatheredStep.reduce` makes the embedding's sum of.
 
     Attributes:
@@ -56,11 +56,11 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Left:
+class UnreducedGradients:
     """What a step left before `reduce`: of each trained weight its `grad` and FSDP2's sum, and the embedding's rows."""
 
     gradients: list[tuple[Any, Tensor | None, Tensor | None]]
-    rows: Rows | None
+    rows: EmbeddingRows | None
 
 
 class GatheredStep:
@@ -77,7 +77,7 @@ class GatheredStep:
         self._model, self._cut = model, cut
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._sums: dict[str, Any] = {}
-        self._rows: Rows | None = None
+        self._rows: EmbeddingRows | None = None
         self._sharded = isinstance(model, FSDPModule)
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._experts: list[Any] = []  # FSDP2's records of the experts' weights that `expert_sum` knows, once gathered
@@ -111,7 +111,7 @@ class GatheredStep:
         if total is not None:
             _add(sums["embedding"], self._cut.padded(total))
         elif collected is not None:
-            self._rows = Rows(sums["embedding"], collected, sums.get("head"), head_sum)
+            self._rows = EmbeddingRows(sums["embedding"], collected, sums.get("head"), head_sum)
 
     def reduce(self) -> None:
         """Add gradients up over processes, onto the shards, and give gathered weights back."""
@@ -147,17 +147,17 @@ class GatheredStep:
             return any(p.grad is not None for p in self._model.parameters())
         return any(held.sharded_param.grad is not None for held in self._records())
 
-    def take_gradients(self) -> Left:
+    def take_gradients(self) -> UnreducedGradients:
         """Take the gradients off the weights that are trained, before `reduce`: what each was left."""
         left = []
         for weight, held in self._trained():
             accumulated = held.unsharded_accumulated_grad if held is not None else None
             left.append(((weight, held), weight.grad, accumulated))
         rows = self._rows
-        self.put_gradients(Left([(key, None, None) for key, *_ in left], None))
-        return Left(left, rows)
+        self.put_gradients(UnreducedGradients([(key, None, None) for key, *_ in left], None))
+        return UnreducedGradients(left, rows)
 
-    def put_gradients(self, left: Left) -> None:
+    def put_gradients(self, left: UnreducedGradients) -> None:
         """The inverse of `take_gradients`: in the place of what is there."""
         for (weight, held), gradient, accumulated in left.gradients:
             weight.grad = gradient
@@ -223,7 +223,7 @@ class GatheredStep:
                     return held
         return None
 
-    def _spread(self, rows: Rows) -> None:
+    def _spread(self, rows: EmbeddingRows) -> None:
         """Make the embedding's sum, in the memory of the head's if that was reduced: not of tied weights, and not where a process
         has the head to itself and its sum is its gradient."""
         total = rows.head_sum

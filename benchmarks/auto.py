@@ -87,7 +87,11 @@ def build(layers: int) -> Any:
 
 def regions(model: Any) -> list[str]:
     """Paths of the halves of the decoder layers."""
-    return [f"model.layers.{n}.{half}" for n in range(model.config.num_hidden_layers) for half in ("self_attn", "mlp")]
+    return [
+        f"model.layers.{n}.{sublayer}"
+        for n in range(model.config.num_hidden_layers)
+        for sublayer in ("self_attn", "mlp")
+    ]
 
 
 def arms(paths: list[str]) -> Iterator[Arm]:
@@ -136,7 +140,7 @@ def told(timeline: Timeline) -> dict[str, Any]:
     """A timeline as plain figures, from which it can be made again. Bytes and seconds."""
     return {
         "calls": [vars(call) for call in timeline.calls],
-        "moments": [vars(moment) for moment in timeline.moments],
+        "moments": [vars(event) for event in timeline.events],
         "out_rate": timeline.out_rate,
         "back_rate": timeline.back_rate,
     }

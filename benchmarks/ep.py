@@ -169,7 +169,7 @@ def measure(args: argparse.Namespace, name: str, arm: str) -> dict[str, Any]:
             "model": name,
             "arm": arm,
             "routing": routing,
-            "dispatch": type(trainer.exchange).__name__,
+            "dispatch": type(trainer.dispatcher).__name__,
             "policy": args.policy,
             "tokens/s": tokens / statistics.median(timed),
             "slowest, fastest step s": f"{max(timed):.3f}, {min(timed):.3f}",

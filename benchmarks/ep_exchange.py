@@ -33,10 +33,10 @@ import torch.distributed as dist
 from common import write
 from torch import Tensor
 
-from forebay.moe.dispatch import Exchange, NcclExchange
+from forebay.moe.dispatch import NcclDispatcher, TokenDispatcher
 from forebay.moe.dispatch_op import combine, dispatch
 from forebay.moe.experts import experts
-from forebay.moe.symmetric import SymmetricExchange
+from forebay.moe.symmetric import SymmetricDispatcher
 
 H, K, E, INNER = 2048, 8, 128, 128
 MIB = 1 << 20
@@ -63,13 +63,13 @@ def choose(tokens: int, kind: str, generator: torch.Generator) -> Tensor:
     )
 
 
-def layer_inputs(tokens: int, kind: str, seed: int, exchange: Exchange) -> dict[str, Tensor]:
-    own = torch.Generator("cuda").manual_seed(100 * seed + exchange.rank)
+def layer_inputs(tokens: int, kind: str, seed: int, dispatcher: TokenDispatcher) -> dict[str, Tensor]:
+    own = torch.Generator("cuda").manual_seed(100 * seed + dispatcher.rank)
 
     def randn(*shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(*shape, device="cuda", generator=own) * scale).bfloat16()
 
-    n = exchange.local_experts
+    n = dispatcher.local_experts
     return {
         "ids": choose(tokens, kind, own),
         "x": randn(tokens, H),
@@ -81,27 +81,27 @@ def layer_inputs(tokens: int, kind: str, seed: int, exchange: Exchange) -> dict[
     }
 
 
-def layer(exchange: Exchange, given: dict[str, Tensor]) -> list[Tensor]:
+def layer(dispatcher: TokenDispatcher, given: dict[str, Tensor]) -> list[Tensor]:
     """y, and the gradients of x, weights, init, gate_up and down."""
     trained = [given[n].detach().requires_grad_() for n in ("x", "weights", "init", "gate_up", "down")]
     x, weights, init, gate_up, down = trained
-    sent = dispatch(x, given["ids"], weights, exchange)
+    sent = dispatch(x, given["ids"], weights, dispatcher)
     rows = experts(sent.rows, sent.ids, sent.weights, gate_up, down, max_rows=sent.max_rows)
     y = combine(rows, sent.handle, init)
     return [y.detach(), *torch.autograd.grad(y, trained, given["dy"])]
 
 
-def symmetric_for(group: Any, tokens: int, **options: Any) -> SymmetricExchange:
+def symmetric_for(group: Any, tokens: int, **options: Any) -> SymmetricDispatcher:
     given = {"tokens": tokens, "hidden": H, "slots_per_token": K, "dtype": torch.bfloat16, **options}
-    return SymmetricExchange(group, E, **given)
+    return SymmetricDispatcher(group, E, **given)
 
 
-def equal_to_nccl(ours: Exchange, nccl: Exchange, tokens: list[int], kind: str, seed: int) -> bool:
+def equal_to_nccl(ours: TokenDispatcher, nccl: TokenDispatcher, tokens: list[int], kind: str, seed: int) -> bool:
     given = layer_inputs(tokens[ours.rank], kind, seed, ours)
     return all(torch.equal(a, b) for a, b in zip(layer(ours, given), layer(nccl, given), strict=True))
 
 
-def check_bitwise(group: Any, nccl: NcclExchange) -> bool:
+def check_bitwise(group: Any, nccl: NcclDispatcher) -> bool:
     size = nccl.size
     ours = symmetric_for(group, 2048, capacity_factor=float(size))
     exact = symmetric_for(group, 2048, exact=True)
@@ -116,11 +116,11 @@ def check_bitwise(group: Any, nccl: NcclExchange) -> bool:
     ]
     fine = True
     for seed, (tokens, kind) in enumerate(cases):
-        for exchange in (ours, exact):
-            equal = equal_to_nccl(exchange, nccl, tokens, kind, seed)
+        for dispatcher in (ours, exact):
+            equal = equal_to_nccl(dispatcher, nccl, tokens, kind, seed)
             if not equal:
                 print(
-                    f"rank {ours.rank}: not equal: {tokens} {kind} {'exact' if exchange is exact else ''}", flush=True
+                    f"rank {ours.rank}: not equal: {tokens} {kind} {'exact' if dispatcher is exact else ''}", flush=True
                 )
             fine &= equal
     ours.check()
@@ -131,19 +131,19 @@ def check_bitwise(group: Any, nccl: NcclExchange) -> bool:
     return all_true(fine)
 
 
-def count_syncs(exchange: Exchange) -> int:
-    given = layer_inputs(1024, "random", 7, exchange)
-    layer(exchange, given)
+def count_syncs(dispatcher: TokenDispatcher) -> int:
+    given = layer_inputs(1024, "random", 7, dispatcher)
+    layer(dispatcher, given)
     torch.cuda.synchronize()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
-        layer(exchange, given)
+        layer(dispatcher, given)
         torch.cuda.set_sync_debug_mode("default")
     return sum("called a synchronizing" in str(w.message) for w in caught)
 
 
-def check_graph(ours: SymmetricExchange, nccl: NcclExchange) -> bool:
+def check_graph(ours: SymmetricDispatcher, nccl: NcclDispatcher) -> bool:
     fixed = layer_inputs(1024, "random", 20, ours)
     layer(ours, fixed)
     torch.cuda.synchronize()
@@ -212,7 +212,7 @@ def tokens_for(payload: int, ranks: int) -> int:
     return max(1, round(payload / (2 * H * ranks * share)))
 
 
-def times(group: Any, nccl: NcclExchange, mib: int) -> list[dict[str, Any]]:
+def times(group: Any, nccl: NcclDispatcher, mib: int) -> list[dict[str, Any]]:
     size, rank = nccl.size, nccl.rank
     payload, tokens = mib * MIB, tokens_for(mib * MIB, nccl.size)
     table: list[dict[str, Any]] = []
@@ -266,7 +266,7 @@ def main() -> None:
         "nccl", timeout=timedelta(seconds=60), device_id=torch.device("cuda", torch.cuda.current_device())
     )
     group = dist.group.WORLD
-    nccl = NcclExchange(group, E)
+    nccl = NcclDispatcher(group, E)
     ours = symmetric_for(group, 2048, timeout_s=20.0)
     checks = {
         "bitwise as nccl": check_bitwise(group, nccl),

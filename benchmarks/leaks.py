@@ -2,7 +2,7 @@
 
 A layer is dispatch, experts, combine. For each way and exchange, the worst of all ranks:
 
-    live handles    after the rounds, by weak references to their memory (`Exchange.live_handles`)
+    live handles    after the rounds, by weak references to their memory (`TokenDispatcher.live_handles`)
     live tensors    the same of what dispatch, the experts and combine returned
     growth bytes    since a warm-up: on a GPU by the allocator's count, on a CPU of all tensors that the garbage collector knows
     crash           whether it raised
@@ -30,7 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from forebay.memory.regions import recomputed
-from forebay.moe.dispatch import Exchange, make_exchange
+from forebay.moe.dispatch import TokenDispatcher, make_dispatcher
 from forebay.moe.dispatch_op import combine, dispatch
 from forebay.moe.experts import experts
 
@@ -45,7 +45,7 @@ class OnPurpose(Exception):
 class Layer:
     """An expert-parallel layer with this rank's part of everything."""
 
-    exchange: Exchange
+    dispatcher: TokenDispatcher
     x: Tensor
     ids: Tensor
     weights: Tensor
@@ -55,7 +55,7 @@ class Layer:
     made: list[StorageWeakRef] = field(default_factory=list)
 
     def __call__(self, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, fails: bool = False) -> Tensor:
-        sent = dispatch(x, self.ids, weights, self.exchange)
+        sent = dispatch(x, self.ids, weights, self.dispatcher)
         y_rows = experts(sent.rows, sent.ids, sent.weights, gate_up, down, max_rows=sent.max_rows)
         # With one rank, rows and weights are the arguments.
         self.watch(t for t in (sent.rows, sent.weights, y_rows) if t is not x and t is not weights)
@@ -163,7 +163,7 @@ WAYS: dict[str, Way] = {
 def make(backend: str, device: torch.device, seed: int) -> Layer:
     group = None if backend == "local" else dist.group.WORLD
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    exchange = make_exchange(
+    dispatcher = make_dispatcher(
         "auto" if backend == "local" else backend,
         group,
         EXPERTS,
@@ -174,13 +174,13 @@ def make(backend: str, device: torch.device, seed: int) -> Layer:
         capacity_factor=float(dist.get_world_size()),
     )
     g = torch.Generator().manual_seed(seed + dist.get_rank())
-    held = exchange.local_experts
+    held = dispatcher.local_experts
 
     def randn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=g).to(device, dtype)
 
     return Layer(
-        exchange,
+        dispatcher,
         randn(TOKENS, HIDDEN).requires_grad_(),
         torch.rand(TOKENS, EXPERTS, generator=g).argsort(1)[:, :SLOTS].to(device),
         torch.rand(TOKENS, SLOTS, generator=g).to(device).requires_grad_(),
@@ -216,7 +216,7 @@ def left_over(layer: Layer, before: int) -> tuple[int, int, int]:
     gc.collect()
     deadline = time.monotonic() + 1.0
     while True:
-        found = (layer.exchange.live_handles, layer.live_tensors, held_bytes(layer) - before)
+        found = (layer.dispatcher.live_handles, layer.live_tensors, held_bytes(layer) - before)
         if not any(found) or time.monotonic() > deadline:
             return found
         time.sleep(0.01)
@@ -276,7 +276,7 @@ def matrix(
         layer = make(backend, device, seed=len(rows))
         with only_new_objects(layer):
             rows += [worst(check(layer, backend, name, rounds), device) for name in ways]
-        layer.exchange.close()
+        layer.dispatcher.close()
     return rows
 
 

@@ -186,7 +186,7 @@ def about(trainer: Trainer) -> dict[str, Any]:
         "pages_bytes": pages.device_bytes if pages is not None else 0,
         "graph": trainer.graph_says,
         "graph_bytes": graph_bytes(trainer),
-        "exchange": type(trainer.exchange).__name__,
+        "exchange": type(trainer.dispatcher).__name__,
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
         "layers": None if trainer.pipeline is None else [len(stage) for stage in trainer.pipeline.partition.layers],
     }

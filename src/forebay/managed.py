@@ -26,8 +26,8 @@ from forebay.memory.page_store import PageStore
 from forebay.memory.profiler import Profiler, SavedProfile, profile_model
 from forebay.memory.regions import Below, Ledger, Run, Slot, install, is_managed, is_patched
 from forebay.memory.timeline import Plan, Timeline
-from forebay.models.blocks import Halves, install_experts, install_halves
-from forebay.models.compile import compile_half
+from forebay.models.blocks import Sublayers, install_experts, install_sublayers
+from forebay.models.compile import compile_sublayer
 from forebay.models.families import UnknownLayerError, has_known_layers
 from forebay.models.fused_loss import install_fused_loss
 from forebay.models.regions import (
@@ -36,10 +36,10 @@ from forebay.models.regions import (
     regions_of,
     remove_stash,
     saving_all,
-    sealed_in_halves,
-    switch_remade,
+    sealed_in_sublayers,
+    switch_recompute_experts,
 )
-from forebay.moe.dispatch import Exchange
+from forebay.moe.dispatch import TokenDispatcher
 from forebay.policy import PLACEMENTS, RECOMPUTE_MODES, PolicyError, parse_bytes
 
 # What `forebay.manage` does around the forward of a whole model.
@@ -108,7 +108,7 @@ class Checkpointing:
 
 def taken_over(model: nn.Module, found: Regions) -> Checkpointing:
     """The layers in which a region is placed elsewhere than 'keep', or which lie in such a region."""
-    active = [c.path for c in found.claims if c.placement != "keep"] + [*found.stashed, *found.remade]
+    active = [c.path for c in found.claims if c.placement != "keep"] + [*found.stashed, *found.recompute_experts]
 
     def meets(path: str) -> bool:
         return any(not a or a == path or a.startswith(f"{path}.") or path.startswith(f"{a}.") for a in active)
@@ -200,7 +200,7 @@ class Managed:
 
     Attributes:
         ledger: live tickets and bytes by region and call.
-        halves: the halves of the known decoder layers.
+        sublayers: the halves of the known decoder layers.
         pages: where stashed rows wait; None if nothing is stashed. Its `end_step` belongs behind every step's last backward.
     """
 
@@ -208,17 +208,17 @@ class Managed:
         self,
         model: nn.Module,
         manager: Manager,
-        halves: Halves,
+        sublayers: Sublayers,
         watchable: list[str],
         undo: list[Callable[[], None]],
         pages: PageStore | None = None,
         stashed: Sequence[str] = (),
-        remade: Sequence[str] = (),
+        recompute_experts: Sequence[str] = (),
     ):
         self.ledger: Ledger = manager.ledger
-        self.halves = halves
+        self.sublayers = sublayers
         self.pages = pages
-        self._stashed, self._remade = list(stashed), list(remade)
+        self._stashed, self._recompute_experts = list(stashed), list(recompute_experts)
         self._model = model
         self._manager = manager
         self._watchable = watchable  # modules that do not run inside compiled code
@@ -227,7 +227,7 @@ class Managed:
     @property
     def placements(self) -> dict[str, str]:
         """Region path to the placement in force; "auto" until the measuring steps are over."""
-        inside = dict.fromkeys(self._remade, "recompute")
+        inside = dict.fromkeys(self._recompute_experts, "recompute")
         return {**self._manager.placements, **dict.fromkeys(self._stashed, "stash"), **inside}
 
     @property
@@ -257,7 +257,7 @@ class Managed:
         for.
         """
         report = self._manager.report()
-        report = replace(report, recomputed=report.recomputed + len(self._remade))
+        report = replace(report, recomputed=report.recomputed + len(self._recompute_experts))
         if self.pages is None or self.pages.last is None:
             return report
         stashed = {"stash": self.pages.last.bytes_out}
@@ -276,7 +276,7 @@ class Managed:
     @contextmanager
     def suspended(self, around: Callable[[str], AbstractContextManager[Any]]) -> Iterator[None]:
         """Within, placements are off, and each region's forward runs inside ``around(path)``."""
-        with self._manager.suspended(around), saving_all(self._model, self._remade):
+        with self._manager.suspended(around), saving_all(self._model, self._recompute_experts):
             yield
 
     def follow(self, backwards: Sequence[tuple[str, int]], steady: bool) -> None:
@@ -318,7 +318,7 @@ class Managed:
 
         A forward that somebody put on top since (Accelerate's autocast) stays, and calls the model's own.
         """
-        self._remade.clear()
+        self._recompute_experts.clear()
         _undo_all(self._undo)
 
     def __enter__(self) -> "Managed":
@@ -338,7 +338,7 @@ def manage(
     loss: str | None = "fused",
     offload: str = "fit",
     recompute: str = "light",
-    exchange: Exchange | None = None,
+    dispatcher: TokenDispatcher | None = None,
     min_bytes: int | None = None,
     pages: int | str | None = None,
 ) -> Managed:
@@ -378,7 +378,7 @@ def manage(
         recompute: what ``recompute`` does to a MoE half: ``"light"`` makes the experts' first product again and repeats no
             communication; ``"full"`` runs the whole half again; ``"save-dispatch"`` and ``"save-both"`` do too, but keep what
             dispatch, or dispatch and combine, brought.
-        exchange: expert parallelism: how tokens travel (see `forebay.moe.dispatch`). The experts modules must hold this
+        dispatcher: expert parallelism: how tokens travel (see `forebay.moe.dispatch`). The experts modules must hold this
             rank's experts. It stays the caller's. That of one rank cuts MoE halves into their stages, and nothing travels.
         min_bytes: storages below this stay on the device. Default: 1 MiB on CUDA, 1 byte elsewhere.
         pages: with ``stash``, bytes of device memory for pages at most, or text; what does not fit lies in pages on the host.
@@ -395,7 +395,7 @@ def manage(
         UserWarning: the loss or the layers are of a kind that is not known, and are left as they are; later, a step in which no
             region ran, and gradient checkpointing that is set aside.
     """
-    _check_options(model, policy, compile, experts, loss, recompute, exchange, min_bytes)
+    _check_options(model, policy, compile, experts, loss, recompute, dispatcher, min_bytes)
     model, prefix = unwrap(model)
     if prefix and not isinstance(policy, str):
         policy = {
@@ -410,12 +410,12 @@ def manage(
                 undo.append(install_experts(model))
             if loss is not None:
                 undo.append(_fuse_loss(model, loss == "fused-always", lost))
-        halves = _halves(model, compile, exchange, lost)
-        undo.append(halves.uninstall)
+        sublayers = _sublayers(model, compile, dispatcher, lost)
+        undo.append(sublayers.uninstall)
         if compile:
             undo.append(_compile_final_norm(model))
-        sealed = sealed_in_halves(model, halves, exchange) if compile else {}
-        found = regions_of(model, halves, policy, sealed, exchange, recompute)
+        sealed = sealed_in_sublayers(model, sublayers, dispatcher) if compile else {}
+        found = regions_of(model, sublayers, policy, sealed, dispatcher, recompute)
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         if pages is not None and not found.stashed:
             raise PolicyError("pages=... is for regions that the policy puts 'stash' on, and there is none")
@@ -423,8 +423,8 @@ def manage(
         if store is not None:
             undo.append(store.close)
             undo.append(partial(remove_stash, model))
-        switch_remade(model, found.remade, True)
-        undo.append(partial(switch_remade, model, found.remade, False))
+        switch_recompute_experts(model, found.recompute_experts, True)
+        undo.append(partial(switch_recompute_experts, model, found.recompute_experts, False))
         checkpointing = taken_over(model, found)
         with checkpointing.aside():
             manager = Manager(
@@ -447,7 +447,7 @@ def manage(
         warnings.warn(f"forebay.manage({type(model).__name__}): {'; '.join(lost)}", stacklevel=2)
     # What the manager runs as a region is told from there.
     watchable = [path for path, _ in model.named_modules() if path not in sealed and path not in found.slots]
-    return Managed(model, manager, halves, watchable, undo, store, found.stashed, found.remade)
+    return Managed(model, manager, sublayers, watchable, undo, store, found.stashed, found.recompute_experts)
 
 
 def _undo_all(undo: list[Callable[[], None]]) -> None:
@@ -469,7 +469,7 @@ def _check_options(
     experts: str | None,
     loss: str | None,
     recompute: str,
-    exchange: Any,
+    dispatcher: Any,
     min_bytes: Any,
 ) -> None:
     if not isinstance(model, nn.Module):
@@ -486,9 +486,9 @@ def _check_options(
         raise PolicyError(f"compile={compile!r} must be True or False")
     if recompute not in RECOMPUTE_MODES:
         raise PolicyError(f"recompute={recompute!r} is unknown; valid are {', '.join(RECOMPUTE_MODES)}")
-    if exchange is not None and not isinstance(exchange, Exchange):
-        raise PolicyError(f"exchange={exchange!r} is no exchange; make one with forebay.moe.dispatch")
-    if exchange is not None and experts is None:
+    if dispatcher is not None and not isinstance(dispatcher, TokenDispatcher):
+        raise PolicyError(f"exchange={dispatcher!r} is no exchange; make one with forebay.moe.dispatch")
+    if dispatcher is not None and experts is None:
         raise PolicyError("expert parallelism (exchange=...) needs experts='forebay'")
     if experts not in ("forebay", None):
         raise PolicyError(f"experts={experts!r} is unknown; valid are 'forebay' and None (the model's own)")
@@ -516,15 +516,15 @@ def _fuse_loss(model: PreTrainedModel, always: bool, lost: list[str]) -> Callabl
         return lambda: None
 
 
-def _halves(model: nn.Module, compile: bool, exchange: Exchange | None, lost: list[str]) -> Halves:
+def _sublayers(model: nn.Module, compile: bool, dispatcher: TokenDispatcher | None, lost: list[str]) -> Sublayers:
     """The halves of the known decoder layers; none for a model without any, unless they are needed."""
-    if compile or exchange is not None:
-        return install_halves(model, compile, exchange)
+    if compile or dispatcher is not None:
+        return install_sublayers(model, compile, dispatcher)
     try:
-        return install_halves(model) if has_known_layers(model) else Halves()
+        return install_sublayers(model) if has_known_layers(model) else Sublayers()
     except UnknownLayerError as error:
         lost.append(f"{error}; the children of module lists are the regions instead, such as whole decoder layers")
-        return Halves()
+        return Sublayers()
 
 
 def _compile_final_norm(model: nn.Module) -> Callable[[], None]:
@@ -532,5 +532,5 @@ def _compile_final_norm(model: nn.Module) -> Callable[[], None]:
     norm = getattr(getattr(model, getattr(model, "base_model_prefix", ""), None), "norm", None)
     if norm is None or is_patched(norm) or is_managed(norm):
         return lambda: None
-    compiled = compile_half(type(norm).forward)
+    compiled = compile_sublayer(type(norm).forward)
     return install(norm, lambda _: compiled, traceable=True)

@@ -12,7 +12,7 @@ import torch
 
 import forebay
 from forebay.memory.autotune import Trials
-from forebay.memory.timeline import Assignment, CallFigures, Moment, Timeline, simulate
+from forebay.memory.timeline import Assignment, CallFigures, Timeline, TimelineEvent, simulate
 from forebay.policy import BudgetError
 
 
@@ -71,7 +71,12 @@ def test_auto_is_compared_with_the_best_within_the_budget(auto: Any) -> None:
 
 def test_what_auto_went_by_is_written_down_whole(auto: Any) -> None:
     calls = tuple(CallFigures((name, 0), (8, 4), 1.0) for name in "ab")
-    moments = (Moment("F", 0, 1.0), Moment("F", 1, 1.0), Moment("B", 1, 2.0), Moment("B", 0, 2.0))
+    moments = (
+        TimelineEvent("F", 0, 1.0),
+        TimelineEvent("F", 1, 1.0),
+        TimelineEvent("B", 1, 2.0),
+        TimelineEvent("B", 0, 2.0),
+    )
     timeline = Timeline(calls, moments, 100.0, 100.0)
     trials = Trials(timeline, frozenset("ab"), frozenset("ab"), 20, simulate(timeline, Assignment({0: frozenset({0})})))
     while not trials.over:

@@ -130,11 +130,11 @@ def test_recording_its_own_stream_changes_nothing() -> None:
 
 def test_empty_cache_gives_back_whole_segments_alone() -> None:
     paper = CachingAllocator()
-    whole, half = paper.malloc(30 * MIB), paper.malloc(8 * MIB)
+    whole, sublayer = paper.malloc(30 * MIB), paper.malloc(8 * MIB)
     paper.free(whole)
     assert paper.empty_cache() == [whole.address]
     assert paper.reserved == 20 * MIB and paper.peak_reserved == 50 * MIB
-    paper.free(half)
+    paper.free(sublayer)
     paper.empty_cache()
     assert paper.reserved == 0 and not paper.segments
 

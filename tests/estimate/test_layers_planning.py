@@ -71,11 +71,11 @@ def test_on_paper_gradients_of_tokens_are_added_at_once_where_a_run_adds_them(mi
     c = from_mapping({"model": model, "train": train, "parallel": {"pp": 2}, "device": {"type": "cuda"}})
     with (
         mock.patch.object(rank, "reserve", wraps=reserved.reserve) as reserve,
-        mock.patch.object(rank, "halves_of", wraps=walk.halves_of) as halves,
+        mock.patch.object(rank, "sublayers_of", wraps=walk.sublayers_of) as sublayers,
     ):
         fit_run(c, plan_layers(c, 2), 2)
     assert [call.args[0].at_once for call in reserve.call_args_list] == [at_once] * 2
-    assert {call.kwargs["at_once"] for call in halves.call_args_list} == {at_once}
+    assert {call.kwargs["at_once"] for call in sublayers.call_args_list} == {at_once}
     assert adds_at_once(64 * microbatches, 512, 2) == at_once
 
 

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from forebay.estimate.live import Live
-from forebay.estimate.trace import PlannedExchange, trace_model
+from forebay.estimate.trace import PlannedDispatcher, trace_model
 from forebay.estimate.types import ModelTrace, OpCost, Shape
 from forebay.kernels.scale import scale
 
@@ -199,9 +199,9 @@ def test_compiled_halves_move_less() -> None:
 @pytest.mark.parametrize("capacity", [0.0, 1.0, 3.0])
 def test_what_travels_is_what_comes_not_what_there_is_room_for(capacity: float) -> None:
     found = trace(stages=True, ep=4, capacity_factor=capacity).layers[1].mlp
-    rows = PlannedExchange(4, EXPERTS, SEQUENCE, TOP_K).live_rows
+    rows = PlannedDispatcher(4, EXPERTS, SEQUENCE, TOP_K).live_rows
     sent = [op.bytes for op in found.forward_ops if op.kind == "exchange"]
     assert sent == [rows * HIDDEN * 2 * 3 // 4] * 2  # dispatch and combine, three of four ranks are others
     assert sent == [op.bytes for op in found.backward_ops if op.kind == "exchange"]
-    slots = PlannedExchange(4, EXPERTS, SEQUENCE, TOP_K).live_slots
+    slots = PlannedDispatcher(4, EXPERTS, SEQUENCE, TOP_K).live_slots
     assert flops(found.forward_ops, "grouped") == pytest.approx(3 * 2 * slots * HIDDEN * WIDTH, rel=0.02)

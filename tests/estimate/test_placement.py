@@ -77,7 +77,7 @@ class Case:
         """(seconds, peak) of all placements, the link carrying everything."""
         options, _ = rank_options(self.trace, self.stages, EVERY, machine, **self.ways)
         forwards = {s: sum(_does(a, s) for a in self.actions) for s in self.stages}
-        flat: list[tuple[int, list[Option]]] = [(s, o) for s, halves in options.items() for o in halves]
+        flat: list[tuple[int, list[Option]]] = [(s, o) for s, sublayers in options.items() for o in sublayers]
         found = []
         for picked in product(*(o for _, o in flat)):
             stages: dict[int, list[Any]] = {s: [] for s in self.stages}
@@ -143,10 +143,10 @@ def test_the_link_by_hand() -> None:
     At 100 bytes a second a copy takes as long as the next half's forward: all leave. At 50, a copy takes 2 s: of every
     two halves one leaves, the last copy ends at 13 s, with the head. At 20, a copy takes 5 s, and would still be under way when
     two more halves have run: nothing leaves. The peak is the head's, so that each half that leaves lowers it."""
-    half = PartTrace(100, 1, 1, 1, 100, 200)
+    sublayer = PartTrace(100, 1, 1, 1, 100, 200)
     trace = replace(
         model(random.Random(0), 2),
-        layers=(LayerTrace(half, half, False),) * 6,
+        layers=(LayerTrace(sublayer, sublayer, False),) * 6,
         head=PartTrace(1, 1, 1, 5000, 100, 200),
         shared=0,
     )
@@ -169,9 +169,9 @@ def test_a_long_model_is_placed_in_time() -> None:
     """61 layers on one process: equal halves are offloaded from the first on, and the peak is within the budget."""
     import time
 
-    half, moe = part(random.Random(0), False), part(random.Random(1), True)
+    sublayer, moe = part(random.Random(0), False), part(random.Random(1), True)
     case = Case(0, False)
-    case.trace = replace(case.trace, layers=(LayerTrace(half, moe, True),) * 61)
+    case.trace = replace(case.trace, layers=(LayerTrace(sublayer, moe, True),) * 61)
     case.stages = {0: StageLayers(tuple(range(61)), tuple(range(61)), True, True)}
     state = replace(STATE, layer_gradients=(1,) * 61)
     options, times = rank_options(case.trace, case.stages, EVERY, machine(30.0), **case.ways)

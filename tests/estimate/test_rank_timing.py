@@ -119,9 +119,9 @@ def test_whole_steps_of_the_grid_are_planned_within_a_tenth(monkeypatch: pytest.
 
 def test_offloading_all_of_a_pipeline_with_experts_recomputed(models: Any) -> None:
     """PP 4 took 1.026 and 1.025 of the time (benchmarks/results/pipeline_graph_pp4.md). What is made again is not saved."""
-    halves = {"*.self_attn": "offload", "*.mlp": "offload"}
+    sublayers = {"*.self_attn": "offload", "*.mlp": "offload"}
     found = []
-    for policy in ("keep", halves, {**halves, "model.layers.[1-6].mlp.experts": "recompute"}):
+    for policy in ("keep", sublayers, {**sublayers, "model.layers.[1-6].mlp.experts": "recompute"}):
         memory = {"policy": policy, "offload": "all" if policy != "keep" else "fit", "compile": True, "graph": True}
         parallel = {"pp": 4, "reshard": False}
         sections = {
@@ -133,7 +133,7 @@ def test_offloading_all_of_a_pipeline_with_experts_recomputed(models: Any) -> No
         found.append(fit_run(config, plan_layers(config, 4), 4, device=load("h200")))
     seconds = [fit.step.gradients for fit in found if fit.step is not None]
     assert 1.0 < seconds[1] / seconds[0] < 1.03 and 1.0 < seconds[2] / seconds[0] < 1.06
-    kept, offloaded, again = (sum(half.saved for half in fit.halves) for fit in found)
+    kept, offloaded, again = (sum(sublayer.saved for sublayer in fit.sublayers) for fit in found)
     assert kept == offloaded and offloaded - again == 6 * (4096 * 6) * (2 * 1408) * 2
     for rank in (1, 2, 3):
         totals = [fit.ranks[rank].total for fit in found]

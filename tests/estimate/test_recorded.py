@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from forebay.memory.timeline import Assignment, CallFigures, Moment, Plan, Timeline, simulate
+from forebay.memory.timeline import Assignment, CallFigures, Plan, Timeline, TimelineEvent, simulate
 
 RESULTS = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "auto.json").read_text())
 GIB, MIB = 1 << 30, 1 << 20
@@ -17,8 +17,10 @@ def timeline(recorded: dict[str, Any]) -> Timeline:
         CallFigures(tuple(c["key"]), tuple(c["items"]), c["seconds"], c["light_recompute"], c["input_bytes"])
         for c in recorded["calls"]
     )
-    moments = tuple(Moment(m["kind"], m["call"], m["seconds"], m["other"], m["transient"]) for m in recorded["moments"])
-    return Timeline(calls, moments, recorded["out_rate"], recorded["back_rate"])
+    events = tuple(
+        TimelineEvent(m["kind"], m["call"], m["seconds"], m["other"], m["transient"]) for m in recorded["moments"]
+    )
+    return Timeline(calls, events, recorded["out_rate"], recorded["back_rate"])
 
 
 def planned(step: Timeline, letters: str) -> Plan:
@@ -33,7 +35,7 @@ def planned(step: Timeline, letters: str) -> Plan:
     }
     assignment = Assignment(items, again)
     plan = simulate(step, assignment)
-    if plan.stall_seconds > 1e-3 * sum(m.seconds for m in step.moments):
+    if plan.stall_seconds > 1e-3 * sum(m.seconds for m in step.events):
         plan = simulate(step, assignment, plan.planned_bytes // 4)
     return plan
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from forebay.estimate.allocator import CachingAllocator
-from forebay.estimate.fsdp import Gathered, Group, groups_of
+from forebay.estimate.fsdp import Group, Unsharded, groups_of
 from forebay.estimate.live import Live
 from forebay.estimate.reserved import WORKSPACE, AllocatorRun, Rank, Reserved, reserve, shortened, with_reserved
 from forebay.estimate.state import Sharing, weights_of
@@ -117,8 +117,8 @@ def rank(parts: list[Part], microbatches: int = 1, groups: list[Group] | None = 
 
 def test_levels_of_a_step_by_hand() -> None:
     """Two halves: x, what each saves, the output; the second one's backward has its workspace, dx and all that is saved."""
-    halves = [part(0, "l.0.self_attn", 32 * MIB, 64 * MIB), part(0, "l.0.mlp", 48 * MIB, 96 * MIB)]
-    found = reserve(rank(halves), steps=1)
+    sublayers = [part(0, "l.0.self_attn", 32 * MIB, 64 * MIB), part(0, "l.0.mlp", 48 * MIB, 96 * MIB)]
+    found = reserve(rank(sublayers), steps=1)
     forward = 16 + 32 + 16 + 48 + 96 + 16
     backward = 16 + 32 + 16 + 48 + 16 + 96 + 16  # the output is its own gradient here
     assert found.allocated - WORKSPACE == max(forward - 0, backward) * MIB
@@ -127,8 +127,8 @@ def test_levels_of_a_step_by_hand() -> None:
 
 def test_recomputation_and_offloading_hold_less() -> None:
     def most(placement: str) -> int:
-        halves = [part(n, f"l.{n}.mlp", 256 * MIB, 16 * MIB, placement=placement) for n in range(8)]
-        return reserve(rank(halves)).allocated - WORKSPACE
+        sublayers = [part(n, f"l.{n}.mlp", 256 * MIB, 16 * MIB, placement=placement) for n in range(8)]
+        return reserve(rank(sublayers)).allocated - WORKSPACE
 
     keep, recompute, offload = map(most, ("keep", "recompute", "offload"))
     assert keep >= 8 * (256 + 16) * MIB
@@ -137,8 +137,8 @@ def test_recomputation_and_offloading_hold_less() -> None:
 
 
 def test_a_third_microbatch_needs_nothing_more() -> None:
-    halves = [part(n, f"l.{n}.mlp", 100 * MIB, 40 * MIB) for n in range(4)]
-    assert reserve(rank(halves, 3)) == reserve(rank(halves, 30))
+    sublayers = [part(n, f"l.{n}.mlp", 100 * MIB, 40 * MIB) for n in range(4)]
+    assert reserve(rank(sublayers, 3)) == reserve(rank(sublayers, 30))
 
 
 def test_moments_are_made_behind_the_first_step() -> None:
@@ -151,8 +151,8 @@ def test_moments_are_made_behind_the_first_step() -> None:
 
 
 def test_a_captured_step_has_memory_of_its_own() -> None:
-    halves = [part(n, f"l.{n}.mlp", 100 * MIB, 40 * MIB) for n in range(4)]
-    called, captured = reserve(rank(halves)), reserve(rank(halves, graph=True))
+    sublayers = [part(n, f"l.{n}.mlp", 100 * MIB, 40 * MIB) for n in range(4)]
+    called, captured = reserve(rank(sublayers)), reserve(rank(sublayers, graph=True))
     assert captured.reserved >= called.reserved
     assert captured.allocated == called.allocated
 
@@ -161,15 +161,15 @@ VOCABULARY = 64 << 20  # elements of embedding and head each
 TWO = Sharing(data=2, sharded=True, parameter=4, compute=2, summed=4, gathered=True, pp=2)
 
 
-def ends(*names: str, late: bool = True, twice: bool = False) -> tuple[CachingAllocator, Gathered]:
+def ends(*names: str, late: bool = True, twice: bool = False) -> tuple[CachingAllocator, Unsharded]:
     groups = [
         Group(-1, False, 2, (VOCABULARY // 2,), (VOCABULARY,), (VOCABULARY,), (name,), (False,)) for name in names
     ]
     paper = CachingAllocator()
-    return paper, Gathered(paper, groups, TWO, "compute", late=late, keep=True, twice=twice)
+    return paper, Unsharded(paper, groups, TWO, "compute", late=late, keep=True, twice=twice)
 
 
-def reduced(paper: CachingAllocator, life: Gathered) -> tuple[int, int]:
+def reduced(paper: CachingAllocator, life: Unsharded) -> tuple[int, int]:
     """Of a step that has nothing but its ends: what is held behind it, and at most, besides gathered weights."""
     life.gather()
     before = paper.allocated
@@ -221,10 +221,10 @@ def test_gradients_of_embedded_tokens_gather_unless_they_are_added_at_once(at_on
     """16 MiB a microbatch, and 32 in the dtype of the sum for a moment."""
 
     def most(microbatches: int, spread: int = 32 * MIB) -> int:
-        half = part(0, "l.0.mlp", 8 * MIB, 4 * MIB)
+        sublayer = part(0, "l.0.mlp", 8 * MIB, 4 * MIB)
         actions = [Action(kind, 0, n) for n in range(microbatches) for kind in ("F", "RECV_B", "B")]
         vocabulary = 0, spread
-        given = rank([half], engine=True, pipeline=True, summed=vocabulary, at_once=at_once)
+        given = rank([sublayer], engine=True, pipeline=True, summed=vocabulary, at_once=at_once)
         return reserve(replace(given, sharing=TWO, actions=actions), steps=1).allocated
 
     few, many, more = most(4), most(12), most(20)
@@ -323,7 +323,7 @@ def test_what_is_in_use_at_most_is_that_of_a_real_step(
     weights, prefix = weights_of(paper), f"{base_path(paper)}.layers"
     trace = trace_model(paper, Shape(sequence, 1, block=512, gpu=False))
     stage = StageLayers(tuple(range(4)), tuple(range(4)), True, True)
-    placements = {f"{prefix}.{n}.{half}": placement for n in range(4) for half in ("self_attn", "mlp")}
+    placements = {f"{prefix}.{n}.{sublayer}": placement for n in range(4) for sublayer in ("self_attn", "mlp")}
     parts = parts_of(trace, stage, placements, prefix=prefix, recompute=mode)
     groups = groups_of(weights, range(4), True, True, ALONE)
     laid = Rank(groups, ALONE, {0: parts}, alone(microbatches, False), False, None, 0, turns, drawn=False)
@@ -341,13 +341,13 @@ def test_experts_gradients_in_place_are_never_there(actions: tuple[str, ...]) ->
     events = PartEvents(
         made, backward, made, x=0, output=3, gradient=4, dx=6, saves_x=True, weights=(10, 11), travelling=NONE
     )
-    half = Part("l.0.mlp", 0, events, later=20 * MIB, token_rows=130 * MIB)
+    sublayer = Part("l.0.mlp", 0, events, later=20 * MIB, token_rows=130 * MIB)
 
     def most(summed: int) -> int:
         given = Rank(
             [],
             replace(TWO, summed=summed),
-            {0: [EMBEDDING, half]},
+            {0: [EMBEDDING, sublayer]},
             [Action(kind, 0, 0) for kind in actions],
             engine=True,
             summed=None,

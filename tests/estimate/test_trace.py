@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from forebay.estimate.trace import PlannedExchange, trace_model
+from forebay.estimate.trace import PlannedDispatcher, trace_model
 from forebay.estimate.types import GPU_BLOCK, ModelTrace, PartTrace, Shape
 from forebay.managed import manage
 from forebay.moe.dispatch import aligned
@@ -125,10 +125,10 @@ def really(family: str, dtype: torch.dtype, attention: str, compile: bool = Fals
     found: dict[str, int] = {}
     for path, size in saved.items():
         parts = path.split(".")
-        half = ".".join(parts[:4]) if parts[:2] == ["model", "layers"] else ""
+        sublayer = ".".join(parts[:4]) if parts[:2] == ["model", "layers"] else ""
         # The norm before a half belongs to it.
-        half = half.replace("input_layernorm", "self_attn").replace("post_attention_layernorm", "mlp")
-        found[half] = found.get(half, 0) + size
+        sublayer = sublayer.replace("input_layernorm", "self_attn").replace("post_attention_layernorm", "mlp")
+        found[sublayer] = found.get(sublayer, 0) + size
     return found
 
 
@@ -219,7 +219,7 @@ def test_backward_peak_of_a_dense_half_against_the_real_one() -> None:
     from functools import partial
 
     from forebay.estimate.live import Live
-    from forebay.models.blocks import dense_half
+    from forebay.models.blocks import dense_sublayer
 
     model = built("llama")
     layer: Any = model.model.layers[0]  # type: ignore[union-attr]
@@ -231,7 +231,7 @@ def test_backward_peak_of_a_dense_half_against_the_real_one() -> None:
         live.ignore(parameter)
     live.ignore(x)
     with live:
-        out = partial(dense_half, layer)(x)[0]
+        out = partial(dense_sublayer, layer)(x)[0]
         assert live.peak == traced("llama").layers[1].mlp.forward
         live.peak = live.now
         begin = live.now
@@ -267,17 +267,17 @@ def test_expert_parallelism_receives_rows() -> None:
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_rows_of_a_planned_exchange_are_those_of_random_routing(ranks: int) -> None:
     tokens, experts, slots = 4096, 64, 4
-    exchange = PlannedExchange(ranks, experts, tokens, slots)
+    exchange = PlannedDispatcher(ranks, experts, tokens, slots)
     ids = torch.rand(ranks * tokens, experts, generator=torch.Generator().manual_seed(0)).topk(slots).indices
     mine = ids < experts // ranks
     assert abs(int(mine.any(1).sum()) - exchange.rows) < 0.03 * exchange.rows + 256
     assert abs(int(mine.sum()) - exchange.slots) < 0.03 * exchange.slots + 256
-    bounded = PlannedExchange(ranks, experts, tokens, slots, capacity_factor=1.5)
+    bounded = PlannedDispatcher(ranks, experts, tokens, slots, capacity_factor=1.5)
     assert bounded.slots == aligned(int(1.5 * tokens * slots)) and bounded.live_slots == exchange.slots
-    most = PlannedExchange(ranks, experts, tokens, slots, skew=1000.0)
+    most = PlannedDispatcher(ranks, experts, tokens, slots, skew=1000.0)
     assert most.live_rows == ranks * tokens  # no more can come
     with pytest.raises(ValueError, match=r"skew of 0\.5"):
-        PlannedExchange(ranks, experts, tokens, slots, skew=0.5)
+        PlannedDispatcher(ranks, experts, tokens, slots, skew=0.5)
 
 
 def test_the_model_of_a_configuration_is_left_as_it_is() -> None:

@@ -9,7 +9,7 @@ import pytest
 from forebay.estimate.reserved import Rank, reserve
 from forebay.estimate.state import Sharing
 from forebay.estimate.types import PartEvents
-from forebay.estimate.walk import Half, LocalAction, Part, alone, carried_by_path, may_leave, plan_link
+from forebay.estimate.walk import LocalAction, Part, PlacedSublayer, alone, may_leave, offloaded_bytes, plan_link
 from forebay.pipeline.schedule import turns
 
 MIB = 1 << 20
@@ -35,20 +35,20 @@ def test_a_link_counted_by_hand() -> None:
     at F2 (20 s); back they take 5 / 0.92 s up to 50 s, so they begin at B1 (40 s). The second's would have to come back between
     30 s, before which nothing does, and 40 s: but at B2 nothing may begin, for the turn has not passed. They stay, and so do
     the third's."""
-    halves = {0: [Half(name, events(5), True, 10.0, 10.0) for name in NAMES]}
+    sublayers = {0: [PlacedSublayer(name, events(5), True, 10.0, 10.0) for name in NAMES]}
     plan = plan_link(
-        halves, [LocalAction("F", 0, 0), LocalAction("B", 0, 0)], (1.0, 1.0), hidden=4, least=2, everything=False
+        sublayers, [LocalAction("F", 0, 0), LocalAction("B", 0, 0)], (1.0, 1.0), hidden=4, least=2, everything=False
     )
     first = (NAMES[0], 0)
     assert plan.offload == {first: frozenset({0})}
     assert plan.settle_at == {first: ("F", (NAMES[2], 0))}
     assert plan.fetch_at == {("B", (NAMES[1], 0)): (first,)}
-    assert carried_by_path(plan, halves, 4, 2) == {NAMES[0]: 5, NAMES[1]: 0, NAMES[2]: 0}
+    assert offloaded_bytes(plan, sublayers, 4, 2) == {NAMES[0]: 5, NAMES[1]: 0, NAMES[2]: 0}
 
 
 def test_everything_leaves_if_it_is_to() -> None:
-    halves = {0: [Half(name, events(5), name != NAMES[1], 10.0, 10.0) for name in NAMES]}
-    plan = plan_link(halves, alone(1, False), (1e-3, 1e-3), hidden=4, least=2, everything=True)
+    sublayers = {0: [PlacedSublayer(name, events(5), name != NAMES[1], 10.0, 10.0) for name in NAMES]}
+    plan = plan_link(sublayers, alone(1, False), (1e-3, 1e-3), hidden=4, least=2, everything=True)
     assert {path for path, _ in plan.offload} == {NAMES[0], NAMES[2]}
     assert plan.stall_seconds > 0
 
@@ -57,10 +57,10 @@ def test_everything_leaves_if_it_is_to() -> None:
 def test_steps_are_laid_as_planned_behind_the_measured_ones(microbatches: int) -> None:
     """Of 64 MiB each of three halves the link carries the first one's. At the turn all but these are there."""
     parts = [Part(name, 0, events(64 * MIB), "offload") for name in NAMES]
-    halves = {0: [Half(part.path, part.events, True, 10.0, 10.0) for part in parts]}
+    sublayers = {0: [PlacedSublayer(part.path, part.events, True, 10.0, 10.0) for part in parts]}
     rate = 12.8 * MIB  # 64 MiB in 5 s
     plan = plan_link(
-        halves,
+        sublayers,
         [LocalAction("F", 0, 0), LocalAction("B", 0, 0)],
         (rate, rate),
         hidden=16 * MIB,

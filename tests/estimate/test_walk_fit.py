@@ -9,7 +9,7 @@ import pytest
 
 from forebay.estimate.state import RankState
 from forebay.estimate.types import LayerTrace, ModelTrace, PartTrace
-from forebay.estimate.walk import Held, StageLayers, alone, fit_rank, halves_of
+from forebay.estimate.walk import Held, StageLayers, alone, fit_rank, sublayers_of
 from forebay.pipeline.partition import in_flight
 from forebay.pipeline.schedule import make_plan
 
@@ -40,9 +40,11 @@ TRACE = ModelTrace(
 WHOLE = StageLayers((0, 1), (0, 1), True, True)
 
 
-def halves(stage: StageLayers = WHOLE, engine: bool = False, recompute: str = "light", **placements: str) -> list[Held]:
+def sublayers(
+    stage: StageLayers = WHOLE, engine: bool = False, recompute: str = "light", **placements: str
+) -> list[Held]:
     named = {f"m.{name[1]}.{name[3:]}": placement for name, placement in placements.items()}
-    return halves_of(TRACE, stage, named, prefix="m", recompute=recompute, engine=engine, summed=False)
+    return sublayers_of(TRACE, stage, named, prefix="m", recompute=recompute, engine=engine, summed=False)
 
 
 def fit(found: list[Held], microbatches: int = 1, state: RankState = STATE, overlap: bool = False) -> Any:
@@ -53,13 +55,13 @@ def fit(found: list[Held], microbatches: int = 1, state: RankState = STATE, over
 def test_gradients_of_embedded_tokens_stay_unless_they_are_added_at_once(at_once: bool) -> None:
     """Hidden states are 8 bytes; in the dtype of the sum they would be 16."""
     ways = {"prefix": "m", "recompute": "light", "engine": True, "summed": True}
-    embedding = halves_of(TRACE, WHOLE, {}, **ways, at_once=at_once)[0]  # type: ignore[arg-type]
+    embedding = sublayers_of(TRACE, WHOLE, {}, **ways, at_once=at_once)[0]  # type: ignore[arg-type]
     assert (embedding.backward, embedding.stays) == ((8 + 16, 0) if at_once else (8, 8))
 
 
 def test_what_a_step_holds_by_hand() -> None:
     """Everything is saved by the time of the head's backward, and no gradient is there yet."""
-    found = fit(halves())
+    found = fit(sublayers())
     saved = 2 + (50 + 5) + 50 + 50 + (90 + 3) + 300
     assert found.held_at_most == saved
     assert (found.activations, found.gradients, found.where) == (saved, 0, "head backward")
@@ -70,30 +72,30 @@ def test_what_a_step_holds_by_hand() -> None:
 
 
 def test_gradients_of_a_second_microbatch_wait_for_its_activations() -> None:
-    one, two, many = (fit(halves(), n) for n in (1, 2, 5))
+    one, two, many = (fit(sublayers(), n) for n in (1, 2, 5))
     assert two.gradients == 30 + 40 + 10 + 20 and two.total == one.total + 100
     assert many.total == two.total  # one after the other: no more is held
 
 
 def test_gradients_from_the_begin() -> None:
-    assert fit(halves(), 1, replace(STATE, at_once=True)).gradients == 100
+    assert fit(sublayers(), 1, replace(STATE, at_once=True)).gradients == 100
 
 
 def test_overlap_needs_for_two_halves_at_once() -> None:
     """What the one microbatch lets go of, the other one saves; but two halves run."""
-    alone_, both = fit(halves(engine=True), 4), fit(halves(engine=True), 4, overlap=True)
+    alone_, both = fit(sublayers(engine=True), 4), fit(sublayers(engine=True), 4, overlap=True)
     assert alone_.held_at_most <= both.held_at_most <= 2 * alone_.held_at_most
     assert both.total == alone_.total + 2 + 12  # the embedding's backward beside the head's forward
-    assert fit(halves(engine=True), 1, overlap=True) == fit(halves(engine=True), 1)
+    assert fit(sublayers(engine=True), 1, overlap=True) == fit(sublayers(engine=True), 1)
 
 
 def test_an_engine_keeps_nothing_of_the_head_but_a_gradient() -> None:
-    (head,) = [h for h in halves(engine=True) if h.path == "head"]
+    (head,) = [h for h in sublayers(engine=True) if h.path == "head"]
     assert head.held == 8 and head.forward == 300 + 250
 
 
 def test_the_optimizers_step_can_be_the_peak() -> None:
-    found = fit(halves(), 1, replace(STATE, stepping=10_000))
+    found = fit(sublayers(), 1, replace(STATE, stepping=10_000))
     assert found.where == "optimizer" and found.gradients == 100 and found.transient == 10_000
 
 
@@ -109,19 +111,19 @@ def test_the_optimizers_step_can_be_the_peak() -> None:
 )
 def test_placements_of_a_moe_half(placement: str, recompute: str, held: int, backward: int) -> None:
     """3 of what is held are the load balance's, which no placement of the half reaches."""
-    (half,) = [h for h in halves(recompute=recompute, l1_mlp=placement) if h.path == "m.1.mlp"]
-    assert (half.placement, half.held, half.backward) == (placement, held, backward)
+    (sublayer,) = [h for h in sublayers(recompute=recompute, l1_mlp=placement) if h.path == "m.1.mlp"]
+    assert (sublayer.placement, sublayer.held, sublayer.backward) == (placement, held, backward)
 
 
 def test_a_dense_half_is_recomputed_from_its_input() -> None:
-    (half,) = [h for h in halves(l0_mlp="recompute") if h.path == "m.0.mlp"]
-    assert half.held == 8 and half.backward == 50 + 20
+    (sublayer,) = [h for h in sublayers(l0_mlp="recompute") if h.path == "m.0.mlp"]
+    assert sublayer.held == 8 and sublayer.backward == 50 + 20
 
 
 def test_less_is_held_the_more_is_placed() -> None:
     names = ["l0_mlp", "l0_self_attn", "l1_self_attn", "l1_mlp"]
     for placement in ("recompute", "offload"):
-        levels = [fit(halves(**dict.fromkeys(names[:n], placement))).held_at_most for n in range(5)]
+        levels = [fit(sublayers(**dict.fromkeys(names[:n], placement))).held_at_most for n in range(5)]
         assert levels == sorted(levels, reverse=True) and levels[0] > levels[-1]
 
 
@@ -148,12 +150,12 @@ def test_a_split_backward_leaves_what_weights_need() -> None:
     plan = make_plan("zbv", 2, 4)
     kinds = {a.kind for a in plan.actions[0]}
     assert {"I", "W"} <= kinds
-    half = Held("x", "keep", 10, 10, 0, 0, 4, 0)
+    sublayer = Held("x", "keep", 10, 10, 0, 0, 4, 0)
     state = replace(STATE, layer_gradients=(0,), reducing=10**6)
     actions = [a for a in plan.actions[0] if a.computes]
 
     def left(kinds: str) -> int:
-        found = fit_rank(0, state, {s: [half] for s in plan.stages(0)}, [a for a in actions if a.kind not in kinds])
+        found = fit_rank(0, state, {s: [sublayer] for s in plan.stages(0)}, [a for a in actions if a.kind not in kinds])
         assert found.where == "reduction"
         return found.activations
 
@@ -162,8 +164,8 @@ def test_a_split_backward_leaves_what_weights_need() -> None:
 
 
 def test_messages_and_gathered_weights_are_there_all_the_time() -> None:
-    base = fit(halves())
-    more = fit_rank(0, replace(STATE, gathered=500), {0: halves()}, alone(1, False), messages=33)
+    base = fit(sublayers())
+    more = fit_rank(0, replace(STATE, gathered=500), {0: sublayers()}, alone(1, False), messages=33)
     assert more.total == base.total + 533
 
 
@@ -174,7 +176,7 @@ def test_the_whole_curve_is_told() -> None:
     found = fit_rank(
         0,
         STATE,
-        {0: halves()},
+        {0: sublayers()},
         alone(1, False),
         seen=lambda action, level: told.append((action, level.where, level.total)),
     )

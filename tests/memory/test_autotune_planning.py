@@ -8,7 +8,7 @@ import torch
 
 from forebay.memory.autotune import Planning
 from forebay.memory.host_store import HostStore, Traffic
-from forebay.memory.timeline import CallFigures, Key, Moment, Rates, Timeline
+from forebay.memory.timeline import CallFigures, Key, Rates, Timeline, TimelineEvent
 
 MB = 1_000_000
 
@@ -40,12 +40,12 @@ def timeline(microbatches: int = 12, ahead: int = 4) -> Timeline:
     """1F1B of one region."""
     order = ["F"] * ahead + ["B", "F"] * (microbatches - ahead) + ["B"] * ahead
     counts = {"F": 0, "B": 0}
-    moments = []
+    events = []
     for kind in order:
-        moments.append(Moment(kind, counts[kind], 1e-3))
+        events.append(TimelineEvent(kind, counts[kind], 1e-3))
         counts[kind] += 1
     calls = tuple(CallFigures(("a", m), (4 * MB, MB), 1e-3) for m in range(microbatches))
-    return Timeline(calls, tuple(moments), 20e9, 20e9)
+    return Timeline(calls, tuple(events), 20e9, 20e9)
 
 
 def planning() -> Planning:

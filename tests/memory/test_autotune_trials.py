@@ -20,7 +20,7 @@ from torch import nn
 from forebay.managed import manage
 from forebay.memory.autotune import MOST, Trials
 from forebay.memory.offload_plan import under_budget
-from forebay.memory.timeline import Assignment, CallFigures, Moment, Plan, Timeline, simulate
+from forebay.memory.timeline import Assignment, CallFigures, Plan, Timeline, TimelineEvent, simulate
 from forebay.policy import BudgetError
 from tests.products import first
 
@@ -36,10 +36,10 @@ def timeline_of(chance: random.Random, regions: int) -> Timeline:
         items = tuple(chance.randint(20, 300) * UNIT for _ in range(chance.randint(1, 4)))
         calls.append(CallFigures((f"r{i}", 0), items, chance.uniform(2, 6) * 1e-3, light, 16 * UNIT))
     rise = [chance.randint(50, 400) * UNIT for _ in calls]
-    moments = [Moment("F", i, c.seconds * 1.1, 10 * UNIT, rise[i] // 2) for i, c in enumerate(calls)]
-    moments += [Moment("B", i, c.seconds * 2.2, 20 * UNIT, rise[i]) for i, c in reversed([*enumerate(calls)])]
-    rate = sum(sum(c.items) for c in calls) / sum(m.seconds for m in moments) * chance.uniform(0.4, 3.0)
-    return Timeline(tuple(calls), tuple(moments), rate, rate)
+    events = [TimelineEvent("F", i, c.seconds * 1.1, 10 * UNIT, rise[i] // 2) for i, c in enumerate(calls)]
+    events += [TimelineEvent("B", i, c.seconds * 2.2, 20 * UNIT, rise[i]) for i, c in reversed([*enumerate(calls)])]
+    rate = sum(sum(c.items) for c in calls) / sum(m.seconds for m in events) * chance.uniform(0.4, 3.0)
+    return Timeline(tuple(calls), tuple(events), rate, rate)
 
 
 class Machine:
@@ -58,7 +58,7 @@ class Machine:
         noise: float = 0.0,
     ):
         self.calls = {c.key: c for c in timeline.calls}
-        self.moments = [(m.kind, timeline.calls[m.call].key, m.seconds * work) for m in timeline.moments]
+        self.events = [(m.kind, timeline.calls[m.call].key, m.seconds * work) for m in timeline.events]
         self.again, self.apart, self.off, self.noise = again * work, apart, off, noise
         self.work, self.rate = work, timeline.out_rate / link
         self.chance, self.ran = random.Random(0), 0
@@ -68,9 +68,9 @@ class Machine:
         now, out_free, back_free = 0.0, 0.0, 0.0
         left: dict[object, float] = {}
         came: dict[object, float] = {}
-        for kind, key, seconds in self.moments:
-            for other, moment in plan.settle_at.items():
-                if moment == (kind, key):
+        for kind, key, seconds in self.events:
+            for other, event in plan.settle_at.items():
+                if event == (kind, key):
                     now = max(now, left[other])
             for other in plan.fetch_at.get((kind, key), ()):
                 back_free = max(back_free, now) + self._leaves(plan, other) / self.rate
@@ -122,7 +122,7 @@ def begin(timeline: Timeline, budget: int) -> Trials:
 def settle(trials: Trials, machine: Machine) -> Trials:
     while not trials.over:
         machine.run(trials)
-        assert trials.cycles <= MOST
+        assert trials.steps <= MOST
     return trials
 
 

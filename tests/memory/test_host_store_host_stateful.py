@@ -190,8 +190,8 @@ class Stores(RuleBasedStateMachine):
     def fetch(self, which: list[int], death: Death) -> None:
         chosen = self.pick(which)
         tickets = [h.ticket for h in chosen]
-        half = len(tickets) // 2
-        self.attacked(death, lambda: self.store.fetch(tickets[:half], tickets[half:], tickets[:1]), chosen)
+        sublayer = len(tickets) // 2
+        self.attacked(death, lambda: self.store.fetch(tickets[:sublayer], tickets[sublayer:], tickets[:1]), chosen)
         assert all(ticket.state is not TicketState.ON_HOST for ticket in tickets)
 
     @precondition(lambda self: self.held)

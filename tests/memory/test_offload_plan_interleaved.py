@@ -7,7 +7,7 @@ import pytest
 
 from forebay.memory import offload_plan
 from forebay.memory.offload_plan import is_interleaved, plan_interleaved
-from forebay.memory.timeline import CallFigures, Moment, Plan, Timeline
+from forebay.memory.timeline import CallFigures, Plan, Timeline, TimelineEvent
 
 MB = 1_000_000
 
@@ -21,14 +21,14 @@ def pipeline(
     items: tuple[int, ...] = (4 * MB, MB),
 ) -> Timeline:
     """1F1B of one rank: `ahead` forwards before the first backward, each of `layers` region calls."""
-    calls, moments = [], []
+    calls, events = [], []
 
     def run(kind: str, m: int) -> None:
         order = range(layers) if kind == "F" else reversed(range(layers))
         for layer in order:
             if kind == "F":
                 calls.append(CallFigures((f"layer{layer}", m), items, seconds))
-            moments.append(Moment(kind, m * layers + layer, seconds if kind == "F" else 2 * seconds, 0, MB))
+            events.append(TimelineEvent(kind, m * layers + layer, seconds if kind == "F" else 2 * seconds, 0, MB))
 
     for m in range(ahead):
         run("F", m)
@@ -36,20 +36,20 @@ def pipeline(
         run("B", m)
         if m + ahead < microbatches:
             run("F", m + ahead)
-    return Timeline(tuple(calls), tuple(moments), rate, rate)
+    return Timeline(tuple(calls), tuple(events), rate, rate)
 
 
 def starts_of(timeline: Timeline, plan: Plan) -> list[float]:
     """When each moment starts, if all wait for the copies out that the plan settles there, and for their own that come back. What
     others send comes at times of its own: a wait before it is none."""
     settled: dict[tuple[str, tuple[str, int]], list[tuple[str, int]]] = {}
-    for key, moment in plan.settle_at.items():
-        settled.setdefault(moment, []).append(key)
+    for key, event in plan.settle_at.items():
+        settled.setdefault(event, []).append(key)
     sizes = {call.key: sum(call.items[i] for i in plan.offload.get(call.key, ())) for call in timeline.calls}
     ends: dict[tuple[str, int], float] = {}
     returned: dict[tuple[str, int], float] = {}
     starts, now, out, back, sent = [], 0.0, 0.0, 0.0, 0.0
-    for m in timeline.moments:
+    for m in timeline.events:
         call = timeline.calls[m.call]
         now = max(now, sent)
         now = max([now, *(ends[key] for key in settled.get((m.kind, call.key), ()))])
@@ -70,9 +70,9 @@ def starts_of(timeline: Timeline, plan: Plan) -> list[float]:
 def held_over_time(timeline: Timeline, plan: Plan) -> list[int]:
     """Bytes on the device at the start of each moment, by carrying the plan out. Fails where something would have to wait for a
     copy that comes back, or for one that leaves where the plan does not say so."""
-    index = {(m.kind, timeline.calls[m.call].key): i for i, m in enumerate(timeline.moments)}
+    index = {(m.kind, timeline.calls[m.call].key): i for i, m in enumerate(timeline.events)}
     starts = starts_of(timeline, plan)
-    waited = starts[-1] - sum(m.seconds + m.idle for m in timeline.moments[:-1])
+    waited = starts[-1] - sum(m.seconds + m.idle for m in timeline.events[:-1])
     assert waited <= plan.stall_seconds + 1e-12
     out_free = 0.0
     away: dict[tuple[str, int], tuple[int, int, int]] = {}
@@ -90,7 +90,7 @@ def held_over_time(timeline: Timeline, plan: Plan) -> list[int]:
         assert forward < settled < fetched < backward
         away[call.key] = size, settled, fetched
     held = []
-    for i in range(len(timeline.moments)):
+    for i in range(len(timeline.events)):
         total = 0
         for call in timeline.calls:
             if index["F", call.key] < i <= index["B", call.key]:
@@ -120,7 +120,7 @@ def test_nothing_leaves_that_might_stay(ahead: int, layers: int, rate: float, ev
     timeline = pipeline(16, ahead, layers, rate)
     plan = plan_interleaved(timeline, frozenset(f"layer{i}" for i in range(layers)), everything)
     held = held_over_time(timeline, plan)
-    index = {(m.kind, timeline.calls[m.call].key): i for i, m in enumerate(timeline.moments)}
+    index = {(m.kind, timeline.calls[m.call].key): i for i, m in enumerate(timeline.events)}
     back = {key: index[name] for name, keys in plan.fetch_at.items() for key in keys}
     sizes = {call.key: call.items for call in timeline.calls}
     assert plan.offload
@@ -156,12 +156,12 @@ def test_a_device_without_times_gives_a_plan_too() -> None:
 def test_uneven_times_and_sizes(seed: int) -> None:
     draw = random.Random(seed)
     timeline = pipeline(12, draw.randint(2, 6), 3, 10 ** draw.uniform(9, 11))
-    moments = tuple(Moment(m.kind, m.call, m.seconds * draw.uniform(0.2, 3), 0, MB) for m in timeline.moments)
+    events = tuple(TimelineEvent(m.kind, m.call, m.seconds * draw.uniform(0.2, 3), 0, MB) for m in timeline.events)
     calls = tuple(
         CallFigures(c.key, (draw.randint(0, 8) * MB, draw.randint(0, 3) * MB), draw.uniform(0, 2e-4))
         for c in timeline.calls
     )
-    timeline = Timeline(calls, moments, timeline.out_rate, timeline.back_rate)
+    timeline = Timeline(calls, events, timeline.out_rate, timeline.back_rate)
     plan = plan_interleaved(timeline, frozenset(f"layer{i}" for i in range(3)))
     assert plan.peak_bytes == max(held_over_time(timeline, plan)) + MB
 
@@ -173,7 +173,7 @@ def test_with_everything_the_first_forwards_wait_and_the_peak_is_lower(ahead: in
     fit, plan = (plan_interleaved(timeline, paths, everything) for everything in (False, True))
     assert plan.peak_bytes == max(held_over_time(timeline, plan)) + MB
     assert plan.peak_bytes < fit.peak_bytes
-    seconds = sum(m.seconds for m in timeline.moments)
+    seconds = sum(m.seconds for m in timeline.events)
     assert fit.stall_seconds == 0 < plan.stall_seconds <= 0.02 * seconds
     assert plan.step_seconds == pytest.approx(seconds + plan.stall_seconds)
     waits = [start - before - m.seconds for before, start, m in _steps(timeline, plan)]
@@ -186,7 +186,7 @@ def test_with_everything_the_last_backwards_wait_too(ahead: int, layers: int, ra
     paths = frozenset(f"layer{i}" for i in range(layers))
     fit, plan = (plan_interleaved(timeline, paths, everything) for everything in (False, True))
     assert plan.peak_bytes == max(held_over_time(timeline, plan)) + MB < fit.peak_bytes
-    assert fit.stall_seconds == 0 < plan.stall_seconds <= 0.02 * sum(m.seconds for m in timeline.moments)
+    assert fit.stall_seconds == 0 < plan.stall_seconds <= 0.02 * sum(m.seconds for m in timeline.events)
     waits = [start - before - m.seconds for before, start, m in _steps(timeline, plan)]
     assert max(waits[: -2 * ahead * layers]) <= 1e-9 < max(waits[-2 * ahead * layers :])
 
@@ -204,20 +204,20 @@ def test_at_its_ends_a_step_has_rates_of_their_own(slow: str, end: str) -> None:
 
 def test_where_a_step_opens_and_closes() -> None:
     timeline = pipeline(16, 8, 2, 3e9)
-    kinds = "".join(m.kind for m in timeline.moments)
+    kinds = "".join(m.kind for m in timeline.events)
     assert kinds[: timeline.opening] == "F" * 16 and kinds[timeline.opening] == "B"
     assert kinds[timeline.closing :] == "B" * 16 and kinds[timeline.closing - 1] == "F"
 
 
-def _steps(timeline: Timeline, plan: Plan) -> list[tuple[float, float, Moment]]:
+def _steps(timeline: Timeline, plan: Plan) -> list[tuple[float, float, TimelineEvent]]:
     """(start, start of the next, moment)."""
     starts = starts_of(timeline, plan)
-    return list(zip(starts, starts[1:], timeline.moments, strict=False))
+    return list(zip(starts, starts[1:], timeline.events, strict=False))
 
 
 def test_with_everything_the_link_works_while_the_device_waits_for_others() -> None:
     timeline = pipeline(16, 8, 3, 4e9)
-    idle = replace(timeline, moments=tuple(replace(m, idle=1e-3 if m.call % 3 == 0 else 0.0) for m in timeline.moments))
+    idle = replace(timeline, events=tuple(replace(m, idle=1e-3 if m.call % 3 == 0 else 0.0) for m in timeline.events))
     paths = frozenset(f"layer{i}" for i in range(3))
     busy, waiting = (plan_interleaved(t, paths, everything=True) for t in (timeline, idle))
     assert waiting.peak_bytes == max(held_over_time(idle, waiting)) + MB < busy.peak_bytes
@@ -229,7 +229,7 @@ def test_with_everything_the_link_works_while_the_device_waits_for_others() -> N
 @pytest.mark.parametrize(("ahead", "layers", "rate"), [(8, 2, 3.5e9), (10, 3, 3e9)])
 def test_waits_are_worth_what_they_buy(monkeypatch: pytest.MonkeyPatch, ahead: int, layers: int, rate: float) -> None:
     timeline = pipeline(64, ahead, layers, rate)
-    seconds = sum(m.seconds for m in timeline.moments)
+    seconds = sum(m.seconds for m in timeline.events)
     found = {}
     for worth in (0, 2, 20, 200):
         monkeypatch.setattr(offload_plan, "_WORTH", worth)
@@ -245,7 +245,7 @@ def test_waits_are_worth_what_they_buy(monkeypatch: pytest.MonkeyPatch, ahead: i
 def test_copies_take_little_of_the_devices_own_memory(memory_rate: float) -> None:
     timeline = pipeline(64, 8, 2, 20e9)
     paths = frozenset({"layer0", "layer1"})
-    seconds = sum(m.seconds for m in timeline.moments)
+    seconds = sum(m.seconds for m in timeline.events)
     kept, most = (plan_interleaved(timeline, p) for p in (frozenset(), paths))
     slower = replace(timeline, memory_rate=memory_rate)
     plan = plan_interleaved(slower, paths)
@@ -260,7 +260,7 @@ def test_of_few_kinds_shorter_waits_are_tried_too(
 ) -> None:
     timeline = pipeline(32, ahead, layers, rate, items=(5 * MB,))
     paths = frozenset(f"layer{i}" for i in range(layers))
-    seconds = sum(m.seconds for m in timeline.moments)
+    seconds = sum(m.seconds for m in timeline.events)
 
     def cost() -> float:
         plan = plan_interleaved(timeline, paths, everything=True)
@@ -288,7 +288,7 @@ def test_what_another_call_reads_first_is_back_for_that_one() -> None:
     paths = frozenset({"layer0"})
     alone, plan = plan_interleaved(timeline, paths), plan_interleaved(replace(timeline, calls=tuple(shared)), paths)
     assert alone.offload and plan.offload
-    index = {(m.kind, timeline.calls[m.call].key): i for i, m in enumerate(timeline.moments)}
+    index = {(m.kind, timeline.calls[m.call].key): i for i, m in enumerate(timeline.events)}
     held_over_time(timeline, plan)
     margins = []
     for named in (alone, plan):

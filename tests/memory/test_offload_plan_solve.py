@@ -5,7 +5,7 @@ import random
 import pytest
 
 from forebay.memory.offload_plan import fit_link, offload_all, under_budget
-from forebay.memory.timeline import CallFigures, Moment, Timeline
+from forebay.memory.timeline import CallFigures, Timeline, TimelineEvent
 from forebay.policy import BudgetError
 from tests.products import first
 
@@ -21,10 +21,12 @@ def random_timeline(chance: random.Random) -> Timeline:
         )
         for i in range(count)
     )
-    moments = [Moment("F", i, c.seconds * 1.1, 0, chance.randint(0, 500)) for i, c in enumerate(calls)]
-    moments += [Moment("B", i, 2 * c.seconds, 0, chance.randint(0, 900)) for i, c in reversed([*enumerate(calls)])]
+    events = [TimelineEvent("F", i, c.seconds * 1.1, 0, chance.randint(0, 500)) for i, c in enumerate(calls)]
+    events += [
+        TimelineEvent("B", i, 2 * c.seconds, 0, chance.randint(0, 900)) for i, c in reversed([*enumerate(calls)])
+    ]
     rate = chance.choice([50.0, 500.0, 5000.0])
-    return Timeline(calls, tuple(moments), rate, rate)
+    return Timeline(calls, tuple(events), rate, rate)
 
 
 @pytest.mark.parametrize("seed", first(8, range(25)))
@@ -33,7 +35,7 @@ def test_fit_never_waits_and_a_budget_is_never_exceeded(seed: int) -> None:
     timeline = random_timeline(chance)
     paths = frozenset(c.key[0] for c in timeline.calls)
     fit = fit_link(timeline, paths)
-    step = sum(m.seconds for m in timeline.moments)
+    step = sum(m.seconds for m in timeline.events)
     assert fit.stall_seconds <= 1e-3 * step
     every = offload_all(timeline, paths)
     assert every.planned_bytes == sum(sum(c.items) for c in timeline.calls) >= fit.planned_bytes
@@ -74,7 +76,7 @@ def test_a_generous_budget_moves_and_recomputes_nothing() -> None:
 def test_offload_comes_before_recompute_while_the_link_is_free() -> None:
     calls = tuple(CallFigures((f"r{i}", 0), (100,), 1.0) for i in range(6))
     order = [("F", i) for i in range(6)] + [("B", i) for i in reversed(range(6))]
-    timeline = Timeline(calls, tuple(Moment(k, i, 1.0) for k, i in order), 1e4, 1e4)
+    timeline = Timeline(calls, tuple(TimelineEvent(k, i, 1.0) for k, i in order), 1e4, 1e4)
     paths = frozenset(c.key[0] for c in calls)
     plan = under_budget(timeline, paths, 400, paths)
     assert not plan.recompute and plan.stall_seconds == 0.0

@@ -15,12 +15,18 @@ from forebay.memory.hooks import Manager
 from forebay.memory.recorder import Meter, Peaks, highest_rise
 from forebay.memory.regions import ModuleSlot
 from forebay.memory.storage import storable, storage_bytes
-from forebay.memory.timeline import Assignment, CallFigures, Key, Moment, Plan, Timeline, simulate
+from forebay.memory.timeline import Assignment, CallFigures, Key, Plan, Timeline, TimelineEvent, simulate
 from forebay.policy import Claim
 
 CALLS = (CallFigures(("a", 0), (8,), 4e-3, input_bytes=100), CallFigures(("b", 0), (12,), 4e-3, input_bytes=100))
 TIMELINE = Timeline(
-    CALLS, (Moment("F", 0, 0.01), Moment("F", 1, 0.01), Moment("B", 1, 0.01, 0, 30), Moment("B", 0, 0.01, 0, 20))
+    CALLS,
+    (
+        TimelineEvent("F", 0, 0.01),
+        TimelineEvent("F", 1, 0.01),
+        TimelineEvent("B", 1, 0.01, 0, 30),
+        TimelineEvent("B", 0, 0.01, 0, 20),
+    ),
 )
 KEEP = simulate(TIMELINE, Assignment())
 
@@ -65,9 +71,9 @@ def run(device: Device, base: int | None = None, epilogue: int = 0, inputs: int 
     for kind, key, top, now in (("F", "a", 1100, 1090), ("F", "b", 1150, 1140), ("B", "b", 1200, 1080)):
         if kind == "F":
             meter.entered((key, 0), inputs)
-        meter.moment(kind, (key, 0))
+        meter.event(kind, (key, 0))
         device.rises(top, now)
-    meter.moment("B", ("a", 0))
+    meter.event("B", ("a", 0))
     device.rises(1105, 1000)
     device.rises(1000 + epilogue, 1000)
     device.clock = 7.0
@@ -91,7 +97,7 @@ def test_the_optimizer_s_memory_is_not_the_plan_s(device: Device) -> None:
     device.rises(0, 0)
     meter = Meter(torch.device("cuda", 0), TIMELINE, KEEP, 0)
     device.rises(80, 80)
-    meter.moment("B", ("a", 0))
+    meter.event("B", ("a", 0))
     device.rises(9000, 80)
     assert figures(meter)[1] == 110
 
@@ -102,7 +108,7 @@ def test_who_asks_for_the_peak_behind_a_meter_is_told(device: Device) -> None:
     meter = Meter(torch.device("cuda", 0), TIMELINE, KEEP, 0, peaks)
     assert peaks.highest == 5000 and peaks.take() == 5000
     device.rises(7000, 1000)
-    meter.moment("B", ("a", 0))
+    meter.event("B", ("a", 0))
     assert peaks.take() == 7000 and peaks.take() == 0 and device.top == 1000
 
 
@@ -115,7 +121,7 @@ def test_what_is_recomputed_rises_too() -> None:
 def test_another_batch_or_a_dropped_forward_is_no_measure(device: Device) -> None:
     assert run(device, inputs=98).over() is None
     meter = Meter(torch.device("cuda", 0), TIMELINE, KEEP, None)
-    meter.moment("F", ("a", 0))
+    meter.event("F", ("a", 0))
     assert meter.over() is None
 
 
@@ -164,7 +170,7 @@ class Always:
     def entered(self, key: Key, input_bytes: int) -> None:
         assert input_bytes > 0
 
-    def moment(self, kind: str, key: Key) -> None:
+    def event(self, kind: str, key: Key) -> None:
         self.last = key
 
     def over(self) -> tuple[Callable[[], float], int]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from forebay.memory.regions import recomputed, refuse_nested_checkpointing
-from forebay.moe.dispatch import NcclExchange
+from forebay.moe.dispatch import NcclDispatcher
 from forebay.moe.dispatch_op import combine, dispatch
 from forebay.moe.experts import experts
 from tests.ranks import run_ranks
@@ -20,7 +20,7 @@ MODES = ("full", "save-dispatch", "save-both")
 T, H, E, K, INNER = 6, 16, 4, 2, 8
 
 
-class Counted(NcclExchange):
+class Counted(NcclDispatcher):
     """Counts what it is asked to do: combine and the gradient of dispatch are both `collect`."""
 
     def __init__(self, *args: Any):
@@ -36,7 +36,7 @@ class Counted(NcclExchange):
         return super().collect(rows, narrow, *args)
 
 
-def layer(exchange: Counted, rank: int, tail: bool) -> tuple[Callable[..., Tensor], list[Tensor]]:
+def layer(dispatcher: Counted, rank: int, tail: bool) -> tuple[Callable[..., Tensor], list[Tensor]]:
     """A region with both communications, and with something behind combine that saves its output if `tail`."""
     g = torch.Generator().manual_seed(rank)
     ids = torch.rand(T, E, generator=g).argsort(1)[:, :K]
@@ -44,7 +44,7 @@ def layer(exchange: Counted, rank: int, tail: bool) -> tuple[Callable[..., Tenso
     trained = [torch.randn(s, generator=g).requires_grad_() for s in shapes]
 
     def forward(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        sent = dispatch(torch.tanh(x), ids, weights, exchange)
+        sent = dispatch(torch.tanh(x), ids, weights, dispatcher)
         y_rows = experts(sent.rows, sent.ids, sent.weights, gate_up, down, max_rows=sent.max_rows)
         y = combine(y_rows, sent.handle)
         return torch.nn.functional.silu(y) if tail else y
@@ -53,31 +53,31 @@ def layer(exchange: Counted, rank: int, tail: bool) -> tuple[Callable[..., Tenso
 
 
 def counted(rank: int, world: int) -> dict[str, Any]:
-    exchange = Counted(dist.group.WORLD, E)
+    dispatcher = Counted(dist.group.WORLD, E)
     found: dict[str, Any] = {}
     for tail in (False, True):
-        forward, trained = layer(exchange, rank, tail)
+        forward, trained = layer(dispatcher, rank, tail)
         plain = forward(*trained)
         wanted = [plain, *torch.autograd.grad(plain.sum(), trained)]
         for early_stop in (True, False):
             for mode in MODES:
-                exchange.calls.clear()
+                dispatcher.calls.clear()
                 with set_checkpoint_early_stop(early_stop):
                     y = recomputed(forward, mode)(*trained)
                     got = [y, *torch.autograd.grad(y.sum(), trained)]
                 same = all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
-                found[f"{mode}, tail={tail}, early_stop={early_stop}"] = (same, dict(exchange.calls))
+                found[f"{mode}, tail={tail}, early_stop={early_stop}"] = (same, dict(dispatcher.calls))
                 del y, got
         del plain, wanted
-    forward, trained = layer(exchange, rank, False)
+    forward, trained = layer(dispatcher, rank, False)
     whole = torch.autograd.grad(forward(*trained).sum(), trained)
-    exchange.calls.clear()
+    dispatcher.calls.clear()
     with torch.no_grad():
         recomputed(forward, "save-both")(*trained)
-    found["no_grad"] = dict(exchange.calls)
-    found["alive"] = exchange.live_handles
+    found["no_grad"] = dict(dispatcher.calls)
+    found["alive"] = dispatcher.live_handles
     for mode in MODES:
-        exchange.calls.clear()
+        dispatcher.calls.clear()
         y = recomputed(forward, mode)(*trained)
         # A backward in two parts, for inputs and for weights.
         try:

@@ -19,7 +19,7 @@ import torch
 from forebay.managed import manage
 from forebay.memory.offload_plan import under_budget
 from forebay.memory.solver import Allowed, lowest, solve
-from forebay.memory.timeline import Assignment, CallFigures, Moment, Timeline, simulate, simulate_levels
+from forebay.memory.timeline import Assignment, CallFigures, Timeline, TimelineEvent, simulate, simulate_levels
 from forebay.policy import BudgetError
 from tests.products import cover, first
 
@@ -71,16 +71,16 @@ def random_timeline(chance: random.Random, regions: int) -> Timeline:
         items = tuple(chance.randint(20, 1000) for _ in range(chance.randint(1, 4)))
         inputs = 0 if light else chance.randint(5, 100)
         calls.append(CallFigures((f"r{i}", 0), items, chance.uniform(0.5, 2.0), light, inputs))
-    moments = [
-        Moment("F", i, c.seconds * chance.uniform(1, 1.2), chance.randint(0, 100), chance.randint(0, 600))
+    events = [
+        TimelineEvent("F", i, c.seconds * chance.uniform(1, 1.2), chance.randint(0, 100), chance.randint(0, 600))
         for i, c in enumerate(calls)
     ]
-    moments += [
-        Moment("B", i, c.seconds * chance.uniform(1.6, 2.4), chance.randint(0, 300), chance.randint(0, 900))
+    events += [
+        TimelineEvent("B", i, c.seconds * chance.uniform(1.6, 2.4), chance.randint(0, 300), chance.randint(0, 900))
         for i, c in reversed([*enumerate(calls)])
     ]
     rate = chance.choice([50.0, 200.0, 500.0, 1500.0, 5000.0])
-    return Timeline(tuple(calls), tuple(moments), rate, rate * chance.uniform(0.9, 1.1))
+    return Timeline(tuple(calls), tuple(events), rate, rate * chance.uniform(0.9, 1.1))
 
 
 @pytest.mark.parametrize("seed", first(5, range(16)))
@@ -144,15 +144,15 @@ def _timed(measured: Timeline, rate: float) -> Timeline:
         )
         for c in measured.calls
     )
-    moments = tuple(
+    events = tuple(
         replace(
             m,
             seconds=calls[m.call].seconds * (1.0 if m.kind == "F" else 2.0),
             transient=sum(calls[m.call].items),
         )
-        for m in measured.moments
+        for m in measured.events
     )
-    return Timeline(calls, moments, rate, rate)
+    return Timeline(calls, events, rate, rate)
 
 
 def layers(count: int, noise: float = 0.03) -> Timeline:
@@ -166,9 +166,9 @@ def layers(count: int, noise: float = 0.03) -> Timeline:
             CallFigures((f"{i}.attn", 0), tuple(n * mib for n in (64, 64, 16, 64)), 0.004 * vary[0], False, 64 * mib)
         )
         calls.append(CallFigures((f"{i}.mlp", 0), tuple(n * mib for n in (64, 64, 384, 8)), 0.010 * vary[1], True))
-    moments = [Moment("F", i, c.seconds, 0, 300 * mib) for i, c in enumerate(calls)]
-    moments += [Moment("B", i, 2 * c.seconds, 0, 600 * mib) for i, c in reversed([*enumerate(calls)])]
-    return Timeline(tuple(calls), tuple(moments), 40e9, 40e9)
+    events = [TimelineEvent("F", i, c.seconds, 0, 300 * mib) for i, c in enumerate(calls)]
+    events += [TimelineEvent("B", i, 2 * c.seconds, 0, 600 * mib) for i, c in reversed([*enumerate(calls)])]
+    return Timeline(tuple(calls), tuple(events), 40e9, 40e9)
 
 
 @pytest.mark.parametrize("share", [0.9, 0.5, 0.2])
@@ -198,7 +198,7 @@ def test_stashing_is_chosen_where_it_is_cheaper_and_only_if_offered() -> None:
     """Two regions of 100 bytes; 60 have to go. Stashing one frees 60 of them for 0.1 s, recomputing it 90 for a second."""
     calls = tuple(CallFigures((f"r{i}", 0), (100,), 1.0, False, 10, 60, 0.1) for i in range(2))
     order = [("F", 0), ("F", 1), ("B", 1), ("B", 0)]
-    timeline = Timeline(calls, tuple(Moment(k, i, 1.0) for k, i in order), 1e-6, 1e-6)
+    timeline = Timeline(calls, tuple(TimelineEvent(k, i, 1.0) for k, i in order), 1e-6, 1e-6)
     both = frozenset({"r0", "r1"})
     offered = solve(timeline, Allowed(frozenset(), both, both), 140)
     assert offered is not None and offered.plan.step_seconds == pytest.approx(4.1)
@@ -228,5 +228,5 @@ def test_levels_are_those_of_the_peak() -> None:
     for window in (None, 0, 300):
         assignment = Assignment({0: frozenset({0}), 2: frozenset({0})}, frozenset({"r4"}))
         plan, levels = simulate_levels(timeline, assignment, window)
-        assert max(levels) == plan.peak_bytes and len(levels) == len(timeline.moments)
+        assert max(levels) == plan.peak_bytes and len(levels) == len(timeline.events)
         assert plan == simulate(timeline, assignment, window)

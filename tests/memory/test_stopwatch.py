@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from forebay.memory.recorder import Cycle, Stopwatch
-from forebay.memory.timeline import CallFigures, Moment, Rates, Timeline
+from forebay.memory.recorder import StepCalls, Stopwatch
+from forebay.memory.timeline import CallFigures, Rates, Timeline, TimelineEvent
 
 
 class Event:
@@ -21,7 +21,15 @@ class Event:
 
 CALLS = (CallFigures(("a", 0), (8,), 4e-3), CallFigures(("b", 0), (8,), 4e-3))
 TIMELINE = Timeline(
-    CALLS, (Moment("F", 0, 0.010), Moment("F", 1, 0.010), Moment("B", 1, 0.010), Moment("B", 0, 0.010)), 1e9, 1e9
+    CALLS,
+    (
+        TimelineEvent("F", 0, 0.010),
+        TimelineEvent("F", 1, 0.010),
+        TimelineEvent("B", 1, 0.010),
+        TimelineEvent("B", 0, 0.010),
+    ),
+    1e9,
+    1e9,
 )
 
 
@@ -61,8 +69,8 @@ MOMENTS = (("F", 0), ("F", 1), ("B", 1), ("B", 0))
 
 def run(watch: Stopwatch, starts: list[float], wait: float = 0.0) -> None:
     for (kind, call), start in zip(MOMENTS, starts, strict=True):
-        watch.before_moment()
-        watch.moment(kind, CALLS[call].key, Event(start), Event(start + wait), 0)
+        watch.before_event()
+        watch.event(kind, CALLS[call].key, Event(start), Event(start + wait), 0)
 
 
 def test_memory_is_that_of_the_cycle_without_what_the_planner_counts(memory: Allocator) -> None:
@@ -70,15 +78,15 @@ def test_memory_is_that_of_the_cycle_without_what_the_planner_counts(memory: All
     watch = watching()
     levels = ((100, 120, 0), (113, 140, 0), (113, 125, 8), (113, 130, 0))  # at the start, at most, away
     for (kind, call), (start, most, away) in zip(MOMENTS, levels, strict=True):
-        watch.before_moment()
+        watch.before_event()
         memory.now = start
-        watch.moment(kind, CALLS[call].key, Event(0), Event(0), away)
+        watch.event(kind, CALLS[call].key, Event(0), Event(0), away)
         memory.top = most
     timeline = watch.retimed(TIMELINE, Rates())
     assert timeline is not None
     # By hand: at F1 100 + 8 + 5; at B1 those 8 more less 8 away; at B0 call 1's are gone and call 0's are back.
-    assert [m.other for m in timeline.moments] == [0, 5, 5, 5]
-    assert [m.transient for m in timeline.moments] == [20, 27, 12, 0]
+    assert [m.other for m in timeline.events] == [0, 5, 5, 5]
+    assert [m.transient for m in timeline.events] == [20, 27, 12, 0]
 
 
 def test_what_waits_for_another_stream_does_not_count(memory: Allocator) -> None:
@@ -87,14 +95,14 @@ def test_what_waits_for_another_stream_does_not_count(memory: Allocator) -> None
     for (kind, call), start, most, waiting in zip(
         MOMENTS, (100, 113, 121, 113), (120, 140, 133, 130), (0, 70, 70, 0), strict=True
     ):
-        watch.before_moment()
+        watch.before_event()
         memory.now, memory.rounding, memory.waiting = start, 2, waiting
-        watch.moment(kind, CALLS[call].key, Event(0), Event(0), 0)
+        watch.event(kind, CALLS[call].key, Event(0), Event(0), 0)
         memory.top = most
     timeline = watch.retimed(TIMELINE, Rates())
     assert timeline is not None
-    assert [m.other for m in timeline.moments] == [0, 5, 5, 5]
-    assert [m.transient for m in timeline.moments] == [20, 27 + 2, 12 + 2, 0]
+    assert [m.other for m in timeline.events] == [0, 5, 5, 5]
+    assert [m.transient for m in timeline.events] == [20, 27 + 2, 12 + 2, 0]
 
 
 @pytest.mark.parametrize("counts", [True, False])
@@ -105,14 +113,14 @@ def test_what_the_allocator_gives_beside_what_is_asked_for_does_not_count(memory
     for (kind, call), start, most, more in zip(
         MOMENTS, (100, 113, 121, 113), (120, 140, 133, 130), (0, 3, 1, 2), strict=True
     ):
-        watch.before_moment()
+        watch.before_event()
         memory.now, memory.rounding = start, more
-        watch.moment(kind, CALLS[call].key, Event(0), Event(0), 0)
+        watch.event(kind, CALLS[call].key, Event(0), Event(0), 0)
         memory.top = most
     timeline = watch.retimed(TIMELINE, Rates())
     assert timeline is not None
-    assert [m.other for m in timeline.moments] == ([0, 5, 5, 5] if counts else [0, 8, 6, 7])
-    assert [m.transient for m in timeline.moments] == [20, 27, 12, 0]
+    assert [m.other for m in timeline.events] == ([0, 5, 5, 5] if counts else [0, 8, 6, 7])
+    assert [m.transient for m in timeline.events] == [20, 27, 12, 0]
 
 
 def test_rates_are_the_cycle_s_where_it_copied() -> None:
@@ -131,21 +139,21 @@ def test_shorter_times_count_and_waits_do_not() -> None:
     timeline = watch.retimed(TIMELINE, Rates())
     assert timeline is not None
     # 5 - 1, 6 - 1, and 19 is longer than what was measured; the last moment has no end.
-    assert [m.seconds for m in timeline.moments] == pytest.approx([0.004, 0.005, 0.010, 0.010])
+    assert [m.seconds for m in timeline.events] == pytest.approx([0.004, 0.005, 0.010, 0.010])
     assert timeline.calls[0].seconds == pytest.approx(4e-3 * 29 / 40)
 
 
 def test_idle_times_are_told_apart() -> None:
     watch = watching()
     for (kind, call), start, idle in zip(MOMENTS, [0, 5, 11, 31], [2, None, 15, None], strict=True):
-        watch.before_moment()
-        watch.moment(kind, CALLS[call].key, Event(start), Event(start), 0)
+        watch.before_event()
+        watch.event(kind, CALLS[call].key, Event(start), Event(start), 0)
         if idle is not None:
             watch.idle(lambda at=idle: Event(at))  # type: ignore[misc]
     timeline = watch.retimed(TIMELINE, Rates())
     assert timeline is not None
-    assert [m.idle for m in timeline.moments] == pytest.approx([0.003, 0.0, 0.016, 0.0])
-    assert [m.seconds for m in timeline.moments] == pytest.approx([0.002, 0.006, 0.004, 0.010])
+    assert [m.idle for m in timeline.events] == pytest.approx([0.003, 0.0, 0.016, 0.0])
+    assert [m.seconds for m in timeline.events] == pytest.approx([0.002, 0.006, 0.004, 0.010])
 
 
 def test_the_share_of_waits() -> None:
@@ -157,25 +165,25 @@ def test_the_share_of_waits() -> None:
 
 def test_time_without_work_does_not_count() -> None:
     watch = watching()
-    watch.before_moment()
-    watch.moment("F", CALLS[0].key, Event(0), Event(0), 0)
+    watch.before_event()
+    watch.event("F", CALLS[0].key, Event(0), Event(0), 0)
     watch.idle(lambda: Event(2))
     watch.idle(lambda: Event(3))  # the second wait of the same pause
     for (kind, call), start in zip((("F", 1), ("B", 1), ("B", 0)), (8.0, 12.0, 16.0), strict=True):
-        watch.before_moment()
-        watch.moment(kind, CALLS[call].key, Event(start), Event(start), 0)
+        watch.before_event()
+        watch.event(kind, CALLS[call].key, Event(start), Event(start), 0)
     timeline = watch.retimed(TIMELINE, Rates())
-    assert timeline is not None and timeline.moments[0].seconds == pytest.approx(0.002)
+    assert timeline is not None and timeline.events[0].seconds == pytest.approx(0.002)
 
 
 def test_another_cycle_has_other_times() -> None:
     watch = watching()
     run(watch, [0, 1, 2, 3])
-    assert watch.retimed(replace(TIMELINE, moments=TIMELINE.moments[:3]), Rates()) is None
+    assert watch.retimed(replace(TIMELINE, events=TIMELINE.events[:3]), Rates()) is None
 
 
 def test_the_next_backward_is_the_schedule_s() -> None:
-    cycle = Cycle()
+    cycle = StepCalls()
     first, second = cycle.new_call("a"), cycle.new_call("a")
     order = [("a", 0), ("a", 1), ("a", 2)]
     assert cycle.next_backward(order) is first and cycle.next_backward() is second

@@ -2,16 +2,16 @@
 
 import pytest
 
-from forebay.memory.timeline import Assignment, CallFigures, Moment, Timeline, simulate
+from forebay.memory.timeline import Assignment, CallFigures, Timeline, TimelineEvent, simulate
 
 
 def timeline(saved: list[int], seconds: float, rate: float, transient: int = 0, other: int = 0) -> Timeline:
     """Regions that save one item each, all moments equally long, backward in reverse."""
     calls = tuple(CallFigures((f"r{i}", 0), (n,), seconds) for i, n in enumerate(saved))
     numbers = [*range(len(saved))]
-    moments = [Moment("F", i, seconds, other, transient) for i in numbers]
-    moments += [Moment("B", i, seconds, other, transient) for i in reversed(numbers)]
-    return Timeline(calls, tuple(moments), rate, rate)
+    events = [TimelineEvent("F", i, seconds, other, transient) for i in numbers]
+    events += [TimelineEvent("B", i, seconds, other, transient) for i in reversed(numbers)]
+    return Timeline(calls, tuple(events), rate, rate)
 
 
 def offload(*calls: int) -> Assignment:
@@ -64,7 +64,7 @@ def test_what_is_still_leaving_at_the_turn_is_taken_back_and_not_fetched() -> No
 def test_recomputing_frees_all_but_the_input_and_costs_a_forward() -> None:
     base = timeline([10, 10], 1.0, 1.0)
     calls = tuple(CallFigures(c.key, (6, 4), 1.0, input_bytes=4) for c in base.calls)
-    plan = simulate(Timeline(calls, base.moments), Assignment(recompute=frozenset({"r0"})))
+    plan = simulate(Timeline(calls, base.events), Assignment(recompute=frozenset({"r0"})))
     assert plan.after_forward_bytes == 10 + 4
     assert plan.step_seconds == 5.0
 
@@ -72,7 +72,7 @@ def test_recomputing_frees_all_but_the_input_and_costs_a_forward() -> None:
 def test_light_recomputation_frees_the_largest_item() -> None:
     base = timeline([10], 1.0, 1.0)
     calls = (CallFigures(("r0", 0), (3, 7), 1.0, light_recompute=True),)
-    plan = simulate(Timeline(calls, base.moments), Assignment(recompute=frozenset({"r0"})))
+    plan = simulate(Timeline(calls, base.events), Assignment(recompute=frozenset({"r0"})))
     assert plan.after_forward_bytes == 3
     assert plan.step_seconds == 2.6
 
@@ -80,8 +80,13 @@ def test_light_recomputation_frees_the_largest_item() -> None:
 def test_several_microbatches_in_flight() -> None:
     """F0 F0' B0 B0': two calls of one region live at once, each with its own item."""
     calls = (CallFigures(("r", 0), (5,), 1.0), CallFigures(("r", 1), (5,), 1.0))
-    moments = (Moment("F", 0, 1.0), Moment("F", 1, 1.0), Moment("B", 0, 1.0), Moment("B", 1, 1.0))
-    plan = simulate(Timeline(calls, moments, 100.0, 100.0), Assignment())
+    events = (
+        TimelineEvent("F", 0, 1.0),
+        TimelineEvent("F", 1, 1.0),
+        TimelineEvent("B", 0, 1.0),
+        TimelineEvent("B", 1, 1.0),
+    )
+    plan = simulate(Timeline(calls, events, 100.0, 100.0), Assignment())
     assert plan.peak_bytes == 10
 
 
@@ -89,6 +94,6 @@ def test_several_microbatches_in_flight() -> None:
 def test_what_experts_make_again_adds_nothing_to_their_backward(light: bool, peak: int) -> None:
     """A checkpoint's is there beside all that backward takes; experts write a gradient over theirs."""
     calls = (CallFigures(("mlp", 0), (40, 10), 1.0, light_recompute=light, input_bytes=10),)
-    moments = (Moment("F", 0, 1.0, 0, 60), Moment("B", 0, 1.0, 0, 100))
-    plan = simulate(Timeline(calls, moments), Assignment(recompute=frozenset({"mlp"})))
+    events = (TimelineEvent("F", 0, 1.0, 0, 60), TimelineEvent("B", 0, 1.0, 0, 100))
+    plan = simulate(Timeline(calls, events), Assignment(recompute=frozenset({"mlp"})))
     assert plan.peak_bytes == peak

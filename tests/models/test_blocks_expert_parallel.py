@@ -9,7 +9,7 @@ import torch.distributed as dist
 from forebay.managed import manage
 from forebay.models.blocks import keep_local_experts
 from forebay.models.families import moe_blocks
-from forebay.moe.dispatch import NcclExchange
+from forebay.moe.dispatch import NcclDispatcher
 from forebay.policy import PolicyError
 from tests.models.conftest import FAMILIES, VOCABULARY, build_tiny
 from tests.ranks import run_ranks
@@ -42,21 +42,21 @@ def errors_of(rank: int, world: int, family: str) -> float:
     with manage(whole):
         _, wanted = gradients(whole, ids, labels)
     model = build_tiny(family)
-    exchange = NcclExchange(dist.group.WORLD, experts_of(model))
-    keep_local_experts(model, exchange)
+    dispatcher = NcclDispatcher(dist.group.WORLD, experts_of(model))
+    keep_local_experts(model, dispatcher)
     mine = slice(rank * BATCH // world, (rank + 1) * BATCH // world)
-    with manage(model, exchange=exchange):
+    with manage(model, dispatcher=dispatcher):
         _, got = gradients(model, ids[mine], labels[mine])
     worst = 0.0
     for name, gradient in got.items():
         target = wanted[name]
         if ".experts." in name and "shared" not in name:
-            n = exchange.local_experts
+            n = dispatcher.local_experts
             target = target[rank * n : (rank + 1) * n]
         else:
             dist.all_reduce(gradient)
         worst = max(worst, float((gradient - target).abs().max()) / max(float(target.abs().max()), 1e-30))
-    assert exchange.live_handles == 0
+    assert dispatcher.live_handles == 0
     return worst
 
 
@@ -72,7 +72,7 @@ def test_gradients_are_those_of_one_process(world: int) -> None:
         assert all(error <= 2e-6 for error in worst.values()), (rank, worst)
 
 
-class Counting(NcclExchange):
+class Counting(NcclDispatcher):
     """Counts what travels in a step: dispatch and combine, and their gradients (spread for combine, collect for both)."""
 
     def __init__(self, *args: Any):
@@ -93,14 +93,14 @@ def communication(rank: int, world: int, compile: bool) -> dict[str, tuple[int, 
     ids, labels = tokens()
     mine = slice(rank * BATCH // world, (rank + 1) * BATCH // world)
     model = build_tiny("qwen3_moe")
-    exchange = Counting(dist.group.WORLD, experts_of(model))
-    keep_local_experts(model, exchange)
+    dispatcher = Counting(dist.group.WORLD, experts_of(model))
+    keep_local_experts(model, dispatcher)
     counts, results = {}, []
     for mode in ("light", "full", "save-dispatch", "save-both"):
-        with manage(model, {"*.mlp": "recompute"}, recompute=mode, exchange=exchange, compile=compile):
-            exchange.dispatched = exchange.summed = 0
+        with manage(model, {"*.mlp": "recompute"}, recompute=mode, dispatcher=dispatcher, compile=compile):
+            dispatcher.dispatched = dispatcher.summed = 0
             results.append(gradients(model, ids[mine], labels[mine]))
-            counts[mode] = exchange.dispatched, exchange.summed
+            counts[mode] = dispatcher.dispatched, dispatcher.summed
     loss, wanted = results[0]
     for its_loss, got in results[1:]:
         assert its_loss == loss and all(torch.equal(got[n], wanted[n]) for n in wanted)
@@ -118,19 +118,19 @@ def compare_placements(rank: int, world: int) -> list[str]:
     ids, labels = tokens()
     mine = slice(rank * BATCH // world, (rank + 1) * BATCH // world)
     model = build_tiny("deepseek_v3")
-    exchange = NcclExchange(dist.group.WORLD, experts_of(model))
-    keep_local_experts(model, exchange)
+    dispatcher = NcclDispatcher(dist.group.WORLD, experts_of(model))
+    keep_local_experts(model, dispatcher)
     results = {}
     kinds: list[tuple[Any, str]] = [("keep", "light"), ("offload", "light")]
     kinds += [("recompute", mode) for mode in ("light", "full", "save-dispatch", "save-both")]
     kinds += [({"*.mlp": "recompute", "*.self_attn": "offload"}, "light")]
     for policy, mode in kinds:
-        with manage(model, policy, recompute=mode, exchange=exchange, offload="all") as memory:
+        with manage(model, policy, recompute=mode, dispatcher=dispatcher, offload="all") as memory:
             for _ in range(4):  # the measuring cycles of offload, and one under its plan
                 found = gradients(model, ids[mine], labels[mine])
             assert memory.ledger.live_tickets == 0
         results[f"{policy} {mode}"] = found
-        assert exchange.live_handles == 0, (policy, mode)
+        assert dispatcher.live_handles == 0, (policy, mode)
     loss, wanted = results["keep light"]
     return [
         f"{kind}: {name}"
@@ -149,10 +149,10 @@ def refusals(rank: int, world: int) -> list[str]:
     experts = experts_of(model)
     messages = []
     for attempt in (
-        lambda: NcclExchange(dist.group.WORLD, experts + 1),
-        lambda: manage(model, exchange=NcclExchange(dist.group.WORLD, experts)),
-        lambda: manage(model, exchange=NcclExchange(dist.group.WORLD, experts * 2)),
-        lambda: manage(model, exchange=NcclExchange(dist.group.WORLD, experts), experts=None),
+        lambda: NcclDispatcher(dist.group.WORLD, experts + 1),
+        lambda: manage(model, dispatcher=NcclDispatcher(dist.group.WORLD, experts)),
+        lambda: manage(model, dispatcher=NcclDispatcher(dist.group.WORLD, experts * 2)),
+        lambda: manage(model, dispatcher=NcclDispatcher(dist.group.WORLD, experts), experts=None),
         lambda: manage(model, recompute="sometimes"),
     ):
         with pytest.raises((ValueError, PolicyError)) as caught:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from forebay.memory.regions import setting
-from forebay.models.blocks import install_halves, register
+from forebay.models.blocks import install_sublayers, register
 from forebay.models.families import has_known_layers
 
 FAMILIES = (
@@ -38,24 +38,24 @@ def test_bitwise_the_original_and_gone_afterwards(family, tiny, tokens, losses_a
     model = tiny(family)
     expected = losses_and_gradients(model, tokens)
     before = _state(model)
-    halves = install_halves(model)
-    assert list(halves) == [f"model.layers.{i}.{half}" for i in (0, 1) for half in ("self_attn", "mlp")]
+    sublayers = install_sublayers(model)
+    assert list(sublayers) == [f"model.layers.{i}.{sublayer}" for i in (0, 1) for sublayer in ("self_attn", "mlp")]
     called = []
-    for path, slot in halves.items():
+    for path, slot in sublayers.items():
         slot.wrap(lambda fn, path=path: lambda *a, **k: (called.append(path), fn(*a, **k))[1])
     assert _equal(losses_and_gradients(model, tokens), expected)
-    assert called == list(halves)
-    halves.uninstall()
+    assert called == list(sublayers)
+    sublayers.uninstall()
     assert _state(model) == before
     assert _equal(losses_and_gradients(model, tokens), expected)
-    assert called == list(halves), "an uninstalled half was called"
+    assert called == list(sublayers), "an uninstalled half was called"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_checkpointed_halves_are_bitwise_equal(family, tiny, tokens, losses_and_gradients):
     model = tiny(family)
     expected = losses_and_gradients(model, tokens)
-    halves = install_halves(model)
+    sublayers = install_sublayers(model)
     runs = []
 
     def checkpointed(fn):
@@ -65,10 +65,10 @@ def test_checkpointed_halves_are_bitwise_equal(family, tiny, tokens, losses_and_
 
         return partial(checkpoint, counted, use_reentrant=False)
 
-    for slot in halves.values():
+    for slot in sublayers.values():
         slot.wrap(checkpointed)
     assert _equal(losses_and_gradients(model, tokens), expected)
-    assert len(runs) == 2 * len(halves), "each half runs once forward and once again"
+    assert len(runs) == 2 * len(sublayers), "each half runs once forward and once again"
 
 
 def test_padding_and_packing_reach_the_attention(tiny, tokens, losses_and_gradients):
@@ -77,7 +77,7 @@ def test_padding_and_packing_reach_the_attention(tiny, tokens, losses_and_gradie
     mask[1, 10:] = 0
     expected = losses_and_gradients(model, tokens, attention_mask=mask)
     assert not _equal(losses_and_gradients(model, tokens), expected)
-    install_halves(model)
+    install_sublayers(model)
     assert _equal(losses_and_gradients(model, tokens, attention_mask=mask), expected)
 
 
@@ -87,7 +87,7 @@ def test_a_positional_call_of_a_layer(tiny):
     x = torch.randn(2, 16, 64)
     embeddings = model.model.rotary_emb(x, torch.arange(16)[None])
     expected = layer(x, embeddings, None)
-    install_halves(model)
+    install_sublayers(model)
     assert torch.equal(layer(x, embeddings, None), expected)
 
 
@@ -97,8 +97,8 @@ def test_a_cache_takes_the_original_forward(tiny, tokens):
     with torch.no_grad():
         expected = model(tokens, use_cache=True)
         generated = model.generate(tokens[:, :4], **generation)
-    halves = install_halves(model)
-    for slot in halves.values():
+    sublayers = install_sublayers(model)
+    for slot in sublayers.values():
         slot.wrap(lambda fn: pytest.fail)
     with torch.no_grad():
         got = model(tokens, use_cache=True)
@@ -114,7 +114,7 @@ def test_attention_weights_take_the_original_forward(how, tiny, tokens):
     model = tiny("qwen3_moe")
     model.set_attn_implementation("eager")
     expected = model(tokens, output_attentions=True).attentions
-    install_halves(model)
+    install_sublayers(model)
     if how == "argument":
         got = model(tokens, output_attentions=True).attentions
     else:
@@ -129,7 +129,7 @@ def test_transformers_own_capture_still_works(family, tiny, tokens, losses_and_g
     more = {"output_router_logits": True, "output_hidden_states": True}
     expected, out = losses_and_gradients(model, tokens, **more), model(tokens, **more)
     assert not _equal(losses_and_gradients(model, tokens), expected)
-    install_halves(model)
+    install_sublayers(model)
     assert _equal(losses_and_gradients(model, tokens, **more), expected)
     got = model(tokens, **more)
     assert _equal(got.router_logits, out.router_logits) and len(got.router_logits) > 0
@@ -140,7 +140,7 @@ def test_restore_puts_the_bare_half_back(tiny, tokens):
     model = tiny("qwen3_moe")
     model.set_experts_implementation(register())
     experts = model.model.layers[1].mlp.experts
-    slot = install_halves(model)["model.layers.1.mlp"]
+    slot = install_sublayers(model)["model.layers.1.mlp"]
     bare = slot.call
     slot.wrap(lambda fn: lambda *a: fn(*a))
     slot.wrap(lambda fn: lambda *a: fn(*a))
@@ -153,8 +153,8 @@ def test_restore_puts_the_bare_half_back(tiny, tokens):
 
 def test_light_recompute_is_only_for_forebays_experts(tiny):
     model = tiny("qwen3_moe")
-    halves = install_halves(model)
-    assert all(slot.light_recompute is None for slot in halves.values())
+    sublayers = install_sublayers(model)
+    assert all(slot.light_recompute is None for slot in sublayers.values())
 
 
 # --- what is refused --------------------------------------------------------------------------------
@@ -175,20 +175,20 @@ def test_an_unknown_layer_is_named(tokens):
     )
     model = Gemma2ForCausalLM(config)
     with pytest.raises(ValueError, match=r"Gemma2DecoderLayer.*Qwen3MoeDecoderLayer"):
-        install_halves(model)
+        install_sublayers(model)
     assert not has_known_layers(model)
 
 
 def test_a_model_without_decoder_layers_is_named():
     with pytest.raises(ValueError, match=r"Sequential has no decoder layers.*Qwen3MoeDecoderLayer"):
-        install_halves(nn.Sequential(nn.TransformerDecoderLayer(8, 2), nn.Linear(8, 8)))
+        install_sublayers(nn.Sequential(nn.TransformerDecoderLayer(8, 2), nn.Linear(8, 8)))
 
 
 def test_an_unknown_mlp_is_named(tiny):
     model = tiny("qwen3_moe")
     model.model.layers[1].mlp = nn.Linear(64, 64)
     with pytest.raises(ValueError, match=r"'model.layers.1.mlp' is a Linear.*Qwen3MoeSparseMoeBlock"):
-        install_halves(model, compile=True)
+        install_sublayers(model, compile=True)
     assert "forward" not in model.model.layers[0].__dict__, "half installed after an error"
 
 
@@ -196,7 +196,7 @@ def test_an_unknown_mlp_is_called_as_it_is(tiny, tokens, losses_and_gradients):
     model = tiny("qwen3_moe")
     model.model.layers[1].mlp = nn.Linear(64, 64)
     expected = losses_and_gradients(model, tokens)
-    install_halves(model)
+    install_sublayers(model)
     assert _equal(losses_and_gradients(model, tokens), expected)
 
 
@@ -206,7 +206,7 @@ def test_a_replaced_forward_is_named(which, tiny):
     module = model.get_submodule(which)
     module.forward = partial(type(module).forward, module)
     with pytest.raises(ValueError, match=f"forward of {which!r}.*replaced"):
-        install_halves(model, compile=True)
+        install_sublayers(model, compile=True)
 
 
 def test_a_subclass_with_its_own_forward_is_refused_and_one_without_is_not(tiny, tokens):
@@ -215,18 +215,18 @@ def test_a_subclass_with_its_own_forward_is_refused_and_one_without_is_not(tiny,
     kind = type(layer)
     expected = model(tokens).logits
     layer.__class__ = type("Sharded", (kind,), {})  # what FSDP2 does
-    install_halves(model).uninstall()
+    install_sublayers(model).uninstall()
     assert torch.equal(model(tokens).logits, expected)
     layer.__class__ = type("Patched", (kind,), {"forward": lambda self, x, **_: x})
     with pytest.raises(ValueError, match=r"Patched.*replaced"):
-        install_halves(model)
+        install_sublayers(model)
 
 
 def test_transformers_own_checkpointing_of_halves(tiny, tokens, losses_and_gradients):
     model = tiny("qwen3_moe")
     expected = losses_and_gradients(model, tokens)
     model.gradient_checkpointing_enable()
-    install_halves(model)
+    install_sublayers(model)
     assert _equal(losses_and_gradients(model, tokens), expected)
 
 
@@ -235,23 +235,23 @@ def test_router_jitter_is_the_blocks_own_and_refused_in_compiled_halves(tiny, to
     torch.manual_seed(5)
     expected = model(tokens).logits
     with pytest.raises(ValueError, match="router_jitter_noise"):
-        install_halves(model, compile=True)
-    install_halves(model)
+        install_sublayers(model, compile=True)
+    install_sublayers(model)
     torch.manual_seed(5)
     assert torch.equal(model(tokens).logits, expected)
 
 
 def test_uninstall_leaves_what_was_put_on_top_and_may_be_repeated(tiny, tokens):
     model = tiny("qwen3_moe")
-    halves = install_halves(model)
+    sublayers = install_sublayers(model)
     called = []
-    halves["model.layers.1.mlp"].wrap(lambda fn: lambda *a: (called.append(1), fn(*a))[1])
+    sublayers["model.layers.1.mlp"].wrap(lambda fn: lambda *a: (called.append(1), fn(*a))[1])
     layer = model.model.layers[1]
     ours = layer.forward
     theirs = layer.forward = lambda *a, **k: ours(*a, **k)
     expected = model(tokens).logits
-    halves.uninstall()
-    halves.uninstall()
+    sublayers.uninstall()
+    sublayers.uninstall()
     assert layer.forward is theirs and called == [1]
     assert torch.equal(model(tokens).logits, expected) and called == [1]
     layer.forward = ours
@@ -262,13 +262,13 @@ def test_uninstall_leaves_what_was_put_on_top_and_may_be_repeated(tiny, tokens):
 
 @contextmanager
 def install_again(model):
-    halves = install_halves(model)
+    sublayers = install_sublayers(model)
     yield
-    halves.uninstall()
+    sublayers.uninstall()
 
 
 def test_installing_twice_is_refused(tiny):
     model = tiny("qwen3_moe")
-    install_halves(model)
+    install_sublayers(model)
     with pytest.raises(ValueError, match=r"model.layers.0.*under management already"):
-        install_halves(model)
+        install_sublayers(model)

@@ -8,8 +8,8 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from forebay.models import compile as compile_module
-from forebay.models.blocks import install_halves, register
-from forebay.models.compile import check_compiler, compile_half
+from forebay.models.blocks import install_sublayers, register
+from forebay.models.compile import check_compiler, compile_sublayer
 
 BF16, FP32, INT64, INT32 = 2, 4, 8, 4
 TOKENS = 2 * 16
@@ -23,7 +23,7 @@ def _graphs():
 
 def _managed(model):
     model.set_experts_implementation(register())
-    return install_halves(model, compile=True)
+    return install_sublayers(model, compile=True)
 
 
 def _close(a, b):
@@ -68,10 +68,10 @@ def saved_by(tokens):
 def test_close_to_the_original(family, tiny, tokens, losses_and_gradients):
     model = tiny(family)
     expected = losses_and_gradients(model, tokens)
-    halves = _managed(model)
+    sublayers = _managed(model)
     got = losses_and_gradients(model, tokens)
     assert _close(got, expected)
-    halves.uninstall()
+    sublayers.uninstall()
     model.set_experts_implementation("eager")
     assert all(map(torch.equal, losses_and_gradients(model, tokens), expected)) or _close(got, expected)
 
@@ -79,7 +79,7 @@ def test_close_to_the_original(family, tiny, tokens, losses_and_gradients):
 def test_qwen3_moe_saves_these_bytes(tiny, saved_by):
     """The attention half: its input, q, k and v before norm and rotation, the output, and sums."""
     model = tiny("qwen3_moe", torch.bfloat16)
-    halves = _managed(model)
+    sublayers = _managed(model)
     attention = (
         BF16 * HIDDEN  # its input
         + FP32  # of the norm
@@ -87,7 +87,7 @@ def test_qwen3_moe_saves_these_bytes(tiny, saved_by):
         + BF16 * HEAD * KV_HEADS  # v
         + (BF16 * HEAD + FP32) * HEADS  # attention's output and log-sum-exp
     )
-    assert saved_by(model, halves["model.layers.1.self_attn"]) == TOKENS * attention
+    assert saved_by(model, sublayers["model.layers.1.self_attn"]) == TOKENS * attention
     moe = (
         BF16 * HIDDEN
         + FP32
@@ -98,15 +98,15 @@ def test_qwen3_moe_saves_these_bytes(tiny, saved_by):
         + 2 * INT32 * TOP_K  # order and its inverse
     )
     ends = INT32 * EXPERTS  # where each expert's rows end
-    assert saved_by(model, halves["model.layers.1.mlp"]) == TOKENS * moe + ends
+    assert saved_by(model, sublayers["model.layers.1.mlp"]) == TOKENS * moe + ends
     dense = BF16 * HIDDEN + FP32 + 2 * BF16 * 96  # gate and up
-    assert saved_by(model, halves["model.layers.0.mlp"]) == TOKENS * dense
+    assert saved_by(model, sublayers["model.layers.0.mlp"]) == TOKENS * dense
 
 
 def test_deepseek_v3_saves_these_bytes(tiny, saved_by):
     """Keys and values come from one projection: that is saved, and neither of them."""
     model = tiny("deepseek_v3", torch.bfloat16)
-    halves = _managed(model)
+    sublayers = _managed(model)
     attention = (
         (BF16 * HIDDEN + FP32)
         + (BF16 * 24 + FP32)  # q's latent
@@ -115,14 +115,14 @@ def test_deepseek_v3_saves_these_bytes(tiny, saved_by):
         + BF16 * HEADS * (8 + 16)  # keys without position, and values
         + (BF16 * 16 + FP32) * HEADS  # output and log-sum-exp
     )
-    assert saved_by(model, halves["model.layers.1.self_attn"]) == TOKENS * attention
+    assert saved_by(model, sublayers["model.layers.1.self_attn"]) == TOKENS * attention
 
 
 def test_h_can_be_left_out_at_the_price_of_one_more_graph(tiny, tokens, saved_by, losses_and_gradients):
     model = tiny("qwen3_moe", mlp_only_layers=[])
-    halves = _managed(model)
+    sublayers = _managed(model)
     expected = losses_and_gradients(model, tokens)
-    slot = halves["model.layers.1.mlp"]
+    slot = sublayers["model.layers.1.mlp"]
     full, graphs = saved_by(model, slot), _graphs()
     slot.light_recompute(True)
     assert all(map(torch.equal, losses_and_gradients(model, tokens), expected))
@@ -155,13 +155,13 @@ def test_experts_run_once(tiny, tokens):
 
 def test_layers_share_a_graph_and_steps_recompile_nothing(tiny, tokens, losses_and_gradients):
     model = tiny("qwen3_moe", num_hidden_layers=5, mlp_only_layers=[0, 3], router_aux_loss_coef=0.1)
-    halves = _managed(model)
+    sublayers = _managed(model)
     before = _graphs()
     losses_and_gradients(model, tokens)
     assert _graphs() - before == 3, "attention, dense MLP, MoE: one graph each"
     for count in (29, 30, 31):
         losses_and_gradients(model, tokens, num_items_in_batch=count, output_router_logits=True)
-    for slot in halves.values():
+    for slot in sublayers.values():
         slot.wrap(lambda fn: partial(checkpoint, fn, use_reentrant=False))
     losses_and_gradients(model, tokens)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
@@ -171,9 +171,9 @@ def test_layers_share_a_graph_and_steps_recompile_nothing(tiny, tokens, losses_a
 
 def test_checkpointed_is_bitwise_kept(tiny, tokens, losses_and_gradients):
     model = tiny("qwen3_moe")
-    halves = _managed(model)
+    sublayers = _managed(model)
     expected = losses_and_gradients(model, tokens)
-    for slot in halves.values():
+    for slot in sublayers.values():
         slot.wrap(lambda fn: partial(checkpoint, fn, use_reentrant=False))
     assert all(map(torch.equal, losses_and_gradients(model, tokens), expected))
 
@@ -185,13 +185,13 @@ def test_backward_runs_twice_only_if_asked_for(tiny, tokens):
         return torch.autograd.grad(loss, model.model.layers[1].self_attn.q_proj.weight, **more)[0]
 
     model = tiny("qwen3_moe")
-    halves = _managed(model)
+    sublayers = _managed(model)
     with pytest.raises(RuntimeError, match="donated_buffer=False"):
         model(tokens, labels=tokens).loss.backward()
         gradients(model(tokens, labels=tokens).loss, retain_graph=True)
-    halves.uninstall()
+    sublayers.uninstall()
     with torch._functorch.config.patch(donated_buffer=False):
-        install_halves(model, compile=True)
+        install_sublayers(model, compile=True)
         loss = model(tokens, labels=tokens).loss
         assert torch.equal(gradients(loss, retain_graph=True), gradients(loss))
 
@@ -244,7 +244,7 @@ def test_more_shapes_than_torchs_default_limit_and_caches_of_their_own(monkeypat
     def double(x):
         return x * 2
 
-    one, other = compile_half(double), compile_half(double)
+    one, other = compile_sublayer(double), compile_sublayer(double)
     before = _graphs()
     for n in range(2, 12):  # torch's limit is 8
         assert torch.equal(one(torch.ones(n)), torch.full((n,), 2.0))
@@ -261,7 +261,7 @@ def test_a_missing_compiler_is_said(monkeypatch, tiny):
 
     monkeypatch.setattr(compile_module, "get_cpp_compiler", none)
     with pytest.raises(RuntimeError, match=r"C\+\+ compiler.*compile=False"):
-        install_halves(tiny("qwen3_moe"), compile=True)
+        install_sublayers(tiny("qwen3_moe"), compile=True)
     monkeypatch.setattr(compile_module, "has_triton", lambda: False)
     with pytest.raises(RuntimeError, match=r"Triton.*'cuda'.*compile=False"):
         check_compiler("cuda")

@@ -76,8 +76,8 @@ def test_a_part_is_managed_and_its_layers_run(family: str, tokens: Tensor) -> No
         part: Any = build_tiny(family, num_hidden_layers=5, attn_implementation="eager")
         keep_part(part, numbers, embedding, head)
         with forebay.manage(part, {"*.mlp": "recompute"}, loss="fused") as memory, torch.no_grad():
-            paths = [f"model.layers.{n}.{half}" for n in numbers for half in ("self_attn", "mlp")]
-            assert list(memory.halves) == paths and memory.placements[paths[-1]] == "recompute"
+            paths = [f"model.layers.{n}.{sublayer}" for n in numbers for sublayer in ("self_attn", "mlp")]
+            assert list(memory.sublayers) == paths and memory.placements[paths[-1]] == "recompute"
             x = part.model.embed_tokens(tokens) if embedding else hidden[numbers[0] - 1]
             for n in numbers:
                 x = part.model.layers[str(n)](x, **given[n])

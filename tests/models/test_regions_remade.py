@@ -6,7 +6,7 @@ import torch
 
 import forebay
 from forebay.memory.regions import setting
-from forebay.moe.dispatch import LocalExchange
+from forebay.moe.dispatch import LocalDispatcher
 from forebay.policy import PolicyError
 
 BOTH = {"*.self_attn": "offload", "*.mlp": "offload"}
@@ -18,12 +18,12 @@ def experts_of(model):
 
 def test_h_of_chosen_layers_does_not_travel(tiny, tokens, losses_and_gradients) -> None:
     model = tiny("qwen3_moe")
-    exchange = LocalExchange(64)
+    dispatcher = LocalDispatcher(64)
     chosen = {**BOTH, "model.layers.1.mlp.experts": "recompute"}
     experts = model.get_submodule("model.layers.1.mlp.experts")
     moved, results, profiles = [], [], []
     for policy in (BOTH, chosen):
-        with forebay.manage(model, policy, exchange=exchange, offload="all", compile=False) as mem:
+        with forebay.manage(model, policy, dispatcher=dispatcher, offload="all", compile=False) as mem:
             for _ in range(2):  # the first one measures
                 got = losses_and_gradients(model, tokens)
             results.append(got)
@@ -50,5 +50,5 @@ def test_only_in_the_light_way(tiny) -> None:
     model = tiny("qwen3_moe")
     policy = {**BOTH, "*.mlp.experts": "recompute"}
     with pytest.raises(PolicyError, match=r"cannot be nested.*if they are Forebay's, recompute is 'light'"):
-        forebay.manage(model, policy, exchange=LocalExchange(64), recompute="full")
+        forebay.manage(model, policy, dispatcher=LocalDispatcher(64), recompute="full")
     assert not any(setting(m, "forebay_save_h") is False for m in experts_of(model))

@@ -6,7 +6,7 @@ import torch
 import forebay
 from forebay.memory.regions import setting
 from forebay.models.families import keep_part
-from forebay.moe.dispatch import LocalExchange
+from forebay.moe.dispatch import LocalDispatcher
 from forebay.policy import PolicyError
 
 
@@ -20,9 +20,9 @@ def experts_of(model):
 def test_experts_are_told_their_pages_and_forget_them(policy, tiny, tokens, losses_and_gradients) -> None:
     model = tiny("qwen3_moe")
     blocks = len(experts_of(model))
-    with forebay.manage(model, exchange=LocalExchange(64)):
+    with forebay.manage(model, dispatcher=LocalDispatcher(64)):
         expected = losses_and_gradients(model, tokens)
-    with forebay.manage(model, policy, exchange=LocalExchange(64)) as mem:
+    with forebay.manage(model, policy, dispatcher=LocalDispatcher(64)) as mem:
         stashed = [path for path, placement in mem.placements.items() if placement == "stash"]
         assert len(stashed) == blocks > 0
         assert all(path.endswith(".mlp.experts") for path in stashed)
@@ -37,18 +37,18 @@ def test_experts_are_told_their_pages_and_forget_them(policy, tiny, tokens, loss
 
 
 @pytest.mark.parametrize(
-    ("policy", "exchange", "said"),
+    ("policy", "dispatcher", "said"),
     [
         ({"*.mlp.experts": "stash"}, None, ["'*.mlp.experts'", "without expert parallelism", "'offload'"]),
         ("stash", None, ["without expert parallelism"]),
-        ({"*.self_attn": "stash"}, LocalExchange(64), ["no paged region", "such as model.layers.0.mlp.experts"]),
-        ({"lm_head": "stash"}, LocalExchange(64), ["'lm_head'", "no paged region"]),
+        ({"*.self_attn": "stash"}, LocalDispatcher(64), ["no paged region", "such as model.layers.0.mlp.experts"]),
+        ({"lm_head": "stash"}, LocalDispatcher(64), ["'lm_head'", "no paged region"]),
     ],
 )
-def test_what_cannot_be_stashed(policy, exchange, said, tiny) -> None:
+def test_what_cannot_be_stashed(policy, dispatcher, said, tiny) -> None:
     model = tiny("olmoe")
     with pytest.raises(PolicyError) as error:
-        forebay.manage(model, policy, exchange=exchange)
+        forebay.manage(model, policy, dispatcher=dispatcher)
     for part in said:
         assert part in str(error.value)
     assert not any(setting(m, "forebay_pages") for m in experts_of(model))
@@ -63,7 +63,7 @@ def test_a_part_without_moe_layers_has_nothing_to_stash(tiny) -> None:
     """Of a pipeline's ranks, one may have dense layers alone: what the others carry out is no error there."""
     model = tiny("qwen3_moe")
     keep_part(model, [0], embedding=True, head=True)
-    with forebay.manage(model, "stash", exchange=LocalExchange(64)) as mem:
+    with forebay.manage(model, "stash", dispatcher=LocalDispatcher(64)) as mem:
         assert set(mem.placements.values()) == {"keep"}
         assert mem.pages is None
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from forebay.models.blocks import install_halves
+from forebay.models.blocks import install_sublayers
 from forebay.models.router import RouterOutput, RouterStats
 
 
@@ -46,7 +46,7 @@ def test_hooks_are_gone_after_an_exception(model, tokens):
     assert not any(m._forward_hooks for m in model.modules())
 
 
-@pytest.mark.parametrize("how", ["halves", "checkpointed halves", "gradient checkpointing"])
+@pytest.mark.parametrize("how", ["sublayers", "checkpointed sublayers", "gradient checkpointing"])
 def test_a_recomputation_is_not_recorded(how, model, tokens):
     stats = RouterStats(model)
     with stats.recording():
@@ -56,10 +56,10 @@ def test_a_recomputation_is_not_recorded(how, model, tokens):
     if how == "gradient checkpointing":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     else:
-        halves = install_halves(model)
+        sublayers = install_sublayers(model)
     runs = []
     if how == "checkpointed halves":
-        for slot in halves.values():
+        for slot in sublayers.values():
             slot.wrap(lambda fn: partial(checkpoint, fn, use_reentrant=False))
     model.model.layers[0].mlp.gate.register_forward_pre_hook(lambda *_: runs.append(1))
     with stats.recording():
@@ -80,7 +80,7 @@ def test_compiled_halves_are_recorded(tiny, tokens):
     from forebay.models.blocks import register
 
     model.set_experts_implementation(register())
-    install_halves(model, compile=True)
+    install_sublayers(model, compile=True)
     stats.reset_counts()
     with stats.recording():
         loss = model(tokens, labels=tokens).loss

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import forebay
 from forebay.memory.regions import setting
-from forebay.moe.dispatch import LocalExchange
+from forebay.moe.dispatch import LocalDispatcher
 
 PLACEMENTS = ("keep", "offload", "recompute", {"*.0.self_attn": "offload", "*.1.mlp": "recompute", "model": "keep"})
 
@@ -85,7 +85,7 @@ def test_a_copy_does_not_keep_the_original_alive(tiny, tokens, losses_and_gradie
 
 def test_pages_and_weight_gradient_stores_stay_with_the_original(tiny, tokens, losses_and_gradients):
     model = tiny("qwen3_moe")
-    with forebay.manage(model, "stash", exchange=LocalExchange(64)):
+    with forebay.manage(model, "stash", dispatcher=LocalDispatcher(64)):
         losses_and_gradients(model, tokens)
         twin = _saved_and_loaded(copy.deepcopy(model))
         assert all(setting(block.mlp.experts, "forebay_pages") is not None for block in model.model.layers[1:])

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
 import forebay
-from forebay.moe.dispatch import LocalExchange
+from forebay.moe.dispatch import LocalDispatcher
 from forebay.policy import PolicyError
 
 
@@ -99,7 +99,7 @@ def test_a_patched_mlp_is_honoured(when, model, tokens, step):
 
 
 def test_hooks_on_the_block_are_refused_in_stages(model, tokens):
-    with forebay.manage(model, exchange=LocalExchange(8)) as mem:
+    with forebay.manage(model, dispatcher=LocalDispatcher(8)) as mem:
         model(tokens, labels=tokens)
         mem.profile(lambda: model(tokens, labels=tokens).loss)
         model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
@@ -287,7 +287,7 @@ def test_gradient_checkpointing_of_layers_that_the_policy_keeps(reentrant, model
         ({"policy": 3}, PolicyError, r"policy=3 is no policy"),
         ({"compile": "yes"}, PolicyError, r"compile='yes' must be True or False"),
         ({"loss": "plain"}, PolicyError, r"loss='plain'.*None"),
-        ({"exchange": "nccl"}, PolicyError, r"exchange='nccl' is no exchange"),
+        ({"dispatcher": "nccl"}, PolicyError, r"exchange='nccl' is no exchange"),
         ({"min_bytes": -1}, PolicyError, r"min_bytes=-1"),
         ({"model": "gpt"}, TypeError, r"torch.nn.Module, got 'gpt' \(str\).*from_pretrained"),
     ],

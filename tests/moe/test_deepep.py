@@ -12,8 +12,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from forebay.moe.deepep import DeepEpExchange
-from forebay.moe.dispatch import ALIGNMENT, Exchange, NcclExchange
+from forebay.moe.deepep import DeepEpDispatcher
+from forebay.moe.dispatch import ALIGNMENT, NcclDispatcher, TokenDispatcher
 from forebay.moe.dispatch_op import combine, dispatch
 from forebay.moe.experts import experts
 from tests.ranks import run_ranks
@@ -179,10 +179,10 @@ def inputs(rank: int, tokens: int, kind: str, seed: int) -> dict[str, Tensor]:
     return {"ids": ids, **tensors}
 
 
-def travelled(given: dict[str, Tensor], exchange: Exchange) -> list[Tensor]:
+def travelled(given: dict[str, Tensor], dispatcher: TokenDispatcher) -> list[Tensor]:
     """Everything an exchange brings, there and back, without experts in between: bit for bit the same for all."""
     x, w, init = (given[n].clone().requires_grad_() for n in ("x", "w", "init"))
-    sent = dispatch(x, given["ids"], w, exchange)
+    sent = dispatch(x, given["ids"], w, dispatcher)
     received = int((sent.ids >= 0).any(1).sum())
     back = combine(2 * sent.rows, sent.handle, init)
     d_rows = torch.zeros_like(sent.rows)
@@ -195,12 +195,12 @@ def travelled(given: dict[str, Tensor], exchange: Exchange) -> list[Tensor]:
     return [sent.rows[:received].detach(), sent.ids[:received], weights, back.detach(), *grads]
 
 
-def with_experts(given: dict[str, Tensor], exchange: Exchange) -> list[Tensor]:
-    mine = slice(exchange.rank * E // exchange.size, (exchange.rank + 1) * E // exchange.size)
+def with_experts(given: dict[str, Tensor], dispatcher: TokenDispatcher) -> list[Tensor]:
+    mine = slice(dispatcher.rank * E // dispatcher.size, (dispatcher.rank + 1) * E // dispatcher.size)
     trained = [given[n].clone().requires_grad_() for n in ("x", "w", "init")]
     trained += [given[n][mine].clone().requires_grad_() for n in ("gate_up", "down")]
     x, w, init, gate_up, down = trained
-    sent = dispatch(x, given["ids"], w, exchange)
+    sent = dispatch(x, given["ids"], w, dispatcher)
     y = combine(experts(sent.rows, sent.ids, sent.weights, gate_up, down, max_rows=sent.max_rows), sent.handle, init)
     return [y.detach(), *torch.autograd.grad(y, trained, given["dy"])]
 
@@ -211,7 +211,7 @@ def relative(got: Tensor, wanted: Tensor) -> float:
 
 def compare(rank: int, world: int) -> dict[str, Any]:
     sys.modules["deep_ep"] = stand_in()
-    ours, nccl = DeepEpExchange(dist.group.WORLD, E, hidden=H), NcclExchange(dist.group.WORLD, E)
+    ours, nccl = DeepEpDispatcher(dist.group.WORLD, E, hidden=H), NcclDispatcher(dist.group.WORLD, E)
     found: dict[str, Any] = {"sms": Buffer.num_sms, "equal": [], "close": []}
     for seed, (tokens, kind) in enumerate(CASES):
         given = inputs(rank, tokens[rank], kind, seed)
@@ -280,26 +280,26 @@ def test_what_it_cannot_do_is_refused(installed: None, options: dict[str, Any], 
     group: Any = Group(options.pop("size", 2))
     settings = {"num_experts": E, "hidden": H, **options}
     with pytest.raises(ValueError, match=message):
-        DeepEpExchange(group, settings.pop("num_experts"), **settings)
+        DeepEpDispatcher(group, settings.pop("num_experts"), **settings)
     assert Buffer.num_sms == 20
 
 
 def test_rows_and_weights_of_another_kind_are_refused(installed: None) -> None:
     group: Any = Group(2)
-    exchange = DeepEpExchange(group, E, hidden=H)
+    dispatcher = DeepEpDispatcher(group, E, hidden=H)
     ids = torch.zeros(2, K, dtype=torch.int64)
     for x in (torch.zeros(2, H), torch.zeros(2, 2 * H, dtype=torch.bfloat16)):
         with pytest.raises(ValueError, match=r"made for rows of 16 in torch\.bfloat16"):
-            dispatch(x, ids, torch.zeros(2, K), exchange)
+            dispatch(x, ids, torch.zeros(2, K), dispatcher)
     with pytest.raises(ValueError, match="not fp64"):
-        dispatch(torch.zeros(2, H, dtype=torch.bfloat16), ids, torch.zeros(2, K, dtype=torch.float64), exchange)
+        dispatch(torch.zeros(2, H, dtype=torch.bfloat16), ids, torch.zeros(2, K, dtype=torch.float64), dispatcher)
 
 
 def test_its_absence_says_what_to_install_and_what_else_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deep_ep", None)
     group: Any = Group(2)
     with pytest.raises(RuntimeError, match=r"deep_ep, which is not installed.*DeepEP.*auto, nccl or symmetric"):
-        DeepEpExchange(group, E, hidden=H)
+        DeepEpDispatcher(group, E, hidden=H)
 
 
 def test_one_without_a_buffer_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,7 +308,7 @@ def test_one_without_a_buffer_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deep_ep", module)
     group: Any = Group(2)
     with pytest.raises(RuntimeError, match=r"deep_ep 9\.1 has no Buffer"):
-        DeepEpExchange(group, E, hidden=H)
+        DeepEpDispatcher(group, E, hidden=H)
 
 
 @pytest.mark.parametrize(
@@ -326,16 +326,16 @@ def test_a_broken_one_says_itself_what_is_wrong(
     monkeypatch.delitem(sys.modules, "deep_ep", raising=False)
     group: Any = Group(2)
     with pytest.raises(ImportError, match=error):
-        DeepEpExchange(group, E, hidden=H)
+        DeepEpDispatcher(group, E, hidden=H)
 
 
 def test_it_can_be_traced_within_a_host(installed: None) -> None:
     group: Any = Group(2)
-    exchange = DeepEpExchange(group, E, hidden=H, num_sms=6)
+    dispatcher = DeepEpDispatcher(group, E, hidden=H, num_sms=6)
     with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
         x = torch.empty(5, H, dtype=torch.bfloat16, requires_grad=True)
         weights = torch.empty(5, K, requires_grad=True)
-        sent = dispatch(x, torch.empty(5, K, dtype=torch.int64), weights, exchange)
+        sent = dispatch(x, torch.empty(5, K, dtype=torch.int64), weights, dispatcher)
         assert sent.rows.shape[1] == H and sent.ids.dtype == torch.int32 and sent.weights.dtype == torch.float32
         counts, prefix, channels, _, source, goes, head = sent.handle.tensors
         assert counts.shape == (2,) and counts.device.type == "cpu"
@@ -350,6 +350,6 @@ def test_it_can_be_traced_within_a_host(installed: None) -> None:
 def test_tracing_over_hosts_is_refused(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Buffer, "get_dispatch_config", staticmethod(lambda ranks: Config(Buffer.num_sms, 3)))
     group: Any = Group(16)
-    exchange = DeepEpExchange(group, 16, hidden=H)
+    dispatcher = DeepEpDispatcher(group, 16, hidden=H)
     with pytest.raises(RuntimeError, match="16 ranks cannot be traced"):
-        exchange.fake_handle(5, K, torch.device("cpu"))
+        dispatcher.fake_handle(5, K, torch.device("cpu"))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from forebay.moe import dispatch
-from forebay.moe.dispatch import BACKENDS, LocalExchange, NcclExchange, make_exchange
+from forebay.moe.dispatch import BACKENDS, LocalDispatcher, NcclDispatcher, make_dispatcher
 from tests.ranks import run_ranks
 
 E = 8
@@ -32,7 +32,7 @@ class Group:
 def make(backend: str, size: int | None = 2, **more: Any) -> Any:
     group: Any = None if size is None else Group(size)
     settings = {"tokens": 16, "hidden": 32, "slots_per_token": 2, "dtype": torch.bfloat16, **more}
-    return make_exchange(backend, group, settings.pop("num_experts", E), **settings)
+    return make_dispatcher(backend, group, settings.pop("num_experts", E), **settings)
 
 
 class Made:
@@ -45,7 +45,7 @@ class Made:
 @pytest.fixture
 def backends(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Stand-ins for the two backends that this machine cannot run."""
-    for name, kind in (("symmetric", "SymmetricExchange"), ("deepep", "DeepEpExchange")):
+    for name, kind in (("symmetric", "SymmetricDispatcher"), ("deepep", "DeepEpDispatcher")):
         module = ModuleType(name)
         setattr(module, kind, type(kind, (Made,), {}))
         monkeypatch.setitem(sys.modules, f"forebay.moe.{name}", module)
@@ -55,19 +55,19 @@ def backends(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("size", [None, 1])
 def test_one_rank_needs_no_exchange(backend: str, size: int | None) -> None:
-    exchange = make(backend, size)
-    assert isinstance(exchange, LocalExchange) and exchange.num_experts == E
+    dispatcher = make(backend, size)
+    assert isinstance(dispatcher, LocalDispatcher) and dispatcher.num_experts == E
 
 
 def test_nccl_by_name() -> None:
-    exchange = make("nccl")
-    assert isinstance(exchange, NcclExchange) and (exchange.size, exchange.num_experts) == (2, E)
+    dispatcher = make("nccl")
+    assert isinstance(dispatcher, NcclDispatcher) and (dispatcher.size, dispatcher.num_experts) == (2, E)
 
 
 def test_symmetric_by_name_with_and_without_a_capacity(backends: None) -> None:
     for factor, exact in ((None, True), (1.5, False)):
         made = make("symmetric", capacity_factor=factor)
-        assert type(made).__name__ == "SymmetricExchange" and made.num_experts == E
+        assert type(made).__name__ == "SymmetricDispatcher" and made.num_experts == E
         shapes = {"tokens": 16, "hidden": 32, "slots_per_token": 2, "dtype": torch.bfloat16}
         assert {n: made.options[n] for n in shapes} == shapes
         assert made.options["exact"] is exact
@@ -76,7 +76,7 @@ def test_symmetric_by_name_with_and_without_a_capacity(backends: None) -> None:
 
 def test_deepep_by_name(backends: None) -> None:
     made = make("deepep")
-    assert type(made).__name__ == "DeepEpExchange" and made.options == {"hidden": 32, "dtype": torch.bfloat16}
+    assert type(made).__name__ == "DeepEpDispatcher" and made.options == {"hidden": 32, "dtype": torch.bfloat16}
 
 
 def test_deepep_that_is_not_installed_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,11 +88,11 @@ def test_deepep_that_is_not_installed_says_what_to_do(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("more", "wanted"),
     [
-        ({}, "SymmetricExchange"),
-        ({"dtype": torch.float16}, "SymmetricExchange"),
-        ({"dtype": torch.float32}, "SymmetricExchange"),
-        ({"dtype": torch.float64}, "NcclExchange"),  # it does not carry fp64
-        ({"hidden": 36}, "NcclExchange"),  # nor rows of odd bytes
+        ({}, "SymmetricDispatcher"),
+        ({"dtype": torch.float16}, "SymmetricDispatcher"),
+        ({"dtype": torch.float32}, "SymmetricDispatcher"),
+        ({"dtype": torch.float64}, "NcclDispatcher"),  # it does not carry fp64
+        ({"hidden": 36}, "NcclDispatcher"),  # nor rows of odd bytes
     ],
 )
 def test_auto_is_symmetric_where_peers_are_reachable(
@@ -101,7 +101,7 @@ def test_auto_is_symmetric_where_peers_are_reachable(
     monkeypatch.setattr(dispatch, "_peers_are_reachable", lambda group: True)
     assert type(make("auto", **more)).__name__ == wanted
     monkeypatch.setattr(dispatch, "_peers_are_reachable", lambda group: False)
-    assert isinstance(make("auto", **more), NcclExchange)
+    assert isinstance(make("auto", **more), NcclDispatcher)
 
 
 @pytest.mark.parametrize("factor", [0.99, 0.0, -1.0, float("nan")])

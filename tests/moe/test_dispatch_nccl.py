@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from forebay.moe.dispatch import ALIGNMENT, Exchange, NcclExchange, check_ids, order_by_rank, who_goes
+from forebay.moe.dispatch import ALIGNMENT, NcclDispatcher, TokenDispatcher, check_ids, order_by_rank, who_goes
 from forebay.moe.dispatch_op import combine, dispatch
 from forebay.moe.experts import experts
 from tests.ranks import run_ranks
@@ -108,10 +108,10 @@ DTYPES = [
 ]
 
 
-def simulated(rank: int, exchange: Exchange, given: dict[str, Tensor]) -> list[bool]:
+def simulated(rank: int, dispatcher: TokenDispatcher, given: dict[str, Tensor]) -> list[bool]:
     """Dispatch and combine, forward and backward, bit for bit what a loop over everyone's tensors gives."""
     x, w, init = (given[n].detach().clone().requires_grad_() for n in ("x", "w", "init"))
-    sent = dispatch(x, given["ids"], w, exchange)
+    sent = dispatch(x, given["ids"], w, dispatcher)
     rows, ids, weights, source = by_hand(rank, given["x"], given["ids"], given["w"])
     n = len(rows)
     live = sent.ids[:n] >= 0
@@ -142,39 +142,39 @@ def strided(t: Tensor) -> Tensor:
     return torch.stack([t, torch.full_like(t, 7)], -1).flatten(-2)[..., ::2]
 
 
-def with_experts(rank: int, exchange: Exchange, given: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def with_experts(rank: int, dispatcher: TokenDispatcher, given: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     g = torch.Generator().manual_seed(5)
     held = slice(rank * E // WORLD, (rank + 1) * E // WORLD)
     gate_up, down = torch.randn(E, 2 * INNER, H, generator=g)[held], torch.randn(E, H, INNER, generator=g)[held]
     x, w = (given[n].detach().clone().requires_grad_() for n in ("x", "w"))
-    sent = dispatch(x, given["ids"], w, exchange)
+    sent = dispatch(x, given["ids"], w, dispatcher)
     y = combine(experts(sent.rows, sent.ids, sent.weights, gate_up, down, max_rows=sent.max_rows), sent.handle)
     dx, dw = torch.autograd.grad(y, (x, w), given["dy"])
     return y.detach(), dx, dw
 
 
 def odd_inputs(rank: int, world: int) -> dict[str, Any]:
-    exchange = NcclExchange(dist.group.WORLD, E)
+    dispatcher = NcclDispatcher(dist.group.WORLD, E)
     found: dict[str, Any] = {}
     for seed, (dtype, weights) in enumerate(DTYPES):
         given = inputs(rank, (9, 6)[rank], dtype, weights, seed)
         if weights == torch.bfloat16:
             given["w"][0] = 1e30  # out of fp16's range
-        found[f"{dtype}, {weights}"] = simulated(rank, exchange, given)
+        found[f"{dtype}, {weights}"] = simulated(rank, dispatcher, given)
     given = inputs(rank, 7, torch.float32, torch.float32, 20)
-    found["int32 ids"] = simulated(rank, exchange, {**given, "ids": given["ids"].int()})
+    found["int32 ids"] = simulated(rank, dispatcher, {**given, "ids": given["ids"].int()})
     bad = given["ids"].clone()
     bad[0, 0], bad[1, 1], bad[2], bad[3, 2] = E, -5, -1, 1000
-    found["ids out of range"] = simulated(rank, exchange, {**given, "ids": bad})
+    found["ids out of range"] = simulated(rank, dispatcher, {**given, "ids": bad})
 
-    plain = with_experts(rank, exchange, given)
-    apart = with_experts(rank, exchange, {name: strided(t) for name, t in given.items()})
+    plain = with_experts(rank, dispatcher, given)
+    apart = with_experts(rank, dispatcher, {name: strided(t) for name, t in given.items()})
     found["not contiguous"] = [torch.equal(a, b) for a, b in zip(apart, plain, strict=True)]
 
     broken = {**given, "w": given["w"].clone()}
     if rank == 1:
         broken["w"][2, 1] = torch.nan
-    y, dx, dw = with_experts(rank, exchange, broken)
+    y, dx, dw = with_experts(rank, dispatcher, broken)
     others = torch.ones(7, dtype=torch.bool)
     others[2] = rank != 1
     found["nan"] = [
@@ -187,15 +187,15 @@ def odd_inputs(rank: int, world: int) -> dict[str, Any]:
     given = inputs(rank, ALIGNMENT // WORLD, torch.float32, torch.float32, 30)
     given["ids"][:, 0], given["ids"][:, 1] = rank, E // WORLD + rank
     x, w = given["x"].requires_grad_(), given["w"].requires_grad_()
-    torch.library.opcheck(torch.ops.forebay.dispatch.default, (x, given["ids"], w, exchange))
-    sent = dispatch(x.detach(), given["ids"], w.detach(), exchange)
+    torch.library.opcheck(torch.ops.forebay.dispatch.default, (x, given["ids"], w, dispatcher))
+    sent = dispatch(x.detach(), given["ids"], w.detach(), dispatcher)
     rows, init, handle = sent.rows.requires_grad_(), given["init"].requires_grad_(), sent.handle.tensors
-    torch.library.opcheck(torch.ops.forebay.combine.default, (rows, init, handle, len(x), exchange))
-    torch.library.opcheck(torch.ops.forebay.spread.default, (init.detach(), handle, ALIGNMENT, exchange))
-    torch.library.opcheck(torch.ops.forebay.collect.default, (rows.detach(), sent.weights, handle, len(x), exchange))
+    torch.library.opcheck(torch.ops.forebay.combine.default, (rows, init, handle, len(x), dispatcher))
+    torch.library.opcheck(torch.ops.forebay.spread.default, (init.detach(), handle, ALIGNMENT, dispatcher))
+    torch.library.opcheck(torch.ops.forebay.collect.default, (rows.detach(), sent.weights, handle, len(x), dispatcher))
     found["received"] = [rows.shape[0] == ALIGNMENT]
     del sent, rows, handle
-    found["handles"] = [exchange.live_handles == 0]
+    found["handles"] = [dispatcher.live_handles == 0]
     return found
 
 
@@ -216,25 +216,25 @@ def test_check_ids_names_the_first() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     group: Any = Group()
     with pytest.raises(ValueError, match=r"9 experts cannot be divided evenly among 2 ranks; valid .* 1, 3, 9"):
-        NcclExchange(group, 9)
-    exchange = NcclExchange(group, E)
+        NcclDispatcher(group, 9)
+    dispatcher = NcclDispatcher(group, E)
     x, ids, weights = torch.zeros(4, H), torch.zeros(4, K, dtype=torch.int64), torch.zeros(4, K)
     for wrong in ((x[:3], ids, weights), (x, ids, weights[:, :2]), (x, ids[:, 0], weights), (x[0], ids, weights)):
         with pytest.raises(ValueError, match="do not fit"):
-            dispatch(*wrong, exchange)
+            dispatch(*wrong, dispatcher)
 
 
 def test_a_trace_without_ranks_or_numbers() -> None:
     """R, S and the live slots are symbols; the shapes of everything else, gradients included, are known."""
     group: Any = Group()
-    exchange = NcclExchange(group, E)
+    dispatcher = NcclDispatcher(group, E)
     with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
         x, weights = torch.empty(5, H, dtype=torch.bfloat16), torch.empty(5, K)
         gate_up, down = torch.empty(4, 2 * INNER, H), torch.empty(4, H, INNER)
         trained = (x, weights, gate_up.bfloat16(), down.bfloat16())
         for t in trained:
             t.requires_grad_()
-        sent = dispatch(x, torch.empty(5, K, dtype=torch.int64), weights, exchange)
+        sent = dispatch(x, torch.empty(5, K, dtype=torch.int64), weights, dispatcher)
         assert isinstance(sent.rows.shape[0], torch.SymInt) and isinstance(sent.max_rows, torch.SymInt)
         assert sent.rows.dtype == torch.bfloat16 and sent.weights.dtype == torch.float32
         assert sent.ids.dtype == torch.int32 and sent.ids.shape[1] == sent.weights.shape[1] == K
@@ -250,14 +250,14 @@ def test_a_trace_without_ranks_or_numbers() -> None:
 
 def synchronisations(rank: int, world: int) -> list[str]:
     torch.cuda.set_device(rank)
-    exchange = NcclExchange(dist.new_group(backend="nccl"), E)
+    dispatcher = NcclDispatcher(dist.new_group(backend="nccl"), E)
     given = {n: t.cuda() for n, t in inputs(rank, 64, torch.bfloat16, torch.float32, 0).items()}
     gate_up = torch.randn(E // world, 2 * INNER, H, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     down = torch.randn(E // world, H, INNER, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     x, w = given["x"].requires_grad_(), given["w"].requires_grad_()
 
     def layer() -> None:
-        sent = dispatch(x, given["ids"], w, exchange)
+        sent = dispatch(x, given["ids"], w, dispatcher)
         y = combine(experts(sent.rows, sent.ids, sent.weights, gate_up, down, max_rows=sent.max_rows), sent.handle)
         torch.autograd.grad(y, (x, w, gate_up, down), given["dy"])
 

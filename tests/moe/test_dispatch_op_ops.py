@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from forebay.moe.dispatch import NcclExchange
+from forebay.moe.dispatch import NcclDispatcher
 from forebay.moe.dispatch_op import combine, dispatch
 from forebay.moe.experts import experts
 from tests.ranks import run_ranks
@@ -45,17 +45,17 @@ def expert_parallel(rank: int, world: int, tokens: list[int], ids: str, seed: in
     """Largest relative errors of y, dx, dw, d_init, d_gate_up, d_down; then the handles alive before and after."""
     tokens = tokens[:world]
     inputs = world_inputs(tokens, ids, seed, torch.float32)
-    exchange = NcclExchange(dist.group.WORLD, E)
+    dispatcher = NcclDispatcher(dist.group.WORLD, E)
     mine = slice(rank * E // world, (rank + 1) * E // world)
     ours = [inputs[n][rank].clone().requires_grad_() for n in ("x", "w", "init")]
     ours += [inputs[n][mine].clone().requires_grad_() for n in ("gate_up", "down")]
     x, w, init, gate_up, down = ours
-    sent = dispatch(x, inputs["ids"][rank], w, exchange)
+    sent = dispatch(x, inputs["ids"][rank], w, dispatcher)
     y_rows = experts(sent.rows, sent.ids, sent.weights, gate_up, down, max_rows=sent.max_rows)
     y = combine(y_rows, sent.handle, init)
     y.backward(inputs["dy"][rank])
     got = [y.detach(), *(t.grad for t in ours)]
-    alive = exchange.live_handles
+    alive = dispatcher.live_handles
     del sent, y_rows, y
 
     truth = world_inputs(tokens, ids, seed, torch.float64)
@@ -66,7 +66,7 @@ def expert_parallel(rank: int, world: int, tokens: list[int], ids: str, seed: in
     at = slice(sum(tokens[:rank]), sum(tokens[: rank + 1]))
     wanted = [y64[at], *(t.grad[at] for t in whole[:3]), *(t.grad[mine] for t in whole[3:])]
     errors = [relative(a, b) for a, b in zip(got, wanted, strict=True)]
-    return [*errors, alive, exchange.live_handles]
+    return [*errors, alive, dispatcher.live_handles]
 
 
 def relative(got: Tensor | None, wanted: Tensor) -> float:

@@ -38,7 +38,7 @@ def broken_matrices(rank: int, world: int) -> dict[str, list[dict[str, Any]]]:
     gradients are not always the same; and one that crashes where nothing requires grad."""
     leaks = load()
     cpu = torch.device("cpu")
-    original = nccl.NcclExchange.dispatch
+    original = nccl.NcclDispatcher.dispatch
     remembered: list[Any] = []
 
     def changed(change: Callable[[tuple[Any, ...]], Any]) -> list[dict[str, Any]]:
@@ -47,7 +47,7 @@ def broken_matrices(rank: int, world: int) -> dict[str, list[dict[str, Any]]]:
             change(result)
             return result
 
-        nccl.NcclExchange.dispatch = dispatch  # type: ignore[method-assign]
+        nccl.NcclDispatcher.dispatch = dispatch  # type: ignore[method-assign]
         return leaks.matrix(["nccl"], cpu, 3, WITH_RESULTS + WITHOUT)
 
     calls = itertools.count()
@@ -57,7 +57,7 @@ def broken_matrices(rank: int, world: int) -> dict[str, list[dict[str, Any]]]:
         "numbers": changed(lambda result: result[0].add_(next(calls))),
         "crash": changed(lambda result: 1 // 0),
     }
-    nccl.NcclExchange.dispatch = original  # type: ignore[method-assign]
+    nccl.NcclDispatcher.dispatch = original  # type: ignore[method-assign]
     return found
 
 

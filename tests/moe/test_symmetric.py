@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from forebay.kernels.symm_mem import PeerLayout, PeerMemory
-from forebay.moe.dispatch import Exchange, NcclExchange
+from forebay.moe.dispatch import NcclDispatcher, TokenDispatcher
 from forebay.moe.dispatch_op import combine, dispatch
 from forebay.moe.experts import experts
-from forebay.moe.symmetric import SymmetricExchange
+from forebay.moe.symmetric import SymmetricDispatcher
 from tests.products import first
 from tests.ranks import run_ranks
 
@@ -30,7 +30,7 @@ def ranks_or_skip(world: int) -> int:
     return world
 
 
-class MappedExchange(SymmetricExchange):
+class MappedExchange(SymmetricDispatcher):
     """Memory of all ranks in files."""
 
     def __init__(self, folder: Path, *args: Any, **options: Any):
@@ -53,14 +53,14 @@ class MappedExchange(SymmetricExchange):
         return PeerMemory(own, offsets, state, self.rank, layout, programs=2, meet=lambda: dist.barrier(self._group))
 
 
-def exchange_of(folder: Path, **options: Any) -> SymmetricExchange:
+def exchange_of(folder: Path, **options: Any) -> SymmetricDispatcher:
     """On the GPUs if there are enough, else on the CPU."""
     options = {"tokens": T, "hidden": H, "slots_per_token": K, "dtype": torch.float32, **options}
     if torch.cuda.device_count() < dist.get_world_size():
         folder.mkdir(exist_ok=True)
         return MappedExchange(folder, dist.group.WORLD, E, **options)
     torch.cuda.set_device(dist.get_rank())
-    return SymmetricExchange(dist.new_group(backend="nccl"), E, **options)
+    return SymmetricDispatcher(dist.new_group(backend="nccl"), E, **options)
 
 
 def inputs(rank: int, tokens: int, kind: str, seed: int, device: str) -> dict[str, Tensor]:
@@ -84,12 +84,12 @@ def inputs(rank: int, tokens: int, kind: str, seed: int, device: str) -> dict[st
     return {name: t.to(device) for name, t in made.items()}
 
 
-def layer(exchange: Exchange, made: dict[str, Tensor]) -> list[Tensor]:
+def layer(dispatcher: TokenDispatcher, made: dict[str, Tensor]) -> list[Tensor]:
     """y and the gradients of x, w, init, gate_up, down."""
-    mine = slice(exchange.rank * exchange.local_experts, (exchange.rank + 1) * exchange.local_experts)
+    mine = slice(dispatcher.rank * dispatcher.local_experts, (dispatcher.rank + 1) * dispatcher.local_experts)
     x, w, init = (made[n].clone().requires_grad_() for n in ("x", "w", "init"))
     gate_up, down = (made[n][mine].clone().requires_grad_() for n in ("gate_up", "down"))
-    sent = dispatch(x, made["ids"], w, exchange)
+    sent = dispatch(x, made["ids"], w, dispatcher)
     y_rows = experts(sent.rows, sent.ids, sent.weights, gate_up, down, max_rows=sent.max_rows)
     y = combine(y_rows, sent.handle, init)
     return [y.detach(), *torch.autograd.grad(y, (x, w, init, gate_up, down), made["dy"])]
@@ -108,24 +108,24 @@ CASES = [
 def bitwise_those_of_nccl(rank: int, world: int, folder: str) -> list[list[bool]]:
     ours = exchange_of(Path(folder) / "a", capacity_factor=float(world))
     exact = exchange_of(Path(folder) / "b", exact=True)
-    nccl = NcclExchange(ours._group, E)
+    nccl = NcclDispatcher(ours._group, E)
     device = str(ours._open().base.device)
     results = []
     for seed, (tokens, kind) in enumerate(CASES):
         made = inputs(rank, tokens[rank], kind, seed, device)
         wanted = layer(nccl, made)
-        for exchange in (ours, exact):
-            got = layer(exchange, made)
+        for dispatcher in (ours, exact):
+            got = layer(dispatcher, made)
             results.append([torch.equal(a, b) for a, b in zip(got, wanted, strict=True)])
-            exchange.check()
+            dispatcher.check()
     results.append([ours.live_handles == 0, exact.live_handles == 0])
     sent = dispatch(made["x"], made["ids"], made["w"], exact)
     live = torch.tensor(int((sent.ids >= 0).sum()))
     results.append([sent.rows.shape[0] == 256, sent.max_rows == 256 * -(-int(live) // 256)])
     combine(sent.rows, sent.handle)
-    for exchange in (ours, exact):
-        exchange.close()
-        exchange.close()
+    for dispatcher in (ours, exact):
+        dispatcher.close()
+        dispatcher.close()
     with pytest.raises(RuntimeError, match="closed"):
         dispatch(made["x"], made["ids"], made["w"], ours)
     return results
@@ -140,29 +140,29 @@ def test_bitwise_those_of_the_nccl_exchange(world: int, tmp_path: Path) -> None:
 
 def over_capacity(rank: int, world: int, folder: str) -> list[str]:
     # 300 tokens on 4 ranks fill 300 * 3 slots of rank 0 each: 3600; an even split, rounded up, is 1024.
-    exchange = exchange_of(Path(folder), tokens=300, capacity_factor=1.0)
-    device = str(exchange._open().base.device)
-    messages = [f"{exchange.capacity_rows} {exchange.capacity_slots}"]
+    dispatcher = exchange_of(Path(folder), tokens=300, capacity_factor=1.0)
+    device = str(dispatcher._open().base.device)
+    messages = [f"{dispatcher.capacity_rows} {dispatcher.capacity_slots}"]
     made = inputs(rank, 300, "one rank", 0, device)
-    layer(exchange, made)
-    layer(exchange, inputs(rank, 30, "random", 0, device))  # fits again: the note stays
+    layer(dispatcher, made)
+    layer(dispatcher, inputs(rank, 30, "random", 0, device))  # fits again: the note stays
     for _ in range(2):
         try:
-            exchange.check()
+            dispatcher.check()
             messages.append("")
         except RuntimeError as error:
             messages.append(str(error))
     for x, ids in ((made["x"][:, :8], made["ids"]), (made["x"].double(), made["ids"]), (made["x"], made["ids"][:, :2])):
         try:
-            dispatch(x, ids, torch.ones(ids.shape, device=device), exchange)
+            dispatch(x, ids, torch.ones(ids.shape, device=device), dispatcher)
         except ValueError as error:
             messages.append(str(error))
     big = inputs(rank, 301, "random", 0, device)
     try:
-        dispatch(big["x"], big["ids"], big["w"], exchange)
+        dispatch(big["x"], big["ids"], big["w"], dispatcher)
     except ValueError as error:
         messages.append(str(error))
-    exchange.close()
+    dispatcher.close()
     return messages
 
 
@@ -184,47 +184,47 @@ def settled() -> None:
     dist.barrier()
 
 
-def equal(exchange: Exchange, other: Exchange, made: dict[str, Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(layer(exchange, made), layer(other, made), strict=True))
+def equal(dispatcher: TokenDispatcher, other: TokenDispatcher, made: dict[str, Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(layer(dispatcher, made), layer(other, made), strict=True))
 
 
 def over_and_again(rank: int, world: int, folder: str) -> dict[str, Any]:
-    exchange = exchange_of(Path(folder) / "a", tokens=100, capacity_factor=1.0)
-    nccl = NcclExchange(exchange._group, E)
-    device = str(exchange._open().base.device)
+    dispatcher = exchange_of(Path(folder) / "a", tokens=100, capacity_factor=1.0)
+    nccl = NcclDispatcher(dispatcher._group, E)
+    device = str(dispatcher._open().base.device)
     skewed, small = inputs(rank, 100, "one rank", 0, device), inputs(rank, 30, "random", 1, device)
-    found: dict[str, Any] = {"nothing yet": exchange.suggested_factor(), "lost": []}
+    found: dict[str, Any] = {"nothing yet": dispatcher.suggested_factor(), "lost": []}
 
     def note() -> None:
         settled()
-        flag = exchange.lost_flag()
+        flag = dispatcher.lost_flag()
         assert flag is not None and flag.shape == (1,) and flag.dtype == torch.int64 and str(flag.device) == device
         found["lost"].append(int(flag))
 
-    equals = [equal(exchange, nccl, small)]
+    equals = [equal(dispatcher, nccl, small)]
     note()
-    layer(exchange, skewed)
-    layer(exchange, small)
+    layer(dispatcher, skewed)
+    layer(dispatcher, small)
     note()
-    found["over"] = exchange.suggested_factor()
+    found["over"] = dispatcher.suggested_factor()
     settled()
-    exchange.clear_lost()
+    dispatcher.clear_lost()
     settled()
     note()
-    with exchange.exactly(), exchange.exactly():
-        equals.append(equal(exchange, nccl, skewed))
-        sent = dispatch(skewed["x"], skewed["ids"], skewed["w"], exchange)
+    with dispatcher.exactly(), dispatcher.exactly():
+        equals.append(equal(dispatcher, nccl, skewed))
+        sent = dispatch(skewed["x"], skewed["ids"], skewed["w"], dispatcher)
         combine(sent.rows, sent.handle)
         needed = world * 100 * K if rank == 0 else 0
         equals.append(sent.max_rows == 256 * -(-needed // 256) and len(sent.handle.tensors) == 4)
     note()
-    found["exactly"] = exchange.suggested_factor()
-    with pytest.raises(KeyError), exchange.exactly():
+    found["exactly"] = dispatcher.suggested_factor()
+    with pytest.raises(KeyError), dispatcher.exactly():
         raise KeyError
-    equals.append(equal(exchange, nccl, small))
-    equals.append(dispatch(small["x"], small["ids"], small["w"], exchange).rows.shape[0] == exchange.capacity_rows)
-    exchange.check()
-    exchange.close()
+    equals.append(equal(dispatcher, nccl, small))
+    equals.append(dispatch(small["x"], small["ids"], small["w"], dispatcher).rows.shape[0] == dispatcher.capacity_rows)
+    dispatcher.check()
+    dispatcher.close()
     found["equal"] = equals
     return found
 
@@ -243,12 +243,12 @@ def test_over_the_capacity_and_again_exactly(tmp_path: Path, world: int) -> None
 
 def need(rank: int, world: int, folder: str) -> list[Any]:
     """What would have been enough for routing that fits, by the exchange and by hand; flags of those that cannot lose."""
-    exchange = exchange_of(Path(folder) / "a", tokens=300, capacity_factor=1.9)
-    device = str(exchange._open().base.device)
+    dispatcher = exchange_of(Path(folder) / "a", tokens=300, capacity_factor=1.9)
+    device = str(dispatcher._open().base.device)
     most = 0
     for seed, kind in enumerate(("random", "holes", "random")):
         made = inputs(rank, 300, kind, seed, device)
-        sent = dispatch(made["x"], made["ids"], made["w"], exchange)
+        sent = dispatch(made["x"], made["ids"], made["w"], dispatcher)
         combine(sent.rows, sent.handle)
         counted = torch.tensor(int((sent.ids >= 0).sum()))
         dist.all_reduce(counted, dist.ReduceOp.MAX)
@@ -257,11 +257,11 @@ def need(rank: int, world: int, folder: str) -> list[Any]:
     by_hand = max(1.0, -(-100 * most // (300 * K)) / 100)
     exact = exchange_of(Path(folder) / "b", exact=True)
     roomy = exchange_of(Path(folder) / "c", capacity_factor=float(world))
-    found = [exchange.suggested_factor(), by_hand, int(exchange.lost_flag())]  # type: ignore[arg-type]
+    found = [dispatcher.suggested_factor(), by_hand, int(dispatcher.lost_flag())]  # type: ignore[arg-type]
     found += [exact.lost_flag(), exact.suggested_factor(), roomy.lost_flag()]
     with exact.exactly():
         pass
-    for each in (exchange, exact, roomy):
+    for each in (dispatcher, exact, roomy):
         each.close()
     return found
 
@@ -300,11 +300,11 @@ class Group:
 def test_refused_at_construction(changed: dict[str, Any], message: str) -> None:
     options = {"num_experts": E, "tokens": T, "hidden": H, "slots_per_token": K, "dtype": torch.float32, **changed}
     with pytest.raises(ValueError, match=message):
-        SymmetricExchange(Group(), **options)  # type: ignore[arg-type]
+        SymmetricDispatcher(Group(), **options)  # type: ignore[arg-type]
 
 
 def test_capacities() -> None:
-    class Unshared(SymmetricExchange):
+    class Unshared(SymmetricDispatcher):
         def _share(self, layout: PeerLayout) -> None:  # type: ignore[override]
             return None
 
@@ -320,23 +320,23 @@ def test_capacities() -> None:
 
 
 def no_sync_and_a_graph(rank: int, world: int) -> list[bool]:
-    exchange = exchange_of(Path(), capacity_factor=float(world), dtype=torch.bfloat16)
-    nccl = NcclExchange(exchange._group, E)
+    dispatcher = exchange_of(Path(), capacity_factor=float(world), dtype=torch.bfloat16)
+    nccl = NcclDispatcher(dispatcher._group, E)
 
     def made(seed: int) -> dict[str, Tensor]:
         return {n: t if n == "ids" else t.bfloat16() for n, t in inputs(rank, T, "random", seed, "cuda").items()}
 
     fixed = made(0)
-    layer(exchange, fixed)  # compiles
+    layer(dispatcher, fixed)  # compiles
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        layer(exchange, fixed)
+        layer(dispatcher, fixed)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        captured = layer(exchange, fixed)
+        captured = layer(dispatcher, fixed)
     equal = []
     for seed in range(1, 5):
         other = made(seed)
@@ -346,8 +346,8 @@ def no_sync_and_a_graph(rank: int, world: int) -> list[bool]:
         graph.replay()
         equal += [torch.equal(a, b) for a, b in zip(captured, wanted, strict=True)]
     del graph, captured
-    exchange.check()
-    exchange.close()
+    dispatcher.check()
+    dispatcher.close()
     return equal
 
 
@@ -359,40 +359,40 @@ def test_no_host_sync_and_a_graph_with_other_ids() -> None:
 
 def noted_without_sync(rank: int, world: int) -> list[Any]:
     """All of an attempt but reading the flag; then the second one."""
-    exchange = exchange_of(Path(), tokens=300, capacity_factor=1.0, dtype=torch.bfloat16)
-    nccl = NcclExchange(exchange._group, E)
+    dispatcher = exchange_of(Path(), tokens=300, capacity_factor=1.0, dtype=torch.bfloat16)
+    nccl = NcclDispatcher(dispatcher._group, E)
     made = {n: t if n == "ids" else t.bfloat16() for n, t in inputs(rank, 300, "one rank", 0, "cuda").items()}
-    layer(exchange, made)  # compiles
-    exchange.lost_flag()
+    layer(dispatcher, made)  # compiles
+    dispatcher.lost_flag()
     settled()
-    exchange.clear_lost()
+    dispatcher.clear_lost()
     settled()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        layer(exchange, made)
-        flag = exchange.lost_flag()
+        layer(dispatcher, made)
+        flag = dispatcher.lost_flag()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    dist.all_reduce(flag, group=exchange._group)
+    dist.all_reduce(flag, group=dispatcher._group)
     found: list[Any] = [int(flag)]  # type: ignore[arg-type]
     torch.cuda.set_sync_debug_mode("error")
     try:
-        exchange.clear_lost()
+        dispatcher.clear_lost()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    with exchange.exactly():
-        found.append(equal(exchange, nccl, made))
+    with dispatcher.exactly():
+        found.append(equal(dispatcher, nccl, made))
     for _ in range(20):  # streams of the ranks drift: a note must neither outlive its clearing nor be cleared too early
-        layer(exchange, made)
-        flag = exchange.lost_flag()
-        dist.all_reduce(flag, group=exchange._group)
+        layer(dispatcher, made)
+        flag = dispatcher.lost_flag()
+        dist.all_reduce(flag, group=dispatcher._group)
         found.append(int(flag) == world * (world * 300 * K - 1024))  # type: ignore[arg-type]
-        exchange.clear_lost()
-        with exchange.exactly():
-            layer(exchange, made)
-        found.append(int(exchange.lost_flag()) == 0)  # type: ignore[arg-type]
-    exchange.check()
-    exchange.close()
+        dispatcher.clear_lost()
+        with dispatcher.exactly():
+            layer(dispatcher, made)
+        found.append(int(dispatcher.lost_flag()) == 0)  # type: ignore[arg-type]
+    dispatcher.check()
+    dispatcher.close()
     return found
 
 
@@ -404,15 +404,15 @@ def test_an_overflow_is_noted_without_the_host() -> None:
 
 
 def late(rank: int, world: int) -> list[str]:
-    exchange = exchange_of(Path(), timeout_s=2.0)
+    dispatcher = exchange_of(Path(), timeout_s=2.0)
     made = inputs(rank, T, "random", 0, "cuda")
-    layer(exchange, made)
+    layer(dispatcher, made)
     torch.cuda.synchronize()
     dist.barrier()
     messages = []
-    for ask in (exchange.check, lambda: exchange.exactly().__enter__()) if rank == 0 else ():
-        dispatch(made["x"], made["ids"], made["w"], exchange)
-        dispatch(made["x"], made["ids"], made["w"], exchange)  # does not wait another time
+    for ask in (dispatcher.check, lambda: dispatcher.exactly().__enter__()) if rank == 0 else ():
+        dispatch(made["x"], made["ids"], made["w"], dispatcher)
+        dispatch(made["x"], made["ids"], made["w"], dispatcher)  # does not wait another time
         try:
             ask()
         except RuntimeError as error:

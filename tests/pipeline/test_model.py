@@ -14,11 +14,11 @@ from tests.ranks import run_ranks
 def run(cut: CutModel, microbatch: Microbatch) -> torch.Tensor:
     x = cut.prologue(microbatch)
     for layer in cut.layers:
-        if layer.exchange is None or layer.experts is None:
+        if layer.dispatcher is None or layer.experts is None:
             x = layer(x)
             continue
         residual, rows, ids, weights, _ = layer.stage1(x)
-        sent = dispatch(rows, ids, weights, layer.exchange)
+        sent = dispatch(rows, ids, weights, layer.dispatcher)
         y = layer.experts(sent.rows, sent.ids, sent.weights, sent.max_rows)
         x = combine(y, sent.handle, residual).view(x.shape)
     return cut.epilogue(x, microbatch)
@@ -48,18 +48,18 @@ def expert_parallel(rank: int, world: int) -> list[bool]:
     import torch.distributed as dist
 
     from forebay.models.blocks import keep_local_experts
-    from forebay.moe.dispatch import NcclExchange
+    from forebay.moe.dispatch import NcclDispatcher
 
     model = build_tiny("deepseek_v2")
-    exchange = NcclExchange(dist.group.WORLD, moe_blocks(model)[0].experts.num_experts)
-    keep_local_experts(model, exchange)
+    dispatcher = NcclDispatcher(dist.group.WORLD, moe_blocks(model)[0].experts.num_experts)
+    keep_local_experts(model, dispatcher)
     ids = torch.randint(0, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(rank))
     labels = ids.roll(-1, 1)
-    with manage(model, exchange=exchange) as memory:
+    with manage(model, dispatcher=dispatcher) as memory:
         whole = model(input_ids=ids, labels=labels, shift_labels=labels, num_items_in_batch=24).loss
         loss = run(CutModel(model, memory), Microbatch(ids, labels, 24))
         dense, moe = CutModel(model, memory).layers
-        return [torch.equal(loss, whole), dense.exchange is None, moe.exchange is exchange]
+        return [torch.equal(loss, whole), dense.dispatcher is None, moe.dispatcher is dispatcher]
 
 
 def test_cut_is_whole_with_experts_on_two_ranks() -> None:

@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from forebay.config import SCHEDULES
 from forebay.models.router import balance_loss
-from forebay.moe.dispatch import Exchange, LocalExchange, NcclExchange
+from forebay.moe.dispatch import LocalDispatcher, NcclDispatcher, TokenDispatcher
 from forebay.moe.experts import experts
 from forebay.moe.wgrad import WeightGradients
 from forebay.pipeline.p2p import DistLinks, Links, Message, Packet, neighbours
@@ -39,8 +39,8 @@ COEFFICIENT = 0.3
 class Later(Moe):
     """Its experts may leave their weight gradients for later."""
 
-    def __init__(self, exchange: Exchange, store: WeightGradients) -> None:
-        super().__init__(exchange)
+    def __init__(self, dispatcher: TokenDispatcher, store: WeightGradients) -> None:
+        super().__init__(dispatcher)
         self.store = store
 
     def experts(self, rows: Tensor, ids: Tensor, weights: Tensor, max_rows: int | None) -> Tensor:
@@ -55,9 +55,9 @@ class Watched(nn.Module):
     `seen` names each call's tensors; `alive` are (when, what, whether it was alive) of the call that was under way.
     """
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, dispatcher: TokenDispatcher) -> None:
         super().__init__()
-        self.exchange = exchange
+        self.dispatcher = dispatcher
         self.first, self.second = (nn.Parameter(torch.randn(H, H) * H**-0.5) for _ in range(2))
         self.seen: dict[str, StorageWeakRef] = {}
         self.everything: list[StorageWeakRef] = []
@@ -97,15 +97,15 @@ class Watched(nn.Module):
 class Net(nn.Module):
     """Embedding, layers, head; the same weights on every rank but for the experts. Each pipeline rank uses its part of it."""
 
-    def __init__(self, exchange: Exchange, kinds: str = KINDS) -> None:
+    def __init__(self, dispatcher: TokenDispatcher, kinds: str = KINDS) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.exchange, self.store = exchange, WeightGradients()
+        self.dispatcher, self.store = dispatcher, WeightGradients()
         self.embedding, self.norm, self.head = nn.Embedding(V, H), nn.LayerNorm(H), nn.Linear(H, V, bias=False)
         makers: dict[str, Callable[[], nn.Module]] = {
             "d": Dense,
-            "m": lambda: Later(exchange, self.store),
-            "w": lambda: Watched(exchange),
+            "m": lambda: Later(dispatcher, self.store),
+            "w": lambda: Watched(dispatcher),
         }
         self.layers = nn.ModuleList([makers[kind]() for kind in kinds])
         self.of_head: list[StorageWeakRef] = []
@@ -237,7 +237,7 @@ def in_threads(pp: int, call: Callable[[int, Links], Any]) -> list[Any]:
 def on_two(name: str, microbatches: list[Tensor], nets: Sequence[Net] = (), **settings: Any) -> tuple[Any, list[Net]]:
     """(losses, the nets with gradients) of two ranks that are threads; each net holds its part's gradients."""
     plan = make_plan(name, 2, len(microbatches))
-    nets = nets or [Net(LocalExchange(E)) for _ in range(2)]
+    nets = nets or [Net(LocalDispatcher(E)) for _ in range(2)]
     results = in_threads(2, lambda r, links: nets[r].runtime(plan, r, links, **settings).run(microbatches, like))
     assert all(not isinstance(r, str) for r in results), results
     assert [tuple(ran) for _, ran in results] == list(plan.actions)
@@ -269,7 +269,7 @@ def equal(left: dict[str, Tensor | None], right: dict[str, Tensor | None]) -> bo
 @pytest.mark.parametrize("count", [2, COUNT])
 def test_one_rank_is_bitwise_plain_autograd(name: str, count: int) -> None:
     """Every stage runs its backwards, and its weight slots, in the order of microbatches: sums are in the order of autograd's."""
-    net, microbatches = Net(LocalExchange(E)), tokens(count)
+    net, microbatches = Net(LocalDispatcher(E)), tokens(count)
     expected = net.sequential(microbatches)
     grads = net.take_gradients()
     plan = make_plan(name, 1, count)
@@ -280,7 +280,7 @@ def test_one_rank_is_bitwise_plain_autograd(name: str, count: int) -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_two_ranks_are_bitwise_plain_autograd_with_early_release_or_without(name: str) -> None:
-    net, microbatches = Net(LocalExchange(E)), tokens(COUNT)
+    net, microbatches = Net(LocalDispatcher(E)), tokens(COUNT)
     expected = net.sequential(microbatches)
     grads = net.take_gradients()
     for early_release in (True, False):
@@ -289,7 +289,7 @@ def test_two_ranks_are_bitwise_plain_autograd_with_early_release_or_without(name
 
 
 def test_loss_scale_scales_gradients_and_no_loss() -> None:
-    net, microbatches = Net(LocalExchange(E)), tokens(COUNT)
+    net, microbatches = Net(LocalDispatcher(E)), tokens(COUNT)
     expected = net.sequential(microbatches, loss_scale=0.25)
     grads = net.take_gradients()
     losses, _ = net.runtime(make_plan("1f1b", 1, COUNT)).run(microbatches, like, loss_scale=0.25)
@@ -299,12 +299,12 @@ def test_loss_scale_scales_gradients_and_no_loss() -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_routers_loss_over_all_stages(name: str) -> None:
     """Its sums are made stage by stage, in another order than one process's: not bitwise."""
-    net, microbatches = Net(LocalExchange(E)), tokens(COUNT)
+    net, microbatches = Net(LocalDispatcher(E)), tokens(COUNT)
     net.sequential(microbatches)
     without = net.take_gradients()
     expected = net.sequential(microbatches, COEFFICIENT)
     grads = net.take_gradients()
-    nets = [Net(LocalExchange(E)) for _ in range(2)]
+    nets = [Net(LocalDispatcher(E)) for _ in range(2)]
     plan = make_plan(name, 2, COUNT)
     balances = [StageBalance(E, COEFFICIENT, CPU) for _ in range(2)]
     results = in_threads(
@@ -336,7 +336,7 @@ def imbalance_of(net: Net, ids: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_forward_alone(name: str) -> None:
-    net, microbatches = Net(LocalExchange(E), "wdww"), tokens(COUNT)
+    net, microbatches = Net(LocalDispatcher(E), "wdww"), tokens(COUNT)
     plan = forward_plan(make_plan(name, 1, COUNT))
     with torch.no_grad():
         expected = torch.stack([forward_of(net, ids) for ids in microbatches])
@@ -386,9 +386,9 @@ def lifetimes(net: Net, plan: PipelinePlan, rank: int, links: Links | None, earl
     runtime = net.runtime(plan, rank, links, early_release=early_release)
     looks = Looks(net, runtime)
     for layer in net.watched():
-        layer.patient = early_release and net.exchange.size > 1
-    runtime.run(tokens(plan.microbatches, net.exchange.rank), like, watcher=looks)
-    travels, wrong = net.exchange.size > 1, []
+        layer.patient = early_release and net.dispatcher.size > 1
+    runtime.run(tokens(plan.microbatches, net.dispatcher.rank), like, watcher=looks)
+    travels, wrong = net.dispatcher.size > 1, []
     for layer in [layer for stage in runtime.stages.values() for layer in stage.layers if isinstance(layer, Watched)]:
         assert len(layer.alive) == 5 * plan.microbatches
         for when, what, alive in layer.alive:
@@ -403,8 +403,8 @@ def lifetimes(net: Net, plan: PipelinePlan, rank: int, links: Links | None, earl
     deadline = time.monotonic() + 2.0
     while travels and net.left() and time.monotonic() < deadline:
         time.sleep(0.001)
-    if net.left() or runtime.context.deferred or net.exchange.live_handles:
-        wrong.append(f"{net.left()} tensors, {net.exchange.live_handles} handles are left")
+    if net.left() or runtime.context.deferred or net.dispatcher.live_handles:
+        wrong.append(f"{net.left()} tensors, {net.dispatcher.live_handles} handles are left")
     return sorted(set(wrong))
 
 
@@ -412,7 +412,7 @@ def lifetimes(net: Net, plan: PipelinePlan, rank: int, links: Links | None, earl
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_boundaries_on_one_rank(name: str, early_release: bool) -> None:
     with no_collector():
-        net = Net(LocalExchange(E), "wdww")
+        net = Net(LocalDispatcher(E), "wdww")
         assert lifetimes(net, make_plan(name, 1, 4), 0, None, early_release) == []
 
 
@@ -428,7 +428,7 @@ def no_collector() -> Iterator[None]:
 
 def test_a_dispatch_input_on_one_rank_is_what_stage_3_reads() -> None:
     """The same memory: freeing it behind stage 2 would free stage 3's input."""
-    net = Net(LocalExchange(E), "w")
+    net = Net(LocalDispatcher(E), "w")
     (layer,) = net.watched()
     read: list[bool] = []
     original = layer.experts
@@ -461,7 +461,7 @@ class Breaks:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_an_exception_leaves_nothing_behind(name: str, where: str) -> None:
     """On the rank that fails and on the other one; and the same runtimes work afterwards."""
-    nets, microbatches = [Net(LocalExchange(E), "wmwmdm") for _ in range(2)], tokens(COUNT)
+    nets, microbatches = [Net(LocalDispatcher(E), "wmwmdm") for _ in range(2)], tokens(COUNT)
     plan = make_plan(name, 2, COUNT)
     runtimes = [net.runtime(plan, rank) for rank, net in enumerate(nets)]
     layer = next(x for stage in runtimes[1].stages.values() for x in stage.layers if isinstance(x, Later))
@@ -482,7 +482,7 @@ def test_an_exception_leaves_nothing_behind(name: str, where: str) -> None:
     again = in_threads(2, run)
     assert not any(isinstance(r, str) for r in again), again
     after = merged(nets)
-    on_two(name, microbatches, fresh := [Net(LocalExchange(E), "wmwmdm") for _ in range(2)])
+    on_two(name, microbatches, fresh := [Net(LocalDispatcher(E), "wmwmdm") for _ in range(2)])
     assert equal(after, merged(fresh))
 
 
@@ -492,9 +492,9 @@ def test_an_exception_leaves_nothing_behind(name: str, where: str) -> None:
 def four_ranks(rank: int, world: int) -> dict[str, bool]:
     experts_group, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
     pipeline, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
-    exchange, pp_rank = NcclExchange(experts_group, E), rank // 2
-    microbatches, found = tokens(COUNT, exchange.rank), {}
-    net = Net(exchange)
+    dispatcher, pp_rank = NcclDispatcher(experts_group, E), rank // 2
+    microbatches, found = tokens(COUNT, dispatcher.rank), {}
+    net = Net(dispatcher)
     expected = net.sequential(microbatches)
     grads = net.take_gradients()
     for name in SCHEDULES:
@@ -511,11 +511,11 @@ def four_ranks(rank: int, world: int) -> dict[str, bool]:
                 kept[-1], {n: grads[n] for n in kept[-1]}
             )
             with no_collector():
-                watched = Net(exchange, "wdww")
+                watched = Net(dispatcher, "wdww")
                 for wrong in lifetimes(watched, plan, pp_rank, links, early_release):
                     found[f"{name}: early release {early_release}: {wrong}"] = False
         found[f"{name}: on against off"] = equal(*kept)
-    found["handles"] = exchange.live_handles == 0
+    found["handles"] = dispatcher.live_handles == 0
     return found
 
 
@@ -526,7 +526,7 @@ def test_experts_on_two_ranks() -> None:
 
 
 def test_refusals() -> None:
-    net, plan = Net(LocalExchange(E)), make_plan("1f1b", 2, 4)
+    net, plan = Net(LocalDispatcher(E)), make_plan("1f1b", 2, 4)
     with pytest.raises(ValueError, match=r"rank 0 has stages \(0,\) in this plan, not \(1,\)"):
         PipelineRuntime(net.stages(plan, 1), plan, 0, None, CPU)
     with pytest.raises(ValueError, match="the plan is for 4 microbatches, not 3"):

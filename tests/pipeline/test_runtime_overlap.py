@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forebay.moe.dispatch import Exchange, LocalExchange, NcclExchange
+from forebay.moe.dispatch import LocalDispatcher, NcclDispatcher, TokenDispatcher
 from forebay.moe.dispatch_op import combine, dispatch
 from forebay.moe.experts import experts
 from forebay.pipeline.runtime import OverlappedStep
@@ -24,7 +24,7 @@ MIXED = "dmmd"  # dense and MoE layers, dense ones at both ends
 
 
 class Dense(nn.Module):
-    exchange, experts = None, None
+    dispatcher, experts = None, None
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,13 +40,13 @@ class Dense(nn.Module):
 class Moe(nn.Module):
     """Attention, router, shared expert and routed experts; its rows have three readers, its residual none that saves it."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, dispatcher: TokenDispatcher) -> None:
         super().__init__()
-        self.exchange = exchange
+        self.dispatcher = dispatcher
         self.norms, self.qkv = nn.ModuleList([nn.LayerNorm(H), nn.LayerNorm(H)]), nn.Linear(H, 3 * H)
         self.router, self.shared = nn.Linear(H, E), nn.Linear(H, H)
         gate_up, down = torch.randn(E, 2 * INNER, H) * 0.3, torch.randn(E, H, INNER) * 0.3
-        mine = slice(exchange.rank * exchange.local_experts, (exchange.rank + 1) * exchange.local_experts)
+        mine = slice(dispatcher.rank * dispatcher.local_experts, (dispatcher.rank + 1) * dispatcher.local_experts)
         self.gate_up, self.down = nn.Parameter(gate_up[mine].clone()), nn.Parameter(down[mine].clone())
         self.broken = ""
 
@@ -71,7 +71,7 @@ class Moe(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The stages in sequence, for plain autograd."""
         residual, rows, ids, weights, logits = self.stage1(x)
-        sent = dispatch(rows, ids, weights, self.exchange)
+        sent = dispatch(rows, ids, weights, self.dispatcher)
         y_rows = self.experts(sent.rows, sent.ids, sent.weights, sent.max_rows)
         return combine(y_rows, sent.handle, residual).view(x.shape), logits, ids
 
@@ -83,11 +83,13 @@ def _raise(_: Tensor) -> None:
 class Model(nn.Module):
     """Embedding, layers, head. The same weights on every rank, but for the experts."""
 
-    def __init__(self, exchange: Exchange, kinds: str = MIXED, tied: bool = False, frozen: bool = False) -> None:
+    def __init__(
+        self, dispatcher: TokenDispatcher, kinds: str = MIXED, tied: bool = False, frozen: bool = False
+    ) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.embedding, self.norm, self.head = nn.Embedding(V, H), nn.LayerNorm(H), nn.Linear(H, V, bias=False)
-        self.layers = nn.ModuleList([Dense() if k == "d" else Moe(exchange) for k in kinds])
+        self.layers = nn.ModuleList([Dense() if k == "d" else Moe(dispatcher) for k in kinds])
         if tied:
             self.head.weight = self.embedding.weight
         self.embedding.requires_grad_(not frozen)
@@ -151,22 +153,22 @@ def agrees(model: Model, microbatches: list[Tensor], routers: bool = True, **set
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 @pytest.mark.parametrize("kinds", [MIXED, "m", "d", "mmm"])
 def test_one_rank_is_bitwise_plain_autograd(kinds: str, count: int) -> None:
-    exchange = LocalExchange(E)
-    assert agrees(Model(exchange, kinds), tokens(count))
-    assert exchange.live_handles == 0
+    dispatcher = LocalDispatcher(E)
+    assert agrees(Model(dispatcher, kinds), tokens(count))
+    assert dispatcher.live_handles == 0
 
 
 @pytest.mark.parametrize("settings", [{"routers": False}, {"early_release": False}])
 def test_one_rank_settings(settings: dict[str, bool]) -> None:
-    assert agrees(Model(LocalExchange(E)), tokens(3), **settings)
+    assert agrees(Model(LocalDispatcher(E)), tokens(3), **settings)
 
 
 def test_frozen_embedding() -> None:
-    assert agrees(Model(LocalExchange(E), frozen=True), tokens(2))
+    assert agrees(Model(LocalDispatcher(E), frozen=True), tokens(2))
 
 
 def test_embedding_shared_with_the_head() -> None:
-    model = Model(LocalExchange(E), tied=True)
+    model = Model(LocalDispatcher(E), tied=True)
     assert agrees(model, tokens(1))
     # Autograd sums the two contributions of a microbatch before it adds them to the gradient; here they come one by one.
     list(model.sequential(tokens(3)))
@@ -177,7 +179,7 @@ def test_embedding_shared_with_the_head() -> None:
 
 
 def test_loss_scale_scales_gradients_and_no_loss() -> None:
-    model = Model(LocalExchange(E))
+    model = Model(LocalDispatcher(E))
     expected = torch.stack(list(model.sequential(tokens(2), loss_scale=0.3)))
     grads = model.take_gradients()
     assert torch.equal(model.overlapped().run(tokens(2), loss_scale=0.3), expected)
@@ -185,7 +187,7 @@ def test_loss_scale_scales_gradients_and_no_loss() -> None:
 
 
 def test_after_backward_sees_the_gradients_of_the_microbatches_so_far() -> None:
-    model = Model(LocalExchange(E))
+    model = Model(LocalDispatcher(E))
     expected = []
     for _ in model.sequential(tokens(4)):
         expected.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
@@ -200,7 +202,7 @@ def test_after_backward_sees_the_gradients_of_the_microbatches_so_far() -> None:
     assert len(seen) == 4 and all(same(a, b) for a, b in zip(seen, expected, strict=True))
 
 
-def breaks_and_recovers(model: Model, exchange: Exchange, microbatches: list[Tensor]) -> list[bool]:
+def breaks_and_recovers(model: Model, dispatcher: TokenDispatcher, microbatches: list[Tensor]) -> list[bool]:
     """For an exception in each kind of stage, while two microbatches are under way: is nothing left, does a step work then."""
     list(model.sequential(microbatches))
     grads = model.take_gradients()
@@ -220,37 +222,37 @@ def breaks_and_recovers(model: Model, exchange: Exchange, microbatches: list[Ten
             good.append(done == [0] or (where == "backward" and done == [0, 1]))
         else:
             good.append(False)
-        good.append(exchange.live_handles == 0 and step._context.deferred == 0)
+        good.append(dispatcher.live_handles == 0 and step._context.deferred == 0)
         layer.broken = ""
         model.take_gradients()
         step.run(microbatches)
-        good.append(same(model.take_gradients(), grads) and exchange.live_handles == 0)
+        good.append(same(model.take_gradients(), grads) and dispatcher.live_handles == 0)
     return good
 
 
 def test_an_exception_leaves_nothing_behind_on_one_rank() -> None:
-    exchange = LocalExchange(E)
-    good = breaks_and_recovers(Model(exchange), exchange, tokens(4))
+    dispatcher = LocalDispatcher(E)
+    good = breaks_and_recovers(Model(dispatcher), dispatcher, tokens(4))
     assert good == [True] * 9
 
 
 def two_ranks(rank: int, world: int) -> dict[str, Any]:
-    exchange = NcclExchange(dist.group.WORLD, E)
+    dispatcher = NcclDispatcher(dist.group.WORLD, E)
     found: dict[str, Any] = {}
     for kinds, counts in ((MIXED, (1, 2, 3, 4)), ("mm", (3,)), ("m", (2,))):
         for count in counts:
-            found[f"{kinds} {count}"] = agrees(Model(exchange, kinds), tokens(count, rank))
-    found["uneven"] = agrees(Model(exchange), tokens(3, rank, batch=1 + 2 * rank))
-    found["tied"] = agrees(Model(exchange, tied=True), tokens(1, rank))
-    found["no routers"] = agrees(Model(exchange), tokens(3, rank), routers=False)
-    found["late release"] = agrees(Model(exchange), tokens(3, rank), early_release=False)
-    found["handles"] = exchange.live_handles == 0
+            found[f"{kinds} {count}"] = agrees(Model(dispatcher, kinds), tokens(count, rank))
+    found["uneven"] = agrees(Model(dispatcher), tokens(3, rank, batch=1 + 2 * rank))
+    found["tied"] = agrees(Model(dispatcher, tied=True), tokens(1, rank))
+    found["no routers"] = agrees(Model(dispatcher), tokens(3, rank), routers=False)
+    found["late release"] = agrees(Model(dispatcher), tokens(3, rank), early_release=False)
+    found["handles"] = dispatcher.live_handles == 0
     alive: list[int] = []
-    model = Model(exchange, "mmm")
-    model.overlapped().run(tokens(3, rank), after_backward=lambda _: alive.append(exchange.live_handles))
+    model = Model(dispatcher, "mmm")
+    model.overlapped().run(tokens(3, rank), after_backward=lambda _: alive.append(dispatcher.live_handles))
     # By then the microbatch behind has made its three handles, but for the last.
     found["handles under way"] = alive == [3, 3, 0]
-    found["exceptions"] = all(breaks_and_recovers(Model(exchange), exchange, tokens(4, rank)))
+    found["exceptions"] = all(breaks_and_recovers(Model(dispatcher), dispatcher, tokens(4, rank)))
     return found
 
 
@@ -260,10 +262,10 @@ def test_two_ranks_are_bitwise_plain_autograd() -> None:
 
 
 def test_refusals() -> None:
-    exchange = LocalExchange(E)
+    dispatcher = LocalDispatcher(E)
     with pytest.raises(ValueError, match="no layers"):
-        Model(exchange, "").overlapped()
-    step = Model(exchange).overlapped()
+        Model(dispatcher, "").overlapped()
+    step = Model(dispatcher).overlapped()
     with pytest.raises(ValueError, match="no microbatches"):
         step.run([])
     with torch.no_grad(), pytest.raises(RuntimeError, match="computes gradients"):

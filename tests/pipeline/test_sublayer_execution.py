@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from forebay.memory.streams import delayed
-from forebay.moe.dispatch import Exchange, Handle
+from forebay.moe.dispatch import Handle, TokenDispatcher
 from forebay.pipeline.runtime import OverlappedStep
 from forebay.pipeline.sublayer import ExecutionContext, NullStream, TransferMeter, cut
 
@@ -59,7 +59,7 @@ class Compute(NullStream):
         self.comm.catch_up(len(self.comm.todo))
 
 
-class Copies(Exchange):
+class Copies(TokenDispatcher):
     """Two ranks' exchange in which nothing travels: every rank has all experts, so transfers are copies.
 
     With a `comm` stream they are late: their results are NaN until somebody waits, and remain so if what they read was freed.
@@ -118,9 +118,11 @@ class Plain(nn.Module):
     Calls `before` at the beginning of each stage, forward and backward, and writes down what runs.
     """
 
-    def __init__(self, exchange: Exchange, width: int, log: list[str], before: Callable[[], None], device: Any = CPU):
+    def __init__(
+        self, dispatcher: TokenDispatcher, width: int, log: list[str], before: Callable[[], None], device: Any = CPU
+    ):
         super().__init__()
-        self.exchange, self.log, self.before = exchange, log, before
+        self.dispatcher, self.log, self.before = dispatcher, log, before
         self.first = nn.Parameter(torch.randn(width, width, device=device) * width**-0.5)
         self.second = nn.Parameter(torch.randn(width, width, device=device) * width**-0.5)
         self.boundary: list[StorageWeakRef] = []
@@ -150,10 +152,12 @@ class Plain(nn.Module):
         return y
 
 
-def plain(exchange: Exchange, log: list[str], layers: int, width: int, device: Any = CPU, **settings: Any) -> Any:
+def plain(
+    dispatcher: TokenDispatcher, log: list[str], layers: int, width: int, device: Any = CPU, **settings: Any
+) -> Any:
     torch.manual_seed(3)
     before = settings.pop("before", lambda: None)
-    stack = [Plain(exchange, width, log, before, device) for _ in range(layers)]
+    stack = [Plain(dispatcher, width, log, before, device) for _ in range(layers)]
     head = settings.pop("head", lambda x, _: x.square().mean())
     return OverlappedStep(stack, lambda m: m.clone(), head, device, **settings), stack  # type: ignore[arg-type]
 
@@ -310,9 +314,9 @@ def disturb(cycles: int) -> Callable[[], None]:
 def gpu_run(late: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> list[Tensor | None]:
     """Losses and gradients."""
     long, short = disturb(4_000_000), disturb(0)  # some 2 ms; a stage takes a tenth of that
-    exchange = Copies(before=long if late == "transfers" else short)
+    dispatcher = Copies(before=long if late == "transfers" else short)
     before = long if late == "computations" else short
-    step, stack = plain(exchange, [], 3, 512, torch.device("cuda"), before=before)
+    step, stack = plain(dispatcher, [], 3, 512, torch.device("cuda"), before=before)
     if late == "nothing":
         step._context.comm = torch.cuda.current_stream()  # one stream: no order to get wrong
     microbatches = list(torch.randn(4, 1, 512, 512, generator=torch.Generator().manual_seed(5)).cuda())

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import forebay
-from forebay.models.blocks import HalfSlot, keep_local_experts
+from forebay.models.blocks import SublayerSlot, keep_local_experts
 from forebay.models.families import moe_blocks
-from forebay.moe.dispatch import LocalExchange, NcclExchange
+from forebay.moe.dispatch import LocalDispatcher, NcclDispatcher
 from tests.models.conftest import FAMILIES, VOCABULARY, build_tiny
 from tests.ranks import run_ranks
 
@@ -31,9 +31,9 @@ def recorded() -> Iterator[tuple[dict[str, list[Tensor]], dict[str, list[Tensor]
     """Ids by path of what halves return within: of their first forwards, and of those that backward runs."""
     first: dict[str, list[Tensor]] = {}
     again: dict[str, list[Tensor]] = {}
-    plain = HalfSlot.wrap
+    plain = SublayerSlot.wrap
 
-    def wrap(self: HalfSlot, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    def wrap(self: SublayerSlot, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         def recording(call: Callable[..., Any]) -> Callable[..., Any]:
             def run(*args: Any, **kwargs: Any) -> Any:
                 out = call(*args, **kwargs)
@@ -47,13 +47,13 @@ def recorded() -> Iterator[tuple[dict[str, list[Tensor]], dict[str, list[Tensor]
 
         plain(self, lambda call: wrapper(recording(call)))
 
-    HalfSlot.wrap = wrap  # type: ignore[method-assign]
+    SublayerSlot.wrap = wrap  # type: ignore[method-assign]
     try:
         # Or a second forward ends where nothing is needed any more, before the half returns.
         with set_checkpoint_early_stop(False):
             yield first, again
     finally:
-        HalfSlot.wrap = plain  # type: ignore[method-assign]
+        SublayerSlot.wrap = plain  # type: ignore[method-assign]
 
 
 def tied(model: Any) -> Any:
@@ -93,8 +93,8 @@ def test_the_ids_of_a_recomputation_are_the_forwards(family: str, mode: str) -> 
     ):
         with recorded() as (first, again):
             model = prepared(build_tiny(family, dtype))
-            exchange = LocalExchange(moe_blocks(model)[0].experts.num_experts) if exchanged else None
-            with forebay.manage(model, {"*.mlp": "recompute"}, recompute=mode, exchange=exchange):
+            dispatcher = LocalDispatcher(moe_blocks(model)[0].experts.num_experts) if exchanged else None
+            with forebay.manage(model, {"*.mlp": "recompute"}, recompute=mode, dispatcher=dispatcher):
                 steps(model)
         same_again(first, again, mode)
 
@@ -125,8 +125,8 @@ def test_they_are_in_a_plan_that_recomputes_some_layers() -> None:
 def test_they_are_in_compiled_halves(family: str, mode: str, exchanged: bool) -> None:
     with recorded() as (first, again):
         model = tied(build_tiny(family, torch.bfloat16))
-        exchange = LocalExchange(moe_blocks(model)[0].experts.num_experts) if exchanged else None
-        with forebay.manage(model, {"*.mlp": "recompute"}, recompute=mode, exchange=exchange, compile=True):
+        dispatcher = LocalDispatcher(moe_blocks(model)[0].experts.num_experts) if exchanged else None
+        with forebay.manage(model, {"*.mlp": "recompute"}, recompute=mode, dispatcher=dispatcher, compile=True):
             steps(model)
     same_again(first, again, mode)
 
@@ -138,9 +138,9 @@ def on_a_rank(rank: int, world: int, families: list[str]) -> list[str]:
         for mode in MODES:
             with recorded() as (first, again):
                 model = build_tiny(family, torch.bfloat16)
-                exchange = NcclExchange(dist.group.WORLD, moe_blocks(model)[0].experts.num_experts)
-                keep_local_experts(model, exchange)
-                with forebay.manage(model, {"*.mlp": "recompute"}, recompute=mode, exchange=exchange):
+                dispatcher = NcclDispatcher(dist.group.WORLD, moe_blocks(model)[0].experts.num_experts)
+                keep_local_experts(model, dispatcher)
+                with forebay.manage(model, {"*.mlp": "recompute"}, recompute=mode, dispatcher=dispatcher):
                     steps(model, seed=10 * rank)
             try:
                 same_again(first, again, mode)

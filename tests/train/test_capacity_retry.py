@@ -20,8 +20,8 @@ from forebay.config import Config, from_mapping
 from forebay.errors import RunError
 from forebay.memory.page_store import PageReport
 from forebay.moe import dispatch as choose
-from forebay.moe.dispatch import Handle, NcclExchange
-from forebay.train.capacity_retry import Rerun, Reruns, _Generators
+from forebay.moe.dispatch import Handle, NcclDispatcher
+from forebay.train.capacity_retry import CapacityRetries, CapacityRetry, _Generators
 from forebay.train.distributed import ALONE, Mesh
 from forebay.train.trainer import Trainer
 from tests.ranks import run_ranks
@@ -29,7 +29,7 @@ from tests.ranks import run_ranks
 ROOMY = 1.25  # what the exchange below says would have been enough, more on higher ranks
 
 
-class NarrowExchange(NcclExchange):
+class NarrowExchange(NcclDispatcher):
     """Leaves two thirds of a rank's slots out of the dispatches in `short`, counted from 1 since `begin`."""
 
     def __init__(self, group: Any, num_experts: int):
@@ -104,21 +104,21 @@ def short_in(step: int, dispatches: int, pp_rank: int) -> set[int]:
 
 def trained(config: Config, narrowed: bool, again: bool = True) -> tuple[dict[str, Tensor], list[float], list[Any]]:
     """State at the end, losses and norms, and why steps were run again."""
-    make = narrow if narrowed else (lambda _, group, experts, **__: NcclExchange(group, experts))
-    with patch.object(choose, "make_exchange", make), Mesh.open(config) as mesh, Trainer(config, mesh) as trainer:
-        exchange, dispatches = trainer.exchange, 0
-        trainer._reruns.needed &= again
+    make = narrow if narrowed else (lambda _, group, experts, **__: NcclDispatcher(group, experts))
+    with patch.object(choose, "make_dispatcher", make), Mesh.open(config) as mesh, Trainer(config, mesh) as trainer:
+        dispatcher, dispatches = trainer.dispatcher, 0
+        trainer._retries.needed &= again
         figures, why = [], []
         for step in range(1, STEPS + 1):
-            if isinstance(exchange, NarrowExchange):
-                exchange.begin(short_in(step, dispatches, mesh.pp_rank) if step > 1 else set())
+            if isinstance(dispatcher, NarrowExchange):
+                dispatcher.begin(short_in(step, dispatches, mesh.pp_rank) if step > 1 else set())
             record = trainer.step(step)
-            if isinstance(exchange, NarrowExchange):
-                dispatches = dispatches or exchange.count
-                assert exchange.count == dispatches * (2 if record.rerun else 1), (step, exchange.count, dispatches)
+            if isinstance(dispatcher, NarrowExchange):
+                dispatches = dispatches or dispatcher.count
+                assert dispatcher.count == dispatches * (2 if record.rerun else 1), (step, dispatcher.count, dispatches)
             figures += [record.cross_entropy_loss, record.load_balance_loss, record.gradient_norm]
             why.append(record.rerun)
-        assert exchange is None or exchange.live_handles == 0
+        assert dispatcher is None or dispatcher.live_handles == 0
         return state_of(trainer), figures, why
 
 
@@ -130,7 +130,7 @@ def both_ways(rank: int, world: int, raws: list[dict[str, Any]]) -> list[tuple[l
         wanted, figures, none = trained(config, narrowed=False)
         got, same, why = trained(config, narrowed=True)
         assert none == [None] * STEPS and wanted.keys() == got.keys() and len(wanted) > 20
-        assert all(w is None or w == Rerun(True, False, ROOMY + raw["parallel"]["ep"] - 1) for w in why)
+        assert all(w is None or w == CapacityRetry(True, False, ROOMY + raw["parallel"]["ep"] - 1) for w in why)
         differing = [name for name in wanted if not torch.equal(wanted[name], got[name])]
         found.append((differing, same == figures, [w is not None for w in why]))
     return found
@@ -221,15 +221,15 @@ def test_what_is_left_out_matters(tiny: Callable[..., Config]) -> None:
 def validation(rank: int, world: int, raw: dict[str, Any]) -> list[Any]:
     """Losses with an exchange that leaves everything short, and without."""
     losses = []
-    for make in (narrow, lambda _, group, experts, **__: NcclExchange(group, experts)):
+    for make in (narrow, lambda _, group, experts, **__: NcclDispatcher(group, experts)):
         config = from_mapping(raw)
-        with patch.object(choose, "make_exchange", make), Mesh.open(config) as mesh, Trainer(config, mesh) as trainer:
-            if isinstance(trainer.exchange, NarrowExchange):
-                trainer.exchange.begin(set(range(1000)))
+        with patch.object(choose, "make_dispatcher", make), Mesh.open(config) as mesh, Trainer(config, mesh) as trainer:
+            if isinstance(trainer.dispatcher, NarrowExchange):
+                trainer.dispatcher.begin(set(range(1000)))
             losses.append(trainer.evaluate())
             losses.append(trainer.enough_capacity())
-            if isinstance(trainer.exchange, NarrowExchange):
-                assert trainer.exchange.lost == 0 and not trainer.exchange.exact
+            if isinstance(trainer.dispatcher, NarrowExchange):
+                assert trainer.dispatcher.lost == 0 and not trainer.dispatcher.exact
     return losses
 
 
@@ -240,7 +240,7 @@ def test_validation_is_exact(tiny: Callable[..., Config]) -> None:
 
 
 class Pages:
-    """What `Reruns` uses of a store of pages."""
+    """What `CapacityRetries` uses of a store of pages."""
 
     def __init__(self) -> None:
         self.missing = torch.zeros(1, dtype=torch.int64)
@@ -265,8 +265,10 @@ class Pages:
         return PageReport(self.ended, 0, 0, 0, 0, False, resized, 0)
 
 
-def reruns(pages: Any, **options: Any) -> Reruns:
-    return Reruns(Mesh(ALONE, torch.device("cpu"), 1, 1, timedelta(1), False, None), None, pages, None, **options)
+def reruns(pages: Any, **options: Any) -> CapacityRetries:
+    return CapacityRetries(
+        Mesh(ALONE, torch.device("cpu"), 1, 1, timedelta(1), False, None), None, pages, None, **options
+    )
 
 
 def test_pages_that_run_out() -> None:
@@ -288,7 +290,7 @@ def test_pages_that_run_out() -> None:
         return torch.tensor(float(len(drawn)))
 
     result, rerun = runs.run(gradients, lambda: dropped.append(1))
-    assert result == 2.0 and rerun == Rerun(rows=False, pages=True, factor=None)
+    assert result == 2.0 and rerun == CapacityRetry(rows=False, pages=True, factor=None)
     assert drawn[0] == drawn[1] and dropped == [1] and pages.ended == 1 and not pages.is_exact
     assert runs.page_report is not None and runs.page_report.pages_out == 1 and runs.factor() is None
     assert renewed == [1], "a graph of other pages is given up, once"
@@ -322,7 +324,7 @@ def one_rank_with_pages(rank: int, world: int, raw: dict[str, Any]) -> list[bool
     """Only the last rank has any, and they are short once."""
     pages = Pages() if rank == world - 1 else None
     mesh = Mesh.open(from_mapping(raw))
-    runs = Reruns(mesh, None, pages, None)  # type: ignore[arg-type]
+    runs = CapacityRetries(mesh, None, pages, None)  # type: ignore[arg-type]
     asked = []
     for missing in (0, 1, 0):
 
@@ -367,7 +369,7 @@ def test_the_run_says_so(tiny: Callable[..., Config], tmp_path: Path) -> None:
     class Short(Trainer):
         def _build(self, config: Config, mesh: Mesh) -> None:
             super()._build(config, mesh)
-            self._reruns = Reruns(mesh, None, pages, self._router)  # type: ignore[arg-type]
+            self._retries = CapacityRetries(mesh, None, pages, self._router)  # type: ignore[arg-type]
 
         def gradients(self, number: int) -> tuple[Tensor, Tensor]:
             calls.append((number, pages.is_exact))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from forebay.train import cuda_graph
-from forebay.train.cuda_graph import CapturableEngine, CapturedStep, StepState, Timing
+from forebay.train.cuda_graph import CudaGraphEngine, CudaGraphStep, StepState, Timing
 
 
 class Pretence:
@@ -92,7 +92,7 @@ class Engine:
         self.error: Exception | None = None
         self.agrees = True
         kept = StepState(self._take, self._put)
-        self.step = CapturedStep(
+        self.step = CudaGraphStep(
             self._body, [kept], torch.device("cpu"), lambda: self.version, lambda here: here and self.agrees, **more
         )
 
@@ -274,12 +274,12 @@ def test_a_timed_graph_of_another_shape_is_not_asked(pretence: Pretence) -> None
     assert plans == [2] and engine.step.captured
 
 
-class Around(CapturableEngine):
+class Around(CudaGraphEngine):
     """Notes in whose memory weights are gathered, the step runs and gradients are reduced."""
 
     def __init__(self, pretence: Pretence):
         self.inner = Engine(pretence)
-        self.captured, self._gathered = self.inner.step, self  # type: ignore[assignment]
+        self.captured, self._unsharded = self.inner.step, self  # type: ignore[assignment]
         self.pretence, self.gradients = pretence, False
         self.rooms: list[Any] = []
 

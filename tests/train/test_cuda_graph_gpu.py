@@ -139,7 +139,7 @@ if __name__ == "__main__":
 
 @pytest.mark.gpu
 def test_calls_draw_random_numbers_behind_a_capture_that_failed() -> None:
-    from forebay.train.cuda_graph import CapturedStep
+    from forebay.train.cuda_graph import CudaGraphStep
 
     device = torch.device("cuda")
 
@@ -149,7 +149,7 @@ def test_calls_draw_random_numbers_behind_a_capture_that_failed() -> None:
             drawn.sum().item()  # waits for the device, which ends the capture itself: an exception alone would not
         return (drawn,)
 
-    step = CapturedStep(body, [], device, lambda: 0, lambda ok: ok)
+    step = CudaGraphStep(body, [], device, lambda: 0, lambda ok: ok)
     parts = [(torch.tensor([1], device=device), torch.tensor([0], device=device))]
     seen = []
     while step.why_not is None:
@@ -163,7 +163,7 @@ def test_calls_draw_random_numbers_behind_a_capture_that_failed() -> None:
 @pytest.mark.gpu
 def test_a_graph_that_is_given_up_takes_nothing_from_another_one() -> None:
     """cuBLAS's workspaces are cleared with it: those that the other one knows must be memory of its own pool."""
-    from forebay.train.cuda_graph import CapturedStep
+    from forebay.train.cuda_graph import CudaGraphStep
 
     device = torch.device("cuda")
     left, right = (
@@ -174,9 +174,9 @@ def test_a_graph_that_is_given_up_takes_nothing_from_another_one() -> None:
         scale = parts[0][0].sum()
         return left @ right.t() * scale, (left.t()[:64] @ right) * scale
 
-    steps = [CapturedStep(body, [], device, lambda: 0, lambda ok: ok) for _ in range(2)]
+    steps = [CudaGraphStep(body, [], device, lambda: 0, lambda ok: ok) for _ in range(2)]
 
-    def run(step: CapturedStep, number: int) -> list[torch.Tensor]:
+    def run(step: CudaGraphStep, number: int) -> list[torch.Tensor]:
         parts = [(torch.tensor([number], device=device), torch.tensor([0], device=device))]
         return list(step.on_stream(lambda: step(parts, 1)))
 

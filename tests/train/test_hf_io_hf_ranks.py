@@ -239,10 +239,10 @@ Case = tuple[dict[str, Any], int]
 def random_cases() -> tuple[list[Case], list[dict[str, str]]]:
     """Sections without weights; digests of what one process makes of them."""
     raws = [{"family": family, "config": config} for family, config in FAMILIES.items()]
-    half = {"family": "deepseek_v3", "config": FAMILIES["deepseek_v3"], "dtype": "bfloat16"}
-    wanted = [digests(hf_io.build(config_of(raw, 1).model, 257, CPU, seed=5)) for raw in [*raws, half, raws[0]]]
+    sublayer = {"family": "deepseek_v3", "config": FAMILIES["deepseek_v3"], "dtype": "bfloat16"}
+    wanted = [digests(hf_io.build(config_of(raw, 1).model, 257, CPU, seed=5)) for raw in [*raws, sublayer, raws[0]]]
     assert any("e_score_correction_bias torch.float32" in name for name in wanted[-2])
-    return [*((raw, 2) for raw in [*raws, half]), (raws[0], 1)], wanted
+    return [*((raw, 2) for raw in [*raws, sublayer]), (raws[0], 1)], wanted
 
 
 def stored_cases(base: Path) -> tuple[list[Case], list[dict[str, str]], list[tuple[int, int]]]:

@@ -251,7 +251,7 @@ def left_behind(trainer: Trainer, mesh: Mesh, memory: dict[str, Any]) -> list[st
     wrong = []
     if trainer.memory.ledger.live_tickets:
         wrong.append(f"tickets are left: {trainer.memory.ledger.holdings()[:3]}")
-    if trainer.exchange is not None and trainer.exchange.live_handles:
+    if trainer.dispatcher is not None and trainer.dispatcher.live_handles:
         wrong.append("handles are left")
     pages = trainer.memory.pages
     if pages is not None and (pages.live_tickets or not pages.end_step().pages_out):

@@ -11,8 +11,8 @@ import torch
 from rich.console import Console
 
 from forebay.errors import UsageError
-from forebay.train.capacity_retry import Rerun
-from forebay.train.metrics import Reporter, StepRecord, Summary, peak_bytes, rerun_line, step_line, summary_tables
+from forebay.train.capacity_retry import CapacityRetry
+from forebay.train.metrics import Reporter, StepRecord, Summary, peak_bytes, retry_line, step_line, summary_tables
 
 RECORD = StepRecord(11, 17.6913, 2.57701, 1.00123, 1e-6, 696.03551, 237_089.6, 58_310_000_000, True)
 
@@ -26,11 +26,11 @@ def test_step_line() -> None:
 
 
 def test_rerun_line() -> None:
-    assert rerun_line(7, 15, Rerun(rows=True, pages=False, factor=1.375)) == (
+    assert retry_line(7, 15, CapacityRetry(rows=True, pages=False, factor=1.375)) == (
         "step 00000007/00000015 | run again exactly: rows went over parallel.capacity_factor, of which 1.375 would have been "
         "enough"
     )
-    both = rerun_line(7, 15, Rerun(rows=True, pages=True, factor=None))
+    both = retry_line(7, 15, CapacityRetry(rows=True, pages=True, factor=None))
     assert both.endswith("rows went over parallel.capacity_factor; the stash had too few pages, and has more now")
 
 
@@ -63,7 +63,7 @@ def test_metrics_of_a_step_that_ran_twice(tmp_path: Path) -> None:
     out = console()
     with Reporter(tmp_path, out, 15) as report:
         report.step(RECORD)
-        report.step(replace(RECORD, rerun=Rerun(rows=True, pages=False, factor=1.4)))
+        report.step(replace(RECORD, rerun=CapacityRetry(rows=True, pages=False, factor=1.4)))
         lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["run_again"] for line in lines] == [0, 1]
     assert "enough_capacity_factor" not in lines[0] and lines[1]["enough_capacity_factor"] == 1.4

@@ -88,8 +88,8 @@ def on_ranks(rank: int, world: int, folder: str, cases: list[tuple[str, dict[str
         config = from_mapping(raw)
         with Mesh.open(config) as mesh, Trainer(config, mesh) as trainer:
             got = run(trainer)
-            if trainer.exchange is not None:
-                assert trainer.exchange.live_handles == 0
+            if trainer.dispatcher is not None:
+                assert trainer.dispatcher.live_handles == 0
         found.append(worst_error(got, torch.load(Path(folder) / reference)))
     return found
 
@@ -181,15 +181,15 @@ def in_bfloat16(rank: int, world: int, raws: list[dict[str, Any]]) -> list[list[
 def test_compute_in_bfloat16(tiny: Callable[..., Config], tmp_path: Path) -> None:
     """On one process, through FSDP2 too, and on two: fp32 shards, and losses that agree within bf16's rounding."""
     train = {"steps": STEPS, "batch": 8, "microbatch": 2, "eval_every": 1}
-    half = {"compute": "bfloat16"}
+    sublayer = {"compute": "bfloat16"}
     with Trainer(tiny(train=train)) as trainer:
         wanted = [trainer.step(n + 1).cross_entropy_loss for n in range(STEPS)] + [trainer.evaluate()]
-    with Trainer(tiny(train=train, model=half)) as trainer:
+    with Trainer(tiny(train=train, model=sublayer)) as trainer:
         alone = [trainer.step(n + 1).cross_entropy_loss for n in range(STEPS)] + [trainer.evaluate()]
         assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
     assert not torch.distributed.is_initialized(), "the trainer's own group outlived it"
     assert alone == pytest.approx(wanted, rel=2**-8) and alone != wanted
-    raws = [tiny(train=train, model=half, parallel={"ep": ep}).to_dict() for ep in (1, 2)]
+    raws = [tiny(train=train, model=sublayer, parallel={"ep": ep}).to_dict() for ep in (1, 2)]
     for results in run_ranks(in_bfloat16, 2, raws):
         for losses, dtypes, validation in results:
             assert [*losses, validation] == pytest.approx(wanted, rel=2**-8)

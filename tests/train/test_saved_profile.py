@@ -118,7 +118,7 @@ def test_a_layer_saves_what_one_process_saves(measured: Any, schedule: str) -> N
     for profile in ranks:
         for place, sizes in profile.by_place.items():
             layer = f"model.layers.{place.layer}"
-            halves = {
+            sublayers = {
                 "attention": below(regions, f"{layer}.self_attn", f"{layer}.input_layernorm"),
                 "dense": below(regions, f"{layer}.mlp", f"{layer}.post_attention_layernorm"),
                 "front": below(regions, f"{layer}.mlp.gate", f"{layer}.post_attention_layernorm"),
@@ -127,7 +127,7 @@ def test_a_layer_saves_what_one_process_saves(measured: Any, schedule: str) -> N
                 "head": below(regions, "model.norm", "lm_head"),
             }
             tables = TABLES if place.layer == 0 and place.part == "attention" else 0
-            assert sizes[0] == halves[place.part] - tables, place
+            assert sizes[0] == sublayers[place.part] - tables, place
         ids = IDS if 0 in profile.in_flight else 0
         assert profile.shared_bytes == TABLES + ids
 

@@ -141,7 +141,7 @@ def test_nothing_changes_when_an_exchange_fails(tiny: Callable[..., Config], mon
         weights = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
         states = [{k: v.clone() for k, v in s.items()} for s in trainer.optimizer.state.values()]
         summed: list[torch.Tensor] = []
-        monkeypatch.setattr(trainer, "exchange", Late())
+        monkeypatch.setattr(trainer, "dispatcher", Late())
         monkeypatch.setattr(type(trainer.mesh), "sum", lambda mesh, tensor: summed.append(tensor) or tensor)
         with pytest.raises(RuntimeError, match="did not come"):
             trainer.step(2)
@@ -162,7 +162,7 @@ def test_a_router_bias_stays_when_an_exchange_fails(
     model = {"family": "glm4_moe", "config": {**sizes, **more, "first_k_dense_replace": 0, "n_shared_experts": 1}}
     with Trainer(tiny(model=model)) as trainer:
         bias = trainer.model.model.layers[0].mlp.gate.e_score_correction_bias
-        monkeypatch.setattr(trainer, "exchange", Late())
+        monkeypatch.setattr(trainer, "dispatcher", Late())
         with pytest.raises(RuntimeError, match="did not come"):
             trainer.step(1)
         assert not bias.any()

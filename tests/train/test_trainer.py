@@ -38,9 +38,9 @@ def test_a_step_is_what_plain_pytorch_does(tiny: Callable[..., Config]) -> None:
         with stats.recording():
             logits = model(input_ids=ids).logits
         own = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / targets.numel()
-        half = stats.load_balancing_loss() / 2
-        (own + model.config.router_aux_loss_coef * half).backward()
-        total, balance = total + own.item(), balance + half.item()
+        sublayer = stats.load_balancing_loss() / 2
+        (own + model.config.router_aux_loss_coef * sublayer).backward()
+        total, balance = total + own.item(), balance + sublayer.item()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
     optimizer.step()
     assert norm > 0.5

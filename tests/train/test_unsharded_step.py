@@ -55,15 +55,15 @@ def whole(rank: int, world: int, folder: str, vocabulary: int) -> dict[str, Any]
     from forebay.pipeline.model import CutModel
     from forebay.train.distributed import Mesh
     from forebay.train.trainer import Trainer
-    from forebay.train.unsharded_step import GatheredStep
+    from forebay.train.unsharded_step import UnshardedStep
 
     settings = config(folder, vocabulary)
     found: dict[str, Any] = {"spread": []}
     with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
         engine: Any = trainer._gradients
-        cut, gathered = engine._cut, engine._gathered
+        cut, gathered = engine._cut, engine._unsharded
         heads: list[torch.Tensor] = []
-        begin, spread = GatheredStep.begin, CutModel.spread
+        begin, spread = UnshardedStep.begin, CutModel.spread
 
         def began(it: Any, tokens: int) -> None:
             assert tokens == 4 * 16
@@ -77,7 +77,7 @@ def whole(rank: int, world: int, folder: str, vocabulary: int) -> dict[str, Any]
             return spread(it, collected, total)
 
         with (
-            mock.patch.object(GatheredStep, "begin", began),
+            mock.patch.object(UnshardedStep, "begin", began),
             mock.patch.object(CutModel, "spread", spreading),
             mock.patch.object(_fsdp_param_group, "foreach_reduce", wraps=_fsdp_param_group.foreach_reduce) as copied,
         ):

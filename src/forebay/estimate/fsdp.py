@@ -446,7 +446,7 @@ def _in_order(blocks: Sequence[Block], sizes: Sequence[int]) -> list[Block]:
     return found + left
 
 
-class Gathered(_Sharded):
+class Unsharded(_Sharded):
     """See the module docstring.
 
     A captured step's sums, and the rows that its embedding's sum is made of, are the graph's: `hold` them when it was captured,

@@ -332,7 +332,7 @@ def _grouped_mm(tally: Tally, left: Tensor, right: Tensor, offs: Tensor, *_: Any
     return [OpCost("grouped_weights" if weights else "grouped", flops, size * (left.numel() + right.numel() + results))]
 
 
-def _exchange(tally: Tally, tensor: Tensor, *_: Any) -> list[OpCost]:
+def _all_to_all(tally: Tally, tensor: Tensor, *_: Any) -> list[OpCost]:
     """Rows [R, H] that ranks send each other: of all that come to a rank, its own share does not travel."""
     rows = tally.received if tally.received is not None else tensor.shape[0]
     return [OpCost("exchange", 0, rows * tensor.shape[1] * tensor.element_size() * (tally.ranks - 1) // tally.ranks)]
@@ -343,10 +343,10 @@ _OPAQUE: Mapping[str, Callable[..., list[OpCost]]] = {
     "forebay.experts.default": _experts,
     "forebay.experts_backward.default": _experts_backward,
     "forebay.linear_cross_entropy.default": _cross_entropy,
-    "forebay.dispatch.default": _exchange,
-    "forebay.combine.default": _exchange,
-    "forebay.spread.default": _exchange,
-    "forebay.collect.default": _exchange,
+    "forebay.dispatch.default": _all_to_all,
+    "forebay.combine.default": _all_to_all,
+    "forebay.spread.default": _all_to_all,
+    "forebay.collect.default": _all_to_all,
 }
 
 

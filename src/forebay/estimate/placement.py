@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from forebay.estimate.state import RankState
 from forebay.estimate.types import ModelTrace, PartTrace
-from forebay.estimate.walk import ActionLike, Held, RankFit, StageLayers, Walk, fit_rank, halves_of
+from forebay.estimate.walk import ActionLike, Held, RankFit, StageLayers, Walk, fit_rank, sublayers_of
 from forebay.memory.solver import Answer, Programme
 from forebay.memory.timeline import LIGHT
 from forebay.policy import format_bytes
@@ -106,14 +106,14 @@ def rank_options(
 
     Args:
         allowed: placements besides "keep". One that frees nothing of a half is none of its options.
-        ways: see `forebay.estimate.walk.halves_of`, but for the placements.
+        ways: see `forebay.estimate.walk.sublayers_of`, but for the placements.
     """
     found: dict[int, list[list[Option]]] = {}
     times: dict[str, tuple[float, float]] = {}
     for number, stage in stages.items():
         parts = parts_by_path(trace, stage, ways["prefix"])
         laid = [
-            halves_of(trace, stage, dict.fromkeys(parts, placement), **ways)
+            sublayers_of(trace, stage, dict.fromkeys(parts, placement), **ways)
             for placement in ("keep", *sorted(allowed - {"keep"}))
         ]
         found[number] = []
@@ -126,7 +126,7 @@ def rank_options(
 
 
 def parts_by_path(trace: ModelTrace, stage: StageLayers, prefix: str) -> dict[str, PartTrace]:
-    """By path, as `halves_of` names them."""
+    """By path, as `sublayers_of` names them."""
     parts = {"embedding": trace.embedding, "head": trace.head}
     for number in stage.layers:
         parts[f"{prefix}.{number}.self_attn"] = trace.layers[number].attention
@@ -167,8 +167,8 @@ def choose(
         waits: the run may wait for the link; else no more is offloaded than it carries.
     """
     todo = list(actions)
-    kept = {number: [options[0].held for options in halves] for number, halves in stages.items()}
-    walk = _Moments(rank, state, kept, messages)
+    kept = {number: [options[0].held for options in sublayers] for number, sublayers in stages.items()}
+    walk = _PeakWalk(rank, state, kept, messages)
     for action in todo:
         walk.step(action)
     target = budget
@@ -183,8 +183,8 @@ def choose(
         target -= over  # the solver's tolerance
     placed = tuple(
         Placed(o.held.path, o.held.placement, rank, options[0].held.held - o.held.held, o.seconds)
-        for number, halves in stages.items()
-        for options, o in zip(halves, chosen[number], strict=True)
+        for number, sublayers in stages.items()
+        for options, o in zip(sublayers, chosen[number], strict=True)
         if o.held.placement != "keep"
     )
     seconds, waited = programme.seconds(answer)
@@ -198,8 +198,8 @@ def by_kind(choices: Iterable[Choice]) -> list[dict[str, Any]]:
     found: dict[Any, list[int]] = {}
     for choice in choices:
         for p in choice.placed:
-            layer, _, half = p.path.rpartition(".")
-            key = p.rank, p.placement, half, p.freed, p.seconds
+            layer, _, sublayer = p.path.rpartition(".")
+            key = p.rank, p.placement, sublayer, p.freed, p.seconds
             found.setdefault(key, []).append(int(layer.rpartition(".")[2]))
     names = ("rank", "placement", "half", "freed_bytes", "milliseconds")
     return [
@@ -234,15 +234,15 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
-class _Moments(Walk):
+class _PeakWalk(Walk):
     """A walk that notes its different moments: how many microbatches each half holds, and which halves run."""
 
     def __init__(self, rank: int, state: RankState, stages: Mapping[int, Sequence[Held]], messages: int):
         super().__init__(rank, state, stages, messages)
-        self._number = {h.path: i for i, h in enumerate(h for halves in stages.values() for h in halves)}
-        self._saves = [h.held for halves in stages.values() for h in halves]
+        self._number = {h.path: i for i, h in enumerate(h for sublayers in stages.values() for h in sublayers)}
+        self._saves = [h.held for sublayers in stages.values() for h in sublayers]
         self._counts = [0] * len(self._saves)
-        self._in_halves = 0
+        self._in_sublayers = 0
         self.forwards = [0] * len(self._saves)
         self.moments: dict[tuple[tuple[int, ...], int | None, int | None], int] = {}
 
@@ -252,11 +252,11 @@ class _Moments(Walk):
         forward = None if f is None else self._number[f.path]
         backward = None if b is None else self._number[b.path]
         key = tuple(self._counts), forward, backward
-        self.moments[key] = max(self.moments.get(key, 0), self.level - self._in_halves)
+        self.moments[key] = max(self.moments.get(key, 0), self.level - self._in_sublayers)
         for number, change in ((forward, 1), (backward, -1)):
             if number is not None:
                 self._counts[number] += change
-                self._in_halves += change * self._saves[number]
+                self._in_sublayers += change * self._saves[number]
         if forward is not None:
             self.forwards[forward] += 1
 
@@ -268,25 +268,25 @@ class _Programme:
         self,
         stages: Mapping[int, Sequence[Sequence[Option]]],
         times: Mapping[str, tuple[float, float]],
-        walk: _Moments,
+        walk: _PeakWalk,
         budget: int,
         machine: Machine,
         waits: bool,
     ):
         self._stages, self._times, self._walk, self._budget = stages, times, walk, budget
-        self._halves = [options for halves in stages.values() for options in halves]
+        self._sublayers = [options for sublayers in stages.values() for options in sublayers]
         self._plain = (
-            sum(n * sum(times[o[0].held.path]) for n, o in zip(walk.forwards, self._halves, strict=True)) or 1.0
+            sum(n * sum(times[o[0].held.path]) for n, o in zip(walk.forwards, self._sublayers, strict=True)) or 1.0
         )
         self._programme = Programme()
         self._over = self._programme.variable(cost=_MISSING)
         self._waits: list[tuple[int, int]] = []  # variable, and how often a step waits so
-        self._choices = [self._choice(i, options, machine) for i, options in enumerate(self._halves)]
+        self._choices = [self._choice(i, options, machine) for i, options in enumerate(self._sublayers)]
         self._memory()
         first = 0
-        for halves in stages.values():
-            numbers = range(first, first + len(halves))
-            first += len(halves)
+        for sublayers in stages.values():
+            numbers = range(first, first + len(sublayers))
+            first += len(sublayers)
             self._order(numbers)
             self._link(numbers, 0, machine.out_rate, waits)
             self._link(numbers, 1, machine.back_rate, waits)
@@ -298,12 +298,12 @@ class _Programme:
     def chosen(self, answer: Answer | None) -> dict[int, list[Option]]:
         """By stage, an option of every half; without an answer all are kept."""
         if answer is None:
-            return {number: [options[0] for options in halves] for number, halves in self._stages.items()}
-        picked = iter(zip(self._halves, self._choices, strict=True))
+            return {number: [options[0] for options in sublayers] for number, sublayers in self._stages.items()}
+        picked = iter(zip(self._sublayers, self._choices, strict=True))
         found: dict[int, list[Option]] = {}
-        for number, halves in self._stages.items():
+        for number, sublayers in self._stages.items():
             found[number] = []
-            for _ in halves:
+            for _ in sublayers:
                 options, choice = next(picked)
                 found[number].append(max(zip(options, choice, strict=True), key=lambda pair: answer.values[pair[1]])[0])
         return found
@@ -315,7 +315,7 @@ class _Programme:
         waits = sum(times * answer.values[v] for v, times in self._waits) * self._plain
         cost = sum(
             times * option.seconds
-            for times, options, choice in zip(self._walk.forwards, self._halves, self._choices, strict=True)
+            for times, options, choice in zip(self._walk.forwards, self._sublayers, self._choices, strict=True)
             for option, variable in zip(options, choice, strict=True)
             if answer.chosen(variable)
         )
@@ -323,7 +323,7 @@ class _Programme:
 
     def _choice(self, number: int, options: Sequence[Option], machine: Machine) -> list[int]:
         times, found = self._walk.forwards[number], []
-        late = 1 + number / len(self._halves)  # earlier halves wait longer: of equal ones they leave
+        late = 1 + number / len(self._sublayers)  # earlier halves wait longer: of equal ones they leave
         for option in options:
             moving = late * option.moved * (1 / machine.out_rate + 1 / machine.back_rate) * _MOVING
             found.append(self._programme.choice(times * (option.seconds + moving) / self._plain))
@@ -332,11 +332,11 @@ class _Programme:
 
     def _memory(self) -> None:
         """What the walk has at each moment, as a sum over choices; what is held is that of the moment before, changed."""
-        p, before, held = self._programme, [0] * len(self._halves), self._programme.variable(upper=0.0)
+        p, before, held = self._programme, [0] * len(self._sublayers), self._programme.variable(upper=0.0)
         for (counts, forward, backward), fixed in self._walk.moments.items():
             change = [
                 (v, -(n - m) * o.held.held / self._budget)
-                for n, m, options, choice in zip(counts, before, self._halves, self._choices, strict=True)
+                for n, m, options, choice in zip(counts, before, self._sublayers, self._choices, strict=True)
                 if n != m
                 for o, v in zip(options, choice, strict=True)
             ]
@@ -348,7 +348,7 @@ class _Programme:
                 (v, (o.held.forward if number == forward else o.held.backward) / self._budget)
                 for number in {forward, backward} - {None}
                 if number is not None
-                for o, v in zip(self._halves[number], self._choices[number], strict=True)
+                for o, v in zip(self._sublayers[number], self._choices[number], strict=True)
             ]
             p.row([(held, 1.0), *running, (self._over, -1.0)], high=(self._budget - fixed) / self._budget)
 
@@ -356,14 +356,14 @@ class _Programme:
         """Of many equal halves none is recomputed or stashed behind one that is kept."""
         equal: dict[Any, list[int]] = {}
         for number in numbers:
-            ways = [(o.held, o.seconds) for o in self._halves[number]]
+            ways = [(o.held, o.seconds) for o in self._sublayers[number]]
             kind = tuple((h.placement, h.held, h.forward, h.backward, seconds) for h, seconds in ways)
             equal.setdefault(kind, []).append(number)
         for same in equal.values():
             for one, other in pairwise(same) if len(same) >= _MANY else ():
                 later = [
                     (v, 1.0)
-                    for o, v in zip(self._halves[other][1:], self._choices[other][1:], strict=True)
+                    for o, v in zip(self._sublayers[other][1:], self._choices[other][1:], strict=True)
                     if not o.moved
                 ]
                 self._programme.row([(self._choices[one][0], 1.0), *later], high=1.0)
@@ -378,12 +378,12 @@ class _Programme:
         for number in numbers:
             own = [
                 (v, o.moved / rate / self._plain)
-                for o, v in zip(self._halves[number], self._choices[number], strict=True)
+                for o, v in zip(self._sublayers[number], self._choices[number], strict=True)
                 if o.moved
             ]
             queue = p.variable()  # seconds of copies under way when the half's own are added
             p.row([(queue, 1.0), *((v, -f) for v, f in own)], low=0.0)
-            path = self._halves[number][0].held.path
+            path = self._sublayers[number][0].held.path
             p.row([(queue, 1.0), *((v, -f) for v, f in (*own, *(before if path != "head" else ())))], high=0.0)
             if last is not None:
                 seconds = self._times[path][way] / self._plain

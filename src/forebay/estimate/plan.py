@@ -192,7 +192,7 @@ class Fit:
         world: processes.
         parameters: of the whole model, their number.
         budget: bytes a process may use; None where none was given.
-        halves: of all pipeline ranks, what their placements make of what they save for one microbatch.
+        sublayers: of all pipeline ranks, what their placements make of what they save for one microbatch.
         notes: what these figures leave out, in sentences.
         step: how long a step is expected to take; None where no device was named.
         choices: where the planner chose placements, one for each pipeline rank.
@@ -202,7 +202,7 @@ class Fit:
     world: int
     parameters: int
     budget: int | None
-    halves: tuple[Held, ...]
+    sublayers: tuple[Held, ...]
     notes: tuple[str, ...]
     step: StepTime | None = None
     choices: tuple[Choice, ...] = ()
@@ -232,7 +232,7 @@ class Fit:
         """By placement: parts of the model, bytes that they save for one microbatch, and that are held."""
         found = []
         for placement in PLACEMENTS:
-            if mine := [h for h in self.halves if h.placement == placement]:
+            if mine := [h for h in self.sublayers if h.placement == placement]:
                 saved, held = sum(h.saved for h in mine), sum(h.held for h in mine)
                 found.append({"placement": placement, "parts": len(mine), "saved_bytes": saved, "held_bytes": held})
         return found
@@ -331,9 +331,9 @@ def fit_run(
     known = traces.known(c.model, declared)
     notes = _notes(config, known.attention, experts)
     weights, prefix = known.weights, known.prefix
-    placements, remade = dict[str, str](), set[int]()
+    placements, recompute_experts = dict[str, str](), set[int]()
     if auto is None:
-        placements, remade = _placements(config, list(known.paths), prefix, len(weights.layers), notes)
+        placements, recompute_experts = _placements(config, list(known.paths), prefix, len(weights.layers), notes)
     sharing = _sharing(config, world)
     engine = p.pp > 1 or p.overlap
     shape = Shape(
@@ -361,7 +361,7 @@ def fit_run(
         plan,
         weights,
         prefix,
-        traces.trace(c.model, declared, shape).remade(remade),
+        traces.trace(c.model, declared, shape).recompute_experts(recompute_experts),
         sharing,
         placements,
         shape.sequence * shape.microbatch * declared.get_text_config().hidden_size,
@@ -389,8 +389,8 @@ def fit_run(
         parameters, stages = [rank.state.parameters for rank in laid], [rank.stages for rank in laid]
         timed = Timed(config, plan, layout.trace, weights, sharing, prefix, placements, parameters, stages, computed)
         step = timed.on(device)
-    halves = tuple(half for rank in laid for half in rank.halves)
-    return Fit(ranks, world, weights.total, budget, halves, tuple(notes), step, choices)
+    sublayers = tuple(sublayer for rank in laid for sublayer in rank.sublayers)
+    return Fit(ranks, world, weights.total, budget, sublayers, tuple(notes), step, choices)
 
 
 def _exchanging(config: Config, text: Any, shape: Shape, sharing: Sharing) -> int:
@@ -432,32 +432,32 @@ def _placements(
 ) -> tuple[dict[str, str], set[int]]:
     """Placement of every half that is not kept, and the layers whose half is offloaded while their experts are recomputed."""
     policy = config.memory.policy
-    halves = [f"{prefix}.{n}.{name}" for n in range(layers) for name in ("self_attn", "mlp")]
+    sublayers = [f"{prefix}.{n}.{name}" for n in range(layers) for name in ("self_attn", "mlp")]
     if policy == "auto":
         return {}, set()
     if isinstance(policy, str):
-        stashes = {h for h in halves if h.endswith(".mlp") and f"{h}.experts" in paths}
-        return {h: policy for h in halves if policy != "stash" or h in stashes}, set()
+        stashes = {h for h in sublayers if h.endswith(".mlp") and f"{h}.experts" in paths}
+        return {h: policy for h in sublayers if policy != "stash" or h in stashes}, set()
     found: dict[str, str] = {}
     left: list[str] = []
-    remade: set[int] = set()
+    recompute_experts: set[int] = set()
     for claim in resolve(policy, paths, experts=_light_experts(config, paths)):
-        inside = [h for h in halves if h == claim.path or h.startswith(f"{claim.path}.") or not claim.path]
+        inside = [h for h in sublayers if h == claim.path or h.startswith(f"{claim.path}.") or not claim.path]
         experts = claim.path.removesuffix(".experts")
         if not inside and found.get(experts) == "offload" and claim.placement == "recompute":
-            remade.add(halves.index(experts) // 2)
+            recompute_experts.add(sublayers.index(experts) // 2)
             continue
-        if not inside and experts in halves and claim.placement in ("recompute", "stash"):
+        if not inside and experts in sublayers and claim.placement in ("recompute", "stash"):
             inside = [experts]
         if not inside and claim.placement != "keep":
             left.append(claim.path)
         found |= dict.fromkeys(inside, claim.placement)
     if left:
         notes.append(f"Inside of a half, {left[0]!r}{' and others' * (len(left) > 1)} are counted as kept.")
-    if remade:
-        numbers = ", ".join(map(str, sorted(remade)))
+    if recompute_experts:
+        numbers = ", ".join(map(str, sorted(recompute_experts)))
         notes.append(f"Experts of layers {numbers} make their first product again: it is neither saved nor offloaded.")
-    return found, remade
+    return found, recompute_experts
 
 
 def _light_experts(config: Config, paths: list[str]) -> list[str]:

@@ -33,18 +33,18 @@ from forebay.estimate.step_time import (
 )
 from forebay.estimate.types import LayerTrace, ModelTrace, PartTrace
 from forebay.estimate.walk import (
-    Half,
     Held,
     Part,
+    PlacedSublayer,
     RankFit,
     Seen,
     StageLayers,
     alone,
-    carried_by_path,
     fit_rank,
-    halves_of,
+    offloaded_bytes,
     parts_of,
     plan_link,
+    sublayers_of,
     within,
 )
 from forebay.memory.offload_plan import WAITS
@@ -73,7 +73,7 @@ class RankEstimate:
 
     stages: Mapping[int, StageLayers]
     fit: RankFit
-    halves: tuple[Held, ...]
+    sublayers: tuple[Held, ...]
     state: RankState
     choice: Choice | None = None
     over: str = ""
@@ -132,8 +132,8 @@ class Layout:
             placements = choice.placements
             if total > limit:
                 over = f"rank {number} by {format_bytes(total - limit)}"
-        fit, halves = self._fit(number, state, stages, placements, seen)
-        return RankEstimate(stages, fit, tuple(halves), state, choice, over)
+        fit, sublayers = self._fit(number, state, stages, placements, seen)
+        return RankEstimate(stages, fit, tuple(sublayers), state, choice, over)
 
     def _chosen(
         self, number: int, state: RankState, stages: Mapping[int, StageLayers], limit: int
@@ -166,13 +166,13 @@ class Layout:
         paper = self._on_paper(number, stages, placements)
         carried = None
         if paper.link is not None:
-            carried = carried_by_path(paper.link, self._timed(stages, paper.stages), paper.hidden, paper.least)
+            carried = offloaded_bytes(paper.link, self._timed(stages, paper.stages), paper.hidden, paper.least)
         ways = {**self._ways(), "carried": carried}
-        found = {n: halves_of(self.trace, stage, placements, **ways) for n, stage in stages.items()}
+        found = {n: sublayers_of(self.trace, stage, placements, **ways) for n, stage in stages.items()}
         fit = fit_rank(number, state, found, self._todo(number), self._messages(), seen)
         if self.sharing.gpu:
             fit = with_reserved(fit, reserve(paper))
-        return fit, [half for stage in found.values() for half in stage]
+        return fit, [sublayer for stage in found.values() for sublayer in stage]
 
     def _on_paper(self, number: int, stages: Mapping[int, StageLayers], placements: Mapping[str, str]) -> Rank:
         c = self.config
@@ -204,7 +204,7 @@ class Layout:
             return rank
         return replace(rank, link=self._link(number, rank, self._timed(stages, rank.stages)))
 
-    def _link(self, number: int, rank: Rank, halves: Mapping[int, Sequence[Half]]) -> Plan:
+    def _link(self, number: int, rank: Rank, sublayers: Mapping[int, Sequence[PlacedSublayer]]) -> Plan:
         """What the run's manager will plan. Of a process alone, for each microbatch anew. On a CPU a copy takes no time."""
         todo = self._todo(number)
         m = self.machine
@@ -212,7 +212,7 @@ class Layout:
             (m.out_rate, m.back_rate, *(m.end_rates or (None, None)), m.copy_rate) if self.sharing.gpu else (inf, inf)
         )
         return plan_link(
-            halves,
+            sublayers,
             todo if self.engine else [action for action in todo if action.microbatch == 0],
             rates,
             hidden=rank.hidden,
@@ -220,9 +220,11 @@ class Layout:
             everything=self.config.memory.offload == "all",
         )
 
-    def _timed(self, stages: Mapping[int, StageLayers], laid: Mapping[int, Sequence[Part]]) -> dict[int, list[Half]]:
+    def _timed(
+        self, stages: Mapping[int, StageLayers], laid: Mapping[int, Sequence[Part]]
+    ) -> dict[int, list[PlacedSublayer]]:
         """The halves of stages with the seconds that they take, what is made again in backward included."""
-        found: dict[int, list[Half]] = {}
+        found: dict[int, list[PlacedSublayer]] = {}
         for number, stage in stages.items():
             traces = parts_by_path(self.trace, stage, self.prefix)
             found[number] = []
@@ -233,7 +235,9 @@ class Layout:
                     backward += LIGHT * forward
                 elif part.placement == "recompute":
                     backward += forward
-                found[number].append(Half(part.path, part.events, part.placement == "offload", forward, backward))
+                found[number].append(
+                    PlacedSublayer(part.path, part.events, part.placement == "offload", forward, backward)
+                )
         return found
 
     def _todo(self, number: int) -> Any:
@@ -299,7 +303,7 @@ def _stages(plan: LayerPlan, rank: int) -> dict[int, StageLayers]:
 #                    backward as long as its copies, and a pipeline's step as much longer as its plans may wait
 #     auto           the placements that were chosen
 
-HALF_LAUNCHES = 40
+SUBLAYER_LAUNCHES = 40
 """What a half's forward or backward costs the host besides its kernels (guards, hooks, autograd), in operations of the profile's
 `launch`. Estimated: a quarter of a millisecond. No recorded run is held up by it, so none tells."""
 CUT_LAUNCHES = 320
@@ -308,7 +312,7 @@ CUT_LAUNCHES = 320
 STEP_LAUNCHES = 500
 """What a step costs the host while the device has nothing to run: the batch, the optimizer's groups, reading the loss. 3 ms.
 Calibrated on the grid, see docs/planner.md."""
-EXCHANGE_LAUNCHES = 15
+ALL_TO_ALL_LAUNCHES = 15
 """The same, of an exchange: 0.09 ms eager (benchmarks/results/ep_exchange_4gpu.md)."""
 STASH_LAUNCHES = 55
 """What pages cost a half's forward or backward besides: 85 ms of host in 128 layers, stash against capacity, both eager
@@ -398,11 +402,14 @@ class Timed:
             backward.insert(0, back + KernelTime(more[1]))
         if stage.embedding:
             part = self.trace.embedding
-            forward[0] = forward[0] + clock.spell(part.forward_ops)
+            forward[0] = forward[0] + clock.kernel_time(part.forward_ops)
             if not engine:  # an engine spreads the tokens' gradients over the vocabulary once a step
-                backward[-1] = backward[-1] + clock.spell(part.backward_ops)
+                backward[-1] = backward[-1] + clock.kernel_time(part.backward_ops)
         if stage.head:
-            there, back = clock.spell(self.trace.head.forward_ops), clock.spell(self.trace.head.backward_ops)
+            there, back = (
+                clock.kernel_time(self.trace.head.forward_ops),
+                clock.kernel_time(self.trace.head.backward_ops),
+            )
             forward.append(there + back if engine else there)
             if not engine:
                 backward.insert(0, back)
@@ -416,8 +423,8 @@ class Timed:
     def _offloaded(self, number: int) -> int:
         """Bytes that a microbatch's layer sends to the host and gets back."""
         layer: LayerTrace = self.trace.layers[number]
-        halves = (("self_attn", layer.attention), ("mlp", layer.mlp))
-        return sum(p.saved for name, p in halves if self._placement(number, name) == "offload")
+        sublayers = (("self_attn", layer.attention), ("mlp", layer.mlp))
+        return sum(p.saved for name, p in sublayers if self._placement(number, name) == "offload")
 
     def _placement(self, number: int, name: str) -> str:
         return self.placements.get(f"{self.prefix}.{number}.{name}", "keep")
@@ -426,22 +433,22 @@ class Timed:
         layer: LayerTrace = self.trace.layers[number]
         there = back = NOTHING
         for name, part in (("self_attn", layer.attention), ("mlp", layer.mlp)):
-            f, b = self._half(clock, part, self._placement(number, name))
+            f, b = self._sublayer(clock, part, self._placement(number, name))
             there, back = there + f, b + back
         if layer.is_moe:
             waits = self._synchronised()
             there = there + KernelTime(compute=waits, launches=waits / clock.device.at("launch"))
         return there, back
 
-    def _half(self, clock: Clock, part: PartTrace, placement: str) -> tuple[KernelTime, KernelTime]:
+    def _sublayer(self, clock: Clock, part: PartTrace, placement: str) -> tuple[KernelTime, KernelTime]:
         memory = self.config.memory
-        forward, backward = clock.spell(part.forward_ops), clock.spell(part.backward_ops)
+        forward, backward = clock.kernel_time(part.forward_ops), clock.kernel_time(part.backward_ops)
         if placement == "recompute":
             light = part.light_ops if memory.recompute != "full" else ()
-            backward = clock.spell(light) if light else forward + backward
+            backward = clock.kernel_time(light) if light else forward + backward
         more = STASH_LAUNCHES if placement == "stash" else 0
         p = self.config.parallel
-        more += CUT_LAUNCHES if p.pp > 1 or p.overlap or p.ep > 1 else HALF_LAUNCHES
+        more += CUT_LAUNCHES if p.pp > 1 or p.overlap or p.ep > 1 else SUBLAYER_LAUNCHES
         return _hosted(forward, part.forward_ops, more), _hosted(backward, part.backward_ops, more)
 
     def _synchronised(self) -> float:
@@ -479,7 +486,7 @@ class _ByClock:
     clock: Clock
 
     def __call__(self, part: PartTrace) -> tuple[float, float]:
-        return self.clock.spell(part.forward_ops).alone, self.clock.spell(part.backward_ops).alone
+        return self.clock.kernel_time(part.forward_ops).alone, self.clock.kernel_time(part.backward_ops).alone
 
 
 def machine_of(device: DeviceProfile, ep: int, sharing: Sharing) -> Machine:
@@ -494,14 +501,14 @@ def _host(device: DeviceProfile, sharing: Sharing) -> tuple[float, ...]:
     return device.host(sharing.data * sharing.pp, sharing.pp > 1)
 
 
-def _waiting(spells: Sequence[KernelTime], copies: float) -> KernelTime:
+def _waiting(kernel_times: Sequence[KernelTime], copies: float) -> KernelTime:
     """What copies of a whole pass take longer than the pass itself."""
-    return KernelTime(compute=max(0.0, copies - sum(s.alone for s in spells)))
+    return KernelTime(compute=max(0.0, copies - sum(s.alone for s in kernel_times)))
 
 
-def _hosted(spell: KernelTime, ops: Sequence[Any], more: int) -> KernelTime:
+def _hosted(kernel_time: KernelTime, ops: Sequence[Any], more: int) -> KernelTime:
     exchanges = sum(op.kind == "exchange" for op in ops)
-    return replace(spell, launches=spell.launches + EXCHANGE_LAUNCHES * exchanges + more)
+    return replace(kernel_time, launches=kernel_time.launches + ALL_TO_ALL_LAUNCHES * exchanges + more)
 
 
 def _count(shapes: Sequence[tuple[int, ...]]) -> int:

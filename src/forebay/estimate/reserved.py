@@ -35,10 +35,10 @@ from types import MappingProxyType
 from typing import Any
 
 from forebay.estimate.allocator import Block, CachingAllocator
-from forebay.estimate.fsdp import DEFAULT, ByModule, Gathered, Group, ParamLifecycle, Persistent, Plain
+from forebay.estimate.fsdp import DEFAULT, ByModule, Group, ParamLifecycle, Persistent, Plain, Unsharded
 from forebay.estimate.state import Sharing
 from forebay.estimate.types import CAME, MULTIPLIES, NORMED, SENT, STASHED
-from forebay.estimate.walk import CYCLES, PAGE, Part, RankFit, may_leave
+from forebay.estimate.walk import MEASURED_STEPS, PAGE, Part, RankFit, may_leave
 from forebay.memory.timeline import Key, Plan
 
 WORKSPACE = 32 << 20
@@ -131,7 +131,7 @@ class AllocatorRun:
     def gradients(self, captured: bool = False) -> None:
         """All forwards and backwards of a step; gradients are there then."""
         life, paper = self._life, self.paper
-        if isinstance(life, Gathered):
+        if isinstance(life, Unsharded):
             life.gather()
         if captured:
             paper.empty_cache()
@@ -144,7 +144,7 @@ class AllocatorRun:
         life.end_step()
         rows = step.end()
         self._cycles = step.cycles
-        if isinstance(life, Gathered):
+        if isinstance(life, Unsharded):
             if captured:
                 life.hold()
             life.reduce(rows, self._spread)
@@ -158,7 +158,7 @@ class AllocatorRun:
     def _replay(self) -> None:
         """A captured step once more. Its own memory is there, and free for what comes before and behind it."""
         life = self._life
-        if isinstance(life, Gathered):
+        if isinstance(life, Unsharded):
             self.paper.begin_graph("step")
             life.gather()
             life.restore()
@@ -176,7 +176,7 @@ class AllocatorRun:
 
     def _life_of(self, rank: Rank) -> ParamLifecycle:
         if rank.engine:
-            return Gathered(
+            return Unsharded(
                 self.paper,
                 rank.groups,
                 rank.sharing,
@@ -218,7 +218,7 @@ class _Ran:
 
 
 @dataclass
-class _Later:
+class _DeferredWeightGradients:
     """Of a split backward what the experts' weight gradients wait with: what the making of each takes for a moment, and the
     tensors that they will be made of."""
 
@@ -227,14 +227,14 @@ class _Later:
     blocks: list[Block] = field(default_factory=list)
 
     @staticmethod
-    def of(part: Part, in_place: bool) -> _Later:
+    def of(part: Part, in_place: bool) -> _DeferredWeightGradients:
         """`in_place`: what is made is added to a sum at once, and no more than rows of tokens are there beside it."""
         sizes = part.experts_gradients
         both = part.stash[0]  # x's rows and h; `later` is rows of x and of dy, h's gradient and half as much
         h = 2 * (2 * both - part.later) if both else 0
         pieces = (both - h, both - h, h, h // 2) if h > 0 else (part.later,)
         making = (part.token_rows,) * len(sizes) if in_place else tuple(sizes.values())
-        return _Later(making, tuple(n for n in pieces if n > 0))
+        return _DeferredWeightGradients(making, tuple(n for n in pieces if n > 0))
 
 
 class _ReservedStep:
@@ -258,7 +258,7 @@ class _ReservedStep:
         self._sent: list[Block] = []
         self._leaving: list[_Ran] = []
         self._collected: list[Block] = []
-        self._later: dict[tuple[int, int], list[_Later]] = {}
+        self._later: dict[tuple[int, int], list[_DeferredWeightGradients]] = {}
         self._paged = paged
         self.cycles = cycles + rank.engine
         self._calls: dict[str, int] = {}  # forwards of each part in the cycle
@@ -276,7 +276,7 @@ class _ReservedStep:
         for action in self._rank.actions:
             match action.kind:
                 case "OVERLAP_F_B":
-                    self._together(*action.parts)
+                    self._overlap_fwd_bwd(*action.parts)
                 case "F":
                     _drain(self._forward(action.stage, action.microbatch))
                 case "B" | "I":
@@ -295,7 +295,7 @@ class _ReservedStep:
         self._free(self._sent)
         return self._collected
 
-    def _together(self, forward: Any, backward: Any) -> None:
+    def _overlap_fwd_bwd(self, forward: Any, backward: Any) -> None:
         """As `forebay.pipeline` has it: the backward's first transfer is on its way before the forward computes. In a pipeline
         the head is a computation too, and what the forward leaves is waited for behind one computation more; else it comes
         last."""
@@ -320,7 +320,7 @@ class _ReservedStep:
         parts = self._rank.stages[stage]
         ran: list[_Ran] = []
         self._ran[stage, microbatch] = ran
-        self._begin_cycle()
+        self._begin_step()
         x = self._arrived.pop(("F", stage, microbatch), None)
         given: list[Block] = []  # that a layer's caller holds until it returns
         embedded: list[Block] = []  # the model's own frame holds the first one's until all layers have run
@@ -388,9 +388,9 @@ class _ReservedStep:
     @property
     def _plan(self) -> Plan | None:
         """The manager's, behind the cycles that it measures."""
-        return self._rank.link if self.cycles > CYCLES else None
+        return self._rank.link if self.cycles > MEASURED_STEPS else None
 
-    def _begin_cycle(self) -> None:
+    def _begin_step(self) -> None:
         """Of a process alone a forward begins one."""
         if not self._rank.engine:
             self.cycles += 1
@@ -441,7 +441,7 @@ class _ReservedStep:
         dy = self._arrived.pop(("B", stage, microbatch), None)
         if dy is None:
             dy = self._paper.malloc(self._rank.hidden, self._stream)
-        later: list[_Later] = []
+        later: list[_DeferredWeightGradients] = []
         while ran:
             done = ran.pop()
             part = done.part
@@ -454,7 +454,9 @@ class _ReservedStep:
                     self._collected.append(dy)
                 break
             self._life.enter(part.place, part.mlp, True, microbatch == self._last)
-            waits = _Later.of(part, self._rank.sharing.adds_in_place) if split and part.later else None
+            waits = (
+                _DeferredWeightGradients.of(part, self._rank.sharing.adds_in_place) if split and part.later else None
+            )
             dx = yield from self._play_back(done, dy, waits)
             if waits is not None:
                 waits.blocks = [self._paper.malloc(size, self._stream) for size in waits.sizes]
@@ -468,7 +470,9 @@ class _ReservedStep:
         if later:
             self._later[stage, microbatch] = later
 
-    def _play_back(self, done: _Ran, dy: Block, later: _Later | None = None) -> Generator[None, None, Block | None]:
+    def _play_back(
+        self, done: _Ran, dy: Block, later: _DeferredWeightGradients | None = None
+    ) -> Generator[None, None, Block | None]:
         part, events, blocks = done.part, done.part.events, done.blocks
         in_place = self._rank.sharing.adds_in_place and part.later
         elsewhere = part.experts_gradients if later is not None or in_place else ()
@@ -612,7 +616,7 @@ def _measured(rank: Rank) -> int:
     if rank.link is None:
         return 0
     microbatches = len({action.microbatch for action in rank.actions})
-    return CYCLES if rank.engine else CYCLES // max(1, microbatches)
+    return MEASURED_STEPS if rank.engine else MEASURED_STEPS // max(1, microbatches)
 
 
 def shortened(actions: Sequence[Any], engine: bool) -> Sequence[Any]:

@@ -103,7 +103,7 @@ class Clock:
     ranks: int = 1
     wide: bool = False
 
-    def spell(self, ops: Iterable[OpCost]) -> KernelTime:
+    def kernel_time(self, ops: Iterable[OpCost]) -> KernelTime:
         """Of operations that run one after the other."""
         compute = exchange = weights = 0.0
         launches = 0
@@ -404,20 +404,22 @@ class _Times:
     def _count(self, action: ActionLike) -> list[TimeSegment]:
         if action.kind == "OVERLAP_F_B":
             forward, backward = action.parts
-            return self._together(self._stages[forward.stage].forward, self._stages[backward.stage].backward)
+            return self._overlap_fwd_bwd(self._stages[forward.stage].forward, self._stages[backward.stage].backward)
         stage = self._stages[action.stage]
         match action.kind:
             case "F":
-                return self._together(stage.forward, ())
+                return self._overlap_fwd_bwd(stage.forward, ())
             case "B":
-                return self._together((), stage.backward)
+                return self._overlap_fwd_bwd((), stage.backward)
             case "I":
-                return [(spell.compute, spell.exchange, spell.launches) for spell in stage.backward]
+                return [
+                    (kernel_time.compute, kernel_time.exchange, kernel_time.launches) for kernel_time in stage.backward
+                ]
             case "W":
-                return [(sum(spell.weights for spell in stage.backward), 0.0, 0.0)]
+                return [(sum(kernel_time.weights for kernel_time in stage.backward), 0.0, 0.0)]
         raise ValueError(f"{action} computes nothing")
 
-    def _together(self, forward: Sequence[KernelTime], backward: Sequence[KernelTime]) -> list[TimeSegment]:
+    def _overlap_fwd_bwd(self, forward: Sequence[KernelTime], backward: Sequence[KernelTime]) -> list[TimeSegment]:
         found = []
         for k in range(max(len(forward), len(backward))):
             f = forward[k] if k < len(forward) else NOTHING

@@ -37,16 +37,16 @@ from forebay.estimate.types import (
     highest,
     part_events,
 )
-from forebay.models.blocks import HalfSlot, install_halves, register
+from forebay.models.blocks import SublayerSlot, install_sublayers, register
 from forebay.models.families import decoder_layers, moe_block, moe_blocks
 from forebay.models.fused_loss import head_loss, install_fused_loss
 from forebay.models.router import balance_loss
-from forebay.moe.dispatch import Exchange, Handle, aligned
+from forebay.moe.dispatch import Handle, TokenDispatcher, aligned
 
 # An exchange on paper: how many rows a rank would receive, for a trace on fake tensors. Nothing travels.
 #
-# In: the shapes of expert parallelism, and how uneven the routing is. Out: an `Exchange` of rank 0 whose operations exist as
-# fake implementations only. It owns nothing.
+# In: the shapes of expert parallelism, and how uneven the routing is. Out: an `TokenDispatcher` of rank 0 whose operations
+# exist as fake implementations only. It owns nothing.
 #
 # T tokens of each of P ranks choose K of E experts, evenly and independently: a token comes to a rank with the probability that
 # one of its K is among the rank's E / P. `skew` multiplies that for the rank that is looked at:
@@ -58,7 +58,7 @@ from forebay.moe.dispatch import Exchange, Handle, aligned
 # whatever arrives.
 
 
-class PlannedExchange(Exchange):
+class PlannedDispatcher(TokenDispatcher):
     """See the module docstring.
 
     Args:
@@ -187,9 +187,9 @@ class TraceRun:
             model.set_experts_implementation(register())
         if shape.loss == "fused":
             install_fused_loss(model)
-        self._exchange = self._exchange_of(blocks)
-        self._halves = install_halves(model, exchange=self._exchange)
-        for slot in self._halves.values():
+        self._dispatcher = self._dispatcher_of(blocks)
+        self._sublayers = install_sublayers(model, dispatcher=self._dispatcher)
+        for slot in self._sublayers.values():
             slot.wrap(partial(self._watched, slot))
         for parameter in model.parameters():
             self._know(parameter)
@@ -231,22 +231,26 @@ class TraceRun:
                     part.events, light[2] if light is not None else None,
                 )  # fmt: skip
 
-    def _exchange_of(self, blocks: list[Any]) -> PlannedExchange | None:
+    def _dispatcher_of(self, blocks: list[Any]) -> PlannedDispatcher | None:
         if not blocks or not self.shape.stages:
             return None
         s, experts = self.shape, int(blocks[0].experts.num_experts)
         slots = self.model.config.get_text_config().num_experts_per_tok
-        exchange = PlannedExchange(
+        dispatcher = PlannedDispatcher(
             s.ep, experts, s.sequence * s.microbatch, slots, s.skew, s.capacity_factor if s.ep > 1 else 0.0
         )
         if s.ep > 1:
             tally = self._live.tally
-            tally.live, tally.received, tally.ranks = exchange.live_slots / exchange.slots, exchange.live_rows, s.ep
+            tally.live, tally.received, tally.ranks = (
+                dispatcher.live_slots / dispatcher.slots,
+                dispatcher.live_rows,
+                s.ep,
+            )
         for block in blocks if s.ep > 1 else ():
             for name, parameter in block.experts.named_parameters(recurse=False):
                 own = torch.empty(experts // s.ep, *parameter.shape[1:], dtype=parameter.dtype)
                 setattr(block.experts, name, nn.Parameter(own, requires_grad=parameter.requires_grad))
-        return exchange
+        return dispatcher
 
     def _know(self, tensor: Tensor) -> None:
         """It counts no more among what is saved."""
@@ -254,10 +258,10 @@ class TraceRun:
         self._refs.append(reference)  # or its identity could be another's
         self._known.add(reference.cdata)
 
-    def _watched(self, slot: HalfSlot, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _watched(self, slot: SublayerSlot, call: Callable[..., Any]) -> Callable[..., Any]:
         """A half, cut off from what is before and after it."""
 
-        def half(x: Tensor, **keywords: Any) -> Any:
+        def sublayer(x: Tensor, **keywords: Any) -> Any:
             found: list[Any] = []
             if "attention_mask" in keywords and self._unmasked(slot.module):
                 keywords["attention_mask"] = None
@@ -283,7 +287,7 @@ class TraceRun:
                 self._routed.append((result[1].detach().requires_grad_(), result[2]))
             return out, *(t.detach() if t is not None else None for t in result[1:])
 
-        return half
+        return sublayer
 
     def _unmasked(self, layer: Any) -> bool:
         """Whether a run gives a layer no mask: its sequences are whole, so the causal one is the kernel's. transformers cannot
@@ -309,12 +313,12 @@ class TraceRun:
         still = [figures for reference, figures in saved.items() if not reference.expired()]  # that something holds
         eager = held = sum(figures[0] for figures in still)
         kept = tuple(dict.fromkeys(figures[2] for figures in still))
-        half = (self.shape.compiled and path in self._halves) or path == "light"
+        sublayer = (self.shape.compiled and path in self._sublayers) or path == "light"
         if self.shape.compiled:
             origins = frozenset().union(*(figures[1] for figures in still)) - self._counted
             self._counted |= origins
             held = min(eager, sum(map(live.origin_size, origins)))
-            kept = tuple(sorted(map(live.origin_number, origins))) if half else kept
+            kept = tuple(sorted(map(live.origin_number, origins))) if sublayer else kept
         span = at, len(live.log)
         self._open[path] = _TracedPart(
             output,
@@ -324,7 +328,7 @@ class TraceRun:
             live.flops,
             span,
             kept,
-            half and self.shape.compiled,
+            sublayer and self.shape.compiled,
             dry,
             forward_ops=live.tally.take([output]),
         )
@@ -398,7 +402,7 @@ class TraceRun:
         self._backward(again)
         return again.saved, again.backward, again.events, again.backward_ops
 
-    def _run_light(self, slot: HalfSlot, call: Callable[..., Any], x: Tensor) -> _TracedPart:
+    def _run_light(self, slot: SublayerSlot, call: Callable[..., Any], x: Tensor) -> _TracedPart:
         assert slot.light_recompute is not None
         slot.light_recompute(True)
         try:
@@ -407,20 +411,22 @@ class TraceRun:
             slot.light_recompute(False)
         return self._open.pop("light")
 
-    def _rows_of(self, slot: HalfSlot) -> tuple[tuple[int, int], int, int]:
+    def _rows_of(self, slot: SublayerSlot) -> tuple[tuple[int, int], int, int]:
         """`stash`, `later` and `token_rows` of a MoE half."""
-        exchange = self._exchange
-        if exchange is None:
+        dispatcher = self._dispatcher
+        if dispatcher is None:
             return (0, 0), 0, 0
         experts: Any = moe_block(slot.path, slot.module.mlp).experts  # type: ignore[union-attr, arg-type]
         hidden, size = self.model.config.get_text_config().hidden_size, experts.gate_up_proj.element_size()
         width = experts.gate_up_proj[0].numel() // hidden  # of h
         # Of one rank, rows are the tokens themselves.
-        rows, slots = (exchange.rows, exchange.slots) if exchange.size > 1 else (exchange.tokens, exchange.live_slots)
+        rows, slots = (
+            (dispatcher.rows, dispatcher.slots) if dispatcher.size > 1 else (dispatcher.tokens, dispatcher.live_slots)
+        )
         capacity = size * (rows * hidden + slots * width)
-        came = size * (exchange.live_rows * hidden + exchange.live_slots * width)
+        came = size * (dispatcher.live_rows * hidden + dispatcher.live_slots * width)
         later = size * (2 * rows * hidden + slots * (width + width // 2))
-        return ((capacity, came) if exchange.size > 1 else (0, 0)), later, size * slots * hidden
+        return ((capacity, came) if dispatcher.size > 1 else (0, 0)), later, size * slots * hidden
 
     def _head(self, hidden: Tensor, labels: Tensor) -> Tensor:
         hidden = self.base.norm(hidden)
@@ -502,15 +508,15 @@ def trace_model(model: Any, shape: Shape) -> ModelTrace:
         run = TraceRun(model.train(), base, shape)
         run.forward()
         run.backward()
-    halves = _by_half(run, numbers, layers, kinds)
+    sublayers = _by_sublayer(run, numbers, layers, kinds)
     first = run.parts[f"{base_path(model)}.layers.0.self_attn"]
     return ModelTrace(
         run.parts["embedding"],
-        tuple(halves[kind] for kind in kinds),
+        tuple(sublayers[kind] for kind in kinds),
         run.parts["head"],
-        first.saved - halves[kinds[numbers[0]]].attention.saved,
+        first.saved - sublayers[kinds[numbers[0]]].attention.saved,
         run.balance,
-        len(halves),
+        len(sublayers),
         run.head_gradient,
     )
 
@@ -539,7 +545,7 @@ def _shapes(module: nn.Module) -> tuple[Any, ...]:
     return tuple((name, tuple(p.shape), p.dtype) for name, p in module.named_parameters())
 
 
-def _by_half(
+def _by_sublayer(
     run: TraceRun, numbers: list[int], layers: list[Any], kinds: list[LayerKind]
 ) -> dict[LayerKind, LayerTrace]:
     """Of each kind, its halves as the last layer that has them."""

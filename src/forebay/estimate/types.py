@@ -376,7 +376,7 @@ class PartTrace:
     events: PartEvents | None = field(default=None, repr=False, compare=False)
     light_events: PartEvents | None = field(default=None, repr=False, compare=False)
 
-    def remade(self) -> PartTrace:
+    def recompute_experts(self) -> PartTrace:
         """The same where experts always make their first product again; itself where they cannot."""
         if self.light is None:
             return self
@@ -420,12 +420,12 @@ class ModelTrace:
     kinds: int
     head_gradient: int
 
-    def remade(self, numbers: Container[int]) -> ModelTrace:
+    def recompute_experts(self, numbers: Container[int]) -> ModelTrace:
         """The same where the experts of layers `numbers` always make their first product again."""
         made: dict[int, LayerTrace] = {}  # by kind
         layers = []
         for number, layer in enumerate(self.layers):
             if number in numbers:
-                layer = made.setdefault(id(layer), replace(layer, mlp=layer.mlp.remade()))
+                layer = made.setdefault(id(layer), replace(layer, mlp=layer.mlp.recompute_experts()))
             layers.append(layer)
         return replace(self, layers=tuple(layers), kinds=len({id(layer) for layer in layers}))

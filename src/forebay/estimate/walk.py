@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from forebay.estimate.state import RankState
 from forebay.estimate.types import STASHED, Event, ModelTrace, PartEvents, PartTrace
 from forebay.memory.offload_plan import fit_link, is_interleaved, offload_all, plan_interleaved
-from forebay.memory.timeline import CallFigures, Moment, Plan, Timeline
+from forebay.memory.timeline import CallFigures, Plan, Timeline, TimelineEvent
 
 # A rank's memory over a step, laid on what the rank does, and whether that fits a budget.
 #
@@ -179,7 +179,7 @@ def alone(microbatches: int, overlap: bool) -> list[LocalAction]:
     return [forwards[0], *both, backwards[-1]]
 
 
-def halves_of(
+def sublayers_of(
     trace: ModelTrace,
     stage: StageLayers,
     placements: Mapping[str, str],
@@ -215,12 +215,12 @@ def halves_of(
         for name, part in (("self_attn", layer.attention), ("mlp", layer.mlp)):
             path = f"{prefix}.{number}.{name}"
             leaves = part.saved if carried is None else min(carried.get(path, 0), part.saved)
-            half = _placed(path, part, placements.get(path, "keep"), recompute, place, leaves)
+            sublayer = _placed(path, part, placements.get(path, "keep"), recompute, place, leaves)
             if name == "mlp" and layer.is_moe:
-                half = replace(half, held=half.held + trace.balance)
+                sublayer = replace(sublayer, held=sublayer.held + trace.balance)
             if name == "self_attn" and nth == 0:
-                half = replace(half, held=half.held + trace.shared)
-            found.append(half)
+                sublayer = replace(sublayer, held=sublayer.held + trace.shared)
+            found.append(sublayer)
     if stage.head:
         head = trace.head
         weight = trace.head_gradient
@@ -307,15 +307,15 @@ class Walk:
         match action.kind:
             case "OVERLAP_F_B":
                 forward, backward = action.parts
-                self._together(self._stages[forward.stage], self._stages[backward.stage], str(action))
+                self._overlap_fwd_bwd(self._stages[forward.stage], self._stages[backward.stage], str(action))
             case "F":
-                self._together(self._stages[action.stage], (), str(action))
+                self._overlap_fwd_bwd(self._stages[action.stage], (), str(action))
             case "B" | "I":
-                self._together((), self._stages[action.stage], str(action), split=action.kind == "I")
+                self._overlap_fwd_bwd((), self._stages[action.stage], str(action), split=action.kind == "I")
             case "W":
-                halves = self._stages[action.stage]
-                self._level(max((h.later for h in halves), default=0), str(action))
-                self._held -= sum(h.later for h in halves)
+                sublayers = self._stages[action.stage]
+                self._level(max((h.later for h in sublayers), default=0), str(action))
+                self._held -= sum(h.later for h in sublayers)
 
     def done(self) -> RankFit:
         """The step is over."""
@@ -327,7 +327,9 @@ class Walk:
         assert self._best is not None
         return replace(self._best, held_at_most=self._most)
 
-    def _together(self, forward: Sequence[Held], backward: Sequence[Held], what: str, split: bool = False) -> None:
+    def _overlap_fwd_bwd(
+        self, forward: Sequence[Held], backward: Sequence[Held], what: str, split: bool = False
+    ) -> None:
         back = list(reversed(backward))
         for k in range(max(len(forward), len(back))):
             f = forward[k] if k < len(forward) else None
@@ -343,7 +345,7 @@ class Walk:
     def meet(self, f: Held | None, b: Held | None, what: str) -> None:
         """A half's forward and another one's backward run together, or one of them alone."""
         needed = (f.forward if f else 0) + (b.backward if b else 0)
-        name = " and ".join(f"{half.path} {way}" for half, way in ((f, "forward"), (b, "backward")) if half)
+        name = " and ".join(f"{sublayer.path} {way}" for sublayer, way in ((f, "forward"), (b, "backward")) if sublayer)
         self._level(needed, name or what)
 
     def _gradient(self, place: Any) -> None:
@@ -424,15 +426,15 @@ class Part:
 def parts_of(
     trace: ModelTrace, stage: StageLayers, placements: Mapping[str, str], *, prefix: str, recompute: str
 ) -> list[Part]:
-    """The parts of a stage in forward order: what `forebay.estimate.walk.halves_of` makes of the same arguments."""
+    """The parts of a stage in forward order: what `forebay.estimate.walk.sublayers_of` makes of the same arguments."""
     found = [_part("embedding", "embedding", trace.embedding)] if stage.embedding else []
     for number, place in zip(stage.layers, stage.places, strict=True):
         layer = trace.layers[number]
-        for name, half in (("self_attn", layer.attention), ("mlp", layer.mlp)):
+        for name, sublayer in (("self_attn", layer.attention), ("mlp", layer.mlp)):
             path = f"{prefix}.{number}.{name}"
             placement = placements.get(path, "keep")
-            light = placement == "recompute" and recompute != "full" and half.light_events is not None
-            part = _part(path, place, half, "keep" if light else placement, light)
+            light = placement == "recompute" and recompute != "full" and sublayer.light_events is not None
+            part = _part(path, place, sublayer, "keep" if light else placement, light)
             found.append(replace(part, balance=trace.balance if name == "mlp" and layer.is_moe else 0))
     return found + ([_part("head", "head", trace.head)] if stage.head else [])
 
@@ -471,8 +473,8 @@ def _stashing(part: Part) -> Part:
 
 # What a run's manager will offload, and when: its own plan, made from a trace instead of from measured cycles.
 #
-# In: a rank's stages as they are placed (`Half`), what it computes in a step, and the link's rates. Out: the `Plan` that
-# `forebay.memory.hooks` would make of them, whose calls are (half's path, number of its call in a cycle). Nothing is kept.
+# In: a rank's stages as they are placed (`PlacedSublayer`), what it computes in a step, and the link's rates. Out: the `Plan`
+# that `forebay.memory.hooks` would make of them, whose calls are (half's path, number of its call in a cycle). Nothing is kept.
 #
 # The manager plans with a `Timeline`: in which order regions begin forward and backward, how long that takes, and the bytes of
 # each storage that a region saves and a store could take. It measures the three; here the order is the schedule's, seconds are
@@ -482,12 +484,12 @@ def _stashing(part: Part) -> Part:
 # A device that waits for its host takes longer than the profile says, and carries more meanwhile: more is away than is planned
 # here, and memory is lower.
 
-CYCLES = 2
+MEASURED_STEPS = 2
 """A GPU's manager measures so many cycles, in which everything that may leave does, and follows its plan from then on."""
 
 
 @dataclass(frozen=True)
-class Half:
+class PlacedSublayer:
     """A half of a layer in a run, or an end.
 
     Attributes:
@@ -515,7 +517,7 @@ def may_leave(events: PartEvents, hidden: int, least: int) -> list[tuple[int, in
 
 
 def plan_link(
-    stages: Mapping[int, Sequence[Half]],
+    stages: Mapping[int, Sequence[PlacedSublayer]],
     actions: Iterable[Any],
     rates: tuple[float | None, ...],
     *,
@@ -534,20 +536,24 @@ def plan_link(
         least: bytes below which a storage stays.
         everything: `offload = "all"`: wait for the link where that is needed.
     """
-    cycle = _Cycle(hidden, least)
+    builder = _TimelineBuilder(hidden, least)
     for action in actions:
-        cycle.add(stages, action)
-    calls = tuple(cycle.calls)
-    timeline = Timeline(calls, tuple(cycle.moments), *rates)  # type: ignore[arg-type]
-    paths = frozenset(half.path for halves in stages.values() for half in halves if half.leaves)
+        builder.add(stages, action)
+    calls = tuple(builder.calls)
+    timeline = Timeline(calls, tuple(builder.events), *rates)  # type: ignore[arg-type]
+    paths = frozenset(sublayer.path for sublayers in stages.values() for sublayer in sublayers if sublayer.leaves)
     if is_interleaved(timeline):
         return plan_interleaved(timeline, paths, everything)
     return offload_all(timeline, paths) if everything else fit_link(timeline, paths)
 
 
-def carried_by_path(plan: Plan, stages: Mapping[int, Sequence[Half]], hidden: int, least: int) -> dict[str, int]:
+def offloaded_bytes(
+    plan: Plan, stages: Mapping[int, Sequence[PlacedSublayer]], hidden: int, least: int
+) -> dict[str, int]:
     """Bytes of each half that leave for one microbatch: the fewest of all calls."""
-    events = {half.path: half.events for halves in stages.values() for half in halves if half.leaves}
+    events = {
+        sublayer.path: sublayer.events for sublayers in stages.values() for sublayer in sublayers if sublayer.leaves
+    }
     found: dict[str, int] = {}
     for path in events:
         items = may_leave(events[path], hidden, least)
@@ -556,49 +562,49 @@ def carried_by_path(plan: Plan, stages: Mapping[int, Sequence[Half]], hidden: in
     return found
 
 
-class _Cycle:
+class _TimelineBuilder:
     """A timeline in the making."""
 
     def __init__(self, hidden: int, least: int):
         self._hidden, self._least = hidden, least
         self.calls: list[CallFigures] = []
-        self.moments: list[Moment] = []
+        self.events: list[TimelineEvent] = []
         self._numbers: dict[tuple[str, int], int] = {}  # of a half's call for a microbatch
         self._counts: dict[str, int] = {}
 
-    def add(self, stages: Mapping[int, Sequence[Half]], action: Any) -> None:
+    def add(self, stages: Mapping[int, Sequence[PlacedSublayer]], action: Any) -> None:
         match action.kind:
             case "OVERLAP_F_B":
                 forward, backward = action.parts
                 there, back = list(stages[forward.stage]), list(reversed(stages[backward.stage]))
                 for k in range(max(len(there), len(back))):
-                    for half in there[k : k + 1]:
-                        self._forward(half, forward.microbatch)
-                    for half in back[k : k + 1]:
-                        self._backward(half, backward.microbatch)
+                    for sublayer in there[k : k + 1]:
+                        self._forward(sublayer, forward.microbatch)
+                    for sublayer in back[k : k + 1]:
+                        self._backward(sublayer, backward.microbatch)
             case "F":
-                for half in stages[action.stage]:
-                    self._forward(half, action.microbatch)
+                for sublayer in stages[action.stage]:
+                    self._forward(sublayer, action.microbatch)
             case "B" | "I":
-                for half in reversed(stages[action.stage]):
-                    self._backward(half, action.microbatch)
+                for sublayer in reversed(stages[action.stage]):
+                    self._backward(sublayer, action.microbatch)
 
-    def _forward(self, half: Half, microbatch: int) -> None:
-        if not half.managed:
+    def _forward(self, sublayer: PlacedSublayer, microbatch: int) -> None:
+        if not sublayer.managed:
             # A head's backward follows its forward at once.
-            self._longer(half.forward + (half.backward if half.path == "head" else 0.0))
+            self._longer(sublayer.forward + (sublayer.backward if sublayer.path == "head" else 0.0))
             return
-        count = self._counts.get(half.path, 0)
-        self._counts[half.path] = count + 1
-        self._numbers[half.path, microbatch] = number = len(self.calls)
-        items = tuple(size for _, size in may_leave(half.events, self._hidden, self._least))
-        self.calls.append(CallFigures((half.path, count), items, half.forward))
-        self.moments.append(Moment("F", number, half.forward))
+        count = self._counts.get(sublayer.path, 0)
+        self._counts[sublayer.path] = count + 1
+        self._numbers[sublayer.path, microbatch] = number = len(self.calls)
+        items = tuple(size for _, size in may_leave(sublayer.events, self._hidden, self._least))
+        self.calls.append(CallFigures((sublayer.path, count), items, sublayer.forward))
+        self.events.append(TimelineEvent("F", number, sublayer.forward))
 
-    def _backward(self, half: Half, microbatch: int) -> None:
-        if half.managed:
-            self.moments.append(Moment("B", self._numbers[half.path, microbatch], half.backward))
+    def _backward(self, sublayer: PlacedSublayer, microbatch: int) -> None:
+        if sublayer.managed:
+            self.events.append(TimelineEvent("B", self._numbers[sublayer.path, microbatch], sublayer.backward))
 
     def _longer(self, seconds: float) -> None:
-        if self.moments:
-            self.moments[-1] = replace(self.moments[-1], seconds=self.moments[-1].seconds + seconds)
+        if self.events:
+            self.events[-1] = replace(self.events[-1], seconds=self.events[-1].seconds + seconds)

@@ -129,13 +129,13 @@ class Trials:
         plan: in force in the cycle that comes.
         over: `plan` stays.
         tried: what was measured, in order.
-        cycles: told or skipped.
+        steps: told or skipped.
     """
 
     def __init__(
         self, timeline: Timeline, paths: frozenset[str], recomputable: frozenset[str], budget: int, first: Plan
     ):
-        self.plan, self.over, self.cycles = first, False, 0
+        self.plan, self.over, self.steps = first, False, 0
         self.tried: list[Trial] = []
         self._timeline, self._paths, self._recomputable, self._budget = timeline, paths, recomputable, budget
         self._far = _FAR[0]
@@ -154,21 +154,21 @@ class Trials:
         """
         if self.over:
             return
-        self.cycles += 1
+        self.steps += 1
         self._seen += 1
         if self._seen > _SETTLES:
             self._times.append(milliseconds)
             self._peak = max(self._peak, peak)
             if len(self._times) == _COUNTED or self._peak > self._budget:
                 self._next()
-        if self.cycles >= MOST:
+        if self.steps >= MOST:
             self._stay()
 
     def skipped(self) -> None:
         """A cycle went by that says nothing of `plan`: another batch than was measured, or no backward."""
         if not self.over:
-            self.cycles += 1
-            if self.cycles >= MOST:
+            self.steps += 1
+            if self.steps >= MOST:
                 self._stay()
 
     def _begin(self, trial: Trial) -> None:
@@ -179,7 +179,7 @@ class Trials:
         """Note what is in force now, and go on to what is to be tried next."""
         least = min(milliseconds() for milliseconds in self._times)
         self.tried.append(replace(self._now, milliseconds=least, peak_bytes=self._peak))
-        following = next(self._proposed, None) if self.cycles + _SETTLES + _COUNTED <= MOST else None
+        following = next(self._proposed, None) if self.steps + _SETTLES + _COUNTED <= MOST else None
         if following is None:
             self._stay()
         else:
@@ -294,7 +294,7 @@ def _moves(plan: Plan) -> tuple[object, ...]:
 #
 # until a batch saves more than was measured: then everything begins anew.
 #
-# In: `cycle_over` and `cycle_begins`, from the manager, between two cycles. Out: `plan`, and what it means for a call (`leave`,
+# In: `step_over` and `step_begins`, from the manager, between two cycles. Out: `plan`, and what it means for a call (`leave`,
 # `settles`, `measured_items`); and what the manager tells figures to during a cycle: `recorder`, `stopwatch`, `meter`, of which
 # one at most is there.
 #
@@ -373,7 +373,7 @@ class Planning:
 
     # --- between two cycles ---------------------------------------------------------------------------------------
 
-    def cycle_over(self) -> None:
+    def step_over(self) -> None:
         """The last cycle is over: decide how the next one goes. No ticket is alive, and the store still knows the copies."""
         if self.recorder is not None and self.recorder.complete:
             self._measured += 1
@@ -394,7 +394,7 @@ class Planning:
             self._store.trim()
             self._trimmed = True
 
-    def cycle_begins(self, captured: bool, base: int | None) -> None:
+    def step_begins(self, captured: bool, base: int | None) -> None:
         """See to it that the cycle that comes is measured as it has to be.
 
         Args:
@@ -532,7 +532,7 @@ class Planning:
         whole = Rates(out.rate(slice(None)), back.rate(slice(None)))
         if not len(out.copies) == len(back.copies) == len(leaves):
             return whole
-        keys = [self.timeline.calls[m.call].key for m in self.timeline.moments]
+        keys = [self.timeline.calls[m.call].key for m in self.timeline.events]
         first = sum(key in leaves for key in keys[: self.timeline.opening])
         last = sum(key in leaves for key in keys[self.timeline.closing :])
         return replace(
@@ -554,8 +554,8 @@ class Planning:
             gone = call.largest if call.light_recompute and call.key[0] in plan.recompute else len(call.items)
             self.measured_items[call.key] = call.items[:gone] + call.items[gone + 1 :]
             self.leave[call.key] = frozenset(o - (o > gone) for o in plan.offload.get(call.key, ()) if o != gone)
-        for key, moment in plan.settle_at.items():
-            self.settles.setdefault(moment, []).append(key)
+        for key, event in plan.settle_at.items():
+            self.settles.setdefault(event, []).append(key)
 
     def _drop_plan(self) -> None:
         """Measure again, from the next cycle on."""

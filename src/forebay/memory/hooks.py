@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from forebay.memory.autotune import Planning, Trial
 from forebay.memory.host_store import HostStore, Ticket, TicketState
-from forebay.memory.recorder import Cycle, Recorder, RegionCall
+from forebay.memory.recorder import Recorder, RegionCall, StepCalls
 from forebay.memory.regions import Ledger, Slot, recomputed, refuse_nested_checkpointing, saved_by_others
 from forebay.memory.storage import (
     Identity,
@@ -154,7 +154,7 @@ class Manager:
             for path, slot in slots.items()
         }
         self._plans = any(r.placement in ("offload", "auto") for r in self._regions.values())
-        self._cycle = Cycle()
+        self._step_calls = StepCalls()
         self._awaits_call = False  # a cycle has begun, and its first call is on the way
         self._planned = False  # the next cycle is
         self._followed: Plan | None = None  # in the last cycle
@@ -274,7 +274,12 @@ class Manager:
             self._move_to(device)
         if not torch.is_grad_enabled():
             return
-        if self._budget is not None and self._planning.measuring and self._device.type == "cuda" and self._cycle.quiet:
+        if (
+            self._budget is not None
+            and self._planning.measuring
+            and self._device.type == "cuda"
+            and self._step_calls.quiet
+        ):
             self._base = torch.cuda.memory_allocated(self._device)
 
     def _move_to(self, device: torch.device) -> None:
@@ -283,11 +288,11 @@ class Manager:
             self._switch_light(self.plan.recompute, False)
         self.store.close()
         self._manage_on(device)
-        self._cycle, self._planned, self._followed = Cycle(), False, None
+        self._step_calls, self._planned, self._followed = StepCalls(), False, None
 
     def forward_failed(self) -> None:
         """Be told that the whole model's forward raised. Its traceback may hold its calls, and no backward comes."""
-        self._cycle.forward_failed()
+        self._step_calls.forward_failed()
 
     def take_peak(self) -> int:
         """Bytes that were allocated at most at the times that `torch.cuda.max_memory_allocated` does not tell of because measured
@@ -335,8 +340,8 @@ class Manager:
         a pipeline's ranks are here at once, and would wait for each other's plans if each made its own when its next forward
         comes."""
         self.store.lanes.join()
-        if self._plans and not self._captured and self._cycle.quiet and not self._planned:
-            self._planning.cycle_over()
+        if self._plans and not self._captured and self._step_calls.quiet and not self._planned:
+            self._planning.step_over()
             self._planned = True
 
     @contextmanager
@@ -380,8 +385,8 @@ class Manager:
                 return forward(*args, **kwargs)
         if not torch.is_grad_enabled() or self._is_unmanaged_here(region):
             return forward(*args, **kwargs)
-        if self._plans and self._cycle.quiet and not self._awaits_call:
-            self._begin_cycle()  # before the placement is looked up: the plan may change here
+        if self._plans and self._step_calls.quiet and not self._awaits_call:
+            self._begin_step()  # before the placement is looked up: the plan may change here
         placement = self._in_force(region)
         if region.path not in self._held and (placement == "recompute" or region.placement == "keep"):
             return self._first_call(region, forward, again, args, kwargs)
@@ -608,9 +613,9 @@ class Manager:
     # --- the life of a cycle --------------------------------------------------------------------------------------
 
     def _enter(self, region: _Region) -> RegionCall:
-        call = self._cycle.new_call(region.path)
+        call = self._step_calls.new_call(region.path)
         self._awaits_call = False
-        self._moment("F", call)
+        self._event("F", call)
         return call
 
     def _backward_begins(self, call: RegionCall) -> None:
@@ -618,14 +623,14 @@ class Manager:
             return
         call.backward_started = True
         call.remove_hooks()
-        if call.cycle is not self._cycle:
+        if call.cycle is not self._step_calls:
             self._take_back(call)  # it was given up: its cycle is over
             return
         if call.key in self._planning.unreached:
             self._planning.outgrown = True
         if not self._backwards:
             self._note_reached(call)
-        self._moment("B", call)
+        self._event("B", call)
 
     def _note_reached(self, call: RegionCall) -> None:
         """When the backward that runs now is over, no more is expected of calls of the same forward."""
@@ -634,16 +639,16 @@ class Manager:
             return
         if task != self._task:
             self._task, self._reached = task, set()
-            Variable._execution_engine.queue_callback(partial(self._cycle.backward_is_over, self._reached))
+            Variable._execution_engine.queue_callback(partial(self._step_calls.backward_is_over, self._reached))
         self._reached.add(call.forward)
 
-    def _begin_cycle(self) -> None:
+    def _begin_step(self) -> None:
         if not self._planned:
-            self._planning.cycle_over()
+            self._planning.step_over()
         self._planned = False
         self._settle(other for ref in self._leaving if (other := ref()) is not None)
         self.store.restart()
-        self._cycle, self._awaits_call, self._task = Cycle(), True, -1
+        self._step_calls, self._awaits_call, self._task = StepCalls(), True, -1
         self._seen.clear()
         self._seen_by.clear()
         self._weights.clear()
@@ -655,10 +660,10 @@ class Manager:
             self._shared.clear()
             self._saved_by.clear()
         base, self._base = self._base, None
-        self._planning.cycle_begins(self._captured, base)
+        self._planning.step_begins(self._captured, base)
         self._followed = self.plan
 
-    def _moment(self, kind: str, call: RegionCall) -> None:
+    def _event(self, kind: str, call: RegionCall) -> None:
         """A region's forward or backward starts: settle, wait and fetch what is due."""
         if self._planning.recorder is not None:
             self._planning.recorder.before_waits(kind, call.key)
@@ -666,7 +671,7 @@ class Manager:
             self._step_by_step(kind, call)
         elif self.plan.planned_bytes:
             if self._planning.stopwatch is not None:
-                self._planning.stopwatch.before_moment()
+                self._planning.stopwatch.before_event()
             leaving = self._due(kind, call, self.plan)
             awaited = kind == "B" and bool(call.tickets)
             before = self._mark() if leaving or awaited or self._planning.stopwatch is not None else None
@@ -678,11 +683,11 @@ class Manager:
                 self._waits.append((before, self._mark()))
             if self._planning.stopwatch is not None:
                 away = self.ledger.live_bytes - self.ledger.device_bytes
-                self._planning.stopwatch.moment(kind, call.key, *self._waits[-1], away)
+                self._planning.stopwatch.event(kind, call.key, *self._waits[-1], away)
         if self._planning.recorder is not None:
             self._planning.recorder.after_waits(self.ledger.device_bytes)
         elif self._planning.meter is not None:
-            self._planning.meter.moment(kind, call.key)
+            self._planning.meter.event(kind, call.key)
 
     def _step_by_step(self, kind: str, call: RegionCall) -> None:
         """Without a plan: one call's copy at a time, and the next call in backward order fetched ahead."""
@@ -692,7 +697,7 @@ class Manager:
             if self._planning.recorder is not None:
                 self._exclude_held_elsewhere(self._planning.recorder, call)
             self._take_back(call)
-            following = self._cycle.next_backward(self._backwards)
+            following = self._step_calls.next_backward(self._backwards)
             if following is not None:
                 self.store.fetch(following.live_tickets())  # type: ignore[arg-type]
 
@@ -709,7 +714,7 @@ class Manager:
         due = [
             other
             for key in self._planning.settles.get((kind, call.key), ())
-            if (other := self._cycle.find(key)) is not None
+            if (other := self._step_calls.find(key)) is not None
         ]
         if kind == "B" and self._leaving:
             # Where all forwards come before all backwards, a moment of a forward that has not come will not.
@@ -722,7 +727,7 @@ class Manager:
 
     def _fetch(self, keys: Sequence[Key]) -> None:
         if keys:
-            wanted = [other.live_tickets() for key in keys if (other := self._cycle.find(key)) is not None]
+            wanted = [other.live_tickets() for key in keys if (other := self._step_calls.find(key)) is not None]
             self.store.fetch(*wanted)  # type: ignore[arg-type]
 
     def _settle(self, calls: Iterable[RegionCall]) -> None:

@@ -69,7 +69,7 @@ def under_budget(
         return kept
     allowed = Allowed(paths, recomputable)
     found = _heuristic(timeline, paths, budget, recomputable)
-    plain = sum(m.seconds for m in timeline.moments)  # 0 on a CPU: there is nothing to minimise then
+    plain = sum(m.seconds for m in timeline.events)  # 0 on a CPU: there is nothing to minimise then
     if found is None or found.step_seconds > plain:
         solved = solve(timeline, allowed, budget, [assignment_of(timeline, found)] if found else [])
         if solved is not None and (found is None or solved.plan.step_seconds < found.step_seconds):
@@ -119,15 +119,15 @@ def _fits(timeline: Timeline, plan: Plan) -> bool:
 
 
 def _tolerance(timeline: Timeline) -> float:
-    return _STALL_TOLERANCE * sum(m.seconds for m in timeline.moments)
+    return _STALL_TOLERANCE * sum(m.seconds for m in timeline.events)
 
 
 def _by_wait(
     timeline: Timeline, paths: frozenset[str], recompute: frozenset[str] = frozenset()
 ) -> list[tuple[int, int]]:
     """(call, ordinal) of the items that may leave, longest wait first."""
-    forward = {m.call: i for i, m in enumerate(timeline.moments) if m.kind == "F"}
-    backward = {m.call: i for i, m in enumerate(timeline.moments) if m.kind == "B"}
+    forward = {m.call: i for i, m in enumerate(timeline.events) if m.kind == "F"}
+    backward = {m.call: i for i, m in enumerate(timeline.events) if m.kind == "B"}
     found = []
     for index, call in enumerate(timeline.calls):
         if call.key[0] not in paths or index not in forward or index not in backward:
@@ -262,7 +262,7 @@ StorageKind = list[tuple[int, int]]  # (call, ordinal) of each
 
 def is_interleaved(timeline: Timeline) -> bool:
     """Whether some forward follows a backward."""
-    kinds = "".join(m.kind for m in timeline.moments)
+    kinds = "".join(m.kind for m in timeline.events)
     return "F" in kinds.lstrip("F")
 
 

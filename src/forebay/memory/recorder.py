@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from forebay.memory.host_store import Ticket
-from forebay.memory.timeline import CallFigures, Key, Moment, Plan, Rates, Timeline
+from forebay.memory.timeline import CallFigures, Key, Plan, Rates, Timeline, TimelineEvent
 
 # The order of region calls within a cycle, and what was measured at each moment of it.
 #
@@ -23,7 +23,7 @@ from forebay.memory.timeline import CallFigures, Key, Moment, Plan, Rates, Timel
 # here assumes that a backward follows its forward: calls are numbered as they come and the backward order is what
 # happens, or, before it has happened once, the reverse of forward.
 #
-# In: `Recorder.moment` at each start of a region's forward or backward. Out: a `Timeline` for the planner.
+# In: `Recorder.event` at each start of a region's forward or backward. Out: a `Timeline` for the planner.
 
 _TICK = 0.05  # ms; two events with nothing between them are some microseconds apart, a thousand times a step
 
@@ -39,7 +39,7 @@ class RegionCall:
     """
 
     key: Key
-    cycle: "Cycle"
+    cycle: "StepCalls"
     number: int = 0
     forward: int = 0
     items: list[int] = field(default_factory=list)
@@ -68,7 +68,7 @@ class RegionCall:
         return self.given_up or (self.backward_started and not self.live_tickets())
 
 
-class Cycle:
+class StepCalls:
     """The calls since the last quiet moment. Holds calls weakly: whether one is alive says whether its graph is."""
 
     def __init__(self) -> None:
@@ -278,7 +278,7 @@ class Recorder:
         unreached = self.unreached
         keys = [key for key in self._figures if key not in unreached]
         numbers = {key: i for i, key in enumerate(keys)}
-        moments, forward_seconds, stays = [], {}, 0
+        events, forward_seconds, stays = [], {}, 0
         for index, sample in enumerate(self._samples):
             if sample.key not in numbers:
                 stays += sum(unreached.get(sample.key, ()))
@@ -287,8 +287,8 @@ class Recorder:
             seconds = self._seconds(sample.events, following, sample.idle_from)
             if sample.region_end is not None and sample.events is not None:
                 forward_seconds[sample.key] = sample.events[1].elapsed_time(sample.region_end) / 1e3
-            moments.append(
-                Moment(
+            events.append(
+                TimelineEvent(
                     sample.kind,
                     numbers[sample.key],
                     seconds,
@@ -304,7 +304,7 @@ class Recorder:
             )
             for key in keys
         )
-        return Timeline(calls, _without_epilogue(moments), out_rate or float("inf"), back_rate or float("inf"))
+        return Timeline(calls, _without_epilogue(events), out_rate or float("inf"), back_rate or float("inf"))
 
     def _pair(self) -> tuple[Any, Any] | None:
         if not self._gpu:
@@ -340,86 +340,86 @@ class Stopwatch:
     def __init__(self, device: torch.device, peaks: Peaks | None = None) -> None:
         self._device = device
         self._peaks = peaks or Peaks()
-        self._moments: list[tuple[str, Key, Any, Any]] = []
+        self._events: list[tuple[str, Key, Any, Any]] = []
         self._idle: dict[int, Any] = {}
         self._memory: list[tuple[int, int]] = []  # at a moment: requested, and bytes of saved items on the host
         self._tops: list[int] = []  # of the moments before
 
-    def before_moment(self) -> None:
+    def before_event(self) -> None:
         """Before anything is fetched or settled at the moment that comes."""
-        if self._moments:
+        if self._events:
             self._tops.append(requested(self._device)[1])
 
-    def moment(self, kind: str, key: Key, before: Any, after: Any, away: int) -> None:
+    def event(self, kind: str, key: Key, before: Any, after: Any, away: int) -> None:
         """A region's forward or backward starts. The events are from before and behind Forebay's waits; `away` bytes of saved
         items are on the host."""
         self._peaks.reset(self._device)
-        self._moments.append((kind, key, before, after))
+        self._events.append((kind, key, before, after))
         self._memory.append((requested(self._device)[0], away))
 
     def idle(self, mark: Callable[[], Any]) -> None:
         """From here until the next moment the device waits for another process. `mark` records an event."""
-        index = len(self._moments) - 1
+        index = len(self._events) - 1
         if index not in self._idle:  # a graph may hold the event: none is made to be dropped
             self._idle[index] = mark()
 
     def waited(self) -> float:
         """Share of the cycle in which the compute stream waited for copies. Waits for the device."""
         torch.cuda.synchronize()
-        apart = [before.elapsed_time(after) for _, _, before, after in self._moments]
+        apart = [before.elapsed_time(after) for _, _, before, after in self._events]
         waits = sum(ms for ms in apart if ms > _TICK)
-        return waits / (self._moments[0][2].elapsed_time(self._moments[-1][3]) or 1.0) if self._moments else 0.0
+        return waits / (self._events[0][2].elapsed_time(self._events[-1][3]) or 1.0) if self._events else 0.0
 
     def retimed(self, timeline: Timeline, rates: Rates) -> Timeline | None:
         """`timeline` with these times, memory, and rates; its own `out_rate` and `back_rate` where none is known. None if another
         cycle was run. Waits for the device."""
-        names = [(m.kind, timeline.calls[m.call].key) for m in timeline.moments]
-        if names != [(kind, key) for kind, key, _, _ in self._moments]:
+        names = [(m.kind, timeline.calls[m.call].key) for m in timeline.events]
+        if names != [(kind, key) for kind, key, _, _ in self._events]:
             return None
         torch.cuda.synchronize()
-        moments = self._with_memory(timeline)
-        for index in range(len(moments) - 1):
-            begins = self._moments[index + 1][2]
+        events = self._with_memory(timeline)
+        for index in range(len(events) - 1):
+            begins = self._events[index + 1][2]
             end = self._idle.get(index, begins)
-            seconds = self._moments[index][3].elapsed_time(end) / 1e3
+            seconds = self._events[index][3].elapsed_time(end) / 1e3
             idle = end.elapsed_time(begins) / 1e3 if index in self._idle else 0.0
-            moments[index] = replace(moments[index], seconds=min(seconds, moments[index].seconds), idle=idle)
-        ratio = sum(m.seconds for m in moments) / (sum(m.seconds for m in timeline.moments) or 1.0)
+            events[index] = replace(events[index], seconds=min(seconds, events[index].seconds), idle=idle)
+        ratio = sum(m.seconds for m in events) / (sum(m.seconds for m in timeline.events) or 1.0)
         calls = tuple(replace(call, seconds=call.seconds * min(ratio, 1.0)) for call in timeline.calls)
         out, back = rates.out or timeline.out_rate, rates.back or timeline.back_rate
-        return Timeline(calls, tuple(moments), out, back, rates.opening, rates.closing, timeline.memory_rate)
+        return Timeline(calls, tuple(events), out, back, rates.opening, rates.closing, timeline.memory_rate)
 
-    def _with_memory(self, timeline: Timeline) -> list[Moment]:
+    def _with_memory(self, timeline: Timeline) -> list[TimelineEvent]:
         """`other` of a moment is what is there less the items that the planner counts as there: of each call all but those on the
         host, from the moment behind its forward up to its backward."""
-        change = [0] * (len(timeline.moments) + 1)
-        backward = {m.call: i for i, m in enumerate(timeline.moments) if m.kind == "B"}
-        for index, moment in enumerate(timeline.moments):
-            if moment.kind == "F" and moment.call in backward:
-                size = sum(timeline.calls[moment.call].items)
+        change = [0] * (len(timeline.events) + 1)
+        backward = {m.call: i for i, m in enumerate(timeline.events) if m.kind == "B"}
+        for index, event in enumerate(timeline.events):
+            if event.kind == "F" and event.call in backward:
+                size = sum(timeline.calls[event.call].items)
                 change[index + 1] += size
-                change[backward[moment.call] + 1] -= size
+                change[backward[event.call] + 1] -= size
         base, found = self._memory[0][0], []
-        for moment, (held, away), saved, top in zip(
-            timeline.moments, self._memory, accumulate(change), [*self._tops, None], strict=False
+        for event, (held, away), saved, top in zip(
+            timeline.events, self._memory, accumulate(change), [*self._tops, None], strict=False
         ):
-            transient = moment.transient if top is None else max(top - held, 0)
-            found.append(replace(moment, other=held - base - (saved - away), transient=transient))
+            transient = event.transient if top is None else max(top - held, 0)
+            found.append(replace(event, other=held - base - (saved - away), transient=transient))
         return found
 
 
-def _without_epilogue(moments: list[Moment]) -> tuple[Moment, ...]:
+def _without_epilogue(events: list[TimelineEvent]) -> tuple[TimelineEvent, ...]:
     """The last backward moment runs on into the optimizer step and the next batch, which are no part of the cycle: it is
     cut to the longest and highest of the other backward moments."""
-    others = [m for m in moments[:-1] if m.kind == "B"]
+    others = [m for m in events[:-1] if m.kind == "B"]
     if not others:
-        return tuple(moments)
+        return tuple(events)
     last = replace(
-        moments[-1],
-        seconds=min(moments[-1].seconds, max(m.seconds for m in others)),
-        transient=min(moments[-1].transient, max(m.transient for m in others)),
+        events[-1],
+        seconds=min(events[-1].seconds, max(m.seconds for m in others)),
+        transient=min(events[-1].transient, max(m.transient for m in others)),
     )
-    return (*moments[:-1], last)
+    return (*events[:-1], last)
 
 
 # The time and the peak of one cycle that runs as planned, on a CUDA device.
@@ -446,7 +446,7 @@ class Meter:
     ):
         self._device, self._peaks = device, peaks or Peaks()
         self._inputs = {call.key: call.input_bytes for call in timeline.calls}
-        last = timeline.moments[-1]
+        last = timeline.events[-1]
         self._last = last.kind, timeline.calls[last.call].key
         self._rise = highest_rise(timeline, plan)
         self._base = base if base is not None else torch.cuda.memory_allocated(device)
@@ -461,7 +461,7 @@ class Meter:
         then = self._inputs.get(key, -1)
         self._alike = self._alike and abs(input_bytes - then) <= _ALIKE * then
 
-    def moment(self, kind: str, key: Key) -> None:
+    def event(self, kind: str, key: Key) -> None:
         """A region's forward or backward starts; what is due has been fetched and settled."""
         if (kind, key) == self._last:
             self._tops = torch.cuda.max_memory_allocated(self._device), torch.cuda.memory_allocated(self._device)
@@ -491,8 +491,8 @@ class Meter:
 def highest_rise(timeline: Timeline, plan: Plan) -> int:
     """Bytes that a backward moment rises above its start at most, what is recomputed in it included."""
     rises = [0]
-    for moment in timeline.moments:
-        if moment.kind == "B":
-            call = timeline.calls[moment.call]
-            rises.append(moment.transient + (call.recompute_rises if call.key[0] in plan.recompute else 0))
+    for event in timeline.events:
+        if event.kind == "B":
+            call = timeline.calls[event.call]
+            rises.append(event.transient + (call.recompute_rises if call.key[0] in plan.recompute else 0))
     return max(rises)

@@ -217,7 +217,7 @@ def with_one_changed(timeline: Timeline, allowed: Allowed, assignment: Assignmen
     """
     regions, found = _regions(timeline, allowed), []
     changes = [(path, state) for path, states in regions.items() for state in states]
-    each = max(len(changes) * len(_SHARES) * len(timeline.moments) // _POLISH, 1)
+    each = max(len(changes) * len(_SHARES) * len(timeline.events) // _POLISH, 1)
     for path, state in changes[::each]:
         changed = _with(assignment, path, regions, state)
         if changed == assignment:
@@ -234,7 +234,7 @@ class _Search:
 
     def __init__(self, timeline: Timeline, allowed: Allowed, budget: int):
         self._timeline, self._allowed, self._budget = timeline, allowed, budget
-        self._margins = [0] * len(timeline.moments)
+        self._margins = [0] * len(timeline.events)
         self._slower = 1.0
         self._best: tuple[tuple[int, float, int], Plan, Assignment] | None = None  # bytes over the budget count first
         self._aim, self._gap = 0.0, 0.0
@@ -385,17 +385,17 @@ class _Relaxed:
 
     def __init__(self, timeline: Timeline, allowed: Allowed, budget: int, margins: Sequence[int], slower: float):
         self._timeline, self._allowed = timeline, allowed
-        self._calls, self._moments = timeline.calls, timeline.moments
-        self._step = sum(m.seconds for m in self._moments) or 1.0
+        self._calls, self._events = timeline.calls, timeline.events
+        self._step = sum(m.seconds for m in self._events) or 1.0
         self._unit = float(max(budget, sum(sum(c.items) for c in self._calls), 1))
         self._rates = tuple(r * slower * self._step / self._unit for r in (timeline.out_rate, timeline.back_rate))
         self._limits = [
             (budget - m.other - m.transient - margin) / self._unit
-            for m, margin in zip(self._moments, margins, strict=True)
+            for m, margin in zip(self._events, margins, strict=True)
         ]
-        self._forward = {m.call: i for i, m in enumerate(self._moments) if m.kind == "F"}
-        self._backward = {m.call: i for i, m in enumerate(self._moments) if m.kind == "B"}
-        self._turn = min(self._backward.values(), default=len(self._moments))
+        self._forward = {m.call: i for i, m in enumerate(self._events) if m.kind == "F"}
+        self._backward = {m.call: i for i, m in enumerate(self._events) if m.kind == "B"}
+        self._turn = min(self._backward.values(), default=len(self._events))
         self._many = _is_many(timeline)
         self._programme = Programme()
         self._again: dict[str, int] = {}
@@ -404,7 +404,7 @@ class _Relaxed:
         self._choices()
         self._symmetry()
         # In bytes that the link carries meanwhile: seconds would have factors of very different size.
-        self._waits = [self._programme.variable(cost=1.0 / min(self._rates)) for _ in self._moments]
+        self._waits = [self._programme.variable(cost=1.0 / min(self._rates)) for _ in self._events]
         self._memory(self._freed(), self._away())
 
     def solve(self, seconds: float) -> Answer | None:
@@ -414,10 +414,10 @@ class _Relaxed:
     def seconds(self, answer: Answer) -> float:
         """Of the step."""
         extra = sum(answer.values[v] for v in self._waits) / min(self._rates)
-        plain = sum(m.seconds for m in self._moments)
-        for moment in self._moments:
-            call = self._calls[moment.call]
-            if moment.kind == "B":
+        plain = sum(m.seconds for m in self._events)
+        for event in self._events:
+            call = self._calls[event.call]
+            if event.kind == "B":
                 again, stash = self._again.get(call.key[0]), self._stash.get(call.key[0])
                 plain += call.recompute_seconds if again is not None and answer.chosen(again) else 0.0
                 plain += call.stash_seconds if stash is not None and answer.chosen(stash) else 0.0
@@ -520,10 +520,10 @@ class _Relaxed:
         """By moment, a variable: bytes that recomputing and stashing free of what is held at its start."""
         p = self._programme
         found, last = [], None
-        for index in range(len(self._moments)):
+        for index in range(len(self._events)):
             now = p.variable()
             terms = [(now, 1.0)] + ([(last, -1.0)] if last is not None else [])
-            before = self._moments[index - 1] if index else None
+            before = self._events[index - 1] if index else None
             if before is not None and self._lives(before.call):
                 sign = -1.0 if before.kind == "F" else 1.0
                 terms += [(v, sign * size / self._unit) for v, size in self._frees(before.call)]
@@ -541,19 +541,19 @@ class _Relaxed:
 
     def _away(self) -> list[int]:
         """By moment, a variable: bytes on the host that do not come back during it."""
-        p, last = self._programme, len(self._moments) - 1
-        away = [p.variable() for _ in self._moments]
+        p, last = self._programme, len(self._events) - 1
+        away = [p.variable() for _ in self._events]
         p.row([(away[0], 1.0)], high=0.0)
         sent = p.variable(upper=0.0)  # what was saved by this moment's start, and leaves
         for index in range(1, min(self._turn, last) + 1):
-            before = self._moments[index - 1]
+            before = self._events[index - 1]
             ready, sent = sent, self._sum(sent, before.call) if before.kind == "F" else sent
             p.row([(away[index], 1.0), (sent, -1.0)], high=0.0)
             self._carry_out(away, index, ready)
         needed = p.variable(upper=0.0)  # what is needed behind the next moment's start
         for index in range(last, self._turn - 1, -1):
-            if index + 2 <= last and self._moments[index + 2].kind == "B":
-                needed = self._sum(needed, self._moments[index + 2].call)
+            if index + 2 <= last and self._events[index + 2].kind == "B":
+                needed = self._sum(needed, self._events[index + 2].call)
             if index > self._turn:
                 p.row([(away[index], 1.0), (needed, -1.0)], high=0.0)
                 p.row([(away[index], 1.0), (away[index - 1], -1.0)], high=0.0)
@@ -568,7 +568,7 @@ class _Relaxed:
 
     def _carry_out(self, away: list[int], index: int, ready: int) -> None:
         """Of what the last moment saves only what its forward leaves time for has gone by now, unless one waits."""
-        p, rate, before = self._programme, self._rates[0], self._moments[index - 1]
+        p, rate, before = self._programme, self._rates[0], self._events[index - 1]
         if rate == float("inf"):
             return
         behind = max(before.seconds - self._calls[before.call].seconds, 0.0)
@@ -578,14 +578,14 @@ class _Relaxed:
 
     def _carry_back(self, away: list[int], index: int) -> None:
         """What comes back during a moment behind the turn; recomputing makes the moment longer."""
-        rate, moment = self._rates[1], self._moments[index]
+        rate, event = self._rates[1], self._events[index]
         if rate == float("inf"):
             return
         terms = [(away[index - 1], 1.0), (away[index], -1.0), (self._waits[index], -rate / min(self._rates))]
-        call = self._calls[moment.call]
-        if moment.kind == "B" and (again := self._again.get(call.key[0])) is not None:
+        call = self._calls[event.call]
+        if event.kind == "B" and (again := self._again.get(call.key[0])) is not None:
             terms.append((again, -rate * call.recompute_seconds / self._step))
-        self._programme.row(terms, high=moment.seconds / self._step * rate)
+        self._programme.row(terms, high=event.seconds / self._step * rate)
 
     def _items(self, number: int) -> Iterator[tuple[int, float]]:
         for ordinal, size in enumerate(self._calls[number].items):
@@ -595,11 +595,11 @@ class _Relaxed:
     def _memory(self, freed: list[int], away: list[int]) -> None:
         """At every moment: saved - freed - away + what is made again <= what the budget leaves."""
         held = 0
-        for index, moment in enumerate(self._moments):
+        for index, event in enumerate(self._events):
             terms = [(freed[index], -1.0), (away[index], -1.0)]
-            call = self._calls[moment.call]
-            if moment.kind == "B" and (again := self._again.get(call.key[0])) is not None:
+            call = self._calls[event.call]
+            if event.kind == "B" and (again := self._again.get(call.key[0])) is not None:
                 terms.append((again, call.recompute_rises / self._unit))
             self._programme.row(terms, high=self._limits[index] - held / self._unit)
-            if self._lives(moment.call):
-                held += sum(call.items) * (1 if moment.kind == "F" else -1)
+            if self._lives(event.call):
+                held += sum(call.items) * (1 if event.kind == "F" else -1)

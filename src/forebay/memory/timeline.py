@@ -94,7 +94,7 @@ class CallFigures:
 
 
 @dataclass(frozen=True)
-class Moment:
+class TimelineEvent:
     """``kind`` is "F" or "B"; ``call`` indexes `Timeline.calls`; ``seconds`` without waits for copies; ``other`` is the
     memory at its start that is no saved item, over the step's base; ``transient`` is how far it rises above its start; ``idle``
     are seconds behind it in which the device waits for another process."""
@@ -124,7 +124,7 @@ class Timeline:
     apart: only one way is busy there. ``memory_rate`` is that of the device's own memory, which copies take from kernels."""
 
     calls: tuple[CallFigures, ...]
-    moments: tuple[Moment, ...]
+    events: tuple[TimelineEvent, ...]
     out_rate: float = float("inf")
     back_rate: float = float("inf")
     opening_rate: float | None = None
@@ -140,12 +140,12 @@ class Timeline:
     @property
     def opening(self) -> int:
         """Number of moments before the first backward."""
-        return next((i for i, m in enumerate(self.moments) if m.kind == "B"), len(self.moments))
+        return next((i for i, m in enumerate(self.events) if m.kind == "B"), len(self.events))
 
     @property
     def closing(self) -> int:
         """The first moment behind the last forward."""
-        return max((i + 1 for i, m in enumerate(self.moments) if m.kind == "F"), default=0)
+        return max((i + 1 for i, m in enumerate(self.events) if m.kind == "F"), default=0)
 
 
 @dataclass(frozen=True)
@@ -196,20 +196,20 @@ class _Simulation:
     """The state of one simulation; lives as long as `simulate`."""
 
     def __init__(self, timeline: Timeline, assignment: Assignment, window: int | None):
-        self.calls, self.moments = timeline.calls, timeline.moments
+        self.calls, self.events = timeline.calls, timeline.events
         self.timeline, self.assignment, self.window = timeline, assignment, window
         self.leaves = {
             c: sum(self.calls[c].items[i] for i in chosen)
             for c, chosen in assignment.offload.items()
             if chosen and (self._light(c) or self.calls[c].key[0] not in assignment.recompute)
         }
-        self.forward = {m.call: i for i, m in enumerate(self.moments) if m.kind == "F"}
-        self.backward = {m.call: i for i, m in enumerate(self.moments) if m.kind == "B"}
+        self.forward = {m.call: i for i, m in enumerate(self.events) if m.kind == "F"}
+        self.backward = {m.call: i for i, m in enumerate(self.events) if m.kind == "B"}
         self.leaves = {c: n for c, n in self.leaves.items() if c in self.forward and c in self.backward}
         self.leaves = {c: n for c, n in self.leaves.items() if self.calls[c].key[0] not in assignment.stash}
-        self.turn = min(self.backward.values(), default=len(self.moments))
+        self.turn = min(self.backward.values(), default=len(self.events))
         self.slack = _SLACK if timeline.out_rate < float("inf") else 0.0
-        self.seconds = [m.seconds + self._extra(m) for m in self.moments]
+        self.seconds = [m.seconds + self._extra(m) for m in self.events]
         self.settled: dict[int, int] = {}
         self.fetched: dict[int, int] = {}
         self.stall = 0.0
@@ -230,7 +230,7 @@ class _Simulation:
             fetch_at={name: tuple(keys) for name, keys in fetches.items()},
             planned_bytes=sum(self.leaves.values()),
             peak_bytes=max(self.levels(), default=0),
-            after_forward_bytes=self._held(fetched=False)[self.turn] if self.turn < len(self.moments) else 0,
+            after_forward_bytes=self._held(fetched=False)[self.turn] if self.turn < len(self.events) else 0,
             stall_seconds=self.stall,
             step_seconds=sum(self.seconds) + self.stall,
         )
@@ -238,27 +238,27 @@ class _Simulation:
     def _light(self, call: int) -> bool:
         return self.calls[call].light_recompute
 
-    def _extra(self, moment: Moment) -> float:
-        call = self.calls[moment.call]
-        if moment.kind != "B":
+    def _extra(self, event: TimelineEvent) -> float:
+        call = self.calls[event.call]
+        if event.kind != "B":
             return 0.0
         if call.key[0] in self.assignment.stash:
             return call.stash_seconds
         return call.recompute_seconds if call.key[0] in self.assignment.recompute else 0.0
 
-    def _name(self, moment: int) -> tuple[str, Key]:
-        return self.moments[moment].kind, self.calls[self.moments[moment].call].key
+    def _name(self, event: int) -> tuple[str, Key]:
+        return self.events[event].kind, self.calls[self.events[event].call].key
 
     def _settle_copies(self) -> list[float]:
         """Walk the moments in time: settle what has been copied, wait where the window is full. Gives each start."""
         now, lane_free, on_the_way = 0.0, 0.0, 0
         pending: deque[tuple[int, float]] = deque()  # call, end of its copy; one lane, so in the order of their ends
         starts = []
-        for index, moment in enumerate(self.moments):
+        for index, event in enumerate(self.events):
             # What is still leaving behind the turn is needed first in backward: it is taken back, not fetched.
-            while pending and index <= self.turn and pending[0][0] != moment.call:
+            while pending and index <= self.turn and pending[0][0] != event.call:
                 call, end = pending[0]
-                over = self.window is not None and moment.kind == "F" and on_the_way > self.window
+                over = self.window is not None and event.kind == "F" and on_the_way > self.window
                 must = over or (self.window is None and index == self.turn)
                 if end + self.slack > now:
                     if not must:
@@ -269,18 +269,18 @@ class _Simulation:
                 on_the_way -= self.leaves[call]
                 pending.popleft()
             starts.append(now)
-            if moment.kind == "F" and moment.call in self.leaves:
-                ready = now + self.calls[moment.call].seconds
-                lane_free = max(lane_free, ready) + self.leaves[moment.call] / self.timeline.out_rate
-                pending.append((moment.call, lane_free))
-                on_the_way += self.leaves[moment.call]
+            if event.kind == "F" and event.call in self.leaves:
+                ready = now + self.calls[event.call].seconds
+                lane_free = max(lane_free, ready) + self.leaves[event.call] / self.timeline.out_rate
+                pending.append((event.call, lane_free))
+                on_the_way += self.leaves[event.call]
             now += self.seconds[index]
         return starts
 
     def _fetch_just_in_time(self, starts: list[float]) -> None:
         """Begin each copy back at the last moment from which it is in time, never before the turn has passed."""
         deadline = float("inf")
-        earliest = min(self.turn + 1, len(self.moments) - 1)
+        earliest = min(self.turn + 1, len(self.events) - 1)
         for call in sorted(self.settled, key=lambda c: -self.backward[c]):
             needed = starts[self.backward[call]]
             begin = min(deadline, needed) - self.leaves[call] / (self.timeline.back_rate * _DUPLEX) - self.slack
@@ -298,10 +298,10 @@ class _Simulation:
         waiting = deque(sorted(self.settled, key=lambda c: self.backward[c]))
         lane_free, delay, ahead = 0.0, 0.0, 0
         ends: dict[int, float] = {}
-        for index in range(self.turn, len(self.moments)):
+        for index in range(self.turn, len(self.events)):
             now = starts[index] + delay
-            own = self.moments[index].call
-            if own in ends and self.moments[index].kind == "B":
+            own = self.events[index].call
+            if own in ends and self.events[index].kind == "B":
                 ahead -= self.leaves[own]
             while waiting and (
                 self.backward[waiting[0]] <= index + 1 or ahead + self.leaves[waiting[0]] <= self.window
@@ -311,13 +311,13 @@ class _Simulation:
                 ends[call], self.fetched[call] = lane_free, index
                 if self.backward[call] > index:
                     ahead += self.leaves[call]
-            if self.moments[index].kind == "B" and ends.get(own, now) > now:
+            if self.events[index].kind == "B" and ends.get(own, now) > now:
                 delay += ends[own] - now
         self.stall += delay
 
     def _held(self, fetched: bool = True) -> list[int]:
         """Bytes of saved items on the device at the start of each moment, and behind the last."""
-        end = len(self.moments)
+        end = len(self.events)
         change = [0] * (end + 2)
         for call, figures in enumerate(self.calls):
             # From behind its forward to its backward. A call whose forward came before the timeline is not held.
@@ -342,11 +342,11 @@ class _Simulation:
         """The highest memory of each moment."""
         held = self._held()
         found = []
-        for index, moment in enumerate(self.moments):
-            figures = self.calls[moment.call]
+        for index, event in enumerate(self.events):
+            figures = self.calls[event.call]
             again = figures.key[0] in self.assignment.recompute and figures.key[0] not in self.assignment.stash
-            extra = figures.recompute_rises if moment.kind == "B" and again else 0
-            found.append(moment.other + held[index] + moment.transient + extra)
+            extra = figures.recompute_rises if event.kind == "B" and again else 0
+            found.append(event.other + held[index] + event.transient + extra)
         return found
 
 
@@ -381,14 +381,14 @@ class TimedTimeline:
     """A timeline with its times. `idle`: share of its idle times in which copies go on."""
 
     def __init__(self, timeline: Timeline, idle: float = 0.0):
-        self.timeline, self.calls, self.moments = timeline, timeline.calls, timeline.moments
-        self.forward = {m.call: i for i, m in enumerate(self.moments) if m.kind == "F"}
-        self.backward = {m.call: i for i, m in enumerate(self.moments) if m.kind == "B"}
+        self.timeline, self.calls, self.events = timeline, timeline.calls, timeline.events
+        self.forward = {m.call: i for i, m in enumerate(self.events) if m.kind == "F"}
+        self.backward = {m.call: i for i, m in enumerate(self.events) if m.kind == "B"}
         self.needed = self._needed()
-        timed = [m.seconds for m in self.moments]
+        timed = [m.seconds for m in self.events]
         self.each = timed if any(timed) else [1.0] * len(timed)  # a CPU has no times
         self.seconds = sum(self.each)
-        spans = [seconds + idle * m.idle for seconds, m in zip(self.each, self.moments, strict=True)]
+        spans = [seconds + idle * m.idle for seconds, m in zip(self.each, self.events, strict=True)]
         self.starts = [0.0, *accumulate(spans)][:-1]
         self.sizes = [sum(c.items) for c in self.calls]
         self.slack = _LANE_SLACK if timeline.out_rate < inf else 0.0
@@ -414,9 +414,9 @@ class TimedTimeline:
         """When the moment behind `index` starts, which ends `now`: what others send comes at a time of its own."""
         return max(now, self.starts[index + 1]) if index + 1 < len(self.starts) else now
 
-    def name(self, moment: int) -> tuple[str, Key]:
+    def name(self, event: int) -> tuple[str, Key]:
         """As plans name it."""
-        return self.moments[moment].kind, self.calls[self.moments[moment].call].key
+        return self.events[event].kind, self.calls[self.events[event].call].key
 
 
 class LaneSchedule:
@@ -472,7 +472,7 @@ class LaneSchedule:
             peak_bytes=self.peak,
             after_forward_bytes=self.peak,
             stall_seconds=stall,
-            step_seconds=sum(m.seconds for m in step.moments) + stall,
+            step_seconds=sum(m.seconds for m in step.events) + stall,
         )
 
     # --- laying -------------------------------------------------------------------------------------------------------
@@ -487,11 +487,11 @@ class LaneSchedule:
     def _copy_out(self, level: float) -> None:
         step, now, lane, held = self.step, 0.0, 0.0, 0
         under_way: deque[tuple[int, float]] = deque()  # call, end of its copy; one lane, so in the order of their ends
-        for index, moment in enumerate(step.moments):
+        for index, event in enumerate(step.events):
             while under_way:
                 call, end = under_way[0]
                 # What comes back is counted from its backward on: when its copy begins is not known yet.
-                above = moment.kind == "F" and held + moment.other + moment.transient > level
+                above = event.kind == "F" and held + event.other + event.transient > level
                 if end + step.slack > now and not above:
                     break
                 under_way.popleft()
@@ -500,13 +500,13 @@ class LaneSchedule:
                     self.settled[call] = index
                     held -= self.bytes[call]
             self._starts.append(now)
-            call = moment.call
-            if moment.kind == "F" and call in step.backward:
+            call = event.call
+            if event.kind == "F" and call in step.backward:
                 held += step.sizes[call]
                 if call in self.bytes:
                     lane = max(lane, now + step.calls[call].seconds) + self._out(call)
                     under_way.append((call, lane))
-            elif moment.kind == "B" and call in step.forward:
+            elif event.kind == "B" and call in step.forward:
                 held -= step.sizes[call] - (self.bytes[call] if call in self.settled else 0)
             now = step.next_start(index, now + step.each[index])
 
@@ -515,14 +515,14 @@ class LaneSchedule:
         for call in sorted(self.settled, key=lambda c: -step.needed[c]):
             needed, settled, size = step.needed[call], self.settled[call], self.bytes[call]
             begin = min(deadline, self._starts[needed]) - self._back(call) - step.slack
-            moment = min(bisect_right(self._starts, begin), needed) - 1
-            if moment <= settled:
+            event = min(bisect_right(self._starts, begin), needed) - 1
+            if event <= settled:
                 continue
-            full = (i for i in range(needed - 2, moment - 1, -1) if memory[i] + size > level)
-            moment = next(full, moment - 1) + 1  # behind the last moment without room
-            memory[moment:needed] = [m + size for m in memory[moment:needed]]
-            self.fetched[call] = moment
-            deadline = min(deadline, max(begin, self._starts[moment]))
+            full = (i for i in range(needed - 2, event - 1, -1) if memory[i] + size > level)
+            event = next(full, event - 1) + 1  # behind the last moment without room
+            memory[event:needed] = [m + size for m in memory[event:needed]]
+            self.fetched[call] = event
+            deadline = min(deadline, max(begin, self._starts[event]))
         for call in [c for c in self.bytes if c not in self.fetched]:
             self._leave(call, frozenset())
 
@@ -539,7 +539,7 @@ class LaneSchedule:
     def _memory(self) -> list[int]:
         """At each moment, with what rises during it. What nothing fetches yet is back at its backward."""
         step = self.step
-        change = [0] * (len(step.moments) + 1)
+        change = [0] * (len(step.events) + 1)
 
         def add(first: int, behind: int, size: int) -> None:
             change[first] += size
@@ -551,31 +551,31 @@ class LaneSchedule:
                 add(forward + 1, step.backward[call] + 1, step.sizes[call])
         for call, settled in self.settled.items():
             add(settled, self.fetched.get(call, step.needed[call]), -self.bytes[call])
-        return [m.other + m.transient + held for m, held in zip(step.moments, accumulate(change), strict=False)]
+        return [m.other + m.transient + held for m, held in zip(step.events, accumulate(change), strict=False)]
 
     def stall(self) -> float:
         """Carry it out: seconds for which the compute stream waits, at moments that settle and at backwards."""
         step, now, out, back, waited = self.step, 0.0, 0.0, 0.0, 0.0
         ends: dict[int, float] = {}
         settles, fetches, reads = self._at(self.settled), self._at(self.fetched), self._at(step.needed)
-        for index, moment in enumerate(step.moments):
+        for index, event in enumerate(step.events):
             ready = max([now, *(ends.pop(c) for c in settles.get(index, ()))])
             for call in fetches.get(index, ()):
                 back = max(back, ready) + self._back(call)
                 ends[call] = back
             ready = max([ready, *(ends.pop(c) for c in reads.get(index, ()))])
             waited += ready - now
-            if moment.kind == "F" and moment.call in self.bytes:
-                out = max(out, ready + step.calls[moment.call].seconds) + self._out(moment.call)
-                ends[moment.call] = out
+            if event.kind == "F" and event.call in self.bytes:
+                out = max(out, ready + step.calls[event.call].seconds) + self._out(event.call)
+                ends[event.call] = out
             now = step.next_start(index, ready + step.each[index])
         return waited
 
-    def _at(self, moments: dict[int, int]) -> dict[int, list[int]]:
+    def _at(self, events: dict[int, int]) -> dict[int, list[int]]:
         """Moment to those calls of which something leaves, in the order of their backwards."""
         found: dict[int, list[int]] = {}
         for call in self._in_order():
-            found.setdefault(moments[call], []).append(call)
+            found.setdefault(events[call], []).append(call)
         return found
 
     def _in_order(self) -> list[int]:

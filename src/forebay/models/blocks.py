@@ -21,21 +21,21 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_
 
 from forebay.memory.regions import Below, Run, drop_setting, install, is_managed, is_patched, put_setting, setting
 from forebay.memory.storage import local
-from forebay.models.compile import check_compiler, compile_half
+from forebay.models.compile import check_compiler, compile_sublayer
 from forebay.models.families import LAYERS, MoeBlock, decoder_layers, innermost, moe_block, moe_blocks
-from forebay.moe.dispatch import Exchange
+from forebay.moe.dispatch import TokenDispatcher
 from forebay.moe.dispatch_op import Front, MoeStages
 from forebay.moe.experts import experts
 
 # Gives each rank of an expert-parallel group its own experts.
 #
 # In: a model with all experts, the same on every rank, and an exchange. Out: the same model, whose experts modules hold E/P
-# experts as plain parameters, to be managed with `forebay.manage(model, exchange=...)`. The trainer shards with DTensors instead
-# (`forebay.train.parallel`), so that its checkpoints know the whole.
+# experts as plain parameters, to be managed with `forebay.manage(model, dispatcher=...)`. The trainer shards with DTensors
+# instead (`forebay.train.parallel`), so that its checkpoints know the whole.
 
 
-def keep_local_experts(model: nn.Module, exchange: Exchange) -> None:
-    """Cut every experts module of `model` down to the experts of `exchange.rank`. The others' memory is freed.
+def keep_local_experts(model: nn.Module, dispatcher: TokenDispatcher) -> None:
+    """Cut every experts module of `model` down to the experts of `dispatcher.rank`. The others' memory is freed.
 
     Gradients of a loss that is a sum over all ranks' tokens are then complete for the experts; those of all other
     parameters are this rank's share and have to be summed over ranks.
@@ -48,12 +48,12 @@ def keep_local_experts(model: nn.Module, exchange: Exchange) -> None:
         raise ValueError(f"{type(model).__name__} has no MoE block that Forebay knows")
     for block in blocks:
         for name, parameter in block.experts.named_parameters(recurse=False):
-            if parameter.shape[0] != exchange.num_experts:
+            if parameter.shape[0] != dispatcher.num_experts:
                 raise ValueError(
                     f"{block.path}.experts.{name} is {tuple(parameter.shape)}; its first dimension should be the "
-                    f"{exchange.num_experts} experts of the exchange"
+                    f"{dispatcher.num_experts} experts of the exchange"
                 )
-        cut_experts(block.experts, exchange.rank, exchange.size)
+        cut_experts(block.experts, dispatcher.rank, dispatcher.size)
 
 
 def cut_experts(
@@ -194,13 +194,13 @@ def activation_of(module: Any) -> str:
 #     x2 = x + self_attn(input_layernorm(x))                                     attention half
 #     x3, logits, ids = x2 + mlp(post_attention_layernorm(x2)), router outputs   MoE half
 #
-# through two `HalfSlot`s. A half is a function of its layer and of tensors: it returns all it makes, the router's outputs
+# through two `SublayerSlot`s. A half is a function of its layer and of tensors: it returns all it makes, the router's outputs
 # included, and writes nowhere, so it may be compiled, run under `saved_tensors_hooks`, or run again in backward. It finds the
 # layer's modules when it is called, so adapters, shards and replacements that come later are used. What is done *with* the
 # router's outputs (its forward hooks: transformers' `output_router_logits`, `forebay.models.router.RouterStats`) happens
 # outside a compiled half, once per forward.
 #
-# The slots are owned by `Halves`, which lives as long as its owner keeps it; `uninstall()` takes everything off again. A layer
+# The slots are owned by `Sublayers`, which lives as long as its owner keeps it; `uninstall()` takes everything off again. A layer
 # runs its original forward when it is asked for attention weights or given a KV cache.
 #
 # Under expert parallelism a MoE half is a `forebay.moe.dispatch_op.MoeStages`: the same parts, cut where tokens travel.
@@ -229,7 +229,7 @@ _NOT_FOR_ATTENTION = frozenset(
 MoeOutput = tuple[Tensor, Tensor | None, Tensor | None]
 
 
-def attention_half(layer: Any, direct: bool, x: Tensor, **kwargs: Any) -> Tensor:
+def attention_sublayer(layer: Any, direct: bool, x: Tensor, **kwargs: Any) -> Tensor:
     """x + self_attn(input_layernorm(x)) of a decoder layer; x and the result are [B, S, H].
 
     `direct` goes around the module hooks of `self_attn`, which a compiled half must not run.
@@ -238,12 +238,12 @@ def attention_half(layer: Any, direct: bool, x: Tensor, **kwargs: Any) -> Tensor
     return x + attention(hidden_states=layer.input_layernorm(x), **kwargs)[0]
 
 
-def dense_half(layer: Any, x: Tensor) -> MoeOutput:
+def dense_sublayer(layer: Any, x: Tensor) -> MoeOutput:
     """x + mlp(post_attention_layernorm(x)) of a decoder layer; x is [B, S, H]."""
     return x + layer.mlp(layer.post_attention_layernorm(x)), None, None
 
 
-def moe_half(layer: Any, names: tuple[str, str | None], direct: bool, x: Tensor) -> MoeOutput:
+def moe_sublayer(layer: Any, names: tuple[str, str | None], direct: bool, x: Tensor) -> MoeOutput:
     """x + experts(post_attention_layernorm(x)) of a decoder layer, shared experts included.
 
     Args:
@@ -269,7 +269,7 @@ def moe_half(layer: Any, names: tuple[str, str | None], direct: bool, x: Tensor)
 
 
 def moe_front(layer: Any, names: tuple[str, str | None], direct: bool, x: Tensor) -> Front:
-    """The first stage of `moe_half` under expert parallelism: all that comes before tokens travel; x is [B, S, H]."""
+    """The first stage of `moe_sublayer` under expert parallelism: all that comes before tokens travel; x is [B, S, H]."""
     normed = layer.post_attention_layernorm(x)
     route, shared = _route_and_shared(layer.mlp, names, direct)
     rows = normed.view(-1, normed.shape[-1])
@@ -283,9 +283,9 @@ def _route_and_shared(block: Any, names: tuple[str, str | None], direct: bool) -
     return router.forward if direct else router, None if names[1] is None else getattr(block, names[1])
 
 
-def _whole_if_changed(kind: type[nn.Module], half: Callable[..., Any], layer: Any, x: Tensor) -> MoeOutput:
-    """`half(x)`, or, if the layer's block is no plain one of class `kind` any more, a call of the block."""
-    return half(x) if _is_plain(layer.mlp, kind) else dense_half(layer, x)
+def _whole_if_changed(kind: type[nn.Module], sublayer: Callable[..., Any], layer: Any, x: Tensor) -> MoeOutput:
+    """`sublayer(x)`, or, if the layer's block is no plain one of class `kind` any more, a call of the block."""
+    return sublayer(x) if _is_plain(layer.mlp, kind) else dense_sublayer(layer, x)
 
 
 def _is_plain(block: nn.Module, kind: type[nn.Module]) -> bool:
@@ -294,7 +294,7 @@ def _is_plain(block: nn.Module, kind: type[nn.Module]) -> bool:
     return type(block) is kind and not any(hooks) and not is_patched(block) and not is_managed(block)
 
 
-class HalfSlot:
+class SublayerSlot:
     """Where a half is called from its layer's forward.
 
     Attributes:
@@ -356,16 +356,16 @@ class HalfSlot:
             self.light_recompute(False)
 
 
-class Halves(dict[str, HalfSlot]):
+class Sublayers(dict[str, SublayerSlot]):
     """Slots by path, in the order in which a forward pass meets them, and the layers they sit in."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._layers: list[TwoHalves] = []
+        self._layers: list[SublayerForward] = []
         self._undo: list[Callable[[], None]] = []
 
     @property
-    def layers(self) -> list[TwoHalves]:
+    def layers(self) -> list[SublayerForward]:
         """The layers' forwards, in order."""
         return list(self._layers)
 
@@ -377,14 +377,14 @@ class Halves(dict[str, HalfSlot]):
             slot.restore()
         self._layers = []
 
-    def add(self, layer: nn.Module, ours: TwoHalves) -> None:
+    def add(self, layer: nn.Module, ours: SublayerForward) -> None:
         for slot in (ours.attention, ours.mlp):
             self[slot.path] = slot
         self._layers.append(ours)
         self._undo.append(install(layer, ours.around))
 
 
-class TwoHalves:
+class SublayerForward:
     """The forward of one decoder layer: its two slots, and what has to happen around them.
 
     Attributes:
@@ -392,7 +392,9 @@ class TwoHalves:
         stages: the MoE half in stages under expert parallelism, else None.
     """
 
-    def __init__(self, layer: nn.Module, attention: HalfSlot, mlp: HalfSlot, block: MoeBlock | None, compiled: bool):
+    def __init__(
+        self, layer: nn.Module, attention: SublayerSlot, mlp: SublayerSlot, block: MoeBlock | None, compiled: bool
+    ):
         self.attention = attention
         self.mlp = mlp
         self.stages: MoeStages | None = mlp.call if isinstance(mlp.call, MoeStages) else None
@@ -468,7 +470,7 @@ class TwoHalves:
         return bool(kwargs.get("output_attentions")) or "attentions" in _collected()
 
 
-def install_halves(model: nn.Module, compile: bool = False, exchange: Exchange | None = None) -> Halves:
+def install_sublayers(model: nn.Module, compile: bool = False, dispatcher: TokenDispatcher | None = None) -> Sublayers:
     """Run every decoder layer of `model` as its two halves.
 
     Eager halves give bitwise the original's results. Compiled ones (one graph for all layers of a
@@ -478,7 +480,7 @@ def install_halves(model: nn.Module, compile: bool = False, exchange: Exchange |
     Args:
         model: a transformers model, or any module that has supported decoder layers below it.
         compile: compile the halves. Shapes are static: another batch shape compiles once more.
-        exchange: run the MoE halves of expert parallelism, whose experts modules hold this rank's experts. What comes
+        dispatcher: run the MoE halves of expert parallelism, whose experts modules hold this rank's experts. What comes
             before the tokens travel is compiled then; the experts are called as modules, between dispatch and combine.
 
     Raises:
@@ -492,38 +494,38 @@ def install_halves(model: nn.Module, compile: bool = False, exchange: Exchange |
         raise ValueError(
             f"{type(model).__name__} has no decoder layers that Forebay knows; supported are {', '.join(LAYERS)}"
         )
-    strict = compile or exchange is not None
+    strict = compile or dispatcher is not None
     parts = [_block_of(f"{path}.mlp", layer.mlp, strict) for path, layer in found]
-    if exchange is not None:
+    if dispatcher is not None:
         for block in parts:
             if block is not None:
-                _check_experts(block, exchange)
-    attend: Callable[..., Any] = attention_half
-    mix: Callable[..., Any] = moe_half
-    plain: Callable[..., Any] = dense_half
+                _check_experts(block, dispatcher)
+    attend: Callable[..., Any] = attention_sublayer
+    mix: Callable[..., Any] = moe_sublayer
+    plain: Callable[..., Any] = dense_sublayer
     front: Callable[..., Any] = moe_front
     if compile:
         check_compiler(next(model.parameters()).device.type)
-        attend = compile_half(attend, attention=True)
-        mix, plain, front = compile_half(mix), compile_half(plain), compile_half(front)
-    halves = Halves()
+        attend = compile_sublayer(attend, attention=True)
+        mix, plain, front = compile_sublayer(mix), compile_sublayer(plain), compile_sublayer(front)
+    sublayers = Sublayers()
     for (path, layer), block in zip(found, parts, strict=True):
-        attention = HalfSlot(f"{path}.self_attn", layer, partial(attend, layer, compile))
+        attention = SublayerSlot(f"{path}.self_attn", layer, partial(attend, layer, compile))
         if block is None:
-            mlp = HalfSlot(f"{path}.mlp", layer, partial(plain, layer))
+            mlp = SublayerSlot(f"{path}.mlp", layer, partial(plain, layer))
         else:
-            half: Callable[..., Any] = partial(mix, layer, block.names, compile)
-            if exchange is not None:
-                half = MoeStages(partial(front, layer, block.names, compile), partial(_experts, layer), exchange)
+            sublayer: Callable[..., Any] = partial(mix, layer, block.names, compile)
+            if dispatcher is not None:
+                sublayer = MoeStages(partial(front, layer, block.names, compile), partial(_experts, layer), dispatcher)
             elif not compile:
-                half = partial(_whole_if_changed, type(layer.mlp), half, layer)
-            mlp = HalfSlot(f"{path}.mlp", layer, half, light_recompute_of(block.experts))
-            if isinstance(half, MoeStages):
+                sublayer = partial(_whole_if_changed, type(layer.mlp), sublayer, layer)
+            mlp = SublayerSlot(f"{path}.mlp", layer, sublayer, light_recompute_of(block.experts))
+            if isinstance(sublayer, MoeStages):
                 # Without the module's hooks: FSDP2's would take the end of stage 3's backward for the end of the step's, and
                 # reshard everything. Whoever runs stages by themselves has gathered their parameters.
-                mlp.cut(half.front, partial(_unhooked_experts, layer))
-        halves.add(layer, TwoHalves(layer, attention, mlp, block, compile))
-    return halves
+                mlp.cut(sublayer.front, partial(_unhooked_experts, layer))
+        sublayers.add(layer, SublayerForward(layer, attention, mlp, block, compile))
+    return sublayers
 
 
 def _block_of(path: str, mlp: nn.Module, strict: bool) -> MoeBlock | None:
@@ -547,23 +549,23 @@ def _unhooked_experts(layer: Any, rows: Tensor, ids: Tensor, weights: Tensor, ma
     return y
 
 
-def _check_experts(block: MoeBlock, exchange: Exchange) -> None:
+def _check_experts(block: MoeBlock, dispatcher: TokenDispatcher) -> None:
     experts: Any = block.experts
     if light_recompute_of(experts) is None:
         raise ValueError(f"expert parallelism needs Forebay's experts (experts='forebay'), {block.path!r} has others")
-    if experts.num_experts != exchange.num_experts:
+    if experts.num_experts != dispatcher.num_experts:
         raise ValueError(
-            f"{block.path!r} has {experts.num_experts} experts, the exchange was made for {exchange.num_experts}"
+            f"{block.path!r} has {experts.num_experts} experts, the exchange was made for {dispatcher.num_experts}"
         )
     weight = experts.gate_up_proj
     held = weight.shape[0]
-    if isinstance(weight, DTensor) and exchange.size > 1:
+    if isinstance(weight, DTensor) and dispatcher.size > 1:
         # Not the local part: until FSDP2 gathers it, that is a piece. Its own mesh dimension comes before the experts'.
         held //= weight.device_mesh.shape[-1]
-    if held != exchange.local_experts:
+    if held != dispatcher.local_experts:
         raise ValueError(
-            f"{block.path!r} holds {held} experts on rank {exchange.rank}, but {exchange.num_experts} experts on "
-            f"{exchange.size} ranks are {exchange.local_experts} each: give each rank its own before"
+            f"{block.path!r} holds {held} experts on rank {dispatcher.rank}, but {dispatcher.num_experts} experts on "
+            f"{dispatcher.size} ranks are {dispatcher.local_experts} each: give each rank its own before"
         )
 
 

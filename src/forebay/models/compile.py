@@ -19,7 +19,7 @@ cross. Which operations may run again is its allow-list; we take out what stands
 An opaque operation is not on the list and so never runs twice; `tests/models/test_compile.py` holds
 all this to the byte.
 
-Compiled graphs belong to the function that `compile_half` returns and die with it.
+Compiled graphs belong to the function that `compile_sublayer` returns and die with it.
 """
 
 import types
@@ -56,8 +56,8 @@ _CUT: Mapping[str, bool] = {
 _MOST_GRAPHS = 64
 
 
-def compile_half(half: Callable[..., Any], *, attention: bool = False) -> Callable[..., Any]:
-    """`half` compiled with few saved tensors, by Inductor, in one graph, for static shapes.
+def compile_sublayer(sublayer: Callable[..., Any], *, attention: bool = False) -> Callable[..., Any]:
+    """`sublayer` compiled with few saved tensors, by Inductor, in one graph, for static shapes.
 
     Modules among the arguments are inputs: layers of the same structure share one graph. Module
     hooks inside are not watched. Another shape, dtype or structure compiles once more.
@@ -67,20 +67,20 @@ def compile_half(half: Callable[..., Any], *, attention: bool = False) -> Callab
     (before the half is first called).
 
     Args:
-        half: a plain function. Its graphs are cached for this call of `compile_half` alone.
+        sublayer: a plain function. Its graphs are cached for this call of `compile_sublayer` alone.
         attention: prefer the attention kernels of `attention_backends`.
 
     Raises (the returned function, when it compiles):
-        torch._dynamo.exc.Unsupported: something in `half` cannot be part of one graph.
+        torch._dynamo.exc.Unsupported: something in `sublayer` cannot be part of one graph.
         torch._dynamo.exc.FailOnRecompileLimitHit: more than `_MOST_GRAPHS` shapes and structures.
     """
     # Dynamo keeps its caches on the code object: a copy makes them ours, so that another model's
     # graphs do not count against the limit and ours are freed with us.
-    code = half.__code__.replace()  # type: ignore[attr-defined]
-    ours = types.FunctionType(code, half.__globals__, half.__name__)  # type: ignore[attr-defined]
+    code = sublayer.__code__.replace()  # type: ignore[attr-defined]
+    ours = types.FunctionType(code, sublayer.__globals__, sublayer.__name__)  # type: ignore[attr-defined]
     compiled = torch.compile(ours, fullgraph=True, dynamic=False, backend=_inductor)
 
-    @wraps(half)
+    @wraps(sublayer)
     def call(*args: Any, **kwargs: Any) -> Any:
         backends = attention_backends() if attention else nullcontext()
         with torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS), backends:

@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 
 from forebay.memory.page_store import PageStore
 from forebay.memory.regions import ModuleSlot, Slot, drop_setting, put_setting
-from forebay.models.blocks import Halves, light_recompute_of
+from forebay.models.blocks import Sublayers, light_recompute_of
 from forebay.models.families import all_layers, has_known_layers, innermost, moe_blocks, paths_elsewhere
-from forebay.moe.dispatch import Exchange
+from forebay.moe.dispatch import TokenDispatcher
 from forebay.policy import PLACEMENTS, Claim, PolicyError, outermost, resolve
 
 # Experts that make their first product again while the rest of their half is offloaded.
@@ -39,7 +39,7 @@ def light_experts(model: nn.Module) -> list[str]:
     return [f"{block.path}.experts" for block in moe_blocks(model) if light_recompute_of(block.experts) is not None]
 
 
-def split_remade(claims: Sequence[Claim]) -> tuple[list[Claim], list[str]]:
+def split_recompute_experts(claims: Sequence[Claim]) -> tuple[list[Claim], list[str]]:
     """(all other claims, paths of the experts that are recomputed inside an offloaded region)."""
     offloaded = [c.path for c in claims if c.placement == "offload"]
 
@@ -51,7 +51,7 @@ def split_remade(claims: Sequence[Claim]) -> tuple[list[Claim], list[str]]:
     return [c for c in claims if not inside(c)], [c.path for c in claims if inside(c)]
 
 
-def switch_remade(model: nn.Module, paths: Sequence[str], on: bool) -> None:
+def switch_recompute_experts(model: nn.Module, paths: Sequence[str], on: bool) -> None:
     """Experts at `paths` save little, or as much as they do by themselves."""
     for path in paths:
         switch = light_recompute_of(model.get_submodule(path))
@@ -62,22 +62,24 @@ def switch_remade(model: nn.Module, paths: Sequence[str], on: bool) -> None:
 @contextmanager
 def saving_all(model: nn.Module, paths: Sequence[str]) -> Iterator[None]:
     """Within, experts at `paths` save as much as they do by themselves."""
-    switch_remade(model, paths, False)
+    switch_recompute_experts(model, paths, False)
     try:
         yield
     finally:
-        switch_remade(model, paths, True)
+        switch_recompute_experts(model, paths, True)
 
 
 # Placement ``stash``: which experts' rows wait in pages, and the store they wait in.
 #
-# In: claims of a policy on a model whose MoE halves run in stages (`forebay.manage(exchange=...)`). Out: the experts modules that
-# the claims mean, each told the `PageStore` through its setting `forebay_pages`. A claim on a MoE half means its experts.
+# In: claims of a policy on a model whose MoE halves run in stages (`forebay.manage(dispatcher=...)`). Out: the experts modules
+# that the claims mean, each told the `PageStore` through its setting `forebay_pages`. A claim on a MoE half means its experts.
 #
 # The store belongs to the caller; `remove_stash` takes the setting off again.
 
 
-def split_stash(model: nn.Module, claims: Sequence[Claim], exchange: Exchange | None) -> tuple[list[Claim], list[str]]:
+def split_stash(
+    model: nn.Module, claims: Sequence[Claim], dispatcher: TokenDispatcher | None
+) -> tuple[list[Claim], list[str]]:
     """(all other claims, paths of the experts modules that are stashed).
 
     Raises:
@@ -95,7 +97,7 @@ def split_stash(model: nn.Module, claims: Sequence[Claim], exchange: Exchange | 
                 f"{claim.pattern!r} puts 'stash' on {claim.path!r}, which is no paged region; valid are the experts of MoE layers"
                 + (f", such as {next(iter(blocks))}.experts" if blocks else ", and this model has none")
             )
-        if exchange is None or light_recompute_of(block.experts) is None:
+        if dispatcher is None or light_recompute_of(block.experts) is None:
             raise PolicyError(
                 f"{claim.pattern!r} puts 'stash' on {claim.path!r}, but without expert parallelism over Forebay's experts its "
                 "rows are counted on the host, and nothing is padded: use 'keep', 'recompute' or 'offload', or give an exchange"
@@ -131,38 +133,37 @@ class Regions:
     """What a policy comes to.
 
     Attributes:
-        slots: in forward order.
-        claims: on them.
-        stashed, remade: the experts modules whose rows are stashed, and those that make their first product again inside an
+        slots: in forward order. claims: on them. stashed, recompute_experts: the experts modules whose rows are stashed, and
+        those that make their first product again inside an
             offloaded region.
     """
 
     slots: Mapping[str, Slot]
     claims: list[Claim]
     stashed: Sequence[str]
-    remade: Sequence[str]
+    recompute_experts: Sequence[str]
 
 
 def regions_of(
     model: nn.Module,
-    halves: Halves,
+    sublayers: Sublayers,
     policy: str | Mapping[str, str],
     sealed: Mapping[str, str],
-    exchange: Exchange | None,
+    dispatcher: TokenDispatcher | None,
     recompute: str,
 ) -> Regions:
     """The regions of a model under a policy; the arguments are those of `forebay.manage`.
 
     Args:
-        sealed: see `sealed_in_halves`; empty where nothing is compiled.
+        sealed: see `sealed_in_sublayers`; empty where nothing is compiled.
 
     Raises:
         PolicyError: a policy that is unknown, matches nothing, or asks for what cannot be combined.
     """
-    default = list(halves) or _children_of_lists(model)
-    claims = _claims(model, default, policy, sealed, exchange, recompute)
-    claims, stashed = split_stash(model, claims, exchange)
-    claims, remade = split_remade(claims)
+    default = list(sublayers) or _children_of_lists(model)
+    claims = _claims(model, default, policy, sealed, dispatcher, recompute)
+    claims, stashed = split_stash(model, claims, dispatcher)
+    claims, recompute_experts = split_recompute_experts(claims)
     claimed = {c.path for c in claims if c.placement != "keep"}
     # Regions that are kept still mark the passing of time, by which copies are settled and begun.
     marks = [p for p in default if not any(p.startswith(f"{c}.") or not c for c in claimed - {p})]
@@ -170,8 +171,8 @@ def regions_of(
     slots: dict[str, Slot] = {}
     for path, module in model.named_modules():
         if path in wanted:
-            slots[path] = halves[path] if path in halves else ModuleSlot(module, light_recompute_of(module))
-    return Regions(slots, [c for c in claims if c.path in slots], stashed, remade)
+            slots[path] = sublayers[path] if path in sublayers else ModuleSlot(module, light_recompute_of(module))
+    return Regions(slots, [c for c in claims if c.path in slots], stashed, recompute_experts)
 
 
 def _claims(
@@ -179,7 +180,7 @@ def _claims(
     default: Sequence[str],
     policy: str | Mapping[str, str],
     sealed: Mapping[str, str],
-    exchange: Exchange | None,
+    dispatcher: TokenDispatcher | None,
     recompute: str,
 ) -> list[Claim]:
     """What the policy says of modules that are there. `default`: paths of the regions of a policy that names none."""
@@ -199,7 +200,7 @@ def _claims(
         paths = [b.path for b in moe_blocks(model)] if moe else default
         return [Claim(path, policy, policy) for path in paths]
     # Of a part, patterns may name layers that other ranks hold; what a compiled half seals here is sealed there too.
-    open_ones = (".self_attn", ".mlp") if exchange is None else (".self_attn", ".mlp", ".mlp.experts")
+    open_ones = (".self_attn", ".mlp") if dispatcher is None else (".self_attn", ".mlp", ".mlp.experts")
     elsewhere = [p for p in paths_elsewhere(model) if not sealed or p.endswith(open_ones) or p.count(".") == 2]
     light = [*light_experts(model), *(p for p in elsewhere if p.endswith(".experts"))] if recompute == "light" else ()
     return [c for c in resolve(policy, [*modules, *elsewhere], sealed, light) if c.path in modules]
@@ -220,15 +221,15 @@ def _children_of_lists(model: nn.Module) -> list[str]:
     return found
 
 
-def sealed_in_halves(model: nn.Module, halves: Halves, exchange: Exchange | None) -> dict[str, str]:
+def sealed_in_sublayers(model: nn.Module, sublayers: Sublayers, dispatcher: TokenDispatcher | None) -> dict[str, str]:
     """Modules that run inside a compiled half, and which. Under an exchange experts run between two of them."""
     sealed = {}
-    between = {f"{block.path}.experts" for block in moe_blocks(model)} if exchange is not None else set()
-    layers = {path.rpartition(".")[0] for path in halves}
+    between = {f"{block.path}.experts" for block in moe_blocks(model)} if dispatcher is not None else set()
+    layers = {path.rpartition(".")[0] for path in sublayers}
     for path, _ in model.named_modules():
         for layer in layers:
-            if path.startswith(f"{layer}.") and path not in halves and path not in between:
+            if path.startswith(f"{layer}.") and path not in sublayers and path not in between:
                 inner = path[len(layer) + 1 :]
-                half = "self_attn" if inner.startswith(("self_attn", "input_layernorm")) else "mlp"
-                sealed[path] = f"{layer}.{half}"
+                sublayer = "self_attn" if inner.startswith(("self_attn", "input_layernorm")) else "mlp"
+                sealed[path] = f"{layer}.{sublayer}"
     return sealed

@@ -199,30 +199,30 @@ class RouterStats:
         return torch.zeros(weight.shape[0], dtype=torch.int64, device=weight.device)
 
 
-def balance_loss(said: Sequence[tuple[Tensor, Tensor]], attention_mask: Tensor | None = None) -> Tensor:
+def balance_loss(router_outputs: Sequence[tuple[Tensor, Tensor]], attention_mask: Tensor | None = None) -> Tensor:
     """The auxiliary loss of Switch Transformer: E * sum over experts of (share of choices) * (mean probability).
 
     A token all of whose ids are -1 (padding, routed nowhere) does not count, as if it were masked; a single id of -1 is no
     choice. The loss of no tokens at all is 0, with gradients of 0.
 
     Args:
-        said: (logits [T, E], ids [T, K]) of each router; tokens of all layers count alike. T may be 0.
+        router_outputs: (logits [T, E], ids [T, K]) of each router; tokens of all layers count alike. T may be 0.
         attention_mask: [B, S], 0 where a token does not count.
 
     Raises:
         ValueError: no router, routers with different numbers of experts, or a mask with another number of tokens than a router
             saw.
     """
-    if not said:
+    if not router_outputs:
         raise ValueError("balance_loss of no router: give (logits, ids) of at least one")
-    device, experts = said[0][0].device, said[0][0].shape[1]
+    device, experts = router_outputs[0][0].device, router_outputs[0][0].shape[1]
     mask = None
     if attention_mask is not None:
         mask = attention_mask.reshape(-1).to(device, torch.float32)
     chosen = torch.zeros(experts, device=device)
     probability = torch.zeros(experts, device=device)
     rows = torch.zeros((), device=device)
-    for logits, ids in said:
+    for logits, ids in router_outputs:
         if logits.shape[1] != experts:
             raise ValueError(
                 f"a router has {logits.shape[1]} experts, the first one {experts}: take their losses apart"

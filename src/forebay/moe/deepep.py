@@ -17,7 +17,7 @@ handle serves combine and the gradient of dispatch.
 The host waits once a layer, in dispatch, for the counts. Results are ordered and summed as by `NcclExchange`, in fp32 in the
 order of ranks, within a host; between hosts DeepEP orders and rounds in its own way. R is the exact number of rows.
 
-A `DeepEpExchange` owns a `Buffer` and its memory. It leaves the settings that all buffers of a process share as they are.
+A `DeepEpDispatcher` owns a `Buffer` and its memory. It leaves the settings that all buffers of a process share as they are.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from forebay.moe.dispatch import Exchange, Handle, aligned, host_int
+from forebay.moe.dispatch import Handle, TokenDispatcher, aligned, host_int
 
 _RANKS_OF_A_HOST = 8  # DeepEP's own bound: more ranks are several hosts, and its handles are others then
 
 
-class DeepEpExchange(Exchange):
+class DeepEpDispatcher(TokenDispatcher):
     """Dispatch and combine by a `deep_ep.Buffer`.
 
     Args:
@@ -83,7 +83,7 @@ class DeepEpExchange(Exchange):
         )
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor, Handle]:
-        """See `Exchange.dispatch`. ValueError for rows or weights of another kind than the exchange was made for."""
+        """See `TokenDispatcher.dispatch`. ValueError for rows or weights of another kind than the exchange was made for."""
         buffer = self._open()
         self._check_rows(x)
         if weights.dtype == torch.float64:
@@ -106,7 +106,7 @@ class DeepEpExchange(Exchange):
         return rows, local_ids.to(torch.int32), row_weights.to(weights.dtype), [counts, *handle]
 
     def spread(self, values: Tensor, handle: Sequence[Tensor], n_rows: int) -> Tensor:
-        """See `Exchange.spread`."""
+        """See `TokenDispatcher.spread`."""
         buffer = self._open()
         self._check_rows(values)
         return buffer.dispatch(values.contiguous(), handle=tuple(handle[1:]), config=self._settings[0])[0]
@@ -114,7 +114,7 @@ class DeepEpExchange(Exchange):
     def collect(
         self, rows: Tensor, narrow: Tensor | None, handle: Sequence[Tensor], n_tokens: int, init: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """See `Exchange.collect`. An `init` that is not bf16 is added after the sum was rounded."""
+        """See `TokenDispatcher.collect`. An `init` that is not bf16 is added after the sum was rounded."""
         buffer = self._open()
         self._check_rows(rows)
         # `bias` is what DeepEP adds first, in fp32.
@@ -135,7 +135,7 @@ class DeepEpExchange(Exchange):
         return aligned(host_int(handle[0][1]))
 
     def fake_handle(self, tokens: int, slots_per_token: int, device: torch.device) -> tuple[int | None, Handle]:
-        """See `Exchange.fake_handle`. RuntimeError for ranks of several hosts."""
+        """See `TokenDispatcher.fake_handle`. RuntimeError for ranks of several hosts."""
         if self.size > _RANKS_OF_A_HOST:
             raise RuntimeError(
                 f"the deepep exchange of {self.size} ranks cannot be traced, only run: several hosts have other handles"

@@ -60,7 +60,7 @@ ALIGNMENT = 256
 same sizes again: a step's blocks are then found instead of split (H = 2048 in bf16: 1 MiB)."""
 
 
-class Exchange(OpaqueBase):
+class TokenDispatcher(OpaqueBase):
     """What backends have in common. An opaque argument of the operations: torch passes it on and never looks inside.
 
     Attributes:
@@ -84,7 +84,7 @@ class Exchange(OpaqueBase):
         self.rank, self.size, self.num_experts = rank, size, num_experts
         self._handles: list[StorageWeakRef] = []
 
-    def __deepcopy__(self, _: Any) -> Exchange:
+    def __deepcopy__(self, _: Any) -> TokenDispatcher:
         """Itself: torch.compile copies its graphs, and a process group exists once."""
         return self
 
@@ -159,7 +159,7 @@ class Exchange(OpaqueBase):
 
 
 # `typ="reference"`: an object with identity, never specialised on.
-register_opaque_type(Exchange, typ="reference")
+register_opaque_type(TokenDispatcher, typ="reference")
 
 
 def host_int(number: Tensor) -> int:
@@ -189,7 +189,7 @@ def check_ids(ids: Tensor, num_experts: int) -> None:
 # `forebay.moe.dispatch_op` goes around its operations for one rank; callers need not ask how many ranks there are.
 
 
-class LocalExchange(Exchange):
+class LocalDispatcher(TokenDispatcher):
     """One rank with all E experts. Its handles are empty lists."""
 
     def __init__(self, num_experts: int):
@@ -237,7 +237,7 @@ class LocalExchange(Exchange):
 # Bytes on the wire, each way: 2H a row in bf16, and 4K + (2 or 4)K for its slots; at H = 2048, K = 8 that is 4096 + 64.
 
 
-class NcclExchange(Exchange):
+class NcclDispatcher(TokenDispatcher):
     """Dispatch by `all_to_all_single` with exact splits.
 
     Args:
@@ -250,7 +250,7 @@ class NcclExchange(Exchange):
         self._group: Any = group
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor, Handle]:
-        """See `Exchange.dispatch`."""
+        """See `TokenDispatcher.dispatch`."""
         goes, per_rank = who_goes(ids, self.num_experts, self.size)
         counts = torch.stack([goes.sum(0), per_rank], 1)
         received = torch.empty_like(counts)
@@ -269,7 +269,7 @@ class NcclExchange(Exchange):
         return rows, local_ids, row_weights, handle
 
     def spread(self, values: Tensor, handle: Sequence[Tensor], n_rows: int) -> Tensor:
-        """See `Exchange.spread`."""
+        """See `TokenDispatcher.spread`."""
         sent, _, splits = handle
         out, back = self._splits(splits)
         rows = values.new_empty((n_rows, values.shape[1]))
@@ -279,7 +279,7 @@ class NcclExchange(Exchange):
     def collect(
         self, rows: Tensor, narrow: Tensor | None, handle: Sequence[Tensor], n_tokens: int, init: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """See `Exchange.collect`."""
+        """See `TokenDispatcher.collect`."""
         wide = self._return(rows, handle, init)
         return wide, None if narrow is None else self._return(narrow, handle, None)
 
@@ -288,7 +288,7 @@ class NcclExchange(Exchange):
         return aligned(host_int(handle[2][-1]))
 
     def fake_handle(self, tokens: int, slots_per_token: int, device: torch.device) -> tuple[int | None, Handle]:
-        """See `Exchange.fake_handle`; R and S are known on the device only."""
+        """See `TokenDispatcher.fake_handle`; R and S are known on the device only."""
         sent = torch.empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.int32, device=device)
         places = torch.empty((tokens, self.size), dtype=torch.int32, device=device)
         return None, [sent, places, torch.empty(2 * self.size + 1, dtype=torch.int64)]
@@ -349,14 +349,14 @@ def _from_int32(words: Tensor, dtype: torch.dtype) -> Tensor:
 
 # An exchange by name, or the fastest one that works here.
 #
-# In: a backend's name, the expert-parallel process group and the shapes of a layer. Out: an `Exchange`, which the caller closes.
-# Backends are imported when they are chosen: none of them is needed for another one.
+# In: a backend's name, the expert-parallel process group and the shapes of a layer. Out: an `TokenDispatcher`, which the caller
+# closes. Backends are imported when they are chosen: none of them is needed for another one.
 
 BACKENDS = ("auto", "nccl", "symmetric", "deepep")
 _SYMMETRIC_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def make_exchange(
+def make_dispatcher(
     backend: str,
     group: dist.ProcessGroup | None,
     num_experts: int,
@@ -367,7 +367,7 @@ def make_exchange(
     dtype: torch.dtype,
     capacity_factor: float | None = None,
     programs: int | None = None,
-) -> Exchange:
+) -> TokenDispatcher:
     """The exchange of a group. Collective: all ranks of the group call it with the same arguments.
 
     Args:
@@ -379,7 +379,7 @@ def make_exchange(
         hidden, slots_per_token, dtype: H, K, and the rows' dtype.
         capacity_factor: for "symmetric": receive up to this times the even load, without any host synchronisation; None for
             exact sizes, with one a layer.
-        programs: for "symmetric": see `forebay.moe.symmetric.SymmetricExchange`.
+        programs: for "symmetric": see `forebay.moe.symmetric.SymmetricDispatcher`.
 
     Raises:
         ValueError: an unknown backend, a capacity factor below 1, experts that the ranks do not divide, shapes that the
@@ -393,14 +393,14 @@ def make_exchange(
             f"capacity_factor must be at least 1 (an even load), or None for exact sizes; got {capacity_factor}"
         )
     if group is None or group.size() == 1:
-        return LocalExchange(num_experts)
+        return LocalDispatcher(num_experts)
     if backend == "auto":
         fits = dtype in _SYMMETRIC_DTYPES and hidden * dtype.itemsize % 16 == 0
         backend = "symmetric" if fits and _peers_are_reachable(group) else "nccl"
     if backend == "symmetric":
-        from forebay.moe.symmetric import SymmetricExchange
+        from forebay.moe.symmetric import SymmetricDispatcher
 
-        return SymmetricExchange(
+        return SymmetricDispatcher(
             group,
             num_experts,
             tokens=tokens,
@@ -411,12 +411,12 @@ def make_exchange(
             exact=capacity_factor is None,
         )
     if backend == "deepep":
-        from forebay.moe.deepep import DeepEpExchange
+        from forebay.moe.deepep import DeepEpDispatcher
 
-        return DeepEpExchange(group, num_experts, hidden=hidden, dtype=dtype)
+        return DeepEpDispatcher(group, num_experts, hidden=hidden, dtype=dtype)
     pass
 
-    return NcclExchange(group, num_experts)
+    return NcclDispatcher(group, num_experts)
 
 
 def _peers_are_reachable(group: dist.ProcessGroup) -> bool:

@@ -14,12 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from forebay.moe.dispatch import Exchange
+from forebay.moe.dispatch import TokenDispatcher
 
 # `forebay::dispatch` and `forebay::combine`: what autograd sees of an exchange.
 #
-# In: tokens and a router's choice, and an `Exchange`. Out: a `Dispatched`, whose handle goes to `combine`. Both are operations
-# with fake implementations and autograd, so a checkpoint policy can name them, and a trace without a device can run them.
+# In: tokens and a router's choice, and an `TokenDispatcher`. Out: a `Dispatched`, whose handle goes to `combine`. Both are
+# operations with fake implementations and autograd, so a checkpoint policy can name them, and a trace without a device can run
+# them.
 #
 #     dispatch(x, ids, weights, exchange) -> rows, ids, weights, handle      gradient: forebay::collect
 #     experts(rows, ids, weights, ...)    -> y_rows
@@ -36,7 +37,7 @@ class Handle:
     """The way back of dispatched rows: pass it to `combine`."""
 
     tensors: list[Tensor]
-    exchange: Exchange
+    dispatcher: TokenDispatcher
     n_tokens: int
 
 
@@ -59,7 +60,7 @@ class Dispatched:
     handle: Handle
 
 
-def dispatch(x: Tensor, ids: Tensor, weights: Tensor, exchange: Exchange) -> Dispatched:
+def dispatch(x: Tensor, ids: Tensor, weights: Tensor, dispatcher: TokenDispatcher) -> Dispatched:
     """Send each token to every rank that holds one of its experts, once.
 
     Args:
@@ -74,11 +75,11 @@ def dispatch(x: Tensor, ids: Tensor, weights: Tensor, exchange: Exchange) -> Dis
         raise ValueError(
             f"x [T, H], ids and weights [T, K] do not fit: {tuple(x.shape)}, {tuple(ids.shape)}, {tuple(weights.shape)}"
         )
-    if exchange.size == 1:
-        return Dispatched(x, ids, weights, None, Handle([], exchange, x.shape[0]))
-    rows, local_ids, row_weights, handle = dispatch_op(x, ids, weights, exchange)
-    max_rows = exchange.max_rows(handle, rows.shape[0], ids.shape[1])
-    return Dispatched(rows, local_ids, row_weights, max_rows, Handle(handle, exchange, x.shape[0]))
+    if dispatcher.size == 1:
+        return Dispatched(x, ids, weights, None, Handle([], dispatcher, x.shape[0]))
+    rows, local_ids, row_weights, handle = dispatch_op(x, ids, weights, dispatcher)
+    max_rows = dispatcher.max_rows(handle, rows.shape[0], ids.shape[1])
+    return Dispatched(rows, local_ids, row_weights, max_rows, Handle(handle, dispatcher, x.shape[0]))
 
 
 def combine(rows: Tensor, handle: Handle, init: Tensor | None = None) -> Tensor:
@@ -88,24 +89,24 @@ def combine(rows: Tensor, handle: Handle, init: Tensor | None = None) -> Tensor:
         rows: [R, H], one for each row that was dispatched.
         init: [T, H], such as the residual; added first, in the same pass.
     """
-    if handle.exchange.size == 1:
+    if handle.dispatcher.size == 1:
         return rows if init is None else init + rows
-    return combine_op(rows, init, handle.tensors, handle.n_tokens, handle.exchange)
+    return combine_op(rows, init, handle.tensors, handle.n_tokens, handle.dispatcher)
 
 
 @torch.library.custom_op("forebay::dispatch", mutates_args=())
 def dispatch_op(
-    x: Tensor, ids: Tensor, weights: Tensor, exchange: Exchange
+    x: Tensor, ids: Tensor, weights: Tensor, dispatcher: TokenDispatcher
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """See `Exchange.dispatch`."""
-    rows, local_ids, row_weights, handle = exchange.dispatch(x, ids, weights)
-    exchange.watch(handle)
+    """See `TokenDispatcher.dispatch`."""
+    rows, local_ids, row_weights, handle = dispatcher.dispatch(x, ids, weights)
+    dispatcher.watch(handle)
     return rows, local_ids, row_weights, handle
 
 
 @dispatch_op.register_fake
-def _(x, ids, weights, exchange):
-    n_rows, handle = exchange.fake_handle(x.shape[0], ids.shape[1], x.device)
+def _(x, ids, weights, dispatcher):
+    n_rows, handle = dispatcher.fake_handle(x.shape[0], ids.shape[1], x.device)
     if n_rows is None:
         n_rows = torch.library.get_ctx().new_dynamic_size()
     slots = (n_rows, ids.shape[1])
@@ -114,54 +115,56 @@ def _(x, ids, weights, exchange):
 
 
 @torch.library.custom_op("forebay::combine", mutates_args=())
-def combine_op(rows: Tensor, init: Tensor | None, handle: list[Tensor], n_tokens: int, exchange: Exchange) -> Tensor:
-    """See `Exchange.collect`."""
-    return exchange.collect(rows, None, handle, n_tokens, init)[0]
+def combine_op(
+    rows: Tensor, init: Tensor | None, handle: list[Tensor], n_tokens: int, dispatcher: TokenDispatcher
+) -> Tensor:
+    """See `TokenDispatcher.collect`."""
+    return dispatcher.collect(rows, None, handle, n_tokens, init)[0]
 
 
 @combine_op.register_fake
-def _(rows, init, handle, n_tokens, exchange):
+def _(rows, init, handle, n_tokens, dispatcher):
     return rows.new_empty((n_tokens, rows.shape[1]))
 
 
 @torch.library.custom_op("forebay::spread", mutates_args=())
-def spread_op(values: Tensor, handle: list[Tensor], n_rows: int, exchange: Exchange) -> Tensor:
-    """See `Exchange.spread`. Gradient of combine."""
-    return exchange.spread(values, handle, n_rows)
+def spread_op(values: Tensor, handle: list[Tensor], n_rows: int, dispatcher: TokenDispatcher) -> Tensor:
+    """See `TokenDispatcher.spread`. Gradient of combine."""
+    return dispatcher.spread(values, handle, n_rows)
 
 
 @spread_op.register_fake
-def _(values, handle, n_rows, exchange):
+def _(values, handle, n_rows, dispatcher):
     return values.new_empty((n_rows, values.shape[1]))
 
 
 @torch.library.custom_op("forebay::collect", mutates_args=())
 def collect_op(
-    rows: Tensor, narrow: Tensor, handle: list[Tensor], n_tokens: int, exchange: Exchange
+    rows: Tensor, narrow: Tensor, handle: list[Tensor], n_tokens: int, dispatcher: TokenDispatcher
 ) -> tuple[Tensor, Tensor]:
-    """See `Exchange.collect`. Gradient of dispatch."""
-    wide, thin = exchange.collect(rows, narrow, handle, n_tokens, None)
+    """See `TokenDispatcher.collect`. Gradient of dispatch."""
+    wide, thin = dispatcher.collect(rows, narrow, handle, n_tokens, None)
     assert thin is not None
     return wide, thin
 
 
 @collect_op.register_fake
-def _(rows, narrow, handle, n_tokens, exchange):
+def _(rows, narrow, handle, n_tokens, dispatcher):
     return rows.new_empty((n_tokens, rows.shape[1])), narrow.new_empty((n_tokens, narrow.shape[1]))
 
 
 def _dispatch_setup(ctx, inputs, output) -> None:
-    x, _, _, exchange = inputs
+    x, _, _, dispatcher = inputs
     _, local_ids, _, handle = output
     ctx.mark_non_differentiable(local_ids, *handle)
     # Every rank has to take part in backward, also one whose rows got no gradient: zeros are made for it.
-    ctx.exchange, ctx.n_tokens = exchange, x.shape[0]
+    ctx.dispatcher, ctx.n_tokens = dispatcher, x.shape[0]
     ctx.save_for_backward(*handle)
 
 
 def _dispatch_backward(ctx, d_rows, _, d_weights, __):
     dx, dw = collect_op(
-        d_rows.contiguous(), d_weights.contiguous(), list(ctx.saved_tensors), ctx.n_tokens, ctx.exchange
+        d_rows.contiguous(), d_weights.contiguous(), list(ctx.saved_tensors), ctx.n_tokens, ctx.dispatcher
     )
     need_x, _, need_weights, _ = ctx.needs_input_grad
     return dx if need_x else None, None, dw if need_weights else None, None
@@ -171,8 +174,8 @@ dispatch_op.register_autograd(_dispatch_backward, setup_context=_dispatch_setup)
 
 
 def _combine_setup(ctx, inputs, output) -> None:
-    rows, _, handle, _, exchange = inputs
-    ctx.exchange, ctx.n_rows = exchange, rows.shape[0]
+    rows, _, handle, _, dispatcher = inputs
+    ctx.dispatcher, ctx.n_rows = dispatcher, rows.shape[0]
     # Not saved as tensors: a recomputation would then have to run combine again only to save them. They have no graph of their
     # own, so holding them here makes no cycle, and they are small.
     ctx.handle = list(handle)
@@ -180,7 +183,7 @@ def _combine_setup(ctx, inputs, output) -> None:
 
 def _combine_backward(ctx, dy):
     need_rows, need_init, *_ = ctx.needs_input_grad
-    d_rows = spread_op(dy.contiguous(), ctx.handle, ctx.n_rows, ctx.exchange) if need_rows else None
+    d_rows = spread_op(dy.contiguous(), ctx.handle, ctx.n_rows, ctx.dispatcher) if need_rows else None
     return d_rows, dy if need_init else None, [None] * len(ctx.handle), None, None
 
 
@@ -225,17 +228,17 @@ class MoeStages:
     Attributes:
         front: x [B, S, H] -> `Front`.
         experts: (rows [R, H], ids [R, K], weights [R, K], max_rows) -> [R, H]; see `forebay.moe.experts.experts`.
-        exchange: how tokens travel.
+        dispatcher: how tokens travel.
     """
 
     front: Callable[[Tensor], Front]
     experts: Callable[[Tensor, Tensor, Tensor, int | None], Tensor]
-    exchange: Exchange
+    dispatcher: TokenDispatcher
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(hidden states [B, S, H], router logits [T, E], ids [T, K]): all stages in sequence."""
         residual, rows, ids, weights, logits = self.front(x)
-        sent = dispatch(rows, ids, weights, self.exchange)
+        sent = dispatch(rows, ids, weights, self.dispatcher)
         y_rows = self.experts(sent.rows, sent.ids, sent.weights, sent.max_rows)
         y = combine(y_rows, sent.handle, residual)
         # No view to autograd, as the layer's own sum would be none: FSDP2 hooks layers' outputs, and warns of views.

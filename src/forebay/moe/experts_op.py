@@ -241,14 +241,14 @@ def experts_backward(
     need_down: bool,
     need_gate_up_bias: bool,
     need_down_bias: bool,
-    weights_later: bool = False,
+    defer_weight_gradients: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of (x, weights, gate_up, down, gate_up_bias, down_bias), empty where not needed.
 
     x is None where it was not saved, h where it is to be made again; x may be what brings it when it is wanted, and h may
     lie in pages. Each tensor of T*K rows is dropped as soon as its last reader is done; the module docstring has the peak.
 
-    With `weights_later`, dh [R, 2I] and act [R, I] come in the places of gate_up's and down's gradients: what
+    With `defer_weight_gradients`, dh [R, 2I] and act [R, I] come in the places of gate_up's and down's gradients: what
     `experts_weight_backward_op` makes those of.
     """
     glu = Glu(activation, interleaved, alpha, limit)
@@ -265,7 +265,9 @@ def experts_backward(
         )  # fmt: skip
         if need_down:
             assert act is not None and dy_rows is not None
-            d_down = act if weights_later else _weight_gradient(dy_rows, act, offs, tokens_first=not transposed)
+            d_down = (
+                act if defer_weight_gradients else _weight_gradient(dy_rows, act, offs, tokens_first=not transposed)
+            )
         del dy_rows, act
         if need_x:
             dx = _x_gradient(dh, gate_up, routing, transposed)
@@ -275,7 +277,9 @@ def experts_backward(
         if need_gate_up:
             assert x is not None and dh is not None, "x is saved wherever gate_up is trained"
             d_gate_up = (
-                dh if weights_later else _gathered_gradient(_now(x), dh, order, offs, inverse.shape[1], transposed)
+                dh
+                if defer_weight_gradients
+                else _gathered_gradient(_now(x), dh, order, offs, inverse.shape[1], transposed)
             )
         del dh
         d_weights, d_down_bias = _routing_and_down_bias_gradients(
@@ -308,13 +312,13 @@ def experts_backward_op(
     need_down: bool,
     need_gate_up_bias: bool,
     need_down_bias: bool,
-    weights_later: bool = False,
+    defer_weight_gradients: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`experts_backward`, h a tensor."""
     return experts_backward(
         dy, x, h, order, inverse, offs, weights, gate_up, down, gate_up_bias, down_bias,
         activation, interleaved, transposed, alpha, limit,
-        need_x, need_weights, need_gate_up, need_down, need_gate_up_bias, need_down_bias, weights_later,
+        need_x, need_weights, need_gate_up, need_down, need_gate_up_bias, need_down_bias, defer_weight_gradients,
     )  # fmt: skip
 
 
@@ -322,13 +326,13 @@ def experts_backward_op(
 def _(
     dy, x, h, order, inverse, offs, weights, gate_up, down, gate_up_bias, down_bias,
     activation, interleaved, transposed, alpha, limit,
-    need_x, need_weights, need_gate_up, need_down, need_gate_up_bias, need_down_bias, weights_later=False,
+    need_x, need_weights, need_gate_up, need_down, need_gate_up_bias, need_down_bias, defer_weight_gradients=False,
 ):  # fmt: skip
     def like(t, need):
         return t.new_empty(t.shape) if need else dy.new_empty(0)
 
     first, second = gate_up, down
-    if weights_later:
+    if defer_weight_gradients:
         rows, inner = order.shape[0], down.shape[1] if transposed else down.shape[2]
         first, second = dy.new_empty((rows, 2 * inner)), dy.new_empty((rows, inner))
     return (
@@ -345,7 +349,7 @@ def _(
 def experts_weight_backward_op(
     tokens: Tensor, rows: Tensor, order: Tensor, offs: Tensor, slots_per_token: int, tokens_first: bool
 ) -> Tensor:
-    """The gradient of gate_up or down, of what `experts_backward` with `weights_later` handed out.
+    """The gradient of gate_up or down, of what `experts_backward` with `defer_weight_gradients` handed out.
 
     Args:
         tokens, rows: x [T, H] and dh [R, 2I] for gate_up, dy [T, H] and act [R, I] for down.
@@ -447,13 +451,13 @@ def _experts_backward_flop(
     dy, x, h, order, inverse, offs, weights, gate_up, down, gate_up_bias, down_bias,
     activation, interleaved, transposed, alpha, limit,
     need_x, need_weights, need_gate_up, need_down, need_gate_up_bias, need_down_bias,
-    weights_later=False, out_shape=None, **kwargs,
+    defer_weight_gradients=False, out_shape=None, **kwargs,
 ) -> int:  # fmt: skip
     """One product of a projection for each gradient that is asked for here, and one to make h again."""
     need_dh = need_x or need_gate_up or need_gate_up_bias
     need_da = need_dh or need_weights
-    first = (h is None and (need_da or need_down)) + need_x + (need_gate_up and not weights_later)
-    second = need_da + (need_down and not weights_later)
+    first = (h is None and (need_da or need_down)) + need_x + (need_gate_up and not defer_weight_gradients)
+    second = need_da + (need_down and not defer_weight_gradients)
     return 2 * order[0] * (gate_up[1] * gate_up[2] * first + down[1] * down[2] * second)
 
 

@@ -44,12 +44,12 @@ from torch import Tensor
 from forebay.kernels.symm_combine import return_rows
 from forebay.kernels.symm_dispatch import exchange_tokens, exchange_values, receive_tokens, send_tokens
 from forebay.kernels.symm_mem import LATE, PeerLayout, PeerMemory, read_counts
-from forebay.moe.dispatch import Exchange, Handle, aligned, host_int
+from forebay.moe.dispatch import Handle, TokenDispatcher, aligned, host_int
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-class SymmetricExchange(Exchange):
+class SymmetricDispatcher(TokenDispatcher):
     """Dispatch and combine over the peers' memory.
 
     Args:
@@ -137,7 +137,7 @@ class SymmetricExchange(Exchange):
         )
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor, Handle]:
-        """See `Exchange.dispatch`. ValueError for tokens that the exchange was not made for."""
+        """See `TokenDispatcher.dispatch`. ValueError for tokens that the exchange was not made for."""
         peers = self._open()
         self._check_rows("x", x, self._tokens)
         if ids.shape[1] != self._slots or weights.dtype not in _DTYPES:
@@ -162,7 +162,7 @@ class SymmetricExchange(Exchange):
         return rows, local_ids, row_weights, [source, places, starts, counts]
 
     def spread(self, values: Tensor, handle: Sequence[Tensor], n_rows: int) -> Tensor:
-        """See `Exchange.spread`."""
+        """See `TokenDispatcher.spread`."""
         peers = self._open()
         source, places, starts, *_ = handle
         self._check_rows("values", values, places.shape[0])
@@ -171,7 +171,7 @@ class SymmetricExchange(Exchange):
     def collect(
         self, rows: Tensor, narrow: Tensor | None, handle: Sequence[Tensor], n_tokens: int, init: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """See `Exchange.collect`."""
+        """See `TokenDispatcher.collect`."""
         peers = self._open()
         source, places, starts, *_ = handle
         self._check_rows("rows", rows, source.shape[0])
@@ -186,7 +186,7 @@ class SymmetricExchange(Exchange):
         return aligned(host_int(handle[3][1])) if len(handle) == 4 else self.capacity_slots
 
     def fake_handle(self, tokens: int, slots_per_token: int, device: torch.device) -> tuple[int | None, Handle]:
-        """See `Exchange.fake_handle`."""
+        """See `TokenDispatcher.fake_handle`."""
         rows: Any = torch.library.get_ctx().new_dynamic_size() if self._exact else self.capacity_rows
         handle = [
             torch.empty(rows, dtype=torch.int32, device=device),
@@ -197,8 +197,8 @@ class SymmetricExchange(Exchange):
 
     @contextmanager
     def exactly(self) -> Iterator[None]:
-        """See `Exchange.exactly`. Waits for the device once, and raises RuntimeError if a rank did not come in time before: what
-        it did not send has no size."""
+        """See `TokenDispatcher.exactly`. Waits for the device once, and raises RuntimeError if a rank did not come in
+        time before: what it did not send has no size."""
         if self._exact:
             yield
             return
@@ -210,25 +210,25 @@ class SymmetricExchange(Exchange):
             self._exact = False
 
     def lost_flag(self) -> Tensor | None:
-        """See `Exchange.lost_flag`: by how many slots the largest need went over the capacity. None if none can."""
+        """See `TokenDispatcher.lost_flag`: by how many slots the largest need went over the capacity. None if none can."""
         if not self._can_lose:
             return None
         return (self._noted().amax(0, keepdim=True) - self.capacity_slots).clamp_(min=0)
 
     def clear_lost(self) -> None:
-        """See `Exchange.clear_lost`."""
+        """See `TokenDispatcher.clear_lost`."""
         self._most_exact = 0
         self._noted().zero_()
 
     def suggested_factor(self) -> float | None:
-        """See `Exchange.suggested_factor`. RuntimeError if a rank did not come in time."""
+        """See `TokenDispatcher.suggested_factor`. RuntimeError if a rank did not come in time."""
         if not self._bounded:
             return None
         need = max(self._most_exact, *self._read_notes())
         return self._factor_for(need) if need else None
 
     def check(self) -> None:
-        """See `Exchange.check`; waits for the device once. Also RuntimeError if a rank did not come in time.
+        """See `TokenDispatcher.check`; waits for the device once. Also RuntimeError if a rank did not come in time.
 
         Every rank raises for the overflow of any. The notes are cleared then.
         """

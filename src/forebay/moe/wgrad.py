@@ -168,14 +168,14 @@ def _all_at_once(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 def _input_half(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors
-    made = experts_backward_op(dy, *saved, *ctx.settings, *ctx.needs, weights_later=True)
+    made = experts_backward_op(dy, *saved, *ctx.settings, *ctx.needs, defer_weight_gradients=True)
     dx, d_weights, dh, act, *d_biases = (g if need else None for g, need in zip(made, ctx.needs, strict=True))
     x, _, order, inverse, offs, *_ = saved
     transposed, routing = ctx.settings[2], (order, offs, inverse.shape[1])
     d_gate_up = None if dh is None else WeightGradientOperands("tokens", x.detach(), dh, *routing, transposed)
     # dy itself, not an alias: whoever else is handed dy as a gradient sees that it is not theirs alone to add to.
     d_down = None if act is None else WeightGradientOperands("gradient", dy, act, *routing, not transposed)
-    ctx.store.pending.append(Later(ctx.end, d_gate_up, d_down))
+    ctx.store.pending.append(DeferredWeightGradient(ctx.end, d_gate_up, d_down))
     return dx, d_weights, *d_biases
 
 
@@ -207,7 +207,7 @@ class WeightGradientOperands:
         return tokens, *others
 
 
-class Later:
+class DeferredWeightGradient:
     """What is appended: adds one experts call's weight gradients to their sums, or hands them over to autograd."""
 
     def __init__(self, end: End, d_gate_up: WeightGradientOperands | None, d_down: WeightGradientOperands | None):
@@ -355,8 +355,8 @@ class _Stashed(torch.autograd.Function):
         refuse_second_derivative()
         x, order, inverse, offs, *rest = ctx.saved_tensors
         bring = x if x is not None else ctx.x
-        later = ctx.store.pending is not None
-        inputs = [dy, bring, ctx.h, order, inverse, offs, *rest, *ctx.settings, *ctx.needs, later]
+        deferred_gradients = ctx.store.pending is not None
+        inputs = [dy, bring, ctx.h, order, inverse, offs, *rest, *ctx.settings, *ctx.needs, deferred_gradients]
         made = experts_backward(*inputs)
         del inputs, rest, x
         grads = [g if need else None for g, need in zip(made, ctx.needs, strict=True)]
@@ -380,8 +380,8 @@ def _hand_over(
     routing: tuple[Tensor, Tensor, int],
 ) -> None:
     """gate_up's and down's gradients to autograd, or what they are made of to whoever makes them later; empties the list."""
-    later = ctx.store.pending
-    if later is None:
+    deferred_gradients = ctx.store.pending
+    if deferred_gradients is None:
         second, first = (None if d is None else [d].pop for d in (made.pop(), made.pop()))
         ctx.end.run(first, second)
         return
@@ -389,7 +389,7 @@ def _hand_over(
     act, dh = made.pop(), made.pop()
     gate_up = None if dh is None else WeightGradientOperands("tokens", x, dh, *routing, transposed)
     down = None if act is None else WeightGradientOperands("gradient", dy, act, *routing, not transposed)
-    later.append(Later(ctx.end, gate_up, down))
+    deferred_gradients.append(DeferredWeightGradient(ctx.end, gate_up, down))
 
 
 class _RowsInPages:

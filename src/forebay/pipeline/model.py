@@ -27,10 +27,10 @@ from torch import Tensor, nn
 
 from forebay.managed import Managed
 from forebay.memory.regions import is_managed
-from forebay.models.blocks import TwoHalves
+from forebay.models.blocks import SublayerForward
 from forebay.models.families import all_layers
 from forebay.models.fused_loss import head_loss, linear_cross_entropy_into
-from forebay.moe.dispatch import Exchange
+from forebay.moe.dispatch import TokenDispatcher
 from forebay.moe.dispatch_op import Front
 
 
@@ -53,34 +53,34 @@ class CutLayer:
     """One decoder layer.
 
     Attributes:
-        exchange: how its tokens travel; None for a dense layer.
+        dispatcher: how its tokens travel; None for a dense layer.
         experts: stage 3, see `forebay.moe.dispatch_op.MoeStages`, without the module's hooks; None for a dense layer.
         experts_module: whose parameters stage 3 uses.
         regions: paths of the regions that one forward of it calls, in order.
     """
 
-    def __init__(self, halves: TwoHalves, keywords: Callable[[], dict[str, Any]]):
-        self._halves = halves
+    def __init__(self, sublayers: SublayerForward, keywords: Callable[[], dict[str, Any]]):
+        self._sublayers = sublayers
         self._keywords = keywords
-        self.experts_module: Any = halves.experts
-        stages = halves.stages
-        self.exchange: Exchange | None = stages.exchange if stages else None
-        mlp = halves.mlp.path
-        self.regions = (halves.attention.path, mlp) if stages is None else (halves.attention.path, mlp, mlp)
+        self.experts_module: Any = sublayers.experts
+        stages = sublayers.stages
+        self.dispatcher: TokenDispatcher | None = stages.dispatcher if stages else None
+        mlp = sublayers.mlp.path
+        self.regions = (sublayers.attention.path, mlp) if stages is None else (sublayers.attention.path, mlp, mlp)
         # As it is now: the regions that management puts around it are there.
-        self.experts: Callable[[Tensor, Tensor, Tensor, int | None], Tensor] | None = halves.mlp.experts
+        self.experts: Callable[[Tensor, Tensor, Tensor, int | None], Tensor] | None = sublayers.mlp.experts
 
     def stage1(self, x: Tensor) -> Front:
         """Attention, norm, router and shared experts; x is [B, S, H]."""
-        assert self._halves.mlp.front is not None, "a dense layer has no stages"
-        self._halves.check_block()
-        front: Front = self._halves.mlp.front(self._halves.attend(x, **self._keywords()))
-        self._halves.announce(front.logits.detach(), front.ids)
+        assert self._sublayers.mlp.front is not None, "a dense layer has no stages"
+        self._sublayers.check_block()
+        front: Front = self._sublayers.mlp.front(self._sublayers.attend(x, **self._keywords()))
+        self._sublayers.announce(front.logits.detach(), front.ids)
         return front
 
     def __call__(self, x: Tensor) -> Tensor:
         """The whole layer, [B, S, H] to the same, for one without stages."""
-        return self._halves.mlp.call(self._halves.attend(x, **self._keywords()))[0]
+        return self._sublayers.mlp.call(self._sublayers.attend(x, **self._keywords()))[0]
 
 
 class CutModel:
@@ -110,11 +110,11 @@ class CutModel:
         if model.lm_head is not None and not is_managed(model.lm_head):
             raise ValueError("cutting a model needs the fused loss: forebay.manage(model, loss='fused')")
         base = getattr(model, model.base_model_prefix)
-        found = memory.halves.layers
+        found = memory.sublayers.layers
         if len(found) != len(base.layers):
             raise ValueError(f"{len(found)} of {len(base.layers)} decoder layers are known: nothing to cut")
         for path, placement in memory.placements.items():
-            if placement != "keep" and f"{path}.self_attn" in memory.halves:
+            if placement != "keep" and f"{path}.self_attn" in memory.sublayers:
                 raise ValueError(
                     f"{placement!r} is asked for {path!r}, but the halves of a layer run by themselves here; "
                     f"name {path}.self_attn and {path}.mlp"
@@ -129,7 +129,7 @@ class CutModel:
         self.numbers = [int(name) for name, _ in base.layers.named_children()]
         self._given: list[dict[str, Any]] = []
         self._by_shape: dict[tuple[torch.Size, torch.dtype], list[dict[str, Any]]] = {}
-        self.layers = [CutLayer(halves, self._keywords_of(i)) for i, halves in enumerate(found)]
+        self.layers = [CutLayer(sublayers, self._keywords_of(i)) for i, sublayers in enumerate(found)]
 
     def prologue(self, microbatch: Microbatch) -> Tensor:
         """[B, S, H]: the embedded tokens."""

@@ -34,7 +34,7 @@ from forebay.pipeline.sublayer import (
     ExecutionContext,
     Layer,
     Pending,
-    Said,
+    RouterOutputs,
     Segment,
     StagePass,
     cut,
@@ -76,10 +76,10 @@ class StageBalance:
         return tuple(torch.empty(n, device="meta") for n in (2 * self._experts + 1, self._experts + 1))  # type: ignore[return-value]
 
     @torch.no_grad()
-    def sums(self, said: Said, before: Tensor | None) -> Tensor:
+    def sums(self, router_outputs: RouterOutputs, before: Tensor | None) -> Tensor:
         """[2E + 1]: choices of each expert, sums of its probability, and tokens; over all layers so far."""
         total = torch.zeros(2 * self._experts + 1, device=self._device) if before is None else before
-        for logits, ids in said:
+        for logits, ids in router_outputs:
             chosen = torch.zeros(self._experts, device=self._device)
             choices = (ids >= 0).float()
             chosen.scatter_add_(0, ids.reshape(-1).clamp(min=0).long(), choices.reshape(-1))
@@ -95,15 +95,15 @@ class StageBalance:
         self._losses[microbatch] = torch.sum((chosen / rows) * (probability / rows)) * (self._experts * self.scale)
         return torch.cat([chosen, rows])
 
-    def gradients(self, said: Said, total: Tensor, loss_scale: float) -> list[Tensor | None]:
+    def gradients(self, router_outputs: RouterOutputs, total: Tensor, loss_scale: float) -> list[Tensor | None]:
         """Of each layer's logits [T, E], in their dtype."""
         if self._coefficient == 0:
-            return [None] * len(said)
+            return [None] * len(router_outputs)
         chosen, rows = total.split([self._experts, 1])
         factor = self._coefficient * self.scale * self._experts * loss_scale
         per_probability = chosen / rows / rows * factor
         gradients: list[Tensor | None] = []
-        for logits, ids in said:
+        for logits, ids in router_outputs:
             leaf = logits.detach().requires_grad_()
             tokens = (ids >= 0).any(1, keepdim=True).float()
             with torch.enable_grad():
@@ -143,7 +143,7 @@ class Balance(Protocol):
     Sums go forward with the hidden states; what the last stage has then is everything that a gradient needs, and goes back.
     """
 
-    def sums(self, said: Said, before: Tensor | None) -> Tensor:
+    def sums(self, router_outputs: RouterOutputs, before: Tensor | None) -> Tensor:
         """The sums of all MoE layers up to here: those `before` and this stage's. Fixed shape and dtype."""
 
     def like(self) -> tuple[Tensor, Tensor]:
@@ -152,7 +152,7 @@ class Balance(Protocol):
     def finish(self, sums: Tensor, microbatch: int) -> Tensor:
         """On the last stage: note the loss; returns what `gradients` needs."""
 
-    def gradients(self, said: Said, total: Tensor, loss_scale: float) -> list[Tensor | None]:
+    def gradients(self, router_outputs: RouterOutputs, total: Tensor, loss_scale: float) -> list[Tensor | None]:
         """Of each layer's logits."""
 
 
@@ -282,7 +282,7 @@ class _RuntimeStep:
         self._ranks = runtime.plan.ranks
         self._passes: dict[tuple[int, int], StagePass] = {}
         self._prologues: dict[tuple[int, int], Segment] = {}
-        self._said: dict[tuple[int, int], Said] = {}
+        self._router_outputs: dict[tuple[int, int], RouterOutputs] = {}
         # Packets that a stage of this rank will take next, from wherever: a neighbour, the stage beside it, the loss.
         self._here: dict[Message, Packet] = {}
         self._weights: dict[tuple[int, int], list[Callable[[], None]]] = {}
@@ -301,7 +301,7 @@ class _RuntimeStep:
         """Enqueue all of an action."""
         if action.kind == OVERLAP:
             forward, backward = action.parts
-            self._together(forward, backward)
+            self._overlap_fwd_bwd(forward, backward)
         elif action.kind == FORWARD:
             _drain(self._forward(action.stage, action.microbatch))
         elif action.kind in (BACKWARD, BACKWARD_INPUT):
@@ -314,7 +314,7 @@ class _RuntimeStep:
             self._expect(action)
         # SEND_F and SEND_B: on their way since they were made.
 
-    def _together(self, forward: Action, backward: Action) -> None:
+    def _overlap_fwd_bwd(self, forward: Action, backward: Action) -> None:
         """The backward's first transfer is enqueued before the forward's first computation, which hides it."""
         stages = self._runtime.stages
         forth, back = (
@@ -362,9 +362,9 @@ class _RuntimeStep:
         yield from passing.forward(entering)
         sums: tuple[Tensor, ...] = ()
         if balance is not None:
-            said = passing.take_said()
-            sums = (balance.sums(said, before),)
-            self._said[here] = said
+            router_outputs = passing.take_router_outputs()
+            sums = (balance.sums(router_outputs, before),)
+            self._router_outputs[here] = router_outputs
         output = passing.output.take()
         del passing.output
         if not torch.is_grad_enabled():
@@ -381,7 +381,7 @@ class _RuntimeStep:
 
     def _forget(self, here: tuple[int, int]) -> None:
         """No backward comes."""
-        for kept in (self._passes, self._prologues, self._said):
+        for kept in (self._passes, self._prologues, self._router_outputs):
             kept.pop(here, None)  # type: ignore[attr-defined]
 
     def _loss(self, epilogue: Callable[[Tensor, Any], Tensor], output: Packet, data: Any, microbatch: int) -> Tensor:
@@ -398,7 +398,7 @@ class _RuntimeStep:
         passing = self._passes.pop(here)
         d_logits = None
         if self._runtime.balance is not None:
-            d_logits = self._runtime.balance.gradients(self._said.pop(here), total[0], self._loss_scale)
+            d_logits = self._runtime.balance.gradients(self._router_outputs.pop(here), total[0], self._loss_scale)
         passing.begin_backward(dy, d_logits)
         del dy
         yield
@@ -460,7 +460,7 @@ def _drain(steps: Iterator[None]) -> None:
 # `OverlappedStep` owns the communication stream. A microbatch's tensors hang on the frame of `run` and on the autograd graphs of
 # its stages, so an exception leaves nothing behind. `forebay.pipeline.sublayer` says how memory passes between the streams.
 
-Routers = Callable[[Said], Tensor]
+Routers = Callable[[RouterOutputs], Tensor]
 
 
 class OverlappedStep:
@@ -596,11 +596,11 @@ class _Microbatch:
         """The gradient of each MoE layer's logits."""
         if self._step.routers is None:
             return None
-        said = self._stage.take_said()
-        if not said:
+        router_outputs = self._stage.take_router_outputs()
+        if not router_outputs:
             return None
-        logits = [t.requires_grad_() for t, _ in said]
-        auxiliary = self._step.routers(said)
+        logits = [t.requires_grad_() for t, _ in router_outputs]
+        auxiliary = self._step.routers(router_outputs)
         if not auxiliary.requires_grad:
             return None
         auxiliary.backward(torch.full_like(auxiliary, loss_scale))

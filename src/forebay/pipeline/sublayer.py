@@ -18,7 +18,7 @@ from torch import Tensor
 
 from forebay.kernels.flags import Flags
 from forebay.memory.streams import timing_event
-from forebay.moe.dispatch import Exchange
+from forebay.moe.dispatch import TokenDispatcher
 from forebay.moe.wgrad import WeightGradients
 
 # What the overlapped engine is made of: a stage cut out of autograd, the communication stream, and hand-overs between the two.
@@ -288,8 +288,8 @@ class Wire:
     Stages 2 and 4 of a layer and their backwards: the functions that `forebay::dispatch` and `forebay::combine` call too.
     """
 
-    def __init__(self, exchange: Exchange, context: ExecutionContext):
-        self._exchange, self._context, self._local = exchange, context, exchange.size == 1
+    def __init__(self, dispatcher: TokenDispatcher, context: ExecutionContext):
+        self._dispatcher, self._context, self._local = dispatcher, context, dispatcher.size == 1
 
     def dispatch(self, rows: Tensor, ids: Tensor, weights: Tensor) -> Pending:
         """(rows [R, H], ids [R, K], weights [R, K], handle) of this rank's experts."""
@@ -298,8 +298,8 @@ class Wire:
         return self._context.launch(self._watched_dispatch, rows, ids, weights)
 
     def max_rows(self, handle: Sequence[Tensor], rows: int, slots_per_token: int) -> int | None:
-        """See `Exchange.max_rows`."""
-        return None if self._local else self._exchange.max_rows(handle, rows, slots_per_token)
+        """See `TokenDispatcher.max_rows`."""
+        return None if self._local else self._dispatcher.max_rows(handle, rows, slots_per_token)
 
     def combine(self, y_rows: Tensor, residual: Tensor, handle: Sequence[Tensor], shape: torch.Size) -> Pending:
         """([B, S, H],), the given shape: the residual plus each token's rows of all ranks."""
@@ -311,22 +311,22 @@ class Wire:
         """([R, H],): the gradient of y_rows; that of the residual is dy [T, H] itself."""
         if self._local:
             return Pending((dy,))
-        return self._context.launch(self._exchange.spread, dy, handle, n_rows)
+        return self._context.launch(self._dispatcher.spread, dy, handle, n_rows)
 
     def dispatch_backward(self, d_rows: Tensor, d_weights: Tensor, handle: Sequence[Tensor], n_tokens: int) -> Pending:
         """([T, H], [T, K]): the gradients of the rows and weights that were sent."""
         if self._local:
             return Pending((d_rows, d_weights))
         args = d_rows.contiguous(), d_weights.contiguous(), handle, n_tokens, None
-        return self._context.launch(self._exchange.collect, *args)
+        return self._context.launch(self._dispatcher.collect, *args)
 
     def _watched_dispatch(self, rows: Tensor, ids: Tensor, weights: Tensor) -> Any:
-        results = self._exchange.dispatch(rows, ids, weights)
-        self._exchange.watch(results[3])
+        results = self._dispatcher.dispatch(rows, ids, weights)
+        self._dispatcher.watch(results[3])
         return results
 
     def _sum(self, y_rows: Tensor, residual: Tensor, handle: Sequence[Tensor], shape: torch.Size) -> Tensor:
-        return self._exchange.collect(y_rows, None, handle, residual.shape[0], residual)[0].view(shape)
+        return self._dispatcher.collect(y_rows, None, handle, residual.shape[0], residual)[0].view(shape)
 
 
 # One microbatch in one run of layers: its forward and its backward, cut where its tokens travel.
@@ -345,7 +345,7 @@ class Wire:
 # one computation; `forebay.pipeline.schedule` counts on both. A microbatch's tensors hang on its pass and on the autograd
 # graphs of its stages, and on nothing else. `forebay.pipeline.sublayer` says how memory passes between the streams.
 
-Said = list[tuple[Tensor, Tensor]]
+RouterOutputs = list[tuple[Tensor, Tensor]]
 """(logits [T, E], ids [T, K]) of each MoE layer."""
 
 
@@ -353,11 +353,11 @@ class Layer(Protocol):
     """What the engine runs of a decoder layer: the whole of a dense one, the stages of one with experts.
 
     Attributes:
-        exchange: how tokens travel. None marks a dense layer, of which only `__call__` is used; of others it is not.
+        dispatcher: how tokens travel. None marks a dense layer, of which only `__call__` is used; of others it is not.
         experts: (rows [R, H], ids [R, K], weights [R, K], max_rows) -> [R, H].
     """
 
-    exchange: Exchange | None
+    dispatcher: TokenDispatcher | None
     experts: Callable[[Tensor, Tensor, Tensor, int | None], Tensor] | None
 
     def stage1(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -373,7 +373,7 @@ class StagePass:
     Args:
         layers: in the order of the forward; at least one.
         context: of the engine.
-        keeps_router: hold what the routers said for `take_said`.
+        keeps_router: hold what the routers said for `take_router_outputs`.
         early_release: see `forebay.pipeline.runtime.OverlappedStep`.
         weights: the store that the layers' experts were given, if they were: makes their weight gradients a computation of their
             own.
@@ -408,7 +408,7 @@ class StagePass:
             del self._layers[-1].output
         self.output = x
 
-    def take_said(self) -> Said:
+    def take_router_outputs(self) -> RouterOutputs:
         """What the routers said, of the MoE layers in their order; detached, and once."""
         return [layer.router.pop() for layer in self._moe_layers()]
 
@@ -417,7 +417,7 @@ class StagePass:
 
         Args:
             dy: [B, S, H].
-            d_logits: one for each of `take_said`; None gives them none.
+            d_logits: one for each of `take_router_outputs`; None gives them none.
         """
         if d_logits is not None:
             for layer, gradient in zip(self._moe_layers(), d_logits, strict=True):
@@ -441,9 +441,9 @@ class StagePass:
         return [layer for layer in self._layers if isinstance(layer, _MoePass)]
 
     def _pass(self, layer: Layer) -> _DensePass | _MoePass:
-        if layer.exchange is None:
+        if layer.dispatcher is None:
             return _DensePass(layer)
-        wire = Wire(layer.exchange, self._context)
+        wire = Wire(layer.dispatcher, self._context)
         return _MoePass(layer, wire, self._keeps_router, self._early_release, self._weights)
 
 
@@ -491,7 +491,7 @@ class _MoePass:
         self, layer: Layer, wire: Wire, keeps_router: bool, early_release: bool, weights: WeightGradients | None
     ):
         assert layer.experts is not None, "a layer with an exchange has experts"
-        self._weights, self._later = weights, list[Callable[[], None]]()
+        self._weights, self._deferred_gradients = weights, list[Callable[[], None]]()
         self._stage1, self._stage3, self._wire = layer.stage1, layer.experts, wire
         self._keeps_router, self._keeps_all = keeps_router, not early_release
         self._kept: list[Tensor | None] = []
@@ -518,8 +518,8 @@ class _MoePass:
         """Leaves the input's `gradient`. The last stop is the caller's: the next layer's transfer comes before it."""
         self._run_experts_backward(list(self._travelling.take()))
         yield
-        while self._later:
-            self._later.pop(0)()
+        while self._deferred_gradients:
+            self._deferred_gradients.pop(0)()
         yield
         self._run_front_backward(list(self._travelling.take()))
 
@@ -544,7 +544,7 @@ class _MoePass:
         if self._weights is None or self._weights.pending is not None:  # nothing to leave, or all is left for longer
             d_rows, d_weights = self._experts.backward(grads)
         else:
-            with self._weights.collecting() as self._later:
+            with self._weights.collecting() as self._deferred_gradients:
                 d_rows, d_weights = self._experts.backward(grads)
         self._travelling = self._wire.dispatch_backward(d_rows, d_weights, self._handle, self._dy[0].shape[0])
         self._keep(d_rows, d_weights)
@@ -564,7 +564,7 @@ class _MoePass:
 
 def has_experts(layer: Layer) -> bool:
     """Whether a layer's tokens travel."""
-    return layer.exchange is not None
+    return layer.dispatcher is not None
 
 
 def take_turns(order: Sequence[str], forward: Iterator[None], backward: Iterator[None]) -> None:

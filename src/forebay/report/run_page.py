@@ -360,7 +360,7 @@ def compared_section(run: RunFolder, planned: Planned | str) -> Section:
         if rank.rank in taken:
             rows.append((str(rank.rank), "peak reserved", rank.reserved, taken[rank.rank]))
     if isinstance(run.profile, Mapping) and len(planned.fit.ranks) == 1:
-        saved = sum(h.saved for h in planned.fit.halves)
+        saved = sum(h.saved for h in planned.fit.sublayers)
         rows.append(("0", "saved by one microbatch, all of it kept", saved, int(run.profile["activation_bytes"])))
     if not rows:
         return Section(

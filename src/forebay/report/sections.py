@@ -266,7 +266,7 @@ def ranks_section(fit: Fit) -> Section:
 
 def placements_body(fit: Fit) -> Html:
     """Where saved tensors wait, layer by layer, and what that frees."""
-    halves = {h.path: h.placement for h in fit.halves}
+    sublayers = {h.path: h.placement for h in fit.sublayers}
     rows = []
     found = fit.placements()
     whole = max([p["saved_bytes"] for p in found], default=1) or 1
@@ -290,7 +290,7 @@ def placements_body(fit: Fit) -> Html:
         ("freed", "n"),
         ("", "share"),
     ]
-    return join(the_map(halves), table("For one microbatch, as planned", heads, rows))
+    return join(the_map(sublayers), table("For one microbatch, as planned", heads, rows))
 
 
 def the_map(placements: Mapping[str, str]) -> Html:
@@ -311,12 +311,12 @@ def the_map(placements: Mapping[str, str]) -> Html:
 
 def largest_saved(fit: Fit, count: int = 12) -> Html:
     """The parts of the model that save most for one microbatch, those alike in one line."""
-    sizes = {f"{h.path}": h.saved for h in fit.halves}
+    sizes = {f"{h.path}": h.saved for h in fit.sublayers}
     found = grouped(sizes)[:count]
     whole = max((size for _, _, size in found), default=1) or 1
     held: dict[str, int] = {}
-    for half in fit.halves:
-        held[alike(half.path)] = held.get(alike(half.path), 0) + half.held
+    for sublayer in fit.sublayers:
+        held[alike(sublayer.path)] = held.get(alike(sublayer.path), 0) + sublayer.held
     rows = [
         (
             tag("code", path),

@@ -1,7 +1,7 @@
 """A step that went over a capacity runs again, exactly: the same step, as if it had been exact at once.
 
 In: how to compute a step's gradients, and what may leave something out of them: an exchange with a capacity, a store of pages.
-Out: gradients of which nothing is missing, and a `Rerun` if it took two attempts.
+Out: gradients of which nothing is missing, and a `CapacityRetry` if it took two attempts.
 
     remember the random generators and the routers' counts
     gradients                            at full speed: the device notes what did not fit, nobody waits
@@ -13,7 +13,7 @@ Between the two attempts stands nothing that a step changes: parameters, optimiz
 gradients, the data go by the step's number. All processes decide alike, those of other expert groups and pipeline ranks too: one
 that ran a step alone would wait for the others for ever.
 
-`Reruns` owns the measured need of the run, and nothing that lives as long as a step.
+`CapacityRetries` owns the measured need of the run, and nothing that lives as long as a step.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from torch import Tensor
 
 from forebay.memory.page_store import PageReport, PageStore
 from forebay.models.router import RouterStats
-from forebay.moe.dispatch import Exchange
+from forebay.moe.dispatch import TokenDispatcher
 from forebay.train.distributed import Mesh
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Rerun:
+class CapacityRetry:
     """Why a step was run again.
 
     Attributes:
@@ -51,11 +51,11 @@ class Rerun:
     factor: float | None
 
 
-class Reruns:
+class CapacityRetries:
     """Runs the gradients of steps, and those again that lack something. Collective, as are its methods but `exactly`.
 
     Args:
-        exchange: how tokens travel; None if they do not.
+        dispatcher: how tokens travel; None if they do not.
         pages: where residuals are stashed; None if they are not.
         router: whose counts a step adds to.
         called: a context within which a step is called, where it would replay a graph: that cannot be exact.
@@ -70,22 +70,22 @@ class Reruns:
     def __init__(
         self,
         mesh: Mesh,
-        exchange: Exchange | None,
+        dispatcher: TokenDispatcher | None,
         pages: PageStore | None,
         router: RouterStats | None,
         called: Callable[[], AbstractContextManager[None]] = nullcontext,
         renewed: Callable[[], None] = lambda: None,
     ):
-        self._mesh, self._exchange, self._pages, self._router = mesh, exchange, pages, router
+        self._mesh, self._dispatcher, self._pages, self._router = mesh, dispatcher, pages, router
         self._called, self._renewed = called, renewed
-        loses = exchange is not None and exchange.lost_flag() is not None
+        loses = dispatcher is not None and dispatcher.lost_flag() is not None
         # A pipeline rank without experts, or without a stashed region, has to come along.
         rows, paged = mesh.max(loses, pages is not None)
         self.needed, self._paged = bool(rows or paged), bool(paged)
         self.page_report: PageReport | None = None
         self._factor = 0.0  # enough for every step that was run again
 
-    def run(self, gradients: Callable[[], T], drop: Callable[[], None]) -> tuple[T, Rerun | None]:
+    def run(self, gradients: Callable[[], T], drop: Callable[[], None]) -> tuple[T, CapacityRetry | None]:
         """What `gradients()` returned, at last; and why it was called again, if it was.
 
         Args:
@@ -106,16 +106,16 @@ class Reruns:
             if self._router is not None and counts is not None:
                 self._router.restore_counts(counts)
             with self._called(), self.exactly():
-                if self._exchange is not None and rows:
-                    self._exchange.clear_lost()
+                if self._dispatcher is not None and rows:
+                    self._dispatcher.clear_lost()
                 result = gradients()
-            rerun = Rerun(rows, pages, self._factor_of_this_step() if rows else None)
+            rerun = CapacityRetry(rows, pages, self._factor_of_this_step() if rows else None)
         self._end_pages()
         return result, rerun
 
     def factor(self) -> float | None:
         """The smallest capacity factor with which no step of the run would have been run again; None without a capacity."""
-        own = self._exchange.suggested_factor() if self._exchange is not None else None
+        own = self._dispatcher.suggested_factor() if self._dispatcher is not None else None
         (most,) = self._mesh.max(max(self._factor, own or 0.0))
         return most or None
 
@@ -126,7 +126,7 @@ class Reruns:
             yield
             return
         with (
-            self._exchange.exactly() if self._exchange is not None else nullcontext(),
+            self._dispatcher.exactly() if self._dispatcher is not None else nullcontext(),
             self._pages.exactly() if self._pages is not None else nullcontext(),
         ):
             yield
@@ -142,7 +142,7 @@ class Reruns:
 
     def _left_out(self) -> tuple[bool, bool]:
         """Whether rows and pages went missing, on any process. Waits for the device."""
-        lost = self._exchange.lost_flag() if self._exchange is not None else None
+        lost = self._dispatcher.lost_flag() if self._dispatcher is not None else None
         missing = self._pages.missing_flag() if self._pages is not None else None
         none = torch.zeros(1, dtype=torch.int64, device=self._mesh.device)
         flags = torch.cat([none if flag is None else flag for flag in (lost, missing)])
@@ -151,7 +151,7 @@ class Reruns:
 
     def _factor_of_this_step(self) -> float | None:
         """By what the exact attempt needed: behind the first row left out, the other one routed something else."""
-        own = self._exchange.suggested_factor() if self._exchange is not None else None
+        own = self._dispatcher.suggested_factor() if self._dispatcher is not None else None
         (most,) = self._mesh.max(own or 0.0)
         self._factor = max(self._factor, most)
         return most or None

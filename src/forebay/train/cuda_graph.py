@@ -14,12 +14,12 @@ The host then enqueues one launch a step. Another shape, or a page store of anot
 any process, all go on by calling, and `why_not` says why. So they do if a graph's first replay does not end: its streams wait for
 each other by flags, which CUDA does not know of (`forebay.kernels.flags`).
 
-Gathered weights must stay where they are from step to step: `GatheredStep.keep_weights` sees to that. Between replays the memory
+Gathered weights must stay where they are from step to step: `UnshardedStep.keep_weights` sees to that. Between replays the memory
 that a step needs belongs to the graph's pool, and nobody uses it. So what gathers and reduces allocates there too (`room`): the
 gradients on the shards are gone when the next replay begins, or it would write over them. `release` gives the memory back, for a
 step that has to be called.
 
-`CapturedStep` owns the stream that all of it runs on (autograd remembers on which stream a parameter's gradient is accumulated,
+`CudaGraphStep` owns the stream that all of it runs on (autograd remembers on which stream a parameter's gradient is accumulated,
 so it is the same one from the first step on), the graph, its inputs, and the gradients that it writes.
 """
 
@@ -38,7 +38,7 @@ from torch import Tensor
 from forebay.kernels.flags import Flags
 from forebay.managed import Managed
 from forebay.models.router import RouterStats
-from forebay.train.unsharded_step import GatheredStep
+from forebay.train.unsharded_step import UnshardedStep
 
 Parts = Sequence[tuple[Tensor, Tensor]]
 Body = Callable[[Parts, Tensor], tuple[Tensor, ...]]
@@ -80,7 +80,7 @@ class _GraphPool:
     id: Any
 
 
-class CapturedStep:
+class CudaGraphStep:
     """See the module docstring.
 
     Args:
@@ -288,15 +288,15 @@ def _first_cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
-class CapturableEngine:
+class CudaGraphEngine:
     """What engines share whose steps can be captured: weights are gathered, the step is called or replayed, gradients reduced.
 
     Attributes:
         captured: the graph and when it is made; None where steps are called only.
     """
 
-    captured: CapturedStep | None = None
-    _gathered: GatheredStep
+    captured: CudaGraphStep | None = None
+    _unsharded: UnshardedStep
 
     @contextmanager
     def called(self) -> Iterator[None]:
@@ -324,14 +324,14 @@ class CapturableEngine:
 
     def _around(self, run: Any, microbatches: Parts, count: Tensor | int) -> tuple[Tensor, Tensor]:
         captured = self.captured
-        if captured is not None and captured.has_graph and self._gathered.has_gradients():
+        if captured is not None and captured.has_graph and self._unsharded.has_gradients():
             raise RuntimeError("gradients of another step are still there: a captured step needs them to be None")
         room = nullcontext if captured is None else captured.room
         with room():
-            self._gathered.gather()
+            self._unsharded.gather()
         losses, imbalance = run(microbatches, count)
         with room():
-            self._gathered.reduce()
+            self._unsharded.reduce()
         return losses, imbalance
 
     def _give_up_graph(self) -> None:
@@ -340,24 +340,24 @@ class CapturableEngine:
             self.captured = None
 
 
-def captured_step(
+def cuda_graph_step(
     body: Body,
-    gathered: GatheredStep,
+    unsharded: UnshardedStep,
     router: RouterStats | None,
     memory: Managed,
     device: torch.device,
     agreed: Callable[[bool], bool],
     timed: bool = False,
     flags: Flags | None = None,
-) -> CapturedStep:
+) -> CudaGraphStep:
     """For an engine that runs `body` between gathering and reducing: gradients and the routers' counts are what it leaves.
     `timed`: on some process `memory` plans by the times that steps take. `flags`: of the engine's own streams."""
-    gathered.keep_weights()
-    kept = [StepState(gathered.take_gradients, gathered.put_gradients)]
+    unsharded.keep_weights()
+    kept = [StepState(unsharded.take_gradients, unsharded.put_gradients)]
     if router is not None:
         kept.append(StepState(router.take_counts, router.add_counts))
     pages = memory.pages
-    return CapturedStep(
+    return CudaGraphStep(
         body,
         kept,
         device,

@@ -24,9 +24,9 @@ from forebay.pipeline.p2p import DistLinks, Links, answers, neighbours
 from forebay.pipeline.partition import Partition
 from forebay.pipeline.runtime import OverlappedStep, PipelineRuntime, Stage, StageBalance, Watcher
 from forebay.pipeline.schedule import BACKWARD_WEIGHT, FORWARD, Action, PipelinePlan, forward_plan, make_plan
-from forebay.train.cuda_graph import CapturableEngine, Parts, captured_step
+from forebay.train.cuda_graph import CudaGraphEngine, Parts, cuda_graph_step
 from forebay.train.distributed import Mesh
-from forebay.train.unsharded_step import DeferredExperts, GatheredStep
+from forebay.train.unsharded_step import DeferredExperts, UnshardedStep
 
 # A step's gradients with each microbatch's communication behind another's computation: the trainer's use of the engine.
 #
@@ -38,7 +38,7 @@ from forebay.train.unsharded_step import DeferredExperts, GatheredStep
 # owns both.
 
 
-class OverlappedGradients(CapturableEngine):
+class OverlappedGradients(CudaGraphEngine):
     """Forward and backward of all microbatches of a step.
 
     Args:
@@ -77,11 +77,11 @@ class OverlappedGradients(CapturableEngine):
         self._step = OverlappedStep(
             cut.layers, cut.prologue, cut.epilogue, device, routers=routers, weights=self._deferred.store
         )
-        self._gathered = GatheredStep(model, cut, reshard)
-        self._deferred.store.sums = self._gathered.expert_sum
+        self._unsharded = UnshardedStep(model, cut, reshard)
+        self._deferred.store.sums = self._unsharded.expert_sum
         if graph:
-            self.captured = captured_step(
-                self._run, self._gathered, router, memory, device, agreed, flags=self._step.flags
+            self.captured = cuda_graph_step(
+                self._run, self._unsharded, router, memory, device, agreed, flags=self._step.flags
             )
 
     def __call__(
@@ -107,22 +107,22 @@ class OverlappedGradients(CapturableEngine):
         """What asks nothing of other processes but the exchange, and nothing of the device."""
         self._imbalance = []
         work = [Microbatch(ids, labels, count) for ids, labels in microbatches]
-        self._gathered.begin(sum(ids.numel() for ids, _ in microbatches))
+        self._unsharded.begin(sum(ids.numel() for ids, _ in microbatches))
         with nullcontext() if self._router is None else self._router.counting():
             losses = self._step.run(work)
-        self._gathered.end(count)
+        self._unsharded.end(count)
         imbalance = torch.stack(self._imbalance).sum() if self._imbalance else torch.zeros((), device=self._device)
         return losses.sum(), imbalance
 
     def close(self) -> None:
         """Remove what was put on parameters and modules, and give up the graph."""
         self._give_up_graph()
-        self._gathered.close()
+        self._unsharded.close()
         self._deferred.close()
 
-    def _balance_of(self, said: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def _balance_of(self, router_outputs: list[tuple[Tensor, Tensor]]) -> Tensor:
         with torch.set_grad_enabled(self._balance != 0):
-            imbalance = balance_loss(said).float() / self._parts
+            imbalance = balance_loss(router_outputs).float() / self._parts
         self._imbalance.append(imbalance.detach())
         return self._balance * imbalance
 
@@ -161,7 +161,7 @@ def keep_stages(model: Any, plan: PipelinePlan, partition: Partition, rank: int)
     keep_part(model, layers, embedding=0 in stages, head=len(plan.ranks) - 1 in stages)
 
 
-class PipelinedGradients(CapturableEngine):
+class PipelinedGradients(CudaGraphEngine):
     """Forward and backward of all microbatches of a step, on this pipeline rank.
 
     Args:
@@ -207,9 +207,9 @@ class PipelinedGradients(CapturableEngine):
         self._links: Links = DistLinks(mesh.pipeline, neighbours(plan.ranks), mesh.device, pipelines, told)
         self._balance = StageBalance(experts, balance, mesh.device) if experts else None
         self._cut = cut = CutModel(model, memory, getattr(torch, config.model.compute or config.model.dtype))
-        self._gathered = GatheredStep(model, cut, config.parallel.reshard)
+        self._unsharded = UnshardedStep(model, cut, config.parallel.reshard)
         self._deferred = DeferredExperts(model)
-        self._deferred.store.sums = self._gathered.expert_sum
+        self._deferred.store.sums = self._unsharded.expert_sum
         self._stages = {s: self._stage(s, partition) for s in plan.stages(mesh.pp_rank)}
         self._memory, self._early_release = memory, early_release
         memory.follow(self._backwards(plan, partition), steady=not config.parallel.reshard)
@@ -217,8 +217,8 @@ class PipelinedGradients(CapturableEngine):
         if graph:
             policy = config.memory.policy
             offloads = "offload" in (policy.values() if isinstance(policy, Mapping) else (policy,))
-            self.captured = captured_step(
-                self._run, self._gathered, router, memory, mesh.device, agreed, offloads, self._runtime.context.flags
+            self.captured = cuda_graph_step(
+                self._run, self._unsharded, router, memory, mesh.device, agreed, offloads, self._runtime.context.flags
             )
         self._forward: PipelineRuntime | None = None
 
@@ -247,10 +247,10 @@ class PipelinedGradients(CapturableEngine):
     def _run(self, microbatches: Parts, count: Tensor | int) -> tuple[Tensor, Tensor]:
         """What may be captured: it asks nothing of the device."""
         work = [Microbatch(ids, labels, count) for ids, labels in microbatches]
-        self._gathered.begin(sum(ids.numel() for ids, _ in microbatches))
+        self._unsharded.begin(sum(ids.numel() for ids, _ in microbatches))
         with nullcontext() if self._router is None else self._router.counting():
             losses, self.ran = self._runtime.run(work, self._cut.hidden, watcher=self.watcher)
-        self._gathered.end(count)
+        self._unsharded.end(count)
         imbalance = self._balance.take_losses() if self._balance is not None else torch.zeros((), device=self._device)
         self._memory.join()
         return losses.sum() if losses is not None else torch.zeros((), device=self._device), imbalance
@@ -261,7 +261,7 @@ class PipelinedGradients(CapturableEngine):
         step. Leaves gathered weights to be given back by the caller."""
         if self._forward is None:
             self._forward = self._runtime_of(forward_plan(self.plan))
-        self._gathered.gather()
+        self._unsharded.gather()
         work = [Microbatch(ids, labels, 1) for ids, labels in microbatches]
         losses, _ = self._forward.run(work, self._cut.hidden)
         if self._balance is not None:
@@ -283,7 +283,7 @@ class PipelinedGradients(CapturableEngine):
     def close(self) -> None:
         """Remove what was put on parameters and modules, and give up the graph."""
         self._give_up_graph()
-        self._gathered.close()
+        self._unsharded.close()
         self._deferred.close()
 
     def _backwards(self, plan: PipelinePlan, partition: Partition) -> list[tuple[str, int]]:

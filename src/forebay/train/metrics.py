@@ -20,7 +20,7 @@ from rich.table import Table
 
 from forebay.errors import UsageError
 from forebay.policy import format_bytes
-from forebay.train.capacity_retry import Rerun
+from forebay.train.capacity_retry import CapacityRetry
 from forebay.train.durable import replace_text
 
 _BY_RANK: Mapping[str, str] = {"rank_peaks": "peak_bytes_by_rank", "rank_reserved": "reserved_bytes_by_rank"}
@@ -55,7 +55,7 @@ class StepRecord:
     tokens_per_second: float
     peak_bytes: int
     on_gpu: bool
-    rerun: Rerun | None = None
+    rerun: CapacityRetry | None = None
     rank_peaks: tuple[int, ...] = ()
     rank_reserved: tuple[int, ...] = ()
 
@@ -76,7 +76,7 @@ def step_line(record: StepRecord, steps: int) -> str:
     )
 
 
-def rerun_line(step: int, steps: int, rerun: Rerun) -> str:
+def retry_line(step: int, steps: int, rerun: CapacityRetry) -> str:
     """The line of a step that was run again: what it lacked, and what would have been enough."""
     lacked = []
     if rerun.rows:
@@ -149,7 +149,7 @@ class Reporter:
     def step(self, record: StepRecord) -> None:
         """Show and write one step."""
         if record.rerun is not None:
-            self.say(rerun_line(record.step, self.steps, record.rerun))
+            self.say(retry_line(record.step, self.steps, record.rerun))
         self.say(step_line(record, self.steps))
         values = asdict(record)
         del values["on_gpu"], values["rerun"]

@@ -32,7 +32,7 @@ from forebay.errors import RunError, UsageError
 from forebay.memory.storage import local
 from forebay.models.blocks import cut_experts
 from forebay.models.families import all_layers, decoder_layers, moe_blocks
-from forebay.moe.dispatch import Exchange, LocalExchange
+from forebay.moe.dispatch import LocalDispatcher, TokenDispatcher
 from forebay.train.distributed import Mesh
 
 
@@ -177,7 +177,7 @@ def experts_of(model: nn.Module) -> int:
     return int(blocks[0].experts.num_experts) if blocks else 0  # type: ignore[arg-type]
 
 
-def exchange_of(model: Any, mesh: Mesh, config: Config) -> Exchange | None:
+def dispatcher_of(model: Any, mesh: Mesh, config: Config) -> TokenDispatcher | None:
     """How tokens travel between the processes of an expert group. The caller closes it.
 
     None if `parallel.ep` is 1, but for pipelines and `parallel.overlap`: they run layers cut where tokens would travel.
@@ -187,12 +187,12 @@ def exchange_of(model: Any, mesh: Mesh, config: Config) -> Exchange | None:
     """
     if mesh.expert_group is None:
         in_stages = mesh.pp > 1 or config.parallel.overlap
-        return LocalExchange(experts_of(model)) if in_stages and experts_of(model) else None
-    from forebay.moe.dispatch import make_exchange
+        return LocalDispatcher(experts_of(model)) if in_stages and experts_of(model) else None
+    from forebay.moe.dispatch import make_dispatcher
 
     text = model.config.get_text_config()
     try:
-        return make_exchange(
+        return make_dispatcher(
             config.parallel.dispatch,
             mesh.expert_group,
             experts_of(model),

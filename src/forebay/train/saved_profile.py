@@ -39,7 +39,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from forebay.errors import UsageError
 from forebay.memory.profiler import WeightStorages, allocated_bytes, plain_parts
-from forebay.moe.dispatch import Exchange
+from forebay.moe.dispatch import TokenDispatcher
 from forebay.pipeline.partition import Partition
 from forebay.pipeline.runtime import Stage
 from forebay.pipeline.schedule import FORWARD, Action, PipelinePlan
@@ -328,7 +328,7 @@ class _Named:
     """A `forebay.pipeline.sublayer.Layer` whose parts run inside `within(number, part)`."""
 
     def __init__(self, layer: Layer, number: int, within: Callable[[int, str], AbstractContextManager[None]]):
-        self.exchange: Exchange | None = layer.exchange
+        self.dispatcher: TokenDispatcher | None = layer.dispatcher
         self.experts: Callable[[Tensor, Tensor, Tensor, int | None], Tensor] | None = None
         if layer.experts is not None:
             self.experts = _inside(layer.experts, lambda: within(number, "experts"))

@@ -30,13 +30,13 @@ from forebay.errors import RunError, UsageError
 from forebay.managed import manage
 from forebay.models.families import moe_blocks
 from forebay.models.router import RouterStats
-from forebay.moe.dispatch import Exchange
+from forebay.moe.dispatch import TokenDispatcher
 from forebay.pipeline.costs import partition_of
 from forebay.pipeline.partition import Partition
 from forebay.pipeline.schedule import PipelinePlan
 from forebay.train import hf_io, parallel
-from forebay.train.capacity_retry import Reruns
-from forebay.train.cuda_graph import CapturedStep
+from forebay.train.capacity_retry import CapacityRetries
+from forebay.train.cuda_graph import CudaGraphStep
 from forebay.train.data import Windows, load_corpus, load_tokenizer, split
 from forebay.train.distributed import ALONE, Mesh
 from forebay.train.engines import OverlappedGradients, PipelinedGradients, keep_stages, plan_of
@@ -104,7 +104,7 @@ class Trainer:
     Attributes:
         model: a transformers `*ForCausalLM`, managed; sharded if there is a process group.
         memory: what `forebay.manage` returned.
-        exchange: how tokens travel to their experts; None if `parallel.ep` is 1.
+        dispatcher: how tokens travel to their experts; None if `parallel.ep` is 1.
         optimizer: AdamW over the model's trainable parameters.
         corpus: the tokens.
 
@@ -152,8 +152,8 @@ class Trainer:
             else partial(keep_stages, plan=plan, partition=partition, rank=mesh.pp_rank),
         )
         _check_positions(self.model, size)
-        self.exchange = parallel.exchange_of(self.model, mesh, config)
-        self.memory = _manage(self.model, config, self.exchange)
+        self.dispatcher = parallel.dispatcher_of(self.model, mesh, config)
+        self.memory = _manage(self.model, config, self.dispatcher)
         self._router = RouterStats(self.model) if moe_blocks(self.model) else None  # None: a dense model
         self._balance = balance_coefficient(self.model.config)
         self._gradients = self._engine(plan, partition, parallel.experts_in(declared))
@@ -161,7 +161,7 @@ class Trainer:
         self.optimizer = _adamw(self.model, config)
         called = self._gradients.called if self._gradients is not None else nullcontext
         renewed = self.captured.release if self.captured is not None else _nothing
-        self._reruns = Reruns(mesh, self.exchange, self.memory.pages, self._router, called, renewed)
+        self._retries = CapacityRetries(mesh, self.dispatcher, self.memory.pages, self._router, called, renewed)
         if mesh.rank:
             _seed(seed + mesh.rank)  # weights are the same on all processes, dropout is not
 
@@ -177,7 +177,7 @@ class Trainer:
         return self._gradients if isinstance(self._gradients, PipelinedGradients) else None
 
     @property
-    def captured(self) -> CapturedStep | None:
+    def captured(self) -> CudaGraphStep | None:
         """The graph of a step; None without `memory.graph`, and on a CPU."""
         return self._gradients.captured if self._gradients is not None else None
 
@@ -200,8 +200,8 @@ class Trainer:
         if self._gradients is not None:
             self._gradients.close()
         self.memory.detach()
-        if self.exchange is not None:
-            self.exchange.close()
+        if self.dispatcher is not None:
+            self.dispatcher.close()
         if self._own_mesh is not None:
             self._own_mesh.close()
 
@@ -221,9 +221,9 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         drop = partial(self.optimizer.zero_grad, set_to_none=True)
-        parts, rerun = self._reruns.run(partial(self.gradients, number), drop)
-        if self.exchange is not None:
-            self._check_exchange(self.exchange)
+        parts, rerun = self._retries.run(partial(self.gradients, number), drop)
+        if self.dispatcher is not None:
+            self._check_exchange(self.dispatcher)
         losses = self.mesh.sum(torch.stack(parts))
         norm = parallel.clip_gradients(self._parameters, self.config.train.clip, self.mesh)
         self.optimizer.step()
@@ -258,13 +258,13 @@ class Trainer:
             reserved if any(reserved) else (),
         )
 
-    def _check_exchange(self, exchange: Exchange) -> None:
+    def _check_exchange(self, dispatcher: TokenDispatcher) -> None:
         """Before anything is made of the gradients: without a rank that did not come they are wrong.
 
         Before the next collective too: the ranks that noticed nothing wait there, and do not step either.
         """
         try:
-            exchange.check()
+            dispatcher.check()
         except RuntimeError:
             self.discard()
             raise
@@ -274,7 +274,7 @@ class Trainer:
 
         Collective; waits for the device.
         """
-        return self._reruns.factor()
+        return self._retries.factor()
 
     def gradients(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Forward and backward of all microbatches of step `number`: gradients, summed over processes, are on the parameters.
@@ -330,7 +330,7 @@ class Trainer:
         total, count = 0.0, 0
         self.model.eval()
         try:
-            with torch.no_grad(), self._reruns.exactly():
+            with torch.no_grad(), self._retries.exactly():
                 for number in range(self.config.train.eval_batches):
                     parts = self._microbatches(*self._held_out(number))
                     total += self._evaluate(parts)
@@ -465,7 +465,7 @@ def _adamw(model: torch.nn.Module, config: Config) -> torch.optim.Optimizer:
     )
 
 
-def _manage(model: Any, config: Config, exchange: Exchange | None) -> Any:
+def _manage(model: Any, config: Config, dispatcher: TokenDispatcher | None) -> Any:
     try:
         return manage(
             model,
@@ -476,7 +476,7 @@ def _manage(model: Any, config: Config, exchange: Exchange | None) -> Any:
             loss="fused-always" if config.model.loss == "fused" else None,  # evaluation is to fit as training does
             offload=config.memory.offload,
             recompute=config.memory.recompute,
-            exchange=exchange,
+            dispatcher=dispatcher,
             pages=config.memory.pages if config.memory.pages != "" else None,
             # A microbatch of a pipeline is short: what takes the host as long to hand over as the device to compute stays.
             min_bytes=_PIPELINE_BYTES if config.parallel.pp > 1 and torch.cuda.is_available() else None,

@@ -5,8 +5,8 @@ that are whole, into whose gradients any engine may run stages in any order, bet
 gradients on the shards. What is between `begin` and `end` asks nothing of other processes, and may be captured.
 
 An engine runs stages and not modules, so FSDP2's hooks do not see the step: weights are gathered once before it, and gradients
-reduced once behind it, as `torch.distributed.pipelining` does it. Under mixed precision each gradient is added into a sum as soon
-as it is made, in the dtype that is reduced in: no second set of them waits for a microbatch's end.
+reduced once behind it, as `torch.distributed.pipelining` does it. Under mixed precision each gradient is added into a sum as
+soon as it is made, in the dtype that is reduced in: no second set of them waits for a microbatch's end.
 
 What `reduce` allocates comes behind a step's activations, so it is to fit into the memory that they leave:
 
@@ -15,7 +15,8 @@ What `reduce` allocates comes behind a step's activations, so it is to fit into 
     both             are sent from where they are, where FSDP2 would copy them first
     everything else  is allocated on the current stream, as activations are: blocks of FSDP2's own nobody else could use
 
-`GatheredStep` owns the hooks on gathered parameters, and between `end` and `reduce` the rows that the embedding's sum is made of.
+`UnshardedStep` owns the hooks on gathered parameters, and between `end` and `reduce` the rows that the embedding's sum is made
+of.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from forebay.train.parallel import add_to_shard, fsdp_group
 
 @dataclass(frozen=True)
 class EmbeddingRows:
-    """What `GatheredStep.reduce` makes the embedding's sum of.
+    """What `UnshardedStep.reduce` makes the embedding's sum of.
 
     Attributes:
         embedding: FSDP2's record of it.
@@ -63,7 +64,7 @@ class UnreducedGradients:
     rows: EmbeddingRows | None
 
 
-class GatheredStep:
+class UnshardedStep:
     """See the module docstring.
 
     Args:

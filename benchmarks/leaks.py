@@ -154,7 +154,6 @@ WAYS: dict[str, Way] = {
     "nothing requires grad": nothing_requires_grad,
     "exception between": exception_between,
     "selective, saving dispatch": selective("save-dispatch"),
-    "selective, saving both": selective("save-both"),
     "selective, saving none": selective("full"),
     "split input and weight backward": split_backward,
 }

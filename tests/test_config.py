@@ -125,8 +125,8 @@ def test_overrides(tmp_path: Path) -> None:
             ["memory.graph", "parallel.capacity_factor = 0.0", "'symmetric'"],
         ),
         (
-            PIPELINE | {"memory": {"policy": "recompute", "recompute": "save-both"}},
-            ["recompute = 'light'", "'save-both'"],
+            PIPELINE | {"memory": {"policy": "recompute", "recompute": "save-dispatch"}},
+            ["recompute = 'light'", "'save-dispatch'"],
         ),
         (with_key("log", timeline=-1), ["log.timeline = -1", "at least 0"]),
         (with_key("log", timeline=3), ["log.timeline = 3", "parallel.pp is 1", "leave log.timeline out"]),

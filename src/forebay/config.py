@@ -204,9 +204,6 @@ class Config:
         return everything and self.parallel.schedule == "dualpipev"
 
 
-SECTIONS = tuple(f.name for f in dataclasses.fields(Config))
-
-
 def presets() -> dict[str, str]:
     """Name to TOML text of the presets that come with the package."""
     folder = resources.files("forebay") / "presets"

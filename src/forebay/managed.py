@@ -376,8 +376,7 @@ def manage(
         offload: ``"fit"`` offloads as much as the link carries without the GPU waiting (where forwards and backwards alternate,
             as in a pipeline: and as its copies do not slow down), ``"all"`` everything placed so.
         recompute: what ``recompute`` does to a MoE half: ``"light"`` makes the experts' first product again and repeats no
-            communication; ``"full"`` runs the whole half again; ``"save-dispatch"`` and ``"save-both"`` do too, but keep what
-            dispatch, or dispatch and combine, brought.
+            communication; ``"full"`` runs the whole half again; ``"save-dispatch"`` does too, but keeps what dispatch brought.
         dispatcher: expert parallelism: how tokens travel (see `forebay.moe.dispatch`). The experts modules must hold this
             rank's experts. It stays the caller's. That of one rank cuts MoE halves into their stages, and nothing travels.
         min_bytes: storages below this stay on the device. Default: 1 MiB on CUDA, 1 byte elsewhere.

@@ -20,7 +20,7 @@ from fnmatch import fnmatchcase
 
 PLACEMENTS = ("keep", "recompute", "offload", "stash")
 # What "recompute" does to a MoE half: "light" is the experts' own way, the others checkpoint all of it.
-RECOMPUTE_MODES = ("light", "full", "save-dispatch", "save-both")
+RECOMPUTE_MODES = ("light", "full", "save-dispatch")
 
 
 class PolicyError(ValueError):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from forebay.estimate.allocator import Block, CachingAllocator
-from forebay.estimate.replay import Difference, read_history, replay
+from tests.estimate.replay import Difference, read_history, replay
 
 MIB = 1 << 20
 

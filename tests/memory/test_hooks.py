@@ -10,6 +10,7 @@ from torch import nn
 from forebay.memory.hooks import Manager
 from forebay.memory.regions import ModuleSlot
 from forebay.policy import BudgetError, PolicyError, resolve
+from tests.helpers import holdings, used_bytes
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WIDTH = 24
@@ -71,7 +72,7 @@ def test_results_are_bitwise_those_of_the_unmanaged_model(policy: dict[str, str]
     mem = manage(model, policy, device, offload=offload)
     for seed in range(4):
         assert all(torch.equal(a, b) for a, b in zip(gradients(model, device, seed), truth[seed], strict=True))
-        assert mem.ledger.live_tickets == 0 and mem.store.pool.used_bytes == 0
+        assert mem.ledger.live_tickets == 0 and used_bytes(mem.store.pool) == 0
     if "offload" in policy.values():
         assert mem.plan is not None and mem.plan.planned_bytes > 0, "the test must have offloaded something"
     mem.detach()
@@ -83,7 +84,7 @@ def test_a_storage_is_stored_once_and_weights_never(device: str) -> None:
     model = network(device)
     mem = manage(model, {"2": "offload"}, device)
     out = model(torch.randn(40, WIDTH, device=device))
-    block = mem.ledger.holdings()
+    block = holdings(mem.ledger)
     unit = 40 * WIDTH * 4
     # x (saved by up); h once, though saved through chunks and a transposed slice (2 units); sigmoid; the product; the
     # dropout mask; the dropped product; y before and after scaling; tanh. No weight and no buffer (`scale` is WIDTH * 4 bytes).
@@ -160,7 +161,7 @@ def test_nothing_is_left_behind(policy: dict[str, str], device: str) -> None:
         way()
         gc.collect()
         assert mem.ledger.live_tickets == 0, way.__name__
-        assert mem.store.live_tickets == 0 and mem.store.pool.used_bytes == 0, way.__name__
+        assert mem.store.live_tickets == 0 and used_bytes(mem.store.pool) == 0, way.__name__
     assert _hooks_are_empty()
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from forebay.memory.host_store import HostStore, Ticket, TicketState
-from forebay.memory.streams import delayed
+from tests.helpers import delayed, used_bytes
 
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 
@@ -30,7 +30,7 @@ def test_a_round_trip_returns_the_bytes(device: str) -> None:
     assert store.outbound.nbytes == store.inbound.nbytes == truth.numel()
     del ticket
     gc.collect()
-    assert store.live_tickets == 0 and store.pool.used_bytes == 0
+    assert store.live_tickets == 0 and used_bytes(store.pool) == 0
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -109,7 +109,7 @@ def test_a_storage_that_an_engine_empties_stays_with_the_engine(emptied: str) ->
         weight.copy_(truth)
     assert torch.equal(store.wait(ticket), truth)
     del ticket, other
-    assert store.live_tickets == 0 and store.pool.used_bytes == 0
+    assert store.live_tickets == 0 and used_bytes(store.pool) == 0
 
 
 def test_a_storage_that_is_emptied_when_its_bytes_have_left_comes_back() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from forebay.memory.host_store import HostPool, HostStore, HostTicket, TicketState
-from forebay.memory.streams import delayed
+from tests.helpers import delayed, used_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -269,7 +269,7 @@ def test_a_storage_that_an_engine_empties(store: HostStore, when: str) -> None:
     assert torch.equal(store.wait(ticket), truth)
     del ticket, reused
     host_bytes_after(store)
-    assert torch.equal(weight, truth) and store.pool.used_bytes == 0
+    assert torch.equal(weight, truth) and used_bytes(store.pool) == 0
 
 
 def test_slots_that_came_back_are_read_by_no_one(store: HostStore) -> None:
@@ -290,7 +290,7 @@ def test_slots_that_came_back_are_read_by_no_one(store: HostStore) -> None:
             assert torch.equal(store.wait(ticket), bytes_)
         del tickets, ticket
         host_bytes_after(store)
-    assert store.live_tickets == 0 and store.pool.used_bytes == 0
+    assert store.live_tickets == 0 and used_bytes(store.pool) == 0
 
 
 def test_a_ticket_from_before_a_capture_may_die_within_it(store: HostStore) -> None:

@@ -24,6 +24,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from forebay.memory import host_store, streams
 from forebay.memory.host_store import HostPool, HostSlot, HostStore, HostTicket, TicketState
+from tests.helpers import used_bytes
 
 FILES = frozenset(module.__file__ for module in (host_store, host_store, host_store, streams))
 SIZES = (1, 512, 700, 1024, 1500, 2000, 3000, 5000)
@@ -207,7 +208,7 @@ class Stores(RuleBasedStateMachine):
         call=st.sampled_from(["restart", "trim", "forget_copies", "counts"]),
     )
     def between_steps(self, death: Death, call: str) -> None:
-        calls: dict[str, Callable[[], Any]] = {"counts": lambda: self.store.live_bytes + self.store.pool.used_bytes}
+        calls: dict[str, Callable[[], Any]] = {"counts": lambda: self.store.live_bytes + used_bytes(self.store.pool)}
         self.attacked(death, calls.get(call) or getattr(self.store, call), [])
 
     @invariant()
@@ -217,7 +218,7 @@ class Stores(RuleBasedStateMachine):
         assert self.store.live_tickets == len(tickets)
         assert self.store.live_bytes == sum(ticket.nbytes for ticket in tickets)
         slots = [ticket.slot for ticket in tickets if ticket.slot is not None]
-        assert self.store.pool.used_bytes == sum(slot.length for slot in slots), "a slot was lost, or is out twice"
+        assert used_bytes(self.store.pool) == sum(slot.length for slot in slots), "a slot was lost, or is out twice"
         places = sorted((slot.slab.memory.data_ptr() + slot.start, slot.length) for slot in slots)
         assert all(a + length <= b for (a, length), (b, _) in pairwise(places))
 
@@ -265,7 +266,7 @@ def _dies_at(at: int, call: str, way: str) -> bool:
         "hold": lambda: fresh.append(store.hold(torch.zeros(9, dtype=torch.uint8), None)),
         "send": lambda: store.send(fresh),
         "fetch": lambda: store.fetch(away),
-        "used_bytes": lambda: store.pool.used_bytes,
+        "used_bytes": lambda: used_bytes(store.pool),
         "live_bytes": lambda: store.live_bytes,
         "trim": store.trim,
     }
@@ -282,6 +283,6 @@ def _dies_at(at: int, call: str, way: str) -> bool:
     assert not doomed and store.live_tickets == 1 + len(fresh)
     assert store.live_bytes == sum(t.nbytes for t in (*away, *fresh))
     slots = [t.slot for t in (*away, *fresh) if t.slot is not None]
-    assert store.pool.used_bytes == sum(slot.length for slot in slots), f"bytecode {at}"
+    assert used_bytes(store.pool) == sum(slot.length for slot in slots), f"bytecode {at}"
     assert bool((store.wait(away[0]) == 7).all() and (store.wait(fresh[0]) == 5).all())
     return early()

@@ -16,7 +16,7 @@ from forebay.moe.dispatch_op import combine, dispatch
 from forebay.moe.experts import experts
 from tests.ranks import run_ranks
 
-MODES = ("full", "save-dispatch", "save-both")
+MODES = ("full", "save-dispatch")
 T, H, E, K, INNER = 6, 16, 4, 2, 8
 
 
@@ -73,7 +73,7 @@ def counted(rank: int, world: int) -> dict[str, Any]:
     whole = torch.autograd.grad(forward(*trained).sum(), trained)
     dispatcher.calls.clear()
     with torch.no_grad():
-        recomputed(forward, "save-both")(*trained)
+        recomputed(forward)(*trained)
     found["no_grad"] = dict(dispatcher.calls)
     found["alive"] = dispatcher.live_handles
     for mode in MODES:
@@ -96,7 +96,7 @@ def test_how_often_ranks_talk_in_each_mode() -> None:
                 for mode in MODES:
                     same, calls = found[f"{mode}, tail={tail}, early_stop={early_stop}"]
                     # An early stop skips a combine that nothing behind it asks for.
-                    again = mode != "save-both" and (tail or not early_stop)
+                    again = tail or not early_stop
                     assert same and calls == {
                         "dispatch": 2 if mode == "full" else 1,
                         "combine": 2 if again else 1,
@@ -105,7 +105,7 @@ def test_how_often_ranks_talk_in_each_mode() -> None:
         assert found["no_grad"] == {"dispatch": 1, "combine": 1}
         assert found["alive"] == 0
         assert found["split, full"] is True
-        for mode in ("save-dispatch", "save-both"):
+        for mode in ("save-dispatch",):
             assert "backward an extra time" in found[f"split, {mode}"]
 
 
@@ -146,7 +146,7 @@ def test_without_gradients_it_is_a_plain_call(mode: str) -> None:
 
 
 def test_an_unknown_mode_lists_the_valid_ones() -> None:
-    with pytest.raises(ValueError, match=r"'dispatch' is unknown; valid are full, save-dispatch, save-both"):
+    with pytest.raises(ValueError, match=r"'dispatch' is unknown; valid are full, save-dispatch"):
         recomputed(torch.sin, "dispatch")
 
 

@@ -18,7 +18,7 @@ import torch
 
 from forebay.managed import manage
 from forebay.memory.offload_plan import under_budget
-from forebay.memory.solver import Allowed, lowest, solve
+from forebay.memory.solver import Allowed, lowest
 from forebay.memory.timeline import Assignment, CallFigures, Timeline, TimelineEvent, simulate, simulate_levels
 from forebay.policy import BudgetError
 from tests.products import cover, first
@@ -192,20 +192,6 @@ def _prefix(timeline: Timeline, again: int, gone: int) -> Assignment:
     last = [c.key[0] for c in reversed(timeline.calls) if c.light_recompute][:again]
     offload = {i: frozenset(range(len(c.items))) for i, c in enumerate(timeline.calls[:gone]) if c.key[0] not in last}
     return Assignment(offload, frozenset(last))
-
-
-def test_stashing_is_chosen_where_it_is_cheaper_and_only_if_offered() -> None:
-    """Two regions of 100 bytes; 60 have to go. Stashing one frees 60 of them for 0.1 s, recomputing it 90 for a second."""
-    calls = tuple(CallFigures((f"r{i}", 0), (100,), 1.0, False, 10, 60, 0.1) for i in range(2))
-    order = [("F", 0), ("F", 1), ("B", 1), ("B", 0)]
-    timeline = Timeline(calls, tuple(TimelineEvent(k, i, 1.0) for k, i in order), 1e-6, 1e-6)
-    both = frozenset({"r0", "r1"})
-    offered = solve(timeline, Allowed(frozenset(), both, both), 140)
-    assert offered is not None and offered.plan.step_seconds == pytest.approx(4.1)
-    assert offered.plan.peak_bytes == 140 and not offered.plan.recompute
-    alone = solve(timeline, Allowed(frozenset(), both), 140)
-    assert alone is not None and alone.plan.step_seconds == pytest.approx(5.0)
-    assert solve(timeline, Allowed(frozenset(), frozenset(), both), 79) is None
 
 
 def test_the_lowest_peak_is_that_of_all_placements() -> None:

@@ -24,19 +24,17 @@ def test_the_docstring_example() -> None:
     assert plan.settle_at == {("r0", 0): ("B", ("r2", 0))}
     assert plan.fetch_at == {("B", ("r1", 0)): (("r0", 0),)} or plan.fetch_at == {("B", ("r2", 0)): (("r0", 0),)}
     assert plan.planned_bytes == 12
-    assert plan.after_forward_bytes == 14
 
 
 def test_keep_holds_everything_at_the_turn() -> None:
     plan = simulate(timeline([3, 4, 5], 1.0, 1.0, transient=2, other=10), Assignment())
-    assert (plan.peak_bytes, plan.after_forward_bytes, plan.stall_seconds) == (10 + 12 + 2, 12, 0.0)
+    assert (plan.peak_bytes, plan.stall_seconds) == (10 + 12 + 2, 0.0)
     assert plan.step_seconds == 6.0
 
 
 def test_a_fast_link_moves_for_nothing() -> None:
     plan = simulate(timeline([100] * 4, 1.0, 1e6), offload(0, 1))
     assert plan.stall_seconds == 0.0
-    assert plan.after_forward_bytes == 200
     assert plan.step_seconds == 8.0
 
 
@@ -51,7 +49,6 @@ def test_a_window_trades_memory_for_time() -> None:
     everything = offload(*range(5))
     wide, narrow = simulate(slow, everything, window=12), simulate(slow, everything, window=0)
     assert wide.stall_seconds < narrow.stall_seconds
-    assert wide.after_forward_bytes > narrow.after_forward_bytes
 
 
 def test_what_is_still_leaving_at_the_turn_is_taken_back_and_not_fetched() -> None:
@@ -65,7 +62,6 @@ def test_recomputing_frees_all_but_the_input_and_costs_a_forward() -> None:
     base = timeline([10, 10], 1.0, 1.0)
     calls = tuple(CallFigures(c.key, (6, 4), 1.0, input_bytes=4) for c in base.calls)
     plan = simulate(Timeline(calls, base.events), Assignment(recompute=frozenset({"r0"})))
-    assert plan.after_forward_bytes == 10 + 4
     assert plan.step_seconds == 5.0
 
 
@@ -73,7 +69,6 @@ def test_light_recomputation_frees_the_largest_item() -> None:
     base = timeline([10], 1.0, 1.0)
     calls = (CallFigures(("r0", 0), (3, 7), 1.0, light_recompute=True),)
     plan = simulate(Timeline(calls, base.events), Assignment(recompute=frozenset({"r0"})))
-    assert plan.after_forward_bytes == 3
     assert plan.step_seconds == 2.6
 
 

@@ -96,7 +96,7 @@ def communication(rank: int, world: int, compile: bool) -> dict[str, tuple[int, 
     dispatcher = Counting(dist.group.WORLD, experts_of(model))
     keep_local_experts(model, dispatcher)
     counts, results = {}, []
-    for mode in ("light", "full", "save-dispatch", "save-both"):
+    for mode in ("light", "full", "save-dispatch"):
         with manage(model, {"*.mlp": "recompute"}, recompute=mode, dispatcher=dispatcher, compile=compile):
             dispatcher.dispatched = dispatcher.summed = 0
             results.append(gradients(model, ids[mine], labels[mine]))
@@ -110,7 +110,7 @@ def communication(rank: int, world: int, compile: bool) -> dict[str, tuple[int, 
 @pytest.mark.parametrize("compile", [False, True])
 def test_recompute_modes_repeat_what_they_say(compile: bool) -> None:
     # Summed: combine, and the gradient of dispatch. An early stop comes before combine is repeated.
-    expected = {"light": (1, 2), "full": (2, 2), "save-dispatch": (1, 2), "save-both": (1, 2)}
+    expected = {"light": (1, 2), "full": (2, 2), "save-dispatch": (1, 2)}
     assert run_ranks(communication, 2, compile) == [expected] * 2
 
 
@@ -122,7 +122,7 @@ def compare_placements(rank: int, world: int) -> list[str]:
     keep_local_experts(model, dispatcher)
     results = {}
     kinds: list[tuple[Any, str]] = [("keep", "light"), ("offload", "light")]
-    kinds += [("recompute", mode) for mode in ("light", "full", "save-dispatch", "save-both")]
+    kinds += [("recompute", mode) for mode in ("light", "full", "save-dispatch")]
     kinds += [({"*.mlp": "recompute", "*.self_attn": "offload"}, "light")]
     for policy, mode in kinds:
         with manage(model, policy, recompute=mode, dispatcher=dispatcher, offload="all") as memory:
@@ -169,4 +169,4 @@ def test_refusals_say_what_would_be_valid() -> None:
     assert "holds 64 experts on rank 0" in whole and "32 each" in whole
     assert "128" in number
     assert "experts='forebay'" in foreign
-    assert "light, full, save-dispatch, save-both" in mode
+    assert "light, full, save-dispatch" in mode

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from forebay.moe.dispatch import ALIGNMENT, NcclDispatcher, TokenDispatcher, check_ids, order_by_rank, who_goes
+from forebay.moe.dispatch import ALIGNMENT, NcclDispatcher, TokenDispatcher, order_by_rank, who_goes
 from forebay.moe.dispatch_op import combine, dispatch
 from forebay.moe.experts import experts
 from tests.ranks import run_ranks
@@ -203,14 +203,6 @@ def test_dtypes_strides_nan_and_ids_out_of_range() -> None:
     for rank, found in enumerate(run_ranks(odd_inputs, WORLD)):
         for case, checks in found.items():
             assert all(checks), (rank, case, checks)
-
-
-def test_check_ids_names_the_first() -> None:
-    check_ids(torch.tensor([[0, 7], [-1, 3]]), E)
-    with pytest.raises(ValueError, match=r"ids\[1, 0\] is 8; valid are 0 to 7, and -1 for none"):
-        check_ids(torch.tensor([[0, 7], [8, -2]]), E)
-    with pytest.raises(ValueError, match=r"ids\[0, 1\] is -2"):
-        check_ids(torch.tensor([[0, -2]]), E)
 
 
 def test_what_does_not_fit_is_refused() -> None:

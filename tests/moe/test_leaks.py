@@ -15,7 +15,7 @@ from tests.ranks import run_ranks
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-WITH_RESULTS = ["forward, backward", "full checkpoint, early stop", "selective, saving both"]
+WITH_RESULTS = ["forward, backward", "full checkpoint, early stop", "selective, saving dispatch"]
 WITHOUT = ["no_grad", "exception between"]
 
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from forebay.memory.streams import delayed
 from forebay.moe.dispatch import Handle, TokenDispatcher
 from forebay.pipeline.runtime import OverlappedStep
 from forebay.pipeline.sublayer import ExecutionContext, NullStream, TransferMeter, cut
+from tests.helpers import delayed
 
 E, K = 4, 2
 CPU = torch.device("cpu")

@@ -32,6 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 import forebay
 from forebay.policy import BudgetError, PolicyError
+from tests.helpers import used_bytes
 
 ROWS, WIDTH = 4, 6
 
@@ -721,7 +722,7 @@ def _left(mem: Any) -> str | None:
             "tickets": mem.ledger.live_tickets,
             "tickets of the store": manager.store.live_tickets,
             "bytes": manager.store.live_bytes,
-            "bytes of the pool": manager.store.pool.used_bytes,
+            "bytes of the pool": used_bytes(manager.store.pool),
         }
         if not any(left.values()):
             return None

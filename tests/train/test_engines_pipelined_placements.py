@@ -10,6 +10,7 @@ import torch
 
 from forebay.config import from_mapping
 from forebay.moe import experts_op
+from tests.helpers import holdings
 from tests.ranks import run_ranks
 
 TINY: dict[str, Any] = {
@@ -74,7 +75,7 @@ class Ran:
                 local = {n: g.to_local() if hasattr(g, "to_local") else g for n, g in grads.items()}  # type: ignore[attr-defined]
                 self.steps.append((losses, local))
                 if trainer.memory.ledger.live_tickets:
-                    self.wrong.append(f"step {number}: tickets are left: {trainer.memory.ledger.holdings()[:3]}")
+                    self.wrong.append(f"step {number}: tickets are left: {holdings(trainer.memory.ledger)[:3]}")
                 pages = trainer.memory.pages
                 if pages is not None and (pages.live_tickets or not pages.end_step().pages_out):
                     self.wrong.append(

@@ -24,6 +24,7 @@ from forebay.train import checkpoint
 from forebay.train.checkpoint import Checkpoints
 from forebay.train.distributed import ALONE, Mesh
 from forebay.train.trainer import Trainer
+from tests.helpers import holdings
 from tests.ranks import run_ranks
 
 TINY: dict[str, Any] = {
@@ -250,7 +251,7 @@ def local(tensor: Any) -> torch.Tensor:
 def left_behind(trainer: Trainer, mesh: Mesh, memory: dict[str, Any]) -> list[str]:
     wrong = []
     if trainer.memory.ledger.live_tickets:
-        wrong.append(f"tickets are left: {trainer.memory.ledger.holdings()[:3]}")
+        wrong.append(f"tickets are left: {holdings(trainer.memory.ledger)[:3]}")
     if trainer.dispatcher is not None and trainer.dispatcher.live_handles:
         wrong.append("handles are left")
     pages = trainer.memory.pages

@@ -184,21 +184,9 @@ class CachingAllocator:
         """The capture is over: requests are served as before."""
         self._graph = None
 
-    def drop_graph(self, graph: Hashable) -> None:
-        """The graph is gone: its blocks are as others from the next giving back on."""
-        for key, pool in list(self._pools.items()):
-            if pool.owner == graph:
-                self._give_back(pool)
-                if not pool.keys:
-                    del self._pools[key]
-
     def reset_peaks(self) -> None:
         """Count peaks from here."""
         self.peak_reserved, self.peak_allocated = self.reserved, self.allocated
-
-    def free_bytes(self, stream: Hashable) -> int:
-        """Bytes cached for a stream."""
-        return sum(key >> _ADDRESS_BITS for pool in self._pools.values() if pool.stream == stream for key in pool.keys)
 
     def _segment(self, pool: _FreeBlocks, size: int) -> Block:
         """A new segment as one block that is not among the free ones."""

@@ -268,8 +268,6 @@ class _ReservedStep:
             self._settles.setdefault(moment, []).append(key)
         self.most_stashed = self._stashed = 0
         self._last = max((a.microbatch for action in rank.actions for a in (action.parts or (action,))), default=0)
-        stages = sorted(rank.stages)
-        self._head_stage = next((s for s in stages if rank.stages[s][-1].path == "head"), None)
 
     def run(self) -> None:
         """All actions."""

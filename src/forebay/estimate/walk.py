@@ -34,8 +34,8 @@ from forebay.memory.timeline import CallFigures, Plan, Timeline, TimelineEvent
 # What a placement makes of the bytes that a half saves:
 #
 #     keep        all are held
-#     recompute   of a MoE half with Forebay's experts all but the first product ("light"; "save-dispatch" and "save-both" hold
-#                 less and are counted so too); "full", and every other half: its input alone, and backward makes the rest again
+#     recompute   of a MoE half with Forebay's experts all but the first product ("light"; "save-dispatch" holds
+#                 less and is counted so too); "full", and every other half: its input alone, and backward makes the rest again
 #     offload     what the manager's plan takes off the device (`forebay.estimate.walk`) is not held, but for two halves on
 #                 their way; where placements are only being chosen, all of the half
 #     stash       x and h of the experts as the rows that came, in pages, not as buffers of the capacity

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -82,38 +82,6 @@ class Ticket:
         if (self.state, to) not in _NEXT:
             raise RuntimeError(f"a ticket cannot go from {self.state.value} to {to.value}")
         self.state = to
-
-
-class Store(Protocol):
-    """What the saved-tensor manager asks of a store. All calls are made on the host and none of them blocks it.
-
-    Tensors that are saved together leave together and come back together: what a copy costs the host beside itself (events,
-    streams) it costs once for all of them.
-    """
-
-    def hold(self, device_bytes: torch.Tensor, compute: Any) -> Ticket:
-        """Take the bytes of a storage (uint8, on the device), which stay where they are until `send`.
-
-        Args:
-            compute: the stream that made them and is to read them again; None on a CPU. If the current stream is another, that
-                one is waited for as well.
-        """
-
-    def send(self, tickets: Sequence[Ticket]) -> None:
-        """Enqueue the copies out. Those that are not held stay as they are."""
-
-    def settle(self, ticket: Ticket) -> None:
-        """Make the compute stream wait for the copy out and drop the device memory. No-op unless leaving."""
-
-    def fetch(self, *batches: Sequence[Ticket]) -> None:
-        """Enqueue the way back; a batch is there when all of it is. Those that are not on the host stay as they are; who is in
-        two batches comes back with the first."""
-
-    def wait(self, ticket: Ticket) -> torch.Tensor:
-        """The uint8 device tensor, safe to use on the compute stream and on the current one; fetches first if nobody did."""
-
-    def close(self) -> None:
-        """Give all memory back."""
 
 
 # Host memory for saved bytes: slabs, and exact-size slots cut from them.
@@ -231,13 +199,6 @@ class HostPool:
     def reserved_bytes(self) -> int:
         """Bytes of all slabs."""
         return sum(slab.memory.numel() for slab in self._slabs)
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of all slots that are out."""
-        self._sort_given()
-        holes = sum(size for slab in self._slabs for _, size in slab.holes)
-        return self.reserved_bytes - holes - sum(slot.length for slots in self._returned.values() for slot in slots)
 
     def take(self, nbytes: int) -> HostSlot:
         """A slot of `nbytes`: one that came back, else from the tightest hole, else from a new slab.
@@ -483,7 +444,8 @@ class HostStore:
         return memory_rate(self.device)
 
     def hold(self, device_bytes: torch.Tensor, compute: Any) -> HostTicket:
-        """See `Store.hold`."""
+        """Take the bytes of a storage (uint8, on the device), which stay there until `send`. `compute` is the stream
+        that made them and reads them again; None on a CPU."""
         self._count_dead()
         ticket = HostTicket(self, device_bytes, compute)
         self._alive += 1
@@ -495,7 +457,8 @@ class HostStore:
 
     @_locked
     def send(self, tickets: Sequence[HostTicket]) -> None:
-        """See `Store.send`. A closed store sends nothing: tickets stay held. A ticket whose storage was emptied (by an engine
+        """Enqueue the copies out. Tickets that are not held stay as they are. A closed store sends nothing: tickets
+        stay held. A ticket whose storage was emptied (by an engine
         that gathers weights again before backward) goes to ``ON_DEVICE``: it keeps the storage, as autograd would.
 
         Raises:
@@ -532,8 +495,8 @@ class HostStore:
 
     @_locked
     def settle(self, ticket: HostTicket) -> None:
-        """See `Store.settle`. A storage that was emptied or moved since `send` stays where it is: the copy may have read other
-        bytes."""
+        """Make the compute stream wait for the copy out and drop the device memory. No-op unless leaving. A storage
+        that was emptied or moved since `send` stays where it is: the copy may have read other bytes."""
         if ticket.state is TicketState.LEAVING:
             assert ticket.device_bytes is not None
             if _is_emptied(ticket) or ticket.device_bytes.data_ptr() != ticket.address:
@@ -545,7 +508,9 @@ class HostStore:
 
     @_locked
     def fetch(self, *batches: Sequence[HostTicket]) -> None:
-        """See `Store.fetch`. A ticket that is still leaving stays where it is: its bytes are on the device."""
+        """Enqueue the copies back; a batch is there when all of it is. Tickets that are not on the host stay as they
+        are; one that is in two batches comes back with the first. A ticket that is still leaving stays where it is: its bytes
+        are on the device."""
         wanted: dict[Any, list[list[HostTicket]]] = {}
         met: set[int] = set()
         for batch in batches:
@@ -565,7 +530,8 @@ class HostStore:
                 self.inbound.add(sum(ticket.nbytes for ticket in tickets), back)
 
     def wait(self, ticket: HostTicket) -> torch.Tensor:
-        """See `Store.wait`. May be called any number of times, on any stream: the current one waits too.
+        """The uint8 device tensor, safe to use on the compute stream; fetched first if it was not. May be called any
+        number of times, on any stream: the current one waits too.
 
         Raises:
             RuntimeError: the storage was emptied by somebody else while autograd had it saved, and was not filled again.

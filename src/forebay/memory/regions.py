@@ -11,7 +11,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial, update_wrapper
 from types import FunctionType, MethodType
 from typing import Any, Protocol
@@ -341,16 +340,6 @@ class _SameParameters:
 _SWEEP = 256  # entries of dead tickets that may gather, beside as many as are alive
 
 
-@dataclass(frozen=True)
-class Holding:
-    """One live ticket: `call` counts the calls of its region since the last quiet moment (the microbatch, usually)."""
-
-    path: str
-    call: int
-    nbytes: int
-    state: str
-
-
 class Ledger:
     """Weak record of the live tickets of one manager."""
 
@@ -379,11 +368,6 @@ class Ledger:
         """Bytes of the live tickets that have device memory now."""
         return sum(ticket.nbytes for ticket, _, _ in self._live() if ticket.device_bytes is not None)
 
-    def holdings(self) -> list[Holding]:
-        """Every live ticket, largest first."""
-        rows = [Holding(path, call, t.nbytes, t.state.value) for t, path, call in self._live()]
-        return sorted(rows, key=lambda row: -row.nbytes)
-
     def by_region(self) -> dict[str, int]:
         """Live bytes by region path."""
         totals: Counter[str] = Counter()
@@ -411,7 +395,6 @@ class Ledger:
 _KEPT: Mapping[str, frozenset[str]] = {
     "full": frozenset(),
     "save-dispatch": frozenset({"forebay::dispatch"}),
-    "save-both": frozenset({"forebay::dispatch", "forebay::combine"}),
 }
 
 
@@ -423,9 +406,8 @@ def recomputed(
     Args:
         reads: the modules whose weights and buffers `forward` reads; see `forebay.memory.repeat`.
         mode: "full" keeps nothing but the arguments: expert parallelism's dispatch runs again, and combine where something
-            behind it in `forward` was saved. "save-dispatch" and "save-both" keep what dispatch, or dispatch and combine,
-            brought, so that backward does not repeat it. With these two a graph can be walked once only: torch raises for a
-            retained one.
+            behind it in `forward` was saved. "save-dispatch" keeps what dispatch brought, so that backward does not
+            repeat it. With it a graph can be walked once only: torch raises for a retained one.
 
     Raises:
         ValueError: an unknown mode.

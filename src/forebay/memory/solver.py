@@ -128,9 +128,9 @@ def _without_chatter() -> Iterator[None]:
                 os.write(1, b"".join(others))
 
 
-# Placements under a budget as a mixed-integer programme: what to recompute, stash and send to the host, item by item.
+# Placements under a budget as a mixed-integer programme: what to recompute and send to the host, item by item.
 #
-# In: a `Timeline`, a budget, and which regions may be offloaded, recomputed, stashed. Out: a `Solved`: a `Plan` that the
+# In: a `Timeline`, a budget, and which regions may be offloaded, recomputed. Out: a `Solved`: a `Plan` that the
 # simulation has within the budget, and the time that the programme thought possible. docs/solver.md has the mathematics.
 #
 # The way of an answer:
@@ -168,7 +168,6 @@ class Allowed:
 
     offload: frozenset[str]
     recompute: frozenset[str]
-    stash: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -316,7 +315,7 @@ class _Search:
             for state in states:
                 yield _with(assignment, path, regions, state)
         for path, (_, calls) in ((p, (s, s[0].calls)) for p, s in regions.items()):
-            if path in self._allowed.offload and path not in assignment.recompute | assignment.stash:
+            if path in self._allowed.offload and path not in assignment.recompute:
                 for call in calls:
                     for ordinal, size in enumerate(self._timeline.calls[call].items):
                         if size:
@@ -334,7 +333,6 @@ class _State:
     calls: tuple[int, ...]
     offload: Mapping[int, frozenset[int]]
     recompute: bool = False
-    stash: bool = False
 
 
 def _regions(timeline: Timeline, allowed: Allowed) -> dict[str, list[_State]]:
@@ -354,8 +352,6 @@ def _regions(timeline: Timeline, allowed: Allowed) -> dict[str, list[_State]]:
             if path in allowed.offload and all(timeline.calls[c].light_recompute for c in mine):
                 rest = {c: chosen - {timeline.calls[c].largest} for c, chosen in everything.items()}
                 states.append(_State(mine, rest, recompute=True))
-        if path in allowed.stash:
-            states.append(_State(mine, {}, stash=True))
         if len(states) > 1:
             found[path] = states
     return found
@@ -366,7 +362,6 @@ def _with(assignment: Assignment, path: str, regions: Mapping[str, Sequence[_Sta
     return Assignment(
         {**offload, **{c: chosen for c, chosen in state.offload.items() if chosen}},
         assignment.recompute - {path} | ({path} if state.recompute else set()),
-        assignment.stash - {path} | ({path} if state.stash else set()),
     )
 
 
@@ -399,7 +394,6 @@ class _Relaxed:
         self._many = _is_many(timeline)
         self._programme = Programme()
         self._again: dict[str, int] = {}
-        self._stash: dict[str, int] = {}
         self._leaves: dict[tuple[int, int], int] = {}
         self._choices()
         self._symmetry()
@@ -418,9 +412,8 @@ class _Relaxed:
         for event in self._events:
             call = self._calls[event.call]
             if event.kind == "B":
-                again, stash = self._again.get(call.key[0]), self._stash.get(call.key[0])
+                again = self._again.get(call.key[0])
                 plain += call.recompute_seconds if again is not None and answer.chosen(again) else 0.0
-                plain += call.stash_seconds if stash is not None and answer.chosen(stash) else 0.0
         return plain + extra * self._step
 
     def assignment(self, answer: Answer) -> Assignment:
@@ -432,7 +425,6 @@ class _Relaxed:
         return Assignment(
             {c: frozenset(o) for c, o in offload.items()},
             frozenset(p for p, v in self._again.items() if answer.chosen(v)),
-            frozenset(p for p, v in self._stash.items() if answer.chosen(v)),
         )
 
     def _whole(self, answer: Answer) -> Iterator[tuple[int, int]]:
@@ -448,20 +440,14 @@ class _Relaxed:
         return call in self._forward and call in self._backward and self._forward[call] < self._backward[call]
 
     def _choices(self) -> None:
-        """A variable for every region that may be recomputed or stashed, and for every item that may leave."""
+        """A variable for every region that may be recomputed, and for every item that may leave."""
         p = self._programme
         again: dict[str, float] = {}
-        stash: dict[str, float] = {}
         for number, call in enumerate(self._calls):
             path = call.key[0]
             if path in self._allowed.recompute and self._lives(number) and call.recompute_frees > 0:
                 again[path] = again.get(path, 0.0) + call.recompute_seconds
-            if path in self._allowed.stash and self._lives(number) and call.stash_frees > 0:
-                stash[path] = stash.get(path, 0.0) + call.stash_seconds
         self._again = {path: p.choice(seconds / self._step) for path, seconds in again.items()}
-        self._stash = {path: p.choice(seconds / self._step) for path, seconds in stash.items()}
-        for path in set(self._again) & set(self._stash):
-            p.row([(self._again[path], 1.0), (self._stash[path], 1.0)], high=1.0)
         for number, call in enumerate(self._calls):
             if call.key[0] in self._allowed.offload and self._lives(number):
                 for ordinal, size in enumerate(call.items):
@@ -473,17 +459,16 @@ class _Relaxed:
                         self._exclude(number, ordinal)
 
     def _exclude(self, number: int, ordinal: int) -> None:
-        """What is recomputed or stashed does not leave."""
+        """What is recomputed does not leave."""
         for other in self._bars(number, ordinal):
             self._programme.row([(self._leaves[number, ordinal], 1.0), (other, 1.0)], high=1.0)
 
     def _bars(self, number: int, ordinal: int) -> list[int]:
         """The choices by which an item does not leave."""
         call = self._calls[number]
-        others = [self._stash[call.key[0]]] if call.key[0] in self._stash else []
         if call.key[0] in self._again and (not call.light_recompute or ordinal == call.largest):
-            others.append(self._again[call.key[0]])
-        return others
+            return [self._again[call.key[0]]]
+        return []
 
     def _symmetry(self) -> None:
         """Of equal regions the earlier one leaves if the later one does, and is not kept if the later one is not."""
@@ -504,8 +489,8 @@ class _Relaxed:
     def _kind(self, call: CallFigures) -> object:
         times = float(f"{call.recompute_seconds:.0e}")  # of equal layers, measured ones differ by noise
         path = call.key[0]
-        may = path in self._again, path in self._stash, path in self._allowed.offload
-        return call.key[1], call.items, call.light_recompute, call.input_bytes, call.stash_frees, times, may
+        may = path in self._again, path in self._allowed.offload
+        return call.key[1], call.items, call.light_recompute, call.input_bytes, times, may
 
     def _in_order(self, one: int, other: int, ordinal: int) -> None:
         first, second = self._leaves.get((one, ordinal)), self._leaves.get((other, ordinal))
@@ -517,7 +502,7 @@ class _Relaxed:
             self._programme.row([(first, 1.0), (again[0], 1.0), (second, -1.0), (again[1], -1.0)], low=0.0)
 
     def _freed(self) -> list[int]:
-        """By moment, a variable: bytes that recomputing and stashing free of what is held at its start."""
+        """By moment, a variable: bytes that recomputing frees of what is held at its start."""
         p = self._programme
         found, last = [], None
         for index in range(len(self._events)):
@@ -536,8 +521,6 @@ class _Relaxed:
         call = self._calls[number]
         if (again := self._again.get(call.key[0])) is not None:
             yield again, call.recompute_frees
-        if (stash := self._stash.get(call.key[0])) is not None:
-            yield stash, call.stash_frees
 
     def _away(self) -> list[int]:
         """By moment, a variable: bytes on the host that do not come back during it."""

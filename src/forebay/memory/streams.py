@@ -8,7 +8,7 @@ waits for a copy only where a store says so. Nothing here calls ``record_stream`
 back at an unknown time, which is what a memory library must not do.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -222,14 +222,3 @@ def _is_capturing() -> bool:
 def on_stream(stream: Any) -> Any:
     """Context in which allocations and kernels belong to `stream`; does nothing for None (a CPU)."""
     return torch.cuda.stream(stream) if stream is not None else nullcontext()
-
-
-def delayed(lane: Any, cycles: int) -> Callable[[], None]:
-    """A function that keeps `lane` busy for `cycles` GPU clock ticks: tests use it to provoke races."""
-
-    def sleep() -> None:
-        if lane is not None:
-            with torch.cuda.stream(lane):
-                torch.cuda._sleep(cycles)
-
-    return sleep

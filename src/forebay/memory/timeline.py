@@ -52,7 +52,6 @@ class CallFigures:
         seconds: time of the region's forward.
         light_recompute: the region recomputes only its largest item, by itself (experts).
         input_bytes: bytes of the region's own inputs, which a checkpoint keeps.
-        stash_frees, stash_seconds: bytes that stashing the call frees, and its extra time; (0, 0) where nothing is stashed.
         again_seconds: time of recomputing the call, where it is known; None leaves it to `recompute_seconds`.
         shared_with: later calls that save one of its items too: their backwards need it as well.
     """
@@ -62,8 +61,6 @@ class CallFigures:
     seconds: float
     light_recompute: bool = False
     input_bytes: int = 0
-    stash_frees: int = 0
-    stash_seconds: float = 0.0
     again_seconds: float | None = None
     shared_with: tuple[Key, ...] = ()
 
@@ -150,13 +147,11 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Assignment:
-    """``offload``: for each call (by index) the ordinals of the items that leave; ``recompute``, ``stash``: region paths.
-
-    Of these nothing leaves, but what a light recomputation does not free."""
+    """``offload``: for each call (by index) the ordinals of the items that leave; ``recompute``: region
+    paths, of which nothing leaves but what a light recomputation does not free."""
 
     offload: Mapping[int, frozenset[int]] = field(default_factory=dict)
     recompute: frozenset[str] = frozenset()
-    stash: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -169,7 +164,6 @@ class Plan:
     fetch_at: Mapping[tuple[str, Key], tuple[Key, ...]]
     planned_bytes: int
     peak_bytes: int
-    after_forward_bytes: int
     stall_seconds: float
     step_seconds: float
 
@@ -206,7 +200,6 @@ class _Simulation:
         self.forward = {m.call: i for i, m in enumerate(self.events) if m.kind == "F"}
         self.backward = {m.call: i for i, m in enumerate(self.events) if m.kind == "B"}
         self.leaves = {c: n for c, n in self.leaves.items() if c in self.forward and c in self.backward}
-        self.leaves = {c: n for c, n in self.leaves.items() if self.calls[c].key[0] not in assignment.stash}
         self.turn = min(self.backward.values(), default=len(self.events))
         self.slack = _SLACK if timeline.out_rate < float("inf") else 0.0
         self.seconds = [m.seconds + self._extra(m) for m in self.events]
@@ -230,7 +223,6 @@ class _Simulation:
             fetch_at={name: tuple(keys) for name, keys in fetches.items()},
             planned_bytes=sum(self.leaves.values()),
             peak_bytes=max(self.levels(), default=0),
-            after_forward_bytes=self._held(fetched=False)[self.turn] if self.turn < len(self.events) else 0,
             stall_seconds=self.stall,
             step_seconds=sum(self.seconds) + self.stall,
         )
@@ -242,8 +234,6 @@ class _Simulation:
         call = self.calls[event.call]
         if event.kind != "B":
             return 0.0
-        if call.key[0] in self.assignment.stash:
-            return call.stash_seconds
         return call.recompute_seconds if call.key[0] in self.assignment.recompute else 0.0
 
     def _name(self, event: int) -> tuple[str, Key]:
@@ -315,7 +305,7 @@ class _Simulation:
                 delay += ends[own] - now
         self.stall += delay
 
-    def _held(self, fetched: bool = True) -> list[int]:
+    def _held(self) -> list[int]:
         """Bytes of saved items on the device at the start of each moment, and behind the last."""
         end = len(self.events)
         change = [0] * (end + 2)
@@ -327,15 +317,13 @@ class _Simulation:
             change[first] += sum(figures.items) - self._freed(figures)
             change[behind] -= sum(figures.items) - self._freed(figures)
             away = self.settled.get(call, end)
-            back = min(self.fetched.get(call, end), behind) if fetched else behind
+            back = min(self.fetched.get(call, end), behind)
             if away < back:
                 change[away] -= self.leaves[call]
                 change[back] += self.leaves[call]
         return list(accumulate(change))[: end + 1]
 
     def _freed(self, figures: CallFigures) -> int:
-        if figures.key[0] in self.assignment.stash:
-            return figures.stash_frees
         return figures.recompute_frees if figures.key[0] in self.assignment.recompute else 0
 
     def levels(self) -> list[int]:
@@ -344,7 +332,7 @@ class _Simulation:
         found = []
         for index, event in enumerate(self.events):
             figures = self.calls[event.call]
-            again = figures.key[0] in self.assignment.recompute and figures.key[0] not in self.assignment.stash
+            again = figures.key[0] in self.assignment.recompute
             extra = figures.recompute_rises if event.kind == "B" and again else 0
             found.append(event.other + held[index] + event.transient + extra)
         return found
@@ -470,7 +458,6 @@ class LaneSchedule:
             fetch_at={name: tuple(keys) for name, keys in fetches.items()},
             planned_bytes=sum(self.bytes.values()),
             peak_bytes=self.peak,
-            after_forward_bytes=self.peak,
             stall_seconds=stall,
             step_seconds=sum(m.seconds for m in step.events) + stall,
         )

@@ -173,16 +173,6 @@ def aligned(rows: int) -> int:
     return -(-rows // ALIGNMENT) * ALIGNMENT
 
 
-def check_ids(ids: Tensor, num_experts: int) -> None:
-    """Raise ValueError, naming the first, for ids outside [0, E) other than -1. Reads the device: for tests and doubt."""
-    bad = (ids < -1) | (ids >= num_experts)
-    if bool(bad.any()):
-        where = bad.nonzero()[0].tolist()
-        raise ValueError(
-            f"ids[{where[0]}, {where[1]}] is {int(ids[tuple(where)])}; valid are 0 to {num_experts - 1}, and -1 for none"
-        )
-
-
 # The exchange of one rank: nothing travels, and nothing is copied.
 #
 # Rows are the tokens themselves: what the methods return are their arguments. An operation of torch.library may not do that, so

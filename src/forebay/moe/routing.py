@@ -70,26 +70,6 @@ def slot_experts(routing: Routing, row_expert: Tensor, num_experts: int) -> Tens
     return experts.masked_fill(routing.inverse < 0, num_experts)
 
 
-def multi_hot(ids: Tensor, weights: Tensor | None, num_experts: int) -> tuple[Tensor, Tensor]:
-    """(map [T, E] bool, probabilities [T, E]): a router's choice with a column for each expert, without a host sync.
-
-    Slots outside [0, E) write into a spare last column, which is cut off, where a boolean mask would have to ask the device how
-    many entries it keeps. The results, and the gradient of the weights, are those of the mask bit for bit. A token that names
-    an expert more than once gets the sum of those weights, and each of them gets the expert's gradient.
-
-    Args:
-        ids: [T, K], any integer dtype.
-        weights: [T, K], any floating dtype, which the probabilities have too; None counts the slots instead, in fp32.
-    """
-    column = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts).long()
-    wide = (ids.shape[0], num_experts + 1)
-    chosen = torch.zeros(wide, dtype=torch.bool, device=ids.device).scatter_(1, column, True)
-    if weights is None:
-        weights = torch.ones(ids.shape, device=ids.device)
-    probabilities = weights.new_zeros(wide).scatter_add(1, column, weights)
-    return chosen[:, :num_experts], probabilities[:, :num_experts]
-
-
 def routing_map(weights: Tensor, slot_expert: Tensor, num_experts: int) -> Tensor:
     """[T, E] fp32 (fp64 for fp64): the sum of token t's weights for expert e, in the order of k.
 

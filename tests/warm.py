@@ -1,10 +1,11 @@
-"""What the parent of test processes imports before it forks them (tests/ranks.py)."""
+"""Imports of the parent process that tests fork from (tests/ranks.py).
+
+`forkserver` ignores an ImportError here, and every test process would then import everything itself, which takes seconds:
+`tests/test_ranks.py` fails instead.
+"""
 
 import gc
 
-import forebay.models.manage
-import forebay.pipeline.causal_lm
-import forebay.train.run
 import pytest
 import torch._dynamo
 import torch._inductor.compile_fx
@@ -17,12 +18,11 @@ import transformers.models.qwen3.modeling_qwen3
 import transformers.models.qwen3_moe.modeling_qwen3_moe
 
 import forebay.cli
-import forebay.pipeline.runtime
-import forebay.report.write
-import forebay.train.trainer
+import forebay.managed
+import forebay.train.loop
 
 __all__ = ["forebay", "pytest", "torch", "transformers"]
 
-# Modules live as long as the process: its children's collections need not look at them.
+# Modules live as long as the process: the garbage collector of the children does not have to look at them.
 gc.collect()
 gc.freeze()

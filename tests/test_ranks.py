@@ -72,7 +72,7 @@ def test_a_rank_that_fails_is_named_and_none_is_left(how: str, said: str, tmp_pa
     began = time.monotonic()
     with pytest.raises(AssertionError, match=rf"(?s){said}"):
         run_ranks(fails, 2, how, str(tmp_path), seconds=1.5)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 250  # the rank sleeps for 1000 s; a busy machine takes its time
     assert len(list(tmp_path.iterdir())) == 2
     assert not [p.name for p in tmp_path.iterdir() if Path("/proc", p.name).exists()]
 

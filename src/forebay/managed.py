@@ -22,9 +22,10 @@ from transformers import PreTrainedModel
 from forebay.kernels.flags import Flags
 from forebay.memory.autotune import Trial
 from forebay.memory.hooks import Manager, StepReport
+from forebay.memory.host_store import Ledger
 from forebay.memory.page_store import PageStore
 from forebay.memory.profiler import Profiler, SavedProfile, profile_model
-from forebay.memory.regions import Below, Ledger, Run, Slot, install, is_managed, is_patched
+from forebay.memory.regions import ForwardFn, InnerForward, Slot, install, is_managed, is_patched
 from forebay.memory.timeline import Plan, Timeline
 from forebay.models.blocks import Sublayers, install_experts, install_sublayers
 from forebay.models.compile import compile_sublayer
@@ -127,7 +128,7 @@ def guard_base(model: Any, checkpointing: Checkpointing) -> Callable[[], None]:
     names = list(inspect.signature(type(base).forward).parameters)[1:]
     place = names.index("use_cache") if "use_cache" in names else None
 
-    def around(below: Below) -> Run:
+    def around(below: InnerForward) -> ForwardFn:
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
             if not (self.training or torch.is_grad_enabled()):
                 return below(*args, **kwargs)
@@ -149,7 +150,7 @@ def watch_root(model: nn.Module, slots: Mapping[str, Slot], manager: Manager) ->
     """
     warned = False
 
-    def around(below: Below) -> Run:
+    def around(below: InnerForward) -> ForwardFn:
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
             nonlocal warned
             device = next((p.device for p in self.parameters()), None)

@@ -295,7 +295,7 @@ def test_slots_that_came_back_are_read_by_no_one(store: HostStore) -> None:
 
 def test_a_ticket_from_before_a_capture_may_die_within_it(store: HostStore) -> None:
     before = store.put(fresh())
-    store.forget_copies()
+    store.synchronize()
     x = torch.ones(1024, device="cuda:0")
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -304,7 +304,7 @@ def test_a_ticket_from_before_a_capture_may_die_within_it(store: HostStore) -> N
         y = x + 1
         del before
         graph.capture_end()
-    store.forget_copies()
+    store.synchronize()
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(y, x + 1)

@@ -205,7 +205,7 @@ class Stores(RuleBasedStateMachine):
 
     @rule(
         death=deaths("trim", "_merge", "give", "used_bytes", "_count_dead"),
-        call=st.sampled_from(["restart", "trim", "forget_copies", "counts"]),
+        call=st.sampled_from(["restart", "trim", "synchronize", "counts"]),
     )
     def between_steps(self, death: Death, call: str) -> None:
         calls: dict[str, Callable[[], Any]] = {"counts": lambda: self.store.live_bytes + used_bytes(self.store.pool)}

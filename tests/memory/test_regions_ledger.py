@@ -1,7 +1,6 @@
 """The ledger holds nothing, and forgets what is dead."""
 
-from forebay.memory.host_store import Ticket, TicketState
-from forebay.memory.regions import Ledger
+from forebay.memory.host_store import Ledger, Ticket, TicketState
 
 
 def test_it_counts_the_living_and_does_not_grow_with_the_dead() -> None:

@@ -2,22 +2,22 @@
 
 import torch
 
-from forebay.memory.storage import Identity, storable
+from forebay.memory.storage import StorageIdentity, storable
 
 
 def test_an_identity_is_found_by_the_key_alone_while_it_lives() -> None:
     base = torch.zeros(64)
-    identity = Identity(base.untyped_storage(), base._version)
+    identity = StorageIdentity(base.untyped_storage(), base._version)
     view = base[3:9]
-    assert Identity.key_of(view.untyped_storage(), view._version) == identity.key
+    assert StorageIdentity.key_of(view.untyped_storage(), view._version) == identity.key
     base.add_(1)
-    assert Identity.key_of(base.untyped_storage(), base._version) != identity.key
+    assert StorageIdentity.key_of(base.untyped_storage(), base._version) != identity.key
     assert not identity.expired
     del base, view
     assert identity.expired
     # Nobody gets its place while it lives, or another storage would be taken for it.
     others = [torch.zeros(64) for _ in range(100)]
-    assert identity.key not in {Identity.key_of(t.untyped_storage(), 0) for t in others}
+    assert identity.key not in {StorageIdentity.key_of(t.untyped_storage(), 0) for t in others}
 
 
 def test_what_a_store_may_take() -> None:

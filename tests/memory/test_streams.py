@@ -205,7 +205,7 @@ def test_nothing_waits_for_copies_that_the_host_has_waited_for(monkeypatch: pyte
     tickets = noted.leave(2)
     noted.store.settle(tickets[1])
     noted.store.fetch(tickets[1:])
-    noted.store.forget_copies()
+    noted.store.synchronize()
     noted.notes.clear()
     tickets.clear()
     assert not noted.notes

@@ -30,15 +30,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from forebay.memory.autotune import Planning, Trial
-from forebay.memory.host_store import HostStore, Ticket, TicketState
+from forebay.memory.host_store import HostStore, Ledger, Ticket, TicketState
+from forebay.memory.recompute import foreign_saved_tensor_hooks, recomputed, refuse_nested_checkpointing
 from forebay.memory.recorder import Recorder, RegionCall, StepCalls
-from forebay.memory.regions import Ledger, Slot, recomputed, refuse_nested_checkpointing, saved_by_others
+from forebay.memory.regions import Slot
 from forebay.memory.storage import (
-    Identity,
     RegionWeights,
     SavedAlias,
+    StorageIdentity,
     View,
-    raise_changed,
+    raise_modified_inplace,
     storable,
     storage_bytes,
     version_counter,
@@ -91,7 +92,7 @@ class _Region:
 class _Seen:
     """A storage met in this cycle: which call saved it first, as its how-manieth item, and its ticket if it left."""
 
-    identity: Identity
+    identity: StorageIdentity
     key: Key
     number: int
     ordinal: int
@@ -113,7 +114,7 @@ class _Packed:
         """Raise as autograd would if the tensor, wherever it is now, was written to since it was saved."""
         if self.counter._version != self.version:
             path, (dtype, size) = self.call.key[0], self.view[:2]
-            raise_changed(path, dtype, size, self.counter._version, self.version)
+            raise_modified_inplace(path, dtype, size, self.counter._version, self.version)
 
 
 class Manager:
@@ -200,7 +201,7 @@ class Manager:
         self.__reduce__()
 
     def __reduce__(self) -> NoReturn:
-        # Trap: a `StorageWeakRef` (`Identity`) that is copied frees its reference twice.
+        # Trap: a `StorageWeakRef` (`StorageIdentity`) that is copied frees its reference twice.
         raise TypeError("a Manager belongs to one model in one process; copy or pickle the model, not what manages it")
 
     # --- what a user asks ---------------------------------------------------------------------------------------
@@ -321,7 +322,7 @@ class Manager:
             timed: its moments and copies are timed when it is replayed, for `plan_again`.
         """
         self._captured, self.store.lanes.time_captured = True, timed
-        self.store.forget_copies()
+        self.store.synchronize()
         self.store.lanes.flags.begin()  # those of this graph: they stay until the next one
         try:
             yield
@@ -329,7 +330,7 @@ class Manager:
             self._planning.keep_stopwatch()
             self._captured = self.store.lanes.time_captured = False
             self._waits.clear()
-            self.store.forget_copies()
+            self.store.synchronize()
 
     def plan_again(self) -> None:
         """See `forebay.memory.autotune.Planning.plan_again`."""
@@ -374,7 +375,7 @@ class Manager:
             region.light(True)
         mode = "full" if self._recompute == "light" else self._recompute
         region.slot.wrap(
-            lambda forward: partial(self._run, region, forward, recomputed(forward, mode, region.slot.reads))
+            lambda forward: partial(self._run, region, forward, recomputed(forward, mode, region.slot.called_modules))
         )
 
     def _run(
@@ -435,12 +436,12 @@ class Manager:
         return out
 
     def _is_unmanaged_here(self, region: _Region) -> bool:
-        """Whether the region runs where saved tensors are somebody else's: see `saved_by_others`.
+        """Whether the region runs where saved tensors are somebody else's: see `foreign_saved_tensor_hooks`.
 
         Raises:
             PolicyError: there is a budget, which would not hold.
         """
-        others = saved_by_others()
+        others = foreign_saved_tensor_hooks()
         if others is None:
             return False
         if region.placement in ("keep", "recompute"):
@@ -463,12 +464,12 @@ class Manager:
             self._held[region.path] = self._input_bytes(args, kwargs)  # a checkpoint keeps these and nothing else
             return self._run(region, forward, again, *args, **kwargs)
         weights = RegionWeights(region.slot.module)
-        counted: dict[tuple[int, int], Identity] = {}
+        counted: dict[tuple[int, int], StorageIdentity] = {}
 
         def count(tensor: torch.Tensor) -> SavedAlias:
             storage = storable(tensor, self._device, 1, weights)
             if storage is not None:
-                identity = Identity(storage, tensor._version)
+                identity = StorageIdentity(storage, tensor._version)
                 if identity.key not in counted:
                     counted[identity.key] = identity
                     self._held[region.path] += storage.nbytes()
@@ -536,14 +537,14 @@ class Manager:
         storage = storable(tensor, self._device, self._min_bytes, weights)
         if storage is None:
             return SavedAlias(tensor)
-        key = Identity.key_of(storage, tensor._version)
+        key = StorageIdentity.key_of(storage, tensor._version)
         seen = self._known(key)
         if seen is None:
             ticket = self._admit(call, storage)
             held = weakref.ref(ticket) if ticket is not None else None
             if held is not None:
                 call.tickets.append(held)
-            seen = _Seen(Identity(storage, key[1]), call.key, call.number, len(call.items) - 1, held)
+            seen = _Seen(StorageIdentity(storage, key[1]), call.key, call.number, len(call.items) - 1, held)
             self._seen[key] = seen
             if self._planning.recorder is not None:
                 self._seen_by.setdefault(call.key, []).append(seen)

@@ -9,8 +9,9 @@ import enum
 import resource
 import sys
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
@@ -82,6 +83,56 @@ class Ticket:
         if (self.state, to) not in _NEXT:
             raise RuntimeError(f"a ticket cannot go from {self.state.value} to {to.value}")
         self.state = to
+
+
+# The ledger: live bytes and tickets, by region and microbatch; what is held, and by whom.
+#
+# In: each ticket a region call creates. Out: counts, computed on demand from weak references. The ledger owns nothing:
+# asking it never keeps memory alive, and a test that finds it empty has found that nothing leaked.
+
+_SWEEP = 256  # entries of dead tickets that may gather, beside as many as are alive
+
+
+class Ledger:
+    """Weak record of the live tickets of one manager."""
+
+    def __init__(self) -> None:
+        # A list and no weak dictionary: that would hash a ticket and call back when it dies, thousands of times a step.
+        self._entries: list[tuple[weakref.ref[Ticket], str, int]] = []
+        self._sweep_at = _SWEEP
+
+    def enter(self, ticket: Ticket, path: str, call: int) -> None:
+        self._entries.append((weakref.ref(ticket), path, call))
+        if len(self._entries) >= self._sweep_at:
+            self._entries = [entry for entry in self._entries if entry[0]() is not None]
+            self._sweep_at = 2 * len(self._entries) + _SWEEP
+
+    @property
+    def live_tickets(self) -> int:
+        return sum(1 for _ in self._live())
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of the live tickets, wherever they are."""
+        return sum(ticket.nbytes for ticket, _, _ in self._live())
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the live tickets that have device memory now."""
+        return sum(ticket.nbytes for ticket, _, _ in self._live() if ticket.device_bytes is not None)
+
+    def by_region(self) -> dict[str, int]:
+        """Live bytes by region path."""
+        totals: Counter[str] = Counter()
+        for ticket, path, _ in self._live():
+            totals[path] += ticket.nbytes
+        return dict(totals)
+
+    def _live(self) -> Iterator[tuple[Ticket, str, int]]:
+        for ref, path, call in self._entries:
+            ticket = ref()
+            if ticket is not None:
+                yield ticket, path, call
 
 
 # Host memory for saved bytes: slabs, and exact-size slots cut from them.
@@ -579,7 +630,7 @@ class HostStore:
         self.inbound.restart()
         self.pool.restart()
 
-    def forget_copies(self) -> None:
+    def synchronize(self) -> None:
         """Before and after a captured step: no event passes between inside and outside, because nothing waits for a copy from
         before this call any more."""
         self.lanes.synchronize()

@@ -7,21 +7,15 @@ region's forward again in backward under `torch.utils.checkpoint`.
 
 import inspect
 import warnings
-import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial, update_wrapper
+from functools import update_wrapper
 from types import FunctionType, MethodType
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-
-from forebay.memory.host_store import Ticket
-from forebay.memory.repeat import Repeatable
 
 # What Forebay puts on a module: callables around its forward, and settings. Both are live state and never copied.
 #
@@ -43,7 +37,7 @@ from forebay.memory.repeat import Repeatable
 STATE = "_forebay"
 _BEFORE = "_forebay_before"  # the forward that an instance had before ours, if it had one; copied with the module
 
-Run = Callable[..., Any]
+ForwardFn = Callable[..., Any]
 """Called in the place of a module's forward: ``run(module, *args, **kwargs)``."""
 
 
@@ -53,7 +47,7 @@ class _Entry:
     __slots__ = ("below", "run", "traceable")
 
     def __init__(self, below: "_Entry | None", traceable: bool):
-        self.run: Run | None = None
+        self.run: ForwardFn | None = None
         self.below = below
         self.traceable = traceable
 
@@ -96,7 +90,7 @@ def _run(module: Any, entry: _Entry | None, args: Any, kwargs: Any) -> Any:
 @torch.compiler.disable(
     reason="what Forebay manages runs uncompiled inside torch.compile; use forebay.manage(compile=True)"
 )
-def _eagerly(run: Run, module: nn.Module, args: Any, kwargs: Any) -> Any:
+def _eagerly(run: ForwardFn, module: nn.Module, args: Any, kwargs: Any) -> Any:
     installed = module.__dict__[STATE]
     if not installed.told:
         installed.told = True
@@ -108,7 +102,7 @@ def _eagerly(run: Run, module: nn.Module, args: Any, kwargs: Any) -> Any:
     return run(module, *args, **kwargs)
 
 
-class Below:
+class InnerForward:
     """What an installed callable is around: the forward that would run without it."""
 
     def __init__(self, module: nn.Module, entry: _Entry):
@@ -118,7 +112,9 @@ class Below:
         return _run(self._module, self._entry.below, args, kwargs)
 
 
-def install(module: nn.Module, make: Callable[[Below], Run], traceable: bool = False) -> Callable[[], None]:
+def install(
+    module: nn.Module, make: Callable[[InnerForward], ForwardFn], traceable: bool = False
+) -> Callable[[], None]:
     """Put ``make(below)`` around the forward of `module`, outermost of Forebay's own.
 
     Args:
@@ -135,7 +131,7 @@ def install(module: nn.Module, make: Callable[[Below], Run], traceable: bool = F
         _replace_forward(module)
     installed.put = True
     entry = _Entry(installed.top, traceable)
-    entry.run = make(Below(module, entry))
+    entry.run = make(InnerForward(module, entry))
     installed.top = entry
 
     def remove() -> None:
@@ -268,7 +264,7 @@ class Slot(Protocol):
     calls: int
     """How often the region was called."""
 
-    def reads(self) -> Sequence[nn.Module]:
+    def called_modules(self) -> Sequence[nn.Module]:
         """The modules that the region calls, as they are now: those of `module`, or some of them."""
 
     def wrap(self, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -287,12 +283,12 @@ class ModuleSlot:
         self.calls = 0
         self._remove: list[Callable[[], None]] = []
 
-    def reads(self) -> Sequence[nn.Module]:
-        """See `Slot.reads`."""
+    def called_modules(self) -> Sequence[nn.Module]:
+        """See `Slot.called_modules`."""
         return (self.module,)
 
     def wrap(self, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        def make(below: Below) -> Run:
+        def make(below: InnerForward) -> ForwardFn:
             current = wrapper(_SameParameters(self.module, below))
 
             def run(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -330,148 +326,3 @@ class _SameParameters:
                 "layer's mlp, or call forebay.manage after get_peft_model"
             )
         return self._forward(*args, **kwargs)
-
-
-# The ledger: live bytes and tickets, by region and microbatch; what is held, and by whom.
-#
-# In: each ticket a region call creates. Out: counts, computed on demand from weak references. The ledger owns nothing:
-# asking it never keeps memory alive, and a test that finds it empty has found that nothing leaked.
-
-_SWEEP = 256  # entries of dead tickets that may gather, beside as many as are alive
-
-
-class Ledger:
-    """Weak record of the live tickets of one manager."""
-
-    def __init__(self) -> None:
-        # A list and no weak dictionary: that would hash a ticket and call back when it dies, thousands of times a step.
-        self._entries: list[tuple[weakref.ref[Ticket], str, int]] = []
-        self._sweep_at = _SWEEP
-
-    def enter(self, ticket: Ticket, path: str, call: int) -> None:
-        self._entries.append((weakref.ref(ticket), path, call))
-        if len(self._entries) >= self._sweep_at:
-            self._entries = [entry for entry in self._entries if entry[0]() is not None]
-            self._sweep_at = 2 * len(self._entries) + _SWEEP
-
-    @property
-    def live_tickets(self) -> int:
-        return sum(1 for _ in self._live())
-
-    @property
-    def live_bytes(self) -> int:
-        """Bytes of the live tickets, wherever they are."""
-        return sum(ticket.nbytes for ticket, _, _ in self._live())
-
-    @property
-    def device_bytes(self) -> int:
-        """Bytes of the live tickets that have device memory now."""
-        return sum(ticket.nbytes for ticket, _, _ in self._live() if ticket.device_bytes is not None)
-
-    def by_region(self) -> dict[str, int]:
-        """Live bytes by region path."""
-        totals: Counter[str] = Counter()
-        for ticket, path, _ in self._live():
-            totals[path] += ticket.nbytes
-        return dict(totals)
-
-    def _live(self) -> Iterator[tuple[Ticket, str, int]]:
-        for ref, path, call in self._entries:
-            ticket = ref()
-            if ticket is not None:
-                yield ticket, path, call
-
-
-# The placement ``recompute``: a region's forward runs again in backward instead of keeping what it saved.
-#
-# In: a region's forward. Out: the same function under ``torch.utils.checkpoint`` (non-reentrant), RNG state restored for
-# the second run, so that dropout repeats itself and the results are bitwise those of ``keep`` wherever the region is
-# deterministic.
-#
-# Regions that know a cheaper way (experts, which can make their first grouped GEMM's output again from what they keep
-# anyway) offer it through their slot, and no checkpoint is involved: see `forebay.memory.regions.Slot.light_recompute`.
-
-# Mode -> operations whose results are kept. A recomputation would repeat them on all ranks.
-_KEPT: Mapping[str, frozenset[str]] = {
-    "full": frozenset(),
-    "save-dispatch": frozenset({"forebay::dispatch"}),
-}
-
-
-def recomputed(
-    forward: Callable[..., Any], mode: str = "full", reads: Callable[[], Sequence[torch.nn.Module]] | None = None
-) -> Callable[..., Any]:
-    """`forward` under activation checkpointing; a plain call when no gradient is wanted.
-
-    Args:
-        reads: the modules whose weights and buffers `forward` reads; see `forebay.memory.repeat`.
-        mode: "full" keeps nothing but the arguments: expert parallelism's dispatch runs again, and combine where something
-            behind it in `forward` was saved. "save-dispatch" keeps what dispatch brought, so that backward does not
-            repeat it. With it a graph can be walked once only: torch raises for a retained one.
-
-    Raises:
-        ValueError: an unknown mode.
-    """
-    if mode not in _KEPT:
-        raise ValueError(f"recompute mode {mode!r} is unknown; valid are {', '.join(_KEPT)}")
-    kept = _KEPT[mode]
-    selective: dict[str, Any] = {}
-    if kept:
-        selective["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_keep, kept))
-
-    repeatable = None if reads is None else Repeatable(forward, reads)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        if repeatable is None:
-            return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **selective, **kwargs)
-        call = repeatable.begin()
-        out = checkpoint(call.run, *args, use_reentrant=False, preserve_rng_state=True, **selective, **kwargs)
-        call.forward_over()
-        return out
-
-    return run
-
-
-def _keep(names: frozenset[str], _: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    # By name: what is recomputed need not know expert parallelism, nor import it.
-    return CheckpointPolicy.MUST_SAVE if operation.name() in names else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def saved_by_others() -> str | None:
-    """What takes the saved tensors here, if that is none of Forebay's regions: words for a message.
-
-    In an activation checkpoint's first forward, or its rerun in backward, nothing may be taken away: its hooks match the tensors
-    of the two forwards by their order. Other hooks, such as ``save_on_cpu``, were asked for the tensors by the caller. A
-    reentrant checkpoint's first forward runs without gradients, and is not seen here.
-    """
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return "a torch.func transform, which allows no hooks on saved tensors"
-    if torch._C._current_graph_task_id() != -1:
-        return _CHECKPOINT
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    if hooks is None:
-        return None
-    module = str(getattr(getattr(hooks[0], "func", hooks[0]), "__module__", None))
-    if module.startswith("forebay."):
-        return None  # a region within a region: the inner one's hooks are asked
-    return _CHECKPOINT if module == checkpoint.__module__ else f"saved_tensors_hooks of {module}"
-
-
-_CHECKPOINT = "activation checkpointing of the caller's"
-
-
-def refuse_nested_checkpointing(path: str, module: torch.nn.Module) -> None:
-    """Raise if `module` or a child is already checkpointed by transformers.
-
-    Raises:
-        ValueError: names the module.
-    """
-    for name, child in module.named_modules():
-        if getattr(child, "gradient_checkpointing", False):
-            where = f"{path}.{name}" if name else path
-            raise ValueError(
-                f"{path!r} is to be recomputed, but {where!r} is already under gradient checkpointing; "
-                "call model.gradient_checkpointing_disable() or choose another placement"
-            )

@@ -131,7 +131,7 @@ def storage_bytes(storage: torch.UntypedStorage, device: torch.device) -> torch.
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-class Identity:
+class StorageIdentity:
     """Remembers a storage's present contents: which storage, and how often it was written to (a tensor's ``_version``).
 
     The weak reference keeps the storage's *identity* from being reused while this object lives, not its memory: an equal
@@ -175,7 +175,7 @@ class SavedAlias:
             RuntimeError: it was written to since; `region` is named.
         """
         if self.alias._version != self.version:
-            raise_changed(region, self.alias.dtype, self.alias.size(), self.alias._version, self.version)
+            raise_modified_inplace(region, self.alias.dtype, self.alias.size(), self.alias._version, self.version)
         return self.alias
 
 
@@ -186,7 +186,7 @@ def version_counter(tensor: torch.Tensor, nothing: torch.Tensor) -> torch.Tensor
     return alias
 
 
-def raise_changed(region: str, dtype: torch.dtype, size: torch.Size, version: int, expected: int) -> NoReturn:
+def raise_modified_inplace(region: str, dtype: torch.dtype, size: torch.Size, version: int, expected: int) -> NoReturn:
     """Raise the RuntimeError that autograd raises for a saved tensor that was written to."""
     raise RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "

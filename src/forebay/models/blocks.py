@@ -19,7 +19,16 @@ from torch.distributed.tensor import DTensor
 from transformers.activations import SiLUActivation
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
-from forebay.memory.regions import Below, Run, drop_setting, install, is_managed, is_patched, put_setting, setting
+from forebay.memory.regions import (
+    ForwardFn,
+    InnerForward,
+    drop_setting,
+    install,
+    is_managed,
+    is_patched,
+    put_setting,
+    setting,
+)
 from forebay.memory.storage import local
 from forebay.models.compile import check_compiler, compile_sublayer
 from forebay.models.families import LAYERS, MoeBlock, decoder_layers, innermost, moe_block, moe_blocks
@@ -325,8 +334,8 @@ class SublayerSlot:
         self.experts: Callable[..., Any] | None = None
         self._bare: tuple[Any, Any, Any] = (call, None, None)
 
-    def reads(self) -> Sequence[nn.Module]:
-        """See `forebay.memory.regions.Slot.reads`."""
+    def called_modules(self) -> Sequence[nn.Module]:
+        """See `forebay.memory.regions.Slot.called_modules`."""
         attends = self.path.endswith("self_attn")
         names = ("self_attn", "input_layernorm") if attends else ("mlp", "post_attention_layernorm")
         return [getattr(self.module, name) for name in names]
@@ -405,7 +414,7 @@ class SublayerForward:
         self._kind: type[nn.Module] = type(layer.mlp)  # type: ignore[assignment]
         self._compiled = compiled
 
-    def around(self, below: Below) -> Run:
+    def around(self, below: InnerForward) -> ForwardFn:
         """For `forebay.memory.regions.install`: the halves, in place of the layer's own forward."""
         self._original = below
         return self._run

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from forebay.kernels.cross_entropy import cross_entropy_
 from forebay.kernels.scale import scale
-from forebay.memory.regions import Below, Run, install, is_managed, is_outermost, is_patched
+from forebay.memory.regions import ForwardFn, InnerForward, install, is_managed, is_outermost, is_patched
 
 # Linear layer and cross entropy in one, without ever holding the logits of all tokens.
 #
@@ -460,7 +460,7 @@ def install_fused_loss(model: nn.Module, in_eval: bool = False) -> Callable[[], 
             loss.register_hook(warn)
         return output
 
-    def fused(below: Below) -> Run:
+    def fused(below: InnerForward) -> ForwardFn:
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             given = dict(zip(names, args, strict=False)) | kwargs
             labels = given.pop("labels", None)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from forebay.memory.regions import recomputed, refuse_nested_checkpointing
+from forebay.memory.recompute import recomputed, refuse_nested_checkpointing
 from forebay.moe.dispatch import NcclDispatcher
 from forebay.moe.dispatch_op import combine, dispatch
 from forebay.moe.experts import experts

@@ -103,7 +103,7 @@ def test_overrides(tmp_path: Path) -> None:
         (with_key("parallel", partition=[4]), ["parallel.partition", "parallel.pp above 1"]),
         (
             with_key("parallel", pp=2, partition=[1, 2, 1]),
-            ["has 3 numbers", "'dualpipev' with parallel.pp = 2 has 4 stages"],
+            ["has 3 entries", "'dualpipev' with parallel.pp = 2 has 4 stages"],
         ),
         (
             with_key("parallel", pp=2, partition=[1, 0, 1, 2]),
@@ -132,7 +132,7 @@ def test_overrides(tmp_path: Path) -> None:
         (with_key("log", timeline=3), ["log.timeline = 3", "parallel.pp is 1", "leave log.timeline out"]),
         (
             PIPELINE | {"log": {"timeline": 11}, "train": {"steps": 10}},
-            ["log.timeline = 11 is a step that does not come", "train.steps = 10", "at most that"],
+            ["log.timeline = 11 is after the last step", "train.steps = 10"],
         ),
     ],
 )

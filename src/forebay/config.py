@@ -1,24 +1,21 @@
-"""Configuration: a TOML file or preset, with overrides, into frozen dataclasses that are known to be valid.
+"""Reads a TOML file or a preset, with overrides, into frozen dataclasses, and validates them.
 
-In: a path or a preset's name and ``section.key=value`` texts. Out: a `Config`. Every mistake that can be seen without
-touching data, weights or a GPU is a `UsageError` here: it names the key, the section and what would be valid.
-
-The dataclasses below are the reference of all keys: name, type, default, meaning. A key's check stands beside it
-(`_key`); what involves several keys is in `_cross_check`.
+Input: a path or the name of a preset, and ``section.key=value`` texts. Output: a `Config`. The dataclasses are the reference
+of all keys. A key's own limits stand beside it; what involves several keys is checked in `_cross_check`. Every mistake that
+can be seen without data, weights or a GPU raises `UsageError`, which names the key and what would be valid.
 """
 
 import dataclasses
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import resources
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from forebay.errors import UsageError
-from forebay.fields import build_section, nearest, parse_value
-from forebay.fields import key as _key
+from forebay.fields import build_section, key, nearest, parse_value
 from forebay.policy import PLACEMENTS, RECOMPUTE_MODES, PolicyError, parse_bytes
 
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zbv", "dualpipev")
@@ -26,145 +23,167 @@ SCHEDULES = ("1f1b", "interleaved-1f1b", "zbv", "dualpipev")
 
 @dataclass(frozen=True)
 class Model:
-    """[model]: a Hugging Face decoder, from a family's configuration or from a local folder. Give one of the two."""
+    """[model]: a Hugging Face decoder, from a family's configuration or from a local folder. Give `family` or `path`."""
 
-    family: str = _key("")  # model type in transformers, such as "qwen3_moe", or a published model, such as
-    # "qwen3-30b-a3b" (`forebay.models.catalog`); weights are random
-    path: str = _key("")  # folder with config.json and, unless weights = "random", safetensors
-    weights: str = _key("load", choices=("load", "random"))  # for `path` only
-    config: dict[str, Any] = field(default_factory=dict)  # keys of the family's own configuration
-    dtype: str = _key("float32", choices=("float32", "bfloat16"))  # parameters, gradients and optimizer state
-    compute: str = _key(
-        "", choices=("", "bfloat16")
-    )  # forward and backward, where it is not dtype; sums stay in float32
-    attention: str = _key("sdpa", choices=("sdpa", "eager", "flash_attention_2", "flash_attention_3"))
-    experts: str = _key("forebay", choices=("forebay", "transformers"))
-    loss: str = _key("fused", choices=("fused", "transformers"))
+    family: str = key(
+        "", "Model type in transformers (qwen3_moe) or a published model (qwen3-30b-a3b). The weights are random."
+    )
+    path: str = key("", "Folder with config.json and, unless weights is 'random', safetensors files.")
+    weights: str = key("load", "Whether the weights of `path` are loaded.", choices=("load", "random"))
+    config: dict[str, Any] = key(dict, "Keys of the family's own configuration, such as num_hidden_layers.")
+    dtype: str = key("float32", "Dtype of parameters, gradients and optimizer state.", choices=("float32", "bfloat16"))
+    compute: str = key(
+        "", "Dtype of forward and backward; '' is `dtype`. Sums stay in float32.", choices=("", "bfloat16")
+    )
+    attention: str = key(
+        "sdpa", "Attention implementation.", choices=("sdpa", "eager", "flash_attention_2", "flash_attention_3")
+    )
+    experts: str = key("forebay", "Implementation of the experts.", choices=("forebay", "transformers"))
+    loss: str = key(
+        "fused",
+        "'fused' computes the loss in chunks, without the logits of all tokens.",
+        choices=("fused", "transformers"),
+    )
 
 
 @dataclass(frozen=True)
 class Data:
     """[data]: text, tokenised once into a memory-mapped file in `cache`."""
 
-    source: str = _key("stdlib", choices=("stdlib", "text", "jsonl", "parquet", "hf"))
-    path: str | tuple[str, ...] = _key("")  # file, folder or list of them; not for "stdlib"
-    field: str = _key("text")  # the field or column that holds the text (jsonl, parquet, hf)
-    tokenizer: str = _key("bytes")  # "bytes", or a folder with a Hugging Face tokenizer
-    validation: float = _key(0.02, low=0.0, high=0.5)  # fraction of the tokens, at the end, that is never trained on
-    cache: str = _key("")  # "" is $XDG_CACHE_HOME/forebay/data or ~/.cache/forebay/data
+    source: str = key(
+        "stdlib", "'stdlib' is the source of Python's library.", choices=("stdlib", "text", "jsonl", "parquet", "hf")
+    )
+    path: str | tuple[str, ...] = key("", "File, folder or a list of them; not for 'stdlib'.")
+    field: str = key("text", "Field or column that holds the text, for jsonl, parquet and hf.")
+    tokenizer: str = key("bytes", "'bytes', or a folder with a Hugging Face tokenizer.")
+    validation: float = key(0.02, "Fraction of the tokens, at the end, that is never trained on.", low=0.0, high=0.5)
+    cache: str = key("", "Folder of tokenised data; '' is $XDG_CACHE_HOME/forebay/data or ~/.cache/forebay/data.")
 
 
 @dataclass(frozen=True)
 class Train:
-    """[train]: how much, in what pieces."""
+    """[train]: how many steps, of what size."""
 
-    steps: int = _key(100, low=1)
-    batch: int = _key(8, low=1)  # sequences a step, over all processes
-    microbatch: int = _key(0, low=0)  # sequences a forward of each process; 0 is its whole part of the batch
-    sequence: int = _key(256, low=1)  # tokens a sequence
-    seed: int = _key(0, low=0)
-    clip: float = _key(1.0, low=0.0)  # largest gradient norm; 0 clips nothing
-    router_bias_rate: float = _key(0.001, low=0.0)  # DeepSeek-V3 and GLM-4-MoE: step of the router's bias
-    eval_every: int = _key(0, low=0)  # steps between validations; 0 is never
-    eval_batches: int = _key(4, low=1)  # batches a validation
+    steps: int = key(100, "Optimizer steps.", low=1)
+    batch: int = key(8, "Sequences a step, over all processes.", low=1)
+    microbatch: int = key(0, "Sequences a forward of each process; 0 is the process's whole part of the batch.", low=0)
+    sequence: int = key(256, "Tokens a sequence.", low=1)
+    seed: int = key(0, "Seed of weights, dropout and the order of the data.", low=0)
+    clip: float = key(1.0, "Largest gradient norm; 0 turns clipping off.", low=0.0)
+    router_bias_rate: float = key(0.001, "Step of the router's balancing bias (DeepSeek-V3 and GLM-4-MoE).", low=0.0)
+    eval_every: int = key(0, "Steps between validations; 0 is never.", low=0)
+    eval_batches: int = key(4, "Batches a validation.", low=1)
 
 
 @dataclass(frozen=True)
 class Optimizer:
     """[optimizer]: AdamW. Weight decay leaves out vectors and biases."""
 
-    lr: float = _key(3e-4, low=0.0)
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = _key(1e-8, low=0.0)
-    weight_decay: float = _key(0.1, low=0.0)
-    fused: bool = _key(True)  # one kernel for all parameters, where torch has it
+    lr: float = key(3e-4, "Highest learning rate.", low=0.0)
+    betas: tuple[float, float] = key((0.9, 0.95), "Decay rates of the two moments, each in [0, 1).")
+    eps: float = key(1e-8, "Added to the denominator.", low=0.0)
+    weight_decay: float = key(0.1, "Decoupled weight decay.", low=0.0)
+    fused: bool = key(True, "One kernel for all parameters, where torch has it.")
 
 
 @dataclass(frozen=True)
 class Schedule:
     """[schedule]: the learning rate by step; see `forebay.train.trainer`."""
 
-    kind: str = _key("cosine", choices=("cosine", "wsd", "constant"))
-    warmup: int = _key(0, low=0)  # steps; a run that is shorter ends within it
-    decay: int = _key(0, low=0)  # steps of the fall at the end; "wsd" only
-    minimum: float = _key(0.1, low=0.0, high=1.0)  # fraction of the learning rate at the last step
+    kind: str = key("cosine", "Shape of the curve after the warm-up.", choices=("cosine", "wsd", "constant"))
+    warmup: int = key(0, "Steps of the warm-up; a shorter run ends within it.", low=0)
+    decay: int = key(0, "Steps of the decay at the end; 'wsd' only.", low=0)
+    minimum: float = key(0.1, "Fraction of `optimizer.lr` at the last step.", low=0.0, high=1.0)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """[memory]: what becomes of saved activations; the arguments of `forebay.manage`."""
+    """[memory]: where saved activations wait for backward; the arguments of `forebay.manage`."""
 
-    policy: str | dict[str, str] = "keep"  # a placement, "auto", or a table pattern -> placement
-    budget: str | int = _key("")  # bytes, such as "2.5GiB"; "" is none; needed by "auto"
-    compile: bool = _key(False)
-    # "fit": what leaves costs no time; "all": as hard as it goes, see docs/pipeline.md for what waits then
-    offload: str = _key("fit", choices=("fit", "all"))
-    recompute: str = _key("light", choices=RECOMPUTE_MODES)  # how a MoE half is recomputed
-    pages: str | int = _key(
-        ""
-    )  # "stash": device memory for pages at most, such as "8GiB", more lies on the host; "" is
-    # as much as a step needs
-    graph: bool = _key(False)  # capture forwards and backwards of a step in one CUDA graph; needs parallel.overlap
-    # or pp
+    policy: str | dict[str, str] = key("keep", "A placement, 'auto', or a table from module-path pattern to placement.")
+    budget: str | int = key("", "Device memory for 'auto', such as '2.5GiB'; '' is none.")
+    compile: bool = key(False, "Compile the decoder layers.")
+    offload: str = key("fit", "'fit' offloads what costs no time, 'all' as much as possible.", choices=("fit", "all"))
+    recompute: str = key("light", "What 'recompute' repeats of an MoE sublayer.", choices=RECOMPUTE_MODES)
+    pages: str | int = key(
+        "", "Device memory for the pages of 'stash'; the rest goes to the host. '' is as much as a step needs."
+    )
+    graph: bool = key(
+        False, "Capture forwards and backwards of a step in one CUDA graph; needs parallel.overlap or parallel.pp."
+    )
 
 
 @dataclass(frozen=True)
 class Parallel:
     """[parallel]: how the processes that torchrun started share a model.
 
-    The decoder layers are cut into stages, which `pp` groups of processes hold. The processes of a group share the batch:
-    of their layers, experts are spread over groups of `ep` processes and then over the groups, everything else over all.
+    The decoder layers are cut into stages, which `pp` groups of processes hold. The processes of a group share the batch.
+    Experts are sharded over `ep` processes and then over the groups of `ep`; all other weights over the whole group.
     """
 
-    pp: int = _key(1, low=1)  # groups of processes that hold different layers; with 1, all hold a part of each layer
-    schedule: str = _key("dualpipev", choices=SCHEDULES)  # in what order the microbatches go through the stages
-    chunks: int = _key(2, low=2)  # stages of each group; "interleaved-1f1b" only, others have 1 ("1f1b") or 2
-    partition: str | tuple[int, ...] = _key("auto")  # which layers a stage has: "auto" by cost and memory, "even", or a
-    # list: how many each has
-    ep: int = _key(1, low=1)  # processes that share the experts of a layer; 1 gives every process all of them
-    dispatch: str = _key("auto", choices=("auto", "nccl", "symmetric", "deepep"))  # how tokens travel to their experts
-    capacity_factor: float = _key(
-        0.0, low=0.0
-    )  # "symmetric": room for tokens received, over that for even routing, and no host
-    # synchronisation; a step that needs more runs again with exact sizes. 0 is exact sizes, with one synchronisation a layer
-    timeout: int = _key(600, low=1)  # seconds that a process waits for the others before it gives up
-    reshard: bool = _key(True)  # give gathered weights back after each use; false keeps them until the step's end
-    reduce: str = _key("step", choices=("step", "microbatch"))  # when gradients are summed over processes; the latter
-    # holds only this process's part of them in float32, and sends more
-    gradients: str = _key(
-        "float32", choices=("float32", "compute")
-    )  # dtype in which microbatches' gradients are summed and
-    # reduced: "compute" is that of model.compute, half the memory, and each sum rounded to it
-    overlap: bool = _key(False)  # run the forward of a microbatch with the backward of the one before
+    pp: int = key(1, "Pipeline ranks: groups of processes that hold different layers.", low=1)
+    schedule: str = key("dualpipev", "Order of the microbatches through the stages.", choices=SCHEDULES)
+    chunks: int = key(2, "Stages of each pipeline rank; 'interleaved-1f1b' only.", low=2)
+    partition: str | tuple[int, ...] = key(
+        "auto", "Layers of each stage: 'auto' balances cost and memory, 'even', or a list with a count for each stage."
+    )
+    ep: int = key(1, "Processes that share the experts of a layer.", low=1)
+    dispatch: str = key("auto", "Token dispatcher.", choices=("auto", "nccl", "symmetric", "deepep"))
+    capacity_factor: float = key(
+        0.0,
+        "Rows that 'symmetric' has room for, relative to even routing, without host synchronisation; a step that needs "
+        "more runs again with exact sizes. 0 is exact sizes, with one synchronisation a layer.",
+        low=0.0,
+    )
+    timeout: int = key(600, "Seconds that a process waits for the others before it gives up.", low=1)
+    reshard: bool = key(True, "Free all-gathered weights after each use; false keeps them until the end of the step.")
+    reduce: str = key(
+        "step",
+        "When gradients are reduced over processes; 'microbatch' holds only this process's shard of them in float32, "
+        "and sends more.",
+        choices=("step", "microbatch"),
+    )
+    gradients: str = key(
+        "float32",
+        "Dtype in which gradients are accumulated and reduced; 'compute' is model.compute: half the memory, every sum "
+        "rounded to it.",
+        choices=("float32", "compute"),
+    )
+    overlap: bool = key(False, "Run the forward of a microbatch together with the backward of the one before.")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """[checkpoint]: written to the run's folder."""
+    """[checkpoint]: checkpoints in the run's folder."""
 
-    every: int = _key(0, low=0)  # steps between checkpoints; 0 is only at the end
-    keep: int = _key(2, low=1)  # newest ones that stay
-    last: bool = _key(True)  # one at the end of the run, and at Ctrl-C
+    every: int = key(0, "Steps between checkpoints; 0 is only at the end.", low=0)
+    keep: int = key(2, "Newest checkpoints that stay.", low=1)
+    last: bool = key(True, "Write one at the end of the run, and at Ctrl-C.")
 
 
 @dataclass(frozen=True)
 class Log:
-    """[log]: where the run writes, and what it shows."""
+    """[log]: what the run writes and shows."""
 
-    folder: str = _key("runs/forebay")  # a number is added when it already holds a run
-    tensorboard: bool = _key(False)
-    progress: str = _key("auto", choices=("auto", "on", "off"))  # the moving line; "auto": on a terminal
-    timeline: int = _key(0, low=0)  # step of which pipeline.png and pipeline.json show what each rank ran; 0 is none
-    profile: bool = _key(False)  # at the end, write profile.json: what one more forward pass saves, with the placements
-    # off, so that it needs the memory of a run that keeps everything
+    folder: str = key("runs/forebay", "The run's folder; a number is added when it already holds a run.")
+    tensorboard: bool = key(False, "Write TensorBoard events.")
+    progress: str = key("auto", "The progress line; 'auto' shows it on a terminal.", choices=("auto", "on", "off"))
+    timeline: int = key(
+        0, "Step of which pipeline.png and pipeline.json show what each pipeline rank ran; 0 is none.", low=0
+    )
+    profile: bool = key(
+        False,
+        "At the end, write profile.json: what one more forward saves. It runs without placements, so it needs the memory "
+        "of 'keep'.",
+    )
 
 
 @dataclass(frozen=True)
 class Device:
     """[device]: where the model lives."""
 
-    type: str = _key("auto", choices=("auto", "cpu", "cuda"))  # "auto" is cuda where there is one
-    threads: int = _key(0, low=0)  # CPU threads; 0 leaves torch's own choice
+    type: str = key("auto", "'auto' is cuda where there is one.", choices=("auto", "cpu", "cuda"))
+    threads: int = key(0, "CPU threads; 0 leaves torch's default.", low=0)
 
 
 @dataclass(frozen=True)
@@ -187,25 +206,28 @@ class Config:
         return dataclasses.asdict(self)
 
     def microbatch(self, world_size: int = 1) -> int:
-        """Sequences a forward of each of `world_size` processes that share the batch, with 0 resolved."""
+        """Sequences a forward of each of the `world_size` processes that share the batch, with 0 resolved."""
         return self.train.microbatch or self.train.batch // world_size
 
     @property
     def stages(self) -> int:
-        """Into how many pieces the decoder layers are cut; 1 without pipeline parallelism."""
+        """Number of pipeline stages of all ranks; 1 without pipeline parallelism."""
         p = self.parallel
         return stages_of(p.schedule, p.pp, p.chunks) if p.pp > 1 else 1
 
     @property
     def weights_early(self) -> bool:
-        """See `make_plan` of schedules: where memory goes before time, as what waits for W actions is a third of what
-        is left at a step's end. `dualpipev` splits no backwards but a step's first and last; `zbv` lives of it."""
+        """Whether the schedule runs weight gradients as early as it can (`early` of `make_plan`).
+
+        True where memory comes before time (offload = "all") and the schedule is `dualpipev`, which splits only the first and
+        last backwards of a step. `zbv` needs late weight gradients to fill its bubbles.
+        """
         everything = self.memory.offload == "all" and "offload" in _placements(self.memory)
         return everything and self.parallel.schedule == "dualpipev"
 
 
 def presets() -> dict[str, str]:
-    """Name to TOML text of the presets that come with the package."""
+    """TOML text of each preset of the package, by name."""
     folder = resources.files("forebay") / "presets"
     found = [f for f in folder.iterdir() if f.name.endswith(".toml")]
     return {f.name.removesuffix(".toml"): f.read_text(encoding="utf-8") for f in sorted(found, key=lambda f: f.name)}
@@ -263,10 +285,10 @@ def from_mapping(raw: Mapping[str, Any], origin: str = "the configuration") -> C
 
 
 def check_world(c: Config, size: int) -> None:
-    """Whether `size` processes can share this run. Looks at nothing but the configuration.
+    """Check that `size` processes can share this run. Reads only the configuration.
 
     Raises:
-        UsageError: groups that do not fit into the processes, a batch that cannot be divided, options that need more.
+        UsageError: groups that do not divide the processes, a batch that they cannot share, or options that exclude each other.
     """
     _check_groups(c, size)
     sharing = size // c.parallel.pp
@@ -278,8 +300,8 @@ def check_world(c: Config, size: int) -> None:
         raise UsageError(f"parallel.ep = {ep} needs model.experts = 'forebay', not {c.model.experts!r}")
     if ep > 1 and c.memory.policy == "auto" and c.memory.recompute != "light":
         raise UsageError(
-            f"memory.recompute = {c.memory.recompute!r} repeats communication, and under memory.policy = 'auto' processes choose "
-            "regions each for itself; valid here are memory.recompute = 'light', or a policy of placements"
+            f"memory.recompute = {c.memory.recompute!r} repeats communication, but with memory.policy = 'auto' each process "
+            "chooses its own regions; set memory.recompute = 'light', or a policy of placements"
         )
 
 
@@ -288,7 +310,7 @@ def _check_groups(c: Config, size: int) -> None:
     asked = " with ".join(f"parallel.{name} = {n}" for name, n in (("pp", pp), ("ep", ep)) if n > 1)
     if size == 1 and pp * ep > 1:
         raise UsageError(
-            f"{asked} needs {pp * ep} processes or a multiple of that, and this is one alone; "
+            f"{asked} needs {pp * ep} processes or a multiple of that, but only one runs; "
             f"start them with: torchrun --nproc-per-node {pp * ep} -m forebay train CONFIG"
         )
     if size % pp:
@@ -313,7 +335,7 @@ def _check_batch(c: Config, sharing: int) -> None:
 
 
 def _check_microbatches(c: Config, sharing: int) -> None:
-    """The schedule can be filled by the microbatches that a pipeline is given in a step."""
+    """Check that a step has as many microbatches as the pipeline schedule needs."""
     schedule, pp, size = c.parallel.schedule, c.parallel.pp, c.microbatch(sharing)
     sequences = c.train.batch // sharing
     given = sequences // size
@@ -350,7 +372,7 @@ def _fills(schedule: str, pp: int, microbatches: int) -> bool:
 
 
 def _check_pipeline(c: Config) -> None:
-    """What pipeline parallelism asks of other keys."""
+    """Check the keys of pipeline parallelism, and those that it restricts."""
     p = c.parallel
     if isinstance(p.partition, str) and p.partition not in ("auto", "even"):
         raise UsageError(
@@ -372,24 +394,24 @@ def _check_pipeline(c: Config) -> None:
     others = _placements(c.memory) - {"keep", "recompute", "offload", "stash"}
     if others:
         raise UsageError(
-            f"parallel.pp = {p.pp} cannot carry out memory.policy = {', '.join(sorted(others))}; "
+            f"parallel.pp = {p.pp} does not support memory.policy = {', '.join(sorted(others))}; "
             "valid are 'keep', 'recompute', 'offload', 'stash', or a table of them"
         )
     if c.memory.recompute != "light":
         raise UsageError(
             f"parallel.pp = {p.pp} needs memory.recompute = 'light', not {c.memory.recompute!r}: "
-            "the other modes run a whole half again, which a schedule may have cut"
+            "the other modes recompute a whole sublayer, which the schedule may split"
         )
 
 
 def _check_counts(c: Config, counts: tuple[int, ...]) -> None:
-    """A partition that is given, against the number of stages. Against the model's layers it is checked later."""
+    """Check a partition given as a list against the number of stages. The model's layers are not known yet."""
     p = c.parallel
     if p.pp == 1:
         raise UsageError("parallel.partition as a list is for parallel.pp above 1; set it to 'auto' or leave it out")
     if len(counts) != c.stages:
         raise UsageError(
-            f"parallel.partition has {len(counts)} numbers, but parallel.schedule = {p.schedule!r} with "
+            f"parallel.partition has {len(counts)} entries, but parallel.schedule = {p.schedule!r} with "
             f"parallel.pp = {p.pp} has {c.stages} stages; give one number for each"
         )
     if min(counts) < 1:
@@ -414,21 +436,15 @@ def _check_timeline(c: Config) -> None:
     number = c.log.timeline
     if number and c.parallel.pp == 1:
         raise UsageError(
-            f"log.timeline = {number} shows what the ranks of a pipeline run, and parallel.pp is 1; "
+            f"log.timeline = {number} shows what pipeline ranks run, but parallel.pp is 1; "
             "set parallel.pp to more, or leave log.timeline out"
         )
     if number > c.train.steps:
-        raise UsageError(
-            f"log.timeline = {number} is a step that does not come: train.steps = {c.train.steps}; valid is at most that"
-        )
+        raise UsageError(f"log.timeline = {number} is after the last step, train.steps = {c.train.steps}")
 
 
 def check_experts(ep: int, experts: int) -> None:
-    """Whether `experts` (0: a dense model) can be shared by `ep` processes.
-
-    Raises:
-        UsageError: they cannot.
-    """
+    """Raise `UsageError` unless `ep` divides the number of `experts` (0 for a dense model)."""
     if ep > 1 and not experts:
         raise UsageError(f"parallel.ep = {ep}, but this model has no experts; valid is 1")
     if experts % ep:
@@ -465,9 +481,9 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
 
 
 def _cross_check(c: Config) -> None:
-    """What involves several keys, or more than a type and a range."""
+    """Check what involves several keys, or more than a type and a range."""
     if bool(c.model.family) == bool(c.model.path):
-        raise UsageError("[model] needs one of family (such as 'qwen3_moe') and path (a folder), and not both")
+        raise UsageError("[model] needs either family (such as 'qwen3_moe') or path (a folder), not both")
     if c.model.config and c.model.path and c.model.weights == "load":
         raise UsageError(
             "[model.config] cannot change a model whose weights are loaded; set model.weights = 'random' or leave it out"
@@ -485,7 +501,7 @@ def _cross_check(c: Config) -> None:
     if not all(0.0 <= b < 1.0 for b in c.optimizer.betas):
         raise UsageError(f"optimizer.betas = {list(c.optimizer.betas)} must be two numbers in [0, 1)")
     if c.schedule.kind == "wsd" and not c.schedule.decay:
-        raise UsageError("schedule.kind = 'wsd' needs schedule.decay: the number of steps of the fall at the end")
+        raise UsageError("schedule.kind = 'wsd' needs schedule.decay: the number of steps of the decay at the end")
     if c.schedule.kind == "wsd" and c.schedule.warmup + c.schedule.decay > c.train.steps:
         raise UsageError(
             f"schedule.warmup = {c.schedule.warmup} and schedule.decay = {c.schedule.decay} do not fit into "
@@ -507,15 +523,15 @@ def _check_overlap(c: Config) -> None:
     placements = _placements(c.memory)
     if not placements <= {"keep", "recompute", "stash"} or c.memory.recompute != "light":
         raise UsageError(
-            "parallel.overlap = true runs the stages of two microbatches in turn, for which memory.policy can be 'keep', 'stash' "
-            f"or 'recompute' (memory.recompute = 'light') so far, not {', '.join(sorted(placements))} ({c.memory.recompute})"
+            "parallel.overlap = true supports memory.policy = 'keep', 'stash' or 'recompute' with memory.recompute = 'light', "
+            f"not {', '.join(sorted(placements))} with {c.memory.recompute!r}"
         )
     if c.model.loss != "fused":
         raise UsageError("parallel.overlap = true needs model.loss = 'fused'")
 
 
 def _check_graph(c: Config) -> None:
-    """A graph replays what it saw: nothing in a step may ask the device, or be gathered to new memory."""
+    """Check what a CUDA graph step needs: no host synchronisation, and weights that stay in the same memory."""
     if not c.memory.graph:
         return
     p = c.parallel
@@ -524,11 +540,11 @@ def _check_graph(c: Config) -> None:
             "memory.graph = true captures steps of parallel.overlap = true or of parallel.pp above 1; set one of them"
         )
     if p.reshard:
-        raise UsageError("memory.graph = true needs weights that stay gathered for a step: parallel.reshard = false")
+        raise UsageError("memory.graph = true needs an unsharded step: set parallel.reshard = false")
     if p.ep > 1 and (p.dispatch not in ("auto", "symmetric") or not p.capacity_factor):
         raise UsageError(
-            f"memory.graph = true needs a dispatch without host synchronisation, and parallel.dispatch = {p.dispatch!r} with "
-            f"parallel.capacity_factor = {p.capacity_factor} has one a layer; valid is 'symmetric' with a capacity_factor of at "
+            f"memory.graph = true needs a token dispatcher without host synchronisation, and parallel.dispatch = {p.dispatch!r} "
+            f"with parallel.capacity_factor = {p.capacity_factor} synchronises once a layer; valid is 'symmetric' with one of at "
             "least 1, such as 2"
         )
 
@@ -556,11 +572,11 @@ def _check_memory(memory: Memory) -> None:
             except PolicyError as error:
                 raise UsageError(f"memory.{name}: {error}") from error
     if memory.pages != "" and "stash" not in _placements(memory):
-        raise UsageError("memory.pages is for regions that memory.policy puts 'stash' on, and there is none")
+        raise UsageError("memory.pages is for regions that memory.policy puts 'stash' on, and there are none")
 
 
 def stages_of(schedule: str, pp: int, chunks: int = 2) -> int:
-    """Number of stages of all `pp` ranks together; `chunks` is read by "interleaved-1f1b" only.
+    """Number of stages of all `pp` pipeline ranks; only "interleaved-1f1b" reads `chunks`.
 
     Raises:
         ValueError: an unknown schedule, or fewer than one rank or chunk.
@@ -568,5 +584,5 @@ def stages_of(schedule: str, pp: int, chunks: int = 2) -> int:
     if schedule not in SCHEDULES:
         raise ValueError(f"the pipeline schedule {schedule!r} is unknown; valid are {', '.join(SCHEDULES)}")
     if pp < 1 or chunks < 1:
-        raise ValueError(f"a pipeline of {pp} ranks with {chunks} stages each is not possible; valid is 1 and above")
+        raise ValueError(f"{pp} pipeline ranks with {chunks} stages each are not possible; both must be at least 1")
     return pp * {"1f1b": 1, "interleaved-1f1b": chunks}.get(schedule, 2)

@@ -16,9 +16,21 @@ from typing import Any
 from forebay.errors import UsageError
 
 
-def key(default: Any, choices: tuple[str, ...] = (), low: float | None = None, high: float | None = None) -> Any:
-    """A dataclass field with its default and its check: `choices` for texts, inclusive `low` and `high` for numbers."""
-    return dataclasses.field(default=default, metadata={"choices": choices, "low": low, "high": high})
+def key(
+    default: Any, meaning: str, *, choices: tuple[str, ...] = (), low: float | None = None, high: float | None = None
+) -> Any:
+    """A dataclass field of a configuration section.
+
+    Args:
+        default: the default value, or a type that makes it, such as ``dict``.
+        meaning: what the documentation says about the key.
+        choices: the valid texts; empty for any.
+        low, high: inclusive limits of a number.
+    """
+    metadata = {"meaning": meaning, "choices": choices, "low": low, "high": high}
+    if isinstance(default, type):
+        return dataclasses.field(default_factory=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def nearest(name: str, valid: Iterable[str], what: str) -> str:

@@ -97,7 +97,7 @@ THREE = {"config": {"num_hidden_layers": 3}}
         ({"train": {"batch": 8, "microbatch": 4}}, r"gives a pipeline 2: .*nearest valid train\.microbatch .* is 2"),
         ({"parallel": {"schedule": "1f1b"}, "train": {"batch": 1}}, r"'1f1b' .*needs at least 2, one for each of its stages"),
         ({"parallel": {"schedule": "zbh"}}, r"'zbh' .*nearest valid value is 'zbv'"),
-        ({"memory": {"policy": "auto", "budget": "1GiB"}}, r"cannot carry out memory\.policy = auto; valid are 'keep'"),
+        ({"memory": {"policy": "auto", "budget": "1GiB"}}, r"does not support memory\.policy = auto; valid are 'keep'"),
         ({"memory": {"pages": "1GiB"}}, r"memory\.pages is for regions that memory\.policy puts .stash. on"),
         ({"memory": {"policy": "recompute", "recompute": "full"}}, r"needs memory\.recompute = 'light', not 'full'"),
         ({"parallel": {"overlap": True}}, r"parallel\.overlap = true is for parallel\.pp = 1; .*'dualpipev'"),

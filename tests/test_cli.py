@@ -331,7 +331,7 @@ def test_plan_says_how_long_a_step_takes(run: Run, config: str, tmp_path: Path) 
     step = json.loads(out)["fit"]["step"]
     assert code == 0 and step["device"] == "h200" and 0 < step["seconds"] < 1
     assert step["tokens_per_second"] == pytest.approx(2 * 16 / step["seconds"])
-    profile = json.loads((Path(cli.__file__).parent / "planner" / "devices" / "a100.json").read_text("utf-8"))
+    profile = json.loads((Path(cli.__file__).parent / "estimate" / "devices" / "a100.json").read_text("utf-8"))
     (tmp_path / "mine.json").write_text(json.dumps({**profile, "name": "mine"}))
     code, out, _ = run("plan", config, f"--device={tmp_path / 'mine.json'}", "--gpus=2")
     assert code == 0 and "Expected on mine, from data sheets:" in out and "a process of 2" in out

@@ -1,15 +1,9 @@
 """The command line: ``forebay train | plan | profile | doctor | report | export``.
 
-In: arguments. Out: text on standard output; a failure is one sentence on the error stream and an exit code:
-
-    0  done
-    1  failed while running: broken files, a full disk, a loss that is not finite, stopped by Ctrl-C or SIGTERM
-    2  asked for something that is not possible here: a wrong key, pattern, budget, path or device
-    3  ``plan --budget``: the run does not fit
-
-Of the processes that torchrun started for ``train``, or for ``profile`` of a pipeline, one prints and one says what failed.
-
-``--debug`` shows the traceback as well. Torch is imported only by the commands that need it, so ``--help`` is quick.
+Results go to standard output. A failure is one sentence on the error stream and an exit code: 1 failed while running (broken
+files, a full disk, a loss that is not finite, Ctrl-C, SIGTERM), 2 not possible as asked (a wrong key, pattern, budget, path or
+device), 3 the run does not fit (``plan --budget``). ``--debug`` also shows the traceback. Of the processes that torchrun
+started, one prints. Torch is imported only by the commands that need it, so that ``--help`` is quick.
 """
 
 import argparse
@@ -32,6 +26,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from forebay.config import Config
+    from forebay.estimate.device import DeviceProfile
     from forebay.estimate.layers import LayerPlan
     from forebay.estimate.plan import Fit, PlanRequest
     from forebay.estimate.search import Search
@@ -41,7 +36,7 @@ _WIDTH = 120  # of tables where the output is no terminal
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code. `arguments` defaults to the process's own.
+    """Run one command and return its exit code. `arguments` defaults to the process's own.
 
     Raises:
         SystemExit: from argparse, with 2, for arguments it cannot parse.
@@ -58,8 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(error, getattr(error, "exit_code", UsageError.exit_code), options.debug)
     except KeyboardInterrupt as error:
         return _fail(RunError(f"stopped by Ctrl-C{_interrupted(options)}"), RunError.exit_code, options.debug, error)
-    except BrokenPipeError:  # the reader of our output went away, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's last flush fails aloud
+    except BrokenPipeError:  # the reader of the output ended, as `head` does
+        # Without this, the interpreter's last flush prints an error.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return RunError.exit_code
     except Exception as error:
         if options.debug:
@@ -77,7 +73,7 @@ def _fail(error: Exception, code: int, debug: bool, cause: BaseException | None 
 
 
 def _interrupted(options: argparse.Namespace) -> str:
-    return "; earlier checkpoints are intact, go on with --resume" if options.command == "train" else ""
+    return "; earlier checkpoints are intact, continue with --resume" if options.command == "train" else ""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -105,14 +101,14 @@ def _parser() -> argparse.ArgumentParser:
         nargs="?",
         const="",
         metavar="PATH",
-        help="go on from a run or checkpoint folder; without PATH, from the newest of log.folder",
+        help="continue from a run or checkpoint folder; without PATH, from the newest in log.folder",
     )
     train.set_defaults(run=_train)
 
     plan = commands.add_parser(
         "plan",
         parents=[shared, configured],
-        help="show which layers each pipeline rank has, what they cost it, and whether the run fits; without a GPU",
+        help="show the layers of each pipeline rank, their cost, and whether the run fits; needs no GPU",
         description="CONFIG may also be a published model, such as qwen3-30b-a3b, or a model's folder with a config.json.",
     )
     plan.add_argument("--pp", type=int, metavar="N", help="pipeline ranks; the same as --set parallel.pp=N")
@@ -129,48 +125,56 @@ def _parser() -> argparse.ArgumentParser:
         "--device",
         default="h200",
         metavar="NAME",
-        help="GPU that step times are told for: h200 (default), h100, b200, a100, rtx4090, or a file of doctor --save-profile",
+        help="GPU whose step time is estimated: h200 (default), h100, b200, a100, rtx4090, or a file of doctor --save-profile",
     )
     plan.add_argument(
-        "--budget", metavar="SIZE", help="memory of a GPU that the run may use, such as 80GiB: does it fit?"
+        "--budget",
+        metavar="SIZE",
+        help="GPU memory that the run may use, such as 80GiB; exit code 3 if it does not fit",
     )
     plan.add_argument(
-        "--auto", action="store_true", help="choose placements that fit --budget, instead of memory.policy's"
+        "--auto", action="store_true", help="choose placements that fit --budget, instead of memory.policy"
     )
     plan.add_argument(
-        "--skew", type=float, default=1.0, metavar="X", help="load of the fullest rank's experts over an even one"
+        "--skew",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="rows of the fullest rank's experts, relative to even routing",
     )
     plan.add_argument(
         "--search",
         choices=("microbatch", "sequence", "layers", "mesh"),
-        help="find the largest that fits the budget; mesh: the best PP x EP x FSDP of the GPUs",
+        help="find the largest value that fits the budget; mesh: the best PP x EP x FSDP for the GPUs",
     )
     plan.add_argument("--json", action="store_true", help="as JSON")
-    plan.add_argument("--html", metavar="FILE", type=Path, help="also write a page with pictures, in one file")
+    plan.add_argument("--html", metavar="FILE", type=Path, help="also write an HTML page, in one file")
     plan.set_defaults(run=_plan)
 
     profile = commands.add_parser(
         "profile",
         parents=[shared, configured],
-        help="show what one forward pass, or on a pipeline every rank in a step, saves for backward",
+        help="show what a forward pass saves for backward; on a pipeline, what every rank saves in a step",
     )
     profile.add_argument("--json", action="store_true", help="as JSON")
     profile.set_defaults(run=_profile)
 
-    doctor = commands.add_parser("doctor", parents=[shared], help="show what this machine has, and what that turns on")
+    doctor = commands.add_parser(
+        "doctor", parents=[shared], help="show what this machine has, and the features that this enables"
+    )
     doctor.add_argument("--json", action="store_true", help="as JSON")
     doctor.add_argument(
         "--save-profile",
         metavar="FILE",
         type=Path,
-        help="measure this machine's GPU for plan --device, in a minute, and write FILE; on torchrun collectives too",
+        help="measure this machine's GPU for plan --device (a minute) and write FILE; with torchrun, collectives too",
     )
     doctor.set_defaults(run=_doctor)
 
     report = commands.add_parser(
         "report",
         parents=[shared],
-        help="write a page on a run: memory, planned and measured, placements, losses, timeline",
+        help="write an HTML page about a run: planned and measured memory, placements, losses, timeline",
     )
     report.add_argument("source", metavar="RUN", type=Path, help="a run's folder")
     report.add_argument("--out", metavar="FILE", type=Path, help="the page; default: RUN/report.html")
@@ -199,7 +203,7 @@ def _console() -> "Console":
 
 
 def _configured(options: argparse.Namespace) -> "Config":
-    """The configuration. What is wrong with it, all processes of a machine find out alike: the first one says so."""
+    """The validated configuration. All processes find the same mistake; the first one of each machine prints it."""
     from forebay.config import check_world, load
     from forebay.train.distributed import World
 
@@ -224,63 +228,66 @@ def _train(options: argparse.Namespace) -> None:
 
 def _plan(options: argparse.Namespace) -> int:
     if options.world < 0:
-        raise UsageError(f"--gpus {options.world} is no number of processes; valid is 1 and above")
+        raise UsageError(f"--gpus {options.world} is not a number of processes; it must be at least 1")
     if not options.skew >= 1:
-        raise UsageError(f"--skew {options.skew} is no load over an even one; valid is at least 1")
+        raise UsageError(f"--skew {options.skew} is too small; it is relative to even routing and must be at least 1")
     budget = None if options.budget is None else parse_bytes(options.budget)
     if options.auto and budget is None:
-        raise UsageError("--auto chooses placements that fit a budget, and there is none; give --budget, such as 80GiB")
+        raise UsageError("--auto chooses placements that fit a budget; give --budget, such as 80GiB")
+    with _without_collector():
+        return _answer_plan(options, budget)
+
+
+def _answer_plan(options: argparse.Namespace, budget: int | None) -> int:
+    from forebay.estimate.layers import plan_layers
+    from forebay.estimate.plan import ask, fit_run
+    from forebay.estimate.search import search
+    from forebay.report.sections import Curves
+    from forebay.report.write import checked, write_plan
+
+    given = [] if options.pp is None else [f"parallel.pp={options.pp}"]
+    request = ask(options.config, [*options.overrides, *given], options.world)
+    config, found = request.config, None
+    world = options.world or config.parallel.pp * config.parallel.ep
+    device = _device(options.device)
     auto = budget if options.auto else None
-    with _uncollected():
-        from forebay.estimate.plan import ask
-
-        given = [] if options.pp is None else [f"parallel.pp={options.pp}"]
-        # Of any number of processes: this one is not one of them.
-        asked = ask(options.config, [*options.overrides, *given], options.world)
-        world = options.world or asked.config.parallel.pp * asked.config.parallel.ep
-        from forebay.estimate.device import load as load_device
-        from forebay.estimate.layers import plan_layers
-        from forebay.estimate.plan import fit_run
-        from forebay.estimate.search import search
-        from forebay.report.sections import Curves
-        from forebay.report.write import checked, write_plan
-
-        try:
-            device = load_device(options.device)
-        except ValueError as error:
-            raise UsageError(f"--device: {error}") from error
-        html = None if options.html is None else checked(options.html.expanduser())  # before any work
-        curves = None if html is None else Curves()
-        _quiet_transformers()
-        found, config = None, asked.config
-        if options.search:
-            found = search(asked, options.search, world, budget, options.skew, device, options.auto)
-            config = found.config
-        seen = None if curves is None else curves.seen
-        if found is None:
-            plan = plan_layers(config, world)
-            fit = fit_run(config, plan, world, budget, options.skew, device=device, auto=auto, seen=seen)
-        else:
-            plan, fit = found.plan, found.fit
-            if seen is not None:  # as the search did, once more for its curves
-                fit_run(config, plan, world, None, options.skew, auto=auto, seen=seen)
+    curves = None if options.html is None else Curves()
+    page = None if options.html is None else checked(options.html.expanduser())  # raises before any work
+    seen = None if curves is None else curves.seen
+    _quiet_transformers()
+    if options.search:
+        found = search(request, options.search, world, budget, options.skew, device, options.auto)
+        config, plan, fit = found.config, found.plan, found.fit
+        if seen is not None:
+            fit_run(config, plan, world, None, options.skew, auto=auto, seen=seen)  # the search kept no curves
+    else:
+        plan = plan_layers(config, world)
+        fit = fit_run(config, plan, world, budget, options.skew, device=device, auto=auto, seen=seen)
     if options.json:
         more = {} if found is None else {"search": found.as_dict()}
-        print(json.dumps({**plan.as_dict(), "fit": fit.as_dict(), "settings": asked.chosen, **more}, indent=1))
+        print(json.dumps({**plan.as_dict(), "fit": fit.as_dict(), "settings": request.chosen, **more}, indent=1))
     else:
-        _print_plan(asked, found, plan, fit)
-    if html is not None and curves is not None:
-        write_plan(curves.planned(plan, fit), config, options.config, html, found)
+        _print_plan(request, found, plan, fit)
+    if page is not None and curves is not None:
+        write_plan(curves.planned(plan, fit), config, options.config, page, found)
         if not options.json:
-            print(f"page {html}")
+            print(f"page {page}")
     return _DOES_NOT_FIT if fit.fits is False else 0
 
 
+def _device(name: str) -> "DeviceProfile":
+    from forebay.estimate.device import load
+
+    try:
+        return load(name)
+    except ValueError as error:
+        raise UsageError(f"--device: {error}") from error
+
+
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without Python's cyclic collector, which takes a fifth of a plan's time: what imports and models make stays until the end.
-    There the interpreter would look at all of it once more, but for what is frozen."""
-    atexit.register(gc.freeze)
+def _without_collector() -> Iterator[None]:
+    """Turn off Python's garbage collector, which takes a fifth of a plan's time: almost everything lives until the end."""
+    atexit.register(gc.freeze)  # or the collection at exit looks at all of it
     was = gc.isenabled()
     gc.disable()
     try:
@@ -290,10 +297,10 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _print_plan(asked: "PlanRequest", found: "Search | None", plan: "LayerPlan", fit: "Fit") -> None:
+def _print_plan(request: "PlanRequest", found: "Search | None", plan: "LayerPlan", fit: "Fit") -> None:
     console = _console()
-    said = [asked.sentence(), "" if found is None else found.sentence]
-    for part in (*said, None if found is None else found.table(), plan.table(), fit.table()):
+    searched = (None, None) if found is None else (found.sentence, found.table())
+    for part in (request.sentence(), *searched, plan.table(), fit.table()):
         if part:
             console.print(part, highlight=False)
 
@@ -360,7 +367,7 @@ def _export(options: argparse.Namespace) -> None:
 
 
 def _quiet_transformers() -> None:
-    """Its progress bars would cut our lines in two."""
+    """Turn off transformers' progress bars, which would break the lines printed here."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()

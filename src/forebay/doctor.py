@@ -1,9 +1,8 @@
-"""What this machine has for Forebay, and which features that turns on.
+"""``forebay doctor``: what this machine has for Forebay, and the features that it enables.
 
-In: nothing but the machine. Out: a `Report` of `Finding`s, as a table or JSON. Every check runs by itself and none can
-fail the others: what cannot be found out is a finding too. Bandwidths are measured with CUDA events; the checks of Triton,
-attention and grouped GEMMs run the thing itself on a small input and compare. Takes a few seconds on a GPU and frees
-what it used.
+Output: a `Report` of `Finding`s, as a table or JSON. A check that fails is a finding too and does not stop the others. The
+checks of Triton, attention and grouped GEMMs run them on a small input and compare the result. Takes a few seconds on a GPU
+and frees what it used.
 """
 
 import importlib.util
@@ -31,13 +30,13 @@ _COPIES = 7  # median of
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked for.
+    """The result of one check.
 
     Attributes:
-        name: what.
+        name: of the component.
         has: whether the machine has it; None for plain information.
-        value: what was found, or why not.
-        enables: the feature it turns on, and what happens without; "" for plain information.
+        value: the version or figure found, or the reason that there is none.
+        enables: the feature that needs it, and what replaces it; "" for plain information.
     """
 
     name: str
@@ -59,7 +58,7 @@ class Report:
     def table(self) -> Table:
         """For a terminal."""
         table = Table(title="forebay doctor", title_justify="left")
-        for column in ("what", "", "found", "turns on"):
+        for column in ("what", "", "found", "enables"):
             table.add_column(column, overflow="fold")
         for f in self.findings:
             mark = {True: "yes", False: "no", None: ""}[f.has]
@@ -68,7 +67,7 @@ class Report:
 
 
 def examine() -> Report:
-    """Look at everything. Never raises for what the machine lacks."""
+    """Run all checks. Does not raise for what the machine lacks."""
     checks: list[tuple[str, Callable[[], list[Finding]]]] = [
         ("machine", _machine),
         ("packages", _packages),
@@ -86,7 +85,7 @@ def examine() -> Report:
 
 
 def _guarded(name: str, check: Callable[[], list[Finding]]) -> list[Finding]:
-    """A check's findings, or the finding that it failed: one broken driver must not hide the rest."""
+    """A check's findings, or the finding that it failed, so that one broken driver does not hide the rest."""
     try:
         return check()
     except Exception as error:
@@ -100,7 +99,7 @@ def _machine() -> list[Finding]:
     return [
         Finding("system", None, f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"),
         Finding("CPU cores", None, str(cores)),
-        Finding("host memory", None, format_bytes(memory), "the room for placement 'offload'"),
+        Finding("host memory", None, format_bytes(memory), "memory for placement 'offload'"),
     ]
 
 
@@ -129,7 +128,7 @@ def _package(name: str, enables: str) -> Finding:
 
 
 def _gpus() -> list[Finding]:
-    enables = "everything that is measured in time; without it models train on the CPU, and offloading wins nothing"
+    enables = "training at speed; without it models train on the CPU, where offloading saves no memory"
     if not torch.cuda.is_available():
         return [Finding("GPU", False, "none that torch can use", enables)]
     found = [
@@ -156,7 +155,7 @@ def _nvidia_smi(*arguments: str) -> str:
 
 
 def _pinned_bandwidth() -> list[Finding]:
-    enables = "placement 'offload': what the link carries decides how much it hides"
+    enables = "placement 'offload': the link's bandwidth limits how much it can hide"
     if not torch.cuda.is_available():
         return [Finding("pinned memory", False, "no GPU; the host store is ordinary memory", enables)]
     host = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -166,7 +165,7 @@ def _pinned_bandwidth() -> list[Finding]:
 
 
 def _copy_rate(target: torch.Tensor, source: torch.Tensor) -> float:
-    """GB/s, the median of several copies after one that does not count."""
+    """GB/s of a copy, the median of several after a warm-up."""
     rates = []
     for _ in range(_COPIES + 1):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -179,7 +178,7 @@ def _copy_rate(target: torch.Tensor, source: torch.Tensor) -> float:
 
 
 def _links() -> list[Finding]:
-    enables = "fast exchange between GPUs (expert parallelism)"
+    enables = "fast token dispatch between GPUs (expert parallelism)"
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count < 2:
         return [Finding("NVLink and P2P", False, f"{count} GPU{'' if count == 1 else 's'}: nothing to link", enables)]
@@ -215,7 +214,7 @@ def _triton() -> list[Finding]:
 
 
 def _triton_doubles() -> bool:
-    """Compile a kernel of three lines for the current GPU and compare what it makes."""
+    """Whether a small kernel compiles for the current GPU and gives the right result."""
     import triton
     import triton.language as tl
 
@@ -274,7 +273,7 @@ def _grouped_mm() -> list[Finding]:
 
 
 def _symmetric_memory() -> list[Finding]:
-    enables = "exchange between GPUs without the host (expert parallelism)"
+    enables = "token dispatch without host synchronisation (expert parallelism)"
     if not (torch.distributed.is_available() and importlib.util.find_spec("torch.distributed._symmetric_memory")):
         return [Finding("symmetric memory", False, "not in this torch", enables)]
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0

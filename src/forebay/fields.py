@@ -1,7 +1,7 @@
-"""Typed fields for configuration sections: what a value may be, and the sentence when it is something else.
+"""Typed fields of configuration sections: `key` declares one, `build_section` validates values against them.
 
-In: dataclasses whose fields were made with `key`, and mappings read from TOML. Out: instances, or a `UsageError` that
-names the section, the key and what is valid. Knows nothing of which sections exist.
+Input: dataclasses whose fields were made with `key`, and mappings read from TOML. Output: instances, or a `UsageError` that
+names the section, the key and what is valid. This module does not know which sections exist.
 """
 
 import dataclasses
@@ -34,13 +34,13 @@ def key(
 
 
 def nearest(name: str, valid: Iterable[str], what: str) -> str:
-    """``the nearest valid WHAT is 'x'; `` (with the trailing space), or nothing when none is near."""
+    """``the nearest valid WHAT is 'x'; `` with the trailing space, or an empty text if none is near."""
     close = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.5)
     return f"the nearest valid {what} is {close[0]!r}; " if close else ""
 
 
 def parse_value(text: str) -> Any:
-    """The value of a ``--set``: TOML where it is TOML (``3``, ``true``, ``[1, 2]``, ``"x"``), else the text itself."""
+    """The value of a ``--set``: parsed as TOML (``3``, ``true``, ``[1, 2]``, ``"x"``) if possible, else the text itself."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -53,7 +53,7 @@ def build_section(section: Any, name: str, values: Mapping[str, Any]) -> Any:
     Args:
         section: a dataclass type whose fields are annotated with str, int, float, bool, dict, tuples or unions of them.
         name: the section's name, for messages.
-        values: what the file says.
+        values: value of each key, as read from the file.
 
     Raises:
         UsageError: an unknown key, a value of the wrong type, or one outside its choices or range.
@@ -68,7 +68,7 @@ def build_section(section: Any, name: str, values: Mapping[str, Any]) -> Any:
             )
         accepted, result = _fit(value, hints[option])
         if not accepted:
-            raise UsageError(f"{name}.{option} = {value!r} is of the wrong type: it must be {_describe(hints[option])}")
+            raise UsageError(f"{name}.{option} = {value!r} has the wrong type: it must be {_describe(hints[option])}")
         _check_limits(f"{name}.{option}", result, fields[option].metadata)
         checked[option] = result
     return section(**checked)
@@ -90,29 +90,34 @@ def _fit(value: Any, hint: Any) -> tuple[bool, Any]:
     """Whether `value` is of the annotated type, and the value as that type (ints count as floats, lists as tuples)."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
-        for option in arguments:
-            accepted, result = _fit(value, option)
-            if accepted:
-                return True, result
-        return False, None
+        found = (_fit(value, option) for option in arguments)
+        return next((answer for answer in found if answer[0]), (False, None))
     if origin is dict:
-        kind = arguments[1]
-        fits = isinstance(value, Mapping) and (kind is Any or all(isinstance(v, kind) for v in value.values()))
-        return fits, dict(value) if fits else None
+        return _fit_table(value, arguments[1])
     if origin is tuple:
-        if not isinstance(value, (list, tuple)):
-            return False, None
-        kinds = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else list(arguments)
-        if len(kinds) != len(value):
-            return False, None
-        parts = [_fit(v, k) for v, k in zip(value, kinds, strict=True)]
-        return all(ok for ok, _ in parts), tuple(part for _, part in parts)
+        return _fit_list(value, arguments)
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)  # a bool is an int in Python
     if hint is float:
-        fits = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        fits = number and math.isfinite(value)
         return fits, float(value) if fits else None
     if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool), value
+        return number and isinstance(value, int), value
     return isinstance(value, hint), value
+
+
+def _fit_table(value: Any, kind: Any) -> tuple[bool, Any]:
+    fits = isinstance(value, Mapping) and (kind is Any or all(isinstance(v, kind) for v in value.values()))
+    return fits, dict(value) if fits else None
+
+
+def _fit_list(value: Any, arguments: tuple[Any, ...]) -> tuple[bool, Any]:
+    if not isinstance(value, (list, tuple)):
+        return False, None
+    kinds = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else list(arguments)
+    if len(kinds) != len(value):
+        return False, None
+    parts = [_fit(v, k) for v, k in zip(value, kinds, strict=True)]
+    return all(fits for fits, _ in parts), tuple(part for _, part in parts)
 
 
 def _describe(hint: Any) -> str:

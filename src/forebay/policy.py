@@ -1,16 +1,10 @@
-"""Placements and the policy that assigns them to regions.
+"""Placements, and the policy that assigns them to regions.
 
-In: what the user wrote (one placement, a mapping from pattern to placement, or ``"auto"``) and the module paths
-that can be regions. Out: one placement per region path, or a `PolicyError` that names the pattern and the nearest
-paths. Nothing here touches a tensor; this file imports nothing of Forebay.
-
-Rules:
-
-* A pattern is an ``fnmatch`` pattern on module paths; ``*`` crosses dots. Of the paths it matches, it claims the
-  outermost ones: ``model.layers.*`` claims each layer, not each layer's children once more.
-* Where two patterns claim the same path, the later one wins.
-* A region other than ``keep`` may not contain another region other than ``keep``, with one exception: experts inside an
-  offloaded region may be recomputed.
+Input: a mapping from pattern to placement, and the module paths that can be regions. Output: a `Claim` for each region, or a
+`PolicyError` that names the pattern and the nearest paths. A pattern is an ``fnmatch`` pattern on module paths (``*`` crosses
+dots) and claims the outermost paths that it matches: ``model.layers.*`` claims each layer, not its children. Where two patterns
+claim a path, the later one wins. Regions with a placement other than ``keep`` cannot be nested, except that experts inside an
+offloaded region may be recomputed.
 """
 
 import difflib
@@ -19,16 +13,16 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 PLACEMENTS = ("keep", "recompute", "offload", "stash")
-# What "recompute" does to a MoE half: "light" is the experts' own way, the others checkpoint all of it.
+# How "recompute" treats an MoE sublayer: "light" repeats the experts' first GEMM, the others checkpoint the sublayer.
 RECOMPUTE_MODES = ("light", "full", "save-dispatch")
 
 
 class PolicyError(ValueError):
-    """A policy that cannot be carried out; the message names the pattern and what would be valid."""
+    """An invalid policy; the message names the pattern and what would be valid."""
 
 
 class BudgetError(ValueError):
-    """A memory budget that no placement reaches; the message names the smallest one that can be reached."""
+    """A memory budget that no placement reaches; the message names the smallest one that is reachable."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +35,10 @@ class Claim:
 
 
 def parse_bytes(text: int | str) -> int:
-    """Bytes from an int or from text such as ``"2.5GiB"``, ``"80 GB"``, ``"512MiB"``.
+    """Bytes from an int or from a text such as ``"2.5GiB"``, ``"80 GB"``, ``"512MiB"``.
 
     Raises:
-        PolicyError: the text is no size, or is negative.
+        PolicyError: not a size, or negative.
     """
     if isinstance(text, bool) or not isinstance(text, (int, str)):
         raise PolicyError(f"{text!r} is no size in bytes; write an integer or a text such as '2.5GiB'")
@@ -82,7 +76,7 @@ _SUFFIXES = (
 
 
 def format_bytes(count: float) -> str:
-    """``2.63 GiB`` and the like: the unit is the largest one that leaves a figure of at least one."""
+    """``2.63 GiB`` and the like, in the largest unit of which there is at least one."""
     for name, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if abs(count) >= scale:
             return f"{count / scale:.2f} {name}"
@@ -100,9 +94,8 @@ def resolve(
     Args:
         policy: pattern to placement, in the order in which later ones win.
         paths: every module path that can be a region.
-        sealed: paths that cannot be regions because they run inside another one's compiled code, with the path of
-            the region that holds them.
-        experts: paths of experts that can make their first product again by themselves, and so inside an offloaded region.
+        sealed: paths that cannot be regions because they run inside compiled code, with the path of the compiled region.
+        experts: paths of experts that support light recomputation, and so may be recomputed inside an offloaded region.
 
     Raises:
         PolicyError: unknown placement, a pattern that matches nothing, or nested placements.
@@ -125,7 +118,7 @@ def resolve(
 
 
 def outermost(paths: Iterable[str]) -> list[str]:
-    """The paths that lie inside no other one of them, in their order."""
+    """The paths that have no ancestor among `paths`, in their order."""
     chosen = list(paths)
     members = set(chosen)
     return [p for p in chosen if not any(parent in members for parent in _parents(p))]
@@ -151,7 +144,7 @@ def _refuse_nesting(claims: Mapping[str, Claim], experts: Container[str]) -> Non
                 if path in experts:
                     continue
                 hint = (
-                    "; experts may be recomputed inside an offloaded half if they are Forebay's, recompute is 'light', "
+                    "; experts may be recomputed inside an offloaded sublayer if they are Forebay's, recompute is 'light', "
                     "and they do not run inside compiled code"
                 )
             raise PolicyError(

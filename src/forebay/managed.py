@@ -19,7 +19,6 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import PreTrainedModel
 
-from forebay.kernels.flags import Flags
 from forebay.memory.autotune import Trial
 from forebay.memory.hooks import Manager, StepReport
 from forebay.memory.host_store import Ledger
@@ -200,6 +199,7 @@ class Managed:
     """A model under management. Also a context manager: leaving it detaches.
 
     Attributes:
+        manager: runs the regions and owns their store (see `forebay.memory.hooks`).
         ledger: live tickets and bytes by region and call.
         sublayers: the halves of the known decoder layers.
         pages: where stashed rows wait; None if nothing is stashed. Its `end_step` belongs behind every step's last backward.
@@ -221,7 +221,7 @@ class Managed:
         self.pages = pages
         self._stashed, self._recompute_experts = list(stashed), list(recompute_experts)
         self._model = model
-        self._manager = manager
+        self.manager = manager
         self._watchable = watchable  # modules that do not run inside compiled code
         self._undo = undo
 
@@ -229,27 +229,32 @@ class Managed:
     def placements(self) -> dict[str, str]:
         """Region path to the placement in force; "auto" until the measuring steps are over."""
         inside = dict.fromkeys(self._recompute_experts, "recompute")
-        return {**self._manager.placements, **dict.fromkeys(self._stashed, "stash"), **inside}
+        return {**self.manager.placements, **dict.fromkeys(self._stashed, "stash"), **inside}
 
     @property
     def plan(self) -> Plan | None:
         """What the planner decided; None before that, or where nothing is offloaded."""
-        return self._manager.plan
+        return self.manager.plan
 
     @property
     def timeline(self) -> Timeline | None:
         """The measured step that the plan is based on."""
-        return self._manager.timeline
+        return self.manager.timeline
 
     @property
     def trials(self) -> tuple[Trial, ...]:
         """The plans that policy="auto" tried on this GPU, in order."""
-        return self._manager.trials
+        return self.manager.trials
+
+    @property
+    def settled(self) -> bool:
+        """Whether the plan is final: steps go on as the last one did."""
+        return self.manager.settled
 
     @property
     def host_bytes(self) -> int:
         """Host memory held for offloaded tensors (page-locked on a GPU machine)."""
-        return self._manager.store.pool.reserved_bytes
+        return self.manager.store.pool.reserved_bytes
 
     def report(self) -> StepReport:
         """Figures of the last step's copies and placements. Waits for the device.
@@ -257,7 +262,7 @@ class Managed:
         Stashed bytes are those of the pages that were out at once, at most, by the last step that `pages.end_step` was called
         for.
         """
-        report = self._manager.report()
+        report = self.manager.report()
         report = replace(report, recomputed=report.recomputed + len(self._recompute_experts))
         if self.pages is None or self.pages.last is None:
             return report
@@ -277,42 +282,8 @@ class Managed:
     @contextmanager
     def suspended(self, around: Callable[[str], AbstractContextManager[Any]]) -> Iterator[None]:
         """Within, placements are off, and each region's forward runs inside ``around(path)``."""
-        with self._manager.suspended(around), saving_all(self._model, self._recompute_experts):
+        with self.manager.suspended(around), saving_all(self._model, self._recompute_experts):
             yield
-
-    def follow(self, backwards: Sequence[tuple[str, int]], steady: bool) -> None:
-        """See `forebay.memory.hooks.Manager.follow`."""
-        self._manager.follow(backwards, steady)
-
-    @property
-    def settled(self) -> bool:
-        """See `forebay.memory.hooks.Manager.settled`."""
-        return self._manager.settled
-
-    def take_peak(self) -> int:
-        """See `forebay.memory.hooks.Manager.take_peak`."""
-        return self._manager.take_peak()
-
-    @property
-    def flags(self) -> Flags:
-        """By which streams of a captured cycle wait for copies."""
-        return self._manager.store.lanes.flags
-
-    def capturing(self, timed: bool = False) -> AbstractContextManager[None]:
-        """See `forebay.memory.hooks.Manager.capturing`."""
-        return self._manager.capturing(timed)
-
-    def plan_again(self) -> None:
-        """See `forebay.memory.hooks.Manager.plan_again`."""
-        self._manager.plan_again()
-
-    def join(self) -> None:
-        """See `forebay.memory.hooks.Manager.join`."""
-        self._manager.join()
-
-    def idle(self) -> None:
-        """See `forebay.memory.hooks.Manager.idle`."""
-        self._manager.idle()
 
     def detach(self) -> None:
         """Put the model back as it was. Calling it again does nothing.

@@ -716,7 +716,7 @@ def _told(brought: Any) -> str:
 
 def _left(mem: Any) -> str | None:
     """What waits for a graph although all of them are dropped."""
-    manager = mem._manager
+    manager = mem.manager
     for _ in range(2):
         left = {
             "tickets": mem.ledger.live_tickets,

@@ -124,7 +124,7 @@ def test_two_thousand_steps_leave_as_much_as_sixty(policy: str) -> None:
         aux.clear()
         gc.collect()
         assert mem.ledger.live_tickets == 0 and mem.ledger.live_bytes == 0
-        assert used_bytes(mem._manager.store.pool) == 0
+        assert used_bytes(mem.manager.store.pool) == 0
         mem.detach()
         assert all(not p._backward_hooks for p in model.parameters())
 

@@ -364,7 +364,7 @@ def cuda_graph_step(
         lambda: 0 if pages is None else pages.generation,
         agreed,
         ready=lambda: memory.settled,
-        around=memory.capturing,
-        timing=Timing(_TIMED, memory.plan_again) if timed else None,
-        flags=[memory.flags, *([flags] if flags is not None else [])],
+        around=memory.manager.capturing,
+        timing=Timing(_TIMED, memory.manager.plan_again) if timed else None,
+        flags=[memory.manager.store.lanes.flags, *([flags] if flags is not None else [])],
     )

@@ -212,7 +212,7 @@ class PipelinedGradients(CudaGraphEngine):
         self._deferred.store.sums = self._unsharded.expert_sum
         self._stages = {s: self._stage(s, partition) for s in plan.stages(mesh.pp_rank)}
         self._memory, self._early_release = memory, early_release
-        memory.follow(self._backwards(plan, partition), steady=not config.parallel.reshard)
+        memory.manager.follow(self._backwards(plan, partition), steady=not config.parallel.reshard)
         self._runtime = self._runtime_of(plan)
         if graph:
             policy = config.memory.policy
@@ -252,7 +252,7 @@ class PipelinedGradients(CudaGraphEngine):
             losses, self.ran = self._runtime.run(work, self._cut.hidden, watcher=self.watcher)
         self._unsharded.end(count)
         imbalance = self._balance.take_losses() if self._balance is not None else torch.zeros((), device=self._device)
-        self._memory.join()
+        self._memory.manager.join()
         return losses.sum() if losses is not None else torch.zeros((), device=self._device), imbalance
 
     @torch.no_grad()
@@ -324,6 +324,6 @@ class PipelinedGradients(CudaGraphEngine):
             self._device,
             balance=self._balance,
             weights=self._deferred.store,
-            idle=self._memory.idle,
+            idle=self._memory.manager.idle,
             early_release=self._early_release,
         )

@@ -215,7 +215,7 @@ class Trainer:
         started, held = time.perf_counter(), 0
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-            self.memory.take_peak()
+            self.memory.manager.take_peak()
             held = torch.cuda.memory_allocated(self.device)
         rate = self.config.optimizer.lr * factor(self.config.schedule, number, self.config.train.steps)
         for group in self.optimizer.param_groups:
@@ -237,7 +237,7 @@ class Trainer:
                 f"step {number}: the loss is {loss} and the gradient norm {size}, which is not finite; "
                 "lower optimizer.lr or lengthen schedule.warmup, and go on from an earlier checkpoint with --resume"
             )
-        most = max(peak_bytes(self.device), self.memory.take_peak(), held + self._graph_bytes())
+        most = max(peak_bytes(self.device), self.memory.manager.take_peak(), held + self._graph_bytes())
         here = (self.mesh.pp_rank == rank for rank in range(self.mesh.pp))
         own = [figure * mine for mine in here for figure in (most, reserved_bytes(self.device))]
         seconds, *figures = self.mesh.max(time.perf_counter() - started, *own)

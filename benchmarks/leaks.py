@@ -30,7 +30,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from forebay.memory.recompute import recomputed
-from forebay.moe.dispatch import TokenDispatcher, make_dispatcher
+from forebay.moe.backends import make_dispatcher
+from forebay.moe.dispatch import TokenDispatcher
 from forebay.moe.dispatch_op import combine, dispatch
 from forebay.moe.experts import experts
 

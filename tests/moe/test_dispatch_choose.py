@@ -2,15 +2,16 @@
 
 import sys
 from collections.abc import Iterator
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from forebay.moe import dispatch
-from forebay.moe.dispatch import BACKENDS, LocalDispatcher, NcclDispatcher, make_dispatcher
+from forebay.moe import backends as choose
+from forebay.moe.backends import BACKENDS, make_dispatcher
+from forebay.moe.dispatch import LocalDispatcher, NcclDispatcher
 from tests.ranks import run_ranks
 
 E = 8
@@ -45,10 +46,8 @@ class Made:
 @pytest.fixture
 def backends(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Stand-ins for the two backends that this machine cannot run."""
-    for name, kind in (("symmetric", "SymmetricDispatcher"), ("deepep", "DeepEpDispatcher")):
-        module = ModuleType(name)
-        setattr(module, kind, type(kind, (Made,), {}))
-        monkeypatch.setitem(sys.modules, f"forebay.moe.{name}", module)
+    for kind in ("SymmetricDispatcher", "DeepEpDispatcher"):
+        monkeypatch.setattr(choose, kind, type(kind, (Made,), {}))
     yield
 
 
@@ -98,9 +97,9 @@ def test_deepep_that_is_not_installed_says_what_to_do(monkeypatch: pytest.Monkey
 def test_auto_is_symmetric_where_peers_are_reachable(
     backends: None, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], wanted: str
 ) -> None:
-    monkeypatch.setattr(dispatch, "_peers_are_reachable", lambda group: True)
+    monkeypatch.setattr(choose, "_peers_are_reachable", lambda group: True)
     assert type(make("auto", **more)).__name__ == wanted
-    monkeypatch.setattr(dispatch, "_peers_are_reachable", lambda group: False)
+    monkeypatch.setattr(choose, "_peers_are_reachable", lambda group: False)
     assert isinstance(make("auto", **more), NcclDispatcher)
 
 
@@ -110,7 +109,7 @@ def test_auto_is_symmetric_where_peers_are_reachable(
 def test_a_capacity_below_an_even_load_is_refused_first(
     backends: None, monkeypatch: pytest.MonkeyPatch, backend: str, size: int | None, factor: float
 ) -> None:
-    monkeypatch.setattr(dispatch, "_peers_are_reachable", lambda group: pytest.fail("ranks were asked"))
+    monkeypatch.setattr(choose, "_peers_are_reachable", lambda group: pytest.fail("ranks were asked"))
     with pytest.raises(ValueError, match="capacity_factor must be at least 1"):
         make(backend, size, capacity_factor=factor)
 
@@ -123,7 +122,7 @@ def test_an_unknown_name_lists_the_valid_ones(size: int | None) -> None:
 
 @pytest.mark.parametrize("backend", ["auto", "nccl"])
 def test_experts_that_ranks_cannot_share_are_refused(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
-    monkeypatch.setattr(dispatch, "_peers_are_reachable", lambda group: False)
+    monkeypatch.setattr(choose, "_peers_are_reachable", lambda group: False)
     with pytest.raises(ValueError, match="9 experts cannot be divided evenly among 2 ranks"):
         make(backend, num_experts=9)
 
@@ -132,7 +131,7 @@ def reachable(rank: int, world: int) -> dict[str, bool]:
     """The decision of all ranks, told of other machines than this one. Objects travel over the real group, which is gloo."""
     group = dist.group.WORLD
     assert group is not None
-    found = {"no GPU": torch.cuda.is_available() or dispatch._peers_are_reachable(group)}
+    found = {"no GPU": torch.cuda.is_available() or choose._peers_are_reachable(group)}
     # The rank's device, which pairs can read each other, the rank's host, the group's backends.
     cases: dict[str, tuple[int, Any, str, str]] = {
         "peers": (rank, lambda own, other: True, "a", "cuda:nccl"),
@@ -148,8 +147,8 @@ def reachable(rank: int, world: int) -> dict[str, bool]:
             patch.setattr(torch.cuda, "current_device", lambda device=device: device)
             patch.setattr(torch.cuda, "can_device_access_peer", can_access)
             patch.setattr(dist, "get_backend_config", lambda group, backends=backends: backends)
-            patch.setattr(dispatch.os, "uname", lambda host=host: SimpleNamespace(nodename=host))
-            found[name] = dispatch._peers_are_reachable(group)
+            patch.setattr(choose.os, "uname", lambda host=host: SimpleNamespace(nodename=host))
+            found[name] = choose._peers_are_reachable(group)
     return found
 
 

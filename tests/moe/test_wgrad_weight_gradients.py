@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch.utils.flop_counter import FlopCounterMode
 
 from forebay.models import blocks
-from forebay.moe import experts_op, wgrad
+from forebay.moe import experts_autograd, experts_op, wgrad
 from forebay.moe.experts import experts
 from forebay.moe.wgrad import WeightGradients
 from tests.moe.test_experts import (
@@ -262,8 +262,8 @@ def test_what_was_made_becomes_grad_without_a_copy(later: bool, monkeypatch: pyt
 
         return call
 
-    for name in ("experts_weight_backward_op", "gradients"):
-        monkeypatch.setattr(wgrad, name, noting(getattr(wgrad, name)))
+    for module, name in ((wgrad, "experts_weight_backward_op"), (experts_autograd, "experts_backward_op")):
+        monkeypatch.setattr(module, name, noting(getattr(module, name)))
     case, store = make().to(torch.float32), WeightGradients()
     y = case.run(deferred=store)
     if later:
@@ -277,7 +277,7 @@ def test_what_was_made_becomes_grad_without_a_copy(later: bool, monkeypatch: pyt
 
 def waiting(make_now: Callable) -> set[torch.UntypedStorage]:
     """Storages of what a callable holds."""
-    tensors = [t for left in make_now._waiting[1:] if left is not None for t in left._operands if isinstance(t, Tensor)]
+    tensors = [t for left in make_now._waiting[1] if left is not None for t in left._operands if isinstance(t, Tensor)]
     return {t.untyped_storage() for t in tensors}
 
 
@@ -322,7 +322,7 @@ def test_nothing_is_held_afterwards(ending: str, monkeypatch: pytest.MonkeyPatch
         return made
 
     weight_gradients_backward = experts_op.experts_backward_op
-    monkeypatch.setattr(wgrad, "experts_backward_op", noting)
+    monkeypatch.setattr(experts_autograd, "experts_backward_op", noting)
     case, store = make().to(torch.float32), WeightGradients()
     with no_garbage_collector():
         y = case.run(deferred=store)

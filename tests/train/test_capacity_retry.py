@@ -19,7 +19,7 @@ from torch import Tensor
 from forebay.config import Config, from_mapping
 from forebay.errors import RunError
 from forebay.memory.page_store import PageReport
-from forebay.moe import dispatch as choose
+from forebay.moe import backends as choose
 from forebay.moe.dispatch import Handle, NcclDispatcher
 from forebay.train.capacity_retry import CapacityRetries, CapacityRetry, _Generators
 from forebay.train.distributed import ALONE, Mesh

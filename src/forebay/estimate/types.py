@@ -351,7 +351,7 @@ class PartTrace:
             counted in.
         forward_flops, backward_flops: see `forebay.estimate.live`.
         light: `saved` and `backward` where experts make their first product again, or None.
-        stash: bytes of the experts' x and h in buffers of the capacity, and of their rows that came; see `forebay.moe.wgrad`.
+        stash: bytes of the experts' x and h in buffers of the capacity, and of their rows that came.
             (0, 0) without expert parallelism.
         later: bytes that the experts' weight gradients need, if they are made later (`forebay.moe.wgrad`).
         forward_ops, backward_ops: what both ask of a GPU, in order.

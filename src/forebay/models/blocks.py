@@ -91,7 +91,7 @@ def cut_experts(
 # `act_fn`, `alpha` and `limit`. Three settings (see `forebay.memory.regions.setting`; an attribute of that name counts too)
 # change how it saves: `forebay_save_h` (bool, default True): False makes h again in backward instead of saving it.
 # `forebay_weight_gradients` (a `forebay.moe.wgrad.WeightGradients`, default None) may leave the weight gradients for later.
-# `forebay_pages` (a `forebay.moe.wgrad.Pages`, default None) is where the rows wait for backward.
+# `forebay_pages` (a `forebay.moe.experts_autograd.Pages`, default None) is where the rows wait for backward.
 
 NAME = "forebay"
 _INSTALLED = "forebay_experts"

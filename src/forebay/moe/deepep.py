@@ -1,23 +1,8 @@
-"""The exchange through DeepEP's kernels, where the package `deep_ep` is installed: NVLink within a host, RDMA between hosts.
+"""Token dispatcher on DeepEP's kernels, where the package `deep_ep` is installed: NVLink within a host, RDMA between hosts.
 
-    dispatch   Buffer.get_dispatch_layout, then Buffer.dispatch         spread    Buffer.dispatch with the handle of the first
-    collect    Buffer.combine, with narrow as its `topk_weights`
-
-It is written against the interface of `deep_ep.Buffer` (DeepEP 1.2 and later; 2.x has it among its legacy interfaces) and has
-**not run on hardware**: the tests check it against a stand-in of that interface over gloo.
-
-Handle:
-
-    counts [2] int64    on the CPU: rows and live slots received
-    ...                 the tensors of DeepEP's own handle, in its order; 6 within a host
-
-Its combine writes into the last of them (queue heads of tokens that do not go to a rank), every time the same, so that one
-handle serves combine and the gradient of dispatch.
-
-The host waits once a layer, in dispatch, for the counts. Results are ordered and summed as by `NcclExchange`, in fp32 in the
-order of ranks, within a host; between hosts DeepEP orders and rounds in its own way. R is the exact number of rows.
-
-A `DeepEpDispatcher` owns a `Buffer` and its memory. It leaves the settings that all buffers of a process share as they are.
+Input and output are those of `forebay.moe.dispatch.TokenDispatcher`. The code uses the interface of `deep_ep.Buffer` (DeepEP 1.2
+and later; 2.x has it among its legacy interfaces) and has **not run on hardware**: the tests use a stand-in of that interface
+over gloo. A `DeepEpDispatcher` owns a `Buffer` and its memory, and restores the settings that all buffers of a process share.
 """
 
 from __future__ import annotations
@@ -32,26 +17,39 @@ from torch import Tensor
 
 from forebay.moe.dispatch import Handle, TokenDispatcher, aligned, host_int
 
-_RANKS_OF_A_HOST = 8  # DeepEP's own bound: more ranks are several hosts, and its handles are others then
+_RANKS_OF_A_HOST = 8  # DeepEP's own bound: more ranks are several hosts, which have other handles
 
 
 class DeepEpDispatcher(TokenDispatcher):
     """Dispatch and combine by a `deep_ep.Buffer`.
 
+        dispatch   Buffer.get_dispatch_layout, then Buffer.dispatch
+        spread     Buffer.dispatch with the handle of the first
+        collect    Buffer.combine, with narrow as its `topk_weights`
+
+    The host waits for the counts once a layer, in dispatch; R is the exact number of rows. Within a host, rows are ordered and
+    summed like those of `NcclDispatcher`, in fp32; between hosts DeepEP orders and rounds in its own way. Handle:
+
+        counts [2] int64    on the CPU: rows and live slots received
+        ...                 the tensors of DeepEP's handle, in its order; 6 within a host
+
+    Its combine writes to the last tensor (queue heads of tokens that do not go to a rank), always the same values, so one
+    handle serves combine and the gradient of dispatch.
+
     Args:
         group: the expert-parallel process group, one GPU for each rank. The constructor is collective.
         num_experts: E, a multiple of the group's size.
         hidden: H; a row must be a multiple of 16 bytes.
-        dtype: of the rows; DeepEP's combine takes bf16 only. Weights may be bf16, fp16 or fp32.
-        num_sms: multiprocessors that its kernels take, an even number. 24 is what DeepEP's documentation uses in training.
+        dtype: of the rows; DeepEP's combine supports only bf16. Weights may be bf16, fp16 or fp32.
+        num_sms: multiprocessors that its kernels use, an even number. DeepEP's documentation uses 24 in training.
 
     Raises:
-        ValueError: another dtype, a row of odd bytes, an odd number of multiprocessors, a number of ranks that DeepEP has no
-            settings for.
+        ValueError: another dtype, rows of other sizes, an odd number of multiprocessors, a number of ranks for which DeepEP has
+            no settings.
         RuntimeError: `deep_ep` is not installed, or has no `Buffer`.
-        ImportError: it is installed and broken; the message is its own.
-        AssertionError: (in an operation) DeepEP's own: deterministic algorithms are on, and
-            `torch.utils.deterministic.fill_uninitialized_memory` is too.
+        ImportError: `deep_ep` is broken; the message is its own.
+        AssertionError: raised by DeepEP in an operation, if both deterministic algorithms and
+            `torch.utils.deterministic.fill_uninitialized_memory` are on.
     """
 
     def __init__(
@@ -65,14 +63,14 @@ class DeepEpDispatcher(TokenDispatcher):
     ):
         super().__init__(group.rank(), group.size(), num_experts)
         if dtype != torch.bfloat16:
-            raise ValueError(f"the deepep exchange takes torch.bfloat16, not {dtype}; symmetric and nccl take others")
+            raise ValueError(f"the deepep dispatcher takes torch.bfloat16, not {dtype}; symmetric and nccl take others")
         if hidden < 1 or hidden % 8:
-            raise ValueError(f"the deepep exchange takes rows of whole 16 bytes: hidden {hidden} is no multiple of 8")
+            raise ValueError(f"the deepep dispatcher takes rows of whole 16 bytes: hidden {hidden} is no multiple of 8")
         if num_sms < 2 or num_sms % 2:
             raise ValueError(f"num_sms must be a positive even number, got {num_sms}")
         package = _package()
         self._hidden, self._num_sms = hidden, num_sms
-        # An int of 32 bits if DeepEP was built so.
+        # int32 in some builds of DeepEP.
         self._id_dtype: torch.dtype = getattr(package, "topk_idx_t", torch.int64)
         self._settings = _settings(package.Buffer, self.size, num_sms)
         row_bytes = hidden * dtype.itemsize
@@ -83,11 +81,13 @@ class DeepEpDispatcher(TokenDispatcher):
         )
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor, Handle]:
-        """See `TokenDispatcher.dispatch`. ValueError for rows or weights of another kind than the exchange was made for."""
+        """See `TokenDispatcher.dispatch`. ValueError for rows or weights that the dispatcher was not made for."""
         buffer = self._open()
         self._check_rows(x)
         if weights.dtype == torch.float64:
-            raise ValueError("the deepep exchange sends weights as fp32: they must be in bf16, fp16 or fp32, not fp64")
+            raise ValueError(
+                "the deepep dispatcher sends weights as fp32: they must be in bf16, fp16 or fp32, not fp64"
+            )
         valid = (ids >= 0) & (ids < self.num_experts)
         ids = torch.where(valid, ids, -1).to(self._id_dtype).contiguous()
         to_rank, to_host, to_expert, goes, _ = buffer.get_dispatch_layout(ids, self.num_experts)
@@ -114,10 +114,10 @@ class DeepEpDispatcher(TokenDispatcher):
     def collect(
         self, rows: Tensor, narrow: Tensor | None, handle: Sequence[Tensor], n_tokens: int, init: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """See `TokenDispatcher.collect`. An `init` that is not bf16 is added after the sum was rounded."""
+        """See `TokenDispatcher.collect`. An `init` that is not bf16 is added to the rounded sum."""
         buffer = self._open()
         self._check_rows(rows)
-        # `bias` is what DeepEP adds first, in fp32.
+        # DeepEP adds `bias` first, in fp32.
         bias = init.contiguous() if init is not None and init.dtype == rows.dtype else None
         wide, thin, _ = buffer.combine(
             rows.contiguous(),
@@ -131,14 +131,14 @@ class DeepEpDispatcher(TokenDispatcher):
         return wide, None if narrow is None else thin.to(narrow.dtype)
 
     def max_rows(self, handle: Sequence[Tensor], rows: int, slots_per_token: int) -> int:
-        """The exact number of live slots, rounded up to `ALIGNMENT`."""
+        """The number of live slots, rounded up to `ALIGNMENT`."""
         return aligned(host_int(handle[0][1]))
 
     def fake_handle(self, tokens: int, slots_per_token: int, device: torch.device) -> tuple[int | None, Handle]:
         """See `TokenDispatcher.fake_handle`. RuntimeError for ranks of several hosts."""
         if self.size > _RANKS_OF_A_HOST:
             raise RuntimeError(
-                f"the deepep exchange of {self.size} ranks cannot be traced, only run: several hosts have other handles"
+                f"the deepep dispatcher of {self.size} ranks cannot be traced, only run: several hosts have other handles"
             )
         received: Any = torch.library.get_ctx().new_dynamic_size()
         shapes = (
@@ -161,7 +161,7 @@ class DeepEpDispatcher(TokenDispatcher):
 
     def _open(self) -> Any:
         if self._buffer is None:
-            raise RuntimeError("this exchange is closed")
+            raise RuntimeError("this dispatcher is closed")
         return self._buffer
 
     def _check_rows(self, rows: Tensor) -> None:
@@ -174,9 +174,9 @@ def _package() -> Any:
         package: Any = importlib.import_module("deep_ep")
     except ModuleNotFoundError as error:
         if error.name != "deep_ep":
-            raise  # it is there, and misses something itself
+            raise  # deep_ep is installed, and one of its own imports is missing
         raise RuntimeError(
-            "the deepep exchange needs the package deep_ep, which is not installed; build it from "
+            "the deepep dispatcher needs the package deep_ep, which is not installed; build it from "
             "https://github.com/deepseek-ai/DeepEP, or choose auto, nccl or symmetric"
         ) from error
     if getattr(package, "Buffer", None) is None:
@@ -188,7 +188,7 @@ def _package() -> Any:
 
 
 def _settings(buffer: Any, ranks: int, num_sms: int) -> tuple[Any, Any]:
-    """DeepEP's settings for dispatch and for combine, which read the number of multiprocessors from the class."""
+    """DeepEP's settings for dispatch and combine; they read the number of multiprocessors from the class."""
     before = buffer.num_sms
     buffer.set_num_sms(num_sms)
     try:

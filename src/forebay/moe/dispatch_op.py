@@ -1,8 +1,9 @@
-"""`forebay::dispatch` and `forebay::combine`, and the stages of an MoE sublayer that run between them.
+"""`forebay::dispatch` and `forebay::combine`, and the stages of an MoE sublayer between them.
 
-Input: tokens [T, H], a router's choice (ids and weights [T, K]) and a token dispatcher. Output: a `Dispatched`, whose
-handle goes to `combine`. Both are operations with fake implementations and autograd, so a checkpoint policy can name
-them. `MoeStages` runs the sublayer stage by stage; it owns nothing.
+Input: tokens x [T, H], a router's choice (ids and weights [T, K]) and a token dispatcher. Output: a `Dispatched`, whose handle
+goes to `combine`. The autograd graph and the caller's frame own the handle, so a forward without a backward, a checkpoint that
+stops early and an exception all free it. The operations have fake implementations and autograd: a checkpoint policy can name
+them, and a trace needs no device. The gradient of dispatch is `forebay::collect`, that of combine `forebay::spread`.
 """
 
 from __future__ import annotations
@@ -16,25 +17,10 @@ from torch import Tensor
 
 from forebay.moe.dispatch import TokenDispatcher
 
-# `forebay::dispatch` and `forebay::combine`: what autograd sees of an exchange.
-#
-# In: tokens and a router's choice, and an `TokenDispatcher`. Out: a `Dispatched`, whose handle goes to `combine`. Both are
-# operations with fake implementations and autograd, so a checkpoint policy can name them, and a trace without a device can run
-# them.
-#
-#     dispatch(x, ids, weights, exchange) -> rows, ids, weights, handle      gradient: forebay::collect
-#     experts(rows, ids, weights, ...)    -> y_rows
-#     combine(y_rows, handle, init)       -> y                               gradient: forebay::spread
-#
-# Who owns a handle: whoever holds it, which is the autograd graph and the caller's frame. Forward only, a checkpoint that stops
-# early, an exception in between: the handle goes when the frame or the graph goes. There is nothing to clear.
-#
-# With one rank nothing travels: `dispatch` returns x itself and `combine` its argument, with no operation and no copy.
-
 
 @dataclass(frozen=True, eq=False)
-class Handle:
-    """The way back of dispatched rows: pass it to `combine`."""
+class DispatchHandle:
+    """The way back of dispatched rows, for `combine`."""
 
     tensors: list[Tensor]
     dispatcher: TokenDispatcher
@@ -43,11 +29,11 @@ class Handle:
 
 @dataclass(frozen=True, eq=False)
 class Dispatched:
-    """What a rank received: R rows, each with K slots, of which those that name this rank's experts count.
+    """R received rows, each with K slots; a slot is live if it names an expert of this rank.
 
     Attributes:
-        rows: [R, H] in x's dtype; rows behind the last one received are undefined.
-        ids: [R, K], the rank's own experts from 0 on; -1 elsewhere.
+        rows: [R, H] in x's dtype; unused rows at the end are undefined.
+        ids: [R, K], this rank's experts counted from 0; -1 for others.
         weights: [R, K] in the weights' dtype.
         max_rows: bound on the number of live slots, for `forebay.moe.experts.experts`; None is R * K.
         handle: for `combine`.
@@ -57,36 +43,36 @@ class Dispatched:
     ids: Tensor
     weights: Tensor
     max_rows: int | None
-    handle: Handle
+    handle: DispatchHandle
 
 
 def dispatch(x: Tensor, ids: Tensor, weights: Tensor, dispatcher: TokenDispatcher) -> Dispatched:
-    """Send each token to every rank that holds one of its experts, once.
+    """Send each token once to every rank that holds one of its experts. With one rank, returns the arguments without a copy.
 
     Args:
         x: [T, H], any floating dtype; T may differ between ranks.
-        ids: [T, K], any integer dtype, in [0, E); -1 for a slot that chooses nobody.
+        ids: [T, K], any integer dtype, in [0, E); -1 for an empty slot.
         weights: [T, K], any floating dtype.
 
     Raises:
-        ValueError: shapes that do not fit, or more tokens than the exchange was made for.
+        ValueError: shapes that do not fit, or more tokens than the dispatcher was made for.
     """
     if x.dim() != 2 or ids.dim() != 2 or ids.shape[0] != x.shape[0] or weights.shape != ids.shape:
         raise ValueError(
             f"x [T, H], ids and weights [T, K] do not fit: {tuple(x.shape)}, {tuple(ids.shape)}, {tuple(weights.shape)}"
         )
     if dispatcher.size == 1:
-        return Dispatched(x, ids, weights, None, Handle([], dispatcher, x.shape[0]))
+        return Dispatched(x, ids, weights, None, DispatchHandle([], dispatcher, x.shape[0]))
     rows, local_ids, row_weights, handle = dispatch_op(x, ids, weights, dispatcher)
     max_rows = dispatcher.max_rows(handle, rows.shape[0], ids.shape[1])
-    return Dispatched(rows, local_ids, row_weights, max_rows, Handle(handle, dispatcher, x.shape[0]))
+    return Dispatched(rows, local_ids, row_weights, max_rows, DispatchHandle(handle, dispatcher, x.shape[0]))
 
 
-def combine(rows: Tensor, handle: Handle, init: Tensor | None = None) -> Tensor:
-    """[T, H] in rows' dtype: for each token, `init` plus the sum of its rows over all ranks, in the order of ranks.
+def combine(rows: Tensor, handle: DispatchHandle, init: Tensor | None = None) -> Tensor:
+    """[T, H] in rows' dtype: `init` plus the sum of each token's rows over all ranks, in the order of ranks.
 
     Args:
-        rows: [R, H], one for each row that was dispatched.
+        rows: [R, H], one for each dispatched row.
         init: [T, H], such as the residual; added first, in the same pass.
     """
     if handle.dispatcher.size == 1:
@@ -157,7 +143,7 @@ def _dispatch_setup(ctx, inputs, output) -> None:
     x, _, _, dispatcher = inputs
     _, local_ids, _, handle = output
     ctx.mark_non_differentiable(local_ids, *handle)
-    # Every rank has to take part in backward, also one whose rows got no gradient: zeros are made for it.
+    # Every rank takes part in backward, so gradients are materialized: a rank whose rows got none sends zeros.
     ctx.dispatcher, ctx.n_tokens = dispatcher, x.shape[0]
     ctx.save_for_backward(*handle)
 
@@ -176,8 +162,8 @@ dispatch_op.register_autograd(_dispatch_backward, setup_context=_dispatch_setup)
 def _combine_setup(ctx, inputs, output) -> None:
     rows, _, handle, _, dispatcher = inputs
     ctx.dispatcher, ctx.n_rows = dispatcher, rows.shape[0]
-    # Not saved as tensors: a recomputation would then have to run combine again only to save them. They have no graph of their
-    # own, so holding them here makes no cycle, and they are small.
+    # Not saved as tensors: a recomputation would then run combine again only to save them. They have no graph, so this makes no
+    # cycle, and they are small.
     ctx.handle = list(handle)
 
 
@@ -190,27 +176,11 @@ def _combine_backward(ctx, dy):
 combine_op.register_autograd(_combine_backward, setup_context=_combine_setup)
 
 
-# The MoE half of a decoder layer in stages, so that tokens can travel between ranks and behind other work.
-#
-# In: hidden states x [B, S, H] after attention. Out: hidden states after the experts, and what the router said.
-#
-#     1  front      norm, router, shared experts       x -> residual [T, H], rows [T, H], ids, weights [T, K], logits [T, E]
-#     2  dispatch   tokens to the ranks of their experts                                   see `forebay.moe.dispatch`
-#     3  experts    this rank's experts on the R rows received, weighted and summed a row
-#     4  combine    the sums back to their tokens, 5 added to the residual in the same pass
-#
-# (Attention belongs to stage 1 too; it comes before x.) Stages 1 and 3 are plain functions of tensors, which may be compiled or
-# run under saved-tensor hooks; stages 2 and 4 keep no tensors of their own, only the handle. Run one after the other by calling
-# a `MoeStages`, or interleaved with another microbatch's by `forebay.pipeline.runtime`.
-#
-# `MoeStages` owns nothing: the exchange belongs to whoever made it.
-
-
 class Front(NamedTuple):
-    """What stage 1 hands on: T = B * S tokens of this rank."""
+    """Output of stage 1: T = B * S tokens of this rank."""
 
     residual: Tensor
-    """[T, H], x plus the shared experts' output: what the routed experts' output is added to."""
+    """[T, H], x plus the shared experts' output; the routed experts' output is added to it."""
     rows: Tensor
     """[T, H], the normed hidden states."""
     ids: Tensor
@@ -223,12 +193,21 @@ class Front(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class MoeStages:
-    """The stages of one layer.
+    """The MoE sublayer of one decoder layer in stages, so that communication can overlap with other work.
+
+        1  front      norm, router, shared experts
+        2  dispatch   tokens to the ranks of their experts
+        3  experts    this rank's experts on the received rows, weighted and summed per row
+        4  combine    sums back to their tokens, added to the residual in the same pass
+
+    Stages 1 and 3 are plain functions of tensors, which may be compiled or run under saved-tensor hooks. Stages 2 and 4 save
+    nothing but the handle. Calling this runs the stages in sequence; `forebay.pipeline.runtime` interleaves them with another
+    microbatch's. The caller owns the dispatcher.
 
     Attributes:
         front: x [B, S, H] -> `Front`.
         experts: (rows [R, H], ids [R, K], weights [R, K], max_rows) -> [R, H]; see `forebay.moe.experts.experts`.
-        dispatcher: how tokens travel.
+        dispatcher: moves tokens between ranks.
     """
 
     front: Callable[[Tensor], Front]
@@ -236,10 +215,10 @@ class MoeStages:
     dispatcher: TokenDispatcher
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(hidden states [B, S, H], router logits [T, E], ids [T, K]): all stages in sequence."""
+        """(hidden states [B, S, H], router logits [T, E], ids [T, K])."""
         residual, rows, ids, weights, logits = self.front(x)
         sent = dispatch(rows, ids, weights, self.dispatcher)
         y_rows = self.experts(sent.rows, sent.ids, sent.weights, sent.max_rows)
         y = combine(y_rows, sent.handle, residual)
-        # No view to autograd, as the layer's own sum would be none: FSDP2 hooks layers' outputs, and warns of views.
+        # Not a view for autograd, like the layer's own sum: FSDP2 hooks layers' outputs and warns about views.
         return torch.ops.aten._unsafe_view(y, x.shape), logits, ids

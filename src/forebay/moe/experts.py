@@ -1,8 +1,7 @@
-"""The routed experts of an MoE layer, for whoever has tokens and a router's choice.
+"""The routed experts of an MoE layer.
 
-In: tokens x [T, H], the router's ids and weights [T, K], and stacked expert weights. Out: y [T, H].
-This file checks and casts; `forebay.moe.experts_op` computes, and says what is saved for backward.
-Nothing is kept here.
+Input: tokens x [T, H], the router's ids and weights [T, K], and stacked expert weights. Output: y [T, H]. This module checks and
+casts; `forebay.moe.experts_op` computes, and says what is saved for backward.
 """
 
 from __future__ import annotations
@@ -11,8 +10,9 @@ import torch
 from torch import Tensor
 
 from forebay.kernels.swiglu import Glu
+from forebay.moe.experts_autograd import Pages, eager_experts
 from forebay.moe.experts_op import experts_op
-from forebay.moe.wgrad import Pages, WeightGradients, deferring_experts, stashing_experts
+from forebay.moe.wgrad import WeightGradients
 
 
 def experts(
@@ -37,21 +37,20 @@ def experts(
     """y [T, H] in x's dtype: each token's chosen experts, weighted and summed.
 
     Args:
-        x: [T, H]. Computed in the weights' dtype, whatever its own (autocast hands fp32 tokens to
-            bf16 weights).
-        ids: [T, K], any integer dtype. Ids outside [0, E) are sentinels: their slots add nothing
-            and their weights get a zero gradient.
+        x: [T, H]. Computed in the weights' dtype, whatever its own (autocast passes fp32 tokens to bf16 weights).
+        ids: [T, K], any integer dtype. Ids outside [0, E) are sentinels: their slots add nothing, and their weights get a zero
+            gradient.
         weights: [T, K], any floating dtype; their gradient has it too.
         gate_up: [E, 2I, H], or [E, H, 2I] if `transposed`.
         down: [E, H, I], or [E, I, H] if `transposed`.
         gate_up_bias, down_bias: [E, 2I] and [E, H].
         activation: "swiglu" (silu) or "clamped_swiglu" (GPT-OSS; reads alpha and limit).
-        interleaved: gate and up columns alternate instead of lying in two halves.
-        save_h: keep h for backward (4KI bytes a token in bf16) or make it again there.
-        max_rows: how many rows to compute at most; the default is T*K. For ids that are mostly sentinels
-            (`forebay.moe.dispatch` says the bound); live slots beyond it would add nothing.
-        deferred: where backward may leave the gradients of gate_up and down for later; not in compiled code.
-        pages: where x and h wait for backward, packed (`forebay.moe.wgrad`); not in compiled code.
+        interleaved: gate and up columns alternate instead of forming two halves.
+        save_h: save h for backward (4KI bytes a token in bf16), or recompute it there.
+        max_rows: bound on the live rows, where most ids are sentinels; see `forebay.moe.dispatch`. Live rows beyond it are left
+            out. The default is T*K.
+        deferred: defers the gradients of gate_up and down. Breaks the graph of `torch.compile`.
+        pages: where x and h wait for backward, live rows only. Breaks the graph of `torch.compile`.
 
     Raises:
         ValueError: shapes that do not fit, or an unknown activation.
@@ -66,16 +65,16 @@ def experts(
     _check(x, ids, weights, gate_up, down, gate_up_bias, down_bias, transposed)
     Glu(activation, interleaved, alpha, limit)
     trained = (x, weights, gate_up, down, gate_up_bias, down_bias)
-    backward_comes = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in trained)
-    # autocast: the casts are autograd's, so the gradients come back in the caller's dtypes.
+    has_backward = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in trained)
+    # Under autocast, autograd's own casts return the gradients in the caller's dtypes.
     inputs = (
         x.to(gate_up.dtype).contiguous(), ids, weights, gate_up, down, gate_up_bias, down_bias,
-        activation, interleaved, transposed, alpha, limit, save_h and backward_comes, max_rows,
+        activation, interleaved, transposed, alpha, limit, save_h and has_backward, max_rows,
     )  # fmt: skip
-    if pages is not None and backward_comes:
-        y = stashing_experts(pages, deferred, inputs)
+    if deferred is None and (pages is None or not has_backward):
+        y = experts_op(*inputs)[0]
     else:
-        y = experts_op(*inputs)[0] if deferred is None else deferring_experts(deferred, inputs)
+        y = eager_experts(inputs, deferred, pages)
     return y.to(x.dtype)
 
 

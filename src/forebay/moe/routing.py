@@ -1,15 +1,9 @@
-"""Which row of which expert each routed token is, on the device, without a sync.
+"""Sorts routed slots by expert on the device, without a host synchronization.
 
-In: `ids` [T, K], the experts a router chose. Out: a `Routing` of int32 tensors that the caller owns
-(autograd saves them; nothing is cached here).
-
-    slot   = token * K + choice, the position in ids.view(-1)
-    row    = position after sorting the slots by expert, stably: rows of one expert lie together, in
-             the order of their tokens
-    ids outside [0, E) are sentinels: no expert computes them; their rows come last
-
-Every operation has shapes known beforehand: no host synchronisation, capturable in a CUDA graph,
-and deterministic (no atomics; each slot has exactly one row).
+Input: `ids` [T, K], the experts that a router chose. Output: a `Routing` of int32 tensors that the caller owns. A slot is a
+position in ids.view(-1) (token * K + choice); a row is a position after the stable sort by expert. Ids outside [0, E) are
+sentinels: no expert computes them, and their rows come last. All shapes are known beforehand and there are no atomics, so
+everything is deterministic and can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -39,8 +33,8 @@ def route(ids: Tensor, num_experts: int, max_rows: int | None = None) -> Routing
     """Sort the slots of `ids` [T, K] (any integer dtype) by expert.
 
     Args:
-        max_rows: keep this many rows (R = min(T*K, max_rows)) where most slots are sentinels, as on a rank of expert
-            parallelism. Live rows beyond are left out as if they were sentinels: whoever gives a bound watches it.
+        max_rows: keep R = min(T*K, max_rows) rows, where most slots are sentinels as under expert parallelism. Live rows beyond
+            it are dropped without a message: the caller checks the bound.
 
     Raises:
         ValueError: ids not [T, K], no experts, or too many slots for int32 row numbers.
@@ -57,7 +51,7 @@ def route(ids: Tensor, num_experts: int, max_rows: int | None = None) -> Routing
 
 
 def row_experts(offs: Tensor, n_rows: int) -> Tensor:
-    """[R] int32: the expert of each row, E for the sentinels behind offs[-1]."""
+    """[R] int32: the expert of each row, E for the sentinels from offs[-1] on."""
     rows = torch.arange(n_rows, device=offs.device, dtype=torch.int32)
     return torch.searchsorted(offs, rows, right=True, out_int32=True)
 
@@ -73,8 +67,7 @@ def slot_experts(routing: Routing, row_expert: Tensor, num_experts: int) -> Tens
 def routing_map(weights: Tensor, slot_expert: Tensor, num_experts: int) -> Tensor:
     """[T, E] fp32 (fp64 for fp64): the sum of token t's weights for expert e, in the order of k.
 
-    K comparisons instead of a scatter: a token that names one expert twice keeps both weights, and
-    there is no atomic.
+    K comparisons instead of a scatter: no atomics, and a token that names an expert twice keeps both weights.
     """
     dtype = torch.float64 if weights.dtype == torch.float64 else torch.float32
     experts = torch.arange(num_experts, device=weights.device)

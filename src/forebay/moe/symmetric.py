@@ -1,33 +1,9 @@
-"""The exchange through symmetric memory: the GPUs of one host read and write each other, and the host waits for nothing.
+"""Token dispatcher over symmetric memory: the GPUs of one host read and write each other's memory.
 
-    dispatch   copy tokens to the own symmetric memory, lists of who gets what to the peers; read the peers' rows
-    spread     copy values to the own symmetric memory; read the peers' rows
-    collect    write rows to their owners' symmetric memory; sum those that landed in the own
-
-One launch each (`forebay.kernels.symm_dispatch`, `peer_sums`), with programs for both ends, so that the copy and the sum hide
-behind the transfer (`peer_memory` says how ranks wait for one another). No step asks the device for a number, so a captured
-CUDA graph can be replayed with other ids and other splits. That takes a capacity, which the constructor fixes: C rows and S
-live slots, a slot being a (row, expert) pair that this rank computes.
-
-    S = min(P * T * min(K, E / P), capacity_factor * T * K), rounded up to `ALIGNMENT`
-    C = min(P * T, S)
-
-capacity_factor is over an even split of all slots; from P on nothing can go over. What each rank needs is noted on all ranks,
-and what goes over is left out: `lost_flag` says so on the device, and `check` raises. The results since then are wrong; they are
-to be made again within `exactly`.
-
-With `exact`, and within `exactly`, there is one wait of the host a dispatch, for the counts: C and S are the exact numbers,
-rounded up to `ALIGNMENT`, and there is no capacity to go over. `exact` is for eager runs that want the transfer's speed and no
-memory above the need.
-
-Handle:
-
-    source [C] int32       p * T + t: row r is token t of rank p; -1 behind the last row
-    places [t, P] int32    -1 where a token did not go to rank p
-    starts [P + 1] int32   where each rank's rows begin
-    counts [2] int64       only of exact sizes: rows and live slots received, on the CPU
-
-Results are bitwise those of `NcclExchange`: the same rows in the same order, the same sums.
+Input and output are those of `forebay.moe.dispatch.TokenDispatcher`, bitwise the results of `NcclDispatcher`. Each operation is
+one kernel launch (`forebay.kernels.symm_dispatch`, `symm_combine`) that overlaps local copies and sums with the transfer. With a
+capacity, nothing synchronizes with the host and a captured CUDA graph can be replayed with other ids and splits. A dispatcher
+owns its symmetric memory.
 """
 
 from __future__ import annotations
@@ -46,33 +22,48 @@ from forebay.kernels.symm_dispatch import exchange_tokens, exchange_values, rece
 from forebay.kernels.symm_mem import LATE, PeerLayout, PeerMemory, read_counts
 from forebay.moe.dispatch import Handle, TokenDispatcher, aligned, host_int
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class SymmetricDispatcher(TokenDispatcher):
-    """Dispatch and combine over the peers' memory.
+    """Dispatch and combine over the memory of the peers.
+
+    The capacity is C rows and S live slots; a slot is a (row, expert) pair that this rank computes:
+
+        S = min(P * T * min(K, E / P), capacity_factor * T * K), rounded up to `ALIGNMENT`
+        C = min(P * T, S)
+
+    capacity_factor is relative to an even split of all slots; from P on nothing can exceed it. All ranks record what each one
+    needs. Rows above the capacity are dropped: `lost_flag` reports it on the device, `check` raises, and results since then are
+    wrong until they are recomputed within `exactly`. With `exact`, and within `exactly`, each dispatch waits once for the
+    counts, and C and S are the exact numbers rounded up to `ALIGNMENT`.
+
+    Handle:
+
+        source [C] int32       p * T + t: row r is token t of rank p; -1 for unused rows
+        places [t, P] int32    -1 where a token did not go to rank p
+        starts [P + 1] int32   where each rank's rows begin
+        counts [2] int64       only with exact sizes: rows and live slots received, on the CPU
 
     Args:
         group: the expert-parallel process group, all on one host, each with a GPU of its own and peer access to the others
             (NVLink). The constructor is collective.
         num_experts: E, a multiple of the group's size.
-        tokens: T, the most a rank ever dispatches at once; the same on all ranks.
+        tokens: T, the most that a rank dispatches at once; the same on all ranks.
         hidden: H; a row must be a multiple of 16 bytes.
         slots_per_token: K.
         dtype: of the rows: bf16, fp16 or fp32. Weights may be any of them too.
-        capacity_factor: at least 1; see the module docstring. Ignored if `exact`.
+        capacity_factor: at least 1. Ignored if `exact`.
         timeout_s: how long a kernel waits for the other ranks.
-        exact: one wait of the host a dispatch instead of a capacity.
-        programs: of each end of a launch, twice as many to sum; None is the number of multiprocessors. Fewer leave room
-            for kernels beside it.
+        exact: one host synchronization per dispatch instead of a capacity.
 
     Attributes:
-        capacity_rows, capacity_slots: C and S; with `exact` no bounds but the most there can be.
+        capacity_rows, capacity_slots: C and S; with `exact` the largest that are possible.
         memory_bytes: symmetric memory of each rank: about 2 T (P + 1) rows.
 
     Raises:
-        ValueError: a capacity factor below 1, a row of odd bytes, another dtype, experts that cannot be divided.
-        RuntimeError: no CUDA device; memory that cannot be shared among the ranks.
+        ValueError: a capacity factor below 1, rows of other sizes, another dtype, experts that the ranks do not divide.
+        RuntimeError: no CUDA device, or memory that cannot be shared among the ranks.
     """
 
     def __init__(
@@ -87,17 +78,16 @@ class SymmetricDispatcher(TokenDispatcher):
         capacity_factor: float = 2.0,
         timeout_s: float = 120.0,
         exact: bool = False,
-        programs: int | None = None,
     ):
         super().__init__(group.rank(), group.size(), num_experts)
         if not capacity_factor >= 1:
             raise ValueError(f"capacity_factor must be at least 1 (an even split), got {capacity_factor}")
-        if dtype not in _DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(map(str, _DTYPES))}, got {dtype}")
-        if min(tokens, hidden, slots_per_token, 1 if programs is None else programs) < 1 or timeout_s <= 0:
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
+        if min(tokens, hidden, slots_per_token) < 1 or timeout_s <= 0:
             raise ValueError(
-                f"tokens, hidden, slots_per_token, timeout_s and programs must be positive, got {tokens}, {hidden}, "
-                f"{slots_per_token}, {timeout_s}, {programs}"
+                f"tokens, hidden, slots_per_token and timeout_s must be positive, got {tokens}, {hidden}, "
+                f"{slots_per_token}, {timeout_s}"
             )
         layout = PeerLayout(self.size, tokens, slots_per_token, hidden * dtype.itemsize)
         most = self.size * tokens * min(slots_per_token, self.local_experts)
@@ -106,12 +96,12 @@ class SymmetricDispatcher(TokenDispatcher):
         self.capacity_rows = min(self.size * tokens, self.capacity_slots)
         self.memory_bytes = layout.total
         self._bounded, self._can_lose = not exact, not exact and self.capacity_slots < aligned(most)
-        self._most_exact = 0  # slots that this rank needed at most of those dispatches that the host waited for
+        self._most_exact = 0  # most slots that this rank needed in a dispatch with exact sizes
         self._tokens, self._hidden, self._slots, self._dtype, self._exact = (
             tokens, hidden, slots_per_token, dtype, exact,
         )  # fmt: skip
         self._group: Any = group
-        self._timeout_s, self._programs = timeout_s, programs
+        self._timeout_s = timeout_s
         self._memory: PeerMemory | None = self._share(layout)
 
     def _share(self, layout: PeerLayout) -> PeerMemory:
@@ -119,7 +109,9 @@ class SymmetricDispatcher(TokenDispatcher):
         import torch.distributed._symmetric_memory as symmetric
 
         if not torch.cuda.is_available():
-            raise RuntimeError("the symmetric exchange needs a CUDA device; on CPUs use the nccl exchange over gloo")
+            raise RuntimeError(
+                "the symmetric dispatcher needs a CUDA device; on CPUs use the nccl dispatcher over gloo"
+            )
         device = torch.device("cuda", torch.cuda.current_device())
         base = symmetric.empty(layout.total, dtype=torch.uint8, device=device)
         base.zero_()
@@ -133,26 +125,26 @@ class SymmetricDispatcher(TokenDispatcher):
             self.rank,
             layout,
             timeout_ns=int(self._timeout_s * 1e9),
-            programs=self._programs or torch.cuda.get_device_properties(device).multi_processor_count,
+            programs=torch.cuda.get_device_properties(device).multi_processor_count,
         )
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor, Handle]:
-        """See `TokenDispatcher.dispatch`. ValueError for tokens that the exchange was not made for."""
+        """See `TokenDispatcher.dispatch`. ValueError for tokens that the dispatcher was not made for."""
         peers = self._open()
         self._check_rows("x", x, self._tokens)
-        if ids.shape[1] != self._slots or weights.dtype not in _DTYPES:
+        if ids.shape[1] != self._slots or weights.dtype not in DTYPES:
             raise ValueError(
                 f"made for {self._slots} slots a token and weights in bf16, fp16 or fp32; "
                 f"got {ids.shape[1]} slots and {weights.dtype}"
             )
         if not self._exact:
-            # Noted is what goes over `slots_max`. With 0 that is every need, from which a better capacity can be told, at the
-            # price of P words a dispatch; `capacity_rows` alone decides what fits.
+            # Needs above `slots_max` are recorded. With 0 that is every need, for `suggested_factor`, and costs P words a
+            # dispatch; `capacity_rows` alone decides what fits.
             places, received = exchange_tokens(x, ids, weights, self.capacity_rows, 0, self.local_experts, peers)
             rows, local_ids, row_weights, source, starts = received
             return rows, local_ids, row_weights, [source, places, starts]
         places = send_tokens(x, ids, weights, self.local_experts, peers)
-        # The one host synchronisation.
+        # The only host synchronization.
         counts = read_counts(peers).sum(0).cpu()
         self._most_exact = max(self._most_exact, int(counts[1]))
         rows, local_ids, row_weights, source, starts = receive_tokens(
@@ -182,7 +174,7 @@ class SymmetricDispatcher(TokenDispatcher):
         return return_rows(rows, narrow, source, starts, places, init, peers)
 
     def max_rows(self, handle: Sequence[Tensor], rows: int, slots_per_token: int) -> int:
-        """S; of exact sizes the live slots received, rounded up to `ALIGNMENT`."""
+        """S; with exact sizes the live slots received, rounded up to `ALIGNMENT`."""
         return aligned(host_int(handle[3][1])) if len(handle) == 4 else self.capacity_slots
 
     def fake_handle(self, tokens: int, slots_per_token: int, device: torch.device) -> tuple[int | None, Handle]:
@@ -197,12 +189,12 @@ class SymmetricDispatcher(TokenDispatcher):
 
     @contextmanager
     def exactly(self) -> Iterator[None]:
-        """See `TokenDispatcher.exactly`. Waits for the device once, and raises RuntimeError if a rank did not come in
-        time before: what it did not send has no size."""
+        """See `TokenDispatcher.exactly`. Waits for the device once. RuntimeError if a rank was late before: what it did not
+        send has no size."""
         if self._exact:
             yield
             return
-        self._read_notes()
+        self._read_needs()
         self._exact = True
         try:
             yield
@@ -210,51 +202,51 @@ class SymmetricDispatcher(TokenDispatcher):
             self._exact = False
 
     def lost_flag(self) -> Tensor | None:
-        """See `TokenDispatcher.lost_flag`: by how many slots the largest need went over the capacity. None if none can."""
+        """See `TokenDispatcher.lost_flag`: by how many slots the largest need exceeds the capacity. None if none can."""
         if not self._can_lose:
             return None
-        return (self._noted().amax(0, keepdim=True) - self.capacity_slots).clamp_(min=0)
+        return (self._needs().amax(0, keepdim=True) - self.capacity_slots).clamp_(min=0)
 
     def clear_lost(self) -> None:
         """See `TokenDispatcher.clear_lost`."""
         self._most_exact = 0
-        self._noted().zero_()
+        self._needs().zero_()
 
     def suggested_factor(self) -> float | None:
-        """See `TokenDispatcher.suggested_factor`. RuntimeError if a rank did not come in time."""
+        """See `TokenDispatcher.suggested_factor`. RuntimeError if a rank was late."""
         if not self._bounded:
             return None
-        need = max(self._most_exact, *self._read_notes())
+        need = max(self._most_exact, *self._read_needs())
         return self._factor_for(need) if need else None
 
     def check(self) -> None:
-        """See `TokenDispatcher.check`; waits for the device once. Also RuntimeError if a rank did not come in time.
+        """See `TokenDispatcher.check`; waits for the device once. Also RuntimeError if a rank was late.
 
-        Every rank raises for the overflow of any. The notes are cleared then.
+        Every rank raises for the overflow of any, and resets the recorded needs.
         """
-        needs = self._read_notes()
+        needs = self._read_needs()
         rank = max(range(self.size), key=needs.__getitem__)
         if needs[rank] > self.capacity_slots:
             self.clear_lost()
             raise RuntimeError(
-                f"rank {rank} needed {needs[rank]} slots and has {self.capacity_slots}: rows were left out since the last "
+                f"rank {rank} needed {needs[rank]} slots and has {self.capacity_slots}: rows were dropped since the last "
                 f"check; a capacity_factor of {self._factor_for(needs[rank]):g} would have been enough"
             )
 
-    def _noted(self) -> Tensor:
-        """[P] int64, a view: the largest need of each rank since the notes were cleared, in slots."""
+    def _needs(self) -> Tensor:
+        """[P] int64, a view: the largest need of each rank in slots since `clear_lost`."""
         peers = self._open()
         at = peers.layout.needs_at
         return peers.base[at : at + 8 * self.size].view(torch.int64)
 
-    def _read_notes(self) -> list[int]:
-        """The same on the host. RuntimeError if a rank did not come in time."""
+    def _read_needs(self) -> list[int]:
+        """`_needs` on the host. RuntimeError if a rank was late."""
         peers = self._open()
-        late, *needs = torch.cat([peers.state[LATE : LATE + 1], self._noted()]).tolist()
+        late, *needs = torch.cat([peers.state[LATE : LATE + 1], self._needs()]).tolist()
         if late:
             peers.state[LATE] = 0
             raise RuntimeError(
-                f"rank {late - 1} of {self.size} did not come to an exchange within {self._timeout_s:g} s of rank "
+                f"rank {late - 1} of {self.size} did not join an operation within {self._timeout_s:g} s of rank "
                 f"{self.rank}; results since the last check are wrong"
             )
         return needs
@@ -263,7 +255,7 @@ class SymmetricDispatcher(TokenDispatcher):
         return max(1.0, math.ceil(100 * need / (self._tokens * self._slots)) / 100)
 
     def close(self) -> None:
-        """Free the symmetric memory. Collective: no rank may read from one that has freed."""
+        """Free the symmetric memory. Collective, because ranks read from each other."""
         if self._memory is not None:
             if self._memory.base.is_cuda:
                 torch.cuda.synchronize(self._memory.base.device)
@@ -272,12 +264,12 @@ class SymmetricDispatcher(TokenDispatcher):
 
     def _open(self) -> PeerMemory:
         if self._memory is None:
-            raise RuntimeError("this exchange is closed")
+            raise RuntimeError("this dispatcher is closed")
         return self._memory
 
     def _check_rows(self, what: str, rows: Tensor, most: int) -> None:
         if rows.shape[0] > most or rows.shape[1] != self._hidden or rows.dtype != self._dtype:
             raise ValueError(
-                f"{what}: the exchange takes up to {most} rows of {self._hidden} in {self._dtype}, "
+                f"{what}: the dispatcher takes up to {most} rows of {self._hidden} in {self._dtype}, "
                 f"got {rows.shape[0]} of {rows.shape[1]} in {rows.dtype}"
             )

@@ -297,7 +297,7 @@ def _stages(plan: LayerPlan, rank: int) -> dict[int, StageLayers]:
 # In: a valid `Config`, its `LayerPlan`, a trace, the model's shapes, placements and a `DeviceProfile`. Out: a `StepTime`. The
 # figures are `forebay.estimate`'s; this file knows what the trainer does with each key, and keeps nothing.
 #
-#     keep, stash    as traced: pages cost the device 1 % of a layer (docs/log.md)
+#     keep, stash    as traced: pages cost the device 1 % of a layer (benchmarks/LOG.md)
 #     recompute      of a MoE half with Forebay's experts their first product again; else forward again, exchanges included
 #     offload        "fit" costs nothing, for only what the link carries behind computation leaves; "all" makes a forward or
 #                    backward as long as its copies, and a pipeline's step as much longer as its plans may wait
@@ -308,10 +308,10 @@ SUBLAYER_LAUNCHES = 40
 `launch`. Estimated: a quarter of a millisecond. No recorded run is held up by it, so none tells."""
 CUT_LAUNCHES = 320
 """The same of a half that is cut where its tokens travel: segments, streams, FSDP2's experts. Calibrated with the H200's
-`launch`, on eager runs of several hosts: see docs/planner.md."""
+`launch`, on eager runs of several hosts: see docs/estimator.md."""
 STEP_LAUNCHES = 500
 """What a step costs the host while the device has nothing to run: the batch, the optimizer's groups, reading the loss. 3 ms.
-Calibrated on the grid, see docs/planner.md."""
+Calibrated on the grid, see docs/estimator.md."""
 ALL_TO_ALL_LAUNCHES = 15
 """The same, of an exchange: 0.09 ms eager (benchmarks/results/ep_exchange_4gpu.md)."""
 STASH_LAUNCHES = 55

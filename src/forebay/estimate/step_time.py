@@ -49,7 +49,7 @@ _WALKED = 0.37
 from fp32 into bf16 (`forebay.kernels.scale`)."""
 _ODD = 0.03
 """Share of a product's rate where rows do not begin at multiples of 16 bytes, some 20 TFLOP/s on an H200. Calibrated on GPT-OSS,
-whose eager attention has 4097 scores a row; see docs/planner.md."""
+whose eager attention has 4097 scores a row; see docs/estimator.md."""
 
 
 @dataclass(frozen=True)
@@ -464,7 +464,7 @@ class _Times:
 
 _STEPPING = 0.88
 """Share of a copy's bandwidth at which the optimizer's and clipping's kernels go over many tensors at once. Calibrated on the
-grid, see docs/planner.md."""
+grid, see docs/estimator.md."""
 
 
 @dataclass(frozen=True)

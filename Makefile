@@ -16,11 +16,12 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(CO
 # worksteal: the files differ in length by a factor of a hundred, and a worker that is done takes tests from the other.
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: help setup setup-integrations check format smoke test test-integrations test-all test-gpu quickstart clean
+.PHONY: help setup setup-integrations check format docs smoke test test-integrations test-all test-gpu quickstart clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 	@echo 'make check        formatter, linter and type checker (make format mends the first two)'
+	@echo 'make docs         the documentation as a site, in build/site'
 	@echo 'make test-integrations  the tests with PEFT, TRL and Accelerate (installs them)'
 	@echo 'make test-all     every test that needs no GPU, the slow ones included'
 	@echo 'make test-gpu     the tests that need a GPU, one at a time'
@@ -32,14 +33,14 @@ $(READY): pyproject.toml constraints-cpu.txt
 	  { echo "Forebay needs Python 3.11 or newer; $(PYTHON) is older. Say: make PYTHON=python3.12 ..."; exit 2; }
 	@echo "Installing into $(VENV) (once; a few minutes)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(INSTALL) '.[dev]'
+	@$(INSTALL) '.[dev,docs]'
 	@touch $(READY)
 
 setup-integrations: $(READY_INTEGRATIONS)
 
 $(READY_INTEGRATIONS): $(READY)
 	@echo "Installing PEFT, TRL and Accelerate into $(VENV) (once)"
-	@$(INSTALL) '.[dev,integrations]'
+	@$(INSTALL) '.[dev,docs,integrations]'
 	@touch $(READY_INTEGRATIONS)
 
 check: setup
@@ -54,18 +55,22 @@ format: setup
 quickstart: setup
 	$(BIN)/forebay train quickstart
 
+# Material's banner about MkDocs 2 is off; --strict fails on any warning.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 smoke: setup
 	@rm -rf $(SMOKE)
 	$(BIN)/forebay train quickstart --set train.steps=6 --set schedule.warmup=2 --set train.eval_every=0 --set checkpoint.every=3 --set log.folder=$(SMOKE)
 
-test: check smoke
+test: check docs smoke
 	$(PYTEST) -m "not slow and not integration and not gpu and not multi"
 	$(if $(HAS_GPU),$(MAKE) test-gpu)
 
 test-integrations: setup-integrations
 	$(PYTEST) -m "integration and not slow and not gpu and not multi"
 
-test-all: check smoke setup-integrations
+test-all: check docs smoke setup-integrations
 	$(PYTEST) -m "not gpu and not multi"
 
 test-gpu: setup

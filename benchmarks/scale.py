@@ -1,10 +1,10 @@
-"""The tables of docs/scale.md: plans of published models on 8 to 2048 GPUs, on paper.
+"""The tables of benchmarks/README.md: plans of published models on 8 to 2048 GPUs, on paper.
 
     python -m benchmarks.scale            prints the tables
-    python -m benchmarks.scale --write    puts them into docs/scale.md, between its marks
+    python -m benchmarks.scale --write    puts them into benchmarks/README.md, between its marks
 
 In: `RUNS`, each a line of ``forebay plan``. Out: Markdown. No GPU, no weights.
-tests/test_scale.py makes a part of the tables again.
+tests/benchmarks/test_scale.py makes a part of the tables again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from forebay.estimate.layers import LayerPlan, Traces, plan_layers
 from forebay.estimate.plan import Fit, ask, fit_run
 
-PAGE = Path(__file__).parents[1] / "docs" / "scale.md"
+PAGE = Path(__file__).with_name("README.md")
 GIB = 1 << 30
 
 

@@ -1,23 +1,41 @@
-"""The documentation is true: its Python blocks run, its links lead somewhere, its make targets exist.
+"""The documentation is true: code runs, links lead somewhere, and every file, name, key, option and make target in it exists.
 
-Checked are README.md, CONTRIBUTING.md and docs/*.md. Blocks that begin with ```python run in the order of the page and
-in one namespace a page, as a reader would paste them, with the working directory empty. Left out are ```python gpu (it
-runs only where there is a GPU) and every other language.
+Checked are README.md, CONTRIBUTING.md, docs/ and benchmarks/README.md. Blocks that begin with ```python run in the order of
+the page and in one namespace a page, with the working directory empty. ```python gpu runs only where there is a GPU; other
+languages do not run, but what they name is checked. A ```console block is a `forebay` command and lines of its output.
 """
 
+import dataclasses
+import importlib
+import importlib.util
+import inspect
 import re
+import shlex
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from forebay import cli
+from forebay.config import Config, from_mapping
+from forebay.managed import Managed
+
 ROOT = Path(__file__).parents[1]
-PAGES = [p for p in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))) if p.exists()]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", *sorted(DOCS.glob("*.md"))]
+SECTIONS = {f.name: [k.name for k in dataclasses.fields(f.type)] for f in dataclasses.fields(Config)}  # type: ignore[arg-type]
 
 _FENCE = re.compile(r"^ {0,3}```(?P<info>[^`\n]*)\n(?P<code>.*?)^ {0,3}```\s*$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)(?:\s+\"[^\"]*\")?\)")
-_MAKE = re.compile(r"`make ([a-z][a-z-]*)")
+_MAKE = re.compile(r"`make ([a-z][a-z-]*)|^make ([a-z][a-z-]*)", re.MULTILINE)
+_NAME = re.compile(r"\bforebay(?:\.[A-Za-z_]\w*)+")
+_FILE = re.compile(r"(?<![\w/.])(?:[\w.-]+/)+[\w-]+\.(?:py|md|json|jsonl|toml|svg|png)\b|`(\w+\.jsonl?)`")
+_FOLDER = re.compile(r"`((?:src|tests|docs|benchmarks)(?:/[\w.-]+)*)/?`")
+_KEY = re.compile(rf"(?<![\w./\"'])({'|'.join(SECTIONS)})\.([a-z_]+)\b(?!\()")
+_COMMAND = re.compile(r"(?:^|`|\$ |-m )forebay ([a-z]+)\b([^`\n]*(?:\\\n[^\n`]*)*)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -46,10 +64,9 @@ def run(page: str, text: str, gpu: bool) -> int:
 
 
 def broken_links(page: Path, text: str) -> list[str]:
-    """Relative links without a file, and links to a heading of the page that has none."""
-    prose = _FENCE.sub("", text)
+    """Relative links without a file, and links to a heading that the page does not have."""
     broken = []
-    for match in _LINK.finditer(prose):
+    for match in _LINK.finditer(_FENCE.sub("", text)):
         target, _, anchor = match["target"].partition("#")
         if "://" in target or target.startswith("mailto:"):
             continue
@@ -65,36 +82,139 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
+def wrong_names(text: str) -> list[str]:
+    """Dotted names below `forebay` that neither import nor attribute access finds."""
+    return [name for name in dict.fromkeys(_NAME.findall(text)) if not found(name)]
+
+
+def found(name: str) -> bool:
+    path, *parts = name.split(".")
+    thing: Any = importlib.import_module(path)
+    for part in parts:
+        path += f".{part}"
+        if not hasattr(thing, part):
+            try:
+                importlib.import_module(path)
+            except ModuleNotFoundError:
+                return False
+        thing = getattr(thing, part)
+    return True
+
+
+def wrong_files(text: str) -> list[str]:
+    """Paths that exist neither in the repository nor in the source, nor (bare names) among the results."""
+    homes = (ROOT, ROOT / "src" / "forebay", ROOT / "benchmarks" / "results", ROOT / "benchmarks")
+    files = [m.group(1) or m.group(0) for m in _FILE.finditer(_LINK.sub("", text))]
+    folders = [m.group(1) for m in _FOLDER.finditer(text)]
+    written = ("run.json", "metrics.jsonl", "result.json", "profile.json", "config.json", "pipeline.json")  # by a run
+    named = [f for f in dict.fromkeys([*files, *folders]) if f not in written and not f.startswith(("runs/", "build/"))]
+    return [f for f in named if not any((home / f).exists() for home in homes)]
+
+
+def wrong_keys(text: str) -> list[str]:
+    """``section.key`` that the configuration does not have. In code, `memory` may be what `forebay.manage` returns."""
+    wrong, managed = [], inspect.getsource(Managed)
+    for section, key in dict.fromkeys(_KEY.findall(text)):
+        known = key in SECTIONS[section] or (section, key) in (("model", "layers"), ("model", "safetensors"))
+        if not known and not (section == "memory" and (hasattr(Managed, key) or f"self.{key}" in managed)):
+            wrong.append(f"{section}.{key}")
+    for block in blocks(text):
+        if block.info == ("toml",):
+            raw = tomllib.loads(block.code)
+            wrong += [f"{s}.{k}" for s, keys in raw.items() for k in keys if k not in SECTIONS.get(s, ())]
+            if "model" in raw:
+                from_mapping(raw)
+    return wrong
+
+
+def wrong_options(text: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Options of ``forebay COMMAND`` lines that its help does not list."""
+    wrong = []
+    for command, rest in dict.fromkeys(_COMMAND.findall(text)):
+        with pytest.raises(SystemExit) as ended:
+            cli.main([command, "--help"])
+        known = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+        if ended.value.code:
+            wrong.append(f"forebay {command}")
+        given = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", rest.partition("#")[0]))
+        wrong += [f"forebay {command} {option}" for option in given - known]
+    return wrong
+
+
 def targets() -> set[str]:
     return set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+
+
+@each_page
 def test_code_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run(str(page), page.read_text("utf-8"), gpu=False)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@each_page
 def test_gpu_code_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run(str(page), page.read_text("utf-8"), gpu=torch.cuda.is_available())
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_links_lead_somewhere(page: Path) -> None:
-    assert broken_links(page, page.read_text("utf-8")) == []
+@each_page
+def test_what_a_page_mentions_exists(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = page.read_text("utf-8")
+    assert broken_links(page, text) == []
+    assert wrong_names(text) == []
+    assert wrong_files(text) == []
+    assert wrong_keys(text) == []
+    assert wrong_options(text, capsys) == []
+    assert {a or b for a, b in _MAKE.findall(text)} <= targets()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_make_targets_exist(page: Path) -> None:
-    assert set(_MAKE.findall(page.read_text("utf-8"))) <= targets()
+def test_links_of_the_log_lead_somewhere() -> None:
+    log = ROOT / "benchmarks" / "LOG.md"
+    assert broken_links(log, log.read_text("utf-8")) == []
 
 
-def test_a_readme_shows_python_that_is_run() -> None:
-    infos = [block.info for block in blocks((ROOT / "README.md").read_text("utf-8"))]
-    assert ("python",) in infos
+def test_the_source_names_pages_and_results_that_exist() -> None:
+    """Comments and profiles cite docs/ and benchmarks/ as the evidence of a figure."""
+    cited = re.compile(r"\b(?:docs|benchmarks)/[\w./-]+\.(?:md|json|py)\b")
+    for file in sorted((ROOT / "src").rglob("*")):
+        if file.suffix in (".py", ".json", ".toml"):
+            missing = [path for path in cited.findall(file.read_text("utf-8")) if not (ROOT / path).exists()]
+            assert missing == [], file
+
+
+def test_the_readme_shows_output_that_is_real(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (block,) = [b for b in blocks((ROOT / "README.md").read_text("utf-8")) if b.info == ("console",)]
+    command, *lines = block.code.splitlines()
+    monkeypatch.setenv("COLUMNS", "160")
+    assert command.startswith("$ forebay ") and cli.main(shlex.split(command)[2:]) in (0, None)
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert [line for line in lines if line != "..." and line not in printed] == []
+
+
+def test_a_readme_is_short_and_shows_python_that_is_run() -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    assert ("python",) in [block.info for block in blocks(text)]
+    assert len(text.splitlines()) <= 120
+
+
+def test_every_configuration_key_is_on_its_page() -> None:
+    spec = importlib.util.spec_from_file_location("config_reference", DOCS / "config_reference.py")
+    assert spec is not None and spec.loader is not None
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    page = hook.on_page_markdown((DOCS / "config.md").read_text("utf-8"))
+    assert hook.MARKER not in page and hook.on_page_markdown("another page") == "another page"
+    for section, keys in SECTIONS.items():
+        rows = page.partition(f"## [{section}]\n")[2].partition("\n## ")[0]
+        assert [line.split("`")[1] for line in rows.splitlines() if line.startswith("| `")] == list(keys)
+    assert '| `offload` | string | `"fit"` | "fit": ' in page  # the comment above a key
+    assert "needs more runs again with exact sizes" in inspect.cleandoc(page)  # a comment over several lines
 
 
 def test_blocks_of_a_page_share_a_namespace_and_report_their_line() -> None:
@@ -118,9 +238,17 @@ assert x == 1
     assert caught.traceback[-1].lineno == 3  # counted from 0
 
 
-def test_a_broken_link_is_found(tmp_path: Path) -> None:
+def test_what_is_wrong_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.md"
     page.write_text(
         "# The title\n[a](missing.md) [b](page.md#the-title) [c](#nothing) [d](https://example.org/x)\n```text\n[e](e.md)\n```\n"
     )
     assert broken_links(page, page.read_text("utf-8")) == ["missing.md", "#nothing"]
+    assert wrong_names("`forebay.manage` `forebay.memory.hooks.Nothing`") == ["forebay.memory.hooks.Nothing"]
+    assert wrong_files("`memory/hooks.py` `memory/nothing.py` `nothing.json` `tests/none`") == [
+        "memory/nothing.py", "nothing.json", "tests/none"
+    ]  # fmt: skip
+    assert wrong_keys("`train.steps` `--set train.stepz=1`, memory.report()\n```toml\n[log]\nfolders = 1\n```\n") == [
+        "train.stepz", "log.folders"
+    ]  # fmt: skip
+    assert wrong_options("forebay plan CONFIG --budget 1 --budge 2", capsys) == ["forebay plan --budge"]

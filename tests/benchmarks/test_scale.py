@@ -1,4 +1,4 @@
-"""docs/scale.md says what the planner says: lines of its tables, made again."""
+"""benchmarks/README.md says what the planner says: lines of its tables, made again."""
 
 from __future__ import annotations
 

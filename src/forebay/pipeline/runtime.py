@@ -450,7 +450,7 @@ def _drain(steps: Iterator[None]) -> None:
 #     F0 | F1 with B0 | F2 with B1 | ... | F(M-1) with B(M-2) | B(M-1)
 #
 # `forebay.pipeline.sublayer` says what a layer's computations and transfers are, `forebay.pipeline.schedule` in what order two
-# microbatches take them; docs/expert_parallel.md draws it. Every transfer is enqueued right behind the computation that made its input,
+# microbatches take them (docs/expert_parallel.md). Each transfer is enqueued right behind the computation that made its input,
 # and waited for right before the one that needs its result: another computation lies in between. The order follows from the list
 # of layers alone, so it is the same on every rank, and no rank waits for a transfer that another one has put behind.
 #

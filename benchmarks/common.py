@@ -1,6 +1,7 @@
-"""What every benchmark shares: timing with CUDA events, memory over a base, and results that can be traced.
+"""What benchmarks share: published model shapes, timing, ranks, forced routing, and result files.
 
-A result file holds the rows, the command, the hardware, the versions and the commit. Times are medians of warm steps.
+A result file holds the rows, the command, the hardware, the versions and the commit. Nothing here imports Forebay:
+`before_after.py` uses it with two versions of the package.
 """
 
 import gc
@@ -10,13 +11,64 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-GIB = 1 << 30
+GIB, MIB = 1 << 30, 1 << 20
+
+# Published widths, cut to 8 layers. Source: config.json of deepseek-ai/DeepSeek-V2-Lite and Qwen/Qwen3-30B-A3B.
+MODELS: dict[str, dict[str, Any]] = {
+    "deepseek-v2-lite": {
+        "family": "deepseek_v2",
+        "config": {
+            "hidden_size": 2048,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "q_lora_rank": None,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "n_routed_experts": 64,
+            "num_experts_per_tok": 6,
+            "moe_intermediate_size": 1408,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "intermediate_size": 10944,
+            "vocab_size": 102400,
+            "topk_method": "greedy",
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.0,
+            "max_position_embeddings": 4096,
+        },
+    },
+    "qwen3-30b-a3b": {
+        "family": "qwen3_moe",
+        "config": {
+            "hidden_size": 2048,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": True,
+            "vocab_size": 151936,
+            "max_position_embeddings": 4096,
+        },
+    },
+}
 
 
 def environment() -> dict[str, Any]:
@@ -44,14 +96,14 @@ def _git(*words: str) -> str | None:
 
 
 def results_folder() -> Path:
-    """``benchmarks/results``, or where FOREBAY_RESULTS points."""
+    """``benchmarks/results``, or the folder that FOREBAY_RESULTS names."""
     folder = Path(os.environ.get("FOREBAY_RESULTS", Path(__file__).parent / "results"))
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def write(name: str, rows: list[dict[str, Any]], **more: Any) -> None:
-    """Print the rows as a Markdown table and write them, with the environment, to ``results/NAME.json`` and ``.md``."""
+    """Print the rows as a Markdown table, and write them with the environment to ``results/NAME.json`` and ``.md``."""
     table = markdown(rows)
     print(table)
     payload = {"environment": environment(), **more, "rows": rows}
@@ -73,6 +125,7 @@ def _cell(value: Any) -> str:
 
 
 def settle_memory() -> None:
+    """Collect garbage, empty the allocator's cache and reset its peaks."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -80,8 +133,9 @@ def settle_memory() -> None:
 
 
 def until_settled(mem: Any, step: Callable[[], Any], most: int = 60) -> int:
-    """Call `step` until `mem` (a `forebay.Managed`) has measured, planned and tried; gives how often. Trials take 40 cycles at
-    most, and there are a few before and behind them.
+    """Call `step` until `mem` (a `forebay.Managed`) has measured, planned and tried; returns the number of calls.
+
+    Trials take at most 40 steps, with a few before and after them.
 
     Raises:
         RuntimeError: it did not settle in `most` steps.
@@ -107,3 +161,103 @@ def median_ms(step: Callable[[], Any], steps: int) -> tuple[float, list[float]]:
     torch.cuda.synchronize()
     times = [a.elapsed_time(b) for a, b in pairs]
     return statistics.median(times), times
+
+
+def queued_ms(step: Callable[[], Any], steps: int, pause_cycles: int) -> list[float]:
+    """`median_ms`'s times with the launches queued behind a pause of the GPU, so that the host's speed does not count."""
+    torch.cuda.synchronize()
+    torch.cuda._sleep(pause_cycles)
+    return median_ms(step, steps)[1]
+
+
+@contextmanager
+def ranks(**options: Any) -> Iterator[torch.device]:
+    """This process as a rank of torchrun with NCCL, on its own GPU. `options` are those of `init_process_group`."""
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device, **options)
+    yield device
+    dist.barrier()  # not after an exception: the other ranks would be waited for
+    dist.destroy_process_group()
+
+
+def largest(value: float) -> float:
+    """The maximum over all ranks."""
+    t = torch.tensor(float(value), dtype=torch.float64, device="cuda")
+    dist.all_reduce(t, dist.ReduceOp.MAX)
+    return float(t)
+
+
+def timed_together(step: Callable[[], Any]) -> tuple[float, float, int]:
+    """Seconds of the slowest rank, seconds until this rank's host had launched everything, and bytes held before the step.
+
+    Resets the allocator's peaks. All ranks begin at once.
+    """
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    base = torch.cuda.memory_allocated()
+    dist.barrier()
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    step()
+    host = time.perf_counter() - started
+    torch.cuda.synchronize()
+    return largest(time.perf_counter() - started), host, base
+
+
+def force_routing(routers: Iterable[Any], draw: Callable[[int, int, int, torch.device], Tensor | None]) -> None:
+    """Replace each router's choice by a drawn one. Its weights become its own probabilities of that choice.
+
+    Args:
+        routers: modules whose forward returns (logits [T, E], weights [T, K], ids [T, K]).
+        draw: makes ids [T, K] from T, E, K and a device; None leaves the router's own choice.
+    """
+    for router in routers:
+        _force(router, draw)
+
+
+def _force(router: Any, draw: Callable[[int, int, int, torch.device], Tensor | None]) -> None:
+    original = router.forward
+
+    def forward(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits, weights, ids = original(x)
+        drawn = draw(logits.shape[0], logits.shape[1], ids.shape[1], logits.device)
+        if drawn is None:
+            return logits, weights, ids
+        return logits, logits.float().softmax(-1).gather(1, drawn).to(weights.dtype), drawn
+
+    router.forward = forward
+
+
+def balanced_ids(tokens: int, experts: int, k: int, device: torch.device) -> Tensor:
+    """[T, K] int64: in each block of E tokens every expert is chosen K times, and no token chooses one twice.
+
+    Within a block token t takes places (t + s_j) mod E of a random permutation; the s_j are K different random shifts.
+    """
+    blocks = -(-tokens // experts)
+    permutation = torch.rand(blocks, experts, device=device).argsort(1)
+    shifts = torch.rand(blocks, experts, device=device).argsort(1)[:, None, :k]
+    places = (torch.arange(experts, device=device)[None, :, None] + shifts) % experts
+    ids = permutation.gather(1, places.view(blocks, -1)).view(-1, k)
+    return ids[:tokens]
+
+
+def popular_ids(popularity: Tensor, tokens: int, k: int) -> Tensor:
+    """[T, K] int64: K of E experts a token without replacement, by log-popularity [E] (the Gumbel trick)."""
+    noise = -torch.empty(tokens, popularity.numel(), device=popularity.device).exponential_().log()
+    return (popularity + noise).topk(k, sorted=False).indices
+
+
+def popularity_of(load: Callable[[Tensor], Tensor], basis: Tensor, k: int, wanted: float, seed: int) -> Tensor:
+    """The multiple of `basis` [E] at which K of E drawn experts have ``load(ids) == wanted``, found by bisection.
+
+    Args:
+        load: a scalar that grows with the multiple, of drawn ids [4096, K].
+    """
+    generator = torch.Generator().manual_seed(seed)
+    noise = -torch.empty(4096, basis.numel()).exponential_(generator=generator).log()
+    low, high = 0.0, 40.0
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (middle, high) if load((middle * basis + noise).topk(k).indices) < wanted else (low, middle)
+    return high * basis

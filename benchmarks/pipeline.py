@@ -1,46 +1,40 @@
-"""The trainer on a pipeline of N GPUs: tokens a second, bubble, activation memory, and how much of the all-to-alls is hidden.
+"""The trainer on a pipeline of N GPUs: tokens a second, bubble, activation memory, and hidden all-to-alls.
 
-Two models at their published widths, cut to 8 layers (`benchmarks/ep.py` has them) or to `--layers`, on a mesh of PP x EP = all
-GPUs; sequence 4096, microbatch 1, global batch 64. Parameters and AdamW states are fp32 shards, compute is bf16, routing is
-balanced (drawn afresh for each microbatch and layer), layers are on stages as `parallel.partition = "auto"` has them.
+The models of `common.py`, cut to 8 layers or to `--layers`, on a mesh of PP x EP = all GPUs; sequence 4096, microbatch 1,
+global batch 64. Parameters and AdamW states are fp32 shards, compute is bf16, routing is balanced, and
+`parallel.partition = "auto"` assigns layers to stages. A step is forward and backward of all microbatches, until the
+reduced gradients are on their shards. Columns, by pipeline rank where several figures stand in a cell:
 
-A step is forward and backward of all microbatches of the global batch, until the reduced gradients lie on the shards. Columns:
-
-    tokens/s          of the global batch over its wall time on the slowest rank, median of the timed steps
-    peak over base    the highest memory of a step over what is held before it with gradients set to None, so gradients and
-                      gathered weights count; the largest of all ranks, and by pipeline rank
-    activations       of that, what is neither gathered weights nor gradients: the peak less what is held when the last backward
-                      is over; by pipeline rank
-    bubble            share of the step in which a rank's compute stream has nothing of a stage to run; by pipeline rank
-    hidden            share of the time of all-to-alls inside overlapped forward-backwards for which the compute stream does not
-                      stand still, in the graph if there is one; the least of all ranks
-    reserved          of the caching allocator over allocated, both peaks, without expandable segments; of a graph's memory
-                      what its capture took at most is allocated
-    waits for copies  of the compute stream, in a step that is called
-    requested         activations as tensors asked for them: the allocator gives out more, up to 1 MiB a block, which differs from
-                      step to step
-    withheld          bytes freed while the step was captured that may not be used again before the capture's end, because another
-                      stream was given them (`record_stream`, as NCCL's sends and receives may do)
-
+    tokens/s          of the global batch over the median step of the slowest rank
+    peak over base    over what is held before the step without gradients; gradients and unsharded weights count
+    activations       the peak less what is held when the last backward is over (unsharded weights and gradients)
+    requested         the same in bytes that tensors asked for: the allocator gives out up to 1 MiB a block more, which
+                      differs from step to step
+    bubble            share of the step in which the compute stream runs nothing of a stage
+    hidden            share of the all-to-all time inside overlapped forward-backwards for which the compute stream does
+                      not stall, in the graph if there is one; the least of all ranks
+    reserved          peak reserved over peak allocated memory, without expandable segments; of a graph's memory what its
+                      capture took at most counts as allocated
+    withheld          bytes freed during the capture that cannot be used again before its end, because another stream got
+                      them (`record_stream`, as NCCL's sends and receives may call)
+    waits for copies  of the compute stream, in an eager step
     graph             whether forwards and backwards of the step were one CUDA graph, or why not
-    offload           bytes of a step that go to the host and come back; how much the plan says that the peak falls, from and to;
-                      against the same schedule without, in the same run: time (median of the steps' ratios, in order),
-                      activations, and R, what fell over what was to, both of requested bytes; beside it of allocated ones
+    offload           bytes of a step that go to the host and back; how much the plan says that the peak falls; against
+                      the same schedule without offload in the same run: time (median of the steps' ratios, in order),
+                      activations, and R (the measured fall over the planned one) in requested and in allocated bytes
 
-`--in-turn` keeps a model's arms in memory together and lets their steps take turns: arms one after the other differ by up to 1 %
-from one GPU clock to the next. What is reserved is then nobody's own, and no arm has AdamW states: three arms of PP 2 do not fit
-into 140 GiB.
+`--in-turn` keeps a model's arms in memory together and lets their steps take turns, because arms one after the other differ
+by up to 1 % from one GPU clock to the next. Reserved memory is not known per arm then, and no arm has AdamW states: three
+arms of PP 2 do not fit into 140 GiB.
 
-    torchrun --nproc-per-node 4 benchmarks/pipeline.py                                   # both models, the default arms
+    torchrun --nproc-per-node 4 benchmarks/pipeline.py                                   # both models, default arms
     torchrun --nproc-per-node 4 benchmarks/pipeline.py --models qwen3-30b-a3b --arms dualpipev zbv --pp 4
     torchrun --nproc-per-node 4 benchmarks/pipeline.py --models deepseek-v2-lite --layers 27 --pp 4 --batch 128
 """
 
 import argparse
 import gc
-import os
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -48,8 +42,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import GIB, results_folder, settle_memory, write
-from ep import MODELS, force_balance
+from common import GIB, MODELS, ranks, results_folder, settle_memory, timed_together, write
+from ep import force_balance
 
 from forebay.config import from_mapping
 from forebay.memory.offload_plan import plan_interleaved
@@ -58,8 +52,8 @@ from forebay.pipeline.activity import ActionRecorder, bubble, draw, perfetto
 from forebay.pipeline.runtime import _RuntimeStep
 from forebay.pipeline.schedule import Action
 
-_INNER = "model.layers.[1-6]"  # of 8 layers those that share no pipeline rank with the head, which has time to spare with PP 4
-# Arm -> sections of the configuration beside the mesh.
+_INNER = "model.layers.[1-6]"  # of 8 layers, those on the ranks without the head, which idle under PP 4
+# Arm -> sections of the configuration besides the mesh.
 ARMS: dict[str, dict[str, dict[str, Any]]] = {
     "dualpipev": {},
     "dualpipev, bf16 sums": {"parallel": {"gradients": "compute"}},
@@ -94,7 +88,7 @@ ARMS: dict[str, dict[str, dict[str, Any]]] = {
     "interleaved-1f1b, offload": {"parallel": {"schedule": "interleaved-1f1b"}, "memory": {"policy": "offload"}},
 }
 _ACTIVATIONS = ("activations GiB", "requested GiB")
-UNTIMED = 50  # steps at most before the timed ones
+UNTIMED = 50  # at most this many steps come before the timed ones
 DEFAULT = ("dualpipev", "dualpipev, bf16 sums", "zbv", "interleaved-1f1b", "1f1b")
 
 
@@ -120,7 +114,7 @@ def settings(args: argparse.Namespace, model: str, arm: str, world: int) -> Any:
 
 
 class Running:
-    """An arm whose step has settled, and what is measured of it. `alone`: no other arm is in memory."""
+    """An arm whose step has settled, and its measurements. `alone`: no other arm is in memory."""
 
     def __init__(self, args: argparse.Namespace, name: str, arm: str, alone: bool, stack: ExitStack):
         from forebay.train.distributed import Mesh
@@ -137,11 +131,11 @@ class Running:
         self._settle()
 
     def step(self, number: int) -> None:
-        """One that is timed, of a number that is no untimed one's."""
+        """Run the `number`-th timed step."""
         self.steps.append(timed(self.trainer, self.engine, UNTIMED + number))
 
     def row(self) -> dict[str, Any]:
-        """Behind the timed steps; runs one more."""
+        """The row of the table, after the timed steps. Runs more steps, which are not timed."""
         args, mesh, trainer, steps = self.args, self.mesh, self.trainer, self.steps
         reserved = reserved_over_allocated(trainer) if self.alone else 0.0
         picture = watched(args, trainer, self.engine, UNTIMED + len(steps), f"{self.name}-{self.arm}")
@@ -177,7 +171,7 @@ class Running:
             "peak over base GiB": max(of("peak")),
             "by pipeline rank GiB": ", ".join(f"{v:.2f}" for v in of("peak")),
             "activations GiB": ", ".join(f"{v:.4f}" for v in of("activations")),
-            "requested GiB": ", ".join(f"{v:.4f}" for v in of("requested")),  # R is made of them
+            "requested GiB": ", ".join(f"{v:.4f}" for v in of("requested")),  # R is computed from them
             "bubble": ", ".join(f"{v:.3f}" for v in of("bubble")),
             "hidden": min((r["hidden"] for row in by_rank for r in row), default=0.0),
             "transfers, waits ms": "; ".join(
@@ -204,7 +198,7 @@ class Running:
         trainer = self.trainer
         force_balance(trainer.model)
         if self.alone:
-            trainer.step(self._next())  # makes AdamW's states, which belong to what is held
+            trainer.step(self._next())  # makes AdamW's states, which are part of the base
         with noting_ends(self.engine._gathered, self.ends):
             for _ in range(self.args.warm):
                 self._untimed()
@@ -212,7 +206,7 @@ class Running:
                 if trainer.captured is None or trainer.captured.captured or trainer.captured.why_not:
                     break
                 self._untimed()
-        settle_memory()  # what called steps left is in the way of the next arm
+        settle_memory()  # the cache of eager steps is in the way of the next arm
 
     def _untimed(self) -> None:
         self.trainer.gradients(self._next())
@@ -220,7 +214,7 @@ class Running:
 
 
 def measure(args: argparse.Namespace, name: str, arms: list[str]) -> list[dict[str, Any]]:
-    """Rows of arms that are in memory together, and whose steps take turns."""
+    """Rows of arms that are in memory together and whose steps take turns."""
     with ExitStack() as stack:
         running = [Running(args, name, arm, len(arms) == 1, stack) for arm in arms]
         for number in range(args.steps):
@@ -230,7 +224,7 @@ def measure(args: argparse.Namespace, name: str, arms: list[str]) -> list[dict[s
 
 
 def planned_peaks(memory: Any) -> dict[str, float]:
-    """GiB of this rank over a step's base by the plan's own figures: with everything kept, as planned, and the difference."""
+    """GiB of this rank over the base by the plan's own figures: everything kept, as planned, and the difference."""
     keep = peak = 0.0
     if memory.plan is not None and memory.timeline is not None:
         keep = plan_interleaved(memory.timeline, frozenset()).peak_bytes / GIB
@@ -239,7 +233,7 @@ def planned_peaks(memory: Any) -> dict[str, float]:
 
 
 def compare(rows: list[dict[str, Any]]) -> None:
-    """Of arms that offload, against the same without in the same run: time, and R = peak that fell / peak that was to fall."""
+    """Add to arms that offload: time, activations and R against the same arm without offload in the same run."""
     for row in rows:
         keeping = [r for r in rows if r["model"] == row["model"] and "offload" not in r["arm"]]
         shorter = [r for r in keeping if row["arm"].startswith(f"{r['arm']}, ")]
@@ -253,42 +247,32 @@ def compare(rows: list[dict[str, Any]]) -> None:
         row["activations fell by"] = ", ".join(f"{1 - b / a:.3f}" for a, b in zip(*allocated, strict=True))
         for column, numbers in (("R", asked), ("R of allocated bytes", allocated)):
             fell = [f"{(a - b) / p:.4f}" if p else "-" for a, b, p in zip(*numbers, planned, strict=True)]
-            # With experts made again it falls by what is not saved too, of which an offload's plan does not know.
+            # The offload plan does not know what recomputed experts take off the peak.
             row[column] = "-" if "again" in row["arm"] else ", ".join(fell)
 
 
 def timed(trainer: Any, engine: Any, number: int) -> tuple[float, float, float, float, float]:
-    """Seconds of the slowest rank; peak over base and activations of this one, bytes; seconds until its host was through; of a
-    step that is called, activations as tensors asked for them."""
+    """Seconds of the slowest rank; peak over base and activations of this rank, bytes; seconds until its host is through;
+    activations in requested bytes, for an eager step."""
     trainer.optimizer.zero_grad(set_to_none=True)
     gathered_step, device = engine._gathered, trainer.device
     held = []
     end = gathered_step.end
     gathered_step.end = lambda count: (held.append((torch.cuda.memory_allocated(), requested(device)[0])), end(count))
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    base = torch.cuda.memory_allocated()
-    dist.barrier()
-    torch.cuda.synchronize()
-    started = time.perf_counter()
     try:
-        trainer.gradients(number)
+        seconds, host, base = timed_together(lambda: trainer.gradients(number))
     finally:
         del gathered_step.end
-    host = time.perf_counter() - started
-    torch.cuda.synchronize()
-    slowest = torch.tensor(time.perf_counter() - started, device="cuda", dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
     if trainer.captured is not None and trainer.captured.captured:
-        # The allocator counted when the step was captured. Gathered weights, which stay, are counted as in the other arms.
+        # The allocator counted when the step was captured. Unsharded weights, which stay, count as in the other arms.
         taken = trainer.captured.peak_bytes
-        return float(slowest), taken + gathered_bytes(gathered_step), taken - trainer.captured.left_bytes, host, 0.0
+        return seconds, taken + gathered_bytes(gathered_step), taken - trainer.captured.left_bytes, host, 0.0
     peak, asked = torch.cuda.max_memory_allocated(), requested(device)[1]
-    return float(slowest), peak - base, peak - held[0][0], host, float(asked - held[0][1])
+    return seconds, peak - base, peak - held[0][0], host, float(asked - held[0][1])
 
 
 def reserved_over_allocated(trainer: Any) -> float:
-    """Peaks of the steps since `settle_memory`."""
+    """Reserved over allocated memory, both peaks since `settle_memory`."""
     allocated = torch.cuda.max_memory_allocated()
     if trainer.captured is not None and trainer.captured.captured:
         left = torch.cuda.memory_allocated() - trainer.captured.left_bytes  # held before a step
@@ -298,8 +282,8 @@ def reserved_over_allocated(trainer: Any) -> float:
 
 @contextmanager
 def noting_ends(gathered_step: Any, found: list[tuple[int, int]]) -> Iterator[None]:
-    """Within, of each step that is called or captured (the last one is captured): by how much what tensors asked for was above
-    what is held when the last backward is over; and what is freed and not free yet behind all."""
+    """Note two figures of every eager or captured step: by how much requested bytes rose above what is held when the last
+    backward is over, and the bytes that are freed but not usable yet at its end."""
     end = gathered_step.end
 
     def noting(count: Any) -> None:
@@ -316,13 +300,13 @@ def noting_ends(gathered_step: Any, found: list[tuple[int, int]]) -> Iterator[No
 
 
 def gathered_bytes(gathered_step: Any) -> int:
-    """Of the weights that are whole during a step."""
+    """Bytes of the unsharded weights of a step."""
     held = [h for group in gathered_step._groups() for h in group.fsdp_params]
     return sum(t.untyped_storage().nbytes() for h in held for t in h.all_gather_outputs)
 
 
 def watched(args: argparse.Namespace, trainer: Any, engine: Any, number: int, name: str) -> dict[str, float]:
-    """One more step, called, with events around everything: bubble of this rank; the picture, from rank 0."""
+    """Run one more step, eager, with events around everything: the bubble of this rank. Rank 0 draws the picture."""
     trainer.optimizer.zero_grad(set_to_none=True)
     dist.barrier()
     torch.cuda.synchronize()
@@ -341,8 +325,8 @@ def watched(args: argparse.Namespace, trainer: Any, engine: Any, number: int, na
 
 
 def hidden_share(trainer: Any, engine: Any) -> dict[str, float]:
-    """Of this rank's all-to-alls inside overlapped actions, in a step like the timed ones: if they were a graph's replays, it is
-    captured anew with events in it."""
+    """Time of this rank's all-to-alls inside overlapped actions, and of the waits for them. A graph is captured anew with
+    events in it."""
     if trainer.mesh.ep == 1:
         return {"hidden": 1.0, "transfers": 0.0, "waits": 0.0}
     meter = engine._runtime.context.meter
@@ -368,7 +352,7 @@ def hidden_share(trainer: Any, engine: Any) -> dict[str, float]:
 
 @contextmanager
 def metering_overlap(meter: Any) -> Iterator[None]:
-    """Within, `meter` is on inside overlapped actions."""
+    """Switch `meter` on inside overlapped actions."""
     together = _RuntimeStep._together
 
     def metered(self: Any, forward: Action, backward: Action) -> None:
@@ -386,7 +370,7 @@ def metering_overlap(meter: Any) -> Iterator[None]:
 
 
 def by_stream() -> str:
-    """What the caching allocator holds for each stream of this rank, largest first."""
+    """GiB that the caching allocator holds for each stream of this rank, largest first."""
     held: dict[int, int] = {}
     for segment in torch.cuda.memory_snapshot():
         held[segment["stream"]] = held.get(segment["stream"], 0) + segment["total_size"]
@@ -394,7 +378,7 @@ def by_stream() -> str:
 
 
 def gathered(mesh: Any, figures: dict[str, float]) -> list[list[dict[str, float]]]:
-    """Of all processes, by pipeline rank."""
+    """Figures of all processes, by pipeline rank."""
     values: list[Any] = [None] * mesh.size
     dist.all_gather_object(values, figures)
     return [values[r * mesh.batch.size : (r + 1) * mesh.batch.size] for r in range(mesh.pp)]
@@ -411,24 +395,20 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument(
-        "--in-turn", action="store_true", help="a model's arms are in memory together; their steps take turns"
+        "--in-turn", action="store_true", help="keep a model's arms in memory together and let their steps take turns"
     )
     parser.add_argument("--pictures", action="store_true", help="draw each arm's pipeline, and write a Perfetto trace")
     parser.add_argument("--name", default="pipeline")
     args = parser.parse_args()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
     rows: list[dict[str, Any]] = []
-    for name in args.models:
-        for arms in [args.arms] if args.in_turn else [[arm] for arm in args.arms]:
-            rows += measure(args, name, arms)
-            compare(rows)
-            gc.collect()
-            if dist.get_rank() == 0:
-                write(args.name, rows, world=dist.get_world_size(), arms={a: ARMS[a] for a in args.arms})
-    dist.barrier()
-    dist.destroy_process_group()
+    with ranks():
+        for name in args.models:
+            for arms in [args.arms] if args.in_turn else [[arm] for arm in args.arms]:
+                rows += measure(args, name, arms)
+                compare(rows)
+                gc.collect()
+                if dist.get_rank() == 0:
+                    write(args.name, rows, world=dist.get_world_size(), arms={a: ARMS[a] for a in args.arms})
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ from ep import force_balance
 from forebay.config import from_mapping
 from forebay.memory.offload_plan import plan_interleaved
 from forebay.memory.recorder import requested
-from forebay.pipeline.activity import ActionRecorder, bubble, draw, perfetto
+from forebay.pipeline.activity import ActionRecorder, bubble, draw, trace_json
 from forebay.pipeline.runtime import _RuntimeStep
 from forebay.pipeline.schedule import Action
 
@@ -319,7 +319,7 @@ def watched(args: argparse.Namespace, trainer: Any, engine: Any, number: int, na
     everything = [r for ranks in all_records for r in ranks]
     if dist.get_rank() == 0 and args.pictures:
         stem = results_folder() / f"pipeline-{name.replace(', ', '-').replace(' ', '-')}"
-        perfetto(everything, Path(f"{stem}.trace.json"))
+        Path(f"{stem}.trace.json").write_text(trace_json(everything))
         draw(everything, Path(f"{stem}.png"), name)
     return {"bubble": bubble(everything)[trainer.mesh.pp_rank]}
 
@@ -353,7 +353,7 @@ def hidden_share(trainer: Any, engine: Any) -> dict[str, float]:
 @contextmanager
 def metering_overlap(meter: Any) -> Iterator[None]:
     """Switch `meter` on inside overlapped actions."""
-    together = _RuntimeStep._together
+    together = _RuntimeStep._overlap_fwd_bwd
 
     def metered(self: Any, forward: Action, backward: Action) -> None:
         meter.on = True
@@ -362,11 +362,11 @@ def metering_overlap(meter: Any) -> Iterator[None]:
         finally:
             meter.on = False
 
-    _RuntimeStep._together = metered  # type: ignore[method-assign]
+    _RuntimeStep._overlap_fwd_bwd = metered  # type: ignore[method-assign]
     try:
         yield
     finally:
-        _RuntimeStep._together = together  # type: ignore[method-assign]
+        _RuntimeStep._overlap_fwd_bwd = together  # type: ignore[method-assign]
 
 
 def by_stream() -> str:

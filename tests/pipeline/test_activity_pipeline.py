@@ -8,20 +8,20 @@ from pathlib import Path
 import pytest
 
 from forebay.errors import UsageError
-from forebay.pipeline.activity import Ran, _boxes, bubble, draw, perfetto
+from forebay.pipeline.activity import ActionRecord, _boxes, bubble, draw, trace_json
 
 GIB = 2**30
 # Rank 0 computes 0-1, 1-2, 5-8 and 8-10 of 10 ms, rank 1 computes 1-2, 2-5 and 4.5-6 (beside the one before) of them.
 RAN = [
-    Ran(0, "F", "0F0", 100.0, 101.0, 1 * GIB),
-    Ran(0, "SEND_F", "0SEND_F0", 101.0, 101.5, 1 * GIB),
-    Ran(0, "F", "0F1", 101.0, 102.0, 2 * GIB),
-    Ran(0, "OVERLAP_F_B", "(0F12;3B1)OVERLAP_F_B", 105.0, 108.0, 2 * GIB),
-    Ran(0, "B", "0B1", 108.0, 110.0, 0),
-    Ran(1, "RECV_F", "1RECV_F0", 100.0, 101.5, 0),
-    Ran(1, "F", "1F0", 101.0, 102.0, 1 * GIB),
-    Ran(1, "I", "1I0", 102.0, 105.0, 1 * GIB),
-    Ran(1, "W", "1W0", 104.5, 106.0, 0),
+    ActionRecord(0, "F", "0F0", 100.0, 101.0, 1 * GIB),
+    ActionRecord(0, "SEND_F", "0SEND_F0", 101.0, 101.5, 1 * GIB),
+    ActionRecord(0, "F", "0F1", 101.0, 102.0, 2 * GIB),
+    ActionRecord(0, "OVERLAP_F_B", "(0F12;3B1)OVERLAP_F_B", 105.0, 108.0, 2 * GIB),
+    ActionRecord(0, "B", "0B1", 108.0, 110.0, 0),
+    ActionRecord(1, "RECV_F", "1RECV_F0", 100.0, 101.5, 0),
+    ActionRecord(1, "F", "1F0", 101.0, 102.0, 1 * GIB),
+    ActionRecord(1, "I", "1I0", 102.0, 105.0, 1 * GIB),
+    ActionRecord(1, "W", "1W0", 104.5, 106.0, 0),
 ]
 
 
@@ -36,24 +36,27 @@ def test_bubbles() -> None:
     """The span is that of all ranks; waiting is not computing; what overlaps counts once."""
     assert bubble(RAN) == {0: pytest.approx(1 - 7 / 10), 1: pytest.approx(1 - 5 / 10)}
     assert bubble(reversed(RAN)) == bubble(RAN)
-    full = [Ran(0, "F", "0F0", 0, 2, 0), Ran(1, "RECV_F", "1RECV_F0", 0, 1, 0), Ran(1, "F", "1F0", 1, 2, 0)]
+    full = [
+        ActionRecord(0, "F", "0F0", 0, 2, 0),
+        ActionRecord(1, "RECV_F", "1RECV_F0", 0, 1, 0),
+        ActionRecord(1, "F", "1F0", 1, 2, 0),
+    ]
     assert bubble(full) == {0: 0.0, 1: 0.5}
-    assert bubble([Ran(3, "F", "0F0", 1, 1, 0)]) == {3: 0.0}
+    assert bubble([ActionRecord(3, "F", "0F0", 1, 1, 0)]) == {3: 0.0}
 
 
 def test_the_docstrings_example() -> None:
     ran = [
-        Ran(0, "F", "0F0", 0, 1, 0),
-        Ran(1, "F", "1F0", 1, 2, 0),
-        Ran(1, "B", "1B0", 2, 4, 0),
-        Ran(0, "B", "0B0", 3, 5, 0),
+        ActionRecord(0, "F", "0F0", 0, 1, 0),
+        ActionRecord(1, "F", "1F0", 1, 2, 0),
+        ActionRecord(1, "B", "1B0", 2, 4, 0),
+        ActionRecord(0, "B", "0B0", 3, 5, 0),
     ]
     assert bubble(ran) == pytest.approx({0: 0.4, 1: 0.4})
 
 
-def test_trace(tmp_path: Path) -> None:
-    perfetto(RAN, tmp_path / "trace.json")
-    trace = json.loads((tmp_path / "trace.json").read_text())
+def test_trace() -> None:
+    trace = json.loads(trace_json(RAN))
     events = trace["traceEvents"]
     processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert processes == {0: "rank 0", 1: "rank 1"}
@@ -81,7 +84,7 @@ def test_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     draw(RAN, tmp_path / "two.png", "a title")
     assert size(tmp_path / "two.png") == (1600, 410 + 2 * 50)
-    draw([Ran(rank, *("F", "0F0", 0, 1, 0)) for rank in range(8)], tmp_path / "eight.png")
+    draw([ActionRecord(rank, *("F", "0F0", 0, 1, 0)) for rank in range(8)], tmp_path / "eight.png")
     assert size(tmp_path / "eight.png") == (1600, 410 + 8 * 50)
     # More is drawn than a blank canvas: of one action that is gone, the picture differs.
     draw(RAN[:-1], tmp_path / "less.png", "a title")
@@ -98,7 +101,7 @@ def test_numbers_are_drawn_where_they_fit(tmp_path: Path, monkeypatch: pytest.Mo
     draw(RAN, tmp_path / "all.png")
     assert sorted(texts) == ["0", "0", "0", "0", "1", "1", "1", "12"]
     texts.clear()
-    draw([*RAN, Ran(0, "F", "0F2", 5000, 5010, 0)], tmp_path / "narrow.png")  # 10 of 4910 ms are 3 pixels
+    draw([*RAN, ActionRecord(0, "F", "0F2", 5000, 5010, 0)], tmp_path / "narrow.png")  # 10 of 4910 ms are 3 pixels
     assert texts == []
 
 
@@ -109,7 +112,7 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_records_that_make_no_sense() -> None:
-    with pytest.raises(ValueError, match="no records to show"):
+    with pytest.raises(ValueError, match="no records of actions"):
         bubble([])
     with pytest.raises(ValueError, match="0F0 of rank 2 ends at 1 ms, before its start at 2"):
-        bubble([Ran(2, "F", "0F0", 2, 1, 0)])
+        bubble([ActionRecord(2, "F", "0F0", 2, 1, 0)])

@@ -1,7 +1,5 @@
 """Costs by layer: bytes against what autograd saves, FLOPs against torch's own counter and a model counted by hand."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import nn
@@ -11,16 +9,15 @@ from forebay.memory.profiler import profile_model
 from forebay.models.blocks import register
 from forebay.models.families import decoder_layers
 from forebay.pipeline.costs import model_costs
+from tests.models.conftest import build_tiny
 
 HIDDEN, SEQUENCE, BATCH = 128, 64, 2  # hidden size unlike any other width of the tiny models
 TOKENS = SEQUENCE * BATCH
 FAMILIES = "deepseek_v2 deepseek_v3 glm4_moe gpt_oss llama mixtral olmoe qwen3 qwen3_moe".split()
 
-Tiny = Callable[..., nn.Module]
 
-
-def built(tiny: Tiny, family: str, attention: str, **fields: object) -> nn.Module:
-    model = tiny(family, torch.bfloat16, hidden_size=HIDDEN, **fields)
+def built(family: str, attention: str, **fields: object) -> nn.Module:
+    model = build_tiny(family, torch.bfloat16, hidden_size=HIDDEN, **fields)
     model.set_attn_implementation(attention)  # type: ignore[operator]
     if family not in ("llama", "qwen3"):
         register()
@@ -30,11 +27,11 @@ def built(tiny: Tiny, family: str, attention: str, **fields: object) -> nn.Modul
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bytes_are_what_autograd_saves(tiny: Tiny, family: str, attention: str) -> None:
+def test_bytes_are_what_autograd_saves(family: str, attention: str) -> None:
     """Every layer, in bf16: within 3 %, and not above. What is left out is a few bytes a token (reciprocals of norms)."""
     if (family, attention) == ("gpt_oss", "sdpa"):
         pytest.skip("gpt_oss has no sdpa")
-    model = built(tiny, family, attention)
+    model = built(family, attention)
     paths = [path for path, _ in decoder_layers(model)]
     ids = torch.randint(1, 97, (BATCH, SEQUENCE))
     saved = profile_model(model, lambda: model(ids, labels=ids).loss, regions=paths).by_region
@@ -44,9 +41,9 @@ def test_bytes_are_what_autograd_saves(tiny: Tiny, family: str, attention: str) 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_matrix_flops_are_what_torch_counts(tiny: Tiny, family: str) -> None:
+def test_matrix_flops_are_what_torch_counts(family: str) -> None:
     """Forward's, times three; attention scores apart, which torch counts without the mask."""
-    model = built(tiny, family, "eager").eval()
+    model = built(family, "eager").eval()
     ids = torch.randint(1, 97, (BATCH, SEQUENCE))
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(ids)
@@ -99,8 +96,8 @@ def test_qwen3_moe_by_hand() -> None:
     assert costs.layers[0].time == pytest.approx(6.9e-3, rel=0.2) and costs.head.time == pytest.approx(10.2e-3, rel=0.2)
 
 
-def test_costs_follow_the_microbatch(tiny: Tiny) -> None:
-    model = built(tiny, "qwen3_moe", "sdpa")
+def test_costs_follow_the_microbatch() -> None:
+    model = built("qwen3_moe", "sdpa")
     one, two, long = (model_costs(model, *shape) for shape in ((64, 1), (64, 2), (128, 1)))
     assert two.work[1].flops == 2 * one.work[1].flops and two.layers[1].memory == 2 * one.layers[1].memory
     assert one.layers[1].time < two.layers[1].time < 2 * one.layers[1].time  # gradients are summed once a microbatch
@@ -110,12 +107,12 @@ def test_costs_follow_the_microbatch(tiny: Tiny) -> None:
     assert named.layers[1].memory > one.layers[1].memory and named.work[1].flops == one.work[1].flops
 
 
-def test_shared_experts_cost_less_to_sum(tiny: Tiny) -> None:
-    model = built(tiny, "qwen3_moe", "sdpa")
+def test_shared_experts_cost_less_to_sum() -> None:
+    model = built("qwen3_moe", "sdpa")
     alone, shared = (model_costs(model, 64, 1, ep=ep).layers[1] for ep in (1, 4))
     assert shared.time < alone.time and shared.memory == alone.memory
 
 
-def test_a_model_without_a_head_is_refused(tiny: Tiny) -> None:
-    with pytest.raises(ValueError, match="no output embedding; costs are of a \\*ForCausalLM"):
-        model_costs(tiny("llama").model, 8, 1)  # type: ignore[arg-type]
+def test_a_model_without_a_head_is_refused() -> None:
+    with pytest.raises(ValueError, match="no output embedding; a \\*ForCausalLM is needed"):
+        model_costs(build_tiny("llama").model, 8, 1)  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from forebay.pipeline.p2p import Message, answers
+from forebay.pipeline.p2p import Message, confirmed_by
 from forebay.pipeline.schedule import BACKWARD, BACKWARD_INPUT, FORWARD, PipelinePlan, make_plan
 
 CASES = [
@@ -41,7 +41,7 @@ def maker(plan: PipelinePlan, message: Message) -> int:
 def test_what_is_let_go_of_has_arrived(name: str, pp: int, microbatches: int) -> None:
     plan = make_plan(name, pp, microbatches)
     work = {rank: needs_and_makes(plan, rank) for rank in range(pp)}
-    told = {rank: answers(plan, rank) for rank in range(pp)}
+    told = {rank: confirmed_by(plan, rank) for rank in range(pp)}
     for seed in range(5):
         chance, place, sent, taken = random.Random(seed), dict.fromkeys(range(pp), 0), set(), set()
         held: dict[int, set[Message]] = {rank: set() for rank in range(pp)}
@@ -67,4 +67,4 @@ def test_what_is_let_go_of_has_arrived(name: str, pp: int, microbatches: int) ->
 
 
 def test_a_rank_alone_has_nothing_to_tell() -> None:
-    assert answers(make_plan("1f1b", 1, 4), 0) == {}
+    assert confirmed_by(make_plan("1f1b", 1, 4), 0) == {}

@@ -25,7 +25,7 @@ def back_and_forth(rank: int, world: int, captured: bool) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(7)
     sent = [(torch.randn(3, 4, generator=generator).t().contiguous().t(), torch.arange(2) + m) for m in range(ROUNDS)]
     boxes: set[int] = set()
-    box = DistLinks._box
+    box = DistLinks._buffer
 
     def noting(it: Any, wanted: Any) -> torch.Tensor:
         found = box(it, wanted)
@@ -33,7 +33,10 @@ def back_and_forth(rank: int, world: int, captured: bool) -> dict[str, Any]:
         return found
 
     arrived = []
-    with mock.patch.object(DistLinks, "_captured", lambda _: captured), mock.patch.object(DistLinks, "_box", noting):
+    with (
+        mock.patch.object(DistLinks, "_capturing", lambda _: captured),
+        mock.patch.object(DistLinks, "_buffer", noting),
+    ):
         for m in range(ROUNDS):
             if rank == 0:
                 links.expect(Message("B", 1, m), 1, like)
@@ -50,7 +53,7 @@ def back_and_forth(rank: int, world: int, captured: bool) -> dict[str, Any]:
     right = all(
         torch.equal(a, b) for got, to in zip(arrived, wanted, strict=True) for a, b in zip(got, to, strict=True)
     )
-    return {"right": right, "boxes": len(boxes), "own": own, "left": len(links._sent) + len(links._boxes)}
+    return {"right": right, "boxes": len(boxes), "own": own, "left": len(links._sent) + len(links._buffers)}
 
 
 @pytest.mark.parametrize("captured", [False, True])

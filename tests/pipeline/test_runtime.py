@@ -403,7 +403,7 @@ def lifetimes(net: Net, plan: PipelinePlan, rank: int, links: Links | None, earl
     deadline = time.monotonic() + 2.0
     while travels and net.left() and time.monotonic() < deadline:
         time.sleep(0.001)
-    if net.left() or runtime.context.deferred or net.dispatcher.live_handles:
+    if net.left() or runtime.context._deferred or net.dispatcher.live_handles:
         wrong.append(f"{net.left()} tensors, {net.dispatcher.live_handles} handles are left")
     return sorted(set(wrong))
 
@@ -475,7 +475,7 @@ def test_an_exception_leaves_nothing_behind(name: str, where: str) -> None:
         results = in_threads(2, run)
         assert results == ["ConnectionError: the other rank is gone", "ArithmeticError: broken"]
         assert [net.left() for net in nets] == [0, 0]
-        assert [runtime.context.deferred for runtime in runtimes] == [0, 0]
+        assert [len(runtime.context._deferred) for runtime in runtimes] == [0, 0]
     layer.broken, watchers[1] = "", None
     for net in nets:
         net.take_gradients()

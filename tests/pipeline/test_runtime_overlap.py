@@ -222,7 +222,7 @@ def breaks_and_recovers(model: Model, dispatcher: TokenDispatcher, microbatches:
             good.append(done == [0] or (where == "backward" and done == [0, 1]))
         else:
             good.append(False)
-        good.append(dispatcher.live_handles == 0 and step._context.deferred == 0)
+        good.append(dispatcher.live_handles == 0 and not step._context._deferred)
         layer.broken = ""
         model.take_gradients()
         step.run(microbatches)

@@ -8,19 +8,19 @@ from forebay.config import Config, from_mapping
 from forebay.estimate.device import load
 from forebay.estimate.layers import plan_layers
 from forebay.estimate.plan import fit_run
-from forebay.pipeline.activity import Ran, perfetto
+from forebay.pipeline.activity import ActionRecord, trace_json
 from forebay.report.sections import Curves, Planned
 from tests.train.conftest import MODEL
 
 GIB = 1 << 30
 RAN = [
-    Ran(0, "F", "0F0", 0.0, 10.0, 1 << 20),
-    Ran(0, "SEND_F", "0SEND_F0", 10.0, 11.0, 1 << 20),
-    Ran(1, "F", "1F0", 11.0, 21.0, 1 << 20),
-    Ran(1, "OVERLAP_F_B", "(1F1;1B0)OVERLAP_F_B", 21.0, 41.0, 2 << 20),
-    Ran(0, "B", "0B0", 42.0, 60.0, 1 << 20),
-    Ran(1, "I", "1I1", 42.0, 50.0, 1 << 20),
-    Ran(1, "W", "1W1", 50.0, 56.0, 1 << 20),
+    ActionRecord(0, "F", "0F0", 0.0, 10.0, 1 << 20),
+    ActionRecord(0, "SEND_F", "0SEND_F0", 10.0, 11.0, 1 << 20),
+    ActionRecord(1, "F", "1F0", 11.0, 21.0, 1 << 20),
+    ActionRecord(1, "OVERLAP_F_B", "(1F1;1B0)OVERLAP_F_B", 21.0, 41.0, 2 << 20),
+    ActionRecord(0, "B", "0B0", 42.0, 60.0, 1 << 20),
+    ActionRecord(1, "I", "1I1", 42.0, 50.0, 1 << 20),
+    ActionRecord(1, "W", "1W1", 50.0, 56.0, 1 << 20),
 ]
 
 
@@ -89,5 +89,5 @@ def write_folder(folder: Path, settings: Config, steps: int = 12, gpu: bool = Tr
         {"rank": rank, "peak_bytes": 9 << 20, "peak_in_flight": {"0": 4, "3": 1}, "saved": saved} for rank in range(2)
     ]
     (folder / "profile.json").write_text(json.dumps(profile))
-    perfetto(RAN, folder / "pipeline.json")
+    (folder / "pipeline.json").write_text(trace_json(RAN))
     return folder

@@ -11,12 +11,12 @@ from rich.console import Console
 
 from forebay.config import Config, from_mapping
 from forebay.errors import RunError, UsageError
-from forebay.pipeline.activity import Ran
+from forebay.pipeline.activity import ActionRecord
 from forebay.train.loop import watch_step, write_timeline
 from tests.ranks import run_ranks
 from tests.train.test_saved_profile import MODEL
 
-RAN = [Ran(0, "F", "0F0", 1.0, 2.0, 0), Ran(1, "F", "1F0", 2.0, 3.0, 0)]
+RAN = [ActionRecord(0, "F", "0F0", 1.0, 2.0, 0), ActionRecord(1, "F", "1F0", 2.0, 3.0, 0)]
 
 
 def config(folder: str, timeline: int) -> Config:

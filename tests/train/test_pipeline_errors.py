@@ -90,7 +90,7 @@ THREE = {"config": {"num_hidden_layers": 3}}
         (THREE, r"parallel\.partition = 'auto': .*has 4 stages, .*the model's 3 decoder layers; valid is at most 1 "),
         ({**THREE, "parallel": {"partition": "even"}}, r"parallel\.partition = 'even': .*4 stages, .*3 decoder layers"),
         ({"parallel": {"schedule": "1f1b", "pp": 8}, "train": {"batch": 8}}, r"8 stages, .*4 decoder layers; .*at most 4 "),
-        ({"parallel": {"partition": [1, 1, 1, 2]}}, r"has 5 layers and the model 4; valid is that sum exactly"),
+        ({"parallel": {"partition": [1, 1, 1, 2]}}, r"has 5 layers, but the model has 4"),
         ({"parallel": {"partition": [2, 1, 1, 0]}}, r"\[2, 1, 1, 0\] leaves a stage without layers; .* at least 1"),
         ({"parallel": {"partition": [2, 2]}}, r"has 2 numbers, .*'dualpipev' with parallel\.pp = 2 has 4 stages"),
         ({"train": {"batch": 3}}, r"needs at least 4, .*gives a pipeline 3: .*nearest valid train\.batch above is 4"),

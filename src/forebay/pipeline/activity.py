@@ -1,7 +1,8 @@
-"""What the ranks of a pipeline ran in a step: a recorder, a picture, a trace for Perfetto, and the idle share of each rank.
+"""What the ranks of a pipeline ran in a step: a recorder, a picture, a Perfetto trace, and the idle share of each rank.
 
-Input: the runtime's calls around each action (`ActionRecorder`), then `Ran` records of all ranks on one clock. Output: a PNG
-(`draw`), Chrome trace JSON (`perfetto`) and fractions (`bubble`). `ActionRecorder` owns the CUDA events of one step.
+Input: the runtime's calls around each action (`ActionRecorder`), then the `ActionRecord`s of all ranks on one clock.
+Output: fractions (`bubble`), Chrome trace JSON (`trace_json`) and a PNG (`draw`). `ActionRecorder` owns the CUDA events of
+one step; the functions need no device.
 """
 
 from __future__ import annotations
@@ -17,51 +18,36 @@ from typing import Any, NamedTuple
 import torch
 
 from forebay.errors import UsageError
-from forebay.pipeline.schedule import Action
+from forebay.pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, COMPUTE, FORWARD, OVERLAP, Action
 
-# What a pipeline did in a step: a picture, a trace for Perfetto, and how long each rank stood still.
-#
-# In: `Ran` records of all ranks, on one clock. Out: a PNG (`draw`), Chrome trace JSON (`perfetto`), fractions (`bubble`).
-# Nothing is kept, and no device is touched.
-#
-#     draw       above, one row a rank and one box an action, with its microbatch's number where it fits; an overlapped forward
-#                and backward is one box in two halves. White numbers are of a rank's first stage, black ones of its others.
-#                Below, every rank's memory over time
-#     perfetto   one process a rank: a track of computation, one of communication, and a counter of memory
-#     bubble     0.25 for a rank that computes in three quarters of the time between the first start and the last end of all
-#
-# Worked example, times in ms: rank 0 runs F 0-1 and B 3-5, rank 1 F 1-2 and B 2-4. The span is 0 to 5; rank 0 computes for 3 of
-# it and rank 1 for 3: bubbles of 0.4 and 0.4.
-
-COMPUTE = ("F", "B", "I", "W", "OVERLAP_F_B")
+MEANING: Mapping[str, str] = {
+    FORWARD: "forward",
+    BACKWARD: "backward",
+    BACKWARD_INPUT: "backward of the input",
+    BACKWARD_WEIGHT: "backward of the weights",
+}
 _COLOURS: Mapping[str, str] = {
-    "F": "#4c8dd6",
-    "B": "#3a9d5d",
-    "I": "#8fcf9f",
-    "W": "#e3b23c",
+    FORWARD: "#4c8dd6",
+    BACKWARD: "#3a9d5d",
+    BACKWARD_INPUT: "#8fcf9f",
+    BACKWARD_WEIGHT: "#e3b23c",
 }
-_OTHER = "#9a9a9a"  # sends, receives and whatever else a schedule does
-_MEANING: Mapping[str, str] = {
-    "F": "forward",
-    "B": "backward",
-    "I": "backward of the input",
-    "W": "backward of the weights",
-}
+_OTHER = "#9a9a9a"  # sends and receives
 _PART = re.compile(r"(\d+)([A-Z_]+?)(\d+)(?![0-9])")  # "0F3": stage, kind, microbatch
-_DPI, _WIDTH, _ROW, _MEMORY, _AROUND = 100, 16.0, 0.5, 2.6, 1.5  # inches; the picture's height follows the ranks
+_DPI, _WIDTH, _ROW, _MEMORY, _AROUND = 100, 16.0, 0.5, 2.6, 1.5  # inches; the picture's height depends on the ranks
 _CHARACTER = 7.0  # pixels of a digit in the boxes' font
 
 
 @dataclass(frozen=True)
-class Ran:
+class ActionRecord:
     """One action that a rank ran.
 
     Attributes:
-        rank: in the pipeline.
-        kind: as torch names it: "F", "B", "I" (input's backward), "W" (weights' backward), "OVERLAP_F_B", "SEND_F", ...
-        label: the action's own name, such as "0F3": stage, kind, microbatch; of an overlap "(0F3;7B1)OVERLAP_F_B".
+        rank: pipeline rank.
+        kind: see `forebay.pipeline.schedule.Action`.
+        label: the action as text, such as "0F3" (stage, kind, microbatch) or "(0F3;7B1)OVERLAP_F_B".
         start_ms, end_ms: on a clock that all ranks share.
-        memory_bytes: the rank's memory at the action's end.
+        memory_bytes: memory of the rank at the end of the action.
     """
 
     rank: int
@@ -71,11 +57,16 @@ class Ran:
     end_ms: float
     memory_bytes: int
 
+    def parts(self) -> list[tuple[str, int, int]]:
+        """(kind, stage, microbatch) of the action; two for an overlapped forward and backward."""
+        return [(kind, int(stage), int(number)) for stage, kind, number in _PART.findall(self.label)]
 
-def bubble(records: Iterable[Ran]) -> dict[int, float]:
-    """By rank, the share of the span of all ranks in which it computes nothing.
 
-    Time in which two of a rank's actions overlap counts once. Waiting for a message is no computation.
+def bubble(records: Iterable[ActionRecord]) -> dict[int, float]:
+    """By rank, the share of time in which it computes nothing, between the first start and the last end of all ranks.
+
+    Time in which two actions of a rank overlap counts once. Waiting for a message is not computing. Example, in ms: rank 0
+    runs F 0-1 and B 3-5, rank 1 runs F 1-2 and B 2-4. Both compute for 3 of 5 ms: 0.4 and 0.4.
 
     Raises:
         ValueError: no records, or one that ends before it starts.
@@ -83,11 +74,13 @@ def bubble(records: Iterable[Ran]) -> dict[int, float]:
     ranks = _by_rank(records)
     begin, end = _span(ranks)
     span = end - begin
-    return {rank: 1.0 - _covered(ran) / span if span else 0.0 for rank, ran in ranks.items()}
+    return {rank: 1.0 - _computing(ran) / span if span else 0.0 for rank, ran in ranks.items()}
 
 
-def perfetto(records: Iterable[Ran], path: Path) -> None:
-    """Write a trace that https://ui.perfetto.dev and chrome://tracing open. Time 0 is the first start.
+def trace_json(records: Iterable[ActionRecord]) -> str:
+    """A trace that https://ui.perfetto.dev and chrome://tracing open. Time 0 is the first start.
+
+    Each rank is a process with a track of computation, one of communication, and a counter of memory.
 
     Raises:
         ValueError: as `bubble`.
@@ -99,106 +92,10 @@ def perfetto(records: Iterable[Ran], path: Path) -> None:
         events += _tracks(rank)
         for record in ran:
             start, end = (round(1000 * (t - begin), 3) for t in (record.start_ms, record.end_ms))  # microseconds
-            place = {"pid": rank, "tid": 0 if record.kind in COMPUTE else 1}
-            events.append(
-                {
-                    "ph": "X",
-                    "name": record.label,
-                    "cat": record.kind,
-                    "ts": start,
-                    "dur": round(end - start, 3),
-                    **place,
-                }
-            )
+            span = {"ts": start, "dur": round(end - start, 3), "pid": rank, "tid": 0 if record.kind in COMPUTE else 1}
+            events.append({"ph": "X", "name": record.label, "cat": record.kind, **span})
             events.append({"ph": "C", "name": "memory", "pid": rank, "ts": end, "args": {"bytes": record.memory_bytes}})
-    path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}), encoding="utf-8")
-
-
-def draw(records: Iterable[Ran], path: Path, title: str = "") -> None:
-    """Write the picture as a PNG, 1600 pixels wide and 410 high plus 50 for every rank.
-
-    Raises:
-        ValueError: as `bubble`.
-        UsageError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            "a picture of the pipeline needs matplotlib, which is not installed: pip install matplotlib"
-        ) from error
-    ranks = _by_rank(records)
-    begin, end = _span(ranks)
-    figure = Figure(figsize=(_WIDTH, _AROUND + _MEMORY + _ROW * len(ranks)), dpi=_DPI, layout="constrained")
-    rows, memory = figure.subplots(2, 1, sharex=True, height_ratios=(_ROW * len(ranks) + 0.4, _MEMORY))
-    rows.set_xlim(0.0, (end - begin) or 1.0)
-    pixels = _WIDTH * _DPI * 0.93 / ((end - begin) or 1.0)  # of a millisecond; the rest is the axis' labels
-    _draw_rows(rows, ranks, begin, pixels)
-    _draw_memory(memory, ranks, begin)
-    rows.set_title(title, loc="left")
-    figure.savefig(path, format="png")
-
-
-def _draw_rows(axes: Any, ranks: Mapping[int, Sequence[Ran]], begin: float, pixels: float) -> None:
-    for row, ran in enumerate(ranks.values()):
-        first = min((box.stage for record in ran for box in _boxes(record)), default=0)
-        for record in ran:
-            left, width = record.start_ms - begin, record.end_ms - record.start_ms
-            for box in _boxes(record):
-                place = row + box.low, box.height
-                axes.broken_barh([(left, width)], place, facecolors=box.colour, edgecolors="white", linewidth=0.4)
-                if box.text and len(box.text) * _CHARACTER <= width * pixels:
-                    middle = left + width / 2, row + box.low + box.height / 2
-                    colour = "white" if box.stage == first else "black"
-                    axes.text(*middle, box.text, ha="center", va="center", fontsize=7, color=colour)
-    idle = bubble(record for ran in ranks.values() for record in ran)
-    axes.set_yticks(
-        [row + 0.5 for row in range(len(ranks))], [f"rank {r}\n{idle[r]:.1%} idle" for r in ranks], fontsize=7
-    )
-    axes.set_ylim(len(ranks), 0)
-    from matplotlib.patches import Patch
-
-    kinds = [Patch(color=_COLOURS[kind], label=meaning) for kind, meaning in _MEANING.items()]
-    axes.legend(handles=[*kinds, Patch(color=_OTHER, label="other")], loc="lower right", ncols=5, fontsize=7,
-                bbox_to_anchor=(1.0, 1.0), frameon=False)  # fmt: skip
-
-
-def boxes_of(record: Ran) -> list[tuple[str, int, int]]:
-    """What an action computes: (kind, stage, microbatch), two of an overlap and one else."""
-    return [(kind, int(stage), int(number)) for stage, kind, number in _PART.findall(record.label)]
-
-
-class _DrawnBox(NamedTuple):
-    low: float  # from the row's upper edge, whose height is 1
-    height: float
-    colour: str
-    text: str = ""
-    stage: int = -1
-
-
-def _boxes(record: Ran) -> list[_DrawnBox]:
-    """An action's box; an overlap has one for each of its parts, one above the other."""
-    parts = [(int(stage), kind, number) for stage, kind, number in _PART.findall(record.label)]
-    if record.kind == "OVERLAP_F_B" and parts:
-        height = 0.8 / len(parts)
-        return [
-            _DrawnBox(0.1 + i * height, height, _COLOURS.get(kind, _OTHER), number, stage)
-            for i, (stage, kind, number) in enumerate(parts)
-        ]
-    stage, _, number = parts[0] if parts else (-1, "", "")
-    if record.kind not in _COLOURS:
-        return [_DrawnBox(0.92, 0.08, _OTHER, stage=stage)]  # below the computation that it runs beside
-    return [_DrawnBox(0.1, 0.8, _COLOURS[record.kind], number, stage)]
-
-
-def _draw_memory(axes: Any, ranks: Mapping[int, Sequence[Ran]], begin: float) -> None:
-    for rank, ran in ranks.items():
-        ordered = sorted(ran, key=lambda record: record.end_ms)
-        times = [record.end_ms - begin for record in ordered]
-        axes.step(times, [r.memory_bytes / 2**30 for r in ordered], where="post", linewidth=1, label=f"rank {rank}")
-    axes.set_ylabel("memory, GiB")
-    axes.set_xlabel("ms")
-    axes.legend(fontsize=7, ncols=2, loc="upper right")
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
 
 
 def _tracks(rank: int) -> list[dict[str, Any]]:
@@ -212,8 +109,98 @@ def _tracks(rank: int) -> list[dict[str, Any]]:
     return [{"ph": "M", "name": name, "pid": rank, "tid": tid, "args": args} for name, tid, args in named]
 
 
-def _by_rank(records: Iterable[Ran]) -> dict[int, list[Ran]]:
-    ranks: dict[int, list[Ran]] = {}
+def draw(records: Iterable[ActionRecord], path: Path, title: str = "") -> None:
+    """Write a picture as PNG, 1600 pixels wide, and 410 high plus 50 for every rank.
+
+    Above, a row for each rank with a box for each action, and its microbatch's number where it fits. An overlapped forward
+    and backward is one box in two parts. White numbers are of a rank's first stage, black ones of its others. Below, the
+    memory of every rank over time.
+
+    Raises:
+        ValueError: as `bubble`.
+        UsageError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            "a picture of the pipeline needs matplotlib, which is not installed: pip install matplotlib"
+        ) from error
+    ranks = _by_rank(records)
+    begin, end = _span(ranks)
+    span = (end - begin) or 1.0
+    figure = Figure(figsize=(_WIDTH, _AROUND + _MEMORY + _ROW * len(ranks)), dpi=_DPI, layout="constrained")
+    rows, memory = figure.subplots(2, 1, sharex=True, height_ratios=(_ROW * len(ranks) + 0.4, _MEMORY))
+    rows.set_xlim(0.0, span)
+    per_ms = _WIDTH * _DPI * 0.93 / span  # pixels; the rest of the width has the axis' labels
+    for row, ran in enumerate(ranks.values()):
+        _draw_row(rows, row, ran, begin, per_ms)
+    _label_rows(rows, ranks)
+    _draw_memory(memory, ranks, begin)
+    rows.set_title(title, loc="left")
+    figure.savefig(path, format="png")
+
+
+def _draw_row(axes: Any, row: int, ran: Sequence[ActionRecord], begin: float, per_ms: float) -> None:
+    boxes = [(record, box) for record in ran for box in _boxes(record)]
+    first = min((box.stage for _, box in boxes), default=0)
+    for record, box in boxes:
+        left, width = record.start_ms - begin, record.end_ms - record.start_ms
+        place = row + box.low, box.height
+        axes.broken_barh([(left, width)], place, facecolors=box.colour, edgecolors="white", linewidth=0.4)
+        if box.text and len(box.text) * _CHARACTER <= width * per_ms:
+            middle = left + width / 2, row + box.low + box.height / 2
+            colour = "white" if box.stage == first else "black"
+            axes.text(*middle, box.text, ha="center", va="center", fontsize=7, color=colour)
+
+
+def _label_rows(axes: Any, ranks: Mapping[int, Sequence[ActionRecord]]) -> None:
+    from matplotlib.patches import Patch
+
+    idle = bubble(record for ran in ranks.values() for record in ran)
+    names = [f"rank {rank}\n{idle[rank]:.1%} idle" for rank in ranks]
+    axes.set_yticks([row + 0.5 for row in range(len(ranks))], names, fontsize=7)
+    axes.set_ylim(len(ranks), 0)
+    kinds = [Patch(color=_COLOURS[kind], label=meaning) for kind, meaning in MEANING.items()]
+    axes.legend(handles=[*kinds, Patch(color=_OTHER, label="other")], loc="lower right", ncols=5, fontsize=7,
+                bbox_to_anchor=(1.0, 1.0), frameon=False)  # fmt: skip
+
+
+class _DrawnBox(NamedTuple):
+    low: float  # from the row's upper edge; the row's height is 1
+    height: float
+    colour: str
+    text: str = ""
+    stage: int = -1
+
+
+def _boxes(record: ActionRecord) -> list[_DrawnBox]:
+    """An action's box; for an overlap, a box for each of its parts, one above the other."""
+    parts = record.parts()
+    if record.kind == OVERLAP and parts:
+        height = 0.8 / len(parts)
+        return [
+            _DrawnBox(0.1 + i * height, height, _COLOURS.get(kind, _OTHER), str(number), stage)
+            for i, (kind, stage, number) in enumerate(parts)
+        ]
+    stage, text = (parts[0][1], str(parts[0][2])) if parts else (-1, "")
+    if record.kind not in _COLOURS:
+        return [_DrawnBox(0.92, 0.08, _OTHER, stage=stage)]  # a transfer, below the computation that it runs beside
+    return [_DrawnBox(0.1, 0.8, _COLOURS[record.kind], text, stage)]
+
+
+def _draw_memory(axes: Any, ranks: Mapping[int, Sequence[ActionRecord]], begin: float) -> None:
+    for rank, ran in ranks.items():
+        ordered = sorted(ran, key=lambda record: record.end_ms)
+        times = [record.end_ms - begin for record in ordered]
+        axes.step(times, [r.memory_bytes / 2**30 for r in ordered], where="post", linewidth=1, label=f"rank {rank}")
+    axes.set_ylabel("memory, GiB")
+    axes.set_xlabel("ms")
+    axes.legend(fontsize=7, ncols=2, loc="upper right")
+
+
+def _by_rank(records: Iterable[ActionRecord]) -> dict[int, list[ActionRecord]]:
+    ranks: dict[int, list[ActionRecord]] = {}
     for record in records:
         if record.end_ms < record.start_ms:
             raise ValueError(
@@ -221,16 +208,16 @@ def _by_rank(records: Iterable[Ran]) -> dict[int, list[Ran]]:
             )
         ranks.setdefault(record.rank, []).append(record)
     if not ranks:
-        raise ValueError("there are no records to show: nothing ran")
+        raise ValueError("there are no records of actions")
     return dict(sorted(ranks.items()))
 
 
-def _span(ranks: Mapping[int, Sequence[Ran]]) -> tuple[float, float]:
+def _span(ranks: Mapping[int, Sequence[ActionRecord]]) -> tuple[float, float]:
     every = [record for ran in ranks.values() for record in ran]
     return min(r.start_ms for r in every), max(r.end_ms for r in every)
 
 
-def _covered(ran: Sequence[Ran]) -> float:
+def _computing(ran: Sequence[ActionRecord]) -> float:
     """Milliseconds in which at least one action computes."""
     total, reached = 0.0, float("-inf")
     for record in sorted((r for r in ran if r.kind in COMPUTE), key=lambda r: r.start_ms):
@@ -239,46 +226,40 @@ def _covered(ran: Sequence[Ran]) -> float:
     return total
 
 
-# Records what a pipeline rank runs, as it runs: a watcher for `forebay.pipeline.runtime`.
-#
-# In: the runtime's calls around each action. Out: `Ran` records for `forebay.pipeline.activity`, on a clock that begins with the
-# step.
-#
-# On a CUDA device times are those of the compute stream, by events; the host waits for nothing until `records` is asked. Ranks
-# have a clock in common if they begin their steps together (a barrier).
-#
-# `ActionRecorder` owns the events of one step.
-
-
 class ActionRecorder:
-    """One step of one rank.
+    """Records one step of one rank; a `forebay.pipeline.runtime.Watcher`.
+
+    On a CUDA device, times are those of the compute stream, by events; the host does not wait before `records`. The clock
+    begins with the recorder, so ranks share a clock if they make their recorders together, after a barrier.
 
     Args:
-        rank: in the pipeline.
+        rank: pipeline rank.
         device: where it runs. Without a GPU, memory is 0.
     """
 
     def __init__(self, rank: int, device: torch.device):
         self._rank, self._gpu, self._device = rank, device.type == "cuda", device
         self._actions: list[tuple[Action, Any, Any, int]] = []
-        self._open: Any = None
+        self._began: Any = None
         self._zero = self._now()
 
     def began(self, action: Action) -> None:
         """See `forebay.pipeline.runtime.Watcher`."""
-        self._open = self._now()
+        self._began = self._now()
 
     def ended(self, action: Action) -> None:
         """See `forebay.pipeline.runtime.Watcher`."""
         held = torch.cuda.memory_allocated(self._device) if self._gpu else 0
-        self._actions.append((action, self._open, self._now(), held))
+        self._actions.append((action, self._began, self._now(), held))
 
-    def records(self) -> list[Ran]:
-        """The step so far. Waits for the device."""
+    def records(self) -> list[ActionRecord]:
+        """The actions so far. Waits for the device."""
         if self._gpu:
             torch.cuda.synchronize(self._device)
         return [
-            Ran(self._rank, action.kind, str(action), self._since(began), self._since(ended), held)
+            ActionRecord(
+                self._rank, action.kind, str(action), self._milliseconds(began), self._milliseconds(ended), held
+            )
             for action, began, ended, held in self._actions
         ]
 
@@ -289,5 +270,5 @@ class ActionRecorder:
         event.record()
         return event
 
-    def _since(self, moment: Any) -> float:
-        return self._zero.elapsed_time(moment) if self._gpu else 1e3 * (moment - self._zero)
+    def _milliseconds(self, time: Any) -> float:
+        return self._zero.elapsed_time(time) if self._gpu else 1e3 * (time - self._zero)

@@ -1,45 +1,9 @@
-"""What every decoder layer of a model costs, read from its shapes: the figures that stages of a pipeline are balanced by.
+"""Cost of every decoder layer of a model, from its shapes, to balance the stages of a pipeline; and the partition they give.
 
-In: a transformers ``*ForCausalLM`` with all its layers, on any device (the meta device will do: only shapes are read), the
-tokens of a microbatch. Out: `Costs`. Nothing is run, changed or kept.
-
-Time is seconds of forward and backward of one microbatch on an H200; what counts is how layers compare with each other and
-with the head. FLOPs alone would not do: a head multiplies at nearly twice the speed of an MoE layer. So (fitted to
-layers and heads of Qwen3-30B-A3B and DeepSeek-V2-Lite at 4096 tokens, within 20 %):
-
-    FLOPs                 700 TFLOP/s, of routed experts 400
-    bytes saved           2.2 ms a GB: norms, rotation, activation and permutation read and write them several times
-    parameters            12 bytes each at 4 TB/s: each microbatch's gradient is written, and added into a sum in fp32
-
-FLOPs are:
-
-    weights     6 a parameter and token: 2 forward, 2 for the input's gradient, 2 for the weight's (Kaplan et al. 2020,
-                arXiv:2001.08361, section 2.1). Routed experts count K / E of theirs; biases, norms and the embedding's
-                look-up nothing
-    attention   7 products of a query-key pair and a head's width where forward has 2: FlashAttention's backward makes 5,
-                as it makes the scores again (Dao 2023, arXiv:2307.08691). A causal mask leaves S (S + 1) / 2 pairs of a
-                sequence, a sliding window those within it
-
-Memory is bytes saved for backward of one microbatch in bf16, by layers as `forebay.models.blocks` runs them uncompiled, with
-Forebay's experts. A token, a part at a time (H hidden, K experts of width I, each saved tensor counted once):
-
-    RMSNorm of width n    6 n: the input in fp32 and what the weight multiplies, in GPT-OSS's 8 n (transformers' own RMSNorm)
-    linear layers         2 a input's width; those that read the same tensor share it
-    attention             queries, keys, values and output, 2 bytes an element, and fp32 log-sum-exp of each head; "eager"
-                          repeats keys and values for each head and keeps the probabilities, 6 bytes a pair and head (GPT-OSS's
-                          2)
-    latent attention      keys of every head, and values together with the part of the keys they are made with. Here and in GLM
-                          the output twice: as attention and as the projection want it, for rotary halves are concatenated
-    routed experts        2 H + 4 K I (`forebay.moe.experts_op`), and 20 K for the routing
-    router                probabilities in fp32, 4 E; DeepSeek's and GLM's input in fp32, 4 H, and weight in fp32, 4 E H once
-    dense, shared MLP     8 a unit of width: gate, its activation, up, and their product
-    embedding             8: the token's number
-    head                  the final norm, and 4 H a token and 4 V H once: the gradients that `forebay.models.fused_loss` keeps
-                          in fp32
-
-`tests/pipeline/test_costs.py` holds them against what autograd saves, in every family: within 3 %.
-An estimate, then, and of saved tensors alone: weights, gradients and the memory of a running operation are not in it.
-`forebay profile` measures what one forward pass saves.
+Input: a transformers ``*ForCausalLM`` on any device, also meta, because only shapes are read, and the tokens of a
+microbatch. Output: `Costs`: seconds of forward and backward on an H200 and bytes saved for backward, of one microbatch.
+These are estimates to compare layers with each other and with the head. They count saved tensors only, not weights,
+gradients or temporary memory; `forebay profile` measures what a forward saves.
 """
 
 from __future__ import annotations
@@ -58,8 +22,17 @@ from forebay.models.families import LAYERS, MoeBlock, decoder_layers, has_known_
 from forebay.pipeline.partition import LayerCost, Partition, even_partition, of_counts, partition_layers, with_costs
 
 _BF16, _F32 = 2, 4
-# Seconds a FLOP of dense products and of routed experts, a byte saved, a parameter whose gradient is summed.
-_DENSE, _ROUTED, _SAVED, _SUMMED = 1 / 700e12, 1 / 400e12, 2.2e-12, 12 / 4e12
+# Fitted to layers and heads of Qwen3-30B-A3B and DeepSeek-V2-Lite at 4096 tokens on an H200, within 20 %. FLOPs alone would not
+# do: a head multiplies at nearly twice the speed of an MoE layer.
+_DENSE, _ROUTED = 1 / 700e12, 1 / 400e12  # seconds a FLOP of dense products and of routed experts
+_SAVED = 2.2e-12  # seconds a saved byte: norms, rotation, activation and permutation read and write them several times
+_SUMMED = 12 / 4e12  # seconds a parameter: each microbatch's gradient is written, and added into a sum in fp32
+_FORWARD_AND_BACKWARD = 6  # FLOPs a parameter and token: 2 each for the output, the input's and the weight's gradient
+# (Kaplan et al. 2020, arXiv:2001.08361, section 2.1).
+_ATTENTION = (
+    7  # products of a query-key pair where forward has 2: FlashAttention's backward has 5, because it computes the
+)
+# scores again (Dao 2023, arXiv:2307.08691).
 _SLOT = 20  # bytes a token and expert: weight (fp32), id (int64), order and inverse (int32)
 # Router -> bytes saved a token for each expert of the layer and for each element of its input, where not (4, 0): fp32
 # probabilities, the mask of a group-limited choice, the input in fp32.
@@ -67,23 +40,24 @@ _ROUTERS: Mapping[str, tuple[int, int]] = {
     "DeepseekV2TopkRouter": (5, 4),
     "DeepseekV3TopkRouter": (4, 4),
     "Glm4MoeTopkRouter": (4, 4),
-    "GptOssTopKRouter": (0, 0),  # softmax over the chosen alone
+    "GptOssTopKRouter": (0, 0),  # softmax over the chosen experts only
 }
-# Norms that multiply by their weight in fp32, and attention whose eager probabilities are made in bf16.
+# Norms that multiply by their weight in fp32, and attention whose eager probabilities are in bf16.
 _F32_NORMS = frozenset({"GptOssRMSNorm"})
 _BF16_SCORES = frozenset({"GptOssAttention"})
-# Attention whose queries come out of a concatenation, head by head; fused kernels give the output their layout.
+# Attention that concatenates its queries head by head, for the rotary halves. Fused kernels give the output that layout, so it is
+# saved twice: as the attention's output and as the projection's input.
 _BY_HEAD = frozenset({"DeepseekV2Attention", "DeepseekV3Attention", "Glm4MoeAttention"})
 
 
 @dataclass(frozen=True)
 class PartCost:
-    """Of one microbatch in one part of a model.
+    """Cost of one microbatch in one part of a model.
 
     Attributes:
-        dense, routed: FLOPs of forward and backward; the latter in routed experts.
+        dense, routed: FLOPs of forward and backward; `routed` are those of routed experts.
         saved: bytes saved for backward.
-        weights, expert_weights: parameters that get a gradient; the latter in routed experts, over all processes.
+        weights, expert_weights: parameters that get a gradient; `expert_weights` are those of routed experts, over all processes.
     """
 
     dense: int
@@ -94,11 +68,11 @@ class PartCost:
 
     @property
     def flops(self) -> int:
-        """Of forward and backward."""
+        """FLOPs of forward and backward."""
         return self.dense + self.routed
 
     def cost(self, ep: int) -> LayerCost:
-        """Seconds and bytes, on one of `ep` processes that share the experts. They share the rows too, so FLOPs stay."""
+        """Seconds and bytes on one of `ep` processes that share the experts. They also share the rows, so FLOPs stay."""
         summed = self.weights + self.expert_weights / ep
         time = self.dense * _DENSE + self.routed * _ROUTED + self.saved * _SAVED + summed * _SUMMED
         return LayerCost(time, self.saved)
@@ -106,7 +80,7 @@ class PartCost:
 
 @dataclass(frozen=True)
 class Costs:
-    """Of one microbatch. `layers` in the order of the forward, `work` what they are made of."""
+    """Costs of one microbatch; `work` and `head_work` are what `layers`, in forward order, and `head` are made of."""
 
     layers: tuple[LayerCost, ...]
     embedding: LayerCost
@@ -120,32 +94,37 @@ def model_costs(model: nn.Module, sequence: int, microbatch: int, attention: str
 
     Args:
         attention: the implementation that will run, such as "sdpa"; None is the model's own.
-        ep: processes that share the experts.
+        ep: number of processes that share the experts.
 
     Raises:
-        ValueError: layers of a family that Forebay does not know, or a model without an output embedding.
+        ValueError: layers of an unknown family, or a model without an output embedding.
     """
     if not has_known_layers(model):
         raise ValueError(
-            f"{type(model).__name__} has no decoder layers that Forebay knows; those are {', '.join(LAYERS)}"
+            f"{type(model).__name__} has no decoder layers that Forebay knows; known are {', '.join(LAYERS)}"
         )
     eager = (attention or model.config._attn_implementation) == "eager"  # type: ignore[union-attr]
     work = tuple(_layer(path, layer, sequence, microbatch, eager) for path, layer in decoder_layers(model))
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
     if head is None:
-        raise ValueError(f"{type(model).__name__} has no output embedding; costs are of a *ForCausalLM")
+        raise ValueError(f"{type(model).__name__} has no output embedding; a *ForCausalLM is needed")
     tokens = sequence * microbatch
     vocabulary, hidden = head.weight.shape
-    loss = _F32 * hidden * (tokens + vocabulary)
-    head_work = PartCost(6 * vocabulary * hidden * tokens, 0, tokens * (_F32 + _BF16) * hidden + loss, 0)
+    loss = _F32 * hidden * (tokens + vocabulary)  # gradients that `forebay.models.fused_loss` keeps in fp32
+    saved = tokens * (_F32 + _BF16) * hidden + loss  # with the final norm
+    head_work = PartCost(_FORWARD_AND_BACKWARD * vocabulary * hidden * tokens, 0, saved, 0)
     return Costs(
         tuple(w.cost(ep) for w in work),
-        LayerCost(0, 8 * tokens),
-        # Its product runs over all rows at once, and what it keeps it writes once.
+        LayerCost(0, 8 * tokens),  # token ids
+        # The head multiplies all rows at once and writes what it saves once, so that costs no extra time.
         LayerCost(head_work.flops * _DENSE, head_work.saved),
         work,
         head_work,
     )
+
+
+# Bytes saved for backward in bf16, by layers as `forebay.models.blocks` runs them uncompiled with Forebay's experts; each saved
+# tensor is counted once. tests/pipeline/test_costs.py holds them against what autograd saves in every family: within 3 %.
 
 
 def _layer(path: str, layer: Any, sequence: int, microbatch: int, eager: bool) -> PartCost:
@@ -156,16 +135,16 @@ def _layer(path: str, layer: Any, sequence: int, microbatch: int, eager: bool) -
     queries, values = _widths(attention)
     pairs = _pairs(attention, sequence)
     weights = _matrices(attention.parameters()) + mlp.parameters
-    flops = 6 * tokens * weights + 7 * microbatch * pairs * (queries + values)
+    flops = _FORWARD_AND_BACKWARD * tokens * weights + _ATTENTION * microbatch * pairs * (queries + values)
     saved = _eager(attention, sequence) if eager else _fused(attention)
-    # The norms before attention and MLP, whose outputs all projections share, and those inside of attention.
+    # The norms inside of attention; those before attention and MLP, and their outputs, which all projections share.
     saved += _inner_norms(attention) + 2 * (_norm(layer.input_layernorm, hidden) + _BF16 * hidden)
-    routed = 6 * tokens * mlp.routed
+    routed = _FORWARD_AND_BACKWARD * tokens * mlp.routed
     return PartCost(flops, routed, tokens * (saved + mlp.saved) + mlp.saved_once, weights, mlp.expert_weights)
 
 
 def _is_latent(attention: Any) -> bool:
-    """DeepSeek's: the keys and values of all heads are made of one narrow vector."""
+    """Whether the keys and values of all heads are made from one narrow vector, as DeepSeek's are."""
     return hasattr(attention, "kv_b_proj")
 
 
@@ -180,9 +159,9 @@ def _heads(attention: Any) -> int:
 
 
 def _fused(attention: Any) -> int:
-    """Bytes a token of queries, keys, values, output and log-sum-exp."""
+    """Bytes a token: queries, keys, values, output, and fp32 log-sum-exp of each head."""
     queries, values = _widths(attention)
-    if _is_latent(attention):
+    if _is_latent(attention):  # keys of every head, and values together with the part of the keys they are made with
         elements = 2 * queries + attention.kv_b_proj.out_features + values
     else:
         elements = queries + values + (queries + values) // attention.num_key_value_groups
@@ -192,13 +171,13 @@ def _fused(attention: Any) -> int:
 
 
 def _eager(attention: Any, sequence: int) -> int:
-    """Bytes a token of queries, keys and values of every head, output, and a row of probabilities for each head."""
+    """Bytes a token: queries, output, keys and values repeated for every head, and a row of probabilities of each head."""
     score = _BF16 if type(attention).__name__ in _BF16_SCORES else _F32 + _BF16
     return _BF16 * 2 * sum(_widths(attention)) + score * _heads(attention) * sequence
 
 
 def _inner_norms(attention: Any) -> int:
-    """Of queries and keys, once a head or over all heads; or of DeepSeek's narrow vectors, which a projection reads then."""
+    """Bytes a token: norms of queries and keys, by head or over all heads; DeepSeek's norms with their projections' input."""
     queries, _ = _widths(attention)
     saved = 0
     for name, child in attention.named_children():
@@ -210,21 +189,18 @@ def _inner_norms(attention: Any) -> int:
 
 
 def _pairs(attention: Any, sequence: int) -> int:
-    """Query-key pairs of a sequence that a causal mask, or a sliding window, leaves."""
+    """Query-key pairs of a sequence inside the causal mask, or the sliding window."""
     window = min(getattr(attention, "sliding_window", None) or sequence, sequence)
     return window * (window + 1) // 2 + (sequence - window) * window
 
 
 @dataclass(frozen=True)
 class _Mlp:
-    """Parameters that multiply every token, and of routed experts those that multiply a token; bytes saved a token besides the
-    block's input; bytes saved whatever the tokens; parameters of all routed experts."""
-
-    parameters: int
-    saved: int
-    saved_once: int = 0
-    routed: int = 0
-    expert_weights: int = 0
+    parameters: int  # that multiply every token
+    saved: int  # bytes a token, besides the block's input
+    saved_once: int = 0  # bytes, whatever the tokens
+    routed: int = 0  # parameters of routed experts that multiply a token
+    expert_weights: int = 0  # parameters of all routed experts
 
 
 def _moe(block: MoeBlock) -> _Mlp:
@@ -239,14 +215,14 @@ def _moe(block: MoeBlock) -> _Mlp:
     return _Mlp(
         _matrices(router.parameters()) + shared.parameters,
         saved + shared.saved,
-        per_input * n_experts * hidden,
+        per_input * n_experts * hidden,  # the router's weight in fp32
         stacked * top_k // n_experts,
         stacked,
     )
 
 
 def _dense(mlp: Any) -> _Mlp:
-    """A gated MLP."""
+    """A gated MLP, which saves gate, its activation, up, and their product."""
     return _Mlp(_matrices(mlp.parameters()), 4 * _BF16 * mlp.down_proj.in_features)
 
 
@@ -255,19 +231,20 @@ def _matrices(parameters: Iterable[Any]) -> int:
 
 
 def _norm(norm: nn.Module, width: int) -> int:
+    """Bytes a token: the input in fp32, and what the weight multiplies."""
     return (2 * _F32 if type(norm).__name__ in _F32_NORMS else _F32 + _BF16) * width
 
 
 def partition_of(config: Config, declared: Any, sharing: int, costs: Costs | None = None) -> Partition:
-    """Which layers each stage has, as ``parallel.partition`` says; the same on every process. With costs by rank.
+    """The partition that ``parallel.partition`` names, with costs by rank; the same on every process.
 
     Args:
         declared: the Hugging Face configuration.
-        sharing: processes that share the batch, those of one stage.
-        costs: `costs_of` the same, where they are known already.
+        sharing: number of processes that share the batch, which are those of one stage.
+        costs: the result of `costs_of` for the same arguments, if known already.
 
     Raises:
-        UsageError: the model's layers cannot be cut so, or are of a family that Forebay does not know.
+        UsageError: the model's layers cannot be cut that way, or are of an unknown family.
     """
     costs = costs_of(config, declared, sharing) if costs is None else costs
     schedule, pp, chunks, microbatches = pipeline_shape(config, sharing)
@@ -293,16 +270,16 @@ def partition_of(config: Config, declared: Any, sharing: int, costs: Costs | Non
 
 
 def costs_of(config: Config, declared: Any, sharing: int) -> Costs:
-    """What the layers of the model cost, for one microbatch of each of `sharing` processes.
+    """Costs of the model's layers, for one microbatch on each of `sharing` processes.
 
     Raises:
-        UsageError: a family that Forebay does not know.
+        UsageError: an unknown family.
     """
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        # Every family has eager attention, which needs no package; what it saves is counted by `model.attention`.
-        # transformers writes that into the configuration: hence the copy.
+        # Every family has eager attention, which needs no package; what runs and saves is `model.attention`, below.
+        # transformers writes the implementation into the configuration: hence the copy.
         model = AutoModelForCausalLM.from_config(copy.deepcopy(declared), attn_implementation="eager")
     try:
         return model_costs(
@@ -313,13 +290,14 @@ def costs_of(config: Config, declared: Any, sharing: int) -> Costs:
 
 
 def pipeline_shape(config: Config, sharing: int) -> tuple[str, int, int, int]:
-    """Schedule, ranks, chunks and microbatches; without a pipeline that is one stage, which runs one after the other."""
+    """Schedule, ranks, chunks and microbatches. No pipeline is a single stage of 1f1b."""
     p = config.parallel
     microbatches = config.train.batch // sharing // config.microbatch(sharing)
     return (p.schedule if p.pp > 1 else "1f1b"), p.pp, p.chunks, microbatches
 
 
 def priced(partition: Partition, costs: Costs, schedule: str, microbatches: int) -> Partition:
+    """The same partition with time and memory of every rank."""
     return with_costs(
         partition,
         costs.layers,

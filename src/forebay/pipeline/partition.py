@@ -1,34 +1,33 @@
-"""Which decoder layers each stage of a pipeline has, from what the layers cost. No device, no tensors.
+"""Assigns decoder layers to pipeline stages by cost.
 
-In: a `LayerCost` for every decoder layer, the embedding and the head; a schedule; pipeline ranks; microbatches. Out: a
-`Partition`. Nothing is kept. Stages are numbered along the forward; stage 0 has the embedding too, the last one the head.
+Input: a `LayerCost` for every decoder layer, the embedding and the head; a schedule; the number of pipeline ranks and of
+microbatches. Output: a `Partition`. Nothing needs a device or tensors. Stages are numbered along the forward; stage 0 also
+has the embedding, the last stage the head.
 
     1f1b              pp stages, stage s on rank s
     interleaved-1f1b  chunks * pp stages, stage s on rank s % pp
-    zbv, dualpipev    2 * pp stages in a V: rank r has r and 2 * pp - 1 - r, so rank 0 has embedding and head
+    zbv, dualpipev    2 * pp stages in a V: rank r has stages r and 2 * pp - 1 - r, so rank 0 has embedding and head
 
-What is best, in this order, where a rank's time is the sum over its stages and its memory the sum of in-flight
-microbatches x memory of one:
+A rank's time is the sum over its stages; its memory is the sum of in-flight microbatches x memory of one. The best
+partition has, in this order:
 
-    1. every rank within the budget, if there is one
-    2. the slowest rank as fast as can be; from here on, whatever is within 1 % of that counts as equally fast
-    3. where a rank has several stages, stages alike (least squares): in a V its two run at once, one forward and one
-       backward, and a short one cannot hide a long one; interleaved ranks wait for each other stage by stage. Before
-       memory, because making the first stages single layers would always save some: a budget can ask for that
-    4. the smallest peak memory over ranks
-    5. ranks alike (least squares), and layers that are left over on inner stages, away from embedding and head
+    1. the fastest slowest rank; all partitions within 1 % of it count as equally fast
+    2. stages alike within each rank (least squares): in a V a rank's two stages run together, one forward and one backward,
+       and a short one cannot hide a long one; interleaved ranks wait for each other stage by stage. This comes before
+       memory, which single-layer first stages would always save
+    3. the smallest peak memory over ranks
+    4. ranks alike (least squares), and remaining layers on inner stages, away from embedding and head
 
-How: a rank's stages are a *group*, which takes layers from the front, in a V from the back too. Groups come from the
-outside inwards, so a state of the dynamic programme is the range [i, j) of layers that are still free: j stays at the end
-without a V. A state whose rest cannot fit the remaining groups under the bound is dropped; the bound starts at what no
-partition can be below and widens until there is a solution, which is then the best. Few states lie between: 128 layers on
-32 stages take about a second. Costs become integers first, so equal is equal.
+Method: a rank's stages are a *group*, which takes layers from the front, in a V from the back too. Groups are filled from
+the outside inwards, so a state of the dynamic programme is the range [i, j) of layers that are still free; without a V, j
+stays at the end. A state whose free layers cannot fit the remaining groups under the bound is dropped. The bound starts at
+a lower limit of all partitions and widens until there is a solution, which is then the best. 128 layers on 32 stages take
+about a second. Costs are converted to integers first, so that ties are exact. Interleaved ranks couple stages that lie
+apart, for which this state is too small: there, stages are balanced exactly, and then single layers are moved while that
+makes the ranks better. The result is good, but not proven to be the best.
 
-Interleaved ranks couple stages that lie apart, for which this state is too small. There the stages are balanced exactly,
-and then single layers moved as long as that makes the ranks better: good, not proven to be the best.
-
-Worked example: 12 equal layers and a head that weighs 4, dualpipev on 2 ranks: 3, 4, 4 and 1 layers. Both ranks have 8 of
-the 16; of the even split's, which is 3, 3, 3 and 3, rank 0 has 10.
+Example: 12 equal layers and a head that weighs 4, dualpipev on 2 ranks: 3, 4, 4 and 1 layers, so that both ranks have 8 of
+the 16. With 3 layers on each stage, rank 0 would have 10.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ _NO_BOUND = 1 << 100
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What one microbatch costs in a layer: time of forward and backward in any unit, bytes saved for backward."""
+    """Cost of one microbatch in a layer: time of forward and backward in any unit, and bytes saved for backward."""
 
     time: float
     memory: float
@@ -59,13 +58,13 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class Partition:
-    """Layers by stage, and who has the stages.
+    """Layers of each stage, and the rank of each stage.
 
     Attributes:
         layers: by stage, the numbers of its decoder layers.
         ranks: by stage, its pipeline rank.
-        time: by rank, of one microbatch through all its stages; None where no costs were given.
-        memory: by rank, bytes saved for backward at most; None where no costs were given.
+        time: by rank, time of one microbatch through all its stages; None without costs.
+        memory: by rank, the most bytes saved for backward; None without costs.
     """
 
     layers: tuple[tuple[int, ...], ...]
@@ -89,30 +88,30 @@ class Partition:
 
 
 def rank_of(schedule: str, stage: int, pp: int) -> int:
-    """The pipeline rank that has `stage`."""
+    """The pipeline rank of `stage`."""
     return min(stage, 2 * pp - 1 - stage) if schedule in _V else stage % pp
 
 
 def in_flight(schedule: str, stage: int, pp: int, microbatches: int, chunks: int = 2) -> int:
-    """Microbatches whose activations `stage` holds at most: forwards begun less (input) backwards done.
+    """The most microbatches whose activations `stage` holds: forwards begun minus (input) backwards done.
 
-    Without interleaving it is the number of stages from this one to the end, itself included: the first forwards of a stage
-    are followed by its first backward when the loss has come back to it. In the schedules of torch 2.11 to 2.13 that is so
-    for the V's as well: rank r runs 2 pp - r forwards of its first stage before the first backward, r + 1 of its second.
+    Without interleaving it is the number of stages from this one to the last, both included: the first backward follows when
+    the first loss has come back. In the schedules of torch 2.11 to 2.13 this also holds for a V: rank r runs 2 pp - r
+    forwards of its first stage before the first backward, and r + 1 of its second.
 
     Raises:
-        ValueError: a stage there is not, or microbatches that the interleaved schedule cannot divide into rounds.
+        ValueError: a stage that does not exist, or microbatches that the interleaved schedule cannot divide into rounds.
     """
     stages = stages_of(schedule, pp, chunks)
     if not 0 <= stage < stages:
-        raise ValueError(f"there is no stage {stage} of {schedule} on {pp} ranks; valid are 0 to {stages - 1}")
+        raise ValueError(f"{schedule} on {pp} ranks has no stage {stage}; valid are 0 to {stages - 1}")
     if schedule != "interleaved-1f1b":
         return min(microbatches, stages - stage)
     return _interleaved_in_flight(stage, pp, microbatches, chunks)
 
 
 def _interleaved_in_flight(stage: int, pp: int, microbatches: int, chunks: int) -> int:
-    """Counted along the plan: rounds of microbatches, chunk by chunk, forwards ahead of backwards by the warm-up."""
+    """Counted along the plan: rounds of microbatches, chunk by chunk, with forwards ahead of backwards by the warm-up."""
     rounds = max(1, microbatches // pp)
     if microbatches % rounds:
         raise ValueError(
@@ -123,17 +122,17 @@ def _interleaved_in_flight(stage: int, pp: int, microbatches: int, chunks: int) 
     width, total = microbatches // rounds, microbatches * chunks
     ahead = min((chunks - 1) * width + 2 * (pp - 1 - rank), total)
     held = most = 0
-    for step in range(total + ahead):
-        if step < total:
-            held += (step // width) % chunks == chunk
+    for slot in range(total + ahead):
+        if slot < total:
+            held += (slot // width) % chunks == chunk
             most = max(most, held)
-        if step >= ahead:
-            held -= chunks - 1 - ((step - ahead) // width) % chunks == chunk
+        if slot >= ahead:
+            held -= chunks - 1 - ((slot - ahead) // width) % chunks == chunk
     return most
 
 
 def even_partition(n_layers: int, schedule: str, pp: int, chunks: int = 2) -> Partition:
-    """As many layers on every stage, whatever they cost; one more on the innermost stages where that does not divide.
+    """The same number of layers on every stage, whatever they cost; one more on the innermost stages for a remainder.
 
     Raises:
         ValueError: more stages than layers.
@@ -145,10 +144,10 @@ def even_partition(n_layers: int, schedule: str, pp: int, chunks: int = 2) -> Pa
 
 
 def of_counts(counts: Sequence[int], n_layers: int, schedule: str, pp: int, chunks: int = 2) -> Partition:
-    """A partition given as the number of layers of each stage.
+    """The partition with the given number of layers on each stage.
 
     Raises:
-        ValueError: not one number for each stage, a stage without a layer, or another sum than `n_layers`.
+        ValueError: not one number for each stage, a stage without a layer, or a sum other than `n_layers`.
     """
     stages = stages_of(schedule, pp, chunks)
     if len(counts) != stages:
@@ -157,7 +156,7 @@ def of_counts(counts: Sequence[int], n_layers: int, schedule: str, pp: int, chun
         if count < 1:
             raise ValueError(f"stage {stage} of the partition has {count} layers; every stage needs at least one")
     if sum(counts) != n_layers:
-        raise ValueError(f"the partition has {sum(counts)} layers and the model {n_layers}; valid is that sum exactly")
+        raise ValueError(f"the partition has {sum(counts)} layers, but the model has {n_layers}")
     cuts = list(accumulate(counts, initial=0))
     layers = tuple(tuple(range(low, high)) for low, high in pairwise(cuts))
     return Partition(layers, tuple(rank_of(schedule, s, pp) for s in range(stages)))
@@ -192,37 +191,26 @@ def partition_layers(
     head: LayerCost,
     microbatches: int,
     chunks: int = 2,
-    budget: float | None = None,
 ) -> Partition:
-    """The best partition, as this file's docstring says what that is.
+    """The best partition, as the module docstring defines it, with time and memory of every rank.
 
     Args:
-        layers: of all decoder layers, in order.
-        schedule: one of `SCHEDULES`.
-        pp: pipeline ranks.
-        embedding, head: what the first and the last stage have besides.
-        microbatches: of a step, for one pipeline.
-        chunks: stages of a rank, for "interleaved-1f1b".
-        budget: bytes of saved activations that no rank may exceed.
+        layers: costs of all decoder layers, in order.
+        schedule: one of `forebay.config.SCHEDULES`.
+        pp: number of pipeline ranks.
+        embedding, head: additional costs of the first and the last stage.
+        microbatches: number of microbatches in a step of one pipeline.
+        chunks: stages per rank, for "interleaved-1f1b".
 
     Raises:
-        ValueError: more stages than layers, or a budget that no partition meets.
+        ValueError: more stages than layers.
     """
     stages = stages_of(schedule, pp, chunks)
     _check_stages(stages, len(layers), schedule, pp)
     held = [in_flight(schedule, s, pp, microbatches, chunks) for s in range(stages)]
     costs = _Costs.of(layers, embedding, head, held, [rank_of(schedule, s, pp) for s in range(stages)])
-    bound = _NO_BOUND if budget is None else int(budget * costs.memory_scale)
-    interleaved, v = schedule == "interleaved-1f1b", schedule in _V
-    best = _interleaved(costs, bound) if interleaved else _exact(_Groups(costs, v), bound)
-    if best is None:
-        least = _leanest_found(costs)[0] if interleaved else _least_peak(_Groups(costs, v))
-        smallest = f"smallest {'found' if interleaved else 'possible'} is {math.ceil(least / costs.memory_scale)}"
-        raise ValueError(
-            f"no partition of {len(layers)} layers by {schedule} on {pp} ranks keeps every rank within the budget of "
-            f"{budget:.0f} bytes; the {smallest}"
-        )
-    found = of_counts([b - a for a, b in pairwise(best)], len(layers), schedule, pp, chunks)
+    cuts = _interleaved(costs) if schedule == "interleaved-1f1b" else _exact(_Groups(costs, schedule in _V))
+    found = of_counts([b - a for a, b in pairwise(cuts)], len(layers), schedule, pp, chunks)
     return with_costs(found, layers, schedule, embedding=embedding, head=head, microbatches=microbatches)
 
 
@@ -236,7 +224,7 @@ def _check_stages(stages: int, n_layers: int, schedule: str, pp: int) -> None:
 
 @dataclass(frozen=True)
 class _Costs:
-    """Integer costs. ``time[i]`` and ``memory[i]`` are sums over the layers before i; ``extra_*`` and ``held`` by stage."""
+    """Integer costs. ``time[i]`` and ``memory[i]`` are sums over the layers before i; ``extra_*`` and ``held`` are by stage."""
 
     time: list[int]
     memory: list[int]
@@ -244,7 +232,6 @@ class _Costs:
     extra_memory: list[int]
     held: list[int]
     ranks: list[int]
-    memory_scale: float
 
     @classmethod
     def of(
@@ -258,7 +245,7 @@ class _Costs:
             extra_memory[stage] += round(cost.memory * ms)
         time = list(accumulate((round(c.time * ts) for c in layers), initial=0))
         memory = list(accumulate((round(c.memory * ms) for c in layers), initial=0))
-        return cls(time, memory, extra_time, extra_memory, held, ranks, ms)
+        return cls(time, memory, extra_time, extra_memory, held, ranks)
 
     def time_of(self, stage: int, low: int, high: int) -> int:
         return self.time[high] - self.time[low] + self.extra_time[stage]
@@ -268,19 +255,23 @@ class _Costs:
 
 
 def _unit(values: list[float]) -> float:
-    """A power of two, so that whole numbers (FLOPs, bytes) stay exact, that makes the sum as large as `_SCALE` allows."""
+    """The factor that makes the sum as large as `_SCALE` allows; a power of two, so that whole FLOPs and bytes stay exact."""
     return 2.0 ** (_BITS - math.frexp(sum(values))[1])
 
 
 class _Take(NamedTuple):
-    """What a group takes of the free layers [low, high): it leaves [low2, high2). ``first``, ``second``: its stages' time."""
+    """Layers that a group takes from the free range [low, high), leaving [low2, high2)."""
 
     low2: int
     high2: int
-    first: int
-    second: int
-    memory: int  # bytes of both, all microbatches in flight
-    outer: int  # layers, weighed by how far out the stages are
+    first: int  # time of the group's first stage
+    second: int  # time of its second stage, 0 without a V
+    memory: int  # bytes of both stages, all microbatches in flight
+    outer: int  # number of layers, weighted by how far out the stages are
+
+
+_Found = tuple[Any, list[int]]
+"""The value of a partition and its cuts: stage s has layers cuts[s] to cuts[s + 1]."""
 
 
 class _Groups:
@@ -294,10 +285,10 @@ class _Groups:
 
     def search(
         self, most_time: int, most_memory: int, start: Any, extend: Callable[[Any, _Take], Any]
-    ) -> tuple[Any, list[int]] | None:
-        """The least value over all partitions within the bounds, and its cuts; None if there is no such partition.
+    ) -> _Found | None:
+        """The smallest value over all partitions within the bounds, and its cuts; None if there is no such partition.
 
-        `extend` is the value of a partition with one more group. It must not make of a smaller value a larger one.
+        `extend` returns the value of a partition with one more group. It must be monotonic in the value.
         """
         rests = self._rests(most_time, most_memory)
         states: dict[tuple[int, int], tuple[Any, tuple[int, int] | None]] = {(0, self.n): (start, None)}
@@ -318,15 +309,10 @@ class _Groups:
         return states[end][0], self._cuts(history, end)
 
     def least_time(self) -> int:
-        """What the slowest rank cannot be below: the mean, or a rank's embedding and head alone."""
+        """A lower limit for the slowest rank: the mean, or a rank's embedding and head alone."""
         costs = self.costs
         total = costs.time[-1] + sum(costs.extra_time)
         return max(-(-total // len(self.pairs)), *(sum(costs.extra_time[s] for s in _stages(p)) for p in self.pairs))
-
-    def least_memory(self) -> int:
-        """What the peak cannot be below: every layer where it weighs least, ranks filled alike."""
-        room = sum(1 / min(self.costs.held[s] for s in _stages(pair)) for pair in self.pairs)
-        return int(self.costs.memory[-1] / room)
 
     def _cuts(self, history: list[Any], end: tuple[int, int]) -> list[int]:
         state: tuple[int, int] | None = end
@@ -338,7 +324,7 @@ class _Groups:
         return sorted(cuts)
 
     def _rests(self, most_time: int, most_memory: int) -> list[tuple[int, int, int]]:
-        """For each group: layers that those after it need, and the time and memory (of layers, once) they can take."""
+        """For each group: layers that the groups after it need, and the time and memory (of layers, once) they can take."""
         rests = []
         layers = time = memory = 0
         for pair in reversed(self.pairs):
@@ -352,7 +338,7 @@ class _Groups:
     def _takes(
         self, group: int, low: int, high: int, most_time: int, most_memory: int, rest: tuple[int, int, int]
     ) -> Iterator[_Take]:
-        """What a group can take of the free layers [low, high) such that it and the groups after it stay within bounds."""
+        """What a group can take from [low, high) such that it and the groups after it stay within bounds."""
         first, second = self.pairs[group]
         costs, last = self.costs, group == len(self.pairs) - 1
         layers, rest_time, rest_memory = rest
@@ -382,8 +368,8 @@ def _stages(pair: tuple[int, int | None]) -> list[int]:
     return [stage for stage in pair if stage is not None]
 
 
-def _exact(groups: _Groups, most_memory: int) -> list[int] | None:
-    """The cuts of the best partition; None if no partition stays within `most_memory`."""
+def _exact(groups: _Groups) -> list[int]:
+    """The cuts of the best partition: the fastest one, then the leanest within 1 % of that, then the most even."""
 
     def slowest(value: int, take: _Take) -> int:
         return max(value, take.first + take.second)
@@ -398,60 +384,28 @@ def _exact(groups: _Groups, most_memory: int) -> list[int] | None:
         pairs, ranks, outer = value
         return pairs + unlike(take), ranks + (take.first + take.second) ** 2, outer + take.outer
 
-    fastest = _widening(groups.least_time(), 2 * _SCALE, lambda bound: groups.search(bound, most_memory, 0, slowest))
-    if fastest is None:
-        return None
-    most_time = fastest[0] + fastest[0] // _ALIKE
-    leanest = groups.search(most_time, most_memory, (0, 0), fullest)
-    assert leanest is not None  # the fastest one is within these bounds
+    least, _ = _widening(groups.least_time(), lambda bound: groups.search(bound, _NO_BOUND, 0, slowest))
+    most_time = least + least // _ALIKE
+    leanest = groups.search(most_time, _NO_BOUND, (0, 0), fullest)
+    assert leanest is not None, "the fastest partition is within these bounds"
     best = groups.search(most_time, leanest[0][1], (0, 0, 0), spread)
-    assert best is not None
+    assert best is not None, "the leanest partition is within these bounds"
     return best[1]
 
 
-def _least_peak(groups: _Groups) -> int:
-    """The smallest peak memory that a partition can have, however slow."""
-
-    def search(bound: int) -> tuple[Any, list[int]] | None:
-        return groups.search(_NO_BOUND, bound, 0, lambda value, take: max(value, take.memory))
-
-    found = _widening(groups.least_memory(), _NO_BOUND, search)
-    assert found is not None
-    return found[0]
+def _widening(bound: int, search: Callable[[int], _Found | None]) -> _Found:
+    """The first solution as the bound widens. It is the best: a wider bound only admits worse ones."""
+    width = max(bound // 64, 1)
+    while (found := search(bound)) is None:
+        assert bound < 2 * _SCALE, "no cost is above this bound"
+        bound, width = min(bound + width, 2 * _SCALE), 2 * width
+    return found
 
 
-def _widening(
-    least: int, most: int, search: Callable[[int], tuple[Any, list[int]] | None]
-) -> tuple[Any, list[int]] | None:
-    """The first solution as the bound widens from `least` to `most`; None if there is none within `most`.
-
-    `search` must give the best solution within a bound; whatever a wider bound would let in besides is no better.
-    """
-    width = max(least // 64, 1)
-    bound = least
-    while True:
-        found = search(bound)
-        if found is not None or bound == most:
-            return found
-        bound, width = min(bound + width, most), 2 * width
-
-
-def _interleaved(costs: _Costs, most_memory: int) -> list[int] | None:
-    """Stages balanced exactly, then layers moved while ranks gain; None if nothing found is within `most_memory`."""
-    balanced = _exact(_Groups(costs, False), _NO_BOUND)
-    assert balanced is not None
-    starts = [balanced, _even_cuts(costs)]
-    if most_memory < _NO_BOUND:
-        starts.append(_leanest_found(costs)[1])
-    key, cuts = min(_descend(costs, start, most_memory, 0) for start in starts)
-    key, cuts = _descend(costs, cuts, most_memory, key[1] + key[1] // _ALIKE)
-    return None if key[0] else cuts
-
-
-def _leanest_found(costs: _Costs) -> tuple[int, list[int]]:
-    """The smallest peak memory found for interleaved ranks, however slow, and its cuts."""
-    key, cuts = _descend(costs, _even_cuts(costs), 0, _NO_BOUND)
-    return key[0], cuts
+def _interleaved(costs: _Costs) -> list[int]:
+    """Stages balanced exactly or by number, then layers moved while ranks gain."""
+    key, cuts = min(_descend(costs, start, 0) for start in (_exact(_Groups(costs, False)), _even_cuts(costs)))
+    return _descend(costs, cuts, key[0] + key[0] // _ALIKE)[1]
 
 
 def _even_cuts(costs: _Costs) -> list[int]:
@@ -459,21 +413,21 @@ def _even_cuts(costs: _Costs) -> list[int]:
     return [s * n // stages for s in range(stages + 1)]
 
 
-_Key = tuple[int, int, int, int, int]
+_Key = tuple[int, int, int, int]
 
 
-def _descend(costs: _Costs, cuts: list[int], most_memory: int, fast_enough: int) -> tuple[_Key, list[int]]:
-    """Move single layers from stage to stage, each time the move that gains most, until none gains."""
-    best = _key(costs, cuts, most_memory, fast_enough), cuts
+def _descend(costs: _Costs, cuts: list[int], fast_enough: int) -> tuple[_Key, list[int]]:
+    """Move single layers from stage to stage, each time with the largest gain, until no move gains."""
+    best = _key(costs, cuts, fast_enough), cuts
     while True:
-        better = min(((_key(costs, moved, most_memory, fast_enough), moved) for moved in _moves(best[1])), default=best)
+        better = min(((_key(costs, moved, fast_enough), moved) for moved in _moves(best[1])), default=best)
         if better[0] >= best[0]:
             return best
         best = better
 
 
 def _moves(cuts: list[int]) -> Iterator[list[int]]:
-    """One stage gives a layer, another gets one, and those between are shifted."""
+    """One stage gives up a layer, another gains one, and the stages between are shifted."""
     stages = len(cuts) - 1
     for giver in range(stages):
         if cuts[giver + 1] - cuts[giver] < 2:
@@ -485,8 +439,8 @@ def _moves(cuts: list[int]) -> Iterator[list[int]]:
                 yield [c + step if low < i <= high else c for i, c in enumerate(cuts)]
 
 
-def _key(costs: _Costs, cuts: list[int], most_memory: int, fast_enough: int) -> _Key:
-    """Less is better: bytes over the budget, slowest rank, unlike stages, peak memory, layers on outer stages."""
+def _key(costs: _Costs, cuts: list[int], fast_enough: int) -> _Key:
+    """Smaller is better: slowest rank, unlike stages, peak memory, layers on outer stages."""
     pp = max(costs.ranks) + 1
     times, memory, unlike, outer = [0] * pp, [0] * pp, 0, 0
     for stage, (low, high) in enumerate(pairwise(cuts)):
@@ -495,5 +449,4 @@ def _key(costs: _Costs, cuts: list[int], most_memory: int, fast_enough: int) -> 
         unlike += time * time
         memory[costs.ranks[stage]] += costs.memory_of(stage, low, high)
         outer += (high - low) * (len(cuts) - 2 - 2 * stage) ** 2
-    peak = max(memory)
-    return max(peak - most_memory, 0), max(*times, fast_enough), unlike, peak, outer
+    return max(*times, fast_enough), unlike, max(memory), outer

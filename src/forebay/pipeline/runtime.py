@@ -1,8 +1,9 @@
 """Runs a step: a pipeline rank's plan action by action, or the microbatches of a single rank with overlap.
 
-Input: stages, links and a plan (`PipelineRuntime`), or a model and its microbatches (`OverlappedStep`). Output:
-gradients on the parameters, and losses. `StageBalance` is the routers' load-balancing loss when layers are on several
-ranks. The autograd graphs of a step are owned by its segments; an exception leaves nothing behind.
+Input: stages, links and a plan (`PipelineRuntime`), or a model as a list of layers (`OverlappedStep`); and the microbatches
+of a step. Output: gradients in the parameters' `.grad`, and the losses where the last stage is. `StageBalance` is the
+routers' load-balancing loss when layers are on several ranks. The two runners own their communication stream. The state of
+a step hangs on the call that runs it, so an exception leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -42,28 +44,22 @@ from forebay.pipeline.sublayer import (
     take_turns,
 )
 
-# The routers' load-balancing loss where layers are on several ranks.
-#
-# In: what a stage's routers said, and the sums of the stages before. Out: the sums that go on with the hidden states; on the
-# last stage the loss; and on each stage the gradient of its logits, from what the last stage sends back with the gradient.
-#
-# The loss is that of `forebay.models.router.balance_loss`, E * sum over experts of (share of choices) * (mean probability),
-# whose shares and means are over the tokens of all layers. Choices have no gradient, so all that a stage needs of the others is
-# how often each expert was chosen, E numbers, and for how many tokens.
-#
-# `StageBalance` keeps the losses of a step until they are taken.
-
 
 class StageBalance:
-    """See the module docstring; an implementation of `forebay.pipeline.runtime.Balance`.
+    """The routers' load-balancing loss where the MoE layers are on several pipeline ranks.
+
+    The loss is that of `forebay.models.router.balance_loss`: E * sum over experts of (share of choices) * (mean probability),
+    over the tokens of all layers. Choices have no gradient, so a stage's gradient needs of other stages only how often each
+    expert was chosen and the number of tokens. Sums go forward with the hidden states; `finish` turns them into what
+    `gradients` needs, which goes back with the gradients.
 
     Args:
-        experts: E, of every MoE layer.
-        coefficient: the loss is multiplied by it, for gradients.
-        device: of the sums.
+        experts: E, the number of experts of every MoE layer.
+        coefficient: factor of the loss in gradients.
+        device: device of the sums.
 
     Attributes:
-        scale: by which the loss is multiplied too, such as one over the number of microbatches; set before a step.
+        scale: a further factor of the loss and its gradients, such as 1 / microbatches; set it before a step.
     """
 
     def __init__(self, experts: int, coefficient: float, device: torch.device):
@@ -72,12 +68,12 @@ class StageBalance:
         self._losses: dict[int, Tensor] = {}
 
     def like(self) -> tuple[Tensor, Tensor]:
-        """Shapes and dtypes of what travels: [2E + 1] and [E + 1], fp32. (Counts are exact up to 2^24.)"""
+        """Meta tensors like the results of `sums`, [2E + 1], and `finish`, [E + 1], fp32. Counts are exact up to 2^24."""
         return tuple(torch.empty(n, device="meta") for n in (2 * self._experts + 1, self._experts + 1))  # type: ignore[return-value]
 
     @torch.no_grad()
     def sums(self, router_outputs: RouterOutputs, before: Tensor | None) -> Tensor:
-        """[2E + 1]: choices of each expert, sums of its probability, and tokens; over all layers so far."""
+        """[2E + 1]: choices per expert, summed probability per expert, and tokens; of these layers and those `before`."""
         total = torch.zeros(2 * self._experts + 1, device=self._device) if before is None else before
         for logits, ids in router_outputs:
             chosen = torch.zeros(self._experts, device=self._device)
@@ -89,14 +85,14 @@ class StageBalance:
         return total
 
     def finish(self, sums: Tensor, microbatch: int) -> Tensor:
-        """Note the loss; [E + 1] of choices and tokens is what `gradients` needs."""
+        """On the last stage: record the loss. Returns [E + 1], choices and tokens, for `gradients`."""
         chosen, probability, rows = sums.split([self._experts, self._experts, 1])
-        rows = rows.clamp(min=1)  # no MoE layer at all: nothing is divided by nothing
+        rows = rows.clamp(min=1)  # without an MoE layer, avoid 0 / 0
         self._losses[microbatch] = torch.sum((chosen / rows) * (probability / rows)) * (self._experts * self.scale)
         return torch.cat([chosen, rows])
 
     def gradients(self, router_outputs: RouterOutputs, total: Tensor, loss_scale: float) -> list[Tensor | None]:
-        """Of each layer's logits [T, E], in their dtype."""
+        """The gradient of each layer's logits [T, E], in their dtype; None if the coefficient is 0."""
         if self._coefficient == 0:
             return [None] * len(router_outputs)
         chosen, rows = total.split([self._experts, 1])
@@ -112,59 +108,20 @@ class StageBalance:
         return gradients
 
     def take_losses(self) -> Tensor:
-        """The sum of the step's losses, times `scale`, a scalar: zero on ranks without the last stage."""
+        """The sum of the recorded losses times `scale`, a scalar; 0 on ranks without the last stage. Forgets them."""
         losses, self._losses = self._losses, {}
         return torch.stack(list(losses.values())).sum() if losses else torch.zeros((), device=self._device)
 
 
-# A pipeline rank's step: carries out its plan, action by action.
-#
-# In: the rank's stages, a `PipelinePlan` (`forebay.pipeline.schedule`), and a step's microbatches, the same on all ranks of a
-# pipeline. Out: the losses on the rank of the last stage, and gradients in the parameters' `.grad`.
-#
-#     F            input (prologue, the neighbour's packet, or the stage before on this rank) -> layers -> packet, or loss
-#     B            gradient (a packet, the stage behind on this rank, or of the loss) -> layers -> packet, or prologue
-#     I, W         the same without the experts' weight gradients; then those
-#     OVERLAP_F_B  a forward and a backward take a computation each in turn, each one's transfers behind the other's
-#                  computations
-#     SEND, RECV   see `forebay.pipeline.p2p`: a receive is made ready where the plan has it; what is to be sent is sent as soon
-#                  as it is made
-#
-# The loss belongs to the last stage's forward, and so does its gradient: of the head nothing is kept but the gradient of its
-# input.
-#
-# `PipelineRuntime` owns the communication stream. What a microbatch leaves behind between actions (its `StagePass`, a packet
-# that waits for its turn) hangs on the `_RuntimeStep` that lives as long as `run`, so an exception leaves nothing.
-
-
-class Balance(Protocol):
-    """A loss on the routers of all stages, which are on several ranks: what of it travels with the microbatch.
-
-    Sums go forward with the hidden states; what the last stage has then is everything that a gradient needs, and goes back.
-    """
-
-    def sums(self, router_outputs: RouterOutputs, before: Tensor | None) -> Tensor:
-        """The sums of all MoE layers up to here: those `before` and this stage's. Fixed shape and dtype."""
-
-    def like(self) -> tuple[Tensor, Tensor]:
-        """On the meta device: what `sums` and `finish` return."""
-
-    def finish(self, sums: Tensor, microbatch: int) -> Tensor:
-        """On the last stage: note the loss; returns what `gradients` needs."""
-
-    def gradients(self, router_outputs: RouterOutputs, total: Tensor, loss_scale: float) -> list[Tensor | None]:
-        """Of each layer's logits."""
-
-
 @dataclass(frozen=True)
 class Stage:
-    """What the engine runs of a stage.
+    """A stage as the runtime runs it.
 
     Attributes:
         layers: at least one.
-        prologue: microbatch -> x [B, S, H]; of the first stage only.
-        epilogue: (x, microbatch) -> scalar loss; of the last stage only.
-        enter: called with the microbatch before each forward, such as to choose its masks.
+        prologue: microbatch -> x [B, S, H]; only for the first stage.
+        epilogue: (x, microbatch) -> scalar loss; only for the last stage.
+        enter: called with the microbatch before each forward, for example to select its masks.
     """
 
     layers: Sequence[Layer]
@@ -174,33 +131,38 @@ class Stage:
 
 
 class Watcher(Protocol):
-    """Is told what the runtime does, such as to draw a picture of it."""
+    """Observes the actions of a runtime, for example to draw them."""
 
     def began(self, action: Action) -> None:
-        """Before an action; what it needs of other ranks has been waited for."""
+        """Called before an action, after the wait for what it needs from other ranks."""
 
     def ended(self, action: Action) -> None:
-        """All of it has been enqueued."""
+        """Called when all of the action has been enqueued."""
 
 
 class PipelineRuntime:
     """Runs the steps of one pipeline rank.
 
+        F            prologue, packet of a neighbour, or previous stage on this rank -> layers -> packet, or loss and its gradient
+        B            packet, next stage on this rank, or gradient of the loss -> layers -> packet, or prologue's backward
+        I, W         B without the experts' weight gradients; then these
+        OVERLAP_F_B  a forward and a backward take turns, so that each one's transfers hide behind the other's computations
+        RECV         posts the receive; SEND does nothing, because packets are sent as soon as they are made
+
     Args:
-        stages: this rank's, by number.
-        plan: for all ranks.
+        stages: this rank's stages by number.
+        plan: the plan of all ranks.
         rank: this pipeline rank.
-        links: to its neighbours; None where there are none.
-        device: where all of it runs.
-        balance: a loss over all stages' routers, or None.
-        weights: the store that the experts were given: I actions leave their weight gradients there for W, and in a whole
-            backward they are made while a transfer is under way.
+        links: to the neighbours; None if there are none.
+        device: where everything runs.
+        balance: the load-balancing loss of all stages' routers, or None.
+        weights: the store of the experts: I actions defer their weight gradients to W, and a whole backward computes them while
+            a transfer is under way.
         idle: called before the compute stream is made to wait for another rank.
-        early_release: drop tensors at stage boundaries behind their last reader; False keeps them until their layer's backward is
-            over, to measure what that is worth.
+        early_release: see `forebay.pipeline.sublayer.StagePass`.
 
     Raises:
-        ValueError: stages that are not the plan's for this rank.
+        ValueError: `stages` differ from the plan's stages of this rank.
     """
 
     def __init__(
@@ -211,7 +173,7 @@ class PipelineRuntime:
         links: Links | None,
         device: torch.device,
         *,
-        balance: Balance | None = None,
+        balance: StageBalance | None = None,
         weights: WeightGradients | None = None,
         idle: Callable[[], None] = lambda: None,
         early_release: bool = True,
@@ -231,19 +193,19 @@ class PipelineRuntime:
         loss_scale: float = 1.0,
         watcher: Watcher | None = None,
     ) -> tuple[Tensor | None, list[Action]]:
-        """One step: gradients are added to what `.grad` holds.
+        """Run one step. Gradients are added to `.grad`.
 
         Args:
-            microbatches: as many as the plan has; whatever prologue and epilogue take.
-            like: microbatch -> a tensor on the meta device, of the shape and dtype of its hidden states.
-            loss_scale: gradients are those of this times the loss.
-            watcher: is told of every action.
+            microbatches: as many as the plan has, the same on all ranks; passed to prologue and epilogue.
+            like: microbatch -> meta tensor of the shape and dtype of its hidden states.
+            loss_scale: factor of the loss in gradients, but not in the returned losses.
+            watcher: observes every action.
 
         Returns:
-            [M] losses of the epilogue, or None on ranks that do not have it; and the actions as they ran.
+            [M] losses of the epilogue, or None on ranks without it; and the actions as they ran.
 
         Raises:
-            ValueError: another number of microbatches than the plan's.
+            ValueError: the number of microbatches differs from the plan's.
         """
         if len(microbatches) != self.plan.microbatches:
             raise ValueError(f"the plan is for {self.plan.microbatches} microbatches, not {len(microbatches)}")
@@ -272,7 +234,7 @@ class PipelineRuntime:
 
 
 class _RuntimeStep:
-    """The state of one step."""
+    """The state of one step. Dictionaries with pairs as keys are by (stage, microbatch)."""
 
     def __init__(
         self, runtime: PipelineRuntime, microbatches: Sequence[Any], like: Callable[[Any], Tensor], loss_scale: float
@@ -283,19 +245,18 @@ class _RuntimeStep:
         self._passes: dict[tuple[int, int], StagePass] = {}
         self._prologues: dict[tuple[int, int], Segment] = {}
         self._router_outputs: dict[tuple[int, int], RouterOutputs] = {}
-        # Packets that a stage of this rank will take next, from wherever: a neighbour, the stage beside it, the loss.
-        self._here: dict[Message, Packet] = {}
-        self._weights: dict[tuple[int, int], list[Callable[[], None]]] = {}
+        self._deferred_weights: dict[tuple[int, int], list[Callable[[], None]]] = {}
+        self._packets: dict[Message, Packet] = {}  # inputs of this rank's stages, from links, stages here, or the loss
         self.losses: dict[int, Tensor] = {}
 
     def receive(self, action: Action) -> None:
-        """Make the compute stream wait for what an action needs of other ranks."""
+        """Make the compute stream wait for what an action needs from other ranks."""
+        last = len(self._ranks) - 1
         for part in action.parts or (action,):
-            last = len(self._ranks) - 1
             if part.kind == FORWARD and part.stage > 0:
-                self._fetch(Message("F", part.stage, part.microbatch), part.stage - 1)
+                self._receive_from(part.stage - 1, Message("F", part.stage, part.microbatch))
             elif part.kind in (BACKWARD, BACKWARD_INPUT) and part.stage < last:
-                self._fetch(Message("B", part.stage, part.microbatch), part.stage + 1)
+                self._receive_from(part.stage + 1, Message("B", part.stage, part.microbatch))
 
     def perform(self, action: Action) -> None:
         """Enqueue all of an action."""
@@ -305,41 +266,37 @@ class _RuntimeStep:
         elif action.kind == FORWARD:
             _drain(self._forward(action.stage, action.microbatch))
         elif action.kind in (BACKWARD, BACKWARD_INPUT):
-            with self._collecting(action):
+            with self._deferring_weights(action):
                 _drain(self._backward(action.stage, action.microbatch))
         elif action.kind == BACKWARD_WEIGHT:
-            for make in self._weights.pop((action.stage, action.microbatch), ()):
-                make()
+            for compute in self._deferred_weights.pop((action.stage, action.microbatch), ()):
+                compute()
         elif action.kind in (RECV_F, RECV_B):
             self._expect(action)
-        # SEND_F and SEND_B: on their way since they were made.
+        # SEND_F and SEND_B were enqueued as soon as their packets were made.
 
     def _overlap_fwd_bwd(self, forward: Action, backward: Action) -> None:
-        """The backward's first transfer is enqueued before the forward's first computation, which hides it."""
-        stages = self._runtime.stages
-        forth, back = (
-            self._forward(forward.stage, forward.microbatch),
-            self._backward(backward.stage, backward.microbatch),
-        )
-        next(back)
+        ours, other = self._runtime.stages[forward.stage], self._runtime.stages[backward.stage]
+        forth = self._forward(forward.stage, forward.microbatch)
+        back = self._backward(backward.stage, backward.microbatch)
+        next(back)  # the backward's first transfer goes first, so that the forward's first computation hides it
+        computing = [has_experts(layer) for layer in ours.layers]
         # The head is a computation too, and as long as several layers.
-        computing = [has_experts(layer) for layer in stages[forward.stage].layers]
-        computing += [False] if stages[forward.stage].epilogue is not None else []
-        returning = [has_experts(layer) for layer in reversed(stages[backward.stage].layers)]
-        order = turns(computing, returning)
+        computing += [False] if ours.epilogue is not None else []
+        order = turns(computing, [has_experts(layer) for layer in reversed(other.layers)])
         last = len(order) - order[::-1].index("F")
-        # What the forward leaves is waited for behind one computation more, and sent on.
+        # The forward's output is taken and sent on one computation later.
         take_turns([*order[: last + 1], "F", *order[last + 1 :]], forth, back)
         _drain(forth)
         _drain(back)
 
     @contextmanager
-    def _collecting(self, action: Action) -> Iterator[None]:
+    def _deferring_weights(self, action: Action) -> Iterator[None]:
         if action.kind == BACKWARD or self._runtime.weights is None:
             yield
             return
-        with self._runtime.weights.collecting() as left:
-            self._weights[action.stage, action.microbatch] = left
+        with self._runtime.weights.collecting() as deferred:
+            self._deferred_weights[action.stage, action.microbatch] = deferred
             yield
 
     def _forward(self, stage: int, microbatch: int) -> Iterator[None]:
@@ -349,14 +306,14 @@ class _RuntimeStep:
         parts.enter(data)
         before: Tensor | None = None
         if parts.prologue is not None:
-            self._prologues[here], x = cut(lambda: parts.prologue(data))  # type: ignore[misc]
+            self._prologues[here], x = cut(partial(parts.prologue, data))
         else:
-            x = self._here.pop(Message("F", stage, microbatch))
+            x = self._packets.pop(Message("F", stage, microbatch))
             before = x[1] if len(x) > 1 else None
             x = x[:1]
         balance, runtime = self._runtime.balance, self._runtime
         entering = Pending(x)
-        del x
+        del x  # a frame that holds it would keep its memory for the whole forward
         passing = StagePass(parts.layers, runtime.context, balance is not None, runtime.early_release, runtime.weights)
         self._passes[here] = passing
         yield from passing.forward(entering)
@@ -367,34 +324,23 @@ class _RuntimeStep:
             self._router_outputs[here] = router_outputs
         output = passing.output.take()
         del passing.output
-        if not torch.is_grad_enabled():
-            self._forget(here)
+        if not torch.is_grad_enabled():  # no backward follows
+            for states in (self._passes, self._prologues, self._router_outputs):
+                states.pop(here, None)  # type: ignore[attr-defined]
         if parts.epilogue is None:
-            self._give(Message("F", stage + 1, microbatch), (*output, *sums))
+            self._hand_on(Message("F", stage + 1, microbatch), (*output, *sums))
             return
         total = (balance.finish(sums[0], microbatch),) if balance is not None else ()
         if not torch.is_grad_enabled():
             self.losses[microbatch] = parts.epilogue(output[0], data)
             return
-        gradient = self._loss(parts.epilogue, output, data, microbatch)
-        self._here[Message("B", stage, microbatch)] = (gradient, *total)
-
-    def _forget(self, here: tuple[int, int]) -> None:
-        """No backward comes."""
-        for kept in (self._passes, self._prologues, self._router_outputs):
-            kept.pop(here, None)  # type: ignore[attr-defined]
-
-    def _loss(self, epilogue: Callable[[Tensor, Any], Tensor], output: Packet, data: Any, microbatch: int) -> Tensor:
-        """The gradient of the last hidden states; nothing else of the head survives this call."""
-        segment, (loss,) = cut(lambda t: epilogue(t, data), *output)
-        self.losses[microbatch] = loss
-        (dx,) = segment.backward([torch.full_like(loss, self._loss_scale)])
-        return dx
+        self.losses[microbatch], dx = _head(parts.epilogue, Pending(output), data, self._loss_scale)
+        self._packets[Message("B", stage, microbatch)] = (dx, *total)
 
     def _backward(self, stage: int, microbatch: int) -> Iterator[None]:
         """Stops when the first transfer is enqueued, and then after each computation of a layer."""
         here = (stage, microbatch)
-        dy, *total = self._here.pop(Message("B", stage, microbatch))
+        dy, *total = self._packets.pop(Message("B", stage, microbatch))
         passing = self._passes.pop(here)
         d_logits = None
         if self._runtime.balance is not None:
@@ -409,7 +355,7 @@ class _RuntimeStep:
         if prologue is not None:
             prologue.backward([dx])
         else:
-            self._give(Message("B", stage - 1, microbatch), (dx, *total))
+            self._hand_on(Message("B", stage - 1, microbatch), (dx, *total))
         yield
 
     def _expect(self, action: Action) -> None:
@@ -422,60 +368,51 @@ class _RuntimeStep:
         assert self._runtime.links is not None
         self._runtime.links.expect(message, source, like)
 
-    def _fetch(self, message: Message, maker: int) -> None:
-        if self._ranks[maker] != self._runtime.rank:
+    def _receive_from(self, stage: int, message: Message) -> None:
+        if self._ranks[stage] != self._runtime.rank:
             assert self._runtime.links is not None
             self._runtime.idle()
-            self._here[message] = self._runtime.links.receive(message)
+            self._packets[message] = self._runtime.links.receive(message)
 
-    def _give(self, message: Message, packet: Packet) -> None:
+    def _hand_on(self, message: Message, packet: Packet) -> None:
         target = self._ranks[message.stage]
         if target == self._runtime.rank:
-            self._here[message] = packet
+            self._packets[message] = packet
         else:
             assert self._runtime.links is not None
             self._runtime.links.send(message, target, packet)
 
 
-def _drain(steps: Iterator[None]) -> None:
-    for _ in steps:
+def _drain(computations: Iterator[None]) -> None:
+    for _ in computations:
         pass
 
 
-# Communication hidden without pipeline stages: the forward of one microbatch runs with the backward of the one before.
-#
-# In: a model as a list of layers, with what comes before and after them, and the microbatches of a step. Out: their losses, and
-# gradients in the parameters' `.grad`, bitwise those of plain autograd, one microbatch after the other.
-#
-#     F0 | F1 with B0 | F2 with B1 | ... | F(M-1) with B(M-2) | B(M-1)
-#
-# `forebay.pipeline.sublayer` says what a layer's computations and transfers are, `forebay.pipeline.schedule` in what order two
-# microbatches take them (docs/expert_parallel.md). Each transfer is enqueued right behind the computation that made its input,
-# and waited for right before the one that needs its result: another computation lies in between. The order follows from the list
-# of layers alone, so it is the same on every rank, and no rank waits for a transfer that another one has put behind.
-#
-# The loss is part of the forward's last step and its gradient too: of the head nothing is kept but the gradient of its input, and
-# by then the other microbatch's activations are gone.
-#
-# `OverlappedStep` owns the communication stream. A microbatch's tensors hang on the frame of `run` and on the autograd graphs of
-# its stages, so an exception leaves nothing behind. `forebay.pipeline.sublayer` says how memory passes between the streams.
-
-Routers = Callable[[RouterOutputs], Tensor]
+def _head(epilogue: Callable[[Tensor, Any], Tensor], x: Pending, data: Any, loss_scale: float) -> tuple[Tensor, Tensor]:
+    """The loss and the gradient of x. Nothing else of the head survives the call, so its memory is free for the backward."""
+    segment, (loss,) = cut(lambda t: epilogue(t, data), *x.take())
+    (dx,) = segment.backward([torch.full_like(loss, loss_scale)])
+    return loss, dx
 
 
 class OverlappedStep:
-    """Runs the microbatches of a step, each one's transfers behind another's computations.
+    """Runs the microbatches of a step without pipeline stages: each forward runs with the backward of the one before.
+
+        F0 | F1 with B0 | F2 with B1 | ... | F(M-1) with B(M-2) | B(M-1)
+
+    Losses and gradients are bitwise those of plain autograd, one microbatch after the other. The order of computations
+    (`forebay.pipeline.schedule.turns`; docs/expert_parallel.md draws it) follows from the list of layers alone. So it is the same on
+    every rank, and no rank waits for a transfer that another one enqueues later.
 
     Args:
-        layers: in the order of the forward; at least one.
+        layers: in forward order; at least one.
         prologue: microbatch -> x [B, S, H], such as the embedding.
         epilogue: (x, microbatch) -> scalar loss: final norm, head and loss.
-        device: where all of it runs.
-        routers: the (logits [T, E], ids [T, K]) of all MoE layers of a microbatch -> a scalar that is added to its loss.
-            Called once a microbatch, in their order, before the epilogue.
-        weights: the store that the layers' experts were given, if they were; see `forebay.pipeline.sublayer.StagePass`.
-        early_release: drop tensors at stage boundaries after their last reader. False keeps them until their layer's
-            backward is over, to measure what that is worth.
+        device: where everything runs.
+        routers: (logits [T, E], ids [T, K]) of all MoE layers of a microbatch -> a scalar that is added to its loss. Called once
+            per microbatch, in their order, before the epilogue.
+        weights: the store of the experts; see `forebay.pipeline.sublayer.StagePass`.
+        early_release: see `forebay.pipeline.sublayer.StagePass`.
 
     Raises:
         ValueError: no layers.
@@ -488,7 +425,7 @@ class OverlappedStep:
         epilogue: Callable[[Tensor, Any], Tensor],
         device: torch.device,
         *,
-        routers: Routers | None = None,
+        routers: Callable[[RouterOutputs], Tensor] | None = None,
         weights: WeightGradients | None = None,
         early_release: bool = True,
     ):
@@ -497,12 +434,12 @@ class OverlappedStep:
         self.layers, self.prologue, self.epilogue, self.routers = list(layers), prologue, epilogue, routers
         self.early_release, self.weights = early_release, weights
         self._context = ExecutionContext(device)
-        travelling = [has_experts(layer) for layer in self.layers]
-        self._order = turns(travelling, travelling[::-1])
+        moe = [has_experts(layer) for layer in self.layers]
+        self._order = turns(moe, moe[::-1])
 
     @property
     def flags(self) -> Flags:
-        """By which the compute stream waits for transfers in a CUDA graph."""
+        """Used by the compute stream to wait for transfers in a CUDA graph."""
         return self._context.flags
 
     def run(
@@ -510,17 +447,17 @@ class OverlappedStep:
         microbatches: Sequence[Any],
         *,
         loss_scale: float = 1.0,
-        after_backward: Callable[[int], None] | None = None,
+        after_backward: Callable[[int], None] = lambda _: None,
     ) -> Tensor:
-        """Forward and backward of all microbatches; gradients are added to what `.grad` holds, in their order.
+        """Run forward and backward of all microbatches. Gradients are added to `.grad` in their order.
 
         Args:
-            microbatches: whatever prologue and epilogue take; not looked into.
-            loss_scale: gradients are those of this times the loss.
-            after_backward: called with i when the backward of microbatch i has been enqueued, before any other begins.
+            microbatches: passed to prologue and epilogue.
+            loss_scale: factor of the loss in gradients, but not in the returned losses.
+            after_backward: called with i when the backward of microbatch i has been enqueued, before another one begins.
 
         Returns:
-            [M], the epilogue's losses, without the scale and without what `routers` adds.
+            [M] losses of the epilogue, without what `routers` adds.
 
         Raises:
             ValueError: no microbatches.
@@ -534,63 +471,49 @@ class OverlappedStep:
         losses = []
         backward: Iterator[None] = iter(())
         try:
-            for i, microbatch in enumerate(microbatches):
-                passes = _Microbatch(self, self._context, microbatch)
-                forward = passes.forward(loss_scale)
+            for i, data in enumerate(microbatches):
+                microbatch = _OverlappedMicrobatch(self, self._context, data)
+                forward = microbatch.forward(loss_scale)
                 take_turns(self._order, forward, backward)
-                for rest in (backward, forward):  # the head comes when the other microbatch is gone
-                    for _ in rest:
-                        pass
-                losses.append(passes.loss)
-                backward = passes.backward(_bound(after_backward, i))
-            for _ in backward:
-                pass
+                _drain(backward)
+                _drain(forward)  # the head runs when the other microbatch's activations are gone
+                losses.append(microbatch.loss)
+                backward = microbatch.backward(partial(after_backward, i))
+            _drain(backward)
         finally:
             self._context.leave()
         return torch.stack(losses)
 
 
-def _bound(call: Callable[[int], None] | None, i: int) -> Callable[[], None]:
-    return (lambda: call(i)) if call is not None else (lambda: None)
-
-
-class _Microbatch:
-    """One microbatch from the prologue to the loss and back.
-
-    When the forward of one and the backward of the other have taken their turns, only the head is left.
-    """
+class _OverlappedMicrobatch:
+    """One microbatch from the prologue to the loss and back."""
 
     loss: Tensor
 
-    def __init__(self, step: OverlappedStep, context: ExecutionContext, microbatch: Any):
-        self._step, self._microbatch = step, microbatch
+    def __init__(self, step: OverlappedStep, context: ExecutionContext, data: Any):
+        self._step, self._data = step, data
         self._stage = StagePass(step.layers, context, step.routers is not None, step.early_release, step.weights)
 
     def forward(self, loss_scale: float) -> Iterator[None]:
         """From the prologue to the loss and the gradient of its input, whose transfer is enqueued."""
-        self._prologue, x = cut(lambda: self._step.prologue(self._microbatch))
+        self._prologue, x = cut(partial(self._step.prologue, self._data))
         entering = Pending(x)
-        del x
+        del x  # a frame that holds it would keep its memory for the whole forward
         yield from self._stage.forward(entering)
         d_logits = self._router_gradients(loss_scale)
         output = self._stage.output
         del self._stage.output
-        self._stage.begin_backward(self._epilogue(output, loss_scale), d_logits)
-        self._microbatch = None
+        self.loss, dx = _head(self._step.epilogue, output, self._data, loss_scale)
+        self._stage.begin_backward(dx, d_logits)
+        self._data = None
 
     def backward(self, done: Callable[[], None]) -> Iterator[None]:
-        """From the last layer to the prologue; `done` is called behind it, before the last stop."""
+        """From the last layer to the prologue; calls `done` before the last stop."""
         yield from self._stage.backward()
         self._prologue.backward([self._stage.gradient.pop()])
         del self._prologue
         done()
         yield
-
-    def _epilogue(self, x: Pending, loss_scale: float) -> Tensor:
-        """The gradient of x; nothing else of the head survives this call."""
-        segment, (self.loss,) = cut(lambda t: self._step.epilogue(t, self._microbatch), *x.take())
-        (dx,) = segment.backward([torch.full_like(self.loss, loss_scale)])
-        return dx
 
     def _router_gradients(self, loss_scale: float) -> list[Tensor | None] | None:
         """The gradient of each MoE layer's logits."""

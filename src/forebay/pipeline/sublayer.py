@@ -1,8 +1,10 @@
-"""One microbatch in one run of layers, cut into segments where its tokens travel.
+"""One microbatch in a run of layers, cut into segments at the points where its tokens travel between ranks.
 
-Input: layers as stages of an MoE sublayer, and a microbatch. Output: its forward and backward, segment by segment.
-`Segment` is a piece of computation with a graph of its own; `ExecutionContext` owns the communication stream and the
-hand-over of tensors between streams; `StagePass` owns the segments of one microbatch.
+Input: decoder layers as stages of an MoE sublayer (`Layer`), and a microbatch's hidden states; later the gradient of its
+output. Output: the microbatch's forward and backward as generators that stop after each computation, with the transfer
+that follows it enqueued, so that another microbatch can compute meanwhile. A `Segment` owns the autograd graph of one
+computation, a `StagePass` the segments of one microbatch, and an `ExecutionContext` the communication stream and the
+tensors that must not be freed yet.
 """
 
 from __future__ import annotations
@@ -21,37 +23,12 @@ from forebay.memory.streams import timing_event
 from forebay.moe.dispatch import TokenDispatcher
 from forebay.moe.wgrad import WeightGradients
 
-# What the overlapped engine is made of: a stage cut out of autograd, the communication stream, and hand-overs between the two.
-#
-#     cut(fn, *inputs)           -> Segment, outputs     a stage runs; its graph ends at its inputs and at its outputs
-#     segment.backward([dy])     -> gradients of the inputs
-#     context.launch(op, *args)  -> Pending              a transfer is enqueued on the communication stream
-#     pending.take()             -> its results          the compute stream waits for it, and for nothing else
-#
-# Who owns what. A `Segment` owns its stage's graph, which owns what autograd saved; neither holds the stage's outputs or inputs
-# otherwise. So a tensor at a stage boundary is freed by dropping it: if autograd saved it, it stays for as long as it is
-# needed, and nobody has to know. (Resizing its storage to nothing would.) An `ExecutionContext` owns the stream and the
-# deferred-free list and lives as long as the engine; a `Wire` owns nothing.
-#
-# Memory is handed between two streams without `record_stream`. There are two directions, and each has its rule:
-#
-# 1.  From compute to communication. A transfer reads blocks of the compute stream's pool. Were one dropped while the transfer
-#     is still to come, the next kernel on the compute stream could be given the block and overwrite it. So the arguments of a
-#     transfer are held in the deferred-free list until the compute stream has been made to wait for it: whatever is enqueued
-#     there afterwards runs after the transfer.
-# 2.  From communication to compute. Kernels read blocks of the communication stream's pool. These may be dropped at any time,
-#     by autograd too: only a later transfer can be given the block, and every transfer begins by waiting for all that the
-#     compute stream was given before it, the readers among it. That holds because allocations of the communication stream are
-#     made nowhere but inside `launch`.
-#
-# What only transfers touch (handles, staging buffers) stays on one stream, which is in order.
-
 
 class _Enter(torch.autograd.Function):
-    """Where a stage's graph begins: its backward catches the gradients of the stage's inputs.
+    """The beginning of a segment's graph: its backward catches the gradients of the inputs.
 
-    A leaf would do the same, but the node that accumulates into a leaf holds the leaf, and with it the memory of an input that
-    the stage itself did not save.
+    Not leaves: the node that accumulates into a leaf holds the leaf, and with it the memory of an input that the segment
+    itself did not save.
     """
 
     @staticmethod
@@ -61,16 +38,15 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        # Inputs that got no gradient come as zeros: a transfer has to send something.
+        # Inputs without a gradient get zeros: a transfer has to send something.
         ctx.caught.extend(grads)
         return None, None, *(None for _ in grads)
 
 
 class _Exit(torch.autograd.Function):
-    """Where it ends: its backward hands in the gradients of the stage's outputs.
+    """The end of a segment's graph: its backward hands in the gradients of the outputs.
 
-    They are given away, so that autograd frees each as soon as its last reader is done, and outputs need not be held to be
-    named as roots.
+    Autograd owns these gradients, so it frees each one after its last reader. Outputs need not be held to be named as roots.
     """
 
     @staticmethod
@@ -86,26 +62,30 @@ class _Exit(torch.autograd.Function):
 
 
 class Segment:
-    """A stage that ran forward and waits for its backward. Made by `cut`."""
+    """A computation that ran forward and waits for its backward. Made by `cut`.
+
+    It holds neither inputs nor outputs, only what autograd saved. So a tensor at a boundary between segments is freed by
+    dropping it, and stays if autograd saved it. Resizing its storage to zero would destroy a saved tensor.
+    """
 
     def __init__(self, root: Tensor, given: list[Any], caught: list[Tensor], n_inputs: int):
         self._root, self._given, self._caught, self._n_inputs = root, given, caught, n_inputs
 
     def backward(self, grads: list[Any]) -> list[Tensor]:
-        """Run the stage's backward; parameters accumulate into `.grad`. Once.
+        """Run the backward, once; parameters accumulate into `.grad`.
 
         Args:
-            grads: one for each output, None where there is none. The list is emptied: its tensors belong to autograd now.
+            grads: one for each output, or None. The list is emptied: its tensors belong to autograd from here on.
 
         Returns:
-            The gradients of the floating-point inputs; zeros for one that no output depends on.
+            The gradients of the floating-point inputs; zeros for an input that no output depends on.
 
         Raises:
             RuntimeError: no output depends on any of the inputs.
         """
         self._given.extend(grads)
         grads.clear()
-        if self._root.requires_grad:  # false for what is before the first layer, if it is frozen
+        if self._root.requires_grad:  # false before the first layer if everything there is frozen
             torch.autograd.backward(self._root, self._root.detach())
         self._given.clear()
         caught, self._caught = self._caught, []
@@ -115,9 +95,9 @@ class Segment:
 
 
 def cut(fn: Callable[..., Tensor | tuple[Tensor, ...]], *inputs: Any) -> tuple[Segment, tuple[Tensor, ...]]:
-    """Run `fn(*inputs)` as a graph of its own: (the segment, the outputs, detached).
+    """Run `fn(*inputs)` with a graph of its own. Returns the segment and the detached outputs.
 
-    Floating-point inputs get gradients, whatever their own `requires_grad`; everything else is passed on as it is.
+    Floating-point inputs get gradients, whatever their own `requires_grad`; other inputs are passed on unchanged.
     """
     floats = [t for t in inputs if _differentiable(t)]
     caught: list[Tensor] = []
@@ -138,26 +118,26 @@ def _differentiable(value: Any) -> bool:
 
 
 class NullStream:
-    """A stream of a device that has none: everything is over when it returns."""
+    """The stream of a device without streams: work is complete when its call returns."""
 
     def record_event(self) -> None:
         """Nothing to wait for."""
 
     def wait_event(self, event: None) -> None:
-        """Over already."""
+        """Complete already."""
 
     def wait_stream(self, stream: NullStream) -> None:
-        """Over already."""
+        """Complete already."""
 
 
 class Pending:
-    """Results on their way. With no context they are here already."""
+    """Results of a transfer that may still be under way. Without a context they are here already."""
 
     def __init__(self, results: tuple[Any, ...], context: ExecutionContext | None = None, number: int = 0):
         self._results, self._context, self._number = results, context, number
 
     def take(self) -> tuple[Any, ...]:
-        """The results, once: they belong to the caller. The compute stream waits for them, the host does not."""
+        """Return the results, once; they belong to the caller. The compute stream waits for them, the host does not."""
         if self._context is not None:
             self._context.wait_for(self._number)
         results, self._results, self._context = self._results, (), None
@@ -165,13 +145,13 @@ class Pending:
 
 
 class TransferMeter:
-    """How long transfers took, and how long the compute stream stood still for them; on a CUDA device.
+    """Measures on a CUDA device how long transfers take, and how long the compute stream waits for them.
 
-    What a CUDA graph captures while this is on is timed at each replay. The graph records into events of this, which have to
-    outlive it.
+    Work that a CUDA graph captures while the meter is on is timed at each replay. The graph records into the meter's events,
+    so the meter must outlive it.
 
     Attributes:
-        on: whether to measure now.
+        on: whether to measure.
     """
 
     def __init__(self) -> None:
@@ -180,21 +160,21 @@ class TransferMeter:
         self._waits: list[tuple[Any, Any]] = []
 
     def transfer(self, stream: Any, run: Callable[[], Any]) -> Any:
-        """`run()`, which enqueues a transfer on `stream`."""
+        """Time `run()`, which enqueues a transfer on `stream`."""
         return self._around(self._transfers, stream, run)
 
     def wait(self, stream: Any, run: Callable[[], Any]) -> Any:
-        """`run()`, which makes `stream` wait."""
+        """Time `run()`, which makes `stream` wait."""
         return self._around(self._waits, stream, run)
 
     def milliseconds(self) -> tuple[float, float]:
-        """(in transfers, waited for them) since `forget`; of a graph, in its last replay. Waits for the device."""
+        """Time in transfers, and waiting for them, since `forget`; of a graph, in its last replay. Waits for the device."""
         torch.cuda.synchronize()
         sums = tuple(sum(a.elapsed_time(b) for a, b in pairs) for pairs in (self._transfers, self._waits))
         return sums[0], sums[1]
 
     def forget(self) -> None:
-        """Count from here. No graph is alive that was captured while this was on."""
+        """Start again from zero. No graph that was captured while the meter was on may be alive."""
         self._transfers, self._waits = [], []
 
     def _around(self, pairs: list[tuple[Any, Any]], stream: Any, run: Callable[[], Any]) -> Any:
@@ -209,14 +189,26 @@ class TransferMeter:
 
 
 class ExecutionContext:
-    """The two streams of an engine and what must not be freed yet. The module docstring has the rules.
+    """The compute stream, the communication stream, and the tensors that must not be freed yet.
+
+    Tensors pass between the streams without `record_stream`. There is one rule for each direction:
+
+    1. Compute to communication. A transfer reads blocks of the compute stream's pool. If such a block were freed before the
+       transfer has run, the next kernel on the compute stream could be given it and overwrite it. So the arguments of a
+       transfer stay in the deferred-free list until the compute stream has been made to wait for the transfer.
+    2. Communication to compute. Kernels read blocks of the communication stream's pool. Autograd and others may free these at
+       any time: only a later transfer can be given the block, and every transfer first waits for everything enqueued on the
+       compute stream before it, the readers included. This holds because `launch` is the only place that allocates on the
+       communication stream.
+
+    Handles and staging buffers, which only transfers touch, stay on one stream and need no rule.
 
     Args:
-        device: where everything runs. On a CPU transfers are over when `launch` returns.
+        device: where everything runs. On a CPU a transfer is complete when `launch` returns.
 
     Attributes:
         meter: measures transfers while it is on.
-        flags: by which the compute stream waits for transfers in a CUDA graph.
+        flags: used by the compute stream to wait for transfers in a CUDA graph.
     """
 
     def __init__(self, device: torch.device):
@@ -227,72 +219,69 @@ class ExecutionContext:
         self.comm: Any = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else NullStream()
         self.compute: Any = NullStream()
         self._count = 0
-        self._deferred: deque[tuple[int, Any, tuple[Any, ...]]] = deque()
-
-    @property
-    def deferred(self) -> int:
-        """Transfers whose arguments are held."""
-        return len(self._deferred)
+        self._deferred: deque[tuple[int, Callable[[Any], None], tuple[Any, ...]]] = deque()  # number, wait, arguments
 
     def enter(self) -> None:
-        """Name the compute stream: the current one. Call it outside of any stream context, once a step."""
+        """Begin a step. The current stream becomes the compute stream, so call it outside of any stream context."""
         if self._device.type == "cuda":
             self.compute = torch.cuda.current_stream(self._device)
             if torch.cuda.is_current_stream_capturing():
                 self.flags.begin()
-        # A CUDA graph that is being captured must know of a stream before `leave` joins it, also if no transfer is launched.
+        # A CUDA graph under capture must know the communication stream before `leave` joins it, even without a transfer.
         self.comm.wait_stream(self.compute)
 
     def launch(self, transfer: Callable[..., Any], *args: Any) -> Pending:
-        """Enqueue `transfer(*args)` on the communication stream, behind all that both streams were given so far.
+        """Enqueue `transfer(*args)` on the communication stream, after everything enqueued on both streams so far.
 
-        Call it right after the stage that made `args`: what is given to the compute stream in between delays the transfer.
-        The result is a tensor or a tuple.
+        Call it right after the computation that made `args`: work enqueued on the compute stream in between delays the
+        transfer. `transfer` returns a tensor or a tuple.
         """
         flag = self.flags.take()
-        wait: Callable[[Any], None]
+        # Rule 2: wait for all readers of blocks that this transfer's allocations may be given.
         self.comm.wait_event(self.compute.record_event())
         with nullcontext() if isinstance(self.comm, NullStream) else torch.cuda.stream(self.comm):
             results = self.meter.transfer(self.comm, partial(transfer, *args))
         self._count += 1
+        wait: Callable[[Any], None]
         if flag is not None:
             flag.set(self.comm)
             wait = flag.block
         else:
-            wait = partial(_wait_for, self.comm.record_event())
-        self._deferred.append((self._count, wait, args))
+            wait = partial(_wait_event, self.comm.record_event())
+        self._deferred.append((self._count, wait, args))  # rule 1: hold the arguments
         return Pending(results if isinstance(results, tuple) else (results,), self, self._count)
 
     def wait_for(self, number: int) -> None:
-        """Make the compute stream wait for transfer `number`, and let go of what it and those before it read."""
+        """Make the compute stream wait for transfer `number`; release the arguments of it and of earlier transfers."""
         while self._deferred and self._deferred[0][0] <= number:
             self.meter.wait(self.compute, partial(self._deferred[0][1], self.compute))
-            self._deferred.popleft()
+            self._deferred.popleft()  # rule 1: only after the wait was enqueued
 
     def leave(self) -> None:
-        """Join the streams and let go of everything, in whatever state the step ended."""
+        """End a step, also one that failed: join the streams and release everything."""
         try:
             self.compute.wait_stream(self.comm)
             self.comm.wait_stream(self.compute)
-        finally:  # streams of a capture that failed cannot be joined
+        finally:  # streams of a failed capture cannot be joined
             self._deferred.clear()
 
 
-def _wait_for(event: Any, stream: Any) -> None:
+def _wait_event(event: Any, stream: Any) -> None:
     stream.wait_event(event)
 
 
 class Wire:
-    """The four transfers of an MoE layer. With one rank nothing travels and results are the arguments.
+    """The four transfers of an MoE layer: dispatch, combine, and their backwards.
 
-    Stages 2 and 4 of a layer and their backwards: the functions that `forebay::dispatch` and `forebay::combine` call too.
+    They call the functions that `forebay::dispatch` and `forebay::combine` call. With one rank nothing travels, and the
+    results are the arguments.
     """
 
     def __init__(self, dispatcher: TokenDispatcher, context: ExecutionContext):
         self._dispatcher, self._context, self._local = dispatcher, context, dispatcher.size == 1
 
     def dispatch(self, rows: Tensor, ids: Tensor, weights: Tensor) -> Pending:
-        """(rows [R, H], ids [R, K], weights [R, K], handle) of this rank's experts."""
+        """(rows [R, H], ids [R, K], weights [R, K], handle) for this rank's experts."""
         if self._local:
             return Pending((rows, ids, weights, []))
         return self._context.launch(self._watched_dispatch, rows, ids, weights)
@@ -302,19 +291,19 @@ class Wire:
         return None if self._local else self._dispatcher.max_rows(handle, rows, slots_per_token)
 
     def combine(self, y_rows: Tensor, residual: Tensor, handle: Sequence[Tensor], shape: torch.Size) -> Pending:
-        """([B, S, H],), the given shape: the residual plus each token's rows of all ranks."""
+        """([B, S, H],) of the given shape: the residual plus each token's rows from all ranks."""
         if self._local:
             return Pending(((residual + y_rows).view(shape),))
         return self._context.launch(self._sum, y_rows, residual, handle, shape)
 
     def combine_backward(self, dy: Tensor, handle: Sequence[Tensor], n_rows: int) -> Pending:
-        """([R, H],): the gradient of y_rows; that of the residual is dy [T, H] itself."""
+        """([R, H],): the gradient of y_rows. The gradient of the residual is dy [T, H] itself."""
         if self._local:
             return Pending((dy,))
         return self._context.launch(self._dispatcher.spread, dy, handle, n_rows)
 
     def dispatch_backward(self, d_rows: Tensor, d_weights: Tensor, handle: Sequence[Tensor], n_tokens: int) -> Pending:
-        """([T, H], [T, K]): the gradients of the rows and weights that were sent."""
+        """([T, H], [T, K]): the gradients of the dispatched rows and weights."""
         if self._local:
             return Pending((d_rows, d_weights))
         args = d_rows.contiguous(), d_weights.contiguous(), handle, n_tokens, None
@@ -329,32 +318,16 @@ class Wire:
         return self._dispatcher.collect(y_rows, None, handle, residual.shape[0], residual)[0].view(shape)
 
 
-# One microbatch in one run of layers: its forward and its backward, cut where its tokens travel.
-#
-# In: layers, and the hidden states that enter them; later the gradient of those that left. Out: the latter, and the gradient of
-# the former. `StagePass.forward` and `.backward` are generators that stop after each computation, with the transfer behind it
-# enqueued, so that whoever drives them can let another microbatch compute meanwhile: `forebay.pipeline.runtime` without
-# pipeline stages, `forebay.pipeline.runtime` with them.
-#
-# An MoE layer has four steps, two computations with a transfer behind each, and backward the same in reverse:
-#
-#     forward    front, dispatch >    experts, combine >                front: attention, norm, router, shared experts
-#     backward   < combine', experts'    < dispatch', weights, front'   (x' is the gradient of x)
-#
-# `weights` are the experts' weight gradients, which nobody waits for: they are made while dispatch' travels. A dense layer is
-# one computation; `forebay.pipeline.schedule` counts on both. A microbatch's tensors hang on its pass and on the autograd
-# graphs of its stages, and on nothing else. `forebay.pipeline.sublayer` says how memory passes between the streams.
-
 RouterOutputs = list[tuple[Tensor, Tensor]]
 """(logits [T, E], ids [T, K]) of each MoE layer."""
 
 
 class Layer(Protocol):
-    """What the engine runs of a decoder layer: the whole of a dense one, the stages of one with experts.
+    """A decoder layer as the engine runs it: an MoE layer by its stages, a dense layer by `__call__`.
 
     Attributes:
-        dispatcher: how tokens travel. None marks a dense layer, of which only `__call__` is used; of others it is not.
-        experts: (rows [R, H], ids [R, K], weights [R, K], max_rows) -> [R, H].
+        dispatcher: moves the layer's tokens; None marks a dense layer.
+        experts: (rows [R, H], ids [R, K], weights [R, K], max_rows) -> [R, H]; None for a dense layer.
     """
 
     dispatcher: TokenDispatcher | None
@@ -364,23 +337,31 @@ class Layer(Protocol):
         """x [B, S, H] -> residual [T, H], rows [T, H], ids [T, K], weights [T, K], logits [T, E]; T = B * S."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x -> x, both [B, S, H]."""
+        """x -> x, both [B, S, H]; of a dense layer only."""
 
 
 class StagePass:
-    """One microbatch on its way through layers and back.
+    """The forward and backward of one microbatch through layers.
+
+    An MoE layer has two computations forward and three backward, a dense layer one and one; `forebay.pipeline.schedule.turns`
+    relies on these numbers (x' is the backward of x):
+
+        forward    front, dispatch >    experts, combine >           front: attention, norm, router, shared experts
+        backward   < combine', experts'    < dispatch', weights, front'
+
+    `weights` computes the experts' weight gradients, for which nothing waits, while dispatch' is under way.
 
     Args:
-        layers: in the order of the forward; at least one.
-        context: of the engine.
-        keeps_router: hold what the routers said for `take_router_outputs`.
-        early_release: see `forebay.pipeline.runtime.OverlappedStep`.
-        weights: the store that the layers' experts were given, if they were: makes their weight gradients a computation of their
-            own.
+        layers: in forward order; at least one.
+        context: the engine's.
+        keeps_router: hold the router outputs for `take_router_outputs`.
+        early_release: drop tensors at segment boundaries after their last reader. False keeps them until their layer's
+            backward is over, to measure the difference.
+        weights: the store of the layers' experts, if they have one: weight gradients become a computation of their own.
 
     Attributes:
-        output: after `forward`, the hidden states on their way.
-        gradient: after `backward`, [that of the input].
+        output: after `forward`, the hidden states, possibly still in transfer.
+        gradient: after `backward`, a list with the gradient of the input.
     """
 
     output: Pending
@@ -399,7 +380,7 @@ class StagePass:
         self.gradient: list[Tensor] = []
 
     def forward(self, x: Pending) -> Iterator[None]:
-        """Through the layers. Stops after each computation; leaves `output`."""
+        """Run the layers; stops after each computation and leaves `output`."""
         todo, self._todo = self._todo, []
         for layer in todo:
             self._layers.append(self._pass(layer))
@@ -409,15 +390,15 @@ class StagePass:
         self.output = x
 
     def take_router_outputs(self) -> RouterOutputs:
-        """What the routers said, of the MoE layers in their order; detached, and once."""
+        """Return the router outputs of the MoE layers in forward order; detached, and once."""
         return [layer.router.pop() for layer in self._moe_layers()]
 
     def begin_backward(self, dy: Tensor, d_logits: Sequence[Tensor | None] | None = None) -> None:
-        """Take the gradient of the output, and those of the routers' logits; enqueues the first transfer.
+        """Take the gradients of the output and of the router logits; enqueues the first transfer.
 
         Args:
             dy: [B, S, H].
-            d_logits: one for each of `take_router_outputs`; None gives them none.
+            d_logits: one for each of `take_router_outputs`; None for no gradients.
         """
         if d_logits is not None:
             for layer, gradient in zip(self._moe_layers(), d_logits, strict=True):
@@ -425,8 +406,10 @@ class StagePass:
         self._layers[-1].begin_backward(dy)
 
     def backward(self) -> Iterator[None]:
-        """From the last layer to the first; leaves `gradient`. Stops after each computation but the last: that is the caller's,
-        who may have more to compute."""
+        """Run the layers' backwards, last layer first; leaves `gradient`.
+
+        Stops after each computation but the last: the caller adds that stop, because it may have more to compute.
+        """
         while True:
             layer = self._layers.pop()
             yield from layer.backward()
@@ -448,7 +431,7 @@ class StagePass:
 
 
 class _DensePass:
-    """A layer without experts, one microbatch: one computation, no transfer."""
+    """One microbatch in a layer without experts: one computation, no transfer. The methods are those of `_MoePass`."""
 
     output: Pending
     _whole: Segment
@@ -458,28 +441,25 @@ class _DensePass:
         self.gradient: list[Tensor] = []
 
     def forward(self, x: Pending) -> Iterator[None]:
-        """Leaves the layer's `output`."""
         self._whole, y = cut(self._layer, *x.take())
         self.output = Pending(y)
         del y
         yield
 
     def begin_backward(self, dy: Tensor) -> None:
-        """Take the gradient of the output."""
         self._dy = [dy]
 
     def backward(self) -> Iterator[None]:
-        """Leaves the input's `gradient`. The last stop is the caller's: the next layer's transfer comes before it."""
         self.gradient = self._whole.backward([self._dy.pop()])
         yield from ()
 
 
 class _MoePass:
-    """An MoE layer, one microbatch: what its stages leave for each other.
+    """One microbatch in an MoE layer.
 
-    Stages 2 and 4 keep no tensors of their own but the handle. Of the tensors at the boundaries of 1 and 3 those stay alive that
-    autograd saved. From one stop to the next the pass holds only what still has a reader: the residual until it is combined, dy
-    (its gradient) until stage 1 goes backward.
+    Dispatch and combine keep no tensors but the handle. Between two stops the pass holds only tensors that still have a
+    reader: the residual until it is combined, and dy, its gradient, until the front's backward. Lists that are popped hand a
+    tensor over without a second reference.
     """
 
     output: Pending
@@ -490,7 +470,7 @@ class _MoePass:
     def __init__(
         self, layer: Layer, wire: Wire, keeps_router: bool, early_release: bool, weights: WeightGradients | None
     ):
-        assert layer.experts is not None, "a layer with an exchange has experts"
+        assert layer.experts is not None, "a layer with a dispatcher has experts"
         self._weights, self._deferred_gradients = weights, list[Callable[[], None]]()
         self._stage1, self._stage3, self._wire = layer.stage1, layer.experts, wire
         self._keeps_router, self._keeps_all = keeps_router, not early_release
@@ -502,14 +482,14 @@ class _MoePass:
         self.gradient: list[Tensor] = []
 
     def forward(self, x: Pending) -> Iterator[None]:
-        """Leaves the layer's `output` on its way."""
+        """Leaves the layer's `output`, whose transfer is enqueued."""
         self._run_front(*x.take())
         yield
         self._run_experts(*self._travelling.take())
         yield
 
     def begin_backward(self, dy: Tensor) -> None:
-        """Send the gradient of the output, [B, S, H], to where the experts are."""
+        """Send the gradient of the output, [B, S, H], to the experts' ranks."""
         dy = dy.reshape(-1, dy.shape[-1]).contiguous()
         self._dy.append(dy)
         self._travelling = self._wire.combine_backward(dy, self._handle, self._n_rows)
@@ -541,7 +521,7 @@ class _MoePass:
 
     def _run_experts_backward(self, grads: list[Tensor]) -> None:
         self._keep(*grads)
-        if self._weights is None or self._weights.pending is not None:  # nothing to leave, or all is left for longer
+        if self._weights is None or self._weights.pending is not None:  # no store, or the caller defers for longer
             d_rows, d_weights = self._experts.backward(grads)
         else:
             with self._weights.collecting() as self._deferred_gradients:
@@ -550,7 +530,7 @@ class _MoePass:
         self._keep(d_rows, d_weights)
 
     def _run_front_backward(self, grads: list[Any]) -> None:
-        # The outputs of stage 1 in their order: residual, rows, ids, weights, logits.
+        # In the order of stage 1's outputs: residual, rows, ids, weights, logits.
         grads[:] = [self._dy.pop(), grads[0], None, grads[1], self.d_logits]
         self._keep(*grads)
         self.d_logits = None
@@ -563,11 +543,11 @@ class _MoePass:
 
 
 def has_experts(layer: Layer) -> bool:
-    """Whether a layer's tokens travel."""
+    """Whether the layer is an MoE layer."""
     return layer.dispatcher is not None
 
 
 def take_turns(order: Sequence[str], forward: Iterator[None], backward: Iterator[None]) -> None:
-    """Let a forward and a backward compute in turn: "F" or "B" for each computation, from `forebay.pipeline.schedule`."""
-    for whose in order:
-        next(forward if whose == "F" else backward, None)
+    """Run a forward ("F") and a backward ("B") computation by computation in the given order."""
+    for turn in order:
+        next(forward if turn == "F" else backward, None)

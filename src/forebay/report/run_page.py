@@ -18,7 +18,8 @@ from urllib.parse import quote
 
 from forebay.config import Config, from_mapping
 from forebay.errors import RunError, UsageError
-from forebay.pipeline.activity import COMPUTE, Ran, boxes_of, bubble
+from forebay.pipeline.activity import ActionRecord, bubble
+from forebay.pipeline.schedule import COMPUTE
 from forebay.policy import format_bytes
 from forebay.report.charts import Box, Ceiling, Curve, Scale, bar, byte_scale, curves, legend, ran, scale
 from forebay.report.html import Html, Section, Verdict, big, grouped, join, missing, page, percent, table, tag, tiles
@@ -61,7 +62,7 @@ class RunFolder:
     validations: Sequence[tuple[int, float]]
     ranks: Sequence[Mapping[str, Any]]
     profile: Any
-    ran: Sequence[Ran]
+    ran: Sequence[ActionRecord]
 
     @property
     def processes(self) -> int:
@@ -148,7 +149,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _ran(events: Sequence[Mapping[str, Any]]) -> list[Ran]:
+def _ran(events: Sequence[Mapping[str, Any]]) -> list[ActionRecord]:
     """The trace's actions as they were recorded. Memory is the counter that was written with each action's end."""
     counted: dict[int, list[int]] = {}
     for event in events:
@@ -160,7 +161,7 @@ def _ran(events: Sequence[Mapping[str, Any]]) -> list[Ran]:
         rank, start = int(event["pid"]), event["ts"] / 1e3
         memory = counted[rank][nth[rank]]
         nth[rank] += 1
-        found.append(Ran(rank, event["cat"], event["name"], start, start + event["dur"] / 1e3, memory))
+        found.append(ActionRecord(rank, event["cat"], event["name"], start, start + event["dur"] / 1e3, memory))
     return found
 
 
@@ -244,7 +245,7 @@ def pipeline_section(run: RunFolder, trace: str | None) -> Section:
         )
         return Section("pipeline", title, "", missing(why))
     idle = bubble(run.ran)
-    by_rank: dict[int, list[Ran]] = {
+    by_rank: dict[int, list[ActionRecord]] = {
         rank: [r for r in run.ran if r.rank == rank and r.kind in COMPUTE] for rank in idle
     }
     end = max(r.end_ms for r in run.ran)
@@ -272,11 +273,11 @@ def pipeline_section(run: RunFolder, trace: str | None) -> Section:
     return Section("pipeline", title, lead, join(names, ran(rows, x, spoken), opened))
 
 
-def _boxes(records: Sequence[Ran]) -> list[Box]:
+def _boxes(records: Sequence[ActionRecord]) -> list[Box]:
     found = []
-    first = min((stage for r in records for _, stage, _ in boxes_of(r)), default=0)
+    first = min((stage for r in records for _, stage, _ in r.parts()), default=0)
     for record in records:
-        parts = boxes_of(record)
+        parts = record.parts()
         for n, (kind, stage, microbatch) in enumerate(parts):
             name = f"{_DOING.get(kind, kind)} of microbatch {microbatch}, stage {stage}"
             place = (n / len(parts), 1 / len(parts), stage != first)

@@ -20,7 +20,7 @@ from forebay.managed import Managed
 from forebay.models.families import keep_part
 from forebay.models.router import RouterStats, balance_loss
 from forebay.pipeline.model import CutLayer, CutModel, Microbatch
-from forebay.pipeline.p2p import DistLinks, Links, answers, neighbours
+from forebay.pipeline.p2p import DistLinks, Links, confirmed_by, neighbours
 from forebay.pipeline.partition import Partition
 from forebay.pipeline.runtime import OverlappedStep, PipelineRuntime, Stage, StageBalance, Watcher
 from forebay.pipeline.schedule import BACKWARD_WEIGHT, FORWARD, Action, PipelinePlan, forward_plan, make_plan
@@ -203,8 +203,8 @@ class PipelinedGradients(CudaGraphEngine):
         self.plan, self.partition, self.ran, self.watcher = plan, partition, list[Action](), None
         self._device, self._router, self._rank = mesh.device, router, mesh.pp_rank
         pipelines = torch.arange(mesh.size).view(mesh.pp, -1).t().tolist()
-        told = answers(plan, mesh.pp_rank)
-        self._links: Links = DistLinks(mesh.pipeline, neighbours(plan.ranks), mesh.device, pipelines, told)
+        confirmed = confirmed_by(plan, mesh.pp_rank)
+        self._links: Links = DistLinks(mesh.pipeline, neighbours(plan.ranks), mesh.device, pipelines, confirmed)
         self._balance = StageBalance(experts, balance, mesh.device) if experts else None
         self._cut = cut = CutModel(model, memory, getattr(torch, config.model.compute or config.model.dtype))
         self._unsharded = UnshardedStep(model, cut, config.parallel.reshard)

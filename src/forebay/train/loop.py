@@ -30,7 +30,7 @@ from forebay.config import Config, check_world, from_mapping
 from forebay.errors import Interrupted, ReportedElsewhere, RunError, UsageError
 from forebay.memory.hooks import StepReport
 from forebay.memory.storage import local
-from forebay.pipeline.activity import ActionRecorder, Ran, bubble, draw, perfetto
+from forebay.pipeline.activity import ActionRecord, ActionRecorder, bubble, draw, trace_json
 from forebay.train import checkpoint
 from forebay.train.distributed import Heartbeat, Mesh, World
 from forebay.train.durable import LOCK, FolderLock, holder, make_folder, replace_text
@@ -40,7 +40,7 @@ from forebay.train.trainer import Trainer
 
 # One step of a run, watched: what each rank of the pipeline ran when, as a picture and a trace in a folder.
 #
-# In: a `Trainer` on a pipeline, and a step. Out: `Ran` records of the pipeline that the main process is in, then two files:
+# In: a `Trainer` on a pipeline, and a step. Out: `ActionRecord`s of the pipeline that the main process is in, then two files:
 #
 #     pipeline.png     see `forebay.pipeline.activity.draw`; only where matplotlib is installed
 #     pipeline.json    for https://ui.perfetto.dev
@@ -50,7 +50,7 @@ from forebay.train.trainer import Trainer
 T = TypeVar("T")
 
 
-def watch_step(trainer: Trainer, step: Callable[[], T]) -> tuple[T, list[Ran]]:
+def watch_step(trainer: Trainer, step: Callable[[], T]) -> tuple[T, list[ActionRecord]]:
     """What `step()` returned, and what the ranks of the first pipeline ran in it; no records on processes of other pipelines.
 
     All processes call it. Clocks start together, behind a barrier. Who runs what when is the host's doing: the step is not
@@ -76,7 +76,7 @@ def watch_step(trainer: Trainer, step: Callable[[], T]) -> tuple[T, list[Ran]]:
     return result, [record for ran in found for record in ran]
 
 
-def write_timeline(records: list[Ran], folder: Path, title: str) -> str:
+def write_timeline(records: list[ActionRecord], folder: Path, title: str) -> str:
     """Write the trace and, if matplotlib is installed, the picture into `folder`; returns the line that says so.
 
     Raises:
@@ -85,7 +85,7 @@ def write_timeline(records: list[Ran], folder: Path, title: str) -> str:
     """
     trace, picture, missing = folder / "pipeline.json", folder / "pipeline.png", ""
     try:
-        perfetto(records, trace)
+        replace_text(trace, trace_json(records))
         try:
             draw(records, picture, title)
         except UsageError as error:

@@ -221,7 +221,7 @@ def test_large_models_take_seconds(schedule: str, pp: int, chunks: int, costs: s
     ("call", "said"),
     [
         (lambda: stages_of("gpipe", 2), "'gpipe' is unknown; valid are 1f1b, interleaved-1f1b, zbv, dualpipev"),
-        (lambda: stages_of("1f1b", 0), "a pipeline of 0 ranks"),
+        (lambda: stages_of("1f1b", 0), "0 pipeline ranks with 2 stages each are not possible"),
         (lambda: even_partition(7, "dualpipev", 4), "8 stages.* 7 decoder layers; valid is at most 3 ranks"),
         (lambda: of_counts([1, 2], 3, "zbv", 2), "names 2 stages; zbv on 2 ranks has 4"),
         (lambda: of_counts([3, 0], 3, "1f1b", 2), "stage 1 of the partition has 0 layers; .* at least one"),

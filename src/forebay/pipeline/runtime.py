@@ -401,8 +401,8 @@ class OverlappedStep:
         F0 | F1 with B0 | F2 with B1 | ... | F(M-1) with B(M-2) | B(M-1)
 
     Losses and gradients are bitwise those of plain autograd, one microbatch after the other. The order of computations
-    (`forebay.pipeline.schedule.turns`; docs/expert_parallel.md draws it) follows from the list of layers alone. So it is the same on
-    every rank, and no rank waits for a transfer that another one enqueues later.
+    (`forebay.pipeline.schedule.turns`, drawn in docs/expert_parallel.md) follows from the list of layers alone. So it is the
+    same on every rank, and no rank waits for a transfer that another one enqueues later.
 
     Args:
         layers: in forward order; at least one.

@@ -3,6 +3,7 @@
 import functools
 import gc
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -33,6 +34,18 @@ def _no_collection_of_modules() -> None:
 def _one_thread_and_a_seed() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """`torch.empty` returns NaN, so that elements that a kernel does not write show."""
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    assert torch.empty(1).isnan()
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = before
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Flags: what a chain in a CUDA graph reads behind one is there, however late; and a graph that waits for ever can be ended."""
+"""Flags: a chain in a CUDA graph reads what a late side stream wrote, and a graph that waits forever can be ended."""
 
 import time
 

@@ -24,8 +24,8 @@ def exact(left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
 
 
 def check(total: Tensor, left: Tensor, right: Tensor, offs: Tensor, backend: str = "triton") -> None:
-    """Adds, and compares with fp64. R products in fp32 and two sums: an error of as many times their magnitudes' last bit,
-    for tensor cores cut off where others round."""
+    """Compare with fp64. R products in fp32 and two sums: an error of as many last bits of their magnitudes, because tensor
+    cores truncate where others round."""
     before = total.clone()
     add_rows_by_rows(total, left, right, offs, backend=backend)  # type: ignore[arg-type]
     want = before.double() + exact(left, right, offs)
@@ -37,7 +37,7 @@ def check(total: Tensor, left: Tensor, right: Tensor, offs: Tensor, backend: str
 ROWS = [(0,), (1,), (63,), (64, 1), (65, 0, 31), (0, 0, 33, 0), (127, 129, 5)]
 SHAPES = [(1, 1), (100, 130), (128, 127), (129, 16), (256, 128)]
 PRODUCT = [(*shape, rows, dtype) for shape in SHAPES for rows in ROWS for dtype in DTYPES]
-# Each of rows, shape and dtype at least once: tiles and experts' ends are masked independently of each other.
+# Each of rows, shape and dtype at least once: tiles and ends of experts are masked independently.
 SOME = [(*SHAPES[i % len(SHAPES)], rows, DTYPES[i % len(DTYPES)]) for i, rows in enumerate(ROWS)]
 
 
@@ -54,11 +54,10 @@ def test_triton_against_fp64(m: int, n: int, rows: tuple[int, ...], dtype: torch
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_the_plain_form_against_fp64(dtype: torch.dtype) -> None:
-    offs = offsets(5, 0, 12)
     left, right = torch.randn(19, 24, device=DEVICE).to(dtype), torch.randn(19, 40, device=DEVICE).to(dtype)
     left[17:] = torch.nan
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    check(torch.randn(3, 24, 40, device=DEVICE, dtype=wide), left, right, offs, "reference")
+    check(torch.randn(3, 24, 40, device=DEVICE, dtype=wide), left, right, offsets(5, 0, 12), "reference")
 
 
 def test_neighbours_rows_do_not_leak_in() -> None:
@@ -95,16 +94,15 @@ def test_the_same_bits_every_time() -> None:
 def test_refusals() -> None:
     offs = offsets(2, 2)
     left, right, total = torch.randn(4, 3), torch.randn(4, 5), torch.zeros(2, 3, 5)
-    with pytest.raises(ValueError, match=r"do not make \(2, 3, 5\)"):
-        add_rows_by_rows(total, right, left, offs)
-    with pytest.raises(ValueError, match=r"do not make \(2, 3, 5\)"):
-        add_rows_by_rows(total, left, right[:3], offs)
-    with pytest.raises(ValueError, match=r"right torch\.float16"):
-        add_rows_by_rows(total, left, right.half(), offs)
-    with pytest.raises(ValueError, match=r"total of torch\.float32"):
-        add_rows_by_rows(total.bfloat16(), left.bfloat16(), right.bfloat16(), offs)
-    with pytest.raises(ValueError, match="contiguous last dimension"):
-        add_rows_by_rows(torch.zeros(2, 5, 3).transpose(1, 2), left, right, offs)
+    for message, *arguments in (
+        (r"do not make \(2, 3, 5\)", total, right, left),
+        (r"do not make \(2, 3, 5\)", total, left, right[:3]),
+        (r"right torch\.float16", total, left, right.half()),
+        (r"total of torch\.float32", total.bfloat16(), left.bfloat16(), right.bfloat16()),
+        ("contiguous last dimension", torch.zeros(2, 5, 3).transpose(1, 2), left, right),
+    ):
+        with pytest.raises(ValueError, match=message):
+            add_rows_by_rows(*arguments, offs)
 
 
 @pytest.mark.gpu

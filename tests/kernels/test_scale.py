@@ -1,7 +1,5 @@
 """The scaling kernel against fp64; in the interpreter where there is no GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -9,12 +7,8 @@ from forebay.kernels.launch import Backend
 from forebay.kernels.scale import scale
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# One rounding to nearest; Triton's interpreter truncates fp32 to bf16, twice as far off.
-ROUNDING = {
-    torch.float32: 2**-23,
-    torch.float16: 2**-11,
-    torch.bfloat16: 2**-8 if DEVICE == "cuda" else 2**-7,
-}
+# One rounding to nearest; Triton's interpreter truncates fp32 to bf16, which errs twice as far.
+ROUNDING = {torch.float32: 2**-23, torch.float16: 2**-11, torch.bfloat16: 2**-8 if DEVICE == "cuda" else 2**-7}
 
 backends = pytest.mark.parametrize("backend", ["triton", "reference"])
 
@@ -23,47 +17,28 @@ backends = pytest.mark.parametrize("backend", ["triton", "reference"])
 @pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
 @pytest.mark.parametrize("shape", [(0,), (), (1,), (3, 5), (4095,), (4096,), (4097,)], ids=str)
 def test_one_rounding(backend: Backend, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    x = torch.randn(shape, device=DEVICE)
+    x, factor = torch.randn(shape, device=DEVICE), torch.tensor([1 / 3], device=DEVICE)
     before = x.clone()
-    factor = torch.tensor([1 / 3], device=DEVICE)
     out = scale(x, factor, dtype, backend=backend)
-    assert out.dtype == dtype and out.shape == x.shape
-    assert torch.equal(x, before)
+    assert out.dtype == dtype and out.shape == x.shape and torch.equal(x, before)
     want = x.double() * factor.double().reshape(())
     torch.testing.assert_close(out.double(), want, rtol=ROUNDING[dtype], atol=1e-7)
-
-
-@backends
-def test_factor_of_one_is_exact(backend: Backend) -> None:
-    x = torch.randn(1000, device=DEVICE)
-    assert torch.equal(scale(x, torch.ones(1, device=DEVICE), x.dtype, backend=backend), x)
+    assert torch.equal(scale(x, torch.ones_like(factor), x.dtype, backend=backend), x)
 
 
 @backends
 def test_nan_and_infinity_pass(backend: Backend) -> None:
     x = torch.tensor([float("nan"), float("inf"), -float("inf"), 1.0], device=DEVICE)
     out = scale(x, torch.full((1,), 2.0, device=DEVICE), torch.bfloat16, backend=backend)
-    want = torch.tensor([float("nan"), float("inf"), -float("inf"), 2.0], device=DEVICE)
-    torch.testing.assert_close(out.float(), want, equal_nan=True)
+    torch.testing.assert_close(out.float(), 2 * x, equal_nan=True)
 
 
 def test_fp64_takes_the_plain_form() -> None:
-    x = torch.randn(5, dtype=torch.float64, device=DEVICE)
-    factor = torch.full((), 0.3, dtype=torch.float64, device=DEVICE)
+    x, factor = (
+        torch.randn(5, dtype=torch.float64, device=DEVICE),
+        torch.tensor(0.3, dtype=torch.float64, device=DEVICE),
+    )
     assert torch.equal(scale(x, factor, torch.float64), x * 0.3)
-
-
-@backends
-def test_refusals(backend: Backend) -> None:
-    x, factor = torch.randn(4, 6, device=DEVICE), torch.ones(1, device=DEVICE)
-    with pytest.raises(ValueError, match="contiguous"):
-        scale(x.t(), factor, x.dtype, backend=backend)
-    with pytest.raises(ValueError, match="one element"):
-        scale(x, factor.expand(2), x.dtype, backend=backend)
-    with pytest.raises(ValueError, match="on meta"):
-        scale(x, factor.to("meta"), x.dtype, backend=backend)
-    with pytest.raises(TypeError, match="factor is"):
-        scale(x, factor.double(), x.dtype, backend=backend)
 
 
 @pytest.mark.gpu

@@ -1,6 +1,4 @@
-"""The gated activation: Triton against the plain form, the plain form against autograd in fp64."""
-
-from collections.abc import Iterator
+"""The gated activation: Triton against the plain form, the plain form against autograd in fp64, pages against tensors."""
 
 import pytest
 import torch
@@ -19,18 +17,6 @@ ATOL = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 RTOL = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
-@pytest.fixture
-def poisoned() -> Iterator[None]:
-    """torch.empty hands out NaN: an element that a kernel leaves out shows."""
-    before = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    assert torch.empty(1).isnan()
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = before
-
-
 def make(rows, inner, live, dtype, experts=3, bias=False, weights_dtype=torch.float32):
     """Inputs of R rows, `live` of them real; the sentinels' h and da are NaN."""
     h = torch.randn(rows, 2 * inner, device=DEVICE).to(dtype)
@@ -46,6 +32,11 @@ def make(rows, inner, live, dtype, experts=3, bias=False, weights_dtype=torch.fl
         at = torch.arange(rows, device=DEVICE, dtype=torch.int32)
         extra["row_expert"] = torch.searchsorted(offs, at, right=True).int()
     return h, da, weights, order, offs, extra
+
+
+def assert_equal(got, wanted) -> None:
+    for a, b in zip(got, wanted, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
 
 
 def close(a: torch.Tensor, b: torch.Tensor, scale: float = 1.0) -> None:
@@ -84,40 +75,12 @@ def test_triton_is_the_reference(glu: Glu, dtype: torch.dtype, poisoned: None) -
 # Tiles are 1024 elements: 2 x 512 for I >= 449, 4 x 256 for 256, 64 x 16 for the narrowest.
 @pytest.mark.parametrize(
     ("rows", "inner", "live"),
-    [
-        (0, 8, 0),
-        (1, 8, 1),
-        (1, 8, 0),
-        (63, 8, 62),
-        (64, 8, 64),
-        (65, 8, 64),
-        (3, 256, 3),
-        (4, 256, 4),
-        (5, 256, 5),
-        (9, 257, 8),
-        (3, 255, 3),
-        (3, 512, 2),
-        (2, 513, 2),
-        (17, 1, 16),
-        (5, 300, 2),
-        (4, 176, 4),
-    ],
-)
+    [(0, 8, 0), (1, 8, 1), (1, 8, 0), (63, 8, 62), (64, 8, 64), (65, 8, 64), (3, 256, 3), (4, 256, 4), (5, 256, 5),
+     (9, 257, 8), (3, 255, 3), (3, 512, 2), (2, 513, 2), (17, 1, 16), (5, 300, 2), (4, 176, 4)],
+)  # fmt: skip
 @pytest.mark.parametrize("glu", [SWIGLU, CLAMPED], ids=str)
 def test_shapes_around_a_tile(rows: int, inner: int, live: int, glu: Glu, poisoned: None) -> None:
     compare(*make(rows, inner, live, torch.float32, bias=True), glu)
-
-
-def test_inputs_that_are_not_contiguous(poisoned: None) -> None:
-    h, da, weights, order, offs, _ = make(19, 24, 15, torch.float32)
-    wanted = swiglu_backward(h, da, weights, order, offs, SWIGLU, backend="reference")
-    strided = torch.stack((weights, weights), 1)[:, 0]
-    got = swiglu_backward(
-        h.t().contiguous().t(), da.t().contiguous().t(), strided, order, offs, SWIGLU,
-        backend="triton",
-    )  # fmt: skip
-    for a, b in zip(got, wanted, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
 def test_pairs_that_start_on_an_odd_element(poisoned: None) -> None:
@@ -128,8 +91,7 @@ def test_pairs_that_start_on_an_odd_element(poisoned: None) -> None:
     assert all(t.storage_offset() == 1 for t in odd)
     extra["bias"] = odd[1]
     got = swiglu_backward(odd[0], da, weights, order, offs, CLAMPED, backend="triton", **extra)
-    for a, b in zip(got, wanted, strict=True):
-        assert torch.equal(a, b)
+    assert_equal(got, wanted)
     with pytest.raises(ValueError, match="even offset"):
         swiglu_backward(odd[0], da, weights, order, offs, CLAMPED, over_h=True, **extra)
 
@@ -137,26 +99,20 @@ def test_pairs_that_start_on_an_odd_element(poisoned: None) -> None:
 @pytest.mark.parametrize("glu", GLUS, ids=str)
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 def test_written_over_its_inputs_gives_the_same_bits(glu: Glu, backend, poisoned: None) -> None:
-    h, da, weights, order, offs, extra = make(33, 72, 30, torch.bfloat16, bias=True)
-    wanted = swiglu_backward(h, da, weights, order, offs, glu, backend=backend, **extra)
+    h, da, *rest, extra = make(33, 72, 30, torch.bfloat16, bias=True)
+    wanted = swiglu_backward(h, da, *rest, glu, backend=backend, **extra)
     over_h, over_da = h.clone(), da.clone()
-    got = swiglu_backward(
-        over_h, over_da, weights, order, offs, glu,
-        over_h=True, over_da=True, backend=backend, **extra,
-    )  # fmt: skip
-    for a, b in zip(got, wanted, strict=True):
-        assert torch.equal(a, b)
+    got = swiglu_backward(over_h, over_da, *rest, glu, over_h=True, over_da=True, backend=backend, **extra)
+    assert_equal(got, wanted)
     assert got[0] is over_h and got[1] is over_da
 
 
 def test_only_what_is_needed_is_made() -> None:
-    h, da, weights, order, offs, _ = make(9, 24, 8, torch.float32)
-    wanted = swiglu_backward(h, da, weights, order, offs, SWIGLU, backend="triton")
+    *inputs, _ = make(9, 24, 8, torch.float32)
+    wanted = swiglu_backward(*inputs, SWIGLU, backend="triton")
     for needs in [(True, False, False), (False, True, False), (False, False, True)]:
-        got = swiglu_backward(
-            h, da, weights, order, offs, SWIGLU,
-            need_dh=needs[0], need_act=needs[1], need_dw=needs[2], backend="triton",
-        )  # fmt: skip
+        names = dict(zip(("need_dh", "need_act", "need_dw"), needs, strict=True))
+        got = swiglu_backward(*inputs, SWIGLU, **names, backend="triton")
         for need, a, b in zip(needs, got, wanted, strict=True):
             assert torch.equal(a, b) if need else a is None
 
@@ -210,19 +166,15 @@ def paged(h: torch.Tensor, offs: torch.Tensor, device_share: float = 0.5, page_b
 
 def compare_paged(h, da, weights, order, offs, extra, glu, backend, **where) -> None:
     """Through pages and without: the same bits; and h as it was."""
-    live, pages = int(offs[-1]), paged(h, offs, **where)
-    act = swiglu_forward(h, weights, order, offs, glu, pages=pages, backend=backend, **extra)
-    assert torch.equal(act, swiglu_forward(h, weights, order, offs, glu, backend=backend, **extra))
+    live, pages, rest = int(offs[-1]), paged(h, offs, **where), {"backend": backend, **extra}
+    act = swiglu_forward(h, weights, order, offs, glu, pages=pages, **rest)
+    assert torch.equal(act, swiglu_forward(h, weights, order, offs, glu, **rest))
     saved = torch.full(h.shape, torch.nan, dtype=h.dtype, device=DEVICE)
     restore([pages], [saved], backend=backend)
     assert torch.equal(saved[:live], h[:live]) and saved[live:].isnan().all()
-    got = swiglu_backward(pages, da, weights, order, offs, glu, backend=backend, **extra)
-    wanted = swiglu_backward(h, da, weights, order, offs, glu, backend=backend, **extra)
-    for a, b in zip(got, wanted, strict=True):
-        assert a.dtype == b.dtype and torch.equal(a, b)
-    over = swiglu_backward(pages, da.clone(), weights, order, offs, glu, over_da=True, backend=backend, **extra)
-    for a, b in zip(over, wanted, strict=True):
-        assert torch.equal(a, b)
+    wanted = swiglu_backward(h, da, weights, order, offs, glu, **rest)
+    assert_equal(swiglu_backward(pages, da, weights, order, offs, glu, **rest), wanted)
+    assert_equal(swiglu_backward(pages, da.clone(), weights, order, offs, glu, over_da=True, **rest), wanted)
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
@@ -236,20 +188,10 @@ def test_through_pages_the_same_bits(glu: Glu, dtype: torch.dtype, backend, pois
 # Pages of 512 bytes hold 2 rows of 64 columns, 1 of 65, 64 of one pair in bf16; of 2816-byte rows a page of 8192 holds 2.
 @pytest.mark.parametrize(
     ("rows", "inner", "live", "page_bytes", "device_share"),
-    [
-        (0, 8, 0, 512, 0.5),
-        (1, 8, 0, 512, 1.0),
-        (1, 8, 1, 512, 0.0),
-        (129, 1, 128, 512, 0.5),
-        (65, 8, 65, 512, 0.5),
-        (64, 8, 33, 512, 0.0),
-        (9, 64, 5, 512, 1.0),
-        (9, 65, 8, 512, 0.5),
-        (7, 33, 7, 512, 0.5),
-        (5, 704, 5, 8192, 0.5),
-        (3, 515, 2, 8192, 0.5),
-    ],
-)
+    [(0, 8, 0, 512, 0.5), (1, 8, 0, 512, 1.0), (1, 8, 1, 512, 0.0), (129, 1, 128, 512, 0.5), (65, 8, 65, 512, 0.5),
+     (64, 8, 33, 512, 0.0), (9, 64, 5, 512, 1.0), (9, 65, 8, 512, 0.5), (7, 33, 7, 512, 0.5), (5, 704, 5, 8192, 0.5),
+     (3, 515, 2, 8192, 0.5)],
+)  # fmt: skip
 @pytest.mark.parametrize("glu", [SWIGLU, CLAMPED], ids=str)
 def test_shapes_around_a_page(rows, inner, live, page_bytes, device_share, glu: Glu, poisoned: None) -> None:
     inputs = make(rows, inner, live, torch.bfloat16, bias=True)
@@ -276,42 +218,32 @@ def test_where_pages_were_short_h_is_zeros(backend, poisoned: None) -> None:
         assert torch.equal(act, swiglu_forward(h, weights, order, offs, glu, backend=backend, **extra))
         assert torch.equal(pages.arena.device, before[0]) and torch.equal(pages.arena.host, before[1])
         got = swiglu_backward(pages, da, weights, order, offs, glu, backend=backend, **extra)
-        wanted = swiglu_backward(torch.zeros_like(h), da, weights, order, offs, glu, backend=backend, **extra)
-        for a, b in zip(got, wanted, strict=True):
-            assert torch.equal(a, b)
-
-
-def test_refusals_of_pages() -> None:
-    h, da, weights, order, offs, _ = make(4, 8, 4, torch.float32)
-    pages = paged(h, offs)
-    with pytest.raises(ValueError, match="over_h needs a tensor"):
-        swiglu_backward(pages, da, weights, order, offs, SWIGLU, over_h=True)
-    with pytest.raises(ValueError, match="4 rows of 32 bytes"):
-        swiglu_forward(h.bfloat16(), weights, order, offs, SWIGLU, pages=pages)
-    with pytest.raises(ValueError, match="da must be"):
-        swiglu_backward(pages, da.bfloat16(), weights, order, offs, SWIGLU)
-    with pytest.raises(ValueError, match="need 1 entries"):
-        swiglu_forward(h, weights, order, offs, SWIGLU, pages=pages._replace(pages=pages.pages[:0]))
+        zeros = torch.zeros_like(h)
+        assert_equal(got, swiglu_backward(zeros, da, weights, order, offs, glu, backend=backend, **extra))
 
 
 def test_refusals() -> None:
-    h, da, weights, order, offs, _ = make(4, 8, 4, torch.float32)
-    with pytest.raises(ValueError, match="2I"):
-        swiglu_forward(h[:, :15], weights, order, offs, SWIGLU)
-    with pytest.raises(ValueError, match="at least 4 weights"):
-        swiglu_forward(h, weights[:3], order, offs, SWIGLU)
-    with pytest.raises(ValueError, match=r"order \[4\]"):
-        swiglu_forward(h, weights, order[:3], offs, SWIGLU)
-    with pytest.raises(ValueError, match="row_expert"):
-        swiglu_forward(h, weights, order, offs, SWIGLU, bias=h[:3])
-    with pytest.raises(ValueError, match="da must be"):
-        swiglu_backward(h, da[:, :7], weights, order, offs, SWIGLU)
-    with pytest.raises(ValueError, match="contiguous"):
-        swiglu_backward(h.t().contiguous().t(), da, weights, order, offs, SWIGLU, over_h=True)
+    h, da, *rest, _ = make(4, 8, 4, torch.float32)
+    weights, order, offs = rest
+    pages = paged(h, offs)
+    none = pages._replace(pages=pages.pages[:0])
+    for call, message in (
+        (lambda: swiglu_forward(h[:, :15], *rest, SWIGLU), "2I"),
+        (lambda: swiglu_forward(h, weights[:3], order, offs, SWIGLU), "at least 4 weights"),
+        (lambda: swiglu_forward(h, weights, order[:3], offs, SWIGLU), r"order \[4\]"),
+        (lambda: swiglu_forward(h, *rest, SWIGLU, bias=h[:3]), "row_expert"),
+        (lambda: swiglu_backward(h, da[:, :7], *rest, SWIGLU), "da must be"),
+        (lambda: swiglu_backward(h.t().contiguous().t(), da, *rest, SWIGLU, over_h=True), "contiguous"),
+        (lambda: swiglu_backward(pages, da, *rest, SWIGLU, over_h=True), "over_h needs a tensor"),
+        (lambda: swiglu_forward(h.bfloat16(), *rest, SWIGLU, pages=pages), "4 rows of 32 bytes"),
+        (lambda: swiglu_backward(pages, da.bfloat16(), *rest, SWIGLU), "da must be"),
+        (lambda: swiglu_forward(h, *rest, SWIGLU, pages=none), "need 1 entries"),
+        (lambda: Glu("gelu"), "activation"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
     with pytest.raises(TypeError, match="fp64"):
-        swiglu_forward(h.double(), weights, order, offs, SWIGLU, backend="triton")
-    with pytest.raises(ValueError, match="activation"):
-        Glu("gelu")
+        swiglu_forward(h.double(), *rest, SWIGLU, backend="triton")
 
 
 @pytest.mark.gpu
@@ -364,5 +296,4 @@ def test_pages_with_more_elements_than_int32_counts(glu: Glu) -> None:
     wanted = swiglu_backward(h, da, weights, order, offs, glu)
     del h
     got = swiglu_backward(pages, da, weights, order, offs, glu)
-    for a, b in zip(got, wanted, strict=True):
-        assert torch.equal(a.nan_to_num_(), b.nan_to_num_())
+    assert_equal([t.nan_to_num_() for t in got], [t.nan_to_num_() for t in wanted])

@@ -1,26 +1,8 @@
 """Cross entropy over a block of logits, with the gradient written over the logits.
 
-In: logits [C, V] (bf16, fp16 or fp32; the reference also takes fp64), targets [C] int64.
-Out: the loss of each row [C] in fp32, and, if asked, the logits overwritten by
-`softmax(logits) - onehot(target)`, their gradient for an upstream gradient of one. The caller owns
-the logits; nothing is kept here.
-
-    per row:  m, s = running max, running sum of exp(x - m)      first pass over V
-              loss = log(s) - (x[target] - m)
-              x   <- exp(x - m) / s - [column == target]         second pass over V
-
-The gradient is not scaled by 1/count: bf16 and fp16 round it the same relative amount either way,
-but fp16 would flush p / 16384 to zero for every p below 1e-3. The caller scales what its GEMMs
-make of it, in fp32.
-
-- An ignored row has loss 0 and gradient 0, whatever its logits hold (NaN included).
-- A target outside [0, V) that is not `ignore_index` gives a NaN loss and a NaN gradient row: no
-  read out of bounds, no host synchronisation, and no run that goes on unnoticed.
-- A logit of -inf is a column of probability zero; +inf or NaN in a live row makes its loss NaN.
-  These are torch's own answers.
-
-The gradient-in-forward method and the in-place overwrite are those of Liger-Kernel's
-`fused_linear_cross_entropy` (BSD-2-Clause); this code is written anew.
+Input: logits [C, V] and targets [C]. Output: the loss of each row [C], and optionally the logits overwritten by
+`softmax(logits) - onehot(target)`. The caller owns the logits. The gradient-in-forward method and the in-place overwrite are
+those of Liger-Kernel's `fused_linear_cross_entropy` (BSD-2-Clause); this code is written anew.
 """
 
 from __future__ import annotations
@@ -32,13 +14,11 @@ from torch import Tensor
 
 from forebay.kernels.launch import Backend, check_written, on_device_of, packed, use_triton
 
-# One program walks one row, `_launch_shape` columns at a time. Not below 1024 on 4 warps: with less
-# than a 16-byte vector a thread, Triton gives one element to several threads, and in the second
-# pass one of them would read what another has already overwritten.
+# Columns that the program of a row reads at a time. Not below 1024 on 4 warps: with less than a 16-byte vector a thread, Triton
+# gives one element to several threads, and in the second pass one would read what another has already overwritten.
 _MIN_BLOCK = 1024
-# On an H200 8192 columns on 8 warps took 0.175 ms for [4096, 32768] in bf16 (3.1 TB/s, the row's
-# second read comes from the cache) and 0.478 ms for [2048, 151936]; next 8192 on 16 warps (0.182,
-# 0.489), and the worst of 19 shapes, 16384 on 32, 0.249 and 0.579.
+# On an H200 8192 columns on 8 warps took 0.175 ms for [4096, 32768] in bf16 (3.1 TB/s, the row's second read comes from the
+# cache) and 0.478 ms for [2048, 151936]; next 8192 on 16 warps (0.182, 0.489); the worst of 19 shapes, 16384 on 32, 0.249, 0.579.
 _MAX_BLOCK = 8192
 
 
@@ -53,10 +33,9 @@ def _cross_entropy_kernel(
     WRITE_GRAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Row `program_id(0)` of logits [C, V]; see the module docstring. `row_stride` in elements.
+    """Row `program_id(0)` of logits [C, V]. First pass: running max and sum of exp(x - max). Second pass: the gradient.
 
-    V is a constant: a model has one, and Triton's interpreter cannot loop to a runtime bound under
-    NumPy 2.4 and later.
+    V is a constant: a model has one, and Triton's interpreter cannot loop to a runtime bound with NumPy 2.4 and later.
     """
     # C * V passes 2**31 for 16384 tokens of a vocabulary of 152k: row offsets are 64-bit.
     row = tl.program_id(0).to(tl.int64)
@@ -121,10 +100,7 @@ def _triton_(logits: Tensor, targets: Tensor, ignore_index: int, write_grad: boo
 
 
 def _reference_(logits: Tensor, targets: Tensor, ignore_index: int, write_grad: bool) -> Tensor:
-    """Plain PyTorch form of `cross_entropy_`.
-
-    Takes one more [C, V] in fp32 (fp64 for fp64 logits) while it runs.
-    """
+    """Plain PyTorch form of `cross_entropy_`, with one more temporary [C, V] in fp32 (fp64 for fp64 logits)."""
     n_cols = logits.shape[1]
     compute = torch.float64 if logits.dtype == torch.float64 else torch.float32
     ignored = targets == ignore_index
@@ -151,15 +127,18 @@ def cross_entropy_(
     write_grad: bool = True,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Cross entropy of each row; overwrites `logits` by their gradient if `write_grad`.
+    """Cross entropy of each row; overwrites `logits` by their gradient for an upstream gradient of one if `write_grad`.
+
+    The gradient is not scaled by 1/count: fp16 would flush p / 16384 to zero for every p below 1e-3. The caller scales the
+    results of its GEMMs in fp32. An ignored row has loss 0 and gradient 0, even if its logits are NaN. A target outside [0, V)
+    that is not `ignore_index` gives a NaN loss and a NaN gradient row, without an out-of-bounds read or a host synchronization.
+    As in torch, a logit of -inf has probability zero, and +inf or NaN in another row makes its loss NaN.
 
     Args:
-        logits: [C, V], last dimension contiguous. V >= 1. Rows may lie further apart than V; they must not overlap if
+        logits: [C, V], V >= 1, last dimension contiguous. Rows may be further apart than V; they must not overlap if
             `write_grad`.
         targets: [C] int64, on the same device, any stride.
-        ignore_index: rows with this target have loss 0 and gradient 0.
-        write_grad: overwrite `logits` by `softmax - onehot`; otherwise leave them alone.
-        backend: "auto" is Triton on a CUDA device (fp64 excepted), PyTorch elsewhere.
+        backend: "auto" is Triton on a CUDA device (except for fp64), PyTorch elsewhere.
 
     Returns:
         [C] losses in fp32 (fp64 for fp64 logits).
@@ -176,7 +155,7 @@ def cross_entropy_(
 
 
 def _launch_shape(n_cols: int) -> tuple[int, int]:
-    """Columns a step and warps of one program."""
+    """Columns at a time, and warps."""
     block = min(max(triton.next_power_of_2(n_cols), _MIN_BLOCK), _MAX_BLOCK)
     return block, 8 if block == _MAX_BLOCK else 4
 

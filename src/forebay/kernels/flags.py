@@ -1,20 +1,17 @@
-"""Order within a CUDA graph by words of memory instead of edges, for what a chain of kernels waits for.
+"""Ordering within a CUDA graph by words of memory instead of edges, for chains of kernels that wait for side streams.
 
-    flag = flags.take()        while a stream is being captured; else None: an event does
-    flag.set(side)             behind the side stream's work
-    flag.block(chain)          what `chain` is given from here on comes behind that work
+    flag = flags.take()        while a stream is being captured; None otherwise, use an event
+    flag.set(side)             after the side stream's work
+    flag.block(chain)          later work of `chain` waits for it
 
-A graph of one long chain of kernels runs them back to back. Where the chain forks, to a copy or a transfer, and waits for it by
-an edge, everything between fork and join runs slower: 600 rounds of two matrix products and two element-wise kernels with 80
-copies beside them took 1.034 of the chain's own time by edges, and 1.001 by flags (H200, CUDA 13, `benchmarks/graph_joins.py`).
-Waiting for a word of memory is a method of the stream's front end (``cuStreamWaitValue32``): no kernel takes part.
+A graph of one long chain of kernels runs them back to back. Where the chain forks and joins by edges, everything in between runs
+slower: 600 rounds of two matrix products and two element-wise kernels with 80 copies took 1.034 of the chain's own time by edges
+and 1.001 by flags (H200, CUDA 13, `benchmarks/graph_joins.py`). Waiting for a word is a method of the stream's front end
+(``cuStreamWaitValue32``), not a kernel. `Flags` owns the words, in the graph's memory; the graph clears them at each replay.
 
-Traps. CUDA does not see this order, so (1) the fork stays an edge, and every side stream is joined by an edge at the graph's
-end; (2) chain and side stream must be able to run at the same time. A graph that CUDA ran as one queue would wait for itself
-for ever. It has no reason to, and who captures a graph tries it once: `Flags.open` lets such a graph end, with results for
-nobody.
-
-`Flags` owns the words, in memory of the graph that is captured: the graph clears them at each replay, before they are used.
+CUDA does not see this order. So the fork stays an edge, each side stream is joined by an edge at the graph's end, and chain and
+side stream must be able to run concurrently: a graph that CUDA ran as one queue would wait forever. Run a captured graph once to
+check it; `Flags.open` ends a graph that waits.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ _EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
 
 
 class Flag:
-    """One word, set once in each replay of its graph. Made by `Flags.take`."""
+    """A word that is set once in each replay of its graph. Made by `Flags.take`."""
 
     __slots__ = ("_address", "_driver")
 
@@ -38,12 +35,12 @@ class Flag:
         self._driver, self._address = driver, address
 
     def set(self, stream: torch.cuda.Stream) -> None:
-        """Behind what `stream`, which is being captured, was given so far."""
+        """Set it after all work that was submitted to `stream`, which is being captured."""
         _checked(self._driver.cuStreamWriteValue32_v2(stream.cuda_stream, self._address, 1, 0))
 
     def block(self, stream: torch.cuda.Stream) -> None:
-        """Let `stream`, which is captured in the same graph, wait until it is set. Nothing once the capture is over, however it
-        ended: what was captured has not run, and nobody would ever set it."""
+        """Make `stream`, which is captured in the same graph, wait until it is set. Does nothing after the capture: captured
+        work has not run, so the flag would never be set."""
         with torch.cuda.stream(stream):
             if not torch.cuda.is_current_stream_capturing():
                 return
@@ -51,11 +48,7 @@ class Flag:
 
 
 class Flags:
-    """Makes flags for the graph that is being captured. See the module docstring.
-
-    Args:
-        device: where the words are. Without CUDA's driver there are no flags.
-    """
+    """Makes flags for the graph that is being captured; none without CUDA's driver."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -64,12 +57,12 @@ class Flags:
         self._used = 0
 
     def begin(self) -> None:
-        """For another graph: the words of the one before are its own from now on."""
+        """Start another graph. The previous graph keeps its words."""
         self._words, self._used = [], 0
 
     def take(self) -> Flag | None:
-        """A flag of the graph into which the current stream is being captured; None if it is not. Call it on the chain, before
-        the side stream's fork: clearing the words is work of the chain."""
+        """A flag of the graph into which the current stream is being captured; None outside of a capture. Call it on the chain
+        before the fork, because the chain clears the words."""
         if self._driver is None or not torch.cuda.is_current_stream_capturing():
             return None
         if self._used == _WORDS * len(self._words):
@@ -79,8 +72,8 @@ class Flags:
         return Flag(self._driver, self._words[-1].data_ptr() + 4 * at)
 
     def open(self) -> None:
-        """Set all words of the graph that is running, so that nothing in it waits any more. It may clear some again that it has
-        yet to come to: to be called until it has ended."""
+        """Set all words of the running graph, so that it stops waiting. The graph may clear words that it has not reached: call
+        this until the graph has ended."""
         if not self._words:
             return
         with torch.cuda.stream(torch.cuda.Stream(self._device)):
@@ -89,7 +82,7 @@ class Flags:
 
 
 def _driver() -> Any:
-    """CUDA's driver, or None where there is none or it has no such operations."""
+    """CUDA's driver; None if it is missing or lacks these operations."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         functions = driver.cuStreamWriteValue32_v2, driver.cuStreamWaitValue32_v2

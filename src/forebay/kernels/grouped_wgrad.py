@@ -1,22 +1,8 @@
-"""Products of experts' rows, added to a sum where they are made: a weight's gradient is never there beside what sums it.
+"""Weight gradients of experts, added to their sum in the epilogue of the product.
 
-In: left [R, M] and right [R, N], rows sorted by expert, and `offs` [E] int32, the end row of each expert, on their device. Out:
-nothing; `total` [E, M, N], the caller's, has
-
-    total[e] += left[rows of e].T @ right[rows of e]
-
-summed over an expert's rows in fp32 and added in `total`'s dtype, each element once: the same bits every time. Rows from offs[-1]
-on are not read. The sum of an expert without rows is not touched.
-
-Example, M = N = 1, two experts: left = [2, 3, 5], right = [1, 1, 2], offs = [1, 3]; total[0] grows by 2 and total[1] by 3 + 10.
-
-Bytes: made in bf16 and then added to fp32, an element costs 12 (2 written; 2 and 4 read, 4 written), and 2 while it waits; here
-8, and 0. FLOPs are the same, 2 R M N. A layer of 64 experts, M = 2816, N = 2048, with 24576 rows: 283 GFLOP and 2.95 GB, 0.45 ms
-at 630 TFLOP/s and 0.70 ms at 4.2 TB/s. Adding to the sum in the product's epilogue is what Megatron-LM calls
-`gradient_accumulation_fusion`, there for one weight.
-
-Measured (H200, that layer): 1.32 to 1.37 ms, where `F.grouped_mm` takes 0.63 and adding its result 1.33; with 4 times the rows
-2.72, and 1.64 and 1.34. Products and sums of different tiles hardly overlap.
+Input: left [R, M] and right [R, N], rows sorted by expert, and `offs` [E], the end row of each expert. Output: none; the product
+of each expert's rows is added to `total` [E, M, N], which the caller owns. Megatron-LM does the same for one weight and calls it
+`gradient_accumulation_fusion`.
 """
 
 from __future__ import annotations
@@ -29,8 +15,8 @@ from torch import Tensor
 from forebay.kernels.launch import INDICES, Backend, check_written, on_device_of, packed, use_triton
 
 # Swept on an H200 over two models' gate_up and down. 8 warps: 1.25 times as long; 2 stages 1.1; tiles of 128 x 64, 256 x 64 or
-# 64 x 256 elements 1.16 to 1.2. Slower too: loads by descriptors (TMA), a last round of its own so that the others need no mask
-# of rows, sums by `red` in memory. A gather of tokens by row number in the loop (in place of one before it): 1.18.
+# 64 x 256 elements 1.16 to 1.2. Also slower: loads by descriptors (TMA), a separate last round so that the others need no row
+# mask, sums by `red` in memory. Gathering tokens in the loop instead of before it: 1.18.
 _BLOCK_M = 128
 _BLOCK_N = 128
 _BLOCK_K_BYTES = 128
@@ -54,10 +40,10 @@ def _kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """total[one expert, BLOCK_M, BLOCK_N]; see the module docstring."""
+    """total[one expert, BLOCK_M, BLOCK_N]."""
     tiles_n = tl.cdiv(n, BLOCK_N)
     tiles = tl.cdiv(m, BLOCK_M) * tiles_n
-    # All tiles of an expert run beside each other: its rows stay in the cache.
+    # The tiles of an expert run next to each other: its rows stay in the cache.
     expert = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
     start = tl.load(offs_ptr + expert - 1, mask=expert > 0, other=0)
@@ -76,23 +62,26 @@ def _kernel(
             product = tl.dot(tl.trans(left), right, product, input_precision="ieee")
         at = total_ptr + expert.to(tl.int64) * expert_stride + ms.to(tl.int64)[:, None] * m_stride + ns[None, :]
         inside = (ms < m)[:, None] & inside_n
-        # Added at the end, not summed on from: a tensor core cuts off what a large sum pushes out.
+        # Added at the end, not used as the initial value: a tensor core truncates small terms against a large sum.
         tl.store(at, tl.load(at, mask=inside, other=0.0) + product, mask=inside)
 
 
 def add_rows_by_rows(total: Tensor, left: Tensor, right: Tensor, offs: Tensor, *, backend: Backend = "auto") -> None:
-    """Add left[rows of e].T @ right[rows of e] to total[e]; see the module docstring.
+    """total[e] += left[rows of e].T @ right[rows of e], for each expert e.
+
+    Products are summed over an expert's rows in fp32, and each element of `total` is updated once: the same bits every time. The
+    sum of an expert without rows is not touched. An element moves 8 bytes; a bf16 gradient added to fp32 afterwards moves 12.
+    Measured (H200, 64 experts, M = 2816, N = 2048, 24576 rows): 1.32 to 1.37 ms, where `F.grouped_mm` takes 0.63 and adding its
+    result 1.33; with 4 times the rows 2.72, and 1.64 and 1.34.
 
     Args:
-        total: [E, M, N] of fp32, or fp64 for operands of that; its last dimension contiguous,
-            no two elements in one place.
-        left: [R, M]; a last dimension that is not contiguous is copied first.
-        right: [R, N] of left's dtype; likewise.
-        offs: [E] int32, any stride. The plain form, which fp64 takes, reads it on the host.
+        total: [E, M, N] fp32, or fp64 for fp64 operands; last dimension contiguous, elements do not overlap.
+        left, right: [R, M] and [R, N] of one dtype, any strides; rows from offs[-1] on are not read.
+        offs: [E] int32, the end row of each expert. The plain form, which handles fp64, reads it on the host.
 
     Raises:
         ValueError: shapes, devices or dtypes that do not fit, a total that overlaps itself.
-        TypeError: offs that are no integers of 32 or 64 bits.
+        TypeError: offs that are not int32 or int64.
     """
     if left.dim() != 2 or right.dim() != 2 or left.device != right.device or left.device != total.device:
         raise ValueError(

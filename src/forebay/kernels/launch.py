@@ -1,7 +1,7 @@
-"""What the row kernels share when they are launched: checked arguments, the choice of backend, the device, the tile.
+"""Helpers of the kernels' wrappers: argument checks, the choice of backend, the current device, tile widths.
 
-`auto` takes Triton for tensors on a CUDA device and plain PyTorch elsewhere. A test names `triton`
-for CPU tensors, under TRITON_INTERPRET=1, or `reference` for CUDA tensors. No state.
+The backend "auto" is Triton for tensors on a CUDA device and plain PyTorch elsewhere. Tests name "triton" for CPU tensors (with
+TRITON_INTERPRET=1) or "reference" for CUDA tensors.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import triton.testing
 from torch import Tensor
 
 Backend = Literal["auto", "triton", "reference"]
-_REACHED = 0.86  # of what clock and bus of a GPU's memory make: 4.22 of 4.92 TB/s (H200, copies of 2 GiB)
+_ACHIEVED = 0.86  # share of the memory's nominal bandwidth: 4.22 of 4.92 TB/s (H200, copies of 2 GiB)
 
 
 def use_triton(backend: Backend, tensor: Tensor) -> bool:
-    """True if the Triton form is to handle `tensor`.
+    """Whether the Triton form handles `tensor`.
 
     Raises:
         ValueError: an unknown backend.
-        TypeError: `triton` asked for fp64, which the kernels would silently compute in fp32.
+        TypeError: "triton" for fp64, which the kernels would compute in fp32.
     """
     if backend not in ("auto", "triton", "reference"):
         raise ValueError(f"backend must be 'auto', 'triton' or 'reference', got {backend!r}")
@@ -41,12 +41,12 @@ INDICES = (torch.int32, torch.int64)
 def packed(
     name: str, tensor: Tensor, like: Tensor, shape: Sequence[int | None], dtypes: Sequence[torch.dtype] = ()
 ) -> Tensor:
-    """`tensor`, or a contiguous copy: kernels find its elements by shape alone. A storage offset is part of its address.
+    """`tensor` or a contiguous copy of it, checked.
 
     Args:
-        like: on the device that the tensor must be on.
-        shape: None: any length.
-        dtypes: valid ones; any floating dtype if there are none.
+        like: a tensor on the required device.
+        shape: the required shape; None for any length.
+        dtypes: the valid dtypes; empty for any floating dtype.
 
     Raises:
         ValueError: another shape or device.
@@ -64,10 +64,10 @@ def packed(
 
 
 def check_written(name: str, tensor: Tensor) -> None:
-    """That no two elements of a tensor that a kernel writes to share memory.
+    """Check a tensor that a kernel writes to.
 
     Raises:
-        ValueError: they do, as in an expanded tensor.
+        ValueError: its elements overlap, as in an expanded tensor.
     """
     reach = 1
     for stride, n in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
@@ -80,23 +80,22 @@ def check_written(name: str, tensor: Tensor) -> None:
 
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device, not on its arguments': make it the tensor's."""
+    """Make the tensor's device current: Triton launches there, not on the device of its arguments."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 def memory_rate(device: torch.device) -> float:
-    """Bytes a second that kernels read and write of a GPU's own memory; infinite on a CPU, or where a GPU does not say."""
+    """Achievable memory bandwidth of a GPU, read and write together, in bytes/s; infinite if it is unknown, as on a CPU."""
     if device.type != "cuda":
         return float("inf")
     index = torch.cuda.current_device() if device.index is None else device.index
-    return _REACHED * 1e9 * triton.testing.get_dram_gbps(index) or float("inf")
+    return _ACHIEVED * 1e9 * triton.testing.get_dram_gbps(index) or float("inf")
 
 
 def column_block(width: int, largest: int) -> int:
-    """Power of two to cut `width` columns into: the largest that wastes at most an eighth.
+    """The largest power of two, up to `largest`, whose blocks cover `width` columns with at most an eighth idle; at least 16.
 
-    With largest 512: 768 -> 256 (3 blocks; 512 would idle a quarter), 1408 -> 512 (8 % idle),
-    2880 -> 512 (6 %). Never below 16.
+    With largest 512: 768 -> 256 (512 would idle a quarter), 1408 -> 512 (8 % idle), 2880 -> 512 (6 %).
     """
     block = min(largest, max(16, triton.next_power_of_2(width)))
     while block > 64 and triton.cdiv(width, block) * block - width > width // 8:

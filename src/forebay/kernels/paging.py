@@ -1,28 +1,11 @@
-"""Pages that the device hands out itself, and rows into and out of them: nothing here waits for the host.
+"""Pages that the device allocates itself, and copies of rows into and out of them; nothing waits for the host.
 
-    take_pages   live counts, free pages              -> for each tensor a table of page numbers
-    stash        rows [0, live) of tensors            -> their pages
-    restore      pages                                -> rows [0, live) of tensors
-    give_pages   tables                               -> free pages, in any order
-
-A page is `page_bytes` bytes and holds `page_rows` = page_bytes // row_bytes whole rows of one tensor, one behind the other: row
-r lies on page `table[r // page_rows]`, at row r % page_rows. So a page is a contiguous piece of the tensor, and rows are never
-looked at one by one. Pages 0 .. D-1 are device memory, the others pinned host memory, which kernels reach as they reach their
-own (`cudaHostRegister`, one address for both): a table may mix them.
-
-Example, 6 pages of 512 bytes, rows of 200 bytes: page_rows = 2. `take_pages` for up to 7 rows of which 5 are live, from a stack
-that begins [4, 0, 3, ...]: table = [4, 0, 3, -1]. Rows 0 and 1 are on page 4, 2 and 3 on page 0, row 4 on page 3.
-
-The free pages are a stack: an array of all N page numbers, of which the first HEAD + N - TAIL places are empty; HEAD counts the
-pages that were ever taken, TAIL those that were given back, plus N. Takes are from the first full place on, gives to the last
-empty ones: what no step had out at once never moves. So with the device's pages in front no page of the host goes out until
-more are out at once than the device has; a ring would go through them all in turn. If a call asks for more than are free it gets
-none at all, tables of -1, and SHORT says how many were missing. Rows without a page are not written, and come back as zeros: who
-sees SHORT above 0 throws the step's gradients away.
-
-Bytes: `stash` and `restore` read and write live * row_bytes once, and read 4 bytes a page: 65536 rows of 2048 bf16 are 537 MB in
-all, 0.13 ms at 4 TB/s; on host pages 268 MB over the link, 5 ms at 53 GB/s. `take_pages` and `give_pages` move 8 bytes a page in
-one program: the time of a launch.
+Input: live row counts on the device, tensors of rows, and an `Arena` of device and pinned host memory that the caller owns.
+Output: tables of page numbers, and rows in pages. A page holds page_rows = page_bytes // row_bytes whole rows of one tensor:
+row r is on page `table[r // page_rows]` at row r % page_rows. Pages 0 .. D-1 are device memory, the others pinned host
+memory, which kernels address like their own (`cudaHostRegister`); a table may mix them. Example, 6 pages of 512 bytes, rows
+of 200 bytes: `take_pages` for up to 7 rows of which 5 are live, from a stack that begins [4, 0, 3, ...], returns table = [4,
+0, 3, -1]; rows 0 and 1 are on page 4, rows 2 and 3 on page 0, row 4 on page 3.
 """
 
 from __future__ import annotations
@@ -41,24 +24,24 @@ from forebay.kernels.launch import INDICES, Backend, on_device_of, packed, use_t
 # Elements of `FreePages.state`.
 HEAD, TAIL, SHORT, MOST = 0, 1, 2, 3
 _HEAD, _TAIL, _SHORT, _MOST = tl.constexpr(HEAD), tl.constexpr(TAIL), tl.constexpr(SHORT), tl.constexpr(MOST)
-# Pages begin on these: so do all sectors that a program writes, and a page can be viewed in any dtype.
+# Bytes. Pages begin on sectors of memory, and can be viewed in any dtype.
 PAGE_ALIGN = 512
-# Tensors of one launch.
+# Most tensors of one launch.
 TOGETHER = 4
-# Words that a program moves: of rows on 16 bytes two vectors a thread. One program a tile; without live rows it returns at once.
-# Swept on an H200 at 65536 x 2048 bf16, share of `copy_` in stash and restore: 256 words on 4 warps 0.99, 0.92; 512 on 4 0.99,
-# 0.99; 512 on 8 0.99, 0.92; 1024 0.96, 0.96; programs that go through tiles in turn, four to sixteen a processor, 0.88 to 0.92.
+# Words that a program moves. Swept on an H200 at 65536 x 2048 bf16, relative to `copy_`, stash and restore: 256 words on 4 warps
+# 0.99, 0.92; 512 on 4 0.99, 0.99; 512 on 8 0.99, 0.92; 1024 0.96, 0.96; persistent programs, four to sixteen per multiprocessor,
+# 0.88 to 0.92.
 _TILE_WORDS = 512
 _WARPS = 4
-# In the interpreter, where a program takes as long as a thousand words: they go through the tiles in turn.
+# In the interpreter a program costs as much as a thousand words, so few programs iterate over the tiles.
 _INTERPRETED_PROGRAMS = 3
 _TABLE_BLOCK = 1024
-# By the bytes that all addresses are multiples of. Triton has no word of 16: it moves two of 8 side by side as one.
+# Common divisor of all addresses in bytes -> word. Triton has no word of 16 bytes: it merges two of 8.
 _WORDS: Mapping[int, torch.dtype] = {16: torch.int64, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 class PagedRows(NamedTuple):
-    """What pages are asked for: rows of one tensor, [0, live) of `rows`.
+    """A request for pages: rows [0, live) of one tensor of `rows` rows.
 
     Attributes:
         live: [1] int32 or int64 on the compute device; None: all.
@@ -92,7 +75,7 @@ class Arena(NamedTuple):
 
     @property
     def host_at(self) -> int:
-        """What to add to a host page's place behind `device` to get to it, in units of 16 bytes."""
+        """Distance from the end of `device` to `host`, in units of 16 bytes."""
         if not self.host.numel():
             return 0
         return (self.host.data_ptr() - self.device.data_ptr() - self.device.numel()) // 16
@@ -104,12 +87,12 @@ class Arena(NamedTuple):
 
 
 class PageTable(NamedTuple):
-    """Where the rows of one saved tensor lie.
+    """The pages of one saved tensor.
 
     Attributes:
         pages: [ceil(rows / page_rows)] int32 on the compute device; -1: no page.
         live: [1] int32 or int64 on the compute device, at most `rows`: rows [0, live) are saved.
-        rows: most rows that there can be.
+        rows: the most rows that there can be.
         row_bytes: of one row, at most a page.
     """
 
@@ -125,12 +108,14 @@ class PageTable(NamedTuple):
 
 
 class FreePages(NamedTuple):
-    """The free pages, on the device.
+    """A stack of free pages on the device: the first HEAD + N - TAIL entries of `pages` are empty.
+
+    With a stack, host pages are used only when more pages are out at once than the device has; a ring would use them in turn.
 
     Attributes:
         pages: [N] int32, page numbers.
-        state: [4] int64: HEAD, TAIL, SHORT (most pages that were missing in a call), MOST (most pages out at once, had there been
-            enough). The first two never go back; the owner may zero the last two between steps.
+        state: [4] int64: HEAD (pages ever taken), TAIL (pages given back, plus N), SHORT (most pages that were missing in a
+            call), MOST (most pages out at once, had there been enough). The owner may zero the last two between steps.
     """
 
     pages: Tensor
@@ -153,7 +138,7 @@ def _needed(live_ptr, page_rows, max_pages):
 
 @triton.jit
 def _take(free_ptr, table_ptr, place, needed, max_pages, BLOCK: tl.constexpr):
-    """`needed` pages from `place` on, -1 behind."""
+    """`needed` pages from `place` on, then -1."""
     start = 0
     while start < max_pages:
         at = start + tl.arange(0, BLOCK)
@@ -174,7 +159,7 @@ def _take_kernel(
     max_pages_0, max_pages_1, max_pages_2, max_pages_3, table_0, table_1, table_2, table_3,
     COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: all tables or none."""
+    """One program: pages for all tables or for none."""
     head = tl.load(state_ptr + _HEAD)
     tail = tl.load(state_ptr + _TAIL)
     short = tl.load(state_ptr + _SHORT)
@@ -211,7 +196,7 @@ def _take_kernel(
 
 @triton.jit
 def _give(free_ptr, table_ptr, place, size, BLOCK: tl.constexpr):
-    """The pages of a table to before `place`, in their order. Returns the place of the first."""
+    """Store the pages of a table before `place`, in their order. Returns the place of the first."""
     start = 0
     count = 0
     while start < size:
@@ -237,7 +222,7 @@ def _give_kernel(
     free_ptr, state_ptr, n_pages, table_0, table_1, table_2, table_3, size_0, size_1, size_2, size_3,
     COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The last table first: what was taken last lies as it lay before."""
+    """The last table first, which restores the order in which they were taken."""
     tail = tl.load(state_ptr + _TAIL)
     last = tl.load(state_ptr + _HEAD) + n_pages - tail
     place = last
@@ -253,7 +238,7 @@ def _give_kernel(
 
 @triton.jit
 def page_place(page, device_pages, host_at, PAGE_WORDS: tl.constexpr, WORDS_IN_16: tl.constexpr):
-    """Words from the arena's device memory to a page, int64: `page` is a number or numbers, `host_at` as in `Arena`."""
+    """Offset of pages from the arena's device memory in words, int64."""
     beyond = tl.where(page >= device_pages, tl.cast(host_at, tl.int64), 0)
     return page.to(tl.int64) * PAGE_WORDS + beyond * WORDS_IN_16
 
@@ -262,7 +247,7 @@ def page_place(page, device_pages, host_at, PAGE_WORDS: tl.constexpr, WORDS_IN_1
 def row_places(
     pages_ptr, rows, exists, device_pages, host_at, PAGE_WORDS: tl.constexpr, ROW_WORDS: tl.constexpr, WORDS_IN_16: tl.constexpr
 ):  # fmt: skip
-    """Words from the arena's device memory to each of a vector of rows, and which of those that exist have a page."""
+    """Offsets of rows from the arena's device memory in words, and which of the rows that exist have a page."""
     PAGE_ROWS: tl.constexpr = PAGE_WORDS // ROW_WORDS
     slot = rows.to(tl.int32) // PAGE_ROWS
     page = tl.load(pages_ptr + slot, mask=exists, other=-1)
@@ -275,7 +260,7 @@ def _move(
     tile, rows_ptr, arena_ptr, pages_ptr, live_ptr, device_pages, host_at, STASH: tl.constexpr, PAGE_WORDS: tl.constexpr,
     ROW_WORDS: tl.constexpr, PAGE_ROWS: tl.constexpr, WORDS_IN_16: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Tile number `tile` of one tensor and every num_programs-th from there on. Returns the next, counted from its end."""
+    """Move tile `tile` of one tensor and every num_programs-th after it. Returns the next, counted from the tensor's end."""
     FULL: tl.constexpr = PAGE_ROWS * ROW_WORDS
     TILES: tl.constexpr = (FULL + TILE - 1) // TILE
     live = tl.load(live_ptr).to(tl.int64)
@@ -285,13 +270,13 @@ def _move(
         page = tl.load(pages_ptr + slot)
         at = (tile - slot * TILES) * TILE + tl.arange(0, TILE)
         before = slot.to(tl.int64) * FULL
-        # Live words of this page. Whole rows: as divisible as a row, which the compiler cannot see.
+        # Live words of this page are whole rows, so divisible as a row, which the compiler cannot see.
         words = tl.minimum(live * ROW_WORDS - before, FULL).to(tl.int32)
         inside = at < tl.multiple_of(words, ROW_WORDS & -ROW_WORDS)
         rows = rows_ptr + before + at
         place = arena_ptr + page_place(page, device_pages, host_at, PAGE_WORDS, WORDS_IN_16) + at
         if STASH:
-            # The rows do not depend on the page: both loads are on their way at once.
+            # Rows do not depend on the page number: both loads are in flight at once.
             tl.store(place, tl.load(rows, mask=inside), mask=inside & (page >= 0))
         else:
             tl.store(rows, tl.load(place, mask=inside & (page >= 0), other=0), mask=inside)
@@ -310,7 +295,7 @@ def _move_kernel(
     UNIT_0: tl.constexpr, UNIT_1: tl.constexpr, UNIT_2: tl.constexpr, UNIT_3: tl.constexpr,
     TILE_0: tl.constexpr, TILE_1: tl.constexpr, TILE_2: tl.constexpr, TILE_3: tl.constexpr,
 ):  # fmt: skip
-    """The tensors' tiles, numbered through, in turn over all programs; `arena_i` is the device memory in tensor i's words."""
+    """Distribute the tiles of all tensors over the programs; `arena_i` is the device memory in tensor i's words."""
     tile = tl.program_id(0)
     tile = _move(
         tile, rows_0, arena_0, pages_0, live_0, device_pages, host_at, STASH, PAGE_0, ROW_0, FIT_0, UNIT_0, TILE_0
@@ -332,20 +317,22 @@ def _move_kernel(
 def take_pages(
     stack: FreePages, wanted: Sequence[tuple[Tensor, int, int]], *, backend: Backend = "auto"
 ) -> list[Tensor]:
-    """A table [max_pages] int32 for each of up to four tensors: pages for all of them, or -1 throughout.
+    """A table [max_pages] int32 for each of up to four tensors, in one launch: pages for all of them, or -1 everywhere.
+
+    If a call needs more pages than are free, SHORT is set; the caller then discards the step's gradients.
 
     Args:
         wanted: (live [1] int32 or int64 on the device, page_rows, max_pages) of each tensor; live rows need at most max_pages.
 
     Raises:
-        ValueError: more than four tensors; live numbers or free pages of another shape or device, or not contiguous.
+        ValueError: more than four tensors; live counts or free pages of another shape or device, or not contiguous.
         TypeError: of another dtype.
     """
     _check_free(stack)
     wanted = [(packed("live", live, stack.pages, [1], INDICES), fit, most) for live, fit, most in wanted]
     if not 0 < len(wanted) <= TOGETHER:
         raise ValueError(f"pages are taken for 1 to {TOGETHER} tensors at once, got {len(wanted)}")
-    # Tables begin on 16 bytes, so that kernels are not compiled again for where a table happens to lie.
+    # Tables begin on 16 bytes, so that kernels are not compiled again for other alignments.
     lengths = [-(-most // 4) * 4 for _, _, most in wanted]
     memory = torch.empty(sum(lengths), dtype=torch.int32, device=stack.pages.device)
     tables = [part[:most] for part, (_, _, most) in zip(memory.split(lengths), wanted, strict=True)]
@@ -362,7 +349,7 @@ def take_pages(
 
 
 def give_pages(stack: FreePages, tables: Sequence[Tensor], *, backend: Backend = "auto") -> None:
-    """The pages of the tables are free again, each once; entries of -1 are left out. One launch for up to four tables.
+    """Free the pages of the tables; entries of -1 are skipped. One launch for up to four tables.
 
     Args:
         tables: [max_pages] int32 each, any stride.
@@ -384,23 +371,23 @@ def give_pages(stack: FreePages, tables: Sequence[Tensor], *, backend: Backend =
 
 
 def stash(tensors: Sequence[Tensor], tables: Sequence[PageTable], *, backend: Backend = "auto") -> None:
-    """Rows [0, live) of each tensor into its pages, one launch for up to four. The plain form waits for the host.
+    """Copy rows [0, live) of each tensor to its pages, in one launch for up to four. Rows without a page are not written.
+
+    The plain form waits for the device. 65536 rows of 2048 bf16 (537 MB read and written) take 0.13 ms at 4 TB/s, and on host
+    pages 5 ms at 53 GB/s.
 
     Args:
         tensors: contiguous, [rows, ...] with the table's row_bytes to a row, of any dtype.
         tables: all of one arena.
 
     Raises:
-        ValueError: a tensor that is not as its table says, or tables of several arenas.
+        ValueError: a tensor that does not match its table, or tables of several arenas.
     """
     _launch(tensors, tables, True, backend)
 
 
 def restore(tables: Sequence[PageTable], outs: Sequence[Tensor], *, backend: Backend = "auto") -> None:
-    """The pages into rows [0, live) of each tensor, zeros for rows without a page; rows behind are left as they are.
-
-    As `stash` otherwise.
-    """
+    """Copy pages to rows [0, live) of each tensor; rows without a page become zeros, later rows are not written. See `stash`."""
     _launch(outs, tables, False, backend)
 
 
@@ -442,7 +429,7 @@ def _launch(tensors: Sequence[Tensor], tables: Sequence[PageTable], to_pages: bo
 
 
 class _CopyPart(NamedTuple):
-    """How one tensor goes to the kernel. Sizes are in words: the largest that rows and their memory are multiples of."""
+    """Arguments of the kernel for one tensor, sizes in words."""
 
     rows: Tensor
     arena: Tensor
@@ -451,7 +438,7 @@ class _CopyPart(NamedTuple):
     fit: int  # rows on a page
     unit: int  # words in 16 bytes
     tile: int
-    tiles: int  # at most
+    tiles: int  # upper bound
 
 
 def _part(tensor: Tensor, table: PageTable) -> _CopyPart:
@@ -465,12 +452,12 @@ def _part(tensor: Tensor, table: PageTable) -> _CopyPart:
 
 
 def check_table(table: PageTable) -> None:
-    """Before a kernel that gets it.
+    """Check a table before it is passed to a kernel.
 
     Raises:
-        ValueError: an arena whose memory or pages are not aligned, or not whole; a row that is larger than a page; not as many
-            entries as the rows need, or entries that are not contiguous.
-        TypeError: entries or a live number of another dtype.
+        ValueError: an arena that is not aligned or not contiguous, a row that is larger than a page, another number of entries
+            than the rows need, or entries that are not contiguous.
+        TypeError: entries or a live count of another dtype.
     """
     arena = table.arena
     for name, memory in (("device", arena.device), ("host", arena.host)):
@@ -491,14 +478,14 @@ def check_table(table: PageTable) -> None:
             f"{table.rows} rows, {table.page_rows} on a page, need {triton.cdiv(table.rows, table.page_rows)} entries, "
             f"got {tuple(table.pages.shape)}"
         )
-    if not table.pages.is_contiguous():  # a table is what `take_pages` made: no copy, which a capture would keep
+    if not table.pages.is_contiguous():  # not copied, because a CUDA graph capture would keep the copy
         raise ValueError(f"a table's entries must be contiguous, got strides {table.pages.stride()}")
     packed("a table's entries", table.pages, arena.device, [None], [torch.int32])
     packed("live", table.live, arena.device, [1], INDICES)
 
 
 def _check_free(stack: FreePages) -> None:
-    """Read and written in place."""
+    """Free pages are read and written in place."""
     packed("free pages", stack.pages, stack.pages, [None], [torch.int32])
     packed("state of free pages", stack.state, stack.pages, [4], [torch.int64])
     if not (stack.pages.is_contiguous() and stack.state.is_contiguous()):
@@ -510,7 +497,7 @@ def _programs(tiles: int, tensor: Tensor) -> int:
 
 
 def _four(some: Sequence) -> list:
-    """Filled up to four with the first: no further kernel is compiled for what is not used."""
+    """Padded with the first one: unused arguments compile no further kernels."""
     return [*some, *[some[0]] * (TOGETHER - len(some))]
 
 

@@ -1,28 +1,8 @@
-"""Gated activation of the experts' rows, the routing weight fused in, forward and backward.
+"""Gated activation of the experts' rows with the routing weight applied, forward and backward.
 
-In: h [R, 2I], the first grouped GEMM's output, rows sorted by expert; `weights` [R], the routing
-weights by slot (slot = token * K + choice); `order` [R] int32, row -> slot; `offs` [E] int32, the
-end row of each expert. Out: new tensors that the caller owns; nothing is kept here.
-
-    gate, up = h[r] (+ bias[expert of r]), concatenated halves or interleaved pairs
-    swiglu:          glu = silu(gate) * up
-    clamped_swiglu:  gate = min(gate, limit), up = clamp(up, -limit, limit)
-                     glu = gate * sigmoid(alpha * gate) * (up + 1)
-    forward:         act[r] = w * glu                                w = weights[order[r]]
-    backward:        dh[r] = w * da[r] * glu'(h[r])                  da = dL / d act[r]
-                     act[r] again, for the down-projection's weight gradient
-                     dw[order[r]] = sum_i da[r, i] * glu[r, i]       the routing weight's gradient
-
-With a `PageTable` the forward also writes h's live rows, as given, to pages (`forebay.kernels.paging`),
-and the backward reads them from there: h can be dropped between the two. The results are the same
-bits. Where pages were short (a table of -1) h is lost: the backward takes it as zeros.
-
-The mathematics is in fp32 (fp64 for fp64 tensors) with one rounding to the output's dtype. Row r is
-live if r < offs[-1]; the others (sentinels) are not read, and are written as zeros in every output.
-
-Bytes of memory traffic, bf16: forward 6I a row (read 2I, write I elements), backward 12I (read 3I,
-write 3I). For R = 131072 and I = 768 that is 0.60 and 1.21 GB: 0.15 and 0.30 ms at 4 TB/s. With
-pages the forward writes 4I more, 10I a live row (1.01 GB, 0.25 ms); the backward is the same 12I.
+Input: h [R, 2I], the first grouped GEMM's output with rows sorted by expert; the routing weights by slot (slot = token * K +
+choice); `order` [R], row -> slot; `offs` [E], the end row of each expert. Output: new tensors that the caller owns. The forward
+can also write h to pages (`forebay.kernels.paging`), from which the backward reads it, with bitwise the same results.
 """
 
 from __future__ import annotations
@@ -39,15 +19,14 @@ from torch import Tensor
 from forebay.kernels.launch import INDICES, Backend, column_block, on_device_of, packed, use_triton
 from forebay.kernels.paging import PageTable, check_table, restore, row_places, stash
 
-# Elements of a program's tile in the [R, I] plane, at most 512 columns wide: 8 a thread and operand
-# on 4 warps. Swept on an H200 (1024 to 4096 elements, 128 to 512 columns, 4 and 8 warps): backward
-# moves 4.03 TB/s at I = 768, 4.10 at 1408, 3.85 interleaved at 2880; 4096 elements 3.9, 4.0, 2.4.
-# Not below 1024: with less than a vector a thread, Triton may let two threads load one element, and
-# the backward that writes over its inputs would race.
+# Elements of a program's tile in the [R, I] plane, at most 512 columns wide: 8 a thread and operand on 4 warps. Swept on an H200
+# (1024 to 4096 elements, 128 to 512 columns, 4 and 8 warps): backward moves 4.03 TB/s at I = 768, 4.10 at 1408, 3.85 interleaved
+# at 2880; with 4096 elements 3.9, 4.0, 2.4. Not below 1024: with less than a vector a thread, Triton may let two threads load one
+# element, and the backward that writes over its inputs would race.
 _TILE = 1024
 _MAX_COLUMNS = 512
 _WARPS = 4
-# By bytes of an element: the integers of its size and of a pair's.
+# Size of an element in bytes -> integers of its size and of a pair's.
 _INTEGERS: Mapping[int, tuple] = {
     2: (tl.int16, tl.int32, torch.int32),
     4: (tl.int32, tl.int64, torch.int64),
@@ -56,7 +35,10 @@ _INTEGERS: Mapping[int, tuple] = {
 
 @dataclass(frozen=True)
 class Glu:
-    """Which gated activation. `alpha` and `limit` are read by `clamped_swiglu` alone.
+    """A gated activation of gate and up, which are halves of a row or interleaved pairs.
+
+        swiglu:          silu(gate) * up
+        clamped_swiglu:  g * sigmoid(alpha * g) * (u + 1), g = min(gate, limit), u = clamp(up, -limit, limit)
 
     Raises:
         ValueError: an unknown `kind`.
@@ -74,7 +56,7 @@ class Glu:
 
 @triton.jit
 def _unpack(words, ELEMENT: tl.constexpr, HALF: tl.constexpr):
-    """The two elements of each word, the one at the lower address first, in fp32."""
+    """The two elements of each word in fp32, the one at the lower address first."""
     BITS: tl.constexpr = HALF.primitive_bitwidth
     low = words.to(HALF).to(ELEMENT, bitcast=True)
     high = (words >> BITS).to(HALF).to(ELEMENT, bitcast=True)
@@ -92,10 +74,10 @@ def _pack(low, high, ELEMENT: tl.constexpr, HALF: tl.constexpr, WORD: tl.constex
 
 @triton.jit
 def _load_h(h_ptr, row_at, cols, mask, N_INNER: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """h as it lies there, from the rows that begin at `row_at`: pairs (twice), or gate and up. Zero where masked."""
+    """h as stored, from the rows that begin at `row_at`: pairs (twice), or gate and up. Zero where masked."""
     at = h_ptr + row_at + cols
     if INTERLEAVED:
-        # A pair is one word of twice the size: whole vectors, no shuffle between threads.
+        # A pair is one word of twice the size: whole vectors, and no shuffle between threads.
         pairs = tl.load(at, mask=mask, other=0)
         return pairs, pairs
     else:
@@ -118,7 +100,7 @@ def _gate_up(
     ELEMENT: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """Gate and up [rows, cols] in fp32, with the bias, of what `_load_h` returned."""
+    """Gate and up [rows, cols] in fp32 with the bias, from the result of `_load_h`."""
     if INTERLEAVED:
         gate, up = _unpack(first, ELEMENT, HALF)
         if HAS_BIAS:
@@ -138,9 +120,9 @@ def _gate_up(
 
 @triton.jit
 def _glu_parts(gate, up, alpha, limit, CLAMPED: tl.constexpr):
-    """silu-like factor, its derivative, the up factor, and where gate and up pass a gradient."""
+    """The silu-like factor, its derivative, the up factor, and the derivative of that."""
     if CLAMPED:
-        # tl.minimum drops a NaN; torch.clamp keeps it, and a NaN must stay visible.
+        # tl.minimum drops a NaN; torch.clamp keeps it.
         gate_passes = ~(gate > limit)
         up_passes = ~((up > limit) | (up < -limit))
         gate = tl.where(gate_passes, gate, limit)
@@ -180,8 +162,8 @@ def _forward_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ):
-    """One [BLOCK_R, BLOCK_I] tile of act; see the module docstring."""
-    # Scalars are fp32 in eager Triton and fp64 under Inductor: pin them.
+    """One [BLOCK_R, BLOCK_I] tile of act."""
+    # Scalar arguments are fp32 in eager Triton and fp64 under Inductor.
     alpha = tl.cast(alpha, tl.float32)
     limit = tl.cast(limit, tl.float32)
     # R * 2I passes 2**31 for 1M rows of 1536: row offsets are 64-bit.
@@ -250,13 +232,13 @@ def _backward_kernel(
 ):
     """BLOCK_R whole rows, so that dw needs neither a second pass nor an atomic.
 
-    dh may be h itself and act may be da: a tile is read before the same tile is written. FROM_PAGES: h_ptr is the arena.
+    dh may be h and act may be da: a tile is read before the same tile is written. With FROM_PAGES, h_ptr is the arena.
     """
     alpha = tl.cast(alpha, tl.float32)
     limit = tl.cast(limit, tl.float32)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     live = rows < tl.load(n_live_ptr)
-    # A sentinel's slot is read too: its dw is zero, and every slot belongs to exactly one row.
+    # A sentinel's slot is read too: its dw is zero, and each slot belongs to exactly one row.
     slot = tl.load(order_ptr + rows, mask=rows < n_rows, other=0)
     w = tl.load(weights_ptr + slot, mask=live, other=0.0).to(tl.float32)[:, None]
     expert = rows * 0
@@ -264,7 +246,7 @@ def _backward_kernel(
         expert += tl.load(row_expert_ptr + rows, mask=live, other=0)
     row_inside = (rows < n_rows)[:, None]
     ROW_WORDS: tl.constexpr = N_INNER if INTERLEAVED else 2 * N_INNER
-    # The page numbers are asked for together with the live count, not after it: h waits for both.
+    # Page numbers are loaded together with the live count, not after it: h waits for both.
     row_at = rows[:, None] * ROW_WORDS
     has_h = live[:, None]
     if FROM_PAGES:
@@ -317,21 +299,23 @@ def swiglu_forward(
     pages: PageTable | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """act [R, I] in h's dtype.
+    """act[r] = weights[order[r]] * glu(h[r] + bias[expert of r]): [R, I] in h's dtype, zero for sentinels.
+
+    The mathematics is in fp32 (fp64 for fp64 tensors) with one rounding to the output's dtype. In bf16 the kernel moves 6I bytes
+    a row (R = 131072, I = 768: 0.60 GB, 0.15 ms at 4 TB/s), and 4I more with pages.
 
     Args:
-        h: [R, 2I], any strides (made contiguous if it is not).
+        h: [R, 2I], any strides.
         weights: [N] (or [T, K] with T*K = N) by slot, N >= R, any floating dtype.
         order: [R] int32 or int64, row -> slot, each slot at most once.
-        offs: [E] int32 on h's device, end row of each expert; rows from offs[-1] on are sentinels.
-        bias: [E, 2I] in h's dtype, laid out as h's columns, added before the activation.
+        offs: [E] int32 on h's device, end row of each expert. Rows from offs[-1] on are sentinels and are not read.
+        bias: [E, 2I] in h's dtype, in the column layout of h.
         row_expert: [R] int32 or int64, the expert of each live row; needed with `bias`.
-        pages: where h's live rows are written as well, without the bias; its `live` is offs[-1].
+        pages: where h's live rows are also written, without the bias; its `live` is offs[-1]. Rows without a page are lost.
 
     Raises:
         ValueError: shapes or devices that do not fit, or bias without row_expert.
-        TypeError: weights or h that are not floating point, bias in another dtype than h, numbers that are no integers of 32 or
-            64 bits.
+        TypeError: weights or h that are not floating point, bias in another dtype than h, indices that are not int32 or int64.
     """
     h = packed("h", h, h, [None, None])
     weights, order, offs, bias, row_expert = _prepare(h, h.shape, weights, order, offs, bias, row_expert)
@@ -398,64 +382,40 @@ def swiglu_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(dh [R, 2I] in h's dtype, act [R, I] in da's dtype, dw [N] fp32 by slot); None if not needed.
 
-    The dw of a slot without a row is zero.
+        dh[r] = w * da[r] * glu'(h[r])                  w = weights[order[r]], da = dL / d act[r]
+        act[r], recomputed for the down projection's weight gradient
+        dw[order[r]] = sum_i da[r, i] * glu[r, i]       the routing weight's gradient; zero for a slot without a row
+
+    In bf16 the kernel moves 12I bytes a row (R = 131072, I = 768: 1.21 GB, 0.30 ms at 4 TB/s).
 
     Args:
-        h: [R, 2I], any strides, or the pages that `swiglu_forward` wrote it to, in da's dtype.
-        da: [R, I], the gradient with respect to act, in h's dtype.
-        over_h, over_da: write dh over h, act over da: the caller gives those tensors up. They save
-            4RI and 2RI bytes of peak (bf16). Pages are not written over.
+        h: [R, 2I], any strides, or the pages to which `swiglu_forward` wrote it; rows without a page count as zeros.
+        da: [R, I], the gradient of act, in h's dtype.
+        over_h, over_da: write dh over h and act over da. They save 4RI and 2RI bytes of peak (bf16). Not for pages.
         others: as in `swiglu_forward`.
 
     Raises:
-        ValueError: shapes or devices that do not fit, bias without row_expert, or a tensor to be written over
-            that is not contiguous or starts at an odd element of its storage.
+        ValueError: shapes or devices that do not fit, bias without row_expert, or a tensor to be written over that is not
+            contiguous or starts at an odd element of its storage.
         TypeError: as in `swiglu_forward`, and da in another dtype than h.
     """
     pages = h if isinstance(h, PageTable) else None
-    shape: Sequence[int]
-    if isinstance(h, PageTable):
-        if over_h:
-            raise ValueError("h in pages cannot be written over: over_h needs a tensor")
-        shape, dtype = (h.rows, h.row_bytes // da.element_size()), da.dtype
-        _check_pages(h, shape, dtype)
-        # What the kernel reads: the arena; the plain form, rows.
-        source = h.arena.device
-        if not use_triton(backend, da):
-            source = torch.zeros(shape, dtype=dtype, device=da.device)
-            restore([h], [source], backend="reference")
-    else:
-        shape, dtype, source = h.shape, h.dtype, packed("h", h, da, [None, None])
-    for over, t in ((over_h, h), (over_da, da)):
-        if over and isinstance(t, Tensor) and (not t.is_contiguous() or t.storage_offset() % 2):
-            raise ValueError("a tensor to be written over must be contiguous, from an even offset")
+    _check_written_over(over_h and h, over_da and da)
+    source, shape, dtype = _source_of_h(h, da, backend)
     rows, inner = shape[0], shape[1] // 2
     if da.shape != (rows, inner):
         raise ValueError(f"da must be {(rows, inner)} for h {tuple(shape)}, got {tuple(da.shape)}")
     da = packed("da", da, da, [rows, inner], [dtype])
     weights, order, offs, bias, row_expert = _prepare(da, shape, weights, order, offs, bias, row_expert)
-    compute = torch.float64 if dtype == torch.float64 else torch.float32
     new_dh = source if over_h else torch.empty(shape, dtype=dtype, device=da.device)
     dh = new_dh if need_dh else None
     act = (da if over_da else torch.empty_like(da)) if need_act else None
     every_slot_has_a_row = weights.shape[0] == rows
     new_dw = torch.empty if every_slot_has_a_row else torch.zeros
+    compute = torch.float64 if dtype == torch.float64 else torch.float32
     dw = new_dw(weights.shape[0], dtype=compute, device=da.device) if need_dw else None
     if not use_triton(backend, da):
-        live = _live(source, offs)
-        silu, slope, up, up_slope = _reference_parts(source, glu, bias, row_expert, live)
-        w = weights[order.long()].to(compute).unsqueeze(1)
-        da_f = torch.where(live, da.to(compute), 0.0)
-        if dw is not None:
-            dw[order.long()] = torch.where(live, da_f * silu * up, 0.0).sum(1)
-        if act is not None:
-            act.copy_(torch.where(live, silu * up * w, 0.0))
-        if dh is not None:
-            d_gate = torch.where(live, w * da_f * up * slope, 0.0)
-            d_up = torch.where(live, w * da_f * silu * up_slope, 0.0)
-            gate_out, up_out = _halves(dh, glu)
-            gate_out.copy_(d_gate)
-            up_out.copy_(d_up)
+        _backward_reference(source, da, weights, order, offs, glu, bias, row_expert, dh, act, dw)
         return dh, act, dw
     if rows == 0:
         return dh, act, dw
@@ -496,16 +456,38 @@ def swiglu_backward(
     return dh, act, dw
 
 
+def _check_written_over(*tensors: Tensor | PageTable | bool) -> None:
+    """Each of those that are to be written over, False for the others."""
+    for t in tensors:
+        if isinstance(t, PageTable):
+            raise ValueError("h in pages cannot be written over: over_h needs a tensor")
+        if isinstance(t, Tensor) and (not t.is_contiguous() or t.storage_offset() % 2):
+            raise ValueError("a tensor to be written over must be contiguous, from an even offset")
+
+
+def _source_of_h(h: Tensor | PageTable, da: Tensor, backend: Backend) -> tuple[Tensor, Sequence[int], torch.dtype]:
+    """The tensor from which the backward reads h, and h's shape and dtype."""
+    if isinstance(h, Tensor):
+        return packed("h", h, da, [None, None]), h.shape, h.dtype
+    shape = (h.rows, h.row_bytes // da.element_size())
+    _check_pages(h, shape, da.dtype)
+    if use_triton(backend, da):
+        return h.arena.device, shape, da.dtype  # the kernel finds the rows in the arena
+    rows = torch.zeros(shape, dtype=da.dtype, device=da.device)
+    restore([h], [rows], backend="reference")
+    return rows, shape, da.dtype
+
+
 def _tile(inner: int) -> tuple[int, int]:
     block_i = column_block(inner, _MAX_COLUMNS)
     return _TILE // block_i, block_i
 
 
 def _words(dtype: torch.dtype, glu: Glu) -> tuple[Callable[[Tensor | None], Tensor | None], Any, Any]:
-    """How a kernel is handed h, bias and dh, and the integers of an element's and a pair's size.
+    """A function that views h, bias and dh as the kernel takes them, and the integers of an element's and a pair's size.
 
-    Interleaved pairs go in as words of twice the size, the rest as it is. A tensor that starts on
-    an odd element of its storage has no such view: it is copied (dh is not: it is new or checked).
+    Interleaved pairs become words of twice the size. A tensor that starts at an odd element of its storage has no such view and
+    is copied, except dh, which is new or checked.
     """
     half, word, torch_word = _INTEGERS[dtype.itemsize]
     if not glu.interleaved:
@@ -520,7 +502,7 @@ def _words(dtype: torch.dtype, glu: Glu) -> tuple[Callable[[Tensor | None], Tens
 
 
 def _paged(pages: PageTable | None, dtype: torch.dtype, glu: Glu) -> tuple[Tensor | None, dict[str, int]]:
-    """Device memory of the pages in the words that h is handed over in, and what a kernel is told about them."""
+    """The pages' device memory, viewed like h, and the kernel's arguments about them."""
     if pages is None:
         return None, {"device_pages": 0, "host_at": 0, "PAGE_WORDS": 0, "WORDS_IN_16": 0}
     word = _INTEGERS[dtype.itemsize][2] if glu.interleaved else dtype
@@ -552,7 +534,7 @@ def _prepare(
     bias: Tensor | None,
     row_expert: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Checked against h's shape, dtype and device (`like`'s), and contiguous: weights by slot, and the others."""
+    """Weights by slot and the other arguments, checked against h's shape, and `like`'s dtype and device; contiguous."""
     if len(shape) != 2 or shape[1] % 2:
         raise ValueError(f"h must be [R, 2I], got {tuple(shape)}")
     rows = shape[0]
@@ -590,7 +572,7 @@ def _reference_parts(
     """The plain PyTorch form of `_gate_up` and `_glu_parts`."""
     h = torch.where(live, h.to(torch.float64 if h.dtype == torch.float64 else torch.float32), 0.0)
     if bias is not None and row_expert is not None:
-        # A sentinel has no expert: clamp its index, its row is masked anyway.
+        # A sentinel has no expert: its index is clamped, and its row is masked.
         h = h + bias[row_expert.long().clamp(0, bias.shape[0] - 1)].to(h.dtype)
     gate, up = _halves(h, glu)
     if glu.kind == "swiglu":
@@ -601,3 +583,32 @@ def _reference_parts(
     sig = torch.sigmoid(glu.alpha * gate)
     slope = sig * (1 + glu.alpha * gate * (1 - sig)) * gate_passes
     return gate * sig, slope, up.clamp(-glu.limit, glu.limit) + 1, up_passes.to(h.dtype)
+
+
+def _backward_reference(
+    h: Tensor,
+    da: Tensor,
+    weights: Tensor,
+    order: Tensor,
+    offs: Tensor,
+    glu: Glu,
+    bias: Tensor | None,
+    row_expert: Tensor | None,
+    dh: Tensor | None,
+    act: Tensor | None,
+    dw: Tensor | None,
+) -> None:
+    """The plain PyTorch form of `_backward_kernel`."""
+    live = _live(h, offs)
+    silu, slope, up, up_slope = _reference_parts(h, glu, bias, row_expert, live)
+    w = weights[order.long()].to(silu.dtype).unsqueeze(1)
+    da = torch.where(live, da.to(silu.dtype), 0.0)
+    if dw is not None:
+        dw[order.long()] = torch.where(live, da * silu * up, 0.0).sum(1)
+    if act is not None:
+        act.copy_(torch.where(live, silu * up * w, 0.0))
+    if dh is not None:
+        gate_out, up_out = _halves(dh, glu)
+        d_up = torch.where(live, w * da * silu * up_slope, 0.0)
+        gate_out.copy_(torch.where(live, w * da * up * slope, 0.0))
+        up_out.copy_(d_up)

@@ -1,15 +1,10 @@
-"""Rows back to the ranks they came from, written into the owners' memory and summed there: combine, and dispatch's gradient.
+"""Combine: rows are written to the memory of the ranks that own their tokens, and summed there.
 
-    push_rows   rows [C, H] (, narrow [C, K]), source, starts   -> the landing place of (token, this rank) at each owner
-    sum_rows    own memory, places [T, P]                       -> y [T, H] (, [T, K])
-
-    y[t] = init[t] + sum over p of landing[t, p], where places[t, p] >= 0; p = this rank: its own row, which does not move
-
-One operation of `peer_memory`: the first call fills, the second drains. `source`, `starts` and `places` are those of
-`peer_rows`. Sums are in fp32, begin with init, run in the order of ranks and are rounded once: bitwise those of
-`permute.combine_rows` over the same rows.
-
-Bytes, each rank: the rows of others over the link, R rows read again and T written.
+Input: rows [C, H], optionally values per slot `narrow` [C, K], and `source`, `starts`, `places` of
+`forebay.kernels.symm_dispatch`. Output: y[t] = init[t] + the sum of token t's rows over the ranks, in their order, in fp32
+and rounded once: bitwise `permute.combine_rows` over the same rows. A rank's rows for its own tokens do not move. `push_rows`
+fills and `sum_rows` drains (see `forebay.kernels.symm_mem`). Traffic of each rank: the rows of others over the link, R rows
+read again and T written.
 """
 
 from __future__ import annotations
@@ -20,10 +15,21 @@ import triton.language as tl
 from torch import Tensor
 
 from forebay.kernels.launch import column_block, on_device_of, packed
-from forebay.kernels.symm_mem import PeerMemory, aligned, copy_rows, draw, half_of, leave, moved, peer_of, tell, wait
+from forebay.kernels.symm_mem import (
+    PeerMemory,
+    aligned_rows,
+    as_integers,
+    copy_rows,
+    draw,
+    half_of,
+    leave,
+    peer_of,
+    tell,
+    wait,
+)
 
 _WARPS = 8
-# Of a sum: up to 2048 columns of a token, one 16-byte load a thread for each rank.
+# Columns of a token that a sum handles at a time: one 16-byte load a thread for each rank.
 _SUM_COLUMNS = 2048
 # Programs of each role, in units of `PeerMemory.programs`. Four H200, 256 MiB a rank: 650 us; 1 and 1: 673; 2 and 2: 656.
 _PUSHERS = 1
@@ -37,9 +43,9 @@ def _push(
     WITH_NARROW: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, K: tl.constexpr, LANES_K: tl.constexpr,
     CHUNKS: tl.constexpr, WORDS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of the P - 1 other owners in turn, from the next rank on, so that all links are busy from begin to end.
+    """Tiles of the P - 1 other owners in turn, from the next rank on, so that all links are always busy.
 
-    A chunk is of positions among the rows from one owner, whose tokens ascend: what `places` holds at the owner.
+    A chunk is a range of positions among the rows of one owner (`places` at the owner), whose tokens ascend.
     """
     here = half_of(epoch, half)
     most = 0
@@ -57,7 +63,7 @@ def _push(
             token = tl.load(source_ptr + row, mask=inside, other=0) - peer * tokens_max
             token = tl.where(inside, token, 0).to(tl.int64)
             row = row.to(tl.int64)
-            # Of a token's P landing rows, the one for this rank.
+            # This rank's one of a token's P landing rows.
             landing = (theirs + landing_at).to(tl.pointer_type(tl.int32)) + rank * WORDS
             copy_rows(rows_ptr, row, landing, token, inside, WORDS, WORDS, RANKS * WORDS, BLOCK_W)
             if WITH_NARROW:
@@ -76,13 +82,13 @@ def _sum_ranks(
     total, own_ptr, own_begin, own_end, landing_ptr, places_ptr, token, cols, rank, exists, inside,
     WIDTH: tl.constexpr, RANKS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """total + the rows of one token, or of a column of tokens: what landed, and this rank's own where they are."""
+    """total + the rows of one token, or of a column of tokens: landed ones, and this rank's own from `own_ptr`."""
     to_landing = tl.multiple_of(landing_ptr.to(tl.int64) - own_ptr.to(tl.int64), ALIGNED)
     own_bytes = own_ptr.to(tl.pointer_type(tl.uint8))
     # Unrolled: the P places and then the P rows are in flight together.
     for p in tl.static_range(RANKS):
         place = tl.load(places_ptr + token * RANKS + p, mask=exists, other=-1)
-        # Over the capacity, the list of a token's places is longer than what was received.
+        # Above the capacity, `places` has more rows than were received.
         place = tl.where((p == rank) & (own_begin + place >= own_end), -1, place)
         row = tl.where(p == rank, (own_begin + place).to(tl.int64), token * RANKS + p)
         rows_ptr = (own_bytes + tl.multiple_of(tl.where(p == rank, 0, to_landing), ALIGNED)).to(landing_ptr.dtype)
@@ -152,7 +158,7 @@ def _sums_kernel(
     BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr, WIDTH: tl.constexpr, BLOCK_H: tl.constexpr, NARROW_T: tl.constexpr,
     WAIT: tl.constexpr,
 ):  # fmt: skip
-    """`pushers` programs write to all ranks' memory, the others sum what landed in the own."""
+    """`pushers` programs write to all ranks' memory, the others sum what landed in this rank's."""
     epoch = tl.load(state_ptr)
     program = draw(state_ptr)
     if FILL:  # noqa: SIM102, the compiler decides this one, the program the next
@@ -174,11 +180,11 @@ def _sums_kernel(
 
 
 def push_rows(rows: Tensor, narrow: Tensor | None, source: Tensor, starts: Tensor, peers: PeerMemory) -> None:
-    """Fill the owners' landing places.
+    """Write rows to the landing places of their owners.
 
     Args:
-        rows: [C, H], rows of the layout's bytes; those behind starts[-1] are not read.
-        narrow: [C, K] of 2 or 4 bytes, sent beside them.
+        rows: [C, H], rows of the layout's bytes; those from starts[-1] on are not read.
+        narrow: [C, K] of 2 or 4 bytes.
         source, starts: [C] and [P + 1] int32, from `receive_tokens`.
     """
     _launch(peers, rows, narrow, source, starts)
@@ -187,12 +193,12 @@ def push_rows(rows: Tensor, narrow: Tensor | None, source: Tensor, starts: Tenso
 def sum_rows(
     rows: Tensor, narrow: Tensor | None, starts: Tensor, places: Tensor, init: Tensor | None, peers: PeerMemory
 ) -> tuple[Tensor, Tensor | None]:
-    """Drain the own landing places: y [T, H] in rows' dtype, and [T, K] in narrow's.
+    """Sum what landed here: y [T, H] in rows' dtype, and [T, K] in narrow's.
 
     Args:
-        rows, narrow, starts: as pushed: a rank's rows for itself are read from there.
-        places: [T, P] int32, from `send_tokens`: landing places without a place are not read.
-        init: [T, H] in any floating dtype but fp64, added in fp32 before the rows.
+        rows, narrow, starts: as pushed; this rank's rows for itself are read from there.
+        places: [T, P] int32, from `send_tokens`; landing places without a place are not read.
+        init: [T, H] in any floating dtype except fp64, added first.
     """
     sums = _empty(rows, narrow, places)
     if peers.meet is not None:
@@ -210,7 +216,7 @@ def return_rows(
     init: Tensor | None,
     peers: PeerMemory,
 ) -> tuple[Tensor, Tensor | None]:
-    """`push_rows` and `sum_rows` in one."""
+    """`push_rows` and `sum_rows` in one launch."""
     if peers.meet is not None:
         push_rows(rows, narrow, source, starts, peers)
         return sum_rows(rows, narrow, starts, places, init, peers)
@@ -221,9 +227,8 @@ def return_rows(
 
 def _empty(rows: Tensor, narrow: Tensor | None, places: Tensor) -> tuple[Tensor, Tensor | None]:
     n_tokens = places.shape[0]
-    return rows.new_empty((n_tokens, rows.shape[1])), None if narrow is None else narrow.new_empty(
-        (n_tokens, narrow.shape[1])
-    )
+    y = rows.new_empty((n_tokens, rows.shape[1]))
+    return y, None if narrow is None else narrow.new_empty((n_tokens, narrow.shape[1]))
 
 
 def _launch(
@@ -234,17 +239,17 @@ def _launch(
     starts: Tensor,
     drain: tuple[Tensor, Tensor | None, Tensor, Tensor | None] | None = None,
 ) -> None:
-    """One launch: to push if `source` is given, to sum if `drain` is.
+    """One launch, which pushes if `source` is given and sums if `drain` is.
 
     Raises:
-        ValueError: more tokens than the layout's; a tensor of another shape, size of an element or device.
+        ValueError: more tokens than the layout has; a tensor of another shape, element size or device.
         TypeError: a tensor of another dtype.
     """
     at = peers.layout
     block_rows = at.block_rows()
-    rows = aligned("rows", rows, peers)
+    rows = aligned_rows("rows", rows, peers)
     narrow = None if narrow is None else narrow.contiguous()
-    words = None if narrow is None else moved("narrow", narrow, peers, rows.shape[0])
+    words = None if narrow is None else as_integers("narrow", narrow, peers, rows.shape[0])
     places, init, y, narrow_y = drain or (None, None, None, None)
     n_tokens, width = (0 if y is None else y.shape[0]), rows.shape[1]
     if n_tokens > at.tokens:

@@ -1,8 +1,17 @@
-"""Rows from the ranks that have them to the ranks of their experts, read from the senders' memory: dispatch and spread.
+"""Dispatch: each rank reads the rows of its experts from the memory of the ranks that have them.
 
-Input: tokens [T, H], ids and weights [T, K]. Output: rows [C, H] with ids, weights and source, ordered by sending
-rank and then by token. The gather by token happens while a row crosses the link. Results are bitwise those of
-`dispatch_reference`.
+Input: tokens x [T, H], ids and weights [T, K]. Output: rows [C, H] with ids, weights and `source`, ordered by sending rank
+and then by token; a token goes once to each rank with at least one of its experts. Nothing is permuted before or after,
+because the gather by token happens while a row crosses the link. C is chosen by the host. Rows travel as 32-bit words, and
+results are bitwise those of `dispatch_reference`:
+
+    source [C] int32       p * T_max + t: row r is token t of rank p; -1 for unused rows
+    starts [P + 1] int32   where the rows of each sending rank begin, and the end; at most C
+    places [T, P] int32    position of token t among those for rank p; -1 if it does not go there
+
+Example, two ranks with two experts each, K = 1, T_max = 4: rank 0 has ids [3, 0, 2], rank 1 has [1]. Rank 0 receives its
+token 1 and rank 1's token 0: source = [1, 4, -1, ...], starts = [0, 1, 2]. Rank 0's places are [[-1, 0], [0, -1], [-1, 1]].
+Traffic of each rank: T rows copied, R rows over the link, R written.
 """
 
 from __future__ import annotations
@@ -19,27 +28,25 @@ from forebay.kernels.symm_mem import (
     LIST_BLOCK,
     LISTS,
     PeerMemory,
-    aligned,
+    aligned_rows,
+    as_integers,
     copy_rows,
     draw,
     half_of,
     leave,
-    moved,
     peer_of,
     tell,
     wait,
 )
 
-# What a rank sends, as parts of `peer_rows`' kernel: lists of tokens for each rank, and its rows in its own memory.
-#
-# `list_tokens`: ids [T, K] of any integer dtype -> for one rank: the tokens with at least one expert of that rank, ascending,
-# how many rows and live slots that makes, and its column of places (position in the list, -1 for none). Example, the rank holds
-# experts 0 and 1, K = 1, ids = [3, 0, 1, 2]: list [1, 2], places [-1, 0, 1, -1], 2 rows, 2 slots.
-#
-# One program lists LIST_BLOCK tokens for one rank. It tells how many it has and adds up what the programs before it told. For
-# 32768 tokens on an H200 a single program that goes through all of them took 115 us, longer than copying their rows.
-#
-# `stage`: rows and slots -> the own memory, told chunk by chunk.
+Received = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""rows [C, H], ids [C, K] int32, weights [C, K], source [C], starts [P + 1]."""
+_WARPS = 8
+_SLOT_BLOCK = 1024
+_INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
+# Programs of each role, in units of `PeerMemory.programs`. Four H200, 256 MiB a rank: 652 us; 2 and 2: 680.
+_STAGERS = 1
+_FETCHERS = 1
 
 
 @triton.jit
@@ -47,10 +54,12 @@ def list_tokens(
     ids_ptr, places_ptr, lists_ptr, counts_ptr, chunks_ptr, peer, chunk, n_tokens, local_experts, epoch,
     RANKS: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Tokens of one chunk in the list for `peer`, in its memory, and in column `peer` of places.
+    """Append the tokens of one chunk that `peer` needs to the list in its memory, and write column `peer` of places.
 
-    A chunk says how many it has, then sums up what the chunks before it said: they have lower program numbers, so they run
-    or have run. A word holds rows (20 bits), slots (20 bits), and the operation that it is of, never 0.
+    Example, the peer holds experts 0 and 1, K = 1, ids = [3, 0, 1, 2]: list [1, 2], places [-1, 0, 1, -1], 2 rows, 2 slots. A
+    chunk publishes its counts, then adds up those of the chunks before it, whose programs have lower numbers and so have
+    started. A word holds rows (20 bits), slots (20 bits), and the operation's number, never 0. For 32768 tokens on an H200 a
+    single program for all chunks took 115 us, longer than copying their rows.
     """
     tokens = chunk * BLOCK + tl.arange(0, BLOCK)
     exists = tokens < n_tokens
@@ -84,7 +93,7 @@ def stage(
     WITH_SLOTS: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, K: tl.constexpr, CHUNKS: tl.constexpr,
     WORDS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr, SLOT_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Slots, then rows chunk by chunk, to the own memory."""
+    """Copy slots, then rows chunk by chunk, to this rank's memory."""
     if WITH_SLOTS:
         staged_ids = (own_ptr + ids_at).to(tl.pointer_type(tl.int32))
         staged_weights = (own_ptr + weights_at).to(weights_ptr.dtype)
@@ -109,41 +118,6 @@ def stage(
         chunk += 1
 
 
-# Rows from the ranks that have them to the ranks that want them, read out of the senders' memory: dispatch and spread.
-#
-#     send_tokens     x [T, H], ids and weights [T, K]  -> own memory; to each rank the list of tokens it gets, and how many
-#     receive_tokens  peers' memory                     -> rows [C, H], ids, weights [C, K], source [C], starts [P + 1]
-#     send_values     values [T, H]                     -> own memory
-#     receive_values  peers' memory, source, starts     -> rows [C, H]
-#
-# Each pair is one operation of `peer_memory`: the first call fills, the second drains; `exchange_tokens` and `exchange_values`
-# are both in one launch. The gather by token happens while the row crosses the link: nothing is permuted before or after. A
-# token goes once to each rank with at least one of its experts; rows arrive ordered by sending rank, then by token. C is a
-# number of the host's choosing:
-#
-#     source [C] int32       p * T_max + t: row r is token t of rank p; -1 behind the last row received
-#     starts [P + 1] int32   where the rows of each sending rank begin, and the end; none beyond C
-#     places [T, P] int32    position of token t among those for rank p; -1 if it does not go there (`send_tokens` returns it)
-#
-# Example, two ranks with two experts each, K = 1, T_max = 4: rank 0 has ids [3, 0, 2], rank 1 has [1]. Rank 0 receives its
-# token 1 and rank 1's token 0: source = [1, 4, -1, ...], starts = [0, 1, 2]. Rank 0's places are [[-1, 0], [0, -1], [-1, 1]].
-#
-# Rows and weights behind the last row received are uninitialised, ids are -1 there. More live slots than allowed: the rows
-# that do not fit are left out, and every rank's `needs` word for this rank says how many slots were needed.
-#
-# Bytes, each rank: T rows copied (2 T H read and written in bf16), R rows over the link, R written. For other dtypes alike:
-# rows travel as 32-bit words, and all results are bitwise those of `dispatch_reference`.
-
-Received = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""rows [C, H], ids [C, K] int32, weights [C, K], source [C], starts [P + 1]."""
-_WARPS = 8
-_SLOT_BLOCK = 1024
-_INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
-# Programs of each role, in units of `PeerMemory.programs`. Four H200, 256 MiB a rank: 652 us; 2 and 2: 680.
-_STAGERS = 1
-_FETCHERS = 1
-
-
 @triton.jit
 def _span(counts_ptr, peer, capacity, RANKS: tl.constexpr):
     """(begin, end) of the rows from `peer` in an output of `capacity` rows."""
@@ -161,7 +135,7 @@ def _bounds(
     counts_ptr, starts_ptr, base_ptr, offsets_ptr, needs_at, rank, capacity, slots_max,
     RANKS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Write starts; if there are more live slots than `slots_max`, tell every rank how many."""
+    """Write starts; if there are more live slots than `slots_max`, write their number to every rank's `needs`."""
     slots = 0
     for p in tl.static_range(RANKS):
         begin, end = _span(counts_ptr, p, capacity, RANKS)
@@ -186,7 +160,7 @@ def _fetch(
     CHUNKS: tl.constexpr, WORDS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr, TAIL: tl.constexpr,
     WAIT: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of the P senders in turn, from the next rank on, so that all links are busy from begin to end."""
+    """Tiles of the P senders in turn, from the next rank on, so that all links are always busy."""
     here = half_of(epoch, half)
     counts_ptr = (base_ptr + here + counts_at).to(tl.pointer_type(tl.int32))
     lists_ptr = (base_ptr + here + lists_at).to(tl.pointer_type(tl.int32))
@@ -252,7 +226,7 @@ def _fetch(
             tile += workers
 
 
-# Numbers that change, or that may be 1, which Triton would make a constant of, are not specialised.
+# Numbers that change, or may be 1, which Triton would make a constant, are not specialized.
 @triton.jit(
     do_not_specialize=[
         "rank", "n_tokens", "tokens_max", "capacity", "slots_max", "local_experts", "lists", "stagers", "chunk_tokens",
@@ -268,7 +242,7 @@ def _rows_kernel(
     WORDS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr, LIST_BLOCK: tl.constexpr,
     SLOT_BLOCK: tl.constexpr, TAIL: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    """`lists` programs make the lists, `stagers` copy to the own memory, the others fetch from all ranks'."""
+    """`lists` programs make the lists, `stagers` copy to this rank's memory, the others fetch from all ranks."""
     epoch = tl.load(state_ptr)
     here = half_of(epoch, half)
     program = draw(state_ptr)
@@ -305,13 +279,13 @@ def _rows_kernel(
 
 
 def send_tokens(x: Tensor, ids: Tensor, weights: Tensor, local_experts: int, peers: PeerMemory) -> Tensor:
-    """Fill with a rank's tokens and slots. Returns places [T, P].
+    """Publish a rank's tokens and slots. Returns places [T, P].
 
     Args:
         x: [T, H], rows of the layout's bytes; T up to the layout's.
         ids: [T, K], any integer dtype; an id outside [0, P * local_experts) goes nowhere.
         weights: [T, K] of 2 or 4 bytes.
-        local_experts: of each rank.
+        local_experts: number of experts of each rank.
     """
     places = _places(x, peers)
     _launch(peers, fill=(x, ids, weights, places), local_experts=local_experts)
@@ -322,11 +296,11 @@ def receive_tokens(
     capacity: int, slots_max: int, width: int, dtype: torch.dtype, weights_dtype: torch.dtype, local_experts: int,
     peers: PeerMemory,
 ) -> Received:  # fmt: skip
-    """Drain what all ranks' `send_tokens` filled.
+    """Receive what all ranks published with `send_tokens`. Ids of unused rows are -1; their rows and weights are uninitialized.
 
     Args:
-        capacity: C, of the rows.
-        slots_max: how many live slots there may be, and C no smaller than the rows that as many can have; 0 notes every need.
+        capacity: C; rows that do not fit are dropped.
+        slots_max: a rank that needs more live slots writes their number to every rank's `needs`; 0 records every need.
         width, dtype: H and dtype of the rows.
         weights_dtype: as sent.
     """
@@ -340,7 +314,7 @@ def receive_tokens(
 def exchange_tokens(
     x: Tensor, ids: Tensor, weights: Tensor, capacity: int, slots_max: int, local_experts: int, peers: PeerMemory
 ) -> tuple[Tensor, Received]:
-    """`send_tokens` and `receive_tokens` in one: (places, what was received)."""
+    """`send_tokens` and `receive_tokens` in one launch."""
     if peers.meet is not None:
         places = send_tokens(x, ids, weights, local_experts, peers)
         return places, receive_tokens(capacity, slots_max, x.shape[1], x.dtype, weights.dtype, local_experts, peers)
@@ -351,12 +325,12 @@ def exchange_tokens(
 
 
 def send_values(values: Tensor, peers: PeerMemory) -> None:
-    """Fill with rows alone."""
+    """Publish rows without slots."""
     _launch(peers, fill=(values, None, None, None))
 
 
 def receive_values(source: Tensor, starts: Tensor, width: int, dtype: torch.dtype, peers: PeerMemory) -> Tensor:
-    """Drain what all ranks' `send_values` filled, along `source` and `starts`: rows [C, H]."""
+    """Receive what all ranks published with `send_values`, in the rows of `source` and `starts`: [C, H]."""
     out = torch.empty((source.shape[0], width), dtype=dtype, device=peers.base.device)
     if peers.meet is not None:
         peers.meet()
@@ -365,7 +339,7 @@ def receive_values(source: Tensor, starts: Tensor, width: int, dtype: torch.dtyp
 
 
 def exchange_values(values: Tensor, source: Tensor, starts: Tensor, peers: PeerMemory) -> Tensor:
-    """`send_values` and `receive_values` in one."""
+    """`send_values` and `receive_values` in one launch."""
     if peers.meet is not None:
         send_values(values, peers)
         return receive_values(source, starts, values.shape[1], values.dtype, peers)
@@ -396,10 +370,10 @@ def _launch(
     slots_max: int = 0,
     local_experts: int = 0,
 ) -> None:
-    """One launch of the roles that are given.
+    """One launch, which fills and drains as given.
 
     Raises:
-        ValueError: more tokens than the layout's; a tensor of another shape, size of an element or device.
+        ValueError: more tokens than the layout has; a tensor of another shape, element size or device.
         TypeError: a tensor of another dtype.
     """
     at = peers.layout
@@ -410,11 +384,11 @@ def _launch(
     if n_tokens > at.tokens:
         raise ValueError(f"{n_tokens} tokens for memory of {at.tokens}")
     if x is not None:
-        x = aligned("tokens", x, peers)
+        x = aligned_rows("tokens", x, peers)
     if ids is not None:
         ids = packed("ids", ids, peers.base, [n_tokens, at.slots], _INTEGERS)
     if weights is not None:
-        weights = moved("weights", weights, peers, n_tokens)
+        weights = as_integers("weights", weights, peers, n_tokens)
     if source is not None and starts is not None:
         source = packed("source", source, peers.base, [capacity], [torch.int32])
         starts = packed("starts", starts, peers.base, [at.ranks + 1], [torch.int32])
@@ -427,7 +401,7 @@ def _launch(
         _rows_kernel[(lists + stagers + fetchers,)](
             None if x is None else x.view(torch.int32), ids, weights, places,
             None if out is None else out.view(torch.int32), ids_out,
-            None if weights_out is None else moved("weights", weights_out, peers, capacity),
+            None if weights_out is None else as_integers("weights", weights_out, peers, capacity),
             source, starts, peers.base, peers.offsets, peers.state,
             peers.rank, n_tokens, at.tokens, capacity, slots_max, local_experts, lists, stagers,
             at.chunk_tokens, peers.timeout_ns,
@@ -443,7 +417,7 @@ def _launch(
 def dispatch_reference(
     x: Sequence[Tensor], ids: Sequence[Tensor], weights: Sequence[Tensor], rank: int, local_experts: int, tokens_max: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The plain form: (rows, ids, weights, source) that `rank` receives of all ranks' tokens, without a capacity."""
+    """The plain form: (rows, ids, weights, source) that `rank` receives from all ranks' tokens, without a capacity."""
     first = rank * local_experts
     parts: list[tuple[Tensor, ...]] = []
     for p, (rows, chosen, w) in enumerate(zip(x, ids, weights, strict=True)):

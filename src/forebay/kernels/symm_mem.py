@@ -1,8 +1,11 @@
-"""Symmetric memory of the P ranks of one host: its layout, and the device functions by which their kernels synchronise.
+"""Symmetric memory of the P ranks of one host: its layout, and the device functions by which their kernels synchronize.
 
-Each rank has one byte tensor with the regions of `PeerLayout`; a kernel reaches rank p's copy at the same place plus `offsets[p]`
-bytes. An operation has programs that fill memory and programs that drain it, in one launch; flags in memory say which chunks are
-filled. Flags and counters live on the device, so a CUDA graph can be replayed. `PeerMemory` owns the tensors.
+Each rank has a byte tensor with the regions of `PeerLayout`. A kernel gets its own tensor and reaches rank p's copy at
+`offsets[p]` bytes from it, so the compiler knows the alignment, and tensors of one process can stand for ranks in a test. An
+*operation* has two roles, in one launch, the same on all ranks and in the same order: programs that *fill* memory chunk by
+chunk, and programs that *drain* it. Draining programs have higher numbers than filling ones (`draw`), so they never occupy a
+place that a filling one needs. All of it needs atomics over the link between GPUs, such as NVLink; neither NVLink multicast
+nor NVSHMEM is used.
 """
 
 from __future__ import annotations
@@ -18,38 +21,20 @@ from triton.language.extra.cuda import globaltimer
 
 from forebay.kernels.launch import column_block, on_device_of
 
-# Memory that P ranks of one host hold alike and reach in each other, and how their kernels wait for one another.
-#
-# Each rank has one byte tensor of the same size, with the regions of `PeerLayout`. A kernel gets its own tensor as an argument
-# and reaches rank p's copy at the same place plus `offsets[p]`, the distance of the two in bytes: so every pointer is derived
-# from an argument, its alignment is known to the compiler, and tensors of one process can stand for ranks in a test.
-#
-# An *operation* has two roles, and programs for each, the same on all ranks and in the same order:
-#
-#     fill    write to the own memory or the peers', chunk by chunk; after each chunk the last program to finish it tells all
-#             ranks, by a flag in their memory
-#     drain   wait until the ranks have told a chunk; read the own memory or the peers'
-#
-# Both are one launch, so that what is done at the own end hides behind the link. Filling programs wait for nobody, and draining
-# ones are numbered after them, by a draw: a draining program never holds a place that a filling one needs. `peer_sync` has the
-# waiting and telling.
-#
-# A flag holds the number of operations in which its chunk was told. Flags only grow and are never reset. The count itself is on
-# the device (`state`), so a captured CUDA graph can be replayed. What an operation fills lies twice, in two halves used in turn:
-# every drain waits for at least one flag of each rank, so who fills for operation n + 2 has seen all ranks in n + 1, and they
-# began that after draining n.
-#
-# Needs a link with atomics between the GPUs, such as NVLink. Neither NVLink multicast nor NVSHMEM is used.
+# A flag in memory holds the number of operations in which its chunk was filled. Flags only grow and are never reset, and the
+# count is on the device (`state`), so a captured CUDA graph can be replayed. Filled regions exist twice and are used in turn:
+# each drain waits for at least one flag of each rank, so a rank that fills for operation n + 2 has seen all ranks in n + 1,
+# which they began after draining n.
 
-# Elements of `PeerMemory.state`: operations done; programs begun and done in the running one; 1 + the rank that did not come in
-# time (0: none); for each chunk the programs that finished it; then what the parts of the lists count.
+# Elements of `PeerMemory.state`: operations done; programs begun and done in the running one; 1 + the rank that was late (0:
+# none); for each chunk the programs that finished it; then the counts of the chunks of the lists.
 EPOCH, BEGUN, DONE, LATE, TICKETS, LISTS = 0, 1, 2, 3, 4, 16
 _CHUNKS = 8
-# Tokens that one program lists for one rank: two for each thread of 8 warps.
+# Tokens that a program lists for a rank: two for each thread of 8 warps.
 LIST_BLOCK = 512
 # Regions begin on cache lines.
 _LINE = 128
-# A row is moved in blocks of at most 1024 words, 4 KiB; a program moves 4096 words at once, 16 bytes a thread and load.
+# Rows move in blocks of at most 1024 words, 4 KiB; a program moves 4096 words at once, 16 bytes a thread and load.
 _BLOCK_WORDS = 1024
 _TILE_WORDS = 4096
 _TILE_ROWS = 128
@@ -57,9 +42,9 @@ _TILE_ROWS = 128
 
 @dataclass(frozen=True)
 class PeerLayout:
-    """Where things lie in each rank's memory, in bytes. T tokens at most, P ranks, K slots a token.
+    """Byte offsets of the regions in each rank's memory, for at most T tokens, P ranks and K slots a token.
 
-    Once: `flags_at` [chunks + 1, P] int64 (rank p's; the last row is of the lists) and `needs_at` [P] int64 (rank p's largest
+    Once: `flags_at` [chunks + 1, P] int64 (of rank p; the last row is for the lists) and `needs_at` [P] int64 (rank p's largest
     need of a dispatch under a capacity). Twice, `half` bytes apart: `rows_at` [T] rows, `ids_at` [T, K] int32, `weights_at` [T,
     K] of up to 4 bytes, `lists_at` [P, T] int32 (tokens that rank p sends here), `counts_at` [P, 2] int32 (rank p's rows and
     live slots for this rank), `landing_at` [T, P] rows and `narrow_at` [T, P, K] of up to 4 bytes (what rank p sends back).
@@ -67,8 +52,7 @@ class PeerLayout:
     Attributes:
         ranks, tokens, slots: P, T, K.
         row_bytes: of one row, a multiple of 16.
-        chunk_bytes: rows are told in chunks of about as many, at most 8: shorter than what is still to come, longer than
-            telling takes.
+        chunk_bytes: approximate size of a chunk, of which there are at most 8. A chunk should take longer than its flag.
 
     Raises:
         ValueError: fewer than two ranks; rows that are no multiple of 16 bytes; more rows or slots than 32-bit numbers count.
@@ -147,7 +131,7 @@ class PeerLayout:
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens, or positions in a list of tokens, of a chunk; a multiple of a tile's rows."""
+        """Tokens, or positions in a list of tokens, per chunk; a multiple of a tile's rows."""
         chunks = max(1, min(_CHUNKS, self.tokens * self.row_bytes // self.chunk_bytes))
         return -(-self.tokens // (chunks * _TILE_ROWS)) * _TILE_ROWS
 
@@ -156,15 +140,15 @@ class PeerLayout:
         return -(-self.tokens // self.chunk_tokens)
 
     def list_lanes(self) -> int:
-        """Parts of LIST_BLOCK tokens, up to a power of two."""
+        """Blocks of LIST_BLOCK tokens, rounded up to a power of two."""
         return triton.next_power_of_2(triton.cdiv(self.tokens, LIST_BLOCK))
 
     def block_words(self) -> int:
-        """Columns a program moves at once: a power of two of words."""
+        """Words of a row that a program moves at once, a power of two."""
         return column_block(self.words, _BLOCK_WORDS)
 
     def block_rows(self) -> int:
-        """Rows a program moves at once."""
+        """Rows that a program moves at once."""
         return min(_TILE_ROWS, _TILE_WORDS // self.block_words())
 
 
@@ -174,17 +158,20 @@ def _lines(size: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class PeerMemory:
-    """One rank's view of the memory of all.
+    """One rank's view of the memory of all ranks.
 
     Attributes:
         base: [layout.total] uint8, this rank's memory; zero before the first operation of any rank.
         offsets: [P] int64 on the device: bytes from `base` to each rank's memory; 0 for this rank.
         state: [layout.state_size] int64 on the device, zero at first; see EPOCH and following.
         rank: of this memory among the P.
-        timeout_ns: how long `wait` waits. After one rank was late nothing waits any more, until `state[LATE]` is zeroed.
-        programs: the unit of how many programs a role has, one for each multiprocessor: they go through the rows in turn.
-        meet: None on GPUs, where programs wait. In Triton's interpreter they cannot: fill and drain are two launches there,
-            and this is called between, to return when all ranks have filled.
+        timeout_ns: how long `wait` waits. After one rank was late nothing waits until `state[LATE]` is zeroed.
+        programs: unit of the number of programs of a role, one for each multiprocessor; they iterate over the rows.
+        meet: None on GPUs. Programs of Triton's interpreter cannot wait: there, fill and drain are two launches, and this is
+            called in between, to return when all ranks have filled.
+
+    Raises:
+        ValueError: a tensor that is not contiguous, or of another size.
     """
 
     base: Tensor
@@ -197,10 +184,6 @@ class PeerMemory:
     meet: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
-        """
-        Raises:
-            ValueError: a tensor that is not contiguous, or of another size.
-        """
         needed = {"base": self.layout.total, "offsets": self.layout.ranks, "state": self.layout.state_size}
         for name, size in needed.items():
             tensor: Tensor = getattr(self, name)
@@ -210,11 +193,11 @@ class PeerMemory:
                 )
 
 
-def aligned(name: str, rows: Tensor, peers: PeerMemory) -> Tensor:
-    """[N, H] contiguous and on a 16-byte boundary: a copy only where it is neither.
+def aligned_rows(name: str, rows: Tensor, peers: PeerMemory) -> Tensor:
+    """[N, H] contiguous on a 16-byte boundary, copied only if needed.
 
     Raises:
-        ValueError: rows of other bytes than the layout's, or on another device.
+        ValueError: rows of another size than the layout's, or on another device.
     """
     at = peers.layout
     if rows.dim() != 2 or rows.shape[1] * rows.element_size() != at.row_bytes or rows.device != peers.base.device:
@@ -226,11 +209,11 @@ def aligned(name: str, rows: Tensor, peers: PeerMemory) -> Tensor:
     return rows.clone() if rows.data_ptr() % 16 else rows
 
 
-def moved(name: str, values: Tensor, peers: PeerMemory, rows: int) -> Tensor:
-    """[N, K] as integers of its size, contiguous: values that are moved and not computed with.
+def as_integers(name: str, values: Tensor, peers: PeerMemory, rows: int) -> Tensor:
+    """Contiguous values [N, K], viewed as integers of their size: they are moved, not computed with.
 
     Raises:
-        ValueError: another shape, device or size of an element.
+        ValueError: another shape, device or element size.
     """
     words = {2: torch.int16, 4: torch.int32}
     shape = (rows, peers.layout.slots)
@@ -242,17 +225,11 @@ def moved(name: str, values: Tensor, peers: PeerMemory, rows: int) -> Tensor:
     return values.contiguous().view(words[values.element_size()])
 
 
-# How programs of P ranks' kernels wait for each other: the device functions of `peer_memory`'s operations.
-#
-#     epoch = load(state)            operations done before this one
-#     program = draw(state)          its number, in the order in which programs begin
-#     tell(..., chunk, ...)          a filling program is done with a chunk; the last one tells all ranks
-#     wait(..., chunk, ...)          a draining program needs a chunk of all ranks
-#     leave(...)                     every program, last: the operation is over with the last program to leave
-#
-# Memory order: each program's writes, also those to peers, are released with its ticket; the last program acquires them all and
-# releases them with the flags; who waits acquires a flag. The scope is the system's, because the readers are other GPUs. Programs
-# finish chunks in their order, so a flag stands for the chunks before it as well.
+# How programs synchronize: each loads its operation's number (`state[EPOCH]`) and draws its own; a filling program calls
+# `tell` after a chunk, a draining one `wait` before it reads one, and every program calls `leave` last. Memory order: each
+# program's writes, also to peers, are released with its ticket; the last program acquires them all and releases them with the
+# flags; a waiting program acquires a flag. The scope is the system, because the readers are other GPUs. Programs finish
+# chunks in order, so a flag stands for the chunks before it as well.
 
 _EPOCH = tl.constexpr(EPOCH)
 _BEGUN = tl.constexpr(BEGUN)
@@ -263,19 +240,19 @@ _TICKETS = tl.constexpr(TICKETS)
 
 @triton.jit
 def peer_of(base_ptr, offsets_ptr, peer):
-    """Rank `peer`'s memory."""
+    """The memory of rank `peer`."""
     return base_ptr + tl.multiple_of(tl.load(offsets_ptr + peer), 16)
 
 
 @triton.jit
 def half_of(epoch, half):
-    """Bytes to the half that an operation uses."""
+    """Byte offset of the half that an operation uses."""
     return (epoch & 1) * half
 
 
 @triton.jit
 def draw(state_ptr):
-    """This program's number. Programs with lower ones have begun, which `program_id` does not promise."""
+    """This program's number. Programs with lower numbers have started, which `program_id` does not guarantee."""
     return tl.atomic_add(state_ptr + _BEGUN, 1, sem="relaxed").to(tl.int32)
 
 
@@ -283,8 +260,8 @@ def draw(state_ptr):
 def tell(
     base_ptr, offsets_ptr, state_ptr, flags_at, chunk, rank, epoch, tellers, RANKS: tl.constexpr, LANES: tl.constexpr
 ):
-    """This program is done with `chunk`; the last of `tellers` tells all ranks."""
-    tl.debug_barrier()  # the ticket is drawn by one thread, for what all threads of the program wrote
+    """Mark `chunk` as done by this program; the last of `tellers` sets the flags of all ranks."""
+    tl.debug_barrier()  # one thread draws the ticket, for the writes of all threads of the program
     ticket = tl.atomic_add(state_ptr + _TICKETS + chunk, 1, sem="acq_rel", scope="sys")
     if ticket == tellers - 1:
         tl.store(state_ptr + _TICKETS + chunk, 0)
@@ -310,9 +287,9 @@ def _acquire(flag_ptr, PAUSE: tl.constexpr):
 
 @triton.jit
 def wait(base_ptr, state_ptr, flags_at, chunk, epoch, timeout_ns, RANKS: tl.constexpr, WAIT: tl.constexpr):
-    """Return when every rank has told `chunk`, or at the time limit, with LATE set. No more waiting once it is set.
+    """Return when every rank has filled `chunk`, or at the time limit with LATE set. Does not wait once LATE is set.
 
-    Every thread waits for itself, on flags in the own memory: no two threads need to agree inside the loop.
+    Each thread waits on its own, on flags in this rank's memory: threads need not agree inside the loop.
     """
     if WAIT:
         flags = (base_ptr + flags_at).to(tl.pointer_type(tl.int64)) + chunk * RANKS
@@ -330,7 +307,7 @@ def wait(base_ptr, state_ptr, flags_at, chunk, epoch, timeout_ns, RANKS: tl.cons
 
 @triton.jit
 def leave(state_ptr, epoch, ADVANCE: tl.constexpr):
-    """The last one to leave makes the state ready for the next launch; if ADVANCE, of the next operation."""
+    """The last program to leave resets the state for the next launch, and with ADVANCE begins the next operation."""
     tl.debug_barrier()
     done = tl.atomic_add(state_ptr + _DONE, 1, sem="acq_rel")
     if done == tl.num_programs(0) - 1:
@@ -345,7 +322,7 @@ def copy_rows(
     from_ptr, from_row, to_ptr, to_row, inside, WORDS: tl.constexpr, FROM_WIDTH: tl.constexpr, TO_WIDTH: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """Copy rows of WORDS 32-bit words; row numbers are int64 vectors, widths the words from one row to the next."""
+    """Copy rows of WORDS 32-bit words. Row numbers are int64 vectors; widths are the words from one row to the next."""
     for column in tl.static_range(0, WORDS, BLOCK_W):
         cols = column + tl.arange(0, BLOCK_W)[None, :]
         mask = inside[:, None] & (cols < WORDS)
@@ -367,7 +344,7 @@ def _counts_kernel(
 
 
 def read_counts(peers: PeerMemory) -> Tensor:
-    """[P, 2] int32 on the device: rows and live slots from each rank. Between fill and drain, where they are two launches."""
+    """[P, 2] int32 on the device: rows and live slots from each rank, between a fill and a drain in two launches."""
     at = peers.layout
     counts = torch.empty((at.ranks, 2), dtype=torch.int32, device=peers.base.device)
     if peers.meet is not None:

@@ -12,6 +12,7 @@ from forebay.kernels.permute import combine_rows
 from forebay.kernels.symm_combine import push_rows, sum_rows
 from forebay.kernels.symm_dispatch import dispatch_reference, receive_tokens, receive_values, send_tokens, send_values
 from forebay.kernels.symm_mem import BEGUN, DONE, EPOCH, LISTS, TICKETS, PeerLayout, PeerMemory, read_counts
+from tests.kernels.test_launch import moved_on, strided, turned
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LOCAL = 3  # experts of each rank
@@ -184,25 +185,66 @@ def test_counts_before_the_rows() -> None:
     assert [c.tolist() for c in world.each(read_counts)] == [[[4, 8], [3, 6]], [[0, 0], [0, 0]]]
 
 
-def test_tokens_that_are_not_contiguous_and_narrow_ids() -> None:
-    world = World(2, 4, 2, 16, torch.float32)
-    x, ids, w = inputs([4, 3], 2, 16, torch.float32, torch.float32, "random")
-    odd = [torch.cat([t, t], 1)[:, 16:] for t in x]
-    ids = [i.to(torch.int16).t().contiguous().t() for i in ids]
-    _, received = dispatched(world, odd, ids, w, 8, 16)
-    for rank, r in enumerate(received):
-        wanted = dispatch_reference(x, ids, w, rank, LOCAL, 4)
-        for got, want in zip(r[:3], wanted[:3], strict=True):
-            assert torch.equal(got[: want.shape[0]], want)
+@pytest.mark.parametrize("view", [strided, turned, moved_on])
+def test_tensors_of_every_call_as_views(view: Callable[[Tensor], Tensor]) -> None:
+    """The results are those of plain tensors; ids may be of any integer dtype."""
+    x, ids, w = inputs([4, 3], 2, 8, torch.float32, torch.float32, "random")
+    back, thin = [torch.randn(8, 8, device=DEVICE) for _ in x], [torch.randn(8, 2, device=DEVICE) for _ in x]
+    init = [torch.randn_like(t) for t in x]
+
+    def round_trip(view: Callable[[Tensor], Tensor], dtype: torch.dtype) -> list[Any]:
+        world = World(2, 4, 2, 8, torch.float32)
+        chosen = [view(t.to(dtype)) for t in ids]
+        places, got = dispatched(world, [view(t) for t in x], chosen, [view(t) for t in w], 8, 16)
+        live = [int(g[4][-1]) for g in got]
+        world.each(lambda b, t, g, p: push_rows(view(b), view(t), view(g[3]), view(g[4]), p), back, thin, got)
+        sums = world.each(
+            lambda b, t, g, at, i, p: sum_rows(view(b), view(t), view(g[4]), view(at), view(i), p),
+            back, thin, got, places, init,
+        )  # fmt: skip
+        world.each(lambda t, p: send_values(view(t), p), x)
+        values = world.each(lambda g, p: receive_values(view(g[3]), view(g[4]), 8, torch.float32, p), got)
+        received = [[t[:n] for t in g[:4]] for g, n in zip(got, live, strict=True)]
+        return [places, received, sums, [v[:n] for v, n in zip(values, live, strict=True)]]
+
+    wanted = round_trip(lambda t: t, torch.int64)
+    torch.testing.assert_close(round_trip(view, torch.int16), wanted, rtol=0, atol=0)
 
 
-def test_layouts_that_are_refused() -> None:
-    with pytest.raises(ValueError, match="multiple of 16 bytes, got 20"):
-        PeerLayout(2, 4, 2, 20)
-    with pytest.raises(ValueError, match="two ranks or more, got 1"):
-        PeerLayout(1, 4, 2, 32)
-    with pytest.raises(ValueError, match="more than 2\\*\\*31"):
-        PeerLayout(2, 2**28, 8, 32)
+def test_what_is_not_sent() -> None:
+    layout = PeerLayout(2, 4, 2, 32)
+    base, offsets = torch.zeros(layout.total, dtype=torch.uint8, device=DEVICE), torch.zeros(2).long().to(DEVICE)
+    state = torch.zeros(layout.state_size, dtype=torch.int64, device=DEVICE)
+    peers = PeerMemory(base, offsets, state, 0, layout, meet=lambda: None)
+    x, w = torch.randn(4, 8, device=DEVICE), torch.randn(4, 2, device=DEVICE)
+    ids = torch.tensor([[0, 1]] * 4, device=DEVICE)
+    source, starts = torch.zeros(4, dtype=torch.int32, device=DEVICE), torch.tensor([0, 2, 4], device=DEVICE).int()
+    for call, error, message in (
+        (lambda: send_tokens(x[:, :4], ids, w, 2, peers), ValueError, "rows of 32 bytes"),
+        (lambda: send_tokens(x, ids[:3], w, 2, peers), ValueError, r"ids must be \[4, 2\]"),
+        (lambda: send_tokens(x, ids.float(), w, 2, peers), TypeError, "ids must be"),
+        (lambda: send_tokens(x, ids, w.double(), 2, peers), ValueError, "of 2 or 4 bytes"),
+        (lambda: send_values(torch.cat([x, x[:1]]), peers), ValueError, "5 tokens for memory of 4"),
+        (lambda: push_rows(x, None, source.long(), starts, peers), TypeError, r"source must be torch\.int32"),
+        (lambda: push_rows(x, None, source, starts[::2], peers), ValueError, r"starts must be \[3\]"),
+        (lambda: sum_rows(x, None, starts, source.view(4, 1), None, peers), ValueError, r"places must be \[4, 2\]"),
+        (lambda: PeerMemory(base, offsets.repeat(2)[::2], state, 0, layout), ValueError, "offsets must be contiguous"),
+    ):
+        with pytest.raises(error, match=message):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((2, 4, 2, 20), "multiple of 16 bytes, got 20"),
+        ((1, 4, 2, 32), "two ranks or more, got 1"),
+        ((2, 2**28, 8, 32), r"more than 2\*\*31"),
+    ],
+)
+def test_layouts_that_are_refused(shape: tuple[int, int, int, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PeerLayout(*shape)
 
 
 def test_regions_do_not_overlap() -> None:

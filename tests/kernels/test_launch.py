@@ -1,7 +1,6 @@
-"""Every kernel's tensor arguments as views: strided, expanded (stride 0), with an offset. Against the plain form.
+"""Arguments of every kernel as views (strided, expanded, with an offset), one at a time, against the plain form; and refusals.
 
-One argument is changed at a time. An argument that a kernel writes to must be refused where its elements overlap; those with a
-layout of their own (rows that are moved by the byte) are refused unless contiguous.
+An argument that a kernel writes to is refused where its elements overlap, and rows that are moved by the byte unless contiguous.
 """
 
 from collections.abc import Callable
@@ -13,14 +12,11 @@ from torch import Tensor
 
 from forebay.kernels.cross_entropy import cross_entropy_
 from forebay.kernels.grouped_wgrad import add_rows_by_rows
-from forebay.kernels.launch import packed
+from forebay.kernels.launch import packed, use_triton
 from forebay.kernels.paging import Arena, PageTable, all_free, give_pages, restore, stash, take_pages
 from forebay.kernels.permute import combine_rows, gather_rows, sort_slots
 from forebay.kernels.scale import scale
 from forebay.kernels.swiglu import Glu, swiglu_backward, swiglu_forward
-from forebay.kernels.symm_combine import push_rows, sum_rows
-from forebay.kernels.symm_dispatch import receive_tokens, receive_values, send_tokens, send_values
-from forebay.kernels.symm_mem import PeerLayout, PeerMemory
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -200,26 +196,25 @@ def test_pages(backend: Any) -> None:
     live = integers([9, 5, 9], torch.int64)[1:2]  # with an offset
     (table,) = take_pages(stack, [(live, 2, 4)], backend=backend)
     assert table.tolist() == [0, 1, 2, -1]
-    rows = randn(7, 50)
-    tables = [PageTable(arena, moved_on(table), live, 7, 200)]
-    stash([moved_on(rows)], tables, backend=backend)
+    rows, good = randn(7, 50), PageTable(arena, moved_on(table), live, 7, 200)
+    stash([moved_on(rows)], [good], backend=backend)
     out = moved_on(torch.zeros(7, 50, device=DEVICE))
-    restore(tables, [out], backend=backend)
+    restore([good], [out], backend=backend)
     assert torch.equal(out[:5], rows[:5]) and not out[5:].any()
     assert not memory[:512].any() and not memory[512 + 3072 :].any()
     for bad in (strided(rows), turned(rows), expanded(rows)):
         with pytest.raises(ValueError, match="needs a contiguous tensor"):
-            stash([bad], tables, backend=backend)
+            stash([bad], [good], backend=backend)
         with pytest.raises(ValueError, match="needs a contiguous tensor"):
-            restore(tables, [bad], backend=backend)
-    with pytest.raises(ValueError, match="entries must be contiguous"):
-        stash([rows], [tables[0]._replace(pages=strided(table))], backend=backend)
-    with pytest.raises(TypeError, match=r"entries must be torch\.int32"):
-        stash([rows], [tables[0]._replace(pages=table.long())], backend=backend)
-    with pytest.raises(ValueError, match=r"live must be \[1\]"):
-        stash([rows], [tables[0]._replace(live=integers([5, 5]))], backend=backend)
-    with pytest.raises(ValueError, match="memory must be contiguous"):
-        stash([rows], [tables[0]._replace(arena=arena._replace(device=memory[::2]))], backend=backend)
+            restore([good], [bad], backend=backend)
+    for change, error, message in (
+        ({"pages": strided(table)}, ValueError, "entries must be contiguous"),
+        ({"pages": table.long()}, TypeError, r"entries must be torch\.int32"),
+        ({"live": integers([5, 5])}, ValueError, r"live must be \[1\]"),
+        ({"arena": arena._replace(device=memory[::2])}, ValueError, "memory must be contiguous"),
+    ):
+        with pytest.raises(error, match=message):
+            stash([rows], [good._replace(**change)], backend=backend)
     with pytest.raises(ValueError, match=r"live must be \[1\]"):
         take_pages(stack, [(integers([[5]]), 2, 4)], backend=backend)
     for wrong in (stack._replace(pages=strided(stack.pages)), stack._replace(state=strided(stack.state))):
@@ -247,83 +242,26 @@ def test_swiglu_through_pages() -> None:
         swiglu_backward(h, da.half(), w, ORDER, OFFS, glu, backend="triton")
 
 
-@pytest.mark.parametrize("view", [strided, turned, moved_on])
-def test_rows_between_ranks(view: Callable[[Tensor], Tensor]) -> None:
-    """Every tensor of every call as a view: the results are those of plain tensors."""
-    torch.manual_seed(2)
-    x, ids = (
-        [randn(4, 8), randn(3, 8)],
-        [integers([[0, 1], [1, 2], [3, 3], [2, 0]]), integers([[3, 0], [1, 1], [2, 9]])],
-    )
-    w, back = [randn(4, 2), randn(3, 2)], [randn(8, 8), randn(8, 8)]
-    thin, init = [randn(8, 2), randn(8, 2)], [randn(4, 8), randn(3, 8)]
-
-    def round_trip(view: Callable[[Tensor], Tensor]) -> list[Any]:
-        layout = PeerLayout(2, 4, 2, 32)
-        memory = [torch.zeros(layout.total, dtype=torch.uint8, device=DEVICE) for _ in range(2)]
-        peers = [
-            PeerMemory(
-                own,
-                integers([m.data_ptr() - own.data_ptr() for m in memory], torch.int64),
-                torch.zeros(layout.state_size, dtype=torch.int64, device=DEVICE),
-                rank, layout, programs=2, meet=lambda: None,
-            )
-            for rank, own in enumerate(memory)
-        ]  # fmt: skip
-        places = [send_tokens(view(x[p.rank]), view(ids[p.rank]), view(w[p.rank]), 2, p) for p in peers]
-        got = [receive_tokens(8, 16, 8, torch.float32, torch.float32, 2, p) for p in peers]
-        for p, g in zip(peers, got, strict=True):
-            push_rows(view(back[p.rank]), view(thin[p.rank]), view(g[3]), view(g[4]), p)
-        sums = [
-            sum_rows(view(back[p.rank]), view(thin[p.rank]), view(g[4]), view(at), view(init[p.rank]), p)
-            for p, g, at in zip(peers, got, places, strict=True)
-        ]
-        for p in peers:
-            send_values(view(x[p.rank]), p)
-        values = [receive_values(view(g[3]), view(g[4]), 8, torch.float32, p) for p, g in zip(peers, got, strict=True)]
-        lived = [int(g[4][-1]) for g in got]
-        return [
-            places, [[t[:n] for t in g[:4]] for g, n in zip(got, lived, strict=True)], sums,
-            [v[:n] for v, n in zip(values, lived, strict=True)],
-        ]  # fmt: skip
-
-    close(round_trip(view), round_trip(lambda t: t))
-
-
-def test_what_ranks_do_not_send() -> None:
-    layout = PeerLayout(2, 4, 2, 32)
-    base, offsets = torch.zeros(layout.total, dtype=torch.uint8, device=DEVICE), integers([0, 0], torch.int64)
-    state = torch.zeros(layout.state_size, dtype=torch.int64, device=DEVICE)
-    peers = PeerMemory(base, offsets, state, 0, layout, meet=lambda: None)
-    x, ids, w = randn(4, 8), integers([[0, 1]] * 4), randn(4, 2)
-    with pytest.raises(ValueError, match="rows of 32 bytes"):
-        send_tokens(x[:, :4], ids, w, 2, peers)
-    with pytest.raises(ValueError, match=r"ids must be \[4, 2\]"):
-        send_tokens(x, ids[:3], w, 2, peers)
-    with pytest.raises(TypeError, match="ids must be"):
-        send_tokens(x, ids.float(), w, 2, peers)
-    with pytest.raises(ValueError, match="of 2 or 4 bytes"):
-        send_tokens(x, ids, w.double(), 2, peers)
-    with pytest.raises(ValueError, match="5 tokens for memory of 4"):
-        send_values(randn(5, 8), peers)
-    with pytest.raises(TypeError, match=r"source must be torch\.int32"):
-        push_rows(x, None, integers([0] * 4, torch.int64), integers([0, 2, 4]), peers)
-    with pytest.raises(ValueError, match=r"starts must be \[3\]"):
-        push_rows(x, None, integers([0] * 4), integers([0, 4]), peers)
-    with pytest.raises(ValueError, match=r"places must be \[4, 2\]"):
-        sum_rows(x, None, integers([0, 2, 4]), integers([[0]] * 4), None, peers)
-    with pytest.raises(ValueError, match="offsets must be contiguous"):
-        PeerMemory(base, offsets[::2], state, 0, layout)
-
-
 def test_errors_name_the_argument_and_what_is_valid() -> None:
     like = randn(3)
-    with pytest.raises(ValueError, match=r"order must be \[any, 4\], got \[3\]"):
-        packed("order", like, like, [None, 4])
-    with pytest.raises(TypeError, match=r"order must be torch\.int32 or torch\.int64, got torch\.float32"):
-        packed("order", like, like, [3], [torch.int32, torch.int64])
-    with pytest.raises(TypeError, match=r"bias must be floating point, got torch\.int64"):
-        packed("bias", like.long(), like, [3])
-    with pytest.raises(ValueError, match=f"bias must be on {like.device}, got a tensor on meta"):
-        packed("bias", like.to("meta"), like, [3])
+    for tensor, shape, dtypes, error, message in (
+        (like, [None, 4], [], ValueError, r"bias must be \[any, 4\], got \[3\]"),
+        (
+            like,
+            [3],
+            [torch.int32, torch.int64],
+            TypeError,
+            r"bias must be torch\.int32 or torch\.int64, got torch\.float32",
+        ),
+        (like.long(), [3], [], TypeError, r"bias must be floating point, got torch\.int64"),
+        (like.to("meta"), [3], [], ValueError, f"bias must be on {like.device}, got a tensor on meta"),
+    ):
+        with pytest.raises(error, match=message):
+            packed("bias", tensor, like, shape, dtypes)
     assert packed("bias", like, like, [3]) is like
+
+
+@pytest.mark.parametrize("unknown", ["cuda", ""])
+def test_an_unknown_backend_is_refused(unknown: Any) -> None:
+    with pytest.raises(ValueError, match="backend must be 'auto', 'triton' or 'reference'"):
+        use_triton(unknown, randn(3))

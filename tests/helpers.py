@@ -1,4 +1,4 @@
-"""What tests ask of pools and ledgers beyond their own interface, and lanes that are kept busy."""
+"""What tests ask of stores, pools and ledgers beyond their own interface, and streams that are kept busy."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,9 +9,21 @@ import torch
 
 def used_bytes(pool: Any) -> int:
     """Bytes of all slots that are out."""
-    pool._sort_given()
     holes = sum(size for slab in pool._slabs for _, size in slab.holes)
-    return pool.reserved_bytes - holes - sum(slot.length for slots in pool._returned.values() for slot in slots)
+    return pool.reserved_bytes - holes - sum(slot.length for slot in free_slots(pool))
+
+
+def free_slots(pool: Any) -> list[Any]:
+    """The slots that came back and are no holes yet."""
+    pool._collect_returned()
+    return [slot for slots in pool._free.values() for slot in slots]
+
+
+def sent(store: Any, source: torch.Tensor) -> Any:
+    """A ticket of `HostStore` for `source`, its copy out enqueued, with the current stream as compute stream."""
+    ticket = store.hold(source, store.lanes.compute_stream())
+    store.send([ticket])
+    return ticket
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
-"""PageStore: sizes, spilling to the host, growth, `exactly`, and tickets that die late, early, elsewhere or within a capture."""
+"""PageStore: sizes, spilling, growth, `exactly`, errors, and tickets that die late, early, elsewhere or in a capture."""
 
 import gc
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,39 +15,54 @@ from forebay.kernels.launch import Backend
 from forebay.kernels.paging import PagedRows, give_pages, restore, stash, take_pages
 from forebay.memory.page_store import PageStore, PageTicket
 
-BACKENDS = [
-    pytest.param("cpu", "reference", id="reference"),
-    pytest.param("cpu", "triton", id="interpreter", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="CPU")),
-    pytest.param("cuda:0", "auto", id="gpu", marks=pytest.mark.gpu),
-]
-GPU = torch.device("cuda:0")
 PAGE = 512
+Saved = tuple[Tensor, int | None]  # a tensor and its live rows; None: all
+NewStore = Callable[..., PageStore]
 
 
-def new_store(device: str | torch.device = "cpu", backend: Backend = "reference", **more: Any) -> PageStore:
-    return PageStore(device, page_bytes=PAGE, backend=backend, **more)
+@pytest.fixture(
+    params=[
+        pytest.param(("cpu", "reference"), id="reference"),
+        pytest.param(
+            ("cpu", "triton"), id="interpreter", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="CPU")
+        ),
+        pytest.param(("cuda:0", "auto"), id="gpu", marks=pytest.mark.gpu),
+    ]
+)
+def new(request: pytest.FixtureRequest) -> NewStore:
+    """`new_store` on each device, with each backend."""
+    device, backend = request.param
+    return lambda pages=(), **more: new_store(pages, device, backend, **more)
+
+
+def new_store(pages: Sequence[int] = (), device: str = "cpu", backend: Backend = "reference", **more: Any) -> PageStore:
+    """With an arena of `pages` on the device and on the host, or without one."""
+    store = PageStore(device, page_bytes=PAGE, backend=backend, **more)
+    if pages:
+        store.resize(*pages)
+    return store
 
 
 def count(n: int, device: str | torch.device = "cpu") -> Tensor:
     return torch.tensor([n], dtype=torch.int32, device=device)
 
 
-def rows_of(tensor: Tensor, live: int | None) -> PagedRows:
-    return PagedRows(
-        None if live is None else count(live, tensor.device),
-        tensor.shape[0],
-        tensor[:1].nbytes if tensor.shape[0] else tensor.shape[1] * tensor.element_size(),
-    )
-
-
-def put(store: PageStore, *saved: tuple[Tensor, int | None]) -> PageTicket:
-    ticket = store.take([rows_of(tensor, live) for tensor, live in saved])
+def put(store: PageStore, *saved: Saved) -> PageTicket:
+    wanted = [
+        PagedRows(
+            None if live is None else count(live, tensor.device),
+            tensor.shape[0],
+            tensor[:1].nbytes if tensor.shape[0] else tensor.shape[1] * tensor.element_size(),
+        )
+        for tensor, live in saved
+    ]
+    ticket = store.take(wanted)
     stash([tensor for tensor, _ in saved], ticket.tables, backend=store.backend)
     return ticket
 
 
-def fetched(store: PageStore, ticket: PageTicket, *saved: tuple[Tensor, int | None]) -> bool:
-    """Whether the live rows are there again, and what lies behind them was left alone."""
+def fetched(store: PageStore, ticket: PageTicket, *saved: Saved) -> bool:
+    """Whether the live rows are there again, and what is after them was left alone."""
     outs = [torch.full_like(tensor, 77) for tensor, _ in saved]
     restore(ticket.tables, outs, backend=store.backend)
     return all(
@@ -61,34 +76,32 @@ def wide(n: int, device: str | torch.device = "cpu", width: int = 128) -> Tensor
     return torch.randn(n, width, device=device)
 
 
-def sized(store: PageStore, device_pages: int, host_pages: int = 0) -> PageStore:
-    store.resize(device_pages, host_pages)
-    return store
-
-
 def free(store: PageStore) -> tuple[int, int, int]:
     """Pages out, SHORT, MOST."""
     assert store._memory is not None
-    head, tail, short, most = store._memory.stack.state.tolist()
+    head, tail, short, most = store._memory.free.state.tolist()
     return head + store._memory.pages - tail, short, most
 
 
 def whole(store: PageStore) -> bool:
     """All pages are free and each is there once."""
     assert store._memory is not None
-    return free(store)[0] == 0 and sorted(store._memory.stack.pages.tolist()) == list(range(store._memory.pages))
+    return free(store)[0] == 0 and sorted(store._memory.free.pages.tolist()) == list(range(store._memory.pages))
 
 
-# ---------------------------------------------------------------------------------------------------------------- life, sizes
+def pages_of(store: PageStore) -> tuple[int, int]:
+    return store.device_pages, store.host_pages
 
 
-@pytest.mark.parametrize(("device", "backend"), BACKENDS)
-def test_the_first_step_is_counted_and_the_arena_made_for_it(device: str, backend: Backend) -> None:
-    store = new_store(device, backend)
-    first, second = (wide(100, device), 20), (wide(60, device), 13)
+# ----------------------------------------------------------------------------------------------------------------------- sizes
+
+
+def test_the_first_step_is_counted_and_the_arena_made_for_it(new: NewStore) -> None:
+    store = new()
+    first, second = (wide(100, store.device), 20), (wide(60, store.device), 13)
     ticket = put(store, first, second)
-    assert not store.sized and ticket.tables[0].arena.device.nbytes == 33 * PAGE, "just the live pages"
-    assert ticket.tables[0].arena.host.numel() == 0 and store.live_bytes == 33 * PAGE == store.device_bytes
+    assert store._memory is None and ticket.tables[0].arena.device.nbytes == 33 * PAGE, "just the live pages"
+    assert ticket.tables[0].arena.host.numel() == 0 and store.device_bytes == 33 * PAGE
     other = put(store, first)
     assert fetched(store, ticket, first, second) and fetched(store, other, first)
     del ticket
@@ -98,26 +111,25 @@ def test_the_first_step_is_counted_and_the_arena_made_for_it(device: str, backen
     report = store.end_step()
     # 33 + 20 pages were out at once, 160 + 100 could have been; 53 / 64 is 1.
     assert report.pages_out == 53 and report.bytes_out == 53 * PAGE and report.resized
-    assert (store.device_pages, store.host_pages) == (54, 260 - 54) and store.generation == 1
-    assert (report.device_bytes, report.host_bytes) == (store.device_bytes, store.host_bytes) == (54 * PAGE, 206 * PAGE)
+    assert pages_of(store) == (54, 260 - 54) and store.generation == 1
+    assert (store.device_bytes, store.host_bytes) == (54 * PAGE, 206 * PAGE)
     assert report.missing_pages == 0 and not report.spilled and report.reclaimed_pages == 0
     ticket = put(store, first, second)
     assert ticket.tables[0].arena.device.nbytes == 54 * PAGE and fetched(store, ticket, first, second)
-    assert store.live_tickets == 1 and store.live_bytes == 160 * PAGE, "the host only knows how many there can be"
+    assert store.live_tickets == 1
     del ticket
-    assert store.live_tickets == 0 and store.live_bytes == 0 and whole(store)
+    assert store.live_tickets == 0 and whole(store)
     report = store.end_step()
     assert report.pages_out == 33 and not report.resized and store.generation == 1
 
 
-@pytest.mark.parametrize(("device", "backend"), BACKENDS)
-def test_widths_dtypes_and_empty_tensors_come_back(device: str, backend: Backend) -> None:
-    store = new_store(device, backend)
+def test_widths_dtypes_and_empty_tensors_come_back(new: NewStore) -> None:
+    store = new()
     saved = (
-        (torch.randn(7, 33, device=device).bfloat16(), 5),  # 66 bytes: 7 rows a page
-        (torch.randint(0, 99, (9, 5), dtype=torch.uint8, device=device), None),
-        (torch.randn(4, 128, device=device), 0),
-        (torch.randn(0, 16, device=device), None),
+        (torch.randn(7, 33, device=store.device).bfloat16(), 5),  # 66 bytes: 7 rows a page
+        (torch.randint(0, 99, (9, 5), dtype=torch.uint8, device=store.device), None),
+        (torch.randn(4, 128, device=store.device), 0),
+        (torch.randn(0, 16, device=store.device), None),
     )
     for _ in range(3):  # counted, then in the arena
         ticket = put(store, *saved)
@@ -125,42 +137,30 @@ def test_widths_dtypes_and_empty_tensors_come_back(device: str, backend: Backend
         assert fetched(store, ticket, *saved)
         del ticket
         store.end_step()
-    assert store.generation == 1 and store.device_pages == 3 and store.host_pages == 3
+    assert store.generation == 1 and pages_of(store) == (3, 3)
 
 
-def test_no_margin_beyond_what_tickets_can_need() -> None:
-    store = new_store()
-    put(store, (wide(10), None))
-    report = store.end_step()
-    assert store.device_pages == 10 and store.host_pages == 0 and not report.spilled
-
-
-def test_a_step_without_tickets_leaves_the_store_without_an_arena() -> None:
+@pytest.mark.parametrize(
+    ("rows", "live", "pages"), [(10, None, (10, 0)), (8, 0, (1, 7))], ids=["no margin beyond the bound", "no live rows"]
+)
+def test_the_arena_holds_what_tickets_can_need(rows: int, live: int | None, pages: tuple[int, int]) -> None:
     store = new_store()
     report = store.end_step()
-    assert not store.sized and not report.resized and report.pages_out == 0
-    put(store, (wide(3), None))
-    assert store.end_step().resized
-
-
-def test_a_first_step_without_live_rows_still_makes_an_arena_that_holds_all() -> None:
-    store = new_store()
-    put(store, (wide(8), 0))
-    store.end_step()
-    assert store.device_pages + store.host_pages == 8
-    ticket = put(store, saved := (wide(8), None))
+    assert store._memory is None and not report.resized and report.pages_out == 0, "a step without tickets"
+    put(store, (wide(rows), live))
+    assert store.end_step().resized and pages_of(store) == pages
+    ticket = put(store, saved := (wide(rows), None))
     assert fetched(store, ticket, saved)
     del ticket
-    assert store.end_step().spilled and store.device_pages == 8, "and learns from the next step"
+    assert store.end_step().spilled == (pages[1] > 0) and store.device_pages == rows, "and learns from the next step"
 
 
-# ---------------------------------------------------------------------------------------------------------------- host pages
+# ------------------------------------------------------------------------------------------------------------------ host pages
 
 
-@pytest.mark.parametrize(("device", "backend"), BACKENDS)
-def test_half_the_pages_on_the_host_no_second_run_and_right_results(device: str, backend: Backend) -> None:
-    store = new_store(device, backend, device_budget=20 * PAGE)
-    layers = [((wide(10, device), 10), (wide(20, device, 64), 20)) for _ in range(2)]
+def test_half_the_pages_on_the_host_no_second_run_and_right_results(new: NewStore) -> None:
+    store = new(device_budget=20 * PAGE)
+    layers = [((wide(10, store.device), 10), (wide(20, store.device, 64), 20)) for _ in range(2)]
     for step in range(3):
         tickets = [put(store, *layer) for layer in layers]
         if step:
@@ -173,12 +173,12 @@ def test_half_the_pages_on_the_host_no_second_run_and_right_results(device: str,
             tickets.pop()
         report = store.end_step()
         assert report.pages_out == 40 and report.missing_pages == 0 and report.spilled == (step > 0)
-        assert (store.device_pages, store.host_pages) == (20, 20) and whole(store)
+        assert pages_of(store) == (20, 20) and whole(store)
     assert store.generation == 1, "there is no room for more"
 
 
-def test_one_tensor_lies_half_here_and_half_there() -> None:
-    store = sized(new_store(), 3, 5)
+def test_one_tensor_is_on_the_device_and_on_the_host() -> None:
+    store = new_store((3, 5))
     ticket = put(store, saved := (wide(8), 7))
     assert ticket.tables[0].pages.tolist() == [0, 1, 2, 3, 4, 5, 6, -1]
     assert fetched(store, ticket, saved)
@@ -187,13 +187,12 @@ def test_one_tensor_lies_half_here_and_half_there() -> None:
     assert torch.equal(arena.host.view(torch.float32).view(5, 128)[:4], saved[0][3:7])
 
 
-@pytest.mark.parametrize(("device", "backend"), BACKENDS)
-def test_no_host_page_goes_out_while_there_are_pages_on_the_device(device: str, backend: Backend) -> None:
+def test_no_host_page_goes_out_while_there_are_pages_on_the_device(new: NewStore) -> None:
     """Rounds that take more pages than the device has, but never at once. The link is a hundred times slower than memory."""
-    store = sized(new_store(device, backend), 8, 24)
-    older = put(store, a := (wide(3, device), 3))
+    store = new((8, 24))
+    older = put(store, a := (wide(3, store.device), 3))
     for _ in range(6):
-        younger = put(store, b := (wide(4, device), 4))
+        younger = put(store, b := (wide(4, store.device), 4))
         for ticket in (older, younger):
             assert int(ticket.tables[0].pages.max()) < 8, "a page of the host"
         assert fetched(store, older, a) and fetched(store, younger, b)
@@ -204,7 +203,7 @@ def test_no_host_page_goes_out_while_there_are_pages_on_the_device(device: str, 
 
 
 def test_after_a_step_that_spilled_the_device_pages_go_out_first_again() -> None:
-    store = sized(new_store(device_budget=4 * PAGE), 4, 8)
+    store = new_store((4, 8), device_budget=4 * PAGE)
     tickets = [put(store, (wide(3), None)) for _ in range(4)]
     for i in (1, 3, 0, 2):
         tickets[i] = None  # type: ignore[call-overload]
@@ -213,18 +212,17 @@ def test_after_a_step_that_spilled_the_device_pages_go_out_first_again() -> None
     assert sorted(ticket.tables[0].pages.tolist()) == [0, 1, 2, 3]
 
 
-# ---------------------------------------------------------------------------------------------------------------- too few pages
+# --------------------------------------------------------------------------------------------------------------- too few pages
 
 
-@pytest.mark.parametrize(("device", "backend"), BACKENDS)
-def test_a_layer_without_room_gets_nothing_says_so_and_harms_nobody(device: str, backend: Backend) -> None:
-    store = sized(new_store(device, backend, device_budget=20 * PAGE, spill=False), 10)
+def test_a_layer_without_room_gets_nothing_says_so_and_harms_no_other(new: NewStore) -> None:
+    store = new((10, 0), device_budget=20 * PAGE, spill=False)
     flag = store.missing_flag()
-    ticket = put(store, fits := (wide(10, device), 7))
+    ticket = put(store, fits := (wide(10, store.device), 7))
     assert int(flag) == 0
-    lost = put(store, (wide(2, device), 2), (wide(4, device), 4))
+    lost = put(store, (wide(2, store.device), 2), (wide(4, store.device), 4))
     assert int(flag) == 3 and all(bool((table.pages == -1).all()) for table in lost.tables), "all or none"
-    small = put(store, third := (wide(3, device), 3))
+    small = put(store, third := (wide(3, store.device), 3))
     assert int(flag) == 3 and fetched(store, ticket, fits) and fetched(store, small, third), "later ones may fit"
     del ticket, lost, small
     assert whole(store)
@@ -242,7 +240,7 @@ def test_growth_stops_at_the_budget_and_no_step_is_silently_short() -> None:
     store = new_store(device_budget=10 * PAGE, spill=False)
     put(store, (wide(10), 2))
     store.end_step()
-    assert (store.device_pages, store.host_pages) == (3, 0)
+    assert pages_of(store) == (3, 0)
     for _ in range(2):
         tickets = [put(store, (wide(10), 10)), put(store, (wide(10), 10))]
         tickets.clear()
@@ -251,11 +249,12 @@ def test_growth_stops_at_the_budget_and_no_step_is_silently_short() -> None:
     assert store.device_pages == 10 and not report.resized
 
 
-# ---------------------------------------------------------------------------------------------------------------- growth
+# ---------------------------------------------------------------------------------------------------------------------- growth
 
 
-def test_the_device_part_grows_after_a_step_that_spilled() -> None:
+def test_the_device_part_grows_after_a_step_that_spilled_and_the_host_memory_is_kept() -> None:
     store = new_store()
+    hosts = set()
     for live, after, spilled in (
         (2, (3, 61), False),
         (32, (33, 61), True),
@@ -267,38 +266,25 @@ def test_the_device_part_grows_after_a_step_that_spilled() -> None:
         del ticket
         before = store.generation
         report = store.end_step()
-        assert (store.device_pages, store.host_pages) == after and report.spilled == spilled
+        assert pages_of(store) == after and report.spilled == spilled
         assert report.resized == (store.generation > before) == (live != 16)
+        assert store._memory is not None
+        hosts.add(store._memory.arena.host.data_ptr())
+    assert len(hosts) == 1
 
 
 def test_host_pages_grow_with_what_tickets_can_need() -> None:
     store = new_store(device_budget=4 * PAGE)
     put(store, (wide(8), 8))
     store.end_step()
-    assert (store.device_pages, store.host_pages) == (4, 4)
-    locked = store._memory and store._memory.slot
-    store.end_step()
-    assert store._memory and store._memory.slot is locked
+    assert pages_of(store) == (4, 4)
     put(store, (wide(16), 4))
     report = store.end_step()
-    assert (store.device_pages, store.host_pages) == (4, 12) and report.resized and not report.spilled
-
-
-def test_host_memory_is_kept_when_only_the_device_part_grows() -> None:
-    store = new_store()
-    put(store, (wide(64), 2))
-    store.end_step()
-    memory = store._memory
-    assert memory is not None
-    host = memory.arena.host.data_ptr()
-    del memory
-    put(store, (wide(64), 40))
-    assert store.end_step().resized
-    assert store._memory is not None and store._memory.arena.host.data_ptr() == host
+    assert pages_of(store) == (4, 12) and report.resized and not report.spilled
 
 
 def test_nothing_grows_while_a_ticket_is_alive() -> None:
-    store = sized(new_store(), 2, 8)
+    store = new_store((2, 8))
     held = put(store, saved := (wide(4), 4))
     report = store.end_step()
     assert report.spilled and not report.resized and store.generation == 1 and fetched(store, held, saved)
@@ -308,19 +294,19 @@ def test_nothing_grows_while_a_ticket_is_alive() -> None:
 
 
 def test_a_step_end_without_growth_keeps_the_memory_that_graphs_know() -> None:
-    store = sized(new_store(device_budget=2 * PAGE), 2, 8)
+    store = new_store((2, 8), device_budget=2 * PAGE)
     memory = store._memory
     assert memory is not None
-    places = [t.data_ptr() for t in (memory.arena.device, memory.arena.host, memory.stack.pages, memory.stack.state)]
+    places = [t.data_ptr() for t in (memory.arena.device, memory.arena.host, memory.free.pages, memory.free.state)]
     put(store, (wide(6), 6))
     flag = store.missing_flag()
     assert store.end_step().spilled
     assert store._memory is memory and store.missing_flag().data_ptr() == flag.data_ptr()
-    assert places == [t.data_ptr() for t in (memory.arena.device, memory.arena.host, *memory.stack)]
+    assert places == [t.data_ptr() for t in (memory.arena.device, memory.arena.host, *memory.free)]
 
 
 def test_a_failed_resize_leaves_a_store_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = sized(new_store(), 4, 4)
+    store = new_store((4, 4))
 
     def no_room(self: Any, nbytes: int) -> Any:
         raise MemoryError("no room")
@@ -329,28 +315,28 @@ def test_a_failed_resize_leaves_a_store_that_works(monkeypatch: pytest.MonkeyPat
         patched.setattr("forebay.memory.page_store.HostPool.take", no_room)
         with pytest.raises(MemoryError):
             store.resize(4, 8)
-    assert not store.sized and store.generation == 2
+    assert store._memory is None and store.generation == 2
     ticket = put(store, saved := (wide(6), 5))
     assert fetched(store, ticket, saved)
     del ticket
-    assert store.end_step().resized and store.sized
+    assert store.end_step().resized and store._memory is not None
 
 
-# ---------------------------------------------------------------------------------------------------------------- exactly
+# --------------------------------------------------------------------------------------------------------------------- exactly
 
 
-@pytest.mark.parametrize(("device", "backend"), BACKENDS)
-def test_exact_tickets_live_among_the_others(device: str, backend: Backend) -> None:
-    store = sized(new_store(device, backend), 4, 4)
-    a, b, c = ((wide(8, device), 3) for _ in range(3))
+def test_exact_tickets_live_among_the_others(new: NewStore) -> None:
+    store = new((4, 4))
+    a, b, c = ((wide(8, store.device), 3) for _ in range(3))
     first = put(store, a)
     with store.exactly():
         second = put(store, b)
-        with store.exactly():
-            pass
+        with pytest.raises(KeyError), store.exactly():
+            raise KeyError
         assert put(store, a).tables[0].arena.device.nbytes == 3 * PAGE
         assert free(store)[0] == 3 and store.device_bytes == 7 * PAGE
     third = put(store, c)
+    assert third.tables[0].arena.device.nbytes == 4 * PAGE, "both contexts have ended"
     assert free(store)[0] == 6 and int(store.missing_flag()) == 0
     assert fetched(store, first, a) and fetched(store, second, b) and fetched(store, third, c)
     del first
@@ -361,11 +347,10 @@ def test_exact_tickets_live_among_the_others(device: str, backend: Backend) -> N
     assert whole(store)
 
 
-@pytest.mark.parametrize(("device", "backend"), BACKENDS)
-def test_tickets_with_pages_of_their_own_keep_to_the_budget(device: str, backend: Backend) -> None:
+def test_tickets_with_pages_of_their_own_keep_to_the_budget(new: NewStore) -> None:
     """In the first step, and beside an arena that has most of the budget: what goes over it lies on the host."""
-    store = PageStore(device, page_bytes=PAGE, device_budget=5 * PAGE, backend=backend)
-    saved = [(wide(8, device), 3) for _ in range(3)]
+    store = new(device_budget=5 * PAGE)
+    saved = [(wide(8, store.device), 3) for _ in range(3)]
     tickets = [put(store, one) for one in saved]
     assert (store.device_bytes, store.host_bytes) == (5 * PAGE, 4 * PAGE)
     assert all(fetched(store, ticket, one) for ticket, one in zip(tickets, saved, strict=True))
@@ -380,38 +365,9 @@ def test_tickets_with_pages_of_their_own_keep_to_the_budget(device: str, backend
     assert all(fetched(store, ticket, one) for ticket, one in zip(again, saved, strict=True))
 
 
-def test_exactly_ends_with_an_exception() -> None:
-    store = sized(new_store(), 4, 4)
-    with pytest.raises(KeyError), store.exactly():
-        raise KeyError
-    assert put(store, (wide(8), 3)).tables[0].arena.device.nbytes == 4 * PAGE
+# ---------------------------------------------------------------------------------------------------------------------- errors
 
-
-# ---------------------------------------------------------------------------------------------------------------- errors
-
-
-def test_a_row_that_no_page_holds_names_the_page_that_would() -> None:
-    store = new_store()
-    with pytest.raises(ValueError, match=r"row of 1030 bytes.*page_bytes must be 1536 or more"):
-        store.take([PagedRows(None, 4, 1030)])
-    assert PageStore("cpu", page_bytes=1536).take([PagedRows(None, 4, 1030)]).tables[0].page_rows == 1
-    assert store.live_tickets == 0
-
-
-def test_a_budget_below_one_layer_without_host_pages_names_the_one_that_would_do() -> None:
-    store = new_store(device_budget=9 * PAGE, spill=False)
-    with pytest.raises(
-        ValueError, match=f"can need 10 pages.*device_budget of {10 * PAGE} bytes or more; it is {9 * PAGE}"
-    ):
-        store.take([PagedRows(count(1), 6, PAGE), PagedRows(count(1), 4, PAGE)])
-    new_store(device_budget=10 * PAGE, spill=False).take([PagedRows(count(1), 6, PAGE), PagedRows(count(1), 4, PAGE)])
-    new_store(device_budget=0).take([PagedRows(count(1), 6, PAGE)])
-
-
-@pytest.mark.parametrize("page_bytes", [0, -512, 100, 513])
-def test_a_page_size_that_does_not_fit(page_bytes: int) -> None:
-    with pytest.raises(ValueError, match=f"multiple of 512, got {page_bytes}"):
-        PageStore("cpu", page_bytes=page_bytes)
+TEN_PAGES = [PagedRows(count(1), 6, PAGE), PagedRows(count(1), 4, PAGE)]
 
 
 @pytest.mark.parametrize(
@@ -426,30 +382,41 @@ def test_a_page_size_that_does_not_fit(page_bytes: int) -> None:
         ([PagedRows(torch.ones(1, dtype=torch.int32, device="meta"), 1, 4)], "on meta"),
         ([PagedRows(torch.tensor([5]), 4, 4)], "5 live rows of a tensor of 4"),
         ([PagedRows(torch.tensor([-1]), 4, 4)], "-1 live rows of a tensor of 4"),
+        ([PagedRows(None, 4, 1030)], r"row of 1030 bytes.*page_bytes must be 1536 or more"),
+        (TEN_PAGES, f"can need 10 pages.*device_budget of {10 * PAGE} bytes or more; it is {9 * PAGE}"),
     ],
 )
-def test_malformed_rows(wanted: Sequence[PagedRows], said: str) -> None:
-    store = new_store()
+def test_rows_that_cannot_be_taken(wanted: Sequence[PagedRows], said: str) -> None:
+    store = new_store(device_budget=9 * PAGE, spill=False)
     with pytest.raises(ValueError, match=said):
         store.take(wanted)
     assert store.live_tickets == 0 and store.end_step().pages_out == 0
 
 
-def test_arenas_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match="0 device pages and 0 host pages"):
-        new_store().resize(0, 0)
-    with pytest.raises(ValueError, match="-1 device pages"):
-        new_store().resize(-1, 4)
-    with pytest.raises(ValueError, match="3 device pages are 1536 bytes, the budget is 1535"):
-        new_store(device_budget=1535).resize(3, 0)
-    with pytest.raises(ValueError, match="spilling to the host is off"):
-        new_store(spill=False).resize(3, 1)
-    with pytest.raises(ValueError, match="device_budget must not be negative"):
-        new_store(device_budget=-1)
+def test_what_the_errors_advise_works() -> None:
+    assert PageStore("cpu", page_bytes=1536).take([PagedRows(None, 4, 1030)]).tables[0].page_rows == 1
+    new_store(device_budget=10 * PAGE, spill=False).take(TEN_PAGES)
+    new_store(device_budget=0).take(TEN_PAGES)
+
+
+@pytest.mark.parametrize(
+    ("more", "pages", "said"),
+    [
+        *(({"page_bytes": n}, (), f"multiple of 512, got {n}") for n in (0, -512, 100, 513)),
+        ({"device_budget": -1}, (), "device_budget must not be negative"),
+        ({}, (0, 0), "0 device pages and 0 host pages"),
+        ({}, (-1, 4), "-1 device pages"),
+        ({"device_budget": 1535}, (3, 0), "3 device pages are 1536 bytes, the budget is 1535"),
+        ({"spill": False}, (3, 1), "spilling to the host is off"),
+    ],
+)
+def test_stores_and_arenas_that_cannot_be(more: dict[str, Any], pages: tuple[int, ...], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        PageStore("cpu", **{"page_bytes": PAGE, **more}).resize(*pages)
 
 
 def test_a_closed_store_says_so() -> None:
-    store = sized(new_store(), 4)
+    store = new_store((4, 0))
     store.close()
     store.close()
     for use in (
@@ -464,42 +431,28 @@ def test_a_closed_store_says_so() -> None:
     assert store.device_bytes == store.host_bytes == store.live_tickets == 0
 
 
-# ---------------------------------------------------------------------------------------------------------------- death
+# ----------------------------------------------------------------------------------------------------------------------- death
 
 
-@pytest.mark.parametrize(("device", "backend"), BACKENDS)
-def test_tickets_die_in_any_order(device: str, backend: Backend) -> None:
-    store = sized(new_store(device, backend), 6, 6)
-    for order in ((0, 1, 2, 3), (3, 2, 1, 0), (1, 3, 0, 2)):
-        saved = [(wide(4, device), live) for live in (3, 4, 1, 2)]
-        tickets: dict[int, PageTicket] = {i: put(store, one) for i, one in enumerate(saved)}
-        for i in order:
-            assert all(fetched(store, ticket, saved[k]) for k, ticket in tickets.items())
-            del tickets[i]
-        assert whole(store)
-
-
-@pytest.mark.parametrize(("device", "backend"), BACKENDS)
-def test_a_ticket_that_outlives_its_arena_gives_back_to_it(device: str, backend: Backend) -> None:
-    store = sized(new_store(device, backend), 3, 3)
+def test_a_ticket_that_outlives_its_arena_gives_back_to_it(new: NewStore) -> None:
+    store = new((3, 3))
     old = store._memory
     assert old is not None
-    before = put(store, a := (wide(5, device), 5))
+    before = put(store, a := (wide(5, store.device), 5))
     store.resize(4, 3)
-    after = put(store, b := (wide(5, device), 5))
+    after = put(store, b := (wide(5, store.device), 5))
     assert store.live_tickets == 2 and fetched(store, before, a) and fetched(store, after, b)
-    assert old.stack.state.tolist()[:2] == [5, 6]
+    assert old.free.state.tolist()[:2] == [5, 6]
     del before
-    assert old.stack.state.tolist()[:2] == [5, 11], "to its own stack"
+    assert old.free.state.tolist()[:2] == [5, 11], "to its own stack"
     assert free(store)[0] == 5 and fetched(store, after, b)
     del after
     assert whole(store) and store.live_tickets == 0
 
 
-@pytest.mark.parametrize(("device", "backend"), BACKENDS)
-def test_tickets_outlive_a_closed_store(device: str, backend: Backend) -> None:
-    store = sized(new_store(device, backend), 3, 3)
-    first, second = put(store, a := (wide(3, device), 2)), put(store, b := (wide(3, device), 3))
+def test_tickets_outlive_a_closed_store(new: NewStore) -> None:
+    store = new((3, 3))
+    first, second = put(store, a := (wide(3, store.device), 2)), put(store, b := (wide(3, store.device), 3))
     with store.exactly():
         third = put(store, a)
     store.close()
@@ -511,37 +464,28 @@ def test_tickets_outlive_a_closed_store(device: str, backend: Backend) -> None:
     del second
 
 
-def test_a_ticket_in_a_cycle_of_references_is_collected() -> None:
-    store = sized(new_store(), 4)
-    holder: dict[str, Any] = {"ticket": put(store, (wide(4), 4))}
-    holder["self"] = holder
-    del holder
-    gc.collect()
-    assert whole(store) and store.live_tickets == 0
+def in_a_cycle_of_references(tickets: list[PageTicket]) -> None:
+    tickets.append(tickets)  # type: ignore[arg-type]
 
 
-def test_a_ticket_may_die_in_another_thread() -> None:
-    store = sized(new_store(), 4)
-    tickets = [put(store, (wide(4), 4))]
+def in_another_thread(tickets: list[PageTicket]) -> None:
     thread = threading.Thread(target=tickets.clear)
     thread.start()
     thread.join()
+
+
+def in_an_exception(tickets: list[PageTicket]) -> None:
+    kept = [tickets.pop()]
+    with pytest.raises(KeyError):
+        raise KeyError(str(kept))
+
+
+@pytest.mark.parametrize("dies", [in_a_cycle_of_references, in_another_thread, in_an_exception])
+def test_a_ticket_may_die_anywhere(dies: Callable[[list[PageTicket]], None]) -> None:
+    store = new_store((4, 0))
+    dies([put(store, (wide(4), 4))])
+    gc.collect()
     assert whole(store) and store.live_tickets == 0
-
-
-def test_an_exception_between_forward_and_backward_loses_no_page() -> None:
-    store = sized(new_store(), 8)
-
-    def step() -> None:
-        kept = [put(store, (wide(4), 3)), put(store, (wide(4), 2))]
-        assert len(kept) == 2
-        raise KeyError("a layer failed")
-
-    for _ in range(3):
-        with pytest.raises(KeyError):
-            step()
-        assert whole(store)
-    assert store.end_step().pages_out == 5
 
 
 class Square(torch.autograd.Function):
@@ -562,14 +506,13 @@ class Square(torch.autograd.Function):
         return 2 * x * grads[0], None, None
 
 
-@pytest.mark.parametrize(("device", "backend"), BACKENDS)
-def test_the_graph_owns_tickets_from_forward_to_backward(device: str, backend: Backend) -> None:
-    store = new_store(device, backend)
+def test_the_graph_owns_tickets_from_forward_to_backward(new: NewStore) -> None:
+    store = new()
     for step in range(3):
-        x = wide(6, device).requires_grad_()
+        x = wide(6, store.device).requires_grad_()
         y = x
         for _ in range(3):
-            y = Square.apply(y, store, count(4, device))
+            y = Square.apply(y, store, count(4, store.device))
         truth = x.detach().clone().requires_grad_()
         (truth**8).backward(torch.ones_like(truth))
         assert store.live_tickets == 3
@@ -585,7 +528,7 @@ def test_the_graph_owns_tickets_from_forward_to_backward(device: str, backend: B
 
 
 def test_two_stores_do_not_meet() -> None:
-    one, two = sized(new_store(), 4, 4), sized(new_store(), 4, 4)
+    one, two = new_store((4, 4)), new_store((4, 4))
     a, b = (wide(6), 6), (wide(6), 5)
     first, second = put(one, a), put(two, b)
     assert one.live_tickets == two.live_tickets == 1 and free(one)[0] == 6 and free(two)[0] == 5
@@ -613,7 +556,7 @@ def test_tickets_at_the_end_of_the_process_are_quiet() -> None:
 
 
 def test_a_ticket_that_dies_while_the_interpreter_ends_does_nothing() -> None:
-    store = sized(new_store(), 4)
+    store = new_store((4, 0))
     ticket = put(store, (wide(4), 4))
     ticket.__del__(lambda: True)
     assert free(store)[0] == 4 and store.live_tickets == 1
@@ -622,290 +565,90 @@ def test_a_ticket_that_dies_while_the_interpreter_ends_does_nothing() -> None:
 
 
 def test_pages_that_a_replay_took_and_never_gave_are_free_at_the_end_of_the_step() -> None:
-    store = sized(new_store(), 4, 4)
+    store = new_store((4, 4))
     assert store._memory is not None
-    taken = take_pages(store._memory.stack, [(count(3), 1, 3)], backend="reference")  # as a forward graph alone does
+    taken = take_pages(store._memory.free, [(count(3), 1, 3)], backend="reference")  # as a forward graph alone does
     held = put(store, (wide(2), 2))
-    assert store.end_step().reclaimed_pages == 0, "who can tell, while a ticket is alive?"
+    assert store.end_step().reclaimed_pages == 0, "not known while a ticket is alive"
     del held
     report = store.end_step()
     assert taken[0].tolist() == [0, 1, 2] and report.reclaimed_pages == 3 and whole(store)
 
 
-# ---------------------------------------------------------------------------------------------------------------- captures
+# -------------------------------------------------------------------------------------------------------------------- captures
 
 
-class Pretence:
-    """Says that a capture is running, on a CPU; what is 'captured' runs at once."""
+class PretendCapture:
+    """A store that believes, on a CPU, that a capture is running; what is 'captured' runs at once."""
 
-    def __init__(self, store: PageStore, monkeypatch: pytest.MonkeyPatch):
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.store = new_store((8, 0))
         self.capturing = False
         self.given: list[int] = []
-        monkeypatch.setattr(store, "_is_capturing", lambda stream: self.capturing)
+        self.refuses = False
+        monkeypatch.setattr(self.store, "_is_capturing", lambda stream: self.capturing)
+        monkeypatch.setattr("forebay.memory.page_store.give_pages", self.give)
 
-        def give(stack: Any, tables: Sequence[Tensor], backend: Backend) -> None:
-            self.given.append(sum(int((table >= 0).sum()) for table in tables))
-            give_pages(stack, tables, backend=backend)
+    def give(self, stack: Any, tables: Sequence[Tensor], backend: Backend) -> None:
+        if self.refuses:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        self.given.append(sum(int((table >= 0).sum()) for table in tables))
+        give_pages(stack, tables, backend=backend)
 
-        monkeypatch.setattr("forebay.memory.page_store.give_pages", give)
+    def put(self, pages: int) -> PageTicket:
+        return put(self.store, (wide(pages), pages))
 
 
-def test_a_ticket_of_a_capture_gives_back_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = sized(new_store(), 8)
-    pretence = Pretence(store, monkeypatch)
-    pretence.capturing = True
-    ticket = put(store, (wide(4), 3))
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> PretendCapture:
+    return PretendCapture(monkeypatch)
+
+
+def test_a_ticket_of_a_capture_gives_back_in_it_and_quietly_if_it_failed(pretend: PretendCapture) -> None:
+    pretend.capturing = True
+    ticket = pretend.put(3)
     del ticket
-    assert pretence.given == [3] and whole(store)
-
-
-def test_a_ticket_of_a_capture_that_failed_gives_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = sized(new_store(), 8)
-    pretence = Pretence(store, monkeypatch)
-    pretence.capturing = True
-    tickets = [put(store, (wide(2), 2)) for _ in range(2)]
-    pretence.capturing = False
-    tickets.pop()
-    put(store, (wide(4), 4))
-    store.end_step()
-    pretence.capturing = True  # the next capture, in which a ticket of the last one dies
-    tickets.pop()
-    assert pretence.given == [4] and store.live_tickets == 0
-    pretence.capturing = False
-    assert store.end_step().reclaimed_pages == 4, "here the pretended capture did take them"
-
-
-def test_a_give_that_a_failed_capture_refuses_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = sized(new_store(), 8)
-    pretence = Pretence(store, monkeypatch)
-    pretence.capturing = True
-    ticket = put(store, (wide(4), 3))
-
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError("operation failed due to a previous error during capture")
-
-    monkeypatch.setattr("forebay.memory.page_store.give_pages", refuse)
+    assert pretend.given == [3] and whole(pretend.store)
+    ticket = pretend.put(3)
+    pretend.refuses = True
     ticket.__del__()  # `del` would only print what is raised
 
 
-def test_a_ticket_from_before_that_dies_in_a_capture_gives_back_after_it_and_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    store = sized(new_store(), 8)
-    pretence = Pretence(store, monkeypatch)
-    before = put(store, (wide(3), 3))
-    pretence.capturing = True
-    inside = put(store, (wide(2), 2))
+def test_a_ticket_of_a_capture_that_failed_gives_nothing_back(pretend: PretendCapture) -> None:
+    pretend.capturing = True
+    tickets = [pretend.put(2) for _ in range(2)]
+    pretend.capturing = False
+    tickets.pop()
+    pretend.put(4)
+    pretend.store.end_step()
+    pretend.capturing = True  # the next capture, in which a ticket of the last one dies
+    tickets.pop()
+    assert pretend.given == [4] and pretend.store.live_tickets == 0
+    pretend.capturing = False
+    assert pretend.store.end_step().reclaimed_pages == 4, "here the pretended capture did take them"
+
+
+def test_an_older_ticket_that_dies_in_a_capture_gives_back_after_it_and_once(pretend: PretendCapture) -> None:
+    before = pretend.put(3)
+    pretend.capturing = True
+    inside = pretend.put(2)
     del before, inside
-    put(store, (wide(1), 1))
-    assert pretence.given == [2, 1] and free(store)[0] == 3
-    pretence.capturing = False
-    put(store, (wide(4), 4))
-    assert pretence.given == [2, 1, 3, 4] and whole(store)
+    pretend.put(1)
+    assert pretend.given == [2, 1] and free(pretend.store)[0] == 3
+    pretend.capturing = False
+    pretend.put(4)
+    assert pretend.given == [2, 1, 3, 4] and whole(pretend.store)
 
 
-def test_what_waits_for_the_device_is_refused_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = new_store()
-    pretence = Pretence(store, monkeypatch)
-    pretence.capturing = True
-    with pytest.raises(RuntimeError, match=r"run a step and end_step\(\) before"):
-        put(store, (wide(2), 2))
-    pretence.capturing = False
-    sized(store, 4)
-    pretence.capturing = True
+def test_what_waits_for_the_device_is_refused_in_a_capture(pretend: PretendCapture) -> None:
+    pretend.capturing = True
+    store = pretend.store
     with store.exactly(), pytest.raises(RuntimeError, match=r"outside of exactly\(\)"):
-        put(store, (wide(2), 2))
-    with pytest.raises(RuntimeError, match="captured"):
-        store.end_step()
-    with pytest.raises(RuntimeError, match="captured"):
-        store.resize(4, 4)
+        pretend.put(2)
+    for refused in (store.end_step, lambda: store.resize(4, 4)):
+        with pytest.raises(RuntimeError, match="captured"):
+            refused()
     assert store.generation == 1 and store.live_tickets == 0
-
-
-# ---------------------------------------------------------------------------------------------------------------- on a GPU
-
-
-@pytest.mark.gpu
-def test_a_ticket_gives_back_on_the_stream_it_was_taken_on() -> None:
-    """It dies under another stream, while the rows are yet to be read on its own."""
-    store = sized(new_store(GPU, "auto"), 4, 4)
-    assert store._memory is not None
-    put(store, (wide(6, GPU), 6))  # compiled
-    torch.cuda.synchronize()
-    taken, given = store._memory.stack.state.tolist()[:2]
-    ticket = put(store, (x := wide(6, GPU), 6))
-    torch.cuda.synchronize()
-    torch.cuda._sleep(2_000_000_000)
-    out = torch.zeros_like(x)
-    restore(ticket.tables, [out])
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        del ticket
-        assert store._memory.stack.state.tolist()[:2] == [taken + 6, given], "before the rows were read"
-    other = put(store, (poison := torch.full_like(x, 3.0), 6))
-    assert torch.equal(out, x) and free(store)[0] == 6 and fetched(store, other, (poison, 6))
-    del other
-    assert whole(store)
-
-
-@pytest.mark.gpu
-def test_takes_on_one_stream_wait_for_gives_on_another() -> None:
-    store = sized(new_store(GPU, "auto"), 6)
-    a, b = (wide(6, GPU), 6), (wide(6, GPU), 6)
-    put(store, a)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        ticket = put(store, a)
-        torch.cuda._sleep(200_000_000)
-        del ticket  # enqueued behind the sleep
-    other = put(store, b)
-    assert int(store.missing_flag()) == 0 and fetched(store, other, b)
-
-
-@pytest.mark.gpu
-def test_takes_copies_and_gives_do_not_wait_for_the_device() -> None:
-    store = new_store(GPU, "auto")
-    x, y, live = wide(64, GPU), wide(64, GPU, 96), count(40, GPU)
-    out = torch.zeros_like(x), torch.zeros_like(y)
-    wanted = [PagedRows(live, 64, x[:1].nbytes), PagedRows(None, 64, y[:1].nbytes)]
-
-    def cycle() -> None:
-        ticket = store.take(wanted)
-        stash([x, y], ticket.tables)
-        restore(ticket.tables, out)
-
-    cycle()
-    store.end_step()
-    cycle()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        cycle()
-        store.missing_flag()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(out[0][:40], x[:40]) and torch.equal(out[1], y)
-
-
-def graph_of(store: PageStore, live: Tensor, x: Tensor, out: Tensor, layers: int) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        tickets = []
-        for i in range(layers):
-            ticket = store.take([PagedRows(live, x.shape[0], x[:1].nbytes), PagedRows(None, 3, 64)])
-            stash([x + i, out[i, :3, :16].contiguous()], ticket.tables)
-            tickets.append(ticket)
-        del ticket
-        for i in reversed(range(layers)):
-            restore(tickets[i].tables, [out[i], torch.empty(3, 16, device=GPU)])
-            tickets.pop()
-    return graph
-
-
-@pytest.mark.gpu
-def test_a_graph_is_replayed_with_other_row_counts() -> None:
-    store = sized(new_store(GPU, "auto"), 40, 80)
-    x, live, out = wide(32, GPU), count(5, GPU), torch.zeros(3, 32, 128, device=GPU)
-    ticket = put(store, (x, 5), (wide(3, GPU, 16), None))  # compiled
-    restore(ticket.tables, [torch.empty_like(x), torch.empty(3, 16, device=GPU)])
-    del ticket
-    graph = graph_of(store, live, x, out, 3)
-    assert whole(store) and store.live_tickets == 0, "a capture runs nothing"
-    for rows in (5, 32, 0, 17, 1):
-        live.fill_(rows)
-        x.normal_()
-        out.fill_(9.0)
-        graph.replay()
-        for i in range(3):
-            assert torch.equal(out[i, :rows], x[:rows] + i) and bool((out[i, rows:] == 9).all())
-        assert free(store)[:2] == (0, 0) and whole(store)
-    eager = put(store, saved := (wide(8, GPU), 8))
-    graph.replay()
-    assert fetched(store, eager, saved), "replays and eager tickets share the free pages"
-    del eager
-    report = store.end_step()
-    assert report.pages_out == 3 * 33 and report.spilled and report.missing_pages == 0
-
-
-@pytest.mark.gpu
-def test_a_capture_that_fails_leaves_the_ring_as_it_was() -> None:
-    store = sized(new_store(GPU, "auto"), 8, 8)
-    x, live = wide(8, GPU), count(6, GPU)
-    put(store, (x, 6))
-    kept: list[PageTicket] = []
-    with pytest.raises(KeyError), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        kept.append(store.take([PagedRows(live, 8, x[:1].nbytes)]))
-        inside = store.take([PagedRows(live, 8, x[:1].nbytes)])
-        del inside
-        raise KeyError
-    kept.clear()
-    assert whole(store) and store.live_tickets == 0
-    ticket = put(store, (x, 6))
-    assert fetched(store, ticket, (x, 6))
-    del ticket
-    assert whole(store) and store.end_step().reclaimed_pages == 0
-
-
-@pytest.mark.gpu
-def test_a_capture_that_the_device_ends_leaves_the_ring_as_it_was() -> None:
-    """In a process of its own: what torch keeps of such a capture may disturb later ones."""
-    program = (
-        "import torch\n"
-        "from forebay.kernels.paging import PagedRows\n"
-        "from forebay.memory.page_store import PageStore\n"
-        "store = PageStore('cuda', page_bytes=512)\n"
-        "live = torch.tensor([3], device='cuda')\n"
-        "take = lambda: store.take([PagedRows(live, 4, 512)])\n"
-        "take()\n"
-        "store.end_step()\n"
-        "take(), take()\n"
-        "before = store._memory.stack.state.tolist()\n"
-        "kept = []\n"
-        "try:\n"
-        "    with torch.cuda.graph(torch.cuda.CUDAGraph()):\n"
-        "        kept += [take(), take()]\n"
-        "        try:\n"
-        "            live.item()\n"
-        "        finally:\n"
-        "            kept.pop()\n"
-        "except RuntimeError:\n"
-        "    kept.clear()\n"
-        "    print(store._memory.stack.state.tolist() == before, store.live_tickets)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
-    assert done.stdout == "True 0\n" and "ignored" not in done.stderr, done.stderr
-
-
-@pytest.mark.gpu
-def test_an_eager_ticket_that_dies_in_a_capture_is_not_given_in_every_replay() -> None:
-    store = sized(new_store(GPU, "auto"), 16)
-    x, live = wide(4, GPU), count(4, GPU)
-    eager = [put(store, (x, 4))]
-    out = torch.zeros_like(x)
-    restore(eager[0].tables, [out])
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        ticket = store.take([PagedRows(live, 4, x[:1].nbytes)])
-        eager.clear()
-        stash([x], ticket.tables)
-        restore(ticket.tables, [out])
-        del ticket
-    for _ in range(3):
-        graph.replay()
-    torch.cuda.synchronize()
-    assert free(store)[0] == 4
-    put(store, (x, 4))
-    assert whole(store)
-
-
-@pytest.mark.gpu
-def test_host_pages_are_let_go_of_only_when_nobody_reads_them() -> None:
-    store = sized(new_store(GPU, "auto"), 0, 8)
-    ticket = put(store, (x := wide(8, GPU), 8))
-    store.close()
-    torch.cuda._sleep(500_000_000)
-    out = torch.zeros_like(x)
-    restore(ticket.tables, [out])
-    del ticket, store
-    assert torch.equal(out, x)
+    store._memory = None
+    with pytest.raises(RuntimeError, match=r"run a step and end_step\(\) before"):
+        pretend.put(2)

@@ -123,7 +123,7 @@ def test_a_dropped_graph_gives_its_pages_back() -> None:
     assert store.live_tickets == 1
     del y
     assert store.live_tickets == 0
-    state = store._memory.stack.state.tolist()  # type: ignore[union-attr]
+    state = store._memory.free.state.tolist()  # type: ignore[union-attr]
     assert state[TAIL] - state[HEAD] == 63
 
 

@@ -720,8 +720,7 @@ def _left(mem: Any) -> str | None:
     for _ in range(2):
         left = {
             "tickets": mem.ledger.live_tickets,
-            "tickets of the store": manager.store.live_tickets,
-            "bytes": manager.store.live_bytes,
+            "bytes": mem.ledger.live_bytes,
             "bytes of the pool": used_bytes(manager.store.pool),
         }
         if not any(left.values()):

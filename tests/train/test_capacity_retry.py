@@ -262,7 +262,7 @@ class Pages:
         self.ended += 1
         resized = bool(self.missing)
         self.missing.zero_()
-        return PageReport(self.ended, 0, 0, 0, 0, False, resized, 0)
+        return PageReport(self.ended, 0, 0, False, resized, 0)
 
 
 def reruns(pages: Any, **options: Any) -> CapacityRetries:

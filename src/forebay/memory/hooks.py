@@ -591,7 +591,7 @@ class Manager:
         if call.held:
             held, call.held = call.held, []
             self._count("offload", sum(ticket.nbytes for ticket in held))
-            self.store.send(held)  # type: ignore[arg-type]
+            self.store.send(held)
 
     def _exceeds_plan(self, call: RegionCall) -> bool:
         """More bytes than were measured: a longer batch, for which the plan does not hold."""
@@ -609,7 +609,7 @@ class Manager:
             return packed.get(path)
         packed.check()
         self._backward_begins(packed.call)
-        return packed.view.cut(self.store.wait(packed.ticket))  # type: ignore[arg-type]
+        return packed.view.cut(self.store.wait(packed.ticket))
 
     # --- the life of a cycle --------------------------------------------------------------------------------------
 
@@ -648,7 +648,7 @@ class Manager:
             self._planning.step_over()
         self._planned = False
         self._settle(other for ref in self._leaving if (other := ref()) is not None)
-        self.store.restart()
+        self.store.reset_stats()
         self._step_calls, self._awaits_call, self._task = StepCalls(), True, -1
         self._seen.clear()
         self._seen_by.clear()
@@ -700,7 +700,7 @@ class Manager:
             self._take_back(call)
             following = self._step_calls.next_backward(self._backwards)
             if following is not None:
-                self.store.fetch(following.live_tickets())  # type: ignore[arg-type]
+                self.store.fetch(following.live_tickets())
 
     def _exclude_held_elsewhere(self, recorder: Recorder, call: RegionCall) -> None:
         """What has left but whose storage is still alive is held by someone else, such as the batch by its loader: moving
@@ -729,18 +729,18 @@ class Manager:
     def _fetch(self, keys: Sequence[Key]) -> None:
         if keys:
             wanted = [other.live_tickets() for key in keys if (other := self._step_calls.find(key)) is not None]
-            self.store.fetch(*wanted)  # type: ignore[arg-type]
+            self.store.fetch(*wanted)
 
     def _settle(self, calls: Iterable[RegionCall]) -> None:
         for call in calls:
             self._send(call)
             for ticket in call.live_tickets():
-                self.store.settle(ticket)  # type: ignore[arg-type]
+                self.store.settle(ticket)
 
     def _take_back(self, call: RegionCall) -> None:
         for ticket in call.live_tickets():
             if ticket.state is not TicketState.ON_DEVICE:
-                self.store.recall(ticket)  # type: ignore[arg-type]
+                self.store.recall(ticket)
 
     def _mark(self) -> Any:
         if self._device.type != "cuda" or (self._captured and not self.store.lanes.time_captured):

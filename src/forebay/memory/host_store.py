@@ -1,8 +1,9 @@
-"""Saved tensors in host memory: tickets, the pinned pool, and the store that copies.
+"""HostStore: saved tensors in host memory, and the tickets that stand for them.
 
-Input: the uint8 view of a device storage. Output: a `HostTicket`, which the autograd graph owns; when it dies, its
-slot returns to the `HostPool`. On a GPU the host memory is pinned and copies run on two streams; on a CPU a copy is
-complete when `send` returns. The store keeps no strong reference to a ticket.
+Input: the uint8 view of a device storage. Output: a `Ticket`, which the autograd graph owns; when it dies, its slot returns to
+the `HostPool`. On a GPU the host memory is page-locked and copies run on two streams; on a CPU a copy is complete when `send`
+returns. The store and the `Ledger` keep no strong reference to a ticket. A ticket may die at any time and in any thread, also in
+a garbage collection within a call of the store or the pool: its death only enqueues waits and appends to a deque.
 """
 
 import enum
@@ -20,21 +21,15 @@ from typing import Any
 import torch
 
 from forebay.kernels.launch import memory_rate
-from forebay.memory.streams import Copy, CopyLanes, Done, on_stream
-
-# The store's contract and the ticket with its named states.
-#
-# A store takes the bytes of tensors (`hold`, `send`), brings them back ahead of time (`fetch`) and makes the compute stream
-# wait for them (`wait`). What it hands out is a `Ticket`; the autograd graph owns it, and when the last reference goes,
-# the ticket gives its memory back. No store keeps a strong reference to a ticket.
+from forebay.memory.streams import Copy, CopyDone, CopyLanes, on_stream
 
 
 class TicketState(enum.Enum):
-    """Where a ticket's bytes are. Arrows are the only legal steps:
+    """Where a ticket's bytes are. These are the only transitions:
 
-    ``HELD`` -> ``LEAVING`` (copy out enqueued) -> ``ON_HOST`` (copied out, device memory dropped) -> ``RETURNING`` (fetch
-    enqueued) -> ``ON_DEVICE``; ``HELD`` or ``LEAVING`` -> ``ON_DEVICE`` (backward came before the copy was enqueued, or over:
-    nothing is moved back; or an engine emptied the storage, and fills it again).
+    ``HELD`` -> ``LEAVING`` (copy out enqueued) -> ``ON_HOST`` (device memory dropped) -> ``RETURNING`` (copy back enqueued) ->
+    ``ON_DEVICE``; and ``HELD`` or ``LEAVING`` -> ``ON_DEVICE``, where the bytes never left: backward came first, or another
+    engine (FSDP) emptied the storage and fills it again itself.
     """
 
     HELD = "held"
@@ -43,10 +38,10 @@ class TicketState(enum.Enum):
     RETURNING = "returning"
     ON_DEVICE = "on_device"
 
-    __hash__ = object.__hash__  # each is one object; the enum's own hash is that of its name, by a call to Python
+    __hash__ = object.__hash__  # members are singletons, and Enum's own hash is a slow call to Python
 
 
-_NEXT = frozenset(
+_TRANSITIONS = frozenset(
     {
         (TicketState.HELD, TicketState.LEAVING),
         (TicketState.HELD, TicketState.ON_DEVICE),
@@ -59,49 +54,63 @@ _NEXT = frozenset(
 
 
 class Ticket:
-    """Bytes of one storage, held by a store.
+    """The bytes of one storage, held by a `HostStore`. The autograd graph owns it; its death frees the bytes.
 
     Attributes:
         nbytes: size of the storage.
-        state: where the bytes are; changed only through `step`.
-        device_bytes: the uint8 device tensor, while there is one; until the ticket leaves, a view of the storage that was held.
+        state: where the bytes are; changed only through `advance`.
+        device_bytes: the uint8 device tensor, or None; until the ticket leaves, a view of the saved storage.
+        compute: the stream that made the bytes and reads them again; None on a CPU.
+        others: further streams that saved the storage or read it.
+        out, back: the last copy out and the last copy back.
+        address: data pointer of the bytes when they were sent.
     """
 
-    __slots__ = ("__weakref__", "device_bytes", "nbytes", "state")
+    __slots__ = (
+        *("__weakref__", "address", "back", "compute", "device_bytes", "nbytes"),
+        *("others", "out", "slot", "state", "store"),
+    )
 
-    def __init__(self, nbytes: int, device_bytes: torch.Tensor | None, state: TicketState):
-        self.nbytes = nbytes
-        self.device_bytes = device_bytes
-        self.state = state
+    def __init__(self, store: "HostStore", device_bytes: torch.Tensor, compute: Any):
+        self.store = store
+        self.nbytes = device_bytes.numel()
+        self.device_bytes: torch.Tensor | None = device_bytes
+        self.state = TicketState.HELD
+        self.slot: HostSlot | None = None
+        self.out: CopyDone | None = None
+        self.back: CopyDone | None = None
+        self.compute = compute
+        self.others: tuple[Any, ...] = ()
+        self.address = 0
 
-    def step(self, to: TicketState) -> None:
-        """Go to the next state.
+    def advance(self, to: TicketState) -> None:
+        """Go to another state.
 
         Raises:
-            RuntimeError: the step is not one of the arrows; both states are named.
+            RuntimeError: there is no such transition.
         """
-        if (self.state, to) not in _NEXT:
+        if (self.state, to) not in _TRANSITIONS:
             raise RuntimeError(f"a ticket cannot go from {self.state.value} to {to.value}")
         self.state = to
 
+    def __del__(self, ending: Any = sys.is_finalizing) -> None:
+        if not ending():
+            self.store._ticket_died(self)
 
-# The ledger: live bytes and tickets, by region and microbatch; what is held, and by whom.
-#
-# In: each ticket a region call creates. Out: counts, computed on demand from weak references. The ledger owns nothing:
-# asking it never keeps memory alive, and a test that finds it empty has found that nothing leaked.
 
-_SWEEP = 256  # entries of dead tickets that may gather, beside as many as are alive
+_SWEEP = 256  # dead tickets' entries that may gather in a ledger, beside as many as are alive
 
 
 class Ledger:
-    """Weak record of the live tickets of one manager."""
+    """Live bytes and tickets of one manager, by region and call. Keeps weak references only."""
 
     def __init__(self) -> None:
-        # A list and no weak dictionary: that would hash a ticket and call back when it dies, thousands of times a step.
+        # Not a WeakKeyDictionary: it hashes each ticket and calls back when it dies, thousands of times a step.
         self._entries: list[tuple[weakref.ref[Ticket], str, int]] = []
         self._sweep_at = _SWEEP
 
     def enter(self, ticket: Ticket, path: str, call: int) -> None:
+        """Count `ticket` for call number `call` of region `path`, as long as it is alive."""
         self._entries.append((weakref.ref(ticket), path, call))
         if len(self._entries) >= self._sweep_at:
             self._entries = [entry for entry in self._entries if entry[0]() is not None]
@@ -135,26 +144,9 @@ class Ledger:
                 yield ticket, path, call
 
 
-# Host memory for saved bytes: slabs, and exact-size slots cut from them.
-#
-# In: a size in bytes. Out: a `HostSlot`, a contiguous uint8 tensor of just that size. A slot comes back through `give` and goes
-# out again as it is to who asks for its size; when nobody has, it becomes a hole and is merged with its neighbours, so a later
-# step with other shapes can use the room. On a GPU machine slabs are page-locked.
-#
-# Why not ``torch.empty(pin_memory=True)``: the caching host allocator rounds every block up to a power of two (up to
-# 2x the bytes). Here ordinary memory of the exact size is registered with ``cudaHostRegister`` instead. Registering
-# costs about 0.32 s a GiB, so it happens while the first step runs and not again.
-#
-# A slot carries the end of the last copy that read from it, and so does a slab. Who writes into a slot waits for its own, or,
-# if it was cut from a hole, for its slab's (readers are on one stream and so in order among themselves, and so are writers): a
-# slot that is handed out when its copy was only enqueued is a race that others have shipped. A slab that dies waits for both on
-# the host: page-locked memory that is unregistered under a copy is lost to it.
-#
-# A slot may come back at any moment, in any thread: the collector runs where it likes, within a call of this pool too. So
-# `give` adds to a deque and changes nothing else; the next call looks there first.
-
-_ALIGN = 512  # bytes; keeps every dtype's views aligned, and equals the device allocator's rounding
-# Names of what cudaHostRegister returns: torch has the text alone, and 2 reads "out of memory" for a limit as well.
+_ALIGN = 512  # bytes; keeps views of every dtype aligned, and is the device allocator's rounding
+_SMALL_SLAB = 64 << 20  # bytes; smaller page-locked slots share slabs of this size
+# What cudaHostRegister returns. torch knows only the texts, and that of 2 is "out of memory" for a limit as well.
 _CUDA_ERRORS: Mapping[int, str] = {
     1: "cudaErrorInvalidValue",
     2: "cudaErrorMemoryAllocation",
@@ -162,38 +154,46 @@ _CUDA_ERRORS: Mapping[int, str] = {
     712: "cudaErrorHostMemoryAlreadyRegistered",
     801: "cudaErrorNotSupported",
 }
-_SMALL_SLAB = 64 << 20  # slots below this share slabs of this size; larger ones get a slab of their own size
 
 
 @dataclass(eq=False, slots=True)
 class HostSlot:
-    """A piece of a slab. ``bytes_`` is a uint8 tensor of exactly the size asked for; ``last_read`` is to be waited for by who
-    writes there."""
+    """A piece of a slab.
+
+    Attributes:
+        bytes_: uint8, of exactly the size asked for.
+        length: bytes it takes of the slab, rounded up.
+        last_read: the last copy from here. Trap: whoever writes here must wait for it, because a slot comes back while copies
+            from it are only enqueued.
+    """
 
     bytes_: torch.Tensor
     slab: "_Slab"
     start: int
     length: int
-    last_read: Done | None = None
+    last_read: CopyDone | None = None
 
-    def read_by(self, copy: Done) -> None:
-        """Be told that `copy` reads from here; copies are told of in their order."""
+    def read_by(self, copy: CopyDone) -> None:
+        """Note that `copy` reads from here. Call it in the order of the copies."""
         self.last_read = self.slab.last_read = copy
 
-    def written_by(self, copy: Done) -> None:
-        """Be told that `copy` writes here; copies are told of in their order."""
+    def written_by(self, copy: CopyDone) -> None:
+        """Note that `copy` writes here. Call it in the order of the copies."""
         self.slab.last_written = copy
 
 
 @dataclass(eq=False)
 class _Slab:
+    """One registered piece of host memory. All readers share one stream and all writers another, so the last copy of each kind is
+    behind all others of its kind."""
+
     memory: torch.Tensor
     pinned: bool
     holes: list[tuple[int, int]] = field(default_factory=list)  # (start, length), sorted, never adjacent
-    last_read: Done | None = None
-    last_written: Done | None = None
+    last_read: CopyDone | None = None
+    last_written: CopyDone | None = None
     in_pool: bool = True
-    used: bool = True  # since the pool's `restart`
+    used: bool = True  # since the pool's `reset_stats`
 
     @property
     def idle(self) -> bool:
@@ -207,16 +207,6 @@ class _Slab:
             self.holes[hole] = (start + length, room - length)
         return start
 
-    def __del__(self, ending: Any = sys.is_finalizing) -> None:
-        if not self.pinned or ending():
-            return
-        try:
-            for copy in (self.last_read, self.last_written):
-                if copy is not None:
-                    copy.synchronize()
-        finally:
-            torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
-
     def give(self, start: int, length: int) -> None:
         self.holes.append((start, length))
         self.holes.sort()
@@ -228,23 +218,38 @@ class _Slab:
                 merged.append((begin, size))
         self.holes = merged
 
+    def __del__(self, ending: Any = sys.is_finalizing) -> None:
+        if not self.pinned or ending():
+            return
+        try:
+            # Trap: memory that is unregistered while a copy uses it is lost to that copy.
+            for copy in (self.last_read, self.last_written):
+                if copy is not None:
+                    copy.synchronize()
+        finally:
+            torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
+
 
 class HostPool:
-    """Slabs of host memory, owned by one store.
+    """Slabs of host memory, and slots of exact size cut from them.
+
+    ``torch.empty(pin_memory=True)`` is not used: the caching host allocator rounds each block up to a power of two, up to twice
+    the bytes. Here ordinary memory is registered with ``cudaHostRegister``. That takes about 0.32 s a GiB, so it happens in the
+    first step only: slots go out again as they came back, and become holes for other sizes only if none fits.
 
     Args:
         pin: page-lock the slabs (needs CUDA).
-        small_slab: page-locked slots below as many bytes share slabs of this size; 0: each slab is as large as its first slot.
+        small_slab: page-locked slots smaller than this share slabs of this many bytes; 0: a slab for each new slot.
     """
 
     def __init__(self, pin: bool, small_slab: int = _SMALL_SLAB):
         self._pin = pin
         self._small_slab = small_slab if pin else 0
         self._slabs: list[_Slab] = []
-        # Slots as they came back, by length. A step asks for the same sizes again and again, a pipeline's for thousands: to look
-        # through all holes each time, or to keep them merged, would take the host longer than the device computes.
-        self._returned: dict[int, list[HostSlot]] = {}
-        self._given: deque[HostSlot] = deque()  # what came back since the last call
+        # Slots that are free, by length. A step asks for the same sizes again, thousands of them in a pipeline: searching all
+        # holes each time, or keeping them merged, would take the host longer than the device computes.
+        self._free: dict[int, list[HostSlot]] = {}
+        self._returned: deque[HostSlot] = deque()  # since the last call: `give` may run in the middle of any other
 
     @property
     def reserved_bytes(self) -> int:
@@ -252,21 +257,21 @@ class HostPool:
         return sum(slab.memory.numel() for slab in self._slabs)
 
     def take(self, nbytes: int) -> HostSlot:
-        """A slot of `nbytes`: one that came back, else from the tightest hole, else from a new slab.
+        """A slot of `nbytes`: a free one of that length, else from the smallest hole that fits, else from a new slab.
 
         Raises:
-            MemoryError: the host cannot give or page-lock that much; the message says how much the pool holds.
+            MemoryError: the host cannot allocate or page-lock that much.
         """
-        self._sort_given()
+        self._collect_returned()
         length = -(-nbytes // _ALIGN) * _ALIGN
-        returned = self._returned.get(length)
-        if returned:
-            slot = returned.pop()
+        free = self._free.get(length)
+        if free:
+            slot = free.pop()
             slot.slab.used = True
             if slot.bytes_.numel() == nbytes:
                 return slot
             return self._cut(slot.slab, slot.start, length, nbytes, slot.last_read)
-        self._merge()
+        self._merge_free()
         best = min(
             ((room, slab, i) for slab in self._slabs for i, (_, room) in enumerate(slab.holes) if room >= length),
             key=lambda found: found[0],
@@ -280,67 +285,61 @@ class HostPool:
         return self._cut(slab, slab.take(hole, length), length, nbytes, slab.last_read)
 
     def give(self, slot: HostSlot) -> None:
-        """Take a slot back, from any thread and in the middle of any other call. A copy from it may still run: the next to write
-        there waits for `last_read`."""
-        if slot.slab.in_pool:  # else it dies here, and its slab with the last of them
-            self._given.append(slot)
+        """Return a slot, from any thread and in the middle of any other call. A copy from it may still run."""
+        if slot.slab.in_pool:  # else the slot dies here, and the last one takes its slab along
+            self._returned.append(slot)
 
-    def restart(self) -> None:
-        """Count from here which slabs are used."""
+    def reset_stats(self) -> None:
+        """Start anew to note which slabs are used, for `trim`."""
         for slab in self._slabs:
             slab.used = False
 
-    def trim(self, spare_used: bool = False) -> None:
-        """Let go of the slabs of which no slot is out. The host waits for copies that are not over.
-
-        Args:
-            spare_used: not of those of which one was out since `restart`.
-        """
-        self._merge()
+    def trim(self) -> None:
+        """Free the slabs without a slot that is out, now or since `reset_stats`. The host waits for their copies."""
+        self._merge_free()
         for slab in self._slabs:
-            slab.in_pool = not slab.idle or (spare_used and slab.used)
+            slab.in_pool = not slab.idle or slab.used
         self._slabs = [slab for slab in self._slabs if slab.in_pool]
 
     def close(self) -> None:
-        """Let go of every slab; one of which slots are out lives on until the last of them dies."""
+        """Free every slab; one that has slots out lives on until the last of them dies."""
         for slab in self._slabs:
             slab.in_pool = False
         self._slabs.clear()
+        self._free.clear()
         self._returned.clear()
-        self._given.clear()
 
-    def _cut(self, slab: _Slab, start: int, length: int, nbytes: int, last_read: Done | None) -> HostSlot:
+    def _cut(self, slab: _Slab, start: int, length: int, nbytes: int, last_read: CopyDone | None) -> HostSlot:
         return HostSlot(slab.memory[start : start + nbytes], slab, start, length, last_read)
 
-    def _sort_given(self) -> None:
-        """Put what came back where `take` looks for it."""
-        while self._given:
-            slot = self._given.popleft()
+    def _collect_returned(self) -> None:
+        while self._returned:
+            slot = self._returned.popleft()
             if slot.slab.in_pool:
-                self._returned.setdefault(slot.length, []).append(slot)
+                self._free.setdefault(slot.length, []).append(slot)
 
-    def _merge(self) -> None:
-        """Make holes of the slots that came back."""
-        self._sort_given()
-        for slots in self._returned.values():
+    def _merge_free(self) -> None:
+        """Turn the free slots into holes."""
+        self._collect_returned()
+        for slots in self._free.values():
             for slot in slots:
                 slot.slab.give(slot.start, slot.length)
-        self._returned.clear()
+        self._free.clear()
 
     def _grow(self, size: int) -> _Slab:
         try:
             memory = torch.empty(size, dtype=torch.uint8)
         except RuntimeError as error:
             raise MemoryError(
-                f"the host has no {size} bytes for offloaded activations; this pool already holds {self.reserved_bytes}. "
-                "Offload less: fewer regions, or a larger device budget"
+                f"cannot allocate {size} bytes of host memory for offloaded activations; this pool already holds "
+                f"{self.reserved_bytes} bytes. Offload less: fewer regions, or a larger device budget"
             ) from error
         if self._pin:
             code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0))
             if code != 0:
-                _clear_error()
+                _clear_cuda_error()
                 raise MemoryError(
-                    f"the system did not page-lock {size} bytes of host memory for offloaded activations: cudaHostRegister "
+                    f"cannot page-lock {size} bytes of host memory for offloaded activations: cudaHostRegister "
                     f"returned {_CUDA_ERRORS.get(code, 'error')} ({code}). This pool already holds {self.reserved_bytes} bytes; "
                     f"{_locked_limit()}. Raise the limit (`ulimit -l unlimited`; for a container `--ulimit memlock=-1`, and "
                     "enough memory), or offload less: fewer regions, or a larger device budget"
@@ -357,88 +356,34 @@ def _locked_limit() -> str:
     return f"`ulimit -l` limits locked memory to {limit} bytes"
 
 
-def _clear_error() -> None:
-    """Take the error that a refused call left in CUDA: the next kernel's launch would report it as its own."""
+def _clear_cuda_error() -> None:
+    """Clear the error of a refused call; the next kernel launch would report it as its own."""
     if torch.cuda.is_available():
         with suppress(RuntimeError):
             torch.zeros(1, device="cuda")
 
 
-# HostStore: saved bytes wait in host memory.
-#
-# In: the uint8 view of a device storage. Out: a `HostTicket`. On a GPU the host memory is page-locked and the copies run
-# on two streams of their own; on a CPU it is ordinary memory and a copy is over when `put` returns.
-#
-# Ordering, without ``record_stream``:
-#
-# * copies out wait for the compute stream as of `send`, and for the last copies that read from their slots;
-# * `settle` makes the compute stream wait for the copy out, then drops the device tensor. Whatever compute allocates from
-#   that memory afterwards is ordered behind the copy, because it is enqueued behind the wait;
-# * `fetch` allocates on the compute stream, and the copy back waits for what compute was given until then;
-# * `wait` makes the compute stream wait for the copy back.
-#
-# Before a ticket's device block goes back to its allocator, at `settle` or when the ticket dies, the compute stream waits for
-# each copy that reads or writes the block (`_guard`). That includes the copy out of a ticket that was taken back while it was
-# leaving: its bytes are worth nothing, but the memory it reads may be unmapped (expandable segments,
-# ``torch.cuda.empty_cache()``).
-#
-# Several streams. A ticket has one compute stream: where its block is allocated on the way back. Streams that meet it elsewhere
-# (a storage saved or unpacked within ``with torch.cuda.stream(side)``) are kept in `others`: copies out wait for them too, they
-# wait for copies back, and compute waits for them before the block is reused.
-#
-# A ticket may die at any moment, in any thread: the collector runs where it likes, within a call of this store too. Its death
-# enqueues waits and adds to deques, and changes nothing that a call is in the middle of.
-
-
-class HostTicket(Ticket):
-    """A ticket of `HostStore`. Frees its slot when it dies.
-
-    Attributes:
-        compute: the stream that made the bytes and is to read them again; None on a CPU.
-        others: further streams that saved the storage or read it.
-        out, back: the last copy out and back.
-        address: of the bytes, when they were sent.
-    """
-
-    __slots__ = ("address", "back", "compute", "others", "out", "slot", "store")
-
-    def __init__(self, store: "HostStore", device_bytes: torch.Tensor, compute: Any):
-        super().__init__(device_bytes.numel(), device_bytes, TicketState.HELD)
-        self.store = store
-        self.slot: HostSlot | None = None
-        self.out: Done | None = None
-        self.back: Done | None = None
-        self.compute = compute
-        self.others: tuple[Any, ...] = ()
-        self.address = 0
-
-    def __del__(self, ending: Any = sys.is_finalizing) -> None:
-        if not ending():
-            self.store._released(self)
-
-
 class Traffic:
-    """Copies of one direction since the last `restart`: bytes and the ends of the copies, for bandwidth."""
+    """Copies in one direction since `reset_stats`."""
 
     def __init__(self) -> None:
         self.nbytes = 0
-        self.copies: deque[tuple[int, Done]] = deque(maxlen=4096)
+        self.copies: deque[tuple[int, CopyDone]] = deque(maxlen=4096)
 
-    def add(self, nbytes: int, done: Done) -> None:
+    def add(self, nbytes: int, done: CopyDone) -> None:
         self.nbytes += nbytes
         self.copies.append((nbytes, done))
 
-    def restart(self) -> None:
-        """Count from here."""
+    def reset_stats(self) -> None:
         self.nbytes = 0
         self.copies.clear()
 
     def measure(self) -> tuple[int, float | None]:
-        """(bytes, bytes a second while copying). The rate is None on a CPU or without copies. Waits for the copies."""
+        """(bytes, bytes a second while copying). Waits for the copies. See `rate`."""
         return self.nbytes, self.rate(slice(None))
 
     def rate(self, which: slice) -> float | None:
-        """Bytes a second of these of the copies, in their order, as `measure` has it of all."""
+        """Bytes a second of a part of the copies, in their order; None on a CPU, or if none was timed."""
         timed, milliseconds = 0, 0.0
         for size, done in list(self.copies)[which]:
             taken = done.milliseconds()
@@ -448,7 +393,7 @@ class Traffic:
 
 
 def _locked(method: Callable[..., None]) -> Callable[..., None]:
-    """One thread at a time; a ticket's death takes no lock."""
+    """One thread at a time changes states of tickets: a model may run in several. A ticket's death takes no lock."""
 
     @wraps(method)
     def call(self: "HostStore", *args: Any) -> None:
@@ -459,10 +404,18 @@ def _locked(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class HostStore:
-    """Offloaded bytes of one device. Owns its streams, its pool and nothing else; tickets are owned by the graph.
+    """Offloaded bytes of one device. Owns its streams and its pool; the graph owns the tickets.
 
-    Args:
-        device: the device whose tensors are taken.
+    Streams are ordered by events, without ``record_stream``:
+
+    * A copy out waits for the compute stream as of `send`, for the other streams that use the storage, and for the last copies
+      that read from its slots.
+    * `settle` makes the compute stream wait for the copy out and drops the device memory. What compute allocates there afterwards
+      is enqueued after that wait.
+    * `fetch` allocates on the compute stream, and the copy back waits for the compute stream as of then.
+    * `wait` makes the compute stream, and the current one if it is another, wait for the copy back.
+    * Before a device block returns to its allocator, the streams that may get it next wait for each copy that uses it
+      (`_guard_block`).
     """
 
     def __init__(self, device: torch.device):
@@ -472,45 +425,28 @@ class HostStore:
         self.outbound = Traffic()
         self.inbound = Traffic()
         self._closed = False
-        self._lock = threading.RLock()  # a ticket's states: a model may run in several threads
-        self._alive = 0
-        self._alive_bytes = 0
-        self._dead: deque[int] = deque()  # bytes of tickets that died since they were counted
-
-    @property
-    def live_tickets(self) -> int:
-        """Tickets that are alive, in any state."""
-        self._count_dead()
-        return self._alive
-
-    @property
-    def live_bytes(self) -> int:
-        """Bytes of the tickets that are alive."""
-        self._count_dead()
-        return self._alive_bytes
+        self._lock = threading.RLock()
 
     @cached_property
     def memory_rate(self) -> float:
         """Bytes a second of the device's own memory, which copies read and write too."""
         return memory_rate(self.device)
 
-    def hold(self, device_bytes: torch.Tensor, compute: Any) -> HostTicket:
-        """Take the bytes of a storage (uint8, on the device), which stay there until `send`. `compute` is the stream
-        that made them and reads them again; None on a CPU."""
-        self._count_dead()
-        ticket = HostTicket(self, device_bytes, compute)
-        self._alive += 1
-        self._alive_bytes += ticket.nbytes
+    def hold(self, device_bytes: torch.Tensor, compute: Any) -> Ticket:
+        """A ticket for the bytes of a storage (uint8, on the device), which stay there until `send`.
+
+        Args:
+            compute: the stream that made the bytes and reads them again; None on a CPU.
+        """
+        ticket = Ticket(self, device_bytes, compute)
         other = self.lanes.other_stream(compute)
         if other is not None:
             ticket.others = (other,)
         return ticket
 
     @_locked
-    def send(self, tickets: Sequence[HostTicket]) -> None:
-        """Enqueue the copies out. Tickets that are not held stay as they are. A closed store sends nothing: tickets
-        stay held. A ticket whose storage was emptied (by an engine
-        that gathers weights again before backward) goes to ``ON_DEVICE``: it keeps the storage, as autograd would.
+    def send(self, tickets: Sequence[Ticket]) -> None:
+        """Enqueue the copies out of the tickets that are held. A closed store sends nothing.
 
         Raises:
             MemoryError: the host has no room.
@@ -518,74 +454,80 @@ class HostStore:
         if self._closed:
             return
         for ticket in tickets:
+            # An engine that gathers weights again before backward emptied the storage: the ticket keeps it, as autograd would.
             if ticket.state is TicketState.HELD and _is_emptied(ticket):
-                ticket.step(TicketState.ON_DEVICE)
+                ticket.advance(TicketState.ON_DEVICE)
         for compute, held in _by_stream(t for t in tickets if t.state is TicketState.HELD):
-            copies: list[Copy] = []
-            after: list[Done] = []
-            for ticket in held:
-                assert ticket.device_bytes is not None
-                ticket.slot = ticket.slot or self.pool.take(ticket.nbytes)
-                copies.append((ticket.device_bytes, ticket.slot.bytes_))
-                if ticket.slot.last_read is not None:
-                    after.append(ticket.slot.last_read)
-            others = {other for ticket in held for other in ticket.others}
-            out = self.lanes.copy_out(copies, compute, after, others)
-            for ticket in held:
-                assert ticket.slot is not None and ticket.device_bytes is not None
-                ticket.slot.written_by(out)
-                ticket.out, ticket.address = out, ticket.device_bytes.data_ptr()
-                ticket.step(TicketState.LEAVING)
-            self.outbound.add(sum(ticket.nbytes for ticket in held), out)
+            self._copy_out(held, compute)
 
-    def put(self, device_bytes: torch.Tensor) -> HostTicket:
-        """`hold` and `send` of one storage, on the current stream."""
-        ticket = self.hold(device_bytes, self.lanes.compute_stream())
-        self.send([ticket])
-        return ticket
+    def _copy_out(self, held: Sequence[Ticket], compute: Any) -> None:
+        copies: list[Copy] = []
+        after: list[CopyDone] = []
+        for ticket in held:
+            assert ticket.device_bytes is not None
+            ticket.slot = ticket.slot or self.pool.take(ticket.nbytes)
+            copies.append((ticket.device_bytes, ticket.slot.bytes_))
+            if ticket.slot.last_read is not None:
+                after.append(ticket.slot.last_read)
+        others = {other for ticket in held for other in ticket.others}
+        out = self.lanes.copy_out(copies, compute, after, others)
+        for ticket in held:
+            assert ticket.slot is not None and ticket.device_bytes is not None
+            ticket.slot.written_by(out)
+            ticket.out, ticket.address = out, ticket.device_bytes.data_ptr()
+            ticket.advance(TicketState.LEAVING)
+        self.outbound.add(sum(ticket.nbytes for ticket in held), out)
 
     @_locked
-    def settle(self, ticket: HostTicket) -> None:
-        """Make the compute stream wait for the copy out and drop the device memory. No-op unless leaving. A storage
-        that was emptied or moved since `send` stays where it is: the copy may have read other bytes."""
+    def settle(self, ticket: Ticket) -> None:
+        """Make the compute stream wait for the copy out and drop the device memory. No-op unless leaving."""
         if ticket.state is TicketState.LEAVING:
             assert ticket.device_bytes is not None
+            # Trap: a storage that was emptied or moved since `send` stays: the copy may have read other bytes.
             if _is_emptied(ticket) or ticket.device_bytes.data_ptr() != ticket.address:
-                ticket.step(TicketState.ON_DEVICE)
+                ticket.advance(TicketState.ON_DEVICE)
                 return
-            _guard(ticket)
-            ticket.step(TicketState.ON_HOST)
+            _guard_block(ticket)
+            ticket.advance(TicketState.ON_HOST)
             ticket.device_bytes, ticket.others = None, ()
 
     @_locked
-    def fetch(self, *batches: Sequence[HostTicket]) -> None:
-        """Enqueue the copies back; a batch is there when all of it is. Tickets that are not on the host stay as they
-        are; one that is in two batches comes back with the first. A ticket that is still leaving stays where it is: its bytes
-        are on the device."""
-        wanted: dict[Any, list[list[HostTicket]]] = {}
+    def fetch(self, *batches: Sequence[Ticket]) -> None:
+        """Enqueue the copies back of the tickets that are on the host. Each batch has one end of its own; a ticket in two batches
+        comes back with the first."""
+        wanted: dict[Any, list[list[Ticket]]] = {}
         met: set[int] = set()
         for batch in batches:
+            # One that is still leaving has its bytes on the device: fetched, it would overtake its own copy out.
             own = [t for t in batch if t.state is TicketState.ON_HOST and id(t) not in met]
             met.update(map(id, own))
             for compute, tickets in _by_stream(own):
                 wanted.setdefault(compute, []).append(tickets)
         for compute, groups in wanted.items():
-            with on_stream(compute):
-                copies = [[self._way_back(ticket) for ticket in tickets] for tickets in groups]
-            for tickets, back in zip(groups, self.lanes.copy_back(copies, compute), strict=True):
-                for ticket in tickets:
-                    assert ticket.slot is not None
-                    ticket.slot.read_by(back)
-                    ticket.back = back
-                    ticket.step(TicketState.RETURNING)
-                self.inbound.add(sum(ticket.nbytes for ticket in tickets), back)
+            self._copy_back(groups, compute)
 
-    def wait(self, ticket: HostTicket) -> torch.Tensor:
-        """The uint8 device tensor, safe to use on the compute stream; fetched first if it was not. May be called any
-        number of times, on any stream: the current one waits too.
+    def _copy_back(self, groups: Sequence[Sequence[Ticket]], compute: Any) -> None:
+        with on_stream(compute):
+            copies = [[self._allocate_target(ticket) for ticket in tickets] for tickets in groups]
+        for tickets, back in zip(groups, self.lanes.copy_back(copies, compute), strict=True):
+            for ticket in tickets:
+                assert ticket.slot is not None
+                ticket.slot.read_by(back)
+                ticket.back = back
+                ticket.advance(TicketState.RETURNING)
+            self.inbound.add(sum(ticket.nbytes for ticket in tickets), back)
+
+    def _allocate_target(self, ticket: Ticket) -> Copy:
+        assert ticket.slot is not None
+        ticket.device_bytes = torch.empty(ticket.nbytes, dtype=torch.uint8, device=self.device)
+        return ticket.slot.bytes_, ticket.device_bytes
+
+    def wait(self, ticket: Ticket) -> torch.Tensor:
+        """The uint8 device tensor, safe to use on the compute stream and the current one; fetched now if it was not before. May
+        be called any number of times.
 
         Raises:
-            RuntimeError: the storage was emptied by somebody else while autograd had it saved, and was not filled again.
+            RuntimeError: the storage was emptied while autograd had it saved, and was not filled again.
         """
         if ticket.state is not TicketState.ON_DEVICE or self.lanes.other_stream(ticket.compute) is not None:
             self.recall(ticket)
@@ -599,19 +541,17 @@ class HostStore:
         return ticket.device_bytes
 
     @_locked
-    def recall(self, ticket: HostTicket) -> None:
-        """What `wait` does, ahead of the moment at which the bytes are needed: a storage may still be empty.
-
-        A ticket that is still leaving is taken back. Its copy out runs on: what it writes is a slot nobody reads any more, and
-        the next writer of that slot is behind it on the same stream.
-        """
+    def recall(self, ticket: Ticket) -> None:
+        """Do what `wait` does, ahead of the time at which the bytes are needed: the storage may still be empty."""
         if ticket.state is not TicketState.ON_DEVICE:
             if ticket.state is TicketState.ON_HOST:
                 self.fetch((ticket,))
             if ticket.state is TicketState.RETURNING:
                 assert ticket.back is not None
                 ticket.back.block(ticket.compute)
-            ticket.step(TicketState.ON_DEVICE)
+            # From LEAVING too: its copy out goes on and writes a slot that is never read; the slot's next writer is behind it on
+            # the same stream.
+            ticket.advance(TicketState.ON_DEVICE)
         other = self.lanes.other_stream(ticket.compute)
         if other is not None:
             if ticket.back is not None:
@@ -619,68 +559,60 @@ class HostStore:
             if other not in ticket.others:
                 ticket.others = (*ticket.others, other)
 
-    def _way_back(self, ticket: HostTicket) -> Copy:
-        assert ticket.slot is not None
-        ticket.device_bytes = torch.empty(ticket.nbytes, dtype=torch.uint8, device=self.device)
-        return ticket.slot.bytes_, ticket.device_bytes
-
-    def restart(self) -> None:
-        """Count from here: traffic, and what is used of the host memory."""
-        self.outbound.restart()
-        self.inbound.restart()
-        self.pool.restart()
+    def reset_stats(self) -> None:
+        """Start anew to count traffic, and which slabs of host memory are used."""
+        self.outbound.reset_stats()
+        self.inbound.reset_stats()
+        self.pool.reset_stats()
 
     def synchronize(self) -> None:
-        """Before and after a captured step: no event passes between inside and outside, because nothing waits for a copy from
-        before this call any more."""
+        """Wait on the host for all copies. Call it before and after the capture of a CUDA graph: no stream waits any more for a
+        copy from before this call, and an event must not pass between inside and outside."""
         self.lanes.synchronize()
 
     def trim(self) -> None:
-        """Free the host slabs that no ticket has used since `restart`."""
+        """Free the host slabs that no ticket has used since `reset_stats`."""
         self.lanes.synchronize()
-        self.pool.trim(spare_used=True)
+        self.pool.trim()
 
     def close(self) -> None:
-        """Let go of the host memory. Tickets that a graph still owns stay valid and free theirs when they die."""
+        """Free the host memory. Tickets that a graph still owns stay valid and free theirs when they die."""
         self._closed = True
         self.lanes.synchronize()
         self.pool.close()
 
-    def _released(self, ticket: HostTicket) -> None:
-        """A ticket dies. See the module docstring for what this may do."""
-        self._dead.append(ticket.nbytes)
+    def _ticket_died(self, ticket: Ticket) -> None:
+        # Trap: this runs at any time, in any thread, within any call of this store. It must not change what a call works on.
         if ticket.slot is not None:
             self.pool.give(ticket.slot)
         if ticket.device_bytes is not None:
-            _guard(ticket)
+            _guard_block(ticket)
             ticket.device_bytes = None
 
-    def _count_dead(self) -> None:
-        while self._dead:
-            self._alive_bytes -= self._dead.popleft()
-            self._alive -= 1
 
+def _guard_block(ticket: Ticket) -> None:
+    """Before a ticket's device block returns to its allocator: the streams that may get it next wait for all that uses it.
 
-def _guard(ticket: HostTicket) -> None:
-    """Before a ticket's device block goes back to its allocator: the streams that may be given it next wait for all that reads
-    or writes it. Those that have waited already do not wait again."""
-    last = ticket.back or ticket.out  # `settle` came between the two
+    Trap: that includes the copy out of a ticket that was taken back while leaving. Its bytes are not needed, but the memory that
+    it reads may be unmapped (expandable segments, ``torch.cuda.empty_cache()``).
+    """
+    last = ticket.back or ticket.out  # a copy back comes after `settle`, which waited for the copy out
     if last is not None:
         last.block(ticket.compute)
-        for other in ticket.others:  # whose allocator it may be: that of the stream that made it
+        for other in ticket.others:  # the block may belong to the allocator of any of them
             last.block(other)
     for other in ticket.others:
         ticket.compute.wait_stream(other)
 
 
-def _is_emptied(ticket: HostTicket) -> bool:
-    """Whether the ticket's storage has become too small: somebody resized it."""
+def _is_emptied(ticket: Ticket) -> bool:
+    """Whether the ticket's storage was resized to less than it held."""
     return ticket.device_bytes is not None and ticket.device_bytes.untyped_storage().nbytes() < ticket.nbytes
 
 
-def _by_stream(tickets: Iterable[HostTicket]) -> Iterable[tuple[Any, list[HostTicket]]]:
-    """By compute stream: there is one, unless somebody runs regions on several."""
-    groups: dict[Any, list[HostTicket]] = {}
+def _by_stream(tickets: Iterable[Ticket]) -> Iterable[tuple[Any, list[Ticket]]]:
+    """Tickets by compute stream: one, unless regions run on several."""
+    groups: dict[Any, list[Ticket]] = {}
     for ticket in tickets:
         groups.setdefault(ticket.compute, []).append(ticket)
     return groups.items()

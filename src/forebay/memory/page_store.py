@@ -1,32 +1,14 @@
 """PageStore: saved rows wait in pages of one arena, where only the device knows how many rows there are.
 
-In: for each tensor of a layer the most rows there can be, the bytes of one, and a tensor on the device that says how many are
-live. Out: a `PageTicket` with a `PageTable` for each; the kernels `stash` and `restore`, or a kernel that has the rows in hand
-anyway, write and read the pages. The autograd graph owns the ticket. When it dies, a kernel gives the pages back.
+Input: for each tensor of a layer the most rows there can be, the bytes of a row, and a device tensor with the number of live
+rows. Output: a `PageTicket` with a `PageTable` for each tensor; the kernels `stash` and `restore`, or a kernel that computes with
+the rows anyway, write and read the pages. The autograd graph owns the ticket; when it dies, a kernel gives the pages back.
 
-    ticket = store.take([Rows(live, 4096, 2048)])      # one launch, no host synchronisation
+    ticket = store.take([PagedRows(live, 4096, 2048)])      # one launch, no host synchronisation
     stash([x], ticket.tables)
-    ...                                                # backward
+    ...                                                     # backward
     restore(ticket.tables, [x_again])
-    del ticket                                         # one launch: the pages are free for whoever takes next
-
-A page holds whole rows of one width. A tensor takes ceil(live / rows of a page) pages; what is free is known to the device
-only. Pages of the device go out first and pages of the host when there are no more, one by one: half of a tensor may lie here,
-half there. When the arena has too few for a layer, the layer gets none, and `missing_flag` says so until the step's end: the
-step must be run again, within `exactly`.
-
-Size. The first step is counted: `take` reads the live rows on the host, and each ticket has just the pages it needs in memory
-of its own. `end_step` then makes the arena: on the device what was out at once, and a margin; on the host what tickets alive at
-once could need if all their rows were live. So nothing can be missing while shapes and the number of tickets stay as they
-were. Later steps only grow it, at their end.
-
-Streams. Everything runs on the compute stream, which orders takes, gives and copies among one another. A ticket may die in
-autograd's thread, or in a garbage collection within somebody's ``with torch.cuda.stream(side)``: it remembers the stream it was
-taken on and gives back there.
-
-CUDA graphs. A take that is captured belongs to its graph, and so must its give: a ticket taken in a capture gives back in that
-capture or not at all (a capture that failed has taken nothing). One taken before, which happens to die while the capture runs,
-must not give back in every replay: its pages wait for the next take outside.
+    del ticket                                              # one launch: the pages are free for the next take
 """
 
 import sys
@@ -53,128 +35,131 @@ from forebay.kernels.paging import (
 )
 from forebay.memory.host_store import HostPool, HostSlot
 
-# Steps differ. One that needs a page more for each so many than the one that was counted still stays on the device; what more is
-# needed lies on the host for that step, and on the device in the next.
+# Steps differ: an arena has one device page more for each so many that the largest step needed. What a later step needs beyond
+# that is on the host for that step, and on the device in the next.
 _MARGIN = 64
 
 
 @dataclass(frozen=True)
 class PageReport:
-    """What a step needed, and what the next one has.
+    """What a step needed.
 
     Attributes:
         pages_out: most pages that were out at once, or would have been had there been enough.
-        bytes_out: of them.
-        device_bytes, host_bytes: of the arena, as it is from now on.
-        missing_pages: how many were missing, at most; above 0, rows were not saved.
+        bytes_out: their bytes.
+        missing_pages: most pages that were missing; above 0, rows were not saved.
         spilled: pages of the host were out.
-        resized: the arena is another one than before; CUDA graphs that use it must be captured again.
-        reclaimed_pages: were out although no ticket is alive, and are free again: of a graph that takes without giving, such as
-            a forward pass that was replayed without its backward pass.
+        resized: the arena was replaced; CUDA graphs that use it must be captured again.
+        reclaimed_pages: pages that were out without a live ticket and are free again: of a graph that takes without giving, such
+            as a forward that was replayed without its backward.
     """
 
     pages_out: int
     bytes_out: int
-    device_bytes: int
-    host_bytes: int
     missing_pages: int
     spilled: bool
     resized: bool
     reclaimed_pages: int
 
 
-class _Pages(NamedTuple):
-    """A number of each."""
+class _PageCounts(NamedTuple):
+    """Pages of a ticket: needed if all rows are live, and in memory of its own on the device and on the host."""
 
+    bound: int
     device: int
     host: int
 
 
 class PageTicket:
-    """Pages of one `take`. Gives them back when it dies.
+    """The pages of one `take`. Gives them back when it dies.
 
     Attributes:
-        tables: where the rows lie, in the order of `take`. Only good while the ticket is alive.
+        tables: where the rows are, in the order of `take`; valid while the ticket is alive.
     """
 
-    __slots__ = ("__weakref__", "_bound", "_captured_in", "_held", "_memory", "_own", "_store", "_stream", "tables")
+    __slots__ = ("__weakref__", "_captured_in", "_counts", "_memory", "_store", "_stream", "tables")
 
     def __init__(
         self,
         store: "PageStore",
         tables: tuple[PageTable, ...],
-        memory: "_Memory | _Own",
+        memory: "_PageMemory",
         stream: Any,
         captured_in: int | None,
-        bound: int,
-        held: int,
+        counts: _PageCounts,
     ):
         self.tables = tables
         self._store = store
-        self._memory = memory if isinstance(memory, _Memory) else None
-        self._own = memory if isinstance(memory, _Own) else None
+        self._memory = memory
         self._stream = stream
-        self._captured_in = captured_in  # the store's epoch, or None for a take that was no part of a capture
-        self._bound = bound  # pages, if all rows are live
-        self._held = held  # pages, as far as the host knows
+        self._captured_in = captured_in  # the store's epoch; None: not taken in a capture
+        self._counts = counts
 
     def __del__(self, ending: Any = sys.is_finalizing) -> None:
         if not ending():
-            self._store._released(self)
+            self._store._ticket_died(self)
 
 
 @dataclass(eq=False)
-class _Memory:
-    """An arena with its free pages; lives as long as the store uses it or a ticket of it is alive."""
+class _PageMemory:
+    """Memory of the pages of one ticket. `slot` keeps host pages page-locked; None without any."""
 
     arena: Arena
-    stack: FreePages
-    slot: HostSlot | None  # of the host pages, which are page-locked as long as this is alive
-    device_pages: int
-    host_pages: int
+    slot: HostSlot | None
 
     @property
     def pages(self) -> int:
-        return self.device_pages + self.host_pages
+        return self.arena.device_pages + self.arena.host_pages
+
+    def _must_wait(self) -> bool:
+        return self.slot is not None  # device memory is freed in the order of its stream, host memory at once
 
     def __del__(self, ending: Any = sys.is_finalizing) -> None:
-        # Kernels may still be using the memory, on other streams than it was allocated on. They use that of the host without
-        # any allocator knowing.
-        if self.arena.device.is_cuda and not ending():
+        if self._must_wait() and self.arena.device.is_cuda and not ending():
             torch.cuda.synchronize(self.arena.device.device)
 
 
 @dataclass(eq=False)
-class _Own:
-    """An arena of one ticket's, with just the pages that it needs."""
+class _SharedPages(_PageMemory):
+    """The store's arena with its free pages. Lives as long as the store or a ticket uses it."""
 
-    arena: Arena
-    slot: HostSlot | None  # of the host pages
-    device_pages: int
-    host_pages: int
+    free: FreePages
 
-    def __del__(self, ending: Any = sys.is_finalizing) -> None:
-        # Device memory is given back in its stream's order, that of the host at once.
-        if self.slot is not None and self.arena.device.is_cuda and not ending():
-            torch.cuda.synchronize(self.arena.device.device)
+    def _must_wait(self) -> bool:
+        return True  # kernels may still use it, on other streams than it was allocated on
 
 
 class PageStore:
-    """Pages of one device. Owns their memory; tickets are owned by the graph. Used by one thread at a time.
+    """Pages of one device. Owns their memory; the graph owns the tickets. Used by one thread at a time.
+
+    A page holds whole rows of one tensor. Device pages go out first and host pages after them, page by page: one tensor may be in
+    both. If the arena has too few pages for a layer, that layer gets none, `missing_flag` says so until the step's end, and the
+    step must be run again within `exactly`.
+
+    Sizes. In the first step `take` reads the live rows on the host, and each ticket has just the pages it needs in memory of its
+    own. `end_step` then makes the arena: on the device what was out at once and a margin, on the host what the tickets that were
+    alive at once could need with all rows live. Nothing is missing while shapes and the number of tickets stay the same. Later
+    steps only let it grow, at their end.
+
+    Streams. The compute stream orders takes, gives and copies. A ticket may die in autograd's thread, or in a garbage collection
+    under another current stream: it gives back on the stream it was taken on.
+
+    CUDA graphs. A ticket taken in a capture gives back in that capture or not at all (a capture that failed has taken nothing).
+    One taken before that dies during the capture must not give back in every replay: its pages wait for the next take outside.
 
     Args:
         device: where the rows are.
-        page_bytes: of a page, a multiple of 512. Each saved tensor wastes half a page on average.
-        device_budget: most bytes of the arena on the device; None: as many as a step needs.
-        spill: have pages on the host behind those of the device. Without, a step can need more than there is.
+        page_bytes: bytes of a page, a multiple of 512. Each saved tensor wastes half a page on average.
+        device_budget: most bytes of pages on the device; None: as many as a step needs.
+        spill: have host pages for what is over the budget. Without them a step can need more pages than there are.
         backend: of the kernels.
 
     Attributes:
-        last: what the last `end_step` said; None before it.
-        generation: counts the arenas that there have been. A CUDA graph is good for the one it was captured with.
+        last: the last report of `end_step`, or None.
+        generation: number of arenas made so far. A CUDA graph is valid for the one it was captured with.
 
     Raises:
-        ValueError: a page size that does not fit, a negative budget.
+        ValueError: an invalid page size or a negative budget.
     """
 
     def __init__(
@@ -200,21 +185,19 @@ class PageStore:
         self.backend: Backend = backend
         self.generation = 0
         self.last: PageReport | None = None
-        self._memory: _Memory | None = None
+        self._memory: _SharedPages | None = None
         self._closed = False
         self._exact = 0  # depth of `exactly`
-        self._epoch = 0  # counts ends of steps and arenas: a ticket captured in an earlier one gives nothing back
-        self._last: Any = None  # stream that used the free pages last
-        self._all_live: dict[int, Tensor] = {}  # constants, by value
-        # A ticket may die at any moment, in any thread. What it leaves here is counted by the next call.
-        self._dead: deque[tuple[int, int, _Pages]] = deque()
-        self._late: deque[tuple[_Memory, tuple[PageTable, ...], Any]] = deque()
+        self._epoch = 0  # number of step ends and arenas: a ticket captured in an earlier one gives nothing back
+        self._last_stream: Any = None  # the one that used the free pages last
+        self._all_live: dict[int, Tensor] = {}  # row counts on the device, by value
+        # A ticket may die at any time, in any thread. It only appends to these; the next call looks at them.
+        self._dead: deque[_PageCounts] = deque()
+        self._deferred_gives: deque[tuple[_SharedPages, tuple[PageTable, ...], Any]] = deque()
         self._alive = 0
-        self._bound = 0  # pages that the live tickets could need
-        self._worst = 0  # the most of it
-        self._held = 0  # pages that are out, as far as the host knows
-        self._private = _Pages(0, 0)  # of them, in memory of tickets' own
-        self._private_most = 0  # the most of it in this step
+        self._total = _PageCounts(0, 0, 0)  # of the live tickets
+        self._worst_bound = 0  # largest total bound so far
+        self._most_own = 0  # most pages of tickets' own in this step
 
     @property
     def live_tickets(self) -> int:
@@ -223,146 +206,112 @@ class PageStore:
         return self._alive
 
     @property
-    def live_bytes(self) -> int:
-        """Bytes of the pages that are out. The host does not know how many rows are live: it counts them all."""
-        self._count_dead()
-        return self._held * self.page_bytes
-
-    @property
-    def sized(self) -> bool:
-        """Whether there is an arena, that is: whether `take` does without the host."""
-        return self._memory is not None
-
-    @property
     def device_pages(self) -> int:
         """Pages of the arena on the device."""
-        return self._memory.device_pages if self._memory is not None else 0
+        return self._memory.arena.device_pages if self._memory is not None else 0
 
     @property
     def host_pages(self) -> int:
         """Pages of the arena on the host."""
-        return self._memory.host_pages if self._memory is not None else 0
+        return self._memory.arena.host_pages if self._memory is not None else 0
 
     @property
     def device_bytes(self) -> int:
-        """Memory of pages on the device: the arena's, and that of tickets' own."""
+        """Bytes of pages on the device: of the arena, and of tickets' own."""
         self._count_dead()
-        return (self.device_pages + self._private.device) * self.page_bytes
+        return (self.device_pages + self._total.device) * self.page_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Memory of pages on the host: the arena's, and that of tickets' own."""
+        """Bytes of pages on the host: of the arena, and of tickets' own."""
         self._count_dead()
-        return (self.host_pages + self._private.host) * self.page_bytes
+        return (self.host_pages + self._total.host) * self.page_bytes
 
     def take(self, wanted: Sequence[PagedRows]) -> PageTicket:
         """Pages for the tensors of one layer, all or none of them.
 
-        Without an arena, and within `exactly`, the host waits for the device once and the ticket has memory of its own: on the
-        device as far as the budget goes beside the arena and other such tickets, and with `spill` on the host behind that.
+        Without an arena, and within `exactly`, the host waits for the device once and the ticket gets memory of its own: on the
+        device as far as the budget goes beside the arena and other such tickets, and the rest on the host if `spill` is on.
 
         Args:
-            wanted: one to four tensors' rows. The `live` tensors must keep their values until the ticket is dead.
+            wanted: rows of one to four tensors. The `live` tensors must keep their values while the ticket is alive.
 
         Raises:
-            ValueError: rows that no page holds, malformed rows, a budget below what this layer can need.
-            RuntimeError: the store is closed, or has no arena yet while a CUDA graph is captured.
+            ValueError: rows that fit no page, malformed rows, a budget below what this layer can need.
+            RuntimeError: the store is closed, or there is no arena while a CUDA graph is captured.
         """
         self._check_open()
         bounds = self._bounds(wanted)
-        bound = sum(bounds)
         stream = self._stream()
         capturing = self._is_capturing(stream)
         self._count_dead()
         if not capturing:
-            self._give_late()
-        memory: _Memory | _Own | None = None if self._exact else self._memory
-        if memory is None:
+            self._give_deferred()
+        memory: _PageMemory
+        if self._memory is None or self._exact:
             if capturing:
                 raise RuntimeError(
                     "pages cannot be counted while a CUDA graph is captured: run a step and end_step() before, and "
                     "capture outside of exactly()"
                 )
-            tables, memory = self._take_exactly(wanted, bounds)
-            held = memory.device_pages + memory.host_pages
-            device, host = self._private
-            self._private = _Pages(device + memory.device_pages, host + memory.host_pages)
-            self._private_most = max(self._private_most, sum(self._private))
+            memory, tables = self._take_exactly(wanted, bounds)
+            counts = _PageCounts(sum(bounds), memory.arena.device_pages, memory.arena.host_pages)
         else:
-            assert isinstance(memory, _Memory)
-            self._in_order(stream, capturing)
-            lives = [self._live(rows) for rows in wanted]
-            needs = [
-                (live, self.page_bytes // rows.row_bytes, most)
-                for live, rows, most in zip(lives, wanted, bounds, strict=True)
-            ]
-            pages = take_pages(memory.stack, needs, backend=self.backend)
-            tables = tuple(
-                PageTable(memory.arena, numbers, live, rows.rows, rows.row_bytes)
-                for numbers, live, rows in zip(pages, lives, wanted, strict=True)
-            )
-            held = bound
+            memory = self._memory
+            tables = self._take_from(self._memory, wanted, bounds, stream, capturing)
+            counts = _PageCounts(sum(bounds), 0, 0)
         self._alive += 1
-        self._held += held
-        self._bound += bound
-        self._worst = max(self._worst, self._bound)
-        return PageTicket(self, tables, memory, stream, self._epoch if capturing else None, bound, held)
+        self._add(counts, 1)
+        self._worst_bound = max(self._worst_bound, self._total.bound)
+        self._most_own = max(self._most_own, self._total.device + self._total.host)
+        return PageTicket(self, tables, memory, stream, self._epoch if capturing else None, counts)
 
     def end_step(self) -> PageReport:
-        """Wait for the device, say what the step needed, and make room for as much in the next.
+        """Wait for the device, report what the step needed, and make room for as much in the next step.
 
-        The arena grows when no ticket is alive and the step had pages on the host that the budget has room for on the device,
-        or could have needed more than there are.
+        The arena grows if no ticket is alive and the step had pages on the host for which the device budget has room, or could
+        have needed more pages than there are.
 
         Raises:
-            MemoryError: the host cannot give or page-lock as much. torch.OutOfMemoryError: the device cannot. There is no
-                arena then, as in the first step.
+            MemoryError: the host cannot allocate or page-lock that much. torch.OutOfMemoryError: the device cannot. There is
+                no arena then, as in the first step.
         """
         self._check_open()
         if self._is_capturing(self._stream()):
             raise RuntimeError("end_step() waits for the device: not while a CUDA graph is captured")
         self._epoch += 1
-        self._give_late()
+        self._give_deferred()
         self._wait()
         idle = self.live_tickets == 0
-        most, missing, spilled, reclaimed = self._private_most, 0, False, 0
+        most, missing, spilled, reclaimed = self._most_own, 0, False, 0
         if self._memory is not None:
-            stack = self._memory.stack
-            head, tail, missing, out_most = stack.state.tolist()
+            free = self._memory.free
+            head, tail, missing, out_most = free.state.tolist()
             out = head - tail + self._memory.pages
             most = max(most, out_most)
-            spilled = out_most > self._memory.device_pages
+            spilled = out_most > self.device_pages
             reclaimed = out if idle else 0
-            if idle and (out or spilled):  # in place: captured graphs go on with it
-                _refill(stack)
+            if idle and (out or spilled):
+                _refill(free)
             else:
-                stack.state.copy_(torch.tensor([head, tail, 0, out]))
-            self._last = self._stream()
-        self._private_most = sum(self._private)
+                free.state.copy_(torch.tensor([head, tail, 0, out]))
+            self._last_stream = self._stream()
+        self._most_own = self._total.device + self._total.host
         resized = idle and self._fit(most)
-        self.last = PageReport(
-            pages_out=most,
-            bytes_out=most * self.page_bytes,
-            device_bytes=self.device_pages * self.page_bytes,
-            host_bytes=self.host_bytes,
-            missing_pages=missing,
-            spilled=spilled,
-            resized=resized,
-            reclaimed_pages=reclaimed,
-        )
+        self.last = PageReport(most, most * self.page_bytes, missing, spilled, resized, reclaimed)
         return self.last
 
     def resize(self, device_pages: int, host_pages: int) -> None:
-        """Make another arena, of so many pages. Tickets that are alive keep the one they have, beside it.
+        """Replace the arena. Tickets that are alive keep theirs, beside the new one.
 
         Raises:
-            ValueError: no page at all, more than the budget, or host pages where spilling is off.
+            ValueError: no pages at all, more than the budget, or host pages without `spill`.
             MemoryError, torch.OutOfMemoryError: see `end_step`.
         """
         self._check_open()
         if device_pages < 0 or host_pages < 0 or device_pages + host_pages == 0:
             raise ValueError(f"an arena of {device_pages} device pages and {host_pages} host pages")
-        if device_pages > self._budget_pages(device_pages):
+        if device_pages > self._within_budget(device_pages):
             raise ValueError(
                 f"{device_pages} device pages are {device_pages * self.page_bytes} bytes, the budget is {self.device_budget}"
             )
@@ -370,27 +319,27 @@ class PageStore:
             raise ValueError(f"{host_pages} host pages asked for, but spilling to the host is off")
         if self._is_capturing(self._stream()):
             raise RuntimeError("an arena cannot be made while a CUDA graph is captured")
-        self._give_late()
+        self._give_deferred()
         self._wait()
         slot = None
-        if self._memory is not None and self._memory.host_pages == host_pages and self.live_tickets == 0:
-            slot = self._memory.slot  # page-locking is slow, and nobody else uses it
+        if self._memory is not None and self._memory.arena.host_pages == host_pages and self.live_tickets == 0:
+            slot = self._memory.slot  # page-locking is slow, and nothing else uses it
         self._memory = None  # before the next is allocated: often there is no room for both
-        self._last = None
+        self._last_stream = None
         self.generation += 1
         self._epoch += 1
         self._memory = self._allocate(device_pages, host_pages, slot)
 
     def missing_flag(self) -> Tensor:
-        """int64 [1] on the device: pages that were missing in this step, at most. 0: every live row was saved."""
+        """int64 [1] on the device: the most pages that were missing in this step. 0: every live row was saved."""
         self._check_open()
         if self._memory is None:
             return torch.zeros(1, dtype=torch.int64, device=self.device)
-        return self._memory.stack.state[2:3]
+        return self._memory.free.state[2:3]
 
     @contextmanager
     def exactly(self) -> Iterator[None]:
-        """Within, tickets have just the pages they need, in memory of their own: for the step that is run again."""
+        """Within, each ticket has just the pages it needs, in memory of its own: for the capacity retry of a step."""
         self._check_open()
         self._exact += 1
         try:
@@ -399,18 +348,18 @@ class PageStore:
             self._exact -= 1
 
     def close(self) -> None:
-        """Let go of the arena. Tickets that a graph still owns stay valid, and it lives until the last of them dies."""
+        """Drop the arena. Tickets that a graph still owns stay valid; the memory lives until the last of them dies."""
         if self._closed:
             return
         self._closed = True
-        self._give_late()
+        self._give_deferred()
         self._wait()
         self._memory = None
-        self._last = None
+        self._last_stream = None
         self._all_live.clear()
 
     def _bounds(self, wanted: Sequence[PagedRows]) -> list[int]:
-        """Pages of each, if all its rows are live."""
+        """Pages that each tensor needs if all its rows are live."""
         if not 1 <= len(wanted) <= TOGETHER:
             raise ValueError(f"a ticket is for 1 to {TOGETHER} tensors, got {len(wanted)}")
         bounds = []
@@ -429,24 +378,41 @@ class PageStore:
                     f"live must be one int32 or int64 on {self.device}, got {tuple(live.shape)} {live.dtype} on {live.device}"
                 )
             bounds.append(-(-rows // (self.page_bytes // row_bytes)))
-        if not self.spill and sum(bounds) > self._budget_pages(sum(bounds)):
+        if not self.spill and sum(bounds) > self._within_budget(sum(bounds)):
             raise ValueError(
                 f"a layer can need {sum(bounds)} pages, and without spilling to the host a device_budget of "
                 f"{sum(bounds) * self.page_bytes} bytes or more; it is {self.device_budget}"
             )
         return bounds
 
+    def _take_from(
+        self, memory: _SharedPages, wanted: Sequence[PagedRows], bounds: Sequence[int], stream: Any, capturing: bool
+    ) -> tuple[PageTable, ...]:
+        self._order_after_last(stream, capturing)
+        lives = [self._live(rows) for rows in wanted]
+        needs = [
+            (live, self.page_bytes // rows.row_bytes, bound)
+            for live, rows, bound in zip(lives, wanted, bounds, strict=True)
+        ]
+        pages = take_pages(memory.free, needs, backend=self.backend)
+        return tuple(
+            PageTable(memory.arena, numbers, live, rows.rows, rows.row_bytes)
+            for numbers, live, rows in zip(pages, lives, wanted, strict=True)
+        )
+
     def _live(self, rows: PagedRows) -> Tensor:
         if rows.live is not None:
             return rows.live
         known = self._all_live.get(rows.rows)
-        # Not kept: within a capture it would be memory of the graph, without a value until the graph is replayed.
+        # Trap: a new one is not kept. Made within a capture it is memory of the graph, without a value until a replay.
         return known if known is not None else self._constant(rows.rows)
 
     def _constant(self, value: int) -> Tensor:
         return torch.full((1,), value, dtype=torch.int64, device=self.device)
 
-    def _take_exactly(self, wanted: Sequence[PagedRows], bounds: Sequence[int]) -> tuple[tuple[PageTable, ...], "_Own"]:
+    def _take_exactly(
+        self, wanted: Sequence[PagedRows], bounds: Sequence[int]
+    ) -> tuple[_PageMemory, tuple[PageTable, ...]]:
         for rows in wanted:
             if rows.live is None and rows.rows not in self._all_live:
                 self._all_live[rows.rows] = self._constant(rows.rows)
@@ -458,49 +424,33 @@ class PageStore:
             if not 0 <= count <= rows.rows:
                 raise ValueError(f"{count} live rows of a tensor of {rows.rows}")
             counts.append(-(-count // (self.page_bytes // rows.row_bytes)))
-        own = self._own_pages(sum(counts))
+        memory = self._own_pages(sum(counts))
         tables, first = [], 0
-        for rows, count, most in zip(wanted, counts, bounds, strict=True):
-            pages = torch.full((most,), -1, dtype=torch.int32, device=self.device)
+        for rows, count, bound in zip(wanted, counts, bounds, strict=True):
+            pages = torch.full((bound,), -1, dtype=torch.int32, device=self.device)
             torch.arange(first, first + count, dtype=torch.int32, device=self.device, out=pages[:count])
-            tables.append(PageTable(own.arena, pages, self._live(rows), rows.rows, rows.row_bytes))
+            tables.append(PageTable(memory.arena, pages, self._live(rows), rows.rows, rows.row_bytes))
             first += count
-        return tuple(tables), own
+        return memory, tuple(tables)
 
-    def _own_pages(self, count: int) -> "_Own":
+    def _own_pages(self, count: int) -> _PageMemory:
         on_device = count
         if self.spill:
-            taken = self.device_pages + self._private.device
-            on_device = min(count, max(0, self._budget_pages(taken + count) - taken))
+            taken = self.device_pages + self._total.device
+            on_device = min(count, max(0, self._within_budget(taken + count) - taken))
         host, slot = self._host_memory(count - on_device, None)
-        device = torch.empty(on_device * self.page_bytes, dtype=torch.uint8, device=self.device)
-        return _Own(Arena(device, host, self.page_bytes), slot, on_device, count - on_device)
+        return _PageMemory(self._arena(on_device, host), slot)
 
-    def _fit(self, most: int) -> bool:
-        """Make the arena large enough for a step that has `most` pages out at once. True if it is another one now."""
-        device, host = self.device_pages, self.host_pages
-        if self._memory is None or most > device:
-            enough = max(1, min(most - (-most // _MARGIN), self._worst))
-            device = max(device, self._budget_pages(enough))
-        if self.spill:
-            host = max(host, self._worst - device)
-        if self._worst == 0 or (device, host) == (self.device_pages, self.host_pages):
-            return False
-        self.resize(device, host)
-        return True
-
-    def _budget_pages(self, pages: int) -> int:
-        """As many of `pages` as the budget allows."""
-        return pages if self.device_budget is None else min(pages, self.device_budget // self.page_bytes)
-
-    def _allocate(self, device_pages: int, host_pages: int, slot: HostSlot | None) -> _Memory:
+    def _allocate(self, device_pages: int, host_pages: int, slot: HostSlot | None) -> _SharedPages:
         host, slot = self._host_memory(host_pages, slot)
+        return _SharedPages(self._arena(device_pages, host), slot, all_free(device_pages + host_pages, self.device))
+
+    def _arena(self, device_pages: int, host: Tensor) -> Arena:
         device = torch.empty(device_pages * self.page_bytes, dtype=torch.uint8, device=self.device)
-        stack = all_free(device_pages + host_pages, self.device)
-        return _Memory(Arena(device, host, self.page_bytes), stack, slot, device_pages, host_pages)
+        return Arena(device, host, self.page_bytes)
 
     def _host_memory(self, pages: int, slot: HostSlot | None) -> tuple[Tensor, HostSlot | None]:
-        """So many host pages, of `slot` if there is one; they live as long as the slot."""
+        """Memory of host pages, from `slot` if there is one; it lives as long as the slot."""
         if not pages:
             return torch.empty(0, dtype=torch.uint8), slot
         if slot is None:
@@ -509,52 +459,67 @@ class PageStore:
             pool.close()
         return slot.bytes_, slot
 
-    def _released(self, ticket: PageTicket) -> None:
-        """A ticket dies. Any thread, any current stream, within a capture or not."""
+    def _fit(self, most: int) -> bool:
+        """Make the arena large enough for a step with `most` pages out at once. Whether it was replaced."""
+        device, host = self.device_pages, self.host_pages
+        if self._memory is None or most > device:
+            enough = max(1, min(most - (-most // _MARGIN), self._worst_bound))
+            device = max(device, self._within_budget(enough))
+        if self.spill:
+            host = max(host, self._worst_bound - device)
+        if self._worst_bound == 0 or (device, host) == (self.device_pages, self.host_pages):
+            return False
+        self.resize(device, host)
+        return True
+
+    def _within_budget(self, pages: int) -> int:
+        """As many of `pages` as the device budget allows."""
+        return pages if self.device_budget is None else min(pages, self.device_budget // self.page_bytes)
+
+    def _ticket_died(self, ticket: PageTicket) -> None:
+        # Trap: this runs at any time, in any thread, under any current stream, within a capture or not.
+        self._dead.append(ticket._counts)
         memory, stream = ticket._memory, ticket._stream
-        own = ticket._own
-        self._dead.append(
-            (ticket._bound, ticket._held, _Pages(own.device_pages, own.host_pages) if own else _Pages(0, 0))
-        )
-        if memory is None:
+        if not isinstance(memory, _SharedPages):
             return
         current = self._stream()
         capturing = self._is_capturing(stream)
-        nearby = capturing or (current != stream and self._is_capturing(current))
+        capture_near = capturing or (current != stream and self._is_capturing(current))
         captured = ticket._captured_in is not None
         if captured and capturing and ticket._captured_in == self._epoch:
             with suppress(RuntimeError):  # the capture has failed, and what it took was never taken
                 self._give(memory, ticket.tables, stream, capturing)
-        elif nearby:  # memory, too, must not be let go of within a capture
-            self._late.append((memory, () if captured else ticket.tables, stream))
+        elif capture_near:
+            # Keep the memory too: it must not be freed within a capture. A captured ticket of an earlier epoch gives nothing.
+            self._deferred_gives.append((memory, () if captured else ticket.tables, stream))
         elif not captured:
             self._give(memory, ticket.tables, stream, capturing)
 
-    def _give(self, memory: _Memory, tables: Sequence[PageTable], stream: Any, capturing: bool) -> None:
-        self._in_order(stream, capturing)
+    def _give(self, memory: _SharedPages, tables: Sequence[PageTable], stream: Any, capturing: bool) -> None:
+        self._order_after_last(stream, capturing)
         with self._on(stream):
-            give_pages(memory.stack, [table.pages for table in tables], backend=self.backend)
+            give_pages(memory.free, [table.pages for table in tables], backend=self.backend)
 
-    def _give_late(self) -> None:
-        while self._late:
-            memory, tables, stream = self._late.popleft()
+    def _give_deferred(self) -> None:
+        while self._deferred_gives:
+            memory, tables, stream = self._deferred_gives.popleft()
             if tables:
                 self._give(memory, tables, stream, False)
 
     def _count_dead(self) -> None:
         while self._dead:
-            bound, held, private = self._dead.popleft()
+            self._add(self._dead.popleft(), -1)
             self._alive -= 1
-            self._bound -= bound
-            self._held -= held
-            self._private = _Pages(self._private.device - private.device, self._private.host - private.host)
 
-    def _in_order(self, stream: Any, capturing: bool) -> None:
-        """Make `stream` wait for the one that used the free pages before, if that is another. A capture begins with nothing to
-        wait for: the device is idle then."""
-        if self._last is not None and self._last != stream and not capturing:
-            stream.wait_stream(self._last)
-        self._last = stream
+    def _add(self, counts: _PageCounts, sign: int) -> None:
+        self._total = _PageCounts(*(total + sign * n for total, n in zip(self._total, counts, strict=True)))
+
+    def _order_after_last(self, stream: Any, capturing: bool) -> None:
+        """Make `stream` wait for the one that used the free pages last. The device is idle when a capture begins, so a captured
+        stream has nothing to wait for."""
+        if self._last_stream is not None and self._last_stream != stream and not capturing:
+            stream.wait_stream(self._last_stream)
+        self._last_stream = stream
 
     def _stream(self) -> Any:
         """The current stream; None on a CPU."""
@@ -579,8 +544,8 @@ class PageStore:
             raise RuntimeError("the page store is closed")
 
 
-def _refill(stack: FreePages) -> None:
-    """All pages free again, those of the device first. In place."""
-    fresh = all_free(stack.pages.numel(), stack.pages.device)
-    stack.pages.copy_(fresh.pages)
-    stack.state.copy_(fresh.state)
+def _refill(free: FreePages) -> None:
+    """Make all pages free, device pages first. In place: captured CUDA graphs keep using them."""
+    fresh = all_free(free.pages.numel(), free.pages.device)
+    free.pages.copy_(fresh.pages)
+    free.state.copy_(fresh.state)

@@ -1,22 +1,22 @@
 """policy="auto" against every placement, measured: one GPU, one small model, six budgets.
 
-The model is Qwen3-MoE, hidden 2048, 2 layers, 64 experts top-8 of width 768, batch 4 x 4096 (with 2, a step's time is partly the
-host's, and varies by 3 %), bf16, not compiled: four regions, so 81 policies of keep, recompute and offload. Those that offload
-run twice: with offload = "all", and with "fit", which leaves what the link cannot carry. All run on the same model, one after
-the other; a step is forward and backward.
+The model is Qwen3-MoE, hidden 2048, 2 layers, 64 experts top-8 of width 768, batch 4 x 4096, bf16, not compiled. (With
+a batch of 2, part of a step's time is the host's, and varies by 3 %.) Its four regions have 81 policies of keep,
+recompute and offload. Policies that offload run twice, with offload = "all" and with "fit". All run on the same model,
+one after the other; a step is forward and backward.
 
 1. Each policy: median step time, and peak over the memory held before the step.
-2. Six budgets, evenly between the lowest peak and that of keeping everything.
-3. For each, `auto` and the two fastest policies whose peak is within it, in turn, ROUNDS times: of 146 policies the fastest is
-   the luckiest too, so it is measured again. `ratio` is auto's time over the best of these; `room` what its peak leaves of the
-   budget. `first ms` is the plan that auto began with, as its trials saw it, `tried` how many there were, and `stays` which.
+2. Six budgets, evenly between the lowest peak and that of keep.
+3. For each budget, `auto` and the two fastest policies within it, in turn, ROUNDS times: the fastest of 146 is the
+   luckiest too, so it is measured again. `ratio` is auto's time over the best of these; `room` is what its peak leaves
+   of the budget. `first ms` is the time of auto's first plan, `tried` the number of its plans, and `stays` the one that
+   it kept.
 
-Each arm is measured when its manager says that it is settled: auto has then tried its plans. The JSON file holds, under `autos`,
-what auto went by in each round: the measured timeline, and every plan that was tried, with planned and measured figures. That is
-enough to ask afterwards why a plan was chosen, on any machine.
+Each arm is measured when its manager has settled. Under `autos`, the JSON file holds the timeline that auto measured in
+each round and every plan that it tried, planned and measured: enough to ask on any machine why a plan was chosen.
 
-    python benchmarks/auto.py                              # four minutes at most on an H200
-    python benchmarks/auto.py --seconds 600 --layers 3     # 729 policies, as many as come in that time
+    python benchmarks/auto.py                              # at most four minutes on an H200
+    python benchmarks/auto.py --seconds 600 --layers 3     # of 729 policies, as many as fit into that time
 """
 
 import argparse
@@ -38,7 +38,7 @@ from forebay.policy import BudgetError
 BUDGETS = 6
 RIVALS = 2
 ROUNDS = 3
-WARM = 3  # steps behind those that measure, try and settle
+WARM = 3  # steps after the manager has settled
 Policy = str | dict[str, str]
 
 
@@ -54,7 +54,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Figure:
-    """Milliseconds of a step, and bytes that it adds; of auto what it went by, too."""
+    """Milliseconds of a step, and its peak over the base. `went_by`: timeline and trials of auto."""
 
     ms: float
     peak: int
@@ -86,7 +86,7 @@ def build(layers: int) -> Any:
 
 
 def regions(model: Any) -> list[str]:
-    """Paths of the halves of the decoder layers."""
+    """Paths of the sublayers of the decoder layers."""
     return [
         f"model.layers.{n}.{sublayer}"
         for n in range(model.config.num_hidden_layers)
@@ -106,7 +106,7 @@ def arms(paths: list[str]) -> Iterator[Arm]:
 
 
 def measure(model: Any, ids: torch.Tensor, arm: Arm, steps: int) -> Figure:
-    """One arm on the model, which is left as it was.
+    """Measure one arm. The model is unmanaged afterwards.
 
     Raises:
         BudgetError: auto cannot meet the arm's budget.
@@ -131,13 +131,13 @@ def measure(model: Any, ids: torch.Tensor, arm: Arm, steps: int) -> Figure:
 
 
 def went_by(mem: forebay.Managed) -> dict[str, Any]:
-    """Timeline and trials of auto, as plain figures."""
+    """Timeline and trials of auto as JSON values."""
     assert mem.timeline is not None
     return {"timeline": told(mem.timeline), "trials": [tried(trial, mem.plan) for trial in mem.trials]}
 
 
 def told(timeline: Timeline) -> dict[str, Any]:
-    """A timeline as plain figures, from which it can be made again. Bytes and seconds."""
+    """A timeline as JSON values, in bytes and seconds, from which it can be rebuilt."""
     return {
         "calls": [vars(call) for call in timeline.calls],
         "moments": [vars(event) for event in timeline.events],
@@ -147,7 +147,7 @@ def told(timeline: Timeline) -> dict[str, Any]:
 
 
 def tried(trial: Trial, chosen: Plan | None) -> dict[str, Any]:
-    """A trial as plain figures. A plan's moments are "F" or "B" and a call."""
+    """A trial as JSON values. An event of a plan is "F" or "B" and a call."""
     plan = trial.plan
     return {
         "name": trial.name,
@@ -172,10 +172,10 @@ def budgets(figures: dict[Arm, Figure]) -> list[int]:
 
 
 def sweep(all_arms: list[Arm], run: Callable[[Arm], Figure], seconds: float) -> dict[Arm, Figure]:
-    """Figures of the arms, as many as `seconds` are enough for; they are taken evenly over the list then."""
+    """Figures of as many arms as `seconds` allow, spread evenly over the list."""
     found: dict[Arm, Figure] = {}
     end = time.monotonic() + seconds
-    # Keep, all recomputed and all offloaded come first; then in an order that leaves no corner out.
+    # Keep, all recomputed and all offloaded come first, then the others with a stride.
     stride = next(n for n in (61, 67, 71, 1) if len(all_arms) % n)
     order = [0, len(all_arms) // 2, len(all_arms) - 1, *(i * stride % len(all_arms) for i in range(len(all_arms)))]
     for index in dict.fromkeys(order):
@@ -188,7 +188,7 @@ def sweep(all_arms: list[Arm], run: Callable[[Arm], Figure], seconds: float) -> 
 def contest(
     figures: dict[Arm, Figure], budget: int, run: Callable[[Arm], Figure], autos: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Auto against the fastest arms within the budget, in turn. What auto went by is added to `autos`."""
+    """Time auto and the fastest arms within the budget, in turn. Timelines and trials of auto are added to `autos`."""
     within = sorted((a for a, f in figures.items() if f.peak <= budget), key=lambda a: figures[a].ms)[:RIVALS]
     auto = Arm("auto", "auto", budget=budget)
     times: dict[Arm, list[float]] = {arm: [] for arm in (auto, *within)}
@@ -221,7 +221,7 @@ def contest(
 
 
 def outcome(trials: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the trials of a round came to."""
+    """Summary of the trials of a round."""
     if not trials:
         return {}
     stays = next(trial["name"] for trial in trials if trial["stays"])
@@ -243,7 +243,7 @@ def main() -> None:
     def run(arm: Arm) -> Figure:
         return measure(model, ids, arm, options.steps)
 
-    run(Arm("warm", "offload", "all"))  # kernels are tuned, and memory is page-locked, once
+    run(Arm("warm", "offload", "all"))  # tunes kernels and page-locks memory once
     every = list(arms(regions(model)))
     figures = sweep(every, run, options.seconds)
     rows, autos = [], []

@@ -1,8 +1,8 @@
-"""Two versions of Forebay on the work of `single_gpu.py`, taking turns on one GPU.
+"""Compares two versions of Forebay on the work of `single_gpu.py`, taking turns on one GPU.
 
-One process a version holds a model each, under the same arm. They run in turn, `--repeats` times, so that both meet the same
-clocks and temperatures; while one runs the other waits. A row has the median step time of each version over all its turns, the
-ratio of the two, and the peaks over the base.
+Each version runs in its own process and holds its own model under the same arm. The processes take turns, `--repeats`
+times, so that both meet the same clocks and temperatures. A row has the median step time of each version over all its
+turns, the ratio of the two, and the peaks over the base.
 
     python benchmarks/before_after.py OLD_SOURCE NEW_SOURCE [--name NAME]     # folders that hold the package `forebay`
 """
@@ -26,13 +26,13 @@ ARMS = {
 
 
 def worker(options: argparse.Namespace) -> None:
-    """Read commands from standard input, a line each: an arm to prepare, or ``time``. Answer with a line of JSON."""
+    """Read commands from standard input, one a line: an arm to prepare, or ``time``. Answer each with a line of JSON."""
     import single_gpu
     import torch
     from common import GIB, median_ms, settle_memory, until_settled
 
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # what libraries print must not be read as an answer
     state: dict[str, Any] = {}
 
     def step() -> None:
@@ -66,7 +66,7 @@ def worker(options: argparse.Namespace) -> None:
 
 
 class Version:
-    """One version's process."""
+    """The process of one version."""
 
     def __init__(self, source: str, options: argparse.Namespace):
         words = [sys.executable, __file__, source, source, "--worker", "--steps", str(options.steps)]
@@ -82,7 +82,7 @@ class Version:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError("a version's process ended; its error is above")
+            raise RuntimeError("the process of a version ended; its error is above")
         return json.loads(line)
 
     def close(self) -> None:
@@ -116,7 +116,7 @@ def main() -> None:
         losses = {}
         for name, version in versions.items():
             version.tell(arm)
-            # One after the other: offload and auto measure this GPU, and the other version must be idle then.
+            # One after the other: offload and auto measure the GPU, so the other version must be idle.
             losses[name] = version.answer()["loss"]
         times: dict[str, list[float]] = {"before": [], "after": []}
         turns: dict[str, list[float]] = {"before": [], "after": []}

@@ -1,27 +1,27 @@
-"""Dispatch and combine between N GPUs: the symmetric exchange against the nccl one and against NCCL's own even all-to-all.
+"""Dispatch and combine between N GPUs: the symmetric dispatcher against NCCL's, and against NCCL's own even all-to-all.
 
-It checks before it times: (1) forward and all gradients of dispatch, experts, combine are bitwise those of the nccl exchange, for
-uneven, empty and one-sided routing; (2) host synchronisations of forward and backward: none with symmetric, one with nccl; (3)
-forward and backward in one CUDA graph, replayed with other ids; (4) rows over the capacity are an error on every rank.
+It checks before it times: (1) forward and all gradients of dispatch, experts and combine are bitwise those of the NCCL
+dispatcher, for uneven, empty and one-sided routing; (2) host synchronisations of forward and backward: 0 with
+symmetric, 1 with NCCL; (3) forward and backward in one CUDA graph, replayed with other ids; (4) rows over the capacity
+are an error on every rank.
 
-Then, for payloads of 1 to 512 MiB a rank (bytes of the rows a rank receives, those from itself included; H = 2048, bf16, K = 8 of
-E = 128, random routing, a token goes once to each rank that it needs):
+Payloads are 1 to 512 MiB a rank: bytes of the rows that a rank receives, its own included (H = 2048, bf16, K = 8 of E =
+128, random routing). Rows of the table:
 
-    all-to-all       `all_to_all_single` of the payload in even parts: what NCCL can do
-    nccl transfer    `all_to_all_single` of the nccl exchange's rows with its splits, nothing else
-    nccl ...         its dispatch (with index, gather, slots and the wait of the host) and combine (with the sum)
+    all-to-all       `all_to_all_single` of the payload in even parts: the limit of NCCL
+    nccl transfer    `all_to_all_single` of the NCCL dispatcher's rows with its splits, nothing else
+    nccl ...         its dispatch (with index, gather, slots and the host's wait) and combine (with the sum)
     symmetric ...    dispatch (lists, copy, wait, gather), combine (scatter, wait, sum), and combine's gradient
 
-GB/s counts bytes received from other ranks; `of all-to-all` is that over the first row with the same payload. `ms` is the time on
-the device: launches are queued behind a pause, so that the host's speed is no part of it; where an operation waits for the host
-there is no such time. `eager ms` is without the pause. Median of 30, slowest rank.
+GB/s counts bytes received from other ranks; `of all-to-all` divides it by that of the first row with the same payload.
+`ms` is the time on the GPU with launches queued behind a pause; it is missing where an operation waits for the host.
+`eager ms` is without the pause. Median of 30, slowest rank.
 
     torchrun --nproc-per-node 2 benchmarks/ep_exchange.py
 """
 
 import argparse
 import math
-import os
 import statistics
 import warnings
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import write
+from common import MIB, largest, median_ms, queued_ms, ranks, write
 from torch import Tensor
 
 from forebay.moe.dispatch import NcclDispatcher, TokenDispatcher
@@ -39,19 +39,12 @@ from forebay.moe.experts import experts
 from forebay.moe.symmetric import SymmetricDispatcher
 
 H, K, E, INNER = 2048, 8, 128, 128
-MIB = 1 << 20
 REPEATS = 30
-PAUSE_CYCLES = 20_000_000  # 10 ms: longer than queueing REPEATS calls takes
-
-
-def slowest(value: float) -> float:
-    t = torch.tensor(value, device="cuda", dtype=torch.float64)
-    dist.all_reduce(t, dist.ReduceOp.MAX)
-    return t.item()
+PAUSE_CYCLES = 20_000_000  # 10 ms: longer than it takes to queue REPEATS calls
 
 
 def all_true(value: bool) -> bool:
-    return slowest(0.0 if value else 1.0) == 0.0
+    return largest(0.0 if value else 1.0) == 0.0
 
 
 def choose(tokens: int, kind: str, generator: torch.Generator) -> Tensor:
@@ -181,33 +174,20 @@ def check_overflow(group: Any) -> bool:
 
 
 def medians(call: Callable[[], Any], queued: bool = True) -> tuple[float | None, float]:
-    """(ms on the device or None, eager ms), slowest rank."""
+    """(ms on the GPU or None, eager ms) of the slowest rank."""
     for _ in range(3):
         call()
-    found: list[float | None] = []
-    for pause in (True, False):
-        if pause and not queued:
-            found.append(None)
-            continue
+    found = []
+    for measure in (lambda: queued_ms(call, REPEATS, PAUSE_CYCLES), lambda: median_ms(call, REPEATS)[1]):
         torch.cuda.synchronize()
         dist.barrier()
         torch.cuda.synchronize()
-        if pause:
-            torch.cuda._sleep(PAUSE_CYCLES)
-        events = []
-        for _ in range(REPEATS):
-            pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            pair[0].record()
-            call()
-            pair[1].record()
-            events.append(pair)
-        torch.cuda.synchronize()
-        found.append(slowest(statistics.median(a.elapsed_time(b) for a, b in events)))
+        found.append(largest(statistics.median(measure())) if queued or len(found) else None)
     return found[0], float(found[1] or 0.0)
 
 
 def tokens_for(payload: int, ranks: int) -> int:
-    """T, so that a rank receives about `payload` bytes: a token goes to a rank with probability `share`."""
+    """Tokens for which a rank receives about `payload` bytes: a token goes to a rank with probability `share`."""
     share = 1 - math.comb(E - E // ranks, K) / math.comb(E, K)
     return max(1, round(payload / (2 * H * ranks * share)))
 
@@ -257,16 +237,12 @@ def times(group: Any, nccl: NcclDispatcher, mib: int) -> list[dict[str, Any]]:
     return table
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--mib", type=int, nargs="*", default=[1, 8, 32, 128, 512])
-    args = parser.parse_args()
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(
-        "nccl", timeout=timedelta(seconds=60), device_id=torch.device("cuda", torch.cuda.current_device())
-    )
-    group = dist.group.WORLD
-    nccl = NcclDispatcher(group, E)
+def checked(group: Any, nccl: NcclDispatcher) -> dict[str, Any]:
+    """The four checks.
+
+    Raises:
+        SystemExit: one of them failed.
+    """
     ours = symmetric_for(group, 2048, timeout_s=20.0)
     checks = {
         "bitwise as nccl": check_bitwise(group, nccl),
@@ -276,19 +252,27 @@ def main() -> None:
         "overflow is an error": check_overflow(group),
     }
     ours.close()
-    if dist.get_rank() == 0:
-        print(checks, flush=True)
     right = all(checks[n] is True for n in checks if "syncs" not in n) and checks["host syncs, symmetric"] == 0
     if not right or checks["host syncs, nccl"] != 1:
         raise SystemExit(f"wrong, not timed: {checks}")
-    table: list[dict[str, Any]] = []
-    for mib in args.mib:
-        table += times(group, nccl, mib)
-        if dist.get_rank() == 0:
-            print(f"{mib} MiB done", flush=True)
+    return checks
+
+
+def run(sizes: list[int]) -> None:
+    group: Any = dist.group.WORLD
+    nccl = NcclDispatcher(group, E)
+    checks = checked(group, nccl)
+    table = [row for mib in sizes for row in times(group, nccl, mib)]
     if dist.get_rank() == 0:
         write(f"ep_exchange_{dist.get_world_size()}gpu", table, checks=checks)
-    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, nargs="*", default=[1, 8, 32, 128, 512])
+    args = parser.parse_args()
+    with ranks(timeout=timedelta(seconds=60)):
+        run(args.mib)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
 """The experts of one layer, and each of their row kernels against the copy bandwidth.
 
-Qwen3-30B-A3B's layer by default: T = 16384 tokens, K = 8, H = 2048, I = 768, E = 128, bf16. Each
-kernel is compared with its plain form before it is timed. Bytes are what the kernel has to move
-(docstrings of `forebay.kernels`); `copy` is a device copy of 1 GiB, read and write. The last
-rows are the whole operation: forward, forward + backward, its GEMMs over all of the time in
-TFLOP/s, and the peak of allocated memory over inputs and parameters.
+The default is Qwen3-30B-A3B's layer: T = 16384 tokens, K = 8, H = 2048, I = 768, E = 128, bf16. Each kernel is compared
+with its reference before it is timed. Bytes are those that the kernel has to move (docstrings of `forebay.kernels`);
+`copy` is a device copy of 1 GiB, read and write. The last rows are the whole operation: forward, forward + backward,
+its GEMMs' FLOPs over all of the time, and the peak of allocated memory over inputs and parameters.
 
     python benchmarks/experts.py
     python benchmarks/experts.py --gpt-oss -K 4 -H 2880 -I 2880 -E 32
@@ -29,7 +28,7 @@ def randn(*shape: int, scale: float = 1.0) -> torch.Tensor:
 
 
 def timed(name: str, call: Callable[[], Any], moved: float = 0.0, flops: float = 0.0) -> dict:
-    """One row of the table: `moved` bytes and `flops` a call; 0 leaves the column empty."""
+    """One row of the table, with `moved` bytes and `flops` a call; 0 leaves a column empty."""
     for _ in range(3):
         call()
     ms, _ = median_ms(call, 20)
@@ -42,7 +41,7 @@ def timed(name: str, call: Callable[[], Any], moved: float = 0.0, flops: float =
 
 
 def check(name: str, call: Callable[..., tuple]) -> None:
-    """Triton and plain PyTorch on the same inputs: one bf16 rounding apart at most."""
+    """Compare Triton with the reference on the same inputs: at most one bf16 rounding apart."""
     for got, want in zip(call("triton"), call("reference"), strict=True):
         try:
             torch.testing.assert_close(got, want, atol=2e-2, rtol=8e-3)
@@ -98,7 +97,7 @@ def kernels(args: argparse.Namespace) -> list[dict]:
 
 
 def operation(args: argparse.Namespace) -> list[dict]:
-    """`experts` as a whole, with h saved and with h made again."""
+    """`experts` as a whole, with h saved and with h recomputed."""
     tokens, k, hidden, inner, num = args.T, args.K, args.H, args.I, args.E
     x, weights = randn(tokens, hidden), torch.rand(tokens, k, device="cuda")
     ids = torch.rand(tokens, num, device="cuda").topk(k).indices

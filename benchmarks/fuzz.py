@@ -1,7 +1,7 @@
 """How often does a managed model differ from the plain one? The differential fuzz of `tests/seams/fuzzing.py`, at length.
 
-Examples are drawn in rounds, each with a seed of its own. A round that fails is made as small as hypothesis can, told, and the
-next one begins; a row tells a round.
+Examples are drawn in rounds, each with its own seed. A round that fails is reduced to its smallest case and printed, and the
+next round begins.
 
     python benchmarks/fuzz.py [--examples 20000] [--seed 1] [--round 500]
 """
@@ -26,7 +26,7 @@ class _Disagreement(AssertionError):
 
 
 def fuzz(examples: int, number: int) -> dict[str, Any]:
-    """A round: examples that were run, and the smallest case that failed."""
+    """Run a round: the number of examples, and the smallest case that failed."""
     ran = 0
     smallest = ""
 

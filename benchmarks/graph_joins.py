@@ -1,8 +1,8 @@
-"""What it costs a CUDA graph's main chain to wait for copies beside it: by edges of the graph, and by flags.
+"""The cost of waiting for copies in a CUDA graph: by edges of the graph, and by flags.
 
-The chain: 600 rounds of two matrix products (8192 x 2048 x 2048, bf16), one element-wise kernel of 1024 numbers and one of 96
-MiB. Beside it, on two streams, copies to and from page-locked memory begin every so many rounds, and some rounds later the chain
-waits for them. `ratio` is the time over that of the chain alone in the same run. All arms take turns.
+The main chain is 600 rounds of two GEMMs (8192 x 2048 x 2048, bf16) and two element-wise kernels (1024 numbers, 96 MiB).
+On two other streams, copies to and from page-locked memory begin every few rounds, and some rounds later the chain waits for
+them. `ratio` is the time over that of the chain alone in the same run. All arms take turns.
 
     python benchmarks/graph_joins.py            # a minute on one H200
 """
@@ -24,7 +24,7 @@ BUFFERS = 8
 
 @dataclass(frozen=True)
 class Arm:
-    """Copies of `kib` each way begin every `every` rounds; `late` rounds later the chain waits for them. `joins`: how."""
+    """Copies of `kib` KiB each way begin every `every` rounds; `late` rounds later the chain waits, by `joins`: edge or flag."""
 
     every: int = 0
     late: int = 0
@@ -36,13 +36,13 @@ SHAPES = (Arm(15, 4, 4), Arm(3, 2, 4), Arm(15, 12, 50 << 10), Arm(4, 3, 12 << 10
 
 
 class Work:
-    """The chain's tensors, and the copies' on both sides."""
+    """The tensors of the chain, and of the copies on both sides."""
 
     def __init__(self) -> None:
         device = torch.device("cuda")
         self.rows = torch.randn(8192, 2048, device=device, dtype=torch.bfloat16)
         self.other = torch.empty_like(self.rows)
-        # Orthogonal: 1200 products neither vanish nor overflow.
+        # Orthogonal, so that 1200 products neither vanish nor overflow.
         self.weight = torch.linalg.qr(torch.randn(2048, 2048, device=device))[0].bfloat16()
         self.small = torch.randn(1024, device=device)
         self.large = torch.randn(48 << 20, device=device, dtype=torch.bfloat16)
@@ -61,7 +61,7 @@ class Work:
 
 
 def run(work: Work, arm: Arm) -> None:
-    """The chain on the current stream."""
+    """Run the chain on the current stream."""
     chain = torch.cuda.current_stream()
     waits: deque[tuple[int, Callable[[], None]]] = deque()
     for number in range(ROUNDS):
@@ -81,7 +81,7 @@ def run(work: Work, arm: Arm) -> None:
 
 
 def copy(work: Work, arm: Arm, chain: Any, lane: Any, source: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
-    """Begin a copy; gives what makes the chain wait for it."""
+    """Begin a copy; returns the function that makes the chain wait for it."""
     flag = work.flags.take() if arm.joins == "flag" else None
     lane.wait_event(chain.record_event())
     elements = arm.kib << 8
@@ -95,7 +95,7 @@ def copy(work: Work, arm: Arm, chain: Any, lane: Any, source: torch.Tensor, targ
 
 
 def captured(work: Work, arm: Arm) -> Callable[[], None]:
-    """A graph of it, as what replays it."""
+    """Capture the arm; returns the function that replays it."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         run(work, Arm(arm.every, arm.late, arm.kib))

@@ -1,13 +1,13 @@
-"""What a GPU's link to the host carries: alone or with the host's other GPUs, one way or both, beside computing, in a CUDA graph.
+"""The bandwidth of a GPU's link to the host: alone or with the host's other GPUs, one way or both, beside kernels, in a graph.
 
-Each process copies page-locked memory of its own in pieces of 64 MiB, out on one stream and back on another, as stores do. Rows:
+Each process copies its own page-locked memory in pieces of 64 MiB, out on one stream and back on another, as stores do.
 
     GPUs        that copy at the same time
     ways        out (to the host), back, or both at once
     by          streams, or one CUDA graph that holds all copies
-    beside      nothing, or products of bf16 matrices on a third stream, 6 ms of each round of copies, which takes 19 to 47
-    memory      on the NUMA node whose processors the process may use: `any`, or each in turn where there are several
-    GB/s        bytes over the time from a lane's first copy to its last one's end: least and mean of the GPUs that copy
+    beside      nothing, or bf16 GEMMs on a third stream: 6 ms of each round of copies, which takes 19 to 47
+    memory      on the NUMA node of the process's processors: `any`, or each node in turn where there are several
+    GB/s        bytes over the time of all rounds: least and mean of the GPUs that copy
 
     torchrun --nproc-per-node 4 benchmarks/host_link.py
 """
@@ -22,15 +22,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import write
+from common import ranks, write
 
 PIECE = 64 << 20  # bytes
-PIECES = 16  # a way; held twice, on the device and on the host
-ROUNDS = 4  # over all pieces, timed
+PIECES = 16  # each way; held twice, on the device and on the host
+ROUNDS = 4  # of all pieces, timed
 
 
 class Lanes:
-    """Buffers and streams of one GPU, with its host memory where this process's processors are now."""
+    """Buffers and streams of one GPU. Its host memory is on the node of the processors that the process runs on now."""
 
     def __init__(self, device: torch.device):
         self.streams = {way: torch.cuda.Stream(device) for way in ("out", "back")}
@@ -47,7 +47,7 @@ class Lanes:
         self.product = torch.empty_like(self.factors[0])
 
     def run(self, ways: tuple[str, ...], products: int) -> None:
-        """Enqueue a round behind the current stream, which waits for it."""
+        """Enqueue a round after the work of the current stream, which waits for it."""
         current = torch.cuda.current_stream()
         used = [self.streams[way] for way in ways] + ([self.busy] if products else [])
         for stream in used:
@@ -65,7 +65,7 @@ class Lanes:
 
 
 def milliseconds(lanes: Lanes, ways: tuple[str, ...], graph: bool, products: int) -> float:
-    """Of `ROUNDS` rounds, warm, while others that take part do the same."""
+    """Time of `ROUNDS` warm rounds, while the other GPUs that take part do the same."""
     lanes.run(ways, products)
     torch.cuda.synchronize()
     run: Any = lambda: lanes.run(ways, products)  # noqa: E731
@@ -89,7 +89,7 @@ def milliseconds(lanes: Lanes, ways: tuple[str, ...], graph: bool, products: int
 
 
 def nodes() -> dict[str, set[int]]:
-    """Name to processors: all that this process may use, and each NUMA node's where there are several."""
+    """Name to processors: all that this process may use, and those of each NUMA node where there are several."""
     found = {"any": os.sched_getaffinity(0)}
     for folder in sorted(Path("/sys/devices/system/node").glob("node[0-9]*")):
         spans = [span.split("-") for span in (folder / "cpulist").read_text().strip().split(",") if span]
@@ -100,7 +100,7 @@ def nodes() -> dict[str, set[int]]:
 
 @contextmanager
 def bound(processors: set[int]) -> Iterator[None]:
-    """Within, this process runs on these: memory it touches first is theirs."""
+    """Run this process on these processors: memory that it touches first is on their node."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, processors)
     try:
@@ -142,18 +142,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--name", default="host_link")
     args = parser.parse_args()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
     rows: list[dict[str, Any]] = []
-    for memory, processors in nodes().items():
-        with bound(processors):
-            rows += measure(Lanes(device), memory, device)
-            torch._C._host_emptyCache()  # or the next node's would be this one's memory
-    if dist.get_rank() == 0:
-        write(args.name, rows, world=dist.get_world_size(), nodes={name: len(cpus) for name, cpus in nodes().items()})
-    dist.barrier()
-    dist.destroy_process_group()
+    with ranks() as device:
+        for memory, processors in nodes().items():
+            with bound(processors):
+                rows += measure(Lanes(device), memory, device)
+                torch._C._host_emptyCache()  # otherwise the next node would reuse this node's memory
+        if dist.get_rank() == 0:
+            sizes = {name: len(processors) for name, processors in nodes().items()}
+            write(args.name, rows, world=dist.get_world_size(), nodes=sizes)
 
 
 if __name__ == "__main__":

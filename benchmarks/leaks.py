@@ -1,12 +1,12 @@
-"""Does an expert-parallel layer leak? Thirteen ways to use, misuse and drop it, a thousand times each, for every exchange.
+"""Does an expert-parallel layer leak? Every way to use, misuse and drop it, a thousand times each, for every token dispatcher.
 
-A layer is dispatch, experts, combine. For each way and exchange, the worst of all ranks:
+A layer is dispatch, experts, combine. For each way and dispatcher, the worst of all ranks:
 
     live handles    after the rounds, by weak references to their memory (`TokenDispatcher.live_handles`)
-    live tensors    the same of what dispatch, the experts and combine returned
-    growth bytes    since a warm-up: on a GPU by the allocator's count, on a CPU of all tensors that the garbage collector knows
+    live tensors    the same for what dispatch, the experts and combine returned
+    growth bytes    since a warm-up: on a GPU by the allocator, on a CPU of all tensors that the garbage collector knows
     crash           whether it raised
-    same results    y and gradients bit for bit those of a plain forward and backward, in the first round and in the last
+    same results    y and gradients equal those of a plain forward and backward, in the first round and in the last
 
     torchrun --nproc-per-node 2 benchmarks/leaks.py                 # gloo, or NCCL and symmetric memory on GPUs
     torchrun --nproc-per-node 2 benchmarks/leaks.py --rounds 20
@@ -44,7 +44,7 @@ class OnPurpose(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """An expert-parallel layer with this rank's part of everything."""
+    """An expert-parallel layer with this rank's inputs and experts."""
 
     dispatcher: TokenDispatcher
     x: Tensor
@@ -67,7 +67,7 @@ class Layer:
         return y
 
     def watch(self, tensors: Iterable[Tensor]) -> None:
-        """Count `tensors` among the live ones until their memory is gone, whoever holds it: Python or a graph."""
+        """Count `tensors` as live until their memory is freed, whether Python or a graph holds it."""
         self.made[:] = [r for r in self.made if not r.expired()]
         self.made.extend(StorageWeakRef(t.untyped_storage()) for t in tensors)
 
@@ -121,7 +121,7 @@ def exception_between(layer: Layer) -> None:
         layer(*layer.trained, fails=True)
     except OnPurpose:
         return
-    raise AssertionError("the exception went lost")
+    raise AssertionError("the exception was lost")
 
 
 def full_checkpoint(early_stop: bool) -> Way:
@@ -200,8 +200,7 @@ def held_bytes(layer: Layer) -> int:
 
 
 def settled_bytes(layer: Layer) -> int:
-    """`held_bytes`, once it has not changed for 100 ms. gloo's threads hold on to a collective's tensors a little longer than the
-    wait for it."""
+    """`held_bytes` once it has not changed for 100 ms: gloo's threads hold a collective's tensors longer than the wait."""
     gc.collect()
     last, unchanged = held_bytes(layer), 0
     while unchanged < 10:
@@ -212,7 +211,7 @@ def settled_bytes(layer: Layer) -> int:
 
 
 def left_over(layer: Layer, before: int) -> tuple[int, int, int]:
-    """(handles, tensors, bytes above `before`) that are still alive, for longer than gloo's threads could explain."""
+    """(handles, tensors, bytes above `before`) that are alive for longer than gloo's threads explain."""
     gc.collect()
     deadline = time.monotonic() + 1.0
     while True:
@@ -227,7 +226,7 @@ def equal(got: list[Tensor] | None, wanted: list[Tensor]) -> bool:
 
 
 def check(layer: Layer, backend: str, name: str, rounds: int) -> dict[str, Any]:
-    """One cell on this rank; without figures if it crashed."""
+    """One row on this rank; without figures if it crashed."""
     row: dict[str, Any] = {"exchange": backend, "way": name, "rounds": rounds, "crash": False}
     try:
         return {**row, **figures(layer, WAYS[name], rounds)}
@@ -238,7 +237,7 @@ def check(layer: Layer, backend: str, name: str, rounds: int) -> dict[str, Any]:
 
 def figures(layer: Layer, way: Way, rounds: int) -> dict[str, Any]:
     wanted = forward_backward(layer)
-    layer.made.clear()  # `wanted` is held on purpose
+    layer.made.clear()  # `wanted` is still held
     same = equal(way(layer), wanted)
     for _ in range(3):
         way(layer)
@@ -270,7 +269,7 @@ def failed(row: dict[str, Any]) -> bool:
 def matrix(
     backends: Sequence[str], device: torch.device, rounds: int, ways: Iterable[str] = tuple(WAYS)
 ) -> list[dict[str, Any]]:
-    """One row for each exchange and way, the worst of all ranks."""
+    """One row for each dispatcher and way, the worst of all ranks."""
     rows = []
     for backend in backends:
         layer = make(backend, device, seed=len(rows))
@@ -282,9 +281,9 @@ def matrix(
 
 @contextmanager
 def only_new_objects(layer: Layer) -> Iterator[None]:
-    """The garbage collector leaves out what is there already, so that asking it for tensors takes 1 ms and not 600."""
+    """Freeze existing objects, so that asking the garbage collector for tensors takes 1 ms instead of 600."""
     with suppress(Exception):
-        forward_backward(layer)  # imports; if it fails, the matrix says so
+        forward_backward(layer)  # imports modules; the matrix reports a failure
     gc.collect()
     gc.freeze()
     try:

@@ -1,8 +1,8 @@
 """Does memory grow? 1000 rounds of each way to use, misuse and drop a graph, under each placement.
 
-A tiny Qwen3-MoE is managed (experts, fused loss; on a GPU also compiled); after a warm-up the bytes that are allocated
-are read, then again after the rounds. On a GPU that is the allocator's own count; on a CPU it is the bytes of all live
-tensors that the garbage collector knows, and of the host pool.
+A tiny Qwen3-MoE is managed (experts, fused loss; on a GPU also compiled). Allocated bytes are read after a warm-up and
+again after the rounds: on a GPU from the allocator; on a CPU, the bytes of all live tensors that the garbage collector
+knows and of the host pool.
 
     python benchmarks/memory_growth.py [--rounds 1000] [--device cpu]
 """

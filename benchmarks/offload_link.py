@@ -1,7 +1,7 @@
 """Offloading within what the link carries and beyond it, on plain MLP blocks.
 
-16 blocks 4096 -> 16384 -> 4096 (GELU), 16384 tokens, bf16. Regions are the linear layers, so what leaves is their
-inputs: 640 MiB a block. Arms: nothing offloaded; the first 3 blocks (1920 MiB); as much as the link carries; all but
+16 blocks 4096 -> 16384 -> 4096 (GELU), 16384 tokens, bf16. Regions are the linear layers, so their inputs are
+offloaded: 640 MiB a block. Arms: nothing offloaded; the first 3 blocks (1920 MiB); as much as the link carries; all but
 the last block (9600 MiB). Each arm's gradients are compared bit for bit with the first arm's.
 
     python benchmarks/offload_link.py

@@ -1,36 +1,33 @@
-"""The kernels of the paged stash: rows into and out of pages, the SwiGLU pair that does it on its way, and what pages hold.
+"""The kernels of the paged stash: rows into and out of pages, the SwiGLU kernels with pages, and what pages hold.
 
-Each is checked bit by bit before it is timed: random bit patterns, pages of 256 KiB. Three tables:
+Everything is checked bit by bit before it is timed: random bit patterns, pages of 256 KiB. Three tables:
 
     paging_kernels        `stash` and `restore` against `Tensor.copy_` of the same bytes in the same run, bf16, all rows live.
-                          Device pages, in order, as steps that repeat find and leave them, and `shuffled`, the worst that steps
-                          can come to: GB/s are bytes read and written. Host pages: bytes over the link, against `copy_` to and
-                          from the same pinned memory. `half`: half of the pages are on the host, against `copy_` of that half
+                          Device pages in order (the steady state) and `shuffled` (the worst case): GB/s count bytes read and
+                          written. Host pages: bytes over the link, against `copy_` to and from the same pinned memory.
+                          `half`: half of the pages are on the host, against `copy_` of that half
     paging_kernels_fused  `swiglu_forward` and `swiglu_backward` with pages and without; `separate` are the plain kernels with
-                          `stash` behind and `restore` before them. `of experts` is what pages add to forward and backward of that
-                          layer's experts, all grouped GEMMs included; `of decoder layer` to those of all of it
-    paging_kernels_held   bytes of the pages that are out after a step's layers over bytes of the rows saved, x and h, for one of
-                          8 ranks: in each layer another rank gets `skew` times the balanced load
+                          `stash` after and `restore` before them. `of experts` is what pages add to forward and backward of
+                          the layer's experts, grouped GEMMs included; `of decoder layer` to those of the whole layer
+    paging_kernels_held   bytes of pages in use after a step's layers over bytes of the saved rows, x and h, of one of 8
+                          ranks; in each layer another rank gets `skew` times the balanced load
 
-Times are on the device, launches queued behind a pause: medians of 20, warm.
+Times are on the GPU, with launches queued behind a pause: medians of 20, warm.
 
     python benchmarks/paging_kernels.py
-    python benchmarks/paging_kernels.py --sweep     # tiles and warps of `stash` and `restore` at 65536 x 2048
 """
 
-import argparse
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import settle_memory, write
-from ep import MODELS as SHAPES
+from common import MODELS as SHAPES
+from common import queued_ms, settle_memory, write
 from torch import Tensor
 
 import forebay
-from forebay.kernels import paging as kernels
 from forebay.kernels.paging import HEAD, SHORT, Arena, PageTable, all_free, give_pages, restore, stash, take_pages
 from forebay.kernels.swiglu import Glu, swiglu_backward, swiglu_forward
 from forebay.memory.host_store import HostPool
@@ -47,28 +44,18 @@ MODELS = {"Qwen3-30B-A3B": (16384, 2048, 768, 8, 128), "DeepSeek-V2-Lite": (1638
 LAYERS = {"Qwen3-30B-A3B": 48, "DeepSeek-V2-Lite": 26}
 RANKS = 8
 BLOCKS, REPEATS = 2, 10
-PAUSE_CYCLES = 6_000_000  # 3 ms: longer than queueing REPEATS calls takes
+PAUSE_CYCLES = 6_000_000  # 3 ms: longer than it takes to queue REPEATS calls
 
 
 def medians(**calls: Callable[[], Any]) -> dict[str, float]:
-    """Milliseconds on the device, in blocks in turn: a clock that drifts does so for all."""
+    """Milliseconds on the GPU, in blocks that take turns, so that a drifting clock drifts for all."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         for _ in range(3):
             call()
     for _ in range(BLOCKS):
         for name, call in calls.items():
-            torch.cuda.synchronize()
-            torch.cuda._sleep(PAUSE_CYCLES)
-            pairs = []
-            for _ in range(REPEATS):
-                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                begin.record()
-                call()
-                end.record()
-                pairs.append((begin, end))
-            torch.cuda.synchronize()
-            times[name] += [a.elapsed_time(b) for a, b in pairs]
+            times[name] += queued_ms(call, REPEATS, PAUSE_CYCLES)
     return {name: statistics.median(found) for name, found in times.items()}
 
 
@@ -78,7 +65,7 @@ def check(what: str, right: bool) -> None:
 
 
 def noise(*shape: int) -> Tensor:
-    """bf16 of any bits, as int16: NaN is equal to itself."""
+    """Random bf16 bits as int16, so that NaN equals itself."""
     return torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, device="cuda")
 
 
@@ -96,7 +83,7 @@ def entries(rows: int, row_bytes: int) -> int:
 
 
 def copies(rows: int, width: int, where: str, pool: HostPool) -> dict[str, Any]:
-    """One line of the first table."""
+    """One row of the first table."""
     need = entries(rows, 2 * width)
     on_host = {"device": 0, "shuffled": 0, "half": need // 2, "host": need}[where]
     slot = pool.take(on_host * PAGE_BYTES) if on_host else None
@@ -118,7 +105,7 @@ def copies(rows: int, width: int, where: str, pool: HostPool) -> dict[str, Any]:
         calls["back"] = lambda: out.copy_(pinned, non_blocking=True)
         moved = given.nbytes
     elif where == "half":
-        # As much over the link as half of the rows are; the other half is nothing beside it.
+        # Half of the rows travel over the link; the other half takes no time beside it.
         pinned = host[: given.nbytes // 2].view(torch.int16)
         flat, flat_out = given.view(-1)[: pinned.numel()], out.view(-1)[: pinned.numel()]
         calls["to"] = lambda: pinned.copy_(flat, non_blocking=True)
@@ -149,7 +136,7 @@ def copies(rows: int, width: int, where: str, pool: HostPool) -> dict[str, Any]:
 def all_copies() -> list[dict[str, Any]]:
     pool = HostPool(pin=True)
     table = [copies(rows, width, where, pool) for where in ("device", "shuffled") for rows in ROWS for width in WIDTHS]
-    # The largest first: smaller ones lie in the same pinned memory.
+    # The largest comes first: smaller ones reuse its pinned memory.
     for where, shapes in (("host", HOST_SHAPES[::-1]), ("half", (HALF_SHAPE,))):
         table += [copies(rows, width, where, pool) for rows, width in shapes]
     pool.close()
@@ -157,7 +144,7 @@ def all_copies() -> list[dict[str, Any]]:
 
 
 def pair(tokens: int, inner: int, k: int, num: int) -> dict[str, float]:
-    """Milliseconds of the SwiGLU kernels, and of taking and giving the pages."""
+    """Milliseconds of the SwiGLU kernels, and of taking and giving back pages."""
     rows, row_bytes, glu = tokens * k, 4 * inner, Glu()
     weights = torch.rand(tokens, k, device="cuda")
     order, _, offs = route(torch.rand(tokens, num, device="cuda").topk(k).indices, num)
@@ -197,7 +184,7 @@ def pair(tokens: int, inner: int, k: int, num: int) -> dict[str, float]:
 
 
 def layer_ms(tokens: int, hidden: int, inner: int, k: int, num: int) -> float:
-    """Forward and backward of the layer's experts."""
+    """Milliseconds of forward and backward of the layer's experts."""
 
     def randn(*shape: int) -> Tensor:
         return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
@@ -211,8 +198,8 @@ def layer_ms(tokens: int, hidden: int, inner: int, k: int, num: int) -> float:
 
 
 def decoder_layer_ms(name: str) -> float:
-    """Forward and backward of the whole decoder layer, 4 sequences of 4096, compiled as `forebay.manage` does it: what two more
-    layers take, halved."""
+    """Milliseconds of forward and backward of a whole compiled decoder layer on 4 x 4096 tokens: the time of two more layers,
+    halved."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shapes = SHAPES[name.lower()]
@@ -237,7 +224,7 @@ def decoder_layer_ms(name: str) -> float:
 
 
 def fused(name: str) -> list[dict[str, Any]]:
-    """Lines of the second table: one layer of a model."""
+    """Rows of the second table: one layer of a model."""
     tokens, hidden, inner, k, num = MODELS[name]
     ms = pair(tokens, inner, k, num)
     settle_memory()
@@ -270,14 +257,14 @@ def line(name: str, what: str, plain: float, paged: float, separate: float, laye
 
 
 def live_counts(balanced: int, layers: int, skew: float, rng: random.Random) -> list[int]:
-    """Rows of one rank in each layer: one of the ranks has `skew` times the balanced load, the others about a like share."""
+    """Rows of one rank in each layer: one rank has `skew` times the balanced load, the others share the rest about evenly."""
     others = (RANKS - skew) / (RANKS - 1)
     loads = [skew if rng.randrange(RANKS) == 0 else min(skew, others * rng.uniform(0.9, 1.1)) for _ in range(layers)]
     return [round(balanced * load) for load in loads]
 
 
 def held(name: str, tokens: int, skew: float) -> dict[str, Any]:
-    """One line of the third table: pages out once every layer of the model has taken its own."""
+    """One row of the third table: pages in use once every layer of the model has taken its own."""
     _, hidden, inner, k, _ = MODELS[name]
     widths = (2 * hidden, 4 * inner)
     balanced = tokens * k
@@ -302,30 +289,8 @@ def held(name: str, tokens: int, skew: float) -> dict[str, Any]:
     }
 
 
-def sweep(tiles: Sequence[int] = (256, 512, 1024, 2048), warps: Sequence[int] = (2, 4, 8)) -> None:
-    """The constants of `forebay.kernels.paging` in turn."""
-    rows, width = 65536, 2048
-    pool, table = HostPool(pin=True), []
-    for kernels._TILE_WORDS in tiles:
-        for kernels._WARPS in warps:
-            found = copies(rows, width, "device", pool)
-            for where in ("shuffled", "host"):
-                other = copies(rows, width, where, pool)
-                found |= {f"{where} {part}": other[part] for part in ("stash of copy_", "restore of copy_")}
-            chosen = {"tile": kernels._TILE_WORDS, "warps": kernels._WARPS}
-            table.append(chosen | {key: found[key] for key in found if " of copy_" in key or key == "copy_ GB/s"})
-    pool.close()
-    write("paging_kernels_sweep", table)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--sweep", action="store_true", help="tiles and warps of stash and restore instead")
-    args = parser.parse_args()
     torch.manual_seed(0)
-    if args.sweep:
-        sweep()
-        return
     write("paging_kernels", all_copies(), page_bytes=PAGE_BYTES)
     settle_memory()
     write("paging_kernels_fused", [found for name in MODELS for found in fused(name)], page_bytes=PAGE_BYTES)

@@ -1,4 +1,4 @@
-"""Draw docs/single_gpu.svg from benchmarks/results/single_gpu.json: step time against memory after forward.
+"""Draw docs/single_gpu.svg from benchmarks/results/single_gpu.json: step time against memory after the forward pass.
 
 python benchmarks/plot.py
 """
@@ -10,7 +10,7 @@ from xml.sax.saxutils import escape
 
 _ROOT = Path(__file__).parent
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _BOTTOM, _TOP = 860, 400, 64, 836, 348, 28
-_MOST_MS = 320  # the arms that take seconds would flatten all others; they are named in a note
+_MOST_MS = 320  # arms that take seconds would flatten all others; a note names them
 _OURS, _THEIRS, _GREY = "#0b6e99", "#b04a2f", "#444444"
 
 
@@ -23,7 +23,7 @@ def line(x1: float, y1: float, x2: float, y2: float, colour: str) -> str:
 
 
 class Chart:
-    """Axes in ms and GiB, and the labels placed so far."""
+    """Axes in ms and GiB, and the labels that are placed."""
 
     def __init__(self, most_gib: float):
         self.most_gib = most_gib

@@ -1,10 +1,10 @@
-"""The tables of benchmarks/README.md: plans of published models on 8 to 2048 GPUs, on paper.
+"""The tables of benchmarks/README.md: plans of published models on 8 to 2048 GPUs.
 
     python -m benchmarks.scale            prints the tables
     python -m benchmarks.scale --write    puts them into benchmarks/README.md, between its marks
 
-In: `RUNS`, each a line of ``forebay plan``. Out: Markdown. No GPU, no weights.
-tests/benchmarks/test_scale.py makes a part of the tables again.
+Input: `RUNS`, each a line of ``forebay plan``. Output: Markdown. No GPU, no weights. tests/benchmarks/test_scale.py
+makes a part of the tables again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Run:
 
     @property
     def command(self) -> str:
-        """As it is typed."""
+        """The command line."""
         settings = " ".join(f"--set {text}" for text in (f"parallel.ep={self.ep}", *self.others))
         return f"forebay plan {self.model} --gpus {self.gpus} --pp {self.pp} {settings}"
 
@@ -58,7 +58,7 @@ PUBLISHED_RUN = Run("deepseek-v3", 2048, 16, 64)  # the mesh of arXiv:2412.19437
 
 
 def planned(run: Run, traces: Traces) -> tuple[LayerPlan, Fit]:
-    """The plan of a run; `traces` of runs before it are used."""
+    """The plan of a run. `traces` holds those of earlier runs."""
     given = [f"parallel.pp={run.pp}", f"parallel.ep={run.ep}", *run.others]
     config = ask(run.model, given, run.gpus).config
     plan = plan_layers(config, run.gpus, traces)
@@ -66,7 +66,7 @@ def planned(run: Run, traces: Traces) -> tuple[LayerPlan, Fit]:
 
 
 def row(run: Run, fit: Fit) -> str:
-    """The fullest process, in GiB."""
+    """One row: the process that uses most, in GiB."""
     most = fit.fullest
     parts = (most.parameters, most.gradients, most.optimizer, most.activations, most.transient, most.other, most.total)
     mesh = f"{run.pp} x {run.ep} x {run.gpus // run.pp // run.ep}"
@@ -75,7 +75,7 @@ def row(run: Run, fit: Fit) -> str:
 
 
 def scale(runs: Sequence[Run] = RUNS) -> str:
-    """A line a run."""
+    """The table of plans."""
     traces = Traces()
     lines = [
         "| model | GPUs | PP x EP x FSDP | parameters | gradients | optimizer | activations | transient | other | total |",
@@ -85,7 +85,7 @@ def scale(runs: Sequence[Run] = RUNS) -> str:
 
 
 def published() -> str:
-    """What is comparable with published figures, a line each."""
+    """The table of published figures that a plan can be compared with."""
     traces = Traces()
     plan, fit = planned(PUBLISHED_RUN, traces)
     _, small = planned(Run("qwen3-30b-a3b", 8, 1, 8), traces)
@@ -107,10 +107,10 @@ def published() -> str:
 
 
 def times(runs: Sequence[Run] = (RUNS[1], RUNS[7], RUNS[9])) -> str:
-    """Seconds of one core that plans take in a process that has imported torch and transformers."""
+    """The table of CPU seconds of a plan, in a process that has imported torch and transformers."""
     lines = ["| plan | CPU seconds |", "|---|---|"]
     for run in runs:
-        planned(run, Traces())  # imports, and torch's own caches
+        planned(run, Traces())  # fills imports and torch's caches
         begin = time.process_time()
         planned(run, Traces())
         lines.append(f"| `{run.command}` | {time.process_time() - begin:.1f} |")
@@ -131,7 +131,6 @@ def put(page: str, name: str, table: str) -> str:
 
 
 def main() -> None:
-    """See the module docstring."""
     tables = {"scale": scale(), "published": published(), "times": times()}
     if sys.argv[1:] == ["--write"]:
         page = PAGE.read_text("utf-8")

@@ -1,12 +1,12 @@
 """One GPU, one model, every way to hold its activations, side by side in one run.
 
-The model, `qwen3-moe-6l`: Qwen3-MoE, hidden 2048, 6 layers, 32 heads, 4 KV heads of 128, 128 experts top-8 of width 768,
-vocabulary 32768, bf16, batch 4 x 4096. A step is forward and backward; gradients stay allocated between steps, so the
-base (memory held before a step) holds weights and gradients and every arm adds into the same buffers.
+The model is `qwen3-moe-6l`: Qwen3-MoE, hidden 2048, 6 layers, 32 heads, 4 KV heads of 128, 128 experts top-8 of width
+768, vocabulary 32768, bf16, batch 4 x 4096. A step is forward and backward. Gradients stay allocated between steps, so
+the base (memory held before a step) holds weights and gradients, and every arm adds to the same buffers.
 
 Columns: median step time by CUDA events, its ratio to the first arm, memory after forward over the base, peak over the
 base, reserved memory, loss of the first step on freshly seeded weights. R is (peak of keep - peak) / planned bytes. The
-keep and offload arms run twice, each for four times the steps, because they differ by less than the noise of ten.
+keep and offload arms run twice, each for four times the steps, because they differ by less than the noise of ten steps.
 
     python benchmarks/single_gpu.py            # the table
     python benchmarks/single_gpu.py --pairs    # keep against offload, in turn on one model
@@ -25,8 +25,6 @@ from common import GIB, median_ms, settle_memory, until_settled, write
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import forebay
-
-Step = Callable[[], torch.Tensor]
 
 
 def config(layers: int) -> Qwen3MoeConfig:
@@ -57,7 +55,7 @@ def build(layers: int) -> Qwen3MoeForCausalLM:
 
 
 class Batches:
-    """Four different batches, drawn once, taken in turn."""
+    """Four different batches, drawn once and taken in turn."""
 
     def __init__(self, batch: int, sequence: int):
         generator = torch.Generator(device="cuda").manual_seed(1)
@@ -93,7 +91,7 @@ def managed(model: Any, **options: Any) -> Iterator[Any]:
 def measure(
     name: str, enter: Callable[[Any], AbstractContextManager[Any]], options: argparse.Namespace, per_step: bool
 ) -> dict[str, Any]:
-    """One arm in a fresh state. `per_step`: the context goes around each forward rather than around the run."""
+    """Measure one arm on a new model. `per_step`: `enter` is entered around each forward, not around the whole run."""
     model = build(options.layers)
     batches = Batches(options.batch, options.sequence)
     outer = nullcontext() if per_step else enter(model)
@@ -156,7 +154,7 @@ def arms(options: argparse.Namespace) -> list[tuple[str, Callable[[Any], Abstrac
         if importlib.util.find_spec("trl"):
             chosen.append(("TRL OffloadActivations", trl_offload, False))
         else:
-            print("TRL is not installed: its arm is left out")
+            print("TRL is not installed; its arm is left out")
     chosen += [
         ("forebay keep", lambda m: managed(m, policy="keep"), False),
         ("forebay offload", lambda m: managed(m, policy="offload"), False),
@@ -189,7 +187,7 @@ def table(options: argparse.Namespace) -> None:
             row["ratio"] = row["ms"] / first["ms"]
             row["after-forward ratio"] = row["after forward GiB"] / first["after forward GiB"]
         if row.get("planned GiB") and keeps:
-            if "offload" in row["arm"]:  # where regions are recomputed, more than the planned bytes leaves the peak
+            if "offload" in row["arm"]:  # recomputed regions would lower the peak by more than the planned bytes
                 row["R"] = (keeps[0]["peak over base GiB"] - row["peak over base GiB"]) / row["planned GiB"]
             row["ratio to keep"] = row["ms"] / keep_ms
     write(
@@ -202,7 +200,7 @@ def gradients(
 ) -> tuple[torch.Tensor, list[torch.Tensor], int, int]:
     mem = forebay.manage(model, policy=policy, compile=True, **more)
     for step in range(64):
-        if step >= 4 and mem.settled:  # past the measuring cycles and trials, so that the plan is what is tested
+        if step >= 4 and mem.settled:  # the plan is tested, not the steps that measure and try
             break
         batches = Batches(options.batch, options.sequence)
         for parameter in model.parameters():
@@ -227,7 +225,7 @@ def gradients(
 
 
 def check(options: argparse.Namespace) -> None:
-    """Loss and every gradient: offload and recompute against keep, twice keep to show that keep repeats itself."""
+    """Compare loss and every gradient with those of keep; keep runs twice to show that it repeats itself."""
     torch.use_deterministic_algorithms(True)
     model = build(options.layers)
     reference = gradients(model, options, "keep")
@@ -261,7 +259,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def pairs(options: argparse.Namespace) -> None:
-    """Keep and offload in turn on one model, since they differ by less than two separate runs do."""
+    """Time keep and offload in turn on one model: they differ by less than two separate runs."""
     model = build(options.layers)
     batches = Batches(options.batch, options.sequence)
 

@@ -138,7 +138,7 @@ def measure(
         arena = pages.device_bytes if pages is not None else 0  # held between steps, for the steps
         graphed = config.memory.graph
         if graphed:
-            why = trainer.captured.why_not
+            why = trainer.cuda_graph.eager_reason
             assert why is None, why
         row = {
             "model": name,

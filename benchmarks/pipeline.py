@@ -124,7 +124,7 @@ class Running:
         self.args, self.name, self.arm, self.alone = args, name, arm, alone
         self.mesh = stack.enter_context(Mesh.open(config))
         self.trainer = stack.enter_context(Trainer(config, self.mesh))
-        self.engine: Any = self.trainer._gradients
+        self.engine: Any = self.trainer.engine
         self.steps: list[tuple[float, float, float, float, float]] = []
         self.ends: list[tuple[int, int]] = []  # of the untimed steps
         self._number = 0
@@ -140,7 +140,7 @@ class Running:
         reserved = reserved_over_allocated(trainer) if self.alone else 0.0
         picture = watched(args, trainer, self.engine, UNTIMED + len(steps), f"{self.name}-{self.arm}")
         peaks, waited = planned_peaks(trainer.memory), trainer.memory.report().wait_ms or 0.0
-        graph = None if trainer.captured is None else trainer.captured.why_not or "yes"
+        graph = None if trainer.cuda_graph is None else trainer.cuda_graph.eager_reason or "yes"
         segments = by_stream() if self.alone else None
         hidden = hidden_share(trainer, self.engine)
         seconds = [s[0] for s in steps]
@@ -199,11 +199,11 @@ class Running:
         force_balance(trainer.model)
         if self.alone:
             trainer.step(self._next())  # makes AdamW's states, which are part of the base
-        with noting_ends(self.engine._gathered, self.ends):
+        with noting_ends(self.engine._unsharded, self.ends):
             for _ in range(self.args.warm):
                 self._untimed()
             while self._number < UNTIMED - 1:
-                if trainer.captured is None or trainer.captured.captured or trainer.captured.why_not:
+                if trainer.cuda_graph is None or trainer.cuda_graph.is_captured or trainer.cuda_graph.eager_reason:
                     break
                 self._untimed()
         settle_memory()  # the cache of eager steps is in the way of the next arm
@@ -255,18 +255,18 @@ def timed(trainer: Any, engine: Any, number: int) -> tuple[float, float, float, 
     """Seconds of the slowest rank; peak over base and activations of this rank, bytes; seconds until its host is through;
     activations in requested bytes, for an eager step."""
     trainer.optimizer.zero_grad(set_to_none=True)
-    gathered_step, device = engine._gathered, trainer.device
+    unsharded_step, device = engine._unsharded, trainer.device
     held = []
-    end = gathered_step.end
-    gathered_step.end = lambda count: (held.append((torch.cuda.memory_allocated(), requested(device)[0])), end(count))
+    end = unsharded_step.end
+    unsharded_step.end = lambda count: (held.append((torch.cuda.memory_allocated(), requested(device)[0])), end(count))
     try:
         seconds, host, base = timed_together(lambda: trainer.gradients(number))
     finally:
-        del gathered_step.end
-    if trainer.captured is not None and trainer.captured.captured:
+        del unsharded_step.end
+    if trainer.cuda_graph is not None and trainer.cuda_graph.is_captured:
         # The allocator counted when the step was captured. Unsharded weights, which stay, count as in the other arms.
-        taken = trainer.captured.peak_bytes
-        return seconds, taken + gathered_bytes(gathered_step), taken - trainer.captured.left_bytes, host, 0.0
+        taken = trainer.cuda_graph.peak_bytes
+        return seconds, taken + gathered_bytes(unsharded_step), taken - trainer.cuda_graph.result_bytes, host, 0.0
     peak, asked = torch.cuda.max_memory_allocated(), requested(device)[1]
     return seconds, peak - base, peak - held[0][0], host, float(asked - held[0][1])
 
@@ -274,17 +274,17 @@ def timed(trainer: Any, engine: Any, number: int) -> tuple[float, float, float, 
 def reserved_over_allocated(trainer: Any) -> float:
     """Reserved over allocated memory, both peaks since `settle_memory`."""
     allocated = torch.cuda.max_memory_allocated()
-    if trainer.captured is not None and trainer.captured.captured:
-        left = torch.cuda.memory_allocated() - trainer.captured.left_bytes  # held before a step
-        allocated = max(allocated, left + trainer.captured.peak_bytes)
+    if trainer.cuda_graph is not None and trainer.cuda_graph.is_captured:
+        left = torch.cuda.memory_allocated() - trainer.cuda_graph.result_bytes  # held before a step
+        allocated = max(allocated, left + trainer.cuda_graph.peak_bytes)
     return torch.cuda.max_memory_reserved() / allocated
 
 
 @contextmanager
-def noting_ends(gathered_step: Any, found: list[tuple[int, int]]) -> Iterator[None]:
+def noting_ends(unsharded_step: Any, found: list[tuple[int, int]]) -> Iterator[None]:
     """Note two figures of every eager or captured step: by how much requested bytes rose above what is held when the last
     backward is over, and the bytes that are freed but not usable yet at its end."""
-    end = gathered_step.end
+    end = unsharded_step.end
 
     def noting(count: Any) -> None:
         now, most = requested(torch.device("cuda"))
@@ -292,16 +292,16 @@ def noting_ends(gathered_step: Any, found: list[tuple[int, int]]) -> Iterator[No
         stats = torch.cuda.memory_stats()
         found.append((most - now, stats["active_bytes.all.current"] - stats["allocated_bytes.all.current"]))
 
-    gathered_step.end = noting
+    unsharded_step.end = noting
     try:
         yield
     finally:
-        del gathered_step.end
+        del unsharded_step.end
 
 
-def gathered_bytes(gathered_step: Any) -> int:
+def gathered_bytes(unsharded_step: Any) -> int:
     """Bytes of the unsharded weights of a step."""
-    held = [h for group in gathered_step._groups() for h in group.fsdp_params]
+    held = [h for group in unsharded_step._groups() for h in group.fsdp_params]
     return sum(t.untyped_storage().nbytes() for h in held for t in h.all_gather_outputs)
 
 
@@ -330,7 +330,7 @@ def hidden_share(trainer: Any, engine: Any) -> dict[str, float]:
     if trainer.mesh.ep == 1:
         return {"hidden": 1.0, "transfers": 0.0, "waits": 0.0}
     meter = engine._runtime.context.meter
-    captured = trainer.captured if trainer.captured is not None and trainer.captured.captured else None
+    captured = trainer.cuda_graph if trainer.cuda_graph is not None and trainer.cuda_graph.is_captured else None
     if captured is not None:
         captured.release()
     with metering_overlap(meter):
@@ -338,7 +338,7 @@ def hidden_share(trainer: Any, engine: Any) -> dict[str, float]:
             trainer.optimizer.zero_grad(set_to_none=True)
             meter.forget()
             trainer.gradients(UNTIMED)
-            if captured is None or captured.captured:
+            if captured is None or captured.is_captured:
                 break
     for _ in range(2 if captured is not None else 0):
         trainer.optimizer.zero_grad(set_to_none=True)

@@ -21,8 +21,9 @@ from forebay.errors import RunError
 from forebay.memory.page_store import PageReport
 from forebay.moe import backends as choose
 from forebay.moe.dispatch import Handle, NcclDispatcher
-from forebay.train.capacity_retry import CapacityRetries, CapacityRetry, _Generators
+from forebay.train.capacity_retry import CapacityRetries, CapacityRetry
 from forebay.train.distributed import ALONE, Mesh
+from forebay.train.rng import SavedRngStates
 from forebay.train.trainer import Trainer
 from tests.ranks import run_ranks
 
@@ -115,9 +116,9 @@ def trained(config: Config, narrowed: bool, again: bool = True) -> tuple[dict[st
             record = trainer.step(step)
             if isinstance(dispatcher, NarrowExchange):
                 dispatches = dispatches or dispatcher.count
-                assert dispatcher.count == dispatches * (2 if record.rerun else 1), (step, dispatcher.count, dispatches)
+                assert dispatcher.count == dispatches * (2 if record.retry else 1), (step, dispatcher.count, dispatches)
             figures += [record.cross_entropy_loss, record.load_balance_loss, record.gradient_norm]
-            why.append(record.rerun)
+            why.append(record.retry)
         assert dispatcher is None or dispatcher.live_handles == 0
         return state_of(trainer), figures, why
 
@@ -281,7 +282,7 @@ def test_pages_that_run_out() -> None:
         captured[0] = True
 
     renewed: list[int] = []
-    runs = reruns(pages, called=called, renewed=lambda: renewed.append(pages.ended))
+    runs = reruns(pages, eager=called, on_resize=lambda: renewed.append(pages.ended))
 
     def gradients() -> Tensor:
         drawn.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
@@ -313,7 +314,7 @@ def test_an_error_in_the_second_attempt_is_an_error() -> None:
 
 def test_nothing_is_asked_where_nothing_is_left_out() -> None:
     runs = reruns(None)
-    with patch("torch.get_rng_state", side_effect=AssertionError), patch.object(runs, "_left_out") as asked:
+    with patch("torch.get_rng_state", side_effect=AssertionError), patch.object(runs, "_exceeded") as asked:
         assert runs.run(lambda: 7, lambda: None) == (7, None)
         with runs.exactly():
             pass
@@ -346,7 +347,7 @@ def test_generators_of_a_gpu() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     torch.cuda.set_sync_debug_mode("error")
     try:
-        before = _Generators(device)
+        before = SavedRngStates(device)
         first = torch.rand(4, device=device)
         before.restore()
         second = torch.rand(4, device=device)

@@ -74,7 +74,7 @@ def run(device: str, folder: Path) -> None:
                 enough = trainer.enough_capacity()
             figures = [(r.cross_entropy_loss, r.load_balance_loss, r.gradient_norm) for r in records]
             torch.save(
-                (state, figures, [r.rerun is not None for r in records], enough), folder / f"{name} {factor}-{rank}.pt"
+                (state, figures, [r.retry is not None for r in records], enough), folder / f"{name} {factor}-{rank}.pt"
             )
     dist.destroy_process_group()
 

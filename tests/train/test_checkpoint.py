@@ -143,7 +143,7 @@ def test_disk_full_at_the_first_checkpoint(tmp_path: Path, monkeypatch: pytest.M
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("where", ["_digest", "_write_synced", "_replace_text"])
+@pytest.mark.parametrize("where", ["_digest", "write_synced", "replace_text"])
 def test_disk_full_at_the_small_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     checkpoints = Checkpoints(tmp_path)
     earlier = checkpoints.save(1, *make(), {})

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from forebay.train import cuda_graph
-from forebay.train.cuda_graph import CudaGraphEngine, CudaGraphStep, StepState, Timing
+from forebay.train.cuda_graph import CudaGraphStep, StepState, Timing
+from forebay.train.engines import GradientEngine
 
 
 class Pretence:
@@ -145,7 +146,7 @@ def test_called_thrice_then_captured_then_replayed(pretence: Pretence) -> None:
     for calls in (1, 2, 3, 4, 4, 4):
         engine.run(3, 5)
         assert len(engine.calls) == calls
-        assert engine.step.captured == (calls == 4)
+        assert engine.step.is_captured == (calls == 4)
     assert pretence.graphs == 1
 
 
@@ -167,9 +168,9 @@ def test_a_first_replay_that_does_not_end_is_ended_and_its_step_called(
     engine.run(3, 5)
     assert pretence.ends
     assert len(engine.calls) == 5  # the capture, and the call in its place
-    assert engine.step.why_not is not None and "did not end" in engine.step.why_not
+    assert engine.step.eager_reason is not None and "did not end" in engine.step.eager_reason
     engine.run(3, 5)
-    assert len(engine.calls) == 6 and not engine.step.captured
+    assert len(engine.calls) == 6 and not engine.step.is_captured
 
 
 def test_results_of_one_step_stay_when_the_next_one_runs(pretence: Pretence) -> None:
@@ -187,10 +188,10 @@ def test_not_before_all_is_settled(pretence: Pretence) -> None:
     engine = Engine(pretence, ready=lambda: bool(settled))
     for _ in range(6):
         engine.run(2)
-    assert not engine.step.captured
+    assert not engine.step.is_captured
     settled.append(True)
     engine.run(2)
-    assert engine.step.captured
+    assert engine.step.is_captured
 
 
 def test_another_shape_and_other_pages_are_captured_anew(pretence: Pretence) -> None:
@@ -199,7 +200,7 @@ def test_another_shape_and_other_pages_are_captured_anew(pretence: Pretence) -> 
         engine.run(2, 4)
     for _ in range(3):  # all has to settle again
         engine.run(3, 4)
-        assert not engine.step.captured
+        assert not engine.step.is_captured
     engine.run(3, 4)
     assert (pretence.graphs, len(engine.calls)) == (2, 8)
     engine.run(3, 4)
@@ -213,9 +214,9 @@ def test_released_for_a_step_that_is_called(pretence: Pretence) -> None:
     for _ in range(5):
         engine.run(2)
     engine.step.release()
-    assert not engine.step.captured
+    assert not engine.step.is_captured
     engine.run(2)
-    assert engine.step.captured
+    assert engine.step.is_captured
     assert pretence.graphs == 2
 
 
@@ -224,8 +225,8 @@ def test_a_capture_that_fails_is_given_up_and_says_why(pretence: Pretence) -> No
     engine.error = ValueError("asked the device for a number")
     for _ in range(6):
         engine.run(2)
-    assert engine.step.why_not == "ValueError: asked the device for a number"
-    assert not engine.step.captured
+    assert engine.step.eager_reason == "ValueError: asked the device for a number"
+    assert not engine.step.is_captured
     assert pretence.graphs == 2, "its own, and one to take the generator of random numbers out of a capture"
 
 
@@ -234,9 +235,9 @@ def test_all_give_it_up_if_one_does(pretence: Pretence) -> None:
     for _ in range(3):
         engine.run(2)
     answers = iter([True, False])
-    engine.step._agreed = lambda here: next(answers)
+    engine.step._all_agree = lambda here: next(answers)
     engine.run(2)
-    assert engine.step.why_not == "another process could not capture it"
+    assert engine.step.eager_reason == "another process could not capture it"
     engine.run(2)
     assert len(engine.calls) == 6
 
@@ -254,7 +255,7 @@ def test_graphs_that_are_timed_make_another_plan_and_are_captured_anew(pretence:
     stays = []
     for _ in range(3 + 2 + 2 + 3):
         engine.run(3, 5)
-        stays.append(engine.step.captured)
+        stays.append(engine.step.is_captured)
     assert said == [True, True, False]
     assert plans == [1, 2], "once behind the replays of each timed graph"
     assert stays == [False] * 7 + [True] * 3
@@ -271,15 +272,15 @@ def test_a_timed_graph_of_another_shape_is_not_asked(pretence: Pretence) -> None
     assert plans == []
     for _ in range(5):
         engine.run(2, 5)
-    assert plans == [2] and engine.step.captured
+    assert plans == [2] and engine.step.is_captured
 
 
-class Around(CudaGraphEngine):
+class Around(GradientEngine):
     """Notes in whose memory weights are gathered, the step runs and gradients are reduced."""
 
     def __init__(self, pretence: Pretence):
         self.inner = Engine(pretence)
-        self.captured, self._unsharded = self.inner.step, self  # type: ignore[assignment]
+        self.cuda_graph, self._unsharded = self.inner.step, self  # type: ignore[assignment]
         self.pretence, self.gradients = pretence, False
         self.rooms: list[Any] = []
 
@@ -298,10 +299,10 @@ class Around(CudaGraphEngine):
     def step(self, replay: bool = True) -> list[Any]:
         self.rooms, self.inner.gradient = [], None
         ids = torch.randint(1, 99, (2, 2))
-        captured = self.captured
+        captured = self.cuda_graph
         assert captured is not None
         run: Any = captured if replay else self._run
-        self._around(lambda *given: (*run(*given), None), [(ids, ids)], 7)
+        self._with_gathered(lambda *given: (*run(*given), None), [(ids, ids)], 7)
         return self.rooms
 
 
@@ -313,8 +314,8 @@ def test_around_a_graph_its_memory_is_allocated_in(pretence: Pretence) -> None:
     assert engine.step() == [None, ("pool", 1)]  # captured behind its gathering
     assert engine.step() == [("pool", 1)] * 2
     assert engine.step(replay=False) == [("pool", 1), None, ("pool", 1)]
-    with engine.called():
-        assert engine.captured is None
+    with engine.eager():
+        assert engine.cuda_graph is None
     assert engine.step() == [None, ("pool", 2)]
 
 

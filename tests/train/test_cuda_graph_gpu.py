@@ -80,19 +80,19 @@ def run(folder: Path) -> None:
                 for number, held in enumerate(trainer.optimizer.state.values()):
                     state |= {f"{number} {key}": local(value) for key, value in held.items()}
                 state["drawn"] = torch.rand(1, device=trainer.device).cpu()
-                captured: Any = trainer.captured
-                said = None if captured is None else (captured.captured, captured.why_not)
+                captured: Any = trainer.cuda_graph
+                said = None if captured is None else (captured.is_captured, captured.eager_reason)
                 pages = trainer.memory.pages
                 spilled = pages is not None and pages.host_pages > 0
             figures = [(r.cross_entropy_loss, r.load_balance_loss, r.gradient_norm) for r in records]
-            reruns = [r.rerun is not None for r in records]
+            reruns = [r.retry is not None for r in records]
             torch.save((state, figures, reruns, said, spilled), folder / f"{family} {name}-{rank}.pt")
     dist.destroy_process_group()
 
 
 def without_synchronisation(trainer: Any) -> None:
     """From the fourth step on, forwards and backwards that wait for the device raise. A store's first step counts pages."""
-    engine, calls = trainer._gradients, []
+    engine, calls = trainer.engine, []
     run = engine._run
 
     def watched(*args: Any) -> Any:
@@ -152,10 +152,10 @@ def test_calls_draw_random_numbers_behind_a_capture_that_failed() -> None:
     step = CudaGraphStep(body, [], device, lambda: 0, lambda ok: ok)
     parts = [(torch.tensor([1], device=device), torch.tensor([0], device=device))]
     seen = []
-    while step.why_not is None:
+    while step.eager_reason is None:
         (drawn,) = step.on_stream(lambda: step(parts, 1))
         seen.append(drawn)
-    assert "Error" in step.why_not
+    assert "Error" in step.eager_reason
     seen += [step.on_stream(lambda: step(parts, 1))[0], torch.rand(8, device=device)]
     assert len({tuple(drawn.tolist()) for drawn in seen}) == len(seen)
 
@@ -182,7 +182,7 @@ def test_a_graph_that_is_given_up_takes_nothing_from_another_one() -> None:
 
     wanted = run(steps[0], 3)
     for step in steps:
-        while not step.captured:
+        while not step.is_captured:
             run(step, 3)
     steps[1].release()
     taken = [torch.full((1 << 20,), 7, dtype=torch.int32, device=device) for _ in range(64)]

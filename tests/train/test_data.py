@@ -147,7 +147,7 @@ def test_two_processes_share_a_batch() -> None:
     whole = Windows(tokens, 10, 4, 0)(3)[0]
     parts = [Windows(tokens, 10, 4, 0, World(rank, 2))(3)[0] for rank in (0, 1)]
     assert torch.equal(whole[0::2], parts[0]) and torch.equal(whole[1::2], parts[1])
-    with pytest.raises(UsageError, match="batch = 4 is no multiple of the 3 processes"):
+    with pytest.raises(UsageError, match="batch = 4 is not a multiple of the 3 processes"):
         Windows(tokens, 10, 4, 0, World(0, 3))
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from forebay.config import Data
 from forebay.errors import ForebayError, RunError, UsageError
-from forebay.train import data as text
+from forebay.train import text_sources as text
 
 
 def read(data: Data) -> list[bytes]:
@@ -61,7 +61,7 @@ def test_parquet(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no column 'body'.*data\.field to one of text"):
         read(Data(source="parquet", path=str(tmp_path), field="body"))
     (tmp_path / "b.parquet").write_bytes(b"PAR1 nonsense")
-    with pytest.raises(RunError, match=r"b\.parquet is no readable Parquet"):
+    with pytest.raises(RunError, match=r"b\.parquet is not a readable Parquet"):
         read(Data(source="parquet", path=str(tmp_path)))
 
 

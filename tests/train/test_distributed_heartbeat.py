@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from forebay.cli import main
 from forebay.errors import RunError
-from forebay.train.distributed import Heartbeat
-from forebay.train.loop import _blaming
+from forebay.train.heartbeat import Heartbeat
+from forebay.train.loop import _naming_lost
 from tests.ranks import Started, free_port, start
 
 CONFIG = """
@@ -95,9 +95,9 @@ def test_nobody_is_blamed_while_all_beat_nor_for_leaving_early() -> None:
     with hearts[0]:
         with hearts[1], hearts[2]:
             time.sleep(0.5)
-            assert hearts[0].who_is_gone() == ""
+            assert hearts[0].describe_lost() == ""
         time.sleep(1.5)
-        assert hearts[0].who_is_gone() == ""
+        assert hearts[0].describe_lost() == ""
     assert left == []
 
 
@@ -108,7 +108,7 @@ def test_silence_ends_the_others(capsys: pytest.CaptureFixture[str]) -> None:
     with Heartbeat(store, 0, 2, 1.0, lambda: "all is lost", period=0.05, leave=left.append) as heart:
         time.sleep(0.6)
         assert left == []
-        assert re.fullmatch(r"process 1 \(elsewhere, pid 77\) has not answered for \d s", heart.who_is_gone())
+        assert re.fullmatch(r"process 1 \(elsewhere, pid 77\) has not answered for \d s", heart.describe_lost())
         time.sleep(1.0)
         assert set(left) == {1}
     said = capsys.readouterr().err
@@ -126,9 +126,9 @@ def test_an_error_of_one_is_known_to_all(capsys: pytest.CaptureFixture[str]) -> 
             with pytest.raises(MemoryError), Heartbeat(store, 1, 3, 60.0, str, period=0.05):
                 time.sleep(0.3)
                 raise MemoryError("too large\nby far")
-            assert "failed: too large" in third.who_is_gone()
+            assert "failed: too large" in third.describe_lost()
             raise ValueError("connection closed by somebody")
-        assert re.fullmatch(r"process 1 \(\S+, pid \d+\) failed: too large", heart.who_is_gone())
+        assert re.fullmatch(r"process 1 \(\S+, pid \d+\) failed: too large", heart.describe_lost())
         time.sleep(0.6)
         assert set(left) == {1}
     assert "failed: too large; the run has ended" in capsys.readouterr().err
@@ -149,13 +149,13 @@ def test_the_store_dies_with_its_process(tmp_path: Path, capsys: pytest.CaptureF
         left: list[int] = []
         first, second = (Heartbeat(store, r, 3, 60.0, str, period=0.05, leave=left.append) for r in (1, 2))
         with first, second:
-            while 0 not in first._others:
+            while 0 not in first._peers:
                 time.sleep(0.05)
             time.sleep(0.3)
             holder.kill()
             time.sleep(1.5)
             assert set(left) == {1}
-            assert first.who_is_gone().endswith(f"pid {holder.pid}) died")
+            assert first.describe_lost().endswith(f"pid {holder.pid}) died")
     finally:
         holder.kill()
     assert f"pid {holder.pid}) died; the run has ended" in capsys.readouterr().err
@@ -167,7 +167,7 @@ class Gone:
     def __init__(self) -> None:
         self.asked = 0
 
-    def who_is_gone(self) -> str:
+    def describe_lost(self) -> str:
         self.asked += 1
         return "process 2 (here, pid 7) died"
 
@@ -175,7 +175,7 @@ class Gone:
 def raised(error: Exception, cause: Exception | None) -> tuple[str, int]:
     """What becomes of an error inside a run, and how often the heartbeat was asked for the reason."""
     heart: Any = Gone()
-    with pytest.raises((RunError, OSError, RuntimeError)) as caught, _blaming(heart, lambda: "all is intact"):
+    with pytest.raises((RunError, OSError, RuntimeError)) as caught, _naming_lost(heart, lambda: "all is intact"):
         raise error from cause
     return str(caught.value), heart.asked
 

@@ -114,7 +114,7 @@ def test_capacity_below_even_routing_is_refused() -> None:
 def test_alone_nothing_is_asked_of_anyone() -> None:
     with Mesh.open(with_keys(device={"type": "cpu"}), ALONE) as mesh:
         assert (mesh.rank, mesh.size, mesh.data, mesh.grid, mesh.expert_group) == (0, 1, None, None, None)
-        assert mesh.max(1, 2.5) == [1, 2.5] and mesh.on_main(lambda: 3) == 3 and mesh.speaks_first()
+        assert mesh.max(1, 2.5) == [1, 2.5] and mesh.on_main(lambda: 3) == 3 and mesh.first_to_fail()
         assert mesh.sum(torch.ones(2)).tolist() == [1, 1] and not dist.is_initialized()
         assert mesh.sum_batch(torch.ones(2)).tolist() == [1, 1]
         assert (mesh.batch, mesh.pp, mesh.pp_rank, mesh.pipeline) == (ALONE, 1, 0, None)
@@ -137,7 +137,7 @@ def talk(rank: int, world: int) -> dict[str, Any]:
             and mesh.pipeline is None,
             "max": mesh.max(rank, -rank),
             "main": mesh.on_main(lambda: f"rank {rank}"),
-            "first": mesh.speaks_first(),
+            "first": mesh.first_to_fail(),
         }
         with pytest.raises(UsageError, match="main says no"):
             mesh.on_main(refuse)
@@ -212,7 +212,7 @@ def test_whole_runs(tiny: Callable[..., Config], tmp_path: Path) -> None:
     stopping = tiny(**{**together, "log": {"folder": str(tmp_path / "stopped")}}).to_dict()
     (folder, kind, said), (same, other, _) = run_ranks(whole_runs, 2, raw, stopping)
     assert folder == same == str(tmp_path / "run-2"), "ranks took different folders"
-    assert (kind, other) == ("Interrupted", "SaidElsewhere") and "stopped by SIGTERM after step 2 of 3" in said
+    assert (kind, other) == ("Interrupted", "ReportedElsewhere") and "stopped by SIGTERM after step 2 of 3" in said
     read = [
         [json.loads(line) for line in (p / "metrics.jsonl").read_text().splitlines()] for p in (alone, Path(folder))
     ]

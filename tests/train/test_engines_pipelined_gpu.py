@@ -84,8 +84,8 @@ def run(device: str, folder: Path) -> None:
                 trainer.optimizer.zero_grad(set_to_none=True)
             engine = trainer.pipeline if world > 1 else None
             ran = engine is None or tuple(engine.ran) == engine.plan.actions[mesh.pp_rank]
-            if trainer.captured is not None:
-                assert trainer.captured.captured, f"{name}: {trainer.captured.why_not}"
+            if trainer.cuda_graph is not None:
+                assert trainer.cuda_graph.is_captured, f"{name}: {trainer.cuda_graph.eager_reason}"
         torch.save((found, ran), folder / f"{name}-{rank}.pt")
     dist.destroy_process_group()
 

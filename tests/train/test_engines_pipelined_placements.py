@@ -67,7 +67,7 @@ class Ran:
         self.wrong: list[str] = []
         settings = config(folder, world, schedule, pp, **memory)
         with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
-            self.actions = trainer._gradients.plan.actions[mesh.pp_rank]  # type: ignore[attr-defined]
+            self.actions = trainer.engine.plan.actions[mesh.pp_rank]  # type: ignore[attr-defined]
             for number in STEPS:
                 losses = mesh.sum(torch.stack(trainer.gradients(number))).tolist()
                 grads = {n: p.grad.detach() for n, p in trainer.model.named_parameters() if p.grad is not None}
@@ -162,7 +162,7 @@ def split(rank: int, world: int, folder: str) -> dict[str, list[str]]:
         settings = config(folder, world, schedule, policy="keep")
         with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
             losses = mesh.sum(torch.stack(trainer.gradients(1))).tolist()
-            kinds = {action.kind for actions in trainer._gradients.plan.actions for action in actions}  # type: ignore[union-attr]
+            kinds = {action.kind for actions in trainer.engine.plan.actions for action in actions}  # type: ignore[union-attr]
             own = {n: p.grad.full_tensor().numpy() for n, p in trainer.model.named_parameters()}  # type: ignore[union-attr]
             parts: list[Any] = [None] * world
             torch.distributed.all_gather_object(parts, own)

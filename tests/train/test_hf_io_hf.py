@@ -147,7 +147,7 @@ def test_missing_files_are_named(folder: Path) -> None:
         (Model(family="qwen3_moe", config={"hiden_size": 8}), "nearest valid key is 'hidden_size'"),
         (Model(family="qwen3_moe", config={"hidden_size": "big"}), "hidden_size.*expected int"),
         (Model(family="qwen3_moe", config={"vocab_size": 64}), "vocab_size is 64, but the tokenizer has 257 ids"),
-        (Model(path="nowhere"), "'nowhere' is no folder with a config.json"),
+        (Model(path="nowhere"), "'nowhere' is not a folder with a config.json"),
     ],
 )
 def test_mistakes_are_named(model: Model, said: str) -> None:
@@ -157,7 +157,7 @@ def test_mistakes_are_named(model: Model, said: str) -> None:
 
 def test_broken_config_json(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(RunError, match=r"config\.json is no configuration"):
+    with pytest.raises(RunError, match=r"config\.json is not a configuration"):
         hf_io.build(Model(path=str(tmp_path)), 257, CPU)
 
 

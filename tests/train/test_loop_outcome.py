@@ -12,7 +12,8 @@ from rich.console import Console
 
 from forebay.config import Config, from_mapping
 from forebay.errors import RunError
-from forebay.train.loop import train, write_result
+from forebay.train.loop import train
+from forebay.train.run_outputs import write_result
 from forebay.train.trainer import Trainer
 from tests.ranks import run_ranks
 from tests.train.test_saved_profile import MODEL

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 from forebay.config import Config
 from forebay.errors import Interrupted, RunError, UsageError
 from forebay.train import checkpoint
-from forebay.train.loop import StopRequest, export, train, where_to_start
+from forebay.train.loop import StopRequest, export, train
+from forebay.train.run_folder import where_to_start
 from forebay.train.trainer import Trainer
 
 

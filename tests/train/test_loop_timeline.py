@@ -12,7 +12,7 @@ from rich.console import Console
 from forebay.config import Config, from_mapping
 from forebay.errors import RunError, UsageError
 from forebay.pipeline.activity import ActionRecord
-from forebay.train.loop import watch_step, write_timeline
+from forebay.train.run_outputs import watch_step, write_timeline
 from tests.ranks import run_ranks
 from tests.train.test_saved_profile import MODEL
 

@@ -258,7 +258,7 @@ def left_behind(trainer: Trainer, mesh: Mesh, memory: dict[str, Any]) -> list[st
     if pages is not None and (pages.live_tickets or not pages.end_step().pages_out):
         wrong.append(f"{pages.live_tickets} tickets of pages are left, or none was taken")
     if mesh.pp > 1:
-        engine: Any = trainer._gradients
+        engine: Any = trainer.engine
         if tuple(engine.ran) != engine.plan.actions[mesh.pp_rank]:
             wrong.append("what ran is not the plan")
     return wrong

@@ -63,11 +63,11 @@ def test_metrics_of_a_step_that_ran_twice(tmp_path: Path) -> None:
     out = console()
     with Reporter(tmp_path, out, 15) as report:
         report.step(RECORD)
-        report.step(replace(RECORD, rerun=CapacityRetry(rows=True, pages=False, factor=1.4)))
+        report.step(replace(RECORD, retry=CapacityRetry(rows=True, pages=False, factor=1.4)))
         lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["run_again"] for line in lines] == [0, 1]
     assert "enough_capacity_factor" not in lines[0] and lines[1]["enough_capacity_factor"] == 1.4
-    assert "rerun" not in lines[1] and printed(out).count("run again exactly") == 1
+    assert "retry" not in lines[1] and printed(out).count("run again exactly") == 1
 
 
 def test_resuming_drops_the_records_of_lost_steps(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_host_peak_is_this_process() -> None:
 
 def summary(**changes: object) -> str:
     base = Summary(
-        cycle="one step of pipeline rank 0",
+        period="one step of pipeline rank 0",
         placements={"a": "keep", "b": "recompute", "c": "offload", "d": "offload"},
         saved_bytes={"keep": 3 << 20, "recompute": 1 << 20, "offload": 5 << 20},
         moved_bytes=50 << 20,
@@ -142,7 +142,7 @@ def test_summary_on_a_cpu() -> None:
         "3.00 MiB",
         "recompute",
         "1.00 MiB",
-        "made again",
+        "recomputed in backward",
         "offload",
         "5.00 MiB",
         "50.00 MiB moved in one step of pipeline rank 0",
@@ -176,8 +176,8 @@ def test_summary_on_a_gpu() -> None:
         (3, None, None, "3 steps"),
     ],
 )
-def test_summary_of_steps_run_again(steps: int, now: float | None, enough: float | None, said: str) -> None:
-    text = summary(steps_run_again=steps, capacity_factor=now, enough_capacity_factor=enough)
+def test_summary_of_retried_steps(steps: int, now: float | None, enough: float | None, said: str) -> None:
+    text = summary(retried_steps=steps, capacity_factor=now, enough_capacity_factor=enough)
     assert "run again" in text and said in text
     assert "run again" not in summary()
 

@@ -92,7 +92,7 @@ THREE = {"config": {"num_hidden_layers": 3}}
         ({"parallel": {"schedule": "1f1b", "pp": 8}, "train": {"batch": 8}}, r"8 stages, .*4 decoder layers; .*at most 4 "),
         ({"parallel": {"partition": [1, 1, 1, 2]}}, r"has 5 layers, but the model has 4"),
         ({"parallel": {"partition": [2, 1, 1, 0]}}, r"\[2, 1, 1, 0\] leaves a stage without layers; .* at least 1"),
-        ({"parallel": {"partition": [2, 2]}}, r"has 2 numbers, .*'dualpipev' with parallel\.pp = 2 has 4 stages"),
+        ({"parallel": {"partition": [2, 2]}}, r"has 2 entries, .*'dualpipev' with parallel\.pp = 2 has 4 stages"),
         ({"train": {"batch": 3}}, r"needs at least 4, .*gives a pipeline 3: .*nearest valid train\.batch above is 4"),
         ({"train": {"batch": 8, "microbatch": 4}}, r"gives a pipeline 2: .*nearest valid train\.microbatch .* is 2"),
         ({"parallel": {"schedule": "1f1b"}, "train": {"batch": 1}}, r"'1f1b' .*needs at least 2, one for each of its stages"),

@@ -105,7 +105,7 @@ def test_a_value_in_the_place_of_a_tensor_runs_nothing(tmp_path: Path) -> None:
         place.relative_path, place.offset, place.length = "__9_0.distcp", 0, len(raw.getvalue())
         found.storage_data[dcp.metadata.MetadataIndex(name)] = place
         put_metadata(path, found)
-        with pytest.raises(RunError, match=f"{name.removeprefix('model.')} is no tensor"):
+        with pytest.raises(RunError, match=f"{name.removeprefix('model.')} is not a tensor"):
             checkpoint.load(path, *make())
         assert not (tmp_path / "mark").exists()
 
@@ -221,9 +221,9 @@ def test_code_beside_a_model_or_tokenizer_is_not_run(tmp_path: Path) -> None:
     mapped = {"AutoConfig": "configuration_x.X", "AutoTokenizer": ["tokenization_x.X", None]}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", "auto_map": mapped}))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "X", "auto_map": mapped}))
-    with pytest.raises(RunError, match="no configuration that transformers reads"):
+    with pytest.raises(RunError, match="not a configuration that transformers reads"):
         hf_io.configuration(Model(path=str(tmp_path)), 257)
-    with pytest.raises(RunError, match="no configuration that transformers reads"):
+    with pytest.raises(RunError, match="not a configuration that transformers reads"):
         hf_io.from_folder_config(tmp_path, torch.float32)
     with pytest.raises(UsageError, match="holds no tokenizer"):
         load_tokenizer(str(tmp_path))

@@ -17,7 +17,8 @@ from forebay.errors import RunError, UsageError
 from forebay.models.router import RouterStats, balance_loss
 from forebay.train import hf_io, parallel
 from forebay.train.durable import LOCK, FolderLock, holder
-from forebay.train.loop import claim_start, train
+from forebay.train.loop import train
+from forebay.train.run_folder import claim_start
 from forebay.train.trainer import Trainer
 
 

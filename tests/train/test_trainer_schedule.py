@@ -3,11 +3,11 @@
 import pytest
 
 from forebay.config import Schedule
-from forebay.train.trainer import factor
+from forebay.train.trainer import lr_factor
 
 
 def values(schedule: Schedule, steps: int) -> list[float]:
-    return [round(factor(schedule, s, steps), 6) for s in range(1, steps + 1)]
+    return [round(lr_factor(schedule, s, steps), 6) for s in range(1, steps + 1)]
 
 
 def test_cosine() -> None:
@@ -30,4 +30,4 @@ def test_constant() -> None:
 
 @pytest.mark.parametrize("kind", ["cosine", "constant"])
 def test_one_step_without_warm_up(kind: str) -> None:
-    assert factor(Schedule(kind=kind, minimum=0.1), 1, 1) == (0.1 if kind == "cosine" else 1.0)
+    assert lr_factor(Schedule(kind=kind, minimum=0.1), 1, 1) == (0.1 if kind == "cosine" else 1.0)

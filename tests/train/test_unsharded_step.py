@@ -60,7 +60,7 @@ def whole(rank: int, world: int, folder: str, vocabulary: int) -> dict[str, Any]
     settings = config(folder, vocabulary)
     found: dict[str, Any] = {"spread": []}
     with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
-        engine: Any = trainer._gradients
+        engine: Any = trainer.engine
         cut, gathered = engine._cut, engine._unsharded
         heads: list[torch.Tensor] = []
         begin, spread = UnshardedStep.begin, CutModel.spread
@@ -134,7 +134,7 @@ def added_at_once(rank: int, world: int, folder: str, tied: bool) -> dict[str, A
     settings = config(folder, 288, tie_word_embeddings=tied, pad_token_id=ord(" "))
     found: dict[str, Any] = {}
     with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
-        engine: Any = trainer._gradients
+        engine: Any = trainer.engine
         of = {}
         for at_once in (False, True):
             trainer.optimizer.zero_grad(set_to_none=True)

@@ -53,8 +53,8 @@ def gradients(folder: Path, device: str, at_once: bool, graph: bool) -> dict[str
             trainer.optimizer.zero_grad(set_to_none=True)
             trainer.gradients(number + 1)
         asked.assert_called_with(MICROBATCHES * TOKENS, SIZES["vocab_size"], 2)
-        captured: Any = trainer.captured
-        assert not graph or captured.captured, captured.why_not
+        captured: Any = trainer.cuda_graph
+        assert not graph or captured.is_captured, captured.eager_reason
         return {n: p.grad.to_local().cpu() for n, p in trainer.model.named_parameters()}  # type: ignore[union-attr,attr-defined]
 
 

@@ -46,10 +46,10 @@ class RunFolder:
 
     Attributes:
         config, versions: of the run.
-        machine: see `forebay.train.loop.machine`; empty for a run that did not write it.
+        machine: see `forebay.train.run_outputs.machine`; empty for a run that did not write it.
         steps: a record a step that was done, see `forebay.train.metrics.StepRecord`.
         validations: (step, nats a token).
-        ranks: see `forebay.train.loop.held_by_rank`; empty unless the run came to its end.
+        ranks: see `forebay.train.run_outputs.held_by_rank`; empty unless the run came to its end.
         profile: of one process, or a list of one a pipeline rank; None if there is none.
         ran: of the watched step; empty if there is none.
     """

@@ -1,26 +1,11 @@
-"""Checkpoints: written whole or not at all, read only when whole, resumed bitwise.
+"""Checkpoints that are written whole or not at all, read only when whole, and resumed bitwise.
 
-In: a model, its optimizer, the random generators and what the trainer knows of its position. Out: a folder a checkpoint
-under the run's ``checkpoints/``, in the format of ``torch.distributed.checkpoint``:
-
-    checkpoints/latest                    name of the newest whole one
-    checkpoints/step-00000010/.metadata, *.distcp    tensors: model, optimizer's state, torch's generators
-                              trainer.json           step, data, configuration, Python's and numpy's generators by process
-                              model/config.json      the Hugging Face configuration, for export
-                              manifest.json          size and SHA-256 of every file above
-
-All processes of a run call `Checkpoints.save` and `load` together: each writes its own shards of DTensors, and process 0 what
-is said once. A process may hold a part of the model's layers: together they hold all of it. Tensors are known by the whole
-model's names and shapes, so another number of processes, laid out in another way, reads them too.
-
-A checkpoint is written to ``.partial-step-...``, synced to disk, and renamed. ``latest`` is written just before: while it names
-a folder that is not there, the newest one that is there counts. So a crash or a failure (a full disk, a kill, a power cut) at
-any moment leaves the newest whole checkpoint to be found; the next `save` removes what it left behind.
-
-The optimizer's settings are the configuration's, not the checkpoint's; the learning rate and the order of data are functions of
-the step. So there is no state of theirs to save.
-
-A checkpoint may come from elsewhere: all of it is read as plain data (JSON, tensors; see `forebay.train.checkpoint`).
+Input: a model, its optimizer, the random generators and the trainer's position. Output: a folder per checkpoint under the
+run's ``checkpoints/``, in the format of ``torch.distributed.checkpoint``, with names and shapes of the whole model, so that
+another number of processes or another layout reads it too. All processes call `Checkpoints.save` and `load` together. A
+checkpoint may come from
+elsewhere: all of it is read as plain data, JSON and tensors. The optimizer's settings are the configuration's; learning
+rate and data order are functions of the step, so they have no state to save.
 """
 
 import contextlib
@@ -30,7 +15,6 @@ import io
 import json
 import os
 import pickle
-import random
 import shutil
 import warnings
 from collections.abc import Mapping
@@ -38,7 +22,6 @@ from pathlib import Path, PurePath
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem
@@ -55,26 +38,18 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from forebay.errors import RunError, UsageError, first_line
-from forebay.train.distributed import on_main, processes, together
-from forebay.train.durable import make_folder, sync, sync_files, sync_tree
-from forebay.train.durable import replace_text as _replace_text
-from forebay.train.durable import write_synced as _write_synced
+from forebay.train.distributed import on_all, on_main, rank_and_size
+from forebay.train.durable import make_folder, replace_text, sync, sync_files, sync_tree, write_synced
+from forebay.train.rng import host_states, seed_all, set_host_states
 
-# Tensors of a checkpoint as plain data: reading one never runs code that is in it.
-#
-# In: a folder in the format of ``torch.distributed.checkpoint``. Out: its metadata, and its tensors in the caller's.
-#
-# torch's own reader unpickles ``.metadata``, and values that are not tensors, with all that pickle can do: a checkpoint of
-# unknown origin could run any command. Here a pickle may name the classes of torch's metadata and nothing else, values that are
-# not tensors are not read, and files outside of the folder are not opened. No state is kept.
-
-# What torch 2.11 to 2.13 write for tensors; dtypes beside these. Each one is a plain record or makes one.
-_KNOWN = MappingProxyType(
+# The classes that a checkpoint's ``.metadata`` may name, besides dtypes: what torch 2.11 to 2.13 write for tensors. Each is
+# a plain record, or makes one.
+_PLAIN_CLASSES = MappingProxyType(
     {
         ("collections", "OrderedDict"): dict,
         ("builtins", "set"): set,
         ("builtins", "frozenset"): frozenset,
-        # A path is written as what it was; only its text matters.
+        # A path is pickled with its class; only its text matters.
         **{
             (module, name): PurePath
             for module in ("pathlib", "pathlib._local")
@@ -102,15 +77,18 @@ _KNOWN = MappingProxyType(
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _KNOWN:
-            return _KNOWN[module, name]
+        if (module, name) in _PLAIN_CLASSES:
+            return _PLAIN_CLASSES[module, name]
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which a description of tensors has no use for")
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which does not belong in a description of tensors")
 
 
 class PlainReader(dcp.FileSystemReader):
-    """Reads a checkpoint's folder.
+    """Reads a checkpoint without running code in it.
+
+    torch's reader unpickles ``.metadata`` without restriction, so a checkpoint of unknown origin could run any command.
+    Here the pickle may name `_PLAIN_CLASSES` only, and files outside of the folder are not opened.
 
     Raises:
         RunError: from `read_metadata`: ``.metadata`` is missing, damaged, or more than a description of tensors in this folder.
@@ -126,15 +104,15 @@ class PlainReader(dcp.FileSystemReader):
             raise
         except OSError as error:
             raise RunError(f"{file} cannot be read: {error.strerror}") from error
-        except Exception as error:  # pickles that are damaged on purpose raise anything
+        except Exception as error:  # a pickle that was damaged on purpose may raise anything
             raise RunError(
-                f"{file} is not read: {first_line(error)}; it is damaged, or not written by Forebay, and could run code"
+                f"{file} is not read: {first_line(error)}; it is damaged or was not written by Forebay, and could run code"
             ) from error
         found.storage_meta = described.StorageMeta(load_id=self.load_id)
         return found
 
     def _check(self, found: Any) -> None:
-        """Types, and that what is to be opened lies in the folder: torch joins the names with the folder's."""
+        """Check all types, and that every file lies in the folder: torch joins its name with the folder's."""
         if not isinstance(found, described.Metadata):
             raise ValueError(f"it holds a {type(found).__name__}, not a description of tensors")
         kinds = (described.TensorStorageMetadata, described.BytesStorageMetadata)
@@ -150,38 +128,45 @@ class PlainReader(dcp.FileSystemReader):
 
 
 class PlainPlanner(DefaultLoadPlanner):
-    """Fills tensors; a value that is no tensor is refused. (torch would unpickle it with all that pickle can do.)"""
+    """Loads tensors and refuses other values, which torch would unpickle without restriction."""
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        raise RunError(f"{read_item.dest_index.fqn} is no tensor in the checkpoint")
+        raise RunError(f"{read_item.dest_index.fqn} is not a tensor in the checkpoint")
 
 
 _PREFIX, _PARTIAL = "step-", ".partial-"
-_BEFORE = "-before"  # after the name of a checkpoint whose step is just being saved again
+_BEFORE = "-before"  # suffix of a checkpoint while its step is saved again
 _SAME_MODEL = "resume with the configuration it was made with"
 
 
 class Checkpoints:
     """The checkpoints of one run.
 
+    A checkpoint is a folder ``step-00000010`` with ``.metadata`` and ``*.distcp`` (tensors of model, optimizer and torch's
+    generators), ``trainer.json`` (step, data, configuration, Python's and NumPy's generators by process),
+    ``model/config.json`` (for export) and ``manifest.json`` (size and SHA-256 of every other file). It is written to
+    ``.partial-step-...``, synced and renamed. ``latest`` holds the name of the newest and is written just before the
+    rename; while it names a folder that does not exist, the newest that exists counts. So a crash, a full disk or a power
+    cut at any time leaves the newest whole checkpoint to be found, and the next `save` removes what it left behind.
+
     Args:
-        folder: ``<run>/checkpoints``; made when the first one is written.
-        keep: how many of the newest stay.
+        folder: ``<run>/checkpoints``; created with the first checkpoint.
+        keep: number of checkpoints that stay.
     """
 
     def __init__(self, folder: Path, keep: int = 2):
         self.folder, self.keep = folder, keep
 
     def save(self, step: int, model: Any, optimizer: torch.optim.Optimizer, about: Mapping[str, Any]) -> Path:
-        """Write one, move ``latest`` to it, and delete all but the newest `keep`.
+        """Write a checkpoint, point ``latest`` to it, and delete all but the newest `keep`.
 
         Args:
             step: number of the last finished step.
             model, optimizer: what to save; gradients must be None.
-            about: what else `load` shall give back; JSON.
+            about: what else `load` returns; JSON.
 
         Raises:
-            RunError: it could not be written (a full disk, say); earlier ones are as they were.
+            RunError: it could not be written, such as on a full disk; earlier ones are unchanged.
         """
         final = self.folder / f"{_PREFIX}{step:08d}"
         partial = self.folder / f"{_PARTIAL}{final.name}"
@@ -192,17 +177,17 @@ class Checkpoints:
         except (CheckpointException, OSError, RuntimeError, RunError) as error:
             raise self._failed(final, error) from error
         finally:
-            if processes()[0] == 0:
+            if rank_and_size()[0] == 0:
                 _discard(partial)
         return final
 
     def all(self) -> list[Path]:
-        """Whole or damaged, in the order in which they were written."""
+        """All checkpoints, whole or damaged, in the order in which they were written."""
         found = [p for p in self.folder.glob(f"{_PREFIX}*") if (p / "manifest.json").is_file()]
         return sorted(found, key=lambda p: ((p / "manifest.json").stat().st_mtime_ns, p.name))
 
     def latest(self) -> Path | None:
-        """What ``latest`` names; the newest folder if that is not there; None if there is none."""
+        """The checkpoint that ``latest`` names, else the newest; None if there is none."""
         named = self._pointed()
         if named is not None and (self.folder / named).is_dir():
             return self.folder / named
@@ -218,20 +203,23 @@ class Checkpoints:
         return named if named.startswith(_PREFIX) and Path(named).name == named else None
 
     def _begin(self, partial: Path) -> None:
-        """An empty folder for the new checkpoint; what a crash left in `folder` goes. The run's lock keeps others out."""
+        """Create an empty folder for the new checkpoint, and remove what a crash left.
+
+        The run's lock keeps other processes out.
+        """
         make_folder(self.folder)
         for left in [*self.folder.glob(f"{_PARTIAL}*"), self.folder / ".latest.new"]:
             _discard(left)
         for before in self.folder.glob(f"{_PREFIX}*{_BEFORE}"):
             if before.with_name(before.name.removesuffix(_BEFORE)).is_dir():
-                _discard(before)  # else it is the only one of its step
+                _discard(before)  # otherwise it is the only checkpoint of its step
         partial.mkdir()
 
     def _publish(self, partial: Path, final: Path) -> None:
-        """Give the new checkpoint its name, and ``latest`` too. There is a whole checkpoint under some name at every moment.
+        """Rename the new checkpoint and point ``latest`` to it. A whole checkpoint exists under some name at all times.
 
-        ``latest`` is written while nothing has the name: then it either names the new checkpoint, or nothing, and `latest` goes
-        by age. What has the name already (the same step of an earlier branch) is set aside first.
+        ``latest`` is written while no folder has the name. So it either names the new checkpoint or nothing, and then
+        `latest` goes by age. A checkpoint of the same step, from an earlier branch of the run, is renamed first.
         """
         before, pointed = final.with_name(f"{final.name}{_BEFORE}"), self._pointed()
         again = final.exists()
@@ -239,35 +227,37 @@ class Checkpoints:
             if again:
                 final.rename(before)
                 sync(self.folder)
-            _replace_text(self.folder / "latest", final.name)
+            replace_text(self.folder / "latest", final.name)
             partial.rename(final)
         except OSError:
-            with contextlib.suppress(OSError):  # as after a crash, then
-                self._take_back(before if again else None, final, pointed)
+            with contextlib.suppress(OSError):  # a second failure leaves what a crash would leave
+                self._roll_back(before if again else None, final, pointed)
             raise
         sync(self.folder)
         for old in ([before] if before.exists() else []) + self._outdated(final, before):
             _discard(old)
 
-    def _take_back(self, before: Path | None, final: Path, pointed: str | None) -> None:
-        """Undo what came before a rename that failed: first ``latest``, or it could name the old one as if it were new."""
+    def _roll_back(self, before: Path | None, final: Path, pointed: str | None) -> None:
+        """Undo `_publish` after a failed rename.
+
+        ``latest`` comes first, or it could name the old checkpoint as if it were new.
+        """
         if self._pointed() != pointed:
             if pointed is None:
                 (self.folder / "latest").unlink()
             else:
-                _replace_text(self.folder / "latest", pointed)
+                replace_text(self.folder / "latest", pointed)
         if before is not None and before.exists():
             before.rename(final)
         sync(self.folder)
 
     def _outdated(self, newest: Path, before: Path) -> list[Path]:
-        """All but the newest `keep`."""
         return [p for p in self.all() if p not in (newest, before)][: -(self.keep - 1) or None]
 
     def _failed(self, final: Path, error: BaseException) -> RunError:
         cause = cause_of(error)
         if isinstance(cause, KeyboardInterrupt):
-            raise cause  # a second Ctrl-C while writing; dcp wraps even this
+            raise cause  # a second Ctrl-C while writing: torch wraps it too
         reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else first_line(cause)
         before = self.latest()
         kept = f"the earlier checkpoint {before} is intact" if before else "there is no earlier checkpoint"
@@ -277,7 +267,7 @@ class Checkpoints:
 
 
 def find(given: Path) -> Path:
-    """The checkpoint that a person means by a checkpoint's folder, a run's folder or its ``checkpoints`` folder.
+    """The checkpoint of a given checkpoint folder, run folder or ``checkpoints`` folder.
 
     Raises:
         UsageError: there is none.
@@ -292,17 +282,17 @@ def find(given: Path) -> Path:
 
 
 def verify(path: Path) -> None:
-    """Compare every file with the manifest; several processes take a part of the files each.
+    """Compare every file with the manifest, each process a part of them.
 
     Raises:
-        RunError: a file is missing, truncated or altered; the message names it and an earlier checkpoint, if there is one.
+        RunError: a file is missing, truncated or altered. The message names it and an earlier checkpoint, if there is one.
     """
-    rank, size = processes()
-    together(lambda: _compare(path, dict(list(_manifest(path).items())[rank::size])))
+    rank, size = rank_and_size()
+    on_all(lambda: _compare(path, dict(list(_manifest(path).items())[rank::size])))
 
 
 def _manifest(path: Path) -> dict[str, tuple[int, str]]:
-    """Size and digest by name."""
+    """Size and digest of each file."""
     manifest = path / "manifest.json"
     try:
         return json.loads(manifest.read_text(encoding="utf-8"))["files"]
@@ -322,29 +312,29 @@ def _compare(path: Path, files: Mapping[str, Any]) -> None:
 
 
 def read_about(path: Path) -> dict[str, Any]:
-    """What was given to `Checkpoints.save` as `about`, with ``step``. Looks at no tensors.
+    """The `about` of `Checkpoints.save`, with ``step``, without reading tensors.
 
     Raises:
-        RunError: one of the small files is missing or damaged.
+        RunError: a JSON file is missing or damaged.
     """
     _compare(path, {name: of for name, of in _manifest(path).items() if name.endswith(".json")})
     return json.loads((path / "trainer.json").read_text(encoding="utf-8"))["about"]
 
 
 def load(path: Path, model: Any, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-    """Verify a checkpoint and read it into a model and, for a resumption, its optimizer and the random generators.
+    """Verify a checkpoint and read it into a model and, to resume, its optimizer and the random generators.
 
-    Call it last, when nothing draws random numbers any more before the next step. A process that had no counterpart when the
-    checkpoint was written goes on with numbers of its own, which depend on those of process 0.
+    Call it last, when no random numbers are drawn any more before the next step. A process without a counterpart in the
+    checkpoint gets random numbers of its own, which depend on those of process 0.
 
     Returns:
-        What was given to `Checkpoints.save` as `about`, with ``step``.
+        The `about` of `Checkpoints.save`, with ``step``.
 
     Raises:
-        RunError: the checkpoint is damaged, or its tensors are not this model's; the first one is named.
+        RunError: the checkpoint is damaged, or its tensors do not fit this model; the first one is named.
     """
     verify(path)
-    rank, size = processes()
+    rank, size = rank_and_size()
     record = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
     counterpart = rank if rank < len(record["rng"]) else 0
     reader = PlainReader(path)
@@ -352,14 +342,28 @@ def load(path: Path, model: Any, optimizer: torch.optim.Optimizer | None = None)
     wanted: dict[str, Any] = {"model": get_model_state_dict(model)}
     settings: dict[str, Any] = {}
     if optimizer is not None:
-        # The settings stay this optimizer's: a checkpoint's would silently undo what the configuration says now.
+        # The settings stay this optimizer's: a checkpoint's would silently override the configuration.
         wanted["optimizer"], settings = _optimizer_state(model, optimizer)
-        # Generators of GPUs that were not there then are left alone, and there is no place for those that are gone.
+        # Only generators that were saved and exist here: the run may move to a machine with or without a GPU.
         wanted["rng"] = {name: state for name, state in _torch_rng(counterpart).items() if f"rng.{name}" in held}
     _check_fits(path, held, wanted["model"])
+    _read_tensors(path, wanted, reader, size)
+    set_model_state_dict(model, wanted["model"])
+    if optimizer is not None:
+        set_optimizer_state_dict(model, optimizer, {**wanted["optimizer"], **settings}, options=_by_parameter())
+        for name, state in wanted["rng"].items():
+            (torch.set_rng_state if name.endswith("-cpu") else torch.cuda.set_rng_state)(state)
+        set_host_states(record["rng"][counterpart])
+        if counterpart != rank:
+            seed_all(int(torch.randint(1 << 62, (rank + 1,))[rank]))
+    return record["about"]
+
+
+def _read_tensors(path: Path, wanted: dict[str, Any], reader: PlainReader, size: int) -> None:
+    """Fill the tensors of `wanted` in place."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # "torch.distributed is uninitialized": one process is meant
+            warnings.simplefilter("ignore", UserWarning)  # "torch.distributed is uninitialized", with one process
             dcp.load(wanted, storage_reader=reader, planner=PlainPlanner(), no_dist=size == 1)
     except (CheckpointException, OSError, RuntimeError) as error:
         cause = cause_of(error)
@@ -367,29 +371,22 @@ def load(path: Path, model: Any, optimizer: torch.optim.Optimizer | None = None)
         foreign = isinstance(cause, pickle.UnpicklingError)
         why = "its tensors are not plain data, and are not unpickled" if foreign else first_line(cause)
         raise RunError(f"checkpoint {path} cannot be read: {why}") from error
-    set_model_state_dict(model, wanted["model"])
-    if optimizer is not None:
-        set_optimizer_state_dict(model, optimizer, {**wanted["optimizer"], **settings}, options=_by_parameter())
-        _set_rng(wanted["rng"], record["rng"][counterpart])
-        if counterpart != rank:
-            _seed(int(torch.randint(1 << 62, (rank + 1,))[rank]))
-    return record["about"]
 
 
 def _by_parameter() -> StateDictOptions:
-    """The optimizer's state as ``param_groups.NAME.lr``: lists of groups would collide where processes hold other parameters."""
+    """Optimizer state as ``param_groups.NAME.lr``: lists of groups would collide, as processes hold different parameters."""
     return StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def _optimizer_state(model: Any, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The optimizer's tensors, and its settings, both by parameter."""
+    """Tensors and settings of the optimizer, both by parameter."""
     found = get_optimizer_state_dict(model, optimizer, options=_by_parameter())
     settings = {name: value for name, value in found.items() if name.startswith("param_groups.")}
     return {name: value for name, value in found.items() if name not in settings}, settings
 
 
 def _discard(path: Path) -> None:
-    """Remove a file or folder, as far as it goes. A checkpoint loses its name first, so that no part of it looks like a whole."""
+    """Remove a file or folder as far as possible. A checkpoint is renamed first, so that no part of it looks whole."""
     gone = path if path.name.startswith(".") else path.with_name(f"{_PARTIAL}old-{path.name}")
     with contextlib.suppress(OSError):
         if gone != path:
@@ -401,46 +398,46 @@ def _discard(path: Path) -> None:
 
 
 def _write(partial: Path, model: Any, optimizer: torch.optim.Optimizer, about: Mapping[str, Any]) -> None:
-    rank, size = processes()
+    rank, size = rank_and_size()
     state: dict[str, Any] = {"rng": _torch_rng(rank)}
 
     def collect() -> None:
         state["model"] = get_model_state_dict(model)
         state["optimizer"], _ = _optimizer_state(model, optimizer)
 
-    together(collect)  # a process without memory for it must not leave the others in what follows
+    on_all(collect)  # a process that runs out of memory here must not leave the others waiting in what follows
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # as in `load`
-        # One thread: an exception in another thread of this writer (a full disk) would be lost, and the file with it.
-        # Trap: sync_files of torch 2.11 to 2.13 syncs before Python's buffer is written: the end of each file is lost.
+        warnings.simplefilter("ignore", UserWarning)  # as in `_read_tensors`
+        # Trap: thread_count above 1 loses an exception of another thread (a full disk), and the file with it.
+        # Trap: sync_files of torch 2.11 to 2.13 syncs before Python's buffer is written, which loses the end of each file.
         writer = dcp.FileSystemWriter(partial, thread_count=1, sync_files=False)
         dcp.save(state, storage_writer=writer, no_dist=size == 1)
-    together(lambda: sync_files(partial.glob(f"__{rank}_*")))
-    generators = together(_host_rng)
+    on_all(lambda: sync_files(partial.glob(f"__{rank}_*")))
+    generators = on_all(host_states)
     on_main(lambda: _write_once(partial, model, about, generators))
     names = on_main(lambda: sorted(str(p.relative_to(partial)) for p in partial.rglob("*") if p.is_file()))
-    parts = together(lambda: {n: (os.path.getsize(partial / n), _digest(partial / n)) for n in names[rank::size]})
+    parts = on_all(lambda: {n: (os.path.getsize(partial / n), _digest(partial / n)) for n in names[rank::size]})
     files = {name: part[name] for name in names for part in parts if name in part}
-    on_main(lambda: _write_synced(partial / "manifest.json", json.dumps({"files": files})))
+    on_main(lambda: write_synced(partial / "manifest.json", json.dumps({"files": files})))
     on_main(lambda: sync_tree(partial))
 
 
 def _write_once(partial: Path, model: Any, about: Mapping[str, Any], generators: list[dict[str, Any]]) -> None:
-    """What process 0 writes for all."""
-    _write_synced(partial / "trainer.json", json.dumps({"about": about, "rng": generators}))
+    """Write the files that exist once, on process 0."""
+    write_synced(partial / "trainer.json", json.dumps({"about": about, "rng": generators}))
     if hasattr(model, "config"):
         (partial / "model").mkdir()
         model.config.save_pretrained(partial / "model")
 
 
 def _check_fits(path: Path, held: Mapping[str, Any], model: Mapping[str, Any]) -> None:
-    """The checkpoint's weights are the model's, by name and shape; a model of which several processes hold parts is one."""
+    """Check names and shapes of the checkpoint's weights against the model, of which several processes may hold parts."""
 
     def names() -> list[str]:
         _check_held(path, held, model)
         return list(model)
 
-    known = {name for found in together(names) for name in found}
+    known = {name for found in on_all(names) for name in found}
     for name in held:
         if name.startswith("model.") and name.removeprefix("model.") not in known:
             raise RunError(
@@ -449,13 +446,13 @@ def _check_fits(path: Path, held: Mapping[str, Any], model: Mapping[str, Any]) -
 
 
 def _check_held(path: Path, held: Mapping[str, Any], model: Mapping[str, Any]) -> None:
-    """The checkpoint has what this process needs."""
+    """Check that the checkpoint has the weights of this process."""
     for name, tensor in model.items():
         stored = held.get(f"model.{name}")
         if stored is None:
             raise RunError(f"checkpoint {path} is of another model: it has no {name}; {_SAME_MODEL}")
         if not isinstance(stored, TensorStorageMetadata):
-            raise RunError(f"checkpoint {path} is damaged: its {name} is no tensor")
+            raise RunError(f"checkpoint {path} is damaged: its {name} is not a tensor")
         if hasattr(tensor, "shape") and tuple(stored.size) != tuple(tensor.shape):
             shapes = f"{name} has shape {list(stored.size)}, this model needs {list(tensor.shape)}"
             raise RunError(f"checkpoint {path} is of another model: {shapes}; {_SAME_MODEL}")
@@ -470,7 +467,7 @@ def _damaged(path: Path, what: str) -> RunError:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """The exception inside dcp's wrapper (which is no Exception), else the OSError it was raised from, else itself."""
+    """The first failure inside torch's `CheckpointException` (a BaseException); of its causes the OSError, if there is one."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     inner: BaseException | None = error
@@ -482,32 +479,11 @@ def cause_of(error: BaseException) -> BaseException:
 
 
 def _torch_rng(rank: int) -> dict[str, torch.Tensor]:
-    """States of torch's generators, by names that say whose they are: a process's own, and that of its current GPU."""
+    """States of torch's generators of this process and its current GPU, named by rank and device."""
     states = {f"{rank}-cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states[f"{rank}-cuda"] = torch.cuda.get_rng_state()
     return states
-
-
-def _host_rng() -> dict[str, Any]:
-    version, words, gauss = random.getstate()
-    name, key, *rest = np.random.get_state()
-    return {"python": [version, list(words), gauss], "numpy": [name, np.asarray(key).tolist(), *rest]}
-
-
-def _set_rng(device: Mapping[str, torch.Tensor], host: Mapping[str, Any]) -> None:
-    for name, state in device.items():
-        (torch.set_rng_state if name.endswith("-cpu") else torch.cuda.set_rng_state)(state)
-    version, words, gauss = host["python"]
-    random.setstate((version, tuple(words), gauss))
-    name, key, *rest = host["numpy"]
-    np.random.set_state((name, np.array(key, dtype=np.uint32), *rest))
-
-
-def _seed(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % (1 << 32))
 
 
 def _digest(file: Path) -> str:

@@ -1,15 +1,7 @@
-"""Files and folders that survive a crash, and a lock on a folder that does not.
+"""Crash-safe files and folders, and a lock on a folder that ends with its process.
 
-In: paths and texts. Out: on disk, whole or as before.
-
-    write_synced(file, text)     a new file, on disk when the call returns
-    replace_text(file, text)     the file has the old or the new text at every moment
-    make_folder(folder)          a folder and its parents
-    sync, sync_files, sync_tree  one file or folder; several; everything in a folder
-    FolderLock                   one holder a folder, among all processes; the kernel drops it when the process ends
-
-A name in a folder is on disk only when the folder itself was synced, after the file that it names. Nothing here is kept but
-the open file of a lock.
+Input: paths and texts. A file or folder is on disk either whole or as it was before. A name in a folder is on disk only after the
+folder was synced, which has to follow the sync of the file that it names. Nothing is kept but the open file of a lock.
 """
 
 import contextlib
@@ -27,7 +19,7 @@ _NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK)
 
 
 def write_synced(file: Path, content: str) -> None:
-    """Write a file that no one reads before its folder is synced."""
+    """Write and sync a file. Its name is on disk once its folder is synced."""
     with file.open("w", encoding="utf-8") as stream:
         stream.write(content)
         stream.flush()
@@ -35,7 +27,7 @@ def write_synced(file: Path, content: str) -> None:
 
 
 def replace_text(file: Path, content: str) -> None:
-    """Write or replace a file at once."""
+    """Write or replace a file atomically: it has the old or the new text at every moment."""
     new = file.with_name(f".{file.name}.new")
     try:
         write_synced(new, content)
@@ -48,7 +40,7 @@ def replace_text(file: Path, content: str) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and the parents that are missing; each is on disk."""
+    """Make and sync a folder and its missing parents."""
     if folder.is_dir():
         return
     if not folder.parent.exists():
@@ -58,7 +50,7 @@ def make_folder(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Put a file's content, or the names in a folder, on disk."""
+    """Write a file's content, or the names in a folder, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -67,24 +59,24 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Put a folder with all that is in it on disk."""
+    """Write a folder and everything in it to disk."""
     sync_files((*folder.rglob("*"), folder))
 
 
 def sync_files(paths: Iterable[Path]) -> None:
-    """Put the contents of these files and folders on disk; what is neither is left alone."""
+    """Write these files and folders to disk; other paths are skipped."""
     for path in paths:
         if path.is_dir() or path.is_file():
             sync(path)
 
 
 class FolderLock:
-    """Holds at most one folder, by ``flock`` on its file ``.lock``, until `release` or the end of the process (kill -9 too).
+    """Locks at most one folder, with ``flock`` on its file ``.lock``, until `release` or the end of the process (kill -9 too).
 
-    The file names the process that holds the folder. Some network file systems have no locks: `take` then warns and succeeds.
+    The file names the process that holds the folder. On a file system without locks `take` warns and succeeds.
 
     Attributes:
-        locked: whether a lock is held, and not only a folder on a file system without locks.
+        locked: whether a lock is held; False on a file system without locks.
     """
 
     def __init__(self) -> None:
@@ -101,14 +93,14 @@ class FolderLock:
         self.release()
 
     def take(self, folder: Path) -> bool:
-        """Whether the folder, which exists, is this object's now. Does not wait.
+        """Lock an existing folder; False if another process holds it. Does not wait.
 
         Raises:
-            OSError: the lock's file cannot be made.
-            RuntimeError: this object holds a folder already.
+            OSError: the lock file cannot be created.
+            RuntimeError: this object already holds a folder.
         """
         if self._handle is not None:
-            raise RuntimeError(f"this lock holds {self._folder} already; release it first")
+            raise RuntimeError(f"this lock already holds {self._folder}; release it first")
         while True:
             handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
             try:
@@ -127,7 +119,8 @@ class FolderLock:
                 )
                 self._folder, self._handle = folder, handle
                 return True
-            # Trap: who held it may have removed the file after it was opened here; another process may hold a new one by now.
+            # Trap: the previous holder may have removed the file after it was opened here, and another process may hold a
+            # new one.
             if _same_file(handle, folder / LOCK):
                 break
             os.close(handle)
@@ -137,7 +130,7 @@ class FolderLock:
         return True
 
     def release(self) -> None:
-        """Let go of the folder. A folder with nothing in it but the lock is removed. Nothing, if none is held."""
+        """Unlock the folder, if one is held. A folder that contains nothing but the lock is removed."""
         if self._handle is None or self._folder is None:
             return
         folder, handle = self._folder, self._handle
@@ -153,7 +146,7 @@ class FolderLock:
 
 
 def holder(folder: Path) -> str:
-    """Who holds a folder, such as ``process 17 on node3``."""
+    """The process that holds a folder, such as ``process 17 on node3``."""
     try:
         return (folder / LOCK).read_text(encoding="utf-8").strip() or "another process"
     except OSError:

@@ -1,8 +1,8 @@
-"""Hugging Face models in and out: from a family's configuration, from a local folder, to a local folder.
+"""Hugging Face models in and out: from a family's configuration or a local folder, to a local folder.
 
-In: the ``[model]`` section, the tokenizer's vocabulary, a device. Out: a `PreTrainedModel` whose every weight came from
-where the section says; nothing is initialised silently. transformers fills what a checkpoint lacks with random numbers
-and a warning: here that is a `RunError` that names the tensors. Nothing is ever fetched from a hub.
+Input: the ``[model]`` section, the tokenizer's vocabulary, a device. Output: a `PreTrainedModel` whose every weight comes
+from where the section says. transformers fills tensors that a checkpoint lacks with random numbers and a warning; here that
+is a `RunError` that names them. Nothing is downloaded, and code in a folder is never run.
 """
 
 import shutil
@@ -16,159 +16,21 @@ from forebay.config import Model
 from forebay.errors import RunError, UsageError, first_line
 from forebay.fields import nearest
 from forebay.models.catalog import PUBLISHED, find
-from forebay.train.distributed import together
+from forebay.train import hf_weights
+from forebay.train.distributed import on_all
 from forebay.train.durable import make_folder, sync, sync_tree
-from forebay.train.hf_weights import files_of, fill, initialise, initialise_buffers, materialise, others
-from forebay.train.parallel import experts_in
-
-# Whether the sizes of a Hugging Face configuration go together, before any weight is made.
-#
-# In: a decoder's configuration. Out: nothing, or an error that names the key and what would be valid. transformers itself builds
-# most of such models, and fails in the first forward with the shapes of two tensors. Knows decoders whose configuration uses the
-# common names; a name that a family does not have is not looked at.
-
-_AT_LEAST_ONE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
-
-
-def check_sizes(config: Any, where: str = "model.config") -> None:
-    """Compare the sizes of attention and experts with each other.
-
-    Args:
-        config: a Hugging Face configuration.
-        where: what the keys belong to, for messages.
-
-    Raises:
-        UsageError: two sizes do not go together.
-    """
-    _Sizes(config.get_text_config(), where).check()
-
-
-class _Sizes:
-    def __init__(self, text: Any, where: str):
-        self._text, self._where, self._experts = text, where, experts_in(text)
-
-    def check(self) -> None:
-        """Each of the rules."""
-        for name in _AT_LEAST_ONE:
-            if (value := self._number(name)) is not None and value < 1:
-                self._refuse(name, "it must be at least 1")
-        self._check_activation()
-        self._check_heads()
-        self._check_rotary()
-        if self._experts:
-            self._check_experts()
-
-    def _number(self, name: str) -> int | None:
-        """A whole number that the configuration has under this name; families have other things there, too."""
-        value = getattr(self._text, name, None)
-        return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-    def _refuse(self, name: str, why: str) -> None:
-        raise UsageError(f"{self._where}.{name} = {getattr(self._text, name)!r} does not fit: {why}")
-
-    def _check_activation(self) -> None:
-        from transformers.activations import ACT2FN
-
-        name = getattr(self._text, "hidden_act", None)
-        if isinstance(name, str) and name not in ACT2FN:
-            known = list(ACT2FN)
-            self._refuse(
-                "hidden_act", f"it is unknown; {nearest(name, known, 'activation')}valid are {', '.join(known)}"
-            )
-
-    def _check_heads(self) -> None:
-        hidden, heads, groups = map(self._number, ("hidden_size", "num_attention_heads", "num_key_value_heads"))
-        if heads is None:
-            return
-        latent = self._number("kv_lora_rank") is not None  # DeepSeek's attention: every head has keys of its own
-        if hidden is not None and self._number("head_dim") is None and not latent and hidden % heads:
-            even = [n for n in _divisors(hidden) if hidden // n % 2 == 0 or not self._turns]
-            valid = [n for n in even if groups is None or n % groups == 0] or even
-            self._refuse(
-                "num_attention_heads",
-                f"hidden_size = {hidden} is no multiple of it; valid are {_list(valid)}, or set head_dim where the family has it",
-            )
-        if groups is None:
-            return
-        if latent:
-            # More than there are heads is transformers' default for DeepSeek-V3, and has no effect on most kernels.
-            if heads // groups > 1:
-                self._refuse("num_key_value_heads", f"with kv_lora_rank it must be num_attention_heads = {heads}")
-        elif heads % groups:
-            self._refuse(
-                "num_key_value_heads",
-                f"num_attention_heads = {heads} is no multiple of it; valid are {_list(_divisors(heads))}",
-            )
-
-    @property
-    def _turns(self) -> bool:
-        """Whether positions turn pairs of numbers of a head."""
-        return bool(getattr(self._text, "rope_parameters", None) or getattr(self._text, "rope_theta", None))
-
-    def _check_rotary(self) -> None:
-        if not self._turns or self._partial():
-            return
-        name = "qk_rope_head_dim" if self._number("qk_rope_head_dim") is not None else "head_dim"
-        size = self._number(name)
-        if size is not None:
-            if size % 2:
-                self._refuse(
-                    name,
-                    f"rotary positions turn pairs of numbers, so it must be even, such as {size - 1 or 2} or {size + 1}",
-                )
-            return
-        hidden, heads = self._number("hidden_size"), self._number("num_attention_heads")
-        if hidden is not None and heads is not None and hidden // heads % 2:
-            valid = [n for n in _divisors(hidden) if hidden // n % 2 == 0]
-            self._refuse(
-                "num_attention_heads",
-                f"a head has hidden_size / num_attention_heads = {hidden // heads} numbers, and rotary positions turn pairs of "
-                f"them; valid are {_list(valid)}",
-            )
-
-    def _partial(self) -> bool:
-        """Whether only a part of a head is turned; families round its size each in their way."""
-        parameters = getattr(self._text, "rope_parameters", None)
-        inside = parameters.get("partial_rotary_factor") if isinstance(parameters, dict) else None
-        return any(
-            factor not in (None, 1, 1.0) for factor in (inside, getattr(self._text, "partial_rotary_factor", None))
-        )
-
-    def _check_experts(self) -> None:
-        chosen = self._number("num_experts_per_tok")
-        if chosen is not None and not 1 <= chosen <= self._experts:
-            self._refuse("num_experts_per_tok", f"there are {self._experts} experts; valid are 1 to {self._experts}")
-        groups, taken = self._number("n_group"), self._number("topk_group")
-        if groups is None or groups == 1 or getattr(self._text, "topk_method", None) == "greedy":
-            return
-        # DeepSeek-V3's router ranks groups by their best two experts, V2's by the best one.
-        least = 1 if self._text.model_type == "deepseek_v2" else 2
-        valid = [n for n in _divisors(self._experts) if n == 1 or self._experts // n >= least]
-        if groups not in valid:
-            self._refuse("n_group", f"{self._experts} experts cannot be cut into such groups; valid are {_list(valid)}")
-        needed = -(-(chosen or 1) // (self._experts // groups))
-        if taken is not None and not needed <= taken <= groups:
-            self._refuse(
-                "topk_group", f"it is the number of the {groups} groups that are used; valid are {needed} to {groups}"
-            )
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def _list(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers)) or "none"
-
+from forebay.train.hf_sizes import check_sizes
+from forebay.train.hf_weights import and_others
+from forebay.train.sharded_init import initialise, initialise_buffers, materialise
 
 TESTED = ("qwen3_moe", "mixtral", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss", "glm4_moe")
-# Folders may come from elsewhere: code in them is never run. Left out, trust_remote_code asks on the terminal.
+# Without trust_remote_code=False, transformers asks on the terminal whether to run a folder's code.
 _LOCAL: Mapping[str, bool] = {"local_files_only": True, "trust_remote_code": False}
-# Keys that modelling code or the base class reads, though a default instance need not show them.
+# Keys that modelling code or the base class reads, though a default instance may not have them.
 _EXTRA_KEYS = frozenset(
     {"bos_token_id", "eos_token_id", "head_dim", "pad_token_id", "rope_scaling", "rope_theta", "tie_word_embeddings"}
 )
-# DeepSeek's own name of the load-balancing coefficient; transformers' class for V2 has none.
+# DeepSeek's name of the load-balancing coefficient; transformers' class for V2 has none.
 _FAMILY_KEYS: Mapping[str, frozenset[str]] = {"deepseek_v2": frozenset({"aux_loss_alpha"})}
 
 
@@ -180,22 +42,22 @@ def build(
     seed: int = 0,
     part: Callable[[Any], object] | None = None,
 ) -> Any:
-    """The model of a section, on `device`, in the section's dtype, in training mode.
+    """Build the model of a section on `device`, in training mode.
 
-    Random weights depend on `seed`, the configuration and the kind of device alone, not on `shard` or `part`.
+    Random weights depend on `seed`, the configuration and the type of device only, not on `shard` or `part`.
 
     Args:
         section: family or path, weights, config, dtype, attention.
-        vocabulary: number of token ids of the data; fills in ``vocab_size`` for a family that is given none.
-        device: where parameters are made.
-        shard: called with the model on the meta device, to make DTensors of its parameters; each process then makes or reads
-            its own part of them only. All processes must call this together.
-        part: called before that, to take away what this process has no part of (see `forebay.models.families`): it is neither
-            made nor read, but a folder must hold it.
+        vocabulary: number of token ids of the data; the default of ``vocab_size`` for a family.
+        device: of the parameters.
+        shard: called with the model on the meta device, to turn its parameters into DTensors. Each process then makes or
+            reads its own shards only. All processes call `build` together.
+        part: called before `shard`, to remove what this process has no part of (see `forebay.models.families`). It is
+            neither made nor read, but a folder must contain it.
 
     Raises:
-        UsageError: unknown family or configuration key, or a vocabulary that is smaller than the data's.
-        RunError: a folder whose weights are missing, mis-shaped or truncated; on all processes, if on one.
+        UsageError: unknown family or configuration key, or a vocabulary smaller than the data's.
+        RunError: weights of a folder are missing, mis-shaped or truncated; raised on all processes.
     """
     config = configuration(section, vocabulary)
     if config.get_text_config().vocab_size < vocabulary:
@@ -221,12 +83,12 @@ def build(
 
 
 def save(model: Any, out: Path, tokenizer: Path | None = None) -> None:
-    """Write `model` as a folder that ``from_pretrained`` loads, with the tokenizer's files beside it.
+    """Write `model` and the tokenizer's files as a folder that ``from_pretrained`` loads.
 
-    The folder is written under another name and renamed, so `out` is whole or not there.
+    The folder is written under another name and renamed, so `out` is whole or does not exist.
 
     Raises:
-        UsageError: `out` is there and is not an empty folder.
+        UsageError: `out` exists and is not an empty folder.
         RunError: it cannot be written.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -237,9 +99,8 @@ def save(model: Any, out: Path, tokenizer: Path | None = None) -> None:
         make_folder(partial)
         model.config.use_cache = True
         model.save_pretrained(partial)
-        for file in sorted(tokenizer.iterdir()) if tokenizer else []:
-            if (file.is_file() and "token" in file.name) or file.name in ("vocab.json", "merges.txt", "vocab.txt"):
-                shutil.copy2(file, partial / file.name)
+        for file in _tokenizer_files(tokenizer) if tokenizer else []:
+            shutil.copy2(file, partial / file.name)
         sync_tree(partial)
         if out.is_dir():
             out.rmdir()
@@ -252,16 +113,14 @@ def save(model: Any, out: Path, tokenizer: Path | None = None) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def from_folder_config(folder: Path, dtype: torch.dtype) -> Any:
-    """A model of the folder's ``config.json`` on the CPU, to be filled with a checkpoint's weights: it has none yet."""
-    from transformers import AutoConfig
+def _tokenizer_files(folder: Path) -> list[Path]:
+    names = ("vocab.json", "merges.txt", "vocab.txt")
+    return [f for f in sorted(folder.iterdir()) if (f.is_file() and "token" in f.name) or f.name in names]
 
-    try:
-        config = AutoConfig.from_pretrained(str(folder), **_LOCAL)
-    except (OSError, ValueError, TypeError) as error:
-        raise RunError(
-            f"{folder / 'config.json'} is no configuration that transformers reads: {first_line(error)}"
-        ) from error
+
+def from_folder_config(folder: Path, dtype: torch.dtype) -> Any:
+    """A model of the folder's ``config.json`` on the CPU, uninitialised, for the weights of a checkpoint."""
+    config = _read_config(folder)
     model, blueprint = (_skeleton(config, dtype, "eager") for _ in range(2))  # every family has eager attention
     materialise(model, torch.device("cpu"))
     initialise_buffers(model, blueprint)
@@ -269,24 +128,22 @@ def from_folder_config(folder: Path, dtype: torch.dtype) -> Any:
 
 
 def configuration(section: Model, vocabulary: int) -> Any:
-    """The Hugging Face configuration of a section; `vocabulary` fills in ``vocab_size`` for a family that is given none.
-    A published model's name stands for its family and the numbers of its configuration.
+    """The Hugging Face configuration of a section.
+
+    Args:
+        section: family or path, config. A published model's name stands for its family and configuration.
+        vocabulary: the default of ``vocab_size`` for a family, rounded up to a multiple of 64.
 
     Raises:
-        UsageError, RunError: as `build`, for what has nothing to do with weights.
+        UsageError, RunError: see `build`.
     """
     from transformers import AutoConfig
 
     if section.path:
         folder = Path(section.path).expanduser()
         if not (folder / "config.json").is_file():
-            raise UsageError(f"model.path {section.path!r} is no folder with a config.json")
-        try:
-            config = AutoConfig.from_pretrained(str(folder), **_LOCAL)
-        except (OSError, ValueError, TypeError) as error:
-            raise RunError(
-                f"{folder / 'config.json'} is no configuration that transformers reads: {first_line(error)}"
-            ) from error
+            raise UsageError(f"model.path {section.path!r} is not a folder with a config.json")
+        config = _read_config(folder)
         _check_keys(type(config), config.model_type, section.config)
         for name, value in section.config.items():
             setattr(config, name, value)
@@ -301,16 +158,27 @@ def configuration(section: Model, vocabulary: int) -> Any:
         config = AutoConfig.for_model(family, **filled)
     except Exception as error:  # transformers raises many kinds here, one of them a private class
         raise UsageError(
-            f"[model.config] is no valid {family} configuration: {' '.join(str(error).split())}"
+            f"[model.config] is not a valid {family} configuration: {' '.join(str(error).split())}"
         ) from error
     check_sizes(config)
     return config
 
 
-def balance_coefficient(config: Any) -> float:
-    """Weight of the router's load-balancing loss, as the model's configuration has it; 0 where it has none.
+def _read_config(folder: Path) -> Any:
+    from transformers import AutoConfig
 
-    DeepSeek-V3 and GLM-4-MoE have none: their router's bias is moved instead.
+    try:
+        return AutoConfig.from_pretrained(str(folder), **_LOCAL)
+    except (OSError, ValueError, TypeError) as error:
+        raise RunError(
+            f"{folder / 'config.json'} is not a configuration that transformers reads: {first_line(error)}"
+        ) from error
+
+
+def balance_coefficient(config: Any) -> float:
+    """Coefficient of the router's load-balancing loss in a model's configuration.
+
+    It is 0 for DeepSeek-V3 and GLM-4-MoE, which balance by the router's bias.
     """
     text = config.get_text_config()
     return float(getattr(text, "router_aux_loss_coef", None) or getattr(text, "aux_loss_alpha", None) or 0.0)
@@ -322,7 +190,7 @@ def _family(name: str) -> Any:
 
     if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise UsageError(
-            f"model.family {name!r} is no causal language model of transformers, and no published model that Forebay knows; "
+            f"model.family {name!r} is neither a causal language model of transformers nor a published model that Forebay knows; "
             f"{nearest(name, (*PUBLISHED, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), 'family')}tested ones are {', '.join(TESTED)}; "
             f"published models are {', '.join(PUBLISHED)}"
         )
@@ -354,44 +222,44 @@ def _skeleton(config: Any, dtype: torch.dtype, attention: str) -> Any:
                 config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
             )
     except (ValueError, ImportError) as error:  # gpt_oss has no sdpa; flash attention may not be installed
-        raise UsageError(f"model.attention = {attention!r} is not to be had here: {first_line(error)}") from error
+        raise UsageError(f"model.attention = {attention!r} is not available: {first_line(error)}") from error
     for module in model.modules():
         bias = getattr(module, "e_score_correction_bias", None)
-        if isinstance(bias, torch.Tensor):  # moved by steps that bf16 would round away; from_pretrained keeps it so too
+        if isinstance(bias, torch.Tensor):  # bf16 would round its updates away; from_pretrained does the same
             module.e_score_correction_bias = bias.float()
     return model
 
 
 def _fill(model: Any, blueprint: Any, folder: Path) -> None:
-    """Read this process's parts; `fill`, with an error that all processes raise."""
+    """Read this process's parts of the weights. An error is raised on all processes."""
     if getattr(blueprint.config, "quantization_config", None) is not None:
         raise UsageError(
             f"the weights in {folder} are quantised, which several processes cannot read; dequantise them first"
         )
-    initialise_buffers(model, blueprint)  # the folder holds some of them, and those are read over these
+    initialise_buffers(model, blueprint)  # weights of the folder overwrite some of them
 
     def read() -> None:
         try:
-            fill(model, blueprint, folder)
+            hf_weights.fill(model, blueprint, folder)
         except (OSError, ValueError, RuntimeError) as error:
             raise RunError(f"the weights in {folder} cannot be loaded: {first_line(error)}") from error
 
-    together(read)
+    on_all(read)
 
 
 def _load(folder: Path, config: Any, dtype: torch.dtype, attention: str) -> Any:
     from transformers import AutoModelForCausalLM
 
-    files_of(folder)
+    hf_weights.files_of(folder)  # or transformers would name no file
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(folder),
             config=config,
             **_LOCAL,
-            use_safetensors=True,  # a pickle could run code
+            use_safetensors=True,  # a pickle may run code
             dtype=dtype,
             attn_implementation=attention,
-            ignore_mismatched_sizes=True,  # so that they are listed instead of raised one shape at a time
+            ignore_mismatched_sizes=True,  # lists them in `info` instead of raising
             output_loading_info=True,
         )
         model, info = loaded
@@ -401,11 +269,12 @@ def _load(folder: Path, config: Any, dtype: torch.dtype, attention: str) -> Any:
         name, held, wanted = min(info["mismatched_keys"])
         raise RunError(
             f"the weights in {folder} do not fit its config.json: {name} has shape {list(held)}, the model needs {list(wanted)}"
-            f"{others(info['mismatched_keys'])}"
+            f"{and_others(info['mismatched_keys'])}"
         )
-    if info["missing_keys"]:
+    missing = info["missing_keys"]
+    if missing:
         raise RunError(
-            f"the weights in {folder} are not complete: {min(info['missing_keys'])} is missing{others(info['missing_keys'])}; "
+            f"the weights in {folder} are not complete: {min(missing)} is missing{and_others(missing)}; "
             "use the whole checkpoint, or model.weights = 'random'"
         )
     if info.get("error_msgs"):

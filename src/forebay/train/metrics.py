@@ -1,17 +1,18 @@
-"""What a run shows and writes: a line a step, ``metrics.jsonl``, TensorBoard, the moving line, the closing table.
+"""Shows and records a run: a line per step, ``metrics.jsonl``, TensorBoard, a progress bar and the closing tables.
 
-In: a `StepRecord` a step and, at the end, a `Summary`. Out: text on the console and files in the run's folder. Nothing
-here computes; units are in the names.
+Input: a `StepRecord` per step and a `Summary` at the end. Output: text on the console and files in the run's folder. Nothing is
+computed here. Units are part of the names.
 """
 
+import io
 import json
 import resource
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import MappingProxyType, TracebackType
-from typing import Any, Self
+from types import TracebackType
+from typing import Any, Self, TextIO
 
 import torch
 from rich.console import Console
@@ -23,27 +24,25 @@ from forebay.policy import format_bytes
 from forebay.train.capacity_retry import CapacityRetry
 from forebay.train.durable import replace_text
 
-_BY_RANK: Mapping[str, str] = {"rank_peaks": "peak_bytes_by_rank", "rank_reserved": "reserved_bytes_by_rank"}
-
 
 @dataclass(frozen=True)
 class StepRecord:
     """One optimizer step.
 
     Attributes:
-        step: 1-based number.
-        seconds: wall time from the first forward to the end of the optimizer, of the slowest process.
-        cross_entropy_loss: mean over the step's target tokens of all processes, in nats.
-        load_balance_loss: the router's, mean over microbatches of all processes, before its coefficient; perfectly balanced
-            is top_k. 0 for a model without routers.
-        learning_rate, gradient_norm: of this step; the norm is before clipping.
+        step: number, from 1.
+        seconds: wall time from the first forward to the end of the optimizer on the slowest process, both attempts included.
+        cross_entropy_loss: mean over the target tokens of all processes, in nats.
+        load_balance_loss: router loss before its coefficient, mean over the microbatches of all processes. Perfect balance gives
+            top_k; a model without routers gives 0.
+        learning_rate: of this step.
+        gradient_norm: before clipping.
         tokens_per_second: input tokens of all processes over `seconds`.
-        peak_bytes: device memory allocated at most in this step, or the largest resident size on a CPU; of the process that
-            has most.
-        on_gpu: which of the two `peak_bytes` is.
-        rerun: why the step was run again, exactly; None if it was not. `seconds` has both attempts.
-        rank_peaks: `peak_bytes` by pipeline rank, of the process that has most.
-        rank_reserved: what the caching allocator held at most, likewise; empty on a CPU.
+        peak_bytes: peak of allocated device memory in this step, or the resident size on a CPU; largest over processes.
+        on_gpu: whether `peak_bytes` is device memory.
+        retry: why the step was repeated; None if it was not.
+        peak_bytes_by_rank: `peak_bytes` of each pipeline rank.
+        reserved_bytes_by_rank: peak reserved by the caching allocator of each pipeline rank; empty on a CPU.
     """
 
     step: int
@@ -55,13 +54,13 @@ class StepRecord:
     tokens_per_second: float
     peak_bytes: int
     on_gpu: bool
-    rerun: CapacityRetry | None = None
-    rank_peaks: tuple[int, ...] = ()
-    rank_reserved: tuple[int, ...] = ()
+    retry: CapacityRetry | None = None
+    peak_bytes_by_rank: tuple[int, ...] = ()
+    reserved_bytes_by_rank: tuple[int, ...] = ()
 
 
 def step_line(record: StepRecord, steps: int) -> str:
-    """The line of one step, in a form that is stable for those who parse it. GB are 10**9 bytes."""
+    """The line of one step. The format is stable, so that scripts can parse it. GB are 10**9 bytes."""
     return " | ".join(
         (
             f"step {record.step:08d}/{steps:08d}",
@@ -76,19 +75,19 @@ def step_line(record: StepRecord, steps: int) -> str:
     )
 
 
-def retry_line(step: int, steps: int, rerun: CapacityRetry) -> str:
-    """The line of a step that was run again: what it lacked, and what would have been enough."""
-    lacked = []
-    if rerun.rows:
-        enough = f", of which {rerun.factor:g} would have been enough" if rerun.factor is not None else ""
-        lacked.append(f"rows went over parallel.capacity_factor{enough}")
-    if rerun.pages:
-        lacked.append("the stash had too few pages, and has more now")
-    return f"step {step:08d}/{steps:08d} | run again exactly: {'; '.join(lacked)}"
+def retry_line(step: int, steps: int, retry: CapacityRetry) -> str:
+    """The line of a step that was repeated: what it exceeded, and what would have been enough."""
+    reasons = []
+    if retry.rows:
+        enough = f", of which {retry.factor:g} would have been enough" if retry.factor is not None else ""
+        reasons.append(f"rows went over parallel.capacity_factor{enough}")
+    if retry.pages:
+        reasons.append("the stash had too few pages, and has more now")
+    return f"step {step:08d}/{steps:08d} | run again exactly: {'; '.join(reasons)}"
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Peak allocated bytes of a CUDA device since the last reset, or the process's largest resident size so far."""
+    """Peak allocated bytes of a CUDA device since the last reset; elsewhere the process's peak resident size."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -96,23 +95,23 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def reserved_bytes(device: torch.device) -> int:
-    """What the caching allocator of a CUDA device held at most since the last reset; 0 elsewhere."""
+    """Peak reserved bytes of a CUDA device since the last reset; 0 elsewhere."""
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
 
 
 class Reporter:
-    """Owns the console's moving line and the metric files of a run; a context manager that closes them.
+    """Writes the lines and metric files of a run. A context manager that owns the progress bar and the open files.
 
     Args:
-        folder: the run's folder.
-        console: where lines go.
+        folder: of the run.
+        console: where lines are printed.
         steps: number of the last step.
-        after: step that the run resumes after; records of later steps, from a run that was killed, are dropped.
+        after: step after which the run resumes. Records of later steps, which a killed run left, are dropped.
         tensorboard: also write events to ``<folder>/tensorboard``.
-        progress: "on", "off", or "auto": on a terminal.
+        progress: progress bar: "on", "off", or "auto" (on a terminal).
 
     Raises:
-        UsageError: TensorBoard is asked for and not installed.
+        UsageError: TensorBoard is requested and not installed.
     """
 
     def __init__(
@@ -128,7 +127,7 @@ class Reporter:
         self._events = _event_writer(folder / "tensorboard", after) if tensorboard else None
         folder.mkdir(parents=True, exist_ok=True)
         _drop_after(folder / "metrics.jsonl", after)
-        self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self._file: TextIO = (folder / "metrics.jsonl").open("a", encoding="utf-8")
         self._bar = _progress(console) if progress == "on" or (progress == "auto" and console.is_terminal) else None
         self._task = self._bar.add_task("training", total=steps, completed=after, loss="") if self._bar else None
 
@@ -148,31 +147,30 @@ class Reporter:
 
     def step(self, record: StepRecord) -> None:
         """Show and write one step."""
-        if record.rerun is not None:
-            self.say(retry_line(record.step, self.steps, record.rerun))
+        if record.retry is not None:
+            self.say(retry_line(record.step, self.steps, record.retry))
         self.say(step_line(record, self.steps))
         values = asdict(record)
-        del values["on_gpu"], values["rerun"]
-        by_rank = {name: values.pop(key) for key, name in _BY_RANK.items()}
-        values["run_again"] = int(record.rerun is not None)
-        if record.rerun is not None and record.rerun.factor is not None:
-            values["enough_capacity_factor"] = record.rerun.factor
+        del values["on_gpu"], values["retry"]
+        by_rank = {name: values.pop(name) for name in ("peak_bytes_by_rank", "reserved_bytes_by_rank")}
+        values["run_again"] = int(record.retry is not None)
+        if record.retry is not None and record.retry.factor is not None:
+            values["enough_capacity_factor"] = record.retry.factor
         self.write(values, {name: figures for name, figures in by_rank.items() if figures})
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=record.step, loss=f"{record.cross_entropy_loss:.4f}")
 
     def validation(self, step: int, loss: float) -> None:
-        """Show and write the validation loss, in nats a token, after a step."""
+        """Show and write the validation loss after a step, in nats per token."""
         self.say(f"step {step:08d}/{self.steps:08d} | validation-loss {loss:.4f}")
-        self.write({"step": step, "validation_loss": loss})
+        self.write({"step": step, "validation_loss": loss}, {})
 
     def say(self, text: str) -> None:
-        """A plain line: no wrapping, no colours, whatever it holds."""
+        """Print a plain line, without wrapping, markup or colours."""
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def write(self, values: Mapping[str, float], lists: Mapping[str, Sequence[float]] = MappingProxyType({})) -> None:
-        """One line of ``metrics.jsonl``, on disk when this returns to the operating system, and its TensorBoard scalars, of
-        which `lists` are none."""
+    def write(self, values: Mapping[str, float], lists: Mapping[str, Sequence[float]]) -> None:
+        """Append a line to ``metrics.jsonl`` and flush it; `values` are TensorBoard scalars too, `lists` are not."""
         self._file.write(json.dumps({**values, **lists}) + "\n")
         self._file.flush()
         if self._events:
@@ -181,30 +179,16 @@ class Reporter:
 
 
 class SilentReporter(Reporter):
-    """What processes other than the main one report to: it shows and writes nothing."""
+    """The reporter of processes other than the main one: it prints and writes nothing."""
 
     def __init__(self) -> None:
-        """No folder, no console."""
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """There is nothing to close."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def step(self, record: StepRecord) -> None:
-        """Nothing."""
-
-    def validation(self, step: int, loss: float) -> None:
-        """Nothing."""
+        self.steps, self._bar, self._task, self._events, self._file = 0, None, None, None, io.StringIO()
 
     def say(self, text: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
-    def write(self, values: Mapping[str, float], lists: Mapping[str, Sequence[float]] = MappingProxyType({})) -> None:
-        """Nothing."""
+    def write(self, values: Mapping[str, float], lists: Mapping[str, Sequence[float]]) -> None:
+        """Do nothing."""
 
 
 def _progress(console: Console) -> Progress:
@@ -228,7 +212,7 @@ def _event_writer(folder: Path, after: int) -> Any:
 
 
 def _drop_after(file: Path, step: int) -> None:
-    """Keep the records up to `step`; a last line cut off by a kill goes too."""
+    """Keep the records up to `step`. A last line that a kill cut off is dropped too."""
     if not file.is_file():
         return
     kept = []
@@ -243,27 +227,27 @@ def _drop_after(file: Path, step: int) -> None:
 
 @dataclass(frozen=True)
 class Summary:
-    """What the closing tables say. Bytes and figures of copies are those of one cycle of the manager.
+    """The content of the closing tables.
 
     Attributes:
-        cycle: what that is: "one microbatch", or on a pipeline "one step of pipeline rank 0".
-        placements: region path to placement.
-        saved_bytes: what the regions' forward left for their backward, by where it waited: "keep" (on the device),
-            "offload" (in the host store), "recompute" (what stays of regions that run again: their inputs).
+        period: what bytes and copies count: "one microbatch", or with a pipeline "one step of pipeline rank 0".
+        placements: placement of each region, by its path.
+        saved_bytes: bytes that the regions' forward saved for backward, by where they waited: "keep" (on the device), "offload"
+            (in the host store), "recompute" (inputs of recomputed regions).
         moved_bytes: bytes copied to the host store.
-        d2h_gbps, h2d_gbps: GB/s of copies out and back; None where there is no copy engine.
-        wait_ms: time the compute stream waited for copies; None likewise.
+        d2h_gbps, h2d_gbps: GB/s of copies to and from the host; None without a copy engine.
+        wait_ms: time the compute stream waited for copies; None without a copy engine.
         first_loss, last_loss: of this process's first and last step.
         tokens_per_second: median over the steps after the first.
         peak_bytes: largest of all steps.
-        on_gpu: the model was on a GPU.
-        folder: the run's folder.
-        steps_run_again: steps that went over a capacity and were run again, exactly.
-        capacity_factor: in force; None without one.
-        enough_capacity_factor: the smallest with which no row of any step would have gone over; None if it was not measured.
+        on_gpu: whether the model was on a GPU.
+        folder: of the run.
+        retried_steps: number of steps that exceeded a capacity and were repeated.
+        capacity_factor: the configured one; None without a capacity.
+        enough_capacity_factor: smallest factor that would have kept every row of the run; None if it was not measured.
     """
 
-    cycle: str
+    period: str
     placements: Mapping[str, str]
     saved_bytes: Mapping[str, int]
     moved_bytes: int
@@ -276,14 +260,14 @@ class Summary:
     peak_bytes: int
     on_gpu: bool
     folder: Path
-    steps_run_again: int = 0
+    retried_steps: int = 0
     capacity_factor: float | None = None
     enough_capacity_factor: float | None = None
 
 
 def summary_tables(summary: Summary) -> list[Table]:
-    """Where the saved bytes were, and what came of the run."""
-    where = Table(title=f"Saved for backward in {summary.cycle}", title_justify="left")
+    """Tables of the saved bytes by placement, and of the results."""
+    where = Table(title=f"Saved for backward in {summary.period}", title_justify="left")
     where.add_column("placement")
     where.add_column("regions", justify="right")
     where.add_column("saved", justify="right")
@@ -301,17 +285,17 @@ def summary_tables(summary: Summary) -> list[Table]:
 
 def _where(placement: str, summary: Summary) -> str:
     if placement == "recompute" and not summary.saved_bytes.get(placement):
-        return "nowhere: experts made their first product again, and the rest is their halves'"
+        return "nowhere: experts recomputed their first product; the rest belongs to their sublayers"
     if placement == "recompute":
-        return "nowhere: all but this, the regions' inputs, was made again in backward"
+        return "nowhere: recomputed in backward from the regions' inputs, counted here"
     if placement == "stash":
-        return "pages, as many as its rows filled"
+        return "pages, as many as the rows filled"
     if placement != "offload":
         return "GPU memory" if summary.on_gpu else "memory"
     store = (
         "pinned host memory"
         if summary.on_gpu
-        else "the host store; on a CPU that is ordinary memory, so nothing is won"
+        else "the host store; on a CPU that is ordinary memory, so nothing is saved"
     )
     copied = (
         ("out at", summary.d2h_gbps, "GB/s"),
@@ -328,22 +312,22 @@ def _result_rows(summary: Summary) -> list[tuple[str, str]]:
         ("loss first -> last", f"{summary.first_loss:.4f} -> {summary.last_loss:.4f} ({change:+.4f} nats a token)"),
         ("tokens per second", f"{summary.tokens_per_second:,.0f} (median)"),
         ("recomputed", _paths(summary, "recompute")),
-        ("offloaded", f"{_paths(summary, 'offload')}; {format_bytes(summary.moved_bytes)} moved in {summary.cycle}"),
+        ("offloaded", f"{_paths(summary, 'offload')}; {format_bytes(summary.moved_bytes)} moved in {summary.period}"),
         (f"peak {'GPU' if summary.on_gpu else 'host'} memory", f"{summary.peak_bytes / 1e9:.2f} GB"),
-        *([("run again", _run_again(summary))] if summary.steps_run_again or summary.capacity_factor else []),
+        *([("run again", _retries(summary))] if summary.retried_steps or summary.capacity_factor else []),
         ("run", str(summary.folder)),
     ]
 
 
-def _run_again(summary: Summary) -> str:
-    """How many steps went over a capacity, and what the capacity factor should have been."""
-    count, now, enough = summary.steps_run_again, summary.capacity_factor, summary.enough_capacity_factor
-    said = f"{count or 'no'} step{'s' if count > 1 else ''}"
+def _retries(summary: Summary) -> str:
+    """The number of steps that exceeded a capacity, and the capacity factor that would have been enough."""
+    count, now, enough = summary.retried_steps, summary.capacity_factor, summary.enough_capacity_factor
+    steps = f"{count or 'no'} step{'s' if count > 1 else ''}"
     if now is None or enough is None:
-        return said
-    if enough == now or (enough > now and not count):  # capacities are rounded up
-        return f"{said}; parallel.capacity_factor = {now:g} was just enough"
-    return f"{said}; parallel.capacity_factor = {now:g}, and {enough:g} would have been enough"
+        return steps
+    if enough == now or (enough > now and not count):  # the dispatcher rounds capacities up
+        return f"{steps}; parallel.capacity_factor = {now:g} was just enough"
+    return f"{steps}; parallel.capacity_factor = {now:g}, and {enough:g} would have been enough"
 
 
 def _paths(summary: Summary, placement: str) -> str:

@@ -1,19 +1,13 @@
-"""A model on N processes: experts spread over expert groups, every weight sharded by FSDP2, and what that asks of a step.
+"""Spreads a model over N processes: experts over expert groups, every weight sharded by FSDP2.
 
-In: a model with all weights on every process (or on the meta device), and the `Mesh`. Out: the same model, whose parameters
-are DTensors of which each process holds a part that no other has, and a `Shards` that tells FSDP2 when a step begins and ends.
-
-    experts' parameters [E, ...]    DTensor Shard(0) over "ep", then FSDP2 over "fsdp"
-    the rest of a decoder layer     FSDP2 over all processes, gathered before the layer's forward and backward
-    embedding, norm, head           FSDP2 over all processes, gathered from a step's first forward to its end
-
-"All processes" are those that share the batch: with pipeline parallelism, those that hold the same layers.
-
-Gradients are *sums* over processes: each process's loss is the sum over its own tokens, divided by the number of all processes'
-tokens, so any split of tokens is right. Under mixed precision the shards, their gradients and the optimizer's states are in
-the parameters' dtype, and everything in between is in the dtype that is computed in, but for sums of gradients: float32.
-
-Apply `shard` before `forebay.manage`, whose regions then lie inside FSDP2's hooks.
+Input: a model with all weights on every process, or on the meta device, and the `Mesh`. Output: the same model, whose
+parameters are DTensors of which each process holds a part that no other has, and a `Shards` that controls FSDP2 during a
+step. Expert parameters [E, ...] are `Shard(0)` over "ep", then sharded by FSDP2 over "fsdp". The rest of a decoder layer is
+sharded over all processes that share the batch and gathered for the layer's forward and backward; embedding, norm and head
+are gathered for the whole step. Gradients are *sums* over processes: each process's loss is the sum over its own tokens
+divided by the number of all tokens, so any split of tokens is right. Under mixed precision shards, gradients and optimizer
+states have the parameters' dtype, sums of gradients are fp32, and everything else has the compute dtype. Apply `shard`
+before `forebay.manage`, whose regions then lie inside FSDP2's hooks.
 """
 
 from __future__ import annotations
@@ -37,22 +31,23 @@ from forebay.train.distributed import Mesh
 
 
 class Shards:
-    """What FSDP2 has to be told during a step. Made by `shard`.
+    """Controls FSDP2 during a step. Made by `shard`.
 
     Args:
-        model: whose parts `fully_shard` was applied to, itself included.
-        reshard, reduce_each: see `[parallel]`.
+        model: `fully_shard` was applied to its parts and itself.
+        reshard: free gathered parameters after each backward, not only after the last.
+        reduce_each: reduce gradients after each microbatch.
     """
 
     def __init__(self, model: nn.Module, reshard: bool, reduce_each: bool):
         self._root: Any = model
         self._reshard, self._reduce_each = reshard, reduce_each
         self._modules: list[Any] = [m for m in model.modules() if isinstance(m, FSDPModule)]
-        # Weights that this process has whole (experts, with one process a column): nothing to gather, nothing to reduce.
+        # Weights that this process has whole (experts, with one process a column): there is nothing to gather or reduce.
         self._own = [m for m in self._modules if _mesh_size(m) == 1]
 
     def microbatch(self, last: bool) -> None:
-        """Before each forward of a step: whether this is the step's last microbatch, after which gradients are complete."""
+        """Call before each forward of a step. After the backward of the `last` one gradients are complete."""
         self._root.set_requires_gradient_sync(last or self._reduce_each)
         self._root.set_reshard_after_backward(last or self._reshard)
         self._root.set_is_last_backward(last)
@@ -60,19 +55,19 @@ class Shards:
             module.set_requires_gradient_sync(False, recurse=False)
 
     def finish(self) -> None:
-        """After the last backward of a step: all gradients are on the sharded parameters, in their dtype."""
+        """Call after the last backward of a step: then all gradients are on the sharded parameters, in their dtype."""
         for module in self._own:
             for parameter in fsdp_group(module).fsdp_params:
                 _hand_over(parameter)
 
     def release(self) -> None:
-        """Give back gathered weights after a forward that no backward follows."""
+        """Free gathered parameters after a forward without a backward."""
         for module in self._modules:
             module.reshard()
 
 
 def fsdp_group(module: Any) -> Any:
-    """FSDP2's own record of a module's parameters; not public, and the same in torch 2.11 to 2.13."""
+    """FSDP2's parameter group of a module; private API, the same in torch 2.11 to 2.13."""
     return module._get_fsdp_state()._fsdp_param_group
 
 
@@ -82,9 +77,9 @@ def _mesh_size(module: Any) -> int:
 
 
 def _hand_over(parameter: Any) -> None:
-    """Make the accumulated gradient of a weight that is one process's own the gradient of its shard, which has the same shape.
+    """Move the accumulated gradient of an unshared weight to its shard, which has the same shape.
 
-    FSDP2 would do so through two copies in the reduction's dtype of all weights of the module: for a layer's experts, a GiB.
+    FSDP2 would copy all weights of the module twice in the reduction's dtype: for a layer's experts, a GiB.
     """
     grad = parameter.unsharded_accumulated_grad
     if grad is None:
@@ -95,8 +90,13 @@ def _hand_over(parameter: Any) -> None:
 
 
 def add_to_shard(parameter: Any, own: torch.Tensor) -> None:
-    """Add to the gradient of a shard, which FSDP2's record `parameter` has: `own` is this process's part, in any dtype. Where
-    there is no gradient yet, and the dtype is the shard's, it is `own` itself."""
+    """Add this process's part `own`, in any dtype, to the gradient of a shard.
+
+    A first gradient of the shard's dtype becomes `own` itself, without a copy.
+
+    Args:
+        parameter: FSDP2's record (`FSDPParam`) of the shard.
+    """
     shard = parameter.sharded_param
     own = own.to(shard.dtype)
     if shard.grad is not None:
@@ -111,7 +111,7 @@ def shard(model: nn.Module, mesh: Mesh, config: Config) -> Shards:
     """Shard `model` in place.
 
     Raises:
-        UsageError: the model's decoder layers are not known, or its experts cannot be divided by `parallel.ep`.
+        UsageError: the model's decoder layers are unknown, or `parallel.ep` does not divide its experts.
     """
     assert mesh.data is not None, "sharding needs a process group"
     try:
@@ -120,13 +120,13 @@ def shard(model: nn.Module, mesh: Mesh, config: Config) -> Shards:
         raise UsageError(f"several processes or model.compute: {error}") from error
     if not layers:
         raise UsageError(
-            f"{type(model).__name__} has no decoder layers that Forebay knows: train it in one process, without model.compute"
+            f"{type(model).__name__} has no decoder layers that Forebay knows; train it in one process, without model.compute"
         )
     options: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=getattr(torch, config.model.compute) if config.model.compute else None,
             reduce_dtype=torch.float32 if config.parallel.gradients == "float32" else None,
-            cast_forward_inputs=False,  # routing weights are float32 in some families, and stay so
+            cast_forward_inputs=False,  # routing weights stay float32 in families where they are
         ),
         "reshard_after_forward": config.parallel.reshard,
     }
@@ -147,15 +147,18 @@ def shard(model: nn.Module, mesh: Mesh, config: Config) -> Shards:
     fully_shard(model, mesh=mesh.data, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # Sums, not means. A plain SUM is what every backend has; a factor of 1 alone would multiply by it before.
+            # Sums, not means. Every backend has a plain SUM; the factor of 1 alone would add a multiplication.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return Shards(model, config.parallel.reshard, config.parallel.reduce == "microbatch")
 
 
 def _shard_vocabulary(model: Any, mesh: Mesh, options: dict[str, Any]) -> None:
-    """Embedding and head in groups of their own, so that their gradients, the largest there are, are reduced one after the other
-    and in the same buffers. Not if they share their weight. An engine has to gather them: the fused loss calls no module."""
+    """Give embedding and head FSDP2 groups of their own, unless they share their weight.
+
+    Their gradients are the largest, and are then reduced one after the other in the same buffers. An engine has to gather
+    them, as the fused loss does not call their modules.
+    """
     if model.config.get_text_config().tie_word_embeddings:
         return
     embedding = model.get_submodule(model.base_model_prefix).embed_tokens
@@ -165,25 +168,25 @@ def _shard_vocabulary(model: Any, mesh: Mesh, options: dict[str, Any]) -> None:
 
 
 def experts_in(configuration: Any) -> int:
-    """Experts of a MoE layer as a Hugging Face configuration says, whatever its family calls them; 0 for a dense model."""
+    """Experts of a MoE layer according to a Hugging Face configuration of any family; 0 for a dense model."""
     text = configuration.get_text_config()
     names = ("num_experts", "n_routed_experts", "num_local_experts")
     return next((int(n) for name in names if (n := getattr(text, name, None))), 0)
 
 
 def experts_of(model: nn.Module) -> int:
-    """Experts of a MoE layer, over all processes; 0 for a dense model. A part with dense layers alone is asked for the whole."""
+    """Experts of a MoE layer over all processes; 0 for a dense model. Layers that this part of the model lacks count too."""
     blocks = [block for layer in all_layers(model) for block in moe_blocks(layer)]
     return int(blocks[0].experts.num_experts) if blocks else 0  # type: ignore[arg-type]
 
 
 def dispatcher_of(model: Any, mesh: Mesh, config: Config) -> TokenDispatcher | None:
-    """How tokens travel between the processes of an expert group. The caller closes it.
+    """The token dispatcher of an expert group, which the caller closes.
 
-    None if `parallel.ep` is 1, but for pipelines and `parallel.overlap`: they run layers cut where tokens would travel.
+    If `parallel.ep` is 1 it is None, except for pipelines and `parallel.overlap`, which run layers that are cut at the dispatch.
 
     Raises:
-        UsageError: the backend that is asked for is not to be had here.
+        UsageError: the configured backend is not available.
     """
     if mesh.expert_group is None:
         in_stages = mesh.pp > 1 or config.parallel.overlap
@@ -208,10 +211,13 @@ def dispatcher_of(model: Any, mesh: Mesh, config: Config) -> TokenDispatcher | N
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, mesh: Mesh) -> torch.Tensor:
-    """Scale gradients so that their norm over all processes is at most `limit` (0: leave them); the norm before, on the device.
+    """Scale gradients so that their norm over all processes is at most `limit`; 0 leaves them unchanged.
 
-    Every process's part of a DTensor is its own, so squares of norms add up. One all-reduce; the host does not wait.
-    A process without gradients among others adds nothing.
+    The host does not wait. `torch.nn.utils.clip_grad_norm_` does not mix DTensors of two meshes. The parts of a DTensor are
+    disjoint, so one all-reduce adds up the squares.
+
+    Returns:
+        The norm before, on the device.
 
     Raises:
         RunError: there is one process, and no parameter has a gradient.
@@ -229,16 +235,15 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, mesh: Mesh)
     if mesh.size > 1:
         norm = mesh.sum(norm.float().square()).sqrt()
     if limit and grads:
-        # As torch.nn.utils.clip_grad_norm_ does, bit for bit.
+        # Bitwise as torch.nn.utils.clip_grad_norm_.
         torch._foreach_mul_(grads, torch.clamp(limit / (norm + 1e-6), max=1.0))
     return norm
 
 
 class ShardedAdamW(torch.optim.AdamW):
-    """AdamW that updates the local parts of DTensors.
+    """AdamW whose update sees the local parts of DTensors, as a fused update takes no DTensors of two meshes.
 
-    The states are DTensors like their parameters, so that checkpoints know the whole, but the update itself sees plain tensors:
-    a fused update takes no DTensors of two meshes at once, and would pay for each one's dispatch.
+    The states are DTensors like their parameters, so that checkpoints know their whole shape.
     """
 
     def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
@@ -249,7 +254,7 @@ class ShardedAdamW(torch.optim.AdamW):
 
 
 def _spread_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
-    """Keep this process's part of each parameter [E, ...], as a DTensor of the whole."""
+    """Keep this process's part of each parameter [E, ...] as a DTensor with the shape of the whole."""
 
     def whole(own: torch.Tensor) -> torch.Tensor:
         return DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
@@ -258,7 +263,7 @@ def _spread_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
 
 
 class _Placement:
-    """Along which dimension FSDP2 shards an experts' parameter: that of the experts, or the first one that divides evenly."""
+    """The dimension along which FSDP2 shards an expert parameter: the first one that divides evenly, else that of the experts."""
 
     def __init__(self, size: int):
         self._size = size

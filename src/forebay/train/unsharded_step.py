@@ -1,22 +1,10 @@
-"""A step on gathered weights: FSDP2's parameters whole from its first forward to its last backward, gradients summed by us.
+"""Unsharded step: FSDP2's parameters are gathered once before a step, and gradients reduced once after it.
 
-In: a cut model (`forebay.pipeline.model.CutModel`), sharded by FSDP2 or not. Out: between `gather` and `reduce`, parameters
-that are whole, into whose gradients any engine may run stages in any order, between `begin` and `end`; behind `reduce`, reduced
-gradients on the shards. What is between `begin` and `end` asks nothing of other processes, and may be captured.
-
-An engine runs stages and not modules, so FSDP2's hooks do not see the step: weights are gathered once before it, and gradients
-reduced once behind it, as `torch.distributed.pipelining` does it. Under mixed precision each gradient is added into a sum as
-soon as it is made, in the dtype that is reduced in: no second set of them waits for a microbatch's end.
-
-What `reduce` allocates comes behind a step's activations, so it is to fit into the memory that they leave:
-
-    head's sum       is reduced first; its memory is the embedding's sum then, which is not made before, unless the rows that it
-                     is made of would take more until then (`forebay.pipeline.model.adds_at_once`)
-    both             are sent from where they are, where FSDP2 would copy them first
-    everything else  is allocated on the current stream, as activations are: blocks of FSDP2's own nobody else could use
-
-`UnshardedStep` owns the hooks on gathered parameters, and between `end` and `reduce` the rows that the embedding's sum is made
-of.
+Input: a cut model (`forebay.pipeline.model.CutModel`), sharded by FSDP2 or not. An engine runs stages and not modules, so FSDP2's
+hooks do not see the step. Between `gather` and `reduce` parameters are whole; between `begin` and `end` any engine may accumulate
+their gradients in any order, without a wait for other processes, so that part may be captured. Output: after `reduce`, reduced
+gradients on the shards. `UnshardedStep` owns the hooks on gathered parameters and, between `end` and `reduce`, the rows that the
+embedding's gradient is made of.
 """
 
 from __future__ import annotations
@@ -42,12 +30,12 @@ from forebay.train.parallel import add_to_shard, fsdp_group
 
 @dataclass(frozen=True)
 class EmbeddingRows:
-    """What `UnshardedStep.reduce` makes the embedding's sum of.
+    """What `UnshardedStep.reduce` makes the embedding's gradient of.
 
     Attributes:
-        embedding: FSDP2's record of it.
-        collected: of each microbatch, ids [B, S] and the gradient of its embedded tokens [B, S, H].
-        head, head_sum: FSDP2's record of the head and its sum, [V, H] fp32; None on a process that has none.
+        embedding: FSDP2's record (`FSDPParam`) of the embedding.
+        collected: ids [B, S] and gradient of the embedded tokens [B, S, H] of each microbatch.
+        head, head_sum: FSDP2's record of the head and its gradient [V, H], fp32; None on a process without the head.
     """
 
     embedding: Any
@@ -58,20 +46,20 @@ class EmbeddingRows:
 
 @dataclass(frozen=True)
 class UnreducedGradients:
-    """What a step left before `reduce`: of each trained weight its `grad` and FSDP2's sum, and the embedding's rows."""
+    """What a step leaves before `reduce`: for each trained weight its `grad` and FSDP2's sum, and the embedding's rows."""
 
     gradients: list[tuple[Any, Tensor | None, Tensor | None]]
     rows: EmbeddingRows | None
 
 
 class UnshardedStep:
-    """See the module docstring.
+    """See the module docstring. An FSDP2 record below is an `FSDPParam`: the shard, the gathered parameter and its gradient.
 
     Args:
-        model: whose parts `fully_shard` was applied to, itself included; or a model that is not sharded.
-        cut: the same, as an engine runs it.
-        reshard: give the experts' gathered weights back after each use, and gather them again in backward; everything else
-            stays gathered for the step.
+        model: `fully_shard` was applied to its parts and itself; or it is not sharded.
+        cut: the same model as an engine runs it.
+        reshard: free the experts' gathered parameters after each use, and gather them again in backward. All others stay gathered
+            for the step.
     """
 
     def __init__(self, model: Any, cut: CutModel, reshard: bool = False):
@@ -81,27 +69,39 @@ class UnshardedStep:
         self._rows: EmbeddingRows | None = None
         self._sharded = isinstance(model, FSDPModule)
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self._experts: list[Any] = []  # FSDP2's records of the experts' weights that `expert_sum` knows, once gathered
-        self._addresses: dict[int, Any] = {}  # the same, by where each weight was when somebody asked last
+        self._experts: list[Any] = []  # records of the experts' weights that `expert_sum` knows, once gathered
+        self._addresses: dict[int, Any] = {}  # the same, by the address of each gathered weight at the last lookup
         if self._sharded and reshard:
             for layer in cut.layers:
                 if isinstance(layer.experts_module, FSDPModule):
-                    layer.experts = _Briefly(layer.experts_module, layer.experts)
+                    layer.experts = _GatheredExperts(layer.experts_module, layer.experts)
 
     def gather(self) -> None:
-        """Make all parameters whole. Without a step, giving them back is the caller's."""
-        if self._sharded:
-            self._gather()
+        """Gather all parameters. Outside a step the caller gives them back."""
+        if not self._sharded:
+            return
+        fully_shard.state(self._model)._lazy_init()  # type: ignore[attr-defined]  # the root's forward would do it
+        for module in self._modules:
+            module.unshard()
+        if not self._hooks:
+            self._install_hooks()
 
     def begin(self, tokens: int) -> None:
-        """Make ready to sum gradients of gathered weights. `tokens`: of all microbatches of the step, on this process."""
+        """Prepare to accumulate gradients of gathered parameters.
+
+        Args:
+            tokens: of all microbatches of the step, on this process.
+        """
         self._sums = self._begin_sums(tokens)
         if self._sharded:
-            self._make_room(list(self._sums.values()))
+            self._allocate_gradients(list(self._sums.values()))
 
     def end(self, count: Tensor | int) -> None:
-        """The head's sum is complete; the embedding's is too, or is made by `reduce`. `count`: what the sum of losses is divided
-        by; gradients of the head's sum still are to be."""
+        """Hand the sums of head and embedding to FSDP2; an embedding of collected rows is summed by `reduce`.
+
+        Args:
+            count: targets of the step. The head's gradient is still to be divided by it.
+        """
         sums, self._sums = self._sums, {}
         head_sum, self._cut.head_sum = self._cut.head_sum, None
         if "head" in sums:
@@ -115,85 +115,107 @@ class UnshardedStep:
             self._rows = EmbeddingRows(sums["embedding"], collected, sums.get("head"), head_sum)
 
     def reduce(self) -> None:
-        """Add gradients up over processes, onto the shards, and give gathered weights back."""
-        if self._sharded:
-            self._reduce()
+        """Reduce gradients onto the shards, and free gathered parameters.
+
+        What it allocates has to fit into the memory that the step's activations leave. So the head is reduced first, and
+        its memory becomes the embedding's sum (unless `adds_at_once` made that sum before); both are sent without a copy;
+        everything else is allocated on the current stream, as activations are, because blocks of FSDP2's stream are of no
+        use to others.
+        """
+        if not self._sharded:
+            return
+        with self._on_current_stream():
+            for group in self._vocabulary_first():
+                rows = self._rows
+                if rows is not None and any(record is rows.embedding for record in group.fsdp_params):
+                    self._spread(rows)
+                    self._rows = None
+                del rows  # or this frame would keep the head's sum and the collected rows alive
+                # A process that has its weights alone (experts, with one process a column) reduces nothing: the sums stay where
+                # they are for `forebay.train.parallel.Shards.finish`. FSDP2 would copy them twice.
+                group.reduce_grads, group.reshard_after_backward = group.mesh_info.mesh.size() > 1, True
+                if group.reduce_grads and len(group.fsdp_params) == 1:
+                    _reduce_in_place(group)
+                group.post_backward()
+            # Waits for the reductions and drops what was sent.
+            fully_shard.state(self._model)._root_post_backward_final_callback()  # type: ignore[attr-defined]
 
     def expert_sum(self, weight: Tensor) -> Callable[[], Tensor | None]:
-        """For a gathered weight of the experts, this rank's part: what brings its fp32 sum, once there is one. For another
-        weight, and where autograd itself sums, what brings None."""
-        held = self._held_at(weight.data_ptr())
-        # A view that begins there has its gradient elsewhere in the sum.
-        if held is None or local(held.unsharded_param).shape != weight.shape:
-            return no_sums(weight)
-        return partial(_sum_of, held)
+        """A function that returns the fp32 gradient sum of a gathered expert weight, this rank's part, once there is one.
 
-    def _held_at(self, address: int) -> Any:
-        """The one of `_experts` that is gathered there. A weight that is given back comes to another place."""
-        held = self._addresses.get(address)
-        if self._experts and (held is None or local(held.unsharded_param).data_ptr() != address):
-            self._addresses = {local(held.unsharded_param).data_ptr(): held for held in self._experts}
-            held = self._addresses.get(address)
-        return held
+        It returns None for another weight, and where autograd itself accumulates.
+        """
+        record = self._record_at(weight.data_ptr())
+        # A view that begins at the same address has its gradient elsewhere in the sum.
+        if record is None or local(record.unsharded_param).shape != weight.shape:
+            return no_sums(weight)
+        return partial(_sum_of, record)
 
     def keep_weights(self) -> None:
-        """Gather to the same memory from now on: between steps it is not given back. For a captured step, which knows the
-        addresses."""
-        for held in self._records():
-            held.free_unsharded_param = _nothing
+        """Gather to the same memory in all following steps, and keep it between steps: a CUDA graph knows the addresses."""
+        for record in self._records():
+            record.free_unsharded_param = _keep
 
     def has_gradients(self) -> bool:
-        """Whether gradients of another step are still there."""
+        """Whether any parameter or shard has a gradient."""
         if not self._sharded:
             return any(p.grad is not None for p in self._model.parameters())
-        return any(held.sharded_param.grad is not None for held in self._records())
+        return any(record.sharded_param.grad is not None for record in self._records())
 
     def take_gradients(self) -> UnreducedGradients:
-        """Take the gradients off the weights that are trained, before `reduce`: what each was left."""
+        """Remove and return what the step left before `reduce`."""
         left = []
-        for weight, held in self._trained():
-            accumulated = held.unsharded_accumulated_grad if held is not None else None
-            left.append(((weight, held), weight.grad, accumulated))
+        for weight, record in self._trained():
+            accumulated = record.unsharded_accumulated_grad if record is not None else None
+            left.append(((weight, record), weight.grad, accumulated))
         rows = self._rows
         self.put_gradients(UnreducedGradients([(key, None, None) for key, *_ in left], None))
         return UnreducedGradients(left, rows)
 
     def put_gradients(self, left: UnreducedGradients) -> None:
-        """The inverse of `take_gradients`: in the place of what is there."""
-        for (weight, held), gradient, accumulated in left.gradients:
+        """The inverse of `take_gradients`; replaces what is there."""
+        for (weight, record), gradient, accumulated in left.gradients:
             weight.grad = gradient
-            if held is not None:
-                held.unsharded_accumulated_grad = accumulated
+            if record is not None:
+                record.unsharded_accumulated_grad = accumulated
         self._rows = left.rows
 
-    def _trained(self) -> list[tuple[Any, Any]]:
-        """Each trained weight as it is between `gather` and `reduce`, and FSDP2's record of it."""
-        if not self._sharded:
-            return [(p, None) for p in self._model.parameters() if p.requires_grad]
-        return [(h.unsharded_param, h) for h in self._records() if h.unsharded_param.requires_grad]
-
     def close(self) -> None:
-        """Remove the hooks, and give gathered weights back if they were kept."""
+        """Remove the hooks, and free gathered parameters that were kept."""
         for group in self._groups() if self._sharded else ():
-            for held in group.fsdp_params:
-                if vars(held).pop("free_unsharded_param", None) is not None and group.is_sharded:
-                    held.free_unsharded_param()
+            for record in group.fsdp_params:
+                if vars(record).pop("free_unsharded_param", None) is not None and group.is_sharded:
+                    record.free_unsharded_param()
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._experts, self._addresses = [], [], {}
 
-    def _begin_sums(self, tokens: int) -> dict[str, Any]:
-        """Under mixed precision, what the vocabulary's two weights get is summed here: FSDP2's record of each, by name.
+    def _record_at(self, address: int) -> Any:
+        """The record among `_experts` whose gathered weight is at `address`. A weight that was freed comes to another address."""
+        record = self._addresses.get(address)
+        if self._experts and (record is None or local(record.unsharded_param).data_ptr() != address):
+            self._addresses = {local(record.unsharded_param).data_ptr(): record for record in self._experts}
+            record = self._addresses.get(address)
+        return record
 
-        A gradient of the head or the embedding has [V, H], 1.2 GiB in fp32 at V = 151936, H = 2048: too much to make one for each
-        microbatch, in two dtypes, only to add it up.
+    def _trained(self) -> list[tuple[Any, Any]]:
+        """Each trained weight as it is between `gather` and `reduce`, and its record."""
+        if not self._sharded:
+            return [(p, None) for p in self._model.parameters() if p.requires_grad]
+        return [(r.unsharded_param, r) for r in self._records() if r.unsharded_param.requires_grad]
+
+    def _begin_sums(self, tokens: int) -> dict[str, Any]:
+        """Under mixed precision, prepare the fp32 gradient sums of head and embedding; their records, by name.
+
+        Such a gradient has [V, H], 1.2 GiB in fp32 at V = 151936, H = 2048: too large to make one for each microbatch, in two
+        dtypes, only to add it up.
         """
         found = {}
-        self._cut.head_sum = self._cut.embedded = self._cut.embedded_sum = None  # of a step that failed
+        self._cut.head_sum = self._cut.embedded = self._cut.embedded_sum = None  # a failed step may have left them
         for name, module in (("head", self._cut.head), ("embedding", self._cut.embedding)):
-            held = self._mixed(module.weight) if module is not None else None
-            if held is not None and (name == "embedding" or module.bias is None):
-                found[name] = held
+            record = self._mixed_record(module.weight) if module is not None else None
+            if record is not None and (name == "embedding" or module.bias is None):
+                found[name] = record
         if "head" in found:
             self._cut.head_sum = torch.zeros_like(self._cut.head.weight, dtype=torch.float32)
         if "embedding" in found:
@@ -204,29 +226,34 @@ class UnshardedStep:
                 self._cut.embedded = []
         return found
 
-    def _make_room(self, elsewhere: list[Any]) -> None:
-        """Zeros for all gradients, before any activation: made one by one during the first backward, these largest and longest
-        lived blocks would lie between activations, others every step, and the allocator would need more and more segments."""
-        for held in self._records():
-            parameter = held.unsharded_param
-            if not parameter.requires_grad or any(held is other for other in elsewhere):
+    def _allocate_gradients(self, elsewhere: list[Any]) -> None:
+        """Allocate zeros for all gradients before any activation, except for the records in `elsewhere`.
+
+        Made one by one during the first backward, these largest and longest-lived blocks would lie between activations, in other
+        places every step, and the allocator would need more and more segments.
+        """
+        for record in self._records():
+            parameter = record.unsharded_param
+            if not parameter.requires_grad or any(record is other for other in elsewhere):
                 continue
-            if held.reduce_dtype in (None, parameter.dtype):
+            if record.reduce_dtype in (None, parameter.dtype):
                 parameter.grad = torch.zeros_like(parameter)
             else:
-                held.unsharded_accumulated_grad = torch.zeros_like(parameter, dtype=held.reduce_dtype)
+                record.unsharded_accumulated_grad = torch.zeros_like(parameter, dtype=record.reduce_dtype)
 
-    def _mixed(self, weight: Tensor) -> Any:
-        """FSDP2's record of a gathered weight, if its gradients are to be summed in fp32 and it is something else."""
+    def _mixed_record(self, weight: Tensor) -> Any:
+        """The record of a gathered weight whose gradients are summed in fp32 and which has another dtype; else None."""
         if self._sharded and weight.requires_grad:
-            for held in self._records():
-                if held.unsharded_param is weight and _summed_wider(held):
-                    return held
+            for record in self._records():
+                if record.unsharded_param is weight and _summed_in_fp32(record):
+                    return record
         return None
 
     def _spread(self, rows: EmbeddingRows) -> None:
-        """Make the embedding's sum, in the memory of the head's if that was reduced: not of tied weights, and not where a process
-        has the head to itself and its sum is its gradient."""
+        """Make the embedding's gradient, in the memory of the head's if that was reduced.
+
+        It was not if the weights are tied, and if this process has the head alone, whose sum then is its gradient.
+        """
         total = rows.head_sum
         weight = self._cut.embedding.weight
         if total is None or rows.head.unsharded_accumulated_grad is not None or total.shape != weight.shape:
@@ -238,72 +265,55 @@ class UnshardedStep:
         return [group for group in found if group is not None]
 
     def _records(self) -> list[Any]:
-        """FSDP2's record of each weight."""
-        return [held for group in self._groups() for held in group.fsdp_params]
+        return [record for group in self._groups() for record in group.fsdp_params]
 
-    def _gather(self) -> None:
-        fully_shard.state(self._model)._lazy_init()  # type: ignore[attr-defined]  # the root's forward would do it
-        for module in self._modules:
-            module.unshard()
-        if not self._hooks:
-            # FSDP2 makes each gathered parameter once and fills it again for every step: hooks on it last.
-            for held in self._records():
-                self._accumulate(held)
-            experts = {id(p) for block in moe_blocks(self._model) for p in block.experts.parameters()}
-            mixed = [
-                held for held in self._records() if _summed_wider(held) and held.unsharded_param.dtype.itemsize == 2
-            ]
-            self._experts = [held for held in mixed if id(held.unsharded_param) in experts]
+    def _install_hooks(self) -> None:
+        # FSDP2 makes each gathered parameter once and fills it again for every step, so hooks on it last.
+        for record in self._records():
+            self._accumulate(record)
+        experts = {id(p) for block in moe_blocks(self._model) for p in block.experts.parameters()}
+        for record in self._records():
+            weight = record.unsharded_param
+            if _summed_in_fp32(record) and weight.dtype.itemsize == 2 and id(weight) in experts:
+                self._experts.append(record)
 
-    def _accumulate(self, held: Any) -> None:
-        """Add each gradient of a gathered parameter into a sum of the dtype that is reduced in."""
-        dtype = held.reduce_dtype
-        if dtype is None or not held.unsharded_param.requires_grad:
+    def _accumulate(self, record: Any) -> None:
+        """Add each gradient of a gathered parameter to a sum in the reduction's dtype as soon as it is made.
+
+        So no second set of gradients waits for the end of a microbatch.
+        """
+        dtype = record.reduce_dtype
+        if dtype is None or not record.unsharded_param.requires_grad:
             return
 
         def add(parameter: Tensor) -> None:
             gradient = parameter.grad
             if gradient is None or gradient.dtype == dtype:
-                return  # autograd itself sums in this dtype
-            if held.unsharded_accumulated_grad is None:
-                held.unsharded_accumulated_grad = gradient.to(dtype)
+                return  # autograd itself accumulates in this dtype
+            if record.unsharded_accumulated_grad is None:
+                record.unsharded_accumulated_grad = gradient.to(dtype)
             else:
-                local(held.unsharded_accumulated_grad).add_(local(gradient))
+                local(record.unsharded_accumulated_grad).add_(local(gradient))
             parameter.grad = None
 
-        self._hooks.append(held.unsharded_param.register_post_accumulate_grad_hook(add))
-
-    def _reduce(self) -> None:
-        with self._here():
-            for group in self._vocabulary_first():
-                rows = self._rows
-                if rows is not None and any(held is rows.embedding for held in group.fsdp_params):
-                    self._spread(rows)
-                    self._rows = None
-                del rows  # no frame holds the head's sum or what was collected any longer
-                # Alone with its weights (experts, with one process a column) a process has nothing to reduce: the sums stay where
-                # they are for `forebay.train.parallel.Shards.finish`. FSDP2 would copy them twice.
-                group.reduce_grads, group.reshard_after_backward = group.mesh_info.mesh.size() > 1, True
-                if group.reduce_grads and len(group.fsdp_params) == 1:
-                    _reduce_in_place(group)
-                group.post_backward()
-            # Waits for what is reduced, and lets go of what was sent.
-            fully_shard.state(self._model)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+        self._hooks.append(record.unsharded_param.register_post_accumulate_grad_hook(add))
 
     def _vocabulary_first(self) -> list[Any]:
         """The head's group, the embedding's, and the others in FSDP2's order."""
         weights = [module.weight for module in (self._cut.head, self._cut.embedding) if module is not None]
 
         def place(group: Any) -> int:
-            mine = [held.unsharded_param for held in group.fsdp_params]
-            return next((n for n, weight in enumerate(weights) if any(p is weight for p in mine)), len(weights))
+            own = [record.unsharded_param for record in group.fsdp_params]
+            return next((n for n, weight in enumerate(weights) if any(p is weight for p in own)), len(weights))
 
         return sorted(self._groups(), key=place)
 
     @contextmanager
-    def _here(self) -> Iterator[None]:
-        """Within, FSDP2 reduces on the current stream. Its own is for hiding that behind a backward, and there is none left; what
-        it allocates there stays that stream's."""
+    def _on_current_stream(self) -> Iterator[None]:
+        """Context in which FSDP2 reduces on the current stream.
+
+        Its own stream hides reductions behind a backward: none is left.
+        """
         group = self._groups()[0]
         shared = group.comm_ctx
         own, shared.reduce_scatter_stream = shared.reduce_scatter_stream, group.device_handle.current_stream()
@@ -313,18 +323,8 @@ class UnshardedStep:
             shared.reduce_scatter_stream = own
 
 
-def _summed_wider(held: Any) -> bool:
-    """Gradients are summed in fp32, and the gathered weight is something else."""
-    return held.reduce_dtype == torch.float32 != held.unsharded_param.dtype
-
-
-def _sum_of(held: Any) -> Tensor | None:
-    total = held.unsharded_accumulated_grad
-    return None if total is None else local(total)
-
-
 class DeferredExperts:
-    """Gives a model's experts a store for their weight gradients, and takes it away again.
+    """Gives a model's experts a store for deferred weight gradients.
 
     Attributes:
         store: where backward may leave them.
@@ -337,13 +337,13 @@ class DeferredExperts:
             put_setting(module, "forebay_weight_gradients", self.store)
 
     def close(self) -> None:
-        """Weight gradients are made at once again."""
+        """Take the store away: weight gradients are computed in backward again."""
         self.store.sums = no_sums
         for module in self._experts:
             drop_setting(module, "forebay_weight_gradients")
 
 
-class _Briefly:
+class _GatheredExperts:
     """Stage 3 with its weights gathered for the call, and again for its backward."""
 
     def __init__(self, module: Any, experts: Any):
@@ -351,14 +351,14 @@ class _Briefly:
 
     def __call__(self, rows: Tensor, ids: Tensor, weights: Tensor, max_rows: int | None) -> Tensor:
         self._module.unshard()
-        # Autograd runs the nodes of a stage from its end to its beginning: gathered before the first, given back after the last.
-        rows = _Hook.apply(rows, self._module.reshard)
-        y = _Hook.apply(self._experts(rows, ids, weights, max_rows), self._module.unshard)
+        # Autograd runs the nodes of a stage from its end to its beginning: gathered before the first, freed after the last.
+        rows = _CallInBackward.apply(rows, self._module.reshard)
+        y = _CallInBackward.apply(self._experts(rows, ids, weights, max_rows), self._module.unshard)
         self._module.reshard()
         return y
 
 
-class _Hook(torch.autograd.Function):
+class _CallInBackward(torch.autograd.Function):
     """The identity, which calls `then` in backward."""
 
     @staticmethod
@@ -372,32 +372,45 @@ class _Hook(torch.autograd.Function):
         return grad, None
 
 
-def _nothing() -> None:
-    """Gathered memory stays."""
+def _keep() -> None:
+    """Stands in for FSDP2's `free_unsharded_param`: gathered memory stays."""
+
+
+def _summed_in_fp32(record: Any) -> bool:
+    """Whether gradients are summed in fp32 and the gathered weight has another dtype."""
+    return record.reduce_dtype == torch.float32 != record.unsharded_param.dtype
+
+
+def _sum_of(record: Any) -> Tensor | None:
+    total = record.unsharded_accumulated_grad
+    return None if total is None else local(total)
 
 
 def _reduce_in_place(group: Any) -> None:
-    """Reduce the gradient of a group's only weight, if it is cut evenly along its first dimension and is in the dtype that is
-    reduced in: each process's part of it is in one piece then, and nothing has to be put together. FSDP2 finds none left."""
-    (held,) = group.fsdp_params
-    sum_ = held.unsharded_accumulated_grad
-    gradient = held.unsharded_param.grad if sum_ is None else sum_
+    """Reduce the gradient of a group's only weight without a copy. FSDP2 finds no gradient left.
+
+    That takes a gradient in the reduction's dtype that divides evenly along its first dimension: each process's part is
+    contiguous.
+    """
+    (record,) = group.fsdp_params
+    accumulated = record.unsharded_accumulated_grad
+    gradient = record.unsharded_param.grad if accumulated is None else accumulated
     gradient = None if gradient is None else local(gradient)
     world = group.mesh_info.mesh.size()
-    if gradient is None or held.fsdp_placement.dim or gradient.shape[0] % world or not gradient.is_contiguous():
+    if gradient is None or record.fsdp_placement.dim or gradient.shape[0] % world or not gradient.is_contiguous():
         return
-    if held.reduce_dtype not in (None, gradient.dtype):
+    if record.reduce_dtype not in (None, gradient.dtype):
         return
     own = gradient.new_empty(gradient.shape[0] // world, *gradient.shape[1:])
-    # What FSDP2 itself would call; torch 2.11 has no group for reducing alone.
+    # As FSDP2 does; torch 2.11 has no process group for reductions alone.
     processes = getattr(group, "_reduce_scatter_process_group", None) or group.mesh_info.shard_process_group
     group._reduce_scatter_comm(output_tensor=own, input_tensor=gradient, group=processes, op=dist.ReduceOp.SUM)
-    held.unsharded_accumulated_grad = held.unsharded_param.grad = None
-    add_to_shard(held, own)
+    record.unsharded_accumulated_grad = record.unsharded_param.grad = None
+    add_to_shard(record, own)
 
 
-def _add(held: Any, gradient: Tensor) -> None:
-    if held.unsharded_accumulated_grad is None:
-        held.unsharded_accumulated_grad = gradient
-    else:  # the other one of two tied weights
-        held.unsharded_accumulated_grad.add_(gradient)
+def _add(record: Any, gradient: Tensor) -> None:
+    if record.unsharded_accumulated_grad is None:
+        record.unsharded_accumulated_grad = gradient
+    else:  # of two tied weights, the second one
+        record.unsharded_accumulated_grad.add_(gradient)

@@ -1,0 +1,208 @@
+"""Detects a dead process, so that the other processes of a run report it and end instead of waiting.
+
+Input: the store through which the processes found each other. Output: a thread in each process, which writes a beat to the
+store once a period and reads those of the others. A blocked collective cannot be interrupted, and the error of one that
+fails at once (gloo: "connection closed by peer") names no process. A process counts as lost when it has been silent for
+`patience` seconds, when it ran on this machine and its pid is gone, or when it left with an error, whose reason it wrote to
+the store. All others then end with exit code 1, and one of them reports which process was lost. `Heartbeat` owns its thread
+and its connection to the store.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from forebay.errors import first_line
+
+_GRACE = 5.0
+"""Periods between the loss of a process and the end of this one, so that this one's own error, if it has one, is reported first.
+Also the beats that a process may miss before a failed collective is blamed on it."""
+
+
+@dataclass
+class _Peer:
+    """What is known of another process. Times are those of the observer's clock."""
+
+    name: str  # host and pid
+    place: str
+    pid: int
+    beat: int = -1
+    heard: float = 0.0
+    fate: str = ""  # how it was lost; "" while it runs
+    lost_at: float = 0.0
+    finished: bool = False  # left without an error
+
+
+class Heartbeat:
+    """Writes beats for this process and watches the others. A context manager; leaving it with an error tells the others to end.
+
+    Beats come from a thread, so a long compilation or checkpoint does not look like a death.
+
+    Args:
+        store: of torch.distributed. A clone is used, so that a wait of another thread does not block the beats.
+        rank, size: of this process, and number of processes.
+        patience: seconds of silence after which a process counts as lost.
+        advice: text that the last message adds, such as which checkpoint is intact.
+        period: seconds between beats.
+        leave: ends this process. os._exit, as the main thread may be blocked in a collective.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        patience: float,
+        advice: Callable[[], str],
+        period: float = 1.0,
+        leave: Callable[[int], Any] = os._exit,
+    ):
+        self._store, self._rank = store.clone(), rank
+        self._store.set_timeout(timedelta(seconds=max(patience / 2, 4 * period)))
+        self._patience, self._advice, self._period, self._leave = patience, advice, period, leave
+        self._self = {"name": f"{os.uname().nodename}, pid {os.getpid()}", "place": _place(), "pid": os.getpid()}
+        self._unheard = [r for r in range(size) if r != rank]
+        self._peers: dict[int, _Peer] = {}
+        self._clock = 0.0
+        self._store_gone: float | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="forebay-heartbeat", daemon=True)
+
+    def __enter__(self) -> Heartbeat:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join(timeout=2 * self._period)
+        if self._thread.is_alive() or self._store_gone is not None:
+            return  # the store does not answer
+        # A process that ends because another one was lost does not count as lost.
+        why = first_line(error) if error is not None and not self._lost(_GRACE * self._period) else ""
+        try:
+            self._write(beat=0, left=True, why=why)
+        except RuntimeError:
+            return
+
+    def describe_lost(self) -> str:
+        """A sentence that names the processes lost within the last seconds; "" if all are well. Waits some seconds for a loss."""
+        deadline = time.monotonic() + (_GRACE + 2) * self._period
+        while time.monotonic() < deadline:
+            lost = self._lost(_GRACE * self._period)
+            if lost:
+                return self._sentence(lost)
+            time.sleep(self._period / 4)
+        return self._sentence([])
+
+    def _run(self) -> None:
+        beat, before = 0, time.monotonic()
+        while not self._over.wait(self._period):
+            now = time.monotonic()
+            # Silence is measured by a clock that stops while this process is stopped: a machine that slept blames no other.
+            self._clock += min(now - before, 2 * self._period)
+            before, beat = now, beat + 1
+            if self._store_gone is None:
+                try:
+                    self._write(beat=beat)
+                    self._read()
+                except RuntimeError:  # DistError too: the process that holds the store died, or does not answer
+                    self._store_gone = self._clock
+            self._check_local()
+            lost = [
+                r for r in self._lost(self._patience) if self._clock - self._peers[r].lost_at > _GRACE * self._period
+            ]
+            if lost or (self._store_gone is not None and self._clock - self._store_gone > self._patience):
+                self._end(lost)
+
+    def _write(self, **values: Any) -> None:
+        self._store.set(f"forebay/beat/{self._rank}", json.dumps({**self._self, **values}))
+
+    def _read(self) -> None:
+        for rank in [r for r in self._unheard if self._store.check([f"forebay/beat/{r}"])]:
+            self._unheard.remove(rank)
+            self._peers[rank] = _Peer("", "", 0, heard=self._clock)
+        ranks = [r for r, peer in self._peers.items() if not peer.finished]
+        if not ranks:
+            return
+        for rank, raw in zip(ranks, self._store.multi_get([f"forebay/beat/{r}" for r in ranks]), strict=True):
+            message, peer = json.loads(raw), self._peers[rank]
+            if message["beat"] == peer.beat:
+                continue
+            peer.name, peer.place, peer.pid = message["name"], message["place"], message["pid"]
+            peer.beat, peer.heard = message["beat"], self._clock
+            if message.get("left"):
+                peer.finished = not message["why"]
+                self._lose(peer, f"failed: {message['why']}" if message["why"] else "")
+
+    def _check_local(self) -> None:
+        """Find processes of this machine that are gone."""
+        for peer in self._peers.values():
+            if not peer.finished and peer.place == self._self["place"] and _is_gone(peer.pid):
+                self._lose(peer, "died")
+
+    def _lose(self, peer: _Peer, fate: str) -> None:
+        if fate and not peer.fate:
+            peer.fate, peer.lost_at = fate, self._clock
+
+    def _lost(self, patience: float) -> list[int]:
+        """Processes that ended badly or were silent for `patience` seconds, in the order in which they were lost."""
+        peers = list(self._peers.items())  # the thread may add one meanwhile
+        lost = {r: p.lost_at for r, p in peers if p.fate}
+        silent = {r: p.heard for r, p in peers if not (p.fate or p.finished)}
+        if self._store_gone is None:  # without the store all are silent
+            lost |= {r: heard for r, heard in silent.items() if self._clock - heard > patience}
+        return sorted(lost, key=lambda r: (lost[r], r))
+
+    def _sentence(self, lost: list[int]) -> str:
+        if not lost:
+            return "" if self._store_gone is None else "the process that the others found each other through is gone"
+        peers = {r: self._peers[r] for r in lost}
+        fates = {r: p.fate or f"has not answered for {self._clock - p.heard:.0f} s" for r, p in peers.items()}
+        return " and ".join(f"process {r} ({p.name}) {fates[r]}" for r, p in peers.items())
+
+    def _end(self, lost: list[int]) -> None:
+        if self._over.is_set():
+            return
+        if self._reports(lost):
+            print(f"forebay: {self._sentence(lost)}; the run has ended; {self._advice()}", file=sys.stderr, flush=True)
+        self._leave(1)
+
+    def _reports(self, lost: list[int]) -> bool:
+        """Whether this process reports the loss: the first one that asks, or without the store the lowest rank that may live."""
+        try:
+            if self._store_gone is None:
+                return self._store.add("forebay/dead", 1) == 1
+        except RuntimeError:
+            pass
+        # Without torchrun process 0 holds the store: it is gone.
+        return not [r for r, p in self._peers.items() if 0 < r < self._rank and not p.finished and r not in lost]
+
+
+def _place() -> str:
+    """Identifies the booted machine and the container: processes with the same place see each other's pids."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return f"unknown to {os.getpid()}"  # equal to no other process's
+
+
+def _is_gone(pid: int) -> bool:
+    """Whether a process of this machine has ended; a zombie has."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return True
+    return status.rpartition(")")[2].split()[0] in "ZX"

@@ -20,11 +20,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import PreTrainedModel
 
 from forebay.memory.autotune import Trial
-from forebay.memory.hooks import Manager, StepReport
+from forebay.memory.hooks import Manager
 from forebay.memory.host_store import Ledger
 from forebay.memory.page_store import PageStore
 from forebay.memory.profiler import Profiler, SavedProfile, profile_model
 from forebay.memory.regions import ForwardFn, InnerForward, Slot, install, is_managed, is_patched
+from forebay.memory.step import StepReport
 from forebay.memory.timeline import Plan, Timeline
 from forebay.models.blocks import Sublayers, install_experts, install_sublayers
 from forebay.models.compile import compile_sublayer

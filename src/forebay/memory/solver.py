@@ -1,7 +1,7 @@
-"""Placements under a budget as a mixed-integer linear programme.
+"""Chooses placements under a budget by mixed-integer linear programming and local search.
 
-Input: a `Timeline`, a budget, and which regions may be offloaded or recomputed. Output: a `Solved`: a `Plan` whose
-simulated peak is within the budget. `Programme` writes the programme row by row and solves it with HiGHS through
+Input: a `Timeline`, a budget in bytes, and which regions may be offloaded or recomputed. Output: a `Plan` whose simulated
+peak is within the budget, or None. `Programme` writes a programme row by row and solves it with HiGHS through
 `scipy.optimize.milp`; scipy is imported when the first programme is solved. docs/solver.md has the mathematics.
 """
 
@@ -18,15 +18,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 
-from forebay.memory.timeline import Assignment, CallFigures, Plan, Timeline, simulate_levels
-
-# A mixed-integer linear programme, written row by row and solved by HiGHS through `scipy.optimize.milp`.
-#
-# In: variables (cost, upper bound, whole numbers or not) and rows (a sum of variables between two limits). Out: an `Answer`: the
-# values with the least cost that were found within the time limit, and by how much they may miss the least there is. scipy is
-# imported when the first programme is solved: most of Forebay runs without it.
+from forebay.memory.timeline import Assignment, CallFigures, Plan, Timeline, TurnSchedule
 
 INFINITE = float("inf")
+
+_ROUNDS = 4  # times that the programme is solved
+_GAP = 2e-3  # of the programme's answer; what the simulation adds to it is larger
+_SECONDS = 0.6  # for all rounds together
+_MOVING = (
+    1e-3  # cost of a second of the link, in seconds of waiting: of two plans as fast, the one that moves less is chosen
+)
+_POLISH = 80_000  # events simulated while polishing: 0.4 s of one core
+_MANY = 12  # regions from which on equal ones are ordered, and parts of items may be offloaded
+_ROUNDING = 0.05  # of an item; less is the solver's tolerance
+# Windows that are simulated, as the divisor of what is offloaded. None: copies that fit the link; 0: an empty window.
+_WINDOWS = (None, 2, 4, 8, 16, 0)
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,7 @@ class Programme:
         return len(self._costs) - 1
 
     def choice(self, cost: float = 0.0) -> int:
-        """0 or 1."""
+        """A variable of 0 or 1."""
         number = self.variable(cost, 1.0)
         self._whole[number] = 1
         return number
@@ -88,7 +94,7 @@ class Programme:
         rows, columns, factors = zip(*self._entries, strict=True) if self._entries else ((), (), ())
         matrix = csr_array((factors, (rows, columns)), shape=(len(self._limits), len(self._costs)))
         lows, highs = zip(*self._limits, strict=True) if self._limits else ((), ())
-        with _without_chatter():
+        with _without_debug_output():
             found = milp(
                 np.array(self._costs),
                 integrality=np.array(self._whole),
@@ -102,13 +108,13 @@ class Programme:
 
 
 @contextmanager
-def _without_chatter() -> Iterator[None]:
-    """HiGHS (in scipy 1.17) now and then prints a line for its developers with C's printf, whatever it is told, and that would
-    end up in the JSON of `forebay plan`. Standard output goes to a file meanwhile, and all other lines are printed afterwards."""
+def _without_debug_output() -> Iterator[None]:
+    """HiGHS (in scipy 1.17) sometimes prints a debug line with C's printf, which would end up in the JSON of `forebay plan`.
+    Standard output goes to a file meanwhile, and all other lines are printed afterwards."""
     try:
         flush = ctypes.CDLL(None).fflush
         before = os.dup(1)
-    except (OSError, TypeError, AttributeError):  # no C library to ask (Windows), or no standard output
+    except (OSError, TypeError, AttributeError):  # no C library (Windows), or no standard output
         yield
         return
     with tempfile.TemporaryFile() as aside:
@@ -128,80 +134,32 @@ def _without_chatter() -> Iterator[None]:
                 os.write(1, b"".join(others))
 
 
-# Placements under a budget as a mixed-integer programme: what to recompute and send to the host, item by item.
-#
-# In: a `Timeline`, a budget, and which regions may be offloaded, recomputed. Out: a `Solved`: a `Plan` that the
-# simulation has within the budget, and the time that the programme thought possible. docs/solver.md has the mathematics.
-#
-# The way of an answer:
-#
-#     propose   the programme, in which copies are a fluid: bytes leave and come back at the link's rate, in no particular
-#               pieces
-#     lay       `simulate` moves whole calls in order, with one lane each way: its peak and its time are what counts
-#     tighten   moments that are over the budget then get a margin, or the link a lower rate, and the programme is asked again
-#     polish    single regions, and pairs of them, are placed otherwise, as long as the simulated time falls
-#
-# Regions that save the same bytes in the same time are *equal*. Of many, the order is fixed (the earliest leave, then come
-# those that are recomputed, the last are kept): else the programme would try all permutations of the same answer. And parts of
-# their items may leave: as many whole ones as the parts make up are laid.
-
-_ROUNDS = 4  # times that the programme is asked
-_GAP = 2e-3  # of the programme's answer; what the simulation adds to it is larger
-_SECONDS = 0.6  # for all rounds together
-_MOVING = 1e-3  # cost of occupying the link, of that of waiting as long: of two plans as fast, that which moves less
-_POLISH = 80_000  # moments simulated while polishing: 0.4 s of one core
-_MANY = 12  # regions, from which on the order of equal ones is fixed, and parts of items may leave
-_ROUNDING = 0.05  # of an item; less is the solver's tolerance
-_SHARES = (
-    None,
-    2,
-    4,
-    8,
-    16,
-    0,
-)  # of what leaves, this part may be on its way at once; None: see `simulate`, 0: nothing
-
-
 @dataclass(frozen=True)
 class Allowed:
-    """Region paths by what may become of them; all may be kept."""
+    """Region paths that may be offloaded, and that may be recomputed; all may be kept."""
 
     offload: frozenset[str]
     recompute: frozenset[str]
 
 
-@dataclass(frozen=True)
-class Solved:
-    """A plan within the budget.
-
-    Attributes:
-        aim: seconds of the step that the programme thought possible, copies being a fluid.
-        gap: by how much the programme's answer may have missed its own best, as a share of the costs over the plain step.
-    """
-
-    plan: Plan
-    aim: float
-    gap: float
-
-
-def solve(timeline: Timeline, allowed: Allowed, budget: int, known: Iterable[Assignment] = ()) -> Solved | None:
-    """The fastest plan found whose peak is at most `budget` bytes; None if there is none.
+def solve(timeline: Timeline, allowed: Allowed, budget: int, known: Iterable[Assignment] = ()) -> Plan | None:
+    """The fastest plan found whose peak is at most `budget` bytes, or None.
 
     Args:
-        known: assignments to begin polishing from as well, such as a heuristic's.
+        known: further assignments to begin the local search from, such as a heuristic's.
     """
     search = _Search(timeline, allowed, budget)
     for assignment in known:
         search.lay(assignment)
     for _ in range(_ROUNDS):
-        if not search.ask():
+        if not search.propose():
             break
     search.polish()
     return search.solved()
 
 
 def lowest(timeline: Timeline, allowed: Allowed, known: Iterable[Assignment] = ()) -> Plan:
-    """The plan with the lowest peak that was found, however long it takes; it begins at keeping everything, and at `known`."""
+    """The plan with the lowest peak found, however long it takes. The search begins at keeping everything and at `known`."""
     search = _Search(timeline, allowed, 0)
     for assignment in (Assignment(), *known):
         search.lay(assignment)
@@ -210,98 +168,104 @@ def lowest(timeline: Timeline, allowed: Allowed, known: Iterable[Assignment] = (
 
 
 def with_one_changed(timeline: Timeline, allowed: Allowed, assignment: Assignment, budget: int) -> list[Plan]:
-    """Plans within the budget in which one region, as a whole, is placed otherwise than in `assignment`; the fastest first.
+    """Plans within the budget in which one region as a whole is placed differently from `assignment`; the fastest first.
 
-    Of many regions as many as polishing may simulate, taken evenly.
+    Of many such changes as many are simulated as polishing may, taken evenly.
     """
-    regions, found = _regions(timeline, allowed), []
+    regions, found = _region_states(timeline, allowed), []
     changes = [(path, state) for path, states in regions.items() for state in states]
-    each = max(len(changes) * len(_SHARES) * len(timeline.events) // _POLISH, 1)
+    each = max(len(changes) * len(_WINDOWS) * len(timeline.events) // _POLISH, 1)
     for path, state in changes[::each]:
-        changed = _with(assignment, path, regions, state)
+        changed = _with(assignment, path, state)
         if changed == assignment:
             continue
         search = _Search(timeline, allowed, budget)
         search.lay(changed)
-        if (solved := search.solved()) is not None:
-            found.append(solved.plan)
+        if (plan := search.solved()) is not None:
+            found.append(plan)
     return sorted(found, key=lambda plan: plan.step_seconds)
 
 
 class _Search:
-    """The best so far, and what was learned about the programme's optimism; lives as long as `solve`."""
+    """The best plan so far, and how far the programme was too optimistic.
+
+    `propose` solves the programme, in which copies are a fluid, and `lay` simulates the answer: its peak and its time count.
+    Where the simulation exceeds the budget, the next programme gets a margin; where it is slower, a slower link. `polish` then
+    places single regions, items and pairs of regions differently as long as the simulated time falls.
+    """
 
     def __init__(self, timeline: Timeline, allowed: Allowed, budget: int):
         self._timeline, self._allowed, self._budget = timeline, allowed, budget
         self._margins = [0] * len(timeline.events)
-        self._slower = 1.0
-        self._best: tuple[tuple[int, float, int], Plan, Assignment] | None = None  # bytes over the budget count first
-        self._aim, self._gap = 0.0, 0.0
-        self._work = 0
+        self._link = 1.0  # share of the link's rates that the next programme counts on
+        # The rank compares the bytes over the budget first, then the seconds, then the bytes moved.
+        self._best: tuple[tuple[int, float, int], Plan, Assignment] | None = None
+        self._simulated = 0  # events
         self._seconds = _SECONDS
 
-    def solved(self) -> Solved | None:
-        """The best, if it is within the budget."""
-        return None if self._best is None or self._best[0][0] else Solved(self._best[1], self._aim, self._gap)
+    def solved(self) -> Plan | None:
+        """The best plan, if it is within the budget."""
+        return None if self._best is None or self._best[0][0] else self._best[1]
 
     def lowest(self) -> Plan:
-        """The best, if the budget is out of reach: that with the lowest peak."""
+        """The best plan of a search whose budget is out of reach: that with the lowest peak."""
         assert self._best is not None
         return self._best[1]
 
-    def ask(self) -> bool:
-        """Ask the programme once more; False if that is of no use any more."""
-        relaxed = _Relaxed(self._timeline, self._allowed, self._budget, self._margins, self._slower)
+    def propose(self) -> bool:
+        """Solve the programme once more. False if another round is of no use."""
+        relaxation = _Relaxation(self._timeline, self._allowed, self._budget, self._margins, self._link)
         begun = time.monotonic()
-        answer = relaxed.solve(self._seconds)
+        answer = relaxation.solve(self._seconds)
         self._seconds -= time.monotonic() - begun
         if answer is None:
             return False
-        aim = relaxed.seconds(answer)
-        if not any(self._margins) and self._slower == 1.0:
-            self._aim, self._gap = aim, answer.gap
-        excess, seconds = self.lay(relaxed.assignment(answer))
+        aim = relaxation.seconds(answer)
+        excess, seconds = self.lay(relaxation.assignment(answer))
         if seconds <= aim * (1 + _GAP) or self._seconds < _SECONDS / 10:
             return False
         if any(excess):
             self._margins = [m + e for m, e in zip(self._margins, excess, strict=True)]
         else:
-            self._slower *= 0.85
+            self._link *= 0.85
         return True
 
     def lay(self, assignment: Assignment) -> tuple[list[int], float]:
-        """Simulate with every window. Gives by how much each moment is over the budget where that is least (nowhere, if a plan is
-        within it), and the seconds of the fastest plan within it."""
+        """Simulate with every window.
+
+        Returns:
+            By how much each event exceeds the budget where that is least (0 if some plan is within it), and the seconds of the
+            fastest plan within the budget.
+        """
         least: list[int] | None = None
-        seconds = float("inf")
+        seconds = INFINITE
         leaving = sum(self._timeline.calls[c].items[i] for c, chosen in assignment.offload.items() for i in chosen)
-        for share in _SHARES if leaving else (None,):
+        for share in _WINDOWS if leaving else (None,):
             window = None if share is None else leaving // share if share else 0
-            plan, levels = simulate_levels(self._timeline, assignment, window)
-            self._work += len(levels)
-            excess = [max(level - self._budget, 0) for level in levels]
-            if least is None or max(excess, default=0) < max(least, default=0):
+            schedule = TurnSchedule(self._timeline, assignment, window)
+            self._simulated += len(schedule.memory)
+            excess = [max(level - self._budget, 0) for level in schedule.memory]
+            most = max(excess, default=0)
+            if least is None or most < max(least, default=0):
                 least = excess
-            self._note(plan, assignment, max(excess, default=0))
-            if not any(excess):
+            plan = schedule.plan()
+            rank = most, float(f"{plan.step_seconds:.5e}"), plan.planned_bytes
+            if self._best is None or rank < self._best[0]:
+                self._best = rank, plan, assignment
+            if not most:
                 seconds = min(seconds, plan.step_seconds)
-            if share is None and not any(excess) and plan.stall_seconds == 0.0:
-                break  # nobody waits: no window is faster
+                if share is None and plan.stall_seconds == 0.0:
+                    break  # nothing waits: no window is faster
         return least or [], seconds
 
-    def _note(self, plan: Plan, assignment: Assignment, excess: int) -> None:
-        rank = excess, float(f"{plan.step_seconds:.5e}"), plan.planned_bytes
-        if self._best is None or rank < self._best[0]:
-            self._best = rank, plan, assignment
-
     def polish(self) -> None:
-        """Move to a neighbour of the best as long as one is better."""
-        self._work = 0
+        """Move to a better neighbour of the best assignment as long as there is one."""
+        self._simulated = 0
         better = self._best is not None
         while better and self._best is not None:
             before = self._best[0]
             for assignment in self._neighbours(self._best[2]):
-                if self._work > _POLISH:
+                if self._simulated > _POLISH:
                     return
                 self.lay(assignment)
                 if self._best[0] < before:
@@ -309,55 +273,55 @@ class _Search:
             better = self._best[0] < before
 
     def _neighbours(self, assignment: Assignment) -> Iterator[Assignment]:
-        """One region placed otherwise; one item; two regions placed otherwise."""
-        regions = _regions(self._timeline, self._allowed)
+        """One region placed differently; one item; two regions placed differently."""
+        regions = _region_states(self._timeline, self._allowed)
         for path, states in regions.items():
             for state in states:
-                yield _with(assignment, path, regions, state)
-        for path, (_, calls) in ((p, (s, s[0].calls)) for p, s in regions.items()):
+                yield _with(assignment, path, state)
+        for path, states in regions.items():
             if path in self._allowed.offload and path not in assignment.recompute:
-                for call in calls:
-                    for ordinal, size in enumerate(self._timeline.calls[call].items):
+                for call in states[0].calls:
+                    for item, size in enumerate(self._timeline.calls[call].items):
                         if size:
-                            yield _toggled(assignment, call, ordinal)
+                            yield _toggled(assignment, call, item)
         for one, other in combinations(regions, 2):
             for first in regions[one]:
                 for second in regions[other]:
-                    yield _with(_with(assignment, one, regions, first), other, regions, second)
+                    yield _with(_with(assignment, one, first), other, second)
 
 
 @dataclass(frozen=True)
-class _State:
-    """A region as a whole: which items leave, by call, and what is done with it besides."""
+class _RegionState:
+    """A placement of a whole region: the items that are offloaded, by call, and whether it is recomputed."""
 
     calls: tuple[int, ...]
     offload: Mapping[int, frozenset[int]]
     recompute: bool = False
 
 
-def _regions(timeline: Timeline, allowed: Allowed) -> dict[str, list[_State]]:
-    """The states of every region about which there is something to decide."""
+def _region_states(timeline: Timeline, allowed: Allowed) -> dict[str, list[_RegionState]]:
+    """The placements of every region that has more than one."""
     calls: dict[str, list[int]] = {}
     for index, call in enumerate(timeline.calls):
         calls.setdefault(call.key[0], []).append(index)
     found = {}
     for path, own in calls.items():
         mine = tuple(own)
-        states = [_State(mine, {})]
+        states = [_RegionState(mine, {})]
         everything = {c: frozenset(i for i, n in enumerate(timeline.calls[c].items) if n) for c in mine}
         if path in allowed.offload:
-            states.append(_State(mine, everything))
+            states.append(_RegionState(mine, everything))
         if path in allowed.recompute:
-            states.append(_State(mine, {}, recompute=True))
+            states.append(_RegionState(mine, {}, recompute=True))
             if path in allowed.offload and all(timeline.calls[c].light_recompute for c in mine):
                 rest = {c: chosen - {timeline.calls[c].largest} for c, chosen in everything.items()}
-                states.append(_State(mine, rest, recompute=True))
+                states.append(_RegionState(mine, rest, recompute=True))
         if len(states) > 1:
             found[path] = states
     return found
 
 
-def _with(assignment: Assignment, path: str, regions: Mapping[str, Sequence[_State]], state: _State) -> Assignment:
+def _with(assignment: Assignment, path: str, state: _RegionState) -> Assignment:
     offload = {c: chosen for c, chosen in assignment.offload.items() if c not in state.calls}
     return Assignment(
         {**offload, **{c: chosen for c, chosen in state.offload.items() if chosen}},
@@ -365,175 +329,193 @@ def _with(assignment: Assignment, path: str, regions: Mapping[str, Sequence[_Sta
     )
 
 
-def _toggled(assignment: Assignment, call: int, ordinal: int) -> Assignment:
-    chosen = assignment.offload.get(call, frozenset()) ^ {ordinal}
+def _toggled(assignment: Assignment, call: int, item: int) -> Assignment:
+    chosen = assignment.offload.get(call, frozenset()) ^ {item}
     offload = {c: items for c, items in assignment.offload.items() if c != call}
     return replace(assignment, offload={**offload, call: chosen} if chosen else offload)
 
 
-def _is_many(timeline: Timeline) -> bool:
-    return len({c.key[0] for c in timeline.calls}) >= _MANY
+class _Relaxation:
+    """The programme of one timeline, with copies as a fluid: bytes leave and return at the link's rate, in no particular pieces.
 
+    Memory is in units of the highest level, time in units of the plain step. Regions that save the same bytes in the same time
+    are *equal*. Of many regions the order of equal ones is fixed (the earliest are offloaded, then come those that are
+    recomputed, the last are kept), or the programme would try all permutations of one answer. Parts of their items may be
+    offloaded then; `assignment` takes as many whole ones as the parts add up to.
 
-class _Relaxed:
-    """The programme for one timeline. Memory is in units of the highest level, time in units of the plain step."""
+    Args:
+        margins: bytes of each event by which the budget is lowered.
+        link: share of the link's rates to count on.
+    """
 
-    def __init__(self, timeline: Timeline, allowed: Allowed, budget: int, margins: Sequence[int], slower: float):
-        self._timeline, self._allowed = timeline, allowed
-        self._calls, self._events = timeline.calls, timeline.events
-        self._step = sum(m.seconds for m in self._events) or 1.0
+    def __init__(self, timeline: Timeline, allowed: Allowed, budget: int, margins: Sequence[int], link: float):
+        self._allowed, self._calls, self._events = allowed, timeline.calls, timeline.events
+        self._plain = sum(event.seconds for event in self._events)
+        self._step = self._plain or 1.0
         self._unit = float(max(budget, sum(sum(c.items) for c in self._calls), 1))
-        self._rates = tuple(r * slower * self._step / self._unit for r in (timeline.out_rate, timeline.back_rate))
+        self._rates = tuple(r * link * self._step / self._unit for r in (timeline.out_rate, timeline.back_rate))
         self._limits = [
-            (budget - m.other - m.transient - margin) / self._unit
-            for m, margin in zip(self._events, margins, strict=True)
+            (budget - event.other - event.transient - margin) / self._unit
+            for event, margin in zip(self._events, margins, strict=True)
         ]
-        self._forward = {m.call: i for i, m in enumerate(self._events) if m.kind == "F"}
-        self._backward = {m.call: i for i, m in enumerate(self._events) if m.kind == "B"}
+        self._forward = {event.call: i for i, event in enumerate(self._events) if event.kind == "F"}
+        self._backward = {event.call: i for i, event in enumerate(self._events) if event.kind == "B"}
         self._turn = min(self._backward.values(), default=len(self._events))
-        self._many = _is_many(timeline)
+        self._many = len({c.key[0] for c in timeline.calls}) >= _MANY
         self._programme = Programme()
-        self._again: dict[str, int] = {}
-        self._leaves: dict[tuple[int, int], int] = {}
-        self._choices()
-        self._symmetry()
+        self._recompute = self._recompute_choices()
+        self._offload: dict[tuple[int, int], int] = {}  # (call, item) -> variable
+        self._offload_choices()
+        self._equal = self._equal_calls()
+        if self._many:
+            self._order_equal_calls()
         # In bytes that the link carries meanwhile: seconds would have factors of very different size.
         self._waits = [self._programme.variable(cost=1.0 / min(self._rates)) for _ in self._events]
-        self._memory(self._freed(), self._away())
+        self._memory_rows(self._freed(), self._away())
 
     def solve(self, seconds: float) -> Answer | None:
-        """Of the programme."""
         return self._programme.solve(seconds, _GAP)
 
     def seconds(self, answer: Answer) -> float:
-        """Of the step."""
-        extra = sum(answer.values[v] for v in self._waits) / min(self._rates)
-        plain = sum(m.seconds for m in self._events)
+        """Seconds of the step."""
+        waits = sum(answer.values[v] for v in self._waits) / min(self._rates)
+        seconds = self._plain
         for event in self._events:
-            call = self._calls[event.call]
-            if event.kind == "B":
-                again = self._again.get(call.key[0])
-                plain += call.recompute_seconds if again is not None and answer.chosen(again) else 0.0
-        return plain + extra * self._step
+            choice = self._recomputed_in(event.kind, event.call)
+            if choice is not None and answer.chosen(choice):
+                seconds += self._calls[event.call].recompute_seconds
+        return seconds + waits * self._step
 
     def assignment(self, answer: Answer) -> Assignment:
-        """What was chosen."""
         offload: dict[int, set[int]] = {}
-        for call, ordinal in self._whole(answer) if self._many else self._leaves:
-            if self._many or answer.chosen(self._leaves[call, ordinal]):
-                offload.setdefault(call, set()).add(ordinal)
+        for call, item in self._whole_items(answer) if self._many else self._offload:
+            if self._many or answer.chosen(self._offload[call, item]):
+                offload.setdefault(call, set()).add(item)
         return Assignment(
-            {c: frozenset(o) for c, o in offload.items()},
-            frozenset(p for p, v in self._again.items() if answer.chosen(v)),
+            {c: frozenset(items) for c, items in offload.items()},
+            frozenset(path for path, choice in self._recompute.items() if answer.chosen(choice)),
         )
 
-    def _whole(self, answer: Answer) -> Iterator[tuple[int, int]]:
-        """Items that leave, where parts of items did: of equal regions as many as their parts make up, the earliest."""
-        for equal in self._equal():
-            for ordinal in range(len(self._calls[equal[0]].items)):
-                parts = [(c, self._leaves[c, ordinal]) for c in equal if (c, ordinal) in self._leaves]
-                free = [c for c, _ in parts if not any(answer.chosen(v) for v in self._bars(c, ordinal))]
+    def _whole_items(self, answer: Answer) -> Iterator[tuple[int, int]]:
+        """Of equal calls the earliest, as many as the parts of an item add up to."""
+        for equal in self._equal:
+            for item in range(len(self._calls[equal[0]].items)):
+                parts = [(c, self._offload[c, item]) for c in equal if (c, item) in self._offload]
+                free = [c for c, _ in parts if (bar := self._bar(c, item)) is None or not answer.chosen(bar)]
                 count = math.ceil(sum(answer.values[v] for _, v in parts) - _ROUNDING)
-                yield from ((c, ordinal) for c in free[:count])
+                yield from ((c, item) for c in free[:count])
+
+    # --- variables ----------------------------------------------------------------------------------------------------
 
     def _lives(self, call: int) -> bool:
         return call in self._forward and call in self._backward and self._forward[call] < self._backward[call]
 
-    def _choices(self) -> None:
-        """A variable for every region that may be recomputed, and for every item that may leave."""
-        p = self._programme
-        again: dict[str, float] = {}
+    def _recompute_choices(self) -> dict[str, int]:
+        seconds: dict[str, float] = {}
         for number, call in enumerate(self._calls):
             path = call.key[0]
             if path in self._allowed.recompute and self._lives(number) and call.recompute_frees > 0:
-                again[path] = again.get(path, 0.0) + call.recompute_seconds
-        self._again = {path: p.choice(seconds / self._step) for path, seconds in again.items()}
+                seconds[path] = seconds.get(path, 0.0) + call.recompute_seconds
+        return {path: self._programme.choice(cost / self._step) for path, cost in seconds.items()}
+
+    def _offload_choices(self) -> None:
+        p = self._programme
         for number, call in enumerate(self._calls):
-            if call.key[0] in self._allowed.offload and self._lives(number):
-                for ordinal, size in enumerate(call.items):
-                    if size:
-                        moving = size / self._unit * sum(1.0 / r for r in self._rates)
-                        self._leaves[number, ordinal] = (
-                            p.variable(_MOVING * moving, 1.0) if self._many else p.choice(_MOVING * moving)
-                        )
-                        self._exclude(number, ordinal)
+            if call.key[0] not in self._allowed.offload or not self._lives(number):
+                continue
+            for item, size in enumerate(call.items):
+                if size:
+                    cost = _MOVING * (size / self._unit * sum(1.0 / r for r in self._rates))
+                    variable = p.variable(cost, 1.0) if self._many else p.choice(cost)
+                    self._offload[number, item] = variable
+                    bar = self._bar(number, item)
+                    if bar is not None:
+                        p.row([(variable, 1.0), (bar, 1.0)], high=1.0)
 
-    def _exclude(self, number: int, ordinal: int) -> None:
-        """What is recomputed does not leave."""
-        for other in self._bars(number, ordinal):
-            self._programme.row([(self._leaves[number, ordinal], 1.0), (other, 1.0)], high=1.0)
-
-    def _bars(self, number: int, ordinal: int) -> list[int]:
-        """The choices by which an item does not leave."""
+    def _bar(self, number: int, item: int) -> int | None:
+        """The choice that excludes offloading an item: its region is recomputed, and the item with it."""
         call = self._calls[number]
-        if call.key[0] in self._again and (not call.light_recompute or ordinal == call.largest):
-            return [self._again[call.key[0]]]
-        return []
+        recomputed = not call.light_recompute or item == call.largest
+        return self._recompute.get(call.key[0]) if recomputed else None
 
-    def _symmetry(self) -> None:
-        """Of equal regions the earlier one leaves if the later one does, and is not kept if the later one is not."""
-        for equal in self._equal() if self._many else ():
-            for one, other in pairwise(equal):
-                for ordinal in range(len(self._calls[one].items)):
-                    self._in_order(one, other, ordinal)
+    def _recomputed_in(self, kind: str, call: int) -> int | None:
+        """The choice by which an event recomputes its call."""
+        return self._recompute.get(self._calls[call].key[0]) if kind == "B" else None
 
-    def _equal(self) -> list[list[int]]:
+    # --- equal regions ------------------------------------------------------------------------------------------------
+
+    def _equal_calls(self) -> list[list[int]]:
         """Calls by kind, in the order of forward."""
         kinds: dict[object, list[int]] = {}
         for number in sorted(self._forward, key=lambda c: self._forward[c]):
-            call = self._calls[number]
             if self._lives(number):
-                kinds.setdefault(self._kind(call), []).append(number)
+                kinds.setdefault(self._kind(self._calls[number]), []).append(number)
         return list(kinds.values())
 
     def _kind(self, call: CallFigures) -> object:
-        times = float(f"{call.recompute_seconds:.0e}")  # of equal layers, measured ones differ by noise
-        path = call.key[0]
-        may = path in self._again, path in self._allowed.offload
-        return call.key[1], call.items, call.light_recompute, call.input_bytes, times, may
+        seconds = float(f"{call.recompute_seconds:.0e}")  # measured times of equal layers differ by noise
+        may = call.key[0] in self._recompute, call.key[0] in self._allowed.offload
+        return call.key[1], call.items, call.light_recompute, call.input_bytes, seconds, may
 
-    def _in_order(self, one: int, other: int, ordinal: int) -> None:
-        first, second = self._leaves.get((one, ordinal)), self._leaves.get((other, ordinal))
-        if first is None or second is None:
-            return
-        self._programme.row([(first, 1.0), (second, -1.0)], low=0.0)
-        again = [self._again.get(self._calls[c].key[0]) for c in (one, other)]
-        if again[0] is not None and again[1] is not None:
-            self._programme.row([(first, 1.0), (again[0], 1.0), (second, -1.0), (again[1], -1.0)], low=0.0)
+    def _order_equal_calls(self) -> None:
+        """Of equal regions the earlier one is offloaded if the later one is, and is not kept if the later one is not."""
+        for equal in self._equal:
+            for one, other in pairwise(equal):
+                recompute = [self._recompute.get(self._calls[c].key[0]) for c in (one, other)]
+                for item in range(len(self._calls[one].items)):
+                    first, second = self._offload.get((one, item)), self._offload.get((other, item))
+                    if first is None or second is None:
+                        continue
+                    self._programme.row([(first, 1.0), (second, -1.0)], low=0.0)
+                    if recompute[0] is not None and recompute[1] is not None:
+                        terms = [(first, 1.0), (recompute[0], 1.0), (second, -1.0), (recompute[1], -1.0)]
+                        self._programme.row(terms, low=0.0)
+
+    # --- memory -------------------------------------------------------------------------------------------------------
+
+    def _memory_rows(self, freed: list[int], away: list[int]) -> None:
+        """At every event: saved - freed - away + what is recomputed there <= what the budget leaves."""
+        held = 0
+        for index, event in enumerate(self._events):
+            terms = [(freed[index], -1.0), (away[index], -1.0)]
+            call = self._calls[event.call]
+            choice = self._recomputed_in(event.kind, event.call)
+            if choice is not None:
+                terms.append((choice, call.recompute_rises / self._unit))
+            self._programme.row(terms, high=self._limits[index] - held / self._unit)
+            if self._lives(event.call):
+                held += sum(call.items) * (1 if event.kind == "F" else -1)
 
     def _freed(self) -> list[int]:
-        """By moment, a variable: bytes that recomputing frees of what is held at its start."""
+        """A variable for each event: bytes held at its start that recomputing frees."""
         p = self._programme
-        found, last = [], None
+        found: list[int] = []
         for index in range(len(self._events)):
             now = p.variable()
-            terms = [(now, 1.0)] + ([(last, -1.0)] if last is not None else [])
-            before = self._events[index - 1] if index else None
-            if before is not None and self._lives(before.call):
-                sign = -1.0 if before.kind == "F" else 1.0
-                terms += [(v, sign * size / self._unit) for v, size in self._frees(before.call)]
+            terms = [(now, 1.0)]
+            if index:
+                before = self._events[index - 1]
+                terms.append((found[-1], -1.0))
+                choice = self._recompute.get(self._calls[before.call].key[0])
+                if choice is not None and self._lives(before.call):
+                    sign = -1.0 if before.kind == "F" else 1.0
+                    terms.append((choice, sign * self._calls[before.call].recompute_frees / self._unit))
             p.row(terms, 0.0, 0.0)
             found.append(now)
-            last = now
         return found
 
-    def _frees(self, number: int) -> Iterator[tuple[int, int]]:
-        call = self._calls[number]
-        if (again := self._again.get(call.key[0])) is not None:
-            yield again, call.recompute_frees
-
     def _away(self) -> list[int]:
-        """By moment, a variable: bytes on the host that do not come back during it."""
+        """A variable for each event: bytes on the host that do not return during it."""
         p, last = self._programme, len(self._events) - 1
         away = [p.variable() for _ in self._events]
         p.row([(away[0], 1.0)], high=0.0)
-        sent = p.variable(upper=0.0)  # what was saved by this moment's start, and leaves
+        sent = p.variable(upper=0.0)  # saved and offloaded by the start of the event
         for index in range(1, min(self._turn, last) + 1):
             before = self._events[index - 1]
             ready, sent = sent, self._sum(sent, before.call) if before.kind == "F" else sent
             p.row([(away[index], 1.0), (sent, -1.0)], high=0.0)
             self._carry_out(away, index, ready)
-        needed = p.variable(upper=0.0)  # what is needed behind the next moment's start
+        needed = p.variable(upper=0.0)  # needed after the start of the next event
         for index in range(last, self._turn - 1, -1):
             if index + 2 <= last and self._events[index + 2].kind == "B":
                 needed = self._sum(needed, self._events[index + 2].call)
@@ -544,45 +526,33 @@ class _Relaxed:
         return away
 
     def _sum(self, sum_: int, call: int) -> int:
-        """A variable for a sum and what leaves of a call."""
+        """A variable for a sum plus the offloaded bytes of a call."""
         more = self._programme.variable()
-        self._programme.row([(more, 1.0), (sum_, -1.0), *((v, -f) for v, f in self._items(call))], 0.0, 0.0)
+        terms = [(more, 1.0), (sum_, -1.0)]
+        for item, size in enumerate(self._calls[call].items):
+            if (call, item) in self._offload:
+                terms.append((self._offload[call, item], -size / self._unit))
+        self._programme.row(terms, 0.0, 0.0)
         return more
 
     def _carry_out(self, away: list[int], index: int, ready: int) -> None:
-        """Of what the last moment saves only what its forward leaves time for has gone by now, unless one waits."""
-        p, rate, before = self._programme, self._rates[0], self._events[index - 1]
-        if rate == float("inf"):
+        """The link carries out what it can before `index`, and of the last call's items what its forward leaves time for, unless
+        the compute stream waits."""
+        rate, before = self._rates[0], self._events[index - 1]
+        if rate == INFINITE:
             return
-        behind = max(before.seconds - self._calls[before.call].seconds, 0.0)
+        after = max(before.seconds - self._calls[before.call].seconds, 0.0)
         carried = [(away[index], 1.0), (self._waits[index], -rate / min(self._rates))]
-        p.row([*carried, (away[index - 1], -1.0)], high=before.seconds / self._step * rate)
-        p.row([*carried, (ready, -1.0)], high=behind / self._step * rate)
+        self._programme.row([*carried, (away[index - 1], -1.0)], high=before.seconds / self._step * rate)
+        self._programme.row([*carried, (ready, -1.0)], high=after / self._step * rate)
 
     def _carry_back(self, away: list[int], index: int) -> None:
-        """What comes back during a moment behind the turn; recomputing makes the moment longer."""
+        """The link carries back what it can during an event after the turn; recomputing makes the event longer."""
         rate, event = self._rates[1], self._events[index]
-        if rate == float("inf"):
+        if rate == INFINITE:
             return
         terms = [(away[index - 1], 1.0), (away[index], -1.0), (self._waits[index], -rate / min(self._rates))]
-        call = self._calls[event.call]
-        if event.kind == "B" and (again := self._again.get(call.key[0])) is not None:
-            terms.append((again, -rate * call.recompute_seconds / self._step))
+        choice = self._recomputed_in(event.kind, event.call)
+        if choice is not None:
+            terms.append((choice, -rate * self._calls[event.call].recompute_seconds / self._step))
         self._programme.row(terms, high=event.seconds / self._step * rate)
-
-    def _items(self, number: int) -> Iterator[tuple[int, float]]:
-        for ordinal, size in enumerate(self._calls[number].items):
-            if (number, ordinal) in self._leaves:
-                yield self._leaves[number, ordinal], size / self._unit
-
-    def _memory(self, freed: list[int], away: list[int]) -> None:
-        """At every moment: saved - freed - away + what is made again <= what the budget leaves."""
-        held = 0
-        for index, event in enumerate(self._events):
-            terms = [(freed[index], -1.0), (away[index], -1.0)]
-            call = self._calls[event.call]
-            if event.kind == "B" and (again := self._again.get(call.key[0])) is not None:
-                terms.append((again, call.recompute_rises / self._unit))
-            self._programme.row(terms, high=self._limits[index] - held / self._unit)
-            if self._lives(event.call):
-                held += sum(call.items) * (1 if event.kind == "F" else -1)

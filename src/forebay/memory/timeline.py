@@ -1,59 +1,49 @@
-"""The memory and the copies of one step over time, from measured or traced figures. No device, no tensors.
+"""The memory and the copies of one step over time, simulated from measured or traced figures.
 
-Input: a `Timeline` (the order in which region calls run forward and backward, their times and saved bytes) and what
-is offloaded or recomputed. Output: a plan with the moments at which copies out are settled and copies back begin, the
-peak memory, and the time that the compute stream waits. `simulate` is for forwards that are followed by their
-backwards; `LaneSchedule` is for pipelines.
+Input: a `Timeline` (the order in which region calls run forward and backward, their times and saved bytes) and which saved
+storages are offloaded or which regions are recomputed. Output: a `Plan` with the events at which copies to the host are
+settled and copies back begin, the peak memory, and the time that the compute stream waits. `CopySchedule` is the simulator:
+`simulate` uses it for steps in which all forwards come before all backwards, `InterleavedSchedule` for pipelines. Nothing
+here needs a device or holds a tensor.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import inf
 
-# One step's memory and copies over time, from measured or traced figures. No device, no tensors.
-#
-# In: a `Timeline` (the order in which region calls run forward and backward, how long each takes and what it saves) and
-# an `Assignment` (which saved items leave for the host, which regions are recomputed). Out: a `Plan` with the moments
-# at which copies out are settled and copies back begin, the peak memory, and the time the compute stream waits.
-#
-# A *moment* is the start of a region call's forward ("F") or backward ("B"); it lasts until the next moment, so the
-# embedding, the loss and everything else between regions is part of the moment before it.
-#
-# Worked example, link of 1 byte a second, moments of 10 s: F0 F1 F2 | B2 B1 B0. Region 0 saves 12 bytes at t=10, its
-# copy ends at t=22, so it is settled at B2 (t=30) at the latest and at F2 (t=20) not yet. Its backward is at t=50: a
-# copy back of 12 s has to begin at t=38, and the last moment before that is B2 (t=30).
-
-# Of a `Timeline`'s rates, what plans count on each way while copies go both ways: 50.6 of 55.3 GB/s (H200, PCIe gen 5;
-# benchmarks/results/host_link.md). Rates that were measured in a step have some of that in them already: then it is a margin.
 BOTH_WAYS = 0.9
-
-
-Key = tuple[str, int]  # (region path, count of the region's calls since the last quiet moment)
-
-# Copies both ways at once run at 50.8 of 55.4 GB/s (H200, PCIe gen 5); a plan that counts on less is late rarely.
-_DUPLEX = 0.92
+"""Share of a `Timeline`'s rates that pipeline plans count on while copies go both ways: 50.6 of 55.3 GB/s (H200, PCIe gen 5;
+benchmarks/results/host_link.md). Rates that were measured in a step include some of that already: then it is a margin."""
 LIGHT = 0.6
-"""Share of its forward that experts' light recomputation takes: the gather and first of two grouped GEMMs, 2 of 3 parts."""
-_SLACK = 2e-4  # s; launch latencies between a moment and the copy it starts
+"""Share of its forward that the experts' light recomputation takes: the gather and the first of two grouped GEMMs."""
+_BOTH_WAYS_BACK = 0.92  # the same for copies back in `simulate`: 50.8 of 55.4 GB/s (H200, PCIe gen 5)
+_SLACK = 2e-4  # s; launch latency between an event and the copy that it starts
+_INTERLEAVED_SLACK = 3e-4  # s; the same, and what varies from step to step
+# Share of the peak by which storages that are kept after all stay below it: how far memory rises within an event varies a
+# little from step to step.
+_BELOW_PEAK = 0.01
+
+Key = tuple[str, int]  # (region path, index of the region's call in the step)
+EventName = tuple[str, Key]  # ("F" or "B", call)
 
 
 @dataclass(frozen=True)
 class CallFigures:
-    """What one region call costs.
+    """What one region call saves and costs.
 
     Attributes:
         key: region and call.
-        items: bytes of each storage the call saves and a store could take, in the order in which it saves them.
+        items: bytes of each saved storage that a store could take, in the order in which the call saves them.
         seconds: time of the region's forward.
         light_recompute: the region recomputes only its largest item, by itself (experts).
-        input_bytes: bytes of the region's own inputs, which a checkpoint keeps.
-        again_seconds: time of recomputing the call, where it is known; None leaves it to `recompute_seconds`.
-        shared_with: later calls that save one of its items too: their backwards need it as well.
+        input_bytes: bytes of the region's inputs, which a checkpoint keeps.
+        again_seconds: time of recomputing the call; None: derived from `seconds`.
+        shared_with: later calls that save one of the same storages: their backwards need it too.
     """
 
     key: Key
@@ -66,7 +56,7 @@ class CallFigures:
 
     @property
     def largest(self) -> int:
-        """Ordinal of the largest item, the one that a light recomputation makes again; -1 if there is none."""
+        """Index of the largest item, the one that light recomputation makes again; -1 without items."""
         return max(range(len(self.items)), key=lambda i: self.items[i], default=-1)
 
     @property
@@ -78,13 +68,13 @@ class CallFigures:
 
     @property
     def recompute_rises(self) -> int:
-        """Bytes by which memory rises at its backward because it is recomputed: what a checkpoint makes again is there beside all
-        that backward takes. Experts write a gradient over what they made again (`forebay.moe.experts_op`)."""
+        """Bytes by which recomputing raises memory in the call's backward: a checkpoint's tensors come on top of what backward
+        takes; experts write a gradient over theirs (`forebay.moe.experts_op`)."""
         return 0 if self.light_recompute else self.recompute_frees
 
     @property
     def recompute_seconds(self) -> float:
-        """Extra time of recomputing: all of the forward, or `LIGHT` of it."""
+        """Time of recomputing: `again_seconds`, or all of the forward, or `LIGHT` of it."""
         if self.again_seconds is not None:
             return self.again_seconds
         return self.seconds * (LIGHT if self.light_recompute else 1.0)
@@ -92,9 +82,17 @@ class CallFigures:
 
 @dataclass(frozen=True)
 class TimelineEvent:
-    """``kind`` is "F" or "B"; ``call`` indexes `Timeline.calls`; ``seconds`` without waits for copies; ``other`` is the
-    memory at its start that is no saved item, over the step's base; ``transient`` is how far it rises above its start; ``idle``
-    are seconds behind it in which the device waits for another process."""
+    """The start of a region call's forward or backward. It lasts until the next event, so whatever runs between two regions
+    (the embedding, the loss) belongs to the event before.
+
+    Attributes:
+        kind: "F" or "B".
+        call: index in `Timeline.calls`.
+        seconds: duration, without waits for copies.
+        other: bytes over the step's base at the start that are not saved items.
+        transient: bytes by which memory rises above the start.
+        idle: seconds after the event in which the device waits for another process.
+    """
 
     kind: str
     call: int
@@ -106,7 +104,7 @@ class TimelineEvent:
 
 @dataclass(frozen=True)
 class Rates:
-    """Of the link, bytes a second; None is not known. See `Timeline`."""
+    """Bytes a second over the link, None where unknown. The fields are those of `Timeline`."""
 
     out: float | None = None
     back: float | None = None
@@ -116,39 +114,44 @@ class Rates:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A step. ``out_rate`` and ``back_rate`` are bytes a second to and from the host; infinite on a CPU. ``opening_rate`` is that
-    of copies out before the first backward, ``closing_rate`` that of copies back behind the last forward, where they are known
-    apart: only one way is busy there. ``memory_rate`` is that of the device's own memory, which copies take from kernels."""
+    """The events of one step, recorded or traced. All rates are bytes a second.
+
+    Attributes:
+        out_rate, back_rate: to and from the host; infinite on a CPU.
+        opening_rate: of copies out before the first backward, closing_rate: of copies back after the last forward. Only one
+            direction is busy there. None where unknown.
+        memory_rate: of the device's own memory, which copies take from kernels.
+    """
 
     calls: tuple[CallFigures, ...]
     events: tuple[TimelineEvent, ...]
-    out_rate: float = float("inf")
-    back_rate: float = float("inf")
+    out_rate: float = inf
+    back_rate: float = inf
     opening_rate: float | None = None
     closing_rate: float | None = None
-    memory_rate: float = float("inf")
+    memory_rate: float = inf
 
     def on_link(self, share: float) -> Timeline:
-        """With this share of all rates."""
+        """The timeline with this share of all link rates."""
         opening, closing = (rate and rate * share for rate in (self.opening_rate, self.closing_rate))
         out, back = self.out_rate * share, self.back_rate * share
         return replace(self, out_rate=out, back_rate=back, opening_rate=opening, closing_rate=closing)
 
     @property
     def opening(self) -> int:
-        """Number of moments before the first backward."""
-        return next((i for i, m in enumerate(self.events) if m.kind == "B"), len(self.events))
+        """Number of events before the first backward."""
+        return next((i for i, event in enumerate(self.events) if event.kind == "B"), len(self.events))
 
     @property
     def closing(self) -> int:
-        """The first moment behind the last forward."""
-        return max((i + 1 for i, m in enumerate(self.events) if m.kind == "F"), default=0)
+        """Index of the first event after the last forward."""
+        return max((i + 1 for i, event in enumerate(self.events) if event.kind == "F"), default=0)
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """``offload``: for each call (by index) the ordinals of the items that leave; ``recompute``: region
-    paths, of which nothing leaves but what a light recomputation does not free."""
+    """``offload``: index of a call to the indices of its items that are offloaded. ``recompute``: region paths; their items
+    are not offloaded, except those that light recomputation still saves."""
 
     offload: Mapping[int, frozenset[int]] = field(default_factory=dict)
     recompute: frozenset[str] = frozenset()
@@ -156,422 +159,405 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the manager carries out. Moments are named ("F" or "B", key) so that the plan outlives the timeline."""
+    """What the manager carries out. Events and calls are named by key, so that a plan outlives its timeline."""
 
     offload: Mapping[Key, frozenset[int]]
     recompute: frozenset[str]
-    settle_at: Mapping[Key, tuple[str, Key]]
-    fetch_at: Mapping[tuple[str, Key], tuple[Key, ...]]
+    settle_at: Mapping[Key, EventName]
+    fetch_at: Mapping[EventName, tuple[Key, ...]]
     planned_bytes: int
     peak_bytes: int
     stall_seconds: float
     step_seconds: float
 
 
-def simulate(timeline: Timeline, assignment: Assignment, window: int | None = None) -> Plan:
-    """Lay an assignment on a timeline.
+class IndexedTimeline:
+    """A timeline with the index of each call's forward and backward."""
 
-    Args:
-        window: None for an assignment that should fit the link: copies are settled and begun where nobody waits if
-            that is possible. A number of bytes for one that does not fit: at most so many bytes are on their way out
-            (or back) at once, and the compute stream waits where that is exceeded.
-    """
-    return _Simulation(timeline, assignment, window).plan()
+    def __init__(self, timeline: Timeline):
+        self.timeline, self.calls, self.events = timeline, timeline.calls, timeline.events
+        self.forward = {event.call: i for i, event in enumerate(self.events) if event.kind == "F"}
+        self.backward = {event.call: i for i, event in enumerate(self.events) if event.kind == "B"}
 
-
-def simulate_levels(timeline: Timeline, assignment: Assignment, window: int | None = None) -> tuple[Plan, list[int]]:
-    """`simulate`, and the highest memory (bytes) of each moment, of which the plan's peak is the largest."""
-    run = _Simulation(timeline, assignment, window)
-    plan = run.plan()
-    return plan, run.levels()
-
-
-class _Simulation:
-    """The state of one simulation; lives as long as `simulate`."""
-
-    def __init__(self, timeline: Timeline, assignment: Assignment, window: int | None):
-        self.calls, self.events = timeline.calls, timeline.events
-        self.timeline, self.assignment, self.window = timeline, assignment, window
-        self.leaves = {
-            c: sum(self.calls[c].items[i] for i in chosen)
-            for c, chosen in assignment.offload.items()
-            if chosen and (self._light(c) or self.calls[c].key[0] not in assignment.recompute)
-        }
-        self.forward = {m.call: i for i, m in enumerate(self.events) if m.kind == "F"}
-        self.backward = {m.call: i for i, m in enumerate(self.events) if m.kind == "B"}
-        self.leaves = {c: n for c, n in self.leaves.items() if c in self.forward and c in self.backward}
-        self.turn = min(self.backward.values(), default=len(self.events))
-        self.slack = _SLACK if timeline.out_rate < float("inf") else 0.0
-        self.seconds = [m.seconds + self._extra(m) for m in self.events]
-        self.settled: dict[int, int] = {}
-        self.fetched: dict[int, int] = {}
-        self.stall = 0.0
-
-    def plan(self) -> Plan:
-        starts = self._settle_copies()
-        if self.window is None:
-            self._fetch_just_in_time(starts)
-        else:
-            self._fetch_in_window(starts)
-        fetches: dict[tuple[str, Key], list[Key]] = {}
-        for call in sorted(self.fetched, key=lambda c: self.backward[c]):
-            fetches.setdefault(self._name(self.fetched[call]), []).append(self.calls[call].key)
-        return Plan(
-            offload={self.calls[c].key: self.assignment.offload[c] for c in self.leaves},
-            recompute=self.assignment.recompute,
-            settle_at={self.calls[c].key: self._name(m) for c, m in self.settled.items()},
-            fetch_at={name: tuple(keys) for name, keys in fetches.items()},
-            planned_bytes=sum(self.leaves.values()),
-            peak_bytes=max(self.levels(), default=0),
-            stall_seconds=self.stall,
-            step_seconds=sum(self.seconds) + self.stall,
-        )
-
-    def _light(self, call: int) -> bool:
-        return self.calls[call].light_recompute
-
-    def _extra(self, event: TimelineEvent) -> float:
-        call = self.calls[event.call]
-        if event.kind != "B":
-            return 0.0
-        return call.recompute_seconds if call.key[0] in self.assignment.recompute else 0.0
-
-    def _name(self, event: int) -> tuple[str, Key]:
+    def name(self, event: int) -> EventName:
         return self.events[event].kind, self.calls[self.events[event].call].key
 
-    def _settle_copies(self) -> list[float]:
-        """Walk the moments in time: settle what has been copied, wait where the window is full. Gives each start."""
-        now, lane_free, on_the_way = 0.0, 0.0, 0
+
+class CopySchedule:
+    """The simulator: lays the copies of an assignment on a timeline, one lane for each direction.
+
+    Copies out run in the order of forwards. One begins when its region's forward is over and the lane is free, and is *settled*
+    at the first event after its end, or earlier, where the compute stream has to wait for it: then the device memory is freed.
+    Copies back run in the order of backwards and hold device memory from the event at which they begin. Subclasses decide
+    where the compute stream waits and when copies back begin.
+
+    Attributes:
+        offload: call to the items that are offloaded, `bytes`: call to their size.
+        settled, fetched: call to the index of the event at which its copy out is settled, and its copy back begins.
+        needed: call to the index of the first backward that reads its items.
+        starts: time at which each event starts, as far as waits for copies out delay it.
+        memory: peak of each event, in bytes over the step's base; `peak`: the largest.
+    """
+
+    needed: Mapping[int, int]
+    memory: list[int]
+
+    def __init__(self, step: IndexedTimeline, assignment: Assignment, slack: float):
+        self.step, self.calls, self.events = step, step.calls, step.events
+        self.recompute = assignment.recompute
+        self.offload = {
+            c: items
+            for c, items in assignment.offload.items()
+            if items
+            and (self.calls[c].light_recompute or self.calls[c].key[0] not in self.recompute)
+            and c in step.forward
+            and c in step.backward
+        }
+        self.bytes = {c: sum(self.calls[c].items[i] for i in items) for c, items in self.offload.items()}
+        self.slack = slack if step.timeline.out_rate < inf else 0.0
+        self.seconds = [event.seconds + self._recompute_seconds(event) for event in self.events]
+        self.settled: dict[int, int] = {}
+        self.fetched: dict[int, int] = {}
+
+    @property
+    def peak(self) -> int:
+        return max(self.memory, default=0)
+
+    def stall(self) -> float:
+        """Seconds for which the compute stream waits for copies."""
+        raise NotImplementedError
+
+    def plan(self) -> Plan:
+        calls, name, stall = self.calls, self.step.name, self.stall()
+        fetches: dict[EventName, list[Key]] = {}
+        for call in self._in_backward_order():
+            fetches.setdefault(name(self.fetched[call]), []).append(calls[call].key)
+        return Plan(
+            offload={calls[c].key: items for c, items in self.offload.items()},
+            recompute=self.recompute,
+            settle_at={calls[c].key: name(event) for c, event in self.settled.items()},
+            fetch_at={event: tuple(keys) for event, keys in fetches.items()},
+            planned_bytes=sum(self.bytes.values()),
+            peak_bytes=self.peak,
+            stall_seconds=stall,
+            step_seconds=sum(self.seconds) + stall,
+        )
+
+    def levels(self) -> list[int]:
+        """`memory` of the copies laid so far. Items that are not fetched yet return when they are needed."""
+        end = len(self.events)
+        change = [0] * (end + 1)
+        for index, call in enumerate(self.calls):
+            # The transient memory of its forward includes what a call saves; the start of its backward still holds it. A call
+            # whose forward came before the timeline is not held.
+            first, after = self.step.forward.get(index, end) + 1, self.step.backward.get(index, -1) + 1
+            if first < after:
+                held = sum(call.items) - (call.recompute_frees if call.key[0] in self.recompute else 0)
+                change[first] += held
+                change[after] -= held
+        for index, settled in self.settled.items():
+            change[settled] -= self.bytes[index]
+            change[self.fetched.get(index, self.needed[index])] += self.bytes[index]
+        return [
+            event.other + held + event.transient + self._recompute_rises(event)
+            for event, held in zip(self.events, accumulate(change), strict=False)
+        ]
+
+    def _copy_out(self, durations: Sequence[float], earliest: Sequence[float]) -> tuple[list[float], float]:
+        """Walk the events in time and settle copies out. Returns `starts`, and the seconds waited.
+
+        Args:
+            durations: seconds of each event.
+            earliest: the time before which an event does not start, and one entry more.
+        """
+        starts: list[float] = []
+        now, waited, lane_free, leaving, away = 0.0, 0.0, 0.0, 0, 0
         pending: deque[tuple[int, float]] = deque()  # call, end of its copy; one lane, so in the order of their ends
-        starts = []
         for index, event in enumerate(self.events):
-            # What is still leaving behind the turn is needed first in backward: it is taken back, not fetched.
-            while pending and index <= self.turn and pending[0][0] != event.call:
+            own = event.call
+            while pending and self._may_settle(index, pending[0][0]):
                 call, end = pending[0]
-                over = self.window is not None and event.kind == "F" and on_the_way > self.window
-                must = over or (self.window is None and index == self.turn)
-                if end + self.slack > now:
-                    if not must:
-                        break
-                    self.stall += max(end - now, 0.0)
-                    now = max(end, now)
-                self.settled[call] = index
-                on_the_way -= self.leaves[call]
+                if end + self.slack > now and not self._must_wait(index, leaving, away):
+                    break
                 pending.popleft()
+                leaving -= self.bytes[call]
+                if index < self.needed[call]:
+                    waited += max(end - now, 0.0)
+                    now = max(end, now)
+                    self.settled[call] = index
+                    away += self.bytes[call]
             starts.append(now)
-            if event.kind == "F" and event.call in self.leaves:
-                ready = now + self.calls[event.call].seconds
-                lane_free = max(lane_free, ready) + self.leaves[event.call] / self.timeline.out_rate
-                pending.append((event.call, lane_free))
-                on_the_way += self.leaves[event.call]
-            now += self.seconds[index]
-        return starts
+            if event.kind == "F" and own in self.bytes:
+                lane_free = max(lane_free, now + self.calls[own].seconds) + self._seconds_out(own)
+                pending.append((own, lane_free))
+                leaving += self.bytes[own]
+            elif event.kind == "B" and own in self.settled:
+                away -= self.bytes[own]
+            now = max(now + durations[index], earliest[index + 1])
+        return starts, waited
 
-    def _fetch_just_in_time(self, starts: list[float]) -> None:
-        """Begin each copy back at the last moment from which it is in time, never before the turn has passed."""
-        deadline = float("inf")
+    def _may_settle(self, event: int, call: int) -> bool:
+        """Whether the copy out of `call`, the oldest that is pending, may be settled at `event`."""
+        raise NotImplementedError
+
+    def _must_wait(self, event: int, leaving: int, away: int) -> bool:
+        """Whether the compute stream waits for the oldest copy out at `event`. `leaving`: bytes of the pending copies, `away`:
+        bytes that were settled and whose backward has not come."""
+        raise NotImplementedError
+
+    def _seconds_out(self, call: int) -> float:
+        raise NotImplementedError
+
+    def _in_backward_order(self) -> list[int]:
+        return sorted(self.fetched, key=lambda c: self.needed[c])
+
+    def _recomputes(self, event: TimelineEvent) -> bool:
+        return event.kind == "B" and self.calls[event.call].key[0] in self.recompute
+
+    def _recompute_seconds(self, event: TimelineEvent) -> float:
+        return self.calls[event.call].recompute_seconds if self._recomputes(event) else 0.0
+
+    def _recompute_rises(self, event: TimelineEvent) -> int:
+        return self.calls[event.call].recompute_rises if self._recomputes(event) else 0
+
+
+def simulate(timeline: Timeline, assignment: Assignment, window: int | None = None) -> Plan:
+    """Lay an assignment on a timeline in which all forwards come before all backwards.
+
+    Example, a link of 1 byte/s and events of 10 s: F0 F1 F2 | B2 B1 B0. Region 0 saves 12 bytes at t=10 and its copy ends at
+    t=22, so it can be settled at B2 (t=30) but not at F2 (t=20). Its backward is at t=50: a copy back of 12 s has to begin at
+    t=38, and the last event before that is B2 (t=30).
+
+    Args:
+        window: None for an assignment that should fit the link: the compute stream waits only where it has to. A number of
+            bytes for one that does not fit: at most that many are on their way out (or back) at once, and the compute
+            stream waits where that is exceeded.
+    """
+    return TurnSchedule(timeline, assignment, window).plan()
+
+
+class TurnSchedule(CopySchedule):
+    """The schedule of a step with a *turn*, the first backward, by which every copy out is settled. Arguments: see `simulate`."""
+
+    def __init__(self, timeline: Timeline, assignment: Assignment, window: int | None):
+        super().__init__(IndexedTimeline(timeline), assignment, _SLACK)
+        self.needed, self.window = self.step.backward, window
+        self.turn = min(self.needed.values(), default=len(self.events))
+        self._out_rate, self._back_rate = timeline.out_rate, timeline.back_rate
+        self.starts, self._stall = self._copy_out(self.seconds, [0.0] * (len(self.events) + 1))
+        if window is None:
+            self._fetch_just_in_time()
+        else:
+            self._fetch_in_window(window)
+        self.memory = self.levels()
+
+    def stall(self) -> float:
+        return self._stall
+
+    def _may_settle(self, event: int, call: int) -> bool:
+        # A call that is still leaving at the turn, where it or one before it is needed first, is taken back and not fetched.
+        return event <= self.turn and call != self.events[event].call
+
+    def _must_wait(self, event: int, leaving: int, away: int) -> bool:
+        if self.window is None:
+            return event == self.turn
+        return self.events[event].kind == "F" and leaving > self.window
+
+    def _seconds_out(self, call: int) -> float:
+        return self.bytes[call] / self._out_rate
+
+    def _fetch_just_in_time(self) -> None:
+        """Begin each copy back at the last event from which it is in time, never before the turn is over."""
+        starts, backward, deadline = self.starts, self.step.backward, inf
         earliest = min(self.turn + 1, len(self.events) - 1)
-        for call in sorted(self.settled, key=lambda c: -self.backward[c]):
-            needed = starts[self.backward[call]]
-            begin = min(deadline, needed) - self.leaves[call] / (self.timeline.back_rate * _DUPLEX) - self.slack
-            chosen = min(bisect_right(starts, begin) - 1, self.backward[call])
+        for call in sorted(self.settled, key=lambda c: -backward[c]):
+            needed = min(deadline, starts[backward[call]])
+            begin = needed - self.bytes[call] / (self._back_rate * _BOTH_WAYS_BACK) - self.slack
+            chosen = min(bisect_right(starts, begin) - 1, backward[call])
             if chosen < earliest:
-                chosen = min(earliest, self.backward[call])
-                late = starts[chosen] + self.leaves[call] / self.timeline.back_rate - min(deadline, needed)
-                self.stall += max(late, 0.0)
+                chosen = min(earliest, backward[call])
+                self._stall += max(starts[chosen] + self.bytes[call] / self._back_rate - needed, 0.0)
             self.fetched[call] = chosen
-            deadline = min(begin, starts[chosen]) if begin >= starts[chosen] else begin
+            deadline = min(begin, starts[chosen])
 
-    def _fetch_in_window(self, starts: list[float]) -> None:
-        """At each backward moment begin copies back, next needed first, while at most a window of bytes is ahead."""
-        assert self.window is not None
-        waiting = deque(sorted(self.settled, key=lambda c: self.backward[c]))
+    def _fetch_in_window(self, window: int) -> None:
+        """At each event after the turn begin copies back, next needed first, while at most `window` bytes are ahead."""
+        backward = self.step.backward
+        waiting = deque(sorted(self.settled, key=lambda c: backward[c]))
         lane_free, delay, ahead = 0.0, 0.0, 0
         ends: dict[int, float] = {}
         for index in range(self.turn, len(self.events)):
-            now = starts[index] + delay
-            own = self.events[index].call
-            if own in ends and self.events[index].kind == "B":
-                ahead -= self.leaves[own]
-            while waiting and (
-                self.backward[waiting[0]] <= index + 1 or ahead + self.leaves[waiting[0]] <= self.window
-            ):
+            now, event = self.starts[index] + delay, self.events[index]
+            own = event.call if event.kind == "B" else -1
+            if own in ends:
+                ahead -= self.bytes[own]
+            while waiting and (backward[waiting[0]] <= index + 1 or ahead + self.bytes[waiting[0]] <= window):
                 call = waiting.popleft()
-                lane_free = max(lane_free, now) + self.leaves[call] / self.timeline.back_rate
+                lane_free = max(lane_free, now) + self.bytes[call] / self._back_rate
                 ends[call], self.fetched[call] = lane_free, index
-                if self.backward[call] > index:
-                    ahead += self.leaves[call]
-            if self.events[index].kind == "B" and ends.get(own, now) > now:
-                delay += ends[own] - now
-        self.stall += delay
-
-    def _held(self) -> list[int]:
-        """Bytes of saved items on the device at the start of each moment, and behind the last."""
-        end = len(self.events)
-        change = [0] * (end + 2)
-        for call, figures in enumerate(self.calls):
-            # From behind its forward to its backward. A call whose forward came before the timeline is not held.
-            first, behind = self.forward.get(call, end) + 1, self.backward.get(call, -1) + 1
-            if first >= behind:
-                continue
-            change[first] += sum(figures.items) - self._freed(figures)
-            change[behind] -= sum(figures.items) - self._freed(figures)
-            away = self.settled.get(call, end)
-            back = min(self.fetched.get(call, end), behind)
-            if away < back:
-                change[away] -= self.leaves[call]
-                change[back] += self.leaves[call]
-        return list(accumulate(change))[: end + 1]
-
-    def _freed(self, figures: CallFigures) -> int:
-        return figures.recompute_frees if figures.key[0] in self.assignment.recompute else 0
-
-    def levels(self) -> list[int]:
-        """The highest memory of each moment."""
-        held = self._held()
-        found = []
-        for index, event in enumerate(self.events):
-            figures = self.calls[event.call]
-            again = figures.key[0] in self.assignment.recompute
-            extra = figures.recompute_rises if event.kind == "B" and again else 0
-            found.append(event.other + held[index] + event.transient + extra)
-        return found
+                if backward[call] > index:
+                    ahead += self.bytes[call]
+            delay += max(ends.get(own, now) - now, 0.0)
+        self._stall += delay
 
 
-# What leaves in a pipeline, laid on the two lanes of the link: when each copy begins and ends, and who waits for it.
-#
-# In: a `Timeline`, and the items of each call that leave (`forebay.memory.offload_plan` chooses them). Out: a `LaneSchedule`: the
-# moments at which copies out are settled and copies back begin, memory at each moment, the seconds waited, and the `Plan` of
-# all that.
-#
-#     copies out    in the order of forwards; one begins when its region's forward is over and the lane is free, and is settled
-#                   at the first moment behind its end
-#     copies back   in the order of backwards; one begins at the last moment from which it is in time for its backward, or for
-#                   that of a call that saved one of its items too
-#     stays         a call for which no time is left between the two: those at the beginning and the end of a step, where
-#                   little is in flight
-#
-# With a `level`, memory is not to rise above it, and somebody waits instead. A pipeline's first forwards follow each other with
-# no backward between them, faster than the link carries what they save: there a forward waits until copies out are over. Its
-# last backwards follow each other with no forward between them, faster than the link brings what they need: there copies back
-# begin later, when there is room, and a backward waits until its own is over.
-#
-# Worked example, link of 1 byte a second, moments of 10 s: F0 F1 B0 F2 B1 B2. Each call saves 5 bytes at the end of its forward
-# and waits for a moment. Call 1, forward at 10 s: saved and copied by t=25, settled at F2 (t=30); its backward is at t=40, the
-# copy back has to begin at t=35, and the last moment before is F2 (t=30) itself: there is nothing to win, so it stays.
+class PipelineTimeline(IndexedTimeline):
+    """A timeline in which forwards and backwards of several microbatches alternate, with nominal times.
 
-_LANE_SLACK = 3e-4  # s; launch latencies between a moment and the copy it starts, and what varies from step to step
-# Of the peak, between it and what stays after all: how memory rises within a moment varies a little from step to step.
-_APART = 0.01
+    Args:
+        idle: share of the device's idle times in which copies go on.
 
-
-class TimedTimeline:
-    """A timeline with its times. `idle`: share of its idle times in which copies go on."""
+    Attributes:
+        needed: call to the first backward that reads one of its items.
+        each: seconds of each event; 1 on a CPU, which has no times. `total`: their sum.
+        starts: nominal start of each event, and the end of the step. What other ranks send comes at these times.
+        sizes: bytes that each call saves, `held`: bytes of saved items at each event's start if nothing is offloaded.
+    """
 
     def __init__(self, timeline: Timeline, idle: float = 0.0):
-        self.timeline, self.calls, self.events = timeline, timeline.calls, timeline.events
-        self.forward = {m.call: i for i, m in enumerate(self.events) if m.kind == "F"}
-        self.backward = {m.call: i for i, m in enumerate(self.events) if m.kind == "B"}
-        self.needed = self._needed()
-        timed = [m.seconds for m in self.events]
-        self.each = timed if any(timed) else [1.0] * len(timed)  # a CPU has no times
-        self.seconds = sum(self.each)
-        spans = [seconds + idle * m.idle for seconds, m in zip(self.each, self.events, strict=True)]
-        self.starts = [0.0, *accumulate(spans)][:-1]
-        self.sizes = [sum(c.items) for c in self.calls]
-        self.slack = _LANE_SLACK if timeline.out_rate < inf else 0.0
+        super().__init__(timeline)
+        self.needed = self._first_readers()
+        timed = [event.seconds for event in self.events]
+        self.each = timed if any(timed) else [1.0] * len(timed)
+        self.total = sum(self.each)
+        spans = (seconds + idle * event.idle for seconds, event in zip(self.each, self.events, strict=True))
+        self.starts = [0.0, *accumulate(spans)]
+        self.sizes = [sum(call.items) for call in self.calls]
+        self.held = list(accumulate((self._change(event) for event in self.events), initial=0))
         self.opening, self.closing = timeline.opening, timeline.closing
         self.out_rate, self.back_rate = timeline.out_rate * BOTH_WAYS, timeline.back_rate * BOTH_WAYS
         self.opening_rate = timeline.opening_rate or self.out_rate
         self.closing_rate = timeline.closing_rate or self.back_rate
 
-    def _needed(self) -> dict[int, int]:
-        """Call to the first moment whose backward reads an item of it."""
+    def _first_readers(self) -> dict[int, int]:
         numbers = {call.key: i for i, call in enumerate(self.calls)}
         readers = {c: [c, *(numbers[key] for key in self.calls[c].shared_with)] for c in self.backward}
         return {c: min(self.backward[r] for r in read if r in self.backward) for c, read in readers.items()}
 
-    def lay(self, items: Iterable[tuple[int, int]], level: float = inf) -> LaneSchedule:
-        """Lay (call, ordinal of an item) on the link. `level`: bytes; somebody waits rather than raise memory above it."""
-        chosen: dict[int, set[int]] = {}
-        for call, ordinal in items:
-            chosen.setdefault(call, set()).add(ordinal)
-        return LaneSchedule(self, chosen, level)
-
-    def next_start(self, index: int, now: float) -> float:
-        """When the moment behind `index` starts, which ends `now`: what others send comes at a time of its own."""
-        return max(now, self.starts[index + 1]) if index + 1 < len(self.starts) else now
-
-    def name(self, event: int) -> tuple[str, Key]:
-        """As plans name it."""
-        return self.events[event].kind, self.calls[self.events[event].call].key
+    def _change(self, event: TimelineEvent) -> int:
+        if event.call not in self.forward or event.call not in self.backward:
+            return 0
+        return self.sizes[event.call] * (1 if event.kind == "F" else -1)
 
 
-class LaneSchedule:
-    """An assignment on the link, and what follows from it.
+class InterleavedSchedule(CopySchedule):
+    """The schedule of a step in which forwards and backwards alternate, as in a pipeline.
 
-    Attributes:
-        bytes: of each call of which something leaves.
-        settled, fetched: call to the moment at which its copy out is settled, and to that at which its copy back begins.
-        memory: bytes at each moment, with what rises during it; `peak`, the most of it.
+    A copy back begins at the last event from which it is in time for the first backward that reads it. A call for which no time
+    is left between its two copies keeps its items: those at the beginning and the end of a step, where little is in flight.
+
+    With a `level`, memory should not rise above it, and the compute stream waits instead. A pipeline's first forwards follow
+    each other with no backward between them, faster than the link takes what they save: there a forward waits for copies out.
+    Its last backwards follow each other faster than the link returns what they need: there copies back begin later, when there
+    is room, and a backward waits for its own.
+
+    Example, a link of 1 byte/s and events of 10 s: F0 F1 B0 F2 B1 B2. Each call saves 5 bytes at the end of its forward. Call 1,
+    forward at t=10: saved at t=20, copied by t=25, settled at F2 (t=30). Its backward is at t=40, so the copy back has to begin
+    at t=35, and the last event before that is F2 itself: nothing is gained, and the items stay.
+
+    Args:
+        items: (call, index of an item) to offload.
+        level: bytes over the step's base.
     """
 
-    def __init__(self, step: TimedTimeline, chosen: dict[int, set[int]], level: float):
-        self.step = step
-        self.chosen = {c: frozenset(o) for c, o in chosen.items()}
-        self.bytes = {c: sum(step.calls[c].items[i] for i in o) for c, o in self.chosen.items()}
-        self._lay(level)
-        if level < inf and len(self.bytes) < len(chosen):  # none waits for what stays after all
-            self._lay(level)
-        self.memory = self._memory()
-        self.peak = max(self.memory, default=0)
+    def __init__(self, step: PipelineTimeline, items: Iterable[tuple[int, int]], level: float = inf):
+        chosen: dict[int, set[int]] = {}
+        for call, item in items:
+            chosen.setdefault(call, set()).add(item)
+        super().__init__(step, Assignment({c: frozenset(i) for c, i in chosen.items()}), _INTERLEAVED_SLACK)
+        self.pipeline, self.needed, self.level = step, step.needed, level
+        count = len(self.bytes)
+        self._lay()
+        if level < inf and len(self.bytes) < count:  # without waits for calls that keep their items after all
+            self.settled, self.fetched = {}, {}
+            self._lay()
+        self.memory = self.levels()
 
-    def keep_what_may_stay(self) -> None:
-        """Take out what lowers nothing but memory that is lower than its peak already."""
-        step, limit = self.step, int(self.peak * (1 - _APART))
+    def keep_needless(self) -> None:
+        """Keep the items whose offloading lowers only memory that is below the peak already, shortest absence first."""
+        limit = int(self.peak * (1 - _BELOW_PEAK))
+        starts = self.pipeline.starts
 
-        def away(call: int) -> float:
-            return step.starts[self.fetched[call]] - step.starts[self.settled[call]]
+        def absence(call: int) -> tuple[float, int]:
+            return starts[self.fetched[call]] - starts[self.settled[call]], call
 
-        for call in sorted(self.bytes, key=lambda c: (away(c), c)):
-            first, behind, items = self.settled[call], self.fetched[call], step.calls[call].items
-            stays: set[int] = set()
-            room = limit - max(self.memory[first:behind])
-            for ordinal in sorted(self.chosen[call], key=lambda i: -items[i]):
-                if items[ordinal] <= room:
-                    room -= items[ordinal]
-                    stays.add(ordinal)
-            size = sum(items[i] for i in stays)
-            self.memory[first:behind] = [m + size for m in self.memory[first:behind]]
-            self._leave(call, self.chosen[call] - stays)
-
-    def plan(self) -> Plan:
-        """What the manager carries out."""
-        step, stall = self.step, self.stall()
-        fetches: dict[tuple[str, Key], list[Key]] = {}
-        for call in self._in_order():
-            fetches.setdefault(step.name(self.fetched[call]), []).append(step.calls[call].key)
-        return Plan(
-            offload={step.calls[c].key: o for c, o in self.chosen.items()},
-            recompute=frozenset(),
-            settle_at={step.calls[c].key: step.name(m) for c, m in self.settled.items()},
-            fetch_at={name: tuple(keys) for name, keys in fetches.items()},
-            planned_bytes=sum(self.bytes.values()),
-            peak_bytes=self.peak,
-            stall_seconds=stall,
-            step_seconds=sum(m.seconds for m in step.events) + stall,
-        )
-
-    # --- laying -------------------------------------------------------------------------------------------------------
-
-    def _lay(self, level: float) -> None:
-        self.settled: dict[int, int] = {}
-        self.fetched: dict[int, int] = {}
-        self._starts: list[float] = []  # of the moments, if only forwards wait
-        self._copy_out(level)
-        self._copy_back(level)
-
-    def _copy_out(self, level: float) -> None:
-        step, now, lane, held = self.step, 0.0, 0.0, 0
-        under_way: deque[tuple[int, float]] = deque()  # call, end of its copy; one lane, so in the order of their ends
-        for index, event in enumerate(step.events):
-            while under_way:
-                call, end = under_way[0]
-                # What comes back is counted from its backward on: when its copy begins is not known yet.
-                above = event.kind == "F" and held + event.other + event.transient > level
-                if end + step.slack > now and not above:
-                    break
-                under_way.popleft()
-                if index < step.needed[call]:
-                    now = max(end, now)
-                    self.settled[call] = index
-                    held -= self.bytes[call]
-            self._starts.append(now)
-            call = event.call
-            if event.kind == "F" and call in step.backward:
-                held += step.sizes[call]
-                if call in self.bytes:
-                    lane = max(lane, now + step.calls[call].seconds) + self._out(call)
-                    under_way.append((call, lane))
-            elif event.kind == "B" and call in step.forward:
-                held -= step.sizes[call] - (self.bytes[call] if call in self.settled else 0)
-            now = step.next_start(index, now + step.each[index])
-
-    def _copy_back(self, level: float) -> None:
-        step, deadline, memory = self.step, inf, self._memory()
-        for call in sorted(self.settled, key=lambda c: -step.needed[c]):
-            needed, settled, size = step.needed[call], self.settled[call], self.bytes[call]
-            begin = min(deadline, self._starts[needed]) - self._back(call) - step.slack
-            event = min(bisect_right(self._starts, begin), needed) - 1
-            if event <= settled:
-                continue
-            full = (i for i in range(needed - 2, event - 1, -1) if memory[i] + size > level)
-            event = next(full, event - 1) + 1  # behind the last moment without room
-            memory[event:needed] = [m + size for m in memory[event:needed]]
-            self.fetched[call] = event
-            deadline = min(deadline, max(begin, self._starts[event]))
-        for call in [c for c in self.bytes if c not in self.fetched]:
-            self._leave(call, frozenset())
-
-    def _leave(self, call: int, ordinals: frozenset[int]) -> None:
-        """Of `call` no more than these."""
-        self.chosen[call] = ordinals
-        self.bytes[call] = sum(self.step.calls[call].items[i] for i in ordinals)
-        if not ordinals:
-            for known in (self.chosen, self.bytes, self.settled, self.fetched):
-                known.pop(call, None)
-
-    # --- what follows -------------------------------------------------------------------------------------------------
-
-    def _memory(self) -> list[int]:
-        """At each moment, with what rises during it. What nothing fetches yet is back at its backward."""
-        step = self.step
-        change = [0] * (len(step.events) + 1)
-
-        def add(first: int, behind: int, size: int) -> None:
-            change[first] += size
-            change[behind] -= size
-
-        for call, forward in step.forward.items():
-            if call in step.backward:
-                # Its forward's own rise has it already, and so has its backward's start.
-                add(forward + 1, step.backward[call] + 1, step.sizes[call])
-        for call, settled in self.settled.items():
-            add(settled, self.fetched.get(call, step.needed[call]), -self.bytes[call])
-        return [m.other + m.transient + held for m, held in zip(step.events, accumulate(change), strict=False)]
+        for call in sorted(self.bytes, key=absence):
+            away = slice(self.settled[call], self.fetched[call])
+            items, kept = self.calls[call].items, set[int]()
+            room = limit - max(self.memory[away])
+            for item in sorted(self.offload[call], key=lambda i: -items[i]):
+                if items[item] <= room:
+                    room -= items[item]
+                    kept.add(item)
+            size = sum(items[i] for i in kept)
+            self.memory[away] = [level + size for level in self.memory[away]]
+            self._offload_only(call, self.offload[call] - kept)
 
     def stall(self) -> float:
-        """Carry it out: seconds for which the compute stream waits, at moments that settle and at backwards."""
-        step, now, out, back, waited = self.step, 0.0, 0.0, 0.0, 0.0
+        """Carry the schedule out: the compute stream waits at events that settle copies and at backwards."""
+        step, now, out, back, waited = self.pipeline, 0.0, 0.0, 0.0, 0.0
         ends: dict[int, float] = {}
-        settles, fetches, reads = self._at(self.settled), self._at(self.fetched), self._at(step.needed)
-        for index, event in enumerate(step.events):
+        settles, fetches, reads = (self._calls_at(where) for where in (self.settled, self.fetched, self.needed))
+        for index, event in enumerate(self.events):
             ready = max([now, *(ends.pop(c) for c in settles.get(index, ()))])
             for call in fetches.get(index, ()):
-                back = max(back, ready) + self._back(call)
+                back = max(back, ready) + self._seconds_back(call)
                 ends[call] = back
             ready = max([ready, *(ends.pop(c) for c in reads.get(index, ()))])
             waited += ready - now
             if event.kind == "F" and event.call in self.bytes:
-                out = max(out, ready + step.calls[event.call].seconds) + self._out(event.call)
+                out = max(out, ready + self.calls[event.call].seconds) + self._seconds_out(event.call)
                 ends[event.call] = out
-            now = step.next_start(index, ready + step.each[index])
+            now = max(ready + step.each[index], step.starts[index + 1])
         return waited
 
-    def _at(self, events: dict[int, int]) -> dict[int, list[int]]:
-        """Moment to those calls of which something leaves, in the order of their backwards."""
+    def _lay(self) -> None:
+        step = self.pipeline
+        self.starts, _ = self._copy_out(step.each, step.starts)
+        self._copy_back()
+
+    def _may_settle(self, event: int, call: int) -> bool:
+        return True
+
+    def _must_wait(self, event: int, leaving: int, away: int) -> bool:
+        # What comes back counts from its backward on: when its copy begins is not known yet.
+        now = self.events[event]
+        return now.kind == "F" and self.pipeline.held[event] - away + now.other + now.transient > self.level
+
+    def _copy_back(self) -> None:
+        deadline, memory = inf, self.levels()
+        for call in sorted(self.settled, key=lambda c: -self.needed[c]):
+            needed, size = self.needed[call], self.bytes[call]
+            begin = min(deadline, self.starts[needed]) - self._seconds_back(call) - self.slack
+            event = min(bisect_right(self.starts, begin), needed) - 1
+            if event <= self.settled[call]:
+                continue
+            full = (i for i in range(needed - 2, event - 1, -1) if memory[i] + size > self.level)
+            event = next(full, event - 1) + 1  # after the last event without room
+            memory[event:needed] = [m + size for m in memory[event:needed]]
+            self.fetched[call] = event
+            deadline = min(deadline, max(begin, self.starts[event]))
+        for call in [c for c in self.bytes if c not in self.fetched]:
+            self._offload_only(call, frozenset())
+
+    def _offload_only(self, call: int, items: frozenset[int]) -> None:
+        self.offload[call] = items
+        self.bytes[call] = sum(self.calls[call].items[i] for i in items)
+        if not items:
+            for known in (self.offload, self.bytes, self.settled, self.fetched):
+                known.pop(call, None)
+
+    def _calls_at(self, events: Mapping[int, int]) -> dict[int, list[int]]:
+        """Event to the offloaded calls that `events` puts there, in the order of their backwards."""
         found: dict[int, list[int]] = {}
-        for call in self._in_order():
+        for call in self._in_backward_order():
             found.setdefault(events[call], []).append(call)
         return found
 
-    def _in_order(self) -> list[int]:
-        return sorted(self.fetched, key=lambda c: self.step.needed[c])
-
-    def _out(self, call: int) -> float:
-        step = self.step
+    def _seconds_out(self, call: int) -> float:
+        step = self.pipeline
         return self.bytes[call] / (step.opening_rate if step.forward[call] < step.opening else step.out_rate)
 
-    def _back(self, call: int) -> float:
-        step = self.step
-        return self.bytes[call] / (step.closing_rate if step.needed[call] >= step.closing else step.back_rate)
+    def _seconds_back(self, call: int) -> float:
+        step = self.pipeline
+        return self.bytes[call] / (step.closing_rate if self.needed[call] >= step.closing else step.back_rate)

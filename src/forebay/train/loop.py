@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from forebay.config import Config, check_world, from_mapping
 from forebay.errors import Interrupted, ReportedElsewhere, RunError, UsageError
-from forebay.memory.hooks import StepReport
+from forebay.memory.step import StepReport
 from forebay.train import checkpoint, hf_io, run_outputs
 from forebay.train.data import load_tokenizer
 from forebay.train.distributed import Mesh, World

@@ -79,8 +79,8 @@ def test_what_auto_went_by_is_written_down_whole(auto: Any) -> None:
     )
     timeline = Timeline(calls, moments, 100.0, 100.0)
     trials = Trials(timeline, frozenset("ab"), frozenset("ab"), 20, simulate(timeline, Assignment({0: frozenset({0})})))
-    while not trials.over:
-        trials.told(lambda: 5.0, 19)
+    while not trials.finished:
+        trials.record(lambda: 5.0, 19)
     chosen = [auto.tried(trial, trials.plan) for trial in trials.tried]
     found = json.loads(json.dumps({"timeline": auto.told(timeline), "trials": chosen}))
     again = found["timeline"]

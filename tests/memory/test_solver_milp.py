@@ -19,7 +19,7 @@ import torch
 from forebay.managed import manage
 from forebay.memory.offload_plan import under_budget
 from forebay.memory.solver import Allowed, lowest
-from forebay.memory.timeline import Assignment, CallFigures, Timeline, TimelineEvent, simulate, simulate_levels
+from forebay.memory.timeline import Assignment, CallFigures, Timeline, TimelineEvent, TurnSchedule, simulate
 from forebay.policy import BudgetError
 from tests.products import cover, first
 
@@ -213,6 +213,7 @@ def test_levels_are_those_of_the_peak() -> None:
     timeline = random_timeline(random.Random(3), 5)
     for window in (None, 0, 300):
         assignment = Assignment({0: frozenset({0}), 2: frozenset({0})}, frozenset({"r4"}))
-        plan, levels = simulate_levels(timeline, assignment, window)
+        schedule = TurnSchedule(timeline, assignment, window)
+        plan, levels = schedule.plan(), schedule.memory
         assert max(levels) == plan.peak_bytes and len(levels) == len(timeline.events)
         assert plan == simulate(timeline, assignment, window)

@@ -50,7 +50,7 @@ def test_a_variable_is_no_less_than_nothing_and_at_most_its_upper_bound() -> Non
 def test_the_solvers_own_lines_are_left_out_and_no_others(capfd: Any) -> None:
     import ctypes
 
-    with solver._without_chatter():
+    with solver._without_debug_output():
         ctypes.CDLL(None).puts(b"HighsMipSolverData::transformNewIntegerFeasibleSolution tmpSolver.run();")
         print("another line")
         ctypes.CDLL(None).puts(b"a third")

@@ -29,7 +29,7 @@ from forebay.memory.host_store import HostStore, Ledger, Ticket
 from forebay.memory.recompute import foreign_saved_tensor_hooks, recomputed, refuse_nested_checkpointing
 from forebay.memory.recorder import TimelineRecorder
 from forebay.memory.regions import Slot
-from forebay.memory.step import Region, RegionCall, SavedStorage, Step, StepReport
+from forebay.memory.step import Region, RegionCall, KnownStorage, Step, StepReport
 from forebay.memory.storage import (
     RegionWeights,
     SavedAlias,
@@ -492,7 +492,7 @@ class Manager:
         self._backward_begins(packed.call)
         return packed.view.cut(self.store.wait(packed.ticket))
 
-    def _saved_before(self, key: tuple[int, int]) -> SavedStorage | None:
+    def _saved_before(self, key: tuple[int, int]) -> KnownStorage | None:
         """The storage, if it was saved in this step: it is stored once, however many nodes save views of it."""
         saved = self._step.saved.get(key)
         if saved is None or saved.identity.expired or (saved.ticket is not None and saved.ticket() is None):
@@ -514,13 +514,13 @@ class Manager:
             leaving = self._step.leaving
             if not self._tuner.alternating and (not leaving or leaving[-1]() is not call):
                 leaving.append(weakref.ref(call))
-        saved = SavedStorage(StorageIdentity(storage, key[1]), call.key, call.number, item, held)
+        saved = KnownStorage(StorageIdentity(storage, key[1]), call.key, call.number, item, held)
         self._step.saved[key] = saved
         if self._recording is not None:
             self._step.saved_by.setdefault(call.key, []).append(saved)
         return ticket
 
-    def _record_shared(self, recorder: TimelineRecorder, call: RegionCall, saved: SavedStorage) -> None:
+    def _record_shared(self, recorder: TimelineRecorder, call: RegionCall, saved: KnownStorage) -> None:
         """A storage that distant regions save (rotary tables) is needed by the last of them, soon after the turn: a plan that
         waits for the first one's backward would fetch it late."""
         if call.key != saved.key:

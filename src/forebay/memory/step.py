@@ -52,7 +52,7 @@ class Region:
 
 
 @dataclass(eq=False, slots=True)
-class SavedStorage:
+class KnownStorage:
     """A storage that was saved in this step: the first call that saved it, its index among that call's items, and its ticket
     if it is offloaded."""
 
@@ -120,8 +120,8 @@ class Step:
     """
 
     def __init__(self, backwards: Sequence[Key] = ()) -> None:
-        self.saved: dict[tuple[int, int], SavedStorage] = {}
-        self.saved_by: dict[Key, list[SavedStorage]] = {}
+        self.saved: dict[tuple[int, int], KnownStorage] = {}
+        self.saved_by: dict[Key, list[KnownStorage]] = {}
         self.leaving: list[weakref.ref[RegionCall]] = []
         self.weights: dict[str, RegionWeights] = {}
         self.saved_bytes = self.offloaded_bytes = 0

@@ -29,7 +29,7 @@ from forebay.memory.host_store import HostStore, Ledger, Ticket
 from forebay.memory.recompute import foreign_saved_tensor_hooks, recomputed, refuse_nested_checkpointing
 from forebay.memory.recorder import TimelineRecorder
 from forebay.memory.regions import Slot
-from forebay.memory.step import Region, RegionCall, KnownStorage, Step, StepReport
+from forebay.memory.step import KnownStorage, Region, RegionCall, Step, StepReport
 from forebay.memory.storage import (
     RegionWeights,
     SavedAlias,

@@ -242,7 +242,7 @@ def _answer_plan(options: argparse.Namespace, budget: int | None) -> int:
     from forebay.estimate.layers import plan_layers
     from forebay.estimate.plan import ask, fit_run
     from forebay.estimate.search import search
-    from forebay.report.sections import Curves
+    from forebay.report.sections import LevelRecorder
     from forebay.report.write import checked, write_plan
 
     given = [] if options.pp is None else [f"parallel.pp={options.pp}"]
@@ -251,7 +251,7 @@ def _answer_plan(options: argparse.Namespace, budget: int | None) -> int:
     world = options.world or config.parallel.pp * config.parallel.ep
     device = _device(options.device)
     auto = budget if options.auto else None
-    curves = None if options.html is None else Curves()
+    curves = None if options.html is None else LevelRecorder()
     page = None if options.html is None else checked(options.html.expanduser())  # raises before any work
     seen = None if curves is None else curves.seen
     _quiet_transformers()

@@ -1,6 +1,8 @@
-"""A run's folder and a plan to make pages of, in no time: a pipeline of two ranks, written as the trainer writes it."""
+"""A run's folder and a plan to make pages of, without training: a pipeline of two ranks, as the trainer writes it."""
 
 import json
+import re
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,11 @@ from forebay.estimate.device import load
 from forebay.estimate.layers import plan_layers
 from forebay.estimate.plan import fit_run
 from forebay.pipeline.activity import ActionRecord, trace_json
-from forebay.report.sections import Curves, Planned
+from forebay.report.sections import LevelRecorder, Planned
 from tests.train.conftest import MODEL
 
 GIB = 1 << 30
-RAN = [
+ACTIONS = [
     ActionRecord(0, "F", "0F0", 0.0, 10.0, 1 << 20),
     ActionRecord(0, "SEND_F", "0SEND_F0", 10.0, 11.0, 1 << 20),
     ActionRecord(1, "F", "1F0", 11.0, 21.0, 1 << 20),
@@ -40,20 +42,20 @@ def config(folder: Path, **changes: dict[str, Any]) -> Config:
 
 
 def plan_of(settings: Config, world: int, budget: int | None, device: str = "", auto: int | None = None) -> Planned:
-    """As ``forebay plan`` makes it; with the time of a step on `device`, and placements that are chosen within `auto` bytes."""
-    curves = Curves()
+    """As ``forebay plan`` makes it: with the time of a step on `device`, and placements chosen within `auto` bytes."""
+    recorder = LevelRecorder()
     plan = plan_layers(settings, world)
     profile = load(device) if device else None
-    fit = fit_run(settings, plan, world, budget, device=profile, auto=auto, seen=curves.seen)
-    return curves.planned(plan, fit)
+    fit = fit_run(settings, plan, world, budget, device=profile, auto=auto, seen=recorder.seen)
+    return recorder.planned(plan, fit)
 
 
 def write_folder(folder: Path, settings: Config, steps: int = 12, gpu: bool = True) -> Path:
-    """A run of two ranks on two H200, all of whose files are there. Peaks are 3 and 2 GiB, reserved 4 GiB."""
+    """A finished run of two ranks on two H200, with every file. Peaks are 3 and 2 GiB, reserved 4 GiB."""
     folder.mkdir(parents=True, exist_ok=True)
     machine = {"processes": 2, "device": "NVIDIA H200" if gpu else "CPU", "device_bytes": 141 * GIB if gpu else None}
-    about = {"config": settings.to_dict(), "versions": {"torch": "2.13.0"}, "machine": machine}
-    (folder / "run.json").write_text(json.dumps(about))
+    run = {"config": settings.to_dict(), "versions": {"torch": "2.13.0"}, "machine": machine}
+    (folder / "run.json").write_text(json.dumps(run))
     records: list[dict[str, Any]] = []
     for step in range(1, steps + 1):
         record = {
@@ -89,5 +91,44 @@ def write_folder(folder: Path, settings: Config, steps: int = 12, gpu: bool = Tr
         {"rank": rank, "peak_bytes": 9 << 20, "peak_in_flight": {"0": 4, "3": 1}, "saved": saved} for rank in range(2)
     ]
     (folder / "profile.json").write_text(json.dumps(profile))
-    (folder / "pipeline.json").write_text(trace_json(RAN))
+    (folder / "pipeline.json").write_text(trace_json(ACTIONS))
     return folder
+
+
+def chart_data(html: str) -> list[dict[str, Any]]:
+    """The figures behind the tips of each chart."""
+    return [json.loads(found) for found in re.findall(r'<script type="application/json">(.*?)</script>', html)]
+
+
+class PageText(HTMLParser):
+    """A page's text by the name of its section, "" for the header; tables as lists of rows."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.sections: dict[str, str] = {"": ""}
+        self.rows: dict[str, list[list[str]]] = {}
+        self._at, self._cell, self._skip = "", False, False
+        self.feed(text)
+
+    def handle_starttag(self, name: str, attributes: list[tuple[str, str | None]]) -> None:
+        self._skip = name in ("style", "script", "title")
+        if name == "section":
+            self._at = str(dict(attributes)["id"])
+            self.sections[self._at], self.rows[self._at] = "", []
+        if name == "tr":
+            self.rows[self._at].append([])
+        if name in ("td", "th"):
+            self.rows[self._at][-1].append("")
+            self._cell = True
+
+    def handle_endtag(self, name: str) -> None:
+        self._skip = False
+        if name in ("td", "th"):
+            self._cell = False
+
+    def handle_data(self, text: str) -> None:
+        if self._skip:
+            return
+        self.sections[self._at] += text
+        if self._cell:
+            self.rows[self._at][-1][-1] += text

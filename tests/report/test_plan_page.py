@@ -1,13 +1,11 @@
-"""The page of a plan: its figures are those of the table and the JSON, and it is written where it may be."""
+"""The page of a plan: its figures are those of the table and the JSON, and it overwrites nothing else."""
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from forebay import cli
 from forebay.estimate.layers import plan_layers
 from forebay.estimate.plan import Fit
 from forebay.estimate.step_time import StepTime
@@ -15,10 +13,10 @@ from forebay.estimate.walk import RankFit
 from forebay.policy import format_bytes
 from forebay.report.html import ranges
 from forebay.report.plan_page import plan_page, time_section, time_tiles
-from forebay.report.sections import Curves
+from forebay.report.sections import LevelRecorder
 from tests.products import first
-from tests.report.pages import config, plan_of
-from tests.report.test_run_page import Words
+from tests.report.conftest import Run
+from tests.report.pages import PageText, chart_data, config, plan_of
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
 SMALL = """
@@ -43,50 +41,31 @@ pp = 2
 [device]
 type = "cpu"
 """
+COLUMNS = "parameters gradients optimizer activations transient cached other total headroom".split()
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> str:
+def small(tmp_path: Path) -> Path:
     (tmp_path / "small.toml").write_text(SMALL)
-    return str(tmp_path / "small.toml")
+    return tmp_path / "small.toml"
 
 
-def test_levels_lead_to_the_table(tmp_path: Path) -> None:
-    """The highest level of each rank's curve is its line, part by part."""
-    plan = plan_of(config(tmp_path), 2, None)
-    assert [max(levels, key=lambda level: level.total).total for levels in plan.levels.values()] == [
-        rank.total for rank in plan.fit.ranks
-    ]
-    for rank in plan.fit.ranks:
-        peak = max(plan.levels[rank.rank], key=lambda level: level.total)
-        assert peak.where == rank.where and peak.bytes["activations"] == rank.activations
-        assert peak.bytes["gradients"] == rank.gradients
-
-
-def test_the_page_has_the_figures_of_the_json(small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_has_the_figures_of_the_json(small: Path, tmp_path: Path, run: Run) -> None:
     page = tmp_path / "plan.html"
-    assert cli.main(["plan", small, "--json", "--budget=1GiB", "--html", str(page)]) == 0
-    fit = json.loads(capsys.readouterr().out)["fit"]  # and nothing else is printed
-    words = Words(page.read_text("utf-8"))
-    assert fit["verdict"].startswith("Fits 1.00 GiB")
-    assert "Fits" + fit["verdict"].removeprefix("Fits ") in words.sections[""]  # the word is there once
-    for rank, row in zip(fit["ranks"], words.rows["ranks"][1:], strict=True):
-        names = (
-            "parameters",
-            "gradients",
-            "optimizer",
-            "activations",
-            "transient",
-            "cached",
-            "other",
-            "total",
-            "headroom",
-        )
-        assert row == [str(rank["rank"]), "", *(format_bytes(rank[name]) for name in names)]
+    code, out, _ = run("plan", small, "--json", "--budget=1GiB", "--device=a100", "--html", page)
+    fit = json.loads(out)["fit"]  # nothing else is printed
+    text = PageText(page.read_text("utf-8"))
+    assert code == 0 and fit["verdict"].startswith("Fits 1.00 GiB")
+    assert "Fits" + fit["verdict"].removeprefix("Fits ") in text.sections[""]  # the word is there once
+    for rank, row in zip(fit["ranks"], text.rows["ranks"][1:], strict=True):
+        assert row == [str(rank["rank"]), "", *(format_bytes(rank[name]) for name in COLUMNS)]
     (kept,) = fit["placements"]
-    (row,) = [row for row in words.rows["placements"] if row[0].startswith("keep")]
+    (row,) = [row for row in text.rows["placements"] if row[0].startswith("keep")]
     assert row[1:4] == [str(kept["parts"]), format_bytes(kept["saved_bytes"]), format_bytes(kept["held_bytes"])]
-    drawn = [json.loads(d) for d in re.findall(r'<script type="application/json">(.*?)</script>', page.read_text())]
+    assert "on a100, from data sheets" in text.sections[""]
+    assert f"{fit['step']['tokens_per_second']:,.0f}" in text.sections[""]
+    assert [row[3] for row in text.rows["time"][-2:]] == [f"{100 * share:.1f} %" for share in fit["step"]["bubble"]]
+    drawn = chart_data(page.read_text())
     assert len(drawn) == len(fit["ranks"])
     highest = max(sum(values) for d in drawn for values in zip(*(s["values"] for s in d["series"]), strict=True))
     unit = {" KiB": 1 << 10, " MiB": 1 << 20}[drawn[0]["unit"]]
@@ -94,68 +73,58 @@ def test_the_page_has_the_figures_of_the_json(small: str, tmp_path: Path, capsys
 
 
 @pytest.mark.parametrize(("budget", "code", "word"), [("300KiB", 3, "Does not fit"), (None, 0, "No budget")])
-def test_verdicts(
-    small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], budget: str | None, code: int, word: str
-) -> None:
+def test_verdicts(small: Path, tmp_path: Path, run: Run, budget: str | None, code: int, word: str) -> None:
     page = tmp_path / "plan.html"
-    asked = [] if budget is None else [f"--budget={budget}"]
-    assert cli.main(["plan", small, *asked, "--html", str(page)]) == code, capsys.readouterr().err
-    assert capsys.readouterr().out.endswith(f"page {page}\n")
-    assert word in Words(page.read_text()).sections[""]
+    found, out, error = run("plan", small, *([] if budget is None else [f"--budget={budget}"]), "--html", page)
+    assert found == code and out.endswith(f"page {page}\n"), error
+    assert word in PageText(page.read_text()).sections[""]
 
 
-def test_pages_that_cannot_be_written(small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Said before anything is planned, and nothing is overwritten."""
+def test_pages_that_cannot_be_written(small: Path, tmp_path: Path, run: Run) -> None:
+    """Raised before anything is planned, and nothing is overwritten but a page of Forebay's."""
     mine = tmp_path / "mine.html"
     mine.write_text("<!doctype html><title>mine</title>")
-    for file, said in (
-        (tmp_path / "no" / "plan.html", "no is no folder, so plan.html cannot be written into it"),
+    for file, message in (
+        (tmp_path / "no" / "plan.html", "no is not a folder; create it"),
         (tmp_path, "is a folder; name a file"),
-        (mine, "mine.html is there already and is no page that Forebay wrote"),
-        (Path(small), "small.toml is there already"),
+        (mine, "mine.html exists and is not a page that Forebay wrote"),
+        (small, "small.toml exists"),
     ):
-        assert cli.main(["plan", small, "--html", str(file)]) == 2
-        out, error = capsys.readouterr()
-        assert out == "" and said in error and error.count("\n") == 1
+        code, out, error = run("plan", small, "--html", file)
+        assert (code, out) == (2, "") and message in error and error.count("\n") == 1
     assert mine.read_text() == "<!doctype html><title>mine</title>"
     page = tmp_path / "plan.html"
-    assert [cli.main(["plan", small, "--html", str(page)]) for _ in range(2)] == [0, 0]
+    assert [run("plan", small, "--html", page)[0] for _ in range(2)] == [0, 0]
 
 
-def test_on_a_gpu_the_curve_is_in_use_and_a_line_is_taken(tmp_path: Path) -> None:
-    """The highest level is what is allocated at most, and what the allocator holds besides is the line over it."""
-    settings = config(tmp_path, device={"type": "cuda"})
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_highest_level_is_the_peak_of_the_table(tmp_path: Path, device: str) -> None:
+    """On a GPU the stack is allocated memory, and a line over it is what the allocator holds as well."""
+    settings = config(tmp_path, device={"type": device})
     plan = plan_of(settings, 2, None)
     for rank in plan.fit.ranks:
         peak = max(plan.levels[rank.rank], key=lambda level: level.height)
         assert (peak.total, peak.where) == (rank.allocated, rank.where)
-        assert rank.cached > 0 and rank.total == rank.allocated + rank.cached
-    text = plan_page(plan, settings, "gpu.toml")
-    words = Words(text)
-    most = plan.fit.fullest
-    said = (
-        f"in use at most {format_bytes(most.allocated)}, at {most.where}; taken from the GPU {format_bytes(most.total)}"
-    )
-    assert said in words.sections["step"]
-    assert f"{format_bytes(most.reserved)} of it reserved by torch's allocator" in words.sections[""]
-    assert "allocated at most" not in words.sections[""]
-    assert text.count('class="ceiling s-cached"') == len(plan.fit.ranks)
-    assert "ceiling s-cached" not in plan_page(plan_of(config(tmp_path), 2, None), settings, "cpu.toml")
+        assert rank.total == rank.allocated + rank.cached and (rank.cached > 0) == (device == "cuda")
+        if device == "cpu":
+            assert (peak.bytes["activations"], peak.bytes["gradients"]) == (rank.activations, rank.gradients)
+    html = plan_page(plan, settings, "name.toml")
+    assert html.count('class="ceiling s-cached"') == (len(plan.fit.ranks) if device == "cuda" else 0)
+    if device == "cuda":
+        text, most = PageText(html), plan.fit.fullest
+        used = f"in use at most {format_bytes(most.allocated)}, at {most.where}"
+        assert f"{used}; taken from the GPU {format_bytes(most.total)}" in text.sections["step"]
+        assert f"{format_bytes(most.reserved)} of it reserved by torch's allocator" in text.sections[""]
+        assert "allocated at most" not in text.sections[""]
 
 
-def test_levels_are_at_most_what_is_in_use_at_most(tmp_path: Path) -> None:
-    """By hand: 90 are in use at most. A level of 100 loses 10 of its transient 30; one of 95 all of its 2, and no more; one of
-    80 nothing."""
-    plan = plan_layers(config(tmp_path), 2)
-    curves = Curves()
-
-    def level(activations: int, transient: int, where: str) -> RankFit:
-        return RankFit(0, 10, 10, 10, activations, transient, 0, where, 0)
-
-    for found in (level(40, 30, "a"), level(63, 2, "b"), level(45, 5, "c")):
-        curves.seen("0F0", found)
-    settled = RankFit(0, 10, 10, 10, 40, 20, 0, "a", 0, cached=7)
-    levels = curves.planned(plan, Fit((settled,), 2, 1, None, (), ())).levels[0]
+def test_levels_are_cut_to_the_peak(tmp_path: Path) -> None:
+    """By hand, a peak of 90: a level of 100 loses 10 of its transient 30, one of 95 all of its 2, one of 80 nothing."""
+    recorder = LevelRecorder()
+    for where, activations, transient in (("a", 40, 30), ("b", 63, 2), ("c", 45, 5)):
+        recorder.seen("0F0", RankFit(0, 10, 10, 10, activations, transient, 0, where, 0))
+    peak = RankFit(0, 10, 10, 10, 40, 20, 0, "a", 0, cached=7)
+    levels = recorder.planned(plan_layers(config(tmp_path), 2), Fit((peak,), 2, 1, None, (), ())).levels[0]
     assert [(one.total, one.cut) for one in levels] == [(90, 10), (93, 2), (80, 0)]
     assert [one.bytes["transient"] for one in levels] == [20, 0, 5]
 
@@ -174,31 +143,26 @@ STEP = StepTime(
 )
 
 
+def time_rows(step: StepTime) -> list[list[str]]:
+    return PageText(f'<section id="time">{time_section(step).body}</section>').rows["time"]
+
+
 def test_a_steps_time_by_hand() -> None:
-    """2 s of schedule, 0.1 each of gathering and reducing, 0.3 of optimizer: 2.5 s, of which the host's 1 s is no part."""
+    """2 s of schedule, 0.1 each of gathering and reducing, 0.3 of optimizer: 2.5 s; the host's 1 s is hidden."""
     assert time_tiles(STEP) == [
         ("expected step time", "2.500 s", "on h200"),
         ("tokens a second", "2,000", "of all processes"),
         ("bubble", "25 to 50 %", "by pipeline rank"),
     ]
-    section = time_section(STEP)
-    rows = Words(f'<section id="time">{section.body}</section>').rows["time"]
-    assert [row[1:3] for row in rows[1:6]] == [
-        ["2.000 s", "80.0 %"],
-        ["100.0 ms", "4.0 %"],
-        ["100.0 ms", "4.0 %"],
-        ["300.0 ms", "12.0 %"],
-        ["2.500 s", "100.0 %"],
-    ]
+    rows, lead = time_rows(STEP), time_section(STEP).lead
+    times, shares = zip(*(row[1:3] for row in rows[1:6]), strict=True)
+    assert times == ("2.000 s", "100.0 ms", "100.0 ms", "300.0 ms", "2.500 s")
+    assert shares == ("80.0 %", "4.0 %", "4.0 %", "12.0 %", "100.0 %")
     assert [row[:4] for row in rows[7:]] == [
         ["0", "1.500 s", "250.0 ms", "25.0 %"],
         ["1", "1.000 s", "0.0 ms", "50.0 %"],
     ]
-    assert (
-        "data sheets" not in section.lead
-        and "needs 1.000 s to launch" in section.lead
-        and "memory.graph" not in section.lead
-    )
+    assert "data sheets" not in lead and "needs 1.000 s to launch" in lead and "memory.graph" not in lead
 
 
 def test_a_step_that_waits_for_its_host_on_a_device_from_data_sheets() -> None:
@@ -206,70 +170,44 @@ def test_a_step_that_waits_for_its_host_on_a_device_from_data_sheets() -> None:
     step = replace(STEP, device="h100", measured=False, launched=4.0, host=4.0, busy=(2.0,), exposed=(0.0,))
     assert time_tiles(step)[0] == ("expected step time", "4.500 s", "on h100, from data sheets")
     assert len(time_tiles(step)) == 2
-    section = time_section(step)
-    rows = Words(f'<section id="time">{section.body}</section>').rows["time"]
-    assert [row[1:3] for row in rows[1:3]] == [["2.000 s", "44.4 %"], ["2.000 s", "44.4 %"]]
-    assert "on h100, from data sheets" in section.lead and "memory.graph = true" in section.lead
+    assert [row[1:3] for row in time_rows(step)[1:3]] == [["2.000 s", "44.4 %"], ["2.000 s", "44.4 %"]]
+    assert "on h100, from data sheets" in time_section(step).lead and "memory.graph = true" in time_section(step).lead
 
 
-def test_the_devices_time_is_on_the_page(small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chosen_placements(small: Path, tmp_path: Path, run: Run) -> None:
+    """Each line of the JSON, with the sum over its layers."""
     page = tmp_path / "plan.html"
-    assert cli.main(["plan", small, "--json", "--device=a100", "--html", str(page)]) == 0
-    step = json.loads(capsys.readouterr().out)["fit"]["step"]
-    words = Words(page.read_text("utf-8"))
-    assert (
-        "on a100, from data sheets" in words.sections[""] and f"{step['tokens_per_second']:,.0f}" in words.sections[""]
-    )
-    assert [row[3] for row in words.rows["time"][-2:]] == [f"{100 * share:.1f} %" for share in step["bubble"]]
-
-
-def test_chosen_placements(small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each line of the JSON, with what all of its layers free."""
-    page = tmp_path / "plan.html"
-    cli.main(["plan", small, "--json"])
-    peak = max(r["total"] for r in json.loads(capsys.readouterr().out)["fit"]["ranks"])
-    asked = ["plan", small, "--json", "--auto", f"--budget={peak - 2000}B", "--html", str(page)]
-    assert cli.main(asked) == 0
-    fit = json.loads(capsys.readouterr().out)["fit"]
-    assert fit["chosen"]
-    words = Words(page.read_text("utf-8"))
-    rows = [row for row in words.rows["placements"] if len(row) == 8][1:]
+    peak = max(r["total"] for r in json.loads(run("plan", small, "--json")[1])["fit"]["ranks"])
+    code, out, _ = run("plan", small, "--json", "--auto", f"--budget={peak - 2000}B", "--html", page)
+    fit = json.loads(out)["fit"]
+    assert code == 0 and fit["chosen"]
+    text = PageText(page.read_text("utf-8"))
+    rows = [row for row in text.rows["placements"] if len(row) == 8][1:]
     for row, chosen in zip(rows, fit["chosen"], strict=True):
         every = format_bytes(chosen["freed_bytes"] * len(chosen["layers"]))
         assert row[:4] == [str(chosen["rank"]), chosen["placement"], chosen["half"], ranges(chosen["layers"])]
         assert row[4:7] == [format_bytes(chosen["freed_bytes"]), f"{chosen['milliseconds']:.2f} ms", every]
-    paid = [row for row in words.rows["placements"] if len(row) == 5][1:]
+    paid = [row for row in text.rows["placements"] if len(row) == 5][1:]
     assert [row[3] for row in paid] == [f"{ms:.1f} ms" for ms in fit["chosen_cost_ms"]]
-    assert "chosen placements cost" in words.sections[""]
-
-
-def test_ranges() -> None:
-    assert [ranges(n) for n in ([0, 1, 2, 5], [3], [1, 3], [])] == ["0 to 2, 5", "3", "1, 3", ""]
+    assert "chosen placements cost" in text.sections[""]
 
 
 @pytest.mark.parametrize(
     ("what", "budget"), first(1, [("microbatch", "1KiB"), ("microbatch", "1GiB"), ("mesh", "1GiB")])
 )
-def test_a_search_is_the_same_with_a_page(
-    small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str, budget: str
-) -> None:
+def test_a_search_is_the_same_with_a_page(small: Path, tmp_path: Path, run: Run, what: str, budget: str) -> None:
     """Also one that finds nothing: its budget is below the parameters."""
     page = tmp_path / "plan.html"
     asked = ["plan", small, "--json", f"--search={what}", f"--budget={budget}", "--gpus=2"]
-    codes, told = [], []
-    for more in ([], ["--html", str(page)]):
-        codes.append(cli.main([*asked, *more]))
-        told.append(json.loads(capsys.readouterr().out))
-    assert codes[0] == codes[1] == (3 if budget == "1KiB" else 0) and told[0] == told[1]
-    words = Words(page.read_text("utf-8"))
-    search = told[0]["search"]
-    assert search["sentence"] in words.sections["search"]
+    plain, paged = run(*asked), run(*asked, "--html", page)
+    assert plain == paged and plain[0] == (3 if budget == "1KiB" else 0)
+    text, search = PageText(page.read_text("utf-8")), json.loads(plain[1])["search"]
+    assert search["sentence"] in text.sections["search"]
     for name, value in (search["found"] or {}).items():
-        assert f"--set {name}={value}" in words.sections["search"]
-    rows = [row for row in words.rows["search"][1:]]
+        assert f"--set {name}={value}" in text.sections["search"]
+    rows = text.rows["search"][1:]
     if what == "mesh":
         assert [row[1] for row in rows] == [format_bytes(c["peak"]) for c in search["meshes"]]
     else:
-        assert {(row[0], row[1]) for row in rows} == {
-            (str(t["value"]), format_bytes(t["headroom"])) for t in search["tried"]
-        }
+        tried = {(str(t["value"]), format_bytes(t["headroom"])) for t in search["tried"]}
+        assert {(row[0], row[1]) for row in rows} == tried

@@ -1,8 +1,8 @@
 """HTML from Python: escaped markup, tables, and the skeleton of a page that is one file.
 
 Input: names of elements, attributes, and children that are text or `Html`; rows of figures; a title and sections.
-Output: `Html`, or a page as text without network access or other files. Every plain string is escaped where it is
-inserted.
+Output: `Html`, or a whole page as text, light or dark, from a phone to paper, without network access or other files.
+Every plain string is escaped where it is inserted; only `tag`, `data` and the page's own assets make `Html`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,15 @@ from typing import Any, TypeAlias
 
 from forebay.policy import format_bytes
 
-# HTML out of Python, in which nothing is forgotten to be escaped.
-#
-# In: names of elements, attributes, and children that are text or `Html`. Out: `Html`, which is text that is markup already.
-# Every plain string, whatever file or configuration it came from, is escaped where it is put in; only `tag` and `data` make
-# `Html`.
-
+OPENS = '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="generator" content="Forebay">'
+"""The beginning of every page, and of no other file."""
 _VOID = frozenset("br link meta".split())
+_MANY = 9  # columns above which a table is set closer
+_NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
 
 
 class Html(str):
-    """Text that is markup already, and is put in as it is."""
+    """Markup, which is inserted without escaping."""
 
     __slots__ = ()
 
@@ -38,7 +36,7 @@ Child: TypeAlias = "str | int | float | Iterable[Child] | None"
 
 
 def join(*children: Child) -> Html:
-    """Children one after the other: `Html` as it is, other text escaped, None left out."""
+    """Children one after the other: `Html` unchanged, other text escaped, None left out."""
     return Html("".join(_text(child) for child in children))
 
 
@@ -46,19 +44,19 @@ def tag(name: str, /, *children: Child, **attributes: Any) -> Html:
     """An element.
 
     Args:
-        attributes: ``class_`` is ``class`` and ``aria_label`` is ``aria-label``. True is an attribute without a value, None and
-            False are none.
+        attributes: ``class_`` becomes ``class``, ``aria_label`` becomes ``aria-label``. True is an attribute without a value;
+            None and False leave it out.
     """
-    said = "".join(
+    given = "".join(
         _attribute(key, value) for key, value in attributes.items() if value is not None and value is not False
     )
     if name in _VOID:
-        return Html(f"<{name}{said}>")
-    return Html(f"<{name}{said}>{join(*children)}</{name}>")
+        return Html(f"<{name}{given}>")
+    return Html(f"<{name}{given}>{join(*children)}</{name}>")
 
 
 def data(value: Any) -> Html:
-    """JSON that a script reads. No text in it can end the element that holds it."""
+    """JSON for the page's script. No text in it can end the element that holds it."""
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
     return Html('<script type="application/json">' + text.replace("<", "\\u003c") + "</script>")
 
@@ -80,21 +78,9 @@ def _attribute(key: str, value: Any) -> str:
     return f" {name}" if value is True else f' {name}="{escape(str(value))}"'
 
 
-# The skeleton of a page that is one file: no network, no other files, light and dark, from a phone to paper.
-#
-# In: a title, a verdict, the one figure that matters, and sections. Out: HTML as text, for `forebay.report.write`.
-#
-# Style and script are in ``assets/`` and go into the page as they are. The page forbids itself everything else: its content
-# security policy names no source, and the script by its hash, so that nothing from a configuration could run even if it were not
-# escaped. Without a script the page is complete but for the tips at the charts and the button.
-
-OPENS = '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="generator" content="Forebay">'
-"""How every page begins, and no other file."""
-
-
 @dataclass(frozen=True)
 class Section:
-    """A part of a page: the name of its anchor, its title, a sentence on what it shows, and what it shows."""
+    """A part of a page: the name of its anchor, its title, a sentence on what it shows, and its content."""
 
     name: str
     title: str
@@ -104,7 +90,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the page says first: "good", "bad" or "plain"; a word or two, and a sentence."""
+    """The first statement of a page: "good", "bad" or "plain"; a word or two, and a sentence."""
 
     kind: str
     word: str
@@ -116,10 +102,11 @@ def page(what: str, title: str, verdict: Verdict, hero: Html, sections: Sequence
 
     Args:
         what: the kind of page, "plan" or "run".
-        title: of what.
-        hero: the one figure that matters, and what it is made of.
+        title: the name of the plan or the run.
+        hero: the main figure, and what it is made of.
     """
     style, script = _asset("page.css"), _asset("page.js")
+    # No source but the page's own script, by its hash: nothing from a configuration could run even if it were not escaped.
     policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{_digest(script)}'"
     head = join(
         tag("meta", http_equiv="Content-Security-Policy", content=policy),
@@ -129,35 +116,33 @@ def page(what: str, title: str, verdict: Verdict, hero: Html, sections: Sequence
         tag("title", f"{title}: {what} | Forebay"),
         tag("style", Html(style)),
     )
-    top = tag(
-        "div",
-        tag("span", tag("b", "Forebay"), f" {what}"),
-        tag("button", "Dark", id="theme", type="button"),
-        class_="top",
-    )
-    links = tag("ul", [tag("li", tag("a", s.title, href=f"#{s.name}")) for s in sections])
+    button = tag("button", "Dark", id="theme", type="button")
     header = tag(
         "header",
-        top,
+        tag("div", tag("span", tag("b", "Forebay"), f" {what}"), button, class_="top"),
         tag("h1", title),
         tag("p", tag("b", verdict.word), tag("span", verdict.sentence), class_=f"verdict {verdict.kind}"),
         hero,
-        tag("nav", links, aria_label="Sections"),
+        tag(
+            "nav", tag("ul", [tag("li", tag("a", s.title, href=f"#{s.name}")) for s in sections]), aria_label="Sections"
+        ),
     )
     body = tag(
         "body",
         tag("a", "To the figures", class_="skip", href="#main"),
         header,
         tag("main", [_section(s) for s in sections], id="main"),
-        tag("footer", "Made by Forebay. GiB are 2", tag("sup", "30"), " bytes, MiB 2", tag("sup", "20"), "."),
+        tag(
+            "footer", "Made by Forebay. 1 GiB is 2", tag("sup", "30"), " bytes, 1 MiB is 2", tag("sup", "20"), " bytes."
+        ),
         tag("script", Html(script)),
     )
     return f"{OPENS}{head}</head>{body}</html>\n"
 
 
-def missing(sentence: str) -> Html:
-    """What stands where a section has nothing to show: one sentence on why."""
-    return tag("p", sentence, class_="empty")
+def empty(name: str, title: str, why: str) -> Section:
+    """A section with nothing to show, and the reason."""
+    return Section(name, title, "", tag("p", why, class_="empty"))
 
 
 def _section(section: Section) -> Html:
@@ -174,43 +159,39 @@ def _digest(script: str) -> str:
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
-_MANY = 9  # columns above which a table is set closer
-_NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
-
-
-def table(
-    caption: str, heads: Sequence[tuple[str, str]], rows: Iterable[Sequence[Child]], most: int | None = None
-) -> Html:
+def table(caption: str, heads: str, rows: Iterable[Sequence[Child]], most: int | None = None) -> Html:
     """A table whose first column names its rows.
 
     Args:
-        heads: title and kind of each column: "" text, "n" figures, "path" module paths, "share" bars.
+        heads: titles of the columns, separated by "|"; each may have a kind after a colon: "n" figures, "path" module paths,
+            "share" bars.
         most: number of the row that is emphasised.
     """
-    head = tag("tr", [tag("th", title, class_=kind or None, scope="col") for title, kind in heads])
+    columns = [(title.strip(), kind.strip() or None) for title, _, kind in (h.partition(":") for h in heads.split("|"))]
+    head = tag("tr", [tag("th", title, class_=kind, scope="col") for title, kind in columns])
     lines = []
     for number, row in enumerate(rows):
         cells = [
-            tag("td" if column else "th", cell, class_=kind or None, scope=None if column else "row")
-            for column, (cell, (_, kind)) in enumerate(zip(row, heads, strict=True))
+            tag("td" if column else "th", cell, class_=kind, scope=None if column else "row")
+            for column, (cell, (_, kind)) in enumerate(zip(row, columns, strict=True))
         ]
         lines.append(tag("tr", cells, class_="most" if number == most else None))
-    kind = "dense" if len(heads) > _MANY else None
-    inside = tag("table", tag("caption", caption), tag("thead", head), tag("tbody", lines), class_=kind)
+    dense = "dense" if len(columns) > _MANY else None
+    inside = tag("table", tag("caption", caption), tag("thead", head), tag("tbody", lines), class_=dense)
     return tag("div", inside, class_="scroll", tabindex="0", role="region", aria_label=caption)
 
 
 def tiles(figures: Iterable[tuple[str, str, str]]) -> Html:
-    """Figures side by side: name, figure, and what stands small behind it."""
+    """Figures side by side: name, figure, and a remark in small print."""
     found = [
-        tag("div", tag("dt", name), tag("dd", figure, tag("small", f" {more}") if more else None))
-        for name, figure, more in figures
+        tag("div", tag("dt", name), tag("dd", figure, tag("small", f" {remark}") if remark else None))
+        for name, figure, remark in figures
     ]
     return tag("dl", found, class_="tiles")
 
 
 def big(count: int) -> Html:
-    """Bytes as the one figure of a page."""
+    """Bytes as the main figure of a page."""
     number, unit = format_bytes(count).split(" ")
     return tag("p", number, tag("small", unit), class_="figure")
 
@@ -224,12 +205,12 @@ def count(number: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds, or milliseconds of less than one."""
+    """Seconds, or milliseconds below one second."""
     return f"{seconds:,.3f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Ascending numbers, neighbours together: "0 to 3, 5"."""
+    """Ascending numbers with runs joined: "0 to 3, 5"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][-1] == number - 1:
@@ -239,29 +220,29 @@ def ranges(numbers: Iterable[int]) -> str:
     return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
-def percent(measured: float, said: float) -> str:
-    """How far a plan is off what was measured, such as "+2.4 %"."""
-    if said == measured:
+def percent(measured: float, planned: float) -> str:
+    """The plan's difference from the measurement, such as "+2.4 %"."""
+    if planned == measured:
         return "exact"
     if not measured:
         return "–"
-    off = 100 * (said - measured) / measured
+    off = 100 * (planned - measured) / measured
     return f"{off:+.1f} %" if abs(off) >= 0.05 else f"{off:+.3f} %"
 
 
 def alike(path: str) -> str:
-    """A module path with its layer's number left open: "model.layers.*.mlp"."""
+    """A module path without its layer's number: "model.layers.*.mlp"."""
     return _NUMBER.sub(".*", path)
 
 
 def layer_of(path: str) -> tuple[int, str] | None:
-    """Number of the layer that a path is in, and the rest of the path; None outside of layers."""
+    """The number of the layer that a path is in, and the rest of the path; None outside of layers."""
     found = _NUMBER.search(path)
     return None if found is None else (int(found[1]), path[found.end() + 1 :])
 
 
 def grouped(sizes: Mapping[str, int]) -> list[tuple[str, int, int]]:
-    """Paths that differ in their layer alone: (path, how many, bytes of all), largest first."""
+    """Paths that differ only in their layer: (path, number of them, bytes of all), largest first."""
     found: dict[str, list[int]] = {}
     for path, size in sizes.items():
         found.setdefault(alike(path), []).append(size)

@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from forebay.report.html import Html, data, join, tag
+from forebay.policy import PLACEMENTS
+from forebay.report.charts import PARTS
+from forebay.report.html import Html, data, join, ranges, tag
 from forebay.report.plan_page import plan_page
-from forebay.report.run_page import read_run, run_page
+from forebay.report.run_folder import read_run
+from forebay.report.run_page import run_page
 from forebay.report.sections import Planned
 from tests.report.pages import config, plan_of, write_folder
 
@@ -22,7 +25,7 @@ BLOCKS = {"div", "dl", "figure", "h1", "h2", "h3", "p", "pre", "section", "table
 
 
 class Checker(HTMLParser):
-    """Collects what is wrong: tags not closed in order, attributes and ids given twice, blocks in a paragraph."""
+    """Collects errors: tags not closed in order, attributes and ids given twice, blocks in a paragraph."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -86,22 +89,14 @@ def texts(folder: Path, plan: Planned) -> dict[str, str]:
     }
 
 
-def test_every_tag_is_closed(texts: dict[str, str]) -> None:
-    assert {name: Checker(text).wrong for name, text in texts.items()} == {name: [] for name in texts}
-
-
-def test_nothing_of_a_name_is_markup(texts: dict[str, str]) -> None:
-    for text in texts.values():
+def test_pages_are_closed_escaped_and_fetch_nothing(texts: dict[str, str]) -> None:
+    """Links lead within the page, to a file beside it, or are an empty icon; style has no url and imports nothing."""
+    for name, text in texts.items():
         page = Checker(text)
+        assert page.wrong == [], name
         assert "<script>window" not in text and NASTY in page.text
         kinds = [kind for kind, _ in page.scripts]
         assert kinds.count(None) == 1 and set(kinds) <= {None, "application/json"}
-
-
-def test_nothing_is_fetched(texts: dict[str, str]) -> None:
-    """Links lead within the page, to a file beside it, or are an empty icon; style has no url and imports nothing."""
-    for text in texts.values():
-        page = Checker(text)
         assert all(link.startswith(("#", "data:,", "%3Cscript")) for link in page.links), page.links
         assert "url(" not in text and "@import" not in text and not re.search(r"\b(?:fetch|import)\s*\(", text)
         (script,) = (script for kind, script in page.scripts if kind is None)
@@ -114,9 +109,14 @@ def test_markup() -> None:
     assert tag(
         "p", "a < b & c", Html("<b>d</b>"), None, ["e", 5], class_="x", aria_label='say "so"', hidden=True, id=None
     ) == ('<p class="x" aria-label="say &quot;so&quot;" hidden>a &lt; b &amp; c<b>d</b>e5</p>')
+    assert tag("rect", x=0, y=0.0) == '<rect x="0" y="0.0"></rect>'
     assert tag("meta", charset="utf-8") == '<meta charset="utf-8">'
     assert join("<", Html("<")) == "&lt;<"
     assert data({"a": "</script><!--"}) == '<script type="application/json">{"a":"\\u003c/script>\\u003c!--"}</script>'
+
+
+def test_ranges() -> None:
+    assert [ranges(n) for n in ([0, 1, 2, 5], [3], [1, 3], [])] == ["0 to 2, 5", "3", "1, 3", ""]
 
 
 def colours() -> dict[str, tuple[str, str]]:
@@ -130,7 +130,7 @@ def channels(colour: str) -> list[int]:
 
 
 def luminance(colour: list[float]) -> float:
-    """WCAG 2.2, of sRGB from 0 to 255."""
+    """WCAG 2.2, for sRGB from 0 to 255."""
     linear = [c / 255 / 12.92 if c / 255 <= 0.04045 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in colour]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
@@ -155,21 +155,7 @@ def test_colours_can_be_read(theme: int) -> None:
     boxes = ("forward", "backward", "input", "weights")
     text += [("ground", box) for box in boxes]
     assert [(a, b) for a, b in text if contrast(of[a], of[b]) < 4.5] == []
-    faint = {
-        b: [0.42 * x + 0.58 * y for x, y in zip(of[b], of["ground"], strict=True)] for b in boxes
-    }  # as in page.css
+    faint = {b: [0.42 * x + 0.58 * y for x, y in zip(of[b], of["ground"], strict=True)] for b in boxes}  # page.css
     assert [b for b in boxes if contrast(of["text"], faint[b]) < 4.5] == []
-    drawn = [
-        "parameters",
-        "optimizer",
-        "gradients",
-        "activations",
-        "transient",
-        "other",
-        "cached",
-        "keep",
-        "recompute",
-        "offload",
-    ]
-    drawn += ["stash", *boxes, "mark", "series", "series-two", "series-three", "series-four"]
+    drawn = [*PARTS, *PLACEMENTS, *boxes, "mark", "series", "series-two", "series-three", "series-four"]
     assert [name for name in drawn if contrast(of[name], of["ground"]) < 3] == []

@@ -11,7 +11,7 @@ from forebay.config import Config, from_mapping
 from forebay.errors import UsageError
 from forebay.pipeline.partition import in_flight
 from forebay.pipeline.schedule import Action, PipelinePlan
-from forebay.train.saved_profile import PipelineProfile, Place, Save, profile_pipeline, profile_ranks, summed_up
+from forebay.train.saved_profile import PipelineProfile, Place, Save, profile_ranks, summarize
 from tests.ranks import run_ranks
 
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zbv", "dualpipev")
@@ -77,7 +77,7 @@ def of_one_process(rank: int, world: int, folder: str) -> dict[str, int]:
 
     with Trainer(config(folder)) as trainer:
         with pytest.raises(UsageError, match=r"parallel\.pp is 1: there is no pipeline to profile"):
-            profile_pipeline(trainer)
+            profile_ranks(trainer)
         return trainer.memory.profile(trainer.forward).by_region
 
 
@@ -99,7 +99,12 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[P
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_equal_layers_and_microbatches_save_alike(measured: Any, schedule: str) -> None:
     ranks = measured[0][schedule]
-    layers = {n: sizes for profile in ranks for n, sizes in profile.by_layer.items()}
+    layers: dict[int, list[int]] = {}
+    for profile in ranks:
+        for place, sizes in profile.by_place.items():
+            if place.layer is not None:
+                before = layers.get(place.layer, [0] * MICROBATCHES)
+                layers[place.layer] = [a + b for a, b in zip(before, sizes, strict=True)]
     assert sorted(layers) == list(range(MODEL["num_hidden_layers"]))  # type: ignore[call-overload]
     assert all(len(sizes) == MICROBATCHES and len(set(sizes)) == 1 for sizes in layers.values())
     assert len({sizes[0] for n, sizes in layers.items() if n != DENSE}) == 1
@@ -170,12 +175,12 @@ def test_table_and_json(measured: Any) -> None:
     assert lines[0] == "pipeline rank 0 of 2: dualpipev, 8 microbatches"
     (row,) = [line for line in lines if line.split()[:3] == ["0", str(DENSE), "dense"]]
     assert "KiB" in row and " - " not in row
-    figures = json.loads(profile.to_json())
+    figures = json.loads(json.dumps(profile.as_dict()))
     assert figures["in_flight"] == {"0": 4, "3": 1} and figures["peak_bytes"] == profile.peak_bytes
     assert sum(saved["bytes"] for saved in figures["saved"]) == sum(saved.nbytes for saved in profile.saved)
 
 
-def test_summed_up_by_hand() -> None:
+def test_summarize_by_hand() -> None:
     """Two microbatches on one stage. Storage 0 is a weight, 1 a table that both save, 2 and 3 belong to one each, 4 to nobody's
     backward for long."""
     plan = PipelinePlan("1f1b", (0,), 2, ((Action("F", 0, 0),),))
@@ -187,7 +192,7 @@ def test_summed_up_by_hand() -> None:
     # The first microbatch: all saved, 4 let go of, then one of the two saves of storage 2. The second comes, both go.
     events = [*((True, n) for n in range(5)), (False, 4), (False, 2), *((True, n) for n in (5, 6, 7))]
     events += [(False, n) for n in (7, 6, 5, 3, 1, 0)]
-    profile = summed_up(plan, 0, [1000, 100, 10, 20, 5], frozenset({0}), saves, events)
+    profile = summarize(plan, 0, [1000, 100, 10, 20, 5], frozenset({0}), saves, events)
     assert [(s.place.part, s.microbatch, s.nbytes, s.weight_bytes) for s in profile.saved] == [
         ("attention", 0, 10, 1000),  # storage 2 counts where it was saved first
         ("attention", 1, 0, 1000),
@@ -196,7 +201,7 @@ def test_summed_up_by_hand() -> None:
     ]
     assert profile.shared_bytes == 100
     assert profile.peak_bytes == 10 + 20 and profile.peak_in_flight == profile.in_flight == {0: 2}
-    assert profile.by_stage == {0: [15, 20]} and profile.by_layer == {0: [15, 20]}
+    assert profile.by_stage == {0: [15, 20]}
     table = profile.table()
     assert "10 B" in table and "0 B - 10 B" in table and "microbatch 1" in table
 
@@ -205,7 +210,7 @@ def test_a_graph_let_go_of_in_between_is_no_second_microbatch() -> None:
     plan = PipelinePlan("1f1b", (0,), 2, ((Action("F", 0, 0),),))
     place = Place(0, 3, "dense")
     saves = [Save(0, place, 0), Save(1, place, 1)]
-    profile = summed_up(plan, 0, [7, 9], frozenset(), saves, [(True, 0), (False, 0), (True, 1), (False, 1)])
+    profile = summarize(plan, 0, [7, 9], frozenset(), saves, [(True, 0), (False, 0), (True, 1), (False, 1)])
     assert profile.in_flight == {0: 1} and profile.peak_bytes == 9
 
 

@@ -1,26 +1,19 @@
-"""What autograd saves: bytes by region and by operation, weights told from activations.
+"""What autograd saves for backward: bytes by region and by operation, weights apart from activations.
 
-In: a model and a step that returns a loss with its graph. Out: a `SavedProfile`, plain figures that keep no tensor
-alive. A storage is counted once, whole, under the region and operation that saved it first: saving a view keeps the
-whole storage, and writing to a tensor between two saves makes no second one. What was saved in the step and let go of
-before its end (a branch that does not lead to the loss) is not counted.
-
-On a GPU the total is what the allocator holds for the graph (it rounds each block up to 512 bytes, as is done here).
-Three kinds of memory tell the two apart: storages that somebody else holds anyway, such as the batch, are counted here
-and were there before; a loss or logits kept by the caller are new but need not be saved; and tensors that a custom
-function keeps as plain attributes are saved behind autograd's back.
-
-How operations are found: ``pack`` numbers each saved tensor; afterwards the graph is walked and every node is asked for
-what it saved, which calls ``unpack`` with those numbers. That works for compiled code and custom functions as well.
+Input: a model and a step that returns a loss with its graph. Output: a `SavedProfile`, figures that keep no tensor alive. A
+storage is counted once and whole, for the region and operation that saved it first: saving a view keeps the whole storage.
+Storages that are gone at the step's end (a branch that does not lead to the loss) are not counted. On a GPU the total is what
+the allocator holds for the graph, with three exceptions: storages that existed before, such as the batch, are counted; a loss
+or logits that the caller keeps are not; nor are tensors that a custom function keeps as plain attributes.
 """
 
 import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +24,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from forebay.policy import format_bytes
 
 _BLOCK = 512  # bytes; the CUDA allocator's rounding
-_ELSEWHERE = "(not in the loss's graph)"
+_NOT_IN_GRAPH = "(not in the loss's graph)"
 _CUSTOM_OP = re.compile(r"GeneratedBackwardFor_([^_]+)_(.+)_default")  # torch.library's name for its autograd function
 
 
@@ -49,20 +42,24 @@ class SavedStorage:
 
 @dataclass(frozen=True)
 class SavedProfile:
-    """All storages that one forward pass saved. Bytes."""
+    """All storages that one forward pass saved.
+
+    Attributes:
+        allocator_bytes: by how much the CUDA allocator's count rose in the step, whose loss is held. The first step also
+            allocates workspaces. None on a CPU.
+    """
 
     storages: tuple[SavedStorage, ...]
     allocator_bytes: int | None = None
-    """CUDA: by how much the allocator's count rose over the step, its loss held; a first step makes workspaces too."""
 
     @property
     def activation_bytes(self) -> int:
-        """Saved bytes that are no weights."""
+        """Bytes of saved storages that are not weights."""
         return sum(s.nbytes for s in self.storages if not s.is_weight)
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights that were saved; they cost nothing, as the model holds them anyway."""
+        """Bytes of weights that were saved; the model holds them anyway."""
         return sum(s.nbytes for s in self.storages if s.is_weight)
 
     @property
@@ -87,7 +84,7 @@ class SavedProfile:
             f"({format_bytes(self.weight_bytes)} of weights, held anyway)"
         ]
         if self.allocator_bytes is not None:
-            lines.append(f"the allocator gave out {format_bytes(self.allocator_bytes)}")
+            lines.append(f"allocated in the step: {format_bytes(self.allocator_bytes)}")
         for title, sums in (("by region", self.by_region), ("by operation", self.by_op)):
             lines += ["", title]
             lines += [
@@ -122,135 +119,46 @@ class SavedProfile:
         return dict(sums.most_common())
 
 
-class _ProfiledTensor:
-    """What the graph owns while it is profiled: the tensor's alias and the numbers of its storages."""
+class StorageNumbers:
+    """Numbers storages in the order in which they are met. Keeps their identities (weak references), not their memory.
 
-    __slots__ = ("numbers", "tensor")
+    Attributes:
+        refs: the storages, by number.
+        nbytes: their sizes, as the allocator rounds them.
+    """
 
-    def __init__(self, numbers: tuple[int, ...], tensor: Tensor):
-        self.numbers, self.tensor = numbers, tensor
+    def __init__(self) -> None:
+        self.refs: list[StorageWeakRef] = []
+        self.nbytes: list[int] = []
+        self._numbers: dict[int, int] = {}  # address of the storage as an object -> number
 
-
-@dataclass(frozen=True, eq=False)
-class _Row:
-    """A storage met by ``pack``. The weak reference keeps its identity from being used again, not its memory."""
-
-    storage: StorageWeakRef
-    region: str
-    shape: tuple[int, ...]
-    dtype: str
-    nbytes: int
+    def number(self, tensor: Tensor) -> int:
+        """The number of a plain tensor's storage."""
+        ref = StorageWeakRef(tensor.untyped_storage())
+        if ref.cdata not in self._numbers:
+            self._numbers[ref.cdata] = len(self.refs)
+            self.refs.append(ref)
+            nbytes = tensor.untyped_storage().nbytes()
+            self.nbytes.append(-(-nbytes // _BLOCK) * _BLOCK if tensor.is_cuda else nbytes)
+        return self._numbers[ref.cdata]
 
 
 class WeightStorages:
-    """The storages of a model's parameters and buffers. Known by identity, which they keep while FSDP2 frees and refills them."""
+    """The storages of a model's parameters and buffers, by identity, which they keep while FSDP2 frees and refills them."""
 
     def __init__(self, model: nn.Module):
         self._storages: dict[int, StorageWeakRef] = {}
         self.add(model)
 
     def add(self, module: nn.Module) -> None:
-        """Those of `module` as they are now."""
+        """Add those of `module` as they are now: FSDP2 swaps parameters for unsharded ones in a forward."""
         for tensor in (*module.parameters(), *module.buffers()):
             for part in plain_parts(tensor):
-                weak = StorageWeakRef(part.untyped_storage())
-                self._storages[weak.cdata] = weak
+                ref = StorageWeakRef(part.untyped_storage())
+                self._storages[ref.cdata] = ref
 
     def __contains__(self, storage: StorageWeakRef) -> bool:
         return storage.cdata in self._storages
-
-
-class Profiler:
-    """Collects during one `run`; `region` names the region for what is saved inside it."""
-
-    def __init__(self, model: nn.Module):
-        self._modules = dict(model.named_modules())
-        self._path = [""]
-        self._rows: list[_Row] = []
-        self._numbers: dict[int, int] = {}  # a storage's address as an object -> its row
-        self._weights = WeightStorages(model)
-        self._operations: dict[int, str] = {}
-        self._asking: str | None = None
-
-    @contextmanager
-    def region(self, path: str) -> Iterator[None]:
-        """Within, what is saved counts for `path`, a module's or any other name."""
-        if path in self._modules:  # FSDP2 swaps a module's parameters for gathered ones in its forward
-            self._weights.add(self._modules[path])
-        self._path.append(path)
-        try:
-            yield
-        finally:
-            self._path.pop()
-
-    def run(self, step: Callable[[], Any]) -> SavedProfile:
-        """Profile one call of `step`.
-
-        Raises:
-            ValueError: `step` returned nothing with a graph, so there is nothing to walk.
-            NotImplementedError: a sparse tensor was saved, whose bytes are not known here.
-        """
-        before = _allocated()
-        with torch.enable_grad(), saved_tensors_hooks(self._pack, self._unpack):
-            loss = step()
-        after = _allocated()
-        if not isinstance(loss, Tensor) or loss.grad_fn is None:
-            raise ValueError(
-                "the step to profile must return its loss, a tensor with a graph, without running backward"
-            )
-        self._name_operations(loss.grad_fn)
-        return SavedProfile(
-            tuple(
-                SavedStorage(
-                    row.region,
-                    self._operations.get(number, _ELSEWHERE),
-                    row.shape,
-                    row.dtype,
-                    row.nbytes,
-                    row.storage in self._weights,
-                )
-                for number, row in enumerate(self._rows)
-                if not row.storage.expired()
-            ),
-            after - before if loss.is_cuda else None,
-        )
-
-    def _pack(self, tensor: Tensor) -> _ProfiledTensor:
-        # A detached alias and never the tensor itself: a node that owns its own output is a cycle no collector breaks.
-        return _ProfiledTensor(tuple(self._number(part) for part in plain_parts(tensor)), tensor.detach())
-
-    def _number(self, tensor: Tensor) -> int:
-        weak = StorageWeakRef(tensor.untyped_storage())
-        if weak.cdata not in self._numbers:
-            self._numbers[weak.cdata] = len(self._rows)
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            self._rows.append(_Row(weak, self._path[-1], tuple(tensor.shape), dtype, allocated_bytes(tensor)))
-        return self._numbers[weak.cdata]
-
-    def _unpack(self, packed: _ProfiledTensor) -> Tensor:
-        if self._asking is not None:
-            for number in packed.numbers:
-                self._operations.setdefault(number, self._asking)
-        return packed.tensor
-
-    def _name_operations(self, root: Any) -> None:
-        """Ask every node of the graph for what it saved, in the order in which the nodes were made: of two that saved
-        one storage, the earlier is named."""
-        seen, stack = {root}, [root]
-        while stack:
-            for following, _ in stack.pop().next_functions:
-                if following is not None and following not in seen:
-                    seen.add(following)
-                    stack.append(following)
-        for node in sorted(seen, key=lambda node: node._sequence_nr()):
-            self._asking = _operation(node.name())
-            for name in dir(node):
-                if name == "saved_tensors" or name.startswith("_saved_"):
-                    # A node may hold a tensor that was written to since, which it refuses to give out.
-                    with ExitStack() as quiet:
-                        quiet.push(lambda kind, *_: kind is not None and issubclass(kind, RuntimeError))
-                        getattr(node, name)
-        self._asking = None
 
 
 def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
@@ -266,10 +174,101 @@ def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
         raise NotImplementedError(f"a saved tensor of layout {tensor.layout}: only strided ones can be profiled")
 
 
-def allocated_bytes(tensor: Tensor) -> int:
-    """Of a plain tensor's whole storage, as the allocator has it."""
-    nbytes = tensor.untyped_storage().nbytes()
-    return -(-nbytes // _BLOCK) * _BLOCK if tensor.is_cuda else nbytes
+class _ProfiledTensor(NamedTuple):
+    """What the graph owns while it is profiled."""
+
+    numbers: tuple[int, ...]  # of its storages
+    alias: Tensor
+
+
+class _FirstSave(NamedTuple):
+    region: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Profiler:
+    """Collects what one `run` saves; `region` names the region of what is saved inside it."""
+
+    def __init__(self, model: nn.Module):
+        self._modules = dict(model.named_modules())
+        self._path = [""]
+        self._storages = StorageNumbers()
+        self._first: list[_FirstSave] = []  # by storage number
+        self._weights = WeightStorages(model)
+        self._operations: dict[int, str] = {}
+        self._asked_operation: str | None = None
+
+    @contextmanager
+    def region(self, path: str) -> Iterator[None]:
+        """Within, what is saved counts for `path`: a module's, or any other name."""
+        if path in self._modules:
+            self._weights.add(self._modules[path])
+        self._path.append(path)
+        try:
+            yield
+        finally:
+            self._path.pop()
+
+    def run(self, step: Callable[[], Any]) -> SavedProfile:
+        """Profile one call of `step`.
+
+        Raises:
+            ValueError: `step` returned no tensor with a graph.
+            NotImplementedError: a sparse tensor was saved, whose bytes are not known here.
+        """
+        before = _allocated()
+        with torch.enable_grad(), saved_tensors_hooks(self._pack, self._unpack):
+            loss = step()
+        after = _allocated()
+        if not isinstance(loss, Tensor) or loss.grad_fn is None:
+            raise ValueError(
+                "the step to profile must return its loss, a tensor with a graph, without running backward"
+            )
+        self._name_operations(loss.grad_fn)
+        return SavedProfile(tuple(self._alive()), after - before if loss.is_cuda else None)
+
+    def _alive(self) -> Iterator[SavedStorage]:
+        storages = zip(self._storages.refs, self._storages.nbytes, self._first, strict=True)
+        for number, (ref, nbytes, first) in enumerate(storages):
+            if not ref.expired():
+                operation = self._operations.get(number, _NOT_IN_GRAPH)
+                yield SavedStorage(first.region, operation, first.shape, first.dtype, nbytes, ref in self._weights)
+
+    def _pack(self, tensor: Tensor) -> _ProfiledTensor:
+        # Trap: never the tensor itself. A node that owns its own output is a cycle that the garbage collector does not see.
+        return _ProfiledTensor(tuple(self._number(part) for part in plain_parts(tensor)), tensor.detach())
+
+    def _number(self, tensor: Tensor) -> int:
+        number = self._storages.number(tensor)
+        if number == len(self._first):
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            self._first.append(_FirstSave(self._path[-1], tuple(tensor.shape), dtype))
+        return number
+
+    def _unpack(self, packed: _ProfiledTensor) -> Tensor:
+        if self._asked_operation is not None:
+            for number in packed.numbers:
+                self._operations.setdefault(number, self._asked_operation)
+        return packed.alias
+
+    def _name_operations(self, root: Any) -> None:
+        """Ask each node of the graph for what it saved, which calls ``unpack``. This works for compiled code and custom functions
+        too. Nodes are asked in the order in which they were made: if two saved one storage, the earlier is named."""
+        seen, stack = {root}, [root]
+        while stack:
+            for following, _ in stack.pop().next_functions:
+                if following is not None and following not in seen:
+                    seen.add(following)
+                    stack.append(following)
+        for node in sorted(seen, key=lambda node: node._sequence_nr()):
+            self._asked_operation = _operation(node.name())
+            for name in dir(node):
+                if name == "saved_tensors" or name.startswith("_saved_"):
+                    # A node refuses to return a tensor that was modified since.
+                    with suppress(RuntimeError):
+                        getattr(node, name)
+        self._asked_operation = None
 
 
 def _operation(node: str) -> str:
@@ -288,16 +287,16 @@ def profile_model(
     regions: Iterable[str] | None = None,
     profiler: Profiler | None = None,
 ) -> SavedProfile:
-    """Saved tensors of one call of `step`.
+    """Profile one call of `step`.
 
     Args:
         model: the module whose parameters are weights and whose modules are regions.
         step: runs a forward pass and returns its loss; no backward.
-        regions: module paths to attribute to, the innermost that is running. Default: every module.
+        regions: paths of modules to attribute to, the innermost that is running. Default: every module.
         profiler: one whose `region` the caller enters by other means as well.
 
     Raises:
-        ValueError: `step` returned no loss with a graph, or a region is no module of the model.
+        ValueError: `step` returned no loss with a graph, or a region is not a module of the model.
     """
     profiler = profiler or Profiler(model)
     modules = dict(model.named_modules())
@@ -314,18 +313,16 @@ def profile_model(
 def _enter_on_forward(module: nn.Module, path: str, profiler: Profiler, hooks: ExitStack) -> None:
     running: list[ExitStack] = []
 
-    # While torch.compile traces a module these do nothing: what compiled code saves counts for whoever calls it.
+    # While torch.compile traces a module these do nothing: what compiled code saves counts for its caller.
     def before(*_: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        stack = ExitStack()
-        stack.enter_context(profiler.region(path))
-        running.append(stack)
+        if not torch.compiler.is_compiling():
+            stack = ExitStack()
+            stack.enter_context(profiler.region(path))
+            running.append(stack)
 
     def after(*_: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        running.pop().close()
+        if not torch.compiler.is_compiling():
+            running.pop().close()
 
     hooks.callback(module.register_forward_pre_hook(before).remove)
     hooks.callback(module.register_forward_hook(after, always_call=True).remove)

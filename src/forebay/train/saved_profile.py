@@ -1,44 +1,27 @@
 """What autograd saves in a step of a pipeline, on this rank: by decoder layer, part and microbatch, and how much of it at once.
 
-In: a `Trainer` on a pipeline. Out: a `PipelineProfile`, plain figures. One step's forwards and backwards run as the schedule has
-them, with the placements off, and no optimizer step comes of them.
-
-    parts       attention    the attention half of a layer
-                dense        the rest of a layer without experts
-                front        of one with experts: norm, router, shared experts
-                experts      and the experts, on the rows they were sent
-                embedding    before the first layer
-                head         last norm, head and loss; all of it is free again when its forward is over
-
-Storages are counted whole, as in `forebay.memory.profiler`, once a microbatch: under the layer and part that saved them first.
-Weights are counted by themselves. So are storages that several microbatches save, which are there anyway: masks, rotary tables,
-the batch. (With a single microbatch they cannot be told, and count for the first layer.)
-
-A saved tensor is let go of when autograd has used it. How long each lived is noted, and from that come the peak and the number of
-microbatches in flight. Not autograd's, and not counted: what the backward of a layer's input leaves for that of its weights
-(`forebay.moe.wgrad`), and messages between ranks.
-
-    profile_pipeline(trainer)     this rank's profile, a collective call
-    profile_ranks(trainer)        those of all ranks of the pipeline
+Input: a `Trainer` on a pipeline. Output: a `PipelineProfile`, plain figures. The forwards and backwards of one step run in the
+schedule's order with the placements off; the gradients are discarded. Storages are counted whole, as in
+`forebay.memory.profiler`, once a microbatch, for the layer and part that saved them first. Weights are counted apart, and so
+are storages that several microbatches save (masks, rotary tables, the batch); with a single microbatch these count for the
+first layer. Not counted: deferred weight gradients (`forebay.moe.wgrad`) and messages between ranks, which are not autograd's.
 """
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from forebay.errors import UsageError
-from forebay.memory.profiler import WeightStorages, allocated_bytes, plain_parts
+from forebay.memory.profiler import StorageNumbers, WeightStorages, plain_parts
 from forebay.moe.dispatch import TokenDispatcher
 from forebay.pipeline.partition import Partition
 from forebay.pipeline.runtime import Stage
@@ -46,6 +29,11 @@ from forebay.pipeline.schedule import FORWARD, Action, PipelinePlan
 from forebay.pipeline.sublayer import Layer
 from forebay.policy import format_bytes
 from forebay.train.trainer import Trainer
+
+# In the order of the forward. "dense": all of a layer without experts but its attention; "front": norm, router and shared
+# experts of a layer with experts, and "experts" on the rows they are sent; "head": last norm, head and loss, freed when its
+# forward is over.
+_PARTS = ("embedding", "attention", "dense", "front", "experts", "head")
 
 
 class Place(NamedTuple):
@@ -55,10 +43,16 @@ class Place(NamedTuple):
     layer: int | None
     part: str
 
+    @property
+    def in_forward_order(self) -> tuple[int, int, int, int]:
+        """Sorts places as the forward goes through them."""
+        at = {"embedding": -1, "head": 1}.get(self.part, 0)
+        return self.stage, at, self.layer or 0, _PARTS.index(self.part)
+
 
 @dataclass(frozen=True)
 class Saved:
-    """What was saved in one place for one microbatch: bytes of activations, and of weights, which the model holds anyway."""
+    """Saved in one place for one microbatch: bytes of activations, and of weights, which the model holds anyway."""
 
     place: Place
     microbatch: int
@@ -68,17 +62,17 @@ class Saved:
 
 @dataclass(frozen=True)
 class PipelineProfile:
-    """Of one rank, one step.
+    """What one rank saved in one step.
 
     Attributes:
         schedule: its name.
-        rank, ranks: this one in the pipeline, and how many there are.
+        rank, ranks: this pipeline rank, and how many there are.
         microbatches: of a step.
         saved: by place in the order of the forward, then by microbatch.
         shared_bytes: of storages that several microbatches save, each once.
-        in_flight: stage -> for how many microbatches it held something at most.
-        peak_bytes: of activations, all stages together, at the worst moment.
-        peak_in_flight: stage -> for how many microbatches it held something then.
+        in_flight: stage -> most microbatches for which it held something.
+        peak_bytes: peak of the activations of all stages together.
+        peak_in_flight: stage -> microbatches for which it held something at that peak.
     """
 
     schedule: str
@@ -100,16 +94,6 @@ class PipelineProfile:
         return found
 
     @cached_property
-    def by_layer(self) -> dict[int, list[int]]:
-        """Layer -> bytes of activations of each microbatch, all parts together."""
-        found: dict[int, list[int]] = {}
-        for place, sizes in self.by_place.items():
-            if place.layer is not None:
-                before = found.get(place.layer, [0] * self.microbatches)
-                found[place.layer] = [a + b for a, b in zip(before, sizes, strict=True)]
-        return found
-
-    @cached_property
     def by_stage(self) -> dict[int, list[int]]:
         """Stage -> bytes of activations of each microbatch that wait for its backward: without the head's."""
         found: dict[int, list[int]] = {stage: [0] * self.microbatches for stage in self.in_flight}
@@ -122,8 +106,8 @@ class PipelineProfile:
         """Plain text, at most 80 columns: by stage, by place, by microbatch."""
         lines = [
             f"pipeline rank {self.rank} of {self.ranks}: {self.schedule}, {self.microbatches} microbatches",
-            f"saved for backward: {format_bytes(self.peak_bytes)} of activations at once, at most",
-            f"({format_bytes(self.shared_bytes)} that microbatches share, such as masks and tables, not among them)",
+            f"saved for backward: {format_bytes(self.peak_bytes)} of activations at the peak",
+            f"({format_bytes(self.shared_bytes)} shared by microbatches, such as masks and tables, not included)",
             "",
             "microbatches in flight",
             f"  {'stage':>5}  {'at most':>8}  {'at the peak':>12}",
@@ -134,18 +118,18 @@ class PipelineProfile:
             "saved for one microbatch (from - to, where they differ; weights are held anyway)",
             f"  {'stage':>5}  {'layer':>5}  {'part':<9}  {'activations':>27}  {'weights':>12}",
         ]
-        weights = self._ranges(lambda saved: saved.weight_bytes)
-        for place, (least, most) in self._ranges(lambda saved: saved.nbytes).items():
+        weights = {saved.place: saved.weight_bytes for saved in sorted(self.saved, key=lambda s: s.weight_bytes)}
+        for place, sizes in self.by_place.items():
+            least, most = min(sizes), max(sizes)
             size = format_bytes(most) if least == most else f"{format_bytes(least)} - {format_bytes(most)}"
             layer = "" if place.layer is None else place.layer
-            held = format_bytes(weights[place][1])
+            held = format_bytes(weights[place])
             lines.append(f"  {place.stage:>5}  {layer:>5}  {place.part:<9}  {size:>27}  {held:>12}")
-        lines += ["", "by microbatch, without the head, whose part is free again at once"]
+        lines += ["", "by microbatch, without the head, which is freed in its forward"]
         for stage, sizes in self.by_stage.items():
-            lines += [
-                f"  {stage:>5}  {_numbers(first, last):<22}  {format_bytes(size):>20}"
-                for first, last, size in _runs(sizes)
-            ]
+            for first, last in _equal_runs(sizes):
+                name = f"microbatch {first}" if first == last else f"microbatches {first} to {last}"
+                lines.append(f"  {stage:>5}  {name:<22}  {format_bytes(sizes[first]):>20}")
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
@@ -165,19 +149,18 @@ class PipelineProfile:
             ],
         }
 
-    def to_json(self) -> str:
-        """The figures as JSON."""
-        return json.dumps(self.as_dict(), indent=1)
 
-    def _ranges(self, of: Callable[[Saved], int]) -> dict[Place, tuple[int, int]]:
-        found: dict[Place, list[int]] = {}
-        for saved in self.saved:
-            found.setdefault(saved.place, []).append(of(saved))
-        return {place: (min(sizes), max(sizes)) for place, sizes in found.items()}
+def _equal_runs(sizes: list[int]) -> Iterator[tuple[int, int]]:
+    """(first, last) of neighbouring microbatches of equal size."""
+    first = 0
+    for number in range(1, len(sizes) + 1):
+        if number == len(sizes) or sizes[number] != sizes[first]:
+            yield first, number - 1
+            first = number
 
 
-def profile_pipeline(trainer: Trainer, number: int = 1) -> PipelineProfile:
-    """Profile the forwards and backwards of step `number`. All processes of the run call it.
+def profile_ranks(trainer: Trainer, number: int = 1) -> list[PipelineProfile]:
+    """Profile the forwards and backwards of step `number`: the profiles of all ranks of this process's pipeline. Collective.
 
     Raises:
         UsageError: the trainer has no pipeline.
@@ -188,31 +171,18 @@ def profile_pipeline(trainer: Trainer, number: int = 1) -> PipelineProfile:
     collector = Collector(trainer.model, engine.partition)
     with (
         trainer.memory.suspended(collector.region),
-        engine.watched(collector, collector.around),
+        engine.watched(collector, collector.labelled),
         saved_tensors_hooks(collector.pack, collector.unpack),
     ):
         trainer.gradients(number)
     trainer.discard()
-    return collector.profile(engine.plan, trainer.mesh.pp_rank)
-
-
-def profile_ranks(trainer: Trainer, number: int = 1) -> list[PipelineProfile]:
-    """`profile_pipeline` of every rank of this process's pipeline, on each of them."""
-    own = profile_pipeline(trainer, number)
     found: list[Any] = [None] * trainer.mesh.pp
-    dist.all_gather_object(found, own, group=trainer.mesh.pipeline)
+    dist.all_gather_object(found, collector.profile(engine.plan, trainer.mesh.pp_rank), group=trainer.mesh.pipeline)
     return found
 
 
-class _Storage(NamedTuple):
-    """The weak reference keeps the storage's identity from being used again, not its memory."""
-
-    weak: StorageWeakRef
-    nbytes: int
-
-
 class Save(NamedTuple):
-    """A storage, by its number, that autograd saved."""
+    """Autograd saved a storage, given by its number."""
 
     storage: int
     place: Place
@@ -220,12 +190,12 @@ class Save(NamedTuple):
 
 
 class _TrackedTensor:
-    """What the graph owns in place of a saved tensor. When it is let go of, so is what was saved."""
+    """What the graph owns in place of a saved tensor. Notes when it is made and when it dies."""
 
-    __slots__ = ("_events", "_saves", "tensor")
+    __slots__ = ("_events", "_saves", "alias")
 
-    def __init__(self, tensor: Tensor, saves: list[int], events: list[tuple[bool, int]]):
-        self.tensor, self._saves, self._events = tensor, saves, events
+    def __init__(self, alias: Tensor, saves: list[int], events: list[tuple[bool, int]]):
+        self.alias, self._saves, self._events = alias, saves, events
         events.extend((True, save) for save in saves)
 
     def __del__(self) -> None:
@@ -233,25 +203,21 @@ class _TrackedTensor:
 
 
 class Collector:
-    """Notes what is saved where, and when it is let go of, in one step; a watcher of the runtime.
-
-    Owns the weak references and notes of that step; tensors belong to the graphs.
-    """
+    """Notes what is saved where in one step, and when it is freed; a watcher of the runtime. The graphs own the tensors."""
 
     def __init__(self, model: nn.Module, partition: Partition):
         self._model, self._partition = model, partition
         self._weights = WeightStorages(model)
         self._forward: Action | None = None
         self._inside: tuple[int | None, str] | None = None  # layer and part
-        self._storages: list[_Storage] = []
-        self._numbers: dict[int, int] = {}  # a storage's address as an object -> its number
+        self._storages = StorageNumbers()
         self._saves: list[Save] = []
-        self._events: list[tuple[bool, int]] = []  # a save came, or went
+        self._events: list[tuple[bool, int]] = []  # (True, save) when it is made, (False, save) when it is freed
 
     def began(self, action: Action) -> None:
         """See `forebay.pipeline.runtime.Watcher`."""
         if not self._events:
-            self._weights.add(self._model)  # gathered by now
+            self._weights.add(self._model)  # unsharded by now
         first = action.parts[0] if action.parts else action
         self._forward = first if first.kind == FORWARD else None
 
@@ -261,51 +227,44 @@ class Collector:
 
     @contextmanager
     def region(self, path: str) -> Iterator[None]:
-        """Around a managed region. Of the cut layers' parts, only the attention half is told by it."""
+        """Around a managed region. In a layer cut into parts, only the attention sublayer is known by it."""
         if self._inside is None or not path.endswith(".self_attn"):
             yield
             return
         with self._within(self._inside[0], "attention"):
             yield
 
-    def around(self, number: int, stage: Stage) -> Stage:
-        """The same stage, whose parts say that they run."""
+    def labelled(self, number: int, stage: Stage) -> Stage:
+        """The same stage, whose parts tell this collector when they run."""
         layers = [
-            _Named(layer, n, self._within)
+            _LabelledLayer(layer, partial(self._within, n))
             for n, layer in zip(self._partition.layers[number], stage.layers, strict=True)
         ]
         prologue, epilogue = (
-            None if fn is None else _inside(fn, lambda part=part: self._within(None, part))  # type: ignore[misc]
+            None if fn is None else _run_within(fn, partial(self._within, None, part))
             for fn, part in ((stage.prologue, "embedding"), (stage.epilogue, "head"))
         )
         return replace(stage, layers=layers, prologue=prologue, epilogue=epilogue)
 
     def pack(self, tensor: Tensor) -> _TrackedTensor:
         """For `saved_tensors_hooks`."""
-        # A detached alias and never the tensor itself: a node that owns its own output is a cycle no collector breaks.
+        # Trap: never the tensor itself. A node that owns its own output is a cycle that the garbage collector does not see.
         if self._forward is None or self._inside is None:
             return _TrackedTensor(tensor.detach(), [], self._events)
         place = Place(self._forward.stage, *self._inside)
-        saves = [self._save(part, place, self._forward.microbatch) for part in plain_parts(tensor)]
-        return _TrackedTensor(tensor.detach(), saves, self._events)
+        first = len(self._saves)
+        for part in plain_parts(tensor):
+            self._saves.append(Save(self._storages.number(part), place, self._forward.microbatch))
+        return _TrackedTensor(tensor.detach(), list(range(first, len(self._saves))), self._events)
 
     def unpack(self, packed: _TrackedTensor) -> Tensor:
         """For `saved_tensors_hooks`."""
-        return packed.tensor
+        return packed.alias
 
     def profile(self, plan: PipelinePlan, rank: int) -> PipelineProfile:
-        """Of the step that was run."""
-        weights = frozenset(n for n, storage in enumerate(self._storages) if storage.weak in self._weights)
-        sizes = [storage.nbytes for storage in self._storages]
-        return summed_up(plan, rank, sizes, weights, self._saves, self._events)
-
-    def _save(self, tensor: Tensor, place: Place, microbatch: int) -> int:
-        weak = StorageWeakRef(tensor.untyped_storage())
-        if weak.cdata not in self._numbers:
-            self._numbers[weak.cdata] = len(self._storages)
-            self._storages.append(_Storage(weak, allocated_bytes(tensor)))
-        self._saves.append(Save(self._numbers[weak.cdata], place, microbatch))
-        return len(self._saves) - 1
+        """Of the step that ran."""
+        weights = frozenset(n for n, ref in enumerate(self._storages.refs) if ref in self._weights)
+        return summarize(plan, rank, self._storages.nbytes, weights, self._saves, self._events)
 
     @contextmanager
     def _within(self, layer: int | None, part: str) -> Iterator[None]:
@@ -316,30 +275,30 @@ class Collector:
             self._inside = before
 
 
-def _inside(fn: Callable[..., Any], around: Callable[[], AbstractContextManager[None]]) -> Callable[..., Any]:
+def _run_within(fn: Callable[..., Any], context: Callable[[], AbstractContextManager[None]]) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
-        with around():
+        with context():
             return fn(*args)
 
     return run
 
 
-class _Named:
-    """A `forebay.pipeline.sublayer.Layer` whose parts run inside `within(number, part)`."""
+class _LabelledLayer:
+    """A `forebay.pipeline.sublayer.Layer` whose parts run inside ``within(part)``."""
 
-    def __init__(self, layer: Layer, number: int, within: Callable[[int, str], AbstractContextManager[None]]):
+    def __init__(self, layer: Layer, within: Callable[[str], AbstractContextManager[None]]):
         self.dispatcher: TokenDispatcher | None = layer.dispatcher
         self.experts: Callable[[Tensor, Tensor, Tensor, int | None], Tensor] | None = None
         if layer.experts is not None:
-            self.experts = _inside(layer.experts, lambda: within(number, "experts"))
-        self.stage1 = _inside(layer.stage1, lambda: within(number, "front"))
-        self._whole = _inside(layer, lambda: within(number, "dense"))
+            self.experts = _run_within(layer.experts, partial(within, "experts"))
+        self.stage1 = _run_within(layer.stage1, partial(within, "front"))
+        self._whole = _run_within(layer, partial(within, "dense"))
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._whole(x)
 
 
-def summed_up(
+def summarize(
     plan: PipelinePlan,
     rank: int,
     sizes: list[int],
@@ -347,54 +306,47 @@ def summed_up(
     saves: list[Save],
     events: Iterable[tuple[bool, int]],
 ) -> PipelineProfile:
-    """A profile of what was noted.
+    """The profile of a step.
 
     Args:
         sizes: bytes of each storage.
         weights: numbers of the storages that are weights.
         saves: in their order.
-        events: (True, save) when it was made, (False, save) when it was let go of.
+        events: (True, save) when it was made, (False, save) when it was freed.
     """
-    of: dict[int, set[int]] = {}
+    microbatches: dict[int, set[int]] = {}
     for save in saves:
-        of.setdefault(save.storage, set()).add(save.microbatch)
-    shared = {n for n, microbatches in of.items() if len(microbatches) > 1} - weights
-    own, held = Counter[tuple[Place, int]](), Counter[tuple[Place, int]]()
-    seen: set[tuple[int, int]] = set()
+        microbatches.setdefault(save.storage, set()).add(save.microbatch)
+    shared = {storage for storage, several in microbatches.items() if len(several) > 1} - weights
+    activation_bytes, weight_bytes = Counter[tuple[Place, int]](), Counter[tuple[Place, int]]()
+    first_saves = {(save.storage, save.microbatch): save for save in reversed(saves)}
     for save in saves:
-        own[save.place, save.microbatch] += 0
-        if save.storage not in shared and (save.storage, save.microbatch) not in seen:
-            seen.add((save.storage, save.microbatch))
-            (held if save.storage in weights else own)[save.place, save.microbatch] += sizes[save.storage]
-    parts = ("embedding", "attention", "dense", "front", "experts", "head")
-    order = {place: n for n, place in enumerate(sorted({s.place for s in saves}, key=lambda p: _along(p, parts)))}
-    alive = _Alive([0 if n in shared or n in weights else size for n, size in enumerate(sizes)], plan.stages(rank))
-    for came, number in events:
-        alive.note(saves[number], 1 if came else -1)
+        activation_bytes[save.place, save.microbatch] += 0
+    for save in first_saves.values():
+        if save.storage not in shared:
+            counter = weight_bytes if save.storage in weights else activation_bytes
+            counter[save.place, save.microbatch] += sizes[save.storage]
+    live = _LiveSaves([0 if n in shared or n in weights else size for n, size in enumerate(sizes)], plan.stages(rank))
+    for made, number in events:
+        live.count(saves[number], 1 if made else -1)
     return PipelineProfile(
         plan.name,
         rank,
         len(plan.actions),
         plan.microbatches,
         tuple(
-            Saved(place, microbatch, own[place, microbatch], held[place, microbatch])
-            for place, microbatch in sorted(own, key=lambda key: (order[key[0]], key[1]))
+            Saved(place, microbatch, activation_bytes[place, microbatch], weight_bytes[place, microbatch])
+            for place, microbatch in sorted(activation_bytes, key=lambda key: (key[0].in_forward_order, key[1]))
         ),
         sum(sizes[n] for n in shared),
-        alive.in_flight,
-        alive.peak,
-        alive.peak_in_flight,
+        live.in_flight,
+        live.peak,
+        live.peak_in_flight,
     )
 
 
-def _along(place: Place, parts: tuple[str, ...]) -> tuple[int, int, int]:
-    """Sorts places along the forward."""
-    at = {"embedding": -1, "head": 1}.get(place.part, 0)
-    return place.stage, at, (0 if place.layer is None else place.layer * len(parts)) + parts.index(place.part)
-
-
-class _Alive:
-    """What is held now, and was at most. Storages of 0 bytes hold nothing."""
+class _LiveSaves:
+    """What is held now, and was at the peak. Storages of 0 bytes are not counted."""
 
     def __init__(self, sizes: list[int], stages: tuple[int, ...]):
         self.in_flight = dict.fromkeys(stages, 0)
@@ -404,8 +356,8 @@ class _Alive:
         self._of_storage: Counter[int] = Counter()
         self._of_microbatch: dict[int, Counter[int]] = {stage: Counter() for stage in stages}
 
-    def note(self, save: Save, change: int) -> None:
-        """A save came (1) or went (-1)."""
+    def count(self, save: Save, change: int) -> None:
+        """A save was made (1) or freed (-1)."""
         size = self._sizes[save.storage]
         if not size:
             return
@@ -421,16 +373,3 @@ class _Alive:
         if self._now > self.peak:
             self.peak = self._now
             self.peak_in_flight = {s: len(microbatches) for s, microbatches in self._of_microbatch.items()}
-
-
-def _runs(sizes: list[int]) -> Iterator[tuple[int, int, int]]:
-    """(first, last, size) of neighbouring microbatches that are alike."""
-    first = 0
-    for number in range(1, len(sizes) + 1):
-        if number == len(sizes) or sizes[number] != sizes[first]:
-            yield first, number - 1, sizes[first]
-            first = number
-
-
-def _numbers(first: int, last: int) -> str:
-    return f"microbatch {first}" if first == last else f"microbatches {first} to {last}"

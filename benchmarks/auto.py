@@ -132,8 +132,8 @@ def measure(model: Any, ids: torch.Tensor, arm: Arm, steps: int) -> Figure:
 
 def went_by(mem: forebay.Managed) -> dict[str, Any]:
     """Timeline and trials of auto as JSON values."""
-    assert mem.timeline is not None
-    return {"timeline": told(mem.timeline), "trials": [tried(trial, mem.plan) for trial in mem.trials]}
+    assert mem.manager.timeline is not None
+    return {"timeline": told(mem.manager.timeline), "trials": [tried(trial, mem.plan) for trial in mem.manager.trials]}
 
 
 def told(timeline: Timeline) -> dict[str, Any]:

@@ -515,7 +515,7 @@ def test_on_a_gpu_the_peak_is_within_the_budget_and_no_bit_differs() -> None:
             assert all(torch.equal(a, b) for a, b in zip(found, truth, strict=True))
             if mem.settled:
                 break
-        assert mem.settled and mem.trials
+        assert mem.settled and mem.manager.trials
         step(model)
         assert peaks[-1] <= budget
-        assert mem.plan is not None and any(trial.plan is mem.plan for trial in mem.trials)
+        assert mem.plan is not None and any(trial.plan is mem.plan for trial in mem.manager.trials)

@@ -8,8 +8,9 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from forebay.models import compile as compile_module
-from forebay.models.blocks import install_sublayers, register
+from forebay.models.blocks import install_sublayers
 from forebay.models.compile import check_compiler, compile_sublayer
+from forebay.models.experts import register
 
 BF16, FP32, INT64, INT32 = 2, 4, 8, 4
 TOKENS = 2 * 16

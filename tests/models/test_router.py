@@ -1,4 +1,4 @@
-"""What routers did: recorded once, the loss of transformers, and DeepSeek-V3's bias."""
+"""Router outputs: recorded once, the loss of transformers, and DeepSeek-V3's bias."""
 
 from functools import partial
 
@@ -9,14 +9,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from forebay.models.blocks import install_sublayers
+from forebay.models.experts import register
 from forebay.models.router import RouterOutput, RouterStats
-
-
-def _same(a, b):
-    return len(a) == len(b) and all(
-        torch.equal(x.logits, y.logits) and torch.equal(x.ids, y.ids) and x.path == y.path
-        for x, y in zip(a, b, strict=True)
-    )
 
 
 @pytest.fixture
@@ -37,13 +31,11 @@ def test_records_what_transformers_collect(model, tokens):
     with stats.recording():
         pass
     assert stats.records == []
-
-
-def test_hooks_are_gone_after_an_exception(model, tokens):
-    stats = RouterStats(model)
+    hooks = [len(m._forward_hooks) for m in model.modules()]
     with pytest.raises(RuntimeError, match="on purpose"), stats.recording():
+        assert [len(m._forward_hooks) for m in model.modules()] != hooks
         raise RuntimeError("on purpose")
-    assert not any(m._forward_hooks for m in model.modules())
+    assert [len(m._forward_hooks) for m in model.modules()] == hooks, "hooks are gone after an exception"
 
 
 @pytest.mark.parametrize("how", ["sublayers", "checkpointed sublayers", "gradient checkpointing"])
@@ -58,33 +50,33 @@ def test_a_recomputation_is_not_recorded(how, model, tokens):
     else:
         sublayers = install_sublayers(model)
     runs = []
-    if how == "checkpointed halves":
+    if how == "checkpointed sublayers":
         for slot in sublayers.values():
             slot.wrap(lambda fn: partial(checkpoint, fn, use_reentrant=False))
     model.model.layers[0].mlp.gate.register_forward_pre_hook(lambda *_: runs.append(1))
     with stats.recording():
         loss = model(tokens, labels=tokens).loss + stats.load_balancing_loss()
         loss.backward()
-    assert _same(stats.records, expected)
+    assert len(stats.records) == len(expected) == 2
+    for record, wanted in zip(stats.records, expected, strict=True):
+        assert record.path == wanted.path
+        assert torch.equal(record.logits, wanted.logits) and torch.equal(record.ids, wanted.ids)
     assert torch.equal(stats.load(), load)
-    assert len(runs) == (1 if how == "halves" else 2)
+    assert len(runs) == (1 if how == "sublayers" else 2)
 
 
-def test_compiled_halves_are_recorded(tiny, tokens):
+def test_compiled_sublayers_are_recorded(tiny, tokens):
     model = tiny("deepseek_v3", num_hidden_layers=3)
     model.set_experts_implementation("eager")
     stats = RouterStats(model)
     with stats.recording():
         model(tokens)
     expected, load = stats.records, stats.load()
-    from forebay.models.blocks import register
-
     model.set_experts_implementation(register())
     install_sublayers(model, compile=True)
     stats.reset_counts()
     with stats.recording():
-        loss = model(tokens, labels=tokens).loss
-        loss.backward()
+        model(tokens, labels=tokens).loss.backward()
     assert [r.path for r in stats.records] == [r.path for r in expected]
     for record, wanted in zip(stats.records, expected, strict=True):
         assert torch.allclose(record.logits, wanted.logits, atol=1e-5) and record.logits.requires_grad
@@ -101,7 +93,6 @@ def test_loss_and_gradient_are_those_of_transformers(family, masked, tiny, token
         mask = torch.ones_like(tokens)
         mask[0, :5] = 0
     stats = RouterStats(model)
-    experts, top_k = model.num_experts, model.num_experts_per_tok
 
     def gradients(loss):
         model.zero_grad()
@@ -109,7 +100,7 @@ def test_loss_and_gradient_are_those_of_transformers(family, masked, tiny, token
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
     out = model(tokens, output_router_logits=True, attention_mask=mask)
-    expected = load_balancing_loss_func(out.router_logits, experts, top_k, mask)
+    expected = load_balancing_loss_func(out.router_logits, model.num_experts, model.num_experts_per_tok, mask)
     wanted = gradients(expected)
     with stats.recording():
         model(tokens, attention_mask=mask)
@@ -117,29 +108,23 @@ def test_loss_and_gradient_are_those_of_transformers(family, masked, tiny, token
     assert torch.equal(loss, expected)
     got = gradients(loss)
     assert len(got) == len(wanted) > 0
-    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+    assert all(map(torch.equal, got, wanted))
 
 
 def test_loss_of_several_forwards_is_that_of_all_their_tokens(model, tokens):
-    stats = RouterStats(model)
-    with stats.recording():
-        model(tokens)
-    together = stats.load_balancing_loss()
-    with stats.recording():
-        model(tokens[:1])
-        model(tokens[1:])
-    assert len(stats.records) == 4
-    assert torch.allclose(stats.load_balancing_loss(), together)
-
-
-def test_loss_says_what_is_missing(model, tokens):
     stats = RouterStats(model)
     with pytest.raises(ValueError, match="recording"):
         stats.load_balancing_loss()
     with stats.recording():
         model(tokens)
+    together = stats.load_balancing_loss()
     with pytest.raises(ValueError, match=r"16 tokens.*32"):
         stats.load_balancing_loss(torch.ones_like(tokens[:1]))
+    with stats.recording():
+        model(tokens[:1])
+        model(tokens[1:])
+    assert len(stats.records) == 4
+    assert torch.allclose(stats.load_balancing_loss(), together)
     stats.clear()
     with pytest.raises(ValueError, match="recording"):
         stats.load_balancing_loss()
@@ -183,20 +168,6 @@ def test_bias_balances(tiny):
     assert violations[-1] < 0.4 * violations[0]
 
 
-def test_a_bias_that_would_not_move_is_refused(tiny, tokens):
-    model = tiny("deepseek_v3").to(torch.bfloat16)
-    stats = RouterStats(model)
-    with pytest.raises(ValueError, match=r"model.layers.1.mlp.*bfloat16"):
-        stats.update_bias(0.001)
-
-
-def test_families_without_a_bias_are_named(model):
-    stats = RouterStats(model)
-    assert not stats.has_bias
-    with pytest.raises(ValueError, match=r"Qwen3MoeTopKRouter.*load_balancing_loss"):
-        stats.update_bias(0.001)
-
-
 def test_load_violation_of_known_loads(model):
     stats = RouterStats(model)
     assert stats.load_violation().isnan().all()
@@ -209,11 +180,16 @@ def test_load_violation_of_known_loads(model):
     assert not stats.load().any()
 
 
-def test_a_model_without_routers_is_named(tiny):
+def test_models_that_cannot_be_balanced_are_named(model, tiny):
     with pytest.raises(ValueError, match="Linear"):
         RouterStats(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="Qwen3ForCausalLM"):
         RouterStats(tiny("qwen3"))
+    assert not RouterStats(model).has_bias
+    with pytest.raises(ValueError, match=r"Qwen3MoeTopKRouter.*load_balancing_loss"):
+        RouterStats(model).update_bias(0.001)
+    with pytest.raises(ValueError, match=r"model.layers.1.mlp.*bfloat16"):  # such a bias would not move
+        RouterStats(tiny("deepseek_v3").to(torch.bfloat16)).update_bias(0.001)
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 import forebay
-from forebay.models.blocks import register
+from forebay.models.experts import register
 
 SMALL = {
     "vocab_size": 64,
@@ -115,7 +115,7 @@ def test_torch_func_is_refused_by_name_where_there_is_nothing_else(tiny, tokens)
         torch.func.vmap(lambda ids: model(ids[None]).logits)(tokens)
     with pytest.raises(RuntimeError, match=r"torch.func.*torch.autograd.grad"):
         torch.func.grad(
-            lambda h: forebay.models.fused_loss.linear_cross_entropy(h, torch.ones(8, 4), torch.tensor([1]))
+            lambda h: forebay.models.linear_cross_entropy.linear_cross_entropy(h, torch.ones(8, 4), torch.tensor([1]))
         )(torch.ones(1, 4))
 
 

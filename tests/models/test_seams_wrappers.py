@@ -283,11 +283,11 @@ def test_gradient_checkpointing_of_layers_that_the_policy_keeps(reentrant, model
 @pytest.mark.parametrize(
     ("arguments", "kind", "says"),
     [
-        ({"policy": None}, PolicyError, r"policy=None is no policy.*'keep'"),
-        ({"policy": 3}, PolicyError, r"policy=3 is no policy"),
+        ({"policy": None}, PolicyError, r"policy=None is not a policy.*'keep'"),
+        ({"policy": 3}, PolicyError, r"policy=3 is not a policy"),
         ({"compile": "yes"}, PolicyError, r"compile='yes' must be True or False"),
         ({"loss": "plain"}, PolicyError, r"loss='plain'.*None"),
-        ({"dispatcher": "nccl"}, PolicyError, r"exchange='nccl' is no exchange"),
+        ({"dispatcher": "nccl"}, PolicyError, r"dispatcher='nccl' is not a token dispatcher"),
         ({"min_bytes": -1}, PolicyError, r"min_bytes=-1"),
         ({"model": "gpt"}, TypeError, r"torch.nn.Module, got 'gpt' \(str\).*from_pretrained"),
     ],

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from forebay.models import blocks
+from forebay.models.experts import register
 from forebay.moe import experts_autograd, experts_op, wgrad
 from forebay.moe.experts import experts
 from forebay.moe.wgrad import WeightGradients
@@ -666,7 +666,7 @@ def test_parameters_that_fsdp2_frees_in_between(mesh: DeviceMesh, reshard: bool)
 
 
 def test_a_transformers_module_names_its_store() -> None:
-    name = blocks.register()
+    name = register()
     config = transformers.Qwen3MoeConfig(
         vocab_size=8, hidden_size=H, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=8,
         intermediate_size=8, moe_intermediate_size=WIDTH, num_experts=E, num_experts_per_tok=K,

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from forebay.memory.profiler import profile_model
-from forebay.models.blocks import register
+from forebay.models.experts import register
 from forebay.models.families import decoder_layers
 from forebay.pipeline.costs import model_costs
 from tests.models.conftest import build_tiny

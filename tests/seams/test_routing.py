@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import forebay
-from forebay.models.blocks import SublayerSlot, keep_local_experts
+from forebay.models.blocks import SublayerSlot
+from forebay.models.experts import keep_local_experts
 from forebay.models.families import moe_blocks
 from forebay.moe.dispatch import LocalDispatcher, NcclDispatcher
 from tests.models.conftest import FAMILIES, VOCABULARY, build_tiny

@@ -9,9 +9,9 @@ of attention's backward too. Split-K buffers of a GEMM are in cuBLAS's workspace
 
 All of it is noted in `log`, in the words of `forebay.estimate.types`: what is read, made and let go of, in order.
 
-It also knows what each storage is made of: its *origins*, the storages that operations which a compiled half would make again
-(`forebay.models.compile.made_again`) made it from. Origins are inputs, and results of GEMMs, attention, opaque operations and
-reductions. Weights are none: they are held anyway.
+It also knows what each storage is made of: its *origins*, the storages that operations which a compiled sublayer would
+recompute (`forebay.models.compile.recomputable_ops`) made it from. Origins are inputs, and results of GEMMs, attention, opaque
+operations and reductions. Weights are none: they are held anyway.
 
 FLOPs are those of `torch.utils.flop_counter`'s formulas: attention counts all pairs, those under the mask too.
 """
@@ -29,7 +29,7 @@ from torch.utils.flop_counter import flop_registry
 
 from forebay.estimate.op_costs import EAGER, GIVEN, Tally, WorkspaceStep, steps_of
 from forebay.estimate.types import CAME, MULTIPLIES, SENT, Gone, Log, Mark, Op, highest
-from forebay.models.compile import made_again
+from forebay.models.compile import recomputable_ops
 
 _KERNELS = frozenset(
     {"topk", "sort", "cumsum", "index_put", "index_put_", "embedding_dense_backward", "bincount", "_grouped_mm"}
@@ -71,7 +71,7 @@ class Live(TorchDispatchMode):
         self._numbers: dict[int, int] = {}  # of live storages
         self._origin_numbers: list[int] = []
         self._count = 0
-        self._again = made_again()
+        self._again = recomputable_ops()
         self._fused = fused
         self._early: set[int] = set()  # storages of which the log says already that they are gone
         # Of the log's last operation where it is, the storage that it may be written to, and its result's.

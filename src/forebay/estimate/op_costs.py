@@ -23,7 +23,7 @@ from forebay.estimate.types import OpCost
 #
 # Products count their FLOPs by torch's formulas, and read and write each argument once. Attention with `is_causal` makes half
 # of the pairs that its formula counts. Grouped products have no formula in torch, experts and the fused loss are opaque: theirs
-# are here, from the docstrings of `forebay.moe.experts_op` and `forebay.models.fused_loss`. An exchange sends what
+# are here, from the docstrings of `forebay.moe.experts_op` and `forebay.models.linear_cross_entropy`. An exchange sends what
 # `forebay.estimate.trace` says arrives, less the share that was there already.
 #
 # Everything else only moves memory. Uncompiled, each such operation is a kernel that reads its arguments and writes its
@@ -356,7 +356,7 @@ _OPAQUE: Mapping[str, Callable[..., list[OpCost]]] = {
 # instead of a name is one of the results, whose bytes are the result's own. Nothing is computed or kept.
 #
 #     forebay::experts, its backward     as `forebay.moe.experts_op` has them, with `forebay.kernels.permute`
-#     forebay::linear_cross_entropy      one chunk of logits beside the results: `forebay.models.fused_loss`
+#     forebay::linear_cross_entropy      one chunk of logits beside the results: `forebay.models.linear_cross_entropy`
 #     attention's backward               what flash attention 2 allocates in torch (`flash_api.cpp`, mha_bwd), by size: the sum
 #                                        of dO*O and dq in fp32, sequence rounded up to 128 and the head's width to 32, and for
 #                                        grouped queries dk and dv of all query heads. In one piece: cuDNN's, which torch 2.11

@@ -1,7 +1,8 @@
-"""Linear layer and cross entropy in one operation, and its use as the head of Hugging Face causal language models.
+"""The loss of Hugging Face causal language models without the logits of all tokens.
 
-Input: hidden states [T, H], the head's weight [V, H] and targets [T]. Output: the loss; the logits of all tokens
-never exist at once. `install_fused_loss` replaces a model's head and loss and returns what restores them.
+Input: a `*ForCausalLM` of a supported family. `install_fused_loss` replaces its forward and its head's, so that
+`model(labels=...)` computes the loss by `forebay.models.linear_cross_entropy` in training mode, and returns what undoes it.
+`head_loss` is the loss of hidden states alone.
 """
 
 from __future__ import annotations
@@ -10,381 +11,17 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from forebay.kernels.cross_entropy import cross_entropy_
-from forebay.kernels.scale import scale
-from forebay.memory.regions import ForwardFn, InnerForward, install, is_managed, is_outermost, is_patched
-
-# Linear layer and cross entropy in one, without ever holding the logits of all tokens.
-#
-# In: the last hidden states [T, H], the head's weight [V, H] and the targets [T]. Out: the scalar
-# loss. The tokens are walked in chunks of C; a chunk's logits [C, V] become the loss and then, in
-# place, their own gradient, which is multiplied into the gradients of hidden, weight and bias at
-# once. What autograd keeps is those gradients; backward only scales them. The method (gradients in
-# forward, chunks, in-place overwrite) is Liger-Kernel's `fused_linear_cross_entropy`.
-#
-#     for each chunk of C tokens:
-#         logits  = hidden[chunk] @ weight.T (+ bias)       [C, V], in hidden's dtype, one buffer
-#         loss   += sum of cross_entropy_(logits, targets)  logits now hold softmax - onehot
-#         d_hidden[chunk] = logits @ weight
-#         d_weight       += logits.T @ hidden[chunk]
-#         d_bias         += column sums of logits
-#
-# Memory. T tokens, H hidden, V vocabulary, e bytes an element of hidden:
-# - while forward runs: the fp32 gradients, 4 T H + 4 V H, and one chunk of logits, at most
-#   max(256 MiB, e V H) (`_pick_chunk`);
-# - kept from forward to backward: 4 T H + 4 V H, less what needs no gradient;
-# - while backward runs: these and the gradients themselves, e T H + e V H more. With a large
-#   vocabulary that is the peak, so a chunk as large as the weight costs nothing.
-# A schedule that runs several forwards before the first backward holds one such set each.
-#
-# Why the gradients wait in fp32: adding chunks up in bf16 rounds d_weight once a chunk. Its error
-# against fp64 (emulated on a CPU, 8192 tokens, H 128, V 2048, Zipf targets; torch's whole-batch bf16
-# GEMM: 1.7e-3) was 2.7e-3 with 4 chunks, 3.6e-3 with 8, 5.4e-3 with 19 and 8.9e-3 with 64; with an
-# fp32 sum it is torch's 1.7e-3 for any number of chunks. Kept in fp32 they are also rounded only once
-# when `grad_output` is no power of two (1 / number of tokens, 1 / accumulation steps), and fp16 under
-# a gradient scaler loses nothing to underflow. It costs 5 % of the time. The pass over them in
-# backward is the conversion to the weight's dtype; `grad_output` rides along, read on the device.
-#
-# Time and peak memory on an H200, T 16384, bf16, forward and backward, torch 2.11:
-#     V 32768,  H 2048:  9.9 ms,  672 MiB (torch's linear and cross entropy: 14.9 ms, 6176 MiB)
-#     V 151936, H 2048: 48.4 ms, 1975 MiB
-#     V 201088, H 2880: 93.2 ms, 3585 MiB
-# The GEMMs alone at 700 TFLOP/s are 9.4, 43.7 and 81.3 ms.
-#
-# Why not `F.linear_cross_entropy` (torch 2.13 and later): it returns the loss in hidden's dtype, in
-# bf16 with eight bits, and breaks the graph of a compiled caller. On one CPU core in fp32, 1024
-# tokens, it took 377 ms against 321 (H 512, V 8192) and 2410 against 781 (H 256, V 32768) with the
-# chunks it picks, 304 against 306 and 705 against 764 with chunks of 256 for both: no gain worth a
-# second path. In bf16 on a CPU it is 3 to 4 times faster at such chunks, where this file upcasts to
-# fp32 for want of a GEMM from bf16 into fp32. It has not been measured on a GPU.
-
-# A quarter of a GiB of logits: at V = 32768 in bf16 4096 tokens, enough rows for full-speed GEMMs.
-_CHUNK_BYTES = 256 * 2**20
-# GEMM tiles are 128 or 256 rows: a chunk that is no multiple of it wastes part of its last tile.
-_CHUNK_MULTIPLE = 256
-
-
-def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    bias: Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    chunk_tokens: int | None = None,
-) -> Tensor:
-    """`F.cross_entropy(F.linear(hidden, weight, bias), targets)`, chunk by chunk.
-
-    Loss arithmetic is fp32, logits are rounded to hidden's dtype as `F.linear` rounds them. With
-    gradients disabled, or where no input needs one, only the loss is computed. Under autocast
-    hidden, weight and bias are cast as `F.linear` would cast them. No host synchronisation.
-
-    Args:
-        hidden: [T, H] bf16, fp16, fp32 or fp64. T may be 0.
-        weight: [V, H], dtype of hidden.
-        targets: [T] int64. One outside [0, V) other than `ignore_index` makes the loss NaN.
-        bias: [V], dtype of hidden.
-        ignore_index: targets that count for nothing.
-        reduction: "mean" over the targets not ignored (NaN with zero gradients where there are
-            none, as in torch), or "sum".
-        chunk_tokens: tokens a chunk; by default chosen from V, H and the dtype.
-
-    Returns:
-        Scalar in fp32 (fp64 for fp64 inputs). `backward` may run more than once with
-        `retain_graph=True`; with `create_graph=True` it raises RuntimeError.
-
-    Raises:
-        ValueError: shapes that do not fit, tensors on two devices, an unknown reduction,
-            chunk_tokens below 1.
-        TypeError: differing or integer dtypes, targets not int64.
-        RuntimeError: called under a transform of torch.func.
-    """
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f'reduction must be "mean" or "sum", got {reduction!r}')
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        raise RuntimeError(
-            "linear_cross_entropy does not run under transforms of torch.func (grad, vmap, jvp): use torch.autograd.grad, or "
-            "F.cross_entropy(F.linear(hidden, weight), targets)"
-        )
-    device_type = hidden.device.type
-    if torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
-    _check(hidden, weight, targets, bias)
-    if chunk_tokens is None:
-        adds_up = weight.requires_grad and torch.is_grad_enabled()
-        chunk_tokens = _pick_chunk(hidden, vocab=weight.shape[0], d_weight=adds_up)
-    elif chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
-
-    wants_grad = [t is not None and t.requires_grad for t in (hidden, weight, bias)]
-    total: Tensor
-    if torch.is_grad_enabled() and any(wants_grad):
-        total = _LinearCrossEntropy.apply(hidden, weight, bias, targets, ignore_index, chunk_tokens)
-    else:
-        none = [False, False, False]
-        total = _sum_and_grads(hidden, weight, bias, targets, ignore_index, chunk_tokens, none)[0]
-    if reduction == "sum":
-        return total
-    # Counted on the device. `where` keeps the gradient of a batch without targets 0, not NaN.
-    count = (targets != ignore_index).sum()
-    return torch.where(count > 0, total / count.clamp(min=1), float("nan"))
-
-
-def linear_cross_entropy_into(
-    hidden: Tensor, weight: Tensor, targets: Tensor, weight_sum: Tensor, *, ignore_index: int = -100
-) -> Tensor:
-    """The summed loss, a scalar, whose gradient of the weight is added to `weight_sum` at once, in forward.
-
-    For gradients of several microbatches: autograd would hold a gradient [V, H] of each in fp32, and another one rounded to the
-    weight's dtype, before it is added to a sum of them. What is added here is the gradient of *this sum of losses*: a factor that
-    comes later (one over the number of targets) is the caller's to apply to `weight_sum`. The gradient of hidden is autograd's,
-    factors and all; the weight gets none.
-
-    Args:
-        hidden, weight, targets, ignore_index: as in `linear_cross_entropy`; weight is a plain tensor.
-        weight_sum: [V, H] fp32 (fp64 for fp64), contiguous; no graph.
-
-    Raises:
-        ValueError, TypeError: as in `linear_cross_entropy`, or a sum of another shape or dtype.
-    """
-    _check(hidden, weight, targets, None)
-    if weight_sum.shape != weight.shape or weight_sum.dtype != _accumulator_dtype(hidden.dtype):
-        raise ValueError(
-            f"weight_sum must be {tuple(weight.shape)} {_accumulator_dtype(hidden.dtype)}, "
-            f"got {tuple(weight_sum.shape)} {weight_sum.dtype}"
-        )
-    return _SummingCrossEntropy.apply(hidden, weight.detach(), targets, weight_sum, ignore_index)
-
-
-class _SummingCrossEntropy(torch.autograd.Function):
-    """As `_LinearCrossEntropy`, for `linear_cross_entropy_into`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, weight_sum: Tensor, ignore_index: int
-    ) -> Tensor:
-        chunk = _pick_chunk(hidden, vocab=weight.shape[0], d_weight=True)
-        needs = [True, True, False]
-        total, d_hidden, *_ = _walk_chunks(hidden, weight, None, targets, ignore_index, chunk, needs, weight_sum)
-        ctx.save_for_backward(d_hidden)
-        ctx.dtype = hidden.dtype
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        (d_hidden,) = ctx.saved_tensors
-        return scale(d_hidden, grad_output, ctx.dtype), None, None, None, None
-
-
-class _LinearCrossEntropy(torch.autograd.Function):
-    """Sum of the losses; its gradients are made in forward and scaled in backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        ignore_index: int,
-        chunk_tokens: int,
-    ) -> Tensor:
-        needs = list(ctx.needs_input_grad[:3])
-        total, *grads = _sum_and_grads(hidden, weight, bias, targets, ignore_index, chunk_tokens, needs)
-        ctx.save_for_backward(*grads)
-        ctx.dtype = hidden.dtype
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        # Autograd's own `once_differentiable` is silent when grad_output is a constant.
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RuntimeError(
-                "linear_cross_entropy is differentiable once: create_graph=True would drop the second derivative; under "
-                "forebay.manage, loss=None keeps the model's own loss (and experts=None its own experts)"
-            )
-        # Out of place: with retain_graph the saved gradients must survive this call.
-        scaled = [
-            scale(grad, grad_output, ctx.dtype) if needed else None
-            for grad, needed in zip(ctx.saved_tensors, ctx.needs_input_grad[:3], strict=True)
-        ]
-        return (*scaled, None, None, None)
-
-
-@torch.library.custom_op("forebay::linear_cross_entropy", mutates_args=())
-def _sum_and_grads(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    ignore_index: int,
-    chunk_tokens: int,
-    needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Custom op (so that compiled callers need no graph break) around `_walk_chunks`."""
-    return _walk_chunks(hidden, weight, bias, targets, ignore_index, chunk_tokens, needs)
-
-
-@_sum_and_grads.register_fake
-def _(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    ignore_index: int,
-    chunk_tokens: int,
-    needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _empty_results(hidden, weight, needs)
-
-
-def _empty_results(hidden: Tensor, weight: Tensor, needs: list[bool]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Uninitialised (total, d_hidden, d_weight, d_bias), empty where no gradient is needed."""
-    acc = _accumulator_dtype(hidden.dtype)
-    shapes = [hidden.shape, weight.shape, weight.shape[:1]]
-    d_hidden, d_weight, d_bias = (
-        hidden.new_empty(shape if needed else (0,), dtype=acc) for shape, needed in zip(shapes, needs, strict=True)
-    )
-    return hidden.new_empty((), dtype=acc), d_hidden, d_weight, d_bias
-
-
-def _walk_chunks(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    ignore_index: int,
-    chunk_tokens: int,
-    needs: list[bool],
-    weight_sum: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sum of the losses and the gradients that `needs` (hidden, weight, bias) asks for.
-
-    Results are fp32 (fp64 for fp64 inputs); a gradient not needed is an empty tensor. That of the weight is added to
-    `weight_sum`, if given.
-    """
-    need_hidden, need_weight, need_bias = needs
-    wanted = needs if weight_sum is None else [need_hidden, False, need_bias]
-    total, d_hidden, d_weight, d_bias = _empty_results(hidden, weight, wanted)
-    if weight_sum is not None:
-        d_weight = weight_sum
-    total.zero_()
-    if need_bias:
-        d_bias.zero_()
-    tokens = hidden.shape[0]
-    if tokens == 0:
-        if weight_sum is None:
-            d_weight.zero_()
-        return total, d_hidden, d_weight, d_bias
-
-    buffer = hidden.new_empty(min(chunk_tokens, tokens), weight.shape[0])
-    # The dtypes are settled by now: autocast must not touch the fp32 accumulation.
-    with torch.autocast(hidden.device.type, enabled=False):
-        for start in range(0, tokens, chunk_tokens):
-            chunk = slice(start, min(start + chunk_tokens, tokens))
-            x = hidden[chunk]
-            logits = buffer[: x.shape[0]]
-            if bias is None:
-                torch.mm(x, weight.t(), out=logits)
-            else:
-                torch.addmm(bias, x, weight.t(), out=logits)
-            losses = cross_entropy_(logits, targets[chunk], ignore_index=ignore_index, write_grad=any(needs))
-            total += losses.sum()
-            if need_hidden:
-                _matmul_into(d_hidden[chunk], logits, weight, add=False)
-            if need_weight:
-                _matmul_into(d_weight, logits.t(), x, add=start > 0 or weight_sum is not None)
-            if need_bias:
-                d_bias += logits.sum(0, dtype=d_bias.dtype)
-    return total, d_hidden, d_weight, d_bias
-
-
-def _matmul_into(out: Tensor, a: Tensor, b: Tensor, *, add: bool) -> None:
-    """out = a @ b, or out += a @ b; `out` may be wider (fp32) than a and b, and is not rounded."""
-    beta = int(add)  # with 0 the old content is not read, so `out` may be uninitialised
-    if a.dtype == out.dtype:
-        torch.addmm(out, a, b, beta=beta, out=out)
-    elif a.is_cuda:
-        torch.addmm(out, a, b, out_dtype=out.dtype, beta=beta, out=out)
-    else:
-        # The CPU has no GEMM of bf16 into fp32.
-        torch.addmm(out, a.to(out.dtype), b.to(out.dtype), beta=beta, out=out)
-
-
-def _accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _pick_chunk(hidden: Tensor, *, vocab: int, d_weight: bool) -> int:
-    """Tokens a chunk: as even as can be, with logits of at most max(256 MiB, size of the weight).
-
-    Each chunk reads and writes the fp32 d_weight [V, H] once. Where the vocabulary is so large that
-    256 MiB holds fewer tokens than H, the chunk grows to H tokens, and its logits to the size of
-    the weight: with V 151936 and H 2048 chunks of 768 tokens took 60.7 ms, 1024 55.6, 2048 51.4 and
-    4096 50.7 (H200). Without d_weight there is no such traffic and 256 MiB it is.
-    """
-    tokens, width = hidden.shape
-    limit = max(1, _CHUNK_BYTES // (vocab * hidden.element_size()))
-    if d_weight:
-        limit = max(limit, width)
-    if limit >= tokens:
-        return max(tokens, 1)
-    chunks = -(-tokens // limit)
-    even = -(-tokens // chunks)
-    if limit < _CHUNK_MULTIPLE:
-        return even
-    return min(-(-even // _CHUNK_MULTIPLE), limit // _CHUNK_MULTIPLE) * _CHUNK_MULTIPLE
-
-
-def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
-    if hidden.dim() != 2:
-        raise ValueError(f"hidden must be [T, H], got {tuple(hidden.shape)}")
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[1] or weight.shape[0] < 1:
-        raise ValueError(
-            f"weight must be [V, {hidden.shape[1]}] for hidden {tuple(hidden.shape)}, got {tuple(weight.shape)}"
-        )
-    if targets.shape != hidden.shape[:1]:
-        raise ValueError(f"targets must be [{hidden.shape[0]}], got {tuple(targets.shape)}")
-    if targets.dtype != torch.int64:
-        raise TypeError(f"targets must be int64, got {targets.dtype}")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias must be [{weight.shape[0]}], got {tuple(bias.shape)}")
-    if not hidden.is_floating_point():
-        raise TypeError(f"hidden must be floating point, got {hidden.dtype}")
-    for name, other in (("weight", weight), ("bias", bias)):
-        if other is not None and other.dtype != hidden.dtype:
-            raise TypeError(f"{name} is {other.dtype}, hidden is {hidden.dtype}")
-    for name, other in (("weight", weight), ("bias", bias), ("targets", targets)):
-        if other is not None and other.device != hidden.device:
-            raise ValueError(f"{name} is on {other.device}, hidden on {hidden.device}")
-
-
-# Hugging Face causal language models with the loss fused into the head.
-#
-# In: a `*ForCausalLM` instance. Out: the same instance, whose `forward(labels=...)` in training mode hands the last
-# hidden states to `forebay.models.fused_loss.linear_cross_entropy` instead of making logits for all tokens, and
-# returns the family's own output class with `logits=None`. Without labels, in `eval()` and under torch.func's transforms the
-# original forward runs.
-#
-#     model.forward(input_ids, ..., labels) -> lm.model(input_ids, ...) -> hidden [B, S, H]
-#         -> model.lm_head(hidden, targets) -> loss (+ router_aux_loss_coef * auxiliary loss)
-#
-# The two overrides, of `model.forward` and `model.lm_head.forward`, are all the state there is (see `forebay.memory.regions`);
-# `restore()` takes them off. The loss runs *inside* a call of the head because
-# that is where FSDP2's hooks gather the weight before and scatter its gradient after. A head that was replaced since (by an
-# adapter on it) computes something else: the original forward runs then, with a warning.
-#
-# A model is taken only if what its class's forward does around the loss is known here: the class is
-# in `_FAMILIES`, its loss is transformers' `ForCausalLMLoss`, its head is a plain `nn.Linear`.
+from forebay.memory.regions import InnerForward, install, is_managed, is_outermost, is_patched
+from forebay.models.families import transformers_base
+from forebay.models.linear_cross_entropy import linear_cross_entropy
 
 # Class name -> does its forward add the router's auxiliary loss? (Read in transformers 5.17.)
 _FAMILIES: Mapping[str, bool] = {
@@ -413,124 +50,124 @@ _LOGIT_TRANSFORMS = (
 def install_fused_loss(model: nn.Module, in_eval: bool = False) -> Callable[[], None]:
     """Make `model(labels=...)` compute its loss without logits in training mode, until the returned call undoes it.
 
-    With labels (int64 [B, S]), the loss equals the original's up to rounding: shifted labels or a
-    given `shift_labels`, `num_items_in_batch`, `ignore_index` and `logits_to_keep` count as
-    they do there, and the router's auxiliary loss is added under `output_router_logits`. The output
-    has `logits=None`. Without labels, and in `eval()`, nothing changes. A deep copy has the family's own loss.
+    With labels (int64 [B, S]) the loss equals the original's up to rounding: `shift_labels`, `num_items_in_batch`,
+    `ignore_index`, `logits_to_keep` and, under `output_router_logits`, the router's auxiliary loss work as they do there.
+    The output has `logits=None`. The original forward runs without labels, in `eval()`, under transforms of torch.func,
+    and, with a warning, if the head was changed since. A deep copy has the family's own loss.
 
     Args:
-        model: a transformers model of a class in `_FAMILIES` (FSDP2's subclasses included), with
-            neither `forward` nor `lm_head.forward` replaced on the instance.
+        model: a transformers model of a class in `_FAMILIES` (FSDP2's subclasses included), with neither `forward` nor
+            `lm_head.forward` replaced on the instance.
         in_eval: fuse the loss in `eval()` too.
 
     Returns:
-        restore(): removes the overrides, also under a forward that somebody put on top. A second call does nothing.
+        Removes both overrides, also under a forward installed on top. A second call does nothing.
 
     Raises:
-        ValueError: naming what is not supported: the class, a transformation of the logits, a
-            custom loss function, a head that is no plain linear layer, an override in the way.
+        ValueError: an unsupported class, a transformation of the logits, a custom loss function, a head that is not a plain
+            linear layer, or a replaced forward.
     """
-    family = _family(model)
-    signature = inspect.signature(family.forward)
-    parameters = list(signature.parameters.values())[1:]
-    names = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
-    module = sys.modules[family.__module__]
-    adds_aux = _FAMILIES[family.__name__]
-    output_name = "MoeCausalLMOutputWithPast" if adds_aux else "CausalLMOutputWithPast"
-    output_class = getattr(module, output_name)
-    head: Any = model.lm_head
-    warned: list[str] = []
-    trained_in_eval: list[bool] = []
+    family = _check_model(model)
+    head: nn.Module = model.lm_head  # type: ignore[assignment]
+    undo = ExitStack()
+    undo.callback(install(model, partial(_FusedForward, family, head, in_eval)))
+    undo.callback(install(head, lambda below: _head_forward))
+    return undo.close
 
-    def evaluated(output: Any) -> Any:
-        """`from_pretrained` returns a model in `eval()`: a loop that trains it there is told what that costs, once."""
+
+class _FusedForward:
+    """The forward of a `*ForCausalLM`, with the loss computed inside a call of its head.
+
+    FSDP2's hooks on the head unshard the weight before and reduce its gradient after that call.
+    """
+
+    def __init__(self, family: type[nn.Module], head: nn.Module, in_eval: bool, below: InnerForward):
+        self._name, self._adds_aux = family.__name__, _FAMILIES[family.__name__]
+        self._head, self._in_eval, self._below = head, in_eval, below
+        self._module = sys.modules[family.__module__]
+        output_class = "MoeCausalLMOutputWithPast" if self._adds_aux else "CausalLMOutputWithPast"
+        self._output_class = getattr(self._module, output_class)
+        parameters = list(inspect.signature(family.forward).parameters.values())[1:]
+        self._names = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
+        self._warned_head = self._warned_eval = False
+
+    def __call__(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(self._names, args, strict=False)) | kwargs
+        labels = given.pop("labels", None)
+        if labels is None or torch._C._are_functorch_transforms_active():
+            return self._below(*args, **kwargs)
+        if not (model.training or self._in_eval):
+            return self._warn_in_backward(self._below(*args, **kwargs))
+        if len(given) + 1 < len(args) + len(kwargs):
+            # Too many arguments, or one given twice: the original raises Python's own TypeError.
+            return self._below(*args, **kwargs)
+        change = _change_of(model.lm_head, self._head)
+        if change is not None:
+            self._warn_of_head(change)
+            return self._below(*args, **kwargs)
+        return self._run(model, labels, given)
+
+    def _run(self, model: Any, labels: Tensor, given: dict[str, Any]) -> Any:
+        return_dict = given.pop("return_dict", None)
+        logits_to_keep = given.pop("logits_to_keep", 0)
+        if self._adds_aux and given.get("output_router_logits") is None:
+            given["output_router_logits"] = model.config.output_router_logits
+        # Explicit, because a config with return_dict=False would otherwise give a tuple here.
+        outputs = model.model(**given, return_dict=True)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        loss = head_loss(model.lm_head, outputs.last_hidden_state[:, kept, :], labels, **given)
+        fields = {
+            "past_key_values": outputs.past_key_values,
+            "hidden_states": outputs.hidden_states,
+            "attentions": outputs.attentions,
+        }
+        if self._adds_aux:
+            fields["router_logits"] = outputs.router_logits
+            if given["output_router_logits"]:
+                fields["aux_loss"] = aux_loss = self._module.load_balancing_loss_func(
+                    outputs.router_logits, model.num_experts, model.num_experts_per_tok, given.get("attention_mask")
+                )
+                loss = loss + model.router_aux_loss_coef * aux_loss.to(loss.device)
+        output = self._output_class(loss=loss, logits=None, **fields)
+        if return_dict is None:
+            return_dict = model.config.return_dict
+        return output if return_dict else output.to_tuple()
+
+    def _warn_of_head(self, change: str) -> None:
+        if not self._warned_head:
+            self._warned_head = True
+            warnings.warn(
+                f"lm_head {change} since forebay.manage, which the fused loss leaves out: the model's own loss runs, and "
+                "holds logits [tokens, vocabulary]; undo that, call manage() again, or pass loss=None to silence this",
+                stacklevel=3,
+            )
+
+    def _warn_in_backward(self, output: Any) -> Any:
+        """Warn once if an output of `eval()` is trained on: `from_pretrained` returns a model in `eval()`."""
         loss = output[0] if isinstance(output, tuple) else output.loss
 
         def warn(_: Tensor) -> None:
-            if not trained_in_eval:
-                trained_in_eval.append(True)
+            if not self._warned_eval:
+                self._warned_eval = True
                 warnings.warn(
-                    f"backward through a {family.__name__} in eval(): the fused loss is for training mode, so the model's own "
-                    "loss ran and held logits [tokens, vocabulary]; call model.train() before training, or pass "
+                    f"backward through a {self._name} in eval(): the fused loss is for training mode, so the model's own loss "
+                    "ran and held logits [tokens, vocabulary]; call model.train() before training, or pass "
                     "loss='fused-always' to forebay.manage",
                     stacklevel=2,
                 )
 
-        if loss.requires_grad and not trained_in_eval:
+        if loss.requires_grad and not self._warned_eval:
             loss.register_hook(warn)
         return output
 
-    def fused(below: InnerForward) -> ForwardFn:
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            given = dict(zip(names, args, strict=False)) | kwargs
-            labels = given.pop("labels", None)
-            if labels is None or torch._C._are_functorch_transforms_active():
-                return below(*args, **kwargs)
-            if not (self.training or in_eval):
-                return evaluated(below(*args, **kwargs))
-            if len(given) + 1 < len(args) + len(kwargs):
-                # Too many arguments, or one given twice: Python's own TypeError comes from there.
-                return below(*args, **kwargs)
-            changed = _change_of(self.lm_head, head)
-            if changed is not None:
-                if not warned:
-                    warned.append(changed)
-                    warnings.warn(
-                        f"lm_head {changed} since forebay.manage, which the fused loss leaves out: the model's own loss runs, "
-                        "and holds logits [tokens, vocabulary]; undo that, call manage() again, or pass loss=None to silence "
-                        "this",
-                        stacklevel=2,
-                    )
-                return below(*args, **kwargs)
-            return_dict = given.pop("return_dict", None)
-            logits_to_keep = given.pop("logits_to_keep", 0)
-            if adds_aux and given.get("output_router_logits") is None:
-                given["output_router_logits"] = self.config.output_router_logits
-
-            # Named, because a config with return_dict=False would otherwise give a tuple here.
-            outputs = self.model(**given, return_dict=True)
-            hidden = outputs.last_hidden_state
-            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            loss = head_loss(self.lm_head, hidden[:, kept, :], labels, **given)
-            fields = {
-                "past_key_values": outputs.past_key_values,
-                "hidden_states": outputs.hidden_states,
-                "attentions": outputs.attentions,
-            }
-            if adds_aux:
-                fields["router_logits"] = outputs.router_logits
-                if given["output_router_logits"]:
-                    aux_loss = module.load_balancing_loss_func(
-                        outputs.router_logits,
-                        self.num_experts,
-                        self.num_experts_per_tok,
-                        given.get("attention_mask"),
-                    )
-                    fields["aux_loss"] = aux_loss
-                    loss = loss + self.router_aux_loss_coef * aux_loss.to(loss.device)
-            output = output_class(loss=loss, logits=None, **fields)
-            if return_dict is None:
-                return_dict = self.config.return_dict
-            return output if return_dict else output.to_tuple()
-
-        return forward
-
-    undo = [install(model, fused), install(head, lambda below: _head_forward)]
-
-    def restore() -> None:
-        while undo:
-            undo.pop()()
-
-    return restore
-
 
 def _change_of(now: nn.Module, head: nn.Module) -> str | None:
-    """What the head `now` does that a call of `head` with targets would not, in words; None if nothing."""
+    """What the head `now` does that a call of `head` with targets would not, for a message; None if nothing."""
     if now is not head:
         return f"has become a {type(now).__name__} (an adapter or a new head)"
     if not is_outermost(head):
         return "got another forward"
-    # A hook gets the loss here where it expects logits. FSDP's, which gather the weight, look at neither.
+    # A hook would get the loss where it expects logits. FSDP's hooks, which unshard the weight, look at neither.
     hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)
     for hook in (h for kind in hooks for h in kind.values()):
         if not str(getattr(hook, "__module__", None)).startswith(("torch.distributed.", "forebay.")):
@@ -539,13 +176,12 @@ def _change_of(now: nn.Module, head: nn.Module) -> str | None:
 
 
 def _head_forward(self: nn.Linear, hidden: Tensor, targets: Tensor | None = None, **options: Any) -> Tensor:
-    """The head's forward: logits, or with targets the loss (`options` as in the loss)."""
+    """Logits, or with targets the loss (`options` as in `linear_cross_entropy`)."""
     if targets is None:
         return nn.Linear.forward(self, hidden)
     if isinstance(self.weight, DTensor):
         raise ValueError(
-            "fused loss: lm_head.weight is a DTensor inside the head's own call (tensor "
-            "parallelism), which is not supported"
+            "fused loss: lm_head.weight is a DTensor inside the head's own call (tensor parallelism), which is not supported"
         )
     return linear_cross_entropy(hidden, self.weight, targets, bias=self.bias, **options)
 
@@ -572,12 +208,7 @@ def head_loss(
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     targets = shift_labels.reshape(-1).to(hidden.device)
     reduction = "mean" if num_items_in_batch is None else "sum"
-    loss = head(
-        hidden.reshape(-1, hidden.shape[-1]),
-        targets,
-        ignore_index=ignore_index,
-        reduction=reduction,
-    )
+    loss = head(hidden.reshape(-1, hidden.shape[-1]), targets, ignore_index=ignore_index, reduction=reduction)
     if num_items_in_batch is None:
         return loss
     if isinstance(num_items_in_batch, Tensor):
@@ -585,25 +216,17 @@ def head_loss(
     return loss / num_items_in_batch
 
 
-def _family(model: nn.Module) -> type[nn.Module]:
-    """The transformers class whose forward `model` runs; ValueError if the loss cannot be fused."""
+def _check_model(model: nn.Module) -> type[nn.Module]:
+    """The transformers class whose forward `model` runs. Raises ValueError if its loss cannot be fused."""
     name = type(model).__name__
     config = getattr(model, "config", None)
     for field in _LOGIT_TRANSFORMS:
-        if getattr(config, field, None) not in (None, 1):
+        value = getattr(config, field, None)
+        if value not in (None, 1):
             raise ValueError(
-                f"fused loss: {name} transforms its logits (config.{field}="
-                f"{getattr(config, field)!r}), which is not supported"
+                f"fused loss: {name} transforms its logits (config.{field}={value!r}), which is not supported"
             )
-    # FSDP2 and parametrisations make a subclass on the fly, so look for the class among the bases.
-    family: Any = next(
-        (
-            base
-            for base in type(model).__mro__
-            if base.__name__ in _FAMILIES and base.__module__.startswith("transformers.models.")
-        ),
-        None,
-    )
+    family = transformers_base(model, _FAMILIES)
     if family is None:
         raise ValueError(f"fused loss: {name} is not a supported model; supported are {', '.join(_FAMILIES)}")
     if inspect.getattr_static(type(model), "forward") is not family.forward:
@@ -612,19 +235,19 @@ def _family(model: nn.Module) -> type[nn.Module]:
 
     if model.loss_function is not ForCausalLMLoss:
         raise ValueError(
-            f"fused loss: {name} has a custom loss_function ({model.loss_function!r}); only "
-            "transformers' ForCausalLMLoss can be fused"
+            f"fused loss: {name} has a custom loss_function ({model.loss_function!r}); only transformers' ForCausalLMLoss can "
+            "be fused"
         )
     head: nn.Module = model.lm_head  # type: ignore[assignment]
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         raise ValueError(
-            f"fused loss: lm_head is a {type(head).__name__}, not a plain torch.nn.Linear "
-            "(an adapter or a quantised layer cannot be fused)"
+            f"fused loss: lm_head is a {type(head).__name__}, not a plain torch.nn.Linear (an adapter or a quantised layer "
+            "cannot be fused)"
         )
     for path, owner in (("forward", model), ("lm_head.forward", head)):
         if is_managed(owner) or is_patched(owner):
             raise ValueError(
-                f"fused loss: {path} of this {name} is already replaced on the instance (by a "
-                "fused loss, Accelerate or a hook); install the fused loss before that"
+                f"fused loss: {path} of this {name} is already replaced on the instance (by a fused loss, Accelerate or a "
+                "hook); install the fused loss before that"
             )
     return family

@@ -1,17 +1,14 @@
-"""What the routers of a model did: their logits and choices, for losses and load balancing.
+"""Router outputs of a model, recorded for losses and load balancing.
 
-In: a model with MoE blocks (see `forebay.models.families.moe_blocks`), whether its decoder layers are
-transformers' own, halves or compiled halves. Out: within `recording()`, one `RouterOutput` a MoE layer
-and forward pass, in the order of the forward; from these the load-balancing loss of Switch-style
-models and the bias update of DeepSeek-V3 and GLM-4-MoE.
-
-`RouterStats` owns the records and the counts. Records hold the autograd graph of their forward until
-the next `recording()` or `clear()`; counts are plain integers on the device. Nothing here waits for
-the device.
+Input: a model with MoE blocks (`forebay.models.families.moe_blocks`), whose decoder layers run as transformers' own or as
+sublayers, compiled or not. Output: within `RouterStats.recording()`, one `RouterOutput` for each MoE layer and forward, in
+forward order; from these the load-balancing loss of Switch-style models and the bias update of DeepSeek-V3 and GLM-4-MoE.
+Records hold the autograd graph of their forward until the next `recording()` or `clear()`; counts are integers on the
+device. Nothing here synchronises with the device.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,24 +21,21 @@ from forebay.models.families import MoeBlock, moe_blocks
 
 @dataclass(frozen=True, eq=False)
 class RouterOutput:
-    """What one router did in one forward: T tokens, E experts, K choices each."""
+    """The output of one router in one forward: T tokens, E experts, K choices each."""
 
     path: str
     """Module path of the MoE block."""
     logits: Tensor
     """[T, E], with the autograd graph of the forward."""
     ids: Tensor
-    """[T, K] int64; -1 is no choice."""
+    """[T, K] int64; -1 means no choice."""
 
 
 class RouterStats:
-    """Records routers through their forward hooks, which are there only during `recording()`.
-
-    Args:
-        model: the model, or a part of it.
+    """Records routers through forward hooks, which are installed only within `recording()` and `counting()`.
 
     Raises:
-        ValueError: there is no MoE block of a known class in it.
+        ValueError: `model` has no MoE block of a supported class.
     """
 
     def __init__(self, model: nn.Module):
@@ -53,32 +47,29 @@ class RouterStats:
 
     @property
     def paths(self) -> list[str]:
-        """Module paths of the MoE blocks: the rows of `load()` and `load_violation()`."""
+        """Module paths of the MoE blocks, the rows of `load()` and `load_violation()`."""
         return [block.path for block in self._blocks]
 
     @property
     def has_bias(self) -> bool:
-        """Whether the family balances by a bias (`update_bias`) and not by a loss."""
+        """Whether the family balances by a bias (`update_bias`) instead of a loss."""
         return any(_bias(block) is not None for block in self._blocks)
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record the forward passes within, after forgetting earlier records. Counts go on.
+    def recording(self) -> AbstractContextManager[None]:
+        """Record and count the forward passes within, after dropping earlier records. Counts add up.
 
         A recomputation in backward is not recorded again, even within.
         """
         self.clear()
-        handles = [b.router.register_forward_hook(partial(self._record, b.path)) for b in self._blocks]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        return self._hooked(self._record)
+
+    def counting(self) -> AbstractContextManager[None]:
+        """Count the choices of the forward passes within, without records: no graph is held."""
+        return self._hooked(self._count)
 
     @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Count the choices of the forward passes within, and record nothing: no graph is held."""
-        handles = [b.router.register_forward_hook(partial(self._count, b.path)) for b in self._blocks]
+    def _hooked(self, hook: Callable[..., None]) -> Iterator[None]:
+        handles = [b.router.register_forward_hook(partial(hook, b.path)) for b in self._blocks]
         try:
             yield
         finally:
@@ -86,17 +77,17 @@ class RouterStats:
                 handle.remove()
 
     def clear(self) -> None:
-        """Forget the records and let go of the graph they hold."""
+        """Drop the records and the graph they hold."""
         self.records = []
 
     def load_balancing_loss(self, attention_mask: Tensor | None = None) -> Tensor:
-        """`balance_loss` over all records: a scalar, fp32 as a rule.
+        """`balance_loss` over all records.
 
         It equals transformers' `load_balancing_loss_func`, except that the choices are the routers' own: transformers chooses
         again from probabilities in the logits' dtype, and in bf16 ties then fall differently.
 
         Raises:
-            ValueError: nothing is recorded, or the mask has another number of tokens.
+            ValueError: nothing is recorded, or the mask has a different number of tokens.
         """
         if not self.records:
             raise ValueError("no routing is recorded: run the model within `stats.recording()`")
@@ -107,19 +98,19 @@ class RouterStats:
         return torch.stack([self._count_of(block) for block in self._blocks])
 
     def load_violation(self) -> Tensor:
-        """By how much the busiest expert exceeds the mean load, in means: fp32 [layers].
+        """(maximum load - mean load) / mean load over experts: fp32 [layers].
 
-        0 is balance, E / K - 1 is every token on the same experts. NaN where nothing was counted.
+        0 is balance; E / K - 1 is every token on the same experts; NaN if nothing was counted.
         """
         load = self.load().float()
         mean = load.mean(1)
         return (load.amax(1) - mean) / mean
 
     def sum_counts(self, add_up: Callable[[Tensor], Tensor]) -> None:
-        """Make the counts those of all processes, before `load_violation` or `update_bias`. Reset them before going on.
+        """Sum the counts over processes, for `load_violation` or `update_bias`. Reset them before counting on.
 
         Args:
-            add_up: takes int64 [layers, E] of this process and gives the sum over processes.
+            add_up: maps int64 [layers, E] of this process to the sum over processes.
         """
         load = add_up(self.load())
         self._counts = {block.path: counted for block, counted in zip(self._blocks, load.unbind(), strict=True)}
@@ -128,12 +119,12 @@ class RouterStats:
     def update_bias(self, rate: float) -> None:
         """DeepSeek-V3's balancing without a loss: bias += rate * sign(mean load - load).
 
-        The load is that of all microbatches recorded since the last update; it is reset. Call it
-        once an optimizer step, after backward.
+        The load is that of all microbatches counted since the last update, and is reset. Call it once an optimizer step,
+        after backward.
 
         Raises:
-            ValueError: the family has no `e_score_correction_bias`, or keeps it in less than fp32,
-                where steps of the usual 0.001 are rounded away.
+            ValueError: the family has no `e_score_correction_bias`, or keeps it in less than fp32, where the usual rate of
+                0.001 is rounded away.
         """
         if not self.has_bias:
             raise ValueError(
@@ -154,32 +145,32 @@ class RouterStats:
         self.reset_counts()
 
     def reset_counts(self) -> None:
-        """Start counting anew."""
+        """Set all counts to zero."""
         self._counts = {}
 
     def counts(self) -> dict[str, Tensor]:
-        """What was counted so far, for `restore_counts`. The tensors stay as they are: later counts are new ones."""
+        """The counts so far, for `restore_counts`. Later counting does not change these tensors."""
         return dict(self._counts)
 
     def restore_counts(self, counts: dict[str, Tensor]) -> None:
-        """Count on from `counts`, as if nothing had run since, and forget the records."""
+        """Set the counts to `counts`, and drop the records."""
         self._counts = dict(counts)
         self.clear()
 
     def take_counts(self) -> dict[str, Tensor]:
-        """What was counted so far; counting starts anew."""
+        """The counts so far, which are set to zero."""
         counts, self._counts = self._counts, {}
         return counts
 
     def add_counts(self, counts: dict[str, Tensor]) -> None:
-        """Count `counts` too. The tensors stay the caller's, who may write to them."""
+        """Add `counts`. The tensors stay the caller's, who may write to them."""
         none = torch.zeros((), dtype=torch.int64)
         self._counts = {
             path: self._counts.get(path, none) + counts.get(path, none) for path in {**self._counts, **counts}
         }
 
     def _record(self, path: str, router: nn.Module, inputs: Any, output: Any) -> None:
-        # Inside a backward pass, this forward is a recomputation.
+        # A forward inside a backward pass is a recomputation.
         if torch._C._current_graph_task_id() != -1:
             return
         self.records.append(RouterOutput(path, output[0], output[2]))
@@ -202,16 +193,15 @@ class RouterStats:
 def balance_loss(router_outputs: Sequence[tuple[Tensor, Tensor]], attention_mask: Tensor | None = None) -> Tensor:
     """The auxiliary loss of Switch Transformer: E * sum over experts of (share of choices) * (mean probability).
 
-    A token all of whose ids are -1 (padding, routed nowhere) does not count, as if it were masked; a single id of -1 is no
-    choice. The loss of no tokens at all is 0, with gradients of 0.
+    A token whose ids are all -1 (padding) does not count, as if it were masked. The loss of no tokens is 0, with gradients
+    of 0.
 
     Args:
         router_outputs: (logits [T, E], ids [T, K]) of each router; tokens of all layers count alike. T may be 0.
         attention_mask: [B, S], 0 where a token does not count.
 
     Raises:
-        ValueError: no router, routers with different numbers of experts, or a mask with another number of tokens than a router
-            saw.
+        ValueError: no router, routers with different numbers of experts, or a mask with a different number of tokens.
     """
     if not router_outputs:
         raise ValueError("balance_loss of no router: give (logits, ids) of at least one")
@@ -225,11 +215,11 @@ def balance_loss(router_outputs: Sequence[tuple[Tensor, Tensor]], attention_mask
     for logits, ids in router_outputs:
         if logits.shape[1] != experts:
             raise ValueError(
-                f"a router has {logits.shape[1]} experts, the first one {experts}: take their losses apart"
+                f"a router has {logits.shape[1]} experts, the first one {experts}: compute their losses separately"
             )
         shares = logits.to(device).softmax(-1).float()
         ids = ids.to(device)
-        choices = (ids >= 0).float()  # nothing here waits for the device to say whether there is a -1
+        choices = (ids >= 0).float()  # without asking the device whether there is a -1
         if mask is not None:
             if mask.numel() != shares.shape[0]:
                 raise ValueError(
@@ -251,7 +241,7 @@ def _bias(block: MoeBlock) -> Tensor | None:
 
 
 def _count(ids: Tensor, experts: int) -> Tensor:
-    """How often each expert is in ids, in which -1 is no choice: int64 [E]. `bincount` would wait for the device."""
+    """How often each expert is in `ids`: int64 [E]. `bincount` would synchronise with the device."""
     flat = ids.reshape(-1)
     none = torch.zeros(experts, dtype=torch.int64, device=ids.device)
     return none.scatter_add_(0, flat.clamp(min=0), (flat >= 0).to(torch.int64))

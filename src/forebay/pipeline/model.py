@@ -21,7 +21,8 @@ from forebay.managed import Managed
 from forebay.memory.regions import is_managed
 from forebay.models.blocks import SublayerForward
 from forebay.models.families import all_layers
-from forebay.models.fused_loss import head_loss, linear_cross_entropy_into
+from forebay.models.fused_loss import head_loss
+from forebay.models.linear_cross_entropy import linear_cross_entropy_into
 from forebay.moe.dispatch import TokenDispatcher
 from forebay.moe.dispatch_op import Front
 
@@ -69,7 +70,7 @@ class CutLayer:
         assert self._sublayers.mlp.front is not None, "a dense layer has no stages"
         self._sublayers.check_block()
         front: Front = self._sublayers.mlp.front(self._sublayers.attend(x, **self._keywords()))
-        self._sublayers.announce(front.logits.detach(), front.ids)
+        self._sublayers.run_router_hooks(front.logits.detach(), front.ids)
         return front
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -98,7 +99,7 @@ class CutModel:
         embedded_sum: if set, [V, H] fp32: these gradients are added to it as they are computed, bitwise as by `spread`; see
             `padded`.
         head_sum: if set, [V, H] fp32: the epilogue adds the head's weight gradient to it, before the division by a
-            microbatch's count, and autograd gives the weight none; see `forebay.models.fused_loss.linear_cross_entropy_into`.
+            microbatch's count, and autograd gives the weight none; see `linear_cross_entropy_into`.
 
     Raises:
         ValueError: the loss is not fused, not all layers are of a known family, or a placement names a whole layer, which never

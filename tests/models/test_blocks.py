@@ -1,6 +1,5 @@
-"""Decoder layers as two halves give bitwise the layers' results, and leave nothing behind."""
+"""Decoder layers as two sublayers give bitwise the layers' results, and leave nothing behind."""
 
-from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -9,24 +8,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from forebay.memory.regions import setting
-from forebay.models.blocks import install_sublayers, register
+from forebay.models.blocks import install_sublayers
+from forebay.models.experts import register
 from forebay.models.families import has_known_layers
-
-FAMILIES = (
-    "deepseek_v2",
-    "deepseek_v3",
-    "glm4_moe",
-    "gpt_oss",
-    "llama",
-    "mixtral",
-    "olmoe",
-    "qwen3",
-    "qwen3_moe",
-)
-
-
-def _equal(a, b):
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+from tests.models.conftest import FAMILIES, HIDDEN, equal
 
 
 def _state(model):
@@ -34,7 +19,7 @@ def _state(model):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bitwise_the_original_and_gone_afterwards(family, tiny, tokens, losses_and_gradients):
+def test_bitwise_the_original_also_checkpointed_and_gone_afterwards(family, tiny, tokens, losses_and_gradients):
     model = tiny(family)
     expected = losses_and_gradients(model, tokens)
     before = _state(model)
@@ -43,48 +28,34 @@ def test_bitwise_the_original_and_gone_afterwards(family, tiny, tokens, losses_a
     called = []
     for path, slot in sublayers.items():
         slot.wrap(lambda fn, path=path: lambda *a, **k: (called.append(path), fn(*a, **k))[1])
-    assert _equal(losses_and_gradients(model, tokens), expected)
+    assert equal(losses_and_gradients(model, tokens), expected)
     assert called == list(sublayers)
+    for slot in sublayers.values():
+        slot.wrap(lambda fn: partial(checkpoint, fn, use_reentrant=False))
+    assert equal(losses_and_gradients(model, tokens), expected)
+    assert len(called) == 3 * len(sublayers), "each sublayer runs once more forward and once again in backward"
     sublayers.uninstall()
     assert _state(model) == before
-    assert _equal(losses_and_gradients(model, tokens), expected)
-    assert called == list(sublayers), "an uninstalled half was called"
+    assert equal(losses_and_gradients(model, tokens), expected)
+    assert len(called) == 3 * len(sublayers), "an uninstalled sublayer was called"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_checkpointed_halves_are_bitwise_equal(family, tiny, tokens, losses_and_gradients):
-    model = tiny(family)
-    expected = losses_and_gradients(model, tokens)
-    sublayers = install_sublayers(model)
-    runs = []
-
-    def checkpointed(fn):
-        def counted(*args, **kwargs):
-            runs.append(1)
-            return fn(*args, **kwargs)
-
-        return partial(checkpoint, counted, use_reentrant=False)
-
-    for slot in sublayers.values():
-        slot.wrap(checkpointed)
-    assert _equal(losses_and_gradients(model, tokens), expected)
-    assert len(runs) == 2 * len(sublayers), "each half runs once forward and once again"
-
-
-def test_padding_and_packing_reach_the_attention(tiny, tokens, losses_and_gradients):
+def test_padding_reaches_the_attention_also_under_transformers_own_checkpointing(tiny, tokens, losses_and_gradients):
     model = tiny("qwen3_moe")
     mask = torch.ones_like(tokens)
     mask[1, 10:] = 0
     expected = losses_and_gradients(model, tokens, attention_mask=mask)
-    assert not _equal(losses_and_gradients(model, tokens), expected)
+    assert not equal(losses_and_gradients(model, tokens), expected)
     install_sublayers(model)
-    assert _equal(losses_and_gradients(model, tokens, attention_mask=mask), expected)
+    assert equal(losses_and_gradients(model, tokens, attention_mask=mask), expected)
+    model.gradient_checkpointing_enable()
+    assert equal(losses_and_gradients(model, tokens, attention_mask=mask), expected)
 
 
 def test_a_positional_call_of_a_layer(tiny):
     model = tiny("mixtral")  # the family whose layers take the position embeddings second
     layer = model.model.layers[0]
-    x = torch.randn(2, 16, 64)
+    x = torch.randn(2, 16, HIDDEN)
     embeddings = model.model.rotary_emb(x, torch.arange(16)[None])
     expected = layer(x, embeddings, None)
     install_sublayers(model)
@@ -97,8 +68,7 @@ def test_a_cache_takes_the_original_forward(tiny, tokens):
     with torch.no_grad():
         expected = model(tokens, use_cache=True)
         generated = model.generate(tokens[:, :4], **generation)
-    sublayers = install_sublayers(model)
-    for slot in sublayers.values():
+    for slot in install_sublayers(model).values():
         slot.wrap(lambda fn: pytest.fail)
     with torch.no_grad():
         got = model(tokens, use_cache=True)
@@ -115,12 +85,9 @@ def test_attention_weights_take_the_original_forward(how, tiny, tokens):
     model.set_attn_implementation("eager")
     expected = model(tokens, output_attentions=True).attentions
     install_sublayers(model)
-    if how == "argument":
-        got = model(tokens, output_attentions=True).attentions
-    else:
-        model.config.output_attentions = True
-        got = model(tokens).attentions
-    assert _equal(got, expected) and len(got) == 2
+    model.config.output_attentions = how == "config"
+    got = model(tokens, **({"output_attentions": True} if how == "argument" else {})).attentions
+    assert equal(got, expected) and len(got) == 2
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "mixtral", "olmoe", "qwen3_moe"])
@@ -128,16 +95,17 @@ def test_transformers_own_capture_still_works(family, tiny, tokens, losses_and_g
     model = tiny(family, router_aux_loss_coef=0.5)
     more = {"output_router_logits": True, "output_hidden_states": True}
     expected, out = losses_and_gradients(model, tokens, **more), model(tokens, **more)
-    assert not _equal(losses_and_gradients(model, tokens), expected)
+    assert not equal(losses_and_gradients(model, tokens), expected)
     install_sublayers(model)
-    assert _equal(losses_and_gradients(model, tokens, **more), expected)
+    assert equal(losses_and_gradients(model, tokens, **more), expected)
     got = model(tokens, **more)
-    assert _equal(got.router_logits, out.router_logits) and len(got.router_logits) > 0
-    assert _equal(got.hidden_states, out.hidden_states)
+    assert equal(got.router_logits, out.router_logits) and len(got.router_logits) > 0
+    assert equal(got.hidden_states, out.hidden_states)
 
 
-def test_restore_puts_the_bare_half_back(tiny, tokens):
+def test_restore_puts_the_bare_sublayer_back(tiny):
     model = tiny("qwen3_moe")
+    assert all(slot.light_recompute is None for slot in install_sublayers(tiny("qwen3_moe")).values())
     model.set_experts_implementation(register())
     experts = model.model.layers[1].mlp.experts
     slot = install_sublayers(model)["model.layers.1.mlp"]
@@ -151,53 +119,49 @@ def test_restore_puts_the_bare_half_back(tiny, tokens):
     assert slot.module is model.model.layers[1]
 
 
-def test_light_recompute_is_only_for_forebays_experts(tiny):
+def test_uninstall_leaves_what_was_put_on_top_and_may_be_repeated(tiny, tokens):
     model = tiny("qwen3_moe")
     sublayers = install_sublayers(model)
-    assert all(slot.light_recompute is None for slot in sublayers.values())
+    called = []
+    sublayers["model.layers.1.mlp"].wrap(lambda fn: lambda *a: (called.append(1), fn(*a))[1])
+    layer = model.model.layers[1]
+    ours = layer.forward
+    theirs = layer.forward = lambda *a, **k: ours(*a, **k)
+    expected = model(tokens).logits
+    sublayers.uninstall()
+    sublayers.uninstall()
+    assert layer.forward is theirs and called == [1]
+    assert torch.equal(model(tokens).logits, expected) and called == [1]
+    layer.forward = ours
+    again = install_sublayers(model)
+    assert torch.equal(model(tokens).logits, expected)
+    again.uninstall()
+    assert all("forward" not in m.__dict__ for m in model.modules())
 
 
-# --- what is refused --------------------------------------------------------------------------------
+# --- what is refused --------------------------------------------------------------------------------------------------
 
 
-def test_an_unknown_layer_is_named(tokens):
+def test_an_unknown_layer_is_named():
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
-    config = Gemma2Config(
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-        intermediate_size=32,
-        vocab_size=50,
-        pad_token_id=0,
-    )
-    model = Gemma2ForCausalLM(config)
+    model = Gemma2ForCausalLM(Gemma2Config(**FAMILIES["qwen3"][1]))
     with pytest.raises(ValueError, match=r"Gemma2DecoderLayer.*Qwen3MoeDecoderLayer"):
         install_sublayers(model)
     assert not has_known_layers(model)
-
-
-def test_a_model_without_decoder_layers_is_named():
     with pytest.raises(ValueError, match=r"Sequential has no decoder layers.*Qwen3MoeDecoderLayer"):
         install_sublayers(nn.Sequential(nn.TransformerDecoderLayer(8, 2), nn.Linear(8, 8)))
 
 
-def test_an_unknown_mlp_is_named(tiny):
+def test_an_unknown_mlp_is_called_as_it_is_and_named_if_compiled(tiny, tokens, losses_and_gradients):
     model = tiny("qwen3_moe")
-    model.model.layers[1].mlp = nn.Linear(64, 64)
+    model.model.layers[1].mlp = nn.Linear(HIDDEN, HIDDEN)
+    expected = losses_and_gradients(model, tokens)
     with pytest.raises(ValueError, match=r"'model.layers.1.mlp' is a Linear.*Qwen3MoeSparseMoeBlock"):
         install_sublayers(model, compile=True)
-    assert "forward" not in model.model.layers[0].__dict__, "half installed after an error"
-
-
-def test_an_unknown_mlp_is_called_as_it_is(tiny, tokens, losses_and_gradients):
-    model = tiny("qwen3_moe")
-    model.model.layers[1].mlp = nn.Linear(64, 64)
-    expected = losses_and_gradients(model, tokens)
+    assert "forward" not in model.model.layers[0].__dict__, "one layer installed after an error"
     install_sublayers(model)
-    assert _equal(losses_and_gradients(model, tokens), expected)
+    assert equal(losses_and_gradients(model, tokens), expected)
 
 
 @pytest.mark.parametrize("which", ["model.layers.1", "model.layers.1.mlp"])
@@ -215,22 +179,17 @@ def test_a_subclass_with_its_own_forward_is_refused_and_one_without_is_not(tiny,
     kind = type(layer)
     expected = model(tokens).logits
     layer.__class__ = type("Sharded", (kind,), {})  # what FSDP2 does
-    install_sublayers(model).uninstall()
+    sublayers = install_sublayers(model)
+    with pytest.raises(ValueError, match=r"model.layers.0.*managed already"):
+        install_sublayers(model)
+    sublayers.uninstall()
     assert torch.equal(model(tokens).logits, expected)
     layer.__class__ = type("Patched", (kind,), {"forward": lambda self, x, **_: x})
     with pytest.raises(ValueError, match=r"Patched.*replaced"):
         install_sublayers(model)
 
 
-def test_transformers_own_checkpointing_of_halves(tiny, tokens, losses_and_gradients):
-    model = tiny("qwen3_moe")
-    expected = losses_and_gradients(model, tokens)
-    model.gradient_checkpointing_enable()
-    install_sublayers(model)
-    assert _equal(losses_and_gradients(model, tokens), expected)
-
-
-def test_router_jitter_is_the_blocks_own_and_refused_in_compiled_halves(tiny, tokens):
+def test_router_jitter_is_the_blocks_own_and_refused_in_compiled_sublayers(tiny, tokens):
     model = tiny("mixtral", router_jitter_noise=0.1)
     torch.manual_seed(5)
     expected = model(tokens).logits
@@ -239,36 +198,3 @@ def test_router_jitter_is_the_blocks_own_and_refused_in_compiled_halves(tiny, to
     install_sublayers(model)
     torch.manual_seed(5)
     assert torch.equal(model(tokens).logits, expected)
-
-
-def test_uninstall_leaves_what_was_put_on_top_and_may_be_repeated(tiny, tokens):
-    model = tiny("qwen3_moe")
-    sublayers = install_sublayers(model)
-    called = []
-    sublayers["model.layers.1.mlp"].wrap(lambda fn: lambda *a: (called.append(1), fn(*a))[1])
-    layer = model.model.layers[1]
-    ours = layer.forward
-    theirs = layer.forward = lambda *a, **k: ours(*a, **k)
-    expected = model(tokens).logits
-    sublayers.uninstall()
-    sublayers.uninstall()
-    assert layer.forward is theirs and called == [1]
-    assert torch.equal(model(tokens).logits, expected) and called == [1]
-    layer.forward = ours
-    with install_again(model):
-        assert torch.equal(model(tokens).logits, expected)
-    assert all("forward" not in m.__dict__ for m in model.modules())
-
-
-@contextmanager
-def install_again(model):
-    sublayers = install_sublayers(model)
-    yield
-    sublayers.uninstall()
-
-
-def test_installing_twice_is_refused(tiny):
-    model = tiny("qwen3_moe")
-    install_sublayers(model)
-    with pytest.raises(ValueError, match=r"model.layers.0.*under management already"):
-        install_sublayers(model)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from forebay.managed import manage
-from forebay.models.blocks import keep_local_experts
+from forebay.models.experts import keep_local_experts
 from forebay.models.families import moe_blocks
 from forebay.moe.dispatch import NcclDispatcher
 from forebay.policy import PolicyError

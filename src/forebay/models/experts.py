@@ -1,0 +1,181 @@
+"""Hugging Face experts modules on `forebay.moe.experts`.
+
+Input: a transformers model whose MoE blocks are of a supported family (`forebay.models.families`). `install_experts` puts
+`experts_forward` around the forward of its experts modules until it is removed; `register` offers it to transformers as
+the implementation "forebay". `keep_local_experts` leaves each rank of expert parallelism its own experts. Router and
+parameters stay the model's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import SiLUActivation
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
+
+from forebay.memory.regions import drop_setting, install, is_patched, put_setting, setting
+from forebay.memory.storage import local
+from forebay.models.families import innermost, moe_blocks
+from forebay.moe.dispatch import TokenDispatcher
+from forebay.moe.experts import experts
+
+NAME = "forebay"
+_INSTALLED = "forebay_experts"
+
+
+def keep_local_experts(model: nn.Module, dispatcher: TokenDispatcher) -> None:
+    """Cut every experts module of `model` down to the experts of `dispatcher.rank`, as plain parameters.
+
+    Call it before ``forebay.manage(model, dispatcher=dispatcher)``. With a loss that sums over all ranks' tokens, the
+    gradients of the experts are then complete; those of all other parameters are this rank's share, to be summed over
+    ranks. (`forebay.train.parallel` uses DTensors instead, so that checkpoints know the whole.)
+
+    Raises:
+        ValueError: no MoE block, or a parameter whose first dimension is not `dispatcher.num_experts`.
+    """
+    blocks = moe_blocks(model)
+    if not blocks:
+        raise ValueError(f"{type(model).__name__} has no MoE block that Forebay knows")
+    for block in blocks:
+        for name, parameter in block.experts.named_parameters(recurse=False):
+            if parameter.shape[0] != dispatcher.num_experts:
+                raise ValueError(
+                    f"{block.path}.experts.{name} is {tuple(parameter.shape)}; its first dimension must be the "
+                    f"{dispatcher.num_experts} experts of the token dispatcher"
+                )
+        cut_experts(block.experts, dispatcher.rank, dispatcher.size)
+
+
+def cut_experts(
+    experts: nn.Module, rank: int, size: int, as_parameter: Callable[[Tensor], Tensor] = lambda own: own
+) -> None:
+    """Replace each parameter [E, ...] of an experts module by the slice [E / size, ...] of `rank`.
+
+    Args:
+        as_parameter: maps the slice to what becomes the parameter, such as a DTensor of the whole.
+    """
+    for name, parameter in list(experts.named_parameters(recurse=False)):
+        count = parameter.shape[0] // size
+        own = parameter.detach()[rank * count : (rank + 1) * count].clone()
+        setattr(experts, name, nn.Parameter(as_parameter(own), requires_grad=parameter.requires_grad))
+
+
+def register() -> str:
+    """Register `experts_forward` as "forebay" in transformers' table of experts implementations, and return that name.
+
+    A model takes it for good with ``model.set_experts_implementation("forebay")``.
+    """
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    return NAME
+
+
+def install_experts(model: nn.Module) -> Callable[[], None]:
+    """ForwardFn the experts of every MoE block of `model` on `experts_forward`, until the returned call removes it.
+
+    Experts that use "forebay" by their configuration, whose forward is replaced, or that are not transformers' are left
+    alone. Copies and pickles of the model have their own experts.
+    """
+    undo = ExitStack()
+    for block in moe_blocks(model):
+        module = block.experts
+        if hasattr(type(module), "_apply_gate") and not uses_forebay(module) and not is_patched(module):
+            put_setting(module, _INSTALLED, True)
+            undo.callback(drop_setting, module, _INSTALLED)
+            undo.callback(install(module, lambda _: _run_experts, traceable=True))
+    return undo.close
+
+
+def uses_forebay(experts: nn.Module) -> bool:
+    """Whether this experts module computes with `experts_forward`."""
+    if setting(experts, _INSTALLED, False):
+        return True
+    return getattr(getattr(experts, "config", None), "_experts_implementation", None) == NAME
+
+
+def _run_experts(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+    # The operation has no rule for torch.func; the module's own experts have one.
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        own: Tensor = type(self).forward(self, *args, **kwargs)
+        return own
+    return experts_forward(self, *args, **kwargs)
+
+
+def experts_forward(
+    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, max_rows: int | None = None
+) -> Tensor:
+    """Forward of a transformers experts module: tokens [T, H] and routing [T, K] in, [T, H] out.
+
+    DTensor parameters (expert parallelism) stand for their local part: ids count this rank's experts from 0. Three
+    settings of the module (`forebay.memory.regions.setting`) change what is saved: ``forebay_save_h`` False recomputes
+    the first product in backward; ``forebay_weight_gradients`` (a `forebay.moe.wgrad.WeightGradients`) may defer the
+    weight gradients; ``forebay_pages`` (a `forebay.moe.experts_autograd.Pages`) stashes the rows.
+
+    Args:
+        max_rows: see `forebay.moe.experts.experts`.
+
+    Raises:
+        ValueError: an activation other than silu or GPT-OSS's.
+    """
+    kind = activation_of(self)
+    clamped = kind == "clamped_swiglu"
+    return experts(
+        hidden_states,
+        top_k_index,
+        top_k_weights,
+        local(self.gate_up_proj),
+        local(self.down_proj),
+        gate_up_bias=local(self.gate_up_proj_bias) if self.has_bias else None,
+        down_bias=local(self.down_proj_bias) if self.has_bias else None,
+        activation=kind,
+        interleaved=not self.is_concatenated,
+        transposed=self.is_transposed,
+        alpha=float(self.alpha) if clamped else 1.0,
+        limit=float(self.limit) if clamped else 0.0,
+        save_h=setting(self, "forebay_save_h", True),
+        max_rows=max_rows,
+        deferred=setting(self, "forebay_weight_gradients", None),
+        pages=setting(self, "forebay_pages", None),
+    )
+
+
+def activation_of(module: Any) -> str:
+    """ "swiglu" or "clamped_swiglu".
+
+    Raises:
+        ValueError: any other activation.
+    """
+    name = type(module).__name__
+    advice = 'leave this model on its own experts (experts=None, or experts_implementation="eager")'
+    if not module.has_gate:
+        raise ValueError(f"{name} has no gate projection: {advice}")
+    # A module with its own gated activation overrides `_apply_gate`. Only GPT-OSS's is known here; the attributes `alpha`
+    # and `limit` prove nothing, other families use them with other formulas.
+    if type(module)._apply_gate is not _default_apply_gate:
+        # The defining class counts: FSDP2 makes a subclass on the fly.
+        owner = next(kind for kind in type(module).__mro__ if "_apply_gate" in vars(kind))
+        if owner.__name__ == "GptOssExperts" and not module.is_concatenated:
+            return "clamped_swiglu"
+        raise ValueError(f"{name} has a gated activation of its own: {advice}")
+    if not isinstance(module.act_fn, (nn.SiLU, SiLUActivation)):
+        raise ValueError(f"{name} uses {module.act_fn}, not silu: {advice}")
+    return "swiglu"
+
+
+def light_recompute_of(experts: nn.Module) -> Callable[[bool], None] | None:
+    """A switch for recomputing only the first product of Forebay's experts; None if the experts are not Forebay's."""
+    module = innermost(experts)
+    if not uses_forebay(module):
+        return None
+
+    def switch(on: bool) -> None:
+        # "Off" removes the setting, so that it leaves the module as it was.
+        if on:
+            put_setting(module, "forebay_save_h", False)
+        else:
+            drop_setting(module, "forebay_save_h")
+
+    return switch

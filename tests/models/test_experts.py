@@ -1,0 +1,167 @@
+"""Hugging Face models on Forebay's experts: outputs and gradients against their own eager code."""
+
+import copy
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from forebay.models import experts
+from forebay.models.families import moe_blocks
+from tests.models.conftest import FAMILIES, HIDDEN, MOE_FAMILIES, VOCABULARY, build_tiny
+
+# fp32, relative to a tensor's largest entry: the same sums in another order and association (the
+# weight is applied before the down projection, not after), a few 2**-24 each, through two layers.
+TOLERANCE = 2e-5
+
+
+def build(family: str) -> nn.Module:
+    """With weights so large that experts matter."""
+    model = build_tiny(family, attn_implementation="eager")
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.dim() > 1:
+                p.normal_(std=0.2)
+            elif "bias" in name:
+                p.normal_()
+    return model
+
+
+def pair(family: str) -> tuple[nn.Module, nn.Module]:
+    """The model on its own experts, and a copy on Forebay's."""
+    theirs = build(family)
+    ours = copy.deepcopy(theirs)
+    theirs.set_experts_implementation("eager")
+    ours.set_experts_implementation(experts.register())
+    return theirs, ours
+
+
+def experts_of(model: nn.Module) -> nn.Module:
+    return moe_blocks(model)[0].experts
+
+
+def assert_near(got: torch.Tensor, want: torch.Tensor, name: str, tolerance: float) -> None:
+    scale = want.abs().max().clamp(min=1e-6)
+    error = (got - want).abs().max()
+    assert error <= tolerance * scale, f"{name}: {error} of {scale}"
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[nn.Module]]:
+    """The experts modules that really went through Forebay."""
+    seen: list[nn.Module] = []
+
+    def spy(self: nn.Module, *args):
+        seen.append(self)
+        return experts.experts_forward(self, *args)
+
+    def register() -> str:
+        ALL_EXPERTS_FUNCTIONS.register("forebay", spy)
+        return "forebay"
+
+    real = experts.register
+    monkeypatch.setattr(experts, "register", register)
+    yield seen
+    real()
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_whole_model(family: str, calls: list) -> None:
+    ids = torch.randint(3, VOCABULARY, (2, 11))
+    results = []
+    for model in pair(family):
+        out = model(input_ids=ids, labels=ids)
+        out.loss.backward()
+        results.append((out.logits.detach(), {n: p.grad for n, p in model.named_parameters()}))
+    assert calls and all(type(m).__module__.startswith("transformers") for m in calls)
+    (want, want_grads), (got, got_grads) = results
+    assert_near(got, want, "logits", TOLERANCE)
+    trained = [name for name, grad in want_grads.items() if grad is not None]
+    assert trained == [name for name, grad in got_grads.items() if grad is not None] and len(trained) > 15
+    for name in trained:
+        assert_near(got_grads[name], want_grads[name], name, TOLERANCE)
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_experts_module_with_sentinels_and_save_h(family: str) -> None:
+    theirs, ours = (experts_of(m) for m in pair(family))
+    theirs.limit = ours.limit = 0.5  # read by GPT-OSS: inside the range of these activations
+    none = ours.num_experts  # transformers' sentinel
+    ids = torch.randint(0, none + 1, (13, 2))
+    ids[::3, 0] = none
+    ids[:, 1] = torch.where(ids[:, 1] == ids[:, 0], (ids[:, 0] + 1) % (none + 1), ids[:, 1])
+    x, weights = torch.randn(13, HIDDEN), torch.rand(13, 2)
+    dy = torch.randn(13, HIDDEN)
+
+    def run(module: nn.Module, ids: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor]:
+        leaves = [x.clone().requires_grad_(), weights.clone().requires_grad_()]
+        y = module(leaves[0], ids, leaves[1])
+        return [y.detach(), *torch.autograd.grad(y, [*leaves, *module.parameters()], dy)]
+
+    got = run(ours, ids, weights)
+    # transformers' one_hot refuses the sentinel: by definition such a slot has no weight.
+    want = run(theirs, ids.masked_fill(ids == none, 0), weights.masked_fill(ids == none, 0.0))
+    want[2].masked_fill_(ids == none, 0.0)
+    for name, a, b in zip(["y", "x", "weights", "p0", "p1", "p2", "p3"], got, want, strict=False):
+        assert_near(a, b, name, 3e-6)
+    ours.forebay_save_h = False
+    assert all(map(torch.equal, run(ours, ids, weights), got))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_compiles_in_one_graph(family: str) -> None:
+    module = experts_of(pair(family)[1])
+    ids = torch.randint(0, 8, (13, 2))
+    leaves = torch.randn(13, HIDDEN, requires_grad=True), torch.rand(13, 2, requires_grad=True)
+    dy = torch.randn(13, HIDDEN)
+    torch._dynamo.reset()
+    results = []
+    for call in (module, torch.compile(module, fullgraph=True, backend="aot_eager")):
+        y = call(leaves[0], ids, leaves[1])
+        results.append([y.detach(), *torch.autograd.grad(y, [*leaves, *module.parameters()], dy)])
+    assert all(map(torch.equal, *results))
+
+
+def test_a_subclass_gates_as_the_class_that_says_how() -> None:
+    """FSDP2 gives a module a subclass that is made on the fly; another subclass may have a formula of its own."""
+    module = experts_of(build("gpt_oss"))
+    kind = type(module)
+    module.__class__ = type("FSDPGptOssExperts", (kind,), {})
+    assert experts.activation_of(module) == "clamped_swiglu"
+    module.__class__ = type("GptOssExpertsOfMine", (kind,), {"_apply_gate": lambda self, x: x})
+    with pytest.raises(ValueError, match="GptOssExpertsOfMine has a gated activation of its own"):
+        experts.activation_of(module)
+
+
+def test_register_is_idempotent_and_known_to_transformers() -> None:
+    assert experts.register() == experts.register() == "forebay"
+    assert ALL_EXPERTS_FUNCTIONS["forebay"] is experts.experts_forward
+    config = transformers.Qwen3MoeConfig(**FAMILIES["qwen3_moe"][1])
+    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="forebay")
+    assert model.config._experts_implementation == "forebay"
+
+
+def _gelu(module: nn.Module) -> None:
+    module.act_fn = nn.GELU()
+
+
+def _no_gate(module: nn.Module) -> None:
+    module.has_gate = False
+
+
+def _own_gate(module: nn.Module) -> None:
+    module.__class__ = type("Other", (type(module),), {"_apply_gate": lambda self, h: h})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [(_gelu, "not silu"), (_no_gate, "no gate"), (_own_gate, "activation of its own")],
+)
+def test_refuses_what_it_would_compute_wrongly(change: Callable[[nn.Module], None], message: str) -> None:
+    module = experts_of(pair("qwen3_moe")[1])
+    change(module)
+    with pytest.raises(ValueError, match=message):
+        module(torch.randn(3, HIDDEN), torch.randint(0, 8, (3, 2)), torch.rand(3, 2))

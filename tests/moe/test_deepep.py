@@ -1,4 +1,4 @@
-"""The deepep exchange against a stand-in of `deep_ep.Buffer`, which says what the real one asserts and travels over gloo."""
+"""The deepep dispatcher on a stand-in of `deep_ep.Buffer`, which asserts what the real one asserts and sends over gloo."""
 
 import sys
 from pathlib import Path
@@ -15,10 +15,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from forebay.moe.deepep import DeepEpDispatcher
 from forebay.moe.dispatch import ALIGNMENT, NcclDispatcher, TokenDispatcher
 from forebay.moe.dispatch_op import combine, dispatch
-from forebay.moe.experts import experts
+from tests.moe.layers import CASES, E, H, K, equal, group, inputs, layer, relative
 from tests.ranks import run_ranks
-
-E, K, H, INNER = 8, 3, 16, 8
 
 
 class Config:
@@ -154,31 +152,6 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deep_ep", stand_in())
 
 
-CASES = [
-    ([5, 7, 3, 4], "random"),
-    ([5, 0, 7, 1], "random"),
-    ([1, 0, 0, 0], "random"),
-    ([6, 5, 4, 3], "one rank"),
-    ([9, 8, 7, 6], "holes"),
-]
-
-
-def inputs(rank: int, tokens: int, kind: str, seed: int) -> dict[str, Tensor]:
-    g = torch.Generator().manual_seed(100 * seed + rank)
-    ids = torch.rand(tokens, E, generator=g).argsort(1)[:, :K]
-    if kind == "one rank":
-        ids = torch.arange(K).expand(tokens, K) % 2
-    if kind == "holes":
-        ids = ids.masked_fill(torch.rand(tokens, K, generator=g) < 0.4, -1)
-        ids[0, 0] = E + 5
-    made = {"x": (tokens, H), "w": (tokens, K), "init": (tokens, H), "dy": (tokens, H)}
-    tensors = {name: torch.randn(shape, generator=g).bfloat16() for name, shape in made.items()}
-    shared = torch.Generator().manual_seed(seed)
-    tensors["gate_up"] = torch.randn(E, 2 * INNER, H, generator=shared).bfloat16() * 0.3
-    tensors["down"] = torch.randn(E, H, INNER, generator=shared).bfloat16() * 0.3
-    return {"ids": ids, **tensors}
-
-
 def travelled(given: dict[str, Tensor], dispatcher: TokenDispatcher) -> list[Tensor]:
     """Everything an exchange brings, there and back, without experts in between: bit for bit the same for all."""
     x, w, init = (given[n].clone().requires_grad_() for n in ("x", "w", "init"))
@@ -195,34 +168,19 @@ def travelled(given: dict[str, Tensor], dispatcher: TokenDispatcher) -> list[Ten
     return [sent.rows[:received].detach(), sent.ids[:received], weights, back.detach(), *grads]
 
 
-def with_experts(given: dict[str, Tensor], dispatcher: TokenDispatcher) -> list[Tensor]:
-    mine = slice(dispatcher.rank * E // dispatcher.size, (dispatcher.rank + 1) * E // dispatcher.size)
-    trained = [given[n].clone().requires_grad_() for n in ("x", "w", "init")]
-    trained += [given[n][mine].clone().requires_grad_() for n in ("gate_up", "down")]
-    x, w, init, gate_up, down = trained
-    sent = dispatch(x, given["ids"], w, dispatcher)
-    y = combine(experts(sent.rows, sent.ids, sent.weights, gate_up, down, max_rows=sent.max_rows), sent.handle, init)
-    return [y.detach(), *torch.autograd.grad(y, trained, given["dy"])]
-
-
-def relative(got: Tensor, wanted: Tensor) -> float:
-    return float((got - wanted).abs().max() / wanted.abs().max().clamp(min=1e-6)) if wanted.numel() else 0.0
-
-
 def compare(rank: int, world: int) -> dict[str, Any]:
     sys.modules["deep_ep"] = stand_in()
     ours, nccl = DeepEpDispatcher(dist.group.WORLD, E, hidden=H), NcclDispatcher(dist.group.WORLD, E)
     found: dict[str, Any] = {"sms": Buffer.num_sms, "equal": [], "close": []}
     for seed, (tokens, kind) in enumerate(CASES):
-        given = inputs(rank, tokens[rank], kind, seed)
-        pairs = zip(travelled(given, ours), travelled(given, nccl), strict=True)
-        found["equal"].append([a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs])
-        pairs = zip(with_experts(given, ours), with_experts(given, nccl), strict=True)
-        found["close"].append([relative(a, b) for a, b in pairs])
+        given = inputs(rank, tokens[rank], kind, seed, torch.bfloat16)
+        found["equal"].append(equal(travelled(given, ours), travelled(given, nccl)))
+        pairs = zip(layer(ours, given), layer(nccl, given), strict=True)
+        found["close"].append([relative(a.double(), b.double()) for a, b in pairs])
     found["alive"] = ours.live_handles
     ours._buffer.calls.clear()
-    given = inputs(rank, 5, "random", 0)
-    y = with_experts(given, ours)[0]
+    given = inputs(rank, 5, "random", 0, torch.bfloat16)
+    layer(ours, given)
     found["calls"] = list(ours._buffer.calls)
     # A residual in fp32 is added after the sum was rounded.
     sent = dispatch(given["x"], given["ids"], given["w"].float(), ours)
@@ -240,7 +198,7 @@ def compare(rank: int, world: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_it_brings_what_the_nccl_exchange_brings(world: int) -> None:
+def test_it_brings_what_the_nccl_dispatcher_brings(world: int) -> None:
     for found in run_ranks(compare, world):
         assert all(all(case) for case in found["equal"]), found["equal"]
         # One rounding to bf16: the CPU's sigmoid treats a tensor's last elements in another way, and R is not the same.
@@ -250,19 +208,6 @@ def test_it_brings_what_the_nccl_exchange_brings(world: int) -> None:
         assert found["fp32 init"] and found["weights"] == "torch.float32"
         assert found["sms"] == 20, "the number that all buffers share was left changed"
         assert "closed" in found["closed"]
-
-
-class Group:
-    """Ranks that are only counted."""
-
-    def __init__(self, size: int):
-        self.ranks = size
-
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return self.ranks
 
 
 @pytest.mark.parametrize(
@@ -277,16 +222,15 @@ class Group:
     ],
 )
 def test_what_it_cannot_do_is_refused(installed: None, options: dict[str, Any], message: str) -> None:
-    group: Any = Group(options.pop("size", 2))
+    ranks = group(options.pop("size", 2))
     settings = {"num_experts": E, "hidden": H, **options}
     with pytest.raises(ValueError, match=message):
-        DeepEpDispatcher(group, settings.pop("num_experts"), **settings)
+        DeepEpDispatcher(ranks, settings.pop("num_experts"), **settings)
     assert Buffer.num_sms == 20
 
 
 def test_rows_and_weights_of_another_kind_are_refused(installed: None) -> None:
-    group: Any = Group(2)
-    dispatcher = DeepEpDispatcher(group, E, hidden=H)
+    dispatcher = DeepEpDispatcher(group(), E, hidden=H)
     ids = torch.zeros(2, K, dtype=torch.int64)
     for x in (torch.zeros(2, H), torch.zeros(2, 2 * H, dtype=torch.bfloat16)):
         with pytest.raises(ValueError, match=r"made for rows of 16 in torch\.bfloat16"):
@@ -297,18 +241,16 @@ def test_rows_and_weights_of_another_kind_are_refused(installed: None) -> None:
 
 def test_its_absence_says_what_to_install_and_what_else_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deep_ep", None)
-    group: Any = Group(2)
     with pytest.raises(RuntimeError, match=r"deep_ep, which is not installed.*DeepEP.*auto, nccl or symmetric"):
-        DeepEpDispatcher(group, E, hidden=H)
+        DeepEpDispatcher(group(), E, hidden=H)
 
 
 def test_one_without_a_buffer_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     module = stand_in()
     module.Buffer, module.__version__ = None, "9.1"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "deep_ep", module)
-    group: Any = Group(2)
     with pytest.raises(RuntimeError, match=r"deep_ep 9\.1 has no Buffer"):
-        DeepEpDispatcher(group, E, hidden=H)
+        DeepEpDispatcher(group(), E, hidden=H)
 
 
 @pytest.mark.parametrize(
@@ -324,14 +266,12 @@ def test_a_broken_one_says_itself_what_is_wrong(
     (tmp_path / "deep_ep.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "deep_ep", raising=False)
-    group: Any = Group(2)
     with pytest.raises(ImportError, match=error):
-        DeepEpDispatcher(group, E, hidden=H)
+        DeepEpDispatcher(group(), E, hidden=H)
 
 
 def test_it_can_be_traced_within_a_host(installed: None) -> None:
-    group: Any = Group(2)
-    dispatcher = DeepEpDispatcher(group, E, hidden=H, num_sms=6)
+    dispatcher = DeepEpDispatcher(group(), E, hidden=H, num_sms=6)
     with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
         x = torch.empty(5, H, dtype=torch.bfloat16, requires_grad=True)
         weights = torch.empty(5, K, requires_grad=True)
@@ -349,7 +289,6 @@ def test_it_can_be_traced_within_a_host(installed: None) -> None:
 
 def test_tracing_over_hosts_is_refused(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Buffer, "get_dispatch_config", staticmethod(lambda ranks: Config(Buffer.num_sms, 3)))
-    group: Any = Group(16)
-    dispatcher = DeepEpDispatcher(group, 16, hidden=H)
+    dispatcher = DeepEpDispatcher(group(16), 16, hidden=H)
     with pytest.raises(RuntimeError, match="16 ranks cannot be traced"):
         dispatcher.fake_handle(5, K, torch.device("cpu"))

@@ -1,6 +1,5 @@
 """The experts operation: against a loop over slots in fp64, and what it saves, to the byte."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
@@ -12,6 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from forebay.moe.experts import experts
 
 T, H, WIDTH, E, K = 13, 16, 24, 5, 3
+FORWARD_FLOPS = 2 * T * K * 3 * H * WIDTH
+H_FLOPS = 2 * T * K * 2 * H * WIDTH  # to recompute h
 
 
 @dataclass
@@ -122,16 +123,12 @@ def assert_close(got: dict[str, Tensor], truth: dict[str, Tensor], tolerance: fl
         assert error <= tolerance * scale, f"{name}: {error} of {scale}"
 
 
-@pytest.fixture
-def poisoned() -> Iterator[None]:
-    """torch.empty hands out NaN, as unlucky memory would."""
-    before = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    assert torch.empty(1).isnan()
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = before
+def truth_of(case: Case, dy: Tensor) -> dict[str, Tensor]:
+    """y and all gradients by the definition, in fp64."""
+    exact = case.to(torch.float64)
+    y, leaves = by_hand(exact), exact.tensors
+    grads = torch.autograd.grad(y, list(leaves.values()), dy.double(), allow_unused=True, materialize_grads=True)
+    return {"y": y.detach(), **dict(zip(leaves, grads, strict=True))}
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -142,15 +139,10 @@ def test_against_the_definition(ids, gpt_oss: bool, dtype: torch.dtype, poisoned
     if gpt_oss and dtype in (torch.bfloat16, torch.float16):
         # A gate rounded to the other side of the clamp has another derivative than the truth's.
         case.settings["limit"] = 7.0
-    exact = case.to(torch.float64)
     dy = torch.randn(case.ids.shape[0], H).to(dtype)
-    y = by_hand(exact)
-    leaves = exact.tensors
-    grads = torch.autograd.grad(y, list(leaves.values()), dy.double(), allow_unused=True, materialize_grads=True)
-    truth = {"y": y.detach(), **dict(zip(leaves, grads, strict=True))}
     got = case.grads(dy)
     assert all(g.dtype == dtype for g in got.values())
-    assert_close(got, truth, TOLERANCE[dtype])
+    assert_close(got, truth_of(case, dy), TOLERANCE[dtype])
     assert_same_bits(got, case.grads(dy, save_h=False))
     for name in ("gate_up", "down"):
         assert got[name].is_contiguous()
@@ -159,16 +151,17 @@ def test_against_the_definition(ids, gpt_oss: bool, dtype: torch.dtype, poisoned
 
 
 @pytest.mark.parametrize("gpt_oss", [False, True])
-def test_other_settings_and_widths_that_no_grouped_gemm_takes(gpt_oss: bool) -> None:
-    for settings in ({}, {"interleaved": True}):
-        case = make(gpt_oss=gpt_oss, width=7, hidden=9)
-        case.settings = {**case.settings, **settings}
-        case = case.to(torch.float64)
-        dy = torch.randn(T, 9, dtype=torch.float64)
-        y = by_hand(case)
-        grads = torch.autograd.grad(y, list(case.tensors.values()), dy)
-        truth = {"y": y.detach(), **dict(zip(case.tensors, grads, strict=True))}
-        assert_close(case.grads(dy), truth, 1e-13)
+@pytest.mark.parametrize(("width", "hidden"), [(WIDTH, H), (7, 9)])
+@pytest.mark.parametrize("setting", [None, "interleaved", "transposed"])
+def test_settings_and_widths_that_no_grouped_gemm_takes(setting, width: int, hidden: int, gpt_oss: bool) -> None:
+    case = make(gpt_oss=gpt_oss, width=width, hidden=hidden)
+    if setting == "transposed" and not gpt_oss:
+        case.tensors |= {n: case.tensors[n].transpose(1, 2).contiguous() for n in ("gate_up", "down")}
+    if setting:
+        case.settings[setting] = True
+    case = case.to(torch.float64)
+    dy = torch.randn(T, hidden, dtype=torch.float64)
+    assert_close(case.grads(dy), truth_of(case, dy), 1e-13)
 
 
 def test_no_tokens() -> None:
@@ -232,27 +225,23 @@ def test_saves_exactly_the_residual(gpt_oss: bool) -> None:
 
 
 def test_frozen_tensors_save_less() -> None:
-    case = make().to(torch.bfloat16)
-    small = ROUTING + 2 * T * K
-    for trained, wanted in {
-        ("x",): T * 4 * K * WIDTH + small,  # LoRA: x passes a gradient on, the stacks are frozen
-        ("weights",): T * 4 * K * WIDTH + small,
-        ("down",): T * 4 * K * WIDTH + small,
-        ("gate_up",): T * (2 * H + 4 * K * WIDTH) + small,
-        (): 0,
-    }.items():
-        for name, t in case.tensors.items():
+    case, biased = make().to(torch.bfloat16), make(gpt_oss=True).to(torch.bfloat16)
+    small, h, x = ROUTING + 2 * T * K, T * 4 * K * WIDTH, T * 2 * H
+    for one, trained, wanted in (
+        (case, ("x",), h + small),  # LoRA: x passes a gradient on, gate_up and down are frozen
+        (case, ("weights",), h + small),
+        (case, ("down",), h + small),
+        (case, ("gate_up",), x + h + small),
+        (case, (), 0),
+        (biased, ("down_bias",), small),
+    ):
+        for name, t in one.tensors.items():
             t.requires_grad_(name in trained)
-        assert saved(case)[0] == wanted, trained
+        assert saved(one)[0] == wanted, trained
+    for t in case.tensors.values():
+        t.requires_grad_()
     with torch.no_grad():
-        for t in case.tensors.values():
-            t.requires_grad_()
         assert saved(case)[0] == 0
-    # Only the bias is trained: neither x nor h.
-    case = make(gpt_oss=True).to(torch.bfloat16)
-    for name, t in case.tensors.items():
-        t.requires_grad_(name == "down_bias")
-    assert saved(case)[0] == small
 
 
 @pytest.mark.parametrize("gpt_oss", [False, True])
@@ -330,29 +319,33 @@ def test_opcheck(gpt_oss: bool) -> None:
     case = make(gpt_oss=gpt_oss).to(torch.float32)
     t = case.tensors
     settings = (*case.settings.values(),) if gpt_oss else ("swiglu", False, False, 1.0, 0.0)
-    inputs = (
-        t["x"], case.ids, t["weights"], t["gate_up"], t["down"],
-        t.get("gate_up_bias"), t.get("down_bias"), *settings,
-    )  # fmt: skip
+    rest = (t["weights"], t["gate_up"], t["down"], t.get("gate_up_bias"), t.get("down_bias"), *settings)
     for save_h, max_rows in ((True, None), (False, None), (True, 20)):
-        torch.library.opcheck(torch.ops.forebay.experts.default, (*inputs, save_h, max_rows))
-    detached = [a.detach() if isinstance(a, Tensor) else a for a in inputs]
-    needs = (True,) * 4 + (gpt_oss,) * 2
+        torch.library.opcheck(torch.ops.forebay.experts.default, (t["x"], case.ids, *rest, save_h, max_rows))
+    x, dy = t["x"].detach(), torch.randn(T, H)
+    rest = tuple(a.detach() if isinstance(a, Tensor) else a for a in rest)
+    everything = (True,) * 4
     for max_rows in (None, 20):
-        _, h, *routing = torch.ops.forebay.experts(*detached, True, max_rows)
-        x, _, *rest = detached
-        for keep in (h, None):
-            torch.library.opcheck(
-                torch.ops.forebay.experts_backward.default,
-                (torch.randn(T, H), x, keep, *routing, *rest, *needs),
-            )
+        _, h, *routing = torch.ops.forebay.experts(x, case.ids, *rest, True, max_rows)
+        for kept, needs, deferred in (
+            (h, everything, False),
+            (None, everything, False),
+            (h, everything, True),
+            (h, (True, False, False, True), True),
+            (h, (False, False, True, False), True),
+        ):
+            arguments = (dy, x, kept, *routing, *rest, *needs, gpt_oss, gpt_oss, deferred)
+            torch.library.opcheck(torch.ops.forebay.experts_backward.default, arguments)
+    order, _, offs = routing
+    for tokens_first in (True, False):
+        arguments = (dy, torch.randn(order.shape[0], WIDTH), order, offs, K, tokens_first)
+        torch.library.opcheck(torch.ops.forebay.experts_weight_backward.default, arguments)
 
 
 def test_checkpointing_recomputes_it_unless_a_policy_names_it() -> None:
     case = make(gpt_oss=True).to(torch.bfloat16)
     dy = torch.randn(T, H).bfloat16()
     plain = case.grads(dy)
-    forward_flops = 2 * T * K * 3 * H * WIDTH
 
     def contexts():
         return create_selective_checkpoint_contexts([torch.ops.forebay.experts.default])
@@ -362,20 +355,18 @@ def test_checkpointing_recomputes_it_unless_a_policy_names_it() -> None:
         with FlopCounterMode(display=False) as counter:
             grads = torch.autograd.grad(y, list(case.tensors.values()), dy)
         assert_same_bits(plain, {"y": y.detach(), **dict(zip(case.tensors, grads, strict=True))})
-        assert counter.get_total_flops() == (2 if kept else 3) * forward_flops
+        assert counter.get_total_flops() == (2 if kept else 3) * FORWARD_FLOPS
 
 
-def test_flops_are_counted() -> None:
-    forward = 2 * T * K * 3 * H * WIDTH
-    for save_h in (True, False):
-        case = make().to(torch.float32)
-        with FlopCounterMode(display=False) as counter:
-            y = case.run(save_h=save_h)
-        assert counter.get_total_flops() == forward
-        with FlopCounterMode(display=False) as counter:
-            y.sum().backward()
-        again = 0 if save_h else 2 * T * K * 2 * H * WIDTH
-        assert counter.get_total_flops() == 2 * forward + again
+@pytest.mark.parametrize("save_h", [False, True])
+def test_flops_are_counted(save_h: bool) -> None:
+    case = make().to(torch.float32)
+    with FlopCounterMode(display=False) as counter:
+        y = case.run(save_h=save_h)
+    assert counter.get_total_flops() == FORWARD_FLOPS
+    with FlopCounterMode(display=False) as counter:
+        y.sum().backward()
+    assert counter.get_total_flops() == 2 * FORWARD_FLOPS + (0 if save_h else H_FLOPS)
 
 
 @pytest.mark.parametrize("save_h", [False, True])
@@ -398,7 +389,7 @@ def test_a_bound_on_the_rows_changes_nothing_where_it_holds(
 @pytest.mark.parametrize("gpt_oss", [False, True])
 @pytest.mark.parametrize("live", [0, 1, T - 1])
 def test_tokens_without_a_slot_are_never_read(live: int, gpt_oss: bool, dtype: torch.dtype, poisoned: None) -> None:
-    """An exchange leaves the rows that did not come as it finds them: inputs, weights and gradients."""
+    """A dispatcher leaves unused rows uninitialized: inputs, weights and gradients."""
     ids = torch.randint(-1, E, (T, K))
     ids[live:] = -1
     case, dy = make(ids, gpt_oss=gpt_oss).to(dtype), torch.randn(T, H).to(dtype)
@@ -444,20 +435,18 @@ def test_a_bound_on_the_rows_saves_and_computes_no_more() -> None:
 
 def test_refusals() -> None:
     case = make().to(torch.float32)
-    t, ids = case.tensors, case.ids
-    args = (t["x"], ids, t["weights"], t["gate_up"], t["down"])
-    with pytest.raises(ValueError, match="do not fit"):
-        experts(t["x"][:4], *args[1:])
-    with pytest.raises(ValueError, match="stacks"):
-        experts(*args[:3], t["gate_up"][0], t["down"])
-    with pytest.raises(ValueError, match="transposed=True"):
-        experts(*args, transposed=True)
-    with pytest.raises(ValueError, match="down_bias"):
-        experts(*args, down_bias=torch.zeros(E, 3))
-    with pytest.raises(TypeError, match="share a dtype"):
-        experts(*args[:4], t["down"].bfloat16())
-    with pytest.raises(ValueError, match="activation"):
-        experts(*args, activation="gelu")
+    t = case.tensors
+    good = {"x": t["x"], "ids": case.ids, "weights": t["weights"], "gate_up": t["gate_up"], "down": t["down"]}
+    for change, error, message in (
+        ({"x": t["x"][:4]}, ValueError, "do not fit"),
+        ({"gate_up": t["gate_up"][0]}, ValueError, "stacks"),
+        ({"transposed": True}, ValueError, "transposed=True"),
+        ({"down_bias": torch.zeros(E, 3)}, ValueError, "down_bias"),
+        ({"down": t["down"].bfloat16()}, TypeError, "share a dtype"),
+        ({"activation": "gelu"}, ValueError, "activation"),
+    ):
+        with pytest.raises(error, match=message):
+            experts(**{**good, **change})
 
 
 def gpu_case(gpt_oss: bool, tokens: int = 1024) -> tuple[Case, Tensor]:

@@ -1,7 +1,7 @@
-"""The symmetric exchange against the nccl one, bit for bit; its capacity; ranks that do not come.
+"""The symmetric dispatcher against the nccl one, bit for bit; its capacity; late ranks.
 
-On CPUs, processes map each other's memory from files, kernels run in Triton's interpreter, and a gloo barrier stands where a
-kernel would wait: all but the waiting itself is the code of the GPUs.
+On CPUs, processes map each other's memory from files, kernels run in Triton's interpreter, and a gloo barrier replaces
+waiting kernels: all but the waiting itself is the code of the GPUs.
 """
 
 from pathlib import Path
@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from forebay.kernels.symm_mem import PeerLayout, PeerMemory
-from forebay.moe.dispatch import NcclDispatcher, TokenDispatcher
+from forebay.moe.dispatch import NcclDispatcher
 from forebay.moe.dispatch_op import combine, dispatch
-from forebay.moe.experts import experts
 from forebay.moe.symmetric import SymmetricDispatcher
+from tests.moe.layers import CASES, E, H, K, equal, group, inputs, layer
 from tests.products import first
 from tests.ranks import run_ranks
 
-E, K, H, INNER, T = 8, 3, 16, 8, 9
+T = 9
 
 
 def ranks_or_skip(world: int) -> int:
@@ -30,7 +30,7 @@ def ranks_or_skip(world: int) -> int:
     return world
 
 
-class MappedExchange(SymmetricDispatcher):
+class MappedDispatcher(SymmetricDispatcher):
     """Memory of all ranks in files."""
 
     def __init__(self, folder: Path, *args: Any, **options: Any):
@@ -53,70 +53,27 @@ class MappedExchange(SymmetricDispatcher):
         return PeerMemory(own, offsets, state, self.rank, layout, programs=2, meet=lambda: dist.barrier(self._group))
 
 
-def exchange_of(folder: Path, **options: Any) -> SymmetricDispatcher:
+def dispatcher_of(folder: Path, **options: Any) -> SymmetricDispatcher:
     """On the GPUs if there are enough, else on the CPU."""
     options = {"tokens": T, "hidden": H, "slots_per_token": K, "dtype": torch.float32, **options}
     if torch.cuda.device_count() < dist.get_world_size():
         folder.mkdir(exist_ok=True)
-        return MappedExchange(folder, dist.group.WORLD, E, **options)
+        return MappedDispatcher(folder, dist.group.WORLD, E, **options)
     torch.cuda.set_device(dist.get_rank())
     return SymmetricDispatcher(dist.new_group(backend="nccl"), E, **options)
 
 
-def inputs(rank: int, tokens: int, kind: str, seed: int, device: str) -> dict[str, Tensor]:
-    """One rank's inputs; the expert weights are those of all ranks."""
-    shared = torch.Generator().manual_seed(seed)
-    own = torch.Generator().manual_seed(1000 * seed + rank)
-    ids = torch.rand(tokens, E, generator=own).argsort(1)[:, :K]
-    if kind == "one rank":
-        ids = torch.arange(K).expand(tokens, K) % 2
-    if kind == "holes":
-        ids = ids.masked_fill(torch.rand(tokens, K, generator=own) < 0.4, -1)
-    made = {
-        "x": torch.randn(tokens, H, generator=own),
-        "w": torch.rand(tokens, K, generator=own),
-        "init": torch.randn(tokens, H, generator=own),
-        "dy": torch.randn(tokens, H, generator=own),
-        "ids": ids,
-        "gate_up": torch.randn(E, 2 * INNER, H, generator=shared) * 0.3,
-        "down": torch.randn(E, H, INNER, generator=shared) * 0.3,
-    }
-    return {name: t.to(device) for name, t in made.items()}
-
-
-def layer(dispatcher: TokenDispatcher, made: dict[str, Tensor]) -> list[Tensor]:
-    """y and the gradients of x, w, init, gate_up, down."""
-    mine = slice(dispatcher.rank * dispatcher.local_experts, (dispatcher.rank + 1) * dispatcher.local_experts)
-    x, w, init = (made[n].clone().requires_grad_() for n in ("x", "w", "init"))
-    gate_up, down = (made[n][mine].clone().requires_grad_() for n in ("gate_up", "down"))
-    sent = dispatch(x, made["ids"], w, dispatcher)
-    y_rows = experts(sent.rows, sent.ids, sent.weights, gate_up, down, max_rows=sent.max_rows)
-    y = combine(y_rows, sent.handle, init)
-    return [y.detach(), *torch.autograd.grad(y, (x, w, init, gate_up, down), made["dy"])]
-
-
-CASES = [
-    ([5, 7, 3, 4], "random"),
-    ([5, 0, 7, 1], "random"),
-    ([1, 0, 0, 0], "random"),
-    ([0, 0, 0, 0], "random"),
-    ([6, 5, 4, 3], "one rank"),
-    ([9, 8, 7, 6], "holes"),
-]
-
-
 def bitwise_those_of_nccl(rank: int, world: int, folder: str) -> list[list[bool]]:
-    ours = exchange_of(Path(folder) / "a", capacity_factor=float(world))
-    exact = exchange_of(Path(folder) / "b", exact=True)
+    ours = dispatcher_of(Path(folder) / "a", capacity_factor=float(world))
+    exact = dispatcher_of(Path(folder) / "b", exact=True)
     nccl = NcclDispatcher(ours._group, E)
     device = str(ours._open().base.device)
     results = []
     for seed, (tokens, kind) in enumerate(CASES):
-        made = inputs(rank, tokens[rank], kind, seed, device)
+        made = inputs(rank, tokens[rank], kind, seed, device=device)
         wanted = layer(nccl, made)
         for dispatcher in (ours, exact):
-            got = layer(dispatcher, made)
-            results.append([torch.equal(a, b) for a, b in zip(got, wanted, strict=True)])
+            results.append(equal(layer(dispatcher, made), wanted))
             dispatcher.check()
     results.append([ours.live_handles == 0, exact.live_handles == 0])
     sent = dispatch(made["x"], made["ids"], made["w"], exact)
@@ -132,36 +89,37 @@ def bitwise_those_of_nccl(rank: int, world: int, folder: str) -> list[list[bool]
 
 
 @pytest.mark.parametrize("world", first(1, [2, 4]))
-def test_bitwise_those_of_the_nccl_exchange(world: int, tmp_path: Path) -> None:
+def test_bitwise_those_of_the_nccl_dispatcher(world: int, tmp_path: Path) -> None:
     for rank, results in enumerate(run_ranks(bitwise_those_of_nccl, ranks_or_skip(world), str(tmp_path))):
-        for n, equal in enumerate(results):
-            assert all(equal), (rank, n, equal)
+        for n, same in enumerate(results):
+            assert all(same), (rank, n, same)
 
 
 def over_capacity(rank: int, world: int, folder: str) -> list[str]:
     # 300 tokens on 4 ranks fill 300 * 3 slots of rank 0 each: 3600; an even split, rounded up, is 1024.
-    dispatcher = exchange_of(Path(folder), tokens=300, capacity_factor=1.0)
+    dispatcher = dispatcher_of(Path(folder), tokens=300, capacity_factor=1.0)
     device = str(dispatcher._open().base.device)
     messages = [f"{dispatcher.capacity_rows} {dispatcher.capacity_slots}"]
-    made = inputs(rank, 300, "one rank", 0, device)
+    made, big = inputs(rank, 300, "one rank", 0, device=device), inputs(rank, 301, "random", 0, device=device)
     layer(dispatcher, made)
-    layer(dispatcher, inputs(rank, 30, "random", 0, device))  # fits again: the note stays
-    for _ in range(2):
+    layer(dispatcher, inputs(rank, 30, "random", 0, device=device))  # fits again: the recorded need stays
+
+    def send(x: Tensor, ids: Tensor) -> None:
+        dispatch(x, ids, torch.ones(ids.shape, device=device), dispatcher)
+
+    for call in (
+        dispatcher.check,
+        dispatcher.check,
+        lambda: send(made["x"][:, :8], made["ids"]),
+        lambda: send(made["x"].double(), made["ids"]),
+        lambda: send(made["x"], made["ids"][:, :2]),
+        lambda: send(big["x"], big["ids"]),
+    ):
         try:
-            dispatcher.check()
+            call()
             messages.append("")
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             messages.append(str(error))
-    for x, ids in ((made["x"][:, :8], made["ids"]), (made["x"].double(), made["ids"]), (made["x"], made["ids"][:, :2])):
-        try:
-            dispatch(x, ids, torch.ones(ids.shape, device=device), dispatcher)
-        except ValueError as error:
-            messages.append(str(error))
-    big = inputs(rank, 301, "random", 0, device)
-    try:
-        dispatch(big["x"], big["ids"], big["w"], dispatcher)
-    except ValueError as error:
-        messages.append(str(error))
     dispatcher.close()
     return messages
 
@@ -184,15 +142,11 @@ def settled() -> None:
     dist.barrier()
 
 
-def equal(dispatcher: TokenDispatcher, other: TokenDispatcher, made: dict[str, Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(layer(dispatcher, made), layer(other, made), strict=True))
-
-
 def over_and_again(rank: int, world: int, folder: str) -> dict[str, Any]:
-    dispatcher = exchange_of(Path(folder) / "a", tokens=100, capacity_factor=1.0)
+    dispatcher = dispatcher_of(Path(folder) / "a", tokens=100, capacity_factor=1.0)
     nccl = NcclDispatcher(dispatcher._group, E)
     device = str(dispatcher._open().base.device)
-    skewed, small = inputs(rank, 100, "one rank", 0, device), inputs(rank, 30, "random", 1, device)
+    skewed, small = inputs(rank, 100, "one rank", 0, device=device), inputs(rank, 30, "random", 1, device=device)
     found: dict[str, Any] = {"nothing yet": dispatcher.suggested_factor(), "lost": []}
 
     def note() -> None:
@@ -201,7 +155,7 @@ def over_and_again(rank: int, world: int, folder: str) -> dict[str, Any]:
         assert flag is not None and flag.shape == (1,) and flag.dtype == torch.int64 and str(flag.device) == device
         found["lost"].append(int(flag))
 
-    equals = [equal(dispatcher, nccl, small)]
+    equals = equal(layer(dispatcher, small), layer(nccl, small))
     note()
     layer(dispatcher, skewed)
     layer(dispatcher, small)
@@ -212,7 +166,7 @@ def over_and_again(rank: int, world: int, folder: str) -> dict[str, Any]:
     settled()
     note()
     with dispatcher.exactly(), dispatcher.exactly():
-        equals.append(equal(dispatcher, nccl, skewed))
+        equals += equal(layer(dispatcher, skewed), layer(nccl, skewed))
         sent = dispatch(skewed["x"], skewed["ids"], skewed["w"], dispatcher)
         combine(sent.rows, sent.handle)
         needed = world * 100 * K if rank == 0 else 0
@@ -221,7 +175,7 @@ def over_and_again(rank: int, world: int, folder: str) -> dict[str, Any]:
     found["exactly"] = dispatcher.suggested_factor()
     with pytest.raises(KeyError), dispatcher.exactly():
         raise KeyError
-    equals.append(equal(dispatcher, nccl, small))
+    equals += equal(layer(dispatcher, small), layer(nccl, small))
     equals.append(dispatch(small["x"], small["ids"], small["w"], dispatcher).rows.shape[0] == dispatcher.capacity_rows)
     dispatcher.check()
     dispatcher.close()
@@ -243,11 +197,11 @@ def test_over_the_capacity_and_again_exactly(tmp_path: Path, world: int) -> None
 
 def need(rank: int, world: int, folder: str) -> list[Any]:
     """What would have been enough for routing that fits, by the exchange and by hand; flags of those that cannot lose."""
-    dispatcher = exchange_of(Path(folder) / "a", tokens=300, capacity_factor=1.9)
+    dispatcher = dispatcher_of(Path(folder) / "a", tokens=300, capacity_factor=1.9)
     device = str(dispatcher._open().base.device)
     most = 0
     for seed, kind in enumerate(("random", "holes", "random")):
-        made = inputs(rank, 300, kind, seed, device)
+        made = inputs(rank, 300, kind, seed, device=device)
         sent = dispatch(made["x"], made["ids"], made["w"], dispatcher)
         combine(sent.rows, sent.handle)
         counted = torch.tensor(int((sent.ids >= 0).sum()))
@@ -255,8 +209,8 @@ def need(rank: int, world: int, folder: str) -> list[Any]:
         most = max(most, int(counted))
     settled()
     by_hand = max(1.0, -(-100 * most // (300 * K)) / 100)
-    exact = exchange_of(Path(folder) / "b", exact=True)
-    roomy = exchange_of(Path(folder) / "c", capacity_factor=float(world))
+    exact = dispatcher_of(Path(folder) / "b", exact=True)
+    roomy = dispatcher_of(Path(folder) / "c", capacity_factor=float(world))
     found = [dispatcher.suggested_factor(), by_hand, int(dispatcher.lost_flag())]  # type: ignore[arg-type]
     found += [exact.lost_flag(), exact.suggested_factor(), roomy.lost_flag()]
     with exact.exactly():
@@ -272,16 +226,6 @@ def test_how_much_would_have_been_enough(tmp_path: Path) -> None:
         assert none == [None, None, None]
 
 
-class Group:
-    """Two ranks, to be refused before anything collective."""
-
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return 2
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -292,14 +236,14 @@ class Group:
             "dtype must be one of torch.bfloat16, torch.float16, torch.float32, got torch.float64",
         ),
         ({"hidden": 12, "dtype": torch.bfloat16}, "multiple of 16 bytes, got 24"),
-        ({"tokens": 0}, "must be positive, got 0"),
+        ({"tokens": 0}, "must be positive, got 0, 16, 3, 120.0"),
         ({"num_experts": 9}, "9 experts cannot be divided evenly among 2 ranks"),
     ],
 )
 def test_refused_at_construction(changed: dict[str, Any], message: str) -> None:
     options = {"num_experts": E, "tokens": T, "hidden": H, "slots_per_token": K, "dtype": torch.float32, **changed}
     with pytest.raises(ValueError, match=message):
-        SymmetricDispatcher(Group(), **options)  # type: ignore[arg-type]
+        SymmetricDispatcher(group(), **options)  # type: ignore[arg-type]
 
 
 def test_capacities() -> None:
@@ -308,7 +252,7 @@ def test_capacities() -> None:
             return None
 
     def of(**options: Any) -> tuple[int, int]:
-        made = Unshared(Group(), E, hidden=H, dtype=torch.float32, **{"tokens": 1000, "slots_per_token": K, **options})  # type: ignore[arg-type]
+        made = Unshared(group(), E, hidden=H, dtype=torch.float32, **{"tokens": 1000, "slots_per_token": K, **options})  # type: ignore[arg-type]
         return made.capacity_rows, made.capacity_slots
 
     assert of(capacity_factor=1.0) == (2000, 3072)  # 3000 slots, and no more rows than there are tokens
@@ -319,11 +263,11 @@ def test_capacities() -> None:
 
 
 def no_sync_and_a_graph(rank: int, world: int) -> list[bool]:
-    dispatcher = exchange_of(Path(), capacity_factor=float(world), dtype=torch.bfloat16)
+    dispatcher = dispatcher_of(Path(), capacity_factor=float(world), dtype=torch.bfloat16)
     nccl = NcclDispatcher(dispatcher._group, E)
 
     def made(seed: int) -> dict[str, Tensor]:
-        return {n: t if n == "ids" else t.bfloat16() for n, t in inputs(rank, T, "random", seed, "cuda").items()}
+        return inputs(rank, T, "random", seed, torch.bfloat16, "cuda")
 
     fixed = made(0)
     layer(dispatcher, fixed)  # compiles
@@ -336,31 +280,31 @@ def no_sync_and_a_graph(rank: int, world: int) -> list[bool]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         captured = layer(dispatcher, fixed)
-    equal = []
+    found = []
     for seed in range(1, 5):
         other = made(seed)
         wanted = layer(nccl, other)
         for name, t in fixed.items():
             t.copy_(other[name])
         graph.replay()
-        equal += [torch.equal(a, b) for a, b in zip(captured, wanted, strict=True)]
+        found += equal(captured, wanted)
     del graph, captured
     dispatcher.check()
     dispatcher.close()
-    return equal
+    return found
 
 
 @pytest.mark.gpu
 @pytest.mark.multi
 def test_no_host_sync_and_a_graph_with_other_ids() -> None:
-    assert all(all(equal) for equal in run_ranks(no_sync_and_a_graph, 2))
+    assert all(map(all, run_ranks(no_sync_and_a_graph, 2)))
 
 
 def noted_without_sync(rank: int, world: int) -> list[Any]:
     """All of an attempt but reading the flag; then the second one."""
-    dispatcher = exchange_of(Path(), tokens=300, capacity_factor=1.0, dtype=torch.bfloat16)
+    dispatcher = dispatcher_of(Path(), tokens=300, capacity_factor=1.0, dtype=torch.bfloat16)
     nccl = NcclDispatcher(dispatcher._group, E)
-    made = {n: t if n == "ids" else t.bfloat16() for n, t in inputs(rank, 300, "one rank", 0, "cuda").items()}
+    made = inputs(rank, 300, "one rank", 0, torch.bfloat16, "cuda")
     layer(dispatcher, made)  # compiles
     dispatcher.lost_flag()
     settled()
@@ -380,7 +324,7 @@ def noted_without_sync(rank: int, world: int) -> list[Any]:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     with dispatcher.exactly():
-        found.append(equal(dispatcher, nccl, made))
+        found += equal(layer(dispatcher, made), layer(nccl, made))
     for _ in range(20):  # streams of the ranks drift: a note must neither outlive its clearing nor be cleared too early
         layer(dispatcher, made)
         flag = dispatcher.lost_flag()
@@ -403,8 +347,8 @@ def test_an_overflow_is_noted_without_the_host() -> None:
 
 
 def late(rank: int, world: int) -> list[str]:
-    dispatcher = exchange_of(Path(), timeout_s=2.0)
-    made = inputs(rank, T, "random", 0, "cuda")
+    dispatcher = dispatcher_of(Path(), timeout_s=2.0)
+    made = inputs(rank, T, "random", 0, device="cuda")
     layer(dispatcher, made)
     torch.cuda.synchronize()
     dist.barrier()
@@ -422,7 +366,7 @@ def late(rank: int, world: int) -> list[str]:
 
 @pytest.mark.gpu
 @pytest.mark.multi
-def test_a_rank_that_does_not_come_is_named() -> None:
+def test_a_late_rank_is_named() -> None:
     messages = run_ranks(late, 2)[0]
     assert len(messages) == 2
     assert all("rank 1 of 2 did not join an operation within 2 s of rank 0" in message for message in messages)

@@ -1,4 +1,4 @@
-"""Weight gradients left for later: the same bits as at once, nothing too early, and nothing held afterwards."""
+"""Deferred weight gradients: the same bits as at once, nothing too early, and nothing held afterwards."""
 
 import copy
 import gc
@@ -24,6 +24,8 @@ from forebay.moe import experts_autograd, experts_op, wgrad
 from forebay.moe.experts import experts
 from forebay.moe.wgrad import WeightGradients
 from tests.moe.test_experts import (
+    FORWARD_FLOPS,
+    H_FLOPS,
     IDS,
     TOLERANCE,
     WIDTH,
@@ -32,20 +34,22 @@ from tests.moe.test_experts import (
     H,
     K,
     T,
-    assert_close,
     assert_same_bits,
-    by_hand,
     gpu_case,
     make,
     poison_gpu_memory,
 )
 
-LATER = ("gate_up", "down")
+STACKS = ("gate_up", "down")
 
 
-def of(case: Case) -> dict[str, Tensor]:
+def gradients(case: Case) -> dict[str, Tensor]:
     """The gradients there are, by name."""
     return {n: t.grad.clone() for n, t in case.tensors.items() if t.grad is not None}
+
+
+def of_stacks(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {n: found[n] for n in STACKS}
 
 
 def fresh(case: Case) -> Case:
@@ -58,22 +62,27 @@ def at_once(case: Case, dy: Tensor, **more) -> dict[str, Tensor]:
     case = fresh(case)
     y = case.run(**more)
     y.backward(dy)
-    return {"y": y.detach(), **of(case)}
+    return {"y": y.detach(), **gradients(case)}
 
 
-def in_halves(case: Case, dy: Tensor, **more) -> dict[str, Tensor]:
-    """All gradients; those of the input half are checked to be complete, and no others, before the weight half."""
-    case, store = fresh(case), WeightGradients()
-    y = case.run(deferred=store, **more)
+def collect(store: WeightGradients, y: Tensor, dy: Tensor) -> list[Callable[[], None]]:
     with store.collecting() as pending:
         y.backward(dy)
+    return pending
+
+
+def deferred(case: Case, dy: Tensor, **more) -> dict[str, Tensor]:
+    """All gradients. Those of the first part are checked to be complete, and no others, before the second."""
+    case, store = fresh(case), WeightGradients()
+    y = case.run(deferred=store, **more)
+    pending = collect(store, y, dy)
     wanted = {n for n, t in case.tensors.items() if t.requires_grad}
-    assert of(case).keys() == wanted.difference(LATER)
-    assert len(pending) == bool(wanted.intersection(LATER))
-    early = of(case)
-    for make_now in pending:
-        make_now()
-    got = of(case)
+    assert gradients(case).keys() == wanted.difference(STACKS)
+    assert len(pending) == bool(wanted.intersection(STACKS))
+    early = gradients(case)
+    for compute in pending:
+        compute()
+    got = gradients(case)
     assert got.keys() == wanted
     assert_same_bits(early, {n: got[n] for n in early})
     return {"y": y.detach(), **got}
@@ -83,30 +92,31 @@ def in_halves(case: Case, dy: Tensor, **more) -> dict[str, Tensor]:
 @pytest.mark.parametrize("save_h", [True, False])
 @pytest.mark.parametrize("gpt_oss", [False, True])
 @pytest.mark.parametrize("ids", IDS)
-def test_the_halves_are_the_whole(ids: str, gpt_oss: bool, save_h: bool, dtype: torch.dtype) -> None:
+def test_deferred_is_at_once(ids: str, gpt_oss: bool, save_h: bool, dtype: torch.dtype) -> None:
     case = make(IDS[ids](), gpt_oss=gpt_oss).to(dtype)
     dy = torch.randn(case.ids.shape[0], H).to(dtype)
     whole = at_once(case, dy, save_h=save_h)
-    assert_same_bits(in_halves(case, dy, save_h=save_h), whole)
+    assert_same_bits(deferred(case, dy, save_h=save_h), whole)
     assert_same_bits(at_once(case, dy, save_h=save_h, deferred=WeightGradients()), whole)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("settings", [{}, {"interleaved": True}, {"transposed": True}, None], ids=str)
-def test_against_the_definition(settings: dict | None, dtype: torch.dtype) -> None:
-    """None is GPT-OSS: transposed, interleaved, clamped, with biases."""
-    case = make(IDS["sentinels"](), gpt_oss=settings is None)
-    if settings is None:
-        case.settings["limit"] = 7.0  # rounded to the other side of the clamp, a gate would have another derivative
-    elif "transposed" in settings:
-        case.tensors |= {n: case.tensors[n].transpose(1, 2).contiguous() for n in LATER}
-    case.settings |= settings or {}
-    case = case.to(dtype)
-    dy = torch.randn(T, H).to(dtype)
-    exact = case.to(torch.float64)
-    y = by_hand(exact)
-    y.backward(dy.double())
-    assert_close(in_halves(case, dy), {"y": y.detach(), **of(exact)}, TOLERANCE[dtype])
+@pytest.mark.parametrize("save_h", [True, False])
+@pytest.mark.parametrize(
+    "odd", ["transposed", "interleaved", "bound 0", "bound 5", "bound 30", "expanded dy", "no tokens"]
+)
+def test_other_settings_and_shapes(odd: str, save_h: bool) -> None:
+    """Widths of 7 and 9 fit no grouped GEMM."""
+    ids = torch.zeros((0, K), dtype=torch.int64) if odd == "no tokens" else IDS["sentinels"]()
+    narrow = odd == "expanded dy"
+    case = make(ids, gpt_oss="bound" in odd, **({"width": 7, "hidden": 9} if narrow else {}))
+    if odd == "transposed":
+        case.tensors |= {n: case.tensors[n].transpose(1, 2).contiguous() for n in STACKS}
+    if odd in ("transposed", "interleaved"):
+        case.settings[odd] = True
+    case = case.to(torch.float32)
+    dy = torch.ones(()).expand(T, 9) if narrow else torch.randn(len(ids), H)
+    more = {"save_h": save_h, "max_rows": int(odd.split()[1]) if "bound" in odd else None}
+    assert_same_bits(deferred(case, dy, **more), at_once(case, dy, **more))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -126,15 +136,11 @@ def test_sums_get_what_autograd_would_have_been_given(
 
     store = WeightGradients()
     store.sums = sum_of
-    y = case.run(deferred=store)
-    with store.collecting() as pending:
-        y.backward(dy)
-    for make_now in pending:
-        make_now()
-    got = of(case)
+    for compute in collect(store, case.run(deferred=store), dy):
+        compute()
+    got = gradients(case)
     assert got.keys() == want.keys() - {"y", *summed}
-    for name in got:
-        assert torch.equal(got[name], want[name]), name
+    assert_same_bits(got, {n: want[n] for n in got})
     for name, total in sums.items():
         # A gradient is rounded to dtype; what is added is not.
         error = (total - before[name] - want[name].to(wide)).abs().max()
@@ -142,82 +148,52 @@ def test_sums_get_what_autograd_would_have_been_given(
 
 
 @pytest.mark.parametrize("save_h", [True, False])
-@pytest.mark.parametrize("bound", [0, 5, 30, T * K])
-def test_with_a_bound_on_the_rows(bound: int, save_h: bool) -> None:
-    case = make(IDS["sentinels"](), gpt_oss=True).to(torch.float32)
-    dy = torch.randn(T, H)
-    more = {"max_rows": bound, "save_h": save_h}
-    assert_same_bits(in_halves(case, dy, **more), at_once(case, dy, **more))
-
-
-def test_widths_that_no_grouped_gemm_takes_and_gradients_that_autograd_expands() -> None:
-    case = make(width=7, hidden=9).to(torch.float32)
-    dy = torch.ones(()).expand(T, 9)
-    assert_same_bits(in_halves(case, dy), at_once(case, dy))
-
-
-def test_no_tokens() -> None:
-    case = make(torch.zeros((0, K), dtype=torch.int64)).to(torch.float32)
-    got = in_halves(case, torch.zeros(0, H))
-    assert (got["gate_up"] == 0).all() and got["gate_up"].shape == (E, 2 * WIDTH, H)
-
-
-@pytest.mark.parametrize("save_h", [True, False])
 @pytest.mark.parametrize("gpt_oss", [False, True])
-def test_whatever_is_frozen(gpt_oss: bool, save_h: bool) -> None:
-    """`in_halves` checks that nothing is appended where neither gate_up nor down is trained."""
+def test_frozen_tensors(gpt_oss: bool, save_h: bool) -> None:
+    """`deferred` checks that nothing is appended where neither gate_up nor down is trained."""
     case = make(gpt_oss=gpt_oss).to(torch.float32)
     dy = torch.randn(T, H)
     for trained in itertools.chain.from_iterable(itertools.combinations(case.tensors, n) for n in (1, 2, 4)):
         for name, t in case.tensors.items():
             t.requires_grad_(name in trained)
-        assert_same_bits(in_halves(case, dy, save_h=save_h), at_once(case, dy, save_h=save_h))
+        assert_same_bits(deferred(case, dy, save_h=save_h), at_once(case, dy, save_h=save_h))
 
 
-def test_without_gradients_there_is_nothing_to_leave() -> None:
+def test_without_gradients_there_is_nothing_to_defer() -> None:
     case, store = make().to(torch.float32), WeightGradients()
     with torch.no_grad():
         assert torch.equal(case.run(deferred=store), case.run())
     assert not case.run(deferred=store).isnan().any() and store.pending is None
 
 
-def test_microbatches_whose_weight_halves_run_out_of_order() -> None:
+def test_microbatches_whose_second_parts_run_out_of_order() -> None:
     case, store = make(gpt_oss=True).to(torch.float32), WeightGradients()
     batches = [fresh(case) for _ in range(3)]
-    for batch, seed in zip(batches, range(3), strict=True):
+    for seed, batch in enumerate(batches):
         torch.manual_seed(seed)
         batch.ids = torch.randint(0, E, (T, K))
         batch.tensors |= {n: torch.randn(batch.tensors[n].shape, requires_grad=True) for n in ("x", "weights")}
     dys = torch.randn(3, T, H).unbind()
-    wanted = None
-    parameters = [n for n in case.tensors if n not in ("x", "weights")]
-    for order, deferred in (((2, 0, 1), None), ((0, 1, 2), store)):
-        for name in parameters:
+    found = []
+    for order, given in (((2, 0, 1), None), ((0, 1, 2), store)):
+        for name in (n for n in case.tensors if n not in ("x", "weights")):
             shared = case.tensors[name].detach().clone().requires_grad_()
             for batch in batches:
                 batch.tensors[name] = shared
-        makers = {}
-        ys = [batch.run(deferred=deferred) for batch in batches]
-        for i in order:
-            with store.collecting() as pending:
-                ys[i].backward(dys[i])
-            makers[i] = pending
-        for i in (2, 0, 1):
-            for make_now in makers[i]:
-                make_now()
-        if wanted is None:
-            assert not any(makers.values())
-            wanted = of(batches[0])
-    assert_same_bits({n: wanted[n] for n in LATER}, {n: of(batches[0])[n] for n in LATER})
+        ys = [batch.run(deferred=given) for batch in batches]
+        pending = {i: collect(store, ys[i], dys[i]) for i in order}
+        assert all(len(computes) == (given is not None) for computes in pending.values())
+        for compute in (compute for i in (2, 0, 1) for compute in pending[i]):
+            compute()
+        found.append(of_stacks(gradients(batches[0])))
+    assert_same_bits(*found)
 
 
 def test_several_calls_in_one_backward_append_in_its_order() -> None:
     first, second, store = make().to(torch.float32), make().to(torch.float32), WeightGradients()
-    x = torch.randn(T, H, requires_grad=True)
-    first.tensors["x"] = x
+    first.tensors["x"] = torch.randn(T, H, requires_grad=True)
     second.tensors["x"] = first.run(deferred=store)
-    with store.collecting() as pending:
-        second.run(deferred=store).sum().backward()
+    pending = collect(store, second.run(deferred=store), torch.ones(T, H))
     assert len(pending) == 2
     pending[0]()
     assert second.tensors["down"].grad is not None and first.tensors["down"].grad is None
@@ -230,34 +206,29 @@ def test_hooks_run_once_with_the_gradient_and_not_before() -> None:
     dy = torch.randn(T, H)
     whole = at_once(case, dy)
     log: list[tuple[str, Tensor | None]] = []
-    for name in LATER:
-        t = case.tensors[name]
+    nodes = []  # a node dies with its last graph, and its hooks with it
+    for t in (case.tensors[n] for n in STACKS):
         t.register_hook(lambda grad: log.append(("gradient", grad)))
         t.register_post_accumulate_grad_hook(lambda p: log.append(("accumulated", p.grad)))
-        node = t.view_as(t).grad_fn.next_functions[0][0]
-        node.register_hook(lambda *_: log.append(("node", None)))
-        case.tensors[f"{name} node"] = node  # a node dies with its last graph, and its hooks with it
-    nodes = [case.tensors.pop(f"{name} node") for name in LATER]
-    y = case.run(deferred=store)
-    with store.collecting() as pending:
-        y.backward(dy)
+        nodes.append(t.view_as(t).grad_fn.next_functions[0][0])
+        nodes[-1].register_hook(lambda *_: log.append(("node", None)))
+    (compute,) = collect(store, case.run(deferred=store), dy)
     assert log == []
-    pending[0]()
+    compute()
     assert sorted(kind for kind, _ in log) == ["accumulated"] * 2 + ["gradient"] * 2 + ["node"] * 2
     for kind in ("gradient", "accumulated"):
         found = {grad.shape: grad for k, grad in log if k == kind and grad is not None}
-        assert all(torch.equal(found[whole[name].shape], whole[name]) for name in LATER)
-    assert len(nodes) == 2
+        assert all(torch.equal(found[whole[name].shape], whole[name]) for name in STACKS)
 
 
-@pytest.mark.parametrize("later", [True, False])
-def test_what_was_made_becomes_grad_without_a_copy(later: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("defer", [True, False])
+def test_what_was_computed_becomes_grad_without_a_copy(defer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     addresses = set()
 
     def noting(op: Callable) -> Callable:
         def call(*args, **kwargs):
             made = op(*args, **kwargs)
-            addresses.update(t.data_ptr() for t in (made if isinstance(made, tuple) else (made,)) if t is not None)
+            addresses.update(t.data_ptr() for t in (made if isinstance(made, tuple) else (made,)))
             return made
 
         return call
@@ -266,22 +237,14 @@ def test_what_was_made_becomes_grad_without_a_copy(later: bool, monkeypatch: pyt
         monkeypatch.setattr(module, name, noting(getattr(module, name)))
     case, store = make().to(torch.float32), WeightGradients()
     y = case.run(deferred=store)
-    if later:
-        with store.collecting() as pending:
-            y.sum().backward()
-        pending.pop()()
+    if defer:
+        collect(store, y, torch.ones(T, H)).pop()()
     else:
         y.sum().backward()
-    assert all(case.tensors[n].grad.data_ptr() in addresses for n in LATER)
+    assert all(case.tensors[n].grad.data_ptr() in addresses for n in STACKS)
 
 
-def waiting(make_now: Callable) -> set[torch.UntypedStorage]:
-    """Storages of what a callable holds."""
-    tensors = [t for left in make_now._waiting[1] if left is not None for t in left._operands if isinstance(t, Tensor)]
-    return {t.untyped_storage() for t in tensors}
-
-
-def test_what_waits_is_what_the_docstring_says() -> None:
+def test_the_bytes_of_the_operands() -> None:
     rows = 20
     for trained, wanted in {
         ("x", "gate_up", "down"): 2 * 2 * T * H + 6 * rows * WIDTH + 4 * rows + 4 * E,
@@ -293,17 +256,17 @@ def test_what_waits_is_what_the_docstring_says() -> None:
             for name, t in case.tensors.items():
                 t.requires_grad_(name in trained)
             y = case.run(deferred=store, max_rows=rows, save_h=save_h)
-            with store.collecting() as pending:
-                y.backward(torch.randn(T, H).bfloat16())
-            storages = {s.data_ptr(): s.nbytes() for s in waiting(pending[0])}
-            assert sum(storages.values()) == wanted
+            (compute,) = collect(store, y, torch.randn(T, H).bfloat16())
+            operands = [t for left in compute._waiting[1] if left is not None for t in left._operands]
+            storages = {t.untyped_storage() for t in operands if isinstance(t, Tensor)}
+            assert sum({s.data_ptr(): s.nbytes() for s in storages}.values()) == wanted
             if "gate_up" in trained:
-                assert case.tensors["x"].data_ptr() in storages
+                assert case.tensors["x"].data_ptr() in {s.data_ptr() for s in storages}
 
 
 @contextmanager
 def no_garbage_collector() -> Iterator[None]:
-    """What is gone within is gone because nothing refers to it: no cycle waits to be found."""
+    """What is freed within is freed because nothing refers to it: cycles are not collected."""
     gc.collect()
     gc.disable()
     try:
@@ -317,11 +280,10 @@ def test_nothing_is_held_afterwards(ending: str, monkeypatch: pytest.MonkeyPatch
     refs: list[weakref.ref] = []
 
     def noting(*args, **kwargs):
-        made = weight_gradients_backward(*args, **kwargs)
+        made = experts_op.experts_backward_op(*args, **kwargs)
         refs.extend(weakref.ref(t) for t in (args[0], *made))
         return made
 
-    weight_gradients_backward = experts_op.experts_backward_op
     monkeypatch.setattr(experts_autograd, "experts_backward_op", noting)
     case, store = make().to(torch.float32), WeightGradients()
     with no_garbage_collector():
@@ -336,16 +298,16 @@ def test_nothing_is_held_afterwards(ending: str, monkeypatch: pytest.MonkeyPatch
         assert store.pending is None
         dy, _, _, dh, act, *_ = refs
         assert dy() is not None and dh() is not None and act() is not None
-        make_now = pending.pop()
+        compute = pending.pop()
         if ending == "called":
-            make_now()
-            assert make_now._waiting is None
+            compute()
+            assert compute._waiting is None
         else:
-            del make_now
+            del compute
         assert dy() is None and dh() is None and act() is None
 
 
-def test_down_is_made_first_and_what_it_was_made_of_is_gone_before_gate_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operands_of_down_are_free_before_gate_up_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[weakref.ref] = []
     widths: list[int] = []
 
@@ -353,14 +315,12 @@ def test_down_is_made_first_and_what_it_was_made_of_is_gone_before_gate_up(monke
         assert all(ref() is None for ref in rows)
         rows.append(weakref.ref(act_or_dh))
         widths.append(act_or_dh.shape[1])
-        return weight_backward(tokens, act_or_dh, *rest)
+        return experts_op.experts_weight_backward_op(tokens, act_or_dh, *rest)
 
-    weight_backward = experts_op.experts_weight_backward_op
     monkeypatch.setattr(wgrad, "experts_weight_backward_op", noting)
     case, store = make().to(torch.float32), WeightGradients()
-    with no_garbage_collector(), store.collecting() as pending:
-        case.run(deferred=store).sum().backward()
-        pending.pop()()
+    with no_garbage_collector():
+        collect(store, case.run(deferred=store), torch.ones(T, H)).pop()()
     assert widths == [WIDTH, 2 * WIDTH]
 
 
@@ -373,27 +333,27 @@ def test_misuse() -> None:
             pass
         assert store.pending is pending
     pending[0]()
-    kept = of(case)
+    kept = gradients(case)
     with pytest.raises(RuntimeError, match="called once"):
         pending[0]()
-    assert_same_bits(of(case), kept)
+    assert_same_bits(gradients(case), kept)
 
 
 def test_a_graph_may_be_walked_twice() -> None:
-    case, store = make().to(torch.float32), WeightGradients()
+    case, store, ones = make().to(torch.float32), WeightGradients(), torch.ones(T, H)
     y = case.run(deferred=store)
     with store.collecting() as pending:
-        y.backward(torch.ones(T, H), retain_graph=True)
-        y.backward(2 * torch.ones(T, H))
+        y.backward(ones, retain_graph=True)
+        y.backward(2 * ones)
     assert len(pending) == 2
     pending[1]()
-    assert torch.equal(case.tensors["down"].grad, at_once(case, 2 * torch.ones(T, H))["down"])
+    assert torch.equal(case.tensors["down"].grad, at_once(case, 2 * ones)["down"])
     with torch.no_grad():
         pending[0]()
     other = fresh(case)
-    for dy in (2 * torch.ones(T, H), torch.ones(T, H)):
+    for dy in (2 * ones, ones):
         other.run().backward(dy)
-    assert_same_bits({n: of(case)[n] for n in LATER}, {n: of(other)[n] for n in LATER})
+    assert_same_bits(of_stacks(gradients(case)), of_stacks(gradients(other)))
 
 
 def test_gradients_asked_of_autograd_grad() -> None:
@@ -405,7 +365,7 @@ def test_gradients_asked_of_autograd_grad() -> None:
     with store.collecting() as pending:
         dx, dw = torch.autograd.grad(y, [case.tensors["x"], case.tensors["weights"]], dy)
     pending[0]()
-    assert_same_bits({"y": whole["y"], "x": dx, "weights": dw, **of(case)}, whole)
+    assert_same_bits({"y": whole["y"], "x": dx, "weights": dw, **gradients(case)}, whole)
     with store.collecting(), pytest.raises(RuntimeError, match="not have been used"):
         torch.autograd.grad(case.run(deferred=store), [case.tensors["down"]], dy)
 
@@ -417,22 +377,13 @@ def test_under_hooks_that_move_what_is_saved(save_h: bool) -> None:
     whole = at_once(case, dy, save_h=save_h)
     packed: list[weakref.ref] = []
 
-    def pack(t: Tensor) -> Tensor:
+    def pack(t: Tensor) -> tuple[Tensor, torch.dtype]:
         moved = t.detach().double()
         packed.append(weakref.ref(moved))
-        return moved
+        return moved, t.dtype
 
-    def unpack(moved: Tensor) -> Tensor:
-        return moved.bfloat16() if moved.shape not in ((T * K,), (T, K), (E,)) else as_saved[moved.shape](moved)
-
-    # Integers, and the routing weights, which have the shape of `inverse`: told apart by their contents.
-    as_saved: dict = {
-        (T * K,): lambda m: m.int(),
-        (E,): lambda m: m.int(),
-        (T, K): lambda m: m.int() if torch.equal(m, m.round()) else m.bfloat16(),
-    }
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        assert_same_bits(in_halves(case, dy, save_h=save_h), whole)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved[0].to(saved[1])):
+        assert_same_bits(deferred(case, dy, save_h=save_h), whole)
         assert_same_bits(at_once(case, dy, save_h=save_h, deferred=WeightGradients()), whole)
     assert packed and all(ref() is None for ref in packed)
 
@@ -442,8 +393,6 @@ def test_under_checkpointing(save_h: bool) -> None:
     case = make(gpt_oss=True).to(torch.bfloat16)
     dy = torch.randn(T, H).bfloat16()
     whole = at_once(case, dy, save_h=save_h)
-    forward = 2 * T * K * 3 * H * WIDTH
-    again = 0 if save_h else 2 * T * K * 2 * H * WIDTH
 
     def keeping():
         return create_selective_checkpoint_contexts([torch.ops.forebay.experts.default])
@@ -454,104 +403,80 @@ def test_under_checkpointing(save_h: bool) -> None:
             y = checkpoint(one.run, use_reentrant=False, deferred=store, save_h=save_h, **more)
             with FlopCounterMode(display=False) as counter:
                 if collects:
-                    with store.collecting() as pending:
-                        y.backward(dy)
-                    pending.pop()()
-                    assert not pending
+                    (compute,) = collect(store, y, dy)
+                    compute()
                 else:
                     y.backward(dy)
-            assert_same_bits(whole, {"y": y.detach(), **of(one)})
-            assert counter.get_total_flops() == (2 if kept else 3) * forward + again
+            assert_same_bits(whole, {"y": y.detach(), **gradients(one)})
+            again = 0 if save_h else H_FLOPS
+            assert counter.get_total_flops() == (2 if kept else 3) * FORWARD_FLOPS + again
 
 
 @pytest.mark.parametrize("save_h", [True, False])
-def test_flops_of_the_halves(save_h: bool) -> None:
-    forward = 2 * T * K * 3 * H * WIDTH
-    again = 0 if save_h else 2 * T * K * 2 * H * WIDTH
+def test_flops_of_the_two_parts(save_h: bool) -> None:
+    again = 0 if save_h else H_FLOPS
     case, store = make().to(torch.float32), WeightGradients()
     y = case.run(deferred=store, save_h=save_h)
     with store.collecting() as pending:
-        for run, wanted in ((y.sum().backward, forward + again), (lambda: pending[0](), forward)):
+        for run, wanted in ((y.sum().backward, FORWARD_FLOPS + again), (lambda: pending[0](), FORWARD_FLOPS)):
             with FlopCounterMode(display=False) as counter:
                 run()
             assert counter.get_total_flops() == wanted
     for frozen, part in (("gate_up", 1), ("down", 2)):
         one = fresh(case)
         one.tensors[frozen].requires_grad_(False)
-        with store.collecting() as pending:
-            one.run(deferred=store).sum().backward()
+        (compute,) = collect(store, one.run(deferred=store), torch.ones(T, H))
         with FlopCounterMode(display=False) as counter:
-            pending[0]()
-        assert counter.get_total_flops() == part * forward // 3
-
-
-@pytest.mark.parametrize("gpt_oss", [False, True])
-def test_opcheck(gpt_oss: bool) -> None:
-    case = make(gpt_oss=gpt_oss).to(torch.float32)
-    t = {n: v.detach() for n, v in case.tensors.items()}
-    settings = (*case.settings.values(),) if gpt_oss else ("swiglu", False, False, 1.0, 0.0)
-    tail = (t["weights"], t["gate_up"], t["down"], t.get("gate_up_bias"), t.get("down_bias"), *settings)
-    _, h, *routing = torch.ops.forebay.experts(t["x"], case.ids, *tail, True, 20)
-    dy = torch.randn(T, H)
-    for needs in ((True,) * 4, (True, False, False, True), (False, False, True, False)):
-        args = (dy, t["x"], h, *routing, *tail, *needs, gpt_oss, gpt_oss, True)
-        torch.library.opcheck(torch.ops.forebay.experts_backward.default, args)
-    order, _, offs = routing
-    for tokens_first in (True, False):
-        args = (dy, torch.randn(order.shape[0], WIDTH), order, offs, K, tokens_first)
-        torch.library.opcheck(torch.ops.forebay.experts_weight_backward.default, args)
+            compute()
+        assert counter.get_total_flops() == part * FORWARD_FLOPS // 3
 
 
 @pytest.mark.parametrize("through_view", [False, True])
 def test_a_gradient_that_is_also_another_tensors(through_view: bool) -> None:
-    """The residual's gradient is dy itself. `.grad` becomes what is nobody else's; of a view, autograd cannot tell."""
+    """The residual's gradient is dy itself. Autograd sees that it is held, unless it is a view."""
     case, store = make().to(torch.float32), WeightGradients()
     dy = torch.randn(T, H)
     whole = at_once(case, dy * 2)
     leaf = torch.zeros((1, T, H) if through_view else (T, H), requires_grad=True)
     residual = leaf.view(T, H) if through_view else leaf
-    y = case.run(deferred=store)
-    with store.collecting() as pending:
-        (residual + y).mul(2).backward(dy)
+    (compute,) = collect(store, (residual + case.run(deferred=store)).mul(2), dy)
     (leaf * 3).sum().backward()
     if through_view:
         with pytest.raises(RuntimeError, match="gradient that came into the experts changed"):
-            pending[0]()
-        assert all(case.tensors[n].grad is None for n in LATER)
+            compute()
+        assert all(case.tensors[n].grad is None for n in STACKS)
     else:
-        pending[0]()
-        assert_same_bits({n: of(case)[n] for n in LATER}, {n: whole[n] for n in LATER})
+        compute()
+        assert_same_bits(of_stacks(gradients(case)), of_stacks(whole))
 
 
-def test_tokens_that_are_written_to_while_they_are_waited_for() -> None:
+def test_tokens_that_are_written_to_before_the_second_part() -> None:
     case, store = make().to(torch.float32), WeightGradients()
-    with store.collecting() as pending:
-        case.run(deferred=store).sum().backward()
+    (compute,) = collect(store, case.run(deferred=store), torch.ones(T, H))
     with torch.no_grad():
         case.tensors["x"].zero_()
-        case.tensors["gate_up"].zero_()  # parameters may be: they are not read again
+        case.tensors["gate_up"].zero_()  # parameters may change: they are not read again
     with pytest.raises(RuntimeError, match="tokens that came into"):
-        pending[0]()
+        compute()
 
 
 def test_an_operation_between_parameter_and_experts() -> None:
-    """Its backward runs in the weight half, with what it saved: here a product, and a cast."""
+    """Its backward runs in the second part, with what it saved: here a product, and a cast."""
     case = make().to(torch.bfloat16)
     dy = torch.randn(T, H).bfloat16()
     found = []
-    for deferred in (None, WeightGradients()):
+    for given in (None, WeightGradients()):
         torch.manual_seed(0)
         left, right = torch.randn(E, 2 * WIDTH, 2, requires_grad=True), torch.randn(E, 2, H, requires_grad=True)
         one = fresh(case)
         one.tensors["gate_up"] = (left @ right).bfloat16()
-        y = one.run(deferred=deferred)
-        if deferred is None:
+        y = one.run(deferred=given)
+        if given is None:
             y.backward(dy)
         else:
-            with deferred.collecting() as pending:
-                y.backward(dy)
+            (compute,) = collect(given, y, dy)
             assert left.grad is None
-            pending[0]()
+            compute()
         found.append({"left": left.grad, "right": right.grad, "down": one.tensors["down"].grad})
     assert_same_bits(*found)
 
@@ -560,18 +485,16 @@ def test_views_of_one_flat_parameter_reach_it_once() -> None:
     case, store = make().to(torch.float32), WeightGradients()
     dy = torch.randn(T, H)
     whole = at_once(case, dy)
-    flat = torch.cat([case.tensors[n].detach().flatten() for n in LATER]).requires_grad_()
+    flat = torch.cat([case.tensors[n].detach().flatten() for n in STACKS]).requires_grad_()
     arrived = []
     flat.register_post_accumulate_grad_hook(lambda p: arrived.append(p.grad))
-    for name, part in zip(LATER, flat.split([case.tensors[n].numel() for n in LATER]), strict=True):
+    for name, part in zip(STACKS, flat.split([case.tensors[n].numel() for n in STACKS]), strict=True):
         case.tensors[name] = part.view(case.tensors[name].shape)
-    y = case.run(deferred=store)
-    with store.collecting() as pending:
-        y.backward(dy)
+    (compute,) = collect(store, case.run(deferred=store), dy)
     assert not arrived
-    pending[0]()
+    compute()
     assert len(arrived) == 1
-    assert torch.equal(flat.grad, torch.cat([whole[n].flatten() for n in LATER]))
+    assert torch.equal(flat.grad, torch.cat([whole[n].flatten() for n in STACKS]))
 
 
 def test_compiled_code_leaves_the_call_to_python() -> None:
@@ -580,11 +503,10 @@ def test_compiled_code_leaves_the_call_to_python() -> None:
     whole = at_once(case, dy)
     torch._dynamo.reset()
     y = torch.compile(lambda: case.run(deferred=store) * 1.0, backend="aot_eager")()
-    with store.collecting() as pending:
-        y.backward(dy)
+    (compute,) = collect(store, y, dy)
     assert case.tensors["down"].grad is None
-    pending[0]()
-    assert_same_bits({"y": y.detach(), **of(case)}, whole)
+    compute()
+    assert_same_bits({"y": y.detach(), **gradients(case)}, whole)
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="run in eager mode"):
         torch.compile(lambda: case.run(deferred=store), backend="aot_eager", fullgraph=True)()
@@ -599,20 +521,18 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 def test_distributed_parameters(mesh: DeviceMesh) -> None:
-    """Expert parallelism hands `DTensor.to_local` in; the gradient arrives as a DTensor."""
+    """Expert parallelism passes `DTensor.to_local`; the gradient arrives as a DTensor."""
     case, store = make().to(torch.float32), WeightGradients()
     dy = torch.randn(T, H)
     whole = at_once(case, dy)
-    parameters = {n: nn.Parameter(distribute_tensor(case.tensors[n].detach(), mesh, [Shard(0)])) for n in LATER}
+    parameters = {n: nn.Parameter(distribute_tensor(case.tensors[n].detach(), mesh, [Shard(0)])) for n in STACKS}
     arrived = []
     for p in parameters.values():
         p.register_post_accumulate_grad_hook(lambda p: arrived.append(p.grad))
     case.tensors |= {n: p.to_local() for n, p in parameters.items()}
-    y = case.run(deferred=store)
-    with store.collecting() as pending:
-        y.backward(dy)
+    (compute,) = collect(store, case.run(deferred=store), dy)
     assert not arrived and all(p.grad is None for p in parameters.values())
-    pending[0]()
+    compute()
     assert len(arrived) == 2
     for name, p in parameters.items():
         assert isinstance(p.grad, DTensor) and p.grad.placements != (Replicate(),)
@@ -622,7 +542,7 @@ def test_distributed_parameters(mesh: DeviceMesh) -> None:
 class _Module(nn.Module):
     def __init__(self, case: Case, store: WeightGradients | None):
         super().__init__()
-        self.gate_up, self.down = (nn.Parameter(case.tensors[n].detach().clone()) for n in LATER)
+        self.gate_up, self.down = (nn.Parameter(case.tensors[n].detach().clone()) for n in STACKS)
         self.ids, self.store = case.ids, store
 
     def forward(self, x: Tensor, weights: Tensor) -> Tensor:
@@ -631,7 +551,7 @@ class _Module(nn.Module):
 
 @pytest.mark.parametrize("reshard", [True, False])
 def test_parameters_that_fsdp2_frees_in_between(mesh: DeviceMesh, reshard: bool) -> None:
-    """Two microbatches without reduction, the weight halves behind both; then FSDP2 reduces what arrived."""
+    """Two microbatches without reduction, the second parts after both; then FSDP2 reduces what arrived."""
     case, store = make().to(torch.float32), WeightGradients()
     dys = torch.randn(2, T, H).unbind()
     x, weights = case.tensors["x"].detach(), case.tensors["weights"].detach()
@@ -642,22 +562,17 @@ def test_parameters_that_fsdp2_frees_in_between(mesh: DeviceMesh, reshard: bool)
     fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
     module.set_requires_gradient_sync(False)
     module.set_reshard_after_backward(reshard)
-    makers = []
-    for dy in dys:
-        y = module(x.clone().requires_grad_(), weights)
-        with store.collecting() as pending:
-            y.backward(dy)
-        makers += pending
-    for make_now in makers:
-        make_now()
+    computes = [collect(store, module(x.clone().requires_grad_(), weights), dy).pop() for dy in dys]
+    for compute in computes:
+        compute()
     module.set_requires_gradient_sync(True)
     module.set_reshard_after_backward(True)
-    # What FSDP2 does at the end of a backward pass, which here came before the weight halves.
+    # What FSDP2 does at the end of a backward pass, which came before the second parts here.
     group = fully_shard.state(module)._fsdp_param_group
     if not reshard:
         group.post_backward()
         fully_shard.state(module)._root_post_backward_final_callback()
-        for name in LATER:
+        for name in STACKS:
             assert torch.equal(getattr(module, name).grad.full_tensor(), getattr(plain, name).grad)
     else:
         for p in group.fsdp_params:
@@ -703,19 +618,17 @@ def test_a_transformers_module_names_its_store() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("save_h", [True, False])
 @pytest.mark.parametrize("gpt_oss", [False, True])
-def test_on_the_gpu_the_halves_are_the_whole_and_never_wait(gpt_oss: bool, save_h: bool) -> None:
+def test_on_the_gpu_deferred_is_at_once_and_never_waits(gpt_oss: bool, save_h: bool) -> None:
     case, dy = gpu_case(gpt_oss)
     whole = at_once(case, dy, save_h=save_h)
     poison_gpu_memory()
-    assert_same_bits(in_halves(case, dy, save_h=save_h), whole)
+    assert_same_bits(deferred(case, dy, save_h=save_h), whole)
     assert_same_bits(at_once(case, dy, save_h=save_h, deferred=WeightGradients()), whole)
     store = WeightGradients()
     torch.cuda.set_sync_debug_mode("error")
     try:
         y = case.run(deferred=store, save_h=save_h)
-        with store.collecting() as pending:
-            y.backward(dy)
-        pending[0]()
+        collect(store, y, dy).pop()()
         case.run(deferred=store, save_h=save_h).backward(dy)
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -729,10 +642,7 @@ def test_on_the_gpu_the_bytes_are_those_of_the_docstring(save_h: bool) -> None:
     case.tensors["x"].requires_grad_(True)
 
     def step() -> Callable[[], None]:
-        y = case.run(deferred=store, save_h=save_h)
-        with store.collecting() as pending:
-            y.backward(dy)
-        return pending.pop()
+        return collect(store, case.run(deferred=store, save_h=save_h), dy).pop()
 
     step()()  # whatever is allocated once
     for t in case.tensors.values():

@@ -1,4 +1,4 @@
-"""The exchange over a process group: its orders against slow loops, what is sent against a simulation, and odd inputs."""
+"""The dispatcher over a process group: its orders against slow loops, results against a simulation, and odd inputs."""
 
 import warnings
 from typing import Any
@@ -7,26 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from forebay.moe.dispatch import ALIGNMENT, NcclDispatcher, TokenDispatcher, order_by_rank, who_goes
 from forebay.moe.dispatch_op import combine, dispatch
-from forebay.moe.experts import experts
+from tests.moe.layers import E, H, K, equal, group, inputs, layer
 from tests.ranks import run_ranks
 
-E, K, H, INNER, WORLD = 8, 3, 16, 8, 2
-
-
-class Group:
-    """Ranks that are only counted."""
-
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return WORLD
-
+WORLD = 2
 
 ROUTES = {
     "top k": lambda: torch.rand(17, 12).argsort(1)[:, :5],
@@ -90,14 +77,6 @@ def summed(rank: int, n_tokens: int, rows: Tensor, source: list[tuple[int, int]]
     return total.to(rows.dtype)
 
 
-def inputs(rank: int, tokens: int, dtype: torch.dtype, weights: torch.dtype, seed: int) -> dict[str, Tensor]:
-    g = torch.Generator().manual_seed(10 * seed + rank)
-    made = {"x": (tokens, H), "w": (tokens, K), "init": (tokens, H), "dy": (tokens, H)}
-    tensors = {n: torch.randn(s, generator=g, dtype=torch.float64).to(dtype) for n, s in made.items()}
-    tensors["w"] = tensors["w"].to(weights)
-    return {**tensors, "ids": torch.rand(tokens, E, generator=g).argsort(1)[:, :K]}
-
-
 DTYPES = [
     (torch.bfloat16, torch.bfloat16),
     (torch.bfloat16, torch.float32),
@@ -142,49 +121,37 @@ def strided(t: Tensor) -> Tensor:
     return torch.stack([t, torch.full_like(t, 7)], -1).flatten(-2)[..., ::2]
 
 
-def with_experts(rank: int, dispatcher: TokenDispatcher, given: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    g = torch.Generator().manual_seed(5)
-    held = slice(rank * E // WORLD, (rank + 1) * E // WORLD)
-    gate_up, down = torch.randn(E, 2 * INNER, H, generator=g)[held], torch.randn(E, H, INNER, generator=g)[held]
-    x, w = (given[n].detach().clone().requires_grad_() for n in ("x", "w"))
-    sent = dispatch(x, given["ids"], w, dispatcher)
-    y = combine(experts(sent.rows, sent.ids, sent.weights, gate_up, down, max_rows=sent.max_rows), sent.handle)
-    dx, dw = torch.autograd.grad(y, (x, w), given["dy"])
-    return y.detach(), dx, dw
-
-
 def odd_inputs(rank: int, world: int) -> dict[str, Any]:
     dispatcher = NcclDispatcher(dist.group.WORLD, E)
     found: dict[str, Any] = {}
     for seed, (dtype, weights) in enumerate(DTYPES):
-        given = inputs(rank, (9, 6)[rank], dtype, weights, seed)
+        given = inputs(rank, (9, 6)[rank], "random", seed, dtype)
+        given["w"] = given["w"].to(weights)
         if weights == torch.bfloat16:
             given["w"][0] = 1e30  # out of fp16's range
         found[f"{dtype}, {weights}"] = simulated(rank, dispatcher, given)
-    given = inputs(rank, 7, torch.float32, torch.float32, 20)
+    given = inputs(rank, 7, "random", 20)
     found["int32 ids"] = simulated(rank, dispatcher, {**given, "ids": given["ids"].int()})
     bad = given["ids"].clone()
     bad[0, 0], bad[1, 1], bad[2], bad[3, 2] = E, -5, -1, 1000
     found["ids out of range"] = simulated(rank, dispatcher, {**given, "ids": bad})
 
-    plain = with_experts(rank, dispatcher, given)
-    apart = with_experts(rank, dispatcher, {name: strided(t) for name, t in given.items()})
-    found["not contiguous"] = [torch.equal(a, b) for a, b in zip(apart, plain, strict=True)]
-
+    plain = layer(dispatcher, given)
+    found["not contiguous"] = equal(layer(dispatcher, {name: strided(t) for name, t in given.items()}), plain)
     broken = {**given, "w": given["w"].clone()}
     if rank == 1:
         broken["w"][2, 1] = torch.nan
-    y, dx, dw = with_experts(rank, dispatcher, broken)
+    y, dx, dw, *_ = layer(dispatcher, broken)
     others = torch.ones(7, dtype=torch.bool)
     others[2] = rank != 1
     found["nan"] = [
         y[2].isnan().any().item() == (rank == 1),
         dx[2].isnan().any().item() == (rank == 1),
-        *(torch.equal(a[others], b[others]) for a, b in zip((y, dx, dw), plain, strict=True)),
+        *equal([t[others] for t in (y, dx, dw)], [t[others] for t in plain[:3]]),
     ]
 
-    # No rows but those that were received: what lies behind them is undefined, and would differ from run to run.
-    given = inputs(rank, ALIGNMENT // WORLD, torch.float32, torch.float32, 30)
+    # Only received rows: unused ones are undefined, and would differ from run to run.
+    given = inputs(rank, ALIGNMENT // WORLD, "random", 30)
     given["ids"][:, 0], given["ids"][:, 1] = rank, E // WORLD + rank
     x, w = given["x"].requires_grad_(), given["w"].requires_grad_()
     torch.library.opcheck(torch.ops.forebay.dispatch.default, (x, given["ids"], w, dispatcher))
@@ -206,60 +173,26 @@ def test_dtypes_strides_nan_and_ids_out_of_range() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    group: Any = Group()
     with pytest.raises(ValueError, match=r"9 experts cannot be divided evenly among 2 ranks; valid .* 1, 3, 9"):
-        NcclDispatcher(group, 9)
-    dispatcher = NcclDispatcher(group, E)
+        NcclDispatcher(group(), 9)
+    dispatcher = NcclDispatcher(group(), E)
     x, ids, weights = torch.zeros(4, H), torch.zeros(4, K, dtype=torch.int64), torch.zeros(4, K)
     for wrong in ((x[:3], ids, weights), (x, ids, weights[:, :2]), (x, ids[:, 0], weights), (x[0], ids, weights)):
         with pytest.raises(ValueError, match="do not fit"):
             dispatch(*wrong, dispatcher)
 
 
-def test_a_trace_without_ranks_or_numbers() -> None:
-    """R, S and the live slots are symbols; the shapes of everything else, gradients included, are known."""
-    group: Any = Group()
-    dispatcher = NcclDispatcher(group, E)
-    with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
-        x, weights = torch.empty(5, H, dtype=torch.bfloat16), torch.empty(5, K)
-        gate_up, down = torch.empty(4, 2 * INNER, H), torch.empty(4, H, INNER)
-        trained = (x, weights, gate_up.bfloat16(), down.bfloat16())
-        for t in trained:
-            t.requires_grad_()
-        sent = dispatch(x, torch.empty(5, K, dtype=torch.int64), weights, dispatcher)
-        assert isinstance(sent.rows.shape[0], torch.SymInt) and isinstance(sent.max_rows, torch.SymInt)
-        assert sent.rows.dtype == torch.bfloat16 and sent.weights.dtype == torch.float32
-        assert sent.ids.dtype == torch.int32 and sent.ids.shape[1] == sent.weights.shape[1] == K
-        tokens_sent, places, splits = sent.handle.tensors
-        assert tokens_sent.dtype == places.dtype == torch.int32 and places.shape == (5, WORLD)
-        assert splits.shape == (2 * WORLD + 1,) and splits.device.type == "cpu"
-        y_rows = experts(sent.rows, sent.ids, sent.weights, *trained[2:], max_rows=sent.max_rows)
-        y = combine(y_rows, sent.handle, torch.empty(5, H))
-        assert y.shape == (5, H) and y.dtype == torch.bfloat16
-        for t, gradient in zip(trained, torch.autograd.grad(y.sum(), trained), strict=True):
-            assert gradient.shape == t.shape and gradient.dtype == t.dtype
-
-
-def synchronisations(rank: int, world: int) -> list[str]:
+def synchronizations(rank: int, world: int) -> list[str]:
     torch.cuda.set_device(rank)
     dispatcher = NcclDispatcher(dist.new_group(backend="nccl"), E)
-    given = {n: t.cuda() for n, t in inputs(rank, 64, torch.bfloat16, torch.float32, 0).items()}
-    gate_up = torch.randn(E // world, 2 * INNER, H, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    down = torch.randn(E // world, H, INNER, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    x, w = given["x"].requires_grad_(), given["w"].requires_grad_()
-
-    def layer() -> None:
-        sent = dispatch(x, given["ids"], w, dispatcher)
-        y = combine(experts(sent.rows, sent.ids, sent.weights, gate_up, down, max_rows=sent.max_rows), sent.handle)
-        torch.autograd.grad(y, (x, w, gate_up, down), given["dy"])
-
-    layer()  # compiles kernels, starts communicators
+    given = inputs(rank, 64, "random", 0, torch.bfloat16, "cuda")
+    layer(dispatcher, given)  # compiles kernels, starts communicators
     torch.cuda.synchronize()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            layer()
+            layer(dispatcher, given)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     return [str(w.message) for w in caught if "called a synchronizing" in str(w.message)]
@@ -268,5 +201,5 @@ def synchronisations(rank: int, world: int) -> list[str]:
 @pytest.mark.gpu
 @pytest.mark.multi
 def test_the_host_waits_once_a_layer() -> None:
-    for found in run_ranks(synchronisations, 2):
+    for found in run_ranks(synchronizations, 2):
         assert len(found) == 1, found

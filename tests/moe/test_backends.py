@@ -1,4 +1,4 @@
-"""Which exchange a name gives, and what is refused before anything is made."""
+"""Which dispatcher a name gives, and what is refused before anything is made."""
 
 import sys
 from collections.abc import Iterator
@@ -12,28 +12,13 @@ import torch.distributed as dist
 from forebay.moe import backends as choose
 from forebay.moe.backends import BACKENDS, make_dispatcher
 from forebay.moe.dispatch import LocalDispatcher, NcclDispatcher
+from tests.moe.layers import E, group
 from tests.ranks import run_ranks
-
-E = 8
-
-
-class Group:
-    """Ranks that are only counted: whoever talks to them fails."""
-
-    def __init__(self, size: int):
-        self.ranks = size
-
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return self.ranks
 
 
 def make(backend: str, size: int | None = 2, **more: Any) -> Any:
-    group: Any = None if size is None else Group(size)
     settings = {"tokens": 16, "hidden": 32, "slots_per_token": 2, "dtype": torch.bfloat16, **more}
-    return make_dispatcher(backend, group, settings.pop("num_experts", E), **settings)
+    return make_dispatcher(backend, None if size is None else group(size), settings.pop("num_experts", E), **settings)
 
 
 class Made:
@@ -53,29 +38,23 @@ def backends(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("size", [None, 1])
-def test_one_rank_needs_no_exchange(backend: str, size: int | None) -> None:
+def test_one_rank_needs_no_dispatcher(backend: str, size: int | None) -> None:
     dispatcher = make(backend, size)
     assert isinstance(dispatcher, LocalDispatcher) and dispatcher.num_experts == E
 
 
-def test_nccl_by_name() -> None:
-    dispatcher = make("nccl")
-    assert isinstance(dispatcher, NcclDispatcher) and (dispatcher.size, dispatcher.num_experts) == (2, E)
-
-
-def test_symmetric_by_name_with_and_without_a_capacity(backends: None) -> None:
-    for factor, exact in ((None, True), (1.5, False)):
+def test_backends_by_name(backends: None) -> None:
+    nccl, deepep = make("nccl"), make("deepep")
+    assert isinstance(nccl, NcclDispatcher) and (nccl.size, nccl.num_experts) == (2, E)
+    assert type(deepep).__name__ == "DeepEpDispatcher" and deepep.options == {"hidden": 32, "dtype": torch.bfloat16}
+    shapes = {"tokens": 16, "hidden": 32, "slots_per_token": 2, "dtype": torch.bfloat16}
+    for factor, wanted in (
+        (None, {"exact": True, "capacity_factor": 1.0}),
+        (1.5, {"exact": False, "capacity_factor": 1.5}),
+    ):
         made = make("symmetric", capacity_factor=factor)
         assert type(made).__name__ == "SymmetricDispatcher" and made.num_experts == E
-        shapes = {"tokens": 16, "hidden": 32, "slots_per_token": 2, "dtype": torch.bfloat16}
-        assert {n: made.options[n] for n in shapes} == shapes
-        assert made.options["exact"] is exact
-        assert exact or made.options["capacity_factor"] == 1.5
-
-
-def test_deepep_by_name(backends: None) -> None:
-    made = make("deepep")
-    assert type(made).__name__ == "DeepEpDispatcher" and made.options == {"hidden": 32, "dtype": torch.bfloat16}
+        assert made.options == {**shapes, **wanted}
 
 
 def test_deepep_that_is_not_installed_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

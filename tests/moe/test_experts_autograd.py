@@ -1,7 +1,6 @@
-"""Experts whose rows wait in pages: the same bits as kept, only live rows saved, and pages given back when autograd would."""
+"""Experts with rows in pages: the same bits as saved rows, only live rows saved, and pages freed when autograd would."""
 
 import gc
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ SLOTS = 40
 
 
 def received(live: int = LIVE, **more) -> Case:
-    """Rows as an exchange hands them on: the first ones live, each with a slot here or more; then rows that fill up."""
+    """Rows as a dispatcher returns them: the first ones live, each with one slot here or more; then unused rows."""
     ids = torch.where(torch.rand(C, K) < 0.4, torch.randint(0, E, (C, K)), -1)
     ids[:, 0] = torch.randint(0, E, (C,))
     ids[live:] = -1
@@ -65,14 +64,15 @@ def test_any_number_of_rows(live: int) -> None:
         assert_same_bits(gradients(case, torch.float32, pages=store), kept)
 
 
+@pytest.mark.parametrize("save_h", [True, False])
 @pytest.mark.parametrize(
     "frozen", [("gate_up",), ("down",), ("gate_up", "down"), ("x", "weights"), ("x", "weights", "gate_up"), ("x",)]
 )
-def test_frozen_tensors(frozen: tuple[str, ...]) -> None:
+def test_frozen_tensors(frozen: tuple[str, ...], save_h: bool) -> None:
     case = received()
-    kept = gradients(case, torch.float32, frozen)
+    kept = gradients(case, torch.float32, frozen, save_h=save_h)
     for store in stores():
-        assert_same_bits(gradients(case, torch.float32, frozen, pages=store), kept)
+        assert_same_bits(gradients(case, torch.float32, frozen, pages=store, save_h=save_h), kept)
 
 
 def test_no_pages_without_a_backward() -> None:
@@ -96,7 +96,7 @@ def test_only_live_rows_take_pages() -> None:
 
 
 def test_nothing_of_capacity_is_saved() -> None:
-    """Of what autograd owns, no tensor has x's or h's bytes."""
+    """No tensor that autograd saves has x's or h's bytes."""
     saved: list[Tensor] = []
     case = received().to(torch.float32)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
@@ -107,10 +107,21 @@ def test_nothing_of_capacity_is_saved() -> None:
     assert y.requires_grad
 
 
-def test_pages_are_free_behind_backward_though_the_loss_is_held() -> None:
+def test_x_without_a_bound_on_the_rows_is_saved_by_autograd() -> None:
+    """It is this rank's own tokens, which other modules save as well; only h takes pages."""
     store = stores()[1]
-    y = received().to(torch.float32).run(max_rows=SLOTS, pages=store)
-    loss = y[:LIVE].sum()
+    case = make().to(torch.float32)
+    kept = case.grads(torch.ones(len(case.ids), H))
+    y = case.run(pages=store)
+    rows = case.ids.numel()
+    assert store.end_step().pages_out == -(-rows // (1024 // (2 * case.tensors["down"].shape[2] * 4)))
+    y.backward(torch.ones_like(y))
+    assert_same_bits({"y": y.detach(), **{n: t.grad for n, t in case.tensors.items()}}, kept)  # type: ignore[misc]
+
+
+def test_pages_are_free_after_backward_though_the_loss_is_held() -> None:
+    store = stores()[1]
+    loss = received().to(torch.float32).run(max_rows=SLOTS, pages=store)[:LIVE].sum()
     loss.backward(retain_graph=True)
     assert store.live_tickets == 1
     loss.backward()
@@ -127,22 +138,25 @@ def test_a_dropped_graph_gives_its_pages_back() -> None:
     assert state[TAIL] - state[HEAD] == 63
 
 
-@pytest.mark.parametrize("make_store", [lambda: stores()[0], lambda: stores()[1]])
-def test_weight_gradients_left_for_later(make_store: Callable[[], PageStore]) -> None:
-    """The rows stay in their pages until the second half, and the bits are those of one half."""
+@pytest.mark.parametrize("frozen", [(), ("gate_up",), ("x", "weights", "gate_up")])
+@pytest.mark.parametrize("sized", [0, 1])
+def test_deferred_weight_gradients(sized: int, frozen: tuple[str, ...]) -> None:
+    """x stays in its pages until the second part, and the bits are those of one part."""
     case = received()
-    kept = gradients(case, torch.float32)
-    store, deferred = make_store(), WeightGradients()
-    with deferred.collecting() as pending:
-        first = gradients(case, torch.float32, pages=store, deferred=deferred)
-    assert store.live_tickets == 1
-    assert "gate_up" not in first
-    assert len(pending) == 1
-    # `gradients` made a case of its own: run it again by hand for the second half.
+    kept = gradients(case, torch.float32, frozen)
+    store, deferred = stores()[sized], WeightGradients()
     own = case.to(torch.float32)
+    for name in frozen:
+        own.tensors[name].requires_grad_(False)
     with deferred.collecting() as pending:
         y = own.run(max_rows=SLOTS, pages=store, deferred=deferred)
         torch.manual_seed(3)
         y.backward(torch.randn(y.shape))
-    pending.pop()()
-    assert_same_bits({n: own.tensors[n].grad for n in ("gate_up", "down")}, {n: kept[n] for n in ("gate_up", "down")})  # type: ignore[misc]
+    (compute,) = pending
+    assert own.tensors["down"].grad is None
+    pending.clear()
+    assert store.live_tickets == (not frozen)  # x is read for gate_up's gradient
+    compute()
+    assert store.live_tickets == 0
+    for name in set(kept) & {"gate_up", "down"}:
+        assert torch.equal(own.tensors[name].grad, kept[name])  # type: ignore[arg-type]

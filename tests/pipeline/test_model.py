@@ -1,5 +1,7 @@
 """A cut model computes what the whole one does."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -66,17 +68,12 @@ def test_cut_is_whole_with_experts_on_two_ranks() -> None:
     assert run_ranks(expert_parallel, 2) == [[True] * 3] * 2
 
 
-def test_refuses_a_loss_that_is_not_fused() -> None:
+@pytest.mark.parametrize(
+    ("policy", "loss", "message"),
+    [("keep", None, "fused loss"), ({"model.layers.1": "recompute"}, "fused", r"name .*layers\.1\.self_attn and")],
+)
+def test_refusals(policy: Any, loss: str | None, message: str) -> None:
+    """A loss that is not fused, and a placement of a whole layer."""
     model = build_tiny("qwen3_moe")
-    with manage(model, loss=None) as memory, pytest.raises(ValueError, match="fused loss"):
-        CutModel(model, memory)
-
-
-def test_a_placement_of_a_whole_layer_is_refused() -> None:
-    model = build_tiny("qwen3_moe")
-    path = f"{model.base_model_prefix}.layers.1"
-    with (
-        manage(model, {path: "recompute"}) as memory,
-        pytest.raises(ValueError, match=r"name .*layers\.1\.self_attn and"),
-    ):
+    with manage(model, policy, loss=loss) as memory, pytest.raises(ValueError, match=message):
         CutModel(model, memory)

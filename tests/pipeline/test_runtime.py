@@ -12,47 +12,34 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from forebay.config import SCHEDULES
 from forebay.models.router import balance_loss
 from forebay.moe.dispatch import LocalDispatcher, NcclDispatcher, TokenDispatcher
-from forebay.moe.experts import experts
-from forebay.moe.wgrad import WeightGradients
 from forebay.pipeline.p2p import DistLinks, Links, Message, Packet, neighbours
-from forebay.pipeline.runtime import PipelineRuntime, Stage, StageBalance
+from forebay.pipeline.runtime import PipelineRuntime, StageBalance
 from forebay.pipeline.schedule import Action, PipelinePlan, forward_plan, make_plan
-from tests.pipeline.test_runtime_overlap import CPU, Dense, E, H, K, Moe, V, same, tokens
+from tests.pipeline.nets import CPU, E, H, K, Moe, Net, equal, like, tokens
 from tests.ranks import run_ranks
 
-KINDS = "mdmmdm"  # MoE and dense layers; six, so that stages of every schedule are of unequal size
+KINDS = "mdmmdm"  # six layers, so that stages of every schedule are of unequal size
 COUNT = 6  # microbatches: what every schedule takes on two ranks, and more than are in flight
 COEFFICIENT = 0.3
 
 
-class Later(Moe):
-    """Its experts may leave their weight gradients for later."""
-
-    def __init__(self, dispatcher: TokenDispatcher, store: WeightGradients) -> None:
-        super().__init__(dispatcher)
-        self.store = store
-
-    def experts(self, rows: Tensor, ids: Tensor, weights: Tensor, max_rows: int | None) -> Tensor:
-        if self.broken:
-            return super().experts(rows, ids, weights, max_rows)
-        return experts(rows, ids, weights, self.gate_up, self.down, max_rows=max_rows, deferred=self.store)
+def net_of(kinds: str = KINDS) -> Net:
+    return Net(LocalDispatcher(E), kinds)
 
 
 class Watched(nn.Module):
-    """An MoE layer in which autograd saves none of the tensors between its steps, so that all depends on who else holds them.
+    """An MoE layer in which autograd saves none of the tensors between its stages, so that only the engine holds them.
 
-    `seen` names each call's tensors; `alive` are (when, what, whether it was alive) of the call that was under way.
+    `seen` names each call's tensors; `alive` are (when, what, whether it was alive) of the current call.
     """
 
     def __init__(self, dispatcher: TokenDispatcher) -> None:
@@ -70,7 +57,7 @@ class Watched(nn.Module):
         self.everything += found.values()
 
     def look(self, when: str, *names: str) -> None:
-        """gloo's threads let go of what they sent a moment after it has arrived: if `patient`, wait for that."""
+        """gloo's threads release what they sent shortly after it has arrived: if `patient`, wait for that."""
         deadline = time.monotonic() + (2.0 if self.patient else 0.0)
         for name in names:
             while not self.seen[name].expired() and time.monotonic() < deadline:
@@ -86,105 +73,51 @@ class Watched(nn.Module):
 
     def experts(self, rows: Tensor, ids: Tensor, weights: Tensor, max_rows: int | None) -> Tensor:
         self.look("stage 3", "sent")
-        # Rows behind those that were received are undefined memory.
+        # Rows after the received ones are uninitialised memory.
         scaled = torch.where((ids >= 0).any(1, keepdim=True), rows, 0.0) * 2.0
         gates = torch.where(ids >= 0, weights, 0.0).sum(1, keepdim=True)
         y = scaled @ self.second + gates
         self._see(rows=rows, scaled=scaled, y=y)
         return y
 
+    def forward(self, x: Tensor) -> Tensor:
+        residual, rows, ids, weights, _ = self.stage1(x)
+        return (residual + self.experts(rows, ids, weights, None)).view(x.shape)
 
-class Net(nn.Module):
-    """Embedding, layers, head; the same weights on every rank but for the experts. Each pipeline rank uses its part of it."""
 
-    def __init__(self, dispatcher: TokenDispatcher, kinds: str = KINDS) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.dispatcher, self.store = dispatcher, WeightGradients()
-        self.embedding, self.norm, self.head = nn.Embedding(V, H), nn.LayerNorm(H), nn.Linear(H, V, bias=False)
-        makers: dict[str, Callable[[], nn.Module]] = {
-            "d": Dense,
-            "m": lambda: Later(dispatcher, self.store),
-            "w": lambda: Watched(dispatcher),
-        }
-        self.layers = nn.ModuleList([makers[kind]() for kind in kinds])
-        self.of_head: list[StorageWeakRef] = []
+class WatchedNet(Net):
+    """A net whose kind "w" is a `Watched` layer."""
 
-    def epilogue(self, x: Tensor, ids: Tensor) -> Tensor:
-        normed = self.norm(x)
-        logits = self.head(normed).view(-1, V)
-        loss = F.cross_entropy(logits, ids.roll(-1, 1).view(-1))
-        self.of_head += [StorageWeakRef(t.untyped_storage()) for t in (normed, logits)]
-        return loss
-
-    def stages(self, plan: PipelinePlan, rank: int) -> dict[int, Stage]:
-        parts, last = np.array_split(range(len(self.layers)), len(plan.ranks)), len(plan.ranks) - 1
-        return {
-            s: Stage(
-                [self.layers[n] for n in parts[s]],  # type: ignore[misc]
-                self.embedding if s == 0 else None,
-                self.epilogue if s == last else None,
-            )
-            for s in plan.stages(rank)
-        }
-
-    def runtime(
-        self, plan: PipelinePlan, rank: int = 0, links: Links | None = None, **settings: Any
-    ) -> PipelineRuntime:
-        return PipelineRuntime(self.stages(plan, rank), plan, rank, links, CPU, weights=self.store, **settings)
-
-    def sequential(self, microbatches: list[Tensor], coefficient: float = 0.0, loss_scale: float = 1.0) -> Tensor:
-        """Losses; gradients by plain autograd, one microbatch after the other."""
-        losses = []
-        for ids in microbatches:
-            x, said = self.embedding(ids), []
-            for layer in self.layers:
-                x = layer(x)
-                if isinstance(layer, Moe):
-                    x, *router = x
-                    said.append(tuple(router))
-            loss = self.epilogue(x, ids)
-            losses.append(loss.detach())
-            total = loss + coefficient * balance_loss(said) if coefficient else loss
-            (total * loss_scale).backward()
-        return torch.stack(losses)
-
-    def take_gradients(self) -> dict[str, Tensor | None]:
-        grads = {name: p.grad for name, p in self.named_parameters()}
-        self.zero_grad(set_to_none=True)
-        return grads
+    def make(self, kind: str) -> nn.Module:
+        return Watched(self.dispatcher) if kind == "w" else super().make(kind)
 
     def watched(self) -> list[Watched]:
         return [layer for layer in self.layers if isinstance(layer, Watched)]
 
-    def left(self) -> int:
+    def alive(self) -> int:
         """How many of the tensors that the layers and the head made are alive."""
         refs = [ref for layer in self.watched() for ref in layer.everything] + self.of_head
         return sum(not ref.expired() for ref in refs)
 
 
-def like(ids: Tensor) -> Tensor:
-    return torch.empty(*ids.shape, H, device="meta")
-
-
-class Post:
-    """What threads send each other."""
+class Mail:
+    """Messages between threads."""
 
     def __init__(self) -> None:
         self.broken = threading.Event()
         self._lock = threading.Lock()
-        self._boxes: dict[tuple[int, Message], queue.SimpleQueue[Packet]] = {}
+        self._queues: dict[tuple[int, Message], queue.SimpleQueue[Packet]] = {}
 
-    def box(self, target: int, message: Message) -> "queue.SimpleQueue[Packet]":
+    def queue(self, target: int, message: Message) -> "queue.SimpleQueue[Packet]":
         with self._lock:
-            return self._boxes.setdefault((target, message), queue.SimpleQueue())
+            return self._queues.setdefault((target, message), queue.SimpleQueue())
 
 
 class ThreadLinks:
-    """`Links` between the threads of this process; what arrives has memory of its own."""
+    """`Links` between the threads of this process; received tensors have memory of their own."""
 
-    def __init__(self, rank: int, post: Post) -> None:
-        self.rank, self.post = rank, post
+    def __init__(self, rank: int, mail: Mail) -> None:
+        self.rank, self.mail = rank, mail
         self.expected: dict[Message, Sequence[Tensor]] = {}
 
     def expect(self, message: Message, source: int, like: Sequence[Tensor]) -> None:
@@ -192,16 +125,16 @@ class ThreadLinks:
         self.expected[message] = like
 
     def send(self, message: Message, target: int, packet: Packet) -> None:
-        self.post.box(target, message).put(tuple(t.clone() for t in packet))
+        self.mail.queue(target, message).put(tuple(t.clone() for t in packet))
 
     def receive(self, message: Message) -> Packet:
         like = self.expected.pop(message)
         while True:
             try:
-                packet = self.post.box(self.rank, message).get(timeout=0.05)
+                packet = self.mail.queue(self.rank, message).get(timeout=0.05)
                 break
             except queue.Empty:
-                if self.post.broken.is_set():
+                if self.mail.broken.is_set():
                     raise ConnectionError("the other rank is gone") from None
         assert [(t.shape, t.dtype) for t in packet] == [(t.shape, t.dtype) for t in like], message
         return packet
@@ -211,17 +144,17 @@ class ThreadLinks:
 
     def reset(self) -> None:
         self.expected.clear()
-        self.post.broken.set()
+        self.mail.broken.set()
 
 
 def in_threads(pp: int, call: Callable[[int, Links], Any]) -> list[Any]:
     """call(rank, links) of each rank; exceptions come back as text, so that no traceback holds a tensor."""
-    post = Post()
+    mail = Mail()
     found: dict[int, Any] = {}
 
     def go(rank: int) -> None:
         try:
-            found[rank] = call(rank, ThreadLinks(rank, post))
+            found[rank] = call(rank, ThreadLinks(rank, mail))
         except Exception as error:
             found[rank] = f"{type(error).__name__}: {error}"
 
@@ -230,14 +163,14 @@ def in_threads(pp: int, call: Callable[[int, Links], Any]) -> list[Any]:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert len(found) == pp, "a rank never ended"
+    assert len(found) == pp, "a rank did not end"
     return [found[rank] for rank in range(pp)]
 
 
 def on_two(name: str, microbatches: list[Tensor], nets: Sequence[Net] = (), **settings: Any) -> tuple[Any, list[Net]]:
     """(losses, the nets with gradients) of two ranks that are threads; each net holds its part's gradients."""
     plan = make_plan(name, 2, len(microbatches))
-    nets = nets or [Net(LocalDispatcher(E)) for _ in range(2)]
+    nets = nets or [net_of() for _ in range(2)]
     results = in_threads(2, lambda r, links: nets[r].runtime(plan, r, links, **settings).run(microbatches, like))
     assert all(not isinstance(r, str) for r in results), results
     assert [tuple(ran) for _, ran in results] == list(plan.actions)
@@ -256,31 +189,22 @@ def merged(nets: Sequence[Net]) -> dict[str, Tensor | None]:
     return whole
 
 
-def equal(left: dict[str, Tensor | None], right: dict[str, Tensor | None]) -> bool:
-    assert left.keys() == right.keys()
-    assert any(g is not None and bool(g.any()) for g in left.values())
-    return same(list(left.values()), list(right.values()))
-
-
-# --- Gradients.
-
-
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("count", [2, COUNT])
 def test_one_rank_is_bitwise_plain_autograd(name: str, count: int) -> None:
-    """Every stage runs its backwards, and its weight slots, in the order of microbatches: sums are in the order of autograd's."""
-    net, microbatches = Net(LocalDispatcher(E)), tokens(count)
-    expected = net.sequential(microbatches)
+    """Every stage runs its backwards, and its deferred weight gradients, in the order of microbatches, as autograd does."""
+    net, microbatches = net_of(), tokens(count)
+    expected = net.sequential(microbatches, loss_scale=0.25)
     grads = net.take_gradients()
     plan = make_plan(name, 1, count)
-    losses, ran = net.runtime(plan).run(microbatches, like)
+    losses, ran = net.runtime(plan).run(microbatches, like, loss_scale=0.25)
     assert tuple(ran) == plan.actions[0]
     assert losses is not None and torch.equal(losses, expected) and equal(net.take_gradients(), grads)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_two_ranks_are_bitwise_plain_autograd_with_early_release_or_without(name: str) -> None:
-    net, microbatches = Net(LocalDispatcher(E)), tokens(COUNT)
+    net, microbatches = net_of(), tokens(COUNT)
     expected = net.sequential(microbatches)
     grads = net.take_gradients()
     for early_release in (True, False):
@@ -288,24 +212,15 @@ def test_two_ranks_are_bitwise_plain_autograd_with_early_release_or_without(name
         assert torch.equal(losses, expected) and equal(merged(nets), grads)
 
 
-def test_loss_scale_scales_gradients_and_no_loss() -> None:
-    net, microbatches = Net(LocalDispatcher(E)), tokens(COUNT)
-    expected = net.sequential(microbatches, loss_scale=0.25)
-    grads = net.take_gradients()
-    losses, _ = net.runtime(make_plan("1f1b", 1, COUNT)).run(microbatches, like, loss_scale=0.25)
-    assert losses is not None and torch.equal(losses, expected) and equal(net.take_gradients(), grads)
-
-
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_the_routers_loss_over_all_stages(name: str) -> None:
-    """Its sums are made stage by stage, in another order than one process's: not bitwise."""
-    net, microbatches = Net(LocalDispatcher(E)), tokens(COUNT)
+def test_the_balance_loss_over_all_stages(name: str) -> None:
+    """Its sums are made stage by stage, in another order than in one process: not bitwise."""
+    net, microbatches = net_of(), tokens(COUNT)
     net.sequential(microbatches)
     without = net.take_gradients()
-    expected = net.sequential(microbatches, COEFFICIENT)
+    expected = net.sequential(microbatches, lambda outputs: COEFFICIENT * balance_loss(outputs))
     grads = net.take_gradients()
-    nets = [Net(LocalDispatcher(E)) for _ in range(2)]
-    plan = make_plan(name, 2, COUNT)
+    nets, plan = [net_of() for _ in range(2)], make_plan(name, 2, COUNT)
     balances = [StageBalance(E, COEFFICIENT, CPU) for _ in range(2)]
     results = in_threads(
         2, lambda r, links: nets[r].runtime(plan, r, links, balance=balances[r]).run(microbatches, like)
@@ -314,55 +229,50 @@ def test_the_routers_loss_over_all_stages(name: str) -> None:
     (losses,) = (losses for losses, _ in results if losses is not None)
     assert torch.equal(losses, expected)
     for parameter, grad in merged(nets).items():
-        wanted = grads[parameter]
-        assert grad is not None and wanted is not None
+        wanted, plain = grads[parameter], without[parameter]
+        assert grad is not None and wanted is not None and plain is not None
         assert (grad - wanted).norm() <= 1e-6 * wanted.norm(), parameter
-        if "router" in parameter:  # the loss is in it at all
-            assert not torch.allclose(grad, without[parameter], rtol=1e-3)  # type: ignore[arg-type]
-    noted = sum(float(b.take_losses()) for b in balances)
-    assert noted == pytest.approx(sum(float(imbalance_of(net, ids)) for ids in microbatches), rel=1e-6)
+        if "router" in parameter:  # the balance loss has an effect
+            assert not torch.allclose(grad, plain, rtol=1e-3)
+    with torch.no_grad():
+        imbalance = sum(float(balance_loss(net(ids)[1])) for ids in microbatches)
+    assert sum(float(b.take_losses()) for b in balances) == pytest.approx(imbalance, rel=1e-6)
 
 
-@torch.no_grad()
-def imbalance_of(net: Net, ids: Tensor) -> Tensor:
-    x, said = net.embedding(ids), []
-    for layer in net.layers:
-        x = layer(x)
-        if isinstance(layer, Moe):
-            x, *router = x
-            said.append(tuple(router))
-    return balance_loss(said)  # type: ignore[arg-type]
+def test_tokens_that_are_routed_nowhere_do_not_count_for_balance() -> None:
+    router_outputs = []
+    for layer in range(2):
+        logits = torch.randn(12, E, requires_grad=True)
+        ids = logits.topk(K).indices
+        ids[layer : layer + 3] = -1
+        router_outputs.append((logits, ids))
+    expected = balance_loss(router_outputs)
+    (2.0 * expected).backward()
+    stages = [StageBalance(E, 2.0, CPU) for _ in router_outputs]
+    before = stages[0].sums(router_outputs[:1], None)
+    total = stages[1].finish(stages[1].sums(router_outputs[1:], before), 0)
+    assert torch.allclose(stages[1].take_losses(), expected, rtol=1e-6)
+    for stage, router in zip(stages, router_outputs, strict=True):
+        (grad,) = stage.gradients([router], total, 1.0)
+        assert grad is not None and router[0].grad is not None
+        assert torch.allclose(grad, router[0].grad, rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_forward_alone(name: str) -> None:
-    net, microbatches = Net(LocalDispatcher(E), "wdww"), tokens(COUNT)
+    net, microbatches = WatchedNet(LocalDispatcher(E), "wdww"), tokens(COUNT)
     plan = forward_plan(make_plan(name, 1, COUNT))
     with torch.no_grad():
-        expected = torch.stack([forward_of(net, ids) for ids in microbatches])
+        expected = torch.stack([net(ids)[0] for ids in microbatches])
         losses, _ = net.runtime(plan).run(microbatches, like)
     assert losses is not None and torch.equal(losses, expected)
-    assert all(p.grad is None for p in net.parameters()) and net.left() == 0
-
-
-def forward_of(net: Net, ids: Tensor) -> Tensor:
-    x = net.embedding(ids)
-    for layer in net.layers:
-        if isinstance(layer, Watched):
-            residual, rows, chosen, weights, _ = layer.stage1(x)
-            x = (residual + layer.experts(rows, chosen, weights, None)).view(x.shape)
-        else:
-            x = layer(x)
-    return net.epilogue(x, ids)
-
-
-# --- Lifetimes.
+    assert all(p.grad is None for p in net.parameters()) and net.alive() == 0
 
 
 class Looks:
-    """A watcher that looks at a net's tensors behind every action."""
+    """A watcher that looks at a net's tensors after every action."""
 
-    def __init__(self, net: Net, runtime: PipelineRuntime) -> None:
+    def __init__(self, net: WatchedNet, runtime: PipelineRuntime) -> None:
         self.net, self.runtime = net, runtime
         self.head: set[bool] = set()
 
@@ -376,13 +286,13 @@ class Looks:
             stage = self.runtime.stages[part.stage]
             for layer in stage.layers:
                 if isinstance(layer, Watched):
-                    layer.look("behind the forward", "sent", "rows", "y", "residual")
+                    layer.look("after the forward", "sent", "rows", "y", "residual")
             if stage.epilogue is not None:
                 self.head |= {not ref.expired() for ref in self.net.of_head}
 
 
-def lifetimes(net: Net, plan: PipelinePlan, rank: int, links: Links | None, early_release: bool) -> list[str]:
-    """What was wrong with the lives of tensors in one step; the net's layers are `Watched` or dense."""
+def lifetimes(net: WatchedNet, plan: PipelinePlan, rank: int, links: Links | None, early_release: bool) -> list[str]:
+    """The tensors that live too long or too short in one step."""
     runtime = net.runtime(plan, rank, links, early_release=early_release)
     looks = Looks(net, runtime)
     for layer in net.watched():
@@ -394,17 +304,17 @@ def lifetimes(net: Net, plan: PipelinePlan, rank: int, links: Links | None, earl
         for when, what, alive in layer.alive:
             # On one rank the dispatch input is what stage 3 reads.
             expected = not early_release or (when == "stage 3" and not travels)
-            if when == "behind the forward" and what == "residual":
+            if when == "after the forward" and what == "residual":
                 expected = not early_release
             if alive != expected:
                 wrong.append(f"{what} is {'alive' if alive else 'gone'} at {when}")
     if looks.head not in (set(), {False}):
-        wrong.append("the epilogue's tensors are alive behind its forward")
+        wrong.append("the epilogue's tensors are alive after its forward")
     deadline = time.monotonic() + 2.0
-    while travels and net.left() and time.monotonic() < deadline:
+    while travels and net.alive() and time.monotonic() < deadline:
         time.sleep(0.001)
-    if net.left() or runtime.context._deferred or net.dispatcher.live_handles:
-        wrong.append(f"{net.left()} tensors, {net.dispatcher.live_handles} handles are left")
+    if net.alive() or runtime.context._deferred or net.dispatcher.live_handles:
+        wrong.append(f"{net.alive()} tensors, {net.dispatcher.live_handles} handles are left")
     return sorted(set(wrong))
 
 
@@ -412,7 +322,7 @@ def lifetimes(net: Net, plan: PipelinePlan, rank: int, links: Links | None, earl
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_boundaries_on_one_rank(name: str, early_release: bool) -> None:
     with no_collector():
-        net = Net(LocalDispatcher(E), "wdww")
+        net = WatchedNet(LocalDispatcher(E), "wdww")
         assert lifetimes(net, make_plan(name, 1, 4), 0, None, early_release) == []
 
 
@@ -427,8 +337,8 @@ def no_collector() -> Iterator[None]:
 
 
 def test_a_dispatch_input_on_one_rank_is_what_stage_3_reads() -> None:
-    """The same memory: freeing it behind stage 2 would free stage 3's input."""
-    net = Net(LocalDispatcher(E), "w")
+    """The same memory: freeing it after stage 2 would free stage 3's input."""
+    net = WatchedNet(LocalDispatcher(E), "w")
     (layer,) = net.watched()
     read: list[bool] = []
     original = layer.experts
@@ -445,7 +355,7 @@ def test_a_dispatch_input_on_one_rank_is_what_stage_3_reads() -> None:
 class Breaks:
     """A watcher that breaks a layer in the middle of a step."""
 
-    def __init__(self, layer: Later, where: str, after: int) -> None:
+    def __init__(self, layer: Moe, where: str, after: int) -> None:
         self.layer, self.where, self.left = layer, where, after
 
     def began(self, action: Action) -> None:
@@ -461,10 +371,10 @@ class Breaks:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_an_exception_leaves_nothing_behind(name: str, where: str) -> None:
     """On the rank that fails and on the other one; and the same runtimes work afterwards."""
-    nets, microbatches = [Net(LocalDispatcher(E), "wmwmdm") for _ in range(2)], tokens(COUNT)
+    nets, microbatches = [WatchedNet(LocalDispatcher(E), "wmwmdm") for _ in range(2)], tokens(COUNT)
     plan = make_plan(name, 2, COUNT)
     runtimes = [net.runtime(plan, rank) for rank, net in enumerate(nets)]
-    layer = next(x for stage in runtimes[1].stages.values() for x in stage.layers if isinstance(x, Later))
+    layer = next(x for stage in runtimes[1].stages.values() for x in stage.layers if isinstance(x, Moe))
     watchers: list[Any] = [None, Breaks(layer, where, len(plan.actions[1]) // 2)]
 
     def run(rank: int, links: Links) -> Any:
@@ -474,7 +384,7 @@ def test_an_exception_leaves_nothing_behind(name: str, where: str) -> None:
     with no_collector():
         results = in_threads(2, run)
         assert results == ["ConnectionError: the other rank is gone", "ArithmeticError: broken"]
-        assert [net.left() for net in nets] == [0, 0]
+        assert [net.alive() for net in nets] == [0, 0]
         assert [len(runtime.context._deferred) for runtime in runtimes] == [0, 0]
     layer.broken, watchers[1] = "", None
     for net in nets:
@@ -482,11 +392,8 @@ def test_an_exception_leaves_nothing_behind(name: str, where: str) -> None:
     again = in_threads(2, run)
     assert not any(isinstance(r, str) for r in again), again
     after = merged(nets)
-    on_two(name, microbatches, fresh := [Net(LocalDispatcher(E), "wmwmdm") for _ in range(2)])
+    on_two(name, microbatches, fresh := [WatchedNet(LocalDispatcher(E), "wmwmdm") for _ in range(2)])
     assert equal(after, merged(fresh))
-
-
-# --- Experts on two ranks: pp 2 x ep 2.
 
 
 def four_ranks(rank: int, world: int) -> dict[str, bool]:
@@ -494,7 +401,7 @@ def four_ranks(rank: int, world: int) -> dict[str, bool]:
     pipeline, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
     dispatcher, pp_rank = NcclDispatcher(experts_group, E), rank // 2
     microbatches, found = tokens(COUNT, dispatcher.rank), {}
-    net = Net(dispatcher)
+    net = Net(dispatcher, KINDS)
     expected = net.sequential(microbatches)
     grads = net.take_gradients()
     for name in SCHEDULES:
@@ -511,7 +418,7 @@ def four_ranks(rank: int, world: int) -> dict[str, bool]:
                 kept[-1], {n: grads[n] for n in kept[-1]}
             )
             with no_collector():
-                watched = Net(dispatcher, "wdww")
+                watched = WatchedNet(dispatcher, "wdww")
                 for wrong in lifetimes(watched, plan, pp_rank, links, early_release):
                     found[f"{name}: early release {early_release}: {wrong}"] = False
         found[f"{name}: on against off"] = equal(*kept)
@@ -520,13 +427,13 @@ def four_ranks(rank: int, world: int) -> dict[str, bool]:
 
 
 def test_experts_on_two_ranks() -> None:
-    """Gradients are bitwise plain autograd's; dispatch input, gathered rows and experts' outputs die behind their last reader."""
+    """Gradients are bitwise plain autograd's; dispatch input, gathered rows and experts' outputs die after their last reader."""
     for found in run_ranks(four_ranks, 4):
         assert [what for what, good in found.items() if not good] == []
 
 
 def test_refusals() -> None:
-    net, plan = Net(LocalDispatcher(E)), make_plan("1f1b", 2, 4)
+    net, plan = net_of(), make_plan("1f1b", 2, 4)
     with pytest.raises(ValueError, match=r"rank 0 has stages \(0,\) in this plan, not \(1,\)"):
         PipelineRuntime(net.stages(plan, 1), plan, 0, None, CPU)
     with pytest.raises(ValueError, match="the plan is for 4 microbatches, not 3"):

@@ -1,4 +1,4 @@
-"""A schedule of two ranks by hand: idle shares, the trace's events, and the picture's boxes and size."""
+"""Two ranks by hand: idle shares, the trace's events, and the picture's boxes and size."""
 
 import json
 import struct
@@ -12,7 +12,7 @@ from forebay.pipeline.activity import ActionRecord, _boxes, bubble, draw, trace_
 
 GIB = 2**30
 # Rank 0 computes 0-1, 1-2, 5-8 and 8-10 of 10 ms, rank 1 computes 1-2, 2-5 and 4.5-6 (beside the one before) of them.
-RAN = [
+RECORDS = [
     ActionRecord(0, "F", "0F0", 100.0, 101.0, 1 * GIB),
     ActionRecord(0, "SEND_F", "0SEND_F0", 101.0, 101.5, 1 * GIB),
     ActionRecord(0, "F", "0F1", 101.0, 102.0, 2 * GIB),
@@ -33,9 +33,9 @@ def size(png: Path) -> tuple[int, int]:
 
 
 def test_bubbles() -> None:
-    """The span is that of all ranks; waiting is not computing; what overlaps counts once."""
-    assert bubble(RAN) == {0: pytest.approx(1 - 7 / 10), 1: pytest.approx(1 - 5 / 10)}
-    assert bubble(reversed(RAN)) == bubble(RAN)
+    """The span is that of all ranks; waiting is not computing; overlapping time counts once."""
+    assert bubble(RECORDS) == {0: pytest.approx(1 - 7 / 10), 1: pytest.approx(1 - 5 / 10)}
+    assert bubble(reversed(RECORDS)) == bubble(RECORDS)
     full = [
         ActionRecord(0, "F", "0F0", 0, 2, 0),
         ActionRecord(1, "RECV_F", "1RECV_F0", 0, 1, 0),
@@ -43,25 +43,22 @@ def test_bubbles() -> None:
     ]
     assert bubble(full) == {0: 0.0, 1: 0.5}
     assert bubble([ActionRecord(3, "F", "0F0", 1, 1, 0)]) == {3: 0.0}
-
-
-def test_the_docstrings_example() -> None:
-    ran = [
-        ActionRecord(0, "F", "0F0", 0, 1, 0),
-        ActionRecord(1, "F", "1F0", 1, 2, 0),
-        ActionRecord(1, "B", "1B0", 2, 4, 0),
-        ActionRecord(0, "B", "0B0", 3, 5, 0),
-    ]
-    assert bubble(ran) == pytest.approx({0: 0.4, 1: 0.4})
+    spans = [(0, "F", 0, 1), (1, "F", 1, 2), (1, "B", 2, 4), (0, "B", 3, 5)]  # the example of the docstring
+    example = [ActionRecord(rank, kind, f"{rank}{kind}0", start, end, 0) for rank, kind, start, end in spans]
+    assert bubble(example) == pytest.approx({0: 0.4, 1: 0.4})
+    with pytest.raises(ValueError, match="no records of actions"):
+        bubble([])
+    with pytest.raises(ValueError, match="0F0 of rank 2 ends at 1 ms, before its start at 2"):
+        bubble([ActionRecord(2, "F", "0F0", 2, 1, 0)])
 
 
 def test_trace() -> None:
-    trace = json.loads(trace_json(RAN))
+    trace = json.loads(trace_json(RECORDS))
     events = trace["traceEvents"]
     processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert processes == {0: "rank 0", 1: "rank 1"}
     ran = [e for e in events if e["ph"] == "X"]
-    assert len(ran) == len(RAN)
+    assert len(ran) == len(RECORDS)
     assert {"ph": "X", "name": "1W0", "cat": "W", "ts": 4500.0, "dur": 1500.0, "pid": 1, "tid": 0} in ran
     assert {"ph": "X", "name": "0SEND_F0", "cat": "SEND_F", "ts": 1000.0, "dur": 500.0, "pid": 0, "tid": 1} in ran
     memory = [(e["ts"], e["args"]["bytes"]) for e in events if e["ph"] == "C" and e["pid"] == 0]
@@ -70,49 +67,37 @@ def test_trace() -> None:
 
 def test_boxes() -> None:
     """An overlap is a forward above a backward; communication is a line under the row's computation."""
-    forward, backward = _boxes(RAN[3])
+    forward, backward = _boxes(RECORDS[3])
     assert (forward.text, backward.text) == ("12", "1") and (forward.stage, backward.stage) == (0, 3)
     assert backward.low == pytest.approx(forward.low + forward.height) and backward.height == forward.height
-    assert [forward.colour] == [box.colour for box in _boxes(RAN[0])]
-    assert [backward.colour] == [box.colour for box in _boxes(RAN[4])]
-    (send,) = _boxes(RAN[1])
+    assert [forward.colour] == [box.colour for box in _boxes(RECORDS[0])]
+    assert [backward.colour] == [box.colour for box in _boxes(RECORDS[4])]
+    (send,) = _boxes(RECORDS[1])
     assert send.low > 0.9 and send.height < 0.1 and send.text == ""
-    assert [box.text for record in RAN[7:] for box in _boxes(record)] == ["0", "0"]
+    assert [box.text for record in RECORDS[7:] for box in _boxes(record)] == ["0", "0"]
 
 
-def test_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    draw(RAN, tmp_path / "two.png", "a title")
-    assert size(tmp_path / "two.png") == (1600, 410 + 2 * 50)
-    draw([ActionRecord(rank, *("F", "0F0", 0, 1, 0)) for rank in range(8)], tmp_path / "eight.png")
-    assert size(tmp_path / "eight.png") == (1600, 410 + 8 * 50)
-    # More is drawn than a blank canvas: of one action that is gone, the picture differs.
-    draw(RAN[:-1], tmp_path / "less.png", "a title")
-    assert (tmp_path / "less.png").read_bytes() != (tmp_path / "two.png").read_bytes()
-
-
-def test_numbers_are_drawn_where_they_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its size follows the ranks, and numbers are drawn where they fit."""
     axes = pytest.importorskip("matplotlib.axes").Axes
     texts: list[str] = []
     original = axes.text
     monkeypatch.setattr(
         axes, "text", lambda self, x, y, s, **more: (texts.append(s), original(self, x, y, s, **more))[1]
     )
-    draw(RAN, tmp_path / "all.png")
+    draw(RECORDS, tmp_path / "two.png", "a title")
     assert sorted(texts) == ["0", "0", "0", "0", "1", "1", "1", "12"]
+    assert size(tmp_path / "two.png") == (1600, 410 + 2 * 50)
+    # More is drawn than a blank canvas: without the last action, the picture differs.
+    draw(RECORDS[:-1], tmp_path / "less.png", "a title")
+    assert (tmp_path / "less.png").read_bytes() != (tmp_path / "two.png").read_bytes()
     texts.clear()
-    draw([*RAN, ActionRecord(0, "F", "0F2", 5000, 5010, 0)], tmp_path / "narrow.png")  # 10 of 4910 ms are 3 pixels
-    assert texts == []
+    more = [ActionRecord(rank, "F", "0F2", 5000, 5010, 0) for rank in range(8)]  # 10 of 4910 ms are 3 pixels
+    draw([*RECORDS, *more], tmp_path / "eight.png")
+    assert size(tmp_path / "eight.png") == (1600, 410 + 8 * 50) and texts == []
 
 
 def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(UsageError, match="needs matplotlib, which is not installed: pip install matplotlib"):
-        draw(RAN, tmp_path / "none.png")
-
-
-def test_records_that_make_no_sense() -> None:
-    with pytest.raises(ValueError, match="no records of actions"):
-        bubble([])
-    with pytest.raises(ValueError, match="0F0 of rank 2 ends at 1 ms, before its start at 2"):
-        bubble([ActionRecord(2, "F", "0F0", 2, 1, 0)])
+        draw(RECORDS, tmp_path / "none.png")

@@ -1,8 +1,7 @@
-"""The engine's streams: in which order things run, when memory is freed, and that no race is left.
+"""The engine's streams: the order of computations and transfers, when memory is freed, and races.
 
-Races are looked for twice: on a CPU with simulated streams, whose transfers happen no earlier than they are waited for and find
-out whether their input was freed; and on a GPU with late transfers or computations and poisoned memory. Both have controls: an
-engine that breaks one rule is caught.
+Races are provoked on a CPU with simulated streams, whose transfers run as late as possible and detect a freed input; and on a
+GPU with late transfers or computations and poisoned memory. Both have controls that break one rule and are caught.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,7 +28,7 @@ def same(left: list[Tensor | None], right: list[Tensor | None]) -> bool:
 
 
 class Comm(NullStream):
-    """A stream whose transfers happen when somebody waits for them."""
+    """A stream whose transfers run when they are waited for."""
 
     def __init__(self, log: list[str]):
         self.todo: list[Callable[[], None]] = []
@@ -60,9 +59,9 @@ class Compute(NullStream):
 
 
 class Copies(TokenDispatcher):
-    """Two ranks' exchange in which nothing travels: every rank has all experts, so transfers are copies.
+    """The dispatcher of two ranks that both have all experts, so transfers are copies.
 
-    With a `comm` stream they are late: their results are NaN until somebody waits, and remain so if what they read was freed.
+    With a `comm` stream they are late: their results are NaN until they are waited for, and remain NaN if their input was freed.
     """
 
     def __init__(self, comm: Comm | None = None, before: Callable[[], None] = lambda: None):
@@ -113,9 +112,9 @@ class Copies(TokenDispatcher):
 
 
 class Plain(nn.Module):
-    """An MoE layer in which autograd saves neither rows nor residual nor y_rows, so that all depends on who holds them.
+    """An MoE layer in which autograd saves neither rows nor residual nor y_rows, so that only the engine holds them.
 
-    Calls `before` at the beginning of each stage, forward and backward, and writes down what runs.
+    Calls `before` at the beginning of each stage, forward and backward, and logs what runs.
     """
 
     def __init__(
@@ -171,9 +170,9 @@ def simulated(layers: int) -> tuple[OverlappedStep, list[Plain], list[str]]:
 
 
 def test_order_of_computations_and_transfers() -> None:
-    """What runs, in this order on every rank: a computation, `>transfer` right behind it, `wait` right before the reader.
+    """A computation, `>transfer` right after it, `wait` right before the reader, in this order on every rank.
 
-    Between a transfer and the wait for it lies a computation of the other microbatch.
+    Between a transfer and the wait for it is a computation of the other microbatch.
     """
     step, _, log = simulated(2)
     step.run([torch.randn(1, 3, 8)] * 2)
@@ -238,7 +237,7 @@ def test_late_transfers_find_their_input_and_are_waited_for(rule: str, monkeypat
 
 
 @pytest.mark.parametrize("early_release", [True, False])
-def test_boundaries_are_freed_behind_their_last_reader(early_release: bool) -> None:
+def test_boundaries_are_freed_after_their_last_reader(early_release: bool) -> None:
     alive: list[int] = []
 
     def count(seen: list[StorageWeakRef]) -> int:
@@ -254,7 +253,7 @@ def test_boundaries_are_freed_behind_their_last_reader(early_release: bool) -> N
     assert alive == [0 if early_release else 9, 0]
 
 
-def test_what_autograd_saved_is_left_alone_and_the_rest_of_a_stage_is_not_held() -> None:
+def test_a_segment_holds_only_what_autograd_saved() -> None:
     weight = nn.Parameter(torch.randn(4, 4))
     seen: list[StorageWeakRef] = []
 
@@ -271,7 +270,7 @@ def test_what_autograd_saved_is_left_alone_and_the_rest_of_a_stage_is_not_held()
     assert gradient.shape == (3, 4) and [ref.expired() for ref in seen] == [True, True]
 
 
-def test_an_input_that_only_the_caller_holds_is_freed_with_it() -> None:
+def test_a_segment_does_not_hold_its_inputs() -> None:
     x = torch.randn(3, 4)
     seen = StorageWeakRef(x.untyped_storage())
     segment, _ = cut(lambda t: t + 1.0, x)  # an addition saves nothing
@@ -281,8 +280,8 @@ def test_an_input_that_only_the_caller_holds_is_freed_with_it() -> None:
     assert torch.equal(segment.backward([torch.full((3, 4), 2.0)])[0], torch.full((3, 4), 2.0))
 
 
-def test_gradients_are_given_away() -> None:
-    """A gradient handed to a stage is freed by autograd behind its reader, not when the stage is done."""
+def test_a_segment_does_not_hold_its_gradients() -> None:
+    """Autograd frees a gradient handed to a segment after its reader, not when the segment is done."""
     alive: list[bool] = []
 
     def stage(x: Tensor) -> Tensor:
@@ -297,11 +296,8 @@ def test_gradients_are_given_away() -> None:
     assert grads == [] and alive == [False]
 
 
-# On a GPU: transfers take long, or computations do, and freed memory is filled with NaN by whoever gets it next.
-
-
 def disturb(cycles: int) -> Callable[[], None]:
-    """Keeps the current stream busy, then takes blocks of 1 MiB from its pool, the size of all tensors here, and poisons them."""
+    """Keeps the current stream busy, then fills free blocks of 1 MiB, the size of all tensors here, of its pool with NaN."""
 
     def before() -> None:
         delayed(torch.cuda.current_stream(), cycles)()
@@ -338,7 +334,7 @@ def gpu_run(late: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> list[Tenso
     ],
 )
 def test_gpu_races(late: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bitwise what one stream gives; and the controls, each of which breaks a rule, show that the race is there to be seen."""
+    """Bitwise equal to one stream; the controls, each of which breaks a rule, show that the test sees the race."""
     expected = gpu_run("nothing", "none", monkeypatch)
     assert all(t is not None and bool(t.isfinite().all()) for t in expected)
     assert same(gpu_run(late, rule, monkeypatch), expected) == (rule == "none")
@@ -370,7 +366,7 @@ def test_gpu_peak_falls_by_what_is_released() -> None:
 
 @pytest.mark.gpu
 def test_a_meter_times_what_a_graph_replays() -> None:
-    """Transfers of 20 and 10 ms or so, by the clock of the device, that nobody hides."""
+    """Transfers of about 20 and 10 ms by the device's clock, hidden by nothing."""
     meter = TransferMeter()
     meter.on = True
     comm = torch.cuda.Stream()

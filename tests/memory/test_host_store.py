@@ -81,18 +81,13 @@ def test_a_storage_that_an_engine_empties_stays_with_the_engine(emptied: str) ->
     ticket, other = store.hold(weight, None), store.hold(torch.ones(64, dtype=torch.uint8), None)
     if emptied != "held":
         store.send([ticket])
-    taken = torch.empty(1024, dtype=torch.uint8)  # before it is freed: memory may not be given out again at one address
     storage.resize_(0)
     if emptied == "leaving, filled again":
-        keep = [torch.empty(1024, dtype=torch.uint8) for _ in range(8)]
-        storage.resize_(1024)
+        storage.resize_(64 << 20)  # so large that malloc maps it: at another address
         weight.copy_(truth)
-        del keep
     store.send([ticket, other])
     store.settle(ticket)
-    if emptied == "leaving, filled again" and ticket.state is TicketState.ON_HOST:
-        pytest.skip("the allocator gave the same address")
-    assert ticket.state is TicketState.ON_DEVICE and other.state is TicketState.LEAVING and taken.numel()
+    assert ticket.state is TicketState.ON_DEVICE and other.state is TicketState.LEAVING
     assert ticket.device_bytes is not None and ticket.device_bytes.untyped_storage().data_ptr() == storage.data_ptr()
     if emptied != "leaving, filled again":
         store.recall(ticket)  # ahead of time: no error yet

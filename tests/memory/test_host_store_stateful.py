@@ -1,7 +1,7 @@
 """HostStore against a model of it, while tickets die at any point of its calls: here, in another thread, by the collector.
 
-A call of the store runs under a trace function that counts the bytecodes of one of its functions and lets tickets die at a chosen
-one, as the garbage collector may. After each call the slots that are out are those of the live tickets, no two share a byte, and
+A call of the store runs under a trace function that counts the bytecodes of its functions and lets tickets die at a chosen one,
+as the garbage collector may. After each call the slots that are out are those of the live tickets, no two share a byte, and
 each ticket's bytes are those that were held. Slots that came back are filled with 0xFF, a NaN: bytes read from there show.
 """
 
@@ -11,10 +11,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import pairwise
-from types import CodeType, FrameType
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
 import pytest
@@ -30,29 +29,55 @@ MODULES = (host_store, streams)
 FILES = frozenset(module.__file__ for module in MODULES)
 SOURCE = "".join(map(inspect.getsource, MODULES))
 SIZES = (1, 512, 700, 1024, 1500, 2000, 3000, 5000)
+WITH_SLOT = (TicketState.LEAVING, TicketState.ON_HOST, TicketState.RETURNING)
 
 
-class Cycle:
-    """A ticket that only the collector can free."""
-
-    def __init__(self, ticket: Ticket):
-        self.ticket, self.itself = ticket, self
+class Held(NamedTuple):
+    ticket: Ticket
+    truth: torch.Tensor
 
 
-@dataclass(frozen=True)
-class Death:
-    """Tickets die at bytecode number `at` of what a call runs of a function."""
+class Death(NamedTuple):
+    """A share of the tickets dies at bytecode number `at` of what a call runs of a function."""
 
     function: str
     at: int
-    share: float  # of the tickets
+    share: float
     way: str
+
+
+def deaths(*functions: str) -> Any:
+    """Within a call that runs these of the stores' functions."""
+    assert all(f"def {name}(" in SOURCE for name in functions), functions
+    return st.builds(
+        Death,
+        st.sampled_from(functions),
+        st.integers(0, 60),
+        st.sampled_from([0.3, 0.7, 1.0]),
+        st.sampled_from(["here", "thread", "collector"]),
+    )
 
 
 class PoisonedPool(HostPool):
     def give(self, slot: HostSlot) -> None:
         slot.bytes_.fill_(0xFF)
         super().give(slot)
+
+
+def kill(victims: list[Any], way: str) -> None:
+    """Drop the last references to tickets."""
+    if way == "collector":
+        cycle: list[Any] = [*victims]
+        cycle.append(cycle)
+        victims.clear()
+        del cycle
+        gc.collect(0)
+    elif way == "thread":
+        thread = threading.Thread(target=victims.clear)
+        thread.start()
+        thread.join()
+    else:
+        victims.clear()
 
 
 @contextmanager
@@ -71,7 +96,7 @@ def injected(at: int, what: Callable[[], None], function: str = "") -> Iterator[
         return local
 
     def enter(frame: FrameType, event: str, _: Any) -> Any:
-        code: CodeType = frame.f_code
+        code = frame.f_code
         if done or code.co_filename not in FILES or function not in ("", code.co_name):
             return None
         frame.f_trace_opcodes = True
@@ -85,24 +110,6 @@ def injected(at: int, what: Callable[[], None], function: str = "") -> Iterator[
         sys.settrace(before)
         if not done:
             what()
-
-
-@dataclass(eq=False)
-class Held:
-    ticket: Ticket
-    truth: torch.Tensor
-
-
-def deaths(*functions: str) -> Any:
-    """Within a call that runs these of the stores' functions."""
-    assert all(f"def {name}(" in SOURCE for name in functions), functions
-    return st.builds(
-        Death,
-        st.sampled_from(functions),
-        st.integers(0, 60),
-        st.sampled_from([0.3, 0.7, 1.0]),
-        st.sampled_from(["here", "thread", "collector"]),
-    )
 
 
 some = st.lists(st.integers(0, 30), min_size=1, max_size=6)
@@ -123,7 +130,7 @@ class Stores(RuleBasedStateMachine):
         try:
             self.held.clear()
             gc.collect()
-            self.counted()
+            self.slots_are_those_of_live_tickets()
             self.store.reset_stats()
             self.store.trim()
             assert self.store.pool.reserved_bytes == 0
@@ -133,25 +140,12 @@ class Stores(RuleBasedStateMachine):
 
     def attacked(self, death: Death, call: Callable[[], Any], used: list[Held]) -> Any:
         """The call's result, while a share of the tickets that it is not given die."""
-        doomed = [held for held in self.held if held not in used]
-        doomed = doomed[: round(death.share * len(doomed))]
-        self.held = [held for held in self.held if held not in doomed]
-        victims: list[Any] = [held.ticket for held in doomed]
-        doomed.clear()
-        if death.way == "collector":
-            victims = [Cycle(victims.pop()) for _ in range(len(victims))]
-
-        def die() -> None:
-            if death.way == "thread":
-                thread = threading.Thread(target=victims.clear)
-                thread.start()
-                thread.join()
-            else:
-                victims.clear()
-                if death.way == "collector":
-                    gc.collect(0)
-
-        with injected(death.at, die, death.function):
+        others = [held for held in self.held if held not in used]
+        doomed = {id(held) for held in others[: round(death.share * len(others))]}
+        victims: list[Any] = [held.ticket for held in self.held if id(held) in doomed]
+        self.held = [held for held in self.held if id(held) not in doomed]
+        others.clear()
+        with injected(death.at, lambda: kill(victims, death.way), death.function):
             return call()
 
     def pick(self, numbers: list[int]) -> list[Held]:
@@ -213,22 +207,20 @@ class Stores(RuleBasedStateMachine):
         self.attacked(death, getattr(self.store, call), [])
 
     @invariant()
-    def counted(self) -> None:
+    def slots_are_those_of_live_tickets(self) -> None:
         assert not self.loud, f"a finalizer raised: {self.loud[0]}"
-        tickets = [held.ticket for held in self.held]
-        slots = [ticket.slot for ticket in tickets if ticket.slot is not None]
+        slots = [held.ticket.slot for held in self.held if held.ticket.slot is not None]
         assert used_bytes(self.store.pool) == sum(slot.length for slot in slots), "a slot was lost, or is out twice"
         places = sorted((slot.slab.memory.data_ptr() + slot.start, slot.length) for slot in slots)
         assert all(a + length <= b for (a, length), (b, _) in pairwise(places))
 
     @invariant()
     def bytes_are_there(self) -> None:
-        for held in self.held:
-            ticket = held.ticket
+        for ticket, truth in self.held:
             if ticket.device_bytes is not None:
-                assert torch.equal(ticket.device_bytes, held.truth)
-            if ticket.state in (TicketState.LEAVING, TicketState.ON_HOST, TicketState.RETURNING):
-                assert ticket.slot is not None and torch.equal(ticket.slot.bytes_, held.truth)
+                assert torch.equal(ticket.device_bytes, truth)
+            if ticket.state in WITH_SLOT:
+                assert ticket.slot is not None and torch.equal(ticket.slot.bytes_, truth)
 
 
 # Not shrunk: each attempt takes as long as an example.
@@ -267,17 +259,8 @@ def _dies_at(at: int, call: str, way: str) -> bool:
         "fetch": lambda: store.fetch(away),
         "trim": store.trim,
     }
-
-    def die() -> None:
-        if way == "thread":
-            thread = threading.Thread(target=doomed.clear)
-            thread.start()
-            thread.join()
-        doomed.clear()
-
-    with injected(at, die) as early:
+    with injected(at, lambda: kill(doomed, way)) as early:
         calls[call]()
-    assert not doomed
     slots = [t.slot for t in (*away, *fresh) if t.slot is not None]
     assert used_bytes(store.pool) == sum(slot.length for slot in slots), f"bytecode {at}"
     assert bool((store.wait(away[0]) == 7).all() and (store.wait(fresh[0]) == 5).all())

@@ -1,13 +1,12 @@
 """PageStore against a model of it: 10,000 random puts, fetches, releases, step ends and resizes, in any order.
 
-The model is a dictionary of what each live ticket must give back and which pages it has. After each step: no page belongs to two
-tickets, the bytes are those that were put, and the device's accounts (pages out, missing, most) are the model's. When all tickets
-are dead every page is free, once.
+The model knows what each live ticket must give back and which pages it has. After each step no page belongs to two tickets, the
+bytes are those that were put, and the device's counts (pages out, missing, most) are the model's. When all tickets are dead every
+page is free, once.
 """
 
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -21,26 +20,28 @@ from forebay.memory.page_store import PageStore, PageTicket
 STEPS = 10_000
 SEED = 20_250_805
 PAGE = 512
+BUDGET = 40  # pages
 # Bytes of a row and dtype: a page of rows, a few, one with half a page left over, an odd number, one byte.
 KINDS = (
     (16, torch.float32), (66, torch.bfloat16), (256, torch.float16), (260, torch.float32),
     (512, torch.int64), (77, torch.uint8), (1, torch.uint8), (170, torch.bfloat16),
 )  # fmt: skip
+OFTEN = {
+    "put": 1000, "put exactly": 200, "put exactly, some on the host": 20, "put, too few pages": 20,
+    "put across device and host": 50, "fetch": 1000, "fetch of an older arena": 20, "release": 1000,
+    "grown by a step's end": 5, "step's end that had spilled": 20, "resize with tickets alive": 10,
+}  # fmt: skip
 
 
-@dataclass
 class Account:
     """The model of one arena."""
 
-    device_pages: int
-    pages: int
-    out: int = 0
-    short: int = 0
-    most: int = 0
+    def __init__(self, device_pages: int, pages: int):
+        self.device_pages, self.pages = device_pages, pages
+        self.out = self.short = self.most = 0
 
 
-@dataclass
-class Put:
+class Put(NamedTuple):
     """What the model knows of a ticket. `account` is None for one with pages of its own."""
 
     ticket: PageTicket
@@ -49,34 +50,34 @@ class Put:
     bound: int
     lost: bool
     account: Account | None
-    own: tuple[int, int] = (0, 0)  # pages of its own, on the device and on the host
+    own: tuple[int, int]  # pages of its own, on the device and on the host
 
 
-@dataclass
 class Model:
-    store: PageStore
-    chance: np.random.Generator
-    account: Account | None = None
-    puts: list[Put] = field(default_factory=list)
-    worst: int = 0
-    private_most: int = 0
-    happened: Counter[str] = field(default_factory=Counter)
+    def __init__(self, store: PageStore):
+        self.store = store
+        self.chance = np.random.default_rng(SEED)
+        self.account: Account | None = None
+        self.puts: list[Put] = []
+        self.worst = self.own_most = 0
+        self.happened: Counter[str] = Counter()
 
     def put(self) -> None:
         store, device = self.store, self.store.device
         exact = self.account is None or self.chance.random() < 0.1
-        saved, wanted, needs, bound = [], [], [], 0
+        saved, dtypes, wanted, needs, bound = [], [], [], [], 0
         kinds = KINDS
         if device.type == "cuda":
             # One kernel is compiled for each sequence of dtypes: of mixed ones there are thousands, a second each.
             kinds = (KINDS[int(self.chance.integers(len(KINDS)))],)
         for _ in range(int(self.chance.integers(1, 5))):
-            row_bytes, _ = kind = kinds[int(self.chance.integers(len(kinds)))]
+            row_bytes, dtype = kinds[int(self.chance.integers(len(kinds)))]
             rows = int(self.chance.integers(0, 24))
             live = int(self.chance.integers(0, rows + 1))
             known = self.chance.random() < 0.15
             fit = PAGE // row_bytes
-            saved.append((self.bytes_of(rows, row_bytes), rows if known else live, kind[1]))
+            saved.append((self.bytes_of(rows, row_bytes), rows if known else live))
+            dtypes.append(dtype)
             count = torch.tensor(
                 [live], dtype=torch.int32 if self.chance.random() < 0.5 else torch.int64, device=device
             )
@@ -88,37 +89,43 @@ class Model:
                 ticket = store.take(wanted)
         else:
             ticket = store.take(wanted)
-        stash([b.view(dtype) for b, _, dtype in saved], ticket.tables, backend=store.backend)
-        tables = [table.pages.tolist() for table in ticket.tables]
-        need, lost, own = sum(needs), False, (0, 0)
+        stash([b.view(t) for (b, _), t in zip(saved, dtypes, strict=True)], ticket.tables, backend=store.backend)
+        need, lost, own, account = sum(needs), False, (0, 0), None
         if exact:
-            arena = ticket.tables[0].arena
-            room = 40 - (self.account.device_pages if self.account else 0) - sum(p.own[0] for p in self.puts)
-            own = min(need, max(0, room)), max(0, need - max(0, room))
-            assert (arena.device.nbytes, arena.host.nbytes) == (own[0] * PAGE, own[1] * PAGE)
-            self.happened["put exactly"] += 1
-            self.happened["put exactly, some on the host"] += own[1] > 0
+            own = self.expect_own_pages(ticket, need)
         else:
             assert self.account is not None
-            self.account.most = max(self.account.most, self.account.out + need)
-            missing = self.account.out + need - self.account.pages
-            self.account.short = max(self.account.short, missing)
+            account = self.account
+            account.most = max(account.most, account.out + need)
+            missing = account.out + need - account.pages
+            account.short = max(account.short, missing)
             lost = missing > 0
-            self.account.out += 0 if lost else need
+            account.out += 0 if lost else need
             self.happened["put, too few pages" if lost else "put"] += 1
+        tables = [table.pages.tolist() for table in ticket.tables]
         for table, n in zip(tables, needs, strict=True):
             n = 0 if lost else n
             assert all(page >= 0 for page in table[:n]) and all(page == -1 for page in table[n:])
         pages = [page for table in tables for page in table if page >= 0]
-        account = None if exact else self.account
-        one = Put(ticket, [(b, live) for b, live, _ in saved], pages, bound, lost, account, own)
         if account is not None:
             on_host = sum(page >= account.device_pages for page in pages)
             self.happened["put across device and host"] += 0 < on_host < len(pages)
             assert all(page < account.pages for page in pages)
-        self.puts.append(one)
+        self.puts.append(Put(ticket, saved, pages, bound, lost, account, own))
         self.worst = max(self.worst, sum(p.bound for p in self.puts))
-        self.private_most = max(self.private_most, sum(len(p.pages) for p in self.puts if p.account is None))
+        self.own_most = max(self.own_most, self.own_pages())
+
+    def expect_own_pages(self, ticket: PageTicket, need: int) -> tuple[int, int]:
+        arena = ticket.tables[0].arena
+        room = BUDGET - (self.account.device_pages if self.account else 0) - sum(p.own[0] for p in self.puts)
+        own = min(need, max(0, room)), max(0, need - max(0, room))
+        assert (arena.device.nbytes, arena.host.nbytes) == (own[0] * PAGE, own[1] * PAGE)
+        self.happened["put exactly"] += 1
+        self.happened["put exactly, some on the host"] += own[1] > 0
+        return own
+
+    def own_pages(self) -> int:
+        return sum(len(p.pages) for p in self.puts if p.account is None)
 
     def bytes_of(self, rows: int, row_bytes: int) -> Tensor:
         values = self.chance.integers(0, 256, (rows, row_bytes), dtype=np.uint8)
@@ -135,7 +142,7 @@ class Model:
         restore(put.ticket.tables, outs, backend=self.store.backend)
         for out, (b, live) in zip(outs, put.saved, strict=True):
             assert torch.equal(out[:live], torch.zeros_like(b[:live]) if put.lost else b[:live])
-            assert bool((out[live:] == 0x5A).all()), "rows behind the live ones are somebody else's"
+            assert bool((out[live:] == 0x5A).all()), "rows after the live ones are not the store's"
         self.happened["fetch"] += 1
         self.happened["fetch of an older arena"] += put.account is not None and put.account is not self.account
 
@@ -152,13 +159,12 @@ class Model:
         memory = self.store._memory
         if memory is not None:
             assert sorted(memory.free.pages.tolist()) == list(range(memory.pages)), "a page is lost, or there twice"
-        self.happened["all released"] += 1
 
     def end_step(self) -> None:
         before = (self.store.device_pages, self.store.host_pages)
         report = self.store.end_step()
         account, idle = self.account, not self.puts
-        most = max(self.private_most, account.most if account else 0)
+        most = max(self.own_most, account.most if account else 0)
         spilled = account is not None and account.most > account.device_pages
         assert (report.pages_out, report.bytes_out) == (most, most * PAGE)
         assert report.missing_pages == (account.short if account else 0)
@@ -167,22 +173,21 @@ class Model:
         assert report.resized == (before != after)
         if idle and self.worst:
             assert device + host >= self.worst, "not enough for what tickets at once could need"
-            assert device >= min(most, 40), "less on the device than the step had out, and than the budget"
+            assert device >= min(most, BUDGET), "less on the device than the step had out, and than the budget"
         assert device >= before[0] and host >= before[1] and (idle or not report.resized)
         if report.resized:
             self.account = Account(device, device + host)
             self.happened["grown by a step's end"] += 1
         elif account is not None:
             account.short, account.most = 0, account.out
-        self.private_most = sum(len(p.pages) for p in self.puts if p.account is None)
+        self.own_most = self.own_pages()
         self.happened["step's end that had spilled"] += spilled
-        self.happened["step's end"] += 1
 
     def resize(self) -> None:
-        device, host = (int(n) for n in self.chance.integers(0, 41, 2))
+        device, host = (int(n) for n in self.chance.integers(0, BUDGET + 1, 2))
         self.store.resize(device, host + 1)
         self.account = Account(device, device + host + 1)
-        self.happened["resize with tickets alive" if self.puts else "resize"] += 1
+        self.happened["resize with tickets alive"] += bool(self.puts)
 
     def check(self) -> None:
         owners: Counter[tuple[int, int]] = Counter()
@@ -202,8 +207,7 @@ class Model:
             out = head + self.account.pages - tail
             assert (out, short, most) == (self.account.out, self.account.short, self.account.most)
             assert int(store.missing_flag()) == self.account.short
-            ours = [p for p in self.puts if p.account is self.account]
-            assert out == sum(len(p.pages) for p in ours)
+            assert out == sum(len(p.pages) for p in self.puts if p.account is self.account)
 
 
 @pytest.mark.parametrize(
@@ -214,9 +218,8 @@ class Model:
     ],
 )
 def test_ten_thousand_random_steps(device: str, backend: Backend) -> None:
-    print(f"seed {SEED}")
-    store = PageStore(device, page_bytes=PAGE, device_budget=40 * PAGE, backend=backend)
-    model = Model(store, np.random.default_rng(SEED))
+    store = PageStore(device, page_bytes=PAGE, device_budget=BUDGET * PAGE, backend=backend)
+    model = Model(store)
     steps: list[tuple[Any, float]] = [
         (model.put, 0.40), (model.fetch, 0.27), (model.release, 0.30),
         (model.end_step, 0.015), (model.release_all, 0.01), (model.resize, 0.005),
@@ -234,11 +237,5 @@ def test_ten_thousand_random_steps(device: str, backend: Backend) -> None:
     model.release_all()
     model.end_step()
     model.check()
-    print(dict(model.happened))
-    often = {"put": 1000, "put exactly": 200, "put exactly, some on the host": 20, "put, too few pages": 20,
-             "put across device and host": 50, "fetch": 1000,
-             "fetch of an older arena": 20, "release": 1000, "grown by a step's end": 5, "step's end that had spilled": 20,
-             "resize with tickets alive": 10}  # fmt: skip
-    rare = {what: model.happened[what] for what, least in often.items() if model.happened[what] < least}
+    rare = {what: model.happened[what] for what, least in OFTEN.items() if model.happened[what] < least}
     assert not rare, f"happened too rarely for a test: {rare}"
-    assert store.live_tickets == 0

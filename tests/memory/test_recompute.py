@@ -1,4 +1,4 @@
-"""Recomputed regions: results to the bit, what runs again, and how often ranks talk."""
+"""Recomputed regions: results to the bit, what runs again, and how often ranks communicate."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -37,7 +37,7 @@ class Counted(NcclDispatcher):
 
 
 def layer(dispatcher: Counted, rank: int, tail: bool) -> tuple[Callable[..., Tensor], list[Tensor]]:
-    """A region with both communications, and with something behind combine that saves its output if `tail`."""
+    """A region with both communications, and with an operation after combine that saves its output if `tail`."""
     g = torch.Generator().manual_seed(rank)
     ids = torch.rand(T, E, generator=g).argsort(1)[:, :K]
     shapes = ((T, H), (T, K), (E // 2, 2 * INNER, H), (E // 2, H, INNER))
@@ -52,9 +52,8 @@ def layer(dispatcher: Counted, rank: int, tail: bool) -> tuple[Callable[..., Ten
     return forward, trained
 
 
-def counted(rank: int, world: int) -> dict[str, Any]:
+def on_two_ranks(rank: int, world: int) -> None:
     dispatcher = Counted(dist.group.WORLD, E)
-    found: dict[str, Any] = {}
     for tail in (False, True):
         forward, trained = layer(dispatcher, rank, tail)
         plain = forward(*trained)
@@ -65,8 +64,13 @@ def counted(rank: int, world: int) -> dict[str, Any]:
                 with set_checkpoint_early_stop(early_stop):
                     y = recomputed(forward, mode)(*trained)
                     got = [y, *torch.autograd.grad(y.sum(), trained)]
-                same = all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
-                found[f"{mode}, tail={tail}, early_stop={early_stop}"] = (same, dict(dispatcher.calls))
+                assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+                # An early stop skips a combine whose result is not needed.
+                assert dispatcher.calls == {
+                    "dispatch": 2 if mode == "full" else 1,
+                    "combine": 2 if tail or not early_stop else 1,
+                    "gradient of dispatch": 1,
+                }, (mode, tail, early_stop, dispatcher.calls)
                 del y, got
         del plain, wanted
     forward, trained = layer(dispatcher, rank, False)
@@ -74,39 +78,21 @@ def counted(rank: int, world: int) -> dict[str, Any]:
     dispatcher.calls.clear()
     with torch.no_grad():
         recomputed(forward)(*trained)
-    found["no_grad"] = dict(dispatcher.calls)
-    found["alive"] = dispatcher.live_handles
-    for mode in MODES:
-        dispatcher.calls.clear()
+    assert dispatcher.calls == {"dispatch": 1, "combine": 1} and dispatcher.live_handles == 0
+
+    def split_backward(mode: str) -> list[Tensor]:
+        """In two parts, for inputs and for weights."""
         y = recomputed(forward, mode)(*trained)
-        # A backward in two parts, for inputs and for weights.
-        try:
-            first = torch.autograd.grad(y.sum(), trained[:2], retain_graph=True)
-            second = torch.autograd.grad(y.sum(), trained[2:])
-            found[f"split, {mode}"] = all(torch.equal(a, b) for a, b in zip((*first, *second), whole, strict=True))
-        except RuntimeError as error:
-            found[f"split, {mode}"] = str(error)
-    return found
+        first = torch.autograd.grad(y.sum(), trained[:2], retain_graph=True)
+        return [*first, *torch.autograd.grad(y.sum(), trained[2:])]
+
+    assert all(torch.equal(a, b) for a, b in zip(split_backward("full"), whole, strict=True))
+    with pytest.raises(RuntimeError, match="backward an extra time"):
+        split_backward("save-dispatch")
 
 
-def test_how_often_ranks_talk_in_each_mode() -> None:
-    for found in run_ranks(counted, 2):
-        for tail in (False, True):
-            for early_stop in (True, False):
-                for mode in MODES:
-                    same, calls = found[f"{mode}, tail={tail}, early_stop={early_stop}"]
-                    # An early stop skips a combine that nothing behind it asks for.
-                    again = tail or not early_stop
-                    assert same and calls == {
-                        "dispatch": 2 if mode == "full" else 1,
-                        "combine": 2 if again else 1,
-                        "gradient of dispatch": 1,
-                    }, (mode, tail, early_stop, calls)
-        assert found["no_grad"] == {"dispatch": 1, "combine": 1}
-        assert found["alive"] == 0
-        assert found["split, full"] is True
-        for mode in ("save-dispatch",):
-            assert "backward an extra time" in found[f"split, {mode}"]
+def test_how_often_ranks_communicate_in_each_mode() -> None:
+    run_ranks(on_two_ranks, 2)
 
 
 class Runs:
@@ -134,23 +120,15 @@ def test_without_communication_every_mode_runs_the_region_again_with_the_same_nu
     state = torch.get_rng_state()
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], wanted) and runs.count == 2
     assert torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_without_gradients_it_is_a_plain_call(mode: str) -> None:
-    runs = Runs()
     for context in (torch.no_grad, torch.inference_mode):
         with context():
             assert not recomputed(runs, mode)(torch.ones(3, requires_grad=True)).requires_grad
-    assert runs.count == 2
+    assert runs.count == 4, "without gradients it is a plain call"
 
 
-def test_an_unknown_mode_lists_the_valid_ones() -> None:
+def test_unknown_modes_and_checkpointed_children_are_refused() -> None:
     with pytest.raises(ValueError, match=r"'dispatch' is unknown; valid are full, save-dispatch"):
         recomputed(torch.sin, "dispatch")
-
-
-def test_a_checkpointed_child_is_named() -> None:
     child: Any = nn.Sequential(nn.Linear(2, 2))
     module = nn.Sequential(nn.Linear(2, 2), child)
     refuse_nested_checkpointing("model.layers.0", module)

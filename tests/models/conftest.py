@@ -95,23 +95,28 @@ def tiny() -> Callable[..., nn.Module]:
 
 @pytest.fixture
 def tokens() -> Tensor:
-    """[2, 16] int64."""
-    return torch.randint(1, VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(2))
+    """`token_ids`."""
+    return token_ids()
 
 
 @pytest.fixture
 def losses_and_gradients() -> Callable[..., list[Tensor]]:
-    """step(model, ids, **more) -> [loss, gradient of each parameter (zeros for none)]."""
+    """step(model, ids, **more): `loss_and_gradients`."""
+    return loss_and_gradients
 
-    def step(model: nn.Module, ids: Tensor, **more: object) -> list[Tensor]:
-        model.zero_grad()
-        loss = model(input_ids=ids, labels=ids, **more).loss
-        loss.backward()
-        grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters()]
-        whole = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads]
-        return [loss.detach(), *(g.clone() for g in whole)]
 
-    return step
+def token_ids() -> Tensor:
+    """[2, 16] int64."""
+    return torch.randint(1, VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(2))
+
+
+def loss_and_gradients(model: nn.Module, ids: Tensor, **more: object) -> list[Tensor]:
+    """[loss, gradient of each parameter (zeros for none)]."""
+    model.zero_grad()
+    loss = model(input_ids=ids, labels=ids, **more).loss
+    loss.backward()
+    grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters()]
+    return [loss.detach(), *(g.clone() for g in grads)]
 
 
 def equal(a: list[Tensor], b: list[Tensor]) -> bool:

@@ -126,7 +126,7 @@ def compare_placements(rank: int, world: int) -> list[str]:
     kinds += [({"*.mlp": "recompute", "*.self_attn": "offload"}, "light")]
     for policy, mode in kinds:
         with manage(model, policy, recompute=mode, dispatcher=dispatcher, offload="all") as memory:
-            for _ in range(4):  # the measuring cycles of offload, and one under its plan
+            for _ in range(4):  # the measuring steps of offload, and one under its plan
                 found = gradients(model, ids[mine], labels[mine])
             assert memory.ledger.live_tickets == 0
         results[f"{policy} {mode}"] = found

@@ -1,5 +1,7 @@
-"""Compiled halves: right, one graph for all layers, and what they save, to the byte."""
+"""Compiled sublayers: right, one graph for all layers, and what they save, to the byte."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -11,18 +13,17 @@ from forebay.models import compile as compile_module
 from forebay.models.blocks import install_sublayers
 from forebay.models.compile import check_compiler, compile_sublayer
 from forebay.models.experts import register
+from tests.models.conftest import EXPERTS, HEAD, HEADS, HIDDEN, KV_HEADS, TOP_K, WIDTH, equal
 
 BF16, FP32, INT64, INT32 = 2, 4, 8, 4
 TOKENS = 2 * 16
-# The tiny models' widths (conftest.py).
-HIDDEN, HEADS, KV_HEADS, HEAD, EXPERTS, TOP_K, WIDTH = 64, 8, 2, 16, 64, 4, 24
 
 
 def _graphs():
     return counters["stats"]["unique_graphs"]
 
 
-def _managed(model):
+def _compiled(model):
     model.set_experts_implementation(register())
     return install_sublayers(model, compile=True)
 
@@ -31,28 +32,35 @@ def _close(a, b):
     return all(torch.allclose(x, y, rtol=1e-4, atol=1e-5) for x, y in zip(a, b, strict=True))
 
 
+@contextmanager
+def _saving(model, sizes) -> Iterator[None]:
+    """Within, bytes of each storage that autograd saves are noted in `sizes`, weights and buffers left out."""
+    weights = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+
+    def pack(t):
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in weights:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        yield
+
+
 @pytest.fixture
 def saved_by(tokens):
-    """saved_by(model, slot) -> {storage bytes saved by the slot's half that are neither weights nor shared inputs}."""
+    """saved_by(model, slot) -> bytes saved by the slot's sublayer, weights and the position embeddings left out."""
 
-    def measure(model, slot, shared=()):
-        weights = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    def measure(model, slot):
         sizes = {}
-
-        def pack(t):
-            storage = t.untyped_storage()
-            if storage.data_ptr() not in weights:
-                sizes[storage.data_ptr()] = storage.nbytes()
-            return t
 
         def watched(fn):
             def run(x, **kwargs):
-                embeddings = kwargs.get("position_embeddings", ())
-                embeddings = (embeddings,) if isinstance(embeddings, torch.Tensor) else embeddings
-                with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+                with _saving(model, sizes):
                     out = fn(x, **kwargs)
-                for e in embeddings:  # one for all layers: not the half's
-                    sizes.pop(e.untyped_storage().data_ptr(), None)
+                embeddings = kwargs.get("position_embeddings", ())
+                for e in (embeddings,) if isinstance(embeddings, torch.Tensor) else embeddings:
+                    sizes.pop(e.untyped_storage().data_ptr(), None)  # one for all layers
                 return out
 
             return run
@@ -66,21 +74,24 @@ def saved_by(tokens):
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "gpt_oss", "qwen3_moe"])
-def test_close_to_the_original(family, tiny, tokens, losses_and_gradients):
+def test_close_to_the_original_and_bitwise_under_checkpoints(family, tiny, tokens, losses_and_gradients):
     model = tiny(family)
     expected = losses_and_gradients(model, tokens)
-    sublayers = _managed(model)
+    sublayers = _compiled(model)
     got = losses_and_gradients(model, tokens)
     assert _close(got, expected)
+    for slot in sublayers.values():
+        slot.wrap(lambda fn: partial(checkpoint, fn, use_reentrant=False))
+    assert equal(losses_and_gradients(model, tokens), got)
     sublayers.uninstall()
     model.set_experts_implementation("eager")
-    assert all(map(torch.equal, losses_and_gradients(model, tokens), expected)) or _close(got, expected)
+    assert _close(losses_and_gradients(model, tokens), expected)
 
 
 def test_qwen3_moe_saves_these_bytes(tiny, saved_by):
-    """The attention half: its input, q, k and v before norm and rotation, the output, and sums."""
+    """The attention sublayer: its input, q, k and v before norm and rotation, the output, and sums."""
     model = tiny("qwen3_moe", torch.bfloat16)
-    sublayers = _managed(model)
+    sublayers = _compiled(model)
     attention = (
         BF16 * HIDDEN  # its input
         + FP32  # of the norm
@@ -107,7 +118,7 @@ def test_qwen3_moe_saves_these_bytes(tiny, saved_by):
 def test_deepseek_v3_saves_these_bytes(tiny, saved_by):
     """Keys and values come from one projection: that is saved, and neither of them."""
     model = tiny("deepseek_v3", torch.bfloat16)
-    sublayers = _managed(model)
+    sublayers = _compiled(model)
     attention = (
         (BF16 * HIDDEN + FP32)
         + (BF16 * 24 + FP32)  # q's latent
@@ -121,42 +132,41 @@ def test_deepseek_v3_saves_these_bytes(tiny, saved_by):
 
 def test_h_can_be_left_out_at_the_price_of_one_more_graph(tiny, tokens, saved_by, losses_and_gradients):
     model = tiny("qwen3_moe", mlp_only_layers=[])
-    sublayers = _managed(model)
+    slot = _compiled(model)["model.layers.1.mlp"]
     expected = losses_and_gradients(model, tokens)
-    slot = sublayers["model.layers.1.mlp"]
     full, graphs = saved_by(model, slot), _graphs()
     slot.light_recompute(True)
-    assert all(map(torch.equal, losses_and_gradients(model, tokens), expected))
+    assert equal(losses_and_gradients(model, tokens), expected)
     assert _graphs() == graphs + 1
-    slot.wrap(lambda fn: fn)
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     sizes = {}
-
-    def pack(t):
-        if t.untyped_storage().data_ptr() not in weights:
-            sizes[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    with _saving(model, sizes):
         out = slot.call(torch.randn(2, 16, HIDDEN, requires_grad=True))
     assert full - sum(sizes.values()) == TOKENS * 2 * FP32 * WIDTH * TOP_K
     del out
 
 
-def test_experts_run_once(tiny, tokens):
-    model = tiny("qwen3_moe", mlp_only_layers=[])
-    _managed(model)
+@pytest.mark.parametrize(
+    ("device", "kernel"),
+    [
+        ("cpu", "aten::_scaled_dot_product_flash_attention_for_cpu"),
+        pytest.param("cuda", "aten::_scaled_dot_product_cudnn_attention", marks=pytest.mark.gpu),
+    ],
+)
+def test_experts_and_attention_run_once(device, kernel, tiny, tokens):
+    cuda = {"dtype": torch.bfloat16, "head_dim": 64} if device == "cuda" else {}
+    model = tiny("qwen3_moe", mlp_only_layers=[], **cuda).to(device)
+    tokens = tokens.to(device)
+    _compiled(model)
     model(tokens, labels=tokens).loss.backward()
     with torch.profiler.profile() as profile:
         model(tokens, labels=tokens).loss.backward()
     calls = {e.key: e.count for e in profile.key_averages()}
-    assert calls["forebay::experts"] == 2
-    assert calls["aten::_scaled_dot_product_flash_attention_for_cpu"] == 2
+    assert calls["forebay::experts"] == calls[kernel] == 2
 
 
 def test_layers_share_a_graph_and_steps_recompile_nothing(tiny, tokens, losses_and_gradients):
     model = tiny("qwen3_moe", num_hidden_layers=5, mlp_only_layers=[0, 3], router_aux_loss_coef=0.1)
-    sublayers = _managed(model)
+    sublayers = _compiled(model)
     before = _graphs()
     losses_and_gradients(model, tokens)
     assert _graphs() - before == 3, "attention, dense MLP, MoE: one graph each"
@@ -170,15 +180,6 @@ def test_layers_share_a_graph_and_steps_recompile_nothing(tiny, tokens, losses_a
     assert _graphs() - before == 3
 
 
-def test_checkpointed_is_bitwise_kept(tiny, tokens, losses_and_gradients):
-    model = tiny("qwen3_moe")
-    sublayers = _managed(model)
-    expected = losses_and_gradients(model, tokens)
-    for slot in sublayers.values():
-        slot.wrap(lambda fn: partial(checkpoint, fn, use_reentrant=False))
-    assert all(map(torch.equal, losses_and_gradients(model, tokens), expected))
-
-
 def test_backward_runs_twice_only_if_asked_for(tiny, tokens):
     """Zero-bubble schedules run it twice; else it may use up what was saved, and says so."""
 
@@ -186,7 +187,7 @@ def test_backward_runs_twice_only_if_asked_for(tiny, tokens):
         return torch.autograd.grad(loss, model.model.layers[1].self_attn.q_proj.weight, **more)[0]
 
     model = tiny("qwen3_moe")
-    sublayers = _managed(model)
+    sublayers = _compiled(model)
     with pytest.raises(RuntimeError, match="donated_buffer=False"):
         model(tokens, labels=tokens).loss.backward()
         gradients(model(tokens, labels=tokens).loss, retain_graph=True)
@@ -205,7 +206,7 @@ def test_transformers_capture_and_router_hooks_get_the_outputs(tiny, tokens, los
     router = model.model.layers[1].mlp.gate
     seen = []
     router.register_forward_hook(lambda module, args, output: seen.append((module, args, output)))
-    _managed(model)
+    _compiled(model)
     assert _close(losses_and_gradients(model, tokens, output_router_logits=True), expected)
     assert _close(model(tokens, output_router_logits=True).router_logits, logits)
     assert len(seen) == 2 and seen[0][0] is router and seen[0][1] == ()
@@ -215,7 +216,7 @@ def test_transformers_capture_and_router_hooks_get_the_outputs(tiny, tokens, los
 @pytest.mark.parametrize("kind", ["router_pre", "router_returns", "attention"])
 def test_hooks_that_would_be_left_out_are_refused(kind, tiny, tokens):
     model = tiny("qwen3_moe")
-    _managed(model)
+    _compiled(model)
     layer = model.model.layers[1]
     if kind == "router_pre":
         layer.mlp.gate.register_forward_pre_hook(lambda *_: None)
@@ -232,8 +233,7 @@ def test_inference_and_generation(tiny, tokens):
     with torch.inference_mode():
         expected = model(tokens).logits
         words = model.generate(tokens[:, :4], max_new_tokens=3, do_sample=False, use_cache=True)
-    _managed(model)
-    with torch.inference_mode():
+        _compiled(model)
         assert torch.allclose(model(tokens).logits, expected, rtol=1e-4, atol=1e-5)
         got = model.generate(tokens[:, :4], max_new_tokens=3, do_sample=False, use_cache=True)
     assert torch.equal(got, words)
@@ -256,7 +256,7 @@ def test_more_shapes_than_torchs_default_limit_and_caches_of_their_own(monkeypat
     assert _graphs() - before == 11
 
 
-def test_a_missing_compiler_is_said(monkeypatch, tiny):
+def test_a_missing_compiler_is_named(monkeypatch, tiny):
     def none():
         raise compile_module.InvalidCxxCompiler
 
@@ -266,15 +266,3 @@ def test_a_missing_compiler_is_said(monkeypatch, tiny):
     monkeypatch.setattr(compile_module, "has_triton", lambda: False)
     with pytest.raises(RuntimeError, match=r"Triton.*'cuda'.*compile=False"):
         check_compiler("cuda")
-
-
-@pytest.mark.gpu
-def test_cudnn_attention_is_chosen_and_saves_as_little(tiny, tokens):
-    model = tiny("qwen3_moe", torch.bfloat16, head_dim=64).cuda()
-    _managed(model)
-    ids = tokens.cuda()
-    model(ids, labels=ids).loss.backward()
-    with torch.profiler.profile() as profile:
-        model(ids, labels=ids).loss.backward()
-    calls = {e.key: e.count for e in profile.key_averages()}
-    assert calls["aten::_scaled_dot_product_cudnn_attention"] == 2

@@ -1,7 +1,7 @@
-"""A recomputation routes every token as the forward did: the same ids, bit for bit, whoever recomputes and however tokens travel.
+"""A recomputation routes every token as the forward did: the same ids, bit for bit.
 
-Elsewhere this is what goes wrong when MoE models are checkpointed: the second forward rounds a router's logits otherwise, a token
-goes to another expert, and gradients belong to a model that never ran. Here ids are recorded where a half returns them, in the
+This goes wrong elsewhere when MoE models are checkpointed: the second forward rounds a router's logits differently, a token goes
+to another expert, and gradients belong to a model that never ran. Here ids are recorded where a sublayer returns them, in the
 forward and in the second one that backward runs.
 """
 
@@ -20,18 +20,18 @@ from forebay.models.blocks import SublayerSlot
 from forebay.models.experts import keep_local_experts
 from forebay.models.families import moe_blocks
 from forebay.moe.dispatch import LocalDispatcher, NcclDispatcher
-from tests.models.conftest import FAMILIES, VOCABULARY, build_tiny
+from tests.models.conftest import MOE_FAMILIES, VOCABULARY, build_tiny
 from tests.ranks import run_ranks
 
-MOE = sorted(set(FAMILIES) - {"llama", "qwen3"})
 MODES = ["light", "full", "save-dispatch"]
+Recorded = dict[str, list[Tensor]]
 
 
 @contextmanager
-def recorded() -> Iterator[tuple[dict[str, list[Tensor]], dict[str, list[Tensor]]]]:
-    """Ids by path of what halves return within: of their first forwards, and of those that backward runs."""
-    first: dict[str, list[Tensor]] = {}
-    again: dict[str, list[Tensor]] = {}
+def recorded() -> Iterator[tuple[Recorded, Recorded]]:
+    """Ids by path that sublayers return within: in their first forwards, and in those that backward runs."""
+    first: Recorded = {}
+    again: Recorded = {}
     plain = SublayerSlot.wrap
 
     def wrap(self: SublayerSlot, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -50,7 +50,7 @@ def recorded() -> Iterator[tuple[dict[str, list[Tensor]], dict[str, list[Tensor]
 
     SublayerSlot.wrap = wrap  # type: ignore[method-assign]
     try:
-        # Or a second forward ends where nothing is needed any more, before the half returns.
+        # Otherwise the second forward stops as soon as nothing more is needed, before the sublayer returns.
         with set_checkpoint_early_stop(False):
             yield first, again
     finally:
@@ -58,7 +58,7 @@ def recorded() -> Iterator[tuple[dict[str, list[Tensor]], dict[str, list[Tensor]
 
 
 def tied(model: Any) -> Any:
-    """The model with routers that cannot tell its experts apart but for a few: every token's choice is among equals."""
+    """The model with routers whose logits are equal for all experts but two: every choice is among equals."""
     with torch.no_grad():
         for block in moe_blocks(model):
             for p in block.router.parameters():
@@ -73,7 +73,11 @@ def steps(model: Any, count: int = 2, seed: int = 2) -> None:
         model.zero_grad()
 
 
-def same_again(first: dict[str, list[Tensor]], again: dict[str, list[Tensor]], mode: str) -> None:
+def local(model: Any) -> LocalDispatcher:
+    return LocalDispatcher(moe_blocks(model)[0].experts.num_experts)  # type: ignore[arg-type]
+
+
+def same_again(first: Recorded, again: Recorded, mode: str) -> None:
     assert first, "no router was recorded"
     if mode == "light":
         assert not again, "light recomputation routes once"
@@ -81,26 +85,24 @@ def same_again(first: dict[str, list[Tensor]], again: dict[str, list[Tensor]], m
     assert first.keys() == again.keys()
     for path, ids in first.items():
         assert len(ids) == len(again[path]) > 0
-        assert all(map(torch.equal, ids, again[path])), f"{path}: tokens are routed otherwise the second time"
+        assert all(map(torch.equal, ids, again[path])), f"{path}: tokens are routed differently the second time"
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("family", MOE)
+@pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_the_ids_of_a_recomputation_are_the_forwards(family: str, mode: str) -> None:
-    for dtype, prepared, exchanged in (
-        (torch.float32, lambda model: model, False),
-        (torch.bfloat16, tied, False),
-        (torch.bfloat16, lambda model: model, True),
-    ):
+    for dtype, ties, dispatches in ((torch.float32, 0, 0), (torch.bfloat16, 1, 0), (torch.bfloat16, 0, 1)):
         with recorded() as (first, again):
-            model = prepared(build_tiny(family, dtype))
-            dispatcher = LocalDispatcher(moe_blocks(model)[0].experts.num_experts) if exchanged else None
-            with forebay.manage(model, {"*.mlp": "recompute"}, recompute=mode, dispatcher=dispatcher):
+            model = build_tiny(family, dtype)
+            dispatcher = local(model) if dispatches else None
+            with forebay.manage(
+                tied(model) if ties else model, {"*.mlp": "recompute"}, recompute=mode, dispatcher=dispatcher
+            ):
                 steps(model)
         same_again(first, again, mode)
 
 
-@pytest.mark.parametrize("family", MOE)
+@pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_they_are_under_autocast_and_dropout_and_with_the_models_own_experts(family: str) -> None:
     with recorded() as (first, again):
         model = build_tiny(family, attention_dropout=0.2)
@@ -120,13 +122,13 @@ def test_they_are_in_a_plan_that_recomputes_some_layers() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("exchanged", [False, True])
+@pytest.mark.parametrize("dispatches", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "qwen3_moe"])
-def test_they_are_in_compiled_halves(family: str, mode: str, exchanged: bool) -> None:
+def test_they_are_in_compiled_sublayers(family: str, mode: str, dispatches: bool) -> None:
     with recorded() as (first, again):
         model = tied(build_tiny(family, torch.bfloat16))
-        dispatcher = LocalDispatcher(moe_blocks(model)[0].experts.num_experts) if exchanged else None
+        dispatcher = local(model) if dispatches else None
         with forebay.manage(model, {"*.mlp": "recompute"}, recompute=mode, dispatcher=dispatcher, compile=True):
             steps(model)
     same_again(first, again, mode)
@@ -158,7 +160,7 @@ def test_they_are_where_tokens_travel_between_ranks() -> None:
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
 @pytest.mark.parametrize("mode", ["full", "save-dispatch"])
 def test_a_bias_that_changes_between_forward_and_backward_raises_or_routes_as_before(family: str, mode: str) -> None:
-    """`RouterStats.update_bias` writes a buffer that chooses experts; one that is called too early must not go unnoticed."""
+    """`RouterStats.update_bias` writes a buffer that chooses experts; a call that comes too early must not go unnoticed."""
     with recorded() as (first, again):
         model = build_tiny(family)
         with forebay.manage(model, {"*.mlp": "recompute"}, recompute=mode):

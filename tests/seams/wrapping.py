@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import forebay
 from forebay.managed import Managed
+from tests.models.conftest import build_tiny
 
 VOCABULARY, ROWS, LENGTH = 48, 2, 10
 
@@ -26,6 +27,17 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "auto": {"policy": "auto", "budget": "1GiB"},
     "mixed": {"policy": {"*.0.self_attn": "offload", "*.0.mlp": "recompute", "*.1.mlp": "offload"}},
 }
+_FIELDS: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "intermediate_size": 24,
+    "vocab_size": VOCABULARY,
+    "bos_token_id": 1,
+}
 THEIRS = {"experts": None, "loss": None}  # the model's own experts and loss: bitwise comparable with no Forebay at all
 
 Manage = Callable[[nn.Module], None]
@@ -35,31 +47,21 @@ Wrapper = Callable[[Any, Manage], Loss]
 
 def tiny(**fields: Any) -> Any:
     """A Qwen3-MoE of two layers, the first one dense; float32, in training mode, seeded."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    return build_tiny("qwen3_moe", **{**_FIELDS, **fields})
 
-    config = Qwen3MoeConfig(
-        **{
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-            "intermediate_size": 24,
-            "mlp_only_layers": [0],
-            "vocab_size": VOCABULARY,
-            "max_position_embeddings": 64,
-            "use_cache": False,
-            "pad_token_id": 0,
-            "eos_token_id": None,
-            "bos_token_id": 1,
-            **fields,
-        }
-    )
-    torch.manual_seed(1)
-    return Qwen3MoeForCausalLM._from_config(config, dtype=torch.float32).train()
+
+def loss_of(model: Any, ids: Tensor, **more: Any) -> Tensor:
+    return model(input_ids=ids, labels=ids, **more).loss
+
+
+def owned(loss: Loss, owner: nn.Module) -> Loss:
+    """`loss` whose gradients are those of `owner`'s parameters."""
+
+    def run(ids: Tensor) -> Tensor:
+        return loss(ids)
+
+    run.owner = owner  # type: ignore[attr-defined]
+    return run
 
 
 def batch(step: int) -> Tensor:
@@ -87,15 +89,15 @@ def run(wrapper: Wrapper, options: dict[str, Any] | None, steps: int = 3, **fiel
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        loss_of = wrapper(model, manage)
-        owner = getattr(loss_of, "owner", model)  # of the parameters that get gradients
+        loss = wrapper(model, manage)
+        owner = getattr(loss, "owner", model)  # of the parameters that get gradients
         for step in range(steps):
             torch.manual_seed(step)
-            loss = loss_of(batch(step))
-            if loss.requires_grad:
-                loss.backward()
+            value = loss(batch(step))
+            if value.requires_grad:
+                value.backward()
             grads = {name: p.grad.detach().clone() for name, p in owner.named_parameters() if p.grad is not None}
-            steps_.found.append({"loss": loss.detach().clone(), **{n: _whole(g) for n, g in grads.items()}})
+            steps_.found.append({"loss": value.detach().clone(), **{n: _whole(g) for n, g in grads.items()}})
             with torch.no_grad():
                 for p in owner.parameters():
                     if p.grad is not None:
@@ -118,6 +120,15 @@ def compare(managed: Steps, plain: Steps) -> None:
         wrong = [n for n in theirs if not torch.equal(ours[n], theirs[n])]
         worst = max(((ours[n] - theirs[n]).abs().max().item() for n in wrong), default=0.0)
         assert not wrong, f"step {number}: {len(wrong)} of {len(theirs)} differ by up to {worst}: {wrong[:4]}"
+
+
+def near(managed: Steps, plain: Steps, tolerance: float, steps: int = 3) -> None:
+    """Raise unless losses and gradients of the first steps are close."""
+    for ours, theirs in zip(managed.found[:steps], plain.found[:steps], strict=True):
+        assert ours.keys() == theirs.keys(), f"gradients of {sorted(ours.keys() ^ theirs.keys())} in one run only"
+        for key, wanted in theirs.items():
+            atol = tolerance * max(1.0, wanted.abs().max().item())
+            torch.testing.assert_close(ours[key], wanted, rtol=tolerance, atol=atol, msg=lambda m, k=key: f"{k}: {m}")
 
 
 def check(

@@ -47,7 +47,7 @@ class RouterStats:
 
     @property
     def paths(self) -> list[str]:
-        """Module paths of the MoE blocks, the rows of `load()` and `load_violation()`."""
+        """Module paths of the MoE blocks, the rows of `load()`."""
         return [block.path for block in self._blocks]
 
     @property
@@ -97,17 +97,8 @@ class RouterStats:
         """Choices of each expert since the last `reset_counts`: int64 [layers, E]."""
         return torch.stack([self._count_of(block) for block in self._blocks])
 
-    def load_violation(self) -> Tensor:
-        """(maximum load - mean load) / mean load over experts: fp32 [layers].
-
-        0 is balance; E / K - 1 is every token on the same experts; NaN if nothing was counted.
-        """
-        load = self.load().float()
-        mean = load.mean(1)
-        return (load.amax(1) - mean) / mean
-
     def sum_counts(self, add_up: Callable[[Tensor], Tensor]) -> None:
-        """Sum the counts over processes, for `load_violation` or `update_bias`. Reset them before counting on.
+        """Sum the counts over processes, before `load` or `update_bias`. Reset them before counting on.
 
         Args:
             add_up: maps int64 [layers, E] of this process to the sum over processes.

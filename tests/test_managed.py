@@ -1,0 +1,421 @@
+"""`forebay.manage` on a model as users have it: copied, wrapped, hooked, of unknown parts, with options that cannot be."""
+
+import copy
+import functools
+import gc
+import io
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+import forebay
+from forebay.memory.regions import setting
+from forebay.models.experts import register
+from forebay.moe.dispatch import LocalDispatcher
+from forebay.policy import PolicyError
+from tests.models.conftest import CAUSAL_LMS, build_tiny, equal, loss_and_gradients, token_ids
+
+SMALL = {"hidden_size": 32, "moe_intermediate_size": 16, "num_experts": 8, "num_attention_heads": 2}
+
+
+@pytest.fixture
+def model() -> Any:
+    return build_tiny("qwen3_moe", **SMALL)
+
+
+@pytest.fixture
+def tokens() -> torch.Tensor:
+    return token_ids()
+
+
+@contextmanager
+def no_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def instance_attributes(model: nn.Module) -> dict[str, set[str]]:
+    return {path: set(vars(m)) for path, m in model.named_modules()}
+
+
+# --- copies and pickles: unmanaged, independent, with the model's own results; the original is not touched -------------
+
+
+def saved_and_loaded(model: nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    assert b"forebay." not in file.getvalue(), "a pickle that needs Forebay to be read"
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, saved_and_loaded, lambda m: AveragedModel(m).module])
+@pytest.mark.parametrize(
+    "policy",
+    ["keep", "offload", "recompute", {"*.0.self_attn": "offload", "*.1.mlp": "recompute", "model": "keep"}],
+    ids=str,
+)
+def test_a_copy_after_a_step(policy, copied, tokens):
+    model = build_tiny("qwen3_moe", **SMALL, mlp_only_layers=[])
+    config = model.config.to_dict()
+    own = loss_and_gradients(model, tokens)
+    with forebay.manage(model, policy) as mem:
+        managed = loss_and_gradients(model, tokens)
+        graph = model(tokens, labels=tokens).loss  # tickets are out while it is copied
+        twin = copied(model)
+        graph.backward()
+        assert twin.config.to_dict() == config and model.config.to_dict() == config
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1e-3)
+        assert not equal(loss_and_gradients(model, tokens), managed)
+        gradients = [p.grad for p in model.parameters()]
+        assert equal(loss_and_gradients(twin, tokens), own)
+        untouched = all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
+        assert untouched, "the original's gradients were touched"
+        with forebay.manage(twin, policy):
+            assert equal(loss_and_gradients(twin, tokens), managed)
+        assert equal(loss_and_gradients(twin, tokens), own)
+        mem.detach()
+    assert not any({"forward", "_forebay"} & set(vars(m)) for m in model.modules())
+
+
+def test_a_copy_does_not_keep_the_original_alive(tokens):
+    model = build_tiny("qwen3_moe", **SMALL)
+    mem = forebay.manage(model, "offload", budget="1GiB")
+    loss_and_gradients(model, tokens)
+    twin = copy.deepcopy(model)
+    gone = weakref.ref(model), weakref.ref(model.model.layers[0]), weakref.ref(mem)
+    del model, mem
+    gc.collect()
+    assert not any(ref() is not None for ref in gone)
+    loss_and_gradients(twin, tokens)
+
+
+def test_pages_stay_with_the_original(model, tokens):
+    with forebay.manage(model, "stash", dispatcher=LocalDispatcher(8)):
+        loss_and_gradients(model, tokens)
+        twin = saved_and_loaded(copy.deepcopy(model))
+        assert setting(model.model.layers[1].mlp.experts, "forebay_pages") is not None
+        assert setting(twin.model.layers[1].mlp.experts, "forebay_pages") is None
+
+
+def test_a_forward_that_was_there_before_is_copied_too():
+    class Twice(nn.Linear):
+        pass
+
+    def twice(self, x):
+        return 2 * nn.Linear.forward(self, x)
+
+    model = nn.Sequential(Twice(4, 4), nn.Linear(4, 4))
+    model[0].forward = MethodType(twice, model[0])
+    x = torch.randn(3, 4)
+    expected = model(x)
+    with forebay.manage(model, "recompute"):
+        assert torch.equal(model(x), expected)
+        twin = copy.deepcopy(model)
+    assert model[0].forward.__func__ is twice and torch.equal(model(x), expected)
+    with torch.no_grad():
+        model[0].weight.zero_()
+    assert torch.equal(twin(x), expected)
+
+
+# --- what Forebay does not know or cannot do: one warning, or an error that says what to write --------------------------
+
+
+def build(name: str, **more: Any) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**{**CAUSAL_LMS["qwen3"][1], **more})
+    return getattr(transformers, f"{name}ForCausalLM")(config).train()
+
+
+@pytest.mark.parametrize("policy", ["keep", "offload", "recompute"])
+def test_an_unknown_family_falls_back_with_one_warning(policy, tokens):
+    # Without a cache, as under management: Gemma's gradients differ in their last bits with one.
+    model = build("Gemma2", attn_implementation="eager", sliding_window=4)
+    expected = loss_and_gradients(model, tokens)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with forebay.manage(model, policy, offload="all") as mem:
+            assert list(mem.placements) == ["model.layers.0", "model.layers.1"]
+            for _ in range(2):
+                assert equal(loss_and_gradients(model, tokens), expected)
+    (message,) = [str(w.message) for w in warned if w.category is UserWarning]
+    assert all(part in message for part in ("final_logit_softcapping", "logits [tokens, vocabulary]", "loss=None"))
+
+
+def test_known_layers_beside_unknown_ones(tokens):
+    model = build("Qwen3")
+    model.model.layers[1] = build("Phi3").model.layers[0]
+    model.model.layers[1].self_attn.layer_idx = 1
+    expected = loss_and_gradients(model, tokens)
+    with pytest.warns(UserWarning, match=r"Phi3DecoderLayer.*whole decoder layers"):
+        mem = forebay.manage(model, "offload", loss=None)
+    assert list(mem.placements) == ["model.layers.0", "model.layers.1"]
+    assert equal(loss_and_gradients(model, tokens), expected)
+    mem.detach()
+    with pytest.raises(ValueError, match=r"Phi3DecoderLayer"):
+        forebay.manage(model, compile=True)
+
+
+def test_neutral_multipliers_are_accepted(tokens):
+    model = build("Granite", logits_scaling=1.0)
+    expected = model(tokens, labels=tokens).loss
+    with no_warnings(), forebay.manage(model, "recompute"):
+        got = model(tokens, labels=tokens)
+    assert got.logits is None
+    torch.testing.assert_close(got.loss, expected)
+    with pytest.warns(UserWarning, match="logits_scaling=8"):
+        forebay.manage(build("Granite", logits_scaling=8.0))
+
+
+def test_a_second_derivative_is_refused_by_name(model, tokens):
+    model.set_attn_implementation("eager")
+    model.set_experts_implementation("eager")  # those of grouped_mm have no second derivative either
+    weights = list(model.parameters())
+
+    def gradients():
+        loss = model(tokens, labels=tokens).loss
+        return torch.autograd.grad(loss, weights, create_graph=True, allow_unused=True)
+
+    for loss, says in (("fused", "loss=None"), (None, r"experts.*differentiable once.*experts=None")):
+        with forebay.manage(model, "keep", loss=loss), pytest.raises(RuntimeError, match=says):
+            gradients()
+    with forebay.manage(model, "keep", loss=None, experts=None):
+        sum(g.square().sum() for g in gradients() if g is not None).backward()
+        assert weights[0].grad is not None
+
+
+def test_torch_func_runs_the_models_own_experts_and_loss_or_is_refused(model, tokens):
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(parameters):
+        return torch.func.functional_call(model, parameters, (tokens,), {"labels": tokens}).loss
+
+    model.set_experts_implementation("eager")
+    expected = torch.func.grad(loss)(parameters)
+    with forebay.manage(model, "keep"):
+        got = torch.func.grad(loss)(parameters)
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    model.set_experts_implementation(register())
+    with pytest.raises(RuntimeError, match=r"torch.func.*experts=None"):
+        torch.func.vmap(lambda ids: model(ids[None]).logits)(tokens)
+    with pytest.raises(RuntimeError, match=r"torch.func.*torch.autograd.grad"):
+        torch.func.grad(lambda h: forebay.linear_cross_entropy(h, torch.ones(8, 4), torch.tensor([1])))(
+            torch.ones(1, 4)
+        )
+
+
+def test_the_cache_is_off_in_training_only(model, tokens):
+    model.config.use_cache = True
+    with forebay.manage(model, "keep"), no_warnings():
+        assert model(tokens, labels=tokens).past_key_values is None
+        assert model.config.use_cache
+        with torch.no_grad():
+            assert model.eval()(tokens).past_key_values is not None
+        assert model.generate(tokens[:, :4], max_new_tokens=2, do_sample=False).shape == (2, 6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "says"),
+    [
+        ({"policy": None}, PolicyError, r"policy=None is not a policy.*'keep'"),
+        ({"policy": 3}, PolicyError, r"policy=3 is not a policy"),
+        ({"compile": "yes"}, PolicyError, r"compile='yes' must be True or False"),
+        ({"experts": "own"}, PolicyError, r"experts='own'.*'forebay' and None"),
+        ({"loss": "plain"}, PolicyError, r"loss='plain'.*None"),
+        ({"dispatcher": "nccl"}, PolicyError, r"dispatcher='nccl' is not a token dispatcher"),
+        ({"min_bytes": -1}, PolicyError, r"min_bytes=-1"),
+        ({"model": "gpt"}, TypeError, r"torch.nn.Module, got 'gpt' \(str\).*from_pretrained"),
+    ],
+    ids=str,
+)
+def test_an_option_that_cannot_be_is_named(arguments, kind, says, model):
+    before = instance_attributes(model)
+    with pytest.raises(kind, match=says):
+        forebay.manage(**{"model": model, **arguments})
+    assert instance_attributes(model) == before
+
+
+# --- hooks, forwards and wrappers (tests/seams/test_wrappers.py has many more, compared bit by bit) ---------------------
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("policy", ["keep", "offload", "recompute"])
+def test_hooks_inside_a_layer_run(policy, when, model, tokens):
+    def hook(on):
+        seen = []
+        for name in ("self_attn", "mlp"):
+            module = on.get_submodule(f"model.layers.1.{name}")
+            module.register_forward_pre_hook(lambda m, a, k, name=name: seen.append(("pre", name)), with_kwargs=True)
+            module.register_forward_hook(lambda m, a, k, out, name=name: seen.append(("post", name)), with_kwargs=True)
+        on.model.layers[1].mlp.register_forward_hook(lambda m, a, out: out * 1.5)
+        return seen
+
+    reference = copy.deepcopy(model)
+    expected_calls = hook(reference)
+    with forebay.manage(reference, "keep"):
+        expected = loss_and_gradients(reference, tokens)
+    if when == "before":
+        seen = hook(model)
+    with forebay.manage(model, policy):
+        if when == "after":
+            seen = hook(model)
+        assert equal(loss_and_gradients(model, tokens), expected)
+    assert seen[: len(expected_calls)] == expected_calls
+    assert expected_calls == [(p, name) for name in ("self_attn", "mlp") for p in ("pre", "post")]
+
+
+def test_hooks_on_the_block_are_refused_in_stages(model, tokens):
+    with forebay.manage(model, dispatcher=LocalDispatcher(8)) as mem:
+        model(tokens, labels=tokens)
+        mem.profile(lambda: model(tokens, labels=tokens).loss)
+        model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
+        with pytest.raises(RuntimeError, match=r"'model.layers.1.mlp'.*module hook.*stages"):
+            model(tokens, labels=tokens)
+
+
+def test_a_patched_layer_is_refused_by_name(model):
+    model.model.layers[1].forward = lambda x, **_: x
+    before = instance_attributes(model)
+    with pytest.raises(ValueError, match=r"forward of 'model.layers.1'.*replaced"):
+        forebay.manage(model)
+    assert instance_attributes(model) == before
+
+
+@pytest.mark.parametrize("what", ["hook", "pre-hook", "backward hook", "forward"])
+def test_what_is_put_on_the_head(what, model, tokens):
+    """The fused loss would leave it out, or give it the loss where it expects logits."""
+
+    def put(head):
+        if what == "hook":
+            head.register_forward_hook(lambda m, args, out: out * 0.5)
+        elif what == "pre-hook":
+            head.register_forward_pre_hook(lambda m, args: (args[0] * 0.5,))
+        elif what == "backward hook":
+            head.register_full_backward_hook(lambda m, given, taken: (given[0] * 0.5,))
+        else:
+            current = head.forward
+            head.forward = lambda *args, **kwargs: current(*args, **kwargs) * 0.5
+
+    plain = copy.deepcopy(model)
+    put(plain.lm_head)
+    expected = loss_and_gradients(plain, tokens)
+    with forebay.manage(model, experts=None):
+        put(model.lm_head)
+        with pytest.warns(UserWarning, match=r"lm_head got .*logits"):
+            assert equal(loss_and_gradients(model, tokens), expected)
+
+
+def test_a_forward_on_top_that_hides_ours(model, tokens):
+    """As TRL's fused head: it names the class's forward as what it wraps, and calls the one that was there."""
+    expected = loss_and_gradients(model, tokens)
+    mem = forebay.manage(model, "offload", offload="all")
+    managed = loss_and_gradients(model, tokens)
+    ours = model.forward
+    model.forward = MethodType(functools.wraps(type(model).forward)(lambda self, *a, **k: ours(*a, **k)), model)
+    theirs = model.forward
+    for _ in range(2):
+        assert equal(loss_and_gradients(model, tokens), managed)
+        mem.detach()
+        assert model.forward is theirs and equal(loss_and_gradients(model, tokens), expected)
+        with no_warnings():
+            mem = forebay.manage(model, "offload", offload="all")
+    del model.forward
+    mem.detach()
+    assert equal(loss_and_gradients(model, tokens), expected)
+    assert not any({"forward", "_forebay"} & set(vars(m)) for m in model.modules())
+
+
+def test_torch_compile_runs_what_is_managed_uncompiled(model, tokens):
+    with forebay.manage(model, "offload", offload="all"):
+        expected = loss_and_gradients(model, tokens)
+    wrapped = torch.compile(model, backend="eager")
+    with forebay.manage(wrapped, "offload", offload="all") as mem:
+        with pytest.warns(UserWarning, match=r"runs uncompiled inside torch.compile.*compile=True"):
+            assert equal(loss_and_gradients(wrapped, tokens), expected)
+        with no_warnings():
+            assert equal(loss_and_gradients(wrapped, tokens), expected)
+        assert mem.report().moved_bytes > 0
+
+
+def test_a_forward_in_which_no_region_ran_warns_once(model, tokens):
+    with forebay.manage(model, "offload"):
+        model.model.layers = nn.ModuleList(copy.deepcopy(layer) for layer in model.model.layers)
+        with torch.no_grad(), no_warnings():
+            model(tokens, labels=tokens)
+        with pytest.warns(UserWarning, match=r"none of its 4 regions \(model.layers.0.self_attn"):
+            model(tokens, labels=tokens)
+        with no_warnings():
+            model(tokens, labels=tokens)
+
+
+def test_a_model_inside_a_module_of_the_users(model, tokens):
+    class Task(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, **batch):
+            return self.inner(**batch)
+
+    expected = loss_and_gradients(copy.deepcopy(model), tokens)
+    model.config.use_cache = True
+    task = Task(model)
+    with no_warnings():
+        mem = forebay.manage(task, "offload", offload="all")
+        for _ in range(3):
+            assert equal(loss_and_gradients(task, tokens), expected)
+    assert mem.report().moved_bytes > 0
+
+
+# --- gradient checkpointing -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("policy", ["offload", "recompute", {"model.layers.0": "offload"}], ids=str)
+def test_gradient_checkpointing_is_taken_over(policy, when, reentrant, model, tokens):
+    with forebay.manage(model, "keep"):
+        expected = loss_and_gradients(model, tokens)
+    enable = {"gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+    if when == "before":
+        model.gradient_checkpointing_enable(**enable)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with forebay.manage(model, policy, offload="all") as mem:
+            if when == "after":
+                model.gradient_checkpointing_enable(**enable)
+            model.enable_input_require_grads()
+            for _ in range(3):
+                assert equal(loss_and_gradients(model, tokens), expected)
+            assert model.is_gradient_checkpointing
+            if policy != "recompute":
+                assert mem.report().moved_bytes > 0
+    ours = [str(w.message) for w in warned if "gradient_checkpointing=False" in str(w.message)]
+    assert len(ours) == 1
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_of_layers_that_the_policy_keeps(reentrant, model, tokens):
+    with forebay.manage(model, "keep"):
+        expected = loss_and_gradients(model, tokens)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    with forebay.manage(model, {"model.layers.0.mlp": "offload"}, offload="all"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "gradient checkpointing")
+        for _ in range(3):
+            assert equal(loss_and_gradients(model, tokens), expected)
+    with forebay.manage(model, "keep"), no_warnings():
+        for _ in range(3):
+            assert equal(loss_and_gradients(model, tokens), expected)

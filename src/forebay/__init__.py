@@ -1,7 +1,6 @@
-"""Forebay: the activation memory of Mixture-of-Experts training. Public names, nothing else.
+"""Forebay: activation memory of Mixture-of-Experts training. This module holds the public names.
 
-The names are loaded when they are first asked for: `forebay --help` and a typo in a config should not take the seconds
-that importing torch and transformers takes.
+They are imported when they are first used: `forebay --help` and errors in a config do not wait for torch and transformers.
 """
 
 from importlib import import_module
@@ -17,7 +16,7 @@ __all__ = ["BudgetError", "Managed", "PolicyError", "experts", "linear_cross_ent
 
 
 def __getattr__(name: str) -> Any:
-    homes = {
+    modules = {
         "BudgetError": "forebay.policy",
         "Managed": "forebay.managed",
         "PolicyError": "forebay.policy",
@@ -25,6 +24,6 @@ def __getattr__(name: str) -> Any:
         "linear_cross_entropy": "forebay.models.linear_cross_entropy",
         "manage": "forebay.managed",
     }
-    if name not in homes:
+    if name not in modules:
         raise AttributeError(f"module 'forebay' has no attribute {name!r}")
-    return getattr(import_module(homes[name]), name)
+    return getattr(import_module(modules[name]), name)

@@ -1,15 +1,12 @@
 """A differential fuzz of `forebay.manage`: random modules and random orders of use, managed and plain.
 
-In: a `Case`, drawn by hypothesis from `cases()`. `disagreement(case)` runs it twice, once plain and once under a policy, and
-returns None or a text that says where the two differ: losses, outputs, gradients and the state of the random number
-generator after each event, bit for bit, or the class of the exception. It also says what is left behind after everything
-was dropped: tickets, host bytes, hooks, instance attributes and objects of Forebay's classes.
+`disagreement(case)` runs a `Case` of `cases()` twice, plain and under a policy, and returns None or where the two differ: losses,
+outputs, gradients and the state of the random number generator after each event, bit for bit, or the class of the exception. It
+also returns what is left behind after everything was dropped: tickets, host bytes, hooks, instance attributes, Forebay's objects.
 
-    case -> Model (blocks in an nn.ModuleList) -> events: "F0" forward of microbatch 0, "B0" its backward, ...
-
-Recomputation has two liberties that `torch.utils.checkpoint` has as well, and no others. Where a region's input is changed in
-place, it may raise although plain autograd does not. Where a saved tensor is changed in place that is made again anyway, it
-need not raise. In both cases a third run, in which the blocks call `torch.utils.checkpoint` themselves, has to do the same.
+Recomputation may do two things that `torch.utils.checkpoint` does as well, and a third run, in which the blocks call that
+themselves, has to do the same: it may raise where a region's input is changed in place, although plain autograd does not; and it
+need not raise where a saved tensor is changed in place that is recomputed anyway.
 """
 
 import copy
@@ -182,21 +179,22 @@ class Thing:
         self.h, self.aux = h, aux
 
 
-OUTPUTS = (
-    "h",
-    "pair",
-    "dict",
-    "nested",
-    "none",
-    "leaf",
-    "only_leaf",
-    "input",
-    "identity",
-    "view",
-    "thing",
-    "detached",
-    "twice",
-)
+# What a block returns of (block, input, h, aux).
+OUTPUTS: dict[str, Callable[["Block", Tensor, Tensor, Tensor], Any]] = {
+    "h": lambda b, x, h, aux: h,
+    "pair": lambda b, x, h, aux: Pair(h, aux),
+    "dict": lambda b, x, h, aux: {"aux": aux, "h": h, "none": None, "count": 3},
+    "nested": lambda b, x, h, aux: [{"h": h}, (None, aux)],
+    "none": lambda b, x, h, aux: (h, None, None),
+    "leaf": lambda b, x, h, aux: (h, b.w),
+    "only_leaf": lambda b, x, h, aux: b.w,
+    "input": lambda b, x, h, aux: (h, x),
+    "identity": lambda b, x, h, aux: x,
+    "view": lambda b, x, h, aux: h.view(WIDTH, -1) if h.is_contiguous() else h.t(),
+    "thing": lambda b, x, h, aux: Thing(h, aux),
+    "detached": lambda b, x, h, aux: (h, aux.detach()),
+    "twice": lambda b, x, h, aux: (h, h, aux),
+}
 AFTER = ("", "", "", "add_", "mul_", "input_mul_", "aux_zero_")
 
 
@@ -239,30 +237,7 @@ class Block(nn.Module):
         if self.fail:
             raise ZeroDivisionError("on purpose")
         aux = h.sin().sum(0) * self.b.to(h.dtype)
-        out = self.spec.out
-        if out == "pair":
-            return Pair(h, aux)
-        if out == "dict":
-            return {"aux": aux, "h": h, "none": None, "count": 3}
-        if out == "nested":
-            return [{"h": h}, (None, aux)]
-        if out == "none":
-            return h, None, None
-        if out == "leaf":
-            return h, self.w
-        if out == "only_leaf":
-            return self.w
-        if out == "input":
-            return h, x
-        if out == "view":
-            return h.view(WIDTH, -1) if h.is_contiguous() else h.t()
-        if out == "thing":
-            return Thing(h, aux)
-        if out == "detached":
-            return h, aux.detach()
-        if out == "twice":
-            return h, h, aux
-        return h
+        return OUTPUTS[self.spec.out](self, x, h, aux)
 
 
 def _unpacked(spec: BlockSpec, x: Tensor, out: Any) -> tuple[Tensor, list[Tensor]]:
@@ -360,7 +335,7 @@ def cases(draw: st.DrawFn) -> Case:
     blocks = tuple(
         BlockSpec(
             ("linear",) * draw(st.integers(0, 1)) + tuple(draw(st.lists(names, min_size=1, max_size=4))),
-            draw(st.sampled_from(OUTPUTS)),
+            draw(st.sampled_from(list(OUTPUTS))),
             draw(st.sampled_from(AFTER)),
             draw(st.booleans()) if number else False,
         )

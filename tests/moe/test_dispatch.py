@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from forebay.moe.dispatch import ALIGNMENT, NcclDispatcher, TokenDispatcher, order_by_rank, who_goes
+from forebay.moe.dispatch import ALIGNMENT, NcclDispatcher, TokenDispatcher, destinations, order_by_rank
 from forebay.moe.dispatch_op import combine, dispatch
 from tests.moe.layers import E, H, K, equal, group, inputs, layer
 from tests.ranks import run_ranks
@@ -27,14 +27,14 @@ ROUTES = {
 
 
 @pytest.mark.parametrize("case", ROUTES)
-def test_who_goes_and_in_which_order(case: str) -> None:
+def test_destinations_and_their_order(case: str) -> None:
     ids, ranks, held = ROUTES[case](), 4, 3
-    goes, slots = who_goes(ids, ranks * held, ranks)
+    sends, slots = destinations(ids, ranks * held, ranks)
     wanted = [[any(p * held <= e < (p + 1) * held for e in token) for p in range(ranks)] for token in ids.tolist()]
-    assert goes.dtype == torch.bool and goes.tolist() == wanted
+    assert sends.dtype == torch.bool and sends.tolist() == wanted
     flat = ids.flatten().tolist()
     assert slots.tolist() == [sum(p * held <= e < (p + 1) * held for e in flat) for p in range(ranks)]
-    sent, places = order_by_rank(goes, int(goes.sum()))
+    sent, places = order_by_rank(sends, int(sends.sum()))
     order = [(p, t) for p in range(ranks) for t in range(len(wanted)) if wanted[t][p]]
     assert sent.dtype == places.dtype == torch.int32
     assert sent.tolist() == [t for _, t in order]

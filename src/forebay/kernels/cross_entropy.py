@@ -24,15 +24,10 @@ _MAX_BLOCK = 8192
 
 @triton.jit
 def _cross_entropy_kernel(
-    logits_ptr,
-    targets_ptr,
-    loss_ptr,
-    row_stride,
-    ignore_index,
-    V: tl.constexpr,
-    WRITE_GRAD: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits_ptr, targets_ptr, loss_ptr,
+    row_stride, ignore_index,
+    V: tl.constexpr, WRITE_GRAD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Row `program_id(0)` of logits [C, V]. First pass: running max and sum of exp(x - max). Second pass: the gradient.
 
     V is a constant: a model has one, and Triton's interpreter cannot loop to a runtime bound with NumPy 2.4 and later.
@@ -86,16 +81,9 @@ def _triton_(logits: Tensor, targets: Tensor, ignore_index: int, write_grad: boo
     block, warps = _launch_shape(n_cols)
     with on_device_of(logits):
         _cross_entropy_kernel[(rows,)](
-            logits,
-            targets,
-            loss,
-            logits.stride(0),
-            ignore_index,
-            V=n_cols,
-            WRITE_GRAD=write_grad,
-            BLOCK=block,
-            num_warps=warps,
-        )
+            logits, targets, loss, logits.stride(0), ignore_index,
+            V=n_cols, WRITE_GRAD=write_grad, BLOCK=block, num_warps=warps,
+        )  # fmt: skip
     return loss
 
 

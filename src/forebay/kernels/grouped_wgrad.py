@@ -26,20 +26,10 @@ _STAGES = 3
 
 @triton.jit
 def _kernel(
-    left_ptr,
-    right_ptr,
-    offs_ptr,
-    total_ptr,
-    m,
-    n,
-    left_stride,
-    right_stride,
-    expert_stride,
-    m_stride,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    left_ptr, right_ptr, offs_ptr, total_ptr,
+    m, n, left_stride, right_stride, expert_stride, m_stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """total[one expert, BLOCK_M, BLOCK_N]."""
     tiles_n = tl.cdiv(n, BLOCK_N)
     tiles = tl.cdiv(m, BLOCK_M) * tiles_n
@@ -110,22 +100,10 @@ def add_rows_by_rows(total: Tensor, left: Tensor, right: Tensor, offs: Tensor, *
     right = right if right.stride(1) == 1 else right.contiguous()
     with on_device_of(left):
         _kernel[(experts * triton.cdiv(m, _BLOCK_M) * triton.cdiv(n, _BLOCK_N),)](
-            left,
-            right,
-            offs,
-            total,
-            m,
-            n,
-            left.stride(0),
-            right.stride(0),
-            total.stride(0),
-            total.stride(1),
-            BLOCK_M=_BLOCK_M,
-            BLOCK_N=_BLOCK_N,
-            BLOCK_K=_BLOCK_K_BYTES // left.element_size(),
-            num_warps=_WARPS,
+            left, right, offs, total, m, n, left.stride(0), right.stride(0), total.stride(0), total.stride(1),
+            BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N, BLOCK_K=_BLOCK_K_BYTES // left.element_size(), num_warps=_WARPS,
             num_stages=_STAGES,
-        )
+        )  # fmt: skip
 
 
 def _reference(total: Tensor, left: Tensor, right: Tensor, offs: Tensor) -> None:

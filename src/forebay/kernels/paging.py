@@ -339,10 +339,10 @@ def take_pages(
     if not use_triton(backend, stack.pages):
         _take_reference(stack, wanted, tables)
         return tables
-    lives, page_rows, max_pages = (_four(part) for part in zip(*wanted, strict=True))
+    lives, page_rows, max_pages = (_padded(part) for part in zip(*wanted, strict=True))
     with on_device_of(stack.pages):
         _take_kernel[(1,)](
-            stack.pages, stack.state, stack.pages.shape[0], *lives, *page_rows, *max_pages, *_four(tables),
+            stack.pages, stack.state, stack.pages.shape[0], *lives, *page_rows, *max_pages, *_padded(tables),
             COUNT=len(wanted), BLOCK=_TABLE_BLOCK, num_warps=4,
         )  # fmt: skip
     return tables
@@ -362,10 +362,10 @@ def give_pages(stack: FreePages, tables: Sequence[Tensor], *, backend: Backend =
     if not use_triton(backend, stack.pages):
         _give_reference(stack, tables)
         return
-    for some in reversed(_fours([t for t in tables if t.numel()])):
+    for some in reversed(_in_fours([t for t in tables if t.numel()])):
         with on_device_of(stack.pages):
             _give_kernel[(1,)](
-                stack.pages, stack.state, stack.pages.shape[0], *_four(some), *_four([t.numel() for t in some]),
+                stack.pages, stack.state, stack.pages.shape[0], *_padded(some), *_padded([t.numel() for t in some]),
                 COUNT=len(some), BLOCK=_TABLE_BLOCK, num_warps=4,
             )  # fmt: skip
 
@@ -414,16 +414,16 @@ def _launch(tensors: Sequence[Tensor], tables: Sequence[PageTable], to_pages: bo
         for tensor, table in pairs:
             _move_reference(tensor, table, to_pages)
         return
-    for some in _fours(pairs):
+    for some in _in_fours(pairs):
         arena = some[0][1].arena
         parts = [_part(tensor, table) for tensor, table in some]
         rows, pages_memory, page, row, fit, unit, tile, tiles = (list(part) for part in zip(*parts, strict=True))
         with on_device_of(arena.device):
             _move_kernel[(_programs(sum(tiles), arena.device),)](
-                *_four(rows), *_four(pages_memory),
-                *_four([table.pages for _, table in some]), *_four([table.live for _, table in some]),
+                *_padded(rows), *_padded(pages_memory),
+                *_padded([table.pages for _, table in some]), *_padded([table.live for _, table in some]),
                 arena.device_pages, arena.host_at, to_pages, len(some),
-                *_four(page), *_four(row), *_four(fit), *_four(unit), *_four(tile),
+                *_padded(page), *_padded(row), *_padded(fit), *_padded(unit), *_padded(tile),
                 num_warps=_WARPS,
             )  # fmt: skip
 
@@ -496,12 +496,12 @@ def _programs(tiles: int, tensor: Tensor) -> int:
     return tiles if tensor.is_cuda else min(tiles, _INTERPRETED_PROGRAMS)
 
 
-def _four(some: Sequence) -> list:
+def _padded(some: Sequence) -> list:
     """Padded with the first one: unused arguments compile no further kernels."""
     return [*some, *[some[0]] * (TOGETHER - len(some))]
 
 
-def _fours(some: list) -> list[list]:
+def _in_fours(some: list) -> list[list]:
     return [some[i : i + TOGETHER] for i in range(0, len(some), TOGETHER)]
 
 

@@ -50,19 +50,10 @@ def _count_kernel(ids_ptr, counts_ptr, n_slots, n_experts, n_chunks, BINS: tl.co
 
 @triton.jit
 def _place_kernel(
-    ids_ptr,
-    counts_ptr,
-    ends_ptr,
-    order_ptr,
-    inverse_ptr,
-    offs_ptr,
-    n_slots,
-    n_experts,
-    n_chunks,
-    BINS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS_PER_CHUNK: tl.constexpr,
-):
+    ids_ptr, counts_ptr, ends_ptr, order_ptr, inverse_ptr, offs_ptr,
+    n_slots, n_experts, n_chunks,
+    BINS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS_PER_CHUNK: tl.constexpr,
+):  # fmt: skip
     """Rows of BLOCK slots; the first program also writes offs."""
     chunk = tl.program_id(0) // BLOCKS_PER_CHUNK
     slots = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -126,20 +117,9 @@ def sort_slots(ids: Tensor, num_experts: int, *, backend: Backend = "auto") -> t
         _count_kernel[(n_chunks,)](ids, counts, n_slots, num_experts, n_chunks, BINS=bins, CHUNK=_CHUNK, num_warps=4)
         ends = counts.view(-1).cumsum(0, dtype=torch.int32)
         _place_kernel[(triton.cdiv(n_slots, _BLOCK),)](
-            ids,
-            counts,
-            ends,
-            order,
-            inverse,
-            offs,
-            n_slots,
-            num_experts,
-            n_chunks,
-            BINS=bins,
-            BLOCK=_BLOCK,
-            BLOCKS_PER_CHUNK=_BLOCKS_PER_CHUNK,
-            num_warps=4,
-        )
+            ids, counts, ends, order, inverse, offs, n_slots, num_experts, n_chunks,
+            BINS=bins, BLOCK=_BLOCK, BLOCKS_PER_CHUNK=_BLOCKS_PER_CHUNK, num_warps=4,
+        )  # fmt: skip
     return order, inverse, offs
 
 
@@ -158,17 +138,10 @@ def _sort_slots_reference(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor
 
 @triton.jit
 def _gather_kernel(
-    x_ptr,
-    order_ptr,
-    n_live_ptr,
-    out_ptr,
-    n_rows,
-    width,
-    x_stride,
-    slots_per_token,
-    BLOCK_R: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
+    x_ptr, order_ptr, n_live_ptr, out_ptr,
+    n_rows, width, x_stride, slots_per_token,
+    BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
     """out[BLOCK_R rows, BLOCK_H columns]."""
     # R * H passes 2**31 at 1M rows of 2048: row offsets are 64-bit.
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -183,17 +156,10 @@ def _gather_kernel(
 
 @triton.jit
 def _combine_kernel(
-    rows_ptr,
-    inverse_ptr,
-    init_ptr,
-    y_ptr,
-    n_tokens,
-    width,
-    HAS_INIT: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
+    rows_ptr, inverse_ptr, init_ptr, y_ptr,
+    n_tokens, width,
+    HAS_INIT: tl.constexpr, K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
     """y[BLOCK_T tokens, BLOCK_H columns]."""
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     cols = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[None, :]
@@ -247,18 +213,9 @@ def gather_rows(x: Tensor, order: Tensor, offs: Tensor, slots_per_token: int, *,
     block_r = _GATHER_TILE // block_h
     with on_device_of(x):
         _gather_kernel[(triton.cdiv(n_rows, block_r), triton.cdiv(width, block_h))](
-            x,
-            order,
-            n_live,
-            out,
-            n_rows,
-            width,
-            x.stride(0),
-            slots_per_token,
-            BLOCK_R=block_r,
-            BLOCK_H=block_h,
-            num_warps=_WARPS,
-        )
+            x, order, n_live, out, n_rows, width, x.stride(0), slots_per_token,
+            BLOCK_R=block_r, BLOCK_H=block_h, num_warps=_WARPS,
+        )  # fmt: skip
     return out
 
 
@@ -300,16 +257,7 @@ def combine_rows(rows: Tensor, inverse: Tensor, *, init: Tensor | None = None, b
     block_t = _COLUMNS // block_h
     with on_device_of(rows):
         _combine_kernel[(triton.cdiv(n_tokens, block_t), triton.cdiv(width, block_h))](
-            rows,
-            inverse,
-            init,
-            y,
-            n_tokens,
-            width,
-            HAS_INIT=init is not None,
-            K=k,
-            BLOCK_T=block_t,
-            BLOCK_H=block_h,
-            num_warps=_WARPS,
-        )
+            rows, inverse, init, y, n_tokens, width,
+            HAS_INIT=init is not None, K=k, BLOCK_T=block_t, BLOCK_H=block_h, num_warps=_WARPS,
+        )  # fmt: skip
     return y

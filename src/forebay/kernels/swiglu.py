@@ -88,18 +88,12 @@ def _load_h(h_ptr, row_at, cols, mask, N_INNER: tl.constexpr, INTERLEAVED: tl.co
 
 @triton.jit
 def _gate_up(
-    first,
-    second,
+    first, second,
     bias_ptr,
-    expert,
-    cols,
-    mask,
-    N_INNER: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    ELEMENT: tl.constexpr,
+    expert, cols, mask,
+    N_INNER: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr, ELEMENT: tl.constexpr,
     HALF: tl.constexpr,
-):
+):  # fmt: skip
     """Gate and up [rows, cols] in fp32 with the bias, from the result of `_load_h`."""
     if INTERLEAVED:
         gate, up = _unpack(first, ELEMENT, HALF)
@@ -137,31 +131,12 @@ def _glu_parts(gate, up, alpha, limit, CLAMPED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["device_pages", "host_at"])
 def _forward_kernel(
-    h_ptr,
-    weights_ptr,
-    order_ptr,
-    n_live_ptr,
-    bias_ptr,
-    row_expert_ptr,
-    act_ptr,
-    arena_ptr,
-    pages_ptr,
-    n_rows,
-    alpha,
-    limit,
-    device_pages,
-    host_at: tl.int64,
-    N_INNER: tl.constexpr,
-    CLAMPED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    TO_PAGES: tl.constexpr,
-    PAGE_WORDS: tl.constexpr,
-    WORDS_IN_16: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-):
+    h_ptr, weights_ptr, order_ptr, n_live_ptr, bias_ptr, row_expert_ptr, act_ptr, arena_ptr, pages_ptr,
+    n_rows, alpha, limit, device_pages, host_at: tl.int64,
+    N_INNER: tl.constexpr, CLAMPED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    TO_PAGES: tl.constexpr, PAGE_WORDS: tl.constexpr, WORDS_IN_16: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_I: tl.constexpr,
+):  # fmt: skip
     """One [BLOCK_R, BLOCK_I] tile of act."""
     # Scalar arguments are fp32 in eager Triton and fp64 under Inductor.
     alpha = tl.cast(alpha, tl.float32)
@@ -199,37 +174,13 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize=["device_pages", "host_at"])
 def _backward_kernel(
-    h_ptr,
-    da_ptr,
-    weights_ptr,
-    order_ptr,
-    n_live_ptr,
-    bias_ptr,
-    row_expert_ptr,
-    dh_ptr,
-    act_ptr,
-    dw_ptr,
-    pages_ptr,
-    n_rows,
-    alpha,
-    limit,
-    device_pages,
-    host_at: tl.int64,
-    N_INNER: tl.constexpr,
-    CLAMPED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    FROM_PAGES: tl.constexpr,
-    PAGE_WORDS: tl.constexpr,
-    WORDS_IN_16: tl.constexpr,
-    WRITE_DH: tl.constexpr,
-    WRITE_ACT: tl.constexpr,
-    WRITE_DW: tl.constexpr,
-    HALF: tl.constexpr,
-    WORD: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    h_ptr, da_ptr, weights_ptr, order_ptr, n_live_ptr, bias_ptr, row_expert_ptr, dh_ptr, act_ptr, dw_ptr, pages_ptr,
+    n_rows, alpha, limit, device_pages, host_at: tl.int64,
+    N_INNER: tl.constexpr, CLAMPED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    FROM_PAGES: tl.constexpr, PAGE_WORDS: tl.constexpr, WORDS_IN_16: tl.constexpr, WRITE_DH: tl.constexpr,
+    WRITE_ACT: tl.constexpr, WRITE_DW: tl.constexpr, HALF: tl.constexpr, WORD: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_I: tl.constexpr,
-):
+):  # fmt: skip
     """BLOCK_R whole rows, so that dw needs neither a second pass nor an atomic.
 
     dh may be h and act may be da: a tile is read before the same tile is written. With FROM_PAGES, h_ptr is the arena.
@@ -337,29 +288,12 @@ def swiglu_forward(
     arena, paged = _paged(pages, h.dtype, glu)
     with on_device_of(h):
         _forward_kernel[(triton.cdiv(rows, block_r), triton.cdiv(inner, block_i))](
-            words(h),
-            weights,
-            order,
-            offs[-1:],
-            words(bias),
-            row_expert,
-            act,
-            arena,
-            None if pages is None else pages.pages,
-            rows,
-            glu.alpha,
-            glu.limit,
-            TO_PAGES=pages is not None,
-            **paged,
-            N_INNER=inner,
-            CLAMPED=glu.kind == "clamped_swiglu",
-            INTERLEAVED=glu.interleaved,
-            HAS_BIAS=bias is not None,
-            HALF=half,
-            BLOCK_R=block_r,
-            BLOCK_I=block_i,
+            words(h), weights, order, offs[-1:], words(bias), row_expert, act, arena,
+            None if pages is None else pages.pages, rows, glu.alpha, glu.limit,
+            TO_PAGES=pages is not None, **paged, N_INNER=inner, CLAMPED=glu.kind == "clamped_swiglu",
+            INTERLEAVED=glu.interleaved, HAS_BIAS=bias is not None, HALF=half, BLOCK_R=block_r, BLOCK_I=block_i,
             num_warps=_WARPS,
-        )
+        )  # fmt: skip
     return act
 
 
@@ -424,35 +358,12 @@ def swiglu_backward(
     arena, paged = _paged(pages, dtype, glu)
     with on_device_of(da):
         _backward_kernel[(triton.cdiv(rows, block_r),)](
-            words(source) if arena is None else arena,
-            da,
-            weights,
-            order,
-            offs[-1:],
-            words(bias),
-            row_expert,
-            words(dh),
-            act,
-            dw,
-            None if pages is None else pages.pages,
-            rows,
-            glu.alpha,
-            glu.limit,
-            FROM_PAGES=pages is not None,
-            **paged,
-            N_INNER=inner,
-            CLAMPED=glu.kind == "clamped_swiglu",
-            INTERLEAVED=glu.interleaved,
-            HAS_BIAS=bias is not None,
-            WRITE_DH=need_dh,
-            WRITE_ACT=need_act,
-            WRITE_DW=need_dw,
-            HALF=half,
-            WORD=word,
-            BLOCK_R=block_r,
-            BLOCK_I=block_i,
-            num_warps=_WARPS,
-        )
+            words(source) if arena is None else arena, da, weights, order, offs[-1:], words(bias), row_expert,
+            words(dh), act, dw, None if pages is None else pages.pages, rows, glu.alpha, glu.limit,
+            FROM_PAGES=pages is not None, **paged, N_INNER=inner, CLAMPED=glu.kind == "clamped_swiglu",
+            INTERLEAVED=glu.interleaved, HAS_BIAS=bias is not None, WRITE_DH=need_dh, WRITE_ACT=need_act,
+            WRITE_DW=need_dw, HALF=half, WORD=word, BLOCK_R=block_r, BLOCK_I=block_i, num_warps=_WARPS,
+        )  # fmt: skip
     return dh, act, dw
 
 

@@ -81,7 +81,7 @@ class DeepEpDispatcher(TokenDispatcher):
         )
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor, Handle]:
-        """See `TokenDispatcher.dispatch`. ValueError for rows or weights that the dispatcher was not made for."""
+        """ValueError for rows or weights that the dispatcher was not made for."""
         buffer = self._open()
         self._check_rows(x)
         if weights.dtype == torch.float64:
@@ -106,7 +106,6 @@ class DeepEpDispatcher(TokenDispatcher):
         return rows, local_ids.to(torch.int32), row_weights.to(weights.dtype), [counts, *handle]
 
     def spread(self, values: Tensor, handle: Sequence[Tensor], n_rows: int) -> Tensor:
-        """See `TokenDispatcher.spread`."""
         buffer = self._open()
         self._check_rows(values)
         return buffer.dispatch(values.contiguous(), handle=tuple(handle[1:]), config=self._settings[0])[0]
@@ -114,7 +113,7 @@ class DeepEpDispatcher(TokenDispatcher):
     def collect(
         self, rows: Tensor, narrow: Tensor | None, handle: Sequence[Tensor], n_tokens: int, init: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """See `TokenDispatcher.collect`. An `init` that is not bf16 is added to the rounded sum."""
+        """An `init` that is not bf16 is added to the rounded sum."""
         buffer = self._open()
         self._check_rows(rows)
         # DeepEP adds `bias` first, in fp32.
@@ -135,7 +134,7 @@ class DeepEpDispatcher(TokenDispatcher):
         return aligned(host_int(handle[0][1]))
 
     def fake_handle(self, tokens: int, slots_per_token: int, device: torch.device) -> tuple[int | None, Handle]:
-        """See `TokenDispatcher.fake_handle`. RuntimeError for ranks of several hosts."""
+        """RuntimeError for ranks of several hosts."""
         if self.size > _RANKS_OF_A_HOST:
             raise RuntimeError(
                 f"the deepep dispatcher of {self.size} ranks cannot be traced, only run: several hosts have other handles"

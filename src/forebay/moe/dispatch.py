@@ -167,25 +167,20 @@ class LocalDispatcher(TokenDispatcher):
         super().__init__(0, 1, num_experts)
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor, Handle]:
-        """Return the arguments."""
         return x, ids, weights, []
 
     def spread(self, values: Tensor, handle: Sequence[Tensor], n_rows: int) -> Tensor:
-        """Return the values."""
         return values
 
     def collect(
         self, rows: Tensor, narrow: Tensor | None, handle: Sequence[Tensor], n_tokens: int, init: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return `init` + rows."""
         return rows if init is None else init + rows, narrow
 
     def max_rows(self, handle: Sequence[Tensor], rows: int, slots_per_token: int) -> int | None:
-        """None: every slot is this rank's."""
         return None
 
     def fake_handle(self, tokens: int, slots_per_token: int, device: torch.device) -> tuple[int | None, Handle]:
-        """As many rows as tokens."""
         return tokens, []
 
     def watch(self, handle: Handle) -> None:
@@ -214,15 +209,14 @@ class NcclDispatcher(TokenDispatcher):
         self._group: Any = group
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor, Handle]:
-        """See `TokenDispatcher.dispatch`."""
-        goes, per_rank = who_goes(ids, self.num_experts, self.size)
-        counts = torch.stack([goes.sum(0), per_rank], 1)
+        sends, per_rank = destinations(ids, self.num_experts, self.size)
+        counts = torch.stack([sends.sum(0), per_rank], 1)
         received = torch.empty_like(counts)
         dist.all_to_all_single(received, counts, group=self._group)
         # The only host synchronization of the layer.
         splits = torch.cat([counts[:, 0], received[:, 0], received[:, 1].sum(0, keepdim=True)]).cpu()
         out, back = self._splits(splits)
-        sent, places = order_by_rank(goes, sum(out))
+        sent, places = order_by_rank(sends, sum(out))
         handle = [sent, places, splits]
         rows = self.spread(x, handle, aligned(sum(back)))
         slots = torch.cat([ids.to(torch.int32), _as_int32(weights)], 1)
@@ -233,7 +227,6 @@ class NcclDispatcher(TokenDispatcher):
         return rows, local_ids, row_weights, handle
 
     def spread(self, values: Tensor, handle: Sequence[Tensor], n_rows: int) -> Tensor:
-        """See `TokenDispatcher.spread`."""
         sent, _, splits = handle
         out, back = self._splits(splits)
         rows = values.new_empty((n_rows, values.shape[1]))
@@ -243,7 +236,6 @@ class NcclDispatcher(TokenDispatcher):
     def collect(
         self, rows: Tensor, narrow: Tensor | None, handle: Sequence[Tensor], n_tokens: int, init: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """See `TokenDispatcher.collect`."""
         wide = self._return(rows, handle, init)
         return wide, None if narrow is None else self._return(narrow, handle, None)
 
@@ -252,7 +244,7 @@ class NcclDispatcher(TokenDispatcher):
         return aligned(host_int(handle[2][-1]))
 
     def fake_handle(self, tokens: int, slots_per_token: int, device: torch.device) -> tuple[int | None, Handle]:
-        """See `TokenDispatcher.fake_handle`; R and S are known only on the device."""
+        """R and S are known only on the device."""
         sent = torch.empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.int32, device=device)
         places = torch.empty((tokens, self.size), dtype=torch.int32, device=device)
         return None, [sent, places, torch.empty(2 * self.size + 1, dtype=torch.int64)]
@@ -270,8 +262,8 @@ class NcclDispatcher(TokenDispatcher):
         return numbers[: self.size], numbers[self.size : 2 * self.size]
 
 
-def who_goes(ids: Tensor, num_experts: int, ranks: int) -> tuple[Tensor, Tensor]:
-    """(goes [T, P] bool, slots [P] int64): which ranks each token goes to, and how many live slots each rank gets.
+def destinations(ids: Tensor, num_experts: int, ranks: int) -> tuple[Tensor, Tensor]:
+    """(sends [T, P] bool, slots [P] int64): the ranks to which each token goes, and how many live slots each rank gets.
 
     K comparisons instead of a scatter: no atomics, no host synchronization. Ids outside [0, E) go nowhere.
     """
@@ -280,12 +272,12 @@ def who_goes(ids: Tensor, num_experts: int, ranks: int) -> tuple[Tensor, Tensor]
     return at.any(1), at.sum((0, 1))
 
 
-def order_by_rank(goes: Tensor, n_sent: int) -> tuple[Tensor, Tensor]:
-    """`sent` and `places` of an `NcclDispatcher` handle, computed on the device from goes [T, P] and the number S."""
-    tokens, ranks = goes.shape
-    flat = goes.t().reshape(-1)
+def order_by_rank(sends: Tensor, n_sent: int) -> tuple[Tensor, Tensor]:
+    """`sent` and `places` of an `NcclDispatcher` handle, computed on the device from sends [T, P] and the number S."""
+    tokens, ranks = sends.shape
+    flat = sends.t().reshape(-1)
     place = flat.cumsum(0, dtype=torch.int32) - 1
-    token = torch.arange(tokens, device=goes.device, dtype=torch.int32).repeat(ranks)
+    token = torch.arange(tokens, device=sends.device, dtype=torch.int32).repeat(ranks)
     # Entries that go nowhere all write to one extra element at the end.
     sent = token.new_empty(n_sent + 1).scatter_(0, torch.where(flat, place, n_sent).long(), token)[:n_sent]
     return sent, place.masked_fill(~flat, -1).view(ranks, tokens).t().contiguous()

@@ -129,7 +129,7 @@ class SymmetricDispatcher(TokenDispatcher):
         )
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor, Handle]:
-        """See `TokenDispatcher.dispatch`. ValueError for tokens that the dispatcher was not made for."""
+        """ValueError for tokens that the dispatcher was not made for."""
         peers = self._open()
         self._check_rows("x", x, self._tokens)
         if ids.shape[1] != self._slots or weights.dtype not in DTYPES:
@@ -154,7 +154,6 @@ class SymmetricDispatcher(TokenDispatcher):
         return rows, local_ids, row_weights, [source, places, starts, counts]
 
     def spread(self, values: Tensor, handle: Sequence[Tensor], n_rows: int) -> Tensor:
-        """See `TokenDispatcher.spread`."""
         peers = self._open()
         source, places, starts, *_ = handle
         self._check_rows("values", values, places.shape[0])
@@ -163,7 +162,6 @@ class SymmetricDispatcher(TokenDispatcher):
     def collect(
         self, rows: Tensor, narrow: Tensor | None, handle: Sequence[Tensor], n_tokens: int, init: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """See `TokenDispatcher.collect`."""
         peers = self._open()
         source, places, starts, *_ = handle
         self._check_rows("rows", rows, source.shape[0])
@@ -178,7 +176,6 @@ class SymmetricDispatcher(TokenDispatcher):
         return aligned(host_int(handle[3][1])) if len(handle) == 4 else self.capacity_slots
 
     def fake_handle(self, tokens: int, slots_per_token: int, device: torch.device) -> tuple[int | None, Handle]:
-        """See `TokenDispatcher.fake_handle`."""
         rows: Any = torch.library.get_ctx().new_dynamic_size() if self._exact else self.capacity_rows
         handle = [
             torch.empty(rows, dtype=torch.int32, device=device),
@@ -189,7 +186,7 @@ class SymmetricDispatcher(TokenDispatcher):
 
     @contextmanager
     def exactly(self) -> Iterator[None]:
-        """See `TokenDispatcher.exactly`. Waits for the device once. RuntimeError if a rank was late before: what it did not
+        """Waits for the device once. RuntimeError if a rank was late before: what it did not
         send has no size."""
         if self._exact:
             yield
@@ -202,25 +199,24 @@ class SymmetricDispatcher(TokenDispatcher):
             self._exact = False
 
     def lost_flag(self) -> Tensor | None:
-        """See `TokenDispatcher.lost_flag`: by how many slots the largest need exceeds the capacity. None if none can."""
+        """By how many slots the largest need exceeds the capacity. None if none can."""
         if not self._can_lose:
             return None
         return (self._needs().amax(0, keepdim=True) - self.capacity_slots).clamp_(min=0)
 
     def clear_lost(self) -> None:
-        """See `TokenDispatcher.clear_lost`."""
         self._most_exact = 0
         self._needs().zero_()
 
     def suggested_factor(self) -> float | None:
-        """See `TokenDispatcher.suggested_factor`. RuntimeError if a rank was late."""
+        """RuntimeError if a rank was late."""
         if not self._bounded:
             return None
         need = max(self._most_exact, *self._read_needs())
         return self._factor_for(need) if need else None
 
     def check(self) -> None:
-        """See `TokenDispatcher.check`; waits for the device once. Also RuntimeError if a rank was late.
+        """Waits for the device once. Also RuntimeError if a rank was late.
 
         Every rank raises for the overflow of any, and resets the recorded needs.
         """

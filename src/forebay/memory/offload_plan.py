@@ -45,18 +45,15 @@ def fit_link(timeline: Timeline, paths: frozenset[str]) -> Plan:
     return _longest_prefix(timeline, _by_wait(timeline, paths), frozenset())
 
 
-def offload_all(timeline: Timeline, paths: frozenset[str], in_flight: int | None = None) -> Plan:
-    """Offload every item of the regions `paths`, and wait where the link is too slow.
-
-    Args:
-        in_flight: bytes that may be on their way at once. Default: a quarter of all. Fewer free memory sooner and wait longer.
-    """
+def offload_all(timeline: Timeline, paths: frozenset[str]) -> Plan:
+    """Offload every item of the regions `paths`. Where the link is too slow, a quarter of the bytes may be on their way at once:
+    fewer free memory sooner and wait longer."""
     items = _by_wait(timeline, paths)
     assignment = _assign(items, len(items), frozenset())
     plan = simulate(timeline, assignment)
     if plan.stall_seconds <= _tolerance(timeline):
         return plan
-    return simulate(timeline, assignment, in_flight if in_flight is not None else plan.planned_bytes // 4)
+    return simulate(timeline, assignment, plan.planned_bytes // 4)
 
 
 def under_budget(

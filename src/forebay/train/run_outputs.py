@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from forebay.errors import RunError, UsageError
-from forebay.memory.hooks import StepReport
+from forebay.memory.step import StepReport
 from forebay.memory.storage import local
 from forebay.pipeline.activity import ActionRecord, ActionRecorder, bubble, draw, trace_json
 from forebay.train.distributed import Mesh

@@ -1,4 +1,4 @@
-"""Plans for forwards and backwards that alternate, against a walk through time that knows nothing of how they were made."""
+"""Rules for what is offloaded: single steps keep their promises on random timelines; pipelines are carried out event by event."""
 
 import random
 from dataclasses import replace
@@ -6,42 +6,79 @@ from dataclasses import replace
 import pytest
 
 from forebay.memory import offload_plan
-from forebay.memory.offload_plan import is_interleaved, plan_interleaved
+from forebay.memory.offload_plan import fit_link, is_interleaved, offload_all, plan_interleaved, under_budget
 from forebay.memory.timeline import CallFigures, Plan, Timeline, TimelineEvent
+from forebay.policy import BudgetError
+from tests.memory.timelines import paths_of, pipeline, random_timeline
+from tests.products import first
 
 MB = 1_000_000
 
 
-def pipeline(
-    microbatches: int,
-    ahead: int,
-    layers: int,
-    rate: float,
-    seconds: float = 1e-3,
-    items: tuple[int, ...] = (4 * MB, MB),
-) -> Timeline:
-    """1F1B of one rank: `ahead` forwards before the first backward, each of `layers` region calls."""
-    calls, events = [], []
+# --- all forwards before all backwards --------------------------------------------------------------------------------
 
-    def run(kind: str, m: int) -> None:
-        order = range(layers) if kind == "F" else reversed(range(layers))
-        for layer in order:
-            if kind == "F":
-                calls.append(CallFigures((f"layer{layer}", m), items, seconds))
-            events.append(TimelineEvent(kind, m * layers + layer, seconds if kind == "F" else 2 * seconds, 0, MB))
 
-    for m in range(ahead):
-        run("F", m)
-    for m in range(microbatches):
-        run("B", m)
-        if m + ahead < microbatches:
-            run("F", m + ahead)
-    return Timeline(tuple(calls), tuple(events), rate, rate)
+def smallest(error: BudgetError) -> int:
+    """The budget that the message names."""
+    return int(str(error).rsplit("(", 1)[1].split()[0])
+
+
+@pytest.mark.parametrize("seed", first(8, range(25)))
+def test_fit_never_waits_and_a_budget_is_never_exceeded(seed: int) -> None:
+    chance = random.Random(seed)
+    timeline = random_timeline(chance, chance.randint(1, 10))
+    paths = paths_of(timeline)
+    fit, every = fit_link(timeline, paths), offload_all(timeline, paths)
+    assert fit.stall_seconds <= 1e-3 * sum(m.seconds for m in timeline.events)
+    assert every.planned_bytes == sum(sum(c.items) for c in timeline.calls) >= fit.planned_bytes
+    keep = under_budget(timeline, paths, 1 << 40, paths)
+    assert keep.planned_bytes == 0 and not keep.recompute, "a generous budget moves and recomputes nothing"
+    for share in (1.0, 0.8, 0.6, 0.4, 0.2):
+        budget = int(keep.peak_bytes * share)
+        try:
+            plan = under_budget(timeline, paths, budget, paths)
+        except BudgetError as error:
+            assert smallest(error) > budget
+            assert under_budget(timeline, paths, smallest(error), paths).peak_bytes <= smallest(error)
+        else:
+            assert plan.peak_bytes <= budget
+
+
+@pytest.mark.parametrize("seed", first(4, range(10)))
+def test_a_margin_is_left_free_where_it_can_be(seed: int) -> None:
+    chance = random.Random(seed)
+    timeline = random_timeline(chance, chance.randint(1, 10))
+    paths = paths_of(timeline)
+    with pytest.raises(BudgetError) as caught:
+        under_budget(timeline, paths, 0, paths)
+    least = smallest(caught.value)
+    roomy = int(least / 0.9) + 1
+    assert under_budget(timeline, paths, roomy, paths, margin=0.1).peak_bytes <= 0.9 * roomy
+    assert under_budget(timeline, paths, least, paths, margin=0.1).peak_bytes <= least
+    with pytest.raises(BudgetError, match=str(least)):
+        under_budget(timeline, paths, least - 1, paths, margin=0.1)
+
+
+def test_offload_comes_before_recompute_while_the_link_is_free() -> None:
+    calls = tuple(CallFigures((f"r{i}", 0), (100,), 1.0) for i in range(6))
+    order = [("F", i) for i in range(6)] + [("B", i) for i in reversed(range(6))]
+    timeline = Timeline(calls, tuple(TimelineEvent(k, i, 1.0) for k, i in order), 1e4, 1e4)
+    plan = under_budget(timeline, paths_of(timeline), 400, paths_of(timeline))
+    assert not plan.recompute and plan.stall_seconds == 0.0
+    assert set(plan.offload) >= {("r0", 0), ("r1", 0)}
+
+
+# --- pipelines --------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_interleaved() -> None:
+    assert is_interleaved(pipeline(4, 2, 1, 1e9))
+    assert not is_interleaved(pipeline(4, 4, 1, 1e9))  # all forwards, then all backwards
 
 
 def starts_of(timeline: Timeline, plan: Plan) -> list[float]:
-    """When each moment starts, if all wait for the copies out that the plan settles there, and for their own that come back. What
-    others send comes at times of its own: a wait before it is none."""
+    """When each event starts, if it waits for the copies out that the plan settles there, and for its own copies back. What other
+    ranks send comes at nominal times."""
     settled: dict[tuple[str, tuple[str, int]], list[tuple[str, int]]] = {}
     for key, event in plan.settle_at.items():
         settled.setdefault(event, []).append(key)
@@ -67,8 +104,14 @@ def starts_of(timeline: Timeline, plan: Plan) -> list[float]:
     return starts
 
 
+def waits_of(timeline: Timeline, plan: Plan) -> list[float]:
+    """Between an event's end and the start of the next."""
+    starts = starts_of(timeline, plan)
+    return [after - before - m.seconds for before, after, m in zip(starts, starts[1:], timeline.events, strict=False)]
+
+
 def held_over_time(timeline: Timeline, plan: Plan) -> list[int]:
-    """Bytes on the device at the start of each moment, by carrying the plan out. Fails where something would have to wait for a
+    """Bytes on the device at the start of each event, by carrying the plan out. Fails where something would have to wait for a
     copy that comes back, or for one that leaves where the plan does not say so."""
     index = {(m.kind, timeline.calls[m.call].key): i for i, m in enumerate(timeline.events)}
     starts = starts_of(timeline, plan)
@@ -103,7 +146,7 @@ def held_over_time(timeline: Timeline, plan: Plan) -> list[int]:
 @pytest.mark.parametrize(("ahead", "layers", "rate"), [(4, 3, 20e9), (4, 3, 4e9), (2, 1, 1e9), (8, 2, float("inf"))])
 def test_nobody_waits_and_the_peak_is_what_the_plan_says(ahead: int, layers: int, rate: float) -> None:
     timeline = pipeline(16, ahead, layers, rate)
-    paths = frozenset(f"layer{i}" for i in range(layers))
+    paths = paths_of(timeline)
     keep, plan = plan_interleaved(timeline, frozenset()), plan_interleaved(timeline, paths)
     held = held_over_time(timeline, plan)
     assert plan.peak_bytes == max(held) + MB
@@ -118,7 +161,7 @@ def test_nobody_waits_and_the_peak_is_what_the_plan_says(ahead: int, layers: int
 @pytest.mark.parametrize(("ahead", "layers", "rate"), [(4, 3, 20e9), (8, 3, 10e9), (6, 2, 40e9)])
 def test_nothing_leaves_that_might_stay(ahead: int, layers: int, rate: float, everything: bool) -> None:
     timeline = pipeline(16, ahead, layers, rate)
-    plan = plan_interleaved(timeline, frozenset(f"layer{i}" for i in range(layers)), everything)
+    plan = plan_interleaved(timeline, paths_of(timeline), everything)
     held = held_over_time(timeline, plan)
     index = {(m.kind, timeline.calls[m.call].key): i for i, m in enumerate(timeline.events)}
     back = {key: index[name] for name, keys in plan.fetch_at.items() for key in keys}
@@ -132,13 +175,13 @@ def test_nothing_leaves_that_might_stay(ahead: int, layers: int, rate: float, ev
 
 def test_a_link_that_is_fast_enough_takes_most() -> None:
     timeline = pipeline(16, 8, 2, 100e9)
-    paths = frozenset({"layer0", "layer1"})
+    paths = paths_of(timeline)
     assert plan_interleaved(timeline, paths).peak_bytes < 0.5 * plan_interleaved(timeline, frozenset()).peak_bytes
 
 
 def test_a_slow_link_takes_nothing_that_would_be_late() -> None:
     timeline = pipeline(8, 2, 2, 1e6)
-    assert not plan_interleaved(timeline, frozenset({"layer0", "layer1"})).offload
+    assert not plan_interleaved(timeline, paths_of(timeline)).offload
 
 
 def test_only_the_regions_that_were_named_leave() -> None:
@@ -148,7 +191,7 @@ def test_only_the_regions_that_were_named_leave() -> None:
 
 def test_a_device_without_times_gives_a_plan_too() -> None:
     timeline = pipeline(8, 4, 2, float("inf"), seconds=0.0)
-    plan = plan_interleaved(timeline, frozenset({"layer0", "layer1"}))
+    plan = plan_interleaved(timeline, paths_of(timeline))
     assert plan.offload and all(plan.settle_at[key] != plan.fetch_at for key in plan.offload)
 
 
@@ -162,32 +205,32 @@ def test_uneven_times_and_sizes(seed: int) -> None:
         for c in timeline.calls
     )
     timeline = Timeline(calls, events, timeline.out_rate, timeline.back_rate)
-    plan = plan_interleaved(timeline, frozenset(f"layer{i}" for i in range(3)))
+    plan = plan_interleaved(timeline, paths_of(timeline))
     assert plan.peak_bytes == max(held_over_time(timeline, plan)) + MB
 
 
 @pytest.mark.parametrize(("ahead", "layers", "rate"), [(8, 2, 3.5e9), (8, 2, 2.5e9), (10, 3, 3e9), (6, 1, 4e9)])
 def test_with_everything_the_first_forwards_wait_and_the_peak_is_lower(ahead: int, layers: int, rate: float) -> None:
     timeline = pipeline(64, ahead, layers, rate)
-    paths = frozenset(f"layer{i}" for i in range(layers))
+    paths = paths_of(timeline)
     fit, plan = (plan_interleaved(timeline, paths, everything) for everything in (False, True))
     assert plan.peak_bytes == max(held_over_time(timeline, plan)) + MB
     assert plan.peak_bytes < fit.peak_bytes
     seconds = sum(m.seconds for m in timeline.events)
     assert fit.stall_seconds == 0 < plan.stall_seconds <= 0.02 * seconds
     assert plan.step_seconds == pytest.approx(seconds + plan.stall_seconds)
-    waits = [start - before - m.seconds for before, start, m in _steps(timeline, plan)]
+    waits = waits_of(timeline, plan)
     assert max(waits[2 * ahead * layers :], default=0.0) <= 1e-9, "the steady part waits for nobody"
 
 
 @pytest.mark.parametrize(("ahead", "layers", "rate"), [(8, 2, 2.5e9), (8, 2, 2.2e9), (10, 3, 2.4e9)])
 def test_with_everything_the_last_backwards_wait_too(ahead: int, layers: int, rate: float) -> None:
     timeline = replace(pipeline(64, ahead, layers, rate), out_rate=1e13)
-    paths = frozenset(f"layer{i}" for i in range(layers))
+    paths = paths_of(timeline)
     fit, plan = (plan_interleaved(timeline, paths, everything) for everything in (False, True))
     assert plan.peak_bytes == max(held_over_time(timeline, plan)) + MB < fit.peak_bytes
     assert fit.stall_seconds == 0 < plan.stall_seconds <= 0.02 * sum(m.seconds for m in timeline.events)
-    waits = [start - before - m.seconds for before, start, m in _steps(timeline, plan)]
+    waits = waits_of(timeline, plan)
     assert max(waits[: -2 * ahead * layers]) <= 1e-9 < max(waits[-2 * ahead * layers :])
 
 
@@ -196,29 +239,16 @@ def test_at_its_ends_a_step_has_rates_of_their_own(slow: str, end: str) -> None:
     both = pipeline(16, 8, 2, 3e9)
     rates = {"out_rate": 1e13, "back_rate": 1e13, slow: 3e9}
     timeline = replace(both, **rates)
-    paths = frozenset({"layer0", "layer1"})
+    paths = paths_of(timeline)
     one, two = (plan_interleaved(t, paths).peak_bytes for t in (timeline, replace(timeline, **{end: 6e9})))
     assert two < one
     assert replace(both, **{end: 6e9}).on_link(0.5) == replace(both, out_rate=1.5e9, back_rate=1.5e9, **{end: 3e9})
 
 
-def test_where_a_step_opens_and_closes() -> None:
-    timeline = pipeline(16, 8, 2, 3e9)
-    kinds = "".join(m.kind for m in timeline.events)
-    assert kinds[: timeline.opening] == "F" * 16 and kinds[timeline.opening] == "B"
-    assert kinds[timeline.closing :] == "B" * 16 and kinds[timeline.closing - 1] == "F"
-
-
-def _steps(timeline: Timeline, plan: Plan) -> list[tuple[float, float, TimelineEvent]]:
-    """(start, start of the next, moment)."""
-    starts = starts_of(timeline, plan)
-    return list(zip(starts, starts[1:], timeline.events, strict=False))
-
-
 def test_with_everything_the_link_works_while_the_device_waits_for_others() -> None:
     timeline = pipeline(16, 8, 3, 4e9)
     idle = replace(timeline, events=tuple(replace(m, idle=1e-3 if m.call % 3 == 0 else 0.0) for m in timeline.events))
-    paths = frozenset(f"layer{i}" for i in range(3))
+    paths = paths_of(timeline)
     busy, waiting = (plan_interleaved(t, paths, everything=True) for t in (timeline, idle))
     assert waiting.peak_bytes == max(held_over_time(idle, waiting)) + MB < busy.peak_bytes
     assert plan_interleaved(timeline, paths) == plan_interleaved(idle, paths), (
@@ -233,7 +263,7 @@ def test_waits_are_worth_what_they_buy(monkeypatch: pytest.MonkeyPatch, ahead: i
     found = {}
     for worth in (0, 2, 20, 200):
         monkeypatch.setattr(offload_plan, "_WORTH", worth)
-        plan = plan_interleaved(timeline, frozenset(f"layer{i}" for i in range(layers)), everything=True)
+        plan = plan_interleaved(timeline, paths_of(timeline), everything=True)
         assert plan.peak_bytes == max(held_over_time(timeline, plan)) + MB
         found[worth] = plan.peak_bytes, plan.stall_seconds / seconds
     for worth, (peak, stall) in found.items():
@@ -244,7 +274,7 @@ def test_waits_are_worth_what_they_buy(monkeypatch: pytest.MonkeyPatch, ahead: i
 @pytest.mark.parametrize("memory_rate", [1.2e12, 0.6e12])
 def test_copies_take_little_of_the_devices_own_memory(memory_rate: float) -> None:
     timeline = pipeline(64, 8, 2, 20e9)
-    paths = frozenset({"layer0", "layer1"})
+    paths = paths_of(timeline)
     seconds = sum(m.seconds for m in timeline.events)
     kept, most = (plan_interleaved(timeline, p) for p in (frozenset(), paths))
     slower = replace(timeline, memory_rate=memory_rate)
@@ -259,7 +289,7 @@ def test_of_few_kinds_shorter_waits_are_tried_too(
     monkeypatch: pytest.MonkeyPatch, ahead: int, layers: int, rate: float
 ) -> None:
     timeline = pipeline(32, ahead, layers, rate, items=(5 * MB,))
-    paths = frozenset(f"layer{i}" for i in range(layers))
+    paths = paths_of(timeline)
     seconds = sum(m.seconds for m in timeline.events)
 
     def cost() -> float:
@@ -273,7 +303,7 @@ def test_of_few_kinds_shorter_waits_are_tried_too(
 
 def test_with_everything_and_a_fast_link_nobody_waits() -> None:
     timeline = pipeline(16, 8, 2, 1e13)
-    paths = frozenset({"layer0", "layer1"})
+    paths = paths_of(timeline)
     plan = plan_interleaved(timeline, paths, everything=True)
     assert plan.peak_bytes == max(held_over_time(timeline, plan)) + MB
     assert plan.peak_bytes <= plan_interleaved(timeline, paths).peak_bytes and plan.stall_seconds == 0
@@ -295,8 +325,3 @@ def test_what_another_call_reads_first_is_back_for_that_one() -> None:
         fetched = {key: index[name] for name, keys in named.fetch_at.items() for key in keys}
         margins.append(min(index["B", ("layer1", m)] - fetched["layer0", m] for _, m in named.offload))
     assert margins[0] <= 0 < margins[1], "not tight without, or late for the other reader"
-
-
-def test_what_is_interleaved() -> None:
-    assert is_interleaved(pipeline(4, 2, 1, 1e9))
-    assert not is_interleaved(pipeline(4, 4, 1, 1e9))  # all forwards, then all backwards

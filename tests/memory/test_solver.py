@@ -1,14 +1,15 @@
-"""The solver against every placement there is: random timelines, and those of real models with invented rates.
+"""The solver against every placement there is: random timelines, and those of real models with invented rates. And a programme
+against all of its values.
 
-`placements` lays all 3^n assignments (keep, recompute, offload as a whole) of a timeline with n regions, each with eleven
-windows: more than the solver tries. Its best within a budget is what the solver has to reach, to 2 %.
+`placements` lays all 3^n assignments of a timeline with n regions, each with eleven windows: more than the solver tries. Its best
+within a budget is what the solver has to reach, to 2 %.
 """
 
 from __future__ import annotations
 
+import ctypes
 import random
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -17,70 +18,29 @@ import pytest
 import torch
 
 from forebay.managed import manage
+from forebay.memory import solver
 from forebay.memory.offload_plan import under_budget
-from forebay.memory.solver import Allowed, lowest
-from forebay.memory.timeline import Assignment, CallFigures, Timeline, TimelineEvent, TurnSchedule, simulate
+from forebay.memory.solver import Allowed, Programme, lowest
+from forebay.memory.timeline import Assignment, CallFigures, Timeline, TimelineEvent, simulate
 from forebay.policy import BudgetError
+from tests.memory.timelines import paths_of, placements, random_timeline
 from tests.products import cover, first
 
-WINDOWS = (None, 1.5, 2, 3, 4, 6, 8, 12, 16, 32, 0)
 TOLERANCE = 0.02
 BUDGETS = 6
 
 
-def placements(timeline: Timeline) -> list[tuple[float, int]]:
-    """(seconds, peak) of every way to place whole regions."""
-    found = []
-    paths = list(dict.fromkeys(c.key[0] for c in timeline.calls))
-    for choice in product("kro", repeat=len(paths)):
-        chosen = dict(zip(paths, choice, strict=True))
-        again = frozenset(p for p in paths if chosen[p] == "r")
-        offload = {i: frozenset(range(len(c.items))) for i, c in enumerate(timeline.calls) if chosen[c.key[0]] == "o"}
-        leaving = sum(sum(timeline.calls[i].items) for i in offload)
-        for share in WINDOWS if leaving else (None,):
-            window = None if share is None else int(leaving / share) if share else 0
-            plan = simulate(timeline, Assignment(offload, again), window)
-            found.append((plan.step_seconds, plan.peak_bytes))
-    return found
-
-
-def budgets(timeline: Timeline, every: list[tuple[float, int]]) -> Iterator[int]:
-    """From the lowest peak there is up to where all is kept."""
-    low, high = min(peak for _, peak in every), simulate(timeline, Assignment()).peak_bytes
-    yield from (low + (high - low) * k // BUDGETS for k in range(BUDGETS))
-
-
 def check(timeline: Timeline) -> list[float]:
-    """By how much `under_budget` misses the best placement, budget by budget."""
-    every = placements(timeline)
-    paths = frozenset(c.key[0] for c in timeline.calls)
-    gaps = []
-    for budget in budgets(timeline, every):
+    """By how much `under_budget` misses the best placement, for budgets from the lowest peak there is to where all is kept."""
+    every = [(plan.step_seconds, plan.peak_bytes) for plan in placements(timeline)]
+    low, high = min(peak for _, peak in every), simulate(timeline, Assignment()).peak_bytes
+    paths, gaps = paths_of(timeline), []
+    for budget in (low + (high - low) * k // BUDGETS for k in range(BUDGETS)):
         best = min(seconds for seconds, peak in every if peak <= budget)
         plan = under_budget(timeline, paths, budget, paths)
         assert plan.peak_bytes <= budget
         gaps.append(plan.step_seconds / best - 1)
     return gaps
-
-
-def random_timeline(chance: random.Random, regions: int) -> Timeline:
-    """Regions of one to four items; links from far too slow to much too fast."""
-    calls = []
-    for i in range(regions):
-        light = chance.random() < 0.4
-        items = tuple(chance.randint(20, 1000) for _ in range(chance.randint(1, 4)))
-        inputs = 0 if light else chance.randint(5, 100)
-        calls.append(CallFigures((f"r{i}", 0), items, chance.uniform(0.5, 2.0), light, inputs))
-    events = [
-        TimelineEvent("F", i, c.seconds * chance.uniform(1, 1.2), chance.randint(0, 100), chance.randint(0, 600))
-        for i, c in enumerate(calls)
-    ]
-    events += [
-        TimelineEvent("B", i, c.seconds * chance.uniform(1.6, 2.4), chance.randint(0, 300), chance.randint(0, 900))
-        for i, c in reversed([*enumerate(calls)])
-    ]
-    rate = chance.choice([50.0, 200.0, 500.0, 1500.0, 5000.0])
-    return Timeline(tuple(calls), tuple(events), rate, rate * chance.uniform(0.9, 1.1))
 
 
 @pytest.mark.parametrize("seed", first(5, range(16)))
@@ -117,8 +77,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("family", "rate"), cover(list(MODELS), [4e9, 25e9, 100e9]))
 def test_no_placement_of_a_real_model_is_faster(family: str, rate: float) -> None:
-    """What a model saved on this CPU, item by item, as if its bytes were a thousand times as many; each MoE half takes twice the
-    time of attention, and each moment rises by its own region's bytes."""
+    """What a model saved on this CPU, item by item, as if its bytes were a thousand times as many; each MoE sublayer takes twice
+    the time of attention, and each event rises by its own region's bytes."""
     import transformers
 
     name, fields = MODELS[family]
@@ -156,7 +116,7 @@ def _timed(measured: Timeline, rate: float) -> Timeline:
 
 
 def layers(count: int, noise: float = 0.03) -> Timeline:
-    """An MoE model's halves with times that vary as measured ones do; a link of 40 GB/s."""
+    """An MoE model's sublayers with times that vary as measured ones do; a link of 40 GB/s."""
     chance = random.Random(0)
     mib = 1 << 20
     calls = []
@@ -176,7 +136,7 @@ def test_a_hundred_regions_take_a_second(share: float) -> None:
     """Of this process's time: others may have the machine. No slower than any count of regions recomputed, the cheapest first,
     with any part of the rest offloaded, the longest wait first."""
     timeline = layers(50)
-    paths = frozenset(c.key[0] for c in timeline.calls)
+    paths = paths_of(timeline)
     budget = int(simulate(timeline, Assignment()).peak_bytes * share)
     begun = time.process_time()
     plan = under_budget(timeline, paths, budget, paths)
@@ -199,8 +159,8 @@ def test_the_lowest_peak_is_that_of_all_placements() -> None:
     for seed in range(12):
         chance = random.Random(1000 + seed)
         timeline = random_timeline(chance, chance.randint(2, 4))
-        paths = frozenset(c.key[0] for c in timeline.calls)
-        least = min(peak for _, peak in placements(timeline))
+        paths = paths_of(timeline)
+        least = min(plan.peak_bytes for plan in placements(timeline))
         assert lowest(timeline, Allowed(paths, paths)).peak_bytes <= 1.02 * least
         with pytest.raises(BudgetError) as caught:
             under_budget(timeline, paths, 1, paths)
@@ -209,11 +169,50 @@ def test_the_lowest_peak_is_that_of_all_placements() -> None:
         assert under_budget(timeline, paths, smallest, paths).peak_bytes <= smallest
 
 
-def test_levels_are_those_of_the_peak() -> None:
-    timeline = random_timeline(random.Random(3), 5)
-    for window in (None, 0, 300):
-        assignment = Assignment({0: frozenset({0}), 2: frozenset({0})}, frozenset({"r4"}))
-        schedule = TurnSchedule(timeline, assignment, window)
-        plan, levels = schedule.plan(), schedule.memory
-        assert max(levels) == plan.peak_bytes and len(levels) == len(timeline.events)
-        assert plan == simulate(timeline, assignment, window)
+# --- programmes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_choices_are_the_cheapest_of_all(seed: int) -> None:
+    chance = random.Random(seed)
+    costs = [chance.randint(1, 9) for _ in range(7)]
+    sizes = [chance.randint(1, 9) for _ in range(7)]
+    p = Programme()
+    choices = [p.choice(c) for c in costs]
+    p.row(list(zip(choices, sizes, strict=True)), low=15)
+    p.row([(choices[0], 1.0), (choices[1], 1.0)], high=1)
+    answer = p.solve(10.0, 0.0)
+    assert answer is not None and answer.gap == 0
+    every = [v for v in product((0, 1), repeat=7) if v[0] + v[1] <= 1 and _dot(v, sizes) >= 15]
+    assert answer.cost == pytest.approx(min(_dot(v, costs) for v in every))
+    assert _dot([answer.chosen(c) for c in choices], costs) == pytest.approx(answer.cost)
+
+
+def _dot(values: Any, factors: list[int]) -> int:
+    return sum(f for v, f in zip(values, factors, strict=True) if v)
+
+
+def test_rows_that_contradict_each_other_have_no_answer() -> None:
+    p = Programme()
+    one = p.choice(1.0)
+    p.row([(one, 1.0)], low=2.0)
+    assert p.solve(1.0, 0.0) is None
+
+
+def test_a_variable_is_no_less_than_nothing_and_at_most_its_upper_bound() -> None:
+    p = Programme()
+    up, down = p.variable(-1.0, 2.5), p.variable(1.0)
+    answer = p.solve(1.0, 0.0)
+    assert answer is not None
+    assert answer.values[up] == pytest.approx(2.5) and answer.values[down] == pytest.approx(0.0)
+
+
+def test_the_solvers_own_lines_are_left_out_and_no_others(capfd: Any) -> None:
+    with solver._without_debug_output():
+        ctypes.CDLL(None).puts(b"HighsMipSolverData::transformNewIntegerFeasibleSolution tmpSolver.run();")
+        print("another line")
+        ctypes.CDLL(None).puts(b"a third")
+    print("afterwards")
+    ctypes.CDLL(None).fflush(None)
+    out = capfd.readouterr().out
+    assert "Highs" not in out and all(line in out for line in ("another line", "a third", "afterwards"))

@@ -1,0 +1,97 @@
+"""The simulation against figures worked out by hand."""
+
+import random
+
+import pytest
+
+from forebay.memory.timeline import Assignment, CallFigures, Timeline, TimelineEvent, TurnSchedule, simulate
+from tests.memory.timelines import pipeline, random_timeline
+
+
+def timeline(saved: list[int], seconds: float, rate: float, transient: int = 0, other: int = 0) -> Timeline:
+    """Regions that save one item each, all events equally long, backward in reverse."""
+    calls = tuple(CallFigures((f"r{i}", 0), (n,), seconds) for i, n in enumerate(saved))
+    numbers = [*range(len(saved))]
+    events = [TimelineEvent("F", i, seconds, other, transient) for i in numbers]
+    events += [TimelineEvent("B", i, seconds, other, transient) for i in reversed(numbers)]
+    return Timeline(calls, tuple(events), rate, rate)
+
+
+def offload(*calls: int) -> Assignment:
+    return Assignment({c: frozenset({0}) for c in calls})
+
+
+def test_the_docstring_example() -> None:
+    """12 bytes ready at t=10 over a link of 1 byte a second leave by t=22 and must start back by t=37 (12 / 0.92 s)."""
+    plan = simulate(timeline([12, 7, 7], 10.0, 1.0), offload(0))
+    assert plan.settle_at == {("r0", 0): ("B", ("r2", 0))}
+    assert plan.fetch_at == {("B", ("r1", 0)): (("r0", 0),)} or plan.fetch_at == {("B", ("r2", 0)): (("r0", 0),)}
+    assert plan.planned_bytes == 12
+
+
+def test_keep_holds_everything_at_the_turn() -> None:
+    plan = simulate(timeline([3, 4, 5], 1.0, 1.0, transient=2, other=10), Assignment())
+    assert (plan.peak_bytes, plan.stall_seconds, plan.step_seconds) == (10 + 12 + 2, 0.0, 6.0)
+
+
+def test_a_fast_link_moves_without_waits() -> None:
+    plan = simulate(timeline([100] * 4, 1.0, 1e6), offload(0, 1))
+    assert (plan.stall_seconds, plan.step_seconds) == (0.0, 8.0)
+
+
+def test_a_link_that_is_too_slow_makes_compute_wait_at_the_turn() -> None:
+    """Ready at 1, 4 s each: over at 5 and 9, the turn is at 3. Six seconds of waiting, at least."""
+    assert simulate(timeline([4, 4, 1], 1.0, 1.0), offload(0, 1)).stall_seconds >= 6.0
+
+
+def test_a_window_trades_memory_for_time() -> None:
+    """What is still leaving at the turn is taken back and not fetched."""
+    slow = timeline([4] * 6, 1.0, 2.0)
+    wide, narrow = (simulate(slow, offload(*range(5)), window) for window in (12, 0))
+    assert wide.stall_seconds < narrow.stall_seconds
+    fetched = {key for keys in wide.fetch_at.values() for key in keys}
+    assert fetched == set(wide.settle_at)
+    assert ("r4", 0) not in fetched and ("r0", 0) in fetched
+
+
+@pytest.mark.parametrize(
+    ("call", "seconds"),
+    [
+        (CallFigures(("r0", 0), (6, 4), 1.0, input_bytes=4), 3.0),  # all but the input is freed, for a forward
+        (CallFigures(("r0", 0), (3, 7), 1.0, light_recompute=True), 2.6),  # the largest item is freed, for 0.6 of one
+    ],
+)
+def test_recomputing_takes_time(call: CallFigures, seconds: float) -> None:
+    plan = simulate(Timeline((call,), timeline([10], 1.0, 1.0).events), Assignment(recompute=frozenset({"r0"})))
+    assert plan.step_seconds == seconds
+
+
+@pytest.mark.parametrize(("light", "peak"), [(False, 100 + 10 + 40), (True, 100 + 10)])
+def test_what_experts_recompute_adds_nothing_to_their_backward(light: bool, peak: int) -> None:
+    """A checkpoint's tensors come on top of all that backward takes; experts write a gradient over theirs."""
+    calls = (CallFigures(("mlp", 0), (40, 10), 1.0, light_recompute=light, input_bytes=10),)
+    events = (TimelineEvent("F", 0, 1.0, 0, 60), TimelineEvent("B", 0, 1.0, 0, 100))
+    assert simulate(Timeline(calls, events), Assignment(recompute=frozenset({"mlp"}))).peak_bytes == peak
+
+
+def test_several_microbatches_in_flight() -> None:
+    """F0 F0' B0 B0': two calls of one region live at once, each with its own item."""
+    calls = (CallFigures(("r", 0), (5,), 1.0), CallFigures(("r", 1), (5,), 1.0))
+    events = tuple(TimelineEvent(kind, call, 1.0) for kind, call in (("F", 0), ("F", 1), ("B", 0), ("B", 1)))
+    assert simulate(Timeline(calls, events, 100.0, 100.0), Assignment()).peak_bytes == 10
+
+
+@pytest.mark.parametrize("window", [None, 0, 300])
+def test_the_peak_is_that_of_the_highest_event(window: int | None) -> None:
+    step = random_timeline(random.Random(3), 5)
+    assignment = Assignment({0: frozenset({0}), 2: frozenset({0})}, frozenset({"r4"}))
+    schedule = TurnSchedule(step, assignment, window)
+    assert len(schedule.memory) == len(step.events) and schedule.plan() == simulate(step, assignment, window)
+    assert max(schedule.memory) == schedule.plan().peak_bytes
+
+
+def test_where_a_pipeline_s_step_opens_and_closes() -> None:
+    step = pipeline(16, 8, 2, 3e9)
+    kinds = "".join(m.kind for m in step.events)
+    assert kinds[: step.opening] == "F" * 16 and kinds[step.opening] == "B"
+    assert kinds[step.closing :] == "B" * 16 and kinds[step.closing - 1] == "F"

@@ -61,11 +61,11 @@ def changed(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("raw", "said"),
     [
-        ([], "no JSON object"),
+        ([], "not a JSON object"),
         ({k: v for k, v in load("h200").as_dict().items() if k != "kernel"}, "lacks kernel"),
         (changed(speed=3), "has speed, which no profile has"),
         (changed(node=0), "node is 0"),
-        (changed(kernel=3e-6), "kernel is no figure"),
+        (changed(kernel=3e-6), "kernel is not a figure"),
         (changed(kernel={"value": 0, "source": "measured", "where": ""}), "above 0"),
         (changed(kernel={"value": "fast", "source": "measured", "where": ""}), "valid is a number"),
         (changed(kernel={"value": [], "source": "measured", "where": ""}), "valid is a number"),

@@ -71,7 +71,7 @@ def test_on_paper_gradients_of_tokens_are_added_at_once_where_a_run_adds_them(mi
     c = from_mapping({"model": model, "train": train, "parallel": {"pp": 2}, "device": {"type": "cuda"}})
     with (
         mock.patch.object(rank, "reserve", wraps=reserved.reserve) as reserve,
-        mock.patch.object(rank, "sublayers_of", wraps=walk.sublayers_of) as sublayers,
+        mock.patch.object(rank, "sublayer_memory", wraps=walk.sublayer_memory) as sublayers,
     ):
         fit_run(c, plan_layers(c, 2), 2)
     assert [call.args[0].at_once for call in reserve.call_args_list] == [at_once] * 2

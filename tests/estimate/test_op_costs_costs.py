@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from forebay.estimate.live import Live
+from forebay.estimate.op_recorder import OpRecorder
 from forebay.estimate.trace import PlannedDispatcher, trace_model
 from forebay.estimate.types import ModelTrace, OpCost, Shape
 from forebay.kernels.scale import scale
@@ -23,10 +23,10 @@ HIDDEN, WIDTH, EXPERTS, TOP_K, SEQUENCE = 64, 32, 8, 2, 32
 
 
 def costs(run: Callable[..., Tensor], *shapes: tuple[int, ...], fused: bool) -> tuple[OpCost, ...]:
-    with FakeTensorMode(), Live(1, fused=fused) as live:
+    with FakeTensorMode(), OpRecorder(1, fused=fused) as live:
         given = [torch.empty(shape) for shape in shapes]
         for tensor in given:
-            live.enter(tensor)
+            live.mark_input(tensor)
         live.tally.take()
         return live.tally.take([run(*given)])
 
@@ -49,15 +49,15 @@ def test_views_and_empty_memory_cost_nothing() -> None:
     ("run", "shapes", "expected"),
     [
         (lambda x, y: x + y, [(8, 8), (8, 8)], OpCost("pointwise", 0, 3 * 256)),
-        (lambda x, y: x + y, [(8, 8), (8, 1)], OpCost("walked", 0, 2 * 256 + 32)),  # one column for all
-        (lambda x, y: x + y.t(), [(8, 8), (8, 8)], OpCost("walked", 0, 3 * 256)),
-        (lambda x: x[:, :4] * 2, [(8, 8)], OpCost("walked", 0, 2 * 128)),
-        (lambda x: torch.cat([x, x]), [(8, 8)], OpCost("walked", 0, 4 * 256)),
+        (lambda x, y: x + y, [(8, 8), (8, 1)], OpCost("unvectorized", 0, 2 * 256 + 32)),  # one column for all
+        (lambda x, y: x + y.t(), [(8, 8), (8, 8)], OpCost("unvectorized", 0, 3 * 256)),
+        (lambda x: x[:, :4] * 2, [(8, 8)], OpCost("unvectorized", 0, 2 * 128)),
+        (lambda x: torch.cat([x, x]), [(8, 8)], OpCost("unvectorized", 0, 4 * 256)),
         (lambda x: x.to(torch.bfloat16), [(8, 8)], OpCost("pointwise", 0, 256 + 128)),
         (lambda x: x.pow(2), [(8, 8)], OpCost("pointwise", 0, 2 * 256)),
         (lambda x: x.mean(-1), [(8, 8)], OpCost("pointwise", 0, 256 + 32)),
-        (lambda x: x.sum(0), [(8, 8)], OpCost("walked", 0, 256 + 32)),
-        (lambda x: x.max(-1)[0], [(8, 8)], OpCost("walked", 0, 256 + 32 + 64)),  # and where it was, in int64
+        (lambda x: x.sum(0), [(8, 8)], OpCost("unvectorized", 0, 256 + 32)),
+        (lambda x: x.max(-1)[0], [(8, 8)], OpCost("unvectorized", 0, 256 + 32 + 64)),  # and where it was, in int64
         (lambda x, y: x * y.sum(), [(8, 8), (2,)], OpCost("pointwise", 0, 2 * 256 + 4)),  # a scalar is no layout
     ],
 )
@@ -69,7 +69,7 @@ def test_two_dtypes_are_walked() -> None:
     def run(x: Tensor) -> Tensor:
         return x * torch.empty(8, 8, dtype=torch.bfloat16)
 
-    assert costs(run, (8, 8), fused=False) == (OpCost("walked", 0, 2 * 256 + 128),)
+    assert costs(run, (8, 8), fused=False) == (OpCost("unvectorized", 0, 2 * 256 + 128),)
 
 
 def test_what_a_kernel_writes_into_given_memory_is_counted() -> None:
@@ -85,7 +85,7 @@ def test_products_of_rows_that_begin_anywhere() -> None:
     """Rows of 9 numbers, the first 8 of which are used: as GPT-OSS's scores, one of which is the sink's."""
     shapes = (2, 4, 9), (2, 8, 16)
     (odd,) = costs(lambda x, y: torch.bmm(x[..., :8], y), *shapes, fused=False)
-    assert odd == OpCost("gemm_odd", 2 * 2 * 4 * 8 * 16, 4 * 2 * (4 * 8 + 8 * 16 + 4 * 16))
+    assert odd == OpCost("gemm_unaligned", 2 * 2 * 4 * 8 * 16, 4 * 2 * (4 * 8 + 8 * 16 + 4 * 16))
     (even,) = costs(torch.bmm, (2, 4, 8), (2, 8, 16), fused=False)
     assert even == replace(odd, kind="gemm")
 
@@ -99,10 +99,10 @@ def test_a_run_ends_at_a_product() -> None:
 
 def test_backward_makes_a_forwards_run_again() -> None:
     """exp(x) + 1 is saved for the product's weight gradient; compiled code saves x, and makes it again."""
-    with FakeTensorMode(), Live(1, fused=True) as live:
+    with FakeTensorMode(), OpRecorder(1, fused=True) as live:
         x, w = torch.empty(4, 8), torch.empty(8, 16, requires_grad=True)
-        live.enter(x)
-        live.enter(w)
+        live.mark_input(x)
+        live.mark_input(w)
         live.tally.take()
         y = (x.exp() + 1) @ w
         live.tally.take([y])
@@ -115,7 +115,7 @@ def test_backward_makes_a_forwards_run_again() -> None:
 
 def test_causal_attention_makes_half_the_pairs() -> None:
     shape = (2, 3, 16, 8)
-    with FakeTensorMode(), Live(1) as live:
+    with FakeTensorMode(), OpRecorder(1) as live:
         q, k, v = (torch.empty(shape, dtype=torch.bfloat16) for _ in range(3))
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         flash(q, k, v, 0.0, False)
@@ -200,8 +200,8 @@ def test_compiled_halves_move_less() -> None:
 def test_what_travels_is_what_comes_not_what_there_is_room_for(capacity: float) -> None:
     found = trace(stages=True, ep=4, capacity_factor=capacity).layers[1].mlp
     rows = PlannedDispatcher(4, EXPERTS, SEQUENCE, TOP_K).live_rows
-    sent = [op.bytes for op in found.forward_ops if op.kind == "exchange"]
+    sent = [op.bytes for op in found.forward_ops if op.kind == "all_to_all"]
     assert sent == [rows * HIDDEN * 2 * 3 // 4] * 2  # dispatch and combine, three of four ranks are others
-    assert sent == [op.bytes for op in found.backward_ops if op.kind == "exchange"]
+    assert sent == [op.bytes for op in found.backward_ops if op.kind == "all_to_all"]
     slots = PlannedDispatcher(4, EXPERTS, SEQUENCE, TOP_K).live_slots
     assert flops(found.forward_ops, "grouped") == pytest.approx(3 * 2 * slots * HIDDEN * WIDTH, rel=0.02)

@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from forebay.estimate.live import Live
-from forebay.estimate.op_costs import steps_of
+from forebay.estimate.op_recorder import OpRecorder
 from forebay.estimate.types import Op
+from forebay.estimate.workspaces import workspace_steps
 
 MIB = 1 << 20
 
 
 def largest(name: str, *args: object) -> int:
-    return max((size for key, size in steps_of(name, args, {}, False) if isinstance(key, str)), default=0)
+    return max((size for key, size in workspace_steps(name, args, {}, False) if isinstance(key, str)), default=0)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def made_backward(function: object) -> list[int]:
     """Bytes of the storages that the log of a backward has, in order; those that are written over count once."""
     with FakeTensorMode():
         x = torch.empty(256, 256, requires_grad=True)
-        live = Live(512)
+        live = OpRecorder(512)
         live.ignore(x)
         with live:
             y = function(x)  # type: ignore[operator]

@@ -12,7 +12,7 @@ import pytest
 from forebay.estimate.placement import Choice, Machine, Option, by_kind, choose, rank_options, sentences
 from forebay.estimate.state import RankState
 from forebay.estimate.types import LayerTrace, ModelTrace, PartTrace
-from forebay.estimate.walk import StageLayers, alone, fit_rank
+from forebay.estimate.walk import StageLayers, fit_rank, local_actions
 from forebay.pipeline.schedule import make_plan
 
 FAST = 1e30  # a link that carries everything at once
@@ -37,7 +37,7 @@ def part(chance: random.Random, moe: bool) -> PartTrace:
     if not moe:
         return plain
     return replace(
-        plain, light=(saved // 2, plain.backward + 9), stash=(saved // 3, saved // 5), later=chance.randint(0, 9)
+        plain, light=(saved // 2, plain.backward + 9), stash=(saved // 3, saved // 5), deferred=chance.randint(0, 9)
     )
 
 
@@ -65,7 +65,7 @@ class Case:
             self.actions: Any = [a for a in plan.actions[0] if a.computes]
         else:
             self.stages = {0: StageLayers((0, 1, 2), (0, 1, 2), True, True)}
-            self.actions = alone(3, overlap=bool(seed % 2))
+            self.actions = local_actions(3, overlap=bool(seed % 2))
         engine = pipeline or bool(seed % 2)
         self.ways: dict[str, Any] = {"prefix": "m", "recompute": "light", "engine": engine, "summed": False}
 
@@ -82,7 +82,7 @@ class Case:
         for picked in product(*(o for _, o in flat)):
             stages: dict[int, list[Any]] = {s: [] for s in self.stages}
             for (s, _), option in zip(flat, picked, strict=True):
-                stages[s].append(option.held)
+                stages[s].append(option.memory)
             fit = fit_rank(0, STATE, stages, self.actions, 11)
             seconds = sum(forwards[s] * option.seconds for (s, _), option in zip(flat, picked, strict=True))
             found.append((seconds, fit.total))
@@ -154,7 +154,7 @@ def test_the_link_by_hand() -> None:
     case.trace, case.stages, case.actions = (
         trace,
         {0: StageLayers(tuple(range(6)), tuple(range(6)), True, True)},
-        alone(1, False),
+        local_actions(1, False),
     )
     state = replace(STATE, layer_gradients=(0,) * 6)
     left = {}
@@ -177,7 +177,7 @@ def test_a_long_model_is_placed_in_time() -> None:
     options, times = rank_options(case.trace, case.stages, EVERY, machine(30.0), **case.ways)
 
     def run(budget: int) -> Choice:
-        return choose(0, state, options, times, alone(2, False), 11, budget, machine(30.0), False)
+        return choose(0, state, options, times, local_actions(2, False), 11, budget, machine(30.0), False)
 
     kept = run(10**9).fit
     begun = time.process_time()

@@ -10,13 +10,15 @@ import torch
 from torch import nn
 
 from forebay.estimate.allocator import CachingAllocator
-from forebay.estimate.fsdp import Group, Unsharded, groups_of
-from forebay.estimate.live import Live
-from forebay.estimate.reserved import WORKSPACE, AllocatorRun, Rank, Reserved, reserve, shortened, with_reserved
-from forebay.estimate.state import Sharing, weights_of
+from forebay.estimate.events import NamedStorages, part_events, peak_of
+from forebay.estimate.fsdp import ParamGroup, UnshardedLifecycle, param_groups
+from forebay.estimate.op_recorder import OpRecorder
+from forebay.estimate.parts import Part, placed_parts
+from forebay.estimate.reserved import WORKSPACE, AllocatorRun, RankRun, Reserved, reserve, shortened, with_reserved
+from forebay.estimate.state import Sharing, weight_shapes
 from forebay.estimate.trace import base_path, trace_model
-from forebay.estimate.types import CAME, SENT, Ends, Gone, Mark, Op, PartEvents, Shape, highest, part_events
-from forebay.estimate.walk import Part, RankFit, StageLayers, alone, parts_of
+from forebay.estimate.types import ALL_TO_ALL_BEGIN, ALL_TO_ALL_END, Freed, Mark, NewStorage, Op, PartEvents, Shape
+from forebay.estimate.walk import RankFit, StageLayers, local_actions
 from forebay.managed import manage
 from forebay.pipeline.schedule import Action, turns
 
@@ -25,7 +27,7 @@ NONE = frozenset[int]()
 
 
 def op(reads: tuple[int, ...] = (), *made: tuple[int, int], fused: bool = False, of: frozenset[int] = NONE) -> Op:
-    return Op(fused, reads, tuple((n, size, fused, of or frozenset([n])) for n, size in made))
+    return Op(fused, reads, tuple(NewStorage(n, size, fused, of or frozenset([n])) for n, size in made))
 
 
 # x=0 -> a=1 (fused) -> b=2 (GEMM, reads 1) -> c=3 (fused) -> d=4 (fused, reads 3) -> output=5 (GEMM, reads 4)
@@ -34,42 +36,44 @@ FORWARD: list[Any] = [
     op((1,), (2, 20)),
     op((2,), (3, 30), fused=True, of=frozenset([2])),
     op((3,), (4, 40), fused=True, of=frozenset([2])),
-    Gone(3),
+    Freed(3),
     op((4,), (5, 50)),
 ]
 # The weight's gradient reads d, then da = 8; c's derivative is fused with what reads it; the other weight's reads a; dx = 12.
 BACKWARD: list[Any] = [
     op((6, 4), (7, 5)),
-    Gone(7),
+    Freed(7),
     op((6,), (8, 40)),
-    Gone(6),
-    Gone(4),
+    Freed(6),
+    Freed(4),
     op((8, 2), (9, 30), fused=True, of=frozenset([6])),
-    Gone(8),
+    Freed(8),
     op((9, 2), (10, 20), fused=True, of=frozenset([6])),
-    Gone(9),
-    Gone(2),
+    Freed(9),
+    Freed(2),
     op((10, 1), (11, 5)),
-    Gone(11),
-    Gone(1),
+    Freed(11),
+    Freed(1),
     op((10,), (12, 10)),
-    Gone(10),
+    Freed(10),
 ]
 
 
 def test_a_part_that_is_not_compiled_is_as_it_was_noted() -> None:
-    found = part_events(FORWARD, BACKWARD, Ends(0, 5, 6, 12, (7, 11), frozenset([1, 2, 4]), NONE), compiled=False)
+    found = part_events(
+        FORWARD, BACKWARD, NamedStorages(0, 5, 6, 12, (7, 11), frozenset([1, 2, 4]), NONE), compiled=False
+    )
     assert found.forward == ((1, 10), (2, 20), (3, 30), (4, 40), (3, 0), (5, 50))
     assert [e for e in found.backward if e[1]] == [(7, 5), (8, 40), (9, 30), (10, 20), (11, 5), (12, 10)]
-    assert not found.saves_x and found.weights == (7, 11)
+    assert not found.saves_x and found.weight_grads == (7, 11)
     # Without saving, each is free behind its last reader.
-    assert found.alone == ((1, 10), (2, 20), (1, 0), (3, 30), (2, 0), (4, 40), (3, 0), (5, 50), (4, 0))
+    assert found.forward_no_grad == ((1, 10), (2, 20), (1, 0), (3, 30), (2, 0), (4, 40), (3, 0), (5, 50), (4, 0))
 
 
 def test_a_compiled_part_makes_what_its_gemms_read_and_makes_it_again() -> None:
     """c is fused into d; a and d are made for the GEMMs and dropped; of what is saved x and b are left. In backward d is made for
     the weight's gradient, da's consumer is fused, a is made for the other weight's."""
-    found = part_events(FORWARD, BACKWARD, Ends(0, 5, 6, 12, (7, 11), frozenset([0, 2]), NONE), compiled=True)
+    found = part_events(FORWARD, BACKWARD, NamedStorages(0, 5, 6, 12, (7, 11), frozenset([0, 2]), NONE), compiled=True)
     assert found.forward == ((1, 10), (2, 20), (1, 0), (4, 40), (5, 50), (4, 0))
     assert found.saves_x
     # d + its gradient; da; then 10, where b is read for the last time, a, its gradient, x's last use, dx.
@@ -77,13 +81,20 @@ def test_a_compiled_part_makes_what_its_gemms_read_and_makes_it_again() -> None:
         (4, 40), (7, 5), (4, 0), (7, 0), (8, 40), (6, 0), (8, 0), (10, 20), (2, 0),
         (1, 10), (11, 5), (1, 0), (0, 0), (11, 0), (12, 10), (10, 0),
     )  # fmt: skip
-    assert highest(found.backward, {2: 20, 6: 50}) == 45
+    assert peak_of(found.backward, {2: 20, 6: 50}) == 45
 
 
 def test_marks_stay_where_tokens_travel() -> None:
-    log: list[Any] = [op((0,), (1, 8)), Mark(SENT), op((1,), (2, 8)), Mark(CAME), Gone(1), op((2,), (3, 8))]
-    found = part_events(log, [], Ends(0, 3, -1, -1, (), frozenset([2]), frozenset([2])), compiled=False)
-    assert found.forward == ((1, 8), (-1, SENT), (2, 8), (-1, CAME), (1, 0), (3, 8))
+    log: list[Any] = [
+        op((0,), (1, 8)),
+        Mark(ALL_TO_ALL_BEGIN),
+        op((1,), (2, 8)),
+        Mark(ALL_TO_ALL_END),
+        Freed(1),
+        op((2,), (3, 8)),
+    ]
+    found = part_events(log, [], NamedStorages(0, 3, -1, -1, (), frozenset([2]), frozenset([2])), compiled=False)
+    assert found.forward == ((1, 8), (-1, ALL_TO_ALL_BEGIN), (2, 8), (-1, ALL_TO_ALL_END), (1, 0), (3, 8))
     assert found.backward == ((2, 0),)  # let go of by nobody who was watched
 
 
@@ -95,8 +106,8 @@ def part(place: Any, name: str, saved: int, workspace: int, size: int = 16 * MIB
     events = PartEvents(
         forward=((1, saved), (2, workspace), (3, size), (2, 0)),
         backward=((5, workspace), (6, size), (5, 0), (4, 0), (1, 0)),
-        alone=((1, saved), (2, workspace), (3, size), (2, 0), (1, 0)),
-        x=0, output=3, gradient=4, dx=6, saves_x=True, weights=(), travelling=NONE,
+        forward_no_grad=((1, saved), (2, workspace), (3, size), (2, 0), (1, 0)),
+        x=0, output=3, gradient=4, dx=6, saves_x=True, weight_grads=(), transferred=NONE,
     )  # fmt: skip
     return Part(name, place, events, **more)
 
@@ -109,10 +120,10 @@ EMBEDDING = Part(
 )
 
 
-def rank(parts: list[Part], microbatches: int = 1, groups: list[Group] | None = None, **more: Any) -> Rank:
-    given = {"engine": False, "summed": None, "hidden": 16 * MIB, "turns": turns, "drawn": False, **more}
-    actions = shortened(alone(microbatches, False), False)
-    return Rank(groups or [], ALONE, {0: [EMBEDDING, *parts]}, actions, **given)
+def rank(parts: list[Part], microbatches: int = 1, groups: list[ParamGroup] | None = None, **more: Any) -> RankRun:
+    given = {"engine": False, "summed": None, "hidden": 16 * MIB, "turns": turns, "random": False, **more}
+    actions = shortened(local_actions(microbatches, False), False)
+    return RankRun(groups or [], ALONE, {0: [EMBEDDING, *parts]}, actions, **given)
 
 
 def test_levels_of_a_step_by_hand() -> None:
@@ -143,11 +154,11 @@ def test_a_third_microbatch_needs_nothing_more() -> None:
 
 def test_moments_are_made_behind_the_first_step() -> None:
     """Two of them, as large as the parameters; they may take what the step left, so reserved grows by less."""
-    group = Group(0, False, 1, (64 * MIB,), (64 * MIB,), (64 * MIB,), ("",), (False,))
+    group = ParamGroup(0, False, 1, (64 * MIB,), (64 * MIB,), (64 * MIB,), ("",), (False,))
     found = AllocatorRun(rank([part(0, "l.0.mlp", MIB, MIB)], groups=[group]))
-    assert found.paper.allocated == 256 * MIB
+    assert found.allocator.allocated == 256 * MIB
     found.steps(1)
-    assert found.paper.allocated - WORKSPACE == 3 * 256 * MIB + 512  # and the step count
+    assert found.allocator.allocated - WORKSPACE == 3 * 256 * MIB + 512  # and the step count
 
 
 def test_a_captured_step_has_memory_of_its_own() -> None:
@@ -161,58 +172,58 @@ VOCABULARY = 64 << 20  # elements of embedding and head each
 TWO = Sharing(data=2, sharded=True, parameter=4, compute=2, summed=4, gathered=True, pp=2)
 
 
-def ends(*names: str, late: bool = True, twice: bool = False) -> tuple[CachingAllocator, Unsharded]:
+def ends(*names: str, late: bool = True, tied: bool = False) -> tuple[CachingAllocator, UnshardedLifecycle]:
     groups = [
-        Group(-1, False, 2, (VOCABULARY // 2,), (VOCABULARY,), (VOCABULARY,), (name,), (False,)) for name in names
+        ParamGroup(-1, False, 2, (VOCABULARY // 2,), (VOCABULARY,), (VOCABULARY,), (name,), (False,)) for name in names
     ]
-    paper = CachingAllocator()
-    return paper, Unsharded(paper, groups, TWO, "compute", late=late, keep=True, twice=twice)
+    allocator = CachingAllocator()
+    return allocator, UnshardedLifecycle(allocator, groups, TWO, "compute", late=late, keep=True, tied=tied)
 
 
-def reduced(paper: CachingAllocator, life: Unsharded) -> tuple[int, int]:
+def reduced(allocator: CachingAllocator, life: UnshardedLifecycle) -> tuple[int, int]:
     """Of a step that has nothing but its ends: what is held behind it, and at most, besides gathered weights."""
     life.gather()
-    before = paper.allocated
+    before = allocator.allocated
     life.begin_step()
     life.end_step()
-    paper.reset_peaks()
+    allocator.reset_peaks()
     life.reduce([], 16 * MIB)
     life.finish()
-    return paper.allocated - before, paper.peak_allocated - before
+    return allocator.allocated - before, allocator.peak_allocated - before
 
 
 def test_the_embeddings_sum_takes_the_memory_of_the_heads() -> None:
     """Sums are 256 MiB, halves of them the shards' gradients. One sum is there at a time, sent from where it is."""
     for names, most in ((("embedding", "head"), 256 + 2 * 128), (("head",), 256 + 128), (("embedding",), 256 + 128)):
-        paper, life = ends(*names)
-        assert reduced(paper, life) == (128 * len(names) * MIB, most * MIB)
+        allocator, life = ends(*names)
+        assert reduced(allocator, life) == (128 * len(names) * MIB, most * MIB)
         life.zero_grad()
-        assert reduced(paper, life) == (128 * len(names) * MIB, most * MIB)
+        assert reduced(allocator, life) == (128 * len(names) * MIB, most * MIB)
 
 
 def test_a_sum_that_is_there_already_is_sent_from_where_it_is() -> None:
     """Both sums from the begin, 512 MiB; the first shard's gradient beside them."""
-    paper, life = ends("embedding", "head", late=False)
+    allocator, life = ends("embedding", "head", late=False)
     for _ in range(2):
-        assert reduced(paper, life) == (2 * 128 * MIB, (512 + 128) * MIB)
+        assert reduced(allocator, life) == (2 * 128 * MIB, (512 + 128) * MIB)
         life.zero_grad()
 
 
 @pytest.mark.parametrize(("late", "begun", "most"), [(True, 256, 256 + 256 + 16), (False, 512, 256 + 128)])
 def test_an_embedding_that_is_the_head_has_two_sums(late: bool, begun: int, most: int) -> None:
     """256 MiB each: the head's from the begin; the embedding's too, or it is made, beside a microbatch's rows, to be reduced."""
-    paper, life = ends("embedding", late=late, twice=True)
+    allocator, life = ends("embedding", late=late, tied=True)
     for _ in range(2):
         life.gather()
-        before = paper.allocated
+        before = allocator.allocated
         life.begin_step()
-        assert paper.allocated - before == begun * MIB
+        assert allocator.allocated - before == begun * MIB
         life.end_step()
-        assert paper.allocated - before == 256 * MIB
-        paper.reset_peaks()
+        assert allocator.allocated - before == 256 * MIB
+        allocator.reset_peaks()
         life.reduce([], 16 * MIB)
         life.finish()
-        assert (paper.allocated - before, paper.peak_allocated - before) == (128 * MIB, most * MIB)
+        assert (allocator.allocated - before, allocator.peak_allocated - before) == (128 * MIB, most * MIB)
         life.zero_grad()
 
 
@@ -234,29 +245,29 @@ def test_gradients_of_embedded_tokens_gather_unless_they_are_added_at_once(at_on
 
 def test_what_reduces_a_captured_step_lies_where_its_activations_did() -> None:
     """The graph has the head's sum and 512 MiB of activations: room for the 2 x 128 of both shards and for what is gathered."""
-    paper, life = ends("embedding", "head")
+    allocator, life = ends("embedding", "head")
     life.gather()
-    gathered = paper.allocated
-    paper.begin_graph("step")
+    gathered = allocator.allocated
+    allocator.begin_graph("step")
     life.begin_step()
-    paper.free(paper.malloc(512 * MIB, "compute"))
+    allocator.free(allocator.malloc(512 * MIB, "compute"))
     life.end_step()
     life.hold()
     life.reduce([], 16 * MIB)
-    paper.end_graph()
+    allocator.end_graph()
     life.finish()
-    taken = paper.reserved
+    taken = allocator.reserved
     for _ in range(2):
-        assert paper.allocated - gathered == (256 + 2 * 128) * MIB
+        assert allocator.allocated - gathered == (256 + 2 * 128) * MIB
         life.zero_grad()
-        assert paper.allocated - gathered == 256 * MIB  # the head's sum is the graph's
-        paper.begin_graph("step")
+        assert allocator.allocated - gathered == 256 * MIB  # the head's sum is the graph's
+        allocator.begin_graph("step")
         life.gather()
         life.restore()
         life.reduce([], 16 * MIB)
-        paper.end_graph()
+        allocator.end_graph()
         life.finish()
-    assert paper.reserved == taken
+    assert allocator.reserved == taken
 
 
 def test_cached_is_what_the_allocator_holds_beside() -> None:
@@ -300,13 +311,13 @@ def built(device: str) -> nn.Module:
 def test_what_is_in_use_at_most_is_that_of_a_real_step(
     monkeypatch: pytest.MonkeyPatch, placement: str, mode: str, microbatches: int
 ) -> None:
-    """Forwards and backwards of a managed model on a CPU, every storage watched; and the same on paper, laid by its parts.
+    """Forwards and backwards of a managed model on a CPU, every storage watched; and the same on allocator, laid by its parts.
     cuBLAS's workspaces, larger than all of this model, are made small."""
     monkeypatch.setattr("forebay.estimate.reserved.WORKSPACE", 512)
     sequence = 2048
     model = built("cpu")
     ids = torch.randint(0, 256, (1, sequence))
-    live = Live(512)
+    live = OpRecorder(512)
     for tensor in (*model.parameters(), *model.buffers()):
         live.ignore(tensor)
     with manage(model, policy=placement, recompute=mode):
@@ -319,18 +330,18 @@ def test_what_is_in_use_at_most_is_that_of_a_real_step(
         model.zero_grad(set_to_none=True)
         with live:
             step()
-    paper = built("meta")
-    weights, prefix = weights_of(paper), f"{base_path(paper)}.layers"
-    trace = trace_model(paper, Shape(sequence, 1, block=512, gpu=False))
+    meta = built("meta")
+    weights, prefix = weight_shapes(meta), f"{base_path(meta)}.layers"
+    trace = trace_model(meta, Shape(sequence, 1, block=512, gpu=False))
     stage = StageLayers(tuple(range(4)), tuple(range(4)), True, True)
     placements = {f"{prefix}.{n}.{sublayer}": placement for n in range(4) for sublayer in ("self_attn", "mlp")}
-    parts = parts_of(trace, stage, placements, prefix=prefix, recompute=mode)
-    groups = groups_of(weights, range(4), True, True, ALONE)
-    laid = Rank(groups, ALONE, {0: parts}, alone(microbatches, False), False, None, 0, turns, drawn=False)
+    parts = placed_parts(trace, stage, placements, prefix=prefix, recompute=mode)
+    groups = param_groups(weights, range(4), True, True, ALONE)
+    laid = RankRun(groups, ALONE, {0: parts}, local_actions(microbatches, False), False, None, 0, turns, random=False)
     run = AllocatorRun(laid)
-    before = run.paper.allocated
+    before = run.allocator.allocated
     run.gradients()
-    assert run.paper.peak_allocated - before == pytest.approx(live.peak, rel=0.02)
+    assert run.allocator.peak_allocated - before == pytest.approx(live.peak, rel=0.02)
 
 
 @pytest.mark.parametrize("actions", [("F", "RECV_B", "B"), ("F", "RECV_B", "I", "W")], ids="-".join)
@@ -339,12 +350,12 @@ def test_experts_gradients_in_place_are_never_there(actions: tuple[str, ...]) ->
     made = ((1, 50 * MIB), (3, 16 * MIB))
     backward = ((6, 16 * MIB), (4, 0), (11, 200 * MIB), (11, 0), (10, 400 * MIB), (10, 0), (1, 0))
     events = PartEvents(
-        made, backward, made, x=0, output=3, gradient=4, dx=6, saves_x=True, weights=(10, 11), travelling=NONE
+        made, backward, made, x=0, output=3, gradient=4, dx=6, saves_x=True, weight_grads=(10, 11), transferred=NONE
     )
-    sublayer = Part("l.0.mlp", 0, events, later=20 * MIB, token_rows=130 * MIB)
+    sublayer = Part("l.0.mlp", 0, events, deferred=20 * MIB, token_rows=130 * MIB)
 
     def most(summed: int) -> int:
-        given = Rank(
+        given = RankRun(
             [],
             replace(TWO, summed=summed),
             {0: [EMBEDDING, sublayer]},
@@ -353,7 +364,7 @@ def test_experts_gradients_in_place_are_never_there(actions: tuple[str, ...]) ->
             summed=None,
             hidden=16 * MIB,
             turns=turns,
-            drawn=False,
+            random=False,
             pipeline=True,
         )
         return reserve(given, steps=1).allocated
@@ -361,5 +372,5 @@ def test_experts_gradients_in_place_are_never_there(actions: tuple[str, ...]) ->
     whole, in_place = most(2), most(4)
     if "W" in actions:  # beside what waits, and dx that was sent
         assert (whole - WORKSPACE, in_place - WORKSPACE) == ((20 + 16 + 400) * MIB, (20 + 16 + 130) * MIB)
-    else:  # in place the highest moment is dx's making, beside x, the gradient that came and what was sent before
+    else:  # in place the peak_of moment is dx's making, beside x, the gradient that came and what was sent before
         assert (whole - WORKSPACE, in_place - WORKSPACE) == ((50 + 3 * 16 + 400) * MIB, (50 + 4 * 16) * MIB)

@@ -18,9 +18,9 @@ from forebay.estimate.state import (
     CONTEXT,
     Sharing,
     WeightShapes,
-    state_of,
+    rank_state,
     symmetric_bytes,
-    weights_of,
+    weight_shapes,
 )
 from forebay.kernels.symm_mem import PeerLayout
 from forebay.memory.storage import local
@@ -74,8 +74,8 @@ def state(config: Config, sharing: Sharing) -> Any:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        weights = weights_of(AutoModelForCausalLM.from_config(declared))
-    return state_of(weights, range(len(weights.layers)), True, True, sharing)
+        weights = weight_shapes(AutoModelForCausalLM.from_config(declared))
+    return rank_state(weights, range(len(weights.layers)), True, True, sharing)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -119,7 +119,7 @@ TINY = WeightShapes(((10, 4),), ((4,), (10, 4)), ((((6, 4),), ((8, 5, 4),)),) * 
 def test_shards_by_hand() -> None:
     """4 processes, experts over 2: of 10 rows 3, of 6 rows 2, of 8 experts 4 each, and of those 2 in each of two columns."""
     s = Sharing(data=4, ep=2, sharded=True, parameter=4, compute=2, summed=4, gpu=False)
-    found = state_of(TINY, (0, 1), True, False, s)
+    found = rank_state(TINY, (0, 1), True, False, s)
     own = 3 * 4 + 2 * (2 * 4 + 2 * 5 * 4)
     assert found.parameters == 4 * own
     assert found.optimizer == 2 * 4 * own + 5 * 4  # a step count for each of five parameters
@@ -140,28 +140,28 @@ def test_shards_by_hand() -> None:
 )
 def test_gathered_weights(changes: dict[str, Any], gathered: int) -> None:
     s = Sharing(data=4, ep=2, sharded=True, compute=2, gpu=False, **changes)
-    found = state_of(TINY, (0, 1), True, False, s)
+    found = rank_state(TINY, (0, 1), True, False, s)
     assert found.gathered == 2 * gathered
     assert found.at_once == s.gathered
 
 
 def test_more_processes_hold_less() -> None:
     """And gathered weights and summed gradients do not care."""
-    few, many = (state_of(TINY, (0, 1, 2), True, True, Sharing(data=n, sharded=True, gpu=False)) for n in (2, 4))
+    few, many = (rank_state(TINY, (0, 1, 2), True, True, Sharing(data=n, sharded=True, gpu=False)) for n in (2, 4))
     assert many.parameters < few.parameters and many.optimizer < few.optimizer
     assert many.gathered == few.gathered and many.gradients == few.gradients
-    reduced = state_of(TINY, (0, 1, 2), True, True, Sharing(data=2, sharded=True, sums=False, gpu=False))
+    reduced = rank_state(TINY, (0, 1, 2), True, True, Sharing(data=2, sharded=True, sums=False, gpu=False))
     assert reduced.gradients == reduced.parameters < few.gradients
 
 
 def test_a_gpu_takes_its_share() -> None:
     alone, all_of_them = (
-        state_of(TINY, (0,), True, True, s) for s in (Sharing(), Sharing(data=4, ep=2, pp=2, sharded=True))
+        rank_state(TINY, (0,), True, True, s) for s in (Sharing(), Sharing(data=4, ep=2, pp=2, sharded=True))
     )
     # All processes; those with the same layers; an expert group, and a column of the same experts; two neighbours' four channels.
     assert alone.other == CONTEXT and all_of_them.other == CONTEXT + 4 * COMMUNICATOR + 4 * CHANNEL
-    assert state_of(TINY, (0,), True, True, Sharing(sharded=True)).other == CONTEXT + COMMUNICATOR_ALONE
-    assert state_of(TINY, (0,), True, True, Sharing(gpu=False)).other == 0
+    assert rank_state(TINY, (0,), True, True, Sharing(sharded=True)).other == CONTEXT + COMMUNICATOR_ALONE
+    assert rank_state(TINY, (0,), True, True, Sharing(gpu=False)).other == 0
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from forebay.estimate.step_time import KernelTime, StageTime, StepTime, TimedSchedule, lay
-from forebay.estimate.walk import LocalAction, alone
+from forebay.estimate.step_time import KernelTime, ScheduleTime, StageTime, StepTime, schedule_time
+from forebay.estimate.walk import LocalAction, local_actions
 from forebay.pipeline.schedule import PipelinePlan, make_plan
 
 F, B, W = 1.0, 1.5, 0.5  # of a stage: B is without W
@@ -18,12 +18,12 @@ def stage(*layers: tuple[KernelTime, KernelTime]) -> StageTime:
     return StageTime(tuple(f for f, _ in layers), tuple(b for _, b in reversed(layers)))
 
 
-ONE = stage((KernelTime(F), KernelTime(B, weights=W)))
+ONE = stage((KernelTime(F), KernelTime(B, weight_grads=W)))
 
 
-def laid(plan: PipelinePlan, one: StageTime = ONE, **more: Any) -> TimedSchedule:
+def laid(plan: PipelinePlan, one: StageTime = ONE, **more: Any) -> ScheduleTime:
     computing = [[a for a in mine if a.computes] for mine in plan.actions]
-    return lay(computing, plan.ranks, dict.fromkeys(range(len(plan.ranks)), one), **more)
+    return schedule_time(computing, plan.ranks, dict.fromkeys(range(len(plan.ranks)), one), **more)
 
 
 @pytest.mark.parametrize(("pp", "microbatches"), [(2, 4), (2, 7), (4, 8), (8, 32)])
@@ -73,47 +73,47 @@ def test_every_schedule_does_all_work_once(name: str, microbatches: int) -> None
 
 
 def test_one_process_runs_one_after_the_other() -> None:
-    assert lay([alone(3, False)], [0], {0: ONE}).seconds == pytest.approx(3 * (F + B + W))
+    assert schedule_time([local_actions(3, False)], [0], {0: ONE}).seconds == pytest.approx(3 * (F + B + W))
 
 
 TRAVELS = stage(
-    (KernelTime(2, exchange=1), KernelTime(3, exchange=1, weights=1)),
-    (KernelTime(2, exchange=1), KernelTime(3, exchange=1, weights=1)),
+    (KernelTime(2, all_to_all=1), KernelTime(3, all_to_all=1, weight_grads=1)),
+    (KernelTime(2, all_to_all=1), KernelTime(3, all_to_all=1, weight_grads=1)),
 )
 
 
 def test_exchanges_are_hidden_where_a_forward_meets_a_backward() -> None:
     """F0, F1 with B0, B1. Alone both wait for their exchanges, but half of a backward's has the weight gradients before it."""
-    found = lay([alone(2, True)], [0], {0: TRAVELS})
+    found = schedule_time([local_actions(2, True)], [0], {0: TRAVELS})
     forward, backward = 2 * (2 + 1), 2 * (3 + 1 + 1 - 0.5)
     assert found.seconds == pytest.approx(forward + 2 * (2 + 3 + 1) + backward)
     assert found.exposed == pytest.approx([2 + 1])
 
 
 def test_an_exchange_longer_than_what_hides_it_is_seen() -> None:
-    slow = stage((KernelTime(1, exchange=5), KernelTime(1, exchange=5)))
+    slow = stage((KernelTime(1, all_to_all=5), KernelTime(1, all_to_all=5)))
     pair = LocalAction("OVERLAP_F_B", -1, -1, (LocalAction("F", 0, 1), LocalAction("B", 0, 0)))
-    found = lay([[LocalAction("F", 0, 0), pair, LocalAction("B", 0, 1)]], [0], {0: slow})
+    found = schedule_time([[LocalAction("F", 0, 0), pair, LocalAction("B", 0, 1)]], [0], {0: slow})
     assert found.exposed == pytest.approx([5 + (10 - 2) + 5])
 
 
 def test_without_an_engine_nothing_is_hidden() -> None:
-    found = lay([alone(2, False)], [0], {0: TRAVELS}, engine=False)
+    found = schedule_time([local_actions(2, False)], [0], {0: TRAVELS}, engine=False)
     assert found.seconds == pytest.approx(2 * 2 * (2 + 1 + 3 + 1 + 1))
 
 
 def test_what_hides_an_exchange_takes_longer() -> None:
-    free = lay([alone(2, True)], [0], {0: TRAVELS})
-    found = lay([alone(2, True)], [0], {0: TRAVELS}, contention=0.5)
+    free = schedule_time([local_actions(2, True)], [0], {0: TRAVELS})
+    found = schedule_time([local_actions(2, True)], [0], {0: TRAVELS}, contention=0.5)
     hidden = 4 + 2 * 0.5  # all of the pair's, and half of each of the last backward's
     assert found.seconds == pytest.approx(free.seconds + 0.5 * hidden)
 
 
 def test_layers_without_a_partner_run_alone() -> None:
-    short = stage((KernelTime(2, exchange=1), KernelTime(2, exchange=1)))
+    short = stage((KernelTime(2, all_to_all=1), KernelTime(2, all_to_all=1)))
     times = {0: TRAVELS, 1: short}
     both = LocalAction("OVERLAP_F_B", -1, -1, (LocalAction("F", 0, 1), LocalAction("B", 1, 0)))
-    found = lay([[LocalAction("F", 0, 0), LocalAction("F", 1, 0), both]], [0, 0], times)
+    found = schedule_time([[LocalAction("F", 0, 0), LocalAction("F", 1, 0), both]], [0, 0], times)
     # One layer of the forward meets the backward's only one: 4 seconds hide 2. The other one waits for its exchange.
     assert found.exposed == pytest.approx([2 + 1 + 1])
 
@@ -122,23 +122,25 @@ def test_nothing_ends_before_it_is_launched() -> None:
     """Layers of 1 second and 3 of launching, then a head of 10 and 1: the host launches the backward while the head runs."""
     layer, head = KernelTime(1, launches=3), KernelTime(10, launches=1)
     behind = {0: StageTime((layer, layer), ())}
-    assert lay([[LocalAction("F", 0, 0)]], [0], behind, launch=1.0).seconds == 6  # the device waits for the host
+    assert (
+        schedule_time([[LocalAction("F", 0, 0)]], [0], behind, launch=1.0).seconds == 6
+    )  # the device waits for the host
     headed = {0: StageTime((layer, layer, head), (layer, layer))}
     # Layers end when they are launched, at 3 and 6; the head at 16; the backward's launches end at 10 and 13, before that.
-    found = lay([[LocalAction("F", 0, 0), LocalAction("B", 0, 0)]], [0], headed, launch=1.0)
+    found = schedule_time([[LocalAction("F", 0, 0), LocalAction("B", 0, 0)]], [0], headed, launch=1.0)
     assert found.seconds == 3 + 3 + 10 + 1 + 1
-    assert lay([[LocalAction("F", 0, 0), LocalAction("B", 0, 0)]], [0], headed).seconds == 14
+    assert schedule_time([[LocalAction("F", 0, 0), LocalAction("B", 0, 0)]], [0], headed).seconds == 14
 
 
 def test_a_host_that_is_behind_holds_up_the_next_rank() -> None:
     slow, fast = StageTime((KernelTime(1, launches=5),), ()), StageTime((KernelTime(1),), ())
-    found = lay([[LocalAction("F", 0, 0)], [LocalAction("F", 1, 0)]], [0, 1], {0: slow, 1: fast}, launch=1.0)
+    found = schedule_time([[LocalAction("F", 0, 0)], [LocalAction("F", 1, 0)]], [0, 1], {0: slow, 1: fast}, launch=1.0)
     assert found.seconds == 5 + 1
 
 
 def test_actions_that_wait_for_each_other() -> None:
     with pytest.raises(ValueError, match=r"wait for what never comes: 0B0"):
-        lay([[LocalAction("B", 0, 0), LocalAction("F", 0, 0)]], [0], {0: ONE})
+        schedule_time([[LocalAction("B", 0, 0), LocalAction("F", 0, 0)]], [0], {0: ONE})
 
 
 STEP = StepTime("h200", 8.0, 8.0, 0.5, 0.25, 1.25, 6.0, (8.0, 6.0), (0.0, 0.0), 1000)

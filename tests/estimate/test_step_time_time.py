@@ -28,15 +28,15 @@ def test_each_kind_has_its_rate() -> None:
 def test_what_is_walked_is_slower_by_the_measured_share() -> None:
     """fp32 [32768, 2048] into bf16: 0.27 ms of torch's loop, 0.10 of a kernel that moves 16 bytes a thread."""
     clock = Clock(device())
-    slow, fast = (clock.seconds(OpCost(kind, 0, 32768 * 2048 * 6)) for kind in ("walked", "pointwise"))
+    slow, fast = (clock.seconds(OpCost(kind, 0, 32768 * 2048 * 6)) for kind in ("unvectorized", "pointwise"))
     assert slow / fast == pytest.approx(0.27 / 0.10, rel=0.02)
 
 
 def test_a_product_of_odd_rows_is_slower_unless_memory_holds_it_up() -> None:
     clock = Clock(device())
-    even, odd = (clock.seconds(OpCost(kind, 10**6, 10)) for kind in ("gemm", "gemm_odd"))
+    even, odd = (clock.seconds(OpCost(kind, 10**6, 10)) for kind in ("gemm", "gemm_unaligned"))
     assert odd > 10 * even
-    assert clock.seconds(OpCost("gemm_odd", 10**6, 10**6)) == pytest.approx(1000)
+    assert clock.seconds(OpCost("gemm_unaligned", 10**6, 10**6)) == pytest.approx(1000)
 
 
 def test_kernels_have_gaps() -> None:
@@ -46,16 +46,16 @@ def test_kernels_have_gaps() -> None:
 def test_an_exchange_goes_over_its_own_link() -> None:
     """Of 16 ranks, 8 a node, 7 of 15 others are on the same node."""
     slow = device(node=8, all_to_all_between=1e3)
-    assert Clock(slow, ranks=8).seconds(OpCost("exchange", 0, 4000)) == pytest.approx(4e-3, rel=1e-3)
-    assert Clock(slow, ranks=16).seconds(OpCost("exchange", 0, 4000)) == pytest.approx(4 * 8 / 15)
+    assert Clock(slow, ranks=8).seconds(OpCost("all_to_all", 0, 4000)) == pytest.approx(4e-3, rel=1e-3)
+    assert Clock(slow, ranks=16).seconds(OpCost("all_to_all", 0, 4000)) == pytest.approx(4 * 8 / 15)
     lopsided = device(node=8, all_to_all=1e3, all_to_all_between=1e6)
-    assert Clock(lopsided, ranks=16).seconds(OpCost("exchange", 0, 4000)) == pytest.approx(4 * 7 / 15)
-    assert Clock(device(kernel=1.0)).seconds(OpCost("exchange", 0, 0)) == 0
+    assert Clock(lopsided, ranks=16).seconds(OpCost("all_to_all", 0, 4000)) == pytest.approx(4 * 7 / 15)
+    assert Clock(device(kernel=1.0)).seconds(OpCost("all_to_all", 0, 0)) == 0
 
 
 def test_shares_of_a_spell() -> None:
-    ops = [OpCost("gemm", 10**6, 0), OpCost("exchange", 0, 2 * 10**6), OpCost("grouped_weights", 3 * 10**6, 0, 2)]
-    spell = Clock(device()).spell(ops)
-    assert (spell.compute, spell.exchange, spell.weights) == pytest.approx((1, 2, 3))
-    assert (spell.launches, spell.computing, spell.alone) == pytest.approx((4, 4, 6))
-    assert spell + spell == KernelTime(2 * spell.compute, 2 * spell.exchange, 2 * spell.weights, 8)
+    ops = [OpCost("gemm", 10**6, 0), OpCost("all_to_all", 0, 2 * 10**6), OpCost("grouped_weights", 3 * 10**6, 0, 2)]
+    time = Clock(device()).kernel_time(ops)
+    assert (time.compute, time.all_to_all, time.weight_grads) == pytest.approx((1, 2, 3))
+    assert (time.launches, time.computing, time.alone) == pytest.approx((4, 4, 6))
+    assert time + time == KernelTime(2 * time.compute, 2 * time.all_to_all, 2 * time.weight_grads, 8)

@@ -218,7 +218,7 @@ def test_backward_peak_of_a_dense_half_against_the_real_one() -> None:
     """The same watcher around the same backward on real tensors: nothing on paper is missed or made up."""
     from functools import partial
 
-    from forebay.estimate.live import Live
+    from forebay.estimate.op_recorder import OpRecorder
     from forebay.models.blocks import dense_sublayer
 
     model = built("llama")
@@ -226,7 +226,7 @@ def test_backward_peak_of_a_dense_half_against_the_real_one() -> None:
     for parameter in layer.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     x = torch.randn(BATCH, SEQUENCE, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
-    live = Live(1)
+    live = OpRecorder(1)
     for parameter in layer.parameters():
         live.ignore(parameter)
     live.ignore(x)
@@ -261,7 +261,7 @@ def test_expert_parallelism_receives_rows() -> None:
     assert alone.layers[1].mlp.saved == traced("qwen3_moe").layers[1].mlp.saved
     assert alone.layers[1].mlp.saved < four.layers[1].mlp.saved <= skewed.layers[1].mlp.saved
     assert four.layers[0].mlp.saved == alone.layers[0].mlp.saved  # dense
-    assert four.layers[1].mlp.later > 0 == four.layers[0].mlp.later
+    assert four.layers[1].mlp.deferred > 0 == four.layers[0].mlp.deferred
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

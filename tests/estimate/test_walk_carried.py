@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from forebay.estimate.reserved import Rank, reserve
+from forebay.estimate.parts import Part, offloadable, offloaded_bytes, plan_link
+from forebay.estimate.reserved import RankRun, reserve
 from forebay.estimate.state import Sharing
 from forebay.estimate.types import PartEvents
-from forebay.estimate.walk import LocalAction, Part, PlacedSublayer, alone, may_leave, offloaded_bytes, plan_link
+from forebay.estimate.walk import LocalAction, local_actions
 from forebay.pipeline.schedule import turns
 
 MIB = 1 << 20
@@ -19,15 +20,15 @@ NAMES = ["l.0.mlp", "l.1.mlp", "l.2.mlp"]
 def events(size: int) -> PartEvents:
     """Saves a storage of `size`, and one byte."""
     return PartEvents(
-        forward=((1, size), (2, 1), (3, 16 * MIB)), backward=((6, 16 * MIB), (4, 0), (1, 0), (2, 0)), alone=(),
-        x=0, output=3, gradient=4, dx=6, saves_x=False, weights=(), travelling=frozenset(), saved=(1, 2),
+        forward=((1, size), (2, 1), (3, 16 * MIB)), backward=((6, 16 * MIB), (4, 0), (1, 0), (2, 0)), forward_no_grad=(),
+        x=0, output=3, gradient=4, dx=6, saves_x=False, weight_grads=(), transferred=frozenset(), saved=(1, 2),
     )  # fmt: skip
 
 
 def test_what_may_leave_is_saved_and_large_enough_in_order() -> None:
     found = replace(events(8), saved=(2, 0, 1), saves_x=True)
-    assert may_leave(found, hidden=4, least=2) == [(0, 4), (1, 8)]
-    assert may_leave(found, hidden=4, least=1) == [(2, 1), (0, 4), (1, 8)]
+    assert offloadable(found, hidden=4, least=2) == [(0, 4), (1, 8)]
+    assert offloadable(found, hidden=4, least=1) == [(2, 1), (0, 4), (1, 8)]
 
 
 def test_a_link_counted_by_hand() -> None:
@@ -35,7 +36,7 @@ def test_a_link_counted_by_hand() -> None:
     at F2 (20 s); back they take 5 / 0.92 s up to 50 s, so they begin at B1 (40 s). The second's would have to come back between
     30 s, before which nothing does, and 40 s: but at B2 nothing may begin, for the turn has not passed. They stay, and so do
     the third's."""
-    sublayers = {0: [PlacedSublayer(name, events(5), True, 10.0, 10.0) for name in NAMES]}
+    sublayers = {0: [Part(name, 0, events(5), "offload", seconds=(10.0, 10.0)) for name in NAMES]}
     plan = plan_link(
         sublayers, [LocalAction("F", 0, 0), LocalAction("B", 0, 0)], (1.0, 1.0), hidden=4, least=2, everything=False
     )
@@ -47,8 +48,10 @@ def test_a_link_counted_by_hand() -> None:
 
 
 def test_everything_leaves_if_it_is_to() -> None:
-    sublayers = {0: [PlacedSublayer(name, events(5), name != NAMES[1], 10.0, 10.0) for name in NAMES]}
-    plan = plan_link(sublayers, alone(1, False), (1e-3, 1e-3), hidden=4, least=2, everything=True)
+    sublayers = {
+        0: [Part(name, 0, events(5), "keep" if name == NAMES[1] else "offload", seconds=(10.0, 10.0)) for name in NAMES]
+    }
+    plan = plan_link(sublayers, local_actions(1, False), (1e-3, 1e-3), hidden=4, least=2, everything=True)
     assert {path for path, _ in plan.offload} == {NAMES[0], NAMES[2]}
     assert plan.stall_seconds > 0
 
@@ -57,7 +60,7 @@ def test_everything_leaves_if_it_is_to() -> None:
 def test_steps_are_laid_as_planned_behind_the_measured_ones(microbatches: int) -> None:
     """Of 64 MiB each of three halves the link carries the first one's. At the turn all but these are there."""
     parts = [Part(name, 0, events(64 * MIB), "offload") for name in NAMES]
-    sublayers = {0: [PlacedSublayer(part.path, part.events, True, 10.0, 10.0) for part in parts]}
+    sublayers = {0: [replace(part, seconds=(10.0, 10.0)) for part in parts]}
     rate = 12.8 * MIB  # 64 MiB in 5 s
     plan = plan_link(
         sublayers,
@@ -73,9 +76,9 @@ def test_steps_are_laid_as_planned_behind_the_measured_ones(microbatches: int) -
     ))  # fmt: skip
     sharing = Sharing(sharded=False, parameter=4, compute=4)
 
-    def laid(**more: object) -> Rank:
-        given = {"engine": False, "summed": None, "hidden": 16 * MIB, "turns": turns, "drawn": False, **more}
-        return Rank([], sharing, {0: [embedding, *parts]}, alone(microbatches, False), **given)  # type: ignore[arg-type]
+    def laid(**more: object) -> RankRun:
+        given = {"engine": False, "summed": None, "hidden": 16 * MIB, "turns": turns, "random": False, **more}
+        return RankRun([], sharing, {0: [embedding, *parts]}, local_actions(microbatches, False), **given)  # type: ignore[arg-type]
 
     kept = [replace(part, placement="keep") for part in parts]
     most = reserve(replace(laid(), stages={0: [embedding, *kept]})).allocated

@@ -9,7 +9,7 @@ import pytest
 
 from forebay.estimate.state import RankState
 from forebay.estimate.types import LayerTrace, ModelTrace, PartTrace
-from forebay.estimate.walk import Held, StageLayers, alone, fit_rank, sublayers_of
+from forebay.estimate.walk import StageLayers, SublayerMemory, fit_rank, local_actions, sublayer_memory
 from forebay.pipeline.partition import in_flight
 from forebay.pipeline.schedule import make_plan
 
@@ -27,7 +27,7 @@ STATE = RankState(
     other=7,
 )
 PART = PartTrace(saved=50, inputs=8, forward=60, backward=20, forward_flops=0, backward_flops=0)
-MOE = replace(PART, saved=90, forward=120, backward=70, light=(40, 75), stash=(30, 20), later=25)
+MOE = replace(PART, saved=90, forward=120, backward=70, light=(40, 75), stash=(30, 20), deferred=25)
 TRACE = ModelTrace(
     embedding=PartTrace(2, 0, 10, 12, 0, 0),
     layers=(LayerTrace(PART, PART, False), LayerTrace(PART, MOE, True)),
@@ -42,21 +42,21 @@ WHOLE = StageLayers((0, 1), (0, 1), True, True)
 
 def sublayers(
     stage: StageLayers = WHOLE, engine: bool = False, recompute: str = "light", **placements: str
-) -> list[Held]:
+) -> list[SublayerMemory]:
     named = {f"m.{name[1]}.{name[3:]}": placement for name, placement in placements.items()}
-    return sublayers_of(TRACE, stage, named, prefix="m", recompute=recompute, engine=engine, summed=False)
+    return sublayer_memory(TRACE, stage, named, prefix="m", recompute=recompute, engine=engine, summed=False)
 
 
-def fit(found: list[Held], microbatches: int = 1, state: RankState = STATE, overlap: bool = False) -> Any:
-    return fit_rank(0, state, {0: found}, alone(microbatches, overlap))
+def fit(found: list[SublayerMemory], microbatches: int = 1, state: RankState = STATE, overlap: bool = False) -> Any:
+    return fit_rank(0, state, {0: found}, local_actions(microbatches, overlap))
 
 
 @pytest.mark.parametrize("at_once", [False, True])
 def test_gradients_of_embedded_tokens_stay_unless_they_are_added_at_once(at_once: bool) -> None:
     """Hidden states are 8 bytes; in the dtype of the sum they would be 16."""
     ways = {"prefix": "m", "recompute": "light", "engine": True, "summed": True}
-    embedding = sublayers_of(TRACE, WHOLE, {}, **ways, at_once=at_once)[0]  # type: ignore[arg-type]
-    assert (embedding.backward, embedding.stays) == ((8 + 16, 0) if at_once else (8, 8))
+    embedding = sublayer_memory(TRACE, WHOLE, {}, **ways, at_once=at_once)[0]  # type: ignore[arg-type]
+    assert (embedding.backward, embedding.until_end) == ((8 + 16, 0) if at_once else (8, 8))
 
 
 def test_what_a_step_holds_by_hand() -> None:
@@ -133,7 +133,7 @@ def test_a_schedule_holds_what_its_plan_has_in_flight(schedule: str, microbatche
     """Stages that save one byte a microbatch each: the level is the number of microbatches in flight, counted elsewhere."""
     plan = make_plan(schedule, 4, microbatches)
     for stage, rank in enumerate(plan.ranks):
-        one = Held("x", "keep", 1, 1, 0, 0, 0, 0)
+        one = SublayerMemory("x", "keep", 1, 1, 0, 0, 0, 0)
         nothing = replace(one, held=0)
         found = fit_rank(
             rank,
@@ -150,7 +150,7 @@ def test_a_split_backward_leaves_what_weights_need() -> None:
     plan = make_plan("zbv", 2, 4)
     kinds = {a.kind for a in plan.actions[0]}
     assert {"I", "W"} <= kinds
-    sublayer = Held("x", "keep", 10, 10, 0, 0, 4, 0)
+    sublayer = SublayerMemory("x", "keep", 10, 10, 0, 0, 4, 0)
     state = replace(STATE, layer_gradients=(0,), reducing=10**6)
     actions = [a for a in plan.actions[0] if a.computes]
 
@@ -165,7 +165,7 @@ def test_a_split_backward_leaves_what_weights_need() -> None:
 
 def test_messages_and_gathered_weights_are_there_all_the_time() -> None:
     base = fit(sublayers())
-    more = fit_rank(0, replace(STATE, gathered=500), {0: sublayers()}, alone(1, False), messages=33)
+    more = fit_rank(0, replace(STATE, gathered=500), {0: sublayers()}, local_actions(1, False), messages=33)
     assert more.total == base.total + 533
 
 
@@ -177,7 +177,7 @@ def test_the_whole_curve_is_told() -> None:
         0,
         STATE,
         {0: sublayers()},
-        alone(1, False),
+        local_actions(1, False),
         seen=lambda action, level: told.append((action, level.where, level.total)),
     )
     forward = [
@@ -206,4 +206,4 @@ def test_the_whole_curve_is_told() -> None:
 
 
 def test_actions_of_a_process_alone_are_written_as_a_pipelines() -> None:
-    assert [str(action) for action in alone(2, overlap=True)] == ["0F0", "(0F1;0B0)OVERLAP_F_B", "0B1"]
+    assert [str(action) for action in local_actions(2, overlap=True)] == ["0F0", "(0F1;0B0)OVERLAP_F_B", "0B1"]

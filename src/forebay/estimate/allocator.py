@@ -1,30 +1,8 @@
-"""CUDA's caching allocator of torch 2.11, on paper: which segments it takes from the driver for an order of allocations.
+"""CUDA's caching allocator of torch 2.11: the segments it takes from the driver for a sequence of allocations.
 
-In: `malloc` and `free`, in the order in which a process calls them. Out: `reserved` and `allocated` bytes, their peaks, and the
-segments. What runs out on a GPU is what is reserved: segments, whole ones, whatever of them is in use.
-
-The rules, as torch documents them (docs, "CUDA semantics", memory management, and the comments of `c10/cuda`):
-
-    rounding     a request is rounded up to 512 bytes
-    pools        up to 1 MiB is small, the rest large; each stream has its own blocks in each, and each graph's pool has its own
-    search       the smallest free block of the pool and stream that is large enough; of equal ones that at the lowest address
-    split        the request is the block's lower end; the rest becomes a free block if it is at least 512 bytes (small), or more
-                 than 1 MiB (large). Else the whole block is handed out
-    segment      if there is none: 2 MiB for a small request, 20 MiB for one below 10 MiB, else the request rounded up to 2 MiB
-    free         a block is merged with its free neighbours in its segment
-    streams      a block that `record_stream` named for another stream is reused only when that stream has done what it was given
-                 until the free; the next request looks whether it has
-    limit        where a segment would go over the device's memory, all segments that are wholly free go back to the driver, and
-                 it is tried once more; then the request fails
-    empty_cache  the same giving back, asked for
-    graphs       while a CUDA graph is captured, requests are served from a pool of its own, whose segments no other request gets
-                 and nothing gives back before the graph is gone
-
-Not modelled, because they are off unless a user turns them on: expandable segments, `max_split_size_mb`, garbage collection by
-threshold, rounding to divisions of powers of two.
-
-Who owns what: a `Block` that `malloc` returned is the caller's until `free`. Addresses are made up, ascending, with the holes of
-segments that were given back filled first, unless `place` says where a segment lies.
+Input: `malloc` and `free` in the order in which a process calls them. Output: `reserved` and `allocated` bytes, their
+peaks, and the segments. A GPU runs out of memory when segments no longer fit, however little of them is in use. A
+`Block` that `malloc` returns is the caller's until `free`.
 """
 
 from __future__ import annotations
@@ -38,20 +16,19 @@ SMALL_SEGMENT = 2 << 20
 LARGE_SEGMENT = 20 << 20
 LARGE_REQUEST = 10 << 20
 ROUND_SEGMENT = 2 << 20
-_ADDRESS_BITS = 48  # of the key (size, address) in one integer: comparing integers is twice as fast as comparing pairs
-_ADDRESS = (1 << _ADDRESS_BITS) - 1
+_ADDRESS_BITS = 48  # a key is (size, address) in one integer, which compares twice as fast as a pair
 
 
 class OutOfMemory(RuntimeError):
-    """The limit leaves no room for a segment, also after everything cached was given back."""
+    """A segment does not fit the limit, even after all cached segments were released."""
 
 
 class Block:
     """A piece of a segment.
 
     Attributes:
-        address, size: bytes; the size is rounded, and may be more than was asked for.
-        in_use: handed out, or freed and still read by another stream.
+        address, size: bytes; the size is rounded up and may be larger than the request.
+        in_use: allocated, or freed and still read by another stream.
     """
 
     __slots__ = ("address", "after", "before", "in_use", "pool", "size", "streams")
@@ -65,7 +42,7 @@ class Block:
 
 
 class _FreeBlocks:
-    """The free blocks of one stream and one kind, by size and then address."""
+    """The free blocks of one stream and one kind, in the order of size and address."""
 
     __slots__ = ("blocks", "keys", "least_rest", "owner", "small", "stream")
 
@@ -87,16 +64,29 @@ class _FreeBlocks:
 
 
 class CachingAllocator:
-    """See the module docstring.
+    """The rules of torch's documentation ("CUDA semantics", memory management) and of the comments in `c10/cuda`.
+
+    - A request is rounded up to 512 bytes. Up to 1 MiB it is small, else large. Each stream has free blocks of either kind; so
+      has each CUDA graph, whose segments serve no other request and are not released before the graph is gone.
+    - The smallest free block that fits is taken, of equal ones that at the lowest address. The request is its lower end; the rest
+      stays free if it has at least 512 bytes (small), or more than 1 MiB (large). Otherwise the whole block is allocated.
+    - If no block fits, a segment is: 2 MiB for a small request, 20 MiB for one below 10 MiB, else the request rounded
+    up to 2 MiB. - A freed block is merged with its free neighbours in its segment. - A block that `record_stream` named
+    for another stream is reused when that stream is done with its work until the free; the next request checks. - If a
+    segment exceeds the device's memory, all segments that are wholly free are released, and it is tried once more.
+
+    Not modelled, because they are off by default: expandable segments, `max_split_size_mb`, garbage collection by threshold,
+    rounding to divisions of powers of two.
 
     Args:
         limit: bytes of segments that the device has room for; None for no limit.
-        place: called with a new segment's size and stream; where it lies.
+        place: the address of a new segment, from its size and stream. By default addresses ascend, and holes of released segments
+            are filled first.
 
     Attributes:
-        reserved, allocated: bytes of segments, and of blocks that are the callers'.
-        peak_reserved, peak_allocated: the most of each since the begin or `reset_peaks`.
-        segments: address -> bytes.
+        reserved, allocated: bytes of segments, and of blocks in use.
+        peak_reserved, peak_allocated: their peaks since the beginning or `reset_peaks`.
+        segments: address to bytes.
     """
 
     def __init__(self, limit: int | None = None, place: Callable[[int, Hashable], int] | None = None):
@@ -104,20 +94,20 @@ class CachingAllocator:
         self.segments: dict[int, int] = {}
         self._limit, self._place = limit, place
         self._pools: dict[tuple[Hashable, bool, Hashable], _FreeBlocks] = {}
-        self._graph: Hashable = None  # whose pool serves requests now
+        self._graph: Hashable = None  # the graph that is captured
         self._waiting: list[Block] = []  # freed, and still read by other streams
         self._done: set[Hashable] = set()
         self._top = 1 << 32
         self._holes: list[tuple[int, int]] = []  # address, bytes
 
     def malloc(self, size: int, stream: Hashable = 0) -> Block:
-        """A block of at least `size` bytes, at least 1.
+        """A block of at least `size` bytes.
 
         Raises:
-            OutOfMemory: see the class.
+            OutOfMemory: a segment does not fit the limit.
         """
         if self._done:
-            self._look()
+            self._check_streams()
         size = (size + MIN_BLOCK - 1) & -MIN_BLOCK or MIN_BLOCK
         small = size <= SMALL
         pool = self._pools.get((stream, small, self._graph))
@@ -141,10 +131,10 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Give a block back.
+        """Free a block.
 
         Raises:
-            ValueError: it was given back before.
+            ValueError: it was freed before.
         """
         if not block.in_use:
             raise ValueError(f"the block at {block.address} was freed before")
@@ -155,17 +145,17 @@ class CachingAllocator:
             self._merge(block)
 
     def record_stream(self, block: Block, stream: Hashable) -> None:
-        """Another stream than its own reads the block."""
+        """Another stream reads the block."""
         if stream != block.pool.stream:
             block.streams = (block.streams or set()) | {stream}
 
     def done(self, stream: Hashable) -> None:
-        """The stream has done all that it was given; seen by the next request."""
+        """The stream is done with its work; the next request checks."""
         if self._waiting:
             self._done.add(stream)
 
     def empty_cache(self) -> list[int]:
-        """Give every segment that is wholly free back to the driver, when all streams are done. Their addresses."""
+        """Release every segment that is wholly free, after all streams are done. Returns their addresses."""
         for block in self._waiting:
             block.streams = None
             self._merge(block)
@@ -173,23 +163,23 @@ class CachingAllocator:
         given: list[int] = []
         for pool in self._pools.values():
             if pool.owner is None:
-                given += self._give_back(pool)
+                given += self._release(pool)
         return given
 
     def begin_graph(self, graph: Hashable) -> None:
-        """From here on requests are served from this graph's own pool."""
+        """Serve requests from this graph's pool from here on."""
         self._graph = graph
 
     def end_graph(self) -> None:
-        """The capture is over: requests are served as before."""
+        """End the capture."""
         self._graph = None
 
     def reset_peaks(self) -> None:
-        """Count peaks from here."""
+        """Measure peaks from here."""
         self.peak_reserved, self.peak_allocated = self.reserved, self.allocated
 
     def _segment(self, pool: _FreeBlocks, size: int) -> Block:
-        """A new segment as one block that is not among the free ones."""
+        """A new segment as one block."""
         if pool.small:
             length = SMALL_SEGMENT
         elif size < LARGE_REQUEST:
@@ -200,7 +190,7 @@ class CachingAllocator:
             self.empty_cache()
             if self.reserved + length > self._limit:
                 raise OutOfMemory(
-                    f"{length} bytes more than the {self.reserved} that are reserved go over the limit of {self._limit}"
+                    f"a segment of {length} bytes beside the {self.reserved} reserved exceeds the limit of {self._limit}"
                 )
         address = self._hole(length) if self._place is None else self._place(length, pool.stream)
         self.segments[address] = length
@@ -217,8 +207,8 @@ class CachingAllocator:
         self._top += length
         return self._top - length
 
-    def _look(self) -> None:
-        """What waits for streams that are done is free."""
+    def _check_streams(self) -> None:
+        """Free the blocks that waited for streams that are done."""
         done, self._done = self._done, set()
         waiting, self._waiting = self._waiting, []
         for block in waiting:
@@ -230,7 +220,7 @@ class CachingAllocator:
                 self._merge(block)
 
     def _merge(self, block: Block) -> None:
-        """Put a block among the free ones, in one with its free neighbours."""
+        """Free a block, merged with its free neighbours."""
         block.in_use = False
         pool = block.pool
         before, after = block.before, block.after
@@ -249,7 +239,7 @@ class CachingAllocator:
                 after.after.before = block
         pool.add(block)
 
-    def _give_back(self, pool: _FreeBlocks) -> list[int]:
+    def _release(self, pool: _FreeBlocks) -> list[int]:
         given = []
         for key in list(pool.keys):
             block = pool.blocks[key]

@@ -1,8 +1,8 @@
 """``forebay doctor --save-profile FILE``: measures a device and writes its profile for ``forebay plan --device FILE``.
 
 Input: a path, and the processes that torchrun started, or this one alone. Output: a JSON file of
-`forebay.estimate.device`: rates by size of products, attention, copies and collectives, each the median of several
-runs. `save_profile` owns the process group that it makes; everything else is freed when a function returns.
+`forebay.estimate.device`: rates of GEMMs, attention, copies and collectives by size, each the median of several runs. It
+takes about half a minute. `save_profile` owns the process group that it makes.
 """
 
 from __future__ import annotations
@@ -28,32 +28,24 @@ from forebay.memory.timeline import BOTH_WAYS
 from forebay.models.compile import attention_backends
 from forebay.train.distributed import World
 
-# What a device achieves at the operations that training consists of, measured.
-#
-# In: a device, and the `Sizes` to try. Out: rates as the figures of `forebay.estimate.device` want them: [size, rate] by size,
-# or a number. Inputs are random numbers (zeros draw less power, and run faster). Every figure is a median of several runs after
-# some that do not count; on a CUDA device by its own events, enough runs between two that the host's launches are not what is
-# timed.
-#
-# Nothing is kept. Memory is freed when a function returns.
-
 Curve = list[list[float]]
+"""[size, rate], ascending."""
 
 _WARM, _TIMES = 2, 7
-_LONG_ENOUGH = 2e-3  # seconds between two events: a hundred times what they cost
-_TINY = 400  # kernels at once: fewer than a stream takes before the host has to wait (1024)
+_LONG_ENOUGH = 2e-3  # seconds between two events: a hundred times their own cost
+_TINY = 400  # kernels in a row: fewer than a stream queues before the host has to wait (1024)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is tried; the defaults are for a GPU of 20 GB and more.
+    """The sizes to measure; the defaults need a GPU of 20 GB. Inputs are random, because zeros draw less power and run faster.
 
     Attributes:
         products: (M, K, N).
         grouped: (experts, rows of each, K, N).
         attention: (batch, heads, sequence, width of a head).
         copies, links: bytes on the device, and to and from the host.
-        collectives: bytes that each process sends in all.
+        collectives: bytes that each process sends in total.
     """
 
     products: tuple[tuple[int, int, int], ...] = (
@@ -76,7 +68,7 @@ class Sizes:
 
 
 def seconds(run: Callable[[], Any], device: torch.device) -> float:
-    """Of one `run()`, the median."""
+    """Median seconds of one `run()`, by the device's own events on CUDA."""
     for _ in range(_WARM):
         run()
     inner = max(1, min(200, int(_LONG_ENOUGH / max(_once(run, device, 1), 1e-7))))
@@ -110,7 +102,7 @@ def products(device: torch.device, sizes: Sizes, dtype: torch.dtype) -> Curve:
 
 
 def grouped(device: torch.device, sizes: Sizes, weights: bool) -> Curve:
-    """FLOP/s of `F.grouped_mm` in bf16, all experts with as many rows: rows with matrices, or (`weights`) rows with rows."""
+    """FLOP/s of `F.grouped_mm` in bf16 with equal loads: rows with matrices, or (`weights`) rows with rows."""
     found = []
     for experts, rows, k, n in sizes.grouped:
         a = torch.randn(experts * rows, k, device=device, dtype=torch.bfloat16)
@@ -125,8 +117,8 @@ def grouped(device: torch.device, sizes: Sizes, weights: bool) -> Curve:
 
 
 def attention(device: torch.device, sizes: Sizes) -> tuple[float, float]:
-    """FLOP/s of causal `scaled_dot_product_attention` in bf16, forward and backward, with the kernels that compiled halves
-    prefer. Half of all pairs count: 2 products forward, 5 backward."""
+    """FLOP/s of causal `scaled_dot_product_attention` in bf16, forward and backward, with the kernels that compiled sublayers
+    prefer. Half of all pairs count: 2 GEMMs forward, 5 backward."""
     batch, heads, sequence, width = sizes.attention
     q, k, v = (
         torch.randn(batch, heads, sequence, width, device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -147,7 +139,7 @@ def attention(device: torch.device, sizes: Sizes) -> tuple[float, float]:
 
 
 def bandwidth(device: torch.device, sizes: Sizes) -> Curve:
-    """Bytes/s that copies read and write, by the sum of both."""
+    """Bytes/s that copies read and write together, by the bytes of both."""
     found = []
     for size in sizes.copies:
         source = torch.randint(0, 256, (size,), device=device, dtype=torch.uint8)
@@ -158,7 +150,7 @@ def bandwidth(device: torch.device, sizes: Sizes) -> Curve:
 
 
 def host_link(device: torch.device, sizes: Sizes, ready: Callable[[], Any] = lambda: None) -> tuple[float, float]:
-    """Bytes/s to pinned host memory, and from it. `ready` is called before either, when all is there."""
+    """Bytes/s to pinned host memory, and from it. `ready` is called before each measurement."""
     host = torch.randint(0, 256, (sizes.links,), dtype=torch.uint8)
     host = host.pin_memory() if device.type == "cuda" else host
     here = torch.randint(0, 256, (sizes.links,), device=device, dtype=torch.uint8)
@@ -170,7 +162,7 @@ def host_link(device: torch.device, sizes: Sizes, ready: Callable[[], Any] = lam
 
 
 def host_both(device: torch.device, sizes: Sizes, ready: Callable[[], Any] = lambda: None) -> float:
-    """Bytes/s each way, to pinned host memory and from it at once. `ready` is called once, when all is there."""
+    """Bytes/s each way with copies to and from pinned host memory at once. `ready` is called before the measurement."""
     cuda = device.type == "cuda"
     hosts = [torch.randint(0, 256, (sizes.links,), dtype=torch.uint8) for _ in range(2)]
     hosts = [host.pin_memory() for host in hosts] if cuda else hosts
@@ -195,7 +187,7 @@ def host_both(device: torch.device, sizes: Sizes, ready: Callable[[], Any] = lam
 
 
 def launch(device: torch.device) -> float:
-    """Seconds of the host for an operation that it does not wait for."""
+    """Seconds of the host to launch an operation."""
     x = torch.zeros(1, device=device)
 
     def many() -> float:
@@ -211,7 +203,7 @@ def launch(device: torch.device) -> float:
 
 
 def kernel(device: torch.device) -> float:
-    """Seconds of the device for a kernel that does nothing worth the name, one behind the other, without the host."""
+    """Seconds of the device for a tiny kernel in a row of them, without the host: in a CUDA graph."""
     x = torch.zeros(1, device=device)
     if device.type != "cuda":
         return launch(device)
@@ -225,8 +217,8 @@ def kernel(device: torch.device) -> float:
 
 
 def collectives(device: torch.device, sizes: Sizes, group: dist.ProcessGroup | None) -> tuple[Curve, float, float]:
-    """Of all processes of a group, the slowest one's: bytes/s that leave each in an all-to-all, by bytes; that reach it in an
-    all-gather; that leave it in a reduce-scatter. The latter two at the largest size."""
+    """Rates of the slowest process of a group: bytes/s that leave it in an all-to-all, by bytes; at the largest size, bytes/s
+    that reach it in an all-gather, and that leave it in a reduce-scatter."""
     count = dist.get_world_size(group)
     away = (count - 1) / count
     curve = []
@@ -244,9 +236,9 @@ def collectives(device: torch.device, sizes: Sizes, group: dist.ProcessGroup | N
 
 
 def contention(device: torch.device, sizes: Sizes, group: dist.ProcessGroup | None) -> float:
-    """By how much products take longer with all-to-alls beside them, as a share of these; between 0.01 and 1. Needs streams.
+    """Seconds by which GEMMs are slower beside all-to-alls, as a share of the all-to-alls'; between 0.01 and 1. Needs CUDA.
 
-    An all-to-all of 32 MiB, and a product that takes about as long, both ten times.
+    Measured with ten all-to-alls of 32 MiB beside GEMMs of about twice their time.
     """
     count, size = dist.get_world_size(group), 32 << 20
     mine = torch.randn(size // 2 // count * count, device=device).to(torch.bfloat16)
@@ -278,7 +270,7 @@ def contention(device: torch.device, sizes: Sizes, group: dist.ProcessGroup | No
 
 
 def _slowest(run: Callable[[], Any], device: torch.device, group: dist.ProcessGroup | None) -> float:
-    """Of one `run()` that all processes of a group take part in; a fixed number of times, or they would wait for each other."""
+    """Seconds of the slowest process for one collective `run()`. All processes run it equally often."""
     for _ in range(_WARM):
         run()
     took = torch.tensor(
@@ -289,27 +281,21 @@ def _slowest(run: Callable[[], Any], device: torch.device, group: dist.ProcessGr
 
 
 def _ascending(found: Curve) -> Curve:
-    """By size, each size once."""
+    """Sorted by size, each size once."""
     return [[size, rate] for size, rate in sorted({size: rate for size, rate in found}.items())]
 
-
-# ``forebay doctor --save-profile FILE``: a device profile of this machine, for ``forebay plan --device FILE``.
-#
-# In: a path, and the processes that torchrun started, or this one alone. Out: a JSON file of `forebay.estimate.device`. It takes
-# about half a minute. Alone, a process has no links to other GPUs to measure: those figures are the H200's then, and say so.
-# The processes of one machine measure links within a node; of several machines, those between nodes too.
-#
-# `save_profile` owns the process group that it makes.
 
 _HOST = ("host_out", "host_back", "host_both")
 _LINKS = ("all_to_all", "all_gather", "reduce_scatter")
 
 
 def save_profile(path: Path) -> DeviceProfile | None:
-    """Measure this process's GPU, and write the profile. Collective; None on all processes but the first, which writes.
+    """Measure this process's GPU, and write the profile. Collective; returns None on all processes but the first.
+
+    A process alone does not measure links to other GPUs: those figures are the H200's, marked as estimated.
 
     Raises:
-        UsageError: there is no GPU, or `path` cannot be a file.
+        UsageError: there is no GPU, or `path` is not a possible file.
         RunError: the file cannot be written.
     """
     if not torch.cuda.is_available():
@@ -342,10 +328,10 @@ def save_profile(path: Path) -> DeviceProfile | None:
 
 
 def check_path(path: Path) -> None:
-    """Refuse a path that no file can have, before anything is measured.
+    """Check the path before anything is measured.
 
     Raises:
-        UsageError: says why.
+        UsageError: it cannot be a file.
     """
     if path.is_dir():
         raise UsageError(f"--save-profile {path} is a folder; valid is the name of a file to write")
@@ -354,7 +340,7 @@ def check_path(path: Path) -> None:
 
 
 def measured(device: torch.device, sizes: Sizes) -> dict[str, Any]:
-    """Figures of one device by name: values alone, as `forebay.estimate.device` has them in a file."""
+    """Values of the figures of one device, by the names of `forebay.estimate.device.FIGURES`."""
     ahead, back = attention(device, sizes)
     out, home = host_link(device, sizes)
     both = host_both(device, sizes)
@@ -379,9 +365,10 @@ def measured(device: torch.device, sizes: Sizes) -> dict[str, Any]:
 
 
 def measured_links(device: torch.device, sizes: Sizes, on_node: int) -> dict[str, Any]:
-    """Figures of the links between the processes of the default group, `on_node` of which share each machine.
+    """Values of the figures of the links between the processes of the default group. Collective.
 
-    Collective.
+    Args:
+        on_node: processes of each machine. Within a node and, with several machines, between nodes.
     """
     found: dict[str, Any] = {}
     count = dist.get_world_size()
@@ -400,7 +387,7 @@ def measured_links(device: torch.device, sizes: Sizes, on_node: int) -> dict[str
 
 
 def _host_links(device: torch.device, sizes: Sizes, on_node: int) -> dict[str, Any]:
-    """One process's alone (the first one writes), and the slowest one's while all copy. Both ways alone is reckoned."""
+    """The rates of one process alone, and of the slowest while all copy. Both ways at once alone is derived, not measured."""
     dist.barrier()
     alone = host_link(device, sizes) if dist.get_rank() % on_node == 0 else (1.0, 1.0)
     dist.barrier()
@@ -416,8 +403,10 @@ def _host_links(device: torch.device, sizes: Sizes, on_node: int) -> dict[str, A
 
 
 def complete(figures: dict[str, Any], name: str, title: str, node: int) -> DeviceProfile:
-    """A profile of measured figures, and of the H200's where there are none. What several GPUs of a host get of its memory at
-    once is measured by several processes only: else as much less as the H200's get."""
+    """A profile of measured figures, completed with the H200's.
+
+    The host's rates for several GPUs at once need several processes: without them, one GPU's rate is scaled as the H200's are.
+    """
     raw = load(DEFAULT).as_dict()
     for key in _HOST:
         if isinstance(figures.get(key), float):

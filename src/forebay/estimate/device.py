@@ -1,19 +1,8 @@
-"""What a GPU and its machine achieve: the figures that turn FLOPs and bytes into seconds.
+"""Device profiles: the figures of a GPU and its host that turn FLOPs and bytes into seconds.
 
-In: the name of a profile that comes with Forebay (`devices/*.json`), or a file that ``forebay doctor --save-profile`` wrote. Out:
-a `DeviceProfile`, frozen. Nothing is measured here, and no device is touched.
-
-A file is a JSON object with "name", "title", "node" (GPUs of one host), and every name of `FIGURES`. Each figure is
-
-    {"value": 4.18e12, "source": "measured", "where": "benchmarks/results/experts.md"}
-
-in SI units: bytes, seconds, FLOP/s, bytes/s. Rates may depend on the size of what runs: "value" is then a list of [size, rate],
-ascending; between sizes time is interpolated as a power of the size, and beyond the ends the rate stays. "source" is
-
-    measured     on such a device, at "where"
-    datasheet    the maker's figure, or a standard's, times the share of it that "where" names or that an H200 achieves
-    calibrated   fitted to the runs that "where" names
-    estimated    neither: an assumption, which "where" tells
+Input: the name of a profile that comes with Forebay (`devices/*.json`), or a file that ``forebay doctor --save-profile``
+wrote: a JSON object with "name", "title", "node" (GPUs of one host), and every name of `FIGURES`. Output: a frozen
+`DeviceProfile`. Nothing is measured, and no device is touched.
 """
 
 from __future__ import annotations
@@ -62,11 +51,14 @@ FIGURES: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Figure:
-    """A rate or a time.
+    """A rate or a time in SI units, such as ``{"value": 4.18e12, "source": "measured", "where":
+    "benchmarks/results/experts.md"}``.
 
     Attributes:
-        value: (size, value) ascending; one entry of size 0 for what does not depend on size.
-        source, where: see the module docstring.
+        value: (size, value) ascending; a single entry of size 0 if it does not depend on the size of what runs.
+        source: "measured" on such a device; "datasheet": the maker's figure, times the share that `where` names or that an H200
+            reaches; "calibrated" to the runs that `where` names; "estimated": an assumption, which `where` states.
+        where: the evidence.
     """
 
     value: tuple[tuple[float, float], ...]
@@ -74,7 +66,7 @@ class Figure:
     where: str
 
     def at(self, size: float) -> float:
-        """The value for a size: a straight line in logarithms between two entries."""
+        """The value for a size: log-log interpolation between two entries, constant beyond the ends."""
         first = self.value[0]
         if len(self.value) == 1 or size <= first[0]:
             return first[1]
@@ -87,11 +79,11 @@ class Figure:
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """See the module docstring.
+    """A device.
 
     Attributes:
-        name, title: short and full.
-        node: GPUs of one host, which reach each other within a node.
+        name, title: short and full name.
+        node: GPUs of one host.
         figures: by the names of `FIGURES`.
     """
 
@@ -109,19 +101,21 @@ class DeviceProfile:
         return self.at(name if within else f"{name}_between", size)
 
     def host(self, world: int, pipeline: bool) -> tuple[float, ...]:
-        """Rates of a `Timeline`, bytes/s, for each of `world` GPUs: those of a host share its memory. In a pipeline copies go
-        both ways at once but at a step's two ends: four rates; else one way after the other: two."""
+        """Rates of a `Timeline` for each of `world` GPUs, bytes/s; the GPUs of a host share its memory.
+
+        In a pipeline copies go both ways at once except at the two ends of a step: four rates. Otherwise two.
+        """
         gpus = min(world, self.node)
         one_way = self.at("host_out", gpus), self.at("host_back", gpus)
         both = self.at("host_both", gpus) / BOTH_WAYS
         return (both, both, *one_way) if pipeline else one_way
 
     def measured(self) -> tuple[str, ...]:
-        """Names of the figures that are no datasheet's."""
+        """Names of the figures that were measured or calibrated."""
         return tuple(name for name, figure in self.figures.items() if figure.source in ("measured", "calibrated"))
 
     def as_dict(self) -> dict[str, Any]:
-        """What a file holds; `of_dict` of it gives an equal profile."""
+        """The contents of a file; `of_dict` reads it."""
         figures = {
             name: {"value": _plain(figure.value), "source": figure.source, "where": figure.where}
             for name, figure in self.figures.items()
@@ -130,16 +124,16 @@ class DeviceProfile:
 
 
 def names() -> tuple[str, ...]:
-    """Of the profiles that come with Forebay."""
+    """Names of the profiles that come with Forebay."""
     folder = resources.files("forebay.estimate") / "devices"
     return tuple(sorted(f.name.removesuffix(".json") for f in folder.iterdir() if f.name.endswith(".json")))
 
 
 def load(source: str) -> DeviceProfile:
-    """The profile of a name, or of a file.
+    """The profile of a name or a file.
 
     Raises:
-        ValueError: neither; a file that cannot be read, or that lacks a figure; each with what would be valid.
+        ValueError: it is neither, or a file that cannot be read or lacks a figure.
     """
     known = names()
     if source.lower() in known:
@@ -161,14 +155,14 @@ def load(source: str) -> DeviceProfile:
 
 
 def of_dict(raw: Any, origin: str) -> DeviceProfile:
-    """The profile that a JSON object holds.
+    """The profile of a JSON object.
 
     Raises:
-        ValueError: a figure that is missing, unknown or no figure; says which.
+        ValueError: a figure is missing, unknown or invalid.
     """
     if not isinstance(raw, Mapping):
         raise ValueError(
-            f"device profile {origin} is no JSON object; valid is what 'forebay doctor --save-profile FILE' writes"
+            f"device profile {origin} is not a JSON object; valid is what 'forebay doctor --save-profile FILE' writes"
         )
     wanted = {"name", "title", "node", *FIGURES}
     if missing := sorted(wanted - set(raw)):
@@ -184,7 +178,7 @@ def of_dict(raw: Any, origin: str) -> DeviceProfile:
 
 def _figure(raw: Any, what: str) -> Figure:
     if not isinstance(raw, Mapping) or set(raw) != {"value", "source", "where"}:
-        raise ValueError(f"{what} is no figure; valid is an object of value, source and where")
+        raise ValueError(f"{what} is not a figure; valid is an object of value, source and where")
     if raw["source"] not in SOURCES:
         raise ValueError(f"{what} has source {raw['source']!r}; valid are {', '.join(SOURCES)}")
     value = raw["value"]

@@ -1,29 +1,9 @@
 """What parameters, gradients and the optimizer allocate during a step, in order and by stream.
 
-In: `WeightShapes` and `Sharing` (`forebay.estimate.state`) and the layers of a rank. Out: one of three `ParamLifecycle`s, which
-are told of a step's moments and allocate as torch does then. They own the blocks that they were given by the allocator, and
-nothing else.
-
-    Plain      no process group: a gradient is what backward made first, and lasts to the optimizer's step
-    ByModule   FSDP2's hooks: a layer is gathered before it runs, and its gradients are summed or reduced behind its backward
-    Gathered   whole weights for a step (`forebay.train.unsharded_step`): gathered before it, sums made then, reduced behind it
-
-Of FSDP2 (`torch.distributed.fsdp._fully_shard`, torch 2.11 to 2.13), which matters because each stream has its own memory:
-
-    gathering, in forward and backward       the shards in one piece, cast, and the buffer that they arrive in: on the stream
-                                             "gather"; the parameters' whole tensors, copied out of it: on the compute stream.
-                                             The buffer waits for the next gathering's copy out (forward), or is free at once
-    gathering a step                         all of it on the compute stream
-    one process                              no buffer: each parameter is cast, and copied
-    reducing                                 the gradients in one piece: compute stream, until the next reducing; what comes of
-                                             it, of which the shards' gradients are views: on the stream "reduce", to the step's
-                                             end
-    reducing a step                          the same on the compute stream, but that a weight in a group of its own is sent
-                                             from where it is; the head's first, then the embedding's, whose sum is made then,
-                                             in the memory of the head's, unless it is there from the begin
-
-The optimizer makes both moments and a step count a parameter in its first step, in the order of the parameters: matrices, then
-vectors. Random parameters are drawn whole, each made before the one drawn last is let go of; so are what FSDP2 casts them to.
+Input: `WeightShapes` and `Sharing` (`forebay.estimate.state`), and the layers of a rank. Output: `ParamGroup`s, and a
+`ParamLifecycle` that is called at the events of a step and allocates as torch does then. Facts about FSDP2 are those of
+`torch.distributed.fsdp._fully_shard`, torch 2.11 to 2.13. A lifecycle owns the blocks that it allocates, and the
+gradients that it keeps.
 """
 
 from __future__ import annotations
@@ -31,10 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from operator import itemgetter
+from typing import Any
 
 from forebay.estimate.allocator import SMALL, Block, CachingAllocator
-from forebay.estimate.state import Sharing, WeightShapes, shard_lengths
+from forebay.estimate.state import Sharing, WeightShapes, shard_length
 
 GATHER = "gather"
 REDUCE = "reduce"
@@ -42,16 +23,18 @@ DEFAULT = "default"
 
 
 @dataclass(frozen=True)
-class Group:
-    """Parameters that are gathered together. Elements of each: of the rank's shard, of the whole that it computes with, and of
-    the parameter that is drawn.
+class ParamGroup:
+    """Parameters that FSDP2 gathers together. Sizes are elements of each parameter.
 
     Attributes:
         place: a layer's place among the rank's, or -1 for embedding, last norm and head.
-        experts: of a MoE layer, in a group of their own.
+        experts: they are the experts of a MoE layer, in a group of their own.
         processes: that share it.
-        names: what each is: "embedding", "head", or "".
-        vectors: of each, whether it is one.
+        own: of the rank's shard.
+        whole: of what the rank computes with.
+        drawn: of the parameter that is initialized.
+        names: "embedding", "head", or "".
+        vectors: whether each has one dimension.
     """
 
     place: int
@@ -64,39 +47,41 @@ class Group:
     vectors: tuple[bool, ...]
 
 
-def groups_of(
+_Named = list[tuple[str, tuple[int, ...]]]  # parameters: what each is, and its shape
+
+
+def param_groups(
     weights: WeightShapes, layers: Sequence[int], embedding: bool, head: bool, sharing: Sharing
-) -> list[Group]:
-    """In the order in which FSDP2 finds its modules: what no other group has, embedding, layers, head."""
+) -> list[ParamGroup]:
+    """The groups in the order in which FSDP2 finds its modules: what no other group has, embedding, layers, head."""
     s = sharing
-    ends = [("embedding", shape) for shape in (weights.embedding if embedding else ())]
-    rest = [("", shape) for shape in (weights.head if head else ()) if len(shape) < 2]
-    last = [("head", shape) for shape in (weights.head if head else ()) if len(shape) > 1]
-    apart = s.pp > 1 and not weights.tied
-    found = [_group(-1, False, s.data, rest if apart else [*ends, *rest, *last], s)]
-    found += [_group(-1, False, s.data, ends, s)] if apart and ends else []
+    first: _Named = [("embedding", shape) for shape in weights.embedding] if embedding else []
+    norm: _Named = [("", shape) for shape in weights.head if len(shape) < 2] if head else []
+    last: _Named = [("head", shape) for shape in weights.head if len(shape) > 1] if head else []
+    if s.pp > 1 and not weights.tied:
+        found = [_group(-1, False, s.data, norm, s), _group(-1, False, s.data, first, s)]
+    else:
+        found, last = [_group(-1, False, s.data, [*first, *norm, *last], s)], []
     for place, number in enumerate(layers):
         others, experts = weights.layers[number]
-        mine = [("", (shape[0] // s.ep, *shape[1:])) for shape in experts]
-        named = [("", shape) for shape in others]
+        mine: _Named = [("", (shape[0] // s.ep, *shape[1:])) for shape in experts]
+        named: _Named = [("", shape) for shape in others]
         if s.sharded and s.ep > 1 and mine:
             found += [_group(place, False, s.data, named, s), _group(place, True, s.data // s.ep, mine, s)]
         else:
             found.append(_group(place, False, s.data, [*named, *mine], s))
-    found += [_group(-1, False, s.data, last, s)] if apart and last else []
+    found.append(_group(-1, False, s.data, last, s))
     return [group for group in found if group.own]
 
 
-def _group(
-    place: int, experts: bool, processes: int, parameters: Sequence[tuple[str, tuple[int, ...]]], s: Sharing
-) -> Group:
+def _group(place: int, experts: bool, processes: int, parameters: _Named, s: Sharing) -> ParamGroup:
     shapes = [shape for _, shape in parameters]
     whole = tuple(math.prod(shape) for shape in shapes)
-    return Group(
+    return ParamGroup(
         place,
         experts,
         processes,
-        tuple(shard_lengths(shape, processes, experts) for shape in shapes) if s.sharded else whole,
+        tuple(shard_length(shape, processes, experts) for shape in shapes) if s.sharded else whole,
         whole,
         tuple(n * s.ep if experts else n for n in whole),
         tuple(name for name, _ in parameters),
@@ -104,106 +89,104 @@ def _group(
     )
 
 
-class ParamLifecycle(Protocol):
-    """What a step tells its weights."""
+class ParamLifecycle:
+    """The events of a step that parameters and gradients react to; by default they do nothing.
+
+    A `place` is a layer's, "embedding" or "head"; `mlp` tells a layer's second sublayer; `last` tells the step's last microbatch.
+    """
 
     def begin_step(self) -> None:
         """Before the first forward."""
 
     def enter(self, place: Any, mlp: bool, backward: bool, last: bool) -> None:
-        """A half of a layer, or an end ("embedding", "head"), begins. `last`: of the step's last microbatch."""
+        """A sublayer, embedding or head begins."""
 
     def leave(self, place: Any, mlp: bool, backward: bool, last: bool) -> None:
-        """It is over."""
+        """It ends."""
 
     def compute_experts(self, place: Any, begin: bool) -> None:
-        """Where tokens travel: the experts' own computation begins, or is over."""
+        """The experts' own computation begins or ends, between the transfers of the token dispatcher."""
 
     def keeps(self, place: Any, mlp: bool, block: Block) -> bool:
-        """A weight's gradient was made, and autograd lets go of it: whether it stays."""
+        """Autograd releases a weight's gradient: whether it stays allocated. If not, it was added to a sum."""
+        return False
 
     def end_step(self) -> None:
-        """Behind the last backward."""
+        """After the last backward."""
 
     def zero_grad(self) -> None:
-        """Gradients are gone."""
+        """Free the gradients."""
 
 
-class Persistent:
-    """Parameters and moments.
+class PersistentState:
+    """Parameters and moments, in the order of the parameters.
+
+    The optimizer makes both moments and a step count for each parameter in its first step: matrices, then vectors.
 
     Args:
-        drawn: parameters are random, and not read from a folder.
+        random: parameters are initialized, not loaded. Each is initialized whole, before the one before it is freed; so are the
+            tensors that FSDP2 casts.
     """
 
-    def __init__(self, paper: CachingAllocator, groups: Sequence[Group], sharing: Sharing, drawn: bool):
-        self._paper, self._s = paper, sharing
+    def __init__(self, allocator: CachingAllocator, groups: Sequence[ParamGroup], sharing: Sharing, random: bool):
+        self._allocator, self._s = allocator, sharing
         self._moments: list[Block] = []
         self._order = sorted(
             (
-                (_rank_of(group, name), own, drawn, vector)
+                (_model_order(group, name), own, drawn, vector)
                 for group in groups
                 for name, own, drawn, vector in zip(group.names, group.own, group.drawn, group.vectors, strict=True)
             ),
-            key=lambda parameter: parameter[0],
+            key=itemgetter(0),
         )
         for size in self._sizes():
-            paper.malloc(size, DEFAULT)
+            allocator.malloc(size, DEFAULT)
         last: Block | None = None
-        for _, _, elements, _ in self._order if drawn else ():
-            block = paper.malloc(sharing.parameter * elements, DEFAULT)
+        for _, _, elements, _ in self._order if random else ():
+            block = allocator.malloc(sharing.parameter * elements, DEFAULT)
             if last is not None:
-                paper.free(last)
+                allocator.free(last)
             last = block
         if last is not None:
-            paper.free(last)
+            allocator.free(last)
 
     def optimize(self) -> None:
-        """An optimizer's step."""
+        """Allocate as an optimizer's step does."""
         s, first = self._s, not self._moments
         for vectors in (False, True):
             sizes = self._sizes(vectors)
             for size in sizes if first else ():
                 steps = [4] if s.fused else []
-                self._moments += [self._paper.malloc(n, DEFAULT) for n in (*steps, size, size)]
+                self._moments += [self._allocator.malloc(n, DEFAULT) for n in (*steps, size, size)]
             if not s.fused:  # the root of the second moments, of all parameters at once
-                for block in [self._paper.malloc(size, DEFAULT) for size in sizes]:
-                    self._paper.free(block)
+                for block in [self._allocator.malloc(size, DEFAULT) for size in sizes]:
+                    self._allocator.free(block)
 
     def _sizes(self, vectors: bool | None = None) -> list[int]:
         return [self._s.parameter * own for _, own, _, vector in self._order if own and vectors in (None, vector)]
 
 
-def _rank_of(group: Group, name: str = "") -> tuple[int, int]:
-    """In which order a model has its parameters: embedding, layers, last norm, head."""
+def _model_order(group: ParamGroup, name: str = "") -> tuple[int, int]:
+    """A key for the order of a model's parameters: embedding, layers, last norm, head."""
     return (1, group.place) if group.place >= 0 else ({"embedding": 0, "head": 3}.get(name, 2), 0)
 
 
-class Plain:
-    """See the module docstring."""
+class PlainLifecycle(ParamLifecycle):
+    """Without a process group: a gradient is what the first backward makes, and lasts until `zero_grad`."""
 
-    def __init__(self, paper: CachingAllocator, groups: Sequence[Group], sharing: Sharing):
-        self._paper = paper
+    def __init__(self, allocator: CachingAllocator, groups: Sequence[ParamGroup], sharing: Sharing):
+        self._allocator = allocator
         self._there: dict[Any, int] = {}
         self._held: list[Block] = []
         self._seen: dict[Any, int] = {}
 
-    def begin_step(self) -> None:
-        """Nothing."""
-
     def enter(self, place: Any, mlp: bool, backward: bool, last: bool) -> None:
-        """Count its gradients from the first."""
+        """Count its gradients from the first one."""
         if backward:
             self._seen[place, mlp] = 0
 
-    def leave(self, place: Any, mlp: bool, backward: bool, last: bool) -> None:
-        """Nothing."""
-
-    def compute_experts(self, place: Any, begin: bool) -> None:
-        """Nothing."""
-
     def keeps(self, place: Any, mlp: bool, block: Block) -> bool:
-        """The first one of each weight."""
+        """Keep the first gradient of each weight."""
         self._seen[place, mlp] += 1
         if self._seen[place, mlp] <= self._there.get((place, mlp), 0):
             return False
@@ -211,38 +194,35 @@ class Plain:
         self._held.append(block)
         return True
 
-    def end_step(self) -> None:
-        """Nothing."""
-
     def zero_grad(self) -> None:
         """See `ParamLifecycle`."""
         for block in self._held:
-            self._paper.free(block)
+            self._allocator.free(block)
         self._held, self._there = [], {}
 
 
-class _Sharded:
-    """What both lives with FSDP2 share."""
+class _Sharded(ParamLifecycle):
+    """What both lifecycles with FSDP2 share. Group numbers index `groups`."""
 
-    def __init__(self, paper: CachingAllocator, groups: Sequence[Group], sharing: Sharing, stream: Any):
-        self._paper, self._s, self._stream = paper, sharing, stream
+    def __init__(self, allocator: CachingAllocator, groups: Sequence[ParamGroup], sharing: Sharing, stream: Any):
+        self._allocator, self._s, self._stream = allocator, sharing, stream
         self._reducing: Any = REDUCE
         self._groups = list(groups)
-        self._whole: dict[int, list[Block]] = {}  # group's number -> its gathered parameters
+        self._whole: dict[int, list[Block]] = {}  # unsharded parameters, by group
         self._sums: dict[int, list[Block]] = {}
-        self._shards: dict[int, list[Block]] = {}  # gradients
+        self._shards: dict[int, list[Block]] = {}  # gradients of shards
         self._sending: list[Block] = []
 
     def _gather(self, number: int, buffers: Any) -> list[Block]:
-        """What is to be freed when the parameters have been copied out of it; for one process, nothing."""
+        """Cast the shards and gather them into a buffer, which is to be freed after `_copy_out`; a single process has none."""
         group, size = self._groups[number], self._s.compute
         if group.processes == 1:
             return []
         own = sum(group.own)
-        cast = self._paper.malloc(size * own, buffers) if self._s.compute != self._s.parameter else None
-        arriving = self._paper.malloc(size * own * group.processes, buffers)
+        cast = self._allocator.malloc(size * own, buffers) if self._s.compute != self._s.parameter else None
+        arriving = self._allocator.malloc(size * own * group.processes, buffers)
         if cast is not None:
-            self._paper.free(cast)
+            self._allocator.free(cast)
         return [arriving]
 
     def _copy_out(self, number: int) -> None:
@@ -251,28 +231,28 @@ class _Sharded:
         cast: list[Block] = []
         for own in group.own:
             if group.processes == 1 and self._s.compute != self._s.parameter:
-                cast.append(self._paper.malloc(size * own, self._stream))
+                cast.append(self._allocator.malloc(size * own, self._stream))
                 self._free(cast[:-1])
                 del cast[:-1]
             if not there:
-                whole.append(self._paper.malloc(size * own * group.processes or 1, self._stream))
+                whole.append(self._allocator.malloc(size * own * group.processes or 1, self._stream))
         self._free(cast)
 
     def _reshard(self, number: int) -> None:
         self._free(self._whole.pop(number, ()))
 
     def _reduce(self, number: int) -> None:
-        """Sums, or gradients, of a group to those of its shards."""
+        """Reduce the sums, or gradients, of a group to those of its shards."""
         group, s = self._groups[number], self._s
         sums = self._sums.pop(number, [])
         if not sums:
             return
         if group.processes == 1:
-            # What a process has whole stays where it is, or is cast one by one: by the trainer, not by FSDP2.
+            # Not sharded: the trainer, not FSDP2, casts them one by one.
             if s.summed != s.parameter:
                 for i, own in enumerate(group.own):
-                    cast = self._paper.malloc(s.parameter * own, DEFAULT)
-                    self._let_go([sums[i]])
+                    cast = self._allocator.malloc(s.parameter * own, DEFAULT)
+                    self._free_sums([sums[i]])
                     sums[i] = cast
             self._shards[number] = sums
             return
@@ -280,92 +260,92 @@ class _Sharded:
         in_place = self._in_place(number)
         if not in_place:
             self._free(self._sending)
-            self._sending = [self._paper.malloc(s.summed * own * group.processes, self._stream)]
-            self._let_go(sums)
-        reduced = self._paper.malloc(s.summed * own, self._reducing)
+            self._sending = [self._allocator.malloc(s.summed * own * group.processes, self._stream)]
+            self._free_sums(sums)
+        reduced = self._allocator.malloc(s.summed * own, self._reducing)
         if in_place:
-            self._let_go(sums)
+            self._free_sums(sums)
         if s.summed != s.parameter:
-            cast = self._paper.malloc(s.parameter * own, self._reducing)
-            self._paper.free(reduced)
+            cast = self._allocator.malloc(s.parameter * own, self._reducing)
+            self._allocator.free(reduced)
             reduced = cast
-        if number in self._shards:  # added to what other microbatches gave
-            self._paper.free(reduced)
+        if number in self._shards:  # added to those of earlier microbatches
+            self._allocator.free(reduced)
         else:
             self._shards[number] = [reduced]
 
     def _in_place(self, number: int) -> bool:
-        """Whether a group's gradient is sent from where it is."""
+        """Whether a group's gradient is sent without a copy."""
         return False
 
-    def _let_go(self, sums: Iterable[Block]) -> None:
-        """Sums were reduced or copied."""
+    def _free_sums(self, sums: Iterable[Block]) -> None:
+        """Free sums that were reduced or copied."""
         self._free(sums)
-
-    def compute_experts(self, place: Any, begin: bool) -> None:
-        """They are there with their half."""
 
     def _reduced(self) -> None:
         self._free(self._sending)
         self._sending = []
 
     def zero_grad(self) -> None:
-        """See `ParamLifecycle`. In the order of the parameters, a reduced group's with its last one."""
+        """Free the gradients in the order of the parameters, a reduced group's with its last one."""
         found = []
         for number, blocks in self._shards.items():
             group = self._groups[number]
             names = group.names if len(blocks) == len(group.names) else ("head",) * len(blocks)
-            found += [(_rank_of(group, name), block) for name, block in zip(names, blocks, strict=True)]
-        self._let_go(block for _, block in sorted(found, key=lambda pair: pair[0]))
+            found += [(_model_order(group, name), block) for name, block in zip(names, blocks, strict=True)]
+        self._free_sums(block for _, block in sorted(found, key=lambda pair: pair[0]))
         self._shards = {}
 
     def _free(self, blocks: Iterable[Block]) -> None:
         for block in blocks:
-            self._paper.free(block)
+            self._allocator.free(block)
 
 
-class ByModule(_Sharded):
-    """See the module docstring. With `reshard` layers and ends are given back behind their forward, and gathered again; the ends
-    are one module's, the model's own."""
+class FsdpLifecycle(_Sharded):
+    """FSDP2's hooks: a layer is gathered before it runs, and its gradients are summed or reduced after its backward.
 
-    def __init__(self, paper: CachingAllocator, groups: Sequence[Group], sharing: Sharing, stream: Any):
-        super().__init__(paper, groups, sharing, stream)
-        self._arriving: list[Block] = []  # that the next copy out frees
-        self._fetched: dict[int, list[Block]] = {}
+    Gathers allocate the cast shards and the buffer on the stream `GATHER`, and the unsharded parameters on the compute
+    stream. The buffer is freed by the next gather's copy out (forward), or at once (backward). Reductions copy the
+    gradients into one buffer on the compute stream, freed by the next reduction; the shards' gradients are views of the
+    result, on the stream `REDUCE`. With `reshard`, layers are resharded after their forward and gathered again.
+    Embedding, last norm and head belong to one module, the model itself.
+    """
+
+    def __init__(self, allocator: CachingAllocator, groups: Sequence[ParamGroup], sharing: Sharing, stream: Any):
+        super().__init__(allocator, groups, sharing, stream)
+        self._arriving: list[Block] = []  # freed by the next copy out
+        self._prefetched: dict[int, list[Block]] = {}
         self._gradients: dict[int, list[Block]] = {}
         self._ends = [n for n, group in enumerate(groups) if group.place < 0]
         self._layers: dict[Any, list[int]] = {}
         for n, group in enumerate(groups):
             self._layers.setdefault(group.place, []).append(n)
-        # A layer's experts, in a group of their own, have gone forward before it has.
+        # A layer's experts, in a group of their own, end their forward before the layer does.
         layers = [n for n, group in enumerate(groups) if group.place >= 0]
         self._order = sorted(layers, key=lambda n: (groups[n].place, not groups[n].experts))
 
-    def begin_step(self) -> None:
-        """Nothing is gathered yet."""
-
     def enter(self, place: Any, mlp: bool, backward: bool, last: bool) -> None:
-        """Gather what is not there."""
+        """Gather what is not unsharded."""
         wanted = self._wanted(place, mlp, backward)
         for n in wanted:
             if n in self._whole:
                 continue
-            arriving = self._fetched.pop(n) if n in self._fetched else self._gather(n, GATHER)
+            arriving = self._prefetched.pop(n) if n in self._prefetched else self._gather(n, GATHER)
             if backward:
                 self._copy_out(n)
                 self._free(arriving)
-                self._fetch_before(n)
+                self._prefetch(n)
             else:
                 self._free(self._arriving)
                 self._copy_out(n)
                 self._arriving = arriving
 
     def leave(self, place: Any, mlp: bool, backward: bool, last: bool) -> None:
-        """Give back what is not needed, and sum or reduce gradients."""
+        """Reshard, and in backward sum or reduce the gradients."""
         if place in ("embedding", "head"):
             if backward and place == "embedding":
                 self._finish(self._ends, last)
-            elif place == "head" and not backward:  # the model's forward is over
+            elif place == "head" and not backward:  # the model's forward ends
                 self._free(self._arriving)
                 self._arriving = []
                 for n in self._ends if self._s.reshard else ():
@@ -373,7 +353,7 @@ class ByModule(_Sharded):
             return
         done = [n for n in self._layers[place] if self._groups[n].experts == mlp]
         if not backward:
-            done = [n for n in self._layers[place] if mlp]  # a layer's own, behind its second half
+            done = [n for n in self._layers[place] if mlp]  # all of a layer's, after its second sublayer
             if self._s.reshard:
                 for n in done:
                     self._reshard(n)
@@ -381,7 +361,7 @@ class ByModule(_Sharded):
         self._finish(done, last)
 
     def _finish(self, numbers: Sequence[int], last: bool) -> None:
-        """Behind a group's backward."""
+        """After a group's backward."""
         s = self._s
         for n in numbers:
             group = self._groups[n]
@@ -394,33 +374,32 @@ class ByModule(_Sharded):
             elif gradients and s.summed != s.compute and (alone or not (last or not s.sums)):
                 self._sums[n] = []
                 for block in gradients:
-                    self._sums[n].append(self._paper.malloc(block.size * s.summed // s.compute, self._stream))
-                    self._paper.free(block)
+                    self._sums[n].append(self._allocator.malloc(block.size * s.summed // s.compute, self._stream))
+                    self._allocator.free(block)
             elif gradients:
                 self._sums[n] = gradients
             if (last or not s.sums) and not alone:
                 self._reduce(n)
 
     def keeps(self, place: Any, mlp: bool, block: Block) -> bool:
-        """Until the group's backward is over."""
+        """Keep it until the group's backward ends."""
         numbers = self._ends if place in ("embedding", "head") else self._layers[place]
-        chosen = [n for n in numbers if self._groups[n].experts and mlp] or [n for n in numbers]
-        number = chosen[0]
+        number = next((n for n in numbers if self._groups[n].experts and mlp), numbers[0])
         if mlp and len(numbers) > 1 and block.size < self._s.compute * min(self._groups[number].whole):
-            number = numbers[0]  # the router's and the shared experts' are their layer's
+            number = numbers[0]  # routers and shared experts belong to the layer's own group
         self._gradients.setdefault(number, []).append(block)
         return True
 
     def end_step(self) -> None:
-        """What is a process's own is handed over."""
+        """Hand over gradients that are not reduced, and reshard."""
         for n in list(self._sums):
             self._reduce(n)
         self._reduced()
         for n in list(self._whole):
             self._reshard(n)
-        for blocks in (self._arriving, *self._fetched.values()):
+        for blocks in (self._arriving, *self._prefetched.values()):
             self._free(blocks)
-        self._arriving, self._fetched = [], {}
+        self._arriving, self._prefetched = [], {}
 
     def _wanted(self, place: Any, mlp: bool, backward: bool) -> list[int]:
         if place in ("embedding", "head"):
@@ -428,15 +407,15 @@ class ByModule(_Sharded):
         numbers = self._layers[place]
         return [n for n in numbers if mlp or not self._groups[n].experts]
 
-    def _fetch_before(self, number: int) -> None:
-        """The group that went forward before this one, whose backward comes next."""
+    def _prefetch(self, number: int) -> None:
+        """Gather the group whose backward is next."""
         at = self._order.index(number) if number in self._order else len(self._order)
-        if at and (n := self._order[at - 1]) not in self._whole and n not in self._fetched:
-            self._fetched[n] = self._gather(n, GATHER)
+        if at and (n := self._order[at - 1]) not in self._whole and n not in self._prefetched:
+            self._prefetched[n] = self._gather(n, GATHER)
 
 
 def _in_order(blocks: Sequence[Block], sizes: Sequence[int]) -> list[Block]:
-    """Blocks in the order of the sizes that they were asked for with; FSDP2 looks at gradients in the parameters' order."""
+    """Blocks in the order of their requested sizes: FSDP2 goes through gradients in the order of the parameters."""
     left, found = list(blocks), []
     for size in sizes:
         fitting = [block for block in left if 0 <= block.size - size <= SMALL]
@@ -446,41 +425,42 @@ def _in_order(blocks: Sequence[Block], sizes: Sequence[int]) -> list[Block]:
     return found + left
 
 
-class Unsharded(_Sharded):
-    """See the module docstring.
+class UnshardedLifecycle(_Sharded):
+    """Parameters gathered once for a step (`forebay.train.unsharded_step`), sums made then, reduced after it.
 
-    A captured step's sums, and the rows that its embedding's sum is made of, are the graph's: `hold` them when it was captured,
-    and `restore` them in the place of a step.
+    Everything is on the compute stream. The head's gradient is reduced first, then the embedding's. A single weight in equal
+    shards is sent without a copy. The sums of a CUDA graph step, and the rows that its embedding's sum is made of, belong to the
+    graph: `hold` them after the capture, and `restore` them in place of a step.
 
     Args:
-        late: the embedding's sum is made when it is reduced.
-        twice: the embedding is the head too, and of both there is a sum: the embedding's is added to the head's when it is made.
-        keep: gathered memory stays between steps, as a captured step needs it.
+        late: the embedding's sum is made when it is reduced, in the memory of the head's.
+        keep: unsharded parameters stay allocated between steps, as a CUDA graph needs them.
+        tied: embedding and head are one parameter with two sums; the embedding's is added to the head's when it is made.
     """
 
     def __init__(
         self,
-        paper: CachingAllocator,
-        groups: Sequence[Group],
+        allocator: CachingAllocator,
+        groups: Sequence[ParamGroup],
         sharing: Sharing,
         stream: Any,
         late: bool,
         keep: bool,
-        twice: bool = False,
+        tied: bool = False,
     ):
-        super().__init__(paper, groups, sharing, stream)
-        self._late, self._keep, self._twice, self._reducing = late, keep, twice, stream
-        self._beside: list[Block] = []  # the embedding's sum, until it is added to the head's
-        self._brief = {g.place: n for n, g in enumerate(groups) if g.experts and sharing.reshard}
-        self._graphs: dict[int, list[Block]] = {}
-        self._embeds = late and bool(self._embedding())
-        self._passed: Block | None = None  # the head's sum, when it was reduced and the embedding's is to be made
+        super().__init__(allocator, groups, sharing, stream)
+        self._late, self._keep, self._tied, self._reducing = late, keep, tied, stream
+        self._embedding_sum: list[Block] = []  # until it is added to the head's
+        self._expert_groups = {g.place: n for n, g in enumerate(groups) if g.experts and sharing.reshard}
+        self._graph_sums: dict[int, list[Block]] = {}
+        self._reuses_head = late and bool(self._embedding())
+        self._head_sum: Block | None = None  # after its reduction, for the embedding's sum
         first = {"head": 0, "embedding": 1}
         places = [min((first.get(name, 2) for name in group.names), default=2) for group in groups]
         self._reduced_in = sorted(range(len(groups)), key=places.__getitem__)
 
     def gather(self) -> None:
-        """Before `begin_step`."""
+        """Gather all parameters, before `begin_step`."""
         if not self._s.sharded:
             return
         for n in range(len(self._groups)):
@@ -489,31 +469,33 @@ class Unsharded(_Sharded):
             self._free(arriving)
 
     def begin_step(self) -> None:
-        """Zeros for all sums."""
+        """Allocate all sums."""
         s = self._s
         for n, group in enumerate(self._groups):
             self._sums[n] = [
-                self._paper.malloc(s.summed * whole, self._stream)
+                self._allocator.malloc(s.summed * whole, self._stream)
                 for name, whole in zip(group.names, group.whole, strict=True)
-                if not (name == "embedding" and self._late and not self._twice)
+                if not (name == "embedding" and self._late and not self._tied)
             ]
-        if self._twice and not self._late:
-            self._beside = [self._paper.malloc(s.summed * whole, self._stream) for whole in self._embedding()]
+        if self._tied and not self._late:
+            self._embedding_sum = [
+                self._allocator.malloc(s.summed * whole, self._stream) for whole in self._embedding()
+            ]
 
     def enter(self, place: Any, mlp: bool, backward: bool, last: bool) -> None:
-        """The experts, if they were given back. Where tokens travel, other microbatches compute within a half: not before they
-        have come."""
+        """Gather the experts, if they are resharded. Under expert parallelism `compute_experts` does, because other microbatches
+        compute inside a sublayer."""
         if mlp and self._s.ep == 1:
             self.compute_experts(place, True)
 
     def leave(self, place: Any, mlp: bool, backward: bool, last: bool) -> None:
-        """Give them back."""
+        """Reshard them."""
         if mlp and self._s.ep == 1:
             self.compute_experts(place, False)
 
     def compute_experts(self, place: Any, begin: bool) -> None:
-        """See `ParamLifecycle`."""
-        n = self._brief.get(place)
+        """Gather or reshard the experts."""
+        n = self._expert_groups.get(place)
         if n is not None and begin and n not in self._whole:
             arriving = self._gather(n, self._stream)
             self._copy_out(n)
@@ -521,26 +503,26 @@ class Unsharded(_Sharded):
         elif n is not None and not begin:
             self._reshard(n)
 
-    def keeps(self, place: Any, mlp: bool, block: Block) -> bool:
-        """It was added to its sum."""
-        return False
-
     def end_step(self) -> None:
-        """All sums are there, but the embedding's if it is `late`."""
-        self._free(self._beside)
-        self._beside = []
+        """All sums are complete, except the embedding's if it is `late`."""
+        self._free(self._embedding_sum)
+        self._embedding_sum = []
 
     def hold(self) -> None:
-        """The step was captured: what it left is the graph's from now on."""
-        self._graphs = {n: list(blocks) for n, blocks in self._sums.items()}
+        """After the capture: the sums belong to the graph."""
+        self._graph_sums = {n: list(blocks) for n, blocks in self._sums.items()}
 
     def restore(self) -> None:
-        """A captured step was replayed."""
-        self._sums = {n: list(blocks) for n, blocks in self._graphs.items()}
+        """After a replay."""
+        self._sums = {n: list(blocks) for n, blocks in self._graph_sums.items()}
 
     def reduce(self, rows: list[Block], spread: int) -> None:
-        """Behind `end_step`. `rows`: gradients of embedded tokens, of all microbatches; let go of when they have been spread, if
-        they are no graph's. `spread`: bytes of those of one in fp32."""
+        """After `end_step`.
+
+        Args:
+            rows: gradients of the embedded tokens of all microbatches; freed when they are summed, unless a graph owns them.
+            spread: bytes of those of one microbatch in fp32.
+        """
         if not self._s.sharded:
             self._shards, self._sums = self._sums, {}
             return
@@ -548,15 +530,15 @@ class Unsharded(_Sharded):
             group = self._groups[n]
             if "embedding" in group.names and self._late:
                 self._sum_embedding(n, spread)
-                if not self._graphs:
+                if not self._graph_sums:
                     self._free(rows)
             if not (self._keep or self._in_place(n)):
                 self._reshard(n)
             if group.processes > 1:
-                if group.names == ("head",) and self._embeds:
-                    (self._passed,) = self._sums[n]
+                if group.names == ("head",) and self._reuses_head:
+                    (self._head_sum,) = self._sums[n]
                 self._reduce(n)
-            if self._in_place(n):  # FSDP2's turn comes behind it
+            if self._in_place(n):  # resharded after it was sent
                 self._free(self._sending)
                 self._sending = []
                 if not self._keep:
@@ -564,30 +546,30 @@ class Unsharded(_Sharded):
         self._reduced()
 
     def finish(self) -> None:
-        """Behind `reduce`: what a process has to itself is handed over."""
+        """After `reduce`: hand over gradients that are not reduced."""
         for n in list(self._sums):
             self._reduce(n)
 
     def _embedding(self) -> list[int]:
-        """Elements of the embedding, if the rank has it."""
+        """Elements of the embedding's parameters on the rank."""
         pairs = [pair for group in self._groups for pair in zip(group.names, group.whole, strict=True)]
         return [whole for name, whole in pairs if name == "embedding"]
 
     def _sum_embedding(self, number: int, spread: int) -> None:
         for whole in self._embedding():
-            total, self._passed = self._passed or self._paper.malloc(self._s.summed * whole, self._stream), None
-            self._paper.free(self._paper.malloc(spread, self._stream))
-            if self._twice:
-                self._paper.free(total)
+            total, self._head_sum = self._head_sum or self._allocator.malloc(self._s.summed * whole, self._stream), None
+            self._allocator.free(self._allocator.malloc(spread, self._stream))
+            if self._tied:
+                self._allocator.free(total)
             else:
                 self._sums[number].append(total)
 
     def _in_place(self, number: int) -> bool:
-        """If it has one weight, in equal parts."""
+        """If it has one weight, in equal shards."""
         group = self._groups[number]
         return group.processes > 1 and len(group.own) == 1 and group.own[0] * group.processes == group.whole[0]
 
-    def _let_go(self, sums: Iterable[Block]) -> None:
-        """But what is a graph's, and the head's sum, whose memory the embedding's is made in."""
-        graphs = [block for blocks in self._graphs.values() for block in blocks]
-        self._free([b for b in sums if b is not self._passed and all(b is not other for other in graphs)])
+    def _free_sums(self, sums: Iterable[Block]) -> None:
+        """Free sums, except a graph's, and the head's if the embedding's sum reuses its memory."""
+        held = [block for blocks in self._graph_sums.values() for block in blocks]
+        self._free([b for b in sums if b is not self._head_sum and all(b is not other for other in held)])

@@ -1,26 +1,18 @@
-"""Which layers each pipeline rank of a run has, what they cost, and the traces of a model.
+"""Which layers each pipeline rank of a run has, and what they cost it.
 
-Input: a valid `Config`. Output: the `LayerPlan` that ``forebay plan`` prints. `Traces` keeps the traces of one plan
-or search; the model is built on the meta device and only its shapes are read.
+Input: a valid `Config`. Output: the `LayerPlan` that ``forebay plan`` prints. The model is built on the meta device, and only
+its shapes are read.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from forebay.config import Config, Model, check_world
-from forebay.errors import UsageError, first_line
-from forebay.estimate.state import WeightShapes, weights_of
-from forebay.estimate.trace import base_path, trace_model
-from forebay.estimate.types import ModelTrace, Shape
-from forebay.pipeline.costs import Costs, costs_of, partition_of, pipeline_shape, priced
+from forebay.config import Config, check_world
+from forebay.estimate.traces import Traces
+from forebay.pipeline.costs import costs_of, partition_of, pipeline_shape, priced
 from forebay.pipeline.partition import Partition, even_partition, in_flight
-from forebay.pipeline.schedule import Action, make_plan
 from forebay.policy import format_bytes
 from forebay.train import hf_io
 from forebay.train.data import load_tokenizer
@@ -29,117 +21,17 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-# What a plan knows of a model, and its traces, each made once for as long as a question is asked.
-#
-# In: a `Config` and the Hugging Face configuration it declares. Out: a `Known`: shapes of weights, module paths, attention, and
-# the trace of any `Shape`. A `Traces` lives as long as one plan or one search: many meshes and sizes of one model share most of
-# what is traced, and the trace is most of what a plan takes. A trace uses its model up, so the model is built again for the
-# next one, on the meta device.
-
-
-@dataclass(frozen=True)
-class Known:
-    """Of a model: shapes of its parameters, paths of its modules, path of its layers, and the attention that is counted."""
-
-    weights: WeightShapes
-    paths: tuple[str, ...]
-    prefix: str
-    attention: str
-
-
-class Traces:
-    """See the module docstring."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, Known] = {}
-        self._unused: dict[str, Any] = {}  # a model that nothing was traced on so far
-        self._traces: dict[tuple[str, Shape], ModelTrace] = {}
-        self._actions: dict[Any, tuple[tuple[Action, ...], ...]] = {}
-        self._costs: dict[Any, Costs] = {}
-
-    def known(self, section: Model, declared: Any) -> Known:
-        """What a model has.
-
-        Raises:
-            UsageError: attention that the family has not.
-        """
-        key = _key(section, declared)
-        if key not in self._known:
-            model, attention = _skeleton(section, declared)
-            paths = tuple(name for name, _ in model.named_modules())
-            self._known[key] = Known(weights_of(model), paths, f"{base_path(model)}.layers", attention)
-            self._unused[key] = model
-        return self._known[key]
-
-    def trace(self, section: Model, declared: Any, shape: Shape) -> ModelTrace:
-        """The trace of one microbatch.
-
-        Raises:
-            UsageError: a model that cannot be traced.
-        """
-        key = _key(section, declared)
-        if (key, shape) not in self._traces:
-            model = self._unused.pop(key, None) or _skeleton(section, declared)[0]
-            try:
-                self._traces[key, shape] = trace_model(model, shape)
-            except ValueError as error:
-                raise UsageError(f"this model cannot be traced: {first_line(error)}") from error
-        return self._traces[key, shape]
-
-    def costs(self, config: Config, declared: Any, sharing: int, make: Callable[[Config, Any, int], Costs]) -> Costs:
-        """What `make`, which is `forebay.pipeline.costs.costs_of`, says of `sharing` processes."""
-        sizes = config.train.sequence, config.microbatch(sharing), config.parallel.ep
-        key = (_key(config.model, declared), *sizes)
-        if key not in self._costs:
-            self._costs[key] = make(config, declared, sharing)
-        return self._costs[key]
-
-    def actions(self, *schedule: Any) -> tuple[tuple[Action, ...], ...]:
-        """What each rank does in a step; arguments are those of `make_plan`."""
-        if schedule not in self._actions:
-            self._actions[schedule] = make_plan(*schedule).actions
-        return self._actions[schedule]
-
-
-def _key(section: Model, declared: Any) -> str:
-    return f"{section.attention} {section.compute or section.dtype} {declared.to_json_string(use_diff=False)}"
-
-
-def _skeleton(section: Model, declared: Any) -> tuple[Any, str]:
-    """The model on the meta device, in the dtype that is computed in, and the attention that it has."""
-    from transformers import AutoModelForCausalLM
-
-    asked = "sdpa" if section.attention.startswith("flash") else section.attention
-    dtype = getattr(torch, section.compute or section.dtype)
-    for attention in (asked, "eager"):
-        try:
-            with torch.device("meta"):
-                return AutoModelForCausalLM.from_config(
-                    copy.deepcopy(declared), attn_implementation=attention, dtype=dtype
-                ), attention
-        except ValueError as error:
-            if attention == "eager" or section.attention == "sdpa":
-                raise UsageError(f"model.attention = {section.attention!r}: {first_line(error)}") from error
-    raise AssertionError("a model has eager attention")
-
-
-# Which layers each pipeline rank of a run has, and what that costs it; without a GPU, weights or other processes.
-#
-# In: a valid `Config`. Out: a `Partition`, or the `LayerPlan` that ``forebay plan`` prints. The model is built on the meta
-# device: its shapes are all that is read.
-
-
 @dataclass(frozen=True)
 class LayerPlan:
-    """What ``forebay plan`` shows.
+    """The partition of a model's layers.
 
     Attributes:
         schedule: of the pipeline.
-        microbatches: that a pipeline runs in a step.
+        microbatches: of a step.
         tokens: of a microbatch.
-        partition: as the configuration asks for it, with time (seconds on an H200) and memory (bytes) by rank.
+        partition: as configured, with time (seconds on an H200) and memory (bytes) by rank.
         even: the same number of layers on every stage, with time and memory.
-        in_flight: by stage, microbatches held at most.
+        in_flight: by stage, the most microbatches held.
     """
 
     schedule: str
@@ -185,7 +77,7 @@ class LayerPlan:
         }
 
     def table(self) -> Table:
-        """For a terminal of 80 columns: a line a stage."""
+        """For a terminal of 80 columns: a line for each stage."""
         from rich.table import Table
 
         table = Table(
@@ -221,10 +113,10 @@ def _named(stage: dict[str, Any]) -> str:
 
 
 def plan_layers(config: Config, world: int = 0, traces: Traces | None = None) -> LayerPlan:
-    """The plan of a run on `world` processes; 0 is as few as `config` can run on: ``parallel.pp`` x ``parallel.ep``.
+    """The plan of a run on `world` processes; 0 means as few as `config` can run on: ``parallel.pp`` x ``parallel.ep``.
 
     Args:
-        traces: of other runs of the same question.
+        traces: to reuse, and to add to.
 
     Raises:
         UsageError: what `check_world`, `forebay.train.hf_io.configuration` and `partition_of` raise.

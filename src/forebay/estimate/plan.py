@@ -1,14 +1,14 @@
-"""Whether a run fits: what ``forebay plan`` is asked, and its answer, without a GPU, weights or other processes.
+"""Whether a run fits: what ``forebay plan`` is asked and answers, without a GPU, weights or other processes.
 
 Input: a TOML file or preset, a published model by name, or a folder with a config.json (`ask`), and a number of
-processes. Output: a `Fit`: for each pipeline rank what its fullest process holds at the highest point of a step.
+processes. Output: a `Fit`: for each pipeline rank what its fullest process holds at the highest level of a step.
 Nothing is kept.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import gcd
 from pathlib import Path
@@ -18,13 +18,14 @@ from forebay.config import Config, apply_override, check_experts, from_mapping, 
 from forebay.errors import UsageError
 from forebay.estimate.device import DEFAULT, DeviceProfile
 from forebay.estimate.device import load as load_device
-from forebay.estimate.layers import LayerPlan, Traces
+from forebay.estimate.layers import LayerPlan
 from forebay.estimate.placement import Choice, by_kind, sentences
-from forebay.estimate.rank import Layout, Timed, machine_of
+from forebay.estimate.rank import RankEstimate, RunEstimator, StepTimer, machine_of
 from forebay.estimate.state import Sharing, all_to_all_bytes, symmetric_bytes
 from forebay.estimate.step_time import StepTime
+from forebay.estimate.traces import Traces
 from forebay.estimate.types import GPU_BLOCK, Shape
-from forebay.estimate.walk import ALLOWANCE, Held, RankFit, Seen, within
+from forebay.estimate.walk import ALLOWANCE, RankFit, Seen, SublayerMemory, largest_total
 from forebay.fields import nearest
 from forebay.models.catalog import PUBLISHED, find
 from forebay.policy import PLACEMENTS, format_bytes, resolve
@@ -37,22 +38,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-# What ``forebay plan`` can be asked about: a TOML file or preset, a published model by name, or a folder with a config.json.
-#
-# In: the argument, overrides, and a number of processes. Out: an `PlanRequest`: a valid `Config`, and the settings that nobody
-# wrote. A file has all of them. A bare model has none, and is given these, unless an override says otherwise:
-#
-#     sequence 4096, microbatch 1, and a batch of 4 microbatches for each process: of a pipeline, 4 for each of its ranks
-#     parameters and AdamW's moments in float32, cut over all processes; computed in bfloat16, compiled, on GPUs
-#     gradients summed over processes after each microbatch, as FSDP does it, and not held whole
-#     experts over as many processes as divide them, and the processes of a stage, up to the 8 GPUs of a host
-#     attention as torch has it ("sdpa"); GPT-OSS, whose sinks it has not, as "eager", which keeps the scores
-#     everything kept for backward
-#
-# Nothing is kept.
-
-_HOST = 8  # GPUs of one host
-_MICROBATCHES = 4  # of a step for each process
+_SAME_HOST = 8  # GPUs of one host, which reach each other's memory: dispatch = "auto" asks for that
+_MICROBATCHES = 4  # of a step for each process; of a pipeline, for each of its ranks
 _SETTINGS: Mapping[str, Any] = {
     "train.sequence": 4096,
     "train.microbatch": 1,
@@ -62,7 +49,9 @@ _SETTINGS: Mapping[str, Any] = {
     "parallel.reduce": "microbatch",
     "device.type": "cuda",
 }
-_EAGER = frozenset({"gpt_oss"})  # families without torch's own fused attention in transformers
+"""Settings of a bare model, unless an override gives them. Parameters and moments are in float32, sharded over all processes;
+gradients are reduced after each microbatch. `_filled` adds the rest."""
+_EAGER = frozenset({"gpt_oss"})  # families for whose attention (sinks) torch has no fused kernel
 
 
 @dataclass(frozen=True)
@@ -71,8 +60,7 @@ class PlanRequest:
 
     Attributes:
         config: valid for some number of processes.
-        chosen: ``section.key`` to value, of what nobody wrote; empty for a file or preset.
-        rebatch: whether the batch follows the microbatch and the processes, for nobody wrote it.
+        chosen: ``section.key`` to value of the defaults that a bare model is given; empty for a file or preset.
     """
 
     config: Config
@@ -80,30 +68,31 @@ class PlanRequest:
 
     @property
     def rebatch(self) -> bool:
-        """See the class."""
+        """Whether the batch follows the microbatch and the number of processes, because it is a default."""
         return "train.batch" in self.chosen
 
     def batch(self, microbatch: int, processes: int) -> int:
-        """Sequences a step, of a microbatch of so many: what was written, or as many as a bare model is given."""
+        """Sequences a step with microbatches of this size: the configuration's, or the default."""
         return _batch(microbatch, processes) if self.rebatch else self.config.train.batch
 
     def sentence(self) -> str:
-        """The settings that nobody wrote; empty for a file."""
+        """The defaults used; empty for a file."""
         if not self.chosen:
             return ""
-        return "Nobody wrote these settings, change them with --set: " + ", ".join(
+        return "Defaults used (change with --set): " + ", ".join(
             f"{name}={json.dumps(value)}" for name, value in self.chosen.items()
         )
 
 
 def ask(source: str, overrides: Iterable[str] = (), processes: int = 0) -> PlanRequest:
-    """What `source` is, with ``section.key=value`` texts.
+    """The request for a file, preset, published model or model folder.
 
     Args:
-        processes: of the run; 0 is as few as it can have.
+        overrides: ``section.key=value`` texts.
+        processes: of the run; 0 means as few as possible.
 
     Raises:
-        UsageError: none of these, or what `forebay.config.load` raises.
+        UsageError: `source` is none of these, or what `forebay.config.load` raises.
     """
     model = _model(source)
     if model is None:
@@ -115,7 +104,7 @@ def ask(source: str, overrides: Iterable[str] = (), processes: int = 0) -> PlanR
 
 
 def _model(source: str) -> dict[str, Any] | None:
-    """The [model] section of a bare model; None for a file or preset."""
+    """The `[model]` section of a bare model; None for a file or preset."""
     path = Path(source).expanduser()
     if path.is_file() or source in presets():
         return None
@@ -144,21 +133,16 @@ def _filled(raw: dict[str, Any], source: str, processes: int) -> PlanRequest:
     for name, value in _SETTINGS.items():
         choose(name, value)
     so_far = from_mapping({**raw, "train": {"batch": raw["train"]["microbatch"], **raw["train"]}}, origin=source)
-    family, experts = _what(so_far)
-    pp, asked = so_far.parallel.pp, raw.get("parallel", {}).get("ep", 1)
-    processes = processes or pp * asked
+    family, experts = _family_and_experts(so_far)
+    pp = so_far.parallel.pp
+    processes = processes or pp * raw.get("parallel", {}).get("ep", 1)
     choose("model.attention", "eager" if family in _EAGER else "sdpa")
     choose("parallel.ep", _expert_processes(processes // pp, experts))
     choose("train.batch", _batch(so_far.train.microbatch, processes))
     return PlanRequest(from_mapping(raw, origin=source), chosen)
 
 
-def _what(config: Config) -> tuple[str, int]:
-    """Family and number of experts."""
-    from forebay.train import hf_io
-    from forebay.train.data import load_tokenizer
-    from forebay.train.parallel import experts_in
-
+def _family_and_experts(config: Config) -> tuple[str, int]:
     declared = hf_io.configuration(config.model, load_tokenizer(config.data.tokenizer).vocabulary)
     return str(declared.model_type), experts_in(declared)
 
@@ -168,48 +152,41 @@ def _batch(microbatch: int, processes: int) -> int:
 
 
 def _expert_processes(processes: int, experts: int) -> int:
-    """As many of a host's as divide both; 1 for a dense model."""
+    """The most that one host has and that divide both; 1 for a dense model."""
     both = gcd(processes, experts) if experts else 1
-    return max(n for n in range(1, _HOST + 1) if both % n == 0)
+    return max(n for n in range(1, _SAME_HOST + 1) if both % n == 0)
 
 
-# Whether a run fits: the trainer's configuration, as the planner needs it told; without a GPU, weights or other processes.
-#
-# In: a valid `Config`, its `LayerPlan`, and a number of processes. Out: a `Fit`, which ``forebay plan`` prints: for each
-# pipeline rank what its fullest process holds at the highest point of a step. The figures are `forebay.estimate`'s; this file
-# knows what the trainer does with each key, and keeps nothing.
-
-_SAME_HOST = 8  # GPUs that reach each other's memory, as dispatch = "auto" asks for: those of one host
 _COLUMNS = ("parameters", "gradients", "optimizer", "activations", "transient", "cached", "other")
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What ``forebay plan`` says about memory.
+    """The memory of a run, and the time of its step.
 
     Attributes:
-        ranks: one for each pipeline rank: its fullest process.
+        ranks: the fullest process of each pipeline rank.
         world: processes.
-        parameters: of the whole model, their number.
-        budget: bytes a process may use; None where none was given.
-        sublayers: of all pipeline ranks, what their placements make of what they save for one microbatch.
-        notes: what these figures leave out, in sentences.
-        step: how long a step is expected to take; None where no device was named.
-        choices: where the planner chose placements, one for each pipeline rank.
+        parameters: number of parameters of the whole model.
+        budget: bytes a process may use; None if not given.
+        sublayers: of all pipeline ranks, for one microbatch.
+        notes: sentences about what these figures assume.
+        step: None without a device.
+        choices: one for each pipeline rank, if placements were chosen.
     """
 
     ranks: tuple[RankFit, ...]
     world: int
     parameters: int
     budget: int | None
-    sublayers: tuple[Held, ...]
+    sublayers: tuple[SublayerMemory, ...]
     notes: tuple[str, ...]
     step: StepTime | None = None
     choices: tuple[Choice, ...] = ()
 
     @property
     def fits(self) -> bool | None:
-        """Whether every rank does; None without a budget."""
+        """Whether every rank fits; None without a budget."""
         return None if self.budget is None else all(r.headroom(self.budget) >= 0 for r in self.ranks)
 
     @property
@@ -218,7 +195,7 @@ class Fit:
         return max(self.ranks, key=lambda r: r.total)
 
     def verdict(self) -> str:
-        """One sentence."""
+        """Whether it fits, in one sentence."""
         most = self.fullest
         what = f"the peak is {format_bytes(most.total)} on rank {most.rank}, at {most.where}"
         if self.budget is None:
@@ -229,7 +206,7 @@ class Fit:
         return f"Does not fit {format_bytes(self.budget)}, {format_bytes(-room)} are missing, {ALLOWANCE}: {what}."
 
     def placements(self) -> list[dict[str, Any]]:
-        """By placement: parts of the model, bytes that they save for one microbatch, and that are held."""
+        """By placement: number of sublayers, bytes that they save for one microbatch, and bytes that are held."""
         found = []
         for placement in PLACEMENTS:
             if mine := [h for h in self.sublayers if h.placement == placement]:
@@ -263,7 +240,7 @@ class Fit:
         }
 
     def table(self) -> Table:
-        """For a terminal: a line a pipeline rank."""
+        """For a terminal: a line for each pipeline rank."""
         from rich.table import Table
 
         scale, unit = (1 << 30, "GiB") if self.fullest.total >= 1 << 30 else (1 << 20, "MiB")
@@ -307,36 +284,98 @@ def fit_run(
     traces: Traces | None = None,
     seen: Seen | None = None,
 ) -> Fit:
-    """Lay the run that `plan` is of on `world` processes.
+    """Estimate the run of `plan` on `world` processes.
 
     Args:
         budget: bytes a process may use.
         skew: load of the fullest rank's experts over an even one.
-        device: whose time a step is to be told in, and placements that are chosen are to cost; without it the latter cost what
-            they do on `forebay.estimate.device.DEFAULT`.
-        auto: choose placements with which a process is within so many bytes, instead of those of the configuration.
-        traces: of other runs of the same question, which are used again and added to.
-        seen: told of every level of each rank's step, rank after rank.
+        device: for the step time, and for the cost of chosen placements; without it the latter is that of
+            `forebay.estimate.device.DEFAULT`.
+        auto: choose placements with which a process fits so many bytes, instead of those of the configuration.
+        traces: to reuse, and to add to.
+        seen: receives every level of each rank's step, rank after rank.
 
     Raises:
         UsageError: a model that cannot be traced, experts that the processes do not divide, a pattern that matches nothing, or a
             budget below the parameters alone.
     """
+    estimator, notes = _estimator(config, plan, world, budget, skew, device, auto, traces or Traces())
+    ranks = [estimator.rank(number, seen) for number in range(config.parallel.pp)]
+    choices = tuple(rank.choice for rank in ranks if rank.choice is not None)
+    placements = dict(estimator.placements)
+    for choice in choices:
+        placements |= choice.placements
+    if over := [rank.over for rank in ranks if rank.over]:
+        notes.append(f"No placements were found that are within the budget; the nearest exceed it: {', '.join(over)}.")
+    fits = tuple(rank.fit for rank in ranks)
+    if budget is not None and (most := max(fits, key=lambda r: r.parameters)).parameters > budget:
+        raise UsageError(
+            f"a budget of {format_bytes(budget)} is below the parameters alone: rank {most.rank} holds "
+            f"{format_bytes(most.parameters)} of them; valid is more than that"
+        )
+    step = None if device is None else _step_timer(estimator, placements, ranks).on(device)
+    sublayers = tuple(sublayer for rank in ranks for sublayer in rank.sublayers)
+    return Fit(fits, world, estimator.weights.total, budget, sublayers, tuple(notes), step, choices)
+
+
+def _estimator(
+    config: Config,
+    plan: LayerPlan,
+    world: int,
+    budget: int | None,
+    skew: float,
+    device: DeviceProfile | None,
+    auto: int | None,
+    traces: Traces,
+) -> tuple[RunEstimator, list[str]]:
+    """What the estimate of each rank needs, and the notes of a `Fit`."""
     c, p = config, config.parallel
-    data = world // p.pp
     declared = hf_io.configuration(c.model, load_tokenizer(c.data.tokenizer).vocabulary)
-    experts = experts_in(declared)
+    text, experts = declared.get_text_config(), experts_in(declared)
     check_experts(p.ep, experts)
-    traces = traces or Traces()
-    known = traces.known(c.model, declared)
-    notes = _notes(config, known.attention, experts)
-    weights, prefix = known.weights, known.prefix
+    facts = traces.facts(c.model, declared)
+    notes = _notes(c, facts.attention, experts)
     placements, recompute_experts = dict[str, str](), set[int]()
     if auto is None:
-        placements, recompute_experts = _placements(config, list(known.paths), prefix, len(weights.layers), notes)
-    sharing = _sharing(config, world)
+        placements, recompute_experts = _placements(
+            c, list(facts.paths), facts.prefix, len(facts.weights.layers), notes
+        )
+    sharing = _sharing(c, world)
+    shape = _shape(c, world // p.pp, skew, sharing.gpu, hf_io.balance_coefficient(declared) != 0)
+    actions = None
+    if p.pp > 1:
+        # Chosen placements may offload nothing: then weight gradients wait as the schedule says.
+        early = c.weights_early and auto is None
+        actions = traces.actions(p.schedule, p.pp, plan.microbatches, p.chunks, early)
+    return RunEstimator(
+        c,
+        plan,
+        facts.weights,
+        facts.prefix,
+        traces.trace(c.model, declared, shape).recompute_experts(recompute_experts),
+        sharing,
+        placements,
+        hidden=shape.sequence * shape.microbatch * text.hidden_size,
+        exchange=_dispatcher_bytes(c, text, shape, sharing),
+        actions=actions,
+        budget=budget,
+        auto=None if auto is None else largest_total(auto),
+        machine=machine_of(device or load_device(DEFAULT), p.ep, sharing),
+    ), notes
+
+
+def _step_timer(run: RunEstimator, placements: Mapping[str, str], ranks: Sequence[RankEstimate]) -> StepTimer:
+    actions = None if run.actions is None else [[a for a in mine if a.computes] for mine in run.actions]
+    parameters, stages = [rank.state.parameters for rank in ranks], [rank.stages for rank in ranks]
+    return StepTimer(
+        run.config, run.plan, run.trace, run.weights, run.sharing, run.prefix, placements, parameters, stages, actions
+    )
+
+
+def _shape(config: Config, data: int, skew: float, gpu: bool, balance: bool) -> Shape:
+    c, p = config, config.parallel
     engine = p.pp > 1 or p.overlap
-    shape = Shape(
+    return Shape(
         c.train.sequence,
         c.microbatch(data),
         c.model.experts,
@@ -346,55 +385,15 @@ def fit_run(
         skew=skew,
         capacity_factor=p.capacity_factor if p.dispatch in ("auto", "symmetric") else 0.0,
         compiled=c.memory.compile,
-        balance=hf_io.balance_coefficient(declared) != 0,
-        block=GPU_BLOCK if sharing.gpu else 1,
-        gpu=sharing.gpu,
-        later=engine,
+        balance=balance,
+        block=GPU_BLOCK if gpu else 1,
+        gpu=gpu,
+        deferred_weight_grads=engine,
     )
-    actions = None
-    if p.pp > 1:
-        # What is chosen may offload nothing: then weight gradients wait as the schedule has them.
-        early = config.weights_early and auto is None
-        actions = traces.actions(p.schedule, p.pp, plan.microbatches, p.chunks, early)
-    layout = Layout(
-        config,
-        plan,
-        weights,
-        prefix,
-        traces.trace(c.model, declared, shape).recompute_experts(recompute_experts),
-        sharing,
-        placements,
-        shape.sequence * shape.microbatch * declared.get_text_config().hidden_size,
-        _exchanging(config, declared.get_text_config(), shape, sharing),
-        actions,
-        budget,
-        None if auto is None else within(auto),
-        machine_of(device or load_device(DEFAULT), p.ep, sharing),
-    )
-    laid = [layout.rank(number, seen) for number in range(p.pp)]
-    choices = tuple(rank.choice for rank in laid if rank.choice is not None)
-    for choice in choices:
-        placements |= choice.placements
-    if over := [rank.over for rank in laid if rank.over]:
-        notes.append(f"No placements were found that are within the budget; the nearest exceed it: {', '.join(over)}.")
-    ranks = tuple(rank.fit for rank in laid)
-    if budget is not None and (least := max(ranks, key=lambda r: r.parameters)).parameters > budget:
-        raise UsageError(
-            f"a budget of {format_bytes(budget)} is below the parameters alone: rank {least.rank} holds "
-            f"{format_bytes(least.parameters)} of them; valid is more than that"
-        )
-    step = None
-    if device is not None:
-        computed = None if actions is None else [[a for a in mine if a.computes] for mine in actions]
-        parameters, stages = [rank.state.parameters for rank in laid], [rank.stages for rank in laid]
-        timed = Timed(config, plan, layout.trace, weights, sharing, prefix, placements, parameters, stages, computed)
-        step = timed.on(device)
-    sublayers = tuple(sublayer for rank in laid for sublayer in rank.sublayers)
-    return Fit(ranks, world, weights.total, budget, sublayers, tuple(notes), step, choices)
 
 
-def _exchanging(config: Config, text: Any, shape: Shape, sharing: Sharing) -> int:
-    """Bytes that exchanging tokens takes outside of the allocator, on a GPU."""
+def _dispatcher_bytes(config: Config, text: Any, shape: Shape, sharing: Sharing) -> int:
+    """Bytes of the token dispatcher outside of the allocator, on a GPU."""
     p = config.parallel
     if p.ep == 1 or not sharing.gpu:
         return 0
@@ -430,41 +429,51 @@ def _sharing(config: Config, world: int) -> Sharing:
 def _placements(
     config: Config, paths: list[str], prefix: str, layers: int, notes: list[str]
 ) -> tuple[dict[str, str], set[int]]:
-    """Placement of every half that is not kept, and the layers whose half is offloaded while their experts are recomputed."""
+    """The placement of every sublayer that is not kept, and the layers with an offloaded MoE sublayer whose experts are
+    recomputed."""
     policy = config.memory.policy
     sublayers = [f"{prefix}.{n}.{name}" for n in range(layers) for name in ("self_attn", "mlp")]
     if policy == "auto":
         return {}, set()
+    if policy == "stash":
+        sublayers = [h for h in sublayers if h.endswith(".mlp") and f"{h}.experts" in paths]
     if isinstance(policy, str):
-        stashes = {h for h in sublayers if h.endswith(".mlp") and f"{h}.experts" in paths}
-        return {h: policy for h in sublayers if policy != "stash" or h in stashes}, set()
+        return dict.fromkeys(sublayers, policy), set()
     found: dict[str, str] = {}
-    left: list[str] = []
+    uncounted: list[str] = []
     recompute_experts: set[int] = set()
     for claim in resolve(policy, paths, experts=_light_experts(config, paths)):
-        inside = [h for h in sublayers if h == claim.path or h.startswith(f"{claim.path}.") or not claim.path]
-        experts = claim.path.removesuffix(".experts")
-        if not inside and found.get(experts) == "offload" and claim.placement == "recompute":
-            recompute_experts.add(sublayers.index(experts) // 2)
-            continue
-        if not inside and experts in sublayers and claim.placement in ("recompute", "stash"):
-            inside = [experts]
-        if not inside and claim.placement != "keep":
-            left.append(claim.path)
-        found |= dict.fromkeys(inside, claim.placement)
-    if left:
-        notes.append(f"Inside of a half, {left[0]!r}{' and others' * (len(left) > 1)} are counted as kept.")
-    if recompute_experts:
-        numbers = ", ".join(map(str, sorted(recompute_experts)))
-        notes.append(f"Experts of layers {numbers} make their first product again: it is neither saved nor offloaded.")
+        inside = [h for h in sublayers if not claim.path or f"{h}.".startswith(f"{claim.path}.")]
+        moe_path = claim.path.removesuffix(".experts")
+        if inside:
+            found |= dict.fromkeys(inside, claim.placement)
+        elif claim.placement == "recompute" and found.get(moe_path) == "offload":
+            recompute_experts.add(sublayers.index(moe_path) // 2)
+        elif claim.placement in ("recompute", "stash") and moe_path in sublayers:
+            found[moe_path] = claim.placement
+        elif claim.placement != "keep":
+            uncounted.append(claim.path)
+    notes += _placement_notes(uncounted, recompute_experts)
     return found, recompute_experts
 
 
+def _placement_notes(uncounted: Sequence[str], recompute_experts: Iterable[int]) -> list[str]:
+    notes = []
+    if uncounted:
+        more = " and others" * (len(uncounted) > 1)
+        notes.append(f"Placements inside a sublayer are counted as keep: {uncounted[0]!r}{more}.")
+    if numbers := ", ".join(map(str, sorted(recompute_experts))):
+        notes.append(
+            f"Experts of layers {numbers} recompute their first product, which is neither saved nor offloaded."
+        )
+    return notes
+
+
 def _light_experts(config: Config, paths: list[str]) -> list[str]:
-    """Of `paths`, the experts that a run can recompute inside an offloaded half: Forebay's, and not inside compiled code."""
+    """Experts that a run can recompute inside an offloaded sublayer: Forebay's, outside of compiled code."""
     p, memory = config.parallel, config.memory
-    between = p.pp > 1 or p.overlap or p.ep > 1 or not memory.compile
-    if not between or memory.recompute != "light" or config.model.experts != "forebay":
+    outside = p.pp > 1 or p.overlap or p.ep > 1 or not memory.compile
+    if not outside or memory.recompute != "light" or config.model.experts != "forebay":
         return []
     return [path for path in paths if path.endswith(".experts")]
 

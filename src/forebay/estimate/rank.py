@@ -1,8 +1,7 @@
-"""A run on one pipeline rank: the memory of its fullest process, its placements, and the time of its step.
+"""A run on one pipeline rank: the memory of its fullest process, its placements, and the time of the run's step.
 
-Input: a valid `Config`, its `LayerPlan`, traces and placements. Output: the rank's `RankFit` with reserved memory,
-the `Choice` of placements where one is asked for, and a `StepTime`. This module knows what the trainer does with each
-key. Nothing is kept.
+Input: a valid `Config`, its `LayerPlan`, traces and placements. Output: the rank's `RankEstimate`, and a `StepTime`. This
+module knows what the trainer does with each configuration key. Nothing is kept between ranks.
 """
 
 from __future__ import annotations
@@ -15,37 +14,33 @@ from typing import Any
 
 from forebay.config import Config
 from forebay.estimate.device import DeviceProfile
-from forebay.estimate.fsdp import groups_of
+from forebay.estimate.fsdp import param_groups
 from forebay.estimate.layers import LayerPlan
+from forebay.estimate.parts import Part, offloaded_bytes, placed_parts, plan_link
 from forebay.estimate.placement import Choice, Machine, choose, parts_by_path, rank_options
-from forebay.estimate.reserved import Rank, reserve, shortened, with_reserved
-from forebay.estimate.state import RankState, Sharing, WeightShapes, state_of
+from forebay.estimate.reserved import RankRun, reserve, shortened, with_reserved
+from forebay.estimate.state import RankState, Sharing, WeightShapes, rank_state
 from forebay.estimate.step_time import (
-    NOTHING,
-    Besides,
+    NO_TIME,
     Clock,
     Elements,
     KernelTime,
-    SharedTime,
+    ShardingTime,
     StageTime,
+    StepOverhead,
     StepTime,
-    lay,
+    schedule_time,
 )
 from forebay.estimate.types import LayerTrace, ModelTrace, PartTrace
 from forebay.estimate.walk import (
-    Held,
-    Part,
-    PlacedSublayer,
     RankFit,
     Seen,
     StageLayers,
-    alone,
+    SublayerMemory,
     fit_rank,
-    offloaded_bytes,
-    parts_of,
-    plan_link,
-    sublayers_of,
-    within,
+    largest_total,
+    local_actions,
+    sublayer_memory,
 )
 from forebay.memory.offload_plan import WAITS
 from forebay.memory.timeline import LIGHT, Plan
@@ -53,45 +48,35 @@ from forebay.pipeline.model import adds_at_once
 from forebay.pipeline.schedule import turns
 from forebay.policy import format_bytes, parse_bytes
 
-# A run laid on one pipeline rank: what its fullest process holds, and placements that are chosen for it.
-#
-# In: what a plan knows of the whole run (`Layout`), a rank, and placements. Out: a `RankEstimate`: the rank's `RankFit`, reserved
-# memory included, its halves, and the `Choice` where placements were to be chosen. Nothing is kept between ranks.
-#
-# A choice is made with the walk of `forebay.estimate.walk`, in which memory is a sum over halves; what the allocator holds
-# besides is known only when its placements are laid. So a choice whose reserved memory is above the limit is made again, for as
-# much less.
-
-_MESSAGES = 4  # tensors of hidden states on their way in a pipeline: one in and one out, each way
-_LEAST, _LEAST_PIPELINE = 1 << 20, 16 << 20  # bytes below which the manager leaves a tensor where it is
-_ATTEMPTS = 3  # at a choice: what the allocator holds besides depends on the placements, but little
+_MESSAGES = 4  # tensors of hidden states in transfer in a pipeline: one in and one out, in each direction
+_LEAST, _LEAST_PIPELINE = 1 << 20, 16 << 20  # bytes below which the manager does not offload a tensor
+_ATTEMPTS = 3  # at a choice: what the allocator reserves besides depends on the placements, but little
 
 
 @dataclass(frozen=True)
 class RankEstimate:
-    """Of a rank. `over`: which one and by how much, if no placements were found that are within the limit."""
+    """A rank's estimate. `over`: the rank and by how much it exceeds the limit, if no placements fit."""
 
     stages: Mapping[int, StageLayers]
     fit: RankFit
-    sublayers: tuple[Held, ...]
+    sublayers: tuple[SublayerMemory, ...]
     state: RankState
     choice: Choice | None = None
     over: str = ""
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Of a run.
+class RunEstimator:
+    """What the estimate of each rank needs.
 
     Attributes:
-        weights, prefix, trace, sharing: the model's shapes, the path of its layers, its trace, and who shares it.
-        placements: half's path to placement, for ranks for which none are chosen.
-        hidden: numbers of hidden states of a microbatch, tokens times width.
-        exchange: bytes that exchanging tokens takes outside of the allocator.
+        prefix: module path of the layers.
+        placements: sublayer path to placement, for ranks that do not choose their own.
+        hidden: elements of a microbatch's hidden states.
+        exchange: bytes of the token dispatcher outside of the allocator.
         actions: by pipeline rank; None without a pipeline.
-        budget: bytes a process may use; None where none was given.
-        auto: bytes within which placements are chosen; None where they are the configuration's.
-        machine: what placements cost.
+        budget: bytes a process may use; None if not given.
+        auto: bytes within which placements are chosen; None to take the configuration's.
     """
 
     config: Config
@@ -110,7 +95,7 @@ class Layout:
 
     @property
     def engine(self) -> bool:
-        """A pipeline or overlap runs the stages."""
+        """Whether a pipeline or overlap runs the stages."""
         return self.config.parallel.pp > 1 or self.config.parallel.overlap
 
     @property
@@ -119,40 +104,42 @@ class Layout:
         return self.auto is not None or self.config.memory.policy == "auto"
 
     def rank(self, number: int, seen: Seen | None = None) -> RankEstimate:
-        """Lay pipeline rank `number`; `seen` is told of every level of its step."""
+        """Estimate pipeline rank `number`; `seen` receives every level of its step."""
         stages = _stages(self.plan, number)
-        layers = [n for stage in stages.values() for n in stage.layers]
-        ends = any(s.embedding for s in stages.values()), any(s.head for s in stages.values())
-        state = state_of(self.weights, layers, *ends, self.sharing)
+        layers, ends = _layers_and_ends(stages)
+        state = rank_state(self.weights, layers, *ends, self.sharing)
         state = replace(state, other=state.other + self.exchange)
         placements, choice, over = self.placements, None, ""
         if self.chooses:
             limit = self._limit(state)
-            choice, total = self._chosen(number, state, stages, limit)
+            choice, total = self._choose(number, state, stages, limit)
             placements = choice.placements
             if total > limit:
                 over = f"rank {number} by {format_bytes(total - limit)}"
         fit, sublayers = self._fit(number, state, stages, placements, seen)
         return RankEstimate(stages, fit, tuple(sublayers), state, choice, over)
 
-    def _chosen(
+    def _choose(
         self, number: int, state: RankState, stages: Mapping[int, StageLayers], limit: int
     ) -> tuple[Choice, int]:
-        """The choice, and what it takes of the limit. The trainer's own choice asks for what is allocated alone."""
-        options, times = rank_options(self.trace, stages, self._allowed(), self.machine, **self._ways())
+        """A choice, and the bytes that it takes of the limit.
+
+        The choice is made with the walk, whose levels are sums over sublayers. What the allocator reserves besides is known only
+        afterwards: if the total is above the limit, it is made again for as much less. The trainer's own choice limits allocated
+        bytes only.
+        """
+        options, times = rank_options(self.trace, stages, self._allowed(), self.machine, **self._keywords())
         waits = self.auto is None or self.config.memory.offload == "all"
-        within = limit
+        target = limit
         for _ in range(_ATTEMPTS):
             choice = choose(
-                number, state, options, times, self._todo(number), self._messages(), within, self.machine, waits
+                number, state, options, times, self._actions(number), self._messages(), target, self.machine, waits
             )
             fit = self._fit(number, state, stages, choice.placements, None)[0]
             total = fit.total if self.auto is not None else fit.total - fit.cached
-            if total <= limit or choice.fit.total > within:
+            if total <= limit or choice.fit.total > target:
                 break
-            within = min(within, choice.fit.total) - (
-                total - limit
-            )  # from what the walk had, not from what it might have had
+            target = min(target, choice.fit.total) - (total - limit)
         return choice, total
 
     def _fit(
@@ -162,94 +149,86 @@ class Layout:
         stages: Mapping[int, StageLayers],
         placements: Mapping[str, str],
         seen: Seen | None,
-    ) -> tuple[RankFit, list[Held]]:
-        paper = self._on_paper(number, stages, placements)
-        carried = None
-        if paper.link is not None:
-            carried = offloaded_bytes(paper.link, self._timed(stages, paper.stages), paper.hidden, paper.least)
-        ways = {**self._ways(), "carried": carried}
-        found = {n: sublayers_of(self.trace, stage, placements, **ways) for n, stage in stages.items()}
-        fit = fit_rank(number, state, found, self._todo(number), self._messages(), seen)
+    ) -> tuple[RankFit, list[SublayerMemory]]:
+        run = self._run(number, stages, placements)
+        carried = None if run.link is None else offloaded_bytes(run.link, run.stages, run.hidden, run.least)
+        keywords = {**self._keywords(), "carried": carried}
+        found = {n: sublayer_memory(self.trace, stage, placements, **keywords) for n, stage in stages.items()}
+        fit = fit_rank(number, state, found, self._actions(number), self._messages(), seen)
         if self.sharing.gpu:
-            fit = with_reserved(fit, reserve(paper))
+            fit = with_reserved(fit, reserve(run))
         return fit, [sublayer for stage in found.values() for sublayer in stage]
 
-    def _on_paper(self, number: int, stages: Mapping[int, StageLayers], placements: Mapping[str, str]) -> Rank:
-        c = self.config
-        layers = [n for stage in stages.values() for n in stage.layers]
-        ends = any(s.embedding for s in stages.values()), any(s.head for s in stages.values())
-        actions = self._todo(number) if self.actions is None else self.actions[number]
-        vocabulary = self.trace.head_gradient, self.hidden * self.sharing.summed
-        rank = Rank(
-            groups_of(self.weights, layers, *ends, self.sharing),
+    def _run(self, number: int, stages: Mapping[int, StageLayers], placements: Mapping[str, str]) -> RankRun:
+        c, pipeline = self.config, self.config.parallel.pp > 1
+        layers, ends = _layers_and_ends(stages)
+        actions = self._actions(number) if self.actions is None else self.actions[number]
+        parts = {
+            n: placed_parts(self.trace, stage, placements, prefix=self.prefix, recompute=c.memory.recompute)
+            for n, stage in stages.items()
+        }
+        run = RankRun(
+            param_groups(self.weights, layers, *ends, self.sharing),
             self.sharing,
-            {
-                n: parts_of(self.trace, stage, placements, prefix=self.prefix, recompute=c.memory.recompute)
-                for n, stage in stages.items()
-            },
+            parts,
             shortened(actions, self.engine),
             self.engine,
-            vocabulary if self._summed() else None,
+            (self.trace.head_gradient, self.hidden * self.sharing.summed) if self._sums_vocabulary() else None,
             self.hidden * self.sharing.compute,
             turns,
             graph=c.memory.graph,
-            drawn=not (c.model.path and c.model.weights == "load"),
-            pipeline=c.parallel.pp > 1,
+            random=not (c.model.path and c.model.weights == "load"),
+            pipeline=pipeline,
             at_once=self._at_once(),
             tied=self.weights.tied,
-            least=(_LEAST_PIPELINE if c.parallel.pp > 1 else _LEAST) if self.sharing.gpu else 1,
+            least=(_LEAST_PIPELINE if pipeline else _LEAST) if self.sharing.gpu else 1,
         )
-        # A choice of placements says itself what leaves.
+        # Chosen placements have an offload plan already.
         if self.chooses or "offload" not in placements.values():
-            return rank
-        return replace(rank, link=self._link(number, rank, self._timed(stages, rank.stages)))
+            return run
+        return replace(run, link=self._link(number, run, self._timed(stages, parts)))
 
-    def _link(self, number: int, rank: Rank, sublayers: Mapping[int, Sequence[PlacedSublayer]]) -> Plan:
-        """What the run's manager will plan. Of a process alone, for each microbatch anew. On a CPU a copy takes no time."""
-        todo = self._todo(number)
+    def _link(self, number: int, run: RankRun, parts: Mapping[int, Sequence[Part]]) -> Plan:
+        """The plan of the run's manager; without an engine, for each microbatch anew. On a CPU a copy takes no time."""
+        actions = self._actions(number)
         m = self.machine
         rates = (
             (m.out_rate, m.back_rate, *(m.end_rates or (None, None)), m.copy_rate) if self.sharing.gpu else (inf, inf)
         )
         return plan_link(
-            sublayers,
-            todo if self.engine else [action for action in todo if action.microbatch == 0],
+            parts,
+            actions if self.engine else [action for action in actions if action.microbatch == 0],
             rates,
-            hidden=rank.hidden,
-            least=rank.least,
+            hidden=run.hidden,
+            least=run.least,
             everything=self.config.memory.offload == "all",
         )
 
-    def _timed(
-        self, stages: Mapping[int, StageLayers], laid: Mapping[int, Sequence[Part]]
-    ) -> dict[int, list[PlacedSublayer]]:
-        """The halves of stages with the seconds that they take, what is made again in backward included."""
-        found: dict[int, list[PlacedSublayer]] = {}
+    def _timed(self, stages: Mapping[int, StageLayers], parts: Mapping[int, Sequence[Part]]) -> dict[int, list[Part]]:
+        """The parts with their seconds, recomputation in backward included."""
+        found: dict[int, list[Part]] = {}
         for number, stage in stages.items():
             traces = parts_by_path(self.trace, stage, self.prefix)
             found[number] = []
-            for part in laid[number]:
-                trace = traces[part.path]
-                forward, backward = self.machine.seconds(trace)
-                if part.events is trace.light_events:
+            for part in parts[number]:
+                forward, backward = self.machine.seconds(traces[part.path])
+                if part.light:
                     backward += LIGHT * forward
                 elif part.placement == "recompute":
                     backward += forward
-                found[number].append(
-                    PlacedSublayer(part.path, part.events, part.placement == "offload", forward, backward)
-                )
+                found[number].append(replace(part, seconds=(forward, backward)))
         return found
 
-    def _todo(self, number: int) -> Any:
-        """What the rank computes in a step."""
+    def _actions(self, number: int) -> Any:
+        """The computations of the rank in a step."""
         if self.actions is None:
-            return alone(self.plan.microbatches, self.config.parallel.overlap)
+            return local_actions(self.plan.microbatches, self.config.parallel.overlap)
         return [action for action in self.actions[number] if action.computes]
 
     def _messages(self) -> int:
         return _MESSAGES * self.hidden * self.sharing.compute if self.config.parallel.pp > 1 else 0
 
-    def _summed(self) -> bool:
+    def _sums_vocabulary(self) -> bool:
         """Whether the engine sums the vocabulary's gradients itself."""
         return self.engine and self.sharing.sharded and self.sharing.summed > self.sharing.compute
 
@@ -257,33 +236,41 @@ class Layout:
         """Whether it adds those of embedded tokens as they are made."""
         (vocabulary, width), *_ = self.weights.embedding
         tokens = self.plan.microbatches * self.hidden // width
-        return self._summed() and adds_at_once(tokens, vocabulary, self.sharing.compute)
+        return self._sums_vocabulary() and adds_at_once(tokens, vocabulary, self.sharing.compute)
 
-    def _ways(self) -> dict[str, Any]:
-        recompute = self.config.memory.recompute
-        summed = {"summed": self._summed(), "at_once": self._at_once()}
-        return {"prefix": self.prefix, "recompute": recompute, "engine": self.engine, **summed}
+    def _keywords(self) -> dict[str, Any]:
+        """Keywords of `sublayer_memory`."""
+        return {
+            "prefix": self.prefix,
+            "recompute": self.config.memory.recompute,
+            "engine": self.engine,
+            "summed": self._sums_vocabulary(),
+            "at_once": self._at_once(),
+        }
 
     def _allowed(self) -> frozenset[str]:
-        """What the trainer can carry out; its own `policy = "auto"` stashes nothing."""
+        """Placements that the trainer can carry out. Its own `policy = "auto"` does not stash."""
         if self.auto is None:
             return frozenset({"recompute", "offload"})
         found = {"recompute", *(("stash",) if self.config.parallel.ep > 1 else ())}
         return frozenset(found if self.config.parallel.overlap else {*found, "offload"})
 
     def _limit(self, state: RankState) -> int:
-        """Bytes: `memory.budget` is over what is held before a forward, and counts for the trainer's own choice. The manager
-        measures that in its second cycle: of several microbatches, with the gradients of the first."""
+        """Bytes that placements may use.
+
+        `memory.budget`, for the trainer's own choice, counts from what is held before a forward. The manager measures that in its
+        second step: with several microbatches, it includes the gradients of the first.
+        """
         if self.auto is not None:
             return self.auto
         before = state.parameters + state.optimizer + state.other
         before += state.gradients if state.at_once or self.plan.microbatches > 1 else 0
         own = before + parse_bytes(self.config.memory.budget)
-        return own if self.budget is None else min(own, within(self.budget))
+        return own if self.budget is None else min(own, largest_total(self.budget))
 
 
 def _stages(plan: LayerPlan, rank: int) -> dict[int, StageLayers]:
-    """The stages of a rank by number; its layers have places in the order of the forward."""
+    """The stages of a rank by number, in forward order."""
     found, last, before = {}, len(plan.partition.layers) - 1, 0
     for number in plan.partition.stages(rank):
         layers = plan.partition.layers[number]
@@ -292,47 +279,48 @@ def _stages(plan: LayerPlan, rank: int) -> dict[int, StageLayers]:
     return found
 
 
-# How long a step of a run is expected to take: the trainer's configuration, as the planner's model of time needs it told.
-#
-# In: a valid `Config`, its `LayerPlan`, a trace, the model's shapes, placements and a `DeviceProfile`. Out: a `StepTime`. The
-# figures are `forebay.estimate`'s; this file knows what the trainer does with each key, and keeps nothing.
-#
-#     keep, stash    as traced: pages cost the device 1 % of a layer (benchmarks/LOG.md)
-#     recompute      of a MoE half with Forebay's experts their first product again; else forward again, exchanges included
-#     offload        "fit" costs nothing, for only what the link carries behind computation leaves; "all" makes a forward or
-#                    backward as long as its copies, and a pipeline's step as much longer as its plans may wait
-#     auto           the placements that were chosen
+def _layers_and_ends(stages: Mapping[int, StageLayers]) -> tuple[list[int], tuple[bool, bool]]:
+    """The numbers of a rank's layers, and whether it has embedding and head."""
+    every = stages.values()
+    return [n for s in every for n in s.layers], (any(s.embedding for s in every), any(s.head for s in every))
+
 
 SUBLAYER_LAUNCHES = 40
-"""What a half's forward or backward costs the host besides its kernels (guards, hooks, autograd), in operations of the profile's
-`launch`. Estimated: a quarter of a millisecond. No recorded run is held up by it, so none tells."""
+"""Host time of a sublayer's forward or backward besides its kernels (guards, hooks, autograd), in operations of the profile's
+`launch`. Estimated as a quarter of a millisecond. Uncalibrated: no recorded run is sensitive to it."""
 CUT_LAUNCHES = 320
-"""The same of a half that is cut where its tokens travel: segments, streams, FSDP2's experts. Calibrated with the H200's
+"""The same for a sublayer that is split at the token dispatcher: segments, streams, FSDP2's experts. Calibrated with the H200's
 `launch`, on eager runs of several hosts: see docs/estimator.md."""
 STEP_LAUNCHES = 500
-"""What a step costs the host while the device has nothing to run: the batch, the optimizer's groups, reading the loss. 3 ms.
-Calibrated on the grid, see docs/estimator.md."""
+"""Host time of a step in which the device is idle: the batch, the optimizer's groups, reading the loss. 3 ms. Calibrated on the
+grid, see docs/estimator.md."""
 ALL_TO_ALL_LAUNCHES = 15
-"""The same, of an exchange: 0.09 ms eager (benchmarks/results/ep_exchange_4gpu.md)."""
+"""Host time of an all-to-all: 0.09 ms eager (benchmarks/results/ep_exchange_4gpu.md)."""
 STASH_LAUNCHES = 55
-"""What pages cost a half's forward or backward besides: 85 ms of host in 128 layers, stash against capacity, both eager
+"""Host time of pages in a sublayer's forward or backward: 85 ms in 128 layers, stash against capacity, both eager
 (benchmarks/results/paging_ep2_memory.md)."""
-# Seconds of a layer and microbatch that an exchange of exact sizes takes longer, for the host waits in it and has nothing
-# launched ahead then. Calibrated: nccl against capacity in benchmarks/results/paging_ep2_qwen3.md, and Qwen3's own routing
-# against float32 in ep.md; the dispatch alone, in ep_exchange_4gpu.md, is longer by 0.6 and 0.1 ms.
 _SYNCHRONISED: Mapping[str, float] = {"nccl": 3.0e-3, "symmetric": 1.4e-3}
+"""Seconds by which a dispatch of exact sizes is slower, for each layer and microbatch: the host waits in it, and has no launches
+ahead afterwards. Calibrated: nccl against capacity in benchmarks/results/paging_ep2_qwen3.md, and Qwen3's own routing against
+float32 in ep.md. The dispatch alone, in ep_exchange_4gpu.md, is slower by 0.6 and 0.1 ms."""
 
 
 @dataclass(frozen=True)
-class Timed:
-    """What a step's time is made from; see the module docstring.
+class StepTimer:
+    """What the time of a step is made from.
+
+    keep and stash take the time of the trace: pages cost the device 1 % of a layer (benchmarks/LOG.md). recompute runs
+        forward again in
+    backward, or the first product of Forebay's experts. offload = "fit" is free, because only what the link carries during
+    computation is offloaded; "all" makes a forward or backward as long as its copies, and a pipeline's step as much longer as
+    its plan may wait.
 
     Attributes:
         prefix: module path of the layers.
-        placements: half's path to placement; "keep" where it is not named.
+        placements: sublayer path to placement; the default is "keep".
         parameters: by pipeline rank, bytes of its own shards.
         stages: by pipeline rank, its stages by number.
-        actions: by pipeline rank; None without a pipeline.
+        actions: computations by pipeline rank; None without a pipeline.
     """
 
     config: Config
@@ -351,79 +339,74 @@ class Timed:
         p = self.config.parallel
         engine = p.pp > 1 or p.overlap
         times = {n: self._stage(device, stage, engine) for mine in self.stages for n, stage in mine.items()}
-        actions = self.actions or [alone(self.plan.microbatches, p.overlap)]
+        actions = self.actions or [local_actions(self.plan.microbatches, p.overlap)]
         ranks = [next(r for r, mine in enumerate(self.stages) if n in mine) for n in sorted(times)]
         message, contention = self._message(device) if p.pp > 1 else 0.0, device.at("contention")
-        laid = lay(actions, ranks, times, message, engine, contention)
+        on_device = schedule_time(actions, ranks, times, message, engine, contention)
         launch = 0.0 if self.config.memory.graph else device.at("launch")
-        launched = lay(actions, ranks, times, message, engine, contention, launch).seconds if launch else laid.seconds
-        waits = 1 + WAITS if self._everything and self._alternates else 1.0
-        besides = [self._besides(device, rank) for rank in range(len(self.stages))]
-        slowest = max(besides, key=lambda b: b.gather + b.reduce)
-        host = max(laid.launches) * launch
+        launched = on_device.seconds
+        if launch:
+            launched = schedule_time(actions, ranks, times, message, engine, contention, launch).seconds
+        waits = 1 + WAITS if self._offloads_all and self._alternates else 1.0
+        overheads = [self._overhead(device, rank) for rank in range(len(self.stages))]
+        slowest = max(overheads, key=lambda b: b.gather + b.reduce)
         return StepTime(
             device=device.name,
-            schedule=waits * laid.seconds,
+            schedule=waits * on_device.seconds,
             launched=waits * launched,
             gather=slowest.gather,
             reduce=slowest.reduce,
-            optimizer=max(b.optimizer for b in besides),
-            host=host,
-            busy=laid.busy,
-            exposed=laid.exposed,
+            optimizer=max(b.optimizer for b in overheads),
+            host=max(on_device.launches) * launch,
+            busy=on_device.busy,
+            exposed=on_device.exposed,
             tokens=self.config.train.batch * self.config.train.sequence,
             measured=bool(device.measured()),
             around=STEP_LAUNCHES * device.at("launch"),
         )
 
     @property
-    def _everything(self) -> bool:
+    def _offloads_all(self) -> bool:
         return self.config.memory.offload == "all" and "offload" in self.placements.values()
 
     @property
     def _alternates(self) -> bool:
-        """Whether forwards follow backwards, as in a pipeline with more microbatches than ranks: such plans wait little."""
+        """Forwards follow backwards, as in a pipeline with more microbatches than ranks: such plans wait little."""
         return self.plan.microbatches > self.config.parallel.pp > 1
 
-    def _clock(self, device: DeviceProfile) -> Clock:
-        return Clock(device, self.config.parallel.ep, self.sharing.compute == 4)
-
-    def _shared(self, device: DeviceProfile) -> SharedTime:
-        return SharedTime(device, self.sharing, self.plan.microbatches)
+    def _sharding(self, device: DeviceProfile) -> ShardingTime:
+        return ShardingTime(device, self.sharing, self.plan.microbatches)
 
     def _stage(self, device: DeviceProfile, stage: StageLayers, engine: bool) -> StageTime:
-        clock, shared = self._clock(device), self._shared(device)
+        clock, sharding = _clock(device, self.config.parallel.ep, self.sharing), self._sharding(device)
         forward: list[KernelTime] = []
         backward: list[KernelTime] = []
         for number in stage.layers:
-            there, back = self._layer(clock, number)
-            more = shared.layer(self._elements(number), there, back)
-            forward.append(there + KernelTime(more[0]))
-            backward.insert(0, back + KernelTime(more[1]))
+            f, b = self._layer(clock, number)
+            more = sharding.layer(self._elements(number), f, b)
+            forward.append(f + KernelTime(more[0]))
+            backward.insert(0, b + KernelTime(more[1]))
         if stage.embedding:
             part = self.trace.embedding
             forward[0] = forward[0] + clock.kernel_time(part.forward_ops)
-            if not engine:  # an engine spreads the tokens' gradients over the vocabulary once a step
+            if not engine:  # an engine adds the tokens' gradients to the vocabulary's once a step
                 backward[-1] = backward[-1] + clock.kernel_time(part.backward_ops)
         if stage.head:
-            there, back = (
-                clock.kernel_time(self.trace.head.forward_ops),
-                clock.kernel_time(self.trace.head.backward_ops),
-            )
-            forward.append(there + back if engine else there)
+            head = self.trace.head
+            f, b = clock.kernel_time(head.forward_ops), clock.kernel_time(head.backward_ops)
+            forward.append(f + b if engine else f)
             if not engine:
-                backward.insert(0, back)
-        if self._everything and not self._alternates:
+                backward.insert(0, b)
+        if self._offloads_all and not self._alternates:
             moved = sum(self._offloaded(number) for number in stage.layers)
-            out_rate, back_rate = _host(device, self.sharing)[:2]
-            forward[-1] = forward[-1] + _waiting(forward, moved / out_rate)
-            backward[-1] = backward[-1] + _waiting(backward, moved / back_rate)
+            out_rate, back_rate = _host_rates(device, self.sharing)[:2]
+            forward[-1] = forward[-1] + _wait(forward, moved / out_rate)
+            backward[-1] = backward[-1] + _wait(backward, moved / back_rate)
         return StageTime(tuple(forward), tuple(backward))
 
     def _offloaded(self, number: int) -> int:
-        """Bytes that a microbatch's layer sends to the host and gets back."""
-        layer: LayerTrace = self.trace.layers[number]
-        sublayers = (("self_attn", layer.attention), ("mlp", layer.mlp))
+        """Bytes of a layer and microbatch that go to the host and back."""
+        sublayers = self.trace.layers[number].sublayers
         return sum(p.saved for name, p in sublayers if self._placement(number, name) == "offload")
 
     def _placement(self, number: int, name: str) -> str:
@@ -431,28 +414,27 @@ class Timed:
 
     def _layer(self, clock: Clock, number: int) -> tuple[KernelTime, KernelTime]:
         layer: LayerTrace = self.trace.layers[number]
-        there = back = NOTHING
-        for name, part in (("self_attn", layer.attention), ("mlp", layer.mlp)):
+        forward = backward = NO_TIME
+        for name, part in layer.sublayers:
             f, b = self._sublayer(clock, part, self._placement(number, name))
-            there, back = there + f, b + back
+            forward, backward = forward + f, backward + b
         if layer.is_moe:
             waits = self._synchronised()
-            there = there + KernelTime(compute=waits, launches=waits / clock.device.at("launch"))
-        return there, back
+            forward = forward + KernelTime(compute=waits, launches=waits / clock.device.at("launch"))
+        return forward, backward
 
     def _sublayer(self, clock: Clock, part: PartTrace, placement: str) -> tuple[KernelTime, KernelTime]:
-        memory = self.config.memory
+        p, memory = self.config.parallel, self.config.memory
         forward, backward = clock.kernel_time(part.forward_ops), clock.kernel_time(part.backward_ops)
         if placement == "recompute":
             light = part.light_ops if memory.recompute != "full" else ()
             backward = clock.kernel_time(light) if light else forward + backward
         more = STASH_LAUNCHES if placement == "stash" else 0
-        p = self.config.parallel
         more += CUT_LAUNCHES if p.pp > 1 or p.overlap or p.ep > 1 else SUBLAYER_LAUNCHES
-        return _hosted(forward, part.forward_ops, more), _hosted(backward, part.backward_ops, more)
+        return _with_launches(forward, part.forward_ops, more), _with_launches(backward, part.backward_ops, more)
 
     def _synchronised(self) -> float:
-        """Seconds that a dispatch of exact sizes costs over one that knows its sizes."""
+        """Seconds by which a dispatch of exact sizes is slower than one with a capacity."""
         p = self.config.parallel
         if p.ep == 1:
             return 0.0
@@ -464,51 +446,48 @@ class Timed:
         rest, experts = self.weights.layers[number]
         return Elements(_count(rest), _count(experts) // self.sharing.ep)
 
-    def _besides(self, device: DeviceProfile, rank: int) -> Besides:
+    def _overhead(self, device: DeviceProfile, rank: int) -> StepOverhead:
         mine = self.stages[rank].values()
         layers = [self._elements(n) for stage in mine for n in stage.layers]
         ends = sum(_count(self.weights.embedding) for s in mine if s.embedding)
         ends += sum(_count(self.weights.head) for s in mine if s.head)
         fused, clips = self.config.optimizer.fused, self.config.train.clip > 0
-        return self._shared(device).step(layers, Elements(ends), self.parameters[rank], fused, clips)
+        return self._sharding(device).step(layers, Elements(ends), self.parameters[rank], fused, clips)
 
     def _message(self, device: DeviceProfile) -> float:
-        """Hidden states of a microbatch to the neighbour."""
+        """Seconds of a microbatch's hidden states to the next rank."""
         size = self.trace.layers[0].attention.inputs
         world = self.sharing.data * self.sharing.pp
         return size / device.link("all_to_all", world <= device.node, size) + device.at("kernel")
 
 
-@dataclass(frozen=True)
-class _ByClock:
-    """Seconds of a part on the device alone."""
-
-    clock: Clock
-
-    def __call__(self, part: PartTrace) -> tuple[float, float]:
-        return self.clock.kernel_time(part.forward_ops).alone, self.clock.kernel_time(part.backward_ops).alone
-
-
 def machine_of(device: DeviceProfile, ep: int, sharing: Sharing) -> Machine:
-    """What placements cost on a device, for `forebay.estimate.placement`."""
-    clock = Clock(device, ep, sharing.compute == 4)
-    copied = device.at("bandwidth", 1 << 30)
-    out_rate, back_rate, *ends = _host(device, sharing)
-    return Machine(_ByClock(clock), out_rate, back_rate, copied, tuple(ends))
+    """What placements cost on a device."""
+    clock = _clock(device, ep, sharing)
+
+    def seconds(part: PartTrace) -> tuple[float, float]:
+        return clock.kernel_time(part.forward_ops).alone, clock.kernel_time(part.backward_ops).alone
+
+    out_rate, back_rate, *ends = _host_rates(device, sharing)
+    return Machine(seconds, out_rate, back_rate, device.at("bandwidth", 1 << 30), tuple(ends))
 
 
-def _host(device: DeviceProfile, sharing: Sharing) -> tuple[float, ...]:
+def _clock(device: DeviceProfile, ep: int, sharing: Sharing) -> Clock:
+    return Clock(device, ep, sharing.compute == 4)
+
+
+def _host_rates(device: DeviceProfile, sharing: Sharing) -> tuple[float, ...]:
     return device.host(sharing.data * sharing.pp, sharing.pp > 1)
 
 
-def _waiting(kernel_times: Sequence[KernelTime], copies: float) -> KernelTime:
-    """What copies of a whole pass take longer than the pass itself."""
+def _wait(kernel_times: Sequence[KernelTime], copies: float) -> KernelTime:
+    """The time by which the copies of a whole pass are longer than the pass."""
     return KernelTime(compute=max(0.0, copies - sum(s.alone for s in kernel_times)))
 
 
-def _hosted(kernel_time: KernelTime, ops: Sequence[Any], more: int) -> KernelTime:
-    exchanges = sum(op.kind == "exchange" for op in ops)
-    return replace(kernel_time, launches=kernel_time.launches + ALL_TO_ALL_LAUNCHES * exchanges + more)
+def _with_launches(kernel_time: KernelTime, ops: Sequence[Any], more: int) -> KernelTime:
+    transfers = sum(op.kind == "all_to_all" for op in ops)
+    return replace(kernel_time, launches=kernel_time.launches + ALL_TO_ALL_LAUNCHES * transfers + more)
 
 
 def _count(shapes: Sequence[tuple[int, ...]]) -> int:

@@ -1,8 +1,8 @@
 """``forebay plan --search``: the largest microbatch, sequence or depth that fits a budget, or the best mesh.
 
 Input: a `PlanRequest`, what to search, a number of processes, a budget. Output: a `Search`: the settings that were
-found, the plan and the fit of that run, and the reason that the next one does not fit. Traces are shared and live as
-long as the search.
+found, the plan and the fit of that run, and why the next one does not fit. Each candidate is planned as ``forebay plan``
+plans it. Traces live as long as the search.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from forebay.config import Config, check_experts, check_world, from_mapping
 from forebay.errors import UsageError
 from forebay.estimate.device import DeviceProfile
-from forebay.estimate.layers import LayerPlan, Traces, plan_layers
+from forebay.estimate.layers import LayerPlan, plan_layers
 from forebay.estimate.plan import Fit, PlanRequest, fit_run
+from forebay.estimate.traces import Traces
 from forebay.estimate.walk import ALLOWANCE, headroom
 from forebay.policy import format_bytes
 from forebay.train import hf_io
@@ -26,16 +27,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-# The largest size that fits, and meshes in the order of their worth. Figures in, figures out.
-#
-# In: values or meshes, and a function that says how much memory a value leaves. Out: a `Largest`, or a list in order. The
-# function is called as rarely as can be, for each call may be a trace; nothing is known here of what a value is, and nothing is
-# kept.
-
-
 @dataclass(frozen=True)
 class Tried:
-    """A value that was looked at, and the bytes that it leaves of the budget; negative if it does not fit."""
+    """A candidate, and the bytes that it leaves of the budget; negative if it does not fit."""
 
     value: int
     headroom: int
@@ -43,12 +37,12 @@ class Tried:
 
 @dataclass(frozen=True)
 class Largest:
-    """Of some values, in ascending order, the largest that fits.
+    """The largest of some ascending values that fits.
 
     Attributes:
-        found: it, or None if not even the first one fits.
+        found: None if the first one does not fit.
         next: the value after it, which does not fit; None if `found` is the last.
-        tried: all that were looked at, in that order.
+        tried: all candidates, in the order in which they were tried.
     """
 
     found: Tried | None
@@ -57,16 +51,13 @@ class Largest:
 
 
 def largest(values: Sequence[int], headroom: Callable[[int], int], monotone: bool = True) -> Largest:
-    """Search `values`.
-
-    Whatever `headroom` does, `found` fits and `next` does not: both were looked at.
+    """Search `values`. `found` and `next` were both tried, whatever `headroom` does.
 
     Args:
         values: at least one, ascending.
-        headroom: bytes that a value leaves.
-        monotone: a larger value leaves less. Then few are looked at: twice as far each time until one does not fit, then between
-            the two, where a straight line through them says or in the middle, in turn. Else from the largest down, until one
-            fits.
+        headroom: bytes that a value leaves; called rarely, since each call may be a trace.
+        monotone: a larger value leaves less. Steps double until one does not fit; then interpolation and bisection take turns.
+            Otherwise values are tried from the largest down, until one fits.
     """
     tried: dict[int, int] = {}
 
@@ -106,7 +97,7 @@ def _bisect(count: int, left: Callable[[int], int]) -> int | None:
 
 @dataclass(frozen=True)
 class MeshShape:
-    """How GPUs share a model: `pp` pipeline ranks, each of `ep` x `fsdp` processes that share its layers, `ep` their experts."""
+    """`pp` pipeline ranks, each of `ep` x `fsdp` processes that share its layers; `ep` of them share the experts."""
 
     pp: int
     ep: int
@@ -123,8 +114,8 @@ class Candidate:
     Attributes:
         peak: bytes of its fullest process.
         rank: the pipeline rank of that process.
-        fits: whether that is within the budget; None without one.
-        seconds: of a step, expected; None where nothing tells.
+        fits: None without a budget.
+        seconds: of a step; None without a device.
     """
 
     mesh: MeshShape
@@ -135,14 +126,14 @@ class Candidate:
 
 
 def meshes(gpus: int) -> Iterator[MeshShape]:
-    """Every mesh of `gpus` GPUs, whatever a model says of it."""
+    """Every mesh of `gpus` GPUs, whether a model can use it or not."""
     for pp in divisors(gpus):
         for ep in divisors(gpus // pp):
             yield MeshShape(pp, ep, gpus // pp // ep)
 
 
 def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Those that fit first; among them the fastest; where time is not known, those with the lowest peak."""
+    """Those that fit first; among them the fastest; without times, those with the lowest peak."""
     return sorted(
         candidates,
         key=lambda c: (
@@ -158,22 +149,9 @@ def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-# ``forebay plan --search``: the largest microbatch, sequence or depth that fits a budget, or the best mesh of some GPUs.
-#
-# In: what is asked about (`forebay.estimate.plan`), what to search, a number of processes, a budget. Out: a `Search`: what was
-# found, as settings to write, the plan and the fit of that run, and one sentence that says what stopped the next one. Every
-# value that is looked at is planned as ``forebay plan`` plans it; traces are shared, and live as long as the search.
-#
-#     microbatch  with a batch that somebody wrote: the sizes that divide it and that the schedule takes, from the largest down
-#                 (a pipeline then holds fewer of them, so that more need not be worse). Else the batch follows, and each holds
-#                 more
-#     sequence    multiples of 128 tokens, up to the model's max_position_embeddings
-#     layers      decoder layers, from one for each stage of the pipeline on
-#     mesh        every PP x EP x FSDP that the GPUs divide into; those that the trainer or the model refuses, with the reason
-
 SEARCHES = ("microbatch", "sequence", "layers", "mesh")
-_TOKENS = 128  # between two lengths of a sequence
-_LONGEST = 1 << 20  # tokens, of a model that names no limit
+_TOKENS = 128  # step of a sequence's length
+_LONGEST = 1 << 20  # tokens of a sequence, if the model has no limit
 _DEEPEST = 512  # layers
 _WIDEST = 1024  # sequences of a microbatch
 _SHOWN = 12  # meshes in a table
@@ -185,12 +163,11 @@ class Search:
 
     Attributes:
         what: one of `SEARCHES`.
-        settings: ``section.key`` to value, of the run that was found; empty if none was.
-        sentence: what was found, or what stopped it.
-        plan, fit: of the run that was found; if none fits, of the one that comes nearest.
-        config: that run's.
-        tried: values that were looked at, with what they leave; for "mesh" none.
-        candidates, refused: for "mesh": those that can be run, the best first, and the others with the reason.
+        settings: ``section.key`` to value of the run that was found; empty if none was.
+        sentence: what was found, and what does not fit.
+        config, plan, fit: of the run that was found; if none fits, of the nearest.
+        tried: candidates; empty for "mesh".
+        candidates, refused: for "mesh": those that can run, the best first, and the others with the reason.
     """
 
     what: str
@@ -205,7 +182,7 @@ class Search:
 
     @property
     def found(self) -> bool:
-        """Whether something was."""
+        """Whether a run was found."""
         return bool(self.settings)
 
     def as_dict(self) -> dict[str, Any]:
@@ -220,7 +197,7 @@ class Search:
         }
 
     def table(self) -> Table | None:
-        """The best meshes, for a terminal; None of other searches."""
+        """The best meshes, for a terminal; None for other searches."""
         if self.what != "mesh":
             return None
         from rich.table import Table
@@ -246,7 +223,7 @@ class Search:
         if len(self.candidates) > _SHOWN:
             lines.append(f"{len(self.candidates) - _SHOWN} more can be run; --json has them all.")
         if not self._timed:
-            lines.append("In the order of their peaks: nothing here says how fast they are.")
+            lines.append("In the order of their peaks: without a device their speed is not known.")
         if self.refused:
             mesh, reason = self.refused[0]
             lines.append(f"{len(self.refused)} cannot be run, such as {mesh}: {reason}")
@@ -266,13 +243,13 @@ def search(
 
     Args:
         what: one of `SEARCHES`.
-        budget: bytes a process may use; may be None for "mesh" alone.
+        budget: bytes a process may use; None is valid for "mesh" only.
         skew: see `fit_run`.
-        device: whose time a step is to be told in; for "mesh" the fastest that fits is then the best, else the lowest peak.
-        auto: with the placements that are chosen for the budget, instead of those of the configuration.
+        device: for step times; the best mesh is then the fastest that fits, else the one with the lowest peak.
+        auto: choose placements for the budget, instead of those of the configuration.
 
     Raises:
-        UsageError: no budget, or nothing that can be run at all: what the first value, or every mesh, is refused for.
+        UsageError: no budget, or nothing can run: why the first value, or every mesh, is refused.
     """
     if what not in SEARCHES:
         raise UsageError(f"--search {what!r} is unknown; valid are {', '.join(SEARCHES)}")
@@ -285,17 +262,17 @@ def search(
 
 
 class _Runs:
-    """Runs that differ in some settings from what was asked."""
+    """Runs that differ from the request in some settings."""
 
     def __init__(self, asked: PlanRequest, world: int, skew: float, device: DeviceProfile | None, auto: int | None):
         self.asked, self.world, self.skew, self.device, self.auto = asked, world, skew, device, auto
         self._traces = Traces()
 
     def changed(self, settings: dict[str, Any]) -> Config:
-        """What was asked, with these; the batch follows where nobody wrote one.
+        """The request's configuration with other settings; a default batch follows.
 
         Raises:
-            UsageError: what cannot be run on so many processes.
+            UsageError: it cannot run on so many processes.
         """
         raw = self.asked.config.to_dict()
         for name, value in settings.items():
@@ -314,7 +291,7 @@ class _Runs:
         return hf_io.configuration(config.model, load_tokenizer(config.data.tokenizer).vocabulary)
 
     def fit(self, config: Config) -> tuple[LayerPlan, Fit]:
-        """Of one run, without a verdict."""
+        """The plan of one run, without a budget."""
         plan = plan_layers(config, self.world, self._traces)
         return plan, fit_run(
             config, plan, self.world, None, self.skew, device=self.device, auto=self.auto, traces=self._traces
@@ -350,15 +327,19 @@ def _settings(runs: _Runs, what: str, value: int) -> dict[str, Any]:
     section = runs.asked.config.model
     settings: dict[str, Any] = {"model.config.num_hidden_layers": value}
     kinds = getattr(runs.declared(runs.asked.config), "layer_types", None)
-    if kinds and section.path:  # a folder names the kind of each layer: the pattern goes on
+    if kinds and section.path:  # a folder's config.json names the kind of each layer: repeat its pattern
         settings["model.config.layer_types"] = [kinds[n % len(kinds)] for n in range(value)]
-    if section.path:  # its weights are of one depth alone
+    if section.path:  # its weights have one depth
         settings["model.weights"] = "random"
     return settings
 
 
 def _values(runs: _Runs, what: str) -> tuple[Sequence[int], bool, str]:
-    """The values, whether each holds more than the one before, and why the last one is the last."""
+    """The values, whether each takes more memory than the one before, and why there is no larger one.
+
+    With a configured batch, the microbatches are those that divide it and that the schedule takes; a pipeline holds fewer of the
+    larger ones, so that these need not take more. With a default batch, the batch follows.
+    """
     config = runs.asked.config
     if what == "sequence":
         longest = getattr(runs.declared(config).get_text_config(), "max_position_embeddings", None) or _LONGEST
@@ -372,7 +353,7 @@ def _values(runs: _Runs, what: str) -> tuple[Sequence[int], bool, str]:
     whole = max(1, config.train.batch // sharing)
     valid = [n for n in divisors(whole) if _valid(runs, n)]
     if not valid:
-        runs.changed({"train.microbatch": 1})  # says why
+        runs.changed({"train.microbatch": 1})  # raises the reason
     return valid, False, f"train.batch = {config.train.batch} allows no larger one"
 
 
@@ -406,7 +387,7 @@ def _sized(what: str, result: Largest, fit: Fit, following: Fit | None, last: st
 
 
 def _stopped(fit: Fit, budget: int, subject: str) -> str:
-    """Why it does not fit. What is there without any activation is named first."""
+    """Why it does not fit: parameters and optimizer states if they alone are too large, else the peak."""
     for parts in (("parameters",), ("parameters", "optimizer")):
         most = max(fit.ranks, key=lambda r: sum(getattr(r, p) for p in parts))
         alone = sum(getattr(most, p) for p in parts)

@@ -1,22 +1,8 @@
-"""What a rank holds besides activations: parameters, gradients, optimizer states, gathered weights, and what CUDA takes.
+"""What a rank holds besides activations: parameters, gradients, optimizer states, unsharded parameters, and what CUDA takes.
 
-In: the shapes of a model's parameters (`weights_of`, on any device) and a `Sharing`: how processes share them, in which dtypes.
-Out: a `RankState` for the decoder layers that a pipeline rank has. Exact where it is a matter of shapes; constants say where they
-come from. Nothing is kept.
-
-    parameters    the rank's shard, in the parameters' dtype
-    optimizer     AdamW: two moments of the shard in its dtype, and a step count each (a block of the allocator)
-    gradients     without a process group: every parameter's, in its dtype
-                  gathered for a step (pipelines, overlap): whole, in the dtype they are summed in, from the step's begin
-                  FSDP2, several microbatches summed before they are reduced: whole, in the dtype they are summed in
-                  FSDP2 else: the shard's, in its dtype; while a layer is reduced, its own whole and in the dtype it is sent in
-    gathered      what FSDP2 gathers, in the dtype that is computed in, while activations are there:
-                  embedding, last norm and head for the whole step; layers too without `reshard`, or gathered for a step
-                  with `reshard`: the layer that runs, the next one on its way, and the buffer it arrives in; of a step on
-                  gathered weights, the experts of one layer and their buffer
-
-FSDP2 cuts a parameter along its first dimension in pieces of the same length, so that rank 0's shard is ceil(n / N) rows of n; an
-experts' parameter along the first dimension that N divides. Figures are rank 0's, the largest.
+Input: the shapes of a model's parameters (`weight_shapes`, on any device) and a `Sharing`: how processes share them, and
+in which dtypes. Output: a `RankState` for the decoder layers of a pipeline rank. Figures are rank 0's, the largest.
+Nothing is kept.
 """
 
 from __future__ import annotations
@@ -28,27 +14,31 @@ from typing import Any
 
 from torch import nn
 
+from forebay.estimate.types import GPU_BLOCK
 from forebay.models.families import decoder_layers, moe_block
 
-GPU_BLOCK = 512  # bytes; the CUDA caching allocator's rounding
 CONTEXT = 960 << 20
-"""Bytes of a CUDA context (0.60 GiB before anything ran) with the kernels of torch, cuBLAS, cuDNN and Triton (0.94 GiB behind
-some steps). This and the next four: measured on H200s, torch 2.11, CUDA 13, NCCL of its wheel, as what the device has in use
-beside what torch reserved."""
+"""Bytes of a CUDA context (0.60 GiB before anything ran) with the kernels of torch, cuBLAS, cuDNN and Triton (0.94 GiB after some
+steps). This and the next four are measured on H200s, torch 2.11, CUDA 13, NCCL of its wheel: what the device has in use besides
+what torch reserved."""
 COMMUNICATOR = 660 << 20
-"""Bytes of one NCCL communicator of two or four GPUs of a host: 1.57 GiB in all with FSDP2 on either."""
+"""Bytes of an NCCL communicator of two or four GPUs of a host: 1.57 GiB in all with FSDP2 on either."""
 COMMUNICATOR_ALONE = 390 << 20
-"""The same of one process."""
+"""Bytes of an NCCL communicator of one process."""
 CHANNEL = 450 << 20
-"""Bytes of a communicator of two pipeline ranks for messages of one kind one way; there are four between two neighbours."""
+"""Bytes of a communicator of two pipeline ranks for one kind of message in one direction; two neighbours have four."""
 PEER = 384 << 20
 """Bytes that an all-to-all through NCCL takes for each peer on the host: 0.35 GiB with one, 1.10 with three."""
 
 
 @dataclass(frozen=True)
 class WeightShapes:
-    """Shapes of parameters: of the embedding, of the head with the norm before it (without a weight that it shares with the
-    embedding), and of every layer all but the experts' and the experts'."""
+    """Shapes of a model's parameters.
+
+    Attributes:
+        head: of the head and the norm before it, without a weight that is tied to the embedding.
+        layers: for each layer, of all but the experts, and of the experts.
+    """
 
     embedding: tuple[tuple[int, ...], ...]
     head: tuple[tuple[int, ...], ...]
@@ -57,7 +47,7 @@ class WeightShapes:
 
     @property
     def total(self) -> int:
-        """Number of parameters of the whole model."""
+        """Number of parameters."""
         every = [*self.embedding, *self.head, *(s for rest, experts in self.layers for s in (*rest, *experts))]
         return sum(math.prod(s) for s in every)
 
@@ -68,16 +58,16 @@ class Sharing:
 
     Attributes:
         data: processes that share the batch.
-        ep: of them, processes that share the experts of a layer.
-        pp: groups of processes with different layers.
-        sharded: FSDP2 is at work: there are several processes, or two dtypes.
-        parameter, compute, summed: bytes of an element of parameters (and shards of gradients, and moments), of gathered weights,
-            and of gradients that are summed and reduced.
-        gathered: weights are gathered for a step (pipelines, overlap); else module by module.
+        ep: those of them that share the experts of a layer.
+        pp: pipeline ranks.
+        sharded: FSDP2 is used, because there are several processes or two dtypes.
+        parameter, compute, summed: bytes of an element of parameters (also of moments and of shards of gradients), of unsharded
+            parameters, and of gradients that are summed and reduced.
+        gathered: parameters are unsharded for a step (pipelines, overlap); else module by module.
         reshard: see `[parallel]`.
-        sums: several microbatches' gradients are summed before they are reduced.
+        sums: gradients of several microbatches are summed before they are reduced.
         gpu: there is a CUDA context, and the allocator rounds.
-        fused: AdamW in one kernel; else its temporaries are as large as the shard.
+        fused: AdamW is one kernel; else its temporaries are as large as the shard.
     """
 
     data: int = 1
@@ -95,21 +85,22 @@ class Sharing:
 
     @property
     def adds_in_place(self) -> bool:
-        """An engine's experts add their weight gradients to sums that are wider where they make them:
-        `forebay.kernels.grouped_wgrad`."""
+        """The experts' weight gradients are added to wider sums as they are made (`forebay.kernels.grouped_wgrad`)."""
         return self.gathered and self.sharded and self.summed != self.compute
 
 
 @dataclass(frozen=True)
 class RankState:
-    """Bytes on one rank.
+    """Bytes on one rank, without activations.
 
     Attributes:
-        parameters, optimizer: for the whole run, from the first step's end on.
-        gathered: at most, in a step.
-        gradients: those of layers (by place), embedding and head, each from its part's first backward on; `at_once` from the
-            step's begin.
-        reducing: at most, while a layer's gradients are reduced.
+        parameters: the rank's shard.
+        optimizer: AdamW's two moments of the shard, and a step count for each parameter.
+        gathered: peak of unsharded parameters in a step.
+        layer_gradients, embedding_gradient, head_gradient: from the first backward of the part on.
+        at_once: all gradients are allocated from the beginning of the step.
+        reducing: peak while gradients are reduced.
+        sharded_gradients: of the shard.
         stepping: of the optimizer's step, besides parameters, moments and `sharded_gradients`.
         other: context, communicators.
     """
@@ -128,15 +119,15 @@ class RankState:
 
     @property
     def gradients(self) -> int:
-        """All of them."""
+        """Of all parts."""
         return sum(self.layer_gradients) + self.embedding_gradient + self.head_gradient
 
 
-def weights_of(model: Any) -> WeightShapes:
-    """The shapes of a `*ForCausalLM` with all its layers.
+def weight_shapes(model: Any) -> WeightShapes:
+    """The shapes of a `*ForCausalLM`, on any device.
 
     Raises:
-        ValueError: layers of a family that Forebay does not know.
+        ValueError: a family that Forebay does not know.
     """
     base = model.get_submodule(model.base_model_prefix)
     layers, seen = [], set()
@@ -153,8 +144,10 @@ def weights_of(model: Any) -> WeightShapes:
     return WeightShapes(_shapes(embedding), _shapes(rest), tuple(layers), tied)
 
 
-def state_of(weights: WeightShapes, layers: Sequence[int], embedding: bool, head: bool, sharing: Sharing) -> RankState:
-    """The state of a rank that has these layers, in forward order, and embedding and head or not."""
+def rank_state(
+    weights: WeightShapes, layers: Sequence[int], embedding: bool, head: bool, sharing: Sharing
+) -> RankState:
+    """The state of a rank with these layers, in forward order, and with or without embedding and head."""
     s = sharing
     pieces = [_Piece.of(*weights.layers[n], s) for n in layers]
     ends = {
@@ -167,13 +160,12 @@ def state_of(weights: WeightShapes, layers: Sequence[int], embedding: bool, head
     outside = sum(p.whole for p in ends.values())
     gathered = reducing = 0
     if s.sharded:
-        gathered = s.compute * (outside + _gathered_layers(pieces, s))
+        gathered = s.compute * (outside + _unsharded_layers(pieces, s))
         if s.gathered or s.sums:
-            reducing = s.summed * max((p.whole for p in every), default=0)
+            reducing = s.summed * max(p.whole for p in every)
         else:
             reducing = (s.compute + s.summed) * max(largest, outside)
-    whole = not s.sharded or s.gathered or s.sums
-    gradients = [_gradient(piece, s, whole) for piece in (*pieces, *ends.values())]
+    gradients = [_gradient(piece, s) for piece in every]
     steps = sum(p.count for p in every) * (GPU_BLOCK if s.gpu else 4)
     return RankState(
         parameters=s.parameter * own,
@@ -190,10 +182,11 @@ def state_of(weights: WeightShapes, layers: Sequence[int], embedding: bool, head
     )
 
 
-def _gathered_layers(pieces: Sequence[_Piece], s: Sharing) -> int:
-    """Elements of layers that are whole at once, with the buffer in which they arrive."""
+def _unsharded_layers(pieces: Sequence[_Piece], s: Sharing) -> int:
+    """Peak elements of unsharded layers: all, or with `reshard` the one that runs and the next one (of a step on unsharded
+    parameters, the experts of one layer), and the buffer of a gather."""
     largest = max((p.whole for p in pieces), default=0)
-    if not s.reshard:  # gathered for a step, they have arrived before anything else is there
+    if not s.reshard:  # gathered for a step, the buffer is freed before anything else is allocated
         return sum(p.whole for p in pieces) + (0 if s.gathered else largest)
     if s.gathered:
         experts = max((p.experts for p in pieces), default=0)
@@ -201,21 +194,22 @@ def _gathered_layers(pieces: Sequence[_Piece], s: Sharing) -> int:
     return min(3, len(pieces) + 1) * largest
 
 
-def _gradient(piece: _Piece, s: Sharing, whole: bool) -> int:
-    """Bytes of a part's gradients from its first backward to the optimizer's step."""
+def _gradient(piece: _Piece, s: Sharing) -> int:
+    """Bytes of a part's gradients from its first backward to the optimizer's step: whole while they are summed, else
+    the shard's."""
     if not s.sharded:
         return s.parameter * piece.whole
-    if whole:
+    if s.gathered or s.sums:
         return s.summed * piece.whole
-    if s.ep > 1 and s.data == s.ep:  # these experts are this process's own: nothing is reduced, so they are summed
+    if s.ep > 1 and s.data == s.ep:  # the experts are not shared, so their gradients are summed and not reduced
         return s.parameter * (piece.own - piece.own_experts) + s.summed * piece.experts
     return s.parameter * piece.own
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Of a layer or an end: elements of the rank's shard and of the whole that it computes with, of its experts among both;
-    number of parameters."""
+    """A layer, embedding or head: elements of the rank's shard and of what it computes with, and of the experts in each; number
+    of parameters."""
 
     own: int
     own_experts: int
@@ -237,8 +231,9 @@ class _Piece:
         return _Piece(own + own_experts, own_experts, whole, spread, len(rest) + len(mine))
 
 
-def shard_lengths(shape: tuple[int, ...], processes: int, experts: bool) -> int:
-    """Elements of rank 0's shard of a parameter; experts spread over processes are cut where it comes out even."""
+def shard_length(shape: tuple[int, ...], processes: int, experts: bool) -> int:
+    """Elements of rank 0's shard, the largest. FSDP2 shards the first dimension, and experts along the first one that divides
+    evenly."""
     return _even(shape, processes) if experts else _rows(shape, processes)
 
 
@@ -247,7 +242,7 @@ def _rows(shape: tuple[int, ...], processes: int) -> int:
 
 
 def _even(shape: tuple[int, ...], processes: int) -> int:
-    """Along the first dimension that divides evenly; along the first one if none does."""
+    """The first dimension that divides evenly; the first one if none does."""
     if any(length % processes == 0 for length in shape):
         return math.prod(shape) // processes
     return _rows(shape, processes)
@@ -263,14 +258,14 @@ def _other(s: Sharing) -> int:
 
 
 def all_to_all_bytes(ranks: int) -> int:
-    """NCCL's buffers of an all-to-all of so many ranks; of those beyond one host nothing is known here."""
+    """Bytes of NCCL's buffers of an all-to-all. Beyond the 8 ranks of one host it is not known."""
     return PEER * (min(ranks, 8) - 1)
 
 
 def symmetric_bytes(ranks: int, tokens: int, hidden: int, slots: int, element: int) -> int:
-    """Symmetric memory of each rank of an expert group, of P ranks with T tokens of K slots at most: two halves of T rows to
-    send, T P rows that come back, and ids, weights and lists. `forebay.kernels.symm_mem.PeerLayout` also pads each region to
-    128 bytes; that file is a kernel's, and not for a planner."""
+    """Bytes of symmetric memory of each rank of an expert group of P ranks with at most T tokens of K slots: two
+    buffers of T rows to send, T P rows that return, and ids, weights and lists. `forebay.kernels.symm_mem.PeerLayout`
+    has the layout, and pads each region to 128 bytes more."""
     row = hidden * element
     return 2 * tokens * (row + 8 * slots + 4 * ranks + ranks * (row + 4 * slots))
 

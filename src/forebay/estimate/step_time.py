@@ -1,14 +1,15 @@
 """How long a step takes: a roofline for every operation, laid on the schedule of each rank.
 
-Input: the `OpCost`s of every part, a device profile, the actions of every pipeline rank, and how weights are sharded. Output: a
-`StepTime`. `Clock` turns costs into seconds, `lay` puts them on the actions, `SharedTime` adds gathers and reductions of sharded
-weights. Nothing is run or kept.
+Input: the `OpCost`s of every part, a device profile, the actions of every pipeline rank, and how parameters are sharded.
+Output: a `StepTime`. `Clock` turns costs into seconds, `schedule_time` puts them on the actions, and `ShardingTime` adds
+gathers and reductions. Nothing is run or kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any
 
@@ -17,25 +18,10 @@ from forebay.estimate.state import Sharing
 from forebay.estimate.types import OpCost
 from forebay.estimate.walk import ActionLike
 
-# How long the parts of a model take on a device: a roofline, operation by operation.
-#
-# In: the `OpCost`s of a part (`forebay.estimate.op_costs`), and a `Clock` for a device. Out: a `KernelTime`: seconds of a
-# forward or backward, computing and exchanging apart, and the kernels that the host launches for them. Nothing is run.
-#
-#     products, attention   max(FLOPs / what the device achieves at that size, bytes / bandwidth)
-#     gemm_odd              the same, at a share of the products' rate (`_ODD`)
-#     pointwise             bytes / bandwidth
-#     walked                bytes / a share of the bandwidth (`_WALKED`)
-#     exchange              bytes / all-to-all's rate at that size, within a node or between nodes, whichever takes longer
-#     each kernel           the time between two kernels on top
-#
-# A spell has three shares, for they may run at different times: the experts' weight gradients, which nobody waits for;
-# exchanges, which another microbatch's computation can hide; and the rest.
-
 _RATES: Mapping[str, str] = MappingProxyType(
     {
         "gemm": "matmul_bf16",
-        "gemm_odd": "matmul_bf16",
+        "gemm_unaligned": "matmul_bf16",
         "grouped": "grouped",
         "grouped_weights": "grouped_weights",
         "attention": "attention",
@@ -44,59 +30,63 @@ _RATES: Mapping[str, str] = MappingProxyType(
 )
 
 
-_WALKED = 0.37
-"""Share of a copy's bandwidth of a kernel that finds each element by itself: 1.5 of 4.0 TB/s, measured on an H200 of torch's loop
-from fp32 into bf16 (`forebay.kernels.scale`)."""
-_ODD = 0.03
-"""Share of a product's rate where rows do not begin at multiples of 16 bytes, some 20 TFLOP/s on an H200. Calibrated on GPT-OSS,
-whose eager attention has 4097 scores a row; see docs/estimator.md."""
+_UNVECTORIZED = 0.37
+"""Share of a copy's bandwidth that an unvectorized kernel reaches: 1.5 of 4.0 TB/s, measured on an H200 with torch's loop from
+fp32 into bf16 (`forebay.kernels.scale`)."""
+_UNALIGNED = 0.03
+"""Share of a GEMM's rate with unaligned rows, some 20 TFLOP/s on an H200. Calibrated on GPT-OSS, whose eager attention has 4097
+scores a row; see docs/estimator.md."""
 
 
 @dataclass(frozen=True)
 class KernelTime:
-    """Seconds on the device; `launches` is a number, of kernels that the host launches.
+    """Seconds on the device, in the shares that may run at different times.
 
     Attributes:
-        compute: but for `weights`.
-        exchange: all-to-alls.
-        weights: the experts' weight gradients.
+        compute: all but the other two.
+        all_to_all: another microbatch's computation can hide it.
+        weight_grads: of the experts; nothing waits for them.
+        launches: number of kernels that the host launches.
     """
 
     compute: float = 0.0
-    exchange: float = 0.0
-    weights: float = 0.0
+    all_to_all: float = 0.0
+    weight_grads: float = 0.0
     launches: float = 0
 
     @property
     def computing(self) -> float:
-        """Seconds but for exchanges."""
-        return self.compute + self.weights
+        """Seconds without all-to-alls."""
+        return self.compute + self.weight_grads
 
     @property
     def alone(self) -> float:
-        """Seconds where nothing runs beside it."""
-        return self.computing + self.exchange
+        """Seconds if nothing runs beside it."""
+        return self.computing + self.all_to_all
 
     def __add__(self, other: KernelTime) -> KernelTime:
         return KernelTime(
             self.compute + other.compute,
-            self.exchange + other.exchange,
-            self.weights + other.weights,
+            self.all_to_all + other.all_to_all,
+            self.weight_grads + other.weight_grads,
             self.launches + other.launches,
         )
 
 
-NOTHING = KernelTime()
+NO_TIME = KernelTime()
 
 
 @dataclass(frozen=True)
 class Clock:
     """Turns costs into seconds.
 
+    GEMMs and attention take the longer of FLOPs at the rate of their size and bytes at the bandwidth; other operations
+    their bytes at (a share of) the bandwidth; an all-to-all its bytes at the rate of their size. Each kernel adds the
+    gap between two.
+
     Attributes:
-        device: whose.
-        ranks: that share experts, neighbours: as many of them on one node as it has GPUs.
-        wide: products are in fp32: experts' and attention's run at fp32's rate too.
+        ranks: that share experts; consecutive ones fill the nodes.
+        wide: computation is in fp32: experts and attention run at the rate of fp32 GEMMs too.
     """
 
     device: DeviceProfile
@@ -105,35 +95,35 @@ class Clock:
 
     def kernel_time(self, ops: Iterable[OpCost]) -> KernelTime:
         """Of operations that run one after the other."""
-        compute = exchange = weights = 0.0
+        compute = all_to_all = weight_grads = 0.0
         launches = 0
         for op in ops:
             seconds = self.seconds(op)
             launches += op.launches
-            if op.kind == "exchange":
-                exchange += seconds
+            if op.kind == "all_to_all":
+                all_to_all += seconds
             elif op.kind == "grouped_weights":
-                weights += seconds
+                weight_grads += seconds
             else:
                 compute += seconds
-        return KernelTime(compute, exchange, weights, launches)
+        return KernelTime(compute, all_to_all, weight_grads, launches)
 
     def seconds(self, op: OpCost) -> float:
-        """Of one operation; an all-to-all of no bytes is none."""
+        """Of one operation; an all-to-all of no bytes takes no time."""
         gap = op.launches * self.device.at("kernel")
-        if op.kind == "exchange":
-            return self._sent(op.bytes) + gap if op.bytes else 0.0
+        if op.kind == "all_to_all":
+            return self._all_to_all(op.bytes) + gap if op.bytes else 0.0
         moved = self.moved(op.bytes)
         if op.kind == "pointwise":
             return moved + gap
-        if op.kind == "walked":
-            return moved / _WALKED + gap
+        if op.kind == "unvectorized":
+            return moved / _UNVECTORIZED + gap
         rate = self.device.at("matmul_fp32" if self.wide else _RATES[op.kind], op.flops)
-        share = _ODD if op.kind == "gemm_odd" else 1.0
+        share = _UNALIGNED if op.kind == "gemm_unaligned" else 1.0
         return max(op.flops / (rate * share), moved) + gap
 
-    def _sent(self, count: float) -> float:
-        """Of an all-to-all: what goes to this node's other GPUs and what goes to other nodes are on their way at once."""
+    def _all_to_all(self, count: float) -> float:
+        """The transfers within the node and between nodes run at once."""
         node = min(self.device.node, self.ranks)
         away = count * (self.ranks - node) / max(1, self.ranks - 1)
         here = count - away
@@ -141,48 +131,24 @@ class Clock:
         return max(within, away / self.device.link("all_to_all", False, away) if away else 0.0)
 
     def moved(self, count: float) -> float:
-        """Seconds in which so many bytes are read and written."""
+        """Seconds to read and write so many bytes."""
         return count / self.device.at("bandwidth", count)
-
-
-# How long a step takes: the halves' seconds laid on what each rank does.
-#
-# In: for every stage its layers' `KernelTime`s forward and backward, every pipeline rank's list of actions, and what a step has
-# besides: gathering and reducing of sharded weights, the optimizer, the host. Out: a `StepTime`. Nothing is run or kept.
-#
-#     action                  seconds
-#     F                       every layer computes and exchanges
-#     B                       the same; an engine makes the experts' weight gradients behind dispatch's gradient, the half of
-#                             its exchanges (`forebay.pipeline.sublayer`)
-#     I, W                    B without the experts' weight gradients; those
-#     OVERLAP_F_B             layer by layer the longer of both microbatches' computing and both microbatches' exchanges; where
-#                             one has no layer left, the other's runs as if alone
-#
-#     What hides an exchange takes longer itself, by a share of it (`contention`): both want the same memory and
-#     multiprocessors.
-#
-# An action starts when its rank is free and what it needs has come: the stage before (forward) or behind (backward), and from
-# another rank a message. A rank's bubble is the share of the time from the first action to the end in which it runs none.
-#
-# The host launches kernels ahead of the device, layer by layer: none ends before it is launched, and what the host gains while
-# a long one runs, such as the head, is not lost. A captured step has no launches. Where tokens travel in sizes that the host
-# has to know, it waits for the device once a layer and forward, and then has nothing launched ahead.
 
 
 @dataclass(frozen=True)
 class StageTime:
-    """One microbatch in one stage; `forward` and `backward` in the order in which they run, an entry a layer or end."""
+    """One microbatch in one stage, in the order in which it runs: an entry for each layer, embedding and head."""
 
     forward: tuple[KernelTime, ...]
     backward: tuple[KernelTime, ...]
 
 
 @dataclass(frozen=True)
-class Besides:
-    """Seconds of a step that no action of the schedule takes.
+class StepOverhead:
+    """Seconds of a step outside of the schedule's actions.
 
     Attributes:
-        gather, reduce: of sharded weights and gradients, not hidden.
+        gather, reduce: of sharded parameters and gradients, not hidden.
         optimizer: clipping and the update.
     """
 
@@ -198,14 +164,14 @@ class StepTime:
     Attributes:
         device: name of the profile.
         schedule: from the first action to the last rank's end, on the device.
-        launched: the same, with hosts that have to launch what runs; equal to `schedule` of a captured step.
-        gather, reduce, optimizer: see `Besides`; of the slowest rank.
-        host: what the slowest host needs for its launches; 0 of a captured step.
+        launched: the same, with hosts that launch each kernel; equal to `schedule` for a CUDA graph step.
+        gather, reduce, optimizer: see `StepOverhead`; of the slowest rank.
+        host: seconds of the slowest host's launches; 0 for a CUDA graph step.
         busy: by pipeline rank, seconds in which an action runs.
-        exposed: by pipeline rank, seconds of exchanges that nothing hides.
+        exposed: by pipeline rank, seconds of all-to-alls that nothing hides.
         tokens: of the global batch.
-        measured: some figure of the device was measured on one; else all are data sheets'.
-        around: seconds of the host between steps, while the device has nothing to run.
+        measured: some figure of the device was measured on one; else all are from data sheets.
+        around: seconds of the host between steps, while the device is idle.
     """
 
     device: str
@@ -223,12 +189,12 @@ class StepTime:
 
     @property
     def gradients(self) -> float:
-        """Forwards and backwards of all microbatches, until reduced gradients are there."""
+        """Until all gradients are reduced."""
         return self.launched + self.gather + self.reduce
 
     @property
     def seconds(self) -> float:
-        """All of a step."""
+        """The whole step."""
         return self.gradients + self.optimizer + self.around
 
     @property
@@ -238,16 +204,16 @@ class StepTime:
 
     @property
     def bubble(self) -> tuple[float, ...]:
-        """By pipeline rank, share of the schedule in which nothing runs."""
+        """By pipeline rank, the share of the schedule in which nothing runs."""
         return tuple(1 - busy / self.schedule for busy in self.busy)
 
     @property
     def limited_by_host(self) -> bool:
-        """Whether the host's launches take longer than what they launch."""
+        """Whether the host's launches take longer than the schedule."""
         return self.host > self.schedule
 
     def sentence(self) -> str:
-        """For a person."""
+        """A summary of one or more clauses."""
         sheets = "" if self.measured else ", from data sheets"
         parts = [
             f"expected on {self.device}{sheets}: {self.seconds:.3f} s a step, {self.tokens_per_second:,.0f} tokens/s"
@@ -279,8 +245,8 @@ class StepTime:
 
 
 @dataclass(frozen=True)
-class TimedSchedule:
-    """A schedule in time: its length, and by rank how long it is busy, what of that are exchanges that wait, and launches."""
+class ScheduleTime:
+    """A schedule's seconds; by rank the seconds it is busy, those of exposed all-to-alls among them, and its launches."""
 
     seconds: float
     busy: tuple[float, ...]
@@ -288,7 +254,7 @@ class TimedSchedule:
     launches: tuple[float, ...]
 
 
-def lay(
+def schedule_time(
     actions: Sequence[Sequence[ActionLike]],
     ranks: Sequence[int],
     stages: Mapping[int, StageTime],
@@ -296,44 +262,49 @@ def lay(
     engine: bool = True,
     contention: float = 0.0,
     launch: float = 0.0,
-) -> TimedSchedule:
-    """Lay the actions of all ranks in time.
+) -> ScheduleTime:
+    """Put the actions of all ranks in time.
 
     Args:
         actions: of each rank, those that compute; see `forebay.pipeline.schedule`.
         ranks: rank of each stage.
-        message: seconds from a stage's end on one rank until another has its hidden states.
-        engine: weight gradients of experts are made behind a transfer.
-        contention: share of a hidden exchange by which what hides it takes longer.
-        launch: seconds of the host for a launch; 0: all is captured.
+        message: seconds of hidden states from one rank to another.
+        engine: the experts' weight gradients are made during a transfer.
+        contention: share of a hidden all-to-all by which what hides it is slower.
+        launch: seconds of the host for a launch; 0 for a CUDA graph step.
 
     Raises:
-        ValueError: actions that wait for each other, or for one that nobody has.
+        ValueError: actions wait for each other, or for one that no rank has.
     """
-    return _Layout(actions, ranks, message, _Times(stages, engine, contention), launch).run()
+    return _Schedule(actions, ranks, message, _Segments(stages, engine, contention), launch).run()
 
 
-class _Layout:
-    """One `lay`."""
+class _Schedule:
+    """The actions of all ranks so far.
+
+    An action starts when its rank is free and its input is there: from the stage before (forward) or after (backward), and from
+    another rank with a message. The host launches kernels ahead of the device, layer by layer: none ends before it is launched,
+    and the lead that the host gains during a long kernel is kept.
+    """
 
     def __init__(
         self,
         actions: Sequence[Sequence[ActionLike]],
         ranks: Sequence[int],
         message: float,
-        times: _Times,
+        segments: _Segments,
         launch: float,
     ):
         self._actions, self._ranks, self._message = actions, ranks, message
+        self._segments, self._launch = segments, launch
         self._ended: dict[tuple[str, int, int], float] = {}
         self._free = [0.0] * len(actions)
         self._busy = [0.0] * len(actions)
         self._exposed = [0.0] * len(actions)
         self._launches = [0.0] * len(actions)
-        self._times, self._launch = times, launch
-        self._launched = [0.0] * len(actions)  # when each host has handed over all of its actions so far
+        self._launched = [0.0] * len(actions)  # when each host has launched all of its actions so far
 
-    def run(self) -> TimedSchedule:
+    def run(self) -> ScheduleTime:
         at = [0] * len(self._actions)
         while any(i < len(todo) for i, todo in zip(at, self._actions, strict=True)):
             before = list(at)
@@ -343,19 +314,18 @@ class _Layout:
             if at == before:
                 waits = ", ".join(str(todo[i]) for i, todo in zip(at, self._actions, strict=True) if i < len(todo))
                 raise ValueError(f"these actions wait for what never comes: {waits}")
-        return TimedSchedule(max(self._free), tuple(self._busy), tuple(self._exposed), tuple(self._launches))
+        return ScheduleTime(max(self._free), tuple(self._busy), tuple(self._exposed), tuple(self._launches))
 
     def _perform(self, rank: int, action: ActionLike) -> bool:
         parts = tuple(action.parts) or (action,)
-        start = self._free[rank]
+        end = self._free[rank]
         for part in parts:
             ready = self._ready(rank, part)
             if ready is None:
                 return False
-            start = max(start, ready)
-        spent = self._times.of(action)
-        end, computing, exposed, launches = start, 0.0, 0.0, 0.0
-        for segment in spent:
+            end = max(end, ready)
+        computing = exposed = launches = 0.0
+        for segment in self._segments.of(action):
             self._launched[rank] += segment[2] * self._launch
             end = max(end + segment[0] + segment[1], self._launched[rank])
             computing, exposed, launches = computing + segment[0], exposed + segment[1], launches + segment[2]
@@ -368,7 +338,7 @@ class _Layout:
         return True
 
     def _ready(self, rank: int, part: Any) -> float | None:
-        """When what a forward or backward needs is there; None if that has not run yet."""
+        """When the input of a forward or backward is there; None if it has not run yet."""
         last = len(self._ranks) - 1
         if part.kind == "W" or (part.kind == "F" and part.stage == 0):
             return 0.0
@@ -385,21 +355,28 @@ class _Layout:
 
 
 TimeSegment = tuple[float, float, float]
-"""Seconds computing, seconds of exchanges that nothing hides, launches: of a layer or an end."""
+"""A layer, embedding or head: seconds computing, seconds of all-to-alls that nothing hides, launches."""
 
 
-class _Times:
-    """The segments of actions; each kind of action is counted once."""
+class _Segments:
+    """The segments of each kind of action.
+
+    F and B compute and transfer; an engine makes the experts' weight gradients during the transfer after dispatch's
+    gradient, half of B's transfers (`forebay.pipeline.sublayer`). I is B without those gradients, and W is those.
+    OVERLAP_F_B takes, layer by layer, the longer of both microbatches' computing and both microbatches' transfers; a
+    layer without a partner runs as if alone. What hides a transfer is slowed by a share of it (`contention`): both use
+    the same memory and multiprocessors.
+    """
 
     def __init__(self, stages: Mapping[int, StageTime], engine: bool, contention: float):
         self._stages, self._engine, self._contention = stages, engine, contention
         self._known: dict[tuple[Any, ...], list[TimeSegment]] = {}
 
     def of(self, action: ActionLike) -> list[TimeSegment]:
-        what = (action.kind, action.stage, *(part.stage for part in action.parts))
-        if what not in self._known:
-            self._known[what] = self._count(action)
-        return self._known[what]
+        kind = (action.kind, action.stage, *(part.stage for part in action.parts))
+        if kind not in self._known:
+            self._known[kind] = self._count(action)
+        return self._known[kind]
 
     def _count(self, action: ActionLike) -> list[TimeSegment]:
         if action.kind == "OVERLAP_F_B":
@@ -412,93 +389,67 @@ class _Times:
             case "B":
                 return self._overlap_fwd_bwd((), stage.backward)
             case "I":
-                return [
-                    (kernel_time.compute, kernel_time.exchange, kernel_time.launches) for kernel_time in stage.backward
-                ]
+                return [(time.compute, time.all_to_all, time.launches) for time in stage.backward]
             case "W":
-                return [(sum(kernel_time.weights for kernel_time in stage.backward), 0.0, 0.0)]
+                return [(sum(time.weight_grads for time in stage.backward), 0.0, 0.0)]
         raise ValueError(f"{action} computes nothing")
 
     def _overlap_fwd_bwd(self, forward: Sequence[KernelTime], backward: Sequence[KernelTime]) -> list[TimeSegment]:
         found = []
-        for k in range(max(len(forward), len(backward))):
-            f = forward[k] if k < len(forward) else NOTHING
-            b = backward[k] if k < len(backward) else NOTHING
-            exchange = f.exchange + b.exchange
-            if f is not NOTHING and b is not NOTHING:
+        for f, b in zip_longest(forward, backward, fillvalue=NO_TIME):
+            all_to_all = f.all_to_all + b.all_to_all
+            if f is not NO_TIME and b is not NO_TIME:
                 hides = f.computing + b.computing
             else:
-                hides = min(b.exchange / 2, b.weights) if self._engine else 0.0
-            hidden = min(exchange, hides)
+                hides = min(b.all_to_all / 2, b.weight_grads) if self._engine else 0.0
+            hidden = min(all_to_all, hides)
             computing = f.computing + b.computing + self._contention * hidden
-            found.append((computing, exchange - hidden, f.launches + b.launches))
+            found.append((computing, all_to_all - hidden, f.launches + b.launches))
         return found
 
 
-# What sharded weights cost a step in time: gathering them, reducing their gradients, and adding gradients up.
-#
-# In: how many elements the parts of a stage have, a `Sharing`, and a device. Out: seconds, of a step and of each microbatch of
-# a layer.
-#
-# Gathering N elements of n processes: each casts its own part and sends it, and what arrives is copied to where weights live.
-#
-#     bytes of device memory   N / n (parameter + compute) + 2 N compute, and 2 N compute more where n = 1: a gather to itself
-#     bytes of the link        N compute (n - 1) / n
-#
-# Reducing: gradients are copied in chunks, summed over processes, and the own part is cast. Nothing is reduced where n = 1, but
-# cast where two dtypes meet.
-#
-#     bytes of device memory   2 N summed + N / n (summed + parameter)
-#     bytes of the link        N summed (n - 1) / n
-#
-# Adding a microbatch's gradients to the sum of the others: N (compute + 2 summed) bytes. Where sums are wider than gradients,
-# FSDP2 converts the first microbatch's: N (compute + summed). An engine begins with zeros: N summed; its experts add where they
-# make a gradient (`forebay.kernels.grouped_wgrad`), which is neither written nor read: N (2 summed - compute), for their
-# products count it.
-#
-# Engines (`forebay.train.unsharded_step`) gather once before a step and reduce once behind it, and nothing hides that; experts
-# that are given back after each use are gathered for each forward and backward. Otherwise FSDP2 gathers the next layer while
-# one runs, and reduces one while the next runs: what the link takes longer than the layer waits, and copies always run. What
-# hides a transfer takes longer itself, by the share of it (`contention`) that an all-to-all costs. Embedding and head are
-# gathered and reduced where nothing hides it, and their gradients are added up as a layer's are.
-
 _STEPPING = 0.88
-"""Share of a copy's bandwidth at which the optimizer's and clipping's kernels go over many tensors at once. Calibrated on the
-grid, see docs/estimator.md."""
+"""Share of a copy's bandwidth that the multi-tensor kernels of the optimizer and of clipping reach. Calibrated on the grid, see
+docs/estimator.md."""
 
 
 @dataclass(frozen=True)
 class Elements:
-    """That a process computes with in a part: of its experts, and of all else."""
+    """Elements of the parameters that a process computes with: of its experts, and of all else."""
 
     rest: int
     experts: int = 0
 
 
 @dataclass(frozen=True)
-class Moved:
+class TransferTime:
     """Seconds of copies on the device, and of the link."""
 
     copies: float = 0.0
     link: float = 0.0
 
-    def __add__(self, other: Moved) -> Moved:
-        return Moved(self.copies + other.copies, self.link + other.link)
+    def __add__(self, other: TransferTime) -> TransferTime:
+        return TransferTime(self.copies + other.copies, self.link + other.link)
 
     @property
     def exposed(self) -> float:
-        """Seconds where nothing hides it."""
+        """Seconds if nothing hides it."""
         return self.copies + self.link
 
     def beside(self, seconds: float, contention: float) -> float:
-        """Seconds where the link has so many seconds to hide behind, each of which `contention` makes longer."""
+        """Seconds if up to so many of the link's are hidden, each of which `contention` makes longer."""
         hidden = min(self.link, seconds)
         return self.copies + self.link - hidden + contention * hidden
 
 
 @dataclass(frozen=True)
-class SharedTime:
-    """See the module docstring.
+class ShardingTime:
+    """Seconds of gathering sharded parameters, reducing their gradients, and adding gradients up.
+
+    Engines (`forebay.train.unsharded_step`) gather once before a step and reduce once after it, and nothing hides that; resharded
+    experts are gathered for each forward and backward. FSDP2 gathers the next layer while one runs, and reduces one
+    while the next runs: a layer waits for the seconds that the link is longer than it, and copies are never hidden.
+    Embedding and head are gathered and reduced where nothing hides it.
 
     Attributes:
         microbatches: of a process in a step.
@@ -515,7 +466,7 @@ class SharedTime:
         object.__setattr__(self, "_contention", self.device.at("contention"))
 
     def layer(self, part: Elements, forward: KernelTime, backward: KernelTime) -> tuple[float, float]:
-        """Seconds of a microbatch's forward and backward through a layer, besides its own."""
+        """Seconds of a microbatch's forward and backward through a layer, besides its own kernels."""
         s, count = self.sharing, self.microbatches
         adding = self._adding(part)
         if not s.sharded:
@@ -529,73 +480,77 @@ class SharedTime:
         reduced = reduce.beside(backward.computing, self._contention) / (count if s.sums else 1)
         return times * gather.beside(forward.computing, self._contention), back + adding + reduced
 
-    def step(self, parts: Sequence[Elements], ends: Elements, parameters: int, fused: bool, clips: bool) -> Besides:
-        """Seconds of a rank's step besides its microbatches'.
+    def step(
+        self, parts: Sequence[Elements], ends: Elements, parameters: int, fused: bool, clips: bool
+    ) -> StepOverhead:
+        """Seconds of a rank's step outside of its microbatches.
 
         Args:
-            parts, ends: of all its layers, and of embedding and head.
+            parts, ends: of each of its layers; of embedding and head.
             parameters: bytes of its own shards.
-            fused: AdamW reads parameter, gradient and two moments and writes all but the gradient, once; else in passes of one
-                operation each, about 14 reads and writes of a shard more.
-            clips: gradients are scaled.
+            fused: AdamW is one kernel, which reads parameter, gradient and two moments and writes all but the gradient;
+                else about 14 more reads and writes of a shard.
+            clips: gradients are clipped.
         """
         s = self.sharing
         optimizer = self._clock.moved(parameters * ((7 if fused else 21) + 1 + 2 * clips)) / _STEPPING
         adding = self.microbatches * self._adding(ends)
         if not s.sharded:
-            return Besides(reduce=adding, optimizer=optimizer)
+            return StepOverhead(reduce=adding, optimizer=optimizer)
         inside = parts if s.gathered else ()
-        gathers = sum((self._gathers(p) for p in (*inside, ends)), Moved())
-        if s.gathered and s.reshard:  # experts come with their layers
-            gathers = sum((self._gather(p.rest, s.data) for p in (*inside, ends)), Moved())
-        reduces = sum((self._reduces(p) for p in (*inside, ends)), Moved())
-        if s.gathered:  # zeros to sum in
+        gathers = sum((self._gathers(p) for p in (*inside, ends)), TransferTime())
+        if s.gathered and s.reshard:  # experts are gathered with their layers
+            gathers = sum((self._gather(p.rest, s.data) for p in (*inside, ends)), TransferTime())
+        reduces = sum((self._reduces(p) for p in (*inside, ends)), TransferTime())
+        if s.gathered:  # the sums are filled with zeros
             zeros = s.summed * sum(p.rest + p.experts for p in (*inside, ends))
-            gathers += Moved(copies=self._clock.moved(zeros))
-        return Besides(gathers.exposed, reduces.exposed + (0.0 if s.gathered else adding), optimizer)
+            gathers += TransferTime(copies=self._clock.moved(zeros))
+        return StepOverhead(gathers.exposed, reduces.exposed + (0.0 if s.gathered else adding), optimizer)
 
     @property
     def _columns(self) -> int:
         return self.sharing.data // self.sharing.ep
 
-    def _gathers(self, part: Elements) -> Moved:
+    def _gathers(self, part: Elements) -> TransferTime:
         s = self.sharing
         if s.ep == 1:
             return self._gather(part.rest + part.experts, s.data)
         return self._gather(part.rest, s.data) + self._gather(part.experts, self._columns)
 
-    def _reduces(self, part: Elements) -> Moved:
+    def _reduces(self, part: Elements) -> TransferTime:
         s = self.sharing
         if s.ep == 1:
             return self._reduce(part.rest + part.experts, s.data)
         return self._reduce(part.rest, s.data) + self._reduce(part.experts, self._columns)
 
-    def _gather(self, elements: int, processes: int) -> Moved:
+    def _gather(self, elements: int, processes: int) -> TransferTime:
+        """Each process casts and sends its shard; what arrives is copied to where parameters live. One process copies twice."""
         s = self.sharing
         moved = elements / processes * (s.parameter + s.compute) + 2 * elements * s.compute * (
             2 if processes == 1 else 1
         )
         sent = elements * s.compute * (processes - 1) / processes
-        return Moved(self._clock.moved(moved), sent / self.device.link("all_gather", self._within))
+        return TransferTime(self._clock.moved(moved), sent / self.device.link("all_gather", self._within))
 
-    def _reduce(self, elements: int, processes: int) -> Moved:
+    def _reduce(self, elements: int, processes: int) -> TransferTime:
+        """Gradients are copied in chunks and summed, and the own shard is cast. One process only casts."""
         s = self.sharing
         if processes == 1:
             cast = 0 if s.summed == s.parameter else elements * (s.summed + s.parameter)
-            return Moved(self._clock.moved(cast))
+            return TransferTime(self._clock.moved(cast))
         moved = 2 * elements * s.summed + elements / processes * (s.summed + s.parameter)
         sent = elements * s.summed * (processes - 1) / processes
-        return Moved(self._clock.moved(moved), sent / self.device.link("reduce_scatter", self._within))
+        return TransferTime(self._clock.moved(moved), sent / self.device.link("reduce_scatter", self._within))
 
     def _adding(self, part: Elements) -> float:
-        """Into zeros or an earlier sum; without an engine the first microbatch's gradients are the sum."""
+        """Add a microbatch's gradients to zeros (engines) or to those of earlier microbatches."""
         s, count = self.sharing, self.microbatches
         if s.sharded and not (s.gathered or s.sums):
             return 0.0
         summed = s.summed if s.sharded else s.compute
         share = 1.0 if s.gathered and s.sharded else (count - 1) / count
         moved = share * (s.compute + 2 * summed)
-        if s.sharded and not s.gathered and summed != s.compute:  # the first one's become the sum by a conversion
+        if s.sharded and not s.gathered and summed != s.compute:  # the first one's are converted to the sum
             moved += (s.compute + summed) / count
         experts = moved - 2 * s.compute if s.adds_in_place else moved
         return self._clock.moved(part.rest * moved + part.experts * experts)

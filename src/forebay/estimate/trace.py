@@ -1,8 +1,9 @@
 """What each part of a model saves, needs and computes for one microbatch, without a device and without weights.
 
 Input: a transformers `*ForCausalLM` on the meta device, and a `Shape`. Output: a `ModelTrace`: figures for the embedding, both
-sublayers of every decoder layer, and the head with its loss. The model is used up: its layers run on fake tensors with Forebay's
-experts, loss and, under expert parallelism, a planned token dispatcher.
+sublayers of every decoder layer, and the head with its loss. The model is used up: at most two layers of each kind run on fake
+tensors, with Forebay's experts, loss and, under expert parallelism, a planned token dispatcher. Each part is a graph of its
+own, whose forward and backward are recorded (`forebay.estimate.op_recorder`).
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from forebay.estimate.live import Live
+from forebay.estimate.events import NamedStorages, part_events, peak_of
+from forebay.estimate.op_recorder import OpRecorder
 from forebay.estimate.types import (
-    NORMED,
-    Ends,
+    FINAL_NORM_END,
     LayerTrace,
     Log,
     Mark,
@@ -34,8 +35,6 @@ from forebay.estimate.types import (
     PartEvents,
     PartTrace,
     Shape,
-    highest,
-    part_events,
 )
 from forebay.models.blocks import SublayerSlot, install_sublayers
 from forebay.models.experts import register
@@ -44,37 +43,32 @@ from forebay.models.fused_loss import head_loss, install_fused_loss
 from forebay.models.router import balance_loss
 from forebay.moe.dispatch import Handle, TokenDispatcher, aligned
 
-# An exchange on paper: how many rows a rank would receive, for a trace on fake tensors. Nothing travels.
-#
-# In: the shapes of expert parallelism, and how uneven the routing is. Out: an `TokenDispatcher` of rank 0 whose operations
-# exist as fake implementations only. It owns nothing.
-#
-# T tokens of each of P ranks choose K of E experts, evenly and independently: a token comes to a rank with the probability that
-# one of its K is among the rank's E / P. `skew` multiplies that for the rank that is looked at:
-#
-#     S = T K skew, live slots        at most P T min(K, E / P)
-#     R = P T (1 - C(E - E/P, K) / C(E, K)) skew, rows                at most min(P T, S)
-#
-# both rounded up as the exchanges with exact sizes do. With a capacity (`forebay.moe.symmetric`) buffers have its sizes,
-# whatever arrives.
-
 
 class PlannedDispatcher(TokenDispatcher):
-    """See the module docstring.
+    """The token dispatcher of rank 0 on fake tensors: how many rows the rank would receive. It transfers nothing.
+
+    T tokens of each of P ranks choose K of E experts, evenly and independently. A token reaches a rank with the probability
+    that one of its K experts is among the rank's E / P; `skew` multiplies that:
+
+        S = T K skew, live slots                                    at most P T min(K, E / P)
+        R = P T (1 - C(E - E/P, K) / C(E, K)) skew, live rows       at most min(P T, S)
+
+    both rounded up as the dispatchers with exact sizes do. With a capacity, buffers have the sizes of
+    `forebay.moe.symmetric`, whatever arrives.
 
     Args:
         size, num_experts: P and E.
         tokens, slots_per_token: T and K.
         skew: load of this rank over an even one; at least 1.
-        capacity_factor: of the symmetric exchange; 0 is exact sizes.
+        capacity_factor: of the symmetric dispatcher; 0 means exact sizes.
 
     Attributes:
         tokens: T.
-        rows, slots: R and S, of buffers.
-        live_rows, live_slots: those that really come; the same with exact sizes.
+        rows, slots: of buffers; R and S with exact sizes.
+        live_rows, live_slots: R and S.
 
     Raises:
-        ValueError: experts that the ranks do not divide, or a skew below 1.
+        ValueError: the ranks do not divide the experts, or the skew is below 1.
     """
 
     def __init__(
@@ -88,7 +82,7 @@ class PlannedDispatcher(TokenDispatcher):
     ):
         super().__init__(0, size, num_experts)
         if not skew >= 1:
-            raise ValueError(f"a skew of {skew} is no load over an even one; valid is at least 1")
+            raise ValueError(f"a skew of {skew} is not a load over an even one; valid is at least 1")
         self.tokens, everything = tokens, size * tokens
         most = everything * min(slots_per_token, self.local_experts)
         slots = min(most, math.ceil(tokens * slots_per_token * skew))
@@ -101,17 +95,17 @@ class PlannedDispatcher(TokenDispatcher):
             self.rows = min(everything, self.slots)
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor, Handle]:
-        """Not on paper."""
+        """Not supported."""
         raise self._unsent()
 
     def spread(self, values: Tensor, handle: Sequence[Tensor], n_rows: int) -> Tensor:
-        """Not on paper."""
+        """Not supported."""
         raise self._unsent()
 
     def collect(
         self, rows: Tensor, narrow: Tensor | None, handle: Sequence[Tensor], n_tokens: int, init: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Not on paper."""
+        """Not supported."""
         raise self._unsent()
 
     def max_rows(self, handle: Sequence[Tensor], rows: int, slots_per_token: int) -> int:
@@ -119,51 +113,66 @@ class PlannedDispatcher(TokenDispatcher):
         return self.slots
 
     def fake_handle(self, tokens: int, slots_per_token: int, device: torch.device) -> tuple[int, Handle]:
-        """R, and tensors of the sizes that the exchange over symmetric memory hands out; NCCL's differ by a few bytes."""
+        """R, and tensors of the sizes that the symmetric dispatcher returns; NCCL's differ by a few bytes."""
         sizes = (self.rows,), (tokens, self.size), (self.size + 1,)
         return self.rows, [torch.empty(size, dtype=torch.int32, device=device) for size in sizes]
 
     def _unsent(self) -> RuntimeError:
-        return RuntimeError("a planned exchange sends nothing: it is for traces on fake tensors")
-
-
-# One run of a model's parts on fake tensors, each part watched by itself.
-#
-# In: a model whose parameters are fake, and a `Shape`. Out: a `PartTrace` for the embedding, every half and the head. `TraceRun`
-# puts on the model what the run would (experts, fused loss, halves) and owns the graphs between `forward` and `backward`.
-
-_Saved = tuple[int, frozenset[int], int]
-"""Of a storage that autograd saved: bytes, origins, its number."""
+        return RuntimeError("a planned token dispatcher transfers nothing: it is for traces on fake tensors")
 
 
 @dataclass
 class _TracedPart:
-    """A part that ran forward: its graph, and what is known of it so far. `log`: where its forward lies in the log; `kept`:
-    numbers of what is saved, in order; `compiled`: it is a half, and halves are; `dry`: the log of its forward without a
-    graph."""
+    """A part whose forward ran: its graph, and its figures so far.
+
+    Attributes:
+        log: position of its forward in the log.
+        kept: storages that are saved, in order.
+        no_grad: log of its forward without a graph.
+        light: runs its forward with light recomputation of the experts.
+    """
 
     output: Tensor
     x: Tensor | None
     saved: int
     forward: int
     flops: int
-    log: tuple[int, int]
+    log: slice
     kept: tuple[int, ...]
     compiled: bool
-    dry: Log
+    no_grad: Log
+    forward_ops: tuple[OpCost, ...]
     backward: int = 0
     backward_flops: int = 0
     stash: tuple[int, int] = (0, 0)
-    later: int = 0
+    deferred: int = 0
     token_rows: int = 0
-    again: Callable[[], Any] | None = None
-    forward_ops: tuple[OpCost, ...] = ()
+    light: Callable[[], _TracedPart] | None = None
     backward_ops: tuple[OpCost, ...] = ()
     events: PartEvents | None = None
 
+    def result(self, inputs: int, light: _TracedPart | None) -> PartTrace:
+        return PartTrace(
+            self.saved, inputs, self.forward, self.backward, self.flops, self.backward_flops,
+            None if light is None else (light.saved, light.backward), self.stash, self.deferred, self.token_rows,
+            self.forward_ops, self.backward_ops, () if light is None else light.backward_ops,
+            self.events, None if light is None else light.events,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _SavedStorage:
+    """A storage that autograd saved first in this part."""
+
+    size: int
+    origins: frozenset[int]
+    number: int
+
 
 class TraceRun:
-    """One trace. Lives as long as `trace_model`.
+    """One run of a model on fake tensors, part by part. It owns the graphs between `forward` and `backward`.
+
+    Fake tensors are on the CPU, because torch's CPU wheels abort where autograd meets a fake CUDA tensor.
 
     Attributes:
         parts: by module path, "embedding" or "head".
@@ -174,65 +183,60 @@ class TraceRun:
         self.model, self.base, self.shape = model, base, shape
         self.parts: dict[str, PartTrace] = {}
         self.balance = self.head_gradient = 0
-        self._live = Live(shape.block, shape.later, shape.compiled)
+        self._recorder = OpRecorder(shape.block, shape.deferred_weight_grads, shape.compiled)
         self._open: dict[str, _TracedPart] = {}
-        self._known: set[int] = set()
-        self._refs: list[StorageWeakRef] = []
+        self._known: set[int] = (
+            set()
+        )  # storages that do not count as saved: parameters, buffers, what an earlier part saved
+        self._refs: list[StorageWeakRef] = []  # of `_known`, so that their addresses are not used again
         self._inputs: set[int] = set()
-        self._counted: set[int] = set()  # origins
+        self._counted_origins: set[int] = set()
         self._routed: list[tuple[Tensor, Tensor]] = []
-        self._gradients: list[int] = []  # of weights, of the part that runs backward: numbers in the log
+        self._weight_grads: list[int] = []  # of the part whose backward runs
         self._last: Tensor
         blocks = moe_blocks(model)
         if blocks and shape.experts == "forebay":
             model.set_experts_implementation(register())
         if shape.loss == "fused":
             install_fused_loss(model)
-        self._dispatcher = self._dispatcher_of(blocks)
+        self._dispatcher = self._install_dispatcher(blocks)
         self._sublayers = install_sublayers(model, dispatcher=self._dispatcher)
         for slot in self._sublayers.values():
-            slot.wrap(partial(self._watched, slot))
+            slot.wrap(partial(self._traced_sublayer, slot))
+        for tensor in (*model.parameters(), *model.buffers()):
+            self._know(tensor)
+            self._recorder.ignore(tensor)
         for parameter in model.parameters():
-            self._know(parameter)
-            self._live.ignore(parameter)
-            # As soon as it is made it is added to a sum that is counted elsewhere.
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._let_go)
-        for buffer in model.buffers():
-            self._know(buffer)
-            self._live.ignore(buffer)
+                parameter.register_post_accumulate_grad_hook(self._drop_weight_grad)
 
     def forward(self) -> None:
-        """All parts, in order; each graph is kept for `backward`."""
+        """Run all parts in order; each graph is kept for `backward`."""
         size = self.shape.microbatch, self.shape.sequence
         ids, labels = (torch.empty(size, dtype=torch.int64) for _ in range(2))
-        with self._live:
+        with self._recorder:
             self._share(ids)
             self._share(labels)
             x = self._part("embedding", None, lambda: self.base.embed_tokens(ids))
             self._last = x
-            # The layers; and the last norm, which is run again with the head.
-            self.base(inputs_embeds=x, use_cache=False)
+            self.base(inputs_embeds=x, use_cache=False)  # its last norm runs again as a part of the head
             self._part("head", self._last, partial(self._head, labels=labels))
             if self.shape.balance and self._routed:
-                self._part("balance", None, self._balance)
+                self._part("balance", None, lambda: balance_loss(self._routed))
                 self.balance = self._open["balance"].saved // len(self._routed)
 
     def backward(self) -> None:
-        """Each part's backward, by itself."""
-        with self._live:
+        """Run the backward of each part by itself."""
+        with self._recorder:
             for path, part in reversed(list(self._open.items())):
                 self._backward(part)
-                light = self._light(part) if part.again is not None else None
-                inputs = self._live.size(part.x) if part.x is not None else 0
-                self.parts[path] = PartTrace(
-                    part.saved, inputs, part.forward, part.backward, part.flops, part.backward_flops,
-                    light[:2] if light is not None else None, part.stash, part.later, part.token_rows,
-                    part.forward_ops, part.backward_ops, light[3] if light is not None else (),
-                    part.events, light[2] if light is not None else None,
-                )  # fmt: skip
+                light = None if part.light is None else part.light()
+                if light is not None:
+                    self._backward(light)
+                self.parts[path] = part.result(0 if part.x is None else self._recorder.size(part.x), light)
 
-    def _dispatcher_of(self, blocks: list[Any]) -> PlannedDispatcher | None:
+    def _install_dispatcher(self, blocks: list[Any]) -> PlannedDispatcher | None:
+        """Cut the experts to those of one rank, and plan what arrives there."""
         if not blocks or not self.shape.stages:
             return None
         s, experts = self.shape, int(blocks[0].experts.num_experts)
@@ -240,31 +244,27 @@ class TraceRun:
         dispatcher = PlannedDispatcher(
             s.ep, experts, s.sequence * s.microbatch, slots, s.skew, s.capacity_factor if s.ep > 1 else 0.0
         )
-        if s.ep > 1:
-            tally = self._live.tally
-            tally.live, tally.received, tally.ranks = (
-                dispatcher.live_slots / dispatcher.slots,
-                dispatcher.live_rows,
-                s.ep,
-            )
-        for block in blocks if s.ep > 1 else ():
+        if s.ep == 1:
+            return dispatcher
+        tally = self._recorder.tally
+        tally.live, tally.received, tally.ranks = dispatcher.live_slots / dispatcher.slots, dispatcher.live_rows, s.ep
+        for block in blocks:
             for name, parameter in block.experts.named_parameters(recurse=False):
                 own = torch.empty(experts // s.ep, *parameter.shape[1:], dtype=parameter.dtype)
                 setattr(block.experts, name, nn.Parameter(own, requires_grad=parameter.requires_grad))
         return dispatcher
 
     def _know(self, tensor: Tensor) -> None:
-        """It counts no more among what is saved."""
         reference = StorageWeakRef(tensor.untyped_storage())
-        self._refs.append(reference)  # or its identity could be another's
+        self._refs.append(reference)
         self._known.add(reference.cdata)
 
-    def _watched(self, slot: SublayerSlot, call: Callable[..., Any]) -> Callable[..., Any]:
-        """A half, cut off from what is before and after it."""
+    def _traced_sublayer(self, slot: SublayerSlot, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A sublayer as a graph of its own, cut off from what is before and after it."""
 
         def sublayer(x: Tensor, **keywords: Any) -> Any:
             found: list[Any] = []
-            if "attention_mask" in keywords and self._unmasked(slot.module):
+            if "attention_mask" in keywords and self._needs_no_mask(slot.module):
                 keywords["attention_mask"] = None
             for shared in tree_leaves(keywords):
                 if isinstance(shared, Tensor):
@@ -277,10 +277,10 @@ class TraceRun:
 
             out = self._part(slot.path, x, run, found.clear)
             part, (result,) = self._open[slot.path], found
-            found.clear()  # the graph is the part's alone
+            found.clear()  # the part alone owns the graph
             if slot.path.endswith(".mlp") and slot.light_recompute is not None:
-                part.again = partial(self._run_light, slot, call, x.detach())
-                part.stash, part.later, part.token_rows = self._rows_of(slot)
+                part.light = partial(self._run_light, slot, call, x.detach())
+                self._size_rows(part, slot)
             self._last = out
             if not isinstance(result, tuple):
                 return out
@@ -290,118 +290,111 @@ class TraceRun:
 
         return sublayer
 
-    def _unmasked(self, layer: Any) -> bool:
-        """Whether a run gives a layer no mask: its sequences are whole, so the causal one is the kernel's. transformers cannot
-        see that on fake tensors, and makes one."""
+    def _needs_no_mask(self, layer: Any) -> bool:
+        """Sequences are whole, so the kernel's causal mask does. transformers cannot tell that from fake tensors, and
+        makes one."""
         window = getattr(layer.self_attn, "sliding_window", None) or self.shape.sequence
         return self.model.config._attn_implementation == "sdpa" and window >= self.shape.sequence
 
     def _part(
         self, path: str, x: Tensor | None, run: Callable[..., Tensor], forget: Callable[[], None] = lambda: None
     ) -> Tensor:
-        """`forget` lets go of what `run` left beside its result."""
-        live = self._live
+        """Run a part's forward. `forget` drops what `run` leaves besides its result."""
+        recorder = self._recorder
         leaf = None if x is None else x.detach().requires_grad_()
+        no_grad: Log = []
         if leaf is not None:
-            live.enter(leaf)
-        dry: Log = [] if self.shape.compiled or leaf is None else self._without_graph(leaf, run, forget)
-        live.peak, live.flops = live.now, 0
-        live.tally.take()
-        begin, at = live.now, len(live.log)
-        saved: dict[StorageWeakRef, _Saved] = {}
+            recorder.mark_input(leaf)
+            if not self.shape.compiled:
+                no_grad = self._without_graph(leaf, run, forget)
+        self._restart()
+        begin, at = recorder.now, len(recorder.log)
+        saved: dict[StorageWeakRef, _SavedStorage] = {}
         with saved_tensors_hooks(partial(self._pack, saved), lambda tensor: tensor):
             output = run() if leaf is None else run(leaf)
-        still = [figures for reference, figures in saved.items() if not reference.expired()]  # that something holds
-        eager = held = sum(figures[0] for figures in still)
-        kept = tuple(dict.fromkeys(figures[2] for figures in still))
-        sublayer = (self.shape.compiled and path in self._sublayers) or path == "light"
+        held = [storage for reference, storage in saved.items() if not reference.expired()]
+        size = sum(storage.size for storage in held)
+        kept = tuple(dict.fromkeys(storage.number for storage in held))
+        compiled = self.shape.compiled and (path in self._sublayers or path == "light")
         if self.shape.compiled:
-            origins = frozenset().union(*(figures[1] for figures in still)) - self._counted
-            self._counted |= origins
-            held = min(eager, sum(map(live.origin_size, origins)))
-            kept = tuple(sorted(map(live.origin_number, origins))) if sublayer else kept
-        span = at, len(live.log)
+            # Compiled code saves the origins instead. torch's partitioner cuts there, or where fewer bytes cross.
+            origins = frozenset().union(*(storage.origins for storage in held)) - self._counted_origins
+            self._counted_origins |= origins
+            size = min(size, sum(map(recorder.origin_size, origins)))
+            kept = tuple(sorted(map(recorder.origin_storage, origins))) if compiled else kept
         self._open[path] = _TracedPart(
-            output,
-            leaf,
-            held,
-            live.peak - begin,
-            live.flops,
-            span,
-            kept,
-            sublayer and self.shape.compiled,
-            dry,
-            forward_ops=live.tally.take([output]),
-        )
+            output, leaf, size, recorder.peak - begin, recorder.flops, slice(at, len(recorder.log)), kept, compiled,
+            no_grad, recorder.tally.take([output]),
+        )  # fmt: skip
         return output.detach()
 
+    def _restart(self) -> None:
+        self._recorder.peak, self._recorder.flops = self._recorder.now, 0
+        self._recorder.tally.take()
+
     def _without_graph(self, x: Tensor, run: Callable[..., Tensor], forget: Callable[[], None]) -> Log:
-        """What a forward does that saves nothing, such as a recomputation's first."""
-        at = len(self._live.log)
+        log, at = self._recorder.log, len(self._recorder.log)
         with torch.no_grad():
             run(x)
-        log = self._live.log[at:]
+        found = log[at:]
         forget()
-        del self._live.log[at:]
-        return log
+        del log[at:]
+        return found
 
-    def _pack(self, saved: dict[StorageWeakRef, _Saved], tensor: Tensor) -> Tensor:
+    def _pack(self, saved: dict[StorageWeakRef, _SavedStorage], tensor: Tensor) -> Tensor:
         reference = StorageWeakRef(tensor.untyped_storage())
         if reference.cdata not in self._known:
             self._know(tensor)
-            saved[reference] = self._live.size(tensor), self._live.origins(tensor), self._live.number(tensor)
+            r = self._recorder
+            saved[reference] = _SavedStorage(r.size(tensor), r.origins(tensor), r.number(tensor))
         return tensor.detach()
 
     def _share(self, tensor: Tensor) -> None:
-        """What all layers are given is an input to each, the same one."""
+        """An argument of all layers is one input to all of them."""
         key = tensor.untyped_storage()._cdata
         if key not in self._inputs:
             self._inputs.add(key)
-            self._live.enter(tensor)
+            self._recorder.mark_input(tensor)
 
     def _backward(self, part: _TracedPart) -> None:
-        live = self._live
+        recorder = self._recorder
         output, part.output = part.output, part.output.new_empty(0)
-        live.peak, live.flops = live.now, 0
-        live.tally.take()
-        begin, out, width = live.now, live.number(output), live.size(output)
-        at, self._gradients = len(live.log), []
+        self._restart()
+        begin, out, width = recorder.now, recorder.number(output), recorder.size(output)
+        at, self._weight_grads = len(recorder.log), []
         gradient = torch.empty_like(output)
-        given, dx = live.number(gradient), -1
+        given = recorder.number(gradient)
         if output.requires_grad:
-            # The output's memory is not held by what runs its backward, unless it is saved.
+            # Nothing may hold the output during its backward, unless it is saved.
             root = _Root.apply(output, [gradient])
             del output, gradient
             root.backward()
             del root
-        part.backward, part.backward_flops = live.peak - begin, live.flops
-        results = [part.x.grad] if part.x is not None and part.x.grad is not None else []
-        part.backward_ops = live.tally.take(results)
-        results.clear()
-        x = -1
+        part.backward, part.backward_flops = recorder.peak - begin, recorder.flops
+        x = dx = -1
+        grads: list[Tensor] = []
         if part.x is not None:
-            x, dx = live.number(part.x), -1 if part.x.grad is None else live.number(part.x.grad)
-        log = live.log[at:]
+            x = recorder.number(part.x)
+            grads = [part.x.grad] if part.x.grad is not None else []
+        part.backward_ops = recorder.tally.take(grads)
+        if grads:
+            dx = recorder.number(grads.pop())
+        log = recorder.log[at:]
         if part.x is not None:
             part.x.grad = None
-        ends = Ends(x, out, given, dx, tuple(self._gradients), part.kept, frozenset(live.travelling))
-        part.events = events = part_events(live.log[slice(*part.log)], log, ends, part.compiled, part.dry)
+        transferred = frozenset(recorder.transferred)
+        named = NamedStorages(x, out, given, dx, tuple(self._weight_grads), part.kept, transferred)
+        part.events = events = part_events(recorder.log[part.log], log, named, part.compiled, part.no_grad)
         if part.compiled:
             sizes = dict(e for e in events.forward if e[1] and e[0] >= 0)
-            part.forward = highest(events.forward, {})
-            part.backward = highest(((given, width), *events.backward), sizes)
+            part.forward = peak_of(events.forward, {})
+            part.backward = peak_of(((given, width), *events.backward), sizes)
 
-    def _let_go(self, parameter: Tensor) -> None:
-        """Of a weight's gradient."""
+    def _drop_weight_grad(self, parameter: Tensor) -> None:
+        """The sum that it is added to is counted elsewhere."""
         if parameter.grad is not None:
-            self._gradients.append(self._live.number(parameter.grad))
+            self._weight_grads.append(self._recorder.number(parameter.grad))
         parameter.grad = None
-
-    def _light(self, part: _TracedPart) -> tuple[int, int, PartEvents | None, tuple[OpCost, ...]]:
-        assert part.again is not None
-        again: _TracedPart = part.again()
-        self._backward(again)
-        return again.saved, again.backward, again.events, again.backward_ops
 
     def _run_light(self, slot: SublayerSlot, call: Callable[..., Any], x: Tensor) -> _TracedPart:
         assert slot.light_recompute is not None
@@ -412,26 +405,26 @@ class TraceRun:
             slot.light_recompute(False)
         return self._open.pop("light")
 
-    def _rows_of(self, slot: SublayerSlot) -> tuple[tuple[int, int], int, int]:
-        """`stash`, `later` and `token_rows` of a MoE half."""
+    def _size_rows(self, part: _TracedPart, slot: SublayerSlot) -> None:
+        """Fill in `stash`, `deferred` and `token_rows` of a MoE sublayer."""
         dispatcher = self._dispatcher
         if dispatcher is None:
-            return (0, 0), 0, 0
+            return
         experts: Any = moe_block(slot.path, slot.module.mlp).experts  # type: ignore[union-attr, arg-type]
         hidden, size = self.model.config.get_text_config().hidden_size, experts.gate_up_proj.element_size()
         width = experts.gate_up_proj[0].numel() // hidden  # of h
-        # Of one rank, rows are the tokens themselves.
-        rows, slots = (
-            (dispatcher.rows, dispatcher.slots) if dispatcher.size > 1 else (dispatcher.tokens, dispatcher.live_slots)
-        )
-        capacity = size * (rows * hidden + slots * width)
-        came = size * (dispatcher.live_rows * hidden + dispatcher.live_slots * width)
-        later = size * (2 * rows * hidden + slots * (width + width // 2))
-        return ((capacity, came) if dispatcher.size > 1 else (0, 0)), later, size * slots * hidden
+        shared = dispatcher.size > 1
+        rows = dispatcher.rows if shared else dispatcher.tokens  # on one rank, rows are the tokens themselves
+        slots = dispatcher.slots if shared else dispatcher.live_slots
+        if shared:
+            capacity = size * (rows * hidden + slots * width)
+            part.stash = capacity, size * (dispatcher.live_rows * hidden + dispatcher.live_slots * width)
+        part.deferred = size * (2 * rows * hidden + slots * (width + width // 2))
+        part.token_rows = size * slots * hidden
 
     def _head(self, hidden: Tensor, labels: Tensor) -> Tensor:
         hidden = self.base.norm(hidden)
-        self._live.log.append(Mark(NORMED))
+        self._recorder.log.append(Mark(FINAL_NORM_END))
         head = self.model.lm_head
         if self.shape.loss == "fused":
             weight = head.weight
@@ -445,12 +438,9 @@ class TraceRun:
             num_items_in_batch=labels.numel(),
         )
 
-    def _balance(self) -> Tensor:
-        return balance_loss(self._routed)
-
 
 class _Root(torch.autograd.Function):
-    """Hands in the gradient of a part's output, which nobody has to hold for that."""
+    """Passes on the gradient of a part's output so that no caller holds it."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, given: list[Tensor]) -> Tensor:
@@ -462,39 +452,16 @@ class _Root(torch.autograd.Function):
         return ctx.given.pop(), None
 
 
-# What each part of a model saves, needs and computes for one microbatch, without a device and without weights.
-#
-# In: a transformers `*ForCausalLM` on the meta device with all its layers, and a `Shape`. Out: a `ModelTrace`: figures for the
-# embedding, the two halves of every decoder layer, and the head with its loss. The model is used up: its layers are run as the
-# run itself runs them, with its experts, its loss and (under expert parallelism) its stages, on fake tensors. Nothing is kept.
-#
-# How: of each *kind* of layer (its classes, the shapes of its parameters, its sliding window) at most two are run, and the last
-# half of a kind gives the kind's figures: what layers share, such as rotary tables, the first one saves. Each half is a graph
-# of its own, whose input is a leaf: forward is run and its memory watched (`forebay.estimate.live`), then backward. A figure of
-# *saved* bytes is that of `forebay.memory.profiler`: distinct storages that autograd saved first in this part, without
-# parameters and their views.
-#
-# Fake tensors are on the fake CPU: torch's CPU wheels abort where autograd meets a fake CUDA tensor. Two things would differ
-# and are made those of a GPU. Storages are rounded to the caching allocator's 512 bytes; and `scaled_dot_product_attention` is
-# one of the GPU's fused kernels, which keep no scores and give their output the layout of the queries.
-#
-# What is not the run's:
-#
-# * `memory.compile`: halves are traced uncompiled. Of what autograd saves then, compiled code saves what that was made of
-# (inputs,
-#   results of GEMMs, attention, the experts and reductions), which `forebay.estimate.live` notes: torch's partitioner cuts
-#   there, or where fewer bytes cross, so that this bounds it. All that is made again is counted in backward's peak.
-# * A weight gradient is counted in backward's peak beside the sum it is added to. With one microbatch it *is* that sum: the
-# peak is
-#   then too high by the gradients of one half.
-# * Flash attention is traced as the fused kernel, which saves the same; GPT-OSS, which has no such kernel in torch, as "eager".
-
-
 def trace_model(model: Any, shape: Shape) -> ModelTrace:
-    """Trace `model`, which is on the meta device, in the dtype that is computed in, and not used again.
+    """Trace `model`, which is on the meta device, in the dtype of computation, and not usable afterwards.
+
+    Saved bytes are counted as `forebay.memory.profiler` does: distinct storages that autograd saves first in this part, without
+    parameters and their views. With compiled sublayers, saved bytes are an upper bound. A weight gradient is counted in the peak
+    of backward beside the sum it is added to; with one microbatch it is that sum, and the peak is too high by the gradients of
+    one sublayer. GPT-OSS, for whose attention torch has no fused kernel, is traced as "eager".
 
     Raises:
-        ValueError: layers, experts or a loss of a kind that Forebay does not know, or experts that `ep` does not divide.
+        ValueError: layers, experts or a loss that Forebay does not know, or `ep` does not divide the experts.
     """
     base = model.get_submodule(model.base_model_prefix)
     layers: list[Any] = [layer for _, layer in decoder_layers(model)]
@@ -528,13 +495,13 @@ def base_path(model: Any) -> str:
 
 
 class _Chosen(nn.ModuleList):
-    """Some of a model's layers; a slice of it is all of them, for a base model takes as many as its configuration says."""
+    """Some layers of a model. Any slice is all of them: a base model slices as many as its configuration says."""
 
     def __getitem__(self, index: Any) -> Any:
         return self if isinstance(index, slice) else super().__getitem__(index)
 
 
-LayerKind = tuple[Any, Any]  # of the attention half, and of the other
+LayerKind = tuple[Any, Any]  # of the attention sublayer, and of the MoE or dense one
 
 
 def _kind(layer: Any) -> LayerKind:
@@ -549,7 +516,8 @@ def _shapes(module: nn.Module) -> tuple[Any, ...]:
 def _by_sublayer(
     run: TraceRun, numbers: list[int], layers: list[Any], kinds: list[LayerKind]
 ) -> dict[LayerKind, LayerTrace]:
-    """Of each kind, its halves as the last layer that has them."""
+    """The traces of each kind, from the last layer that has them: what layers share, such as rotary tables, the first
+    one saves."""
     attention, mlp = {}, {}
     for place, number in enumerate(numbers):
         path = f"{base_path(run.model)}.layers.{place}"
@@ -560,7 +528,7 @@ def _by_sublayer(
 
 
 def _make_fake(model: nn.Module) -> None:
-    """Parameters and buffers as fake tensors of the same shapes and dtypes."""
+    """Replace parameters and buffers by fake tensors of the same shapes and dtypes."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -575,10 +543,10 @@ def _make_fake(model: nn.Module) -> None:
 
 
 class _FusedAttention(TorchFunctionMode):
-    """`scaled_dot_product_attention` as a GPU's fused kernels save: flash, or cuDNN's for heads of two widths and for masks."""
+    """Runs `scaled_dot_product_attention` as a GPU does: flash, or cuDNN's kernel for heads of two widths and for masks."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Replace that function, pass on every other."""
+        """Replace that function."""
         kwargs = kwargs or {}
         if func is not nn.functional.scaled_dot_product_attention:
             return func(*args, **kwargs)
@@ -595,7 +563,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Both kernels give their output the layout of the queries, and take fewer heads of keys than of queries."""
+    """Both kernels save no scores, return the layout of the queries, and take fewer heads of keys than of queries."""
     aten = torch.ops.aten
     if attn_mask is None and q.shape[-1] == v.shape[-1]:
         return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]

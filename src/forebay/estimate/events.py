@@ -1,0 +1,211 @@
+"""The allocation events of a part of a model, derived from the log of its operations on fake tensors.
+
+Input: the `Log`s of a part's forward and backward, and the numbers of its named storages. Output: `PartEvents`, which
+`forebay.estimate.reserved` plays on an allocator. An uncompiled part allocates and frees in the order of its log. A
+compiled one does not materialize recomputable storages unless an operation that is not fused (a GEMM, attention, the
+experts) reads them: in forward they are freed after their last reader, and in backward they are made again before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from forebay.estimate.types import MATMUL, AllocEvent, Freed, Log, Mark, NewStorage, Op, PartEvents
+
+
+class NamedStorages(NamedTuple):
+    """The storages of a part that its logs do not name; see `PartEvents`. `saved` is in order; in a compiled sublayer these are
+    the origins of what autograd saved."""
+
+    x: int
+    output: int
+    gradient: int
+    dx: int
+    weight_grads: tuple[int, ...]
+    saved: tuple[int, ...]
+    transferred: frozenset[int]
+
+
+def part_events(
+    forward: Log, backward: Log, named: NamedStorages, compiled: bool, no_grad: Log | None = None
+) -> PartEvents:
+    """The events of a part.
+
+    Args:
+        no_grad: log of its forward without a graph; without it, every storage is freed after its last reader.
+    """
+    if compiled:
+        made = {m.number: m for entry in forward if isinstance(entry, Op) for m in entry.made}
+        kept = {n for n in named.saved if n in made}
+        f, b = _compiled_forward(forward, named, kept), _compiled_backward(backward, named, made, kept)
+        # A compiled sublayer returns all that is saved at its end: a checkpoint drops it then.
+        alone = f + [(n, 0) for n in _never_freed(f) if n != named.output]
+    else:
+        f, b = _in_order(forward), _in_order(backward)
+        alone = _without_graph(no_grad, named) if no_grad else list(_freed_after_last_read(forward, named))
+    f, b, alone = (_first_matmul_only(events) for events in (f, b, alone))
+    never_freed = _never_freed([*f, *b])
+    f = _without(f, (named.x, named.output), frees=True)
+    b = _without(b, (named.x, named.output, named.gradient), frees=False)
+    b += [(n, 0) for n in sorted(set(never_freed)) if n != named.output]  # such as router outputs
+    b = _without(b, (named.dx, named.output), frees=True)
+    return PartEvents(
+        tuple(f), tuple(b), tuple(alone), named.x, named.output, named.gradient, named.dx, named.x in named.saved,
+        named.weight_grads, named.transferred, tuple(n for n in named.saved if n >= 0),
+    )  # fmt: skip
+
+
+def peak_of(events: Iterable[AllocEvent], sizes: dict[int, int]) -> int:
+    """How far live bytes rise above their begin. `sizes` has the storages that are live before; it is updated."""
+    level = peak = 0
+    for number, size in events:
+        if number < 0:
+            continue
+        if size:
+            sizes[number] = size
+            level += size
+            peak = max(peak, level)
+        else:
+            level -= sizes.pop(number, 0)
+    return peak
+
+
+def _never_freed(events: Sequence[AllocEvent]) -> list[int]:
+    freed = {n for n, size in events if not size}
+    return [n for n, size in events if size and n >= 0 and n not in freed]
+
+
+def _first_matmul_only(events: Iterable[AllocEvent]) -> list[AllocEvent]:
+    found, seen = [], False
+    for event in events:
+        if event == (-1, MATMUL):
+            if seen:
+                continue
+            seen = True
+        found.append(event)
+    return found
+
+
+def _without(events: Iterable[AllocEvent], storages: Collection[int], frees: bool) -> list[AllocEvent]:
+    """Drop the frees of `storages`, or their allocations."""
+    return [(n, size) for n, size in events if n < 0 or n not in storages or (size == 0) != frees]
+
+
+def _in_order(log: Log) -> list[AllocEvent]:
+    found: list[AllocEvent] = []
+    for entry in log:
+        if isinstance(entry, Op):
+            found += [(m.number, m.size) for m in entry.made]
+        elif isinstance(entry, Freed):
+            found.append((entry.number, 0))
+        else:
+            found.append((-1, entry.number))
+    return found
+
+
+def _without_graph(log: Log, named: NamedStorages) -> list[AllocEvent]:
+    """The log has numbers of its own. Its output is the storage that is made last and is not freed."""
+    events = _in_order(log)
+    freed = {n for n, size in events if not size and n >= 0}
+    stays = [n for n, size in events if size and n >= 0 and n not in freed]
+    stays = stays or [entry.number for entry in log if isinstance(entry, Freed)][-1:]
+    output = stays[-1] if stays else -1
+    rest = [(n, 0) for n in stays[:-1]]
+    return [(named.output if n == output else n, size) for n, size in events if n != output or size] + rest
+
+
+def _freed_after_last_read(log: Log, named: NamedStorages) -> Iterator[AllocEvent]:
+    last = _last_reads(log)
+    live = {m.number for entry in log if isinstance(entry, Op) for m in entry.made} - {named.output}
+    for at, entry in enumerate(log):
+        if isinstance(entry, Mark):
+            yield -1, entry.number
+        elif isinstance(entry, Freed):
+            if entry.number in live:
+                live.discard(entry.number)
+                yield entry.number, 0
+        else:
+            yield from ((m.number, m.size) for m in entry.made)
+            for n in dict.fromkeys((*entry.reads, *(m.number for m in entry.made))):
+                if n in live and last.get(n, at) == at:
+                    live.discard(n)
+                    yield n, 0
+
+
+def _compiled_forward(log: Log, named: NamedStorages, kept: set[int]) -> list[AllocEvent]:
+    last, stays = _last_reads(log), kept | {named.output}
+    materialized = _read_unfused(log) | stays
+    found: list[AllocEvent] = []
+    live: dict[int, bool] = {}  # materialized, and neither saved nor the output: whether it is recomputable
+    for at, entry in enumerate(log):
+        if isinstance(entry, Mark):
+            found.append((-1, entry.number))
+        elif isinstance(entry, Freed):
+            if not live.get(entry.number, True):
+                del live[entry.number]
+                found.append((entry.number, 0))
+        else:
+            made = _materialized(entry, materialized)
+            found += [(m.number, m.size) for m in made]
+            live |= {m.number: m.recomputable for m in made if m.number not in stays}
+            for n in entry.reads:
+                if n in live and last[n] == at:
+                    del live[n]
+                    found.append((n, 0))
+    return found + [(n, 0) for n in live]
+
+
+def _compiled_backward(log: Log, named: NamedStorages, made: dict[int, NewStorage], kept: set[int]) -> list[AllocEvent]:
+    last = _last_reads(log)
+    materialized = _read_unfused(log) | {named.dx, *named.weight_grads}
+    released = _releases(last, named, made, kept)
+    found: list[AllocEvent] = [(n, 0) for n in released.get(-1, ())]
+    live: set[int] = set()
+    recomputed: set[int] = set()
+    for at, entry in enumerate(log):
+        if isinstance(entry, Mark):
+            found.append((-1, entry.number))
+        elif isinstance(entry, Freed):
+            if entry.number in live or entry.number == named.gradient:
+                live.discard(entry.number)
+                found.append((entry.number, 0))
+        else:
+            again = [] if entry.fused else [n for n in entry.reads if n in made and n not in kept | recomputed]
+            recomputed.update(again)
+            found += [(n, made[n].size) for n in again]
+            new = _materialized(entry, materialized)
+            live.update(m.number for m in new)
+            found += [(m.number, m.size) for m in new]
+            found += [(n, 0) for n in entry.reads if n in recomputed and last[n] == at]
+            found += [(n, 0) for n in released.get(at, ())]
+    return found
+
+
+def _materialized(op: Op, wanted: set[int]) -> list[NewStorage]:
+    return [m for m in op.made if not m.recomputable or m.number in wanted]
+
+
+def _releases(
+    last: dict[int, int], named: NamedStorages, made: dict[int, NewStorage], kept: set[int]
+) -> dict[int, list[int]]:
+    """Saved storages by the position in the log of the last operation that reads them or anything recomputed from them; -1 for
+    none."""
+    end = dict.fromkeys((*kept, named.x), -1)
+    for n, at in last.items():
+        for source in (n, *(made[n].origins if n in made else ())):
+            if source in end:
+                end[source] = max(end[source], at)
+    found: dict[int, list[int]] = {}
+    for n, at in end.items():
+        if n in kept or n in named.saved:
+            found.setdefault(at, []).append(n)
+    return found
+
+
+def _read_unfused(log: Log) -> set[int]:
+    return {n for entry in log if isinstance(entry, Op) and not entry.fused for n in entry.reads}
+
+
+def _last_reads(log: Sequence[Op | Freed | Mark]) -> dict[int, int]:
+    return {n: at for at, entry in enumerate(log) if isinstance(entry, Op) for n in entry.reads}

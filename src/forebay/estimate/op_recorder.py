@@ -1,0 +1,256 @@
+"""Records what runs on fake tensors: live bytes and their peak, FLOPs, costs, and the order of allocations and frees.
+
+Input: an `OpRecorder` is entered around code that makes fake tensors. Output: `now`, `peak`, `flops`, `tally`, and a
+`log` for `forebay.estimate.events`. A storage counts from the operation that makes it until no tensor refers to it;
+the recorder holds weak references only. It also tracks the origins of each storage: the inputs and the results of
+GEMMs, attention, opaque operations and reductions from which compiled code could recompute it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from forebay.estimate.events import peak_of
+from forebay.estimate.op_costs import Tally
+from forebay.estimate.types import ALL_TO_ALL_BEGIN, ALL_TO_ALL_END, MATMUL, Freed, Log, Mark, NewStorage, Op
+from forebay.estimate.workspaces import EAGER_ONLY, FREE_ARGUMENT, WorkspaceStep, workspace_steps
+from forebay.models.compile import recomputable_ops
+
+_KERNELS = frozenset(
+    {"topk", "sort", "cumsum", "index_put", "index_put_", "embedding_dense_backward", "bincount", "_grouped_mm"}
+)
+"""Operations of aten without a FLOP formula that Inductor calls as they are."""
+_IN_PLACE = frozenset({"aten.scatter.src", "aten.scatter.value"})
+"""Autograd's formulas run these in place on a result of their own, but not on subclasses of a tensor such as fake tensors."""
+_MATMULS = frozenset({"aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default"})
+_TRANSFERS = frozenset(f"forebay.{name}.default" for name in ("dispatch", "combine", "spread", "collect"))
+
+
+class OpRecorder(TorchDispatchMode):
+    """See the module docstring.
+
+    FLOPs are those of `torch.utils.flop_counter`: attention counts masked pairs too. Workspaces of operations that are opaque to
+    autograd, such as `forebay::experts`, come from `forebay.estimate.workspaces`.
+
+    Args:
+        block: bytes to which the allocator rounds a storage; 512 on CUDA, 1 on a CPU.
+        deferred_weight_grads: see `Shape`.
+        fused: the code is compiled.
+
+    Attributes:
+        now, peak: bytes of storages made inside; assign `now` to `peak` to measure from here.
+        flops: of all operations since it was last set to 0.
+        tally: costs of the operations.
+        transferred: storages that the token dispatcher made.
+    """
+
+    def __init__(self, block: int, deferred_weight_grads: bool = False, fused: bool = False):
+        super().__init__()
+        self.tally = Tally(fused, self.origins, self.origin_size)
+        self.now = self.peak = self.flops = 0
+        self.log: Log = []
+        self.transferred: set[int] = set()
+        self._block, self._deferred, self._fused = block, deferred_weight_grads, fused
+        self._recomputable = recomputable_ops()
+        self._count = 0
+        # Of live storages, by address. An address is used again; numbers of storages and of origins are not.
+        self._sizes: dict[int, int] = {}
+        self._origins: dict[int, frozenset[int]] = {}
+        self._numbers: dict[int, int] = {}
+        self._origin_sizes: list[int] = []
+        self._origin_storages: list[int] = []
+        self._freed_early: set[int] = set()  # their frees are in the log already
+        # The last operation that may write in place: its position in the log, the storage it overwrites, its result's address.
+        self._overwrites: tuple[int, int, int] | None = None
+
+    def ignore(self, tensor: Tensor) -> None:
+        """Do not count a tensor that was made outside and outlives the recorder."""
+        self._sizes[_address(tensor)], self._origins[_address(tensor)] = 0, frozenset()
+
+    def mark_input(self, tensor: Tensor) -> None:
+        """From here on the tensor is its own origin."""
+        key = _address(tensor)
+        self._add_origin(key, self.size(tensor), self._numbers.get(key, -1))
+
+    def number(self, tensor: Tensor) -> int:
+        """The number of its storage in `log`; -1 for one that is not counted."""
+        return self._numbers.get(_address(tensor), -1)
+
+    def origins(self, tensor: Tensor) -> frozenset[int]:
+        """Numbers of the origins of a live tensor."""
+        return self._origins.get(_address(tensor), frozenset())
+
+    def origin_storage(self, origin: int) -> int:
+        """Number of an origin's storage in `log`."""
+        return self._origin_storages[origin]
+
+    def origin_size(self, origin: int) -> int:
+        """Bytes of an origin, which may have been freed."""
+        return self._origin_sizes[origin]
+
+    def size(self, tensor: Tensor) -> int:
+        """Bytes of a tensor's whole storage, rounded."""
+        return self._rounded(tensor.untyped_storage().nbytes())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run `func`, and record it."""
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        packet = getattr(func, "overloadpacket", None)
+        self._record(func, packet, args, kwargs, out)
+        formula = flop_registry.get(packet)
+        flops = int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
+        self.flops += flops
+        self.tally.see(func, args, kwargs, out, flops)
+        return out
+
+    def _record(self, func: Any, packet: Any, args: Any, kwargs: Any, out: Any) -> None:
+        before, name = self.now, str(func)
+        results = _tensors(out)
+        sources = _tensors((args, kwargs))
+        new = [self._add(leaf, sources if packet in self._recomputable else None) for leaf in results]
+        made = tuple(filter(None, new))
+        reads = tuple(dict.fromkeys(n for source in sources if (n := self.number(source)) >= 0))
+        eager = self._block > 1 and not self._fused
+        steps = workspace_steps(name, args, kwargs, self._deferred) if eager or name not in EAGER_ONLY else ()
+        if name in _TRANSFERS:
+            self.transferred.update(m.number for m in made)
+            self.log += [Mark(ALL_TO_ALL_BEGIN), Op(False, reads, made), Mark(ALL_TO_ALL_END)]
+        elif steps:
+            self._log_workspace(reads, args, new, steps)
+            self.peak = max(self.peak, before + self._workspace_peak(results, steps))
+        elif made or (results and not getattr(func, "is_view", False)):
+            if name in _MATMULS:
+                self.log.append(Mark(MATMUL))
+            self._overwrites = None
+            if not self._fused and len(made) == 1 and _may_overwrite(name, sources):
+                self._overwrites = len(self.log), self.number(sources[0]), _address(results[0])
+            self.log.append(Op(_is_fused(func, packet), reads, made))
+
+    def _add(self, tensor: Tensor, sources: list[Tensor] | None) -> NewStorage | None:
+        """Count a storage if it is new. `sources`: what compiled code could recompute it from."""
+        storage, key = tensor.untyped_storage(), _address(tensor)
+        if key in self._sizes:
+            return None
+        self._sizes[key] = size = self.size(tensor)
+        self._numbers[key] = number = self._count
+        self._count += 1
+        recomputable = sources is not None and not _reduces(tensor, sources)
+        if sources is None or not recomputable:
+            self._add_origin(key, size, number)
+        else:
+            self._origins[key] = frozenset().union(*map(self.origins, sources))
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._drop, key).atexit = False
+        origins = frozenset(self._origin_storages[o] for o in self._origins[key])
+        return NewStorage(number, size, recomputable, origins)
+
+    def _add_origin(self, key: int, size: int, number: int) -> None:
+        self._origins[key] = frozenset([len(self._origin_sizes)])
+        self._origin_sizes.append(size)
+        self._origin_storages.append(number)
+
+    def _drop(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
+        self._origins.pop(key, None)
+        self.tally.forget(key)
+        number = self._numbers.pop(key)
+        if number in self._freed_early:
+            return
+        if self._overwrites is not None and number == self._overwrites[1] and self._take_place_of(number):
+            return
+        self.log.append(Freed(number))
+
+    def _take_place_of(self, number: int) -> bool:
+        """If storage `number` is freed right after the last operation, that operation writes its result there: one storage."""
+        assert self._overwrites is not None
+        at, _, key = self._overwrites
+        self._overwrites = None
+        op = self.log[at]
+        if not isinstance(op, Op) or any(not isinstance(entry, Freed) for entry in self.log[at + 1 :]):
+            return False
+        if key not in self._numbers or self._numbers[key] != op.made[0].number:
+            return False
+        self._numbers[key] = number
+        self.log[at] = Op(op.fused, op.reads, ())
+        return True
+
+    def _log_workspace(
+        self, reads: tuple[int, ...], args: Any, new: list[NewStorage | None], steps: tuple[WorkspaceStep, ...]
+    ) -> None:
+        """Log an operation's own order: its workspaces, its results, and arguments that it frees early."""
+        workspaces: dict[str, int] = {}
+        unmade = {i: made for i, made in enumerate(new) if made is not None}
+        self.log.append(Op(False, reads, ()))
+        for key, size in steps:
+            if isinstance(key, int):
+                if (made := unmade.pop(key, None)) is not None:
+                    self.log.append(Op(False, reads, (made,)))
+            elif size:
+                workspaces[key] = self._count
+                self._count += 1
+                new_storage = NewStorage(workspaces[key], self._rounded(size), False, frozenset())
+                self.log.append(Op(False, reads, (new_storage,)))
+            elif key.startswith(FREE_ARGUMENT):
+                number = self.number(args[int(key.removeprefix(FREE_ARGUMENT))])
+                self._freed_early.add(number)
+                reads = tuple(n for n in reads if n != number)
+                self.log.append(Freed(number))
+            else:
+                self.log.append(Freed(workspaces.pop(key)))
+        if unmade:
+            self.log.append(Op(False, reads, tuple(unmade.values())))
+        self.log += [Freed(n) for n in workspaces.values()]
+
+    def _workspace_peak(self, results: list[Tensor], steps: tuple[WorkspaceStep, ...]) -> int:
+        numbers: dict[Any, int] = {}
+        events = []
+        for key, size in steps:
+            number = numbers.setdefault(key, len(numbers))
+            given = self.size(results[key]) if isinstance(key, int) and key < len(results) else self._rounded(size)
+            if given or not isinstance(key, int):
+                events.append((number, given))
+        return peak_of(events, {})
+
+    def _rounded(self, size: int) -> int:
+        return -(-size // self._block) * self._block
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _may_overwrite(name: str, sources: list[Tensor]) -> bool:
+    """Whether a result takes the place of the first source if nothing else holds that.
+
+    The autograd engine sums the gradients of a tensor that is read twice in place, but not those of tensor subclasses, nor of
+    views, which hold their base. An addition inside a Python function is an ordinary one.
+    """
+    if name == "aten.add.Tensor" and len(sources) == 2 and sources[0].shape == sources[1].shape:
+        node = torch._C._current_autograd_node()
+        if sources[0]._is_view():
+            return False
+        return node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction)
+    return name in _IN_PLACE
+
+
+def _is_fused(func: Any, packet: Any) -> bool:
+    """Whether Inductor fuses it with what it reads: all of aten but GEMMs, attention, sorts and scatters."""
+    return func.namespace in ("aten", "prims") and packet not in flop_registry and packet.__name__ not in _KERNELS
+
+
+def _reduces(result: Tensor, sources: list[Tensor]) -> bool:
+    """The test of torch's partitioner for a reduction."""
+    return 4 * result.numel() * result.element_size() < sum(s.numel() * s.element_size() for s in sources)

@@ -1,0 +1,109 @@
+"""What a plan knows of a model, computed once for as long as a plan or search lasts.
+
+Input: a `[model]` section and the Hugging Face configuration it declares. Output: `ModelFacts`, the trace of any `Shape`,
+pipeline actions and layer costs. Many meshes and sizes of one model share most of these, and traces take most of a
+plan's time. A trace uses its model up, so the model is built again for the next one, on the meta device.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from forebay.config import Config, Model
+from forebay.errors import UsageError, first_line
+from forebay.estimate.state import WeightShapes, weight_shapes
+from forebay.estimate.trace import base_path, trace_model
+from forebay.estimate.types import ModelTrace, Shape
+from forebay.pipeline.costs import Costs
+from forebay.pipeline.schedule import Action, make_plan
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A model's parameter shapes, module paths, the path of its layers, and the attention that is counted."""
+
+    weights: WeightShapes
+    paths: tuple[str, ...]
+    prefix: str
+    attention: str
+
+
+class Traces:
+    """A cache for one plan or search."""
+
+    def __init__(self) -> None:
+        self._facts: dict[str, ModelFacts] = {}
+        self._unused: dict[str, Any] = {}  # models that were not used up by a trace
+        self._traces: dict[tuple[str, Shape], ModelTrace] = {}
+        self._actions: dict[Any, tuple[tuple[Action, ...], ...]] = {}
+        self._costs: dict[Any, Costs] = {}
+
+    def facts(self, section: Model, declared: Any) -> ModelFacts:
+        """The facts of a model.
+
+        Raises:
+            UsageError: attention that the family does not support.
+        """
+        key = _key(section, declared)
+        if key not in self._facts:
+            model, attention = _skeleton(section, declared)
+            paths = tuple(name for name, _ in model.named_modules())
+            self._facts[key] = ModelFacts(weight_shapes(model), paths, f"{base_path(model)}.layers", attention)
+            self._unused[key] = model
+        return self._facts[key]
+
+    def trace(self, section: Model, declared: Any, shape: Shape) -> ModelTrace:
+        """The trace of one microbatch.
+
+        Raises:
+            UsageError: a model that cannot be traced.
+        """
+        key = _key(section, declared)
+        if (key, shape) not in self._traces:
+            model = self._unused.pop(key, None) or _skeleton(section, declared)[0]
+            try:
+                self._traces[key, shape] = trace_model(model, shape)
+            except ValueError as error:
+                raise UsageError(f"this model cannot be traced: {first_line(error)}") from error
+        return self._traces[key, shape]
+
+    def costs(self, config: Config, declared: Any, sharing: int, make: Callable[[Config, Any, int], Costs]) -> Costs:
+        """What `make` (`forebay.pipeline.costs.costs_of`) returns for `sharing` processes."""
+        sizes = config.train.sequence, config.microbatch(sharing), config.parallel.ep
+        key = (_key(config.model, declared), *sizes)
+        if key not in self._costs:
+            self._costs[key] = make(config, declared, sharing)
+        return self._costs[key]
+
+    def actions(self, *schedule: Any) -> tuple[tuple[Action, ...], ...]:
+        """The actions of each rank in a step; arguments as for `make_plan`."""
+        if schedule not in self._actions:
+            self._actions[schedule] = make_plan(*schedule).actions
+        return self._actions[schedule]
+
+
+def _key(section: Model, declared: Any) -> str:
+    return f"{section.attention} {section.compute or section.dtype} {declared.to_json_string(use_diff=False)}"
+
+
+def _skeleton(section: Model, declared: Any) -> tuple[Any, str]:
+    """The model on the meta device in the dtype of computation, and the attention it is counted with."""
+    from transformers import AutoModelForCausalLM
+
+    asked = "sdpa" if section.attention.startswith("flash") else section.attention
+    dtype = getattr(torch, section.compute or section.dtype)
+    for attention in (asked, "eager"):
+        try:
+            with torch.device("meta"):
+                return AutoModelForCausalLM.from_config(
+                    copy.deepcopy(declared), attn_implementation=attention, dtype=dtype
+                ), attention
+        except ValueError as error:
+            if attention == "eager" or section.attention == "sdpa":
+                raise UsageError(f"model.attention = {section.attention!r}: {first_line(error)}") from error
+    raise AssertionError("a model has eager attention")

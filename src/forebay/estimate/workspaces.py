@@ -1,0 +1,202 @@
+"""The temporary buffers of operations that a trace sees as one: opaque operations, and kernels with workspaces.
+
+Input: the name of an operation and its arguments, fake tensors. Output: `WorkspaceStep`s in the order of the real body,
+without computing anything. A body that changes has to change here too: tests compare both on a CPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WorkspaceStep = tuple[str | int, int]
+"""(name, bytes) allocates a buffer, (name, 0) frees it, (number, 0) allocates that result of the operation."""
+FREE_ARGUMENT = "argument "
+"""A name of this prefix and an argument's number frees that argument."""
+_CHUNK = 512  # slots that a program of sort_slots counts
+_THREADS, _WARP, _MOST_VALUES = 512, 32, 256  # of a reduction: threads of a block and of a warp, values a thread sums
+_FEW_TOKENS, _ROWS_A_THREAD = 3072, 10  # of an embedding's backward
+_MULTIPROCESSORS, _RESIDENT = 132, 2048  # of an H100 or H200: multiprocessors, threads of each
+
+
+def workspace_steps(name: str, args: Any, kwargs: Any, deferred: bool) -> tuple[WorkspaceStep, ...]:
+    """The steps of an operation; none if it allocates only its results.
+
+    Args:
+        deferred: the experts' weight gradients are made by another operation right after this one; its steps are appended.
+    """
+    body = _BODIES.get(name)
+    return () if body is None else tuple(body(*args, **kwargs, deferred=deferred))
+
+
+def _experts_workspace(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *rest: Any, deferred: bool
+) -> list[WorkspaceStep]:
+    """See `forebay.moe.experts_op` and `forebay.kernels.permute`. Results: y, h, order, inverse, offs."""
+    down_bias, transposed, save_h, max_rows = rest[1], rest[4], rest[7], rest[8]
+    (tokens, slots), e = ids.shape, x.element_size()
+    slots *= tokens
+    rows = slots if max_rows is None else min(slots, max_rows)
+    hidden, inner = x.shape[1], down.shape[1] if transposed else down.shape[2]
+    counts = 4 * (gate_up.shape[0] + 1) * -(-slots // _CHUNK)
+    steps: list[WorkspaceStep] = [("counts", counts)]
+    steps += [(2, 0)] if rows == slots else [("whole order", 4 * slots)]
+    steps += [(3, 0), (4, 0), ("ends", counts), ("counts", 0), ("ends", 0)]
+    steps += [] if rows == slots else [(2, 0), ("whole order", 0)]
+    h: str | int = 1 if save_h else "h"
+    steps += [("rows of x", e * rows * hidden), (h, 2 * e * rows * inner), ("rows of x", 0)]
+    steps += [("activation", e * rows * inner), ("rows of y", e * rows * hidden), ("activation", 0)]
+    if down_bias is not None:
+        steps += [("map", 4 * tokens * gate_up.shape[0]), ("bias", e * tokens * hidden)]
+    steps += [(0, 0), ("rows of y", 0)]
+    steps += [("bias", 0), ("map", 0)] if down_bias is not None else []
+    return steps + ([] if save_h else [("h", 0)])
+
+
+def _experts_backward_workspace(
+    dy: Tensor, x: Any, h: Any, order: Tensor, inverse: Any, offs: Any, *rest: Any, deferred: bool
+) -> list[WorkspaceStep]:
+    """See `forebay.moe.experts_op`. Results: dx, d_weights, d_gate_up, d_down and the biases'."""
+    weights, down, settings = rest[0], rest[2], rest[5:]
+    transposed = settings[2]
+    need_x, need_weights, need_gate_up, need_down, need_bias, _ = settings[5:11]
+    hidden, inner = dy.shape[1], down.shape[1] if transposed else down.shape[2]
+    n, e = order.shape[0], dy.element_size()
+    rows, act = e * n * hidden, e * n * inner
+    down_steps: list[WorkspaceStep] = [(3, 0)] * bool(need_down)
+    gate_up_steps = _using("rows of x again", rows, (2, 0)) * bool(need_gate_up)
+    need_dh = need_x or need_gate_up or need_bias or need_weights
+    free_act: list[WorkspaceStep] = [("activation", 0)] if need_dh or need_down else []
+    # dh overwrites h if that is recomputed.
+    begin: list[WorkspaceStep] = (
+        [("rows of dy", rows)] if h is not None else [*_using("rows of x", rows, ("dh", 2 * act)), ("rows of dy", rows)]
+    )
+    if free_act:
+        begin.append(("activation", act))
+    if need_dh and h is not None:
+        begin.append(("dh", 2 * act))
+    end: list[WorkspaceStep] = [("dh", 0)] if h is None or need_dh else []
+    if need_dh and need_weights and weights.dtype == torch.float32:
+        begin.append((1, 0))
+    elif need_dh:
+        begin.append(("dw", 4 * weights.numel()))
+        end += [(1, 0), ("dw", 0)]
+    dx_steps = _using("rows of dx", rows, (0, 0)) * bool(need_x)
+    if deferred:
+        weight_steps = _deferred_steps(rows, h is not None, down_steps)
+        return [*begin, ("rows of dy", 0), *dx_steps, *weight_steps, *free_act, *gate_up_steps, *end]
+    return [*begin, *down_steps, ("rows of dy", 0), *free_act, *dx_steps, *gate_up_steps, *end]
+
+
+def _deferred_steps(rows: int, saved_h: bool, down_steps: list[WorkspaceStep]) -> list[WorkspaceStep]:
+    """The node of the graph has freed h before the weights' gradients are made."""
+    free_h: list[WorkspaceStep] = [(f"{FREE_ARGUMENT}2", 0)] if saved_h else []
+    return free_h + (_using("rows of dy again", rows, *down_steps) if down_steps else [])
+
+
+def _using(name: str, size: int, *steps: WorkspaceStep) -> list[WorkspaceStep]:
+    """Steps inside of which a buffer is allocated."""
+    return [(name, size), *steps, (name, 0)]
+
+
+def _cross_entropy_workspace(
+    hidden: Tensor, weight: Tensor, bias: Any, targets: Tensor, ignore: int, chunk: int, needs: Any, *, deferred: bool
+) -> list[WorkspaceStep]:
+    """One chunk of logits (`forebay.models.linear_cross_entropy`). Results: the loss, and the gradients of hidden,
+    weight and bias, in fp32 (fp64)."""
+    rows = min(chunk, hidden.shape[0])
+    logits = rows * weight.shape[0] * hidden.element_size()
+    return [(0, 0), (1, 0), (2, 0), (3, 0), ("logits", logits), ("losses", 4 * rows), ("losses", 0), ("logits", 0)]
+
+
+def _attention_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, deferred: bool, **_: Any
+) -> list[WorkspaceStep]:
+    """The buffers of flash attention 2 (torch's `flash_api.cpp`, mha_bwd) by size: the sum of dO*O, and dq in fp32, with the
+    sequence rounded up to 128 and the head's width to 32; for grouped queries dk and dv of all query heads. They are
+    one block, as in the cuDNN kernel that torch 2.11 uses on an H200: equal to the byte to the recorded histories of
+    three models. Results: dq, dk, dv."""
+    batch, heads, length, width = q.shape
+    length = -(-length // 128) * 128
+    size = 4 * batch * heads * length * (1 + -(-width // 32) * 32)
+    if k.shape[1] != heads:
+        size += sum(t.numel() // t.shape[1] * heads * t.element_size() for t in (k, v))
+    return [(0, 0), (1, 0), (2, 0), ("workspace", size), ("workspace", 0)]
+
+
+def _softmax_backward(grad: Tensor, output: Tensor, *rest: Any, deferred: bool, **_: Any) -> list[WorkspaceStep]:
+    """The product of gradient and output, which a GPU's kernel allocates (`SoftMax.cu`): in eager attention a whole tensor of
+    scores. Result: the gradient."""
+    size = output.numel() * max(output.element_size(), grad.element_size())
+    return [(0, 0), ("gradient times output", size), ("gradient times output", 0)]
+
+
+def _sum(x: Tensor, dims: Any = None, *rest: Any, deferred: bool, **_: Any) -> list[WorkspaceStep]:
+    """A GPU reduction in which a thread would sum 256 values or more is split between blocks, which leave partial sums in memory
+    (`Reduce.cuh`). The bias gradient of 2048 tokens and 2880 columns takes 45 MiB this way, as in a recorded history. Result: the
+    sums."""
+    reduced = {d % x.dim() for d in dims} if dims else set(range(x.dim()))
+    kept = [(x.stride(d), x.shape[d]) for d in range(x.dim()) if d not in reduced and x.shape[d] > 1]
+    summed = [x.stride(d) for d in reduced if x.shape[d] > 1]
+    outputs = math.prod(n for _, n in kept)
+    if not summed or not outputs:
+        return []
+    across = bool(kept) and min(summed) > min(kept)[0]
+    size = _split_sum(outputs, x.numel() // outputs, across, max(4, x.element_size()))
+    return [(0, 0), ("parts", size), ("parts", 0)] if size else []
+
+
+def _embedding_backward(
+    grad: Tensor, ids: Tensor, rows: int, *rest: Any, deferred: bool, **_: Any
+) -> list[WorkspaceStep]:
+    """Of more than 3072 tokens on a GPU (`EmbeddingBackwardKernel.cu`): a row in fp32 for each tenth token and for each distinct
+    one, of which there may be as many as tokens. Result: the weight's gradient."""
+    tokens = ids.numel()
+    if tokens <= _FEW_TOKENS:
+        return []
+    width = -(-grad.shape[-1] // _WARP) * _WARP
+    parts = 4 * width * (tokens // _ROWS_A_THREAD + min(tokens, rows))
+    return [(0, 0), ("parts", parts), ("parts", 0)]
+
+
+def _split_sum(outputs: int, inputs: int, across: bool, width: int) -> int:
+    """Bytes of partial sums, of `width` bytes each. `across`: the summed values are not contiguous. Names as in `Reduce.cuh`,
+    `setReduceConfig`."""
+    vector = next(v for v in (4, 2, 1) if outputs % v == 0) if across else 1
+    threads = _THREADS // vector
+    dim0, dim1 = (outputs // vector, inputs) if across else (inputs, outputs)
+    dim0, dim1 = (min(1 << (n.bit_length() - 1), threads) for n in (dim0, dim1))
+    block_width = min(dim0, _WARP)
+    block_height = min(dim1, threads // block_width)
+    block_width = min(dim0, threads // block_height)
+    values = inputs if across else -(-inputs // block_width)
+    step_output = block_width if across else 1
+    if values < min(16 * block_height, _MOST_VALUES):
+        return 0  # blocks are split between outputs
+    values = -(-values // block_height)
+    grid = -(-(outputs // vector) // step_output)
+    target = _MULTIPROCESSORS * (_RESIDENT // (block_width * block_height))
+    if values < _MOST_VALUES or grid > target:
+        return 0
+    blocks = max(min(-(-target // grid), -(-values // 16)), -(-values // _MOST_VALUES))
+    return width * outputs * blocks * (block_width * vector if across else 1) if blocks > 1 else 0
+
+
+_BODIES: Mapping[str, Callable[..., list[WorkspaceStep]]] = {
+    "forebay.experts.default": _experts_workspace,
+    "forebay.experts_backward.default": _experts_backward_workspace,
+    "forebay.linear_cross_entropy.default": _cross_entropy_workspace,
+    "aten._scaled_dot_product_flash_attention_backward.default": _attention_backward,
+    "aten._scaled_dot_product_cudnn_attention_backward.default": _attention_backward,
+    "aten._softmax_backward_data.default": _softmax_backward,
+    "aten.embedding_dense_backward.default": _embedding_backward,
+    "aten.sum.default": _sum,
+    "aten.sum.dim_IntList": _sum,
+}
+
+EAGER_ONLY = frozenset(name for name in _BODIES if name.startswith(("aten._softmax", "aten.sum", "aten.embedding")))
+"""Workspaces of GPU kernels that compiled code does not call."""

@@ -150,8 +150,7 @@ class PageStore:
     Args:
         device: where the rows are.
         page_bytes: bytes of a page, a multiple of 512. Each saved tensor wastes half a page on average.
-        device_budget: most bytes of pages on the device; None: as many as a step needs.
-        spill: have host pages for what is over the budget. Without them a step can need more pages than there are.
+        device_budget: most bytes of pages on the device, the rest goes to the host; None: as many as a step needs.
         backend: of the kernels.
 
     Attributes:
@@ -168,7 +167,6 @@ class PageStore:
         *,
         page_bytes: int = 256 << 10,
         device_budget: int | None = None,
-        spill: bool = True,
         backend: Backend = "auto",
     ):
         if page_bytes <= 0 or page_bytes % PAGE_ALIGN:
@@ -181,7 +179,6 @@ class PageStore:
         self.device = device
         self.page_bytes = page_bytes
         self.device_budget = device_budget
-        self.spill = spill
         self.backend: Backend = backend
         self.generation = 0
         self.last: PageReport | None = None
@@ -231,13 +228,13 @@ class PageStore:
         """Pages for the tensors of one layer, all or none of them.
 
         Without an arena, and within `exactly`, the host waits for the device once and the ticket gets memory of its own: on the
-        device as far as the budget goes beside the arena and other such tickets, and the rest on the host if `spill` is on.
+        device as far as the budget goes beside the arena and other such tickets, and the rest on the host.
 
         Args:
             wanted: rows of one to four tensors. The `live` tensors must keep their values while the ticket is alive.
 
         Raises:
-            ValueError: rows that fit no page, malformed rows, a budget below what this layer can need.
+            ValueError: rows that fit no page, or malformed rows.
             RuntimeError: the store is closed, or there is no arena while a CUDA graph is captured.
         """
         self._check_open()
@@ -305,7 +302,7 @@ class PageStore:
         """Replace the arena. Tickets that are alive keep theirs, beside the new one.
 
         Raises:
-            ValueError: no pages at all, more than the budget, or host pages without `spill`.
+            ValueError: no pages at all, or more than the budget.
             MemoryError, torch.OutOfMemoryError: see `end_step`.
         """
         self._check_open()
@@ -315,8 +312,6 @@ class PageStore:
             raise ValueError(
                 f"{device_pages} device pages are {device_pages * self.page_bytes} bytes, the budget is {self.device_budget}"
             )
-        if host_pages and not self.spill:
-            raise ValueError(f"{host_pages} host pages asked for, but spilling to the host is off")
         if self._is_capturing(self._stream()):
             raise RuntimeError("an arena cannot be made while a CUDA graph is captured")
         self._give_deferred()
@@ -378,11 +373,6 @@ class PageStore:
                     f"live must be one int32 or int64 on {self.device}, got {tuple(live.shape)} {live.dtype} on {live.device}"
                 )
             bounds.append(-(-rows // (self.page_bytes // row_bytes)))
-        if not self.spill and sum(bounds) > self._within_budget(sum(bounds)):
-            raise ValueError(
-                f"a layer can need {sum(bounds)} pages, and without spilling to the host a device_budget of "
-                f"{sum(bounds) * self.page_bytes} bytes or more; it is {self.device_budget}"
-            )
         return bounds
 
     def _take_from(
@@ -434,10 +424,8 @@ class PageStore:
         return memory, tuple(tables)
 
     def _own_pages(self, count: int) -> _PageMemory:
-        on_device = count
-        if self.spill:
-            taken = self.device_pages + self._total.device
-            on_device = min(count, max(0, self._within_budget(taken + count) - taken))
+        taken = self.device_pages + self._total.device
+        on_device = min(count, max(0, self._within_budget(taken + count) - taken))
         host, slot = self._host_memory(count - on_device, None)
         return _PageMemory(self._arena(on_device, host), slot)
 
@@ -465,8 +453,7 @@ class PageStore:
         if self._memory is None or most > device:
             enough = max(1, min(most - (-most // _MARGIN), self._worst_bound))
             device = max(device, self._within_budget(enough))
-        if self.spill:
-            host = max(host, self._worst_bound - device)
+        host = max(host, self._worst_bound - device)
         if self._worst_bound == 0 or (device, host) == (self.device_pages, self.host_pages):
             return False
         self.resize(device, host)

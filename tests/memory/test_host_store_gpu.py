@@ -58,19 +58,19 @@ def poison_free_slots(store: HostStore) -> None:
         slot.bytes_.fill_(0xFF)
 
 
-def settled(store: HostStore, source: torch.Tensor) -> Ticket:
-    """A ticket on the host. The caller may still hold `source`."""
-    ticket: Ticket = sent(store, source)
+def settled(store: HostStore) -> tuple[Ticket, torch.Tensor]:
+    """A ticket whose bytes are on the host only, and a copy of them."""
+    source = fresh()
+    truth = source.clone()
+    ticket = sent(store, source)
     store.settle(ticket)
-    return ticket
+    return ticket, truth
 
 
 def test_a_slow_copy_out_is_not_overtaken(store: HostStore) -> None:
     """Compute goes on to overwrite the memory that the copy is to read, and to fetch it again."""
-    truth = (source := fresh()).clone()
     delayed(store.lanes.out_stream, SLEEP)()
-    ticket = settled(store, source)
-    del source
+    ticket, truth = settled(store)
     poisoned = poison()
     store.fetch([ticket])
     assert torch.equal(store.wait(ticket), truth)
@@ -98,23 +98,20 @@ def test_memory_is_not_unmapped_under_a_copy_of_a_ticket_that_was_taken_back(
 @pytest.mark.parametrize("state", ["leaving", "taken back", "returning"])
 def test_a_block_is_not_given_to_compute_under_a_copy(store: HostStore, state: str) -> None:
     """What is written to it afterwards stays, and the copies had what they were to have."""
-    source = fresh()
-    truth, address = source.clone(), source.data_ptr()
     if state == "returning":
-        ticket = settled(store, source)
-        del source
+        ticket, truth = settled(store)
         delayed(store.lanes.back_stream, SLEEP)()
         store.fetch([ticket])
-        assert ticket.device_bytes is not None
-        address = ticket.device_bytes.data_ptr()
     else:
+        source = fresh()
+        truth = source.clone()
         delayed(store.lanes.out_stream, SLEEP)()
         ticket = sent(store, source)
         del source
         if state == "taken back":
             store.wait(ticket)
-    assert ticket.slot is not None
-    place = ticket.slot.bytes_
+    assert ticket.slot is not None and ticket.device_bytes is not None
+    place, address = ticket.slot.bytes_, ticket.device_bytes.data_ptr()
     del ticket
     reused = poison(address)
     torch.cuda.synchronize()
@@ -124,16 +121,13 @@ def test_a_block_is_not_given_to_compute_under_a_copy(store: HostStore, state: s
 
 def test_a_slot_is_not_written_while_it_is_read(store: HostStore) -> None:
     """A ticket dies while it returns; the next one gets its slot."""
-    first, second = fresh(), fresh()
-    truth = first.clone()
-    ticket = settled(store, first)
-    del first
+    ticket, truth = settled(store)
     delayed(store.lanes.back_stream, SLEEP)()
     back = store.wait(ticket)
     assert ticket.slot is not None
     place = ticket.slot.bytes_.data_ptr()
     del ticket
-    other = settled(store, second)
+    other, second = settled(store)
     assert other.slot is not None and other.slot.bytes_.data_ptr() == place, "the test needs the same slot again"
     assert torch.equal(back, truth)
     assert torch.equal(store.wait(other), second)
@@ -142,9 +136,7 @@ def test_a_slot_is_not_written_while_it_is_read(store: HostStore) -> None:
 def test_a_stream_that_unpacks_waits_for_the_copy_back(store: HostStore) -> None:
     """Saved on the compute stream, read on a side stream that waits for nothing."""
     side = torch.cuda.Stream()
-    truth = (source := fresh()).clone()
-    ticket = settled(store, source)
-    del source
+    ticket, truth = settled(store)
     poisoned = poison()
     torch.cuda.synchronize()
     del poisoned
@@ -158,9 +150,7 @@ def test_a_stream_that_unpacks_waits_for_the_copy_back(store: HostStore) -> None
 
 def test_compute_does_not_reuse_a_block_that_another_stream_reads(store: HostStore) -> None:
     side = torch.cuda.Stream()
-    truth = (source := fresh()).clone()
-    ticket = settled(store, source)
-    del source
+    ticket, truth = settled(store)
     with torch.cuda.stream(side):
         back = store.wait(ticket)
         address = back.data_ptr()

@@ -47,7 +47,7 @@ def test_takes_on_one_stream_wait_for_gives_on_another() -> None:
     with torch.cuda.stream(side):
         ticket = put(store, a)
         torch.cuda._sleep(200_000_000)
-        del ticket  # enqueued behind the sleep
+        del ticket  # enqueued after the sleep
     other = put(store, b)
     assert int(store.missing_flag()) == 0 and fetched(store, other, b)
 

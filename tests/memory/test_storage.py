@@ -15,7 +15,7 @@ def test_an_identity_is_found_by_the_key_alone_while_it_lives() -> None:
     assert not identity.expired
     del base, view
     assert identity.expired
-    # Nobody gets its place while it lives, or another storage would be taken for it.
+    # No other storage gets its address while it lives, or it would be taken for this one.
     others = [torch.zeros(64) for _ in range(100)]
     assert identity.key not in {StorageIdentity.key_of(t.untyped_storage(), 0) for t in others}
 

@@ -16,7 +16,7 @@ from forebay.train.loop import train
 from forebay.train.run_outputs import write_result
 from forebay.train.trainer import Trainer
 from tests.ranks import run_ranks
-from tests.train.test_saved_profile import MODEL
+from tests.train.test_pipeline_profile import MODEL
 
 
 def quiet() -> Console:

@@ -14,7 +14,7 @@ from forebay.errors import RunError, UsageError
 from forebay.pipeline.activity import ActionRecord
 from forebay.train.run_outputs import watch_step, write_timeline
 from tests.ranks import run_ranks
-from tests.train.test_saved_profile import MODEL
+from tests.train.test_pipeline_profile import MODEL
 
 RAN = [ActionRecord(0, "F", "0F0", 1.0, 2.0, 0), ActionRecord(1, "F", "1F0", 2.0, 3.0, 0)]
 

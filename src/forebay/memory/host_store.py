@@ -163,7 +163,7 @@ class HostSlot:
     Attributes:
         bytes_: uint8, of exactly the size asked for.
         length: bytes it takes of the slab, rounded up.
-        last_read: the last copy from here. Trap: whoever writes here must wait for it, because a slot comes back while copies
+        last_read: the last copy from here. Trap: a copy that writes here must wait for it, because a slot comes back while copies
             from it are only enqueued.
     """
 
@@ -184,8 +184,8 @@ class HostSlot:
 
 @dataclass(eq=False)
 class _Slab:
-    """One registered piece of host memory. All readers share one stream and all writers another, so the last copy of each kind is
-    behind all others of its kind."""
+    """One registered piece of host memory. All readers share one stream and all writers another, so the last copy of each kind
+    ends after all others of its kind."""
 
     memory: torch.Tensor
     pinned: bool
@@ -549,8 +549,8 @@ class HostStore:
             if ticket.state is TicketState.RETURNING:
                 assert ticket.back is not None
                 ticket.back.block(ticket.compute)
-            # From LEAVING too: its copy out goes on and writes a slot that is never read; the slot's next writer is behind it on
-            # the same stream.
+            # From LEAVING too: its copy out goes on and writes a slot that is never read; the slot's next writer comes after it
+            # on the same stream.
             ticket.advance(TicketState.ON_DEVICE)
         other = self.lanes.other_stream(ticket.compute)
         if other is not None:

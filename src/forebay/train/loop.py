@@ -33,9 +33,9 @@ from forebay.train.distributed import Mesh, World
 from forebay.train.durable import FolderLock, replace_text
 from forebay.train.heartbeat import Heartbeat
 from forebay.train.metrics import Reporter, SilentReporter, StepRecord, Summary, summary_tables
+from forebay.train.pipeline_profile import PipelineProfile, profile_ranks
 from forebay.train.run_folder import Start, claim_start, unwritable
 from forebay.train.run_outputs import PROFILE, RESULT, write_result
-from forebay.train.saved_profile import PipelineProfile, profile_ranks
 from forebay.train.trainer import Trainer
 
 # Settings that the order of the data depends on: a resumed run with another value would skip or repeat text.

@@ -20,7 +20,7 @@ from forebay.memory.storage import local
 from forebay.pipeline.activity import ActionRecord, ActionRecorder, bubble, draw, trace_json
 from forebay.train.distributed import Mesh
 from forebay.train.durable import replace_text
-from forebay.train.saved_profile import profile_ranks
+from forebay.train.pipeline_profile import profile_ranks
 from forebay.train.trainer import Trainer
 
 T = TypeVar("T")

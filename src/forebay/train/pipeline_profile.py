@@ -262,7 +262,7 @@ class Collector:
         return packed.alias
 
     def profile(self, plan: PipelinePlan, rank: int) -> PipelineProfile:
-        """Of the step that ran."""
+        """The profile of the step that ran."""
         weights = frozenset(n for n, ref in enumerate(self._storages.refs) if ref in self._weights)
         return summarize(plan, rank, self._storages.nbytes, weights, self._saves, self._events)
 

@@ -1,6 +1,7 @@
 """What a pipeline saves: equal layers alike, the bytes of one process's profile, and as much in flight as the schedule says."""
 
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from forebay.config import Config, from_mapping
 from forebay.errors import UsageError
 from forebay.pipeline.partition import in_flight
 from forebay.pipeline.schedule import Action, PipelinePlan
-from forebay.train.saved_profile import PipelineProfile, Place, Save, profile_ranks, summarize
+from forebay.train.pipeline_profile import PipelineProfile, Place, Save, profile_ranks, summarize
 from tests.ranks import run_ranks
 
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zbv", "dualpipev")
@@ -34,16 +35,21 @@ MODEL = {
 }
 
 
+def toml(folder: str, **parallel: Any) -> str:
+    sections = {
+        "model": {"family": "qwen3_moe"},
+        "model.config": MODEL,
+        "data": {"source": "text", "path": folder + "/a.txt", "cache": folder + "/cache"},
+        "train": {"batch": MICROBATCHES, "microbatch": 1, "sequence": TOKENS},
+        "parallel": {"dispatch": "nccl", **parallel},
+        "device": {"type": "cpu", "threads": 1},
+    }
+    lines = ([f"[{name}]", *(f"{k} = {json.dumps(v)}" for k, v in keys.items())] for name, keys in sections.items())
+    return "\n".join(line for section in lines for line in section)
+
+
 def config(folder: str, **parallel: Any) -> Config:
-    return from_mapping(
-        {
-            "model": {"family": "qwen3_moe", "config": MODEL},
-            "data": {"source": "text", "path": folder + "/a.txt", "cache": folder + "/cache"},
-            "train": {"batch": MICROBATCHES, "microbatch": 1, "sequence": TOKENS},
-            "parallel": {"dispatch": "nccl", **parallel},
-            "device": {"type": "cpu", "threads": 1},
-        }
-    )
+    return from_mapping(tomllib.loads(toml(folder, **parallel)))
 
 
 def profiles(rank: int, world: int, folder: str) -> list[list[PipelineProfile]]:
@@ -232,28 +238,7 @@ def command(rank: int, world: int, folder: str) -> tuple[int, str, str, list[Any
 
 def test_the_command_prints_every_ranks_table_once(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("the water comes unevenly and goes on evenly. " * 400)
-    model = "\n".join(f"{key} = {value}" for key, value in MODEL.items())
-    (tmp_path / "config.toml").write_text(
-        f"""
-[model]
-family = "qwen3_moe"
-[model.config]
-{model}
-[data]
-source = "text"
-path = "{tmp_path}/a.txt"
-cache = "{tmp_path}/cache"
-[train]
-batch = 8
-microbatch = 1
-sequence = 16
-[parallel]
-pp = 2
-[device]
-type = "cpu"
-threads = 1
-"""
-    )
+    (tmp_path / "config.toml").write_text(toml(str(tmp_path), pp=2))
     (code, out, error, figures), (other_code, silent, other_error, _) = run_ranks(command, 2, str(tmp_path))
     assert code == other_code == 0 and not silent and not error and not other_error
     assert out.count("pipeline rank ") == 2 and "pipeline rank 1 of 2: dualpipev" in out

@@ -58,7 +58,7 @@ def test_a_graph_that_waits_for_ever_can_be_ended() -> None:
         flag = flags.take()
         assert flag is not None
         flag.block(chain)
-    flag.block(chain)  # behind the capture: of no effect
+    flag.block(chain)  # after the capture: no effect
     end = torch.cuda.Event()
     with torch.cuda.stream(chain):
         graph.replay()

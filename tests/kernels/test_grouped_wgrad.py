@@ -107,7 +107,7 @@ def test_refusals() -> None:
 
 @pytest.mark.gpu
 def test_more_elements_than_int32_counts() -> None:
-    """Of the sums (40 experts' 7680 x 7168), and of the rows (2**31 / 2048 and some)."""
+    """In the sums (40 experts of 7680 x 7168), and in the rows (more than 2**31 / 2048)."""
     total = torch.zeros(40, 7680, 7168, device="cuda")
     assert total.numel() > 2**31
     left, right = (torch.randn(64, width, device="cuda", dtype=torch.bfloat16) for width in (7680, 7168))

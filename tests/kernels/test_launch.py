@@ -34,7 +34,7 @@ def turned(t: Tensor) -> Tensor:
 
 
 def moved_on(t: Tensor) -> Tensor:
-    """Contiguous, behind an odd number of other values."""
+    """Contiguous, after an odd number of other values."""
     wide = torch.full((t.numel() + 3,), 77, device=t.device).to(t.dtype)
     return wide[3:].view(t.shape).copy_(t)
 

@@ -156,7 +156,7 @@ def test_rows_go_to_their_places_and_come_back(rows, width, dtype, page_bytes, w
 @backends
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 6])
 def test_several_tensors_at_once(number: int, backend) -> None:
-    """Of different widths, dtypes and live counts, one of them empty; more than four are more launches."""
+    """Different widths, dtypes and live counts, one tensor empty; more than four tensors need more launches."""
     arena, free = arena_of(20, 40), torch.randperm(60).tolist()
     given, tables = [], []
     for i, (rows, width, dtype) in enumerate(
@@ -307,7 +307,7 @@ def test_refusals() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [1023, 1024])
 def test_more_bytes_and_words_than_32_bits_count(width: int) -> None:
-    """2**31 words of 2 bytes, and 2**32 bytes; the pages in reverse, so that first rows lie far behind as well."""
+    """2**31 words of 2 bytes, and 2**32 bytes; pages in reverse, so that the first rows have large offsets as well."""
     rows, page_bytes = 2**21 + 2**13, 1 << 18
     given = torch.randint(-(2**15), 2**15, (rows, width), dtype=torch.int16, device="cuda")
     n_pages = -(-rows // (page_bytes // (2 * width)))

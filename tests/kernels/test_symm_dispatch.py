@@ -1,4 +1,4 @@
-"""Rows between ranks through each other's memory: one process stands for all ranks, one after another, without waiting."""
+"""Rows between ranks through each other's memory. One process runs all ranks, one after another, without waiting."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -46,7 +46,7 @@ class World:
 
 
 def inputs(counts: list[int], k: int, width: int, dtype: torch.dtype, weights: torch.dtype, kind: str) -> list[Any]:
-    """x, ids, weights by rank; "all to one": every slot is rank 0's; "nobody": no slot is anybody's."""
+    """x, ids, weights by rank; "all to one": every slot is rank 0's; "none": no slot has an expert."""
     experts = LOCAL * len(counts)
     x = [torch.randn(t, width, device=DEVICE).to(dtype) for t in counts]
     ids = [torch.rand(t, max(experts, k), device=DEVICE).argsort(1)[:, :k] % experts for t in counts]
@@ -54,7 +54,7 @@ def inputs(counts: list[int], k: int, width: int, dtype: torch.dtype, weights: t
         ids = [i % LOCAL for i in ids]
     if kind == "holes":
         ids = [i.masked_fill(torch.rand_like(i, dtype=torch.float32) < 0.4, -1) for i in ids]
-    if kind == "nobody":
+    if kind == "none":
         ids = [torch.full_like(i, -1) for i in ids]
     return [x, ids, [torch.rand(t, k, device=DEVICE).to(weights) for t in counts]]
 
@@ -80,7 +80,7 @@ CASES = [
     ([3, 3], 8, 1408, torch.bfloat16, torch.float32, "random", 1),
     ([513, 2], 2, 8, torch.bfloat16, torch.float32, "random", 1),
     ([129, 3], 4, 8, torch.float32, torch.float32, "all to one", 1),
-    ([5, 3], 2, 16, torch.bfloat16, torch.float32, "nobody", 1),
+    ([5, 3], 2, 16, torch.bfloat16, torch.float32, "none", 1),
 ]
 LARGE = [
     ([6, 0, 9, 4], 3, 40, torch.float32, torch.float32, "holes", 3),
@@ -111,11 +111,11 @@ def test_rows_go_there_and_back(counts, k, width, dtype, weights, kind, steps) -
             assert torch.equal(starts.diff(), torch.bincount(senders, minlength=ranks).int())
             assert world.needs(rank) == [0] * ranks
 
-        # Back: of each rank its own function of the rows, so that a landing place taken for another shows.
+        # Other rows on each rank, so that a wrong landing place shows.
         back = [torch.randn_like(r[0]) for r in received]
         thin = [torch.randn(r[2].shape, device=DEVICE).to(weights) for r in received]
         for r, b, t in zip(received, back, thin, strict=True):
-            b[int(r[4][-1]) :] = t[int(r[4][-1]) :] = torch.nan  # behind the last row: not to be read
+            b[int(r[4][-1]) :] = t[int(r[4][-1]) :] = torch.nan  # unused rows are not read
         init = [torch.randn_like(t) for t in x] if step or steps == 1 else [None] * ranks
         world.each(lambda b, t, r, p: push_rows(b, t, r[3], r[4], p), back, thin, received)
         sums = world.each(lambda b, t, r, at, i, p: sum_rows(b, t, r[4], at, i, p), back, thin, received, places, init)

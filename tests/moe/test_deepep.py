@@ -153,7 +153,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def travelled(given: dict[str, Tensor], dispatcher: TokenDispatcher) -> list[Tensor]:
-    """Everything an exchange brings, there and back, without experts in between: bit for bit the same for all."""
+    """All results of dispatch and combine, without experts in between."""
     x, w, init = (given[n].clone().requires_grad_() for n in ("x", "w", "init"))
     sent = dispatch(x, given["ids"], w, dispatcher)
     received = int((sent.ids >= 0).any(1).sum())

@@ -21,7 +21,7 @@ ROUTES = {
     "out of range": lambda: torch.randint(-20, 40, (17, 5)),
     "int32": lambda: torch.randint(0, 12, (17, 5), dtype=torch.int32),
     "one rank": lambda: torch.randint(3, 6, (17, 5)),
-    "nobody": lambda: torch.full((4, 5), -1),
+    "none": lambda: torch.full((4, 5), -1),
     "no tokens": lambda: torch.zeros(0, 5, dtype=torch.int64),
 }
 

@@ -450,7 +450,7 @@ def gpu_case(gpt_oss: bool, tokens: int = 1024) -> tuple[Case, Tensor]:
 
 
 def poison_gpu_memory() -> None:
-    """What the caching allocator hands out next holds NaN."""
+    """Fill the blocks that the caching allocator returns next with NaN."""
     blocks = [torch.full((2**s,), torch.nan, device="cuda") for s in range(8, 26)]
     blocks += [torch.full((2**22,), torch.nan, device="cuda") for _ in range(32)]
     del blocks

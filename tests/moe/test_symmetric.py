@@ -196,7 +196,7 @@ def test_over_the_capacity_and_again_exactly(tmp_path: Path, world: int) -> None
 
 
 def need(rank: int, world: int, folder: str) -> list[Any]:
-    """What would have been enough for routing that fits, by the exchange and by hand; flags of those that cannot lose."""
+    """The sufficient factor for routing that fits, by the dispatcher and by hand; flags of dispatchers that drop no rows."""
     dispatcher = dispatcher_of(Path(folder) / "a", tokens=300, capacity_factor=1.9)
     device = str(dispatcher._open().base.device)
     most = 0

@@ -514,7 +514,7 @@ def test_compiled_code_leaves_the_call_to_python() -> None:
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    """Of this process alone."""
+    """A mesh of this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield DeviceMesh("cpu", [0])
     dist.destroy_process_group()

@@ -206,13 +206,13 @@ def _give(free_ptr, table_ptr, place, size, BLOCK: tl.constexpr):
         start += BLOCK
     place -= count
     start = 0
-    behind = place
+    at_place = place
     while start < size:
         at = start + tl.arange(0, BLOCK)
         pages = tl.load(table_ptr + at, mask=at < size, other=-1)
         held = (pages >= 0).to(tl.int32)
-        tl.store(free_ptr + behind + tl.cumsum(held, 0) - held, pages, mask=held > 0)
-        behind += tl.sum(held, 0)
+        tl.store(free_ptr + at_place + tl.cumsum(held, 0) - held, pages, mask=held > 0)
+        at_place += tl.sum(held, 0)
         start += BLOCK
     return place
 

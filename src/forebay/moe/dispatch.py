@@ -1,10 +1,10 @@
 """Token dispatchers: how rows travel between the ranks of an expert-parallel group.
 
 P ranks hold E experts, rank p the experts [p * E/P, (p+1) * E/P). Input: each rank's tokens x [T, H] (T may differ, and be 0)
-with ids and weights [T, K]. `dispatch` sends each token once to every rank that holds one of its experts, and `collect` returns
-the sums. This module has the interface, the dispatcher of a single rank and the one over a process group's all-to-all;
-`forebay.moe.symmetric` and `forebay.moe.deepep` have the others. A handle belongs to whoever holds it, in training the autograd
-graph. A dispatcher owns what lasts: the process group and buffers.
+with ids and weights [T, K]. `dispatch` sends each token once to every rank that holds one of its experts, and `collect`
+returns the sums. This module has the interface, the dispatcher of a single rank and the one over a process group's
+all-to-all; `forebay.moe.symmetric` and `forebay.moe.deepep` have the others. The caller owns a handle, in training the
+autograd graph. A dispatcher owns what lasts: the process group and buffers.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class TokenDispatcher(OpaqueBase):
         """Release what the dispatcher owns. Operations after it are an error."""
 
 
-# `typ="reference"`: an object with identity, never specialised on.
+# `typ="reference"`: an object with identity, never specialized on.
 register_opaque_type(TokenDispatcher, typ="reference")
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from forebay.moe.dispatch import TokenDispatcher
+from forebay.moe.routing import check_routed
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,10 +58,7 @@ def dispatch(x: Tensor, ids: Tensor, weights: Tensor, dispatcher: TokenDispatche
     Raises:
         ValueError: shapes that do not fit, or more tokens than the dispatcher was made for.
     """
-    if x.dim() != 2 or ids.dim() != 2 or ids.shape[0] != x.shape[0] or weights.shape != ids.shape:
-        raise ValueError(
-            f"x [T, H], ids and weights [T, K] do not fit: {tuple(x.shape)}, {tuple(ids.shape)}, {tuple(weights.shape)}"
-        )
+    check_routed(x, ids, weights)
     if dispatcher.size == 1:
         return Dispatched(x, ids, weights, None, DispatchHandle([], dispatcher, x.shape[0]))
     rows, local_ids, row_weights, handle = dispatch_op(x, ids, weights, dispatcher)

@@ -1,7 +1,7 @@
 """The routed experts of an MoE layer.
 
 Input: tokens x [T, H], the router's ids and weights [T, K], and stacked expert weights. Output: y [T, H]. This module checks and
-casts; `forebay.moe.experts_op` computes, and says what is saved for backward.
+casts; `forebay.moe.experts_op` computes and saves for backward.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from torch import Tensor
 from forebay.kernels.swiglu import Glu
 from forebay.moe.experts_autograd import Pages, eager_experts
 from forebay.moe.experts_op import experts_op
+from forebay.moe.routing import check_routed
 from forebay.moe.wgrad import WeightGradients
 
 
@@ -88,10 +89,7 @@ def _check(
     down_bias: Tensor | None,
     transposed: bool,
 ) -> None:
-    if x.dim() != 2 or ids.dim() != 2 or ids.shape[0] != x.shape[0] or weights.shape != ids.shape:
-        raise ValueError(
-            f"x [T, H], ids and weights [T, K] do not fit: {tuple(x.shape)}, {tuple(ids.shape)}, {tuple(weights.shape)}"
-        )
+    check_routed(x, ids, weights)
     if gate_up.dim() != 3 or down.dim() != 3:
         raise ValueError(f"expert weights must be stacks, got {tuple(gate_up.shape)}, {tuple(down.shape)}")
     num_experts, hidden = gate_up.shape[0], x.shape[1]

@@ -29,6 +29,14 @@ class Routing(NamedTuple):
     offs: Tensor
 
 
+def check_routed(x: Tensor, ids: Tensor, weights: Tensor) -> None:
+    """ValueError unless x is [T, H], and ids and weights are [T, K]."""
+    if x.dim() != 2 or ids.dim() != 2 or ids.shape[0] != x.shape[0] or weights.shape != ids.shape:
+        raise ValueError(
+            f"x [T, H], ids and weights [T, K] do not fit: {tuple(x.shape)}, {tuple(ids.shape)}, {tuple(weights.shape)}"
+        )
+
+
 def route(ids: Tensor, num_experts: int, max_rows: int | None = None) -> Routing:
     """Sort the slots of `ids` [T, K] (any integer dtype) by expert.
 

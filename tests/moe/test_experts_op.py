@@ -1,7 +1,10 @@
 """The grouped products against a loop in fp64, and what experts without rows get."""
 
+from itertools import pairwise
+
 import pytest
 import torch
+from torch import Tensor
 
 from forebay.moe import experts_op
 from forebay.moe.experts_op import rows_by_matrix, rows_by_rows
@@ -12,28 +15,26 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 WIDTHS = [(16, 24), (7, 9), (16, 9), (7, 16)]
 
 
-def tolerance(dtype: torch.dtype) -> float:
-    """Sums of up to 16 terms near 1, accumulated in fp32 at least and rounded once."""
-    return {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 6e-2)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("m", "n"), WIDTHS)
 def test_products(m: int, n: int, dtype: torch.dtype) -> None:
-    offs = torch.tensor(OFFS, dtype=torch.int32)
+    offs, spans = torch.tensor(OFFS, dtype=torch.int32), list(pairwise([0, *OFFS]))
+    # Sums of up to 16 terms near 1, accumulated in fp32 at least and rounded once.
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 6e-2)
+
+    def close(got: Tensor, wanted: Tensor) -> None:
+        torch.testing.assert_close(got.double(), wanted, atol=tolerance, rtol=tolerance)
+
     a, b = torch.randn(10, m).to(dtype), torch.randn(10, n).to(dtype)
     a[8:], b[8:] = torch.nan, torch.nan
     for w in (torch.randn(4, m, n).to(dtype), torch.randn(4, n, m).to(dtype).transpose(1, 2)):
         out = rows_by_matrix(a, w, offs)
         assert out.shape == (10, n) and out.dtype == dtype
-        for e, (start, end) in enumerate(zip([0, *OFFS], OFFS, strict=False)):
-            wanted = a[start:end].double() @ w[e].double()
-            torch.testing.assert_close(out[start:end].double(), wanted, atol=tolerance(dtype), rtol=tolerance(dtype))
+        for e, (start, end) in enumerate(spans):
+            close(out[start:end], a[start:end].double() @ w[e].double())
     grad = rows_by_rows(a, b, offs)
     assert grad.shape == (4, m, n) and grad.is_contiguous() and grad.dtype == dtype
-    for e, (start, end) in enumerate(zip([0, *OFFS], OFFS, strict=False)):
-        wanted = a[start:end].double().t() @ b[start:end].double()
-        torch.testing.assert_close(grad[e].double(), wanted, atol=tolerance(dtype), rtol=tolerance(dtype))
+    close(grad, torch.stack([a[start:end].double().t() @ b[start:end].double() for start, end in spans]))
     assert (grad[[0, 2]] == 0).all()
 
 

@@ -108,12 +108,12 @@ class _Experts(torch.autograd.Function):
             return (None,) * 9
         refuse_second_derivative()
         pending = ctx.call.store.pending
-        (dx, d_weights, *d_biases), of_stacks = _backward(ctx, dy, pending is not None)
+        (dx, d_weights, *d_biases), weight_gradients = _backward(ctx, dy, pending is not None)
         if ctx.call.edges is not None:
             if pending is None:
-                ctx.call.edges.run(*of_stacks)
+                ctx.call.edges.run(*weight_gradients)
             else:
-                pending.append(DeferredWeightGradient(ctx.call.edges, of_stacks))
+                pending.append(DeferredWeightGradient(ctx.call.edges, weight_gradients))
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             # As autograd frees saved tensors: a held loss keeps this node alive.
             ctx.paged = None
@@ -141,14 +141,14 @@ def _backward(ctx: Any, dy: Tensor, defer: bool) -> tuple[list[Tensor | None], l
         shared = order, offs, inverse.shape[1]
         x = x.detach() if isinstance(x, Tensor) else x
         # dy itself, not an alias: autograd then sees that it is held, and accumulates it nowhere in place.
-        of_stacks: list[Any] = [
+        weight_gradients: list[Any] = [
             None if first is None else WeightGradientOperands("tokens", x, first, *shared, transposed),
             None if second is None else WeightGradientOperands("gradient", dy, second, *shared, not transposed),
         ]
     else:
         # Given away: autograd copies a gradient that is held elsewhere into `.grad`.
-        of_stacks = [None if gradient is None else [gradient].pop for gradient in (first, second)]
-    return [dx, d_weights, *d_biases], of_stacks
+        weight_gradients = [None if gradient is None else [gradient].pop for gradient in (first, second)]
+    return [dx, d_weights, *d_biases], weight_gradients
 
 
 class _PagedInputs:

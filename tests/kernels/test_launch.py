@@ -17,26 +17,9 @@ from forebay.kernels.paging import Arena, PageTable, all_free, give_pages, resto
 from forebay.kernels.permute import combine_rows, gather_rows, sort_slots
 from forebay.kernels.scale import scale
 from forebay.kernels.swiglu import Glu, swiglu_backward, swiglu_forward
+from tests.kernels.views import moved_on, strided, turned
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def strided(t: Tensor) -> Tensor:
-    """Every second element of each dimension of a tensor of other values."""
-    wide = torch.full([2 * n for n in t.shape], 77, device=t.device).to(t.dtype)
-    view = wide[tuple(slice(1, None, 2) for _ in t.shape)]
-    return view.copy_(t)
-
-
-def turned(t: Tensor) -> Tensor:
-    """The dimensions in the other order in memory."""
-    return t.permute(*reversed(range(t.dim()))).contiguous().permute(*reversed(range(t.dim())))
-
-
-def moved_on(t: Tensor) -> Tensor:
-    """Contiguous, after an odd number of other values."""
-    wide = torch.full((t.numel() + 3,), 77, device=t.device).to(t.dtype)
-    return wide[3:].view(t.shape).copy_(t)
 
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {"strided": strided, "turned": turned, "offset": moved_on}

@@ -12,7 +12,7 @@ from forebay.kernels.permute import combine_rows
 from forebay.kernels.symm_combine import push_rows, sum_rows
 from forebay.kernels.symm_dispatch import dispatch_reference, receive_tokens, receive_values, send_tokens, send_values
 from forebay.kernels.symm_mem import BEGUN, DONE, EPOCH, LISTS, TICKETS, PeerLayout, PeerMemory, read_counts
-from tests.kernels.test_launch import moved_on, strided, turned
+from tests.kernels.views import moved_on, strided, turned
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LOCAL = 3  # experts of each rank

@@ -227,15 +227,15 @@ class SublayerForward:
         self.mlp = mlp
         self.stages: MoeStages | None = mlp.call if isinstance(mlp.call, MoeStages) else None
         self._layer: Any = layer
-        self._original: Callable[..., Any] = partial(type(layer).forward, layer)
+        self._original: Callable[..., Any]  # set by `around`
         self._names = tuple(inspect.signature(type(layer).forward).parameters)[2:]
         self._block = block
         self._block_class: type[nn.Module] = type(layer.mlp)  # type: ignore[assignment]
         self._compiled = compiled
 
-    def around(self, below: InnerForward) -> ForwardFn:
+    def around(self, inner: InnerForward) -> ForwardFn:
         """For `forebay.memory.regions.install`: the sublayers in place of the layer's own forward."""
-        self._original = below
+        self._original = inner
         return self._run
 
     def _run(self, _: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
@@ -284,7 +284,7 @@ class SublayerForward:
                 )
 
     def run_router_hooks(self, logits: Tensor | None, ids: Tensor | None) -> None:
-        """ForwardFn the router's forward hooks on its outputs, with empty arguments, where compiled code skipped them.
+        """Run the router's forward hooks on its outputs, with empty arguments, where compiled code skipped them.
 
         Transformers' ``output_router_logits`` and `forebay.models.router.RouterStats` are such hooks.
         """
@@ -346,7 +346,7 @@ class _Functions:
 
 
 def install_sublayers(model: nn.Module, compile: bool = False, dispatcher: TokenDispatcher | None = None) -> Sublayers:
-    """ForwardFn every decoder layer of `model` as its two sublayers.
+    """Run every decoder layer of `model` as its two sublayers.
 
     Eager sublayers give bitwise the original's results. Compiled ones (one graph for all layers of a kind, see
     `forebay.models.compile`) round differently. On a GPU they choose cuDNN attention where it applies.

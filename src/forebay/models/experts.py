@@ -74,7 +74,7 @@ def register() -> str:
 
 
 def install_experts(model: nn.Module) -> Callable[[], None]:
-    """ForwardFn the experts of every MoE block of `model` on `experts_forward`, until the returned call removes it.
+    """Run the experts of every MoE block of `model` on `experts_forward`, until the returned call removes it.
 
     Experts that use "forebay" by their configuration, whose forward is replaced, or that are not transformers' are left
     alone. Copies and pickles of the model have their own experts.

@@ -71,7 +71,7 @@ def install_fused_loss(model: nn.Module, in_eval: bool = False) -> Callable[[], 
     head: nn.Module = model.lm_head  # type: ignore[assignment]
     undo = ExitStack()
     undo.callback(install(model, partial(_FusedForward, family, head, in_eval)))
-    undo.callback(install(head, lambda below: _head_forward))
+    undo.callback(install(head, lambda inner: _head_forward))
     return undo.close
 
 
@@ -81,9 +81,9 @@ class _FusedForward:
     FSDP2's hooks on the head unshard the weight before and reduce its gradient after that call.
     """
 
-    def __init__(self, family: type[nn.Module], head: nn.Module, in_eval: bool, below: InnerForward):
+    def __init__(self, family: type[nn.Module], head: nn.Module, in_eval: bool, inner: InnerForward):
         self._name, self._adds_aux = family.__name__, _FAMILIES[family.__name__]
-        self._head, self._in_eval, self._below = head, in_eval, below
+        self._head, self._in_eval, self._inner = head, in_eval, inner
         self._module = sys.modules[family.__module__]
         output_class = "MoeCausalLMOutputWithPast" if self._adds_aux else "CausalLMOutputWithPast"
         self._output_class = getattr(self._module, output_class)
@@ -95,16 +95,16 @@ class _FusedForward:
         given = dict(zip(self._names, args, strict=False)) | kwargs
         labels = given.pop("labels", None)
         if labels is None or torch._C._are_functorch_transforms_active():
-            return self._below(*args, **kwargs)
+            return self._inner(*args, **kwargs)
         if not (model.training or self._in_eval):
-            return self._warn_in_backward(self._below(*args, **kwargs))
+            return self._warn_in_backward(self._inner(*args, **kwargs))
         if len(given) + 1 < len(args) + len(kwargs):
             # Too many arguments, or one given twice: the original raises Python's own TypeError.
-            return self._below(*args, **kwargs)
+            return self._inner(*args, **kwargs)
         change = _change_of(model.lm_head, self._head)
         if change is not None:
             self._warn_of_head(change)
-            return self._below(*args, **kwargs)
+            return self._inner(*args, **kwargs)
         return self._run(model, labels, given)
 
     def _run(self, model: Any, labels: Tensor, given: dict[str, Any]) -> Any:

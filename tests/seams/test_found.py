@@ -71,8 +71,11 @@ def step(model: nn.Module, seed: int = 0) -> list[Tensor]:
     return found  # type: ignore[return-value]
 
 
-def both(make: Callable[[], nn.Module], policy: Any, use: Callable[[nn.Module], list[Tensor]], **options: Any) -> None:
-    """`use` brings the same of a model that is managed, after a step that is measured, as of one that is not."""
+Use = Callable[[nn.Module], list[Tensor]]
+
+
+def both(make: Callable[[], nn.Module], policy: Any, use: Use, **options: Any) -> None:
+    """`use` gives the same for a managed model, also after the measured step, as for a plain one."""
     torch.manual_seed(1)
     wanted = use(make())
     torch.manual_seed(1)
@@ -84,95 +87,93 @@ def both(make: Callable[[], nn.Module], policy: Any, use: Callable[[nn.Module], 
         assert torch.equal(ours, theirs), f"tensor {index} differs by up to {(ours - theirs).abs().max().item()}"
 
 
-# --- what a region's forward may do --------------------------------------------------------------------------------------
+# --- what a region's forward may do, and what autograd may be asked -----------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_running_statistics_are_counted_once(policy: str) -> None:
-    def use(model: nn.Module) -> list[Tensor]:
-        found = [t for seed in range(3) for t in step(model, seed)]
-        return [*found, *(b.double() for b in model.buffers())]
-
-    both(lambda: net(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), Mlp()), policy, use)
+def three_steps(model: nn.Module) -> list[Tensor]:
+    found = [t for seed in range(3) for t in step(model, seed)]
+    return [*found, *(b.double() for b in model.buffers())]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_power_iterations_are_made_once(policy: str) -> None:
-    def make() -> nn.Module:
-        return net(parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)), Mlp())
+def two_steps(model: nn.Module) -> list[Tensor]:
+    return step(model) + step(model, 1)
 
-    both(make, policy, lambda model: [t for seed in range(3) for t in step(model, seed)])
+
+def forward_over_reverse(model: nn.Module) -> list[Tensor]:
+    """The tangent of a gradient: what was saved has a tangent too, which is not in its bytes."""
+    found = []
+    for seed in range(3):
+        with forward_ad.dual_level():
+            x = forward_ad.make_dual(rows(seed).requires_grad_(), rows(seed + 1))
+            (grad,) = torch.autograd.grad(model(x).sin().sum(), x)
+            primal, tangent = forward_ad.unpack_dual(grad)
+            found += [primal.detach(), torch.zeros(1) if tangent is None else tangent.detach()]
+    return found
+
+
+def batched_gradients(model: nn.Module) -> list[Tensor]:
+    found = []
+    for seed in range(3):
+        x = rows(seed).requires_grad_()
+        y = model(x).sum(0)
+        found += torch.autograd.grad(y, x, torch.eye(WIDTH), is_grads_batched=True, retain_graph=True)
+        found += torch.autograd.grad(y.sum(), x)
+    return found
+
+
+def jacobians_and_hessians(model: nn.Module) -> list[Tensor]:
+    x = rows(0)[:2]
+    found = []
+    for _ in range(2):
+        found.append(torch.autograd.functional.jacobian(lambda t: model(t).sum(0), x))
+        found.append(torch.autograd.functional.hvp(lambda t: model(t).sin().sum(), x, torch.ones_like(x))[1])
+    return found
+
+
+def anomaly_detection(model: nn.Module) -> list[Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.autograd.detect_anomaly():
+            return two_steps(model)
+
+
+def another_dtype(model: nn.Module) -> list[Tensor]:
+    return two_steps(model) + step(model.double(), 2) + step(model, 3)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
-    "inplace", [nn.ReLU(inplace=True), nn.LeakyReLU(0.1, inplace=True)], ids=["relu", "leaky_relu"]
+    ("make", "use"),
+    [
+        # Running statistics are counted once, power iterations made once.
+        (lambda: net(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), Mlp()), three_steps),
+        (lambda: net(parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)), Mlp()), three_steps),
+        (net, batched_gradients),
+        (net, jacobians_and_hessians),
+        (net, anomaly_detection),
+        (net, another_dtype),
+    ],
+    ids=["statistics", "power iterations", "batched", "jacobians", "anomaly detection", "dtype"],
 )
+def test_the_same_as_of_a_plain_model(make: Callable[[], nn.Module], use: Use, policy: str) -> None:
+    both(make, policy, use)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("inplace", [nn.ReLU(inplace=True), nn.LeakyReLU(0.1, inplace=True)], ids=str)
 def test_an_activation_in_place_is_right_or_refused(policy: str, inplace: nn.Module) -> None:
     try:
-        both(
-            lambda: net(nn.Linear(WIDTH, WIDTH), copy.deepcopy(inplace), Mlp()), policy, lambda m: step(m) + step(m, 1)
-        )
+        both(lambda: net(nn.Linear(WIDTH, WIDTH), copy.deepcopy(inplace), Mlp()), policy, two_steps)
     except RuntimeError as error:
         assert policy == "recompute" and "inplace" in str(error)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_forward_over_reverse_is_right_or_refused(policy: str) -> None:
-    """The tangent of a gradient: what was saved has a tangent too, which is not in its bytes."""
-
-    def use(model: nn.Module) -> list[Tensor]:
-        found = []
-        for seed in range(3):
-            with forward_ad.dual_level():
-                x = forward_ad.make_dual(rows(seed).requires_grad_(), rows(seed + 1))
-                (grad,) = torch.autograd.grad(model(x).sin().sum(), x)
-                primal, tangent = forward_ad.unpack_dual(grad)
-                found += [primal.detach(), torch.zeros(1) if tangent is None else tangent.detach()]
-        return found
-
     try:
-        both(net, policy, use)
+        both(net, policy, forward_over_reverse)
     except RuntimeError as error:
-        assert "tangent" in str(error) or "forward-mode" in str(error) or "forward AD" in str(error), error
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_batched_gradients(policy: str) -> None:
-    def use(model: nn.Module) -> list[Tensor]:
-        found = []
-        for seed in range(3):
-            x = rows(seed).requires_grad_()
-            y = model(x).sum(0)
-            found += torch.autograd.grad(y, x, torch.eye(WIDTH), is_grads_batched=True, retain_graph=True)
-            found += torch.autograd.grad(y.sum(), x)
-        return found
-
-    both(net, policy, use)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_jacobians_and_hessians(policy: str) -> None:
-    def use(model: nn.Module) -> list[Tensor]:
-        x = rows(0)[:2]
-        found = []
-        for _ in range(2):
-            found.append(torch.autograd.functional.jacobian(lambda t: model(t).sum(0), x))
-            found.append(torch.autograd.functional.hvp(lambda t: model(t).sin().sum(), x, torch.ones_like(x))[1])
-        return found
-
-    both(net, policy, use)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_anomaly_detection(policy: str) -> None:
-    def use(model: nn.Module) -> list[Tensor]:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with torch.autograd.detect_anomaly():
-                return step(model) + step(model, 1)
-
-    both(net, policy, use)
+        assert any(words in str(error) for words in ("tangent", "forward-mode", "forward AD")), error
 
 
 # --- what lives longer than a step ------------------------------------------------------------------------------------
@@ -261,11 +262,6 @@ def test_two_threads_at_once() -> None:
 
 
 # --- a model that changes under management -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_model_that_changes_its_dtype(policy: str) -> None:
-    both(net, policy, lambda model: step(model) + step(model, 1) + step(model.double(), 2) + step(model, 3))
 
 
 def test_a_model_that_gets_its_memory_later_is_managed_or_something_is_said() -> None:

@@ -206,10 +206,7 @@ def manage(
     _check_options(model, policy, compile, experts, loss, recompute, dispatcher, min_bytes)
     model, prefix = unwrap(model)
     if prefix and not isinstance(policy, str):
-        policy = {
-            pattern.removeprefix(f"{prefix}.") if isinstance(pattern, str) else pattern: placement
-            for pattern, placement in policy.items()
-        }
+        policy = _without_prefix(policy, f"{prefix}.")
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     fallbacks: list[str] = []
     with ExitStack() as undo:  # on an error, removes what is installed so far
@@ -230,7 +227,7 @@ def manage(
                 regions.slots,
                 regions.claims,
                 device,
-                budget=parse_bytes(budget) if budget is not None else None,
+                budget=_as_bytes(budget),
                 offload=offload,
                 recompute=recompute,
                 min_bytes=min_bytes,
@@ -281,6 +278,15 @@ def _check_options(
             raise PolicyError(f"{option}={value!r} is unknown; valid are {choices} and None (the model's own)")
     if min_bytes is not None and (isinstance(min_bytes, bool) or not isinstance(min_bytes, int) or min_bytes < 0):
         raise PolicyError(f"min_bytes={min_bytes!r} must be an integer of at least 0, in bytes")
+
+
+def _without_prefix(policy: Mapping[str, str], prefix: str) -> dict[str, str]:
+    # A pattern that is not a text is refused later.
+    return {p.removeprefix(prefix) if isinstance(p, str) else p: placement for p, placement in policy.items()}
+
+
+def _as_bytes(size: int | str | None) -> int | None:
+    return None if size is None else parse_bytes(size)
 
 
 def unwrap(model: nn.Module) -> tuple[nn.Module, str]:
@@ -355,7 +361,7 @@ def _install_pages(
 ) -> PageStore | None:
     if budget is not None and not regions.stashed:
         raise PolicyError("pages=... is for regions that the policy puts 'stash' on, and there is none")
-    store = install_stash(model, regions.stashed, device, parse_bytes(budget) if budget is not None else None)
+    store = install_stash(model, regions.stashed, device, _as_bytes(budget))
     if store is not None:
         undo.callback(store.close)
         undo.callback(remove_stash, model)

@@ -324,8 +324,10 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None)
         raise ValueError(f"bias must be [{weight.shape[0]}], got {tuple(bias.shape)}")
     if not hidden.is_floating_point():
         raise TypeError(f"hidden must be floating point, got {hidden.dtype}")
-    for name, other in (("weight", weight), ("bias", bias), ("targets", targets)):
-        if other is not None and name != "targets" and other.dtype != hidden.dtype:
+    given = [(name, other) for name, other in (("weight", weight), ("bias", bias)) if other is not None]
+    for name, other in given:
+        if other.dtype != hidden.dtype:
             raise TypeError(f"{name} is {other.dtype}, hidden is {hidden.dtype}")
-        if other is not None and other.device != hidden.device:
+    for name, other in (*given, ("targets", targets)):
+        if other.device != hidden.device:
             raise ValueError(f"{name} is on {other.device}, hidden on {hidden.device}")

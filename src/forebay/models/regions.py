@@ -8,7 +8,7 @@ everything back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -68,13 +68,18 @@ def regions_of(
     claims, recompute_experts = split_recompute_experts(claims)
     active = {c.path for c in claims if c.placement != "keep"}
     # Regions that are kept are slots too: copies are settled and started when they are called.
-    kept = [p for p in default if not any(p.startswith(f"{path}.") or not path for path in active - {p})]
-    wanted = active | set(kept)
-    slots: dict[str, Slot] = {}
-    for path, module in model.named_modules():
-        if path in wanted:
-            slots[path] = sublayers[path] if path in sublayers else ModuleSlot(module, light_recompute_of(module))
+    paths = active | {path for path in default if not _is_inside(path, active - {path})}
+    slots: dict[str, Slot] = {
+        path: sublayers[path] if path in sublayers else ModuleSlot(module, light_recompute_of(module))
+        for path, module in model.named_modules()
+        if path in paths
+    }
     return Regions(slots, [c for c in claims if c.path in slots], stashed, recompute_experts)
+
+
+def _is_inside(path: str, others: Iterable[str]) -> bool:
+    """Whether `path` lies inside one of the paths `others`; the root "" contains all."""
+    return any(path.startswith(f"{other}.") or not other for other in others)
 
 
 def _uniform_claims(model: nn.Module, default: Sequence[str], placement: str) -> list[Claim]:
@@ -106,14 +111,15 @@ def _claims(
     # Paths inside a compiled sublayer are sealed on other ranks too.
     unsealed = (".self_attn", ".mlp") if dispatcher is None else (".self_attn", ".mlp", ".mlp.experts")
     elsewhere = [p for p in absent_paths(model) if not sealed or p.endswith(unsealed) or p.count(".") == 2]
-    light: list[str] = []
-    if recompute == "light":
-        light = [
-            f"{block.path}.experts" for block in moe_blocks(model) if light_recompute_of(block.experts) is not None
-        ]
-        light += [path for path in elsewhere if path.endswith(".experts")]
+    light = _light_experts(model, elsewhere) if recompute == "light" else ()
     local = set(here)
     return [claim for claim in resolve(policy, [*here, *elsewhere], sealed, light) if claim.path in local]
+
+
+def _light_experts(model: nn.Module, elsewhere: Sequence[str]) -> list[str]:
+    """Paths of the experts that support light recomputation, here and on other ranks."""
+    here = [f"{block.path}.experts" for block in moe_blocks(model) if light_recompute_of(block.experts) is not None]
+    return here + [path for path in elsewhere if path.endswith(".experts")]
 
 
 def _layers_of(model: nn.Module) -> Sequence[nn.Module]:
@@ -158,8 +164,7 @@ def split_recompute_experts(claims: Sequence[Claim]) -> tuple[list[Claim], list[
     offloaded = [c.path for c in claims if c.placement == "offload"]
     others, inside = [], []
     for claim in claims:
-        nested = any(claim.path.startswith(f"{path}.") or not path for path in offloaded)
-        if claim.placement == "recompute" and nested:
+        if claim.placement == "recompute" and _is_inside(claim.path, offloaded):
             inside.append(claim.path)
         else:
             others.append(claim)

@@ -63,7 +63,9 @@ def run(device: str, folder: Path) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     for name, sections in cases(world).items():
         base: dict[str, Any] = {
-            "model": {"family": "qwen3_moe", "config": TINY, "dtype": "float32"},
+            # Eager attention: under `warn_only`, the backward of flash attention still adds up in any order. Of 2,900 tiny steps
+            # with it, 5 differed in some query weights' last bits, with and without a graph.
+            "model": {"family": "qwen3_moe", "config": TINY, "dtype": "float32", "attention": "eager"},
             "data": {"source": "text", "path": str(folder / "a.txt"), "cache": str(folder / "cache")},
             "train": {"batch": 8, "microbatch": 1, "sequence": 512, "steps": 9},
             "device": {"type": device},

@@ -4,7 +4,15 @@ import random
 
 import pytest
 
-from forebay.memory.timeline import Assignment, CallFigures, Timeline, TimelineEvent, TurnSchedule, simulate
+from forebay.memory.timeline import (
+    Assignment,
+    CallFigures,
+    IndexedTimeline,
+    Timeline,
+    TimelineEvent,
+    TurnSchedule,
+    simulate,
+)
 from tests.memory.timelines import pipeline, random_timeline
 
 
@@ -85,7 +93,7 @@ def test_several_microbatches_in_flight() -> None:
 def test_the_peak_is_that_of_the_highest_event(window: int | None) -> None:
     step = random_timeline(random.Random(3), 5)
     assignment = Assignment({0: frozenset({0}), 2: frozenset({0})}, frozenset({"r4"}))
-    schedule = TurnSchedule(step, assignment, window)
+    schedule = TurnSchedule(IndexedTimeline(step), assignment, window)
     assert len(schedule.memory) == len(step.events) and schedule.plan() == simulate(step, assignment, window)
     assert max(schedule.memory) == schedule.plan().peak_bytes
 

@@ -1,15 +1,13 @@
 """The autograd boundary: regions, pack and unpack, and the life of a step.
 
-A region's forward runs inside ``saved_tensors_hooks``. `Manager._pack` gets each tensor that autograd saves. Weights, small
-tensors and what the plan keeps are returned as detached aliases; the storages of the others go to the store, which returns a
-ticket that the autograd node owns. When the forward is over, the region's tickets are sent to the host together. When the
-gradient reaches the region's output, the manager waits for the region's tickets and starts the fetches that are due.
-`Manager._unpack` cuts the saved view out of the ticket's bytes. The ticket dies with the node, and its memory is free.
-
 Input: a model's regions (slots around pieces of its forward) and a placement for each. Output: bitwise the same results, with
-the saved tensors where the policy wants them. The graph owns tickets and region calls; the manager owns the store and the
-`Autotuner`, which decides what is offloaded, settled and fetched when. There is no module-level state: two managers in one
-process are independent.
+the saved tensors where the policy wants them. A region's forward runs inside ``saved_tensors_hooks``. `Manager._pack` gets each
+tensor that autograd saves: it returns a detached alias of a weight, a small tensor or one that the plan keeps, and gives the
+storage of any other to the store, whose ticket the autograd node owns. When the forward is over, the region's tickets are sent
+to the host together. When the gradient reaches the region's output, the manager waits for the region's tickets and starts the
+fetches that are due (`forebay.memory.transfers`). `Manager._unpack` cuts the saved view out of the ticket's bytes. The ticket
+dies with the node, and its memory is free. The graph owns tickets and region calls; the manager owns the store and the
+`Autotuner`, which decides what is offloaded.
 """
 
 import warnings

@@ -13,7 +13,15 @@ from contextlib import suppress
 from math import inf
 
 from forebay.memory.solver import Allowed, lowest, solve
-from forebay.memory.timeline import Assignment, InterleavedSchedule, PipelineTimeline, Plan, Timeline, simulate
+from forebay.memory.timeline import (
+    Assignment,
+    IndexedTimeline,
+    InterleavedSchedule,
+    PipelineTimeline,
+    Plan,
+    Timeline,
+    simulate,
+)
 from forebay.policy import BudgetError, format_bytes
 
 Item = tuple[int, int]  # (index of a call, index of one of its items)
@@ -133,19 +141,13 @@ def _tolerance(timeline: Timeline) -> float:
 
 def _by_wait(timeline: Timeline, paths: frozenset[str], recompute: frozenset[str] = frozenset()) -> list[Item]:
     """The items that may be offloaded, longest wait first."""
-    forward = {event.call: i for i, event in enumerate(timeline.events) if event.kind == "F"}
-    backward = {event.call: i for i, event in enumerate(timeline.events) if event.kind == "B"}
-    found = []
+    step, found = IndexedTimeline(timeline), []
     for index, call in enumerate(timeline.calls):
         recomputed = call.key[0] in recompute
-        if call.key[0] not in paths or index not in forward or index not in backward:
-            continue
-        if recomputed and not call.light_recompute:
-            continue
-        for item in range(len(call.items)):
-            if call.items[item] and not (recomputed and item == call.largest):
-                found.append((index, item))
-    return sorted(found, key=lambda item: (forward[item[0]] - backward[item[0]], item))
+        if call.key[0] in paths and step.lives(index) and (call.light_recompute or not recomputed):
+            gone = call.largest if recomputed else -1
+            found += [(index, item) for item, size in enumerate(call.items) if size and item != gone]
+    return sorted(found, key=lambda item: (step.forward[item[0]] - step.backward[item[0]], item))
 
 
 def _by_cost(timeline: Timeline, recomputable: frozenset[str]) -> list[str]:
@@ -298,7 +300,7 @@ def _cost(laid: InterleavedSchedule) -> float:
 
 def _height(laid: InterleavedSchedule) -> float:
     step = laid.pipeline
-    top = sum(step.sizes) or 1
+    top = step.saved or 1
     return sum(seconds * (m / top) ** _POWER for seconds, m in zip(step.each, laid.memory, strict=True))
 
 
@@ -311,7 +313,7 @@ def _kinds(step: PipelineTimeline, paths: frozenset[str]) -> list[list[Item]]:
     found: dict[tuple[str, int, int], list[Item]] = {}
     for index, call in enumerate(step.calls):
         path, count = call.key
-        if path not in paths or index not in step.forward or index not in step.backward:
+        if path not in paths or not step.lives(index):
             continue
         times = max(counts[path] // fewest, 1)  # a sublayer in stages is called twice for a microbatch
         for item, size in enumerate(call.items):

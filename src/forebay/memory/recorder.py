@@ -8,12 +8,11 @@ of the current step.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any
 
 import torch
 
-from forebay.memory.timeline import CallFigures, Key, Plan, Rates, Timeline, TimelineEvent
+from forebay.memory.timeline import CallFigures, IndexedTimeline, Key, Plan, Rates, Timeline, TimelineEvent
 
 Marks = tuple[Any, Any]  # CUDA events before and after the waits for copies; None on a CPU
 
@@ -280,15 +279,8 @@ class TimingRecorder(_EventRecorder):
     def _with_memory(self, timeline: Timeline) -> list[TimelineEvent]:
         """`other` of an event is the memory at its start less the saved items that a plan counts there: those of each call, from
         the event after its forward to its backward, unless they are on the host."""
-        change = [0] * (len(timeline.events) + 1)
-        backward = {event.call: i for i, event in enumerate(timeline.events) if event.kind == "B"}
-        for index, event in enumerate(timeline.events):
-            if event.kind == "F" and event.call in backward:
-                size = sum(timeline.calls[event.call].items)
-                change[index + 1] += size
-                change[backward[event.call] + 1] -= size
-        found = []
-        for event, sample, saved in zip(timeline.events, self._samples, accumulate(change), strict=False):
+        found, held = [], IndexedTimeline(timeline).held
+        for event, sample, saved in zip(timeline.events, self._samples, held, strict=False):
             other = sample.start_bytes - self._samples[0].start_bytes - (saved - sample.saved_bytes)
             # The last event has no end: it keeps its transient memory.
             top = sample.top_bytes

@@ -18,9 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 
-from forebay.memory.timeline import Assignment, CallFigures, Plan, Timeline, TurnSchedule
-
-INFINITE = float("inf")
+from forebay.memory.timeline import Assignment, CallFigures, IndexedTimeline, Plan, Timeline, TurnSchedule
 
 _ROUNDS = 4  # times that the programme is solved
 _GAP = 2e-3  # of the programme's answer; what the simulation adds to it is larger
@@ -58,7 +56,7 @@ class Programme:
         self._limits: list[tuple[float, float]] = []
         self._entries: list[tuple[int, int, float]] = []  # row, variable, factor
 
-    def variable(self, cost: float = 0.0, upper: float = INFINITE) -> int:
+    def variable(self, cost: float = 0.0, upper: float = math.inf) -> int:
         """A number between 0 and `upper`."""
         self._costs.append(cost)
         self._uppers.append(upper)
@@ -71,7 +69,7 @@ class Programme:
         self._whole[number] = 1
         return number
 
-    def row(self, terms: Iterable[tuple[int, float]], low: float = -INFINITE, high: float = INFINITE) -> None:
+    def row(self, terms: Iterable[tuple[int, float]], low: float = -math.inf, high: float = math.inf) -> None:
         """low <= sum of factor x variable <= high. A variable may be named more than once."""
         number = len(self._limits)
         self._limits.append((low, high))
@@ -196,6 +194,7 @@ class _Search:
 
     def __init__(self, timeline: Timeline, allowed: Allowed, budget: int):
         self._timeline, self._allowed, self._budget = timeline, allowed, budget
+        self._step = IndexedTimeline(timeline)
         self._margins = [0] * len(timeline.events)
         self._link = 1.0  # share of the link's rates that the next programme counts on
         # The rank compares the bytes over the budget first, then the seconds, then the bytes moved.
@@ -216,7 +215,7 @@ class _Search:
         """Solve the programme once more. False if another round is of no use."""
         relaxation = _Relaxation(self._timeline, self._allowed, self._budget, self._margins, self._link)
         begun = time.monotonic()
-        answer = relaxation.solve(self._seconds)
+        answer = relaxation.programme.solve(self._seconds, _GAP)
         self._seconds -= time.monotonic() - begun
         if answer is None:
             return False
@@ -238,11 +237,11 @@ class _Search:
             fastest plan within the budget.
         """
         least: list[int] | None = None
-        seconds = INFINITE
+        seconds = math.inf
         leaving = sum(self._timeline.calls[c].items[i] for c, chosen in assignment.offload.items() for i in chosen)
         for share in _WINDOWS if leaving else (None,):
             window = None if share is None else leaving // share if share else 0
-            schedule = TurnSchedule(self._timeline, assignment, window)
+            schedule = TurnSchedule(self._step, assignment, window)
             self._simulated += len(schedule.memory)
             excess = [max(level - self._budget, 0) for level in schedule.memory]
             most = max(excess, default=0)
@@ -358,11 +357,9 @@ class _Relaxation:
             (budget - event.other - event.transient - margin) / self._unit
             for event, margin in zip(self._events, margins, strict=True)
         ]
-        self._forward = {event.call: i for i, event in enumerate(self._events) if event.kind == "F"}
-        self._backward = {event.call: i for i, event in enumerate(self._events) if event.kind == "B"}
-        self._turn = min(self._backward.values(), default=len(self._events))
+        self._timeline = IndexedTimeline(timeline)
         self._many = len({c.key[0] for c in timeline.calls}) >= _MANY
-        self._programme = Programme()
+        self.programme = Programme()
         self._recompute = self._recompute_choices()
         self._offload: dict[tuple[int, int], int] = {}  # (call, item) -> variable
         self._offload_choices()
@@ -370,11 +367,8 @@ class _Relaxation:
         if self._many:
             self._order_equal_calls()
         # In bytes that the link carries meanwhile: seconds would have factors of very different size.
-        self._waits = [self._programme.variable(cost=1.0 / min(self._rates)) for _ in self._events]
+        self._waits = [self.programme.variable(cost=1.0 / min(self._rates)) for _ in self._events]
         self._memory_rows(self._freed(), self._away())
-
-    def solve(self, seconds: float) -> Answer | None:
-        return self._programme.solve(seconds, _GAP)
 
     def seconds(self, answer: Answer) -> float:
         """Seconds of the step."""
@@ -407,21 +401,18 @@ class _Relaxation:
 
     # --- variables ----------------------------------------------------------------------------------------------------
 
-    def _lives(self, call: int) -> bool:
-        return call in self._forward and call in self._backward and self._forward[call] < self._backward[call]
-
     def _recompute_choices(self) -> dict[str, int]:
         seconds: dict[str, float] = {}
         for number, call in enumerate(self._calls):
             path = call.key[0]
-            if path in self._allowed.recompute and self._lives(number) and call.recompute_frees > 0:
+            if path in self._allowed.recompute and self._timeline.lives(number) and call.recompute_frees > 0:
                 seconds[path] = seconds.get(path, 0.0) + call.recompute_seconds
-        return {path: self._programme.choice(cost / self._step) for path, cost in seconds.items()}
+        return {path: self.programme.choice(cost / self._step) for path, cost in seconds.items()}
 
     def _offload_choices(self) -> None:
-        p = self._programme
+        p = self.programme
         for number, call in enumerate(self._calls):
-            if call.key[0] not in self._allowed.offload or not self._lives(number):
+            if call.key[0] not in self._allowed.offload or not self._timeline.lives(number):
                 continue
             for item, size in enumerate(call.items):
                 if size:
@@ -447,8 +438,8 @@ class _Relaxation:
     def _equal_calls(self) -> list[list[int]]:
         """Calls by kind, in the order of forward."""
         kinds: dict[object, list[int]] = {}
-        for number in sorted(self._forward, key=lambda c: self._forward[c]):
-            if self._lives(number):
+        for number in sorted(self._timeline.forward, key=lambda c: self._timeline.forward[c]):
+            if self._timeline.lives(number):
                 kinds.setdefault(self._kind(self._calls[number]), []).append(number)
         return list(kinds.values())
 
@@ -466,10 +457,10 @@ class _Relaxation:
                     first, second = self._offload.get((one, item)), self._offload.get((other, item))
                     if first is None or second is None:
                         continue
-                    self._programme.row([(first, 1.0), (second, -1.0)], low=0.0)
+                    self.programme.row([(first, 1.0), (second, -1.0)], low=0.0)
                     if recompute[0] is not None and recompute[1] is not None:
                         terms = [(first, 1.0), (recompute[0], 1.0), (second, -1.0), (recompute[1], -1.0)]
-                        self._programme.row(terms, low=0.0)
+                        self.programme.row(terms, low=0.0)
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
@@ -482,13 +473,13 @@ class _Relaxation:
             choice = self._recomputed_in(event.kind, event.call)
             if choice is not None:
                 terms.append((choice, call.recompute_rises / self._unit))
-            self._programme.row(terms, high=self._limits[index] - held / self._unit)
-            if self._lives(event.call):
+            self.programme.row(terms, high=self._limits[index] - held / self._unit)
+            if self._timeline.lives(event.call):
                 held += sum(call.items) * (1 if event.kind == "F" else -1)
 
     def _freed(self) -> list[int]:
         """A variable for each event: bytes held at its start that recomputing frees."""
-        p = self._programme
+        p = self.programme
         found: list[int] = []
         for index in range(len(self._events)):
             now = p.variable()
@@ -497,7 +488,7 @@ class _Relaxation:
                 before = self._events[index - 1]
                 terms.append((found[-1], -1.0))
                 choice = self._recompute.get(self._calls[before.call].key[0])
-                if choice is not None and self._lives(before.call):
+                if choice is not None and self._timeline.lives(before.call):
                     sign = -1.0 if before.kind == "F" else 1.0
                     terms.append((choice, sign * self._calls[before.call].recompute_frees / self._unit))
             p.row(terms, 0.0, 0.0)
@@ -506,20 +497,20 @@ class _Relaxation:
 
     def _away(self) -> list[int]:
         """A variable for each event: bytes on the host that do not return during it."""
-        p, last = self._programme, len(self._events) - 1
+        p, last, turn = self.programme, len(self._events) - 1, self._timeline.turn
         away = [p.variable() for _ in self._events]
         p.row([(away[0], 1.0)], high=0.0)
         sent = p.variable(upper=0.0)  # saved and offloaded by the start of the event
-        for index in range(1, min(self._turn, last) + 1):
+        for index in range(1, min(turn, last) + 1):
             before = self._events[index - 1]
             ready, sent = sent, self._sum(sent, before.call) if before.kind == "F" else sent
             p.row([(away[index], 1.0), (sent, -1.0)], high=0.0)
             self._carry_out(away, index, ready)
         needed = p.variable(upper=0.0)  # needed after the start of the next event
-        for index in range(last, self._turn - 1, -1):
+        for index in range(last, turn - 1, -1):
             if index + 2 <= last and self._events[index + 2].kind == "B":
                 needed = self._sum(needed, self._events[index + 2].call)
-            if index > self._turn:
+            if index > turn:
                 p.row([(away[index], 1.0), (needed, -1.0)], high=0.0)
                 p.row([(away[index], 1.0), (away[index - 1], -1.0)], high=0.0)
                 self._carry_back(away, index)
@@ -527,32 +518,32 @@ class _Relaxation:
 
     def _sum(self, sum_: int, call: int) -> int:
         """A variable for a sum plus the offloaded bytes of a call."""
-        more = self._programme.variable()
+        more = self.programme.variable()
         terms = [(more, 1.0), (sum_, -1.0)]
         for item, size in enumerate(self._calls[call].items):
             if (call, item) in self._offload:
                 terms.append((self._offload[call, item], -size / self._unit))
-        self._programme.row(terms, 0.0, 0.0)
+        self.programme.row(terms, 0.0, 0.0)
         return more
 
     def _carry_out(self, away: list[int], index: int, ready: int) -> None:
         """The link carries out what it can before `index`, and of the last call's items what its forward leaves time for, unless
         the compute stream waits."""
         rate, before = self._rates[0], self._events[index - 1]
-        if rate == INFINITE:
+        if rate == math.inf:
             return
         after = max(before.seconds - self._calls[before.call].seconds, 0.0)
         carried = [(away[index], 1.0), (self._waits[index], -rate / min(self._rates))]
-        self._programme.row([*carried, (away[index - 1], -1.0)], high=before.seconds / self._step * rate)
-        self._programme.row([*carried, (ready, -1.0)], high=after / self._step * rate)
+        self.programme.row([*carried, (away[index - 1], -1.0)], high=before.seconds / self._step * rate)
+        self.programme.row([*carried, (ready, -1.0)], high=after / self._step * rate)
 
     def _carry_back(self, away: list[int], index: int) -> None:
         """The link carries back what it can during an event after the turn; recomputing makes the event longer."""
         rate, event = self._rates[1], self._events[index]
-        if rate == INFINITE:
+        if rate == math.inf:
             return
         terms = [(away[index - 1], 1.0), (away[index], -1.0), (self._waits[index], -rate / min(self._rates))]
         choice = self._recomputed_in(event.kind, event.call)
         if choice is not None:
             terms.append((choice, -rate * self._calls[event.call].recompute_seconds / self._step))
-        self._programme.row(terms, high=event.seconds / self._step * rate)
+        self.programme.row(terms, high=event.seconds / self._step * rate)

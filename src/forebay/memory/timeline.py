@@ -172,12 +172,29 @@ class Plan:
 
 
 class IndexedTimeline:
-    """A timeline with the index of each call's forward and backward."""
+    """A timeline with what every schedule of it needs.
+
+    Attributes:
+        forward, backward: call to the index of its event. `turn`: index of the first backward.
+        held: bytes of saved items at the start of each event, and at the end of the step, if nothing is offloaded.
+    """
 
     def __init__(self, timeline: Timeline):
         self.timeline, self.calls, self.events = timeline, timeline.calls, timeline.events
         self.forward = {event.call: i for i, event in enumerate(self.events) if event.kind == "F"}
         self.backward = {event.call: i for i, event in enumerate(self.events) if event.kind == "B"}
+        self.turn = min(self.backward.values(), default=len(self.events))
+        change = [0] * (len(self.events) + 1)
+        for index, call in enumerate(self.calls):
+            if self.lives(index):
+                # The transient memory of its forward includes what a call saves; the start of its backward still holds it.
+                change[self.forward[index] + 1] += sum(call.items)
+                change[self.backward[index] + 1] -= sum(call.items)
+        self.held = list(accumulate(change))
+
+    def lives(self, call: int) -> bool:
+        """Whether a call's forward and then its backward are part of the timeline."""
+        return self.forward.get(call, len(self.events)) < self.backward.get(call, -1)
 
     def name(self, event: int) -> EventName:
         return self.events[event].kind, self.calls[self.events[event].call].key
@@ -245,22 +262,17 @@ class CopySchedule:
 
     def levels(self) -> list[int]:
         """`memory` of the copies laid so far. Items that are not fetched yet return when they are needed."""
-        end = len(self.events)
-        change = [0] * (end + 1)
+        step, change = self.step, [0] * (len(self.events) + 1)
         for index, call in enumerate(self.calls):
-            # The transient memory of its forward includes what a call saves; the start of its backward still holds it. A call
-            # whose forward came before the timeline is not held.
-            first, after = self.step.forward.get(index, end) + 1, self.step.backward.get(index, -1) + 1
-            if first < after:
-                held = sum(call.items) - (call.recompute_frees if call.key[0] in self.recompute else 0)
-                change[first] += held
-                change[after] -= held
+            if call.key[0] in self.recompute and step.lives(index):
+                change[step.forward[index] + 1] -= call.recompute_frees
+                change[step.backward[index] + 1] += call.recompute_frees
         for index, settled in self.settled.items():
             change[settled] -= self.bytes[index]
             change[self.fetched.get(index, self.needed[index])] += self.bytes[index]
         return [
-            event.other + held + event.transient + self._recompute_rises(event)
-            for event, held in zip(self.events, accumulate(change), strict=False)
+            event.other + held + less + event.transient + self._recompute_rises(event)
+            for event, held, less in zip(self.events, step.held, accumulate(change), strict=False)
         ]
 
     def _copy_out(self, durations: Sequence[float], earliest: Sequence[float]) -> tuple[list[float], float]:
@@ -333,17 +345,16 @@ def simulate(timeline: Timeline, assignment: Assignment, window: int | None = No
             bytes for one that does not fit: at most that many are on their way out (or back) at once, and the compute
             stream waits where that is exceeded.
     """
-    return TurnSchedule(timeline, assignment, window).plan()
+    return TurnSchedule(IndexedTimeline(timeline), assignment, window).plan()
 
 
 class TurnSchedule(CopySchedule):
     """The schedule of a step with a *turn*, the first backward, by which every copy out is settled. Arguments: see `simulate`."""
 
-    def __init__(self, timeline: Timeline, assignment: Assignment, window: int | None):
-        super().__init__(IndexedTimeline(timeline), assignment, _SLACK)
+    def __init__(self, step: IndexedTimeline, assignment: Assignment, window: int | None):
+        super().__init__(step, assignment, _SLACK)
         self.needed, self.window = self.step.backward, window
-        self.turn = min(self.needed.values(), default=len(self.events))
-        self._out_rate, self._back_rate = timeline.out_rate, timeline.back_rate
+        self._out_rate, self._back_rate = step.timeline.out_rate, step.timeline.back_rate
         self.starts, self._stall = self._copy_out(self.seconds, [0.0] * (len(self.events) + 1))
         if window is None:
             self._fetch_just_in_time()
@@ -356,11 +367,11 @@ class TurnSchedule(CopySchedule):
 
     def _may_settle(self, event: int, call: int) -> bool:
         # A call that is still leaving at the turn, where it or one before it is needed first, is taken back and not fetched.
-        return event <= self.turn and call != self.events[event].call
+        return event <= self.step.turn and call != self.events[event].call
 
     def _must_wait(self, event: int, leaving: int, away: int) -> bool:
         if self.window is None:
-            return event == self.turn
+            return event == self.step.turn
         return self.events[event].kind == "F" and leaving > self.window
 
     def _seconds_out(self, call: int) -> float:
@@ -369,7 +380,7 @@ class TurnSchedule(CopySchedule):
     def _fetch_just_in_time(self) -> None:
         """Begin each copy back at the last event from which it is in time, never before the turn is over."""
         starts, backward, deadline = self.starts, self.step.backward, inf
-        earliest = min(self.turn + 1, len(self.events) - 1)
+        earliest = min(self.step.turn + 1, len(self.events) - 1)
         for call in sorted(self.settled, key=lambda c: -backward[c]):
             needed = min(deadline, starts[backward[call]])
             begin = needed - self.bytes[call] / (self._back_rate * _BOTH_WAYS_BACK) - self.slack
@@ -386,7 +397,7 @@ class TurnSchedule(CopySchedule):
         waiting = deque(sorted(self.settled, key=lambda c: backward[c]))
         lane_free, delay, ahead = 0.0, 0.0, 0
         ends: dict[int, float] = {}
-        for index in range(self.turn, len(self.events)):
+        for index in range(self.step.turn, len(self.events)):
             now, event = self.starts[index] + delay, self.events[index]
             own = event.call if event.kind == "B" else -1
             if own in ends:
@@ -411,7 +422,7 @@ class PipelineTimeline(IndexedTimeline):
         needed: call to the first backward that reads one of its items.
         each: seconds of each event; 1 on a CPU, which has no times. `total`: their sum.
         starts: nominal start of each event, and the end of the step. What other ranks send comes at these times.
-        sizes: bytes that each call saves, `held`: bytes of saved items at each event's start if nothing is offloaded.
+        saved: bytes that all calls save.
     """
 
     def __init__(self, timeline: Timeline, idle: float = 0.0):
@@ -422,8 +433,7 @@ class PipelineTimeline(IndexedTimeline):
         self.total = sum(self.each)
         spans = (seconds + idle * event.idle for seconds, event in zip(self.each, self.events, strict=True))
         self.starts = [0.0, *accumulate(spans)]
-        self.sizes = [sum(call.items) for call in self.calls]
-        self.held = list(accumulate((self._change(event) for event in self.events), initial=0))
+        self.saved = sum(sum(call.items) for call in self.calls)
         self.opening, self.closing = timeline.opening, timeline.closing
         self.out_rate, self.back_rate = timeline.out_rate * BOTH_WAYS, timeline.back_rate * BOTH_WAYS
         self.opening_rate = timeline.opening_rate or self.out_rate
@@ -433,11 +443,6 @@ class PipelineTimeline(IndexedTimeline):
         numbers = {call.key: i for i, call in enumerate(self.calls)}
         readers = {c: [c, *(numbers[key] for key in self.calls[c].shared_with)] for c in self.backward}
         return {c: min(self.backward[r] for r in read if r in self.backward) for c, read in readers.items()}
-
-    def _change(self, event: TimelineEvent) -> int:
-        if event.call not in self.forward or event.call not in self.backward:
-            return 0
-        return self.sizes[event.call] * (1 if event.kind == "F" else -1)
 
 
 class InterleavedSchedule(CopySchedule):
@@ -522,7 +527,7 @@ class InterleavedSchedule(CopySchedule):
     def _must_wait(self, event: int, leaving: int, away: int) -> bool:
         # What comes back counts from its backward on: when its copy begins is not known yet.
         now = self.events[event]
-        return now.kind == "F" and self.pipeline.held[event] - away + now.other + now.transient > self.level
+        return now.kind == "F" and self.step.held[event] - away + now.other + now.transient > self.level
 
     def _copy_back(self) -> None:
         deadline, memory = inf, self.levels()

@@ -58,7 +58,7 @@ def _traces() -> Any:
 @pytest.fixture
 def shared_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans of a worker's tests share one `Traces`: tracing takes most of their time, and many tests plan the same models.
-    tests/estimate/test_search_searching.py shows that sharing changes nothing."""
+    tests/estimate/test_search.py shows that sharing changes nothing."""
     _traces()  # made before its class is replaced
     for module in ("plan", "search", "layers"):
         monkeypatch.setattr(f"forebay.estimate.{module}.Traces", _traces)

@@ -1,14 +1,10 @@
-"""A measured history of the caching allocator, run again on paper: are the segments the same, one by one?
+"""Replays a recorded history of the caching allocator on its model: are the segments the same?
 
-In: the events that torch recorded (`torch.cuda.memory._record_memory_history`, the `device_traces` of a snapshot), as mappings
-with `action`, `addr`, `size`, `stream`, or as such tuples. Out: a `Replay`: each real segment beside the one that
-`forebay.estimate.allocator` takes for the same requests, both peaks, and where they first differ. Nothing is kept.
-
-What the real one decides and paper is told: which requests come, on which stream, when a block is asked to be freed and when
-other streams let go of it, and where the driver puts a segment. What paper decides: which block serves a request, whether it is
-split, and when a segment is needed, of what size. So equal segments say that the rules are the real ones, whatever the model is.
-
-A history that begins in the middle of a run frees what it never saw allocated: those events are counted and left out.
+Input: the events of `torch.cuda.memory._record_memory_history` (the `device_traces` of a snapshot), as mappings with
+`action`, `addr`, `size`, `stream`, or as such tuples. Output: a `Replay`. The history decides which requests come on which
+stream, when blocks and other streams release them, and where the driver puts a segment. The model decides which block serves a
+request, whether it is split, and when a segment of what size is needed. Events of blocks that were allocated before the
+history began are counted and ignored.
 """
 
 from __future__ import annotations
@@ -22,29 +18,29 @@ from typing import Any
 
 from forebay.estimate.allocator import Block, CachingAllocator
 
-_ELSEWHERE = 1 << 46  # addresses of segments that the real run did not have: above any that it has
+_ELSEWHERE = 1 << 46  # addresses of segments that the history does not have
 
 
 @dataclass(frozen=True)
 class Difference:
-    """An event at which paper and the real allocator part: `real` and `paper` are bytes of a new segment, or None for none."""
+    """An event at which the two differ, with the bytes of their new segments, or None."""
 
     event: int
     real: int | None
-    paper: int | None
+    model: int | None
 
 
 @dataclass(frozen=True)
 class Replay:
-    """What came of it.
+    """A replay.
 
     Attributes:
-        segments: of the real run, their number; `equal` of them paper takes at the same event with the same size.
-        differences: at all other events, in their order.
-        moved: requests that paper serves from another address.
-        unknown: events of blocks that were allocated before the history began.
-        real_peak, paper_peak: bytes reserved at most, from the history's begin.
-        real_allocated, paper_allocated: the same of bytes in use.
+        segments: of the history; `equal` of them are the model's, at the same event and of the same size.
+        differences: in order.
+        moved: requests that the model serves from another address.
+        unknown: events of blocks from before the history.
+        real_peak, model_peak: peak bytes reserved.
+        real_allocated, model_allocated: peak bytes in use.
     """
 
     segments: int
@@ -53,14 +49,14 @@ class Replay:
     moved: int
     unknown: int
     real_peak: int
-    paper_peak: int
+    model_peak: int
     real_allocated: int
-    paper_allocated: int
+    model_allocated: int
 
 
 def read_history(path: Path) -> list[tuple[str, int, int, int]]:
-    """The events of a file that `benchmarks/planner.py measure` wrote: gzipped JSON with columns of numbers into `actions`,
-    `addresses` and `streams`, and sizes."""
+    """The events of a file of `benchmarks/planner.py measure`: gzipped JSON with columns of sizes and of numbers into `actions`,
+    `addresses` and `streams`."""
     content = json.loads(gzip.decompress(path.read_bytes()))
     columns = (content[name] for name in ("action", "addr", "size", "stream"))
     actions, addresses, streams = content["actions"], content["addresses"], content["streams"]
@@ -68,7 +64,7 @@ def read_history(path: Path) -> list[tuple[str, int, int, int]]:
 
 
 def replay(history: Iterable[Mapping[str, Any] | Sequence[Any]]) -> Replay:
-    """Run a history again.
+    """Replay a history.
 
     Raises:
         ValueError: an event that is neither a mapping nor a tuple (action, addr, size, stream).
@@ -89,13 +85,13 @@ def _fields(event: Mapping[str, Any] | Sequence[Any]) -> tuple[str, int, int, in
 
 class _ReplayRun:
     def __init__(self) -> None:
-        self._paper = CachingAllocator(place=self._place)
+        self._model = CachingAllocator(place=self._place)
         self._blocks: dict[int, Block] = {}  # by the real address
-        self._leaving: dict[int, Block] = {}  # freed, and perhaps still read by other streams
-        self._arrived: list[tuple[int, int]] = []  # real segments that the next request was given: address, bytes
-        self._made: list[int] = []  # bytes of paper's segments for this request
+        self._leaving: dict[int, Block] = {}  # freed, and maybe read by other streams
+        self._arrived: list[tuple[int, int]] = []  # the history's segments for the next request: address, bytes
+        self._made: list[int] = []  # bytes of the model's segments for this request
         self._segments: dict[int, int] = {}
-        self._dropped: set[int] = set()  # paper's segments, given back in this run of the real ones
+        self._dropped: set[int] = set()  # the model's segments that were released with the history's
         self._elsewhere = _ELSEWHERE
         self._differences: list[Difference] = []
         self._count = self._equal = self._moved = self._unknown = 0
@@ -128,13 +124,13 @@ class _ReplayRun:
             self._moved,
             self._unknown,
             self._real_peak,
-            self._paper.peak_reserved,
+            self._model.peak_reserved,
             self._live_peak,
-            self._paper.peak_allocated,
+            self._model.peak_allocated,
         )
 
     def _alloc(self, number: int, address: int, size: int, stream: int) -> None:
-        block = self._paper.malloc(size, stream)
+        block = self._model.malloc(size, stream)
         self._blocks[address] = block
         self._live += block.size
         self._live_peak = max(self._live_peak, self._live)
@@ -152,14 +148,14 @@ class _ReplayRun:
             self._unknown += 1
             return
         self._live -= block.size
-        # The block is handed back when the event says so: as if another stream read it.
-        self._paper.record_stream(block, ("until completed", address))
-        self._paper.free(block)
+        # The event completes the free, as if another stream read the block.
+        self._model.record_stream(block, ("until completed", address))
+        self._model.free(block)
         self._leaving[address] = block
 
     def _completed(self, address: int) -> None:
         if self._leaving.pop(address, None) is not None:
-            self._paper.done(("until completed", address))
+            self._model.done(("until completed", address))
 
     def _give_back(self, number: int, address: int) -> None:
         size = self._segments.pop(address, None)
@@ -168,8 +164,8 @@ class _ReplayRun:
             return
         self._real -= size
         if not self._dropped:
-            self._dropped = {-1, *self._paper.empty_cache()}
-        if address not in self._dropped and address in self._paper.segments:
+            self._dropped = {-1, *self._model.empty_cache()}
+        if address not in self._dropped and address in self._model.segments:
             self._differences.append(Difference(number, size, None))
 
     def _place(self, size: int, _: Any) -> int:

@@ -1,4 +1,4 @@
-"""Device profiles: those that come with Forebay, files, and what is wrong with a file."""
+"""Device profiles: those that come with Forebay, files, and invalid files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_only_the_h200_says_that_it_was_measured() -> None:
 
 
 def test_faster_devices_are_faster() -> None:
-    """Order of data sheets: what no later figure may turn round by mistake."""
+    """In the order of their data sheets."""
     order = [load(name) for name in ("a100", "h100", "h200", "b200")]
     for figure in ("matmul_bf16", "attention", "bandwidth", "memory"):
         values = [profile.at(figure, 1e12) for profile in order]
@@ -37,7 +37,7 @@ def test_faster_devices_are_faster() -> None:
 
 
 def test_a_figure_between_two_sizes() -> None:
-    """A power of the size: halfway in logarithms is the geometric mean."""
+    """Halfway in logarithms is the geometric mean."""
     figure = Figure(((10.0, 4.0), (1000.0, 64.0)), "measured", "here")
     assert [figure.at(size) for size in (0, 10, 1000, 1e9)] == [4, 4, 64, 64]
     assert figure.at(100) == pytest.approx(math.sqrt(4 * 64))

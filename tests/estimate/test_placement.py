@@ -1,4 +1,4 @@
-"""Chosen placements against all there are, on the walk that judges them; the link by hand."""
+"""Chosen placements against all combinations, and the link by hand."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def model(chance: random.Random, layers: int) -> ModelTrace:
 
 
 class Case:
-    """A rank with everything that `choose` and a walk need."""
+    """The arguments of `choose` and of a walk."""
 
     def __init__(self, seed: int, pipeline: bool):
         chance = random.Random(seed)
@@ -67,15 +67,15 @@ class Case:
             self.stages = {0: StageLayers((0, 1, 2), (0, 1, 2), True, True)}
             self.actions = local_actions(3, overlap=bool(seed % 2))
         engine = pipeline or bool(seed % 2)
-        self.ways: dict[str, Any] = {"prefix": "m", "recompute": "light", "engine": engine, "summed": False}
+        self.keywords: dict[str, Any] = {"prefix": "m", "recompute": "light", "engine": engine, "summed": False}
 
     def choose(self, budget: int, machine: Machine, waits: bool = False, allowed: frozenset[str] = EVERY) -> Choice:
-        options, times = rank_options(self.trace, self.stages, allowed, machine, **self.ways)
+        options, times = rank_options(self.trace, self.stages, allowed, machine, **self.keywords)
         return choose(0, STATE, options, times, self.actions, 11, budget, machine, waits)
 
     def every(self, machine: Machine) -> list[tuple[float, int]]:
-        """(seconds, peak) of all placements, the link carrying everything."""
-        options, _ = rank_options(self.trace, self.stages, EVERY, machine, **self.ways)
+        """(seconds, peak) of all placements with a link that carries everything."""
+        options, _ = rank_options(self.trace, self.stages, EVERY, machine, **self.keywords)
         forwards = {s: sum(_does(a, s) for a in self.actions) for s in self.stages}
         flat: list[tuple[int, list[Option]]] = [(s, o) for s, sublayers in options.items() for o in sublayers]
         found = []
@@ -107,7 +107,7 @@ def test_no_placement_within_the_budget_costs_less(seed: int, pipeline: bool) ->
         choice = case.choose(budget, machine())
         assert choice.fit.total <= budget
         assert choice.seconds <= best * (1 + 5e-3) + 1e-6
-    assert case.choose(low - 1, machine()).fit.total == low  # out of reach: the lowest peak there is
+    assert case.choose(low - 1, machine()).fit.total == low  # does not fit: the lowest peak
 
 
 def test_a_budget_with_room_changes_nothing() -> None:
@@ -138,11 +138,11 @@ def test_a_link_without_time_carries_nothing() -> None:
 
 
 def test_the_link_by_hand() -> None:
-    """Twelve halves that save 100 bytes each and take 1 s forward, 2 s backward; the head takes 1 s.
+    """Twelve sublayers that save 100 bytes each and take 1 s forward, 2 s backward; the head takes 1 s.
 
-    At 100 bytes a second a copy takes as long as the next half's forward: all leave. At 50, a copy takes 2 s: of every
-    two halves one leaves, the last copy ends at 13 s, with the head. At 20, a copy takes 5 s, and would still be under way when
-    two more halves have run: nothing leaves. The peak is the head's, so that each half that leaves lowers it."""
+    At 100 bytes a second a copy takes as long as the next sublayer's forward: all leave. At 50 it takes 2 s: every second one
+    leaves, and the last copy ends at 13 s, with the head. At 20 it takes 5 s, longer than two more sublayers: none
+    leave. The peak is the head's, so that each sublayer that leaves lowers it."""
     sublayer = PartTrace(100, 1, 1, 1, 100, 200)
     trace = replace(
         model(random.Random(0), 2),
@@ -159,14 +159,14 @@ def test_the_link_by_hand() -> None:
     state = replace(STATE, layer_gradients=(0,) * 6)
     left = {}
     for rate in (100.0, 50.0, 20.0):
-        options, times = rank_options(case.trace, case.stages, frozenset({"offload"}), machine(rate), **case.ways)
+        options, times = rank_options(case.trace, case.stages, frozenset({"offload"}), machine(rate), **case.keywords)
         choice = choose(0, state, options, times, case.actions, 11, 1, machine(rate), False)
         left[rate] = len(choice.placements)
     assert left == {100.0: 12, 50.0: 6, 20.0: 0}
 
 
 def test_a_long_model_is_placed_in_time() -> None:
-    """61 layers on one process: equal halves are offloaded from the first on, and the peak is within the budget."""
+    """61 layers on one process: equal sublayers are offloaded from the first on, and the peak is within the budget."""
     import time
 
     sublayer, moe = part(random.Random(0), False), part(random.Random(1), True)
@@ -174,7 +174,7 @@ def test_a_long_model_is_placed_in_time() -> None:
     case.trace = replace(case.trace, layers=(LayerTrace(sublayer, moe, True),) * 61)
     case.stages = {0: StageLayers(tuple(range(61)), tuple(range(61)), True, True)}
     state = replace(STATE, layer_gradients=(1,) * 61)
-    options, times = rank_options(case.trace, case.stages, EVERY, machine(30.0), **case.ways)
+    options, times = rank_options(case.trace, case.stages, EVERY, machine(30.0), **case.keywords)
 
     def run(budget: int) -> Choice:
         return choose(0, state, options, times, local_actions(2, False), 11, budget, machine(30.0), False)

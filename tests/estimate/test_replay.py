@@ -1,4 +1,4 @@
-"""Histories run again: one made by hand, some made by the allocator itself, and one that does not follow its rules."""
+"""Replays of histories: made by hand, made by the model itself, and one that does not follow its rules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 
 def test_a_history_by_hand() -> None:
-    """Two requests in one segment of 20 MiB, one in its own; what is freed is used again; the last one goes back."""
+    """Two requests in one segment of 20 MiB, one in its own; a freed block is reused; the last segment is released."""
     found = replay(
         [
             {"action": "segment_alloc", "addr": 1000, "size": 20 * MIB, "stream": 0},
@@ -34,12 +34,12 @@ def test_a_history_by_hand() -> None:
         ]
     )
     assert (found.segments, found.equal, found.differences, found.moved, found.unknown) == (2, 2, (), 0, 0)
-    assert found.real_peak == found.paper_peak == 32 * MIB
-    assert found.paper_allocated == 28 * MIB
+    assert found.real_peak == found.model_peak == 32 * MIB
+    assert found.model_allocated == 28 * MIB
 
 
-def test_a_run_that_goes_another_way_is_told_apart() -> None:
-    """This one takes a segment although 20 MiB are free, and another time takes none."""
+def test_a_history_that_breaks_the_rules() -> None:
+    """It takes a segment although 20 MiB are free, and later takes none."""
     found = replay(
         [
             ("segment_alloc", 0, 20 * MIB, 0),
@@ -69,14 +69,14 @@ def test_a_block_that_another_stream_reads_is_not_used_before_it_is_completed() 
     assert found.segments == found.equal == 2 and not found.differences and not found.moved
 
 
-def test_what_was_there_before_the_history_is_left_out() -> None:
+def test_blocks_from_before_the_history_are_ignored() -> None:
     found = replay([("free_requested", 5, 512, 0), ("free_completed", 5, 512, 0), ("segment_free", 5, MIB, 0)])
     assert found.unknown == 2 and found.segments == 0
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_allocators_own_histories_come_out_equal(seed: int) -> None:
-    """Written by one, run again by another that is told requests and addresses alone."""
+    """Written by one model, replayed by another from requests and addresses."""
     numbers = random.Random(seed)
     events: list[tuple[str, int, int, int]] = []
     places = numbers.sample(range(1, 1000), 999)
@@ -102,8 +102,8 @@ def test_the_allocators_own_histories_come_out_equal(seed: int) -> None:
             events.append(("alloc", live[-1].address, size, stream))
     found = replay(events)
     assert found.differences == () and found.moved == 0 and found.equal == found.segments > 8
-    assert found.real_peak == found.paper_peak == first.peak_reserved
-    assert found.paper_allocated == first.peak_allocated
+    assert found.real_peak == found.model_peak == first.peak_reserved
+    assert found.model_allocated == first.peak_allocated
 
 
 def test_an_event_without_its_fields_is_refused() -> None:

@@ -1,17 +1,30 @@
-"""Searches against brute force over functions that are known."""
+"""Searches against brute force: over functions that are known, and over real plans."""
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from forebay.estimate.search import Candidate, MeshShape, divisors, largest, meshes, ranked
+from forebay.config import Config, from_mapping
+from forebay.errors import UsageError
+from forebay.estimate.device import load
+from forebay.estimate.layers import plan_layers
+from forebay.estimate.plan import PlanRequest, ask, fit_run
+from forebay.estimate.search import Candidate, MeshShape, divisors, largest, meshes, ranked, search
+from forebay.estimate.traces import Traces
+from forebay.estimate.walk import least_budget
+from forebay.train import hf_io
+
+pytestmark = pytest.mark.usefixtures("shared_traces")
 
 
 @pytest.mark.parametrize("seed", range(200))
 def test_the_largest_of_a_falling_headroom(seed: int) -> None:
-    """Lines, curves and steps: what brute force finds, in fewer looks than bisecting everything twice."""
+    """Lines, curves and steps: as brute force, in fewer tries than bisecting twice."""
     rng = random.Random(seed)
     values = sorted(rng.sample(range(1, 10_000), rng.randint(1, 600)))
     power, scale, budget = rng.choice([0.3, 1, 2, 3]), rng.randint(1, 100), rng.randint(-100, 10**7)
@@ -31,7 +44,7 @@ def test_the_largest_of_a_falling_headroom(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(100))
 def test_what_is_found_holds_whatever_the_headroom_does(seed: int) -> None:
-    """It fits, and its successor was looked at and does not, even of noise."""
+    """It fits, and its successor was tried and does not, even for noise."""
     rng = random.Random(seed)
     rooms = [rng.randint(-5, 5) for _ in range(rng.randint(1, 60))]
     found = largest(range(len(rooms)), rooms.__getitem__)
@@ -80,3 +93,202 @@ def test_meshes_in_order() -> None:
     assert order(candidate(1, 20, True, 2.0), candidate(2, 30, True, 1.0), candidate(3, 40, False, 0.1)) == [2, 1, 3]
     assert order(candidate(1, 60, False, 0.1), candidate(2, 50, False, 9.0)) == [2, 1]
     assert order(candidate(1, 30, None), candidate(2, 20, None)) == [2, 1]
+
+
+# --- over real plans ----------------------------------------------------------------------------------------------------
+
+TINY = {
+    "hidden_size": 32,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 1024,
+}
+
+
+def tiny(batch: int = 32, microbatch: int = 1, sequence: int = 128, **sections: dict[str, Any]) -> Config:
+    raw: dict[str, Any] = {
+        "model": {"family": "qwen3_moe", "config": TINY},
+        "train": {"batch": batch, "microbatch": microbatch, "sequence": sequence},
+        "device": {"type": "cuda"},
+        "parallel": {},
+    }
+    for name, values in sections.items():
+        raw[name] = {**raw.get(name, {}), **values}
+    return from_mapping(raw)
+
+
+def peak(config: Config, world: int) -> int:
+    """Planned on its own."""
+    return fit_run(config, plan_layers(config, world), world).fullest.total
+
+
+def with_(config: Config, section: str, /, **values: Any) -> Config:
+    raw = config.to_dict()
+    raw[section].update(values)
+    return from_mapping(raw)
+
+
+@pytest.mark.parametrize(("pp", "ep", "world"), [(1, 1, 1), (1, 2, 2), (2, 1, 4)])
+def test_the_largest_microbatch_is_that_of_brute_force(pp: int, ep: int, world: int) -> None:
+    config = tiny(parallel={"pp": pp, "ep": ep})
+    sizes = [n for n in (1, 2, 4, 8, 16, 32) if (32 // (world // pp)) // n >= (2 * pp if pp > 1 else 1)]
+    peaks = {n: peak(with_(config, "train", microbatch=n), world) for n in sizes}
+    budget = least_budget(sorted(peaks.values())[-2])  # all but the one that needs most
+    found = search(PlanRequest(config), "microbatch", world, budget)
+    assert found.settings == {"train.microbatch": max(n for n in sizes if least_budget(peaks[n]) <= budget)}
+    assert found.fit.fits and found.fit.fullest.total == peaks[found.config.train.microbatch]
+    everything = search(PlanRequest(config), "microbatch", world, 10 * max(peaks.values()))
+    assert everything.settings == {"train.microbatch": sizes[-1]}
+    assert "train.batch = 32 allows no larger one" in everything.sentence
+
+
+@pytest.mark.parametrize(("what", "section", "option", "middle", "step"), [
+    ("sequence", "train", "sequence", 512, 128),
+    ("layers", "model", "num_hidden_layers", 5, 1),
+])  # fmt: skip
+def test_the_largest_sequence_and_depth(what: str, section: str, option: str, middle: int, step: int) -> None:
+    """A budget that is one value's least finds the last value with no more, and one byte less the last one below: segments are of
+    2 MiB and more, so that neighbours may reserve as much."""
+    config = tiny()
+
+    def at(value: int) -> Config:
+        if section == "model":
+            return with_(config, "model", config={**TINY, option: value})
+        return with_(config, section, **{option: value})
+
+    peaks = {value: peak(at(value), 1) for value in range(step, 2 * middle, step)}
+    exact = least_budget(peaks[middle])
+    for budget in (exact, exact - 1):
+        wanted = max(value for value, size in peaks.items() if least_budget(size) <= budget)
+        found = search(PlanRequest(config), what, 1, budget)
+        assert list(found.settings.values()) == [wanted]
+        assert found.fit.fullest.total == peak(at(wanted), 1)
+        assert least_budget(peak(at(wanted), 1)) <= budget < least_budget(peak(at(wanted + step), 1))
+        assert {t.value for t in found.tried} >= {wanted, wanted + step}
+        assert found.config == at(wanted)
+        assert f" is {wanted} " in found.sentence and f"with {wanted + step} " in found.sentence
+
+
+def test_a_sequence_ends_where_the_model_does() -> None:
+    found = search(PlanRequest(tiny()), "sequence", 1, 1 << 40)
+    assert found.settings == {"train.sequence": 1024}
+    assert "max_position_embeddings are 1024" in found.sentence
+
+
+def test_nothing_fits_and_why() -> None:
+    """Parameters alone, with optimizer states, or the peak; with the bytes that are missing."""
+    config = tiny()
+    least = fit_run(config, plan_layers(config, 1), 1).ranks[0]
+    for budget, said in (
+        (least.parameters - 1, "even with 1 sequence the parameters alone take"),
+        (least.parameters, "the parameters and optimizer states alone take"),
+        (least_budget(least.total) - 1, "the peak is"),
+    ):
+        found = search(PlanRequest(config), "microbatch", 1, budget)
+        assert not found.found and found.settings == {} and found.fit.fits is False
+        assert said in found.sentence and "more than there is" in found.sentence
+    assert "1 B more than there is" in found.sentence and found.as_dict()["found"] is None
+
+
+def test_meshes_are_ranked_and_refused_by_the_trainers_rules() -> None:
+    config = tiny(batch=48)
+    found = search(PlanRequest(config), "mesh", 6, 1 << 40)
+    fine = {c.mesh: c.peak for c in found.candidates}
+    reasons = {mesh: reason for mesh, reason in found.refused}
+    assert len(fine) + len(reasons) == 9 and not set(fine) & set(reasons)
+    # 3 does not divide 8 experts, and a V of 6 ranks has 12 stages for 8 layers.
+    assert set(fine) == {
+        MeshShape(1, 1, 6),
+        MeshShape(1, 2, 3),
+        MeshShape(2, 1, 3),
+        MeshShape(3, 1, 2),
+        MeshShape(3, 2, 1),
+    }
+    assert "does not divide the model's 8 experts" in reasons[MeshShape(1, 3, 2)] and MeshShape(6, 1, 1) in reasons
+    for mesh, size in fine.items():
+        assert size == peak(with_(config, "parallel", pp=mesh.pp, ep=mesh.ep), 6)
+    assert [c.peak for c in found.candidates] == sorted(fine.values())
+    assert found.settings == {"parallel.pp": found.candidates[0].mesh.pp, "parallel.ep": found.candidates[0].mesh.ep}
+    assert "lowest peak" in found.sentence and found.table() is not None
+    none = search(PlanRequest(config), "mesh", 6, least_budget(min(fine.values())) - 1)
+    assert not none.found and none.sentence.startswith("No mesh fits") and "1 B more" in none.sentence
+
+
+def test_meshes_by_time_where_a_device_is_named() -> None:
+    found = search(PlanRequest(tiny()), "mesh", 4, 1 << 40, device=load("h200"))
+    times = [c.seconds for c in found.candidates]
+    assert len(times) > 1 and times == sorted(times, key=lambda t: t or 0.0)
+    best = with_(tiny(), "parallel", pp=found.candidates[0].mesh.pp, ep=found.candidates[0].mesh.ep)
+    alone = fit_run(best, plan_layers(best, 4), 4, device=load("h200"))
+    assert alone.step is not None and times[0] == alone.step.seconds
+    assert "expected to be the fastest" in found.sentence
+
+
+def test_searches_that_cannot_be() -> None:
+    with pytest.raises(UsageError, match="needs --budget"):
+        search(PlanRequest(tiny()), "sequence", 1, None)
+    with pytest.raises(UsageError, match="'nothing' is unknown; valid are microbatch, sequence, layers, mesh"):
+        search(PlanRequest(tiny()), "nothing", 1, 1)
+    with pytest.raises(UsageError, match=r"train\.batch = 32 is no multiple of the 3 processes"):
+        search(PlanRequest(tiny()), "microbatch", 3, 1 << 40)
+    with pytest.raises(UsageError, match="no mesh of 7 GPUs can be run"):
+        search(PlanRequest(tiny()), "mesh", 7, 1 << 40)
+
+
+def test_traces_are_shared_and_change_nothing() -> None:
+    """A run planned after others is the run planned alone."""
+    traces = Traces()
+    runs = [tiny(), tiny(parallel={"ep": 2}), tiny(microbatch=2), tiny(sequence=64), tiny(parallel={"pp": 2}), tiny()]
+    for config in runs:
+        shared = fit_run(config, plan_layers(config, 2, traces), 2, traces=traces)
+        assert shared == fit_run(config, plan_layers(config, 2, Traces()), 2, traces=Traces())
+
+
+def test_a_bare_model_has_settings_that_follow_the_gpus() -> None:
+    asked = ask("OLMoE-1B-7B", processes=8)
+    c = asked.config
+    assert (c.parallel.ep, c.train.batch, c.train.sequence, c.model.compute) == (8, 32, 4096, "bfloat16")
+    assert "parallel.ep=8" in asked.sentence() and "train.batch=32" in asked.sentence()
+    mine = ask("olmoe-1b-7b", ["parallel.ep=2", "train.batch=64", "model.config.num_hidden_layers=4"], 8)
+    assert mine.config.parallel.ep == 2 and mine.config.train.batch == 64 and not mine.rebatch
+    assert hf_io.configuration(mine.config.model, 257).num_hidden_layers == 4
+    assert ask("olmoe-1b-7b", processes=6).config.parallel.ep == 2  # 6 and 64 experts
+    assert ask("gpt-oss-20b").config.model.attention == "eager" and asked.config.model.attention == "sdpa"
+
+
+def test_a_bare_models_batch_follows_its_microbatch() -> None:
+    small = [f"model.config.{name}={value}" for name, value in TINY.items()]
+    asked = ask("qwen3-30b-a3b", [*small, "train.sequence=64", "memory.compile=false", "model.config.vocab_size=320"])
+    base = fit_run(asked.config, plan_layers(asked.config, 1), 1).fullest.total
+    found = search(asked, "microbatch", 1, least_budget(base) + (8 << 20))
+    size = found.settings["train.microbatch"]
+    assert size > 1 and found.settings["train.batch"] == 4 * size == found.config.train.batch
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_a_folder_with_a_config_alone(tmp_path: Path, quantised: bool) -> None:
+    """As downloaded: no weights are there, or needed; those on the hub may be quantised. Depth goes on with the pattern."""
+    from transformers import AutoConfig
+
+    others = ("moe_intermediate_size", "num_experts")
+    shared = {name: value for name, value in TINY.items() if name not in others}
+    fields = {**shared, "num_local_experts": 8, "sliding_window": 64, "vocab_size": 320}
+    declared = AutoConfig.for_model("gpt_oss", **fields).to_dict()
+    if quantised:
+        declared["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (tmp_path / "config.json").write_text(json.dumps(declared))
+    # On a CPU, where a peak is of bytes and not of segments.
+    asked = ask(str(tmp_path), ["train.sequence=128", "memory.compile=false", "device.type=cpu"], 2)
+    assert asked.config.model.path == str(tmp_path) and asked.config.parallel.ep == 2
+    fit = fit_run(asked.config, plan_layers(asked.config, 2), 2)
+    by_name = tiny(model={"family": "gpt_oss", "config": fields, "attention": "eager"}, parallel={"ep": 2})
+    assert fit.parameters == fit_run(by_name, plan_layers(by_name, 2), 2).parameters
+    found = search(asked, "layers", 2, least_budget(fit.fullest.total))
+    assert found.settings["model.config.num_hidden_layers"] == 8
+    assert found.settings["model.config.layer_types"] == ["sliding_attention", "full_attention"] * 4

@@ -1,4 +1,4 @@
-"""Parameters, gradients and moments on paper against the tensors of real trainers, on one process and on two."""
+"""Planned parameters, gradients and moments against the tensors of real trainers, on one process and on two."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _two(rank: int, world: int, mapping: dict[str, Any]) -> dict[str, int]:
 
 @pytest.mark.parametrize("ep", [1, 2])
 def test_two_processes(tmp_path: Path, ep: int) -> None:
-    """Shards of rank 0, the larger ones where two do not divide a length; experts by rank or by shard."""
+    """Shards of rank 0, the larger ones if two do not divide a length; experts by rank or by shard."""
     mapping = sections(tmp_path, parallel={"ep": ep}, train={"microbatch": 1})
     config = from_mapping(mapping)
     real = run_ranks(_two, 2, mapping)
@@ -126,7 +126,7 @@ def test_shards_by_hand() -> None:
     whole = 6 * 4 + 4 * 5 * 4
     assert found.layer_gradients == (4 * whole, 4 * whole) and found.embedding_gradient == 4 * 40
     assert found.head_gradient == 0
-    assert found.gathered == 2 * (40 + 3 * whole)  # a layer, the next one, and the buffer it arrives in
+    assert found.gathered == 2 * (40 + 3 * whole)  # a layer, the next one, and its buffer
     assert not found.at_once
 
 
@@ -146,7 +146,7 @@ def test_gathered_weights(changes: dict[str, Any], gathered: int) -> None:
 
 
 def test_more_processes_hold_less() -> None:
-    """And gathered weights and summed gradients do not care."""
+    """Unsharded parameters and summed gradients stay the same."""
     few, many = (rank_state(TINY, (0, 1, 2), True, True, Sharing(data=n, sharded=True, gpu=False)) for n in (2, 4))
     assert many.parameters < few.parameters and many.optimizer < few.optimizer
     assert many.gathered == few.gathered and many.gradients == few.gradients
@@ -158,7 +158,7 @@ def test_a_gpu_takes_its_share() -> None:
     alone, all_of_them = (
         rank_state(TINY, (0,), True, True, s) for s in (Sharing(), Sharing(data=4, ep=2, pp=2, sharded=True))
     )
-    # All processes; those with the same layers; an expert group, and a column of the same experts; two neighbours' four channels.
+    # All processes; those with the same layers; an expert group; the ranks of the same experts; two neighbours' four channels.
     assert alone.other == CONTEXT and all_of_them.other == CONTEXT + 4 * COMMUNICATOR + 4 * CHANNEL
     assert rank_state(TINY, (0,), True, True, Sharing(sharded=True)).other == CONTEXT + COMMUNICATOR_ALONE
     assert rank_state(TINY, (0,), True, True, Sharing(gpu=False)).other == 0
@@ -167,6 +167,6 @@ def test_a_gpu_takes_its_share() -> None:
 @pytest.mark.parametrize(
     ("ranks", "tokens", "hidden", "slots"), [(2, 4096, 2048, 8), (8, 4096, 7168, 8), (4, 512, 1024, 4)]
 )
-def test_symmetric_memory_is_that_of_the_exchange(ranks: int, tokens: int, hidden: int, slots: int) -> None:
+def test_symmetric_memory_is_that_of_the_dispatcher(ranks: int, tokens: int, hidden: int, slots: int) -> None:
     layout = PeerLayout(ranks, tokens, slots, 2 * hidden)
     assert symmetric_bytes(ranks, tokens, hidden, slots, 2) == pytest.approx(layout.total, rel=1e-3)

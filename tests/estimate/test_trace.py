@@ -1,4 +1,4 @@
-"""The trace on paper against real models on the CPU: what autograd really saves, by half, byte for byte."""
+"""Traces against real models on the CPU: what autograd saves, by sublayer, byte for byte."""
 
 from __future__ import annotations
 
@@ -29,15 +29,11 @@ COMMON: dict[str, Any] = {
     "eos_token_id": None,
     "use_cache": False,
 }
+MOE = {"num_experts_per_tok": TOP_K, "moe_intermediate_size": WIDTH, "intermediate_size": 96}
+DEEPSEEK = {**COMMON, **MOE, "n_routed_experts": EXPERTS, "n_shared_experts": 1, "first_k_dense_replace": 1}
 LATENT = {
-    **COMMON,
+    **DEEPSEEK,
     "num_key_value_heads": 4,
-    "intermediate_size": 96,
-    "moe_intermediate_size": WIDTH,
-    "num_experts_per_tok": TOP_K,
-    "n_routed_experts": EXPERTS,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
     "n_group": 2,
     "topk_group": 1,
     "kv_lora_rank": 16,
@@ -46,53 +42,25 @@ LATENT = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 16,
 }
+GPT_OSS = {
+    **COMMON,
+    "head_dim": 16,
+    "num_experts_per_tok": TOP_K,
+    "num_local_experts": EXPERTS,
+    "intermediate_size": WIDTH,
+    "sliding_window": 8,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+OLMOE = {**COMMON, "num_experts": EXPERTS, "num_experts_per_tok": TOP_K, "intermediate_size": WIDTH}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("DeepseekV2Config", {**LATENT, "topk_method": "group_limited_greedy"}),
     "deepseek_v3": ("DeepseekV3Config", LATENT),
-    "glm4_moe": (
-        "Glm4MoeConfig",
-        {
-            **COMMON,
-            "head_dim": 16,
-            "intermediate_size": 96,
-            "moe_intermediate_size": WIDTH,
-            "num_experts_per_tok": TOP_K,
-            "n_routed_experts": EXPERTS,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 1,
-            "attention_bias": True,
-        },
-    ),
+    "glm4_moe": ("Glm4MoeConfig", {**DEEPSEEK, "head_dim": 16, "attention_bias": True}),
     "llama": ("LlamaConfig", {**COMMON, "intermediate_size": 96}),
     "mixtral": ("MixtralConfig", {**COMMON, "num_local_experts": 8, "intermediate_size": 96}),
-    "olmoe": (
-        "OlmoeConfig",
-        {**COMMON, "num_experts": EXPERTS, "num_experts_per_tok": TOP_K, "intermediate_size": WIDTH},
-    ),
-    "gpt_oss": (
-        "GptOssConfig",
-        {
-            **COMMON,
-            "head_dim": 16,
-            "num_experts_per_tok": TOP_K,
-            "num_local_experts": EXPERTS,
-            "intermediate_size": WIDTH,
-            "sliding_window": 8,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        },
-    ),
-    "qwen3_moe": (
-        "Qwen3MoeConfig",
-        {
-            **COMMON,
-            "head_dim": 16,
-            "num_experts_per_tok": TOP_K,
-            "num_experts": EXPERTS,
-            "moe_intermediate_size": WIDTH,
-            "intermediate_size": 96,
-            "mlp_only_layers": [0],
-        },
-    ),
+    "olmoe": ("OlmoeConfig", OLMOE),
+    "gpt_oss": ("GptOssConfig", GPT_OSS),
+    "qwen3_moe": ("Qwen3MoeConfig", {**COMMON, **MOE, "head_dim": 16, "num_experts": EXPERTS, "mlp_only_layers": [0]}),
 }
 
 
@@ -126,7 +94,7 @@ def really(family: str, dtype: torch.dtype, attention: str, compile: bool = Fals
     for path, size in saved.items():
         parts = path.split(".")
         sublayer = ".".join(parts[:4]) if parts[:2] == ["model", "layers"] else ""
-        # The norm before a half belongs to it.
+        # The norm before a sublayer belongs to it.
         sublayer = sublayer.replace("input_layernorm", "self_attn").replace("post_attention_layernorm", "mlp")
         found[sublayer] = found.get(sublayer, 0) + size
     return found
@@ -136,7 +104,7 @@ def really(family: str, dtype: torch.dtype, attention: str, compile: bool = Fals
     ("family", "dtype"), cover([f for f in FAMILIES if f != "gpt_oss"], [torch.bfloat16, torch.float32])
 )
 def test_saved_bytes_are_those_of_a_real_model(family: str, dtype: torch.dtype) -> None:
-    """Dense and MoE halves, latent attention and grouped, in two dtypes: equal, not near."""
+    """Dense and MoE sublayers, latent attention and grouped, in two dtypes."""
     trace, real = traced(family, dtype), really(family, dtype, "sdpa")
     assert len(trace.layers) == 3
     for number, layer in enumerate(trace.layers):
@@ -157,8 +125,8 @@ def test_saved_bytes_of_eager_attention_with_windows() -> None:
 
 
 @pytest.mark.parametrize("family", first(1, ["qwen3_moe", "deepseek_v3"]))
-def test_compiled_halves_save_no_more_than_is_planned(family: str) -> None:
-    """torch's own cut, by Inductor: at most the plan's bytes, and these little more. Uncompiled halves save far more."""
+def test_compiled_sublayers_save_no_more_than_is_planned(family: str) -> None:
+    """torch's partitioner saves at most the plan's bytes, and not much less. Uncompiled sublayers save far more."""
     trace, real = traced(family, compiled=True), really(family, torch.bfloat16, "sdpa", compile=True)
     eager = traced(family)
     assert trace.embedding.saved + trace.head.saved == real[""]
@@ -172,7 +140,7 @@ def test_compiled_halves_save_no_more_than_is_planned(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
 def test_on_a_gpu_attention_saves_no_scores(family: str) -> None:
-    """Heads of two widths and of one: fused, whatever this CPU would choose. Twice the tokens save twice as much."""
+    """Heads of two widths and of one: fused, whatever this CPU would run. Twice the tokens save twice as much."""
 
     def saved(sequence: int) -> int:
         trace = trace_model(built(family, "meta"), Shape(sequence, BATCH, block=1))
@@ -198,11 +166,11 @@ def test_light_recomputation_frees_h_alone() -> None:
     assert traced("qwen3_moe").layers[0].mlp.light is None  # dense
 
 
-def test_peaks_hold_what_has_to_be_there() -> None:
-    """Forward holds what it saves; backward of a half the gradient that comes in and the one that goes out."""
+def test_lower_bounds_of_peaks() -> None:
+    """Forward holds what it saves; backward of a sublayer its incoming and its outgoing gradient."""
     trace = traced("qwen3_moe")
     hidden = SEQUENCE * BATCH * HIDDEN * 2
-    parts: list[PartTrace] = [p for layer in trace.layers for p in (layer.attention, layer.mlp)]
+    parts: list[PartTrace] = [p for layer in trace.layers for _, p in layer.sublayers]
     for part in parts:
         assert part.inputs == hidden
         assert part.forward >= part.saved
@@ -214,8 +182,8 @@ def test_peaks_hold_what_has_to_be_there() -> None:
     assert moe.backward >= 2 * rows * (HIDDEN + 2 * WIDTH) + 2 * EXPERTS * 3 * HIDDEN * WIDTH
 
 
-def test_backward_peak_of_a_dense_half_against_the_real_one() -> None:
-    """The same watcher around the same backward on real tensors: nothing on paper is missed or made up."""
+def test_backward_peak_of_a_dense_sublayer_against_the_real_one() -> None:
+    """The same recorder around the same backward on real tensors."""
     from functools import partial
 
     from forebay.estimate.op_recorder import OpRecorder
@@ -226,20 +194,22 @@ def test_backward_peak_of_a_dense_half_against_the_real_one() -> None:
     for parameter in layer.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     x = torch.randn(BATCH, SEQUENCE, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
-    live = OpRecorder(1)
+    recorder = OpRecorder(1)
     for parameter in layer.parameters():
-        live.ignore(parameter)
-    live.ignore(x)
-    with live:
+        recorder.ignore(parameter)
+    recorder.ignore(x)
+    with recorder:
         out = partial(dense_sublayer, layer)(x)[0]
-        assert live.peak == traced("llama").layers[1].mlp.forward
-        live.peak = live.now
-        begin = live.now
+        assert recorder.peak == traced("llama").layers[1].mlp.forward
+        recorder.peak = recorder.now
+        begin = recorder.now
         gradient = torch.empty_like(out)
         out.backward(gradient)
-    # Here the output and its gradient are held to the end, on paper nobody holds them.
-    paper = traced("llama").layers[1].mlp.backward
-    assert paper - 8 <= live.peak - begin <= paper + 2 * out.numel() * 2  # 8: the loss that hands the gradient in
+    # Here the output and its gradient are held to the end, in a trace they are not.
+    planned = traced("llama").layers[1].mlp.backward
+    assert (
+        planned - 8 <= recorder.peak - begin <= planned + 2 * out.numel() * 2
+    )  # 8: the loss that passes on the gradient
 
 
 def test_flops_are_those_of_torchs_counter() -> None:
@@ -265,23 +235,22 @@ def test_expert_parallelism_receives_rows() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_rows_of_a_planned_exchange_are_those_of_random_routing(ranks: int) -> None:
+def test_rows_of_a_planned_dispatcher_are_those_of_random_routing(ranks: int) -> None:
     tokens, experts, slots = 4096, 64, 4
-    exchange = PlannedDispatcher(ranks, experts, tokens, slots)
+    planned = PlannedDispatcher(ranks, experts, tokens, slots)
     ids = torch.rand(ranks * tokens, experts, generator=torch.Generator().manual_seed(0)).topk(slots).indices
     mine = ids < experts // ranks
-    assert abs(int(mine.any(1).sum()) - exchange.rows) < 0.03 * exchange.rows + 256
-    assert abs(int(mine.sum()) - exchange.slots) < 0.03 * exchange.slots + 256
+    assert abs(int(mine.any(1).sum()) - planned.rows) < 0.03 * planned.rows + 256
+    assert abs(int(mine.sum()) - planned.slots) < 0.03 * planned.slots + 256
     bounded = PlannedDispatcher(ranks, experts, tokens, slots, capacity_factor=1.5)
-    assert bounded.slots == aligned(int(1.5 * tokens * slots)) and bounded.live_slots == exchange.slots
+    assert bounded.slots == aligned(int(1.5 * tokens * slots)) and bounded.live_slots == planned.slots
     most = PlannedDispatcher(ranks, experts, tokens, slots, skew=1000.0)
     assert most.live_rows == ranks * tokens  # no more can come
     with pytest.raises(ValueError, match=r"skew of 0\.5"):
         PlannedDispatcher(ranks, experts, tokens, slots, skew=0.5)
 
 
-def test_the_model_of_a_configuration_is_left_as_it_is() -> None:
-    """Only the model that is handed over is used up."""
+def test_only_the_model_that_is_traced_is_used_up() -> None:
     model = built("qwen3_moe", "meta")
     before = copy.deepcopy(model.config.to_dict())  # type: ignore[union-attr]
     trace_model(copy.deepcopy(model), Shape(SEQUENCE, BATCH))

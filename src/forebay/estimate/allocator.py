@@ -145,7 +145,6 @@ class CachingAllocator:
             self._merge(block)
 
     def record_stream(self, block: Block, stream: Hashable) -> None:
-        """Another stream reads the block."""
         if stream != block.pool.stream:
             block.streams = (block.streams or set()) | {stream}
 
@@ -171,15 +170,12 @@ class CachingAllocator:
         self._graph = graph
 
     def end_graph(self) -> None:
-        """End the capture."""
         self._graph = None
 
     def reset_peaks(self) -> None:
-        """Measure peaks from here."""
         self.peak_reserved, self.peak_allocated = self.reserved, self.allocated
 
     def _segment(self, pool: _FreeBlocks, size: int) -> Block:
-        """A new segment as one block."""
         if pool.small:
             length = SMALL_SEGMENT
         elif size < LARGE_REQUEST:
@@ -208,7 +204,6 @@ class CachingAllocator:
         return self._top - length
 
     def _check_streams(self) -> None:
-        """Free the blocks that waited for streams that are done."""
         done, self._done = self._done, set()
         waiting, self._waiting = self._waiting, []
         for block in waiting:
@@ -220,7 +215,6 @@ class CachingAllocator:
                 self._merge(block)
 
     def _merge(self, block: Block) -> None:
-        """Free a block, merged with its free neighbours."""
         block.in_use = False
         pool = block.pool
         before, after = block.before, block.after

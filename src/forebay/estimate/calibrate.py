@@ -92,7 +92,6 @@ def _once(run: Callable[[], Any], device: torch.device, times: int) -> float:
 
 
 def products(device: torch.device, sizes: Sizes, dtype: torch.dtype) -> Curve:
-    """FLOP/s of `a @ b`, by FLOPs."""
     found = []
     for m, k, n in sizes.products:
         a, b = torch.randn(m, k, device=device, dtype=dtype), torch.randn(k, n, device=device, dtype=dtype)
@@ -187,7 +186,6 @@ def host_both(device: torch.device, sizes: Sizes, ready: Callable[[], Any] = lam
 
 
 def launch(device: torch.device) -> float:
-    """Seconds of the host to launch an operation."""
     x = torch.zeros(1, device=device)
 
     def many() -> float:
@@ -281,7 +279,6 @@ def _slowest(run: Callable[[], Any], device: torch.device, group: dist.ProcessGr
 
 
 def _ascending(found: Curve) -> Curve:
-    """Sorted by size, each size once."""
     return [[size, rate] for size, rate in sorted({size: rate for size, rate in found}.items())]
 
 

@@ -93,7 +93,6 @@ class DeviceProfile:
     figures: Mapping[str, Figure]
 
     def at(self, name: str, size: float = 0.0) -> float:
-        """A figure's value for a size."""
         return self.figures[name].at(size)
 
     def link(self, name: str, within: bool, size: float = 0.0) -> float:
@@ -111,11 +110,9 @@ class DeviceProfile:
         return (both, both, *one_way) if pipeline else one_way
 
     def measured(self) -> tuple[str, ...]:
-        """Names of the figures that were measured or calibrated."""
         return tuple(name for name, figure in self.figures.items() if figure.source in ("measured", "calibrated"))
 
     def as_dict(self) -> dict[str, Any]:
-        """The contents of a file; `of_dict` reads it."""
         figures = {
             name: {"value": _plain(figure.value), "source": figure.source, "where": figure.where}
             for name, figure in self.figures.items()
@@ -124,7 +121,6 @@ class DeviceProfile:
 
 
 def names() -> tuple[str, ...]:
-    """Names of the profiles that come with Forebay."""
     folder = resources.files("forebay.estimate") / "devices"
     return tuple(sorted(f.name.removesuffix(".json") for f in folder.iterdir() if f.name.endswith(".json")))
 

@@ -151,7 +151,6 @@ class PersistentState:
             allocator.free(last)
 
     def optimize(self) -> None:
-        """Allocate as an optimizer's step does."""
         s, first = self._s, not self._moments
         for vectors in (False, True):
             sizes = self._sizes(vectors)
@@ -181,12 +180,10 @@ class PlainLifecycle(ParamLifecycle):
         self._seen: dict[Any, int] = {}
 
     def enter(self, place: Any, mlp: bool, backward: bool, last: bool) -> None:
-        """Count its gradients from the first one."""
         if backward:
             self._seen[place, mlp] = 0
 
     def keeps(self, place: Any, mlp: bool, block: Block) -> bool:
-        """Keep the first gradient of each weight."""
         self._seen[place, mlp] += 1
         if self._seen[place, mlp] <= self._there.get((place, mlp), 0):
             return False
@@ -195,7 +192,6 @@ class PlainLifecycle(ParamLifecycle):
         return True
 
     def zero_grad(self) -> None:
-        """See `ParamLifecycle`."""
         for block in self._held:
             self._allocator.free(block)
         self._held, self._there = [], {}
@@ -242,7 +238,6 @@ class _Sharded(ParamLifecycle):
         self._free(self._whole.pop(number, ()))
 
     def _reduce(self, number: int) -> None:
-        """Reduce the sums, or gradients, of a group to those of its shards."""
         group, s = self._groups[number], self._s
         sums = self._sums.pop(number, [])
         if not sums:
@@ -275,11 +270,9 @@ class _Sharded(ParamLifecycle):
             self._shards[number] = [reduced]
 
     def _in_place(self, number: int) -> bool:
-        """Whether a group's gradient is sent without a copy."""
         return False
 
     def _free_sums(self, sums: Iterable[Block]) -> None:
-        """Free sums that were reduced or copied."""
         self._free(sums)
 
     def _reduced(self) -> None:
@@ -325,7 +318,6 @@ class FsdpLifecycle(_Sharded):
         self._order = sorted(layers, key=lambda n: (groups[n].place, not groups[n].experts))
 
     def enter(self, place: Any, mlp: bool, backward: bool, last: bool) -> None:
-        """Gather what is not unsharded."""
         wanted = self._wanted(place, mlp, backward)
         for n in wanted:
             if n in self._whole:
@@ -341,7 +333,6 @@ class FsdpLifecycle(_Sharded):
                 self._arriving = arriving
 
     def leave(self, place: Any, mlp: bool, backward: bool, last: bool) -> None:
-        """Reshard, and in backward sum or reduce the gradients."""
         if place in ("embedding", "head"):
             if backward and place == "embedding":
                 self._finish(self._ends, last)
@@ -361,7 +352,6 @@ class FsdpLifecycle(_Sharded):
         self._finish(done, last)
 
     def _finish(self, numbers: Sequence[int], last: bool) -> None:
-        """After a group's backward."""
         s = self._s
         for n in numbers:
             group = self._groups[n]
@@ -382,7 +372,6 @@ class FsdpLifecycle(_Sharded):
                 self._reduce(n)
 
     def keeps(self, place: Any, mlp: bool, block: Block) -> bool:
-        """Keep it until the group's backward ends."""
         numbers = self._ends if place in ("embedding", "head") else self._layers[place]
         number = next((n for n in numbers if self._groups[n].experts and mlp), numbers[0])
         if mlp and len(numbers) > 1 and block.size < self._s.compute * min(self._groups[number].whole):
@@ -408,7 +397,6 @@ class FsdpLifecycle(_Sharded):
         return [n for n in numbers if mlp or not self._groups[n].experts]
 
     def _prefetch(self, number: int) -> None:
-        """Gather the group whose backward is next."""
         at = self._order.index(number) if number in self._order else len(self._order)
         if at and (n := self._order[at - 1]) not in self._whole and n not in self._prefetched:
             self._prefetched[n] = self._gather(n, GATHER)
@@ -469,7 +457,6 @@ class UnshardedLifecycle(_Sharded):
             self._free(arriving)
 
     def begin_step(self) -> None:
-        """Allocate all sums."""
         s = self._s
         for n, group in enumerate(self._groups):
             self._sums[n] = [
@@ -489,12 +476,10 @@ class UnshardedLifecycle(_Sharded):
             self.compute_experts(place, True)
 
     def leave(self, place: Any, mlp: bool, backward: bool, last: bool) -> None:
-        """Reshard them."""
         if mlp and self._s.ep == 1:
             self.compute_experts(place, False)
 
     def compute_experts(self, place: Any, begin: bool) -> None:
-        """Gather or reshard the experts."""
         n = self._expert_groups.get(place)
         if n is not None and begin and n not in self._whole:
             arriving = self._gather(n, self._stream)
@@ -513,7 +498,6 @@ class UnshardedLifecycle(_Sharded):
         self._graph_sums = {n: list(blocks) for n, blocks in self._sums.items()}
 
     def restore(self) -> None:
-        """After a replay."""
         self._sums = {n: list(blocks) for n, blocks in self._graph_sums.items()}
 
     def reduce(self, rows: list[Block], spread: int) -> None:
@@ -551,7 +535,6 @@ class UnshardedLifecycle(_Sharded):
             self._reduce(n)
 
     def _embedding(self) -> list[int]:
-        """Elements of the embedding's parameters on the rank."""
         pairs = [pair for group in self._groups for pair in zip(group.names, group.whole, strict=True)]
         return [whole for name, whole in pairs if name == "embedding"]
 
@@ -565,7 +548,6 @@ class UnshardedLifecycle(_Sharded):
                 self._sums[number].append(total)
 
     def _in_place(self, number: int) -> bool:
-        """If it has one weight, in equal shards."""
         group = self._groups[number]
         return group.processes > 1 and len(group.own) == 1 and group.own[0] * group.processes == group.whole[0]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from forebay.config import Config, check_world
 from forebay.estimate.traces import Traces
-from forebay.pipeline.costs import costs_of, partition_of, pipeline_shape, priced
+from forebay.pipeline.costs import partition_of, pipeline_shape, priced
 from forebay.pipeline.partition import Partition, even_partition, in_flight
 from forebay.policy import format_bytes
 from forebay.train import hf_io
@@ -65,7 +65,6 @@ class LayerPlan:
         ]
 
     def as_dict(self) -> dict[str, Any]:
-        """The figures, for JSON."""
         return {
             "schedule": self.schedule,
             "microbatches": self.microbatches,
@@ -77,7 +76,6 @@ class LayerPlan:
         }
 
     def table(self) -> Table:
-        """For a terminal of 80 columns: a line for each stage."""
         from rich.table import Table
 
         table = Table(
@@ -125,7 +123,7 @@ def plan_layers(config: Config, world: int = 0, traces: Traces | None = None) ->
     check_world(config, world)
     declared = hf_io.configuration(config.model, load_tokenizer(config.data.tokenizer).vocabulary)
     sharing = world // config.parallel.pp
-    costs = (traces or Traces()).costs(config, declared, sharing, costs_of)
+    costs = (traces or Traces()).costs(config, declared, sharing)
     asked = partition_of(config, declared, sharing, costs)
     schedule, pp, chunks, microbatches = pipeline_shape(config, sharing)
     even = even_partition(len(costs.layers), schedule, pp, chunks)

@@ -79,7 +79,6 @@ class Tally:
         return done
 
     def rows(self, room: int) -> int:
-        """Rows that arrive in a buffer of `room` rows."""
         return room if self.received is None else min(room, self.received)
 
     def forget(self, key: int) -> None:
@@ -89,7 +88,6 @@ class Tally:
             keys.discard(key)
 
     def see(self, func: Any, args: Any, kwargs: Any, out: Any, flops: int) -> None:
-        """Count an operation that ran."""
         packet = getattr(func, "overloadpacket", None)  # higher-order operators have none
         base = packet.__name__ if packet is not None else str(func)
         opaque = _OPAQUE.get(str(func))

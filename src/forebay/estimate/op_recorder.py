@@ -88,7 +88,6 @@ class OpRecorder(TorchDispatchMode):
         return self._origins.get(_address(tensor), frozenset())
 
     def origin_storage(self, origin: int) -> int:
-        """Number of an origin's storage in `log`."""
         return self._origin_storages[origin]
 
     def origin_size(self, origin: int) -> int:
@@ -96,11 +95,9 @@ class OpRecorder(TorchDispatchMode):
         return self._origin_sizes[origin]
 
     def size(self, tensor: Tensor) -> int:
-        """Bytes of a tensor's whole storage, rounded."""
         return self._rounded(tensor.untyped_storage().nbytes())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run `func`, and record it."""
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         packet = getattr(func, "overloadpacket", None)
@@ -252,5 +249,4 @@ def _is_fused(func: Any, packet: Any) -> bool:
 
 
 def _reduces(result: Tensor, sources: list[Tensor]) -> bool:
-    """The test of torch's partitioner for a reduction."""
     return 4 * result.numel() * result.element_size() < sum(s.numel() * s.element_size() for s in sources)

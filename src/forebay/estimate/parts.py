@@ -17,6 +17,7 @@ from forebay.estimate.types import PAGES, AllocEvent, ModelTrace, PartEvents, Pa
 from forebay.estimate.walk import StageLayers
 from forebay.memory.offload_plan import fit_link, is_interleaved, offload_all, plan_interleaved
 from forebay.memory.timeline import CallFigures, Plan, Timeline, TimelineEvent
+from forebay.pipeline.schedule import Action
 
 PAGE = 256 << 10
 """Bytes of a page of `forebay.memory.page_store`, which the estimator does not import."""
@@ -65,7 +66,6 @@ class Part:
 
     @property
     def mlp(self) -> bool:
-        """Whether it is the second sublayer of a layer."""
         return self.path.endswith(".mlp")
 
     @property
@@ -147,7 +147,7 @@ def offloadable(events: PartEvents, hidden: int, least: int) -> list[tuple[int, 
 
 def plan_link(
     stages: Mapping[int, Sequence[Part]],
-    actions: Iterable[Any],
+    actions: Iterable[Action],
     rates: tuple[float | None, ...],
     *,
     hidden: int,
@@ -194,7 +194,7 @@ class _TimelineBuilder:
         self._numbers: dict[tuple[str, int], int] = {}  # of a sublayer's call for a microbatch
         self._counts: dict[str, int] = {}
 
-    def add(self, stages: Mapping[int, Sequence[Part]], action: Any) -> None:
+    def add(self, stages: Mapping[int, Sequence[Part]], action: Action) -> None:
         match action.kind:
             case "OVERLAP_F_B":
                 forward, backward = action.parts

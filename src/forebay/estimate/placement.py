@@ -15,9 +15,10 @@ from typing import Any, Protocol
 
 from forebay.estimate.state import RankState
 from forebay.estimate.types import ModelTrace, PartTrace
-from forebay.estimate.walk import ActionLike, RankFit, StageLayers, SublayerMemory, Walk, fit_rank, sublayer_memory
+from forebay.estimate.walk import RankFit, StageLayers, SublayerMemory, Walk, fit_rank, sublayer_memory
 from forebay.memory.solver import Answer, Programme
 from forebay.memory.timeline import LIGHT
+from forebay.pipeline.schedule import Action
 from forebay.policy import format_bytes
 
 _SECONDS = 1.0  # time limit for a rank; the ranks of DeepSeek-V3 on 512 GPUs take 0.02 to 0.1
@@ -143,7 +144,7 @@ def choose(
     state: RankState,
     stages: Mapping[int, Sequence[Sequence[Option]]],
     times: Mapping[str, tuple[float, float]],
-    actions: Iterable[ActionLike],
+    actions: Iterable[Action],
     messages: int,
     budget: int,
     machine: Machine,
@@ -283,7 +284,6 @@ class _PlacementProgram:
             self._link(numbers, 1, machine.back_rate, waits)
 
     def solve(self) -> Answer | None:
-        """The best answer within the time limit."""
         return self._programme.solve(_SECONDS, _GAP)
 
     def chosen(self, answer: Answer | None) -> dict[int, list[Option]]:

@@ -76,7 +76,6 @@ class PlanRequest:
         return _batch(microbatch, processes) if self.rebatch else self.config.train.batch
 
     def sentence(self) -> str:
-        """The defaults used; empty for a file."""
         if not self.chosen:
             return ""
         return "Defaults used (change with --set): " + ", ".join(
@@ -186,16 +185,13 @@ class Fit:
 
     @property
     def fits(self) -> bool | None:
-        """Whether every rank fits; None without a budget."""
         return None if self.budget is None else all(r.headroom(self.budget) >= 0 for r in self.ranks)
 
     @property
     def fullest(self) -> RankFit:
-        """The rank with the highest peak."""
         return max(self.ranks, key=lambda r: r.total)
 
     def verdict(self) -> str:
-        """Whether it fits, in one sentence."""
         most = self.fullest
         what = f"the peak is {format_bytes(most.total)} on rank {most.rank}, at {most.where}"
         if self.budget is None:
@@ -215,7 +211,6 @@ class Fit:
         return found
 
     def as_dict(self) -> dict[str, Any]:
-        """The figures, for JSON."""
         return {
             "world": self.world,
             "parameters": self.parameters,
@@ -240,7 +235,6 @@ class Fit:
         }
 
     def table(self) -> Table:
-        """For a terminal: a line for each pipeline rank."""
         from rich.table import Table
 
         scale, unit = (1 << 30, "GiB") if self.fullest.total >= 1 << 30 else (1 << 20, "MiB")
@@ -328,7 +322,6 @@ def _estimator(
     auto: int | None,
     traces: Traces,
 ) -> tuple[RunEstimator, list[str]]:
-    """What the estimate of each rank needs, and the notes of a `Fit`."""
     c, p = config, config.parallel
     declared = hf_io.configuration(c.model, load_tokenizer(c.data.tokenizer).vocabulary)
     text, experts = declared.get_text_config(), experts_in(declared)

@@ -45,7 +45,7 @@ from forebay.estimate.walk import (
 from forebay.memory.offload_plan import WAITS
 from forebay.memory.timeline import LIGHT, Plan
 from forebay.pipeline.model import adds_at_once
-from forebay.pipeline.schedule import turns
+from forebay.pipeline.schedule import Action, turns
 from forebay.policy import format_bytes, parse_bytes
 
 _MESSAGES = 4  # tensors of hidden states in transfer in a pipeline: one in and one out, in each direction
@@ -88,19 +88,17 @@ class RunEstimator:
     placements: Mapping[str, str]
     hidden: int
     exchange: int
-    actions: Sequence[Sequence[Any]] | None
+    actions: Sequence[Sequence[Action]] | None
     budget: int | None
     auto: int | None
     machine: Machine
 
     @property
     def engine(self) -> bool:
-        """Whether a pipeline or overlap runs the stages."""
         return self.config.parallel.pp > 1 or self.config.parallel.overlap
 
     @property
     def chooses(self) -> bool:
-        """Whether placements are chosen."""
         return self.auto is not None or self.config.memory.policy == "auto"
 
     def rank(self, number: int, seen: Seen | None = None) -> RankEstimate:
@@ -205,7 +203,6 @@ class RunEstimator:
         )
 
     def _timed(self, stages: Mapping[int, StageLayers], parts: Mapping[int, Sequence[Part]]) -> dict[int, list[Part]]:
-        """The parts with their seconds, recomputation in backward included."""
         found: dict[int, list[Part]] = {}
         for number, stage in stages.items():
             traces = parts_by_path(self.trace, stage, self.prefix)
@@ -219,8 +216,7 @@ class RunEstimator:
                 found[number].append(replace(part, seconds=(forward, backward)))
         return found
 
-    def _actions(self, number: int) -> Any:
-        """The computations of the rank in a step."""
+    def _actions(self, number: int) -> list[Action]:
         if self.actions is None:
             return local_actions(self.plan.microbatches, self.config.parallel.overlap)
         return [action for action in self.actions[number] if action.computes]
@@ -239,7 +235,6 @@ class RunEstimator:
         return self._sums_vocabulary() and adds_at_once(tokens, vocabulary, self.sharing.compute)
 
     def _keywords(self) -> dict[str, Any]:
-        """Keywords of `sublayer_memory`."""
         return {
             "prefix": self.prefix,
             "recompute": self.config.memory.recompute,
@@ -270,7 +265,6 @@ class RunEstimator:
 
 
 def _stages(plan: LayerPlan, rank: int) -> dict[int, StageLayers]:
-    """The stages of a rank by number, in forward order."""
     found, last, before = {}, len(plan.partition.layers) - 1, 0
     for number in plan.partition.stages(rank):
         layers = plan.partition.layers[number]
@@ -332,10 +326,9 @@ class StepTimer:
     placements: Mapping[str, str]
     parameters: Sequence[int]
     stages: Sequence[Mapping[int, StageLayers]]
-    actions: Sequence[Sequence[Any]] | None
+    actions: Sequence[Sequence[Action]] | None
 
     def on(self, device: DeviceProfile) -> StepTime:
-        """The step's time on a device."""
         p = self.config.parallel
         engine = p.pp > 1 or p.overlap
         times = {n: self._stage(device, stage, engine) for mine in self.stages for n, stage in mine.items()}
@@ -405,7 +398,6 @@ class StepTimer:
         return StageTime(tuple(forward), tuple(backward))
 
     def _offloaded(self, number: int) -> int:
-        """Bytes of a layer and microbatch that go to the host and back."""
         sublayers = self.trace.layers[number].sublayers
         return sum(p.saved for name, p in sublayers if self._placement(number, name) == "offload")
 
@@ -462,7 +454,6 @@ class StepTimer:
 
 
 def machine_of(device: DeviceProfile, ep: int, sharing: Sharing) -> Machine:
-    """What placements cost on a device."""
     clock = _clock(device, ep, sharing)
 
     def seconds(part: PartTrace) -> tuple[float, float]:

@@ -28,6 +28,7 @@ from forebay.estimate.state import Sharing
 from forebay.estimate.types import ALL_TO_ALL_BEGIN, ALL_TO_ALL_END, FINAL_NORM_END, MATMUL, PAGES
 from forebay.estimate.walk import RankFit
 from forebay.memory.timeline import Key, Plan
+from forebay.pipeline.schedule import Action
 
 WORKSPACE = 32 << 20
 """Bytes of cuBLAS's workspace on Hopper for each handle and stream (`CUBLAS_WORKSPACE_CONFIG`, torch's notes on CUDA): one of the
@@ -66,7 +67,7 @@ class RankRun:
     groups: Sequence[ParamGroup]
     sharing: Sharing
     stages: Mapping[int, Sequence[Part]]
-    actions: Sequence[Any]
+    actions: Sequence[Action]
     engine: bool
     summed: tuple[int, int] | None
     hidden: int
@@ -109,7 +110,7 @@ def with_reserved(fit: RankFit, found: Reserved) -> RankFit:
     return replace(fit, transient=fit.transient + more, cached=max(0, found.reserved - (inside + more)))
 
 
-def shortened(actions: Sequence[Any], engine: bool) -> Sequence[Any]:
+def shortened(actions: Sequence[Action], engine: bool) -> Sequence[Action]:
     """Without an engine, only the first microbatches: later ones repeat the last of them."""
     return actions if engine else [a for a in actions if a.microbatch < _MICROBATCHES]
 
@@ -305,7 +306,6 @@ class _StepRun:
         self._last = max((a.microbatch for action in run.actions for a in (action.parts or (action,))), default=0)
 
     def run(self) -> None:
-        """Play all actions."""
         for action in self._run.actions:
             match action.kind:
                 case "OVERLAP_F_B":
@@ -327,7 +327,7 @@ class _StepRun:
         self._free_all(self._sent)
         return self._token_grads
 
-    def _overlap_fwd_bwd(self, forward: Any, backward: Any) -> None:
+    def _overlap_fwd_bwd(self, forward: Action, backward: Action) -> None:
         """The order of `forebay.pipeline`: the backward's first transfer starts before the forward computes. In a
         pipeline the head counts as a computation too, and the forward finishes one computation later; else it finishes
         last."""
@@ -390,7 +390,6 @@ class _StepRun:
             self._allocator.free(x)
 
     def _part_forward(self, run: _PartRun, model_inputs: list[Block]) -> Generator[None, None, Block]:
-        """Its output."""
         events = run.part.events
         on_mark = {FINAL_NORM_END: partial(self._free_all, model_inputs), PAGES: partial(self._take_pages, run)}
         played = events.forward_no_grad if run.part.placement == "recompute" else events.forward

@@ -145,7 +145,6 @@ def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 
 def divisors(number: int) -> list[int]:
-    """Ascending."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
@@ -182,11 +181,9 @@ class Search:
 
     @property
     def found(self) -> bool:
-        """Whether a run was found."""
         return bool(self.settings)
 
     def as_dict(self) -> dict[str, Any]:
-        """The figures, for JSON."""
         return {
             "what": self.what,
             "found": self.settings or None,
@@ -287,11 +284,9 @@ class _Runs:
         return config
 
     def declared(self, config: Config) -> Any:
-        """The Hugging Face configuration."""
         return hf_io.configuration(config.model, load_tokenizer(config.data.tokenizer).vocabulary)
 
     def fit(self, config: Config) -> tuple[LayerPlan, Fit]:
-        """The plan of one run, without a budget."""
         plan = plan_layers(config, self.world, self._traces)
         return plan, fit_run(
             config, plan, self.world, None, self.skew, device=self.device, auto=self.auto, traces=self._traces

@@ -47,7 +47,6 @@ class WeightShapes:
 
     @property
     def total(self) -> int:
-        """Number of parameters."""
         every = [*self.embedding, *self.head, *(s for rest, experts in self.layers for s in (*rest, *experts))]
         return sum(math.prod(s) for s in every)
 
@@ -119,7 +118,6 @@ class RankState:
 
     @property
     def gradients(self) -> int:
-        """Of all parts."""
         return sum(self.layer_gradients) + self.embedding_gradient + self.head_gradient
 
 

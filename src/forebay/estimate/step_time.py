@@ -16,7 +16,7 @@ from typing import Any
 from forebay.estimate.device import DeviceProfile
 from forebay.estimate.state import Sharing
 from forebay.estimate.types import OpCost
-from forebay.estimate.walk import ActionLike
+from forebay.pipeline.schedule import Action
 
 _RATES: Mapping[str, str] = MappingProxyType(
     {
@@ -94,7 +94,6 @@ class Clock:
     wide: bool = False
 
     def kernel_time(self, ops: Iterable[OpCost]) -> KernelTime:
-        """Of operations that run one after the other."""
         compute = all_to_all = weight_grads = 0.0
         launches = 0
         for op in ops:
@@ -131,7 +130,6 @@ class Clock:
         return max(within, away / self.device.link("all_to_all", False, away) if away else 0.0)
 
     def moved(self, count: float) -> float:
-        """Seconds to read and write so many bytes."""
         return count / self.device.at("bandwidth", count)
 
 
@@ -194,12 +192,10 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """The whole step."""
         return self.gradients + self.optimizer + self.around
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all processes."""
         return self.tokens / self.seconds
 
     @property
@@ -209,11 +205,9 @@ class StepTime:
 
     @property
     def limited_by_host(self) -> bool:
-        """Whether the host's launches take longer than the schedule."""
         return self.host > self.schedule
 
     def sentence(self) -> str:
-        """A summary of one or more clauses."""
         sheets = "" if self.measured else ", from data sheets"
         parts = [
             f"expected on {self.device}{sheets}: {self.seconds:.3f} s a step, {self.tokens_per_second:,.0f} tokens/s"
@@ -225,7 +219,6 @@ class StepTime:
         return "; ".join(parts) + "."
 
     def as_dict(self) -> dict[str, Any]:
-        """The figures, for JSON."""
         return {
             "device": self.device,
             "measured": self.measured,
@@ -255,7 +248,7 @@ class ScheduleTime:
 
 
 def schedule_time(
-    actions: Sequence[Sequence[ActionLike]],
+    actions: Sequence[Sequence[Action]],
     ranks: Sequence[int],
     stages: Mapping[int, StageTime],
     message: float = 0.0,
@@ -289,7 +282,7 @@ class _Schedule:
 
     def __init__(
         self,
-        actions: Sequence[Sequence[ActionLike]],
+        actions: Sequence[Sequence[Action]],
         ranks: Sequence[int],
         message: float,
         segments: _Segments,
@@ -316,7 +309,7 @@ class _Schedule:
                 raise ValueError(f"these actions wait for what never comes: {waits}")
         return ScheduleTime(max(self._free), tuple(self._busy), tuple(self._exposed), tuple(self._launches))
 
-    def _perform(self, rank: int, action: ActionLike) -> bool:
+    def _perform(self, rank: int, action: Action) -> bool:
         parts = tuple(action.parts) or (action,)
         end = self._free[rank]
         for part in parts:
@@ -372,13 +365,13 @@ class _Segments:
         self._stages, self._engine, self._contention = stages, engine, contention
         self._known: dict[tuple[Any, ...], list[TimeSegment]] = {}
 
-    def of(self, action: ActionLike) -> list[TimeSegment]:
+    def of(self, action: Action) -> list[TimeSegment]:
         kind = (action.kind, action.stage, *(part.stage for part in action.parts))
         if kind not in self._known:
             self._known[kind] = self._count(action)
         return self._known[kind]
 
-    def _count(self, action: ActionLike) -> list[TimeSegment]:
+    def _count(self, action: Action) -> list[TimeSegment]:
         if action.kind == "OVERLAP_F_B":
             forward, backward = action.parts
             return self._overlap_fwd_bwd(self._stages[forward.stage].forward, self._stages[backward.stage].backward)

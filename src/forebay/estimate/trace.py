@@ -95,21 +95,17 @@ class PlannedDispatcher(TokenDispatcher):
             self.rows = min(everything, self.slots)
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor, Handle]:
-        """Not supported."""
         raise self._unsent()
 
     def spread(self, values: Tensor, handle: Sequence[Tensor], n_rows: int) -> Tensor:
-        """Not supported."""
         raise self._unsent()
 
     def collect(
         self, rows: Tensor, narrow: Tensor | None, handle: Sequence[Tensor], n_tokens: int, init: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Not supported."""
         raise self._unsent()
 
     def max_rows(self, handle: Sequence[Tensor], rows: int, slots_per_token: int) -> int:
-        """S."""
         return self.slots
 
     def fake_handle(self, tokens: int, slots_per_token: int, device: torch.device) -> tuple[int, Handle]:
@@ -162,8 +158,6 @@ class _TracedPart:
 
 @dataclass(frozen=True)
 class _SavedStorage:
-    """A storage that autograd saved first in this part."""
-
     size: int
     origins: frozenset[int]
     number: int
@@ -211,7 +205,6 @@ class TraceRun:
                 parameter.register_post_accumulate_grad_hook(self._drop_weight_grad)
 
     def forward(self) -> None:
-        """Run all parts in order; each graph is kept for `backward`."""
         size = self.shape.microbatch, self.shape.sequence
         ids, labels = (torch.empty(size, dtype=torch.int64) for _ in range(2))
         with self._recorder:
@@ -226,7 +219,6 @@ class TraceRun:
                 self.balance = self._open["balance"].saved // len(self._routed)
 
     def backward(self) -> None:
-        """Run the backward of each part by itself."""
         with self._recorder:
             for path, part in reversed(list(self._open.items())):
                 self._backward(part)
@@ -490,7 +482,6 @@ def trace_model(model: Any, shape: Shape) -> ModelTrace:
 
 
 def base_path(model: Any) -> str:
-    """Module path of the base model."""
     return str(model.base_model_prefix)
 
 
@@ -546,7 +537,6 @@ class _FusedAttention(TorchFunctionMode):
     """Runs `scaled_dot_product_attention` as a GPU does: flash, or cuDNN's kernel for heads of two widths and for masks."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Replace that function."""
         kwargs = kwargs or {}
         if func is not nn.functional.scaled_dot_product_attention:
             return func(*args, **kwargs)

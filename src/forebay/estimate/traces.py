@@ -8,7 +8,6 @@ plan's time. A trace uses its model up, so the model is built again for the next
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ from forebay.errors import UsageError, first_line
 from forebay.estimate.state import WeightShapes, weight_shapes
 from forebay.estimate.trace import base_path, trace_model
 from forebay.estimate.types import ModelTrace, Shape
-from forebay.pipeline.costs import Costs
+from forebay.pipeline.costs import Costs, costs_of
 from forebay.pipeline.schedule import Action, make_plan
 
 
@@ -72,12 +71,12 @@ class Traces:
                 raise UsageError(f"this model cannot be traced: {first_line(error)}") from error
         return self._traces[key, shape]
 
-    def costs(self, config: Config, declared: Any, sharing: int, make: Callable[[Config, Any, int], Costs]) -> Costs:
-        """What `make` (`forebay.pipeline.costs.costs_of`) returns for `sharing` processes."""
+    def costs(self, config: Config, declared: Any, sharing: int) -> Costs:
+        """See `forebay.pipeline.costs.costs_of`."""
         sizes = config.train.sequence, config.microbatch(sharing), config.parallel.ep
         key = (_key(config.model, declared), *sizes)
         if key not in self._costs:
-            self._costs[key] = make(config, declared, sharing)
+            self._costs[key] = costs_of(config, declared, sharing)
         return self._costs[key]
 
     def actions(self, *schedule: Any) -> tuple[tuple[Action, ...], ...]:

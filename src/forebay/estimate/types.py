@@ -202,12 +202,10 @@ class LayerTrace:
 
     @property
     def sublayers(self) -> tuple[tuple[str, PartTrace], ...]:
-        """Both, by the names of their modules."""
         return ("self_attn", self.attention), ("mlp", self.mlp)
 
     @property
     def saved(self) -> int:
-        """Bytes of both sublayers."""
         return self.attention.saved + self.mlp.saved
 
 

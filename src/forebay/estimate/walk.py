@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from forebay.estimate.state import RankState
 from forebay.estimate.types import ModelTrace, PartTrace
+from forebay.pipeline.schedule import Action
 
 ERROR = 0.02
 """Share of a planned total by which the run may take more. No measured run reserved more than 1.6 % above its plan; of 10
@@ -21,48 +22,13 @@ that were given about their plan, 2 ran out of memory with just that (benchmarks
 ALLOWANCE = f"with {100 * ERROR:.0f} % of the peak left for the plan's own error"
 
 
-class ActionLike(Protocol):
-    """The part of `forebay.pipeline.schedule.Action` that the estimator reads."""
-
-    @property
-    def kind(self) -> str:
-        """F, B (whole backward), I (input gradients), W (weight gradients), OVERLAP_F_B."""
-
-    @property
-    def stage(self) -> int:
-        """Its number."""
-
-    @property
-    def microbatch(self) -> int:
-        """Its number."""
-
-    @property
-    def parts(self) -> Sequence[Any]:
-        """The forward and the backward of an OVERLAP_F_B."""
-
-
-class LocalAction(NamedTuple):
-    """An action of a process without a pipeline."""
-
-    kind: str
-    stage: int
-    microbatch: int
-    parts: tuple[Any, ...] = ()
-
-    def __str__(self) -> str:
-        """The notation of `forebay.pipeline.schedule.Action`."""
-        if self.parts:
-            return f"({';'.join(map(str, self.parts))}){self.kind}"
-        return f"{self.stage}{self.kind}{self.microbatch}"
-
-
-def local_actions(microbatches: int, overlap: bool) -> list[LocalAction]:
+def local_actions(microbatches: int, overlap: bool) -> list[Action]:
     """The actions of a process without a pipeline in a step."""
-    forwards = [LocalAction("F", 0, m) for m in range(microbatches)]
-    backwards = [LocalAction("B", 0, m) for m in range(microbatches)]
+    forwards = [Action("F", 0, m) for m in range(microbatches)]
+    backwards = [Action("B", 0, m) for m in range(microbatches)]
     if not overlap:
         return [action for pair in zip(forwards, backwards, strict=True) for action in pair]
-    both = [LocalAction("OVERLAP_F_B", -1, -1, (forwards[m], backwards[m - 1])) for m in range(1, microbatches)]
+    both = [Action("OVERLAP_F_B", -1, -1, (forwards[m], backwards[m - 1])) for m in range(1, microbatches)]
     return [forwards[0], *both, backwards[-1]]
 
 
@@ -139,7 +105,6 @@ class RankFit:
         return self.total - self.other
 
     def headroom(self, budget: int) -> int:
-        """See `headroom`."""
         return headroom(self.total, budget)
 
 
@@ -251,7 +216,7 @@ def fit_rank(
     rank: int,
     state: RankState,
     stages: Mapping[int, Sequence[SublayerMemory]],
-    actions: Iterable[ActionLike],
+    actions: Iterable[Action],
     messages: int = 0,
     seen: Seen | None = None,
 ) -> RankFit:
@@ -298,8 +263,7 @@ class Walk:
         """Bytes now, without what the running sublayers need."""
         return self._at(self._state.gathered + self._messages, "").total
 
-    def step(self, action: ActionLike) -> None:
-        """Carry out one action."""
+    def step(self, action: Action) -> None:
         self._action = str(action)
         match action.kind:
             case "OVERLAP_F_B":

@@ -99,7 +99,6 @@ def _deferred_steps(rows: int, saved_h: bool, down_steps: list[WorkspaceStep]) -
 
 
 def _using(name: str, size: int, *steps: WorkspaceStep) -> list[WorkspaceStep]:
-    """Steps inside of which a buffer is allocated."""
     return [(name, size), *steps, (name, 0)]
 
 

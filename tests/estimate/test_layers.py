@@ -1,4 +1,4 @@
-"""The partition that a configuration asks for: the same for every process, and without a trace in what it is given."""
+"""The partition of a configuration: the same for every process, without changing its arguments."""
 
 import copy
 from unittest import mock
@@ -42,7 +42,7 @@ def config(**parallel: object) -> Config:
 
 
 def test_auto_is_partition_layers_of_the_models_costs() -> None:
-    """Of flash attention too, which is not installed here: nothing runs."""
+    """Also with flash attention, which is not installed here: nothing runs."""
     c = config(pp=2, ep=2)
     declared = hf_io.configuration(c.model, 257)
     before = copy.deepcopy(declared)
@@ -62,8 +62,8 @@ def test_auto_is_partition_layers_of_the_models_costs() -> None:
 
 
 @pytest.mark.parametrize(("microbatches", "at_once"), [(16, False), (17, True)])
-def test_on_paper_gradients_of_tokens_are_added_at_once_where_a_run_adds_them(microbatches: int, at_once: bool) -> None:
-    """64 tokens of 2 bytes an element, and 512 rows of 4: more than 16 microbatches are more than the sum."""
+def test_gradients_of_tokens_are_added_at_once_where_a_run_adds_them(microbatches: int, at_once: bool) -> None:
+    """64 tokens of 2 bytes an element, and 512 rows of 4: the tokens of 17 microbatches are larger than the sum."""
     before = config()
     model = {**vars(before.model), "config": {**before.model.config, "vocab_size": 512}, "attention": "sdpa"}
     model |= {"dtype": "float32", "compute": "bfloat16"}

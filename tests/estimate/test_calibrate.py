@@ -1,4 +1,4 @@
-"""Measuring, on this CPU: shapes and plausibility of what comes out; what is right on a GPU is what a GPU measures."""
+"""Calibration on this CPU: the shapes and plausibility of its figures."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def test_seconds_are_those_of_one_run() -> None:
     assert 0.01 <= calibrate.seconds(lambda: time.sleep(0.01), CPU) < 1
     calls = []
     calibrate.seconds(lambda: calls.append(1), CPU)
-    assert len(calls) > 100  # what is short is run many times between two looks at the clock
+    assert len(calls) > 100  # short runs are timed many at once
 
 
 def test_rates_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With every run a second long, rates are what was counted."""
+    """With every run a second long, rates are counts."""
     monkeypatch.setattr(calibrate, "seconds", lambda run, device: (run(), 1.0)[1])
     assert calibrate.products(CPU, SMALL, torch.float32) == [[2 * 16**3, 2 * 16**3], [2 * 64**3, 2 * 64**3]]
     for weights in (False, True):
@@ -55,7 +55,7 @@ def test_rates_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_profile_of_this_machine(tmp_path: Path) -> None:
-    """All figures are there, those that were measured say so, and a plan takes the file."""
+    """All figures are there, those that were measured say so, and the file can be loaded."""
     profile = complete(measured(CPU, SMALL), "mine", "a CPU", 1)
     assert set(profile.figures) == set(FIGURES)
     links = {n for n in FIGURES if n.startswith(("all_", "reduce_")) or n in ("contention", "memory")}
@@ -66,7 +66,7 @@ def test_a_profile_of_this_machine(tmp_path: Path) -> None:
     assert load(str(file)) == profile
 
 
-def test_what_gpus_of_a_host_share_is_the_h200s_if_one_was_measured() -> None:
+def test_the_share_of_several_gpus_of_a_host_is_the_h200s_if_one_was_measured() -> None:
     shares = []
     for profile in (complete(measured(CPU, SMALL), "mine", "eight CPUs", 8), load("h200")):
         alone, together = profile.host(1, False), profile.host(16, False)
@@ -90,10 +90,10 @@ def test_links_of_two_processes_of_one_machine() -> None:
     hosts = {name: found[0].pop(name) for name in ("host_out", "host_back", "host_both")}
     assert all([gpus for gpus, _ in curve] == [1, 2] and all(rate > 2 for _, rate in curve) for curve in hosts.values())
     for name in hosts:
-        assert found[1].pop(name)[1][1] > 2  # alone was the first one
+        assert found[1].pop(name)[1][1] > 2  # only the first measures alone
     assert found[0] == found[1]  # the slowest one's
     assert set(found[0]) == {"all_to_all", "all_gather", "reduce_scatter"}
-    assert [size for size, _ in found[0]["all_to_all"]] == [512, 8192]  # half of each stays
+    assert [size for size, _ in found[0]["all_to_all"]] == [512, 8192]  # half stays
     assert all(rate > 0 for _, rate in found[0]["all_to_all"])
 
 
@@ -102,7 +102,7 @@ def test_links_of_two_machines() -> None:
     assert set(found[0]) == {"all_to_all_between", "all_gather_between", "reduce_scatter_between"}
 
 
-def test_paths_that_no_file_can_have(tmp_path: Path) -> None:
+def test_invalid_paths(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is a folder"):
         check_path(tmp_path)
     with pytest.raises(UsageError, match="there is no folder"):
@@ -124,7 +124,7 @@ def test_save_profile_without_a_gpu(
 
 @pytest.mark.gpu
 def test_save_profile_on_a_gpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Under a minute; rates of a GPU, and the file is one that a plan takes."""
+    """Under a minute; plausible rates, and the file can be loaded."""
     file, started = tmp_path / "mine.json", time.perf_counter()
     assert cli.main(["doctor", "--save-profile", str(file)]) == 0
     assert time.perf_counter() - started < 60

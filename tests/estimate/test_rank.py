@@ -1,4 +1,4 @@
-"""Step times of whole configurations: against runs that were measured on H200, and in the right direction where none was."""
+"""Step times of whole configurations: against runs measured on H200, and in the right direction without one."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ GRAPHS = [
 ]
 
 
-def test_captured_steps_are_planned_within_a_tenth(models: Any) -> None:
-    """Runs that no host holds up: the first two are among those that the H200's profile was made with, the others are not."""
+def test_cuda_graph_steps_are_planned_within_a_tenth(models: Any) -> None:
+    """No host delays them. The first two are among the runs that the H200's profile was calibrated with, the others are not."""
     errors = []
     for file, model, arm, world, parallel, memory in GRAPHS:
         batch = 32 if file.startswith("paging") else 64
@@ -96,8 +96,8 @@ GRID_RUNS = [
 
 
 def test_whole_steps_of_the_grid_are_planned_within_a_tenth(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of each kind of the runs that benchmarks/planner.py measured, optimizer and host included; two of them before gradients
-    were reduced in another order, which is a matter of memory."""
+    """Two of each kind of the runs of benchmarks/planner.py, optimizer and host included. Two of them were measured
+    before the order of reductions changed, which changes memory only."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     entries = {e.name: e for e in importlib.import_module("planner_grid").GRID}
     files = [BENCHMARKS / "results" / f"planner_measured{part}.jsonl" for part in ("_before", "")]
@@ -118,7 +118,7 @@ def test_whole_steps_of_the_grid_are_planned_within_a_tenth(monkeypatch: pytest.
 
 
 def test_offloading_all_of_a_pipeline_with_experts_recomputed(models: Any) -> None:
-    """PP 4 took 1.026 and 1.025 of the time (benchmarks/results/pipeline_graph_pp4.md). What is made again is not saved."""
+    """PP 4 took 1.026 and 1.025 of the time (benchmarks/results/pipeline_graph_pp4.md). What is recomputed is not saved."""
     sublayers = {"*.self_attn": "offload", "*.mlp": "offload"}
     found = []
     for policy in ("keep", sublayers, {**sublayers, "model.layers.[1-6].mlp.experts": "recompute"}):
@@ -133,8 +133,8 @@ def test_offloading_all_of_a_pipeline_with_experts_recomputed(models: Any) -> No
         found.append(fit_run(config, plan_layers(config, 4), 4, device=load("h200")))
     seconds = [fit.step.gradients for fit in found if fit.step is not None]
     assert 1.0 < seconds[1] / seconds[0] < 1.03 and 1.0 < seconds[2] / seconds[0] < 1.06
-    kept, offloaded, again = (sum(sublayer.saved for sublayer in fit.sublayers) for fit in found)
-    assert kept == offloaded and offloaded - again == 6 * (4096 * 6) * (2 * 1408) * 2
+    kept, offloaded, light = (sum(sublayer.saved for sublayer in fit.sublayers) for fit in found)
+    assert kept == offloaded and offloaded - light == 6 * (4096 * 6) * (2 * 1408) * 2
     for rank in (1, 2, 3):
         totals = [fit.ranks[rank].total for fit in found]
         assert totals[0] > totals[1] > totals[2]
@@ -183,7 +183,7 @@ def test_a_graph_has_no_host() -> None:
     assert graph.schedule == eager.schedule and graph.seconds < eager.seconds
 
 
-def test_overlap_hides_what_travels() -> None:
+def test_overlap_hides_transfers() -> None:
     parallel = {"ep": 4, "reshard": False, "dispatch": "symmetric", "capacity_factor": 2.0}
     alone, together = (small(4, parallel={**parallel, "overlap": overlap}) for overlap in (False, True))
     assert together.exposed[0] < 0.5 * alone.exposed[0]

@@ -1,1 +1,0 @@
-"""The tiniest run, as in tests/train."""

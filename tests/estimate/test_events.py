@@ -1,0 +1,82 @@
+"""The events of a part from logs written by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from forebay.estimate.events import NamedStorages, part_events, peak_of
+from forebay.estimate.types import ALL_TO_ALL_BEGIN, ALL_TO_ALL_END, Freed, Mark, NewStorage, Op
+
+NONE = frozenset[int]()
+
+
+def op(reads: tuple[int, ...] = (), *made: tuple[int, int], fused: bool = False, of: frozenset[int] = NONE) -> Op:
+    return Op(fused, reads, tuple(NewStorage(n, size, fused, of or frozenset([n])) for n, size in made))
+
+
+# x=0 -> a=1 (fused) -> b=2 (GEMM, reads 1) -> c=3 (fused) -> d=4 (fused, reads 3) -> output=5 (GEMM, reads 4)
+FORWARD: list[Any] = [
+    op((0,), (1, 10), fused=True, of=frozenset([0])),
+    op((1,), (2, 20)),
+    op((2,), (3, 30), fused=True, of=frozenset([2])),
+    op((3,), (4, 40), fused=True, of=frozenset([2])),
+    Freed(3),
+    op((4,), (5, 50)),
+]
+# The weight's gradient reads d, then da = 8; c's derivative is fused with what reads it; the other weight's reads a; dx = 12.
+BACKWARD: list[Any] = [
+    op((6, 4), (7, 5)),
+    Freed(7),
+    op((6,), (8, 40)),
+    Freed(6),
+    Freed(4),
+    op((8, 2), (9, 30), fused=True, of=frozenset([6])),
+    Freed(8),
+    op((9, 2), (10, 20), fused=True, of=frozenset([6])),
+    Freed(9),
+    Freed(2),
+    op((10, 1), (11, 5)),
+    Freed(11),
+    Freed(1),
+    op((10,), (12, 10)),
+    Freed(10),
+]
+
+
+def test_an_uncompiled_part_follows_its_log() -> None:
+    found = part_events(
+        FORWARD, BACKWARD, NamedStorages(0, 5, 6, 12, (7, 11), frozenset([1, 2, 4]), NONE), compiled=False
+    )
+    assert found.forward == ((1, 10), (2, 20), (3, 30), (4, 40), (3, 0), (5, 50))
+    assert [e for e in found.backward if e[1]] == [(7, 5), (8, 40), (9, 30), (10, 20), (11, 5), (12, 10)]
+    assert not found.saves_x and found.weight_grads == (7, 11)
+    # Without saving, each is freed after its last reader.
+    assert found.forward_no_grad == ((1, 10), (2, 20), (1, 0), (3, 30), (2, 0), (4, 40), (3, 0), (5, 50), (4, 0))
+
+
+def test_a_compiled_part_materializes_what_its_gemms_read() -> None:
+    """c is fused into d; a and d are made for the GEMMs and dropped; x and b stay saved. In backward d is recomputed
+    for the weight's gradient, da's consumer is fused, and a is recomputed for the other weight's."""
+    found = part_events(FORWARD, BACKWARD, NamedStorages(0, 5, 6, 12, (7, 11), frozenset([0, 2]), NONE), compiled=True)
+    assert found.forward == ((1, 10), (2, 20), (1, 0), (4, 40), (5, 50), (4, 0))
+    assert found.saves_x
+    # d + its gradient; da; then 10, where b is read for the last time, a, its gradient, x's last use, dx.
+    assert found.backward == (
+        (4, 40), (7, 5), (4, 0), (7, 0), (8, 40), (6, 0), (8, 0), (10, 20), (2, 0),
+        (1, 10), (11, 5), (1, 0), (0, 0), (11, 0), (12, 10), (10, 0),
+    )  # fmt: skip
+    assert peak_of(found.backward, {2: 20, 6: 50}) == 45
+
+
+def test_marks_stay_around_transfers() -> None:
+    log: list[Any] = [
+        op((0,), (1, 8)),
+        Mark(ALL_TO_ALL_BEGIN),
+        op((1,), (2, 8)),
+        Mark(ALL_TO_ALL_END),
+        Freed(1),
+        op((2,), (3, 8)),
+    ]
+    found = part_events(log, [], NamedStorages(0, 3, -1, -1, (), frozenset([2]), frozenset([2])), compiled=False)
+    assert found.forward == ((1, 8), (-1, ALL_TO_ALL_BEGIN), (2, 8), (-1, ALL_TO_ALL_END), (1, 0), (3, 8))
+    assert found.backward == ((2, 0),)  # its free is not in the log

@@ -1,0 +1,81 @@
+"""Sums and reductions of an engine's embedding and head, in bytes counted by hand: sums are 256 MiB, shards' gradients half."""
+
+from __future__ import annotations
+
+import pytest
+
+from forebay.estimate.allocator import CachingAllocator
+from forebay.estimate.fsdp import ParamGroup, UnshardedLifecycle
+from forebay.estimate.state import Sharing
+
+MIB = 1 << 20
+ELEMENTS = 64 << 20  # of embedding and head each
+TWO = Sharing(data=2, sharded=True, parameter=4, compute=2, summed=4, gathered=True, pp=2)
+
+
+def ends(*names: str, late: bool = True, tied: bool = False) -> tuple[CachingAllocator, UnshardedLifecycle]:
+    groups = [ParamGroup(-1, False, 2, (ELEMENTS // 2,), (ELEMENTS,), (ELEMENTS,), (name,), (False,)) for name in names]
+    allocator = CachingAllocator()
+    return allocator, UnshardedLifecycle(allocator, groups, TWO, "compute", late=late, keep=True, tied=tied)
+
+
+def step(allocator: CachingAllocator, params: UnshardedLifecycle) -> list[int]:
+    """MiB beside gathered parameters: after `begin_step`, after `end_step`, at the end, and at the reduction's peak."""
+    params.gather()
+    before, levels = allocator.allocated, []
+    params.begin_step()
+    levels.append(allocator.allocated)
+    params.end_step()
+    levels.append(allocator.allocated)
+    allocator.reset_peaks()
+    params.reduce([], 16 * MIB)
+    params.finish()
+    levels += [allocator.allocated, allocator.peak_allocated]
+    params.zero_grad()
+    return [(level - before) // MIB for level in levels]
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "expected"),
+    [
+        # The embedding's sum reuses the memory of the head's: one sum is there at a time, and it is sent without a copy.
+        (("embedding", "head"), {}, [256, 256, 2 * 128, 256 + 2 * 128]),
+        (("head",), {}, [256, 256, 128, 256 + 128]),
+        (("embedding",), {}, [0, 0, 128, 256 + 128]),
+        # Both sums from the beginning; the first shard's gradient beside them.
+        (("embedding", "head"), {"late": False}, [512, 512, 2 * 128, 512 + 128]),
+        # Tied: the head's sum from the beginning; the embedding's too, or it is made, beside a microbatch's rows, when reduced.
+        (("embedding",), {"tied": True}, [256, 256, 128, 256 + 256 + 16]),
+        (("embedding",), {"tied": True, "late": False}, [512, 256, 128, 256 + 128]),
+    ],
+)
+def test_sums_of_embedding_and_head(names: tuple[str, ...], options: dict[str, bool], expected: list[int]) -> None:
+    allocator, params = ends(*names, **options)
+    assert [step(allocator, params) for _ in range(2)] == [expected] * 2
+
+
+def test_reductions_of_a_cuda_graph_reuse_the_memory_of_its_activations() -> None:
+    """The graph has the head's sum and 512 MiB of activations: room for the 2 x 128 of both shards and for what is gathered."""
+    allocator, params = ends("embedding", "head")
+    params.gather()
+    gathered = allocator.allocated
+    allocator.begin_graph("step")
+    params.begin_step()
+    allocator.free(allocator.malloc(512 * MIB, "compute"))
+    params.end_step()
+    params.hold()
+    params.reduce([], 16 * MIB)
+    allocator.end_graph()
+    params.finish()
+    taken = allocator.reserved
+    for _ in range(2):
+        assert allocator.allocated - gathered == (256 + 2 * 128) * MIB
+        params.zero_grad()
+        assert allocator.allocated - gathered == 256 * MIB  # the head's sum is the graph's
+        allocator.begin_graph("step")
+        params.gather()
+        params.restore()
+        params.reduce([], 16 * MIB)
+        allocator.end_graph()
+        params.finish()
+    assert allocator.reserved == taken

@@ -1,0 +1,174 @@
+"""What operations ask of a GPU, counted by hand, and against torch's own FLOP formulas on whole models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+from forebay.estimate.op_recorder import OpRecorder
+from forebay.estimate.trace import PlannedDispatcher, trace_model
+from forebay.estimate.types import ModelTrace, OpCost, Shape
+from forebay.kernels.scale import scale
+
+HIDDEN, WIDTH, EXPERTS, TOP_K, SEQUENCE = 64, 32, 8, 2, 32
+
+
+def costs(run: Callable[..., Tensor], *shapes: tuple[int, ...], fused: bool = False) -> tuple[OpCost, ...]:
+    with FakeTensorMode(), OpRecorder(1, fused=fused) as recorder:
+        given = [torch.empty(shape) for shape in shapes]
+        for tensor in given:
+            recorder.mark_input(tensor)
+        recorder.tally.take()
+        return recorder.tally.take([run(*given)])
+
+
+def test_a_fused_run_reads_once_and_writes_once() -> None:
+    one = OpCost("pointwise", 0, 800)
+    assert costs(lambda x: (x + 1) * 2, (10, 10)) == (one, one)
+    assert costs(lambda x: (x + 1) * 2 + x, (10, 10), fused=True) == (one,)
+
+
+def test_views_and_empty_memory_cost_nothing() -> None:
+    assert costs(lambda x: x.view(5, 20).t()[1:].unsqueeze(0), (10, 10)) == ()
+    assert costs(torch.empty_like, (10, 10), fused=True) == ()
+
+
+@pytest.mark.parametrize(
+    ("run", "shapes", "expected"),
+    [
+        (lambda x, y: x + y, [(8, 8), (8, 8)], OpCost("pointwise", 0, 3 * 256)),
+        (lambda x, y: x + y, [(8, 8), (8, 1)], OpCost("unvectorized", 0, 2 * 256 + 32)),  # one column for all
+        (lambda x, y: x + y.t(), [(8, 8), (8, 8)], OpCost("unvectorized", 0, 3 * 256)),
+        (lambda x: x[:, :4] * 2, [(8, 8)], OpCost("unvectorized", 0, 2 * 128)),
+        (lambda x: torch.cat([x, x]), [(8, 8)], OpCost("unvectorized", 0, 4 * 256)),
+        (lambda x: x.to(torch.bfloat16), [(8, 8)], OpCost("pointwise", 0, 256 + 128)),
+        (lambda x: x.pow(2), [(8, 8)], OpCost("pointwise", 0, 2 * 256)),
+        (lambda x: x.mean(-1), [(8, 8)], OpCost("pointwise", 0, 256 + 32)),
+        (lambda x: x.sum(0), [(8, 8)], OpCost("unvectorized", 0, 256 + 32)),
+        (lambda x: x.max(-1)[0], [(8, 8)], OpCost("unvectorized", 0, 256 + 32 + 64)),  # and indices, in int64
+        (lambda x, y: x * y.sum(), [(8, 8), (2,)], OpCost("pointwise", 0, 2 * 256 + 4)),  # a scalar has no layout
+        (lambda x: x * torch.empty(8, 8, dtype=torch.bfloat16), [(8, 8)], OpCost("unvectorized", 0, 2 * 256 + 128)),
+        # `forebay.kernels.scale` writes into given memory: fp32 read, bf16 written, at the speed of a copy.
+        (lambda x: scale(x, torch.empty(()), torch.bfloat16), [(8, 8)], OpCost("pointwise", 0, 256 + 4 + 128)),
+    ],
+)
+def test_uncompiled_kernels_are_vectorized_over_equal_layouts(run: Any, shapes: Any, expected: OpCost) -> None:
+    assert costs(run, *shapes)[-1] == expected
+
+
+def test_gemms_of_unaligned_rows() -> None:
+    """Rows of 9 numbers, the first 8 of which are used: as GPT-OSS's scores, one of which is the sink's."""
+    (unaligned,) = costs(lambda x, y: torch.bmm(x[..., :8], y), (2, 4, 9), (2, 8, 16))
+    assert unaligned == OpCost("gemm_unaligned", 2 * 2 * 4 * 8 * 16, 4 * 2 * (4 * 8 + 8 * 16 + 4 * 16))
+    assert costs(torch.bmm, (2, 4, 8), (2, 8, 16)) == (replace(unaligned, kind="gemm"),)
+
+
+def test_a_run_ends_at_a_gemm() -> None:
+    """x [4, 8] is read and relu(x) written; the GEMM; its result is read, and twice of it written."""
+    found = costs(lambda x, w: 2 * (F.relu(x) @ w), (4, 8), (8, 16), fused=True)
+    product = OpCost("gemm", 2 * 4 * 8 * 16, 4 * (4 * 8 + 8 * 16 + 4 * 16))
+    assert found == (OpCost("pointwise", 0, 2 * 4 * 32), product, OpCost("pointwise", 0, 2 * 4 * 64))
+
+
+def test_backward_recomputes_a_forwards_run() -> None:
+    """exp(x) + 1 is needed for the GEMM's weight gradient; compiled code saves x, and recomputes it."""
+    with FakeTensorMode(), OpRecorder(1, fused=True) as recorder:
+        x, w = torch.empty(4, 8), torch.empty(8, 16, requires_grad=True)
+        recorder.mark_input(x)
+        recorder.mark_input(w)
+        recorder.tally.take()
+        y = (x.exp() + 1) @ w
+        recorder.tally.take([y])
+        y.backward(torch.empty_like(y))
+        found = recorder.tally.take()
+    assert [op.flops for op in found if op.kind == "gemm"] == [2 * 4 * 8 * 16]
+
+
+def test_causal_attention_computes_half_the_pairs() -> None:
+    with FakeTensorMode(), OpRecorder(1) as recorder:
+        q, k, v = (torch.empty(2, 3, 16, 8, dtype=torch.bfloat16) for _ in range(3))
+        for causal in (False, True):
+            torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+        everything, half = recorder.tally.take()
+    assert everything.kind == half.kind == "attention"
+    assert everything.flops == 2 * (2 * 2 * 3 * 16 * 16 * 8) == 2 * half.flops
+
+
+def trace(**shape: Any) -> ModelTrace:
+    config = Qwen3MoeConfig(
+        hidden_size=HIDDEN,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=EXPERTS,
+        num_experts_per_tok=TOP_K,
+        moe_intermediate_size=WIDTH,
+        intermediate_size=96,
+        mlp_only_layers=[0],
+        vocab_size=97,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    return trace_model(model, Shape(SEQUENCE, 1, **shape))
+
+
+def flops(ops: tuple[OpCost, ...], *kinds: str) -> int:
+    return sum(op.flops for op in ops if not kinds or op.kind in kinds)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_flops_are_those_of_torchs_formulas(compiled: bool) -> None:
+    """Every product of a model counts once; causal attention as half of what its formula says."""
+    for layer in trace(compiled=compiled).layers:
+        assert flops(layer.mlp.forward_ops) == layer.mlp.forward_flops > 0
+        assert flops(layer.mlp.backward_ops) == layer.mlp.backward_flops > 0
+        part = layer.attention
+        for ops, all_pairs in ((part.forward_ops, part.forward_flops), (part.backward_ops, part.backward_flops)):
+            assert flops(ops) + flops(ops, "attention", "attention_backward") == all_pairs
+
+
+def test_experts_and_head_by_hand() -> None:
+    """transformers' own experts run the same products with `F.grouped_mm`, for which torch has no formula."""
+    found = trace()
+    rows, moe = SEQUENCE * TOP_K, found.layers[1].mlp
+    one = 2 * rows * HIDDEN * WIDTH
+    assert flops(moe.forward_ops, "grouped") == 3 * one
+    assert flops(moe.backward_ops, "grouped") == flops(moe.backward_ops, "grouped_weights") == 3 * one
+    gate_up = next(op for op in moe.forward_ops if op.kind == "grouped")
+    assert gate_up.bytes == 2 * (rows * HIDDEN + rows * 2 * WIDTH + EXPERTS * HIDDEN * 2 * WIDTH)
+    assert flops(moe.light_ops, "grouped") == (3 + 2) * one  # light recomputation: two of three parts
+    assert flops(found.head.forward_ops) == 3 * 2 * SEQUENCE * HIDDEN * 97  # logits and two gradients
+    theirs = trace(experts="transformers").layers[1].mlp
+    assert flops(theirs.forward_ops, "grouped") == 3 * one
+    assert flops(theirs.backward_ops, "grouped") == flops(theirs.backward_ops, "grouped_weights") == 3 * one
+
+
+def test_compiled_sublayers_move_less() -> None:
+    def moved(found: ModelTrace) -> int:
+        return sum(op.bytes for layer in found.layers for _, part in layer.sublayers
+                   for op in (*part.forward_ops, *part.backward_ops) if op.kind == "pointwise")  # fmt: skip
+
+    assert moved(trace(compiled=True)) < 0.7 * moved(trace())
+
+
+@pytest.mark.parametrize("capacity", [0.0, 1.0, 3.0])
+def test_transfers_are_of_live_rows_whatever_the_capacity(capacity: float) -> None:
+    found = trace(stages=True, ep=4, capacity_factor=capacity).layers[1].mlp
+    planned = PlannedDispatcher(4, EXPERTS, SEQUENCE, TOP_K)
+    for ops in (found.forward_ops, found.backward_ops):
+        sent = [op.bytes for op in ops if op.kind == "all_to_all"]
+        assert (
+            sent == [planned.live_rows * HIDDEN * 2 * 3 // 4] * 2
+        )  # dispatch and combine; three of four ranks are others
+    live = 3 * 2 * planned.live_slots * HIDDEN * WIDTH
+    assert flops(found.forward_ops, "grouped") == pytest.approx(live, rel=0.02)

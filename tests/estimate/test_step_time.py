@@ -1,0 +1,290 @@
+"""Step times on a device of round figures: operations, schedules with their published bubbles, gathers and reductions by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from forebay.estimate.state import Sharing
+from forebay.estimate.step_time import (
+    Clock,
+    Elements,
+    KernelTime,
+    ScheduleTime,
+    ShardingTime,
+    StageTime,
+    StepOverhead,
+    StepTime,
+    schedule_time,
+)
+from forebay.estimate.types import OpCost
+from forebay.estimate.walk import local_actions
+from forebay.pipeline.schedule import Action, PipelinePlan, make_plan
+from tests.estimate.plain_device import device
+
+# --- operations -------------------------------------------------------------------------------------------------------
+
+
+def test_an_operation_takes_the_longer_of_its_two_limits() -> None:
+    """1e6 FLOP/s, 1e3 bytes/s, and a gap between kernels."""
+    clock = Clock(device())
+    assert clock.seconds(OpCost("gemm", 5_000_000, 1000)) == pytest.approx(5)
+    assert clock.seconds(OpCost("gemm", 5_000_000, 7000)) == pytest.approx(7)
+    assert clock.seconds(OpCost("pointwise", 0, 3000)) == pytest.approx(3)
+    assert Clock(device(kernel=0.5)).seconds(OpCost("pointwise", 0, 1000, launches=4)) == pytest.approx(1 + 4 * 0.5)
+
+
+def test_each_kind_has_its_rate() -> None:
+    rates = {"grouped": 1e6, "grouped_weights": 2e6, "attention": 4e6, "attention_backward": 8e6}
+    clock = Clock(device(**rates))
+    assert [clock.seconds(OpCost(kind, 8_000_000, 0)) for kind in rates] == pytest.approx([8, 4, 2, 1])
+    wide = Clock(device(matmul_fp32=1e5, **rates), wide=True)
+    assert wide.seconds(OpCost("grouped", 8_000_000, 0)) == pytest.approx(80)
+
+
+def test_unvectorized_and_unaligned_kernels_are_slower() -> None:
+    """fp32 [32768, 2048] into bf16: 0.27 ms of torch's loop, 0.10 of a vectorized kernel. A GEMM is slower unless it is bound by
+    memory."""
+    clock = Clock(device())
+    slow, fast = (clock.seconds(OpCost(kind, 0, 32768 * 2048 * 6)) for kind in ("unvectorized", "pointwise"))
+    assert slow / fast == pytest.approx(0.27 / 0.10, rel=0.02)
+    aligned, unaligned = (clock.seconds(OpCost(kind, 10**6, 10)) for kind in ("gemm", "gemm_unaligned"))
+    assert unaligned > 10 * aligned
+    assert clock.seconds(OpCost("gemm_unaligned", 10**6, 10**6)) == pytest.approx(1000)
+
+
+def test_an_all_to_all_uses_the_links_within_and_between_nodes_at_once() -> None:
+    """Of 16 ranks, 8 a node, 7 of 15 others are on the same node."""
+    slow = device(node=8, all_to_all_between=1e3)
+    assert Clock(slow, ranks=8).seconds(OpCost("all_to_all", 0, 4000)) == pytest.approx(4e-3, rel=1e-3)
+    assert Clock(slow, ranks=16).seconds(OpCost("all_to_all", 0, 4000)) == pytest.approx(4 * 8 / 15)
+    lopsided = device(node=8, all_to_all=1e3, all_to_all_between=1e6)
+    assert Clock(lopsided, ranks=16).seconds(OpCost("all_to_all", 0, 4000)) == pytest.approx(4 * 7 / 15)
+    assert Clock(device(kernel=1.0)).seconds(OpCost("all_to_all", 0, 0)) == 0
+
+
+def test_shares_of_a_kernel_time() -> None:
+    ops = [OpCost("gemm", 10**6, 0), OpCost("all_to_all", 0, 2 * 10**6), OpCost("grouped_weights", 3 * 10**6, 0, 2)]
+    found = Clock(device()).kernel_time(ops)
+    assert (found.compute, found.all_to_all, found.weight_grads) == pytest.approx((1, 2, 3))
+    assert (found.launches, found.computing, found.alone) == pytest.approx((4, 4, 6))
+    assert found + found == KernelTime(2 * found.compute, 2 * found.all_to_all, 2 * found.weight_grads, 8)
+
+
+# --- schedules --------------------------------------------------------------------------------------------------------
+
+F, B, W = 1.0, 1.5, 0.5  # seconds of a stage; B is without W
+
+
+def stage(*layers: tuple[KernelTime, KernelTime]) -> StageTime:
+    return StageTime(tuple(f for f, _ in layers), tuple(b for _, b in reversed(layers)))
+
+
+def overlapped(forward: int, forward_mb: int, backward: int, backward_mb: int) -> Action:
+    parts = Action("F", forward, forward_mb), Action("B", backward, backward_mb)
+    return Action("OVERLAP_F_B", -1, -1, parts)
+
+
+ONE = stage((KernelTime(F), KernelTime(B, weight_grads=W)))
+WITH_TRANSFERS = stage(*[(KernelTime(2, all_to_all=1), KernelTime(3, all_to_all=1, weight_grads=1))] * 2)
+FB = [Action("F", 0, 0), Action("B", 0, 0)]
+
+
+def of_plan(plan: PipelinePlan, **more: Any) -> ScheduleTime:
+    computing = [[a for a in mine if a.computes] for mine in plan.actions]
+    return schedule_time(computing, plan.ranks, dict.fromkeys(range(len(plan.ranks)), ONE), **more)
+
+
+@pytest.mark.parametrize(("pp", "microbatches"), [(2, 4), (2, 7), (4, 8), (8, 32)])
+def test_1f1b_waits_for_pp_minus_1_microbatches(pp: int, microbatches: int) -> None:
+    """Narayanan et al. 2021 (arXiv:2104.04473), 2.2.1: (pp - 1) (F + B) seconds of bubble on every rank."""
+    found = of_plan(make_plan("1f1b", pp, microbatches))
+    whole = F + B + W
+    assert found.seconds == pytest.approx((microbatches + pp - 1) * whole)
+    assert found.busy == pytest.approx([microbatches * whole] * pp)
+
+
+def test_two_ranks_by_hand() -> None:
+    """Rank 0: F0 F1 . . B0 . B1 with F = 1, B = 2 on each, two microbatches, and half a second from rank to rank.
+
+    F0 of rank 0 ends at 1, of rank 1 at 2.5, its B at 4.5; rank 0's B0 runs from 5 to 7. F1 arrives at rank 1 at 2.5,
+    and runs there from 4.5 to 5.5, its B to 7.5; rank 0's B1 runs from 8 to 10.
+    """
+    found = of_plan(make_plan("1f1b", 2, 2), message=0.5)
+    assert found.seconds == pytest.approx(10) and found.busy == pytest.approx([6, 6])
+
+
+@pytest.mark.parametrize(("pp", "chunks"), [(2, 2), (4, 2), (4, 3)])
+def test_interleaving_divides_the_bubble(pp: int, chunks: int) -> None:
+    """The same paper, 2.2.2: one chunk-th of it for the same work."""
+    found = of_plan(make_plan("interleaved-1f1b", pp, 4 * pp, chunks))
+    whole = F + B + W
+    assert found.busy == pytest.approx([4 * pp * chunks * whole] * pp)
+    assert found.seconds == pytest.approx(4 * pp * chunks * whole + (pp - 1) * whole)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipev"])
+def test_bubbles_do_not_grow_with_microbatches(name: str) -> None:
+    idle = [(found := of_plan(make_plan(name, 4, m))).seconds - max(found.busy) for m in (16, 32, 64)]
+    assert idle == pytest.approx([idle[0]] * 3)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zbv", "dualpipev"])
+@pytest.mark.parametrize("microbatches", [8, 16])
+def test_every_schedule_does_all_work_once(name: str, microbatches: int) -> None:
+    plan = make_plan(name, 4, microbatches)
+    found = of_plan(plan)
+    for rank, busy in enumerate(found.busy):
+        assert busy == pytest.approx(len(plan.stages(rank)) * microbatches * (F + B + W))
+    assert found.seconds >= max(found.busy)
+
+
+def test_without_an_engine_nothing_overlaps() -> None:
+    assert schedule_time([local_actions(3, False)], [0], {0: ONE}).seconds == pytest.approx(3 * (F + B + W))
+    found = schedule_time([local_actions(2, False)], [0], {0: WITH_TRANSFERS}, engine=False)
+    assert found.seconds == pytest.approx(2 * 2 * (2 + 1 + 3 + 1 + 1))
+
+
+def test_transfers_are_hidden_where_a_forward_overlaps_a_backward() -> None:
+    """F0, F1 with B0, B1. Alone both wait for their transfers, but weight gradients hide half of a backward's. What hides a
+    transfer is slower by a share of it."""
+    found = schedule_time([local_actions(2, True)], [0], {0: WITH_TRANSFERS})
+    forward, backward = 2 * (2 + 1), 2 * (3 + 1 + 1 - 0.5)
+    assert found.seconds == pytest.approx(forward + 2 * (2 + 3 + 1) + backward)
+    assert found.exposed == pytest.approx([2 + 1])
+    contended = schedule_time([local_actions(2, True)], [0], {0: WITH_TRANSFERS}, contention=0.5)
+    hidden = 4 + 2 * 0.5  # all of the pair's, and half of each of the last backward's
+    assert contended.seconds == pytest.approx(found.seconds + 0.5 * hidden)
+
+
+def test_exposed_transfers() -> None:
+    """One longer than what hides it; and a layer without a partner: 4 seconds hide 2, the other layer's is exposed."""
+    slow = stage((KernelTime(1, all_to_all=5), KernelTime(1, all_to_all=5)))
+    actions = [Action("F", 0, 0), overlapped(0, 1, 0, 0), Action("B", 0, 1)]
+    assert schedule_time([actions], [0], {0: slow}).exposed == pytest.approx([5 + (10 - 2) + 5])
+    short = stage((KernelTime(2, all_to_all=1), KernelTime(2, all_to_all=1)))
+    actions = [Action("F", 0, 0), Action("F", 1, 0), overlapped(0, 1, 1, 0)]
+    found = schedule_time([actions], [0, 0], {0: WITH_TRANSFERS, 1: short})
+    assert found.exposed == pytest.approx([2 + 1 + 1])
+
+
+def test_nothing_ends_before_it_is_launched() -> None:
+    """Layers of 1 second and 3 of launching, then a head of 10 and 1: the host launches the backward while the head runs."""
+    layer, head = KernelTime(1, launches=3), KernelTime(10, launches=1)
+    assert schedule_time([FB[:1]], [0], {0: StageTime((layer, layer), ())}, launch=1.0).seconds == 6
+    headed = {0: StageTime((layer, layer, head), (layer, layer))}
+    # Layers end when they are launched, at 3 and 6; the head at 16; the backward's launches end at 10 and 13, before that.
+    assert schedule_time([FB], [0], headed, launch=1.0).seconds == 3 + 3 + 10 + 1 + 1
+    assert schedule_time([FB], [0], headed).seconds == 14
+    # A slow host delays the next rank.
+    slow, fast = StageTime((KernelTime(1, launches=5),), ()), StageTime((KernelTime(1),), ())
+    found = schedule_time([FB[:1], [Action("F", 1, 0)]], [0, 1], {0: slow, 1: fast}, launch=1.0)
+    assert found.seconds == 5 + 1
+
+
+def test_actions_that_wait_for_each_other() -> None:
+    with pytest.raises(ValueError, match=r"wait for what never comes: 0B0"):
+        schedule_time([FB[::-1]], [0], {0: ONE})
+
+
+STEP = StepTime("h200", 8.0, 8.0, 0.5, 0.25, 1.25, 6.0, (8.0, 6.0), (0.0, 0.0), 1000)
+
+
+def test_a_step_is_the_sum_of_its_parts() -> None:
+    assert (STEP.gradients, STEP.seconds, STEP.tokens_per_second) == (8.75, 10, 100)
+    assert STEP.bubble == (0, 0.25) and not STEP.limited_by_host
+    assert STEP.sentence() == "expected on h200: 10.000 s a step, 100 tokens/s; bubble 0 to 25 %."
+    around = replace(STEP, around=2.0)
+    assert (around.gradients, around.seconds) == (8.75, 12)
+    assert replace(STEP, device="h100", measured=False).sentence().startswith("expected on h100, from data sheets: 10")
+    slow = StepTime("h200", 8.0, 9.0, 0.5, 0.25, 1.25, 9.0, (8.0,), (0.0,), 1000)
+    assert slow.limited_by_host and slow.seconds == 11
+    assert "memory.graph" in slow.sentence() and slow.as_dict()["limited_by_host"]
+
+
+# --- sharding ---------------------------------------------------------------------------------------------------------
+
+# Memory of 1000 bytes/s; links of 10 bytes/s.
+DEVICE = device(all_gather=10, reduce_scatter=10)
+FOUR = Sharing(data=4, sharded=True, parameter=4, compute=2, summed=4)
+ENGINE = replace(FOUR, gathered=True, reshard=False)
+PART = Elements(1000)
+COPIED = (250 * 6 + 2 * 1000 * 2) / 1000  # the own quarter is cast, and what arrives is copied
+SENT = 1000 * 2 * 3 / 4 / 10
+REDUCED = (2 * 1000 * 4 + 250 * 8) / 1000
+REDUCED_SENT = 1000 * 4 * 3 / 4 / 10
+ADDED = 1000 * (2 + 2 * 4) / 1000
+ADDED_IN_PLACE = 1000 * (2 * 4 - 2) / 1000  # without what the product would have written
+FIRST = 1000 * (2 + 4) / 1000  # the first microbatch's become the sum
+ZEROS = 1000 * 4 / 1000
+LONG = KernelTime(1e6)
+
+
+def overhead(sharding: ShardingTime, *parts: Elements, ends: int = 0) -> StepOverhead:
+    return sharding.step(parts, Elements(ends), 0, fused=True, clips=False)
+
+
+def test_an_engine_gathers_and_reduces_once_a_step_and_nothing_hides_it() -> None:
+    sharding = ShardingTime(DEVICE, ENGINE, 8)
+    gather, reduce = pytest.approx(2 * (COPIED + SENT + ZEROS)), pytest.approx(2 * (REDUCED + REDUCED_SENT))
+    assert overhead(sharding, PART, PART) == StepOverhead(gather, reduce, 0)
+    assert sharding.layer(PART, LONG, LONG) == pytest.approx((0, ADDED))
+    slow = device(node=2, all_gather=10, all_gather_between=1, reduce_scatter=10, reduce_scatter_between=1)
+    found = overhead(ShardingTime(slow, ENGINE, 1), PART)
+    assert found.gather == pytest.approx(COPIED + 10 * SENT + ZEROS)
+    assert found.reduce == pytest.approx(REDUCED + 10 * REDUCED_SENT)
+
+
+def test_an_engine_that_reshards_experts_gathers_them_for_each_use() -> None:
+    """The experts of this process alone: a gather to itself is a cast and two more copies."""
+    sharding = ShardingTime(DEVICE, replace(FOUR, ep=4, gathered=True, reshard=True), 8)
+    again = 1000 * (6 + 2 * 2 * 2) / 1000
+    assert sharding.layer(Elements(0, 1000), LONG, LONG) == pytest.approx((again, again + ADDED_IN_PLACE))
+    found = overhead(sharding, Elements(1000, 1000))
+    assert found.gather == pytest.approx(COPIED + SENT + 2 * ZEROS)
+    # Their gradients are in the shards' dtype already: nothing to reduce and nothing to cast.
+    assert found.reduce == pytest.approx(REDUCED + REDUCED_SENT)
+
+
+@pytest.mark.parametrize("contention", [1e-9, 0.5])
+def test_without_an_engine_a_layer_hides_the_links(contention: float) -> None:
+    """Each microbatch gathers for its forward and again for its backward; gradients are reduced once. What hides a link is slower
+    by a share of it."""
+    sharding = ShardingTime(device(all_gather=10, reduce_scatter=10, contention=contention), FOUR, 8)
+    forward, backward = sharding.layer(PART, LONG, LONG)
+    reduced = REDUCED + contention * REDUCED_SENT
+    assert forward == pytest.approx(COPIED + contention * SENT)
+    assert backward == pytest.approx(COPIED + contention * SENT + (ADDED * 7 + FIRST + reduced) / 8)
+    assert sharding.layer(PART, KernelTime(100), LONG)[0] == pytest.approx(COPIED + SENT - 100 + contention * 100)
+
+
+@pytest.mark.parametrize(
+    ("sharing", "expected"),
+    [
+        ({"reshard": False}, (COPIED / 8, (ADDED * 7 + FIRST + REDUCED) / 8)),
+        ({"sums": False}, (COPIED, COPIED + REDUCED)),
+    ],
+    ids=["unsharded parameters are gathered once", "reducing each microbatch adds nothing"],
+)
+def test_fsdp_options(sharing: dict[str, Any], expected: tuple[float, float]) -> None:
+    assert ShardingTime(DEVICE, replace(FOUR, **sharing), 8).layer(PART, LONG, LONG) == pytest.approx(expected)
+
+
+def test_gradients_of_embedding_and_head_are_added_up_too() -> None:
+    """The last 3 of 4 microbatches, in bf16: each reads two gradients and writes one. One process gathers nothing."""
+    alone = ShardingTime(DEVICE, Sharing(parameter=2, compute=2, summed=4), 4)
+    assert overhead(alone, PART, ends=500).reduce == pytest.approx(3 * 500 * 6 / 1000)
+    assert overhead(alone, PART) == StepOverhead(0, 0, 0)
+    assert alone.layer(PART, LONG, LONG) == pytest.approx((0, 3 / 4 * 1000 * 6 / 1000))
+    found = overhead(ShardingTime(DEVICE, FOUR, 8), PART, ends=1000)
+    assert found.reduce == pytest.approx(7 * ADDED + FIRST + REDUCED + REDUCED_SENT)
+
+
+def test_the_optimizer_reads_four_and_writes_three() -> None:
+    """The norm reads gradients once more, clipping reads and writes them: 8 or 10 passes, a little slower than copies."""
+    sharding = ShardingTime(DEVICE, Sharing(), 1)
+    plain, clipped = (sharding.step([], Elements(0), 1000, fused=True, clips=c).optimizer for c in (False, True))
+    assert clipped / plain == pytest.approx(10 / 8)
+    assert 8 < plain < 8 / 0.8

@@ -274,7 +274,7 @@ class Recorded(TimelineRecorder):
 
 
 def planned() -> Autotuner:
-    """Of a pipeline's rank, behind its measured step."""
+    """Of a pipeline's rank, after its measured step."""
     tuner = Autotuner(HostStore(torch.device("cpu")), {"layer0": "offload"}, None, "fit", lambda *_: None, lambda: None)
     tuner._store.memory_rate = 4e12
     tuner.recorder = Recorded(torch.device("cpu"))
@@ -495,7 +495,7 @@ def test_on_a_gpu_the_peak_is_within_the_budget_and_no_bit_differs() -> None:
 
     def step(model: nn.Module) -> list[torch.Tensor]:
         for p in model.parameters():
-            p.grad = torch.zeros_like(p)  # before and behind a step alike: the base does not change
+            p.grad = torch.zeros_like(p)  # before and after a step alike: the base does not change
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         base = torch.cuda.memory_allocated()

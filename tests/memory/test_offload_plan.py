@@ -220,7 +220,7 @@ def test_with_everything_the_first_forwards_wait_and_the_peak_is_lower(ahead: in
     assert fit.stall_seconds == 0 < plan.stall_seconds <= 0.02 * seconds
     assert plan.step_seconds == pytest.approx(seconds + plan.stall_seconds)
     waits = waits_of(timeline, plan)
-    assert max(waits[2 * ahead * layers :], default=0.0) <= 1e-9, "the steady part waits for nobody"
+    assert max(waits[2 * ahead * layers :], default=0.0) <= 1e-9, "the steady part does not wait"
 
 
 @pytest.mark.parametrize(("ahead", "layers", "rate"), [(8, 2, 2.5e9), (8, 2, 2.2e9), (10, 3, 2.4e9)])
@@ -252,7 +252,7 @@ def test_with_everything_the_link_works_while_the_device_waits_for_others() -> N
     busy, waiting = (plan_interleaved(t, paths, everything=True) for t in (timeline, idle))
     assert waiting.peak_bytes == max(held_over_time(idle, waiting)) + MB < busy.peak_bytes
     assert plan_interleaved(timeline, paths) == plan_interleaved(idle, paths), (
-        "what nobody may wait for counts on no idle time"
+        "without waits plans count on no idle time"
     )
 
 

@@ -57,6 +57,8 @@ def test_a_window_trades_memory_for_time() -> None:
     slow = timeline([4] * 6, 1.0, 2.0)
     wide, narrow = (simulate(slow, offload(*range(5)), window) for window in (12, 0))
     assert wide.stall_seconds < narrow.stall_seconds
+    # Without a window each forward waits for the last copy out.
+    assert narrow.settle_at == {(f"r{i}", 0): ("F", (f"r{i + 1}", 0)) for i in range(5)}
     fetched = {key for keys in wide.fetch_at.values() for key in keys}
     assert fetched == set(wide.settle_at)
     assert ("r4", 0) not in fetched and ("r0", 0) in fetched

@@ -74,7 +74,7 @@ class Manager:
         device: the device whose saved tensors are managed.
         budget: bytes that the step's peak may rise over the memory held before it; needs an offload or auto region.
         offload: "fit" offloads as much as the link carries without waiting, "all" everything.
-        recompute: "light" uses a slot's `light_recompute` where it has one; any other mode of `forebay.memory.recompute`
+        recompute: "light" uses a slot's `light_recompute` where it has one; any other mode of `forebay.memory.regions`
             checkpoints the whole region.
         min_bytes: storages below this stay on the device. Default: 1 MiB on CUDA, 1 elsewhere.
 
@@ -152,7 +152,7 @@ class Manager:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan in force; None while steps are measured, or if there is nothing to decide."""
+        """The plan in force; None while steps are measured, and if there is nothing to decide."""
         return self._tuner.plan
 
     @property

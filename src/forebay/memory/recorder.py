@@ -60,7 +60,7 @@ def requested(device: torch.device) -> tuple[int, int]:
 
 
 class Recorder:
-    """Measures one step. The manager calls these methods; by default they do nothing.
+    """Measures one step. The manager calls these methods, which do nothing by default.
 
     Attributes:
         reads_inputs: whether `entered` is to be called.
@@ -74,10 +74,10 @@ class Recorder:
         self._device, self._peaks, self._gpu = device, peaks, device.type == "cuda"
 
     def entered(self, key: Key, input_bytes: int) -> None:
-        """A region call begins, with inputs of this size."""
+        """A region call begins."""
 
     def before_waits(self) -> None:
-        """An event begins; nothing was settled or fetched for it yet."""
+        """An event begins. Nothing was settled or fetched for it yet."""
 
     def after_waits(self, kind: str, key: Key, marks: Marks | None = None, saved_bytes: int = 0) -> None:
         """What is due at the event was settled and fetched.

@@ -68,6 +68,12 @@ def test_a_compiled_part_materializes_what_its_gemms_read() -> None:
     assert peak_of(found.backward, {2: 20, 6: 50}) == 45
 
 
+def test_a_storage_that_two_gemms_read_is_recomputed_once() -> None:
+    log: list[Any] = [op((6, 1), (7, 5)), op((6, 1), (8, 5))]
+    found = part_events(FORWARD, log, NamedStorages(0, 5, 6, -1, (7, 8), (0, 2), NONE), compiled=True)
+    assert found.backward == ((2, 0), (1, 10), (7, 5), (8, 5), (1, 0), (0, 0), (7, 0), (8, 0))
+
+
 def test_marks_stay_around_transfers() -> None:
     log: list[Any] = [
         op((0,), (1, 8)),

@@ -70,10 +70,12 @@ class CachingAllocator:
       has each CUDA graph, whose segments serve no other request and are not released before the graph is gone.
     - The smallest free block that fits is taken, of equal ones that at the lowest address. The request is its lower end; the rest
       stays free if it has at least 512 bytes (small), or more than 1 MiB (large). Otherwise the whole block is allocated.
-    - If no block fits, a segment is: 2 MiB for a small request, 20 MiB for one below 10 MiB, else the request rounded
-    up to 2 MiB. - A freed block is merged with its free neighbours in its segment. - A block that `record_stream` named
-    for another stream is reused when that stream is done with its work until the free; the next request checks. - If a
-    segment exceeds the device's memory, all segments that are wholly free are released, and it is tried once more.
+    - If no block fits, a segment is allocated: 2 MiB for a small request, 20 MiB for one below 10 MiB, else the request rounded
+      up to 2 MiB.
+    - A freed block is merged with its free neighbours in its segment.
+    - A block that `record_stream` named for another stream is reused when that stream has finished the work that it had at the
+      free; the next request checks.
+    - If a segment exceeds the device's memory, all segments that are wholly free are released, and it is tried once more.
 
     Not modelled, because they are off by default: expandable segments, `max_split_size_mb`, garbage collection by threshold,
     rounding to divisions of powers of two.

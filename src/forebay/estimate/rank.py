@@ -301,13 +301,12 @@ float32 in ep.md. The dispatch alone, in ep_exchange_4gpu.md, is slower by 0.6 a
 
 @dataclass(frozen=True)
 class StepTimer:
-    """What the time of a step is made from.
+    """Computes the time of a step.
 
-    keep and stash take the time of the trace: pages cost the device 1 % of a layer (benchmarks/LOG.md). recompute runs
-        forward again in
-    backward, or the first product of Forebay's experts. offload = "fit" is free, because only what the link carries during
-    computation is offloaded; "all" makes a forward or backward as long as its copies, and a pipeline's step as much longer as
-    its plan may wait.
+    "keep" and "stash" take the time of the trace: pages cost the device 1 % of a layer (benchmarks/LOG.md). "recompute" runs the
+    forward again in backward, or only the first product of Forebay's experts. `offload = "fit"` is free, because only what the
+    link carries during computation is offloaded. "all" makes a forward or backward at least as long as its copies, and a
+    pipeline's step longer by the share that its plan may wait.
 
     Attributes:
         prefix: module path of the layers.

@@ -137,14 +137,13 @@ class Net(nn.Module):
                 router_outputs.append((logits, chosen))
         return self.epilogue(x, ids), router_outputs
 
-    def sequential(self, microbatches: Sequence[Tensor], routers: Any = None, loss_scale: float = 1.0) -> Tensor:
+    def sequential(self, microbatches: Sequence[Tensor], routers: Any = None) -> Tensor:
         """Losses; gradients by plain autograd, one microbatch after the other. `routers` is added to each loss."""
         losses = []
         for ids in microbatches:
             loss, router_outputs = self(ids)
             losses.append(loss.detach())
-            total = loss + routers(router_outputs) if routers and router_outputs else loss
-            (total * loss_scale).backward()
+            (loss + routers(router_outputs) if routers and router_outputs else loss).backward()
         return torch.stack(losses)
 
     def take_gradients(self) -> dict[str, Tensor | None]:

@@ -19,28 +19,20 @@ def routers(outputs: list[tuple[Tensor, Tensor]]) -> Tensor:
     return sum(t.softmax(-1).mean(0)[ids.view(-1)].mean() for t, ids in outputs) * 0.1  # type: ignore[return-value]
 
 
-def agrees(
-    net: Net, microbatches: list[Tensor], balanced: bool = True, loss_scale: float = 1.0, **settings: Any
-) -> bool:
+def agrees(net: Net, microbatches: list[Tensor], added: Any = routers, **settings: Any) -> bool:
     """Whether losses and all gradients are bitwise those of plain autograd."""
-    added = routers if balanced else None
-    expected = net.sequential(microbatches, added, loss_scale)
+    expected = net.sequential(microbatches, added)
     grads = net.take_gradients()
-    losses = net.overlapped(routers=added, **settings).run(microbatches, loss_scale=loss_scale)
+    losses = net.overlapped(routers=added, **settings).run(microbatches)
     return torch.equal(losses, expected) and not losses.requires_grad and equal(net.take_gradients(), grads)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 @pytest.mark.parametrize("kinds", [MIXED, "m", "d", "mmm"])
 def test_one_rank_is_bitwise_plain_autograd(kinds: str, count: int) -> None:
-    dispatcher = LocalDispatcher(E)
-    assert agrees(Net(dispatcher, kinds), tokens(count))
-    assert dispatcher.live_handles == 0
-
-
-@pytest.mark.parametrize("settings", [{"balanced": False}, {"early_release": False}, {"loss_scale": 0.3}])
-def test_one_rank_settings(settings: dict[str, Any]) -> None:
-    assert agrees(Net(LocalDispatcher(E), MIXED), tokens(3), **settings)
+    net = Net(LocalDispatcher(E), kinds)
+    assert agrees(net, tokens(count)) and agrees(net, tokens(count), None, weights=net.store)
+    assert net.dispatcher.live_handles == 0
 
 
 def test_embeddings_that_are_frozen_or_the_head() -> None:
@@ -54,48 +46,27 @@ def test_embeddings_that_are_frozen_or_the_head() -> None:
     torch.testing.assert_close(net.take_gradients(), expected, rtol=1e-6, atol=1e-7)
 
 
-def test_after_backward_sees_the_gradients_of_the_microbatches_so_far() -> None:
-    net = Net(LocalDispatcher(E), MIXED)
-
-    def gradients() -> dict[str, Any]:
-        return {name: None if p.grad is None else p.grad.clone() for name, p in net.named_parameters()}
-
-    expected = []
-    for ids in tokens(4):
-        net.sequential([ids])
-        expected.append(gradients())
-    net.take_gradients()
-    seen: list[Any] = []
-
-    def after(i: int) -> None:
-        assert i == len(seen)
-        seen.append(gradients())
-
-    net.overlapped().run(tokens(4), after_backward=after)
-    assert len(seen) == 4 and all(equal(a, b) for a, b in zip(seen, expected, strict=True))
-
-
 def breaks_and_recovers(net: Net, microbatches: list[Tensor]) -> list[bool]:
     """For an exception in each kind of stage, with two microbatches under way: is nothing left, does a step work afterwards."""
     net.sequential(microbatches, routers)
     grads = net.take_gradients()
-    good, step, dispatcher = [], net.overlapped(routers=routers), net.dispatcher
+    good, dispatcher = [], net.dispatcher
     layer = next(m for m in net.layers if isinstance(m, Moe))
-    for where in ("stage1", "experts", "backward"):
-        done: list[int] = []
+    where, forwards = "", 0
 
-        def after(i: int, done: list[int] = done, where: str = where) -> None:
-            done.append(i)
-            layer.broken = where
+    def breaking(outputs: list[tuple[Tensor, Tensor]]) -> Tensor:
+        nonlocal forwards
+        forwards += 1
+        layer.broken = where if forwards == 2 else layer.broken
+        return routers(outputs)
 
-        try:
-            step.run(microbatches, after_backward=after)
-        except ArithmeticError:
-            good.append(done == [0] or (where == "backward" and done == [0, 1]))
-        else:
-            good.append(False)
-        good.append(dispatcher.live_handles == 0 and not step._context._deferred)
-        layer.broken = ""
+    step = net.overlapped(routers=breaking)
+    for where, ended in (("stage1", 2), ("experts", 2), ("backward", 3)):
+        forwards = 0
+        with pytest.raises(ArithmeticError):
+            step.run(microbatches)
+        good.append(forwards == ended and dispatcher.live_handles == 0 and not step._context._deferred)
+        layer.broken, where = "", ""
         net.take_gradients()
         step.run(microbatches)
         good.append(equal(net.take_gradients(), grads) and dispatcher.live_handles == 0)
@@ -103,7 +74,7 @@ def breaks_and_recovers(net: Net, microbatches: list[Tensor]) -> list[bool]:
 
 
 def test_an_exception_leaves_nothing_behind_on_one_rank() -> None:
-    assert breaks_and_recovers(Net(LocalDispatcher(E), MIXED), tokens(4)) == [True] * 9
+    assert breaks_and_recovers(Net(LocalDispatcher(E), MIXED), tokens(4)) == [True] * 6
 
 
 def two_ranks(rank: int, world: int) -> dict[str, Any]:
@@ -113,14 +84,16 @@ def two_ranks(rank: int, world: int) -> dict[str, Any]:
         found[f"{kinds} {count}"] = agrees(Net(dispatcher, kinds), tokens(count, rank))
     found["uneven"] = agrees(Net(dispatcher, MIXED), tokens(3, rank, batch=1 + 2 * rank))
     found["tied"] = agrees(Net(dispatcher, MIXED, tied=True), tokens(1, rank))
-    found["no routers"] = agrees(Net(dispatcher, MIXED), tokens(3, rank), balanced=False)
-    found["late release"] = agrees(Net(dispatcher, MIXED), tokens(3, rank), early_release=False)
+    found["no routers"] = agrees(Net(dispatcher, MIXED), tokens(3, rank), None)
     found["handles"] = dispatcher.live_handles == 0
     alive: list[int] = []
-    net = Net(dispatcher, "mmm")
-    net.overlapped(routers=routers).run(tokens(3, rank), after_backward=lambda _: alive.append(dispatcher.live_handles))
-    # By then the next microbatch, if there is one, has made its three handles.
-    found["handles under way"] = alive == [3, 3, 0]
+
+    def counting(outputs: list[tuple[Tensor, Tensor]]) -> Tensor:
+        alive.append(dispatcher.live_handles)
+        return routers(outputs)
+
+    Net(dispatcher, "mmm").overlapped(routers=counting).run(tokens(3, rank))
+    found["handles under way"] = alive == [3, 3, 3] and dispatcher.live_handles == 0
     found["exceptions"] = all(breaks_and_recovers(Net(dispatcher, MIXED), tokens(4, rank)))
     return found
 

@@ -194,22 +194,20 @@ def merged(nets: Sequence[Net]) -> dict[str, Tensor | None]:
 def test_one_rank_is_bitwise_plain_autograd(name: str, count: int) -> None:
     """Every stage runs its backwards, and its deferred weight gradients, in the order of microbatches, as autograd does."""
     net, microbatches = net_of(), tokens(count)
-    expected = net.sequential(microbatches, loss_scale=0.25)
+    expected = net.sequential(microbatches)
     grads = net.take_gradients()
     plan = make_plan(name, 1, count)
-    losses, ran = net.runtime(plan).run(microbatches, like, loss_scale=0.25)
+    losses, ran = net.runtime(plan).run(microbatches, like)
     assert tuple(ran) == plan.actions[0]
     assert losses is not None and torch.equal(losses, expected) and equal(net.take_gradients(), grads)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_two_ranks_are_bitwise_plain_autograd_with_early_release_or_without(name: str) -> None:
+def test_two_ranks_are_bitwise_plain_autograd(name: str) -> None:
     net, microbatches = net_of(), tokens(COUNT)
     expected = net.sequential(microbatches)
-    grads = net.take_gradients()
-    for early_release in (True, False):
-        losses, nets = on_two(name, microbatches, early_release=early_release)
-        assert torch.equal(losses, expected) and equal(merged(nets), grads)
+    losses, nets = on_two(name, microbatches)
+    assert torch.equal(losses, expected) and equal(merged(nets), net.take_gradients())
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -253,7 +251,7 @@ def test_tokens_that_are_routed_nowhere_do_not_count_for_balance() -> None:
     total = stages[1].finish(stages[1].sums(router_outputs[1:], before), 0)
     assert torch.allclose(stages[1].take_losses(), expected, rtol=1e-6)
     for stage, router in zip(stages, router_outputs, strict=True):
-        (grad,) = stage.gradients([router], total, 1.0)
+        (grad,) = stage.gradients([router], total)
         assert grad is not None and router[0].grad is not None
         assert torch.allclose(grad, router[0].grad, rtol=1e-5, atol=1e-8)
 
@@ -291,22 +289,19 @@ class Looks:
                 self.head |= {not ref.expired() for ref in self.net.of_head}
 
 
-def lifetimes(net: WatchedNet, plan: PipelinePlan, rank: int, links: Links | None, early_release: bool) -> list[str]:
+def lifetimes(net: WatchedNet, plan: PipelinePlan, rank: int, links: Links | None) -> list[str]:
     """The tensors that live too long or too short in one step."""
-    runtime = net.runtime(plan, rank, links, early_release=early_release)
+    runtime = net.runtime(plan, rank, links)
     looks = Looks(net, runtime)
-    for layer in net.watched():
-        layer.patient = early_release and net.dispatcher.size > 1
-    runtime.run(tokens(plan.microbatches, net.dispatcher.rank), like, watcher=looks)
     travels, wrong = net.dispatcher.size > 1, []
+    for layer in net.watched():
+        layer.patient = travels
+    runtime.run(tokens(plan.microbatches, net.dispatcher.rank), like, watcher=looks)
     for layer in [layer for stage in runtime.stages.values() for layer in stage.layers if isinstance(layer, Watched)]:
         assert len(layer.alive) == 5 * plan.microbatches
         for when, what, alive in layer.alive:
             # On one rank the dispatch input is what stage 3 reads.
-            expected = not early_release or (when == "stage 3" and not travels)
-            if when == "after the forward" and what == "residual":
-                expected = not early_release
-            if alive != expected:
+            if alive != (when == "stage 3" and not travels):
                 wrong.append(f"{what} is {'alive' if alive else 'gone'} at {when}")
     if looks.head not in (set(), {False}):
         wrong.append("the epilogue's tensors are alive after its forward")
@@ -318,12 +313,10 @@ def lifetimes(net: WatchedNet, plan: PipelinePlan, rank: int, links: Links | Non
     return sorted(set(wrong))
 
 
-@pytest.mark.parametrize("early_release", [True, False])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_boundaries_on_one_rank(name: str, early_release: bool) -> None:
+def test_boundaries_on_one_rank(name: str) -> None:
     with no_collector():
-        net = WatchedNet(LocalDispatcher(E), "wdww")
-        assert lifetimes(net, make_plan(name, 1, 4), 0, None, early_release) == []
+        assert lifetimes(WatchedNet(LocalDispatcher(E), "wdww"), make_plan(name, 1, 4), 0, None) == []
 
 
 @contextmanager
@@ -407,21 +400,14 @@ def four_ranks(rank: int, world: int) -> dict[str, bool]:
     for name in SCHEDULES:
         plan = make_plan(name, 2, COUNT)
         links = DistLinks(pipeline, neighbours(plan.ranks), CPU, [])
-        kept = []
-        for early_release in (True, False):
-            losses, ran = net.runtime(plan, pp_rank, links, early_release=early_release).run(microbatches, like)
-            found[f"{name}: losses"] = losses is None or torch.equal(losses, expected)
-            found[f"{name}: what ran"] = tuple(ran) == plan.actions[pp_rank]
-            own = net.take_gradients()
-            kept.append({n: g for n, g in own.items() if g is not None})
-            found[f"{name}: gradients, early release {early_release}"] = equal(
-                kept[-1], {n: grads[n] for n in kept[-1]}
-            )
-            with no_collector():
-                watched = WatchedNet(dispatcher, "wdww")
-                for wrong in lifetimes(watched, plan, pp_rank, links, early_release):
-                    found[f"{name}: early release {early_release}: {wrong}"] = False
-        found[f"{name}: on against off"] = equal(*kept)
+        losses, ran = net.runtime(plan, pp_rank, links).run(microbatches, like)
+        found[f"{name}: losses"] = losses is None or torch.equal(losses, expected)
+        found[f"{name}: what ran"] = tuple(ran) == plan.actions[pp_rank]
+        own = {n: g for n, g in net.take_gradients().items() if g is not None}
+        found[f"{name}: gradients"] = equal(own, {n: grads[n] for n in own})
+        with no_collector():
+            for wrong in lifetimes(WatchedNet(dispatcher, "wdww"), plan, pp_rank, links):
+                found[f"{name}: {wrong}"] = False
     found["handles"] = dispatcher.live_handles == 0
     return found
 

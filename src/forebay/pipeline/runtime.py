@@ -91,12 +91,12 @@ class StageBalance:
         self._losses[microbatch] = torch.sum((chosen / rows) * (probability / rows)) * (self._experts * self.scale)
         return torch.cat([chosen, rows])
 
-    def gradients(self, router_outputs: RouterOutputs, total: Tensor, loss_scale: float) -> list[Tensor | None]:
+    def gradients(self, router_outputs: RouterOutputs, total: Tensor) -> list[Tensor | None]:
         """The gradient of each layer's logits [T, E], in their dtype; None if the coefficient is 0."""
         if self._coefficient == 0:
             return [None] * len(router_outputs)
         chosen, rows = total.split([self._experts, 1])
-        factor = self._coefficient * self.scale * self._experts * loss_scale
+        factor = self._coefficient * self.scale * self._experts
         per_probability = chosen / rows / rows * factor
         gradients: list[Tensor | None] = []
         for logits, ids in router_outputs:
@@ -159,7 +159,6 @@ class PipelineRuntime:
         weights: the store of the experts: I actions defer their weight gradients to W, and a whole backward computes them while
             a transfer is under way.
         idle: called before the compute stream is made to wait for another rank.
-        early_release: see `forebay.pipeline.sublayer.StagePass`.
 
     Raises:
         ValueError: `stages` differ from the plan's stages of this rank.
@@ -176,13 +175,11 @@ class PipelineRuntime:
         balance: StageBalance | None = None,
         weights: WeightGradients | None = None,
         idle: Callable[[], None] = lambda: None,
-        early_release: bool = True,
     ):
         if tuple(sorted(stages)) != plan.stages(rank):
             raise ValueError(f"rank {rank} has stages {plan.stages(rank)} in this plan, not {tuple(sorted(stages))}")
         self.stages, self.plan, self.rank, self.links, self.device = stages, plan, rank, links, device
-        self.balance, self.weights, self.early_release = balance, weights, early_release
-        self.idle = idle
+        self.balance, self.weights, self.idle = balance, weights, idle
         self.context = ExecutionContext(device)
 
     def run(
@@ -190,7 +187,6 @@ class PipelineRuntime:
         microbatches: Sequence[Any],
         like: Callable[[Any], Tensor],
         *,
-        loss_scale: float = 1.0,
         watcher: Watcher | None = None,
     ) -> tuple[Tensor | None, list[Action]]:
         """Run one step. Gradients are added to `.grad`.
@@ -198,7 +194,6 @@ class PipelineRuntime:
         Args:
             microbatches: as many as the plan has, the same on all ranks; passed to prologue and epilogue.
             like: microbatch -> meta tensor of the shape and dtype of its hidden states.
-            loss_scale: factor of the loss in gradients, but not in the returned losses.
             watcher: observes every action.
 
         Returns:
@@ -209,7 +204,7 @@ class PipelineRuntime:
         """
         if len(microbatches) != self.plan.microbatches:
             raise ValueError(f"the plan is for {self.plan.microbatches} microbatches, not {len(microbatches)}")
-        step = _RuntimeStep(self, microbatches, like, loss_scale)
+        step = _RuntimeStep(self, microbatches, like)
         ran = []
         self.context.enter()
         try:
@@ -236,11 +231,8 @@ class PipelineRuntime:
 class _RuntimeStep:
     """The state of one step. Dictionaries with pairs as keys are by (stage, microbatch)."""
 
-    def __init__(
-        self, runtime: PipelineRuntime, microbatches: Sequence[Any], like: Callable[[Any], Tensor], loss_scale: float
-    ):
+    def __init__(self, runtime: PipelineRuntime, microbatches: Sequence[Any], like: Callable[[Any], Tensor]):
         self._runtime, self._microbatches, self._like = runtime, microbatches, like
-        self._loss_scale = loss_scale
         self._ranks = runtime.plan.ranks
         self._passes: dict[tuple[int, int], StagePass] = {}
         self._prologues: dict[tuple[int, int], Segment] = {}
@@ -314,7 +306,7 @@ class _RuntimeStep:
         balance, runtime = self._runtime.balance, self._runtime
         entering = Pending(x)
         del x  # a frame that holds it would keep its memory for the whole forward
-        passing = StagePass(parts.layers, runtime.context, balance is not None, runtime.early_release, runtime.weights)
+        passing = StagePass(parts.layers, runtime.context, balance is not None, runtime.weights)
         self._passes[here] = passing
         yield from passing.forward(entering)
         sums: tuple[Tensor, ...] = ()
@@ -334,7 +326,7 @@ class _RuntimeStep:
         if not torch.is_grad_enabled():
             self.losses[microbatch] = parts.epilogue(output[0], data)
             return
-        self.losses[microbatch], dx = _head(parts.epilogue, Pending(output), data, self._loss_scale)
+        self.losses[microbatch], dx = _head(parts.epilogue, Pending(output), data)
         self._packets[Message("B", stage, microbatch)] = (dx, *total)
 
     def _backward(self, stage: int, microbatch: int) -> Iterator[None]:
@@ -344,7 +336,7 @@ class _RuntimeStep:
         passing = self._passes.pop(here)
         d_logits = None
         if self._runtime.balance is not None:
-            d_logits = self._runtime.balance.gradients(self._router_outputs.pop(here), total[0], self._loss_scale)
+            d_logits = self._runtime.balance.gradients(self._router_outputs.pop(here), total[0])
         passing.begin_backward(dy, d_logits)
         del dy
         yield
@@ -388,10 +380,10 @@ def _drain(computations: Iterator[None]) -> None:
         pass
 
 
-def _head(epilogue: Callable[[Tensor, Any], Tensor], x: Pending, data: Any, loss_scale: float) -> tuple[Tensor, Tensor]:
+def _head(epilogue: Callable[[Tensor, Any], Tensor], x: Pending, data: Any) -> tuple[Tensor, Tensor]:
     """The loss and the gradient of x. Nothing else of the head survives the call, so its memory is free for the backward."""
     segment, (loss,) = cut(lambda t: epilogue(t, data), *x.take())
-    (dx,) = segment.backward([torch.full_like(loss, loss_scale)])
+    (dx,) = segment.backward([torch.ones_like(loss)])
     return loss, dx
 
 
@@ -412,7 +404,6 @@ class OverlappedStep:
         routers: (logits [T, E], ids [T, K]) of all MoE layers of a microbatch -> a scalar that is added to its loss. Called once
             per microbatch, in their order, before the epilogue.
         weights: the store of the experts; see `forebay.pipeline.sublayer.StagePass`.
-        early_release: see `forebay.pipeline.sublayer.StagePass`.
 
     Raises:
         ValueError: no layers.
@@ -427,12 +418,11 @@ class OverlappedStep:
         *,
         routers: Callable[[RouterOutputs], Tensor] | None = None,
         weights: WeightGradients | None = None,
-        early_release: bool = True,
     ):
         if not layers:
             raise ValueError("there are no layers to run")
         self.layers, self.prologue, self.epilogue, self.routers = list(layers), prologue, epilogue, routers
-        self.early_release, self.weights = early_release, weights
+        self.weights = weights
         self._context = ExecutionContext(device)
         moe = [has_experts(layer) for layer in self.layers]
         self._order = turns(moe, moe[::-1])
@@ -442,19 +432,11 @@ class OverlappedStep:
         """Used by the compute stream to wait for transfers in a CUDA graph."""
         return self._context.flags
 
-    def run(
-        self,
-        microbatches: Sequence[Any],
-        *,
-        loss_scale: float = 1.0,
-        after_backward: Callable[[int], None] = lambda _: None,
-    ) -> Tensor:
+    def run(self, microbatches: Sequence[Any]) -> Tensor:
         """Run forward and backward of all microbatches. Gradients are added to `.grad` in their order.
 
         Args:
             microbatches: passed to prologue and epilogue.
-            loss_scale: factor of the loss in gradients, but not in the returned losses.
-            after_backward: called with i when the backward of microbatch i has been enqueued, before another one begins.
 
         Returns:
             [M] losses of the epilogue, without what `routers` adds.
@@ -471,14 +453,14 @@ class OverlappedStep:
         losses = []
         backward: Iterator[None] = iter(())
         try:
-            for i, data in enumerate(microbatches):
+            for data in microbatches:
                 microbatch = _OverlappedMicrobatch(self, self._context, data)
-                forward = microbatch.forward(loss_scale)
+                forward = microbatch.forward()
                 take_turns(self._order, forward, backward)
                 _drain(backward)
                 _drain(forward)  # the head runs when the other microbatch's activations are gone
                 losses.append(microbatch.loss)
-                backward = microbatch.backward(partial(after_backward, i))
+                backward = microbatch.backward()
             _drain(backward)
         finally:
             self._context.leave()
@@ -492,30 +474,29 @@ class _OverlappedMicrobatch:
 
     def __init__(self, step: OverlappedStep, context: ExecutionContext, data: Any):
         self._step, self._data = step, data
-        self._stage = StagePass(step.layers, context, step.routers is not None, step.early_release, step.weights)
+        self._stage = StagePass(step.layers, context, step.routers is not None, step.weights)
 
-    def forward(self, loss_scale: float) -> Iterator[None]:
+    def forward(self) -> Iterator[None]:
         """From the prologue to the loss and the gradient of its input, whose transfer is enqueued."""
         self._prologue, x = cut(partial(self._step.prologue, self._data))
         entering = Pending(x)
         del x  # a frame that holds it would keep its memory for the whole forward
         yield from self._stage.forward(entering)
-        d_logits = self._router_gradients(loss_scale)
+        d_logits = self._router_gradients()
         output = self._stage.output
         del self._stage.output
-        self.loss, dx = _head(self._step.epilogue, output, self._data, loss_scale)
+        self.loss, dx = _head(self._step.epilogue, output, self._data)
         self._stage.begin_backward(dx, d_logits)
         self._data = None
 
-    def backward(self, done: Callable[[], None]) -> Iterator[None]:
-        """From the last layer to the prologue; calls `done` before the last stop."""
+    def backward(self) -> Iterator[None]:
+        """From the last layer to the prologue."""
         yield from self._stage.backward()
         self._prologue.backward([self._stage.gradient.pop()])
         del self._prologue
-        done()
         yield
 
-    def _router_gradients(self, loss_scale: float) -> list[Tensor | None] | None:
+    def _router_gradients(self) -> list[Tensor | None] | None:
         """The gradient of each MoE layer's logits."""
         if self._step.routers is None:
             return None
@@ -526,5 +507,5 @@ class _OverlappedMicrobatch:
         auxiliary = self._step.routers(router_outputs)
         if not auxiliary.requires_grad:
             return None
-        auxiliary.backward(torch.full_like(auxiliary, loss_scale))
+        auxiliary.backward()
         return [t.grad for t in logits]

@@ -355,8 +355,6 @@ class StagePass:
         layers: in forward order; at least one.
         context: the engine's.
         keeps_router: hold the router outputs for `take_router_outputs`.
-        early_release: drop tensors at segment boundaries after their last reader. False keeps them until their layer's
-            backward is over, to measure the difference.
         weights: the store of the layers' experts, if they have one: weight gradients become a computation of their own.
 
     Attributes:
@@ -371,11 +369,9 @@ class StagePass:
         layers: Sequence[Layer],
         context: ExecutionContext,
         keeps_router: bool,
-        early_release: bool,
         weights: WeightGradients | None = None,
     ):
-        self._todo, self._weights = list(layers), weights
-        self._context, self._keeps_router, self._early_release = context, keeps_router, early_release
+        self._todo, self._context, self._keeps_router, self._weights = list(layers), context, keeps_router, weights
         self._layers: list[_DensePass | _MoePass] = []
         self.gradient: list[Tensor] = []
 
@@ -426,8 +422,7 @@ class StagePass:
     def _pass(self, layer: Layer) -> _DensePass | _MoePass:
         if layer.dispatcher is None:
             return _DensePass(layer)
-        wire = Wire(layer.dispatcher, self._context)
-        return _MoePass(layer, wire, self._keeps_router, self._early_release, self._weights)
+        return _MoePass(layer, Wire(layer.dispatcher, self._context), self._keeps_router, self._weights)
 
 
 class _DensePass:
@@ -467,14 +462,11 @@ class _MoePass:
     _front: Segment
     _experts: Segment
 
-    def __init__(
-        self, layer: Layer, wire: Wire, keeps_router: bool, early_release: bool, weights: WeightGradients | None
-    ):
+    def __init__(self, layer: Layer, wire: Wire, keeps_router: bool, weights: WeightGradients | None):
         assert layer.experts is not None, "a layer with a dispatcher has experts"
         self._weights, self._deferred_gradients = weights, list[Callable[[], None]]()
         self._stage1, self._stage3, self._wire = layer.stage1, layer.experts, wire
-        self._keeps_router, self._keeps_all = keeps_router, not early_release
-        self._kept: list[Tensor | None] = []
+        self._keeps_router = keeps_router
         self._residual: list[Tensor] = []
         self._dy: list[Tensor] = []
         self.router: list[tuple[Tensor, Tensor]] = []
@@ -510,36 +502,26 @@ class _MoePass:
         self._residual.append(residual)
         if self._keeps_router:
             self.router.append((logits, ids))
-        self._keep(residual, rows, weights)
 
     def _run_experts(self, rows: Tensor, ids: Tensor, weights: Tensor, handle: list[Tensor]) -> None:
         self._handle, self._n_rows = handle, rows.shape[0]
         max_rows = self._wire.max_rows(handle, *ids.shape)
         self._experts, (y_rows,) = cut(self._stage3, rows, ids, weights, max_rows)
         self.output = self._wire.combine(y_rows, self._residual.pop(), handle, self._shape)
-        self._keep(rows, weights, y_rows)
 
     def _run_experts_backward(self, grads: list[Tensor]) -> None:
-        self._keep(*grads)
         if self._weights is None or self._weights.pending is not None:  # no store, or the caller defers for longer
             d_rows, d_weights = self._experts.backward(grads)
         else:
             with self._weights.collecting() as self._deferred_gradients:
                 d_rows, d_weights = self._experts.backward(grads)
         self._travelling = self._wire.dispatch_backward(d_rows, d_weights, self._handle, self._dy[0].shape[0])
-        self._keep(d_rows, d_weights)
 
     def _run_front_backward(self, grads: list[Any]) -> None:
         # In the order of stage 1's outputs: residual, rows, ids, weights, logits.
         grads[:] = [self._dy.pop(), grads[0], None, grads[1], self.d_logits]
-        self._keep(*grads)
         self.d_logits = None
         self.gradient = self._front.backward(grads)
-        self._kept.clear()
-
-    def _keep(self, *boundary: Tensor | None) -> None:
-        if self._keeps_all:
-            self._kept.extend(boundary)
 
 
 def has_experts(layer: Layer) -> bool:

@@ -105,7 +105,7 @@ def every_partition(n: int, schedule: str, pp: int, chunks: int) -> Iterator[Par
 
 
 def worth(p: Partition, slowest: float, v: bool, *given: Any, **more: Any) -> tuple[float, ...]:
-    """The order of the module docstring; smaller is better."""
+    """The order of `partition_layers`; smaller is better."""
     times, ranks, memory = figures(p, *given, **more)
     stages = len(times)
     pairs = sum((times[s] - times[-1 - s]) ** 2 for s in range(stages // 2)) if v else 0
@@ -157,7 +157,7 @@ def test_interleaved_is_close_to_the_best(pp: int, chunks: int, n: int, seed: in
 
 
 def test_by_hand() -> None:
-    """The example of the module docstring: 12 layers and a head of 4; and a costly embedding."""
+    """The example of the docstring: 12 layers and a head of 4; and a costly embedding."""
     more: dict[str, Any] = {"embedding": NOTHING, "head": LayerCost(4, 0), "microbatches": 8}
     found = partition_layers(equal(12), "dualpipev", 2, **more)
     assert found.counts == (3, 4, 4, 1)

@@ -67,7 +67,7 @@ def test_a_run_on_gpus_and_its_plan(tmp_path: Path) -> None:
     most = plan.fit.fullest
     text = run_page(read_run(folder), plan, "pipeline.json")
     page = PageText(text)
-    assert "4.00GiB" in page.sections[""] and "1 steps" in page.sections[""]
+    assert "4.00GiB" in page.sections[""] and "1 of 12 steps" in page.sections[""]
     reserved = format_bytes(most.total - most.other)
     of = "by a process of pipeline rank 0, the fullest of 2. Planned:"
     assert f"reserved at most {of} {reserved}" in page.sections[""]

@@ -244,11 +244,9 @@ class ActionRecorder:
         self._zero = self._now()
 
     def began(self, action: Action) -> None:
-        """See `forebay.pipeline.runtime.Watcher`."""
         self._began = self._now()
 
     def ended(self, action: Action) -> None:
-        """See `forebay.pipeline.runtime.Watcher`."""
         held = torch.cuda.memory_allocated(self._device) if self._gpu else 0
         self._actions.append((action, self._began, self._now(), held))
 

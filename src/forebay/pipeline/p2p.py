@@ -55,7 +55,7 @@ class Links(Protocol):
 
 
 class DistLinks:
-    """`Links` through `torch.distributed`.
+    """`Links` through `torch.distributed`; the methods are documented there.
 
     A sent packet is released once it has been read. `send` asks the device which packets those are. During CUDA graph
     capture it cannot ask: there, `confirmed_by` tells which packets an arriving message confirms.
@@ -92,7 +92,6 @@ class DistLinks:
                 self._channels[kind, source, target] = self._channel(source, target, pipelines) or group
 
     def expect(self, message: Message, source: int, like: Sequence[Tensor]) -> None:
-        """See `Links`."""
         packet = tuple(self._buffer(t) if self._capturing() else torch.empty_like(t, device=self._device) for t in like)
         group = self._channels[message.kind, source, self._rank]
         peer = self._members[source]
@@ -100,7 +99,6 @@ class DistLinks:
         self._expected[message] = works, packet
 
     def send(self, message: Message, target: int, packet: Packet) -> None:
-        """See `Links`."""
         group = self._channels[message.kind, self._rank, target]
         peer = self._members[target]
         if self._capturing():
@@ -111,7 +109,6 @@ class DistLinks:
         self._sent[message] = [dist.isend(t, peer, group=group, tag=_tag(message)) for t in packet], packet
 
     def receive(self, message: Message) -> Packet:
-        """See `Links`."""
         works, packet = self._expected.pop(message)
         for work in works:
             work.wait()
@@ -125,14 +122,12 @@ class DistLinks:
         return copies
 
     def finish(self) -> None:
-        """See `Links`."""
         assert not self._expected, f"never received: {list(self._expected)}"
         for sent in list(self._sent):
             self._release(sent)
         self._buffers.clear()
 
     def reset(self) -> None:
-        """See `Links`."""
         self._expected.clear()
         self._sent.clear()
         self._buffers.clear()

@@ -1,33 +1,8 @@
 """Assigns decoder layers to pipeline stages by cost.
 
 Input: a `LayerCost` for every decoder layer, the embedding and the head; a schedule; the number of pipeline ranks and of
-microbatches. Output: a `Partition`. Nothing needs a device or tensors. Stages are numbered along the forward; stage 0 also
-has the embedding, the last stage the head.
-
-    1f1b              pp stages, stage s on rank s
-    interleaved-1f1b  chunks * pp stages, stage s on rank s % pp
-    zbv, dualpipev    2 * pp stages in a V: rank r has stages r and 2 * pp - 1 - r, so rank 0 has embedding and head
-
-A rank's time is the sum over its stages; its memory is the sum of in-flight microbatches x memory of one. The best
-partition has, in this order:
-
-    1. the fastest slowest rank; all partitions within 1 % of it count as equally fast
-    2. stages alike within each rank (least squares): in a V a rank's two stages run together, one forward and one backward,
-       and a short one cannot hide a long one; interleaved ranks wait for each other stage by stage. This comes before
-       memory, which single-layer first stages would always save
-    3. the smallest peak memory over ranks
-    4. ranks alike (least squares), and remaining layers on inner stages, away from embedding and head
-
-Method: a rank's stages are a *group*, which takes layers from the front, in a V from the back too. Groups are filled from
-the outside inwards, so a state of the dynamic programme is the range [i, j) of layers that are still free; without a V, j
-stays at the end. A state whose free layers cannot fit the remaining groups under the bound is dropped. The bound starts at
-a lower limit of all partitions and widens until there is a solution, which is then the best. 128 layers on 32 stages take
-about a second. Costs are converted to integers first, so that ties are exact. Interleaved ranks couple stages that lie
-apart, for which this state is too small: there, stages are balanced exactly, and then single layers are moved while that
-makes the ranks better. The result is good, but not proven to be the best.
-
-Example: 12 equal layers and a head that weighs 4, dualpipev on 2 ranks: 3, 4, 4 and 1 layers, so that both ranks have 8 of
-the 16. With 3 layers on each stage, rank 0 would have 10.
+microbatches. Output: a `Partition`. Stages are numbered along the forward; stage 0 also has the embedding, the last stage
+the head. Nothing here needs a device or tensors.
 """
 
 from __future__ import annotations
@@ -88,7 +63,12 @@ class Partition:
 
 
 def rank_of(schedule: str, stage: int, pp: int) -> int:
-    """The pipeline rank of `stage`."""
+    """The pipeline rank of `stage`.
+
+    1f1b              pp stages, stage s on rank s
+    interleaved-1f1b  chunks * pp stages, stage s on rank s % pp
+    zbv, dualpipev    2 * pp stages in a V: rank r has stages r and 2 * pp - 1 - r, so rank 0 has embedding and head
+    """
     return min(stage, 2 * pp - 1 - stage) if schedule in _V else stage % pp
 
 
@@ -192,7 +172,20 @@ def partition_layers(
     microbatches: int,
     chunks: int = 2,
 ) -> Partition:
-    """The best partition, as the module docstring defines it, with time and memory of every rank.
+    """The best partition, with time and memory of every rank.
+
+    A rank's time is the sum over its stages; its memory is the sum of in-flight microbatches x memory of one. The best
+    partition has, in this order:
+
+    1. the fastest slowest rank; all partitions within 1 % of it count as equally fast
+    2. stages alike within each rank (least squares): in a V a rank's two stages run together, one forward and one backward,
+       and a short one cannot hide a long one; interleaved ranks wait for each other stage by stage. This comes before
+       memory, which single-layer first stages would always save
+    3. the smallest peak memory over ranks
+    4. ranks alike (least squares), and remaining layers on inner stages, away from embedding and head
+
+    For interleaved-1f1b the partition is good, but not proven to be the best. Example: 12 equal layers and a head that weighs
+    4, dualpipev on 2 ranks: 3, 4, 4 and 1 layers, so that both ranks have 8 of the 16; 3 on each stage would give rank 0 10.
 
     Args:
         layers: costs of all decoder layers, in order.
@@ -275,7 +268,13 @@ _Found = tuple[Any, list[int]]
 
 
 class _Groups:
-    """The dynamic programme over groups, from the outside inwards. `v`: groups of two stages, which meet in the middle."""
+    """A dynamic programme over groups, which are the stages of a rank. `v`: groups have two stages, which meet in the middle.
+
+    A group takes layers from the front, in a V from the back too. Groups are filled from the outside inwards, so a state is the
+    range [i, j) of layers that are still free; without a V, j stays at the end. A state whose free layers cannot fit the
+    remaining groups under the bounds is dropped. 128 layers on 32 stages take about a second. Costs are integers, so that ties
+    are exact.
+    """
 
     def __init__(self, costs: _Costs, v: bool):
         stages = len(costs.held)
@@ -394,7 +393,7 @@ def _exact(groups: _Groups) -> list[int]:
 
 
 def _widening(bound: int, search: Callable[[int], _Found | None]) -> _Found:
-    """The first solution as the bound widens. It is the best: a wider bound only admits worse ones."""
+    """The first solution as the bound widens from a lower limit. It is the best: a wider bound only admits worse ones."""
     width = max(bound // 64, 1)
     while (found := search(bound)) is None:
         assert bound < 2 * _SCALE, "no cost is above this bound"
@@ -403,7 +402,10 @@ def _widening(bound: int, search: Callable[[int], _Found | None]) -> _Found:
 
 
 def _interleaved(costs: _Costs) -> list[int]:
-    """Stages balanced exactly or by number, then layers moved while ranks gain."""
+    """Stages balanced exactly or by number, then single layers moved while ranks gain.
+
+    Interleaved ranks have stages that lie apart, for which the states of `_Groups` are too small.
+    """
     key, cuts = min(_descend(costs, start, 0) for start in (_exact(_Groups(costs, False)), _even_cuts(costs)))
     return _descend(costs, cuts, key[0] + key[0] // _ALIKE)[1]
 

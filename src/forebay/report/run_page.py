@@ -103,7 +103,7 @@ def _tiles(run: RunFolder) -> Html:
         found.append(("last validation loss", f"{run.validations[-1][1]:.4f}", "nats a token"))
     retries = sum(bool(s.get("run_again")) for s in run.steps)
     if retries:
-        found.append(("capacity retries", str(retries), "steps"))
+        found.append(("capacity retries", str(retries), f"of {len(run.steps)} steps"))
     return tiles(found)
 
 

@@ -192,10 +192,10 @@ def _taken_line(fit: Fit, rank: int, size: int, outside: bool) -> list[Ceiling]:
 
 
 def _step_axis(levels: _Levels) -> str:
-    numbers = "with its microbatch"
+    example = "F3 is the forward of microbatch 3"
     if any(has_stages(found) for found in levels.values()):
-        numbers = "between stage and microbatch"
-    return f"sublayers of the step in the order in which they run; F is forward, B backward, {numbers}"
+        example = "0F3 is the forward of stage 0 and microbatch 3"
+    return f"sublayers of the step in the order in which they run; {example}, B is a backward"
 
 
 def _step_figure(

@@ -1,13 +1,11 @@
 """Processes for tests: ranks of a gloo group, and programs that a test stops, kills or reads.
 
 `run_ranks(fn, world, *args)` calls `fn(rank, world, *args)` in `world` processes and returns the results by rank.
-`start(fn, *args)` starts one process and returns a handle like `subprocess.Popen`. fn is a module-level function of a test file.
-
-Every process is forked from one warm parent, which has imported torch, transformers and Forebay (tests/warm.py), runs no thread
-and holds no group. A process therefore starts in milliseconds (a new interpreter takes seconds to import the same), and no state
-passes from one test to the next. Each pytest-xdist worker has a parent of its own, started by its first test of processes.
-
-With a GPU, processes are spawned instead: a CUDA context does not survive a fork.
+`start(fn, *args)` and `start_ranks` start processes and return handles like `subprocess.Popen`. fn is a module-level
+function of a test file. Processes are forked from one warm parent per pytest-xdist worker, which has imported torch,
+transformers and Forebay (tests/warm.py), runs no thread and holds no group. So a process starts in milliseconds, where a
+new interpreter takes seconds to import the same, and no state passes from one test to the next. With a GPU, processes are
+spawned: a CUDA context does not survive a fork.
 """
 
 import functools
@@ -31,19 +29,19 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-# After one rank has failed the others wait for it: they have so long to say what they saw.
+# Seconds that the other ranks have to report after one has failed.
 GRACE_SECONDS = 5.0
 
 
 @functools.cache
 def _context() -> Any:
-    """How processes start. The parent reads PYTHONPATH, not this process's sys.path, to find what it imports."""
     if torch.cuda.is_available():
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["tests.warm"])
     before = dict(os.environ)
     try:
+        # The parent imports from PYTHONPATH, not from this process's sys.path.
         os.environ["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
         for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
             os.environ[name] = "1"
@@ -62,7 +60,7 @@ def run_ranks(
     `environment` is added to each process's variables; without `group` no process group is made.
 
     Raises:
-        AssertionError: A rank raised, died, or did not answer within `seconds`. The message has each rank's traceback or end.
+        AssertionError: a rank raised, died, or did not answer within `seconds`. The message has each rank's traceback or end.
     """
     with tempfile.TemporaryDirectory() as folder:
         variables = {**os.environ, "WORLD_SIZE": str(world), **environment}
@@ -86,7 +84,7 @@ def run_ranks(
 
 
 def _collect(pipes: list[Any], processes: list[Any], seconds: float) -> list[Any]:
-    """What each process sent. Read while they run: a rank whose results fill its pipe waits for a reader."""
+    """What each process sent, read while they run: a rank whose results fill its pipe waits for a reader."""
     found: dict[int, Any] = {}
     failed: dict[int, str] = {}
     limit = time.monotonic() + seconds
@@ -109,7 +107,7 @@ def _collect(pipes: list[Any], processes: list[Any], seconds: float) -> list[Any
             failed.update({rank: f"did not answer {when}" for rank in waiting.values()})
             break
     if failed:
-        raise AssertionError("\n".join(f"rank {rank}: {said}" for rank, said in sorted(failed.items())))
+        raise AssertionError("\n".join(f"rank {rank}: {reason}" for rank, reason in sorted(failed.items())))
     for process in processes:
         process.join(GRACE_SECONDS)
     return [found[rank] for rank in range(len(pipes))]
@@ -168,7 +166,7 @@ class Started:
         os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Ends it, if it still runs; a second call does nothing."""
+        """End it, if it still runs."""
         self._process.kill()
         self._process.join()
 
@@ -180,7 +178,7 @@ class Started:
         return self._process.exitcode
 
     def communicate(self, timeout: float) -> tuple[str, str]:
-        """All that is left of its output and of its error stream, when it has ended."""
+        """The rest of its output and of its error stream, after its end."""
         texts = ["", ""]
 
         def read(i: int, stream: TextIO) -> None:
@@ -198,8 +196,14 @@ class Started:
 
 
 def start(fn: Callable[..., Any], *args: Any, **environment: str) -> Started:
-    """Starts fn(*args) in a process with these environment variables added. The test calls `kill` on it at the end."""
+    """Start fn(*args) in a process with these environment variables added. The test calls `kill` on it at the end."""
     return Started(fn, args, {**os.environ, **environment})
+
+
+def start_ranks(fn: Callable[..., Any], world: int, *args: Any) -> list[Started]:
+    """Start fn(*args) in `world` processes, numbered as torchrun does."""
+    place = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return [start(fn, *args, RANK=str(rank), LOCAL_RANK=str(rank), **place) for rank in range(world)]
 
 
 def free_port() -> int:

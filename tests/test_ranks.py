@@ -1,4 +1,4 @@
-"""What tests of several processes stand on: failures are named, nothing is left, nothing passes from one call to the next."""
+"""Tests of several processes name what failed, leave no process behind, and pass nothing from one call to the next."""
 
 import os
 import signal

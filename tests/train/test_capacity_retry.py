@@ -1,13 +1,13 @@
-"""A step that went over a capacity and ran again is, bit for bit, the step that was exact at once.
+"""A step that exceeded a capacity and ran again is bitwise the step that was exact at once.
 
-The exchange is gloo's, made to leave slots out in dispatches that the test names.
+The dispatcher is gloo's, which drops rows in dispatches that the test names.
 """
 
+import json
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -19,19 +19,27 @@ from torch import Tensor
 from forebay.config import Config, from_mapping
 from forebay.errors import RunError
 from forebay.memory.page_store import PageReport
-from forebay.moe import backends as choose
+from forebay.moe import backends
 from forebay.moe.dispatch import Handle, NcclDispatcher
+from forebay.train import loop
 from forebay.train.capacity_retry import CapacityRetries, CapacityRetry
 from forebay.train.distributed import ALONE, Mesh
-from forebay.train.rng import SavedRngStates
 from forebay.train.trainer import Trainer
 from tests.ranks import run_ranks
+from tests.train.common import CPU, GLM, MODEL, differing, quiet, state_of
 
-ROOMY = 1.25  # what the exchange below says would have been enough, more on higher ranks
+ROOMY = 1.25  # capacity factor that the dispatcher below suggests; more on higher ranks
+STEPS = 5
+DROPOUT = {"num_hidden_layers": 3, "attention_dropout": 0.1}  # so that the random generators matter
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"family": "qwen3_moe", "config": {**MODEL, **DROPOUT, "router_aux_loss_coef": 0.01}},
+    "glm4_moe": {"family": "glm4_moe", "config": {**GLM, **DROPOUT}},
+}
+TRAIN = {"steps": STEPS, "batch": 8, "microbatch": 1, "clip": 0.5, "router_bias_rate": 0.01}
 
 
-class NarrowExchange(NcclDispatcher):
-    """Leaves two thirds of a rank's slots out of the dispatches in `short`, counted from 1 since `begin`."""
+class NarrowDispatcher(NcclDispatcher):
+    """Drops two thirds of a rank's rows in the dispatches `short`, counted from 1 since `begin`."""
 
     def __init__(self, group: Any, num_experts: int):
         super().__init__(group, num_experts)
@@ -69,28 +77,18 @@ class NarrowExchange(NcclDispatcher):
         return ROOMY + self.rank
 
 
-def narrow(_: str, group: Any, num_experts: int, **__: Any) -> NarrowExchange:
-    return NarrowExchange(group, num_experts)
+def narrow(_: str, group: Any, num_experts: int, **__: Any) -> NarrowDispatcher:
+    return NarrowDispatcher(group, num_experts)
 
 
-def local(tensor: Tensor) -> Tensor:
-    return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach().clone()
-
-
-def state_of(trainer: Trainer) -> dict[str, Tensor]:
+def all_state(trainer: Trainer) -> dict[str, Tensor]:
     """All that a step may change."""
-    found = {name: local(p) for name, p in trainer.model.named_parameters()}
-    found |= {name: local(b) for name, b in trainer.model.named_buffers()}
-    for number, state in enumerate(trainer.optimizer.state.values()):
-        found |= {f"optimizer {number} {key}": local(value) for key, value in state.items()}
+    found = state_of(trainer)
     found["torch's generator"] = torch.get_rng_state()
     found["Python's and numpy's generators"] = torch.tensor([random.random(), np.random.rand()])
     if trainer._router is not None:
         found["router counts"] = trainer._router.load()
     return found
-
-
-STEPS = 5
 
 
 def short_in(step: int, dispatches: int, pp_rank: int) -> set[int]:
@@ -106,21 +104,21 @@ def short_in(step: int, dispatches: int, pp_rank: int) -> set[int]:
 def trained(config: Config, narrowed: bool, again: bool = True) -> tuple[dict[str, Tensor], list[float], list[Any]]:
     """State at the end, losses and norms, and why steps were run again."""
     make = narrow if narrowed else (lambda _, group, experts, **__: NcclDispatcher(group, experts))
-    with patch.object(choose, "make_dispatcher", make), Mesh.open(config) as mesh, Trainer(config, mesh) as trainer:
+    with patch.object(backends, "make_dispatcher", make), Mesh.open(config) as mesh, Trainer(config, mesh) as trainer:
         dispatcher, dispatches = trainer.dispatcher, 0
         trainer._retries.needed &= again
         figures, why = [], []
         for step in range(1, STEPS + 1):
-            if isinstance(dispatcher, NarrowExchange):
+            if isinstance(dispatcher, NarrowDispatcher):
                 dispatcher.begin(short_in(step, dispatches, mesh.pp_rank) if step > 1 else set())
             record = trainer.step(step)
-            if isinstance(dispatcher, NarrowExchange):
+            if isinstance(dispatcher, NarrowDispatcher):
                 dispatches = dispatches or dispatcher.count
                 assert dispatcher.count == dispatches * (2 if record.retry else 1), (step, dispatcher.count, dispatches)
             figures += [record.cross_entropy_loss, record.load_balance_loss, record.gradient_norm]
             why.append(record.retry)
         assert dispatcher is None or dispatcher.live_handles == 0
-        return state_of(trainer), figures, why
+        return all_state(trainer), figures, why
 
 
 def both_ways(rank: int, world: int, raws: list[dict[str, Any]]) -> list[tuple[list[str], bool, list[bool]]]:
@@ -132,49 +130,15 @@ def both_ways(rank: int, world: int, raws: list[dict[str, Any]]) -> list[tuple[l
         got, same, why = trained(config, narrowed=True)
         assert none == [None] * STEPS and wanted.keys() == got.keys() and len(wanted) > 20
         assert all(w is None or w == CapacityRetry(True, False, ROOMY + raw["parallel"]["ep"] - 1) for w in why)
-        differing = [name for name in wanted if not torch.equal(wanted[name], got[name])]
-        found.append((differing, same == figures, [w is not None for w in why]))
+        found.append((differing(wanted, got), same == figures, [w is not None for w in why]))
     return found
-
-
-QWEN = {
-    "hidden_size": 16,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "intermediate_size": 16,
-    "moe_intermediate_size": 8,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "router_aux_loss_coef": 0.01,
-    "attention_dropout": 0.1,  # so that the generators matter
-}
-GLM = {
-    "hidden_size": 16,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "intermediate_size": 16,
-    "moe_intermediate_size": 8,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "first_k_dense_replace": 1,
-    "n_shared_experts": 1,
-    "attention_dropout": 0.1,
-}
-MODELS: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {"family": "qwen3_moe", "config": QWEN},
-    "glm4_moe": {"family": "glm4_moe", "config": GLM},  # has a router's bias, moved by the counts
-}
-TRAIN = {"steps": STEPS, "batch": 8, "microbatch": 1, "clip": 0.5, "router_bias_rate": 0.01}
 
 
 def check(raws: list[dict[str, Any]], world: int) -> None:
     for rank, results in enumerate(run_ranks(both_ways, world, raws, seconds=400)):
-        for raw, (differing, figures, twice) in zip(raws, results, strict=True):
+        for raw, (wrong, figures, twice) in zip(raws, results, strict=True):
             label = (rank, raw["model"]["family"], raw["parallel"], raw["memory"])
-            assert not differing, (label, differing)
+            assert not wrong, (label, wrong)
             assert figures, label
             assert twice == [False, True, True, raw["parallel"]["pp"] > 1, True], label
 
@@ -224,12 +188,16 @@ def validation(rank: int, world: int, raw: dict[str, Any]) -> list[Any]:
     losses = []
     for make in (narrow, lambda _, group, experts, **__: NcclDispatcher(group, experts)):
         config = from_mapping(raw)
-        with patch.object(choose, "make_dispatcher", make), Mesh.open(config) as mesh, Trainer(config, mesh) as trainer:
-            if isinstance(trainer.dispatcher, NarrowExchange):
+        with (
+            patch.object(backends, "make_dispatcher", make),
+            Mesh.open(config) as mesh,
+            Trainer(config, mesh) as trainer,
+        ):
+            if isinstance(trainer.dispatcher, NarrowDispatcher):
                 trainer.dispatcher.begin(set(range(1000)))
             losses.append(trainer.evaluate())
             losses.append(trainer.enough_capacity())
-            if isinstance(trainer.dispatcher, NarrowExchange):
+            if isinstance(trainer.dispatcher, NarrowDispatcher):
                 assert trainer.dispatcher.lost == 0 and not trainer.dispatcher.exact
     return losses
 
@@ -266,10 +234,9 @@ class Pages:
         return PageReport(self.ended, 0, 0, False, resized, 0)
 
 
-def reruns(pages: Any, **options: Any) -> CapacityRetries:
-    return CapacityRetries(
-        Mesh(ALONE, torch.device("cpu"), 1, 1, timedelta(1), False, None), None, pages, None, **options
-    )
+def retries(pages: Any, **options: Any) -> CapacityRetries:
+    mesh = Mesh(ALONE, CPU, 1, 1, timedelta(1), False, None)
+    return CapacityRetries(mesh, None, pages, None, **options)
 
 
 def test_pages_that_run_out() -> None:
@@ -282,7 +249,7 @@ def test_pages_that_run_out() -> None:
         captured[0] = True
 
     renewed: list[int] = []
-    runs = reruns(pages, eager=called, on_resize=lambda: renewed.append(pages.ended))
+    runs = retries(pages, eager=called, on_resize=lambda: renewed.append(pages.ended))
 
     def gradients() -> Tensor:
         drawn.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
@@ -308,12 +275,12 @@ def test_an_error_in_the_second_attempt_is_an_error() -> None:
         pages.missing += 1
 
     with pytest.raises(RunError, match="out of luck"):
-        reruns(pages).run(gradients, lambda: None)
+        retries(pages).run(gradients, lambda: None)
     assert not pages.is_exact
 
 
 def test_nothing_is_asked_where_nothing_is_left_out() -> None:
-    runs = reruns(None)
+    runs = retries(None)
     with patch("torch.get_rng_state", side_effect=AssertionError), patch.object(runs, "_exceeded") as asked:
         assert runs.run(lambda: 7, lambda: None) == (7, None)
         with runs.exactly():
@@ -342,29 +309,8 @@ def test_processes_agree(tiny: Callable[..., Config]) -> None:
     assert run_ranks(one_rank_with_pages, 2, tiny().to_dict()) == [[1, False, 1, 1, True, 1, False]] * 2
 
 
-@pytest.mark.gpu
-def test_generators_of_a_gpu() -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        before = SavedRngStates(device)
-        first = torch.rand(4, device=device)
-        before.restore()
-        second = torch.rand(4, device=device)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(first, second)
-
-
-def test_the_run_says_so(tiny: Callable[..., Config], tmp_path: Path) -> None:
-    """The line of the step, the metrics and the table: of a run whose pages are short in its second step."""
-    import io
-    import json
-
-    from rich.console import Console
-
-    from forebay.train import loop
-
+def test_the_run_reports_it(tiny: Callable[..., Config]) -> None:
+    """In the line of the step, the metrics and the table; here for pages that run out in the second step."""
     pages, calls = Pages(), []
 
     class Short(Trainer):
@@ -377,11 +323,11 @@ def test_the_run_says_so(tiny: Callable[..., Config], tmp_path: Path) -> None:
             pages.missing += number == 2 and not pages.is_exact
             return super().gradients(number)
 
-    said = Console(file=io.StringIO(), width=200)
+    console = quiet()
     with patch.object(loop, "Trainer", Short):
-        folder = loop.train(tiny(train={"steps": 3}), said)
+        folder = loop.train(tiny(train={"steps": 3}), console)
     assert calls == [(1, False), (2, False), (2, True), (3, False)]
-    text = said.file.getvalue()  # type: ignore[attr-defined]
+    text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "step 00000002/00000003 | run again exactly: the stash had too few pages, and has more now" in text
     assert text.count("run again exactly") == 1 and "1 step" in text
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

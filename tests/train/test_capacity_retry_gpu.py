@@ -1,11 +1,10 @@
-"""Steps that go over the symmetric exchange's capacity, on two GPUs: bitwise the run that had exact sizes.
+"""Steps that exceed the symmetric dispatcher's capacity, on two GPUs: bitwise the run with exact sizes.
 
-The file is a script too: `torchrun --nproc-per-node 2 test_rerun_gpu.py DEVICE FOLDER` runs all cases, and leaves each rank's
-parameters, optimizer, losses and which steps ran twice in FOLDER. On a CPU it goes through gloo, where nothing is left out.
+The file is a script too: `torchrun --nproc-per-node 2 test_capacity_retry_gpu.py DEVICE FOLDER` runs all cases, and leaves each
+rank's parameters, optimizer, losses and which steps ran twice in FOLDER. On a CPU it uses gloo, where nothing is left out.
 """
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,21 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.train.common import GPU_SIZES, config, differing, state_of, torchrun, write_text
+
 STEPS = 4
-SIZES = {
-    "hidden_size": 256,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "moe_intermediate_size": 128,
-    "num_experts_per_tok": 2,
-    "attention_dropout": 0.1,
-}
+SIZES = {**GPU_SIZES, "attention_dropout": 0.1}
 QWEN = {**SIZES, "num_experts": 8, "router_aux_loss_coef": 0.01}
 GLM = {**SIZES, "n_routed_experts": 8, "intermediate_size": 256, "first_k_dense_replace": 1, "n_shared_experts": 1}
-# With 512 tokens, 2 experts each and a factor of 1 there is room for 1024 slots: any routing that is not even goes over.
-CASES = {
+# With 512 tokens, 2 experts each and a factor of 1 there is room for 1024 rows: any routing that is not even exceeds it.
+CASES: dict[str, dict[str, Any]] = {
     f"{family}{' overlapped' if overlap else ''}": {
         "model": {"family": family, "config": sizes, "dtype": "float32"},
         "parallel": {"ep": 2, "overlap": overlap},
@@ -40,7 +32,6 @@ FACTORS = (0.0, 1.0, 2.0)  # exact sizes; too little; enough for anything
 
 
 def run(device: str, folder: Path) -> None:
-    from forebay.config import from_mapping
     from forebay.train.distributed import Mesh
     from forebay.train.trainer import Trainer
 
@@ -50,26 +41,17 @@ def run(device: str, folder: Path) -> None:
     # One group for all cases: a run of its own would make one.
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     torch.use_deterministic_algorithms(True, warn_only=True)
+    train = {"batch": 4, "microbatch": 1, "sequence": 512, "steps": STEPS, "router_bias_rate": 0.01}
     for name, sections in CASES.items():
         for factor in FACTORS:
             dispatch = (
                 {"dispatch": "symmetric", "capacity_factor": factor} if device == "cuda" else {"dispatch": "nccl"}
             )
-            base: dict[str, Any] = {
-                "data": {"source": "text", "path": str(folder / "a.txt"), "cache": str(folder / "cache")},
-                "train": {"batch": 4, "microbatch": 1, "sequence": 512, "steps": STEPS, "router_bias_rate": 0.01},
-                "device": {"type": device},
-                "log": {"folder": str(folder / "run")},
-                **sections,
-            }
-            base["parallel"] = {**base["parallel"], **dispatch}
-            config = from_mapping(base, origin="test")
-            with Mesh.open(config) as mesh, Trainer(config, mesh) as trainer:
+            changes = {**sections, "parallel": {**sections["parallel"], **dispatch}}
+            settings = config(folder, train=train, device={"type": device, "threads": 0}, **changes)
+            with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
                 records = [trainer.step(number) for number in range(1, STEPS + 1)]
-                state = {n: local(p) for n, p in trainer.model.named_parameters()}
-                state |= {n: local(b) for n, b in trainer.model.named_buffers()}
-                for number, held in enumerate(trainer.optimizer.state.values()):
-                    state |= {f"{number} {key}": local(value) for key, value in held.items()}
+                state = state_of(trainer)
                 state["drawn"] = torch.rand(1, device=trainer.device).cpu()
                 enough = trainer.enough_capacity()
             figures = [(r.cross_entropy_loss, r.load_balance_loss, r.gradient_norm) for r in records]
@@ -79,14 +61,10 @@ def run(device: str, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def local(tensor: Any) -> torch.Tensor:
-    return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach().cpu()
-
-
 @pytest.mark.gpu
 @pytest.mark.multi
 def test_steps_over_the_capacity_are_exact(tmp_path: Path) -> None:
-    start("cuda", tmp_path)
+    torchrun(__file__, 2, "cuda", write_text(tmp_path, 2000), seconds=300)
     for name in CASES:
         for rank in range(2):
             exact, too_little, enough = (torch.load(tmp_path / f"{name} {factor}-{rank}.pt") for factor in FACTORS)
@@ -94,19 +72,23 @@ def test_steps_over_the_capacity_are_exact(tmp_path: Path) -> None:
             assert exact[3] is None and 1.0 < too_little[3] <= 2.0 and 1.0 < enough[3] <= 2.0, name
             assert too_little[3] == enough[3], f"{name}: what would have been enough is what was needed"
             for state, figures, *_ in (too_little, enough):
-                assert figures == exact[1], name
-                differing = [n for n, tensor in exact[0].items() if not torch.equal(tensor, state[n])]
-                assert not differing, f"{name}: {differing}"
+                assert figures == exact[1] and not differing(exact[0], state), name
 
 
-def start(device: str, folder: Path) -> None:
-    (folder / "a.txt").write_text("the water comes unevenly and goes on evenly. " * 2000)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "PYTHONPATH": "src", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    done = subprocess.run(
-        [*command, __file__, device, str(folder)], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+@pytest.mark.gpu
+def test_generators_of_a_gpu() -> None:
+    from forebay.train.rng import SavedRngStates
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        before = SavedRngStates(device)
+        first = torch.rand(4, device=device)
+        before.restore()
+        second = torch.rand(4, device=device)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(first, second)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,14 @@
-"""Checkpoints are whole or not there; what is damaged is named; nothing that was there gets lost."""
+"""Checkpoints are whole or not there, damage is named, and nothing in one is run, wherever it comes from."""
 
 import errno
+import hashlib
+import io
+import json
+import os
+import pickle
 import random
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +18,20 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from forebay.config import Config, Model
 from forebay.errors import RunError, UsageError
-from forebay.train import checkpoint
-from forebay.train.checkpoint import Checkpoints
+from forebay.train import checkpoint, hf_io
+from forebay.train.checkpoint import Checkpoints, PlainReader
+from forebay.train.data import load_tokenizer
+from forebay.train.loop import export, train
+from tests.train.common import quiet
 
 
-def make(width: int = 4, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+def make(width: int = 4, seed: int = 0, **settings: Any) -> tuple[nn.Sequential, torch.optim.Optimizer]:
     """A model and an optimizer that has seen one step."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, width), nn.Linear(width, 2))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), **{"lr": 0.1, "fused": True, **settings})
     model(torch.randn(5, 3)).sum().backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -72,34 +83,22 @@ def test_frozen_and_unused_parameters(tmp_path: Path) -> None:
     assert checkpoint.load(path, model, optimizer)["step"] == 1
 
 
-def test_the_newest_stay(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=2)
-    for step in (1, 2, 3):
-        checkpoints.save(step, *make(), {})
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000002", "step-00000003"]
-    assert checkpoints.latest() == tmp_path / "step-00000003"
-
-
-def test_a_branch_from_an_earlier_step_outlives_the_later_one(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=2)
-    for step in (5, 10, 6):
-        checkpoints.save(step, *make(), {})
-    assert checkpoints.latest() == tmp_path / "step-00000006"
-    assert [p.name for p in checkpoints.all()] == ["step-00000010", "step-00000006"]
-
-
-def test_the_same_step_again(tmp_path: Path) -> None:
-    Checkpoints(tmp_path).save(1, *make(seed=0), {"try": 1})
-    path = Checkpoints(tmp_path).save(1, *make(seed=1), {"try": 2})
-    assert checkpoint.load(path, make()[0])["try"] == 2
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001"]
-
-
-def test_keep_one(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=1)
-    checkpoints.save(1, *make(), {})
-    checkpoints.save(2, *make(), {})
-    assert [p.name for p in checkpoints.all()] == ["step-00000002"]
+@pytest.mark.parametrize(
+    ("keep", "saved", "left"),
+    [
+        (2, (1, 2, 3), (2, 3)),
+        (1, (1, 2), (2,)),
+        (2, (5, 10, 6), (10, 6)),  # a branch from an earlier step outlives the later one
+        (2, (1, 1), (1,)),
+    ],
+)
+def test_the_newest_stay(tmp_path: Path, keep: int, saved: tuple[int, ...], left: tuple[int, ...]) -> None:
+    checkpoints = Checkpoints(tmp_path, keep)
+    for number, step in enumerate(saved):
+        path = checkpoints.save(step, *make(seed=number), {"number": number})
+    assert [p.name for p in checkpoints.all()] == [f"step-{step:08d}" for step in left]
+    assert {p.name for p in tmp_path.iterdir()} == {"latest", *(f"step-{step:08d}" for step in left)}
+    assert checkpoints.latest() == path and checkpoint.load(path, make()[0])["number"] == len(saved) - 1
 
 
 def test_latest_survives_a_lost_pointer(tmp_path: Path) -> None:
@@ -122,25 +121,20 @@ def fail_with(error: BaseException) -> Any:
     return write
 
 
-def test_disk_full_keeps_the_earlier_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("first", [True, False])
+def test_disk_full_keeps_the_earlier_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool) -> None:
     checkpoints = Checkpoints(tmp_path)
-    model, optimizer = make()
-    earlier = checkpoints.save(1, model, optimizer, {})
+    earlier = None if first else checkpoints.save(1, *make(), {})
     monkeypatch.setattr(dcp.FileSystemWriter, "write_data", fail_with(OSError(errno.ENOSPC, "No space left on device")))
     with pytest.raises(RunError) as caught:
-        checkpoints.save(2, model, optimizer, {})
-    for part in ("step-00000002", "No space left on device", f"earlier checkpoint {earlier} is intact", "log.folder"):
+        checkpoints.save(2, *make(), {})
+    intact = "there is no earlier checkpoint" if first else f"earlier checkpoint {earlier} is intact"
+    for part in ("step-00000002", "No space left on device", intact, "log.folder"):
         assert part in str(caught.value)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001"]
-    checkpoint.verify(earlier)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ([] if first else ["latest", "step-00000001"])
     assert checkpoints.latest() == earlier
-
-
-def test_disk_full_at_the_first_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", fail_with(OSError(errno.ENOSPC, "No space left on device")))
-    with pytest.raises(RunError, match="there is no earlier checkpoint"):
-        Checkpoints(tmp_path).save(1, *make(), {})
-    assert list(tmp_path.iterdir()) == []
+    if earlier is not None:
+        checkpoint.verify(earlier)
 
 
 @pytest.mark.parametrize("where", ["_digest", "write_synced", "replace_text"])
@@ -235,3 +229,178 @@ def test_find(tmp_path: Path) -> None:
         assert checkpoint.find(given) == path
     with pytest.raises(UsageError, match="holds no checkpoint"):
         checkpoint.find(tmp_path)
+
+
+# --- Checkpoints from elsewhere: nothing in them is run.
+
+
+class Runs:
+    """Unpickled, it runs a command that leaves a file."""
+
+    def __init__(self, mark: Path):
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.mark}",)
+
+
+def fill_manifest(path: Path) -> None:
+    """As the one who changes a file would: the manifest is right."""
+    files = [p for p in path.rglob("*") if p.is_file() and p.name != "manifest.json"]
+    said = {str(p.relative_to(path)): (p.stat().st_size, hashlib.sha256(p.read_bytes()).hexdigest()) for p in files}
+    (path / "manifest.json").write_text(json.dumps({"files": said}))
+
+
+def metadata(path: Path) -> Any:
+    return pickle.loads((path / ".metadata").read_bytes())
+
+
+def put_metadata(path: Path, content: Any) -> None:
+    (path / ".metadata").write_bytes(pickle.dumps(content))
+    fill_manifest(path)
+
+
+def replaced(path: Path, name: str, mark: Path, as_value: bool) -> None:
+    """Put a pickle that runs a command in the place of a tensor's bytes, or of a value that is not a tensor."""
+    found = metadata(path)
+    raw = io.BytesIO()
+    torch.save(Runs(mark), raw)
+    (path / "__9_0.distcp").write_bytes(raw.getvalue())
+    old = next(index for index in found.storage_data if index.fqn == name)
+    place = found.storage_data[old]
+    place.relative_path, place.offset, place.length = "__9_0.distcp", 0, len(raw.getvalue())
+    if as_value:
+        found.state_dict_metadata[name] = dcp.metadata.BytesStorageMetadata()
+        found.storage_data[dcp.metadata.MetadataIndex(name)] = found.storage_data.pop(old)
+    put_metadata(path, found)
+
+
+def whole(found: Any, bad: Any) -> Any:
+    return bad
+
+
+def in_a_field(found: Any, bad: Any) -> Any:
+    found.planner_data = {"a": [bad]}
+    return found
+
+
+def in_a_path(found: Any, bad: Any) -> Any:
+    found.storage_meta.checkpoint_id = bad
+    return found
+
+
+def as_a_key(found: Any, bad: Any) -> Any:
+    found.state_dict_metadata[("x", bad)] = next(iter(found.state_dict_metadata.values()))
+    return found
+
+
+@pytest.mark.parametrize("where", [whole, in_a_field, in_a_path, as_a_key])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_metadata_runs_nothing(tmp_path: Path, where: Callable[[Any, Any], Any], resumed: bool) -> None:
+    path = Checkpoints(tmp_path).save(1, *make(), {})
+    put_metadata(path, where(metadata(path), Runs(tmp_path / "mark")))
+    model, optimizer = make()
+    with pytest.raises(RunError, match=r"\.metadata is not read: it names (posix|nt)\.system"):
+        checkpoint.load(path, model, optimizer if resumed else None)
+    assert not (tmp_path / "mark").exists()
+
+
+@pytest.mark.parametrize("name", ["model.0.weight", "optimizer.state.0.weight.exp_avg", "rng.0-cpu"])
+def test_a_value_in_the_place_of_a_tensor_runs_nothing(tmp_path: Path, name: str) -> None:
+    """torch unpickles values that are no tensors, and the checkpoint says which are."""
+    path = Checkpoints(tmp_path).save(1, *make(), {})
+    replaced(path, name, tmp_path / "mark", as_value=True)
+    with pytest.raises(RunError, match=f"{name.removeprefix('model.')} is not a tensor"):
+        checkpoint.load(path, *make())
+    assert not (tmp_path / "mark").exists()
+
+
+def test_an_object_in_the_place_of_a_tensors_bytes_runs_nothing(tmp_path: Path) -> None:
+    path = Checkpoints(tmp_path).save(1, *make(), {})
+    replaced(path, "model.0.weight", tmp_path / "mark", as_value=False)
+    with pytest.raises(RunError, match="not plain data, and are not unpickled"):
+        checkpoint.load(path, *make())
+    assert not (tmp_path / "mark").exists()
+
+
+@pytest.mark.parametrize("name", ["../outside.distcp", "/etc/passwd", "trainer.json"])
+def test_files_outside_are_not_opened(tmp_path: Path, name: str) -> None:
+    path = Checkpoints(tmp_path).save(1, *make(), {})
+    found = metadata(path)
+    next(iter(found.storage_data.values())).relative_path = name
+    put_metadata(path, found)
+    with pytest.raises(RunError, match="which is no tensor file of this folder"):
+        checkpoint.load(path, *make())
+
+
+def test_garbage_is_an_error_with_a_name(tmp_path: Path) -> None:
+    path = Checkpoints(tmp_path).save(1, *make(), {})
+    for content in (b"", b"\x80\x04garbage", pickle.dumps({"a": 1}), pickle.dumps(torch.Size([1]))):
+        (path / ".metadata").write_bytes(content)
+        fill_manifest(path)
+        with pytest.raises(RunError, match=r"\.metadata is not read"):
+            checkpoint.load(path, *make())
+
+
+def test_an_honest_one_is_read_as_torch_reads_it(tmp_path: Path) -> None:
+    model, optimizer = make()
+    model.to(torch.bfloat16)
+    path = Checkpoints(tmp_path).save(1, model, optimizer, {})
+    ours, torchs = PlainReader(path).read_metadata(), dcp.FileSystemReader(path).read_metadata()
+    assert ours.state_dict_metadata == torchs.state_dict_metadata and ours.storage_data == torchs.storage_data
+    assert ours.planner_data == torchs.planner_data
+
+
+def test_an_older_checkpoint_with_settings_is_read(tmp_path: Path) -> None:
+    """Versions before wrote the optimizer's settings too, as values that are no tensors."""
+    model, optimizer = make(lr=0.5)
+    state = {
+        "model": model.state_dict(),
+        "optimizer": dcp.state_dict.get_optimizer_state_dict(model, optimizer, options=checkpoint._by_parameter()),
+    }
+    path = Checkpoints(tmp_path).save(1, model, optimizer, {})
+    for file in path.glob("*.distcp"):
+        file.unlink()
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+    fill_manifest(path)
+    other, its = make(lr=0.25)
+    checkpoint.load(path, other, its)
+    assert its.param_groups[0]["lr"] == 0.25
+    assert torch.equal(its.state[other[0].weight]["exp_avg"], optimizer.state[model[0].weight]["exp_avg"])
+
+
+def test_settings_are_the_optimizers_own(tmp_path: Path) -> None:
+    path = Checkpoints(tmp_path).save(1, *make(), {})
+    model, optimizer = make(lr=0.7, betas=(0.5, 0.6), eps=1e-3, weight_decay=0.3)
+    before = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    checkpoint.load(path, model, optimizer)
+    assert [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups] == before
+
+
+def test_resume_and_export_of_a_run_from_elsewhere(tiny: Callable[..., Config], tmp_path: Path) -> None:
+    folder = train(tiny(train={"steps": 1}), quiet())
+    path = checkpoint.find(folder)
+    shutil.copytree(folder, tmp_path / "honest")
+    export(tmp_path / "honest", tmp_path / "out")
+    put_metadata(path, in_a_field(metadata(path), Runs(tmp_path / "mark")))
+    with pytest.raises(RunError, match=r"\.metadata is not read"):
+        export(folder, tmp_path / "out2")
+    with pytest.raises(RunError, match=r"\.metadata is not read"):
+        train(tiny(train={"steps": 2}), quiet(), resume=str(folder))
+    assert not (tmp_path / "mark").exists() and not (tmp_path / "out2").exists()
+
+
+def test_code_beside_a_model_or_tokenizer_is_not_run(tmp_path: Path) -> None:
+    code = f"open({str(tmp_path / 'mark')!r}, 'w')\n"
+    for name in ("configuration_x.py", "tokenization_x.py"):
+        (tmp_path / name).write_text(code + "class X: pass\n")
+    mapped = {"AutoConfig": "configuration_x.X", "AutoTokenizer": ["tokenization_x.X", None]}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", "auto_map": mapped}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "X", "auto_map": mapped}))
+    with pytest.raises(RunError, match="not a configuration that transformers reads"):
+        hf_io.configuration(Model(path=str(tmp_path)), 257)
+    with pytest.raises(RunError, match="not a configuration that transformers reads"):
+        hf_io.from_folder_config(tmp_path, torch.float32)
+    with pytest.raises(UsageError, match="holds no tokenizer"):
+        load_tokenizer(str(tmp_path))
+    assert not (tmp_path / "mark").exists()

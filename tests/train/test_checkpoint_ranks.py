@@ -1,6 +1,5 @@
 """Checkpoints of several processes: the same model bit for bit on another mesh, bitwise resumption, and failures of one rank."""
 
-import hashlib
 import json
 import random
 from pathlib import Path
@@ -10,59 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from forebay.config import from_mapping
 from forebay.errors import RunError
 from forebay.models.families import keep_part
 from forebay.train import checkpoint, hf_io, parallel
 from forebay.train.checkpoint import Checkpoints
 from forebay.train.distributed import ALONE, Mesh
 from forebay.train.loop import export
-from forebay.train.trainer import decay_groups
+from forebay.train.trainer import Trainer, decay_groups
 from tests.ranks import run_ranks
-
-TINY = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "intermediate_size": 48,
-}
-
-
-def config(folder: str, ep: int) -> Any:
-    return from_mapping(
-        {
-            "model": {"family": "qwen3_moe", "config": TINY},
-            "data": {"source": "text", "path": folder + "/a.txt", "cache": folder + "/cache"},
-            "train": {"batch": 4, "sequence": 16, "steps": 9},
-            "parallel": {"ep": ep},
-            "device": {"type": "cpu", "threads": 1},
-            "log": {"folder": folder + "/run"},
-        },
-        origin="test",
-    )
-
-
-def whole(value: Any) -> torch.Tensor:
-    return (value.full_tensor() if hasattr(value, "full_tensor") else value).detach()
-
-
-def fingerprints(trainer: Any) -> dict[str, str]:
-    """Digests of every whole parameter and of its optimizer's states."""
-    found = {}
-    for name, parameter in trainer.model.named_parameters():
-        tensors = {"": parameter, **trainer.optimizer.state[parameter]}
-        for key, value in tensors.items():
-            found[f"{name} {key}"] = digest(value)
-    return found
-
-
-def digest(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(whole(tensor).contiguous().numpy().tobytes()).hexdigest()
+from tests.train.common import CPU, WIDE, config, digest, digests, union, write_text
 
 
 def export_of(path: Path, out: Path) -> Any:
@@ -80,13 +35,10 @@ def digests_of(model: Any) -> dict[str, str]:
 # Layouts of 4 layers over processes: (pp, ep) and, by pipeline rank, numbers, embedding, head.
 LAYOUTS: dict[str, Any] = {
     "alone": (1, 1, [(range(4), True, True)]),
-    "ep": (1, 4, [(range(4), True, True)]),
     "v": (2, 2, [((0, 3), True, True), ((1, 2), False, False)]),
     "chain": (2, 2, [((0,), True, False), ((1, 2, 3), False, True)]),
-    "fsdp": (2, 1, [((0, 1), True, False), ((2, 3), False, True)]),
-    "four": (4, 1, [((0,), True, False), ((1,), False, False), ((2,), False, False), ((3,), False, True)]),
 }
-DENSE_FIRST = {**TINY, "num_hidden_layers": 4, "mlp_only_layers": [0]}  # a pipeline rank may have no experts
+DENSE_FIRST = {**WIDE, "mlp_only_layers": [0]}  # a pipeline rank may have no experts
 
 
 class Held:
@@ -101,7 +53,7 @@ class Held:
             if mesh.data is not None:
                 parallel.shard(model, mesh, settings)
 
-        self.model = hf_io.build(settings.model, 257, torch.device("cpu"), shard, seed, cut)
+        self.model = hf_io.build(settings.model, 257, CPU, shard, seed, cut)
         groups = decay_groups(self.model, 0.25)
         self.optimizer = parallel.ShardedAdamW(groups, lr=seed / 100, betas=(0.5, seed / 10))
         for parameter in self.model.parameters():
@@ -110,8 +62,7 @@ class Held:
         self.optimizer.zero_grad(set_to_none=True)
 
     def facts(self) -> dict[str, Any]:
-        """Digests as `fingerprints`."""
-        return fingerprints(self)
+        return digests(self)
 
     def settings(self) -> list[tuple[Any, ...]]:
         """The optimizer's, by group: a checkpoint does not change them."""
@@ -120,68 +71,33 @@ class Held:
 
 def layout(folder: str, name: str, layers: int = 4) -> Any:
     pp, ep, parts = LAYOUTS[name]
-    raw = config(folder, ep).to_dict()
-    raw["parallel"] |= {"pp": pp}
-    raw["model"] |= {"config": {**DENSE_FIRST, "num_hidden_layers": layers}}
-    raw["train"] |= {"batch": 16, "microbatch": 1}
-    return from_mapping(raw), parts
+    sizes = {**DENSE_FIRST, "num_hidden_layers": layers}
+    return config(folder, sizes, train={"batch": 16, "microbatch": 1}, parallel={"pp": pp, "ep": ep}), parts
 
 
-def saved(rank: int, world: int, folder: str, names: list[str]) -> list[tuple[dict[str, Any], str]]:
-    """For each layout: facts of this process's part, and the checkpoint."""
-    found = []
-    for name in names:
-        settings, parts = layout(folder, name)
-        with Mesh.open(settings, ALONE if world == 1 else None) as mesh:
-            held = Held(mesh, settings, parts, 1)
-            store = Checkpoints(Path(folder) / name)
-            path = store.save(5, held.model, held.optimizer, {"config": settings.to_dict()})
-            found.append((held.facts(), str(path)))
-    return found
+def saved(rank: int, world: int, folder: str, name: str) -> tuple[dict[str, Any], str]:
+    """Facts of this process's part in a layout, and the checkpoint."""
+    settings, parts = layout(folder, name)
+    with Mesh.open(settings, ALONE if world == 1 else None) as mesh:
+        held = Held(mesh, settings, parts, 1)
+        path = Checkpoints(Path(folder) / name).save(5, held.model, held.optimizer, {"config": settings.to_dict()})
+        return held.facts(), str(path)
 
 
-def loaded(rank: int, world: int, folder: str, cases: list[tuple[str, str]]) -> list[dict[str, Any]]:
-    """For each (checkpoint, layout): facts of this process's part after loading."""
-    found = []
-    for path, name in cases:
-        settings, parts = layout(folder, name)
-        with Mesh.open(settings, ALONE if world == 1 else None) as mesh:
-            held = Held(mesh, settings, parts, 2)
-            before, own = held.facts(), held.settings()
-            assert checkpoint.load(Path(path), held.model, held.optimizer)["step"] == 5
-            found.append(held.facts())
-            assert held.settings() == own
-            assert all(value != before[name] for name, value in found[-1].items() if not name.endswith(" step"))
-    return found
-
-
-def union(of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    merged: dict[str, Any] = {}
-    for facts in of_ranks:
-        assert all(merged.setdefault(name, value) == value for name, value in facts.items())
-    return merged
-
-
-def test_pipelines_read_what_others_wrote(tmp_path: Path) -> None:
-    """Bit for bit: parameters and AdamW's states, between all layouts of 1 and 4 processes."""
-    folder, many = str(tmp_path), ["v", "chain", "four", "ep"]
-    (by_one, alone), *_ = saved(0, 1, folder, ["alone"])
-    assert {name.split()[-1] for name in by_one} >= {"exp_avg", "exp_avg_sq", "step"}
-    paths, written = {"alone": alone}, {"alone": by_one}
-    ranks = run_ranks(saved, 4, folder, many)
-    for index, name in enumerate(many):
-        paths[name] = ranks[0][index][1]
-        written[name] = union([results[index][0] for results in ranks])
-        assert written[name].keys() == by_one.keys()
-    cases = [("alone", "chain"), ("v", "fsdp"), ("chain", "four"), ("ep", "v"), ("four", "ep")]
-    read = run_ranks(loaded, 4, folder, [(paths[start], end) for start, end in cases])
-    for index, (start, end) in enumerate(cases):
-        assert union([results[index] for results in read]) == written[start], (start, end)
-    for name, path in paths.items():
-        (got,) = loaded(0, 1, folder, [(path, "alone")])
-        assert got == written[name], name
-    assert digests_of(export_of(Path(paths["v"]), tmp_path / "exported")) == {
-        name.rstrip(): digest for name, digest in written["v"].items() if name.endswith(" ")
+def test_a_pipelines_checkpoint_is_a_whole_model(tmp_path: Path) -> None:
+    """Bit for bit, parameters and AdamW's states, for one process and for transformers. test_matrix.py has all meshes."""
+    ranks = run_ranks(saved, 4, str(tmp_path), "v")
+    written, path = union(facts for facts, _ in ranks), Path(ranks[0][1])
+    settings, parts = layout(str(tmp_path), "alone")
+    with Mesh.open(settings, ALONE) as mesh:
+        held = Held(mesh, settings, parts, 2)
+        before, own = held.facts(), held.settings()
+        assert checkpoint.load(path, held.model, held.optimizer)["step"] == 5
+        assert held.facts() == written and held.settings() == own
+        assert all(value != before[name] for name, value in written.items() if not name.endswith(" step"))
+    assert {name.split()[-1] for name in written} >= {"exp_avg", "exp_avg_sq", "step"}
+    assert digests_of(export_of(path, tmp_path / "exported")) == {
+        name.rstrip(): digest for name, digest in written.items() if name.endswith(" ")
     }
 
 
@@ -199,7 +115,7 @@ def refusing(rank: int, world: int, folder: str, path: str) -> list[str]:
 
 def test_another_model_is_named_by_every_pipeline_rank(tmp_path: Path) -> None:
     """Though only some of them hold the layer, or none."""
-    ((_, path),) = saved(0, 1, str(tmp_path), ["alone"])
+    _, path = saved(0, 1, str(tmp_path), "alone")
     results = run_ranks(refusing, 4, str(tmp_path), path)
     assert all(said == results[0] for said in results)
     more, fewer = results[0]
@@ -209,9 +125,7 @@ def test_another_model_is_named_by_every_pipeline_rank(tmp_path: Path) -> None:
 
 def failing(rank: int, world: int, folder: str) -> list[str]:
     """Messages: of a save where one rank has no memory, of one where it cannot write, of loading a damaged file."""
-    from forebay.train.trainer import Trainer
-
-    settings = config(folder, 2)
+    settings = config(folder, parallel={"ep": 2})
     with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
         trainer.step(1)
         store = Checkpoints(Path(folder) / "checkpoints")
@@ -244,8 +158,7 @@ def full_disk(file: Path) -> str:
 
 
 def test_one_rank_fails_and_all_say_so(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("the water comes unevenly and goes on evenly. " * 200)
-    results = run_ranks(failing, 2, str(tmp_path))
+    results = run_ranks(failing, 2, write_text(tmp_path))
     assert results[0] == results[1]
     memory, full, damaged = results[0]
     assert "step-00000002 could not be written: out of memory" in memory and "step-00000001 is intact" in memory

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from forebay.train import cuda_graph
-from forebay.train.cuda_graph import CudaGraphStep, StepState, Timing
+from forebay.train.cuda_graph import CudaGraphStep, StepState
 from forebay.train.engines import GradientEngine
 
 
@@ -251,7 +251,7 @@ def test_graphs_that_are_timed_make_another_plan_and_are_captured_anew(pretence:
         said.append(timed)
         yield
 
-    engine = Engine(pretence, around=around, timing=Timing(2, lambda: plans.append(pretence.graphs)))
+    engine = Engine(pretence, around=around, timed_graphs=2, plan_again=lambda: plans.append(pretence.graphs))
     stays = []
     for _ in range(3 + 2 + 2 + 3):
         engine.run(3, 5)
@@ -264,7 +264,7 @@ def test_graphs_that_are_timed_make_another_plan_and_are_captured_anew(pretence:
 def test_a_timed_graph_of_another_shape_is_not_asked(pretence: Pretence) -> None:
     plans: list[int] = []
     engine = Engine(
-        pretence, around=lambda timed: nullcontext(), timing=Timing(1, lambda: plans.append(pretence.graphs))
+        pretence, around=lambda timed: nullcontext(), timed_graphs=1, plan_again=lambda: plans.append(pretence.graphs)
     )
     for _ in range(4):
         engine.run(3, 5)

@@ -1,11 +1,10 @@
-"""Steps in one CUDA graph, rows in pages, on two GPUs: bitwise the run that is launched by the host and keeps everything.
+"""Steps in one CUDA graph, with rows in pages, on two GPUs: bitwise the run that is launched by the host and keeps everything.
 
-The file is a script too: `torchrun --nproc-per-node 2 test_captured_gpu.py FOLDER` runs all cases, and leaves each rank's
+The file is a script too: `torchrun --nproc-per-node 2 test_cuda_graph_gpu.py FOLDER` runs all cases, and leaves each rank's
 parameters, optimizer and losses in FOLDER.
 """
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,17 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.train.common import GPU_SIZES, config, differing, state_of, torchrun, write_text
+
 STEPS = 7
-SIZES = {
-    "hidden_size": 256,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "moe_intermediate_size": 128,
-    "num_experts_per_tok": 2,
-    "attention_dropout": 0.1,
-}
+SIZES = {**GPU_SIZES, "attention_dropout": 0.1}
 FAMILIES = {
     "qwen3_moe": {**SIZES, "num_experts": 8, "router_aux_loss_coef": 0.01},
     "glm4_moe": {
@@ -35,6 +27,9 @@ FAMILIES = {
         "n_shared_experts": 1,
     },
 }
+PARALLEL = {"ep": 2, "overlap": True, "reshard": False, "dispatch": "symmetric"}
+
+
 STASH = {"policy": {"*.mlp.experts": "stash"}}
 # Name -> (capacity factor, [memory]). A factor of 1 is too little for any routing that is not even: each step runs twice.
 RUNS: dict[str, tuple[float, dict[str, Any]]] = {
@@ -50,7 +45,6 @@ RUNS: dict[str, tuple[float, dict[str, Any]]] = {
 
 
 def run(folder: Path) -> None:
-    from forebay.config import from_mapping
     from forebay.train.distributed import Mesh
     from forebay.train.trainer import Trainer
 
@@ -61,32 +55,27 @@ def run(folder: Path) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     for family, sizes in FAMILIES.items():
         for name, (factor, memory) in RUNS.items():
-            sections: dict[str, Any] = {
-                "model": {"family": family, "config": sizes, "dtype": "float32", "compute": "bfloat16"},
-                "data": {"source": "text", "path": str(folder / "a.txt"), "cache": str(folder / "cache")},
-                "train": {"batch": 6, "microbatch": 1, "sequence": 512, "steps": STEPS, "router_bias_rate": 0.01},
-                "memory": memory,
-                "parallel": {
-                    "ep": 2, "overlap": True, "reshard": False, "dispatch": "symmetric", "capacity_factor": factor
-                },
-                "log": {"folder": str(folder / "run")},
-            }  # fmt: skip
-            with Mesh.open(config := from_mapping(sections, origin="test")) as mesh, Trainer(config, mesh) as trainer:
+            settings = config(
+                folder,
+                model={"family": family, "config": sizes, "dtype": "float32", "compute": "bfloat16"},
+                train={"batch": 6, "microbatch": 1, "sequence": 512, "steps": STEPS, "router_bias_rate": 0.01},
+                memory=memory,
+                parallel={**PARALLEL, "capacity_factor": factor},
+                device={"type": "cuda", "threads": 0},
+            )
+            with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
                 if factor > 1:
                     without_synchronisation(trainer)
                 records = [trainer.step(number) for number in range(1, STEPS + 1)]
-                state = {n: local(p) for n, p in trainer.model.named_parameters()}
-                state |= {n: local(b) for n, b in trainer.model.named_buffers()}
-                for number, held in enumerate(trainer.optimizer.state.values()):
-                    state |= {f"{number} {key}": local(value) for key, value in held.items()}
+                state = state_of(trainer)
                 state["drawn"] = torch.rand(1, device=trainer.device).cpu()
-                captured: Any = trainer.cuda_graph
-                said = None if captured is None else (captured.is_captured, captured.eager_reason)
+                graph = trainer.cuda_graph
+                captured = None if graph is None else (graph.is_captured, graph.eager_reason)
                 pages = trainer.memory.pages
                 spilled = pages is not None and pages.host_pages > 0
             figures = [(r.cross_entropy_loss, r.load_balance_loss, r.gradient_norm) for r in records]
-            reruns = [r.retry is not None for r in records]
-            torch.save((state, figures, reruns, said, spilled), folder / f"{family} {name}-{rank}.pt")
+            retried = [r.retry is not None for r in records]
+            torch.save((state, figures, retried, captured, spilled), folder / f"{family} {name}-{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -106,30 +95,21 @@ def without_synchronisation(trainer: Any) -> None:
     engine._run = watched
 
 
-def local(tensor: Any) -> torch.Tensor:
-    return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach().cpu()
-
-
 @pytest.mark.gpu
 @pytest.mark.multi
 def test_graph_and_pages_change_no_bit(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("the water comes unevenly and goes on evenly. " * 2000)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
-    environment = {**os.environ, "PYTHONPATH": "src", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    done = subprocess.run([*command, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr[-6000:]
+    torchrun(__file__, 2, write_text(tmp_path, 2000))
     for family in FAMILIES:
         for rank in range(2):
             of = {name: torch.load(tmp_path / f"{family} {name}-{rank}.pt") for name in RUNS}
-            for name, (state, figures, reruns, said, spilled) in of.items():
+            for name, (state, figures, retried, captured, spilled) in of.items():
                 where = f"{family}, {name}, rank {rank}"
                 assert figures == of["exact"][1], where
-                differing = [n for n, tensor in of["exact"][0].items() if not torch.equal(tensor, state[n])]
-                assert not differing, f"{where}: {differing}"
-                assert reruns == [name == "graph, over"] * STEPS, where
-                if said is not None:
-                    # A step that is run again gives its graph up.
-                    assert said == (name != "graph, over", None), where
+                assert not differing(of["exact"][0], state), where
+                assert retried == [name == "graph, over"] * STEPS, where
+                if captured is not None:
+                    # A step that runs again releases its graph.
+                    assert captured == (name != "graph, over", None), where
                 assert spilled or "few" not in name, where
 
 
@@ -138,7 +118,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.gpu
-def test_calls_draw_random_numbers_behind_a_capture_that_failed() -> None:
+def test_calls_draw_random_numbers_after_a_capture_that_failed() -> None:
     from forebay.train.cuda_graph import CudaGraphStep
 
     device = torch.device("cuda")
@@ -161,8 +141,8 @@ def test_calls_draw_random_numbers_behind_a_capture_that_failed() -> None:
 
 
 @pytest.mark.gpu
-def test_a_graph_that_is_given_up_takes_nothing_from_another_one() -> None:
-    """cuBLAS's workspaces are cleared with it: those that the other one knows must be memory of its own pool."""
+def test_a_graph_that_is_released_takes_nothing_from_another_one() -> None:
+    """cuBLAS's workspaces are cleared with it: those of the other one must be in its own pool."""
     from forebay.train.cuda_graph import CudaGraphStep
 
     device = torch.device("cuda")

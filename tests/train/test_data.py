@@ -55,12 +55,15 @@ def test_half_written_cache_leaves_nothing(tmp_path: Path) -> None:
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_damaged_cache_is_named(tmp_path: Path) -> None:
-    corpus_of(tmp_path, "four")
-    (folder,) = (tmp_path / "cache").iterdir()
-    (folder / "tokens.bin").write_bytes(b"\0\0")
-    with pytest.raises(RunError, match=f"{folder} is damaged"):
-        corpus_of(tmp_path, "four")
+@pytest.mark.parametrize("file", ["tokens.bin", "meta.json"])
+def test_a_damaged_cache_is_named(tmp_path: Path, file: str) -> None:
+    corpus_of(tmp_path, "a few words")
+    (damaged,) = (tmp_path / "cache").glob(f"*/{file}")
+    raw = bytearray(damaged.read_bytes())
+    for content in (raw[:2], raw[:2] + bytes([raw[2] ^ 1]) + raw[3:]):
+        damaged.write_bytes(content)
+        with pytest.raises(RunError, match=f"{damaged.parent} is damaged.*delete that folder"):
+            corpus_of(tmp_path, "a few words")
 
 
 def test_cache_that_cannot_be_written(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ A row is a mesh and a schedule. Its ranks train with everything kept, then with 
 Each pair of schedule and placement is in a row, and so is each pair of schedule and mesh.
 """
 
-import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,26 +18,15 @@ from typing import Any
 import pytest
 import torch
 
-from forebay.config import from_mapping
 from forebay.train import checkpoint
 from forebay.train.checkpoint import Checkpoints
 from forebay.train.distributed import ALONE, Mesh
 from forebay.train.trainer import Trainer
 from tests.helpers import holdings
 from tests.ranks import run_ranks
+from tests.train.common import WIDE, config, digests, local, union, whole, write_text
 
-TINY: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 12,
-    "intermediate_size": 48,
-    "mlp_only_layers": [1],
-    "router_aux_loss_coef": 0.01,
-}
+TINY: dict[str, Any] = {**WIDE, "moe_intermediate_size": 12}
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "recompute": {"policy": "recompute"},
     "recompute attention": {"policy": {"*.self_attn": "recompute"}},
@@ -95,36 +83,18 @@ def rows() -> list[Row]:
     return found
 
 
-def config(folder: str, layers: int, row: Row | None, **memory: Any) -> Any:
+def settings_of(folder: str, layers: int, row: Row | None, **memory: Any) -> Any:
     parallel = {"pp": row.pp, "ep": row.ep, **row.more} if row else {}
     if row and row.pp > 1:
         parallel["schedule"] = row.schedule
-    return from_mapping(
-        {
-            "model": {"family": "qwen3_moe", "config": {**TINY, "num_hidden_layers": layers}},
-            "data": {"source": "text", "path": folder + "/a.txt", "cache": folder + "/cache"},
-            "train": {"batch": 8, "microbatch": 1, "sequence": 12, "steps": 9, "eval_every": 1, "eval_batches": 1},
-            "optimizer": {"eps": 1e-4},  # AdamW's first steps divide a gradient by its own size
-            "parallel": {"dispatch": "nccl", **parallel},
-            "memory": memory,
-            "device": {"type": "cpu", "threads": 1},
-            "log": {"folder": folder + "/run"},
-        },
-        origin="test",
+    return config(
+        folder,
+        {**TINY, "num_hidden_layers": layers},
+        train={"batch": 8, "microbatch": 1, "sequence": 12, "steps": 9, "eval_every": 1, "eval_batches": 1},
+        optimizer={"eps": 1e-4},  # AdamW's first steps divide a gradient by its own size
+        parallel={"dispatch": "nccl", **parallel},
+        memory=memory,
     )
-
-
-def whole(tensor: Any) -> torch.Tensor:
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
-
-
-def digests(trainer: Trainer) -> dict[str, str]:
-    """Of this process's whole parameters and their optimizer's states."""
-    found = {}
-    for name, parameter in trainer.model.named_parameters():
-        for key, value in {"": parameter, **trainer.optimizer.state[parameter]}.items():
-            found[f"{name} {key}"] = hashlib.sha256(whole(value).contiguous().numpy().tobytes()).hexdigest()
-    return found
 
 
 def step(trainer: Trainer, number: int) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -143,7 +113,7 @@ def figures_of(trainer: Trainer, number: int) -> list[Any]:
 def held(trainer: Trainer) -> list[torch.Tensor]:
     """This process's part of all parameters and their optimizer's states."""
     states = [t for p in trainer.model.parameters() for t in trainer.optimizer.state[p].values()]
-    return [local(t).detach().clone() for t in [*trainer.model.parameters(), *states]]
+    return [local(t).clone() for t in [*trainer.model.parameters(), *states]]
 
 
 def same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
@@ -163,7 +133,7 @@ class Alone:
 
 
 def alone_in(folder: str, layers: int) -> Alone:
-    settings = config(folder, layers, None, policy="keep")
+    settings = settings_of(folder, layers, None, policy="keep")
     with Mesh.open(settings, ALONE) as mesh, Trainer(settings, mesh) as trainer:
         validation, steps = trainer.evaluate(), [step(trainer, number) for number in STEPS]
         trainer.step(1)
@@ -177,7 +147,7 @@ def alone_in(folder: str, layers: int) -> Alone:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Alone]:
     """By the number of layers; ranks read them from files."""
     folder = tmp_path_factory.mktemp("matrix")
-    (folder / "a.txt").write_text("the water comes unevenly and goes on evenly. " * 400)
+    write_text(folder)
     torch.set_num_threads(1)
     found = {layers: alone_in(str(folder), layers) for layers in {row.layers for row in rows()}}
     for layers, those in found.items():
@@ -193,7 +163,7 @@ def on_a_rank(rank: int, world: int, folder: str, row: Row) -> dict[str, Any]:
     written: dict[str, Any] = {}
     for name in ["keep", *row.placements]:
         memory = {"policy": "keep"} if name == "keep" else PLACEMENTS[name]
-        settings = config(folder, row.layers, row, **memory)
+        settings = settings_of(folder, row.layers, row, **memory)
         with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
             for number in STEPS:
                 losses, grads = step(trainer, number)
@@ -203,7 +173,7 @@ def on_a_rank(rank: int, world: int, folder: str, row: Row) -> dict[str, Any]:
                 else:
                     wrong += [f"{name}, step {number}: {w}" for w in differences(kept[number - 1], losses, grads)]
                 wrong += [f"{name}, step {number}: {w}" for w in left_behind(trainer, mesh, memory)]
-            wrong += [f"{name}: {w}" for w in not_as_told(trainer, memory)]
+            wrong += [f"{name}: {w}" for w in not_as_configured(trainer, memory)]
             if name == "keep":
                 if trainer.evaluate() != pytest.approx(wanted.validation, rel=1e-6):
                     wrong.append("validation is another")
@@ -244,10 +214,6 @@ def differences(wanted: Any, losses: list[float], grads: dict[str, torch.Tensor]
     return wrong + [name for name, (got, want) in here.items() if not torch.equal(got, want)]
 
 
-def local(tensor: Any) -> torch.Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 def left_behind(trainer: Trainer, mesh: Mesh, memory: dict[str, Any]) -> list[str]:
     wrong = []
     if trainer.memory.ledger.live_tickets:
@@ -264,7 +230,7 @@ def left_behind(trainer: Trainer, mesh: Mesh, memory: dict[str, Any]) -> list[st
     return wrong
 
 
-def not_as_told(trainer: Trainer, memory: dict[str, Any]) -> list[str]:
+def not_as_configured(trainer: Trainer, memory: dict[str, Any]) -> list[str]:
     """How much "fit" offloads depends on measured times, of which a CPU has none."""
     plan, wrong = trainer.memory.plan, []
     if memory.get("offload") == "all" and not (plan and 0 < plan.planned_bytes <= trainer.memory.report().moved_bytes):
@@ -274,20 +240,13 @@ def not_as_told(trainer: Trainer, memory: dict[str, Any]) -> list[str]:
     return wrong
 
 
-def union(of_ranks: list[dict[str, str]]) -> dict[str, str]:
-    merged: dict[str, str] = {}
-    for found in of_ranks:
-        assert all(merged.setdefault(name, value) == value for name, value in found.items())
-    return merged
-
-
 @pytest.mark.parametrize("row", rows(), ids=str)
 def test_row(alone: dict[int, Alone], row: Row) -> None:
     one = alone[row.layers]
     found = run_ranks(on_a_rank, row.world, one.folder, row)
     assert [rank["wrong"] for rank in found] == [[]] * row.world
     assert union([rank["read"] for rank in found]) == one.digests
-    settings = config(one.folder, row.layers, None, policy="keep")
+    settings = settings_of(one.folder, row.layers, None, policy="keep")
     with Mesh.open(settings, ALONE) as mesh, Trainer(settings, mesh) as trainer:
         trainer.step(5)
         checkpoint.load(Path(found[0]["path"]), trainer.model, trainer.optimizer)

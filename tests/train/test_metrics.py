@@ -43,31 +43,21 @@ def printed(of: Console) -> str:
     return of.file.getvalue()
 
 
-def test_lines_are_not_wrapped(tmp_path: Path) -> None:
-    out = console()
-    with Reporter(tmp_path, out, 15) as report:
-        report.step(RECORD)
-    assert printed(out) == step_line(RECORD, 15) + "\n"
-
-
-def test_metrics_file(tmp_path: Path) -> None:
-    with Reporter(tmp_path, console(), 15) as report:
-        report.step(RECORD)
-        report.validation(11, 3.5)
-        lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert lines[0]["cross_entropy_loss"] == 2.57701 and lines[0]["peak_bytes"] == 58_310_000_000
-    assert lines[1] == {"step": 11, "validation_loss": 3.5}
-
-
-def test_metrics_of_a_step_that_ran_twice(tmp_path: Path) -> None:
+def test_lines_and_metrics(tmp_path: Path) -> None:
+    """Lines are not wrapped; a step that ran twice says so."""
     out = console()
     with Reporter(tmp_path, out, 15) as report:
         report.step(RECORD)
         report.step(replace(RECORD, retry=CapacityRetry(rows=True, pages=False, factor=1.4)))
-        lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["run_again"] for line in lines] == [0, 1]
-    assert "enough_capacity_factor" not in lines[0] and lines[1]["enough_capacity_factor"] == 1.4
-    assert "retry" not in lines[1] and printed(out).count("run again exactly") == 1
+        report.validation(11, 3.5)
+        first, second, third = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    line = step_line(RECORD, 15)
+    assert printed(out).startswith(f"{line}\nstep 00000011/00000015 | run again exactly")
+    assert printed(out).count(f"{line}\n") == 2 and printed(out).count("run again exactly") == 1
+    assert first["cross_entropy_loss"] == 2.57701 and first["peak_bytes"] == 58_310_000_000
+    assert (first["run_again"], second["run_again"], second["enough_capacity_factor"]) == (0, 1, 1.4)
+    assert "enough_capacity_factor" not in first and "retry" not in second
+    assert third == {"step": 11, "validation_loss": 3.5}
 
 
 def test_resuming_drops_the_records_of_lost_steps(tmp_path: Path) -> None:
@@ -135,8 +125,8 @@ def summary(**changes: object) -> str:
     return printed(out)
 
 
-def test_summary_on_a_cpu() -> None:
-    said = summary()
+def test_summary() -> None:
+    on_cpu = summary()
     for part in (
         "keep",
         "3.00 MiB",
@@ -145,25 +135,21 @@ def test_summary_on_a_cpu() -> None:
         "recomputed in backward",
         "offload",
         "5.00 MiB",
-        "50.00 MiB moved in one step of pipeline rank 0",
-    ):
-        assert part in said
-    for part in (
-        "on a CPU that is ordinary memory",
-        "5.5000 -> 2.2500 (-3.2500",
-        "12,346",
-        "c, d",
         "1.50 GB",
+        "50.00 MiB moved in one step of pipeline rank 0",
+        "on a CPU that is ordinary memory",
+        "c, d",
+        "12,346",
+        "5.5000 -> 2.2500 (-3.2500",
         "peak host",
     ):
-        assert part in said
-
-
-def test_summary_on_a_gpu() -> None:
-    said = summary(on_gpu=True, d2h_gbps=54.25, h2d_gbps=55.0, wait_ms=0.31)
+        assert part in on_cpu  # fmt: skip
+    on_gpu = summary(on_gpu=True, d2h_gbps=54.25, h2d_gbps=55.0, wait_ms=0.31)
     for part in ("pinned host memory, out at 54.2 GB/s, back at 55.0 GB/s, waited 0.3 ms", "GPU memory", "peak GPU"):
-        assert part in said
-    assert "ordinary memory" not in said
+        assert part in on_gpu
+    assert "ordinary memory" not in on_gpu
+    kept = summary(placements={"a": "keep"}, saved_bytes={"keep": 1}, moved_bytes=0)
+    assert "nothing" in kept and "recompute " not in kept
 
 
 @pytest.mark.parametrize(
@@ -180,8 +166,3 @@ def test_summary_of_retried_steps(steps: int, now: float | None, enough: float |
     text = summary(retried_steps=steps, capacity_factor=now, enough_capacity_factor=enough)
     assert "run again" in text and said in text
     assert "run again" not in summary()
-
-
-def test_summary_without_offloading() -> None:
-    said = summary(placements={"a": "keep"}, saved_bytes={"keep": 1}, moved_bytes=0)
-    assert "nothing" in said and "recompute " not in said

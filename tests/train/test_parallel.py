@@ -8,34 +8,16 @@ import pytest
 import torch
 
 from forebay.config import Config, from_mapping
-from forebay.errors import UsageError
+from forebay.errors import RunError, UsageError
+from forebay.train import parallel
 from forebay.train.distributed import Mesh
 from forebay.train.trainer import IGNORE, Trainer
 from tests.ranks import run_ranks
+from tests.train.common import DEEPSEEK, GLM, whole
 
 STEPS = 3
 # AdamW's first steps divide a gradient by its own size, so where it is near 0 its rounding would decide.
 EVEN = {"eps": 1e-4}
-DEEPSEEK = {
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "intermediate_size": 16,
-    "moe_intermediate_size": 8,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": None,
-    "kv_lora_rank": 8,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-    "n_group": 1,
-    "topk_group": 1,
-    "topk_method": "greedy",
-}
 
 
 def mask_some(trainer: Trainer) -> None:
@@ -59,13 +41,13 @@ def mask_some(trainer: Trainer) -> None:
 def run(trainer: Trainer) -> dict[str, Any]:
     mask_some(trainer)
     records = [trainer.step(n + 1) for n in range(STEPS)]
-    named = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in trainer.model.named_parameters()}
+    named = {n: whole(p) for n, p in trainer.model.named_parameters()}
     named |= {n: b for n, b in trainer.model.named_buffers() if "e_score" in n}
     return {
         "loss": [r.cross_entropy_loss for r in records],
         "balance": [r.load_balance_loss for r in records],
         "norm": [r.gradient_norm for r in records],
-        "parameters": {n: t.detach().clone() for n, t in named.items()},
+        "parameters": {n: t.clone() for n, t in named.items()},
     }
 
 
@@ -94,21 +76,9 @@ def on_ranks(rank: int, world: int, folder: str, cases: list[tuple[str, dict[str
     return found
 
 
-GLM = {
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "intermediate_size": 16,
-    "moe_intermediate_size": 8,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "first_k_dense_replace": 1,
-    "n_shared_experts": 1,
-}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {},  # the conftest's
-    "deepseek_v2": {"family": "deepseek_v2", "config": DEEPSEEK},
+    "deepseek_v2": {"family": "deepseek_v2", "config": {**DEEPSEEK, "topk_method": "greedy"}},
     "glm4_moe": {"family": "glm4_moe", "config": GLM},  # has a router's bias, moved by all ranks' counts
 }
 
@@ -181,15 +151,15 @@ def in_bfloat16(rank: int, world: int, raws: list[dict[str, Any]]) -> list[list[
 def test_compute_in_bfloat16(tiny: Callable[..., Config], tmp_path: Path) -> None:
     """On one process, through FSDP2 too, and on two: fp32 shards, and losses that agree within bf16's rounding."""
     train = {"steps": STEPS, "batch": 8, "microbatch": 2, "eval_every": 1}
-    sublayer = {"compute": "bfloat16"}
+    mixed = {"compute": "bfloat16"}
     with Trainer(tiny(train=train)) as trainer:
         wanted = [trainer.step(n + 1).cross_entropy_loss for n in range(STEPS)] + [trainer.evaluate()]
-    with Trainer(tiny(train=train, model=sublayer)) as trainer:
+    with Trainer(tiny(train=train, model=mixed)) as trainer:
         alone = [trainer.step(n + 1).cross_entropy_loss for n in range(STEPS)] + [trainer.evaluate()]
         assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
     assert not torch.distributed.is_initialized(), "the trainer's own group outlived it"
     assert alone == pytest.approx(wanted, rel=2**-8) and alone != wanted
-    raws = [tiny(train=train, model=sublayer, parallel={"ep": ep}).to_dict() for ep in (1, 2)]
+    raws = [tiny(train=train, model=mixed, parallel={"ep": ep}).to_dict() for ep in (1, 2)]
     for results in run_ranks(in_bfloat16, 2, raws):
         for losses, dtypes, validation in results:
             assert [*losses, validation] == pytest.approx(wanted, rel=2**-8)
@@ -222,3 +192,17 @@ def test_models_that_cannot_be_shared(tiny: Callable[..., Config]) -> None:
         assert said[0] == "parallel.ep = 2, but this model has no experts; valid is 1"
         assert said[1] == "parallel.ep = 2 does not divide the model's 5 experts; valid are 1, 5"
         assert "GPT2LMHeadModel has no decoder layers that Forebay knows; train it in one process" in said[2]
+
+
+def test_nothing_to_clip(tiny: Callable[..., Config]) -> None:
+    with Trainer(tiny()) as trainer:
+        with pytest.raises(RunError, match=r"no parameter has a gradient to clip: .*backward"):
+            parallel.clip_gradients(trainer.model.parameters(), 1.0, trainer.mesh)
+
+        class Two:
+            size, device = 2, torch.device("cpu")
+
+            def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+                return tensor + 9.0  # the other one's
+
+        assert float(parallel.clip_gradients(trainer.model.parameters(), 1.0, Two())) == 3.0  # type: ignore[arg-type]

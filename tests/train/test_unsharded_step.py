@@ -1,4 +1,4 @@
-"""What comes behind a step's activations: in which order gradients are reduced, in whose memory, and twice from the same tensors.
+"""After a step's activations: in which order gradients are reduced, in whose memory, and twice from the same tensors.
 
 Four processes, two stages of a V: the first and the last pipeline rank's pair has embedding and head, each shared by two.
 """
@@ -9,35 +9,28 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
-from forebay.config import from_mapping
+from forebay.pipeline.model import CutModel
+from forebay.train.distributed import Mesh
+from forebay.train.trainer import Trainer
+from forebay.train.unsharded_step import UnshardedStep
 from tests.ranks import run_ranks
-from tests.train.conftest import MODEL
+from tests.train.common import MODEL, config, differing, local, whole, write_text
 
 
-def config(folder: str, vocabulary: int, **more: Any) -> Any:
-    sections: dict[str, Any] = {
-        "model": {
-            "family": "qwen3_moe",
-            "config": {**MODEL, "num_hidden_layers": 4, "vocab_size": vocabulary, **more},
-            "dtype": "float32",
-            "compute": "bfloat16",
-        },
-        "data": {"source": "text", "path": folder + "/a.txt", "cache": folder + "/cache"},
-        "train": {"batch": 8, "microbatch": 1, "sequence": 16, "steps": 2},
-        "parallel": {"pp": 2, "ep": 1, "schedule": "dualpipev", "dispatch": "nccl"},
-        "device": {"type": "cpu", "threads": 1},
-        "log": {"folder": folder + "/run"},
-    }
-    return from_mapping(sections, origin="test")
+def pipelined(folder: str, vocabulary: int, **more: Any) -> Any:
+    return config(
+        folder,
+        {**MODEL, "num_hidden_layers": 4, "vocab_size": vocabulary, **more},
+        model={"dtype": "float32", "compute": "bfloat16"},
+        train={"batch": 8, "microbatch": 1, "steps": 2},
+        parallel={"pp": 2, "ep": 1, "schedule": "dualpipev", "dispatch": "nccl"},
+    )
 
 
 def gradients(model: Any) -> dict[str, torch.Tensor]:
-    return {n: p.grad.to_local().clone() for n, p in model.named_parameters()}
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
+    return {n: local(p.grad).clone() for n, p in model.named_parameters()}
 
 
 def contents(left: Any) -> list[torch.Tensor]:
@@ -49,19 +42,12 @@ def contents(left: Any) -> list[torch.Tensor]:
     return found
 
 
-def whole(rank: int, world: int, folder: str, vocabulary: int) -> dict[str, Any]:
-    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
-
-    from forebay.pipeline.model import CutModel
-    from forebay.train.distributed import Mesh
-    from forebay.train.trainer import Trainer
-    from forebay.train.unsharded_step import UnshardedStep
-
-    settings = config(folder, vocabulary)
+def reduced(rank: int, world: int, folder: str, vocabulary: int) -> dict[str, Any]:
+    settings = pipelined(folder, vocabulary)
     found: dict[str, Any] = {"spread": []}
     with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
         engine: Any = trainer.engine
-        cut, gathered = engine._cut, engine._unsharded
+        cut, unsharded = engine._cut, engine._unsharded
         heads: list[torch.Tensor] = []
         begin, spread = UnshardedStep.begin, CutModel.spread
 
@@ -88,7 +74,7 @@ def whole(rank: int, world: int, folder: str, vocabulary: int) -> dict[str, Any]
         trainer.optimizer.zero_grad(set_to_none=True)
         with mock.patch("forebay.train.unsharded_step._reduce_in_place"):  # FSDP2 does it, with a copy
             trainer.gradients(1)
-        found["as FSDP2"] = same(gradients(trainer.model), wanted)
+        found["as FSDP2"] = not differing(gradients(trainer.model), wanted)
         trainer.optimizer.zero_grad(set_to_none=True)
         for twice in (False, True):  # the second one finds a sum of its own again
             with (
@@ -96,42 +82,39 @@ def whole(rank: int, world: int, folder: str, vocabulary: int) -> dict[str, Any]
                 mock.patch.object(CutModel, "spread", side_effect=AssertionError("it was added already")),
             ):
                 trainer.gradients(1)
-            found[f"at once, {twice}"] = same(gradients(trainer.model), wanted) and cut.embedded_sum is None
+            found[f"at once, {twice}"] = not differing(gradients(trainer.model), wanted) and cut.embedded_sum is None
             trainer.optimizer.zero_grad(set_to_none=True)
 
-        # As a captured step has it: what it left is taken, put back, reduced; written again by a replay, put back, reduced.
-        left, reduce = [], gathered.reduce
+        # As with a CUDA graph: gradients are taken, put back and reduced; a replay writes them again, and they are reduced again.
+        left, reduce = [], unsharded.reduce
 
         def taking() -> None:
-            left.append(gathered.take_gradients())
-            found["taken"] = gathered.take_gradients().rows is None
+            left.append(unsharded.take_gradients())
+            found["taken"] = unsharded.take_gradients().rows is None
             left.append([t.clone() for t in contents(left[0])])
-            gathered.put_gradients(left[0])
+            unsharded.put_gradients(left[0])
             reduce()
 
-        with mock.patch.object(gathered, "reduce", taking):
+        with mock.patch.object(unsharded, "reduce", taking):
             trainer.gradients(1)
-        found["called"] = same(gradients(trainer.model), wanted)
-        found["held"] = gathered.has_gradients()
+        found["called"] = not differing(gradients(trainer.model), wanted)
+        found["held"] = unsharded.has_gradients()
         trainer.optimizer.zero_grad(set_to_none=True)
-        found["forgotten"] = not gathered.has_gradients()
-        gathered.gather()
+        found["forgotten"] = not unsharded.has_gradients()
+        unsharded.gather()
         for tensor, written in zip(contents(left[0]), left[1], strict=True):
             tensor.copy_(written)
-        gathered.put_gradients(left[0])
-        gathered.reduce()
+        unsharded.put_gradients(left[0])
+        unsharded.reduce()
         if trainer._shards is not None:
             trainer._shards.finish()
-        found["replayed"] = same(gradients(trainer.model), wanted)
+        found["replayed"] = not differing(gradients(trainer.model), wanted)
     return found
 
 
 def added_at_once(rank: int, world: int, folder: str, tied: bool) -> dict[str, Any]:
-    """Whether gradients are those of a sum made behind all, of which a space, the padding token, gets none."""
-    from forebay.train.distributed import Mesh
-    from forebay.train.trainer import Trainer
-
-    settings = config(folder, 288, tie_word_embeddings=tied, pad_token_id=ord(" "))
+    """Whether gradients are those of a sum made at the end. A space, the padding token, gets none."""
+    settings = pipelined(folder, 288, tie_word_embeddings=tied, pad_token_id=ord(" "))
     found: dict[str, Any] = {}
     with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
         engine: Any = trainer.engine
@@ -141,18 +124,16 @@ def added_at_once(rank: int, world: int, folder: str, tied: bool) -> dict[str, A
             with mock.patch("forebay.train.unsharded_step.adds_at_once", return_value=at_once):
                 trainer.gradients(1)
             of[at_once] = gradients(trainer.model)
-        found["same"] = same(of[True], of[False])
+        found["same"] = not differing(of[True], of[False])
         if engine._cut.embedding is not None:
-            whole: Any = trainer.model.get_parameter("model.embed_tokens.weight").grad
-            rows = whole.full_tensor().abs().sum(1)
+            rows = whole(trainer.model.get_parameter("model.embed_tokens.weight").grad).abs().sum(1)
             found["padding"], found["other"] = float(rows[ord(" ")]), float(rows[ord("e")])
     return found
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_sum_that_is_added_to_at_once_has_the_same_bits(tmp_path: Path, tied: bool) -> None:
-    (tmp_path / "a.txt").write_text("the water comes unevenly and goes on evenly. " * 400)
-    found = run_ranks(added_at_once, 4, str(tmp_path), tied)
+    found = run_ranks(added_at_once, 4, write_text(tmp_path), tied)
     assert all(f["same"] for f in found)
     ends = [f for f in found if "padding" in f]
     assert len(ends) == 2
@@ -163,12 +144,11 @@ def test_a_sum_that_is_added_to_at_once_has_the_same_bits(tmp_path: Path, tied: 
 # 289 is not cut evenly: FSDP2 puts both halves together, with padding.
 @pytest.mark.parametrize("vocabulary", [288, 289])
 def test_the_embeddings_sum_is_made_in_the_memory_of_the_heads(tmp_path: Path, vocabulary: int) -> None:
-    (tmp_path / "a.txt").write_text("the water comes unevenly and goes on evenly. " * 400)
-    for found in run_ranks(whole, 4, str(tmp_path), vocabulary):
+    for found in run_ranks(reduced, 4, write_text(tmp_path), vocabulary):
         assert found["at once, False"] and found["at once, True"]
         assert found["as FSDP2"] and found["taken"] and found["called"] and found["replayed"]
         assert found["held"] and found["forgotten"]
-        # Behind the head's reduction, once a step; on the rank that has both.
+        # After the head's reduction, once a step; on the rank that has both.
         assert found["spread"] == ([(True, True)] if found["ends"] else [])
         # Weights in groups of their own, head, embedding and last norm, are sent from where they are.
         assert (1 in found["copied"]) == (found["ends"] and vocabulary % 2 == 1)

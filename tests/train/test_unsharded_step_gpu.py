@@ -1,4 +1,4 @@
-"""The embedding's sum on a GPU: added to as tokens' gradients are made, in a graph too, with the bits of one made behind all."""
+"""The embedding's gradient on a GPU: added as tokens' gradients are made, in a graph too, bitwise one made after all of them."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,42 +8,27 @@ from unittest import mock
 import pytest
 import torch
 
-from forebay.config import from_mapping
+from tests.train.common import GPU_SIZES, config, differing, local, write_text
 
 STEPS = 5  # a graph is captured by then
 MICROBATCHES, TOKENS = 24, 512
-SIZES = {
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 128,
-}
+SIZES = {**GPU_SIZES, "vocab_size": 512, "num_hidden_layers": 2, "num_experts": 8}
 
 
-def config(folder: Path, device: str, graph: bool) -> Any:
-    sections = {
-        "model": {"family": "qwen3_moe", "config": SIZES, "dtype": "float32", "compute": "bfloat16"},
-        "data": {"source": "text", "path": str(folder / "a.txt"), "cache": str(folder / "cache")},
-        "train": {"batch": MICROBATCHES, "microbatch": 1, "sequence": TOKENS, "steps": STEPS},
-        "memory": {"graph": graph},
-        "parallel": {"overlap": True, "reshard": False},
-        "device": {"type": device},
-        "log": {"folder": str(folder / "run")},
-    }
-    return from_mapping(sections, origin="test")
-
-
-def gradients(folder: Path, device: str, at_once: bool, graph: bool) -> dict[str, torch.Tensor]:
+def gradients(folder: str, at_once: bool, graph: bool) -> dict[str, torch.Tensor]:
     """Of the last of some steps on the same parameters, which is a graph's or called."""
     from forebay.train.distributed import Mesh
     from forebay.train.trainer import Trainer
 
-    settings = config(folder, device, graph)
+    settings = config(
+        folder,
+        SIZES,
+        model={"dtype": "float32", "compute": "bfloat16"},
+        train={"batch": MICROBATCHES, "microbatch": 1, "sequence": TOKENS, "steps": STEPS},
+        memory={"graph": graph},
+        parallel={"overlap": True, "reshard": False},
+        device={"type": "cuda", "threads": 0},
+    )
     with (
         mock.patch("forebay.train.unsharded_step.adds_at_once", return_value=at_once) as asked,
         Mesh.open(settings) as mesh,
@@ -53,9 +38,9 @@ def gradients(folder: Path, device: str, at_once: bool, graph: bool) -> dict[str
             trainer.optimizer.zero_grad(set_to_none=True)
             trainer.gradients(number + 1)
         asked.assert_called_with(MICROBATCHES * TOKENS, SIZES["vocab_size"], 2)
-        captured: Any = trainer.cuda_graph
-        assert not graph or captured.is_captured, captured.eager_reason
-        return {n: p.grad.to_local().cpu() for n, p in trainer.model.named_parameters()}  # type: ignore[union-attr,attr-defined]
+        cuda_graph: Any = trainer.cuda_graph
+        assert not graph or cuda_graph.is_captured, cuda_graph.eager_reason
+        return {n: local(p.grad).cpu() for n, p in trainer.model.named_parameters()}
 
 
 @pytest.fixture
@@ -69,9 +54,9 @@ def deterministic() -> Iterator[None]:
 
 @pytest.mark.gpu
 def test_gradients_of_tokens_are_added_at_once_with_the_same_bits(deterministic: None, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("the water comes unevenly and goes on evenly. " * 4000)
+    folder = write_text(tmp_path, 4000)
     # Against each other only: a graph reads the number that gradients are divided by from memory, which may be another last bit.
     for graph in (False, True):
-        wanted, found = (gradients(tmp_path, "cuda", at_once, graph) for at_once in (False, True))
+        wanted, found = (gradients(folder, at_once, graph) for at_once in (False, True))
         assert wanted["model.embed_tokens.weight"].abs().sum() > 0
-        assert [n for n in wanted if not torch.equal(found[n], wanted[n])] == []
+        assert not differing(found, wanted)

@@ -3,9 +3,8 @@
 Input: a model, its optimizer, the random generators and the trainer's position. Output: a folder per checkpoint under the
 run's ``checkpoints/``, in the format of ``torch.distributed.checkpoint``, with names and shapes of the whole model, so that
 another number of processes or another layout reads it too. All processes call `Checkpoints.save` and `load` together. A
-checkpoint may come from
-elsewhere: all of it is read as plain data, JSON and tensors. The optimizer's settings are the configuration's; learning
-rate and data order are functions of the step, so they have no state to save.
+checkpoint may come from elsewhere: all of it is read as plain data, JSON and tensors. The optimizer's settings are the
+configuration's; learning rate and data order are functions of the step, so they have no state to save.
 """
 
 import contextlib

@@ -22,6 +22,7 @@ from torch import Tensor
 from forebay.kernels.flags import Flags
 from forebay.managed import Managed
 from forebay.models.router import RouterStats
+from forebay.train.distributed import Mesh
 from forebay.train.unsharded_step import UnshardedStep
 
 Microbatches = Sequence[tuple[Tensor, Tensor]]
@@ -49,19 +50,6 @@ class StepState:
 
 
 @dataclass(frozen=True)
-class Timing:
-    """How a plan follows the times of captured steps.
-
-    Attributes:
-        graphs: number of graphs to time, one after the other; the same on all processes.
-        plan_again: called after the replays of each, before the next capture.
-    """
-
-    graphs: int
-    plan_again: Callable[[], None]
-
-
-@dataclass(frozen=True)
 class _GraphPool:
     """The memory pool of a graph, as `torch.cuda.use_mem_pool` takes it."""
 
@@ -80,7 +68,8 @@ class CudaGraphStep:
         all_agree: whether a condition holds on all processes; collective.
         ready: whether `body` does the same in every call from now on.
         around: around(timed) is the context of the capture.
-        timing: None where no plan depends on times.
+        timed_graphs: number of graphs to time, one after the other; the same on all processes.
+        plan_again: called after the replays of each timed graph, before the next capture, to plan by the measured times.
         flags: by which streams of the graph wait for each other.
 
     Attributes:
@@ -99,14 +88,15 @@ class CudaGraphStep:
         *,
         ready: Callable[[], bool] = lambda: True,
         around: Callable[[bool], AbstractContextManager[None]] = lambda timed: nullcontext(),
-        timing: Timing | None = None,
+        timed_graphs: int = 0,
+        plan_again: Callable[[], None] = lambda: None,
         flags: Sequence[Flags] = (),
     ):
         self.eager_reason: str | None = None
         self.peak_bytes = self.result_bytes = 0
         self._body, self._states, self._device, self._version = body, list(states), device, version
-        self._all_agree, self._ready, self._around, self._timing, self._flags = all_agree, ready, around, timing, flags
-        self._timed_graphs = timing.graphs if timing is not None else 0  # still to be timed
+        self._all_agree, self._ready, self._around, self._flags = all_agree, ready, around, flags
+        self._timed_graphs, self._plan_again = timed_graphs, plan_again  # graphs still to be timed
         self._replays = 0  # of a timed graph
         # Autograd remembers the stream on which a parameter's gradient is accumulated: it is this one from the first step on.
         self._stream = torch.cuda.Stream(device)
@@ -196,9 +186,9 @@ class CudaGraphStep:
         measured = self._replays >= _REPLAYS
         if measured or signature != self._signature:
             self.release()
-            if measured and self._timing is not None:
+            if measured:
                 self._timed_graphs -= 1
-                self._timing.plan_again()
+                self._plan_again()
 
     def _may_capture(self) -> bool:
         self._calls += 1
@@ -284,16 +274,15 @@ def cuda_graph_step(
     unsharded: UnshardedStep,
     router: RouterStats | None,
     memory: Managed,
-    device: torch.device,
-    all_agree: Callable[[bool], bool],
+    mesh: Mesh,
+    flags: Flags | None,
     timed: bool = False,
-    flags: Flags | None = None,
 ) -> CudaGraphStep:
     """A CUDA graph step for an engine whose `body` leaves gradients and the routers' counts.
 
     Args:
-        timed: whether `memory` plans by the times of steps on any process.
         flags: of the engine's own streams.
+        timed: whether `memory` plans by the times of steps on any process.
     """
     unsharded.keep_weights()
     states = [StepState(unsharded.take_gradients, unsharded.put_gradients)]
@@ -303,12 +292,13 @@ def cuda_graph_step(
     return CudaGraphStep(
         body,
         states,
-        device,
+        mesh.device,
         lambda: 0 if pages is None else pages.generation,
-        all_agree,
+        mesh.all,
         ready=lambda: memory.settled,
         around=memory.manager.capturing,
-        timing=Timing(_TIMED, memory.manager.plan_again) if timed else None,
+        timed_graphs=_TIMED if timed else 0,
+        plan_again=memory.manager.plan_again,
         flags=[memory.manager.store.lanes.flags, *([flags] if flags is not None else [])],
     )
 

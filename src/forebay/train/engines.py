@@ -35,6 +35,14 @@ from forebay.train.unsharded_step import DeferredExperts, UnshardedStep
 class GradientEngine:
     """Base of the engines: gathers parameters, calls or replays the step, and reduces gradients.
 
+    Args:
+        model: a `*ForCausalLM`, or this pipeline rank's part of it, under a manager.
+        cut: the same model as an engine runs it.
+        config: with `parallel.reshard` the experts' gathered parameters are freed after each use and gathered again in backward.
+            All others stay gathered for the step.
+        mesh: the processes.
+        router: counts the routers' choices; None for a dense model.
+
     Attributes:
         cuda_graph: the CUDA graph of a step; None if steps are always called.
         watcher: observes every action of the following steps, which are then called; None for no observer.
@@ -46,16 +54,9 @@ class GradientEngine:
     cuda_graph: CudaGraphStep | None = None
     watcher: Watcher | None = None
 
-    def __init__(
-        self,
-        model: Any,
-        cut: CutModel,
-        device: torch.device,
-        router: RouterStats | None,
-        reshard: bool,
-    ):
-        self._cut, self._device, self._router = cut, device, router
-        self._unsharded = UnshardedStep(model, cut, reshard)
+    def __init__(self, model: Any, cut: CutModel, config: Config, mesh: Mesh, router: RouterStats | None):
+        self._cut, self._device, self._router = cut, mesh.device, router
+        self._unsharded = UnshardedStep(model, cut, config.parallel.reshard)
         self._deferred = DeferredExperts(model)
         self._deferred.store.sums = self._unsharded.expert_sum
 
@@ -142,38 +143,24 @@ class OverlappedGradients(GradientEngine):
     """Hides the communication of each microbatch behind the computation of another one, on a model without pipeline stages.
 
     Args:
-        model: a `*ForCausalLM` under `memory`, with all regions kept.
-        router: counts the routers' choices; None for a dense model.
+        model, config, mesh, router: see `GradientEngine`.
+        memory: manager of the model, with all regions kept.
         balance: coefficient of the load-balancing loss.
-        reshard: free the experts' gathered parameters after each use, and gather them again in backward. All others stay gathered
-            for the step.
-        graph: capture steps in a CUDA graph; not with `reshard`.
-        all_agree: for `graph`: whether a condition holds on all processes.
     """
 
     def __init__(
-        self,
-        model: Any,
-        memory: Managed,
-        device: torch.device,
-        router: RouterStats | None,
-        balance: float,
-        reshard: bool = False,
-        graph: bool = False,
-        all_agree: Callable[[bool], bool] = bool,
+        self, model: Any, memory: Managed, config: Config, mesh: Mesh, router: RouterStats | None, balance: float
     ):
         cut = CutModel(model, memory)
-        super().__init__(model, cut, device, router, reshard)
+        super().__init__(model, cut, config, mesh, router)
         self._balance, self._parts = balance, 1
         self._imbalance: list[Tensor] = []
         routers = self._balance_of if router is not None else None
         self._step = OverlappedStep(
-            cut.layers, cut.prologue, cut.epilogue, device, routers=routers, weights=self._deferred.store
+            cut.layers, cut.prologue, cut.epilogue, mesh.device, routers=routers, weights=self._deferred.store
         )
-        if graph:
-            self.cuda_graph = cuda_graph_step(
-                self._run, self._unsharded, router, memory, device, all_agree, flags=self._step.flags
-            )
+        if captures(config, mesh):
+            self.cuda_graph = cuda_graph_step(self._run, self._unsharded, router, memory, mesh, self._step.flags)
 
     def _set_parts(self, parts: int) -> None:
         self._parts = parts
@@ -190,6 +177,11 @@ class OverlappedGradients(GradientEngine):
             imbalance = balance_loss(router_outputs).float() / self._parts
         self._imbalance.append(imbalance.detach())
         return self._balance * imbalance
+
+
+def captures(config: Config, mesh: Mesh) -> bool:
+    """Whether steps are captured in a CUDA graph. The configuration refuses `parallel.reshard` with it."""
+    return config.memory.graph and mesh.device.type == "cuda"
 
 
 def plan_of(config: Config, mesh: Mesh) -> PipelinePlan:
@@ -219,16 +211,13 @@ class PipelinedGradients(GradientEngine):
     """Runs the stages of this pipeline rank.
 
     Args:
-        model: this rank's part of a `*ForCausalLM`, under `memory`.
-        experts: of a MoE layer, over all processes; 0 for a dense model.
-        router: counts the routers' choices; None for a dense part.
+        model, config, mesh, router: see `GradientEngine`.
+        memory: manager of this rank's part.
         balance: coefficient of the load-balancing loss.
-        graph: capture steps in a CUDA graph; not with `parallel.reshard`.
-        all_agree: for `graph`: whether a condition holds on all processes.
+        plan, partition: actions of a step, and layers by stage.
+        experts: of a MoE layer, over all processes; 0 for a dense model.
 
     Attributes:
-        plan: of a step.
-        partition: layers by stage.
         ran: actions of the last step, in the order in which they ran.
     """
 
@@ -238,18 +227,15 @@ class PipelinedGradients(GradientEngine):
         memory: Managed,
         config: Config,
         mesh: Mesh,
-        plan: PipelinePlan,
-        partition: Partition,
-        *,
-        experts: int,
         router: RouterStats | None,
         balance: float,
-        graph: bool = False,
-        all_agree: Callable[[bool], bool] = bool,
+        plan: PipelinePlan,
+        partition: Partition,
+        experts: int,
     ):
         assert mesh.pipeline is not None
         cut = CutModel(model, memory, getattr(torch, config.model.compute or config.model.dtype))
-        super().__init__(model, cut, mesh.device, router, config.parallel.reshard)
+        super().__init__(model, cut, config, mesh, router)
         self.plan, self.partition, self.ran = plan, partition, list[Action]()
         self._rank, self._memory = mesh.pp_rank, memory
         pipelines = torch.arange(mesh.size).view(mesh.pp, -1).t().tolist()
@@ -260,19 +246,11 @@ class PipelinedGradients(GradientEngine):
         memory.manager.follow(self._backward_order(), steady=not config.parallel.reshard)
         self._runtime = self._runtime_of(plan)
         self._forward_runtime: PipelineRuntime | None = None
-        if graph:
+        if captures(config, mesh):
             policy = config.memory.policy
             offloads = "offload" in (policy.values() if isinstance(policy, Mapping) else (policy,))
-            self.cuda_graph = cuda_graph_step(
-                self._run,
-                self._unsharded,
-                router,
-                memory,
-                mesh.device,
-                all_agree,
-                offloads,
-                self._runtime.context.flags,
-            )
+            flags = self._runtime.context.flags
+            self.cuda_graph = cuda_graph_step(self._run, self._unsharded, router, memory, mesh, flags, timed=offloads)
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:

@@ -1,13 +1,12 @@
 """Reads the weights of a Hugging Face folder, of which each process reads only the bytes of its own shards.
 
-Input: a folder of safetensors, a model whose parameters are DTensors or plain, all of it or a part, and its blueprint: the
-same model, whole and unsharded, on the meta device. Output: the model's parameters and persistent buffers, filled in place.
-A folder may store a
-model in another layout than transformers builds it in: experts one by one, gate and up apart. transformers'
-`conversion_mapping` says what becomes of each stored tensor, and turns into `Source`s, which know their shape without
-reading and read any block of themselves: ``gate_up_proj [E, 2I, H] = Joined(1, Stacked(gate_0 [I, H], gate_1, ...),
-Stacked(up_0, up_1, ...))``. Every process plans the whole model from the files' headers, so all find the same missing or
-mis-shaped tensor. Other stored tensors are ignored, as in transformers.
+Input: a folder of safetensors, a model whose parameters are DTensors or plain, all of it or a part, and its blueprint (the
+same model, whole and unsharded, on the meta device). Output: the model's parameters and persistent buffers, filled in
+place. A folder may store a model in another layout than transformers builds it in: experts one by one, gate and up apart.
+The conversions of transformers' `conversion_mapping` become `Source`s, which know their shape without reading and read any
+block of themselves, as in ``gate_up_proj [E, 2I, H] = Joined(1, Stacked(gate_0 [I, H], gate_1, ...), Stacked(up_0, up_1,
+...))``. Every process plans the whole model from the files' headers, so all find the same missing or mis-shaped tensor.
+Other stored tensors are ignored, as in transformers.
 """
 
 import json

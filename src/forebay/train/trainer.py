@@ -163,34 +163,12 @@ class Trainer:
         self._shards = parallel.shard(model, self.mesh, self.config)
 
     def _build_engine(self, experts: int) -> OverlappedGradients | PipelinedGradients | None:
-        config = self.config
-        graph = config.memory.graph and self.device.type == "cuda"
+        given = self.model, self.memory, self.config, self.mesh, self._router, self._balance
         try:
             if self._plan is not None and self._partition is not None:
-                return PipelinedGradients(
-                    self.model,
-                    self.memory,
-                    config,
-                    self.mesh,
-                    self._plan,
-                    self._partition,
-                    experts=experts,
-                    router=self._router,
-                    balance=self._balance,
-                    graph=graph,
-                    all_agree=self.mesh.all,
-                )
-            if config.parallel.overlap:
-                return OverlappedGradients(
-                    self.model,
-                    self.memory,
-                    self.device,
-                    self._router,
-                    self._balance,
-                    reshard=config.parallel.reshard,
-                    graph=graph,
-                    all_agree=self.mesh.all,
-                )
+                return PipelinedGradients(*given, self._plan, self._partition, experts)
+            if self.config.parallel.overlap:
+                return OverlappedGradients(*given)
         except ValueError as error:
             raise UsageError(f"parallel.{'overlap' if self._plan is None else 'pp'}: {error}") from error
         return None

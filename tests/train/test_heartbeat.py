@@ -15,42 +15,19 @@ from forebay.cli import main
 from forebay.errors import RunError
 from forebay.train.heartbeat import Heartbeat
 from forebay.train.loop import _naming_lost
-from tests.ranks import Started, free_port, start
-
-CONFIG = """
-[model]
-family = "qwen3_moe"
-config = {{ hidden_size = 32, num_hidden_layers = 2, num_attention_heads = 4, num_key_value_heads = 2, head_dim = 8, \
-num_experts = 8, num_experts_per_tok = 2, moe_intermediate_size = 16 }}
-[data]
-source = "text"
-path = "{folder}/a.txt"
-cache = "{folder}/cache"
-[train]
-batch = 8
-sequence = 16
-steps = 100000
-[parallel]
-ep = 4
-timeout = {timeout}
-[checkpoint]
-every = 5
-[log]
-folder = "{folder}/run"
-[device]
-type = "cpu"
-threads = 1
-"""
+from tests.ranks import Started, free_port, start, start_ranks
+from tests.train.common import config, to_toml, train_command, write_text
 
 
 def start_four(folder: Path, timeout: int) -> list[Started]:
-    (folder / "a.txt").write_text("the water comes unevenly and goes on evenly. " * 200)
-    (folder / "c.toml").write_text(CONFIG.format(folder=folder, timeout=timeout))
-    place = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    return [
-        start(main, ["train", str(folder / "c.toml")], RANK=str(rank), LOCAL_RANK=str(rank), **place)
-        for rank in range(4)
-    ]
+    settings = config(
+        write_text(folder, 200),
+        train={"batch": 8, "steps": 100_000},
+        parallel={"ep": 4, "timeout": timeout},
+        checkpoint={"every": 5},
+    )
+    (folder / "c.toml").write_text(to_toml(settings))
+    return start_ranks(main, 4, train_command(folder / "c.toml"))
 
 
 def wait_for_checkpoint(folder: Path) -> None:
@@ -162,7 +139,7 @@ def test_the_store_dies_with_its_process(tmp_path: Path, capsys: pytest.CaptureF
 
 
 class Gone:
-    """A heartbeat that knows of a dead process, and notes that it was asked."""
+    """A heartbeat that knows of a dead process, and counts its calls."""
 
     def __init__(self) -> None:
         self.asked = 0

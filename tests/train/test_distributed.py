@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rich.console import Console
 
 from forebay.cli import main
 from forebay.config import Config, check_experts, check_world, from_mapping
@@ -20,7 +19,9 @@ from forebay.errors import Interrupted, ReportedElsewhere, RunError, UsageError
 from forebay.train.distributed import ALONE, Mesh, World
 from forebay.train.loop import train
 from forebay.train.trainer import Trainer
-from tests.ranks import free_port, run_ranks, start
+from tests.ranks import run_ranks, start_ranks
+from tests.train import common
+from tests.train.common import CPU, MODEL, quiet, to_toml, train_command
 
 
 def with_keys(**sections: dict[str, Any]) -> Config:
@@ -40,56 +41,23 @@ def test_world_of_environment() -> None:
 @pytest.mark.parametrize(
     ("sections", "size", "said"),
     [
-        (
-            {"parallel": {"ep": 4}},
-            1,
-            "parallel.ep = 4 needs 4 processes .* torchrun --nproc-per-node 4 -m forebay train",
-        ),
+        ({"parallel": {"ep": 4}}, 1, "parallel.ep = 4 needs 4 processes .* torchrun --nproc-per-node 4 -m forebay train"),
         ({"parallel": {"ep": 3}}, 4, "parallel.ep = 3 does not divide the 4 processes; valid are 1, 2, 4$"),
         ({"parallel": {"ep": 8}}, 4, "parallel.ep = 8 does not divide the 4 processes; valid are 1, 2, 4$"),
-        (
-            {"train": {"batch": 6}},
-            4,
-            "train.batch = 6 is no multiple of the 4 processes that share the batch; the nearest above is 8",
-        ),
-        (
-            {"train": {"batch": 24, "microbatch": 4}},
-            4,
-            "train.batch = 24 .* train.microbatch = 4 on each of the 4 processes that share .*; valid here .* are 1, 2, 3, 6$",
-        ),
-        (
-            {"parallel": {"pp": 2}},
-            1,
-            "parallel.pp = 2 needs 2 processes or .* torchrun --nproc-per-node 2 -m forebay train",
-        ),
-        (
-            {"parallel": {"pp": 2, "ep": 4}},
-            1,
-            "parallel.pp = 2 with parallel.ep = 4 needs 8 processes .* --nproc-per-node 8 -m",
-        ),
+        ({"train": {"batch": 6}}, 4, "batch = 6 is no multiple of the 4 processes that share the batch; the nearest above is 8"),
+        ({"train": {"batch": 24, "microbatch": 4}}, 4,
+         "train.batch = 24 .* train.microbatch = 4 on each of the 4 processes that share .*; valid here .* are 1, 2, 3, 6$"),
+        ({"parallel": {"pp": 2}}, 1, "parallel.pp = 2 needs 2 processes or .* torchrun --nproc-per-node 2 -m forebay train"),
+        ({"parallel": {"pp": 2, "ep": 4}}, 1, "pp = 2 with parallel.ep = 4 needs 8 processes .* --nproc-per-node 8 -m"),
         ({"parallel": {"pp": 4}}, 6, "parallel.pp = 4 does not divide the 6 processes; valid are 1, 2, 3, 6$"),
-        (
-            {"parallel": {"pp": 2, "ep": 4}},
-            12,
-            r"parallel.ep = 4 does not divide the 6 processes of a pipeline stage \(12 / 2\); valid are 1, 2, 3, 6$",
-        ),
-        (
-            {"parallel": {"pp": 2}, "train": {"batch": 7}},
-            4,
-            "train.batch = 7 is no multiple of the 2 processes that share the batch; the nearest above is 8",
-        ),
-        (
-            {"parallel": {"ep": 2}, "model": {"family": "qwen3_moe", "experts": "transformers"}},
-            2,
-            "experts = 'forebay'",
-        ),
-        (
-            {"parallel": {"ep": 2}, "memory": {"policy": "auto", "budget": "1GiB", "recompute": "full"}},
-            2,
-            "memory.recompute = 'full' repeats communication",
-        ),
+        ({"parallel": {"pp": 2, "ep": 4}}, 12,
+         r"parallel.ep = 4 does not divide the 6 processes of a pipeline stage \(12 / 2\); valid are 1, 2, 3, 6$"),
+        ({"parallel": {"pp": 2}, "train": {"batch": 7}}, 4, "batch = 7 is no multiple of the 2 .*; the nearest above is 8"),
+        ({"parallel": {"ep": 2}, "model": {"family": "qwen3_moe", "experts": "transformers"}}, 2, "experts = 'forebay'"),
+        ({"parallel": {"ep": 2}, "memory": {"policy": "auto", "budget": "1GiB", "recompute": "full"}}, 2,
+         "memory.recompute = 'full' repeats communication"),
     ],
-)
+)  # fmt: skip
 def test_what_does_not_fit_is_refused_with_what_would(sections: dict[str, Any], size: int, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         check_world(with_keys(**sections), size)
@@ -124,71 +92,47 @@ def refuse() -> None:
     raise UsageError("main says no")
 
 
-def talk(rank: int, world: int) -> dict[str, Any]:
-    config = with_keys(parallel={"ep": 2}, device={"type": "cpu"})
-    with Mesh.open(config) as mesh:
-        assert mesh.grid is not None and mesh.data is not None and mesh.expert_group is not None
+def talk(rank: int, world: int, pp: int, ep: int) -> dict[str, Any]:
+    settings = with_keys(parallel={"pp": pp, "ep": ep}, train={"batch": 16, "microbatch": 1}, device={"type": "cpu"})
+    with Mesh.open(settings) as mesh:
+        assert mesh.data is not None
+        grid = [mesh.grid.get_group(name) for name in ("fsdp", "ep")] if mesh.grid else []
+        groups = [*([mesh.pipeline] if mesh.pipeline else []), mesh.data.get_group(), *grid]
         found = {
-            "grid": [dist.get_process_group_ranks(mesh.grid.get_group(name)) for name in ("fsdp", "ep")],
-            "data": dist.get_process_group_ranks(mesh.data.get_group()),
-            "sum": mesh.sum(torch.tensor([rank])).item(),
-            "batch": mesh.batch == mesh.world
-            and mesh.sum_batch(torch.tensor([rank])).item() == 6
-            and mesh.pipeline is None,
+            "rank": (mesh.pp_rank, mesh.batch.rank, mesh.batch.size, mesh.batch.local_rank, mesh.rank, mesh.size),
+            "groups": [dist.get_process_group_ranks(group) for group in groups],
+            "timeouts": {group._get_backend(CPU).options._timeout.seconds for group in [*grid, *groups[:-1]]},
+            "sums": (mesh.sum(torch.tensor([rank])).item(), mesh.sum_batch(torch.tensor([rank])).item()),
             "max": mesh.max(rank, -rank),
+            "all": (mesh.all(rank < 4), mesh.all(rank != 2)),
             "main": mesh.on_main(lambda: f"rank {rank}"),
             "first": mesh.first_to_fail(),
         }
         with pytest.raises(UsageError, match="main says no"):
             mesh.on_main(refuse)
+    assert mesh.pipeline is None and mesh.data is None and mesh.grid is None
     return {**found, "group is left to its owner": dist.is_initialized()}
 
 
-def test_four_processes_in_two_groups() -> None:
-    results = run_ranks(talk, 4)
-    for rank, found in enumerate(results):
-        row = rank // 2 * 2
-        assert found["grid"] == [[rank % 2, rank % 2 + 2], [row, row + 1]] and found["data"] == [0, 1, 2, 3]
-        assert found["sum"] == 6 and found["max"] == [3, 0] and found["main"] == "rank 0"
-        assert found["first"] == (rank == 0) and found["group is left to its owner"] and found["batch"]
-
-
-def talk_in_pipelines(rank: int, world: int, pp: int, ep: int) -> dict[str, Any]:
-    config = with_keys(parallel={"pp": pp, "ep": ep}, train={"batch": 16, "microbatch": 1}, device={"type": "cpu"})
-    with Mesh.open(config) as mesh:
-        assert mesh.data is not None and mesh.pipeline is not None
-        groups = [
-            mesh.pipeline,
-            mesh.data.get_group(),
-            *([mesh.grid.get_group(n) for n in ("fsdp", "ep")] if mesh.grid else []),
-        ]
-        found = {
-            "rank": (mesh.pp_rank, mesh.batch.rank, mesh.batch.size, mesh.batch.local_rank, mesh.rank, mesh.size),
-            "groups": [dist.get_process_group_ranks(group) for group in groups],
-            "timeouts": {group._get_backend(torch.device("cpu")).options._timeout.seconds for group in groups},
-            "sums": (mesh.sum(torch.tensor([rank])).item(), mesh.sum_batch(torch.tensor([rank])).item()),
-            "max": mesh.max(rank)[0],
-        }
-    assert mesh.pipeline is None and mesh.data is None and mesh.grid is None
-    return found
-
-
-@pytest.mark.parametrize(("pp", "ep"), [(2, 1), (2, 2), (4, 1)])
-def test_four_processes_in_pipelines(pp: int, ep: int) -> None:
+@pytest.mark.parametrize(("pp", "ep"), [(1, 2), (2, 1), (2, 2), (4, 1)])
+def test_four_processes(pp: int, ep: int) -> None:
     sharing = 4 // pp
-    for rank, found in enumerate(run_ranks(talk_in_pipelines, 4, pp, ep)):
+    for rank, found in enumerate(run_ranks(talk, 4, pp, ep)):
         stage, own = divmod(rank, sharing)
         those = list(range(stage * sharing, (stage + 1) * sharing))  # neighbours share the batch
-        pipeline = list(range(own, 4, sharing))
+        column = [r for r in those if r % ep == rank % ep]
+        row = [r for r in those if r // ep == rank // ep]
+        pipeline = [list(range(own, 4, sharing))] if pp > 1 else []
         assert found["rank"] == (stage, own, sharing, rank, rank, 4)
-        assert found["groups"] == [pipeline, those, *([[rank], those] if ep == 2 else [])]
-        assert found["sums"] == (6, sum(those)) and found["max"] == 3 and found["timeouts"] == {600}
+        assert found["groups"] == [*pipeline, those, *([column, row] if ep == 2 else [])]
+        assert found["sums"] == (6, sum(those)) and found["max"] == [3, 0] and found["all"] == (True, False)
+        assert found["main"] == "rank 0" and found["first"] == (rank == 0) and found["group is left to its owner"]
+        assert found["timeouts"] <= {600, 60}  # the default group is the test's own
 
 
 def whole_runs(rank: int, world: int, raw: dict[str, Any], stopping: dict[str, Any]) -> list[Any]:
     """A run to its end; and one in which only the last rank is asked to stop, in its second step."""
-    quiet = Console(quiet=True)
-    folder = train(from_mapping(raw), quiet)
+    folder = train(from_mapping(raw), quiet())
     step = Trainer.step
 
     def interrupted(self: Trainer, number: int) -> Any:
@@ -198,7 +142,7 @@ def whole_runs(rank: int, world: int, raw: dict[str, Any], stopping: dict[str, A
 
     Trainer.step = interrupted  # type: ignore[method-assign]
     try:
-        train(from_mapping(stopping), quiet)
+        train(from_mapping(stopping), quiet())
     except (Interrupted, ReportedElsewhere) as error:
         return [str(folder), type(error).__name__, str(error)]
     return []
@@ -206,7 +150,7 @@ def whole_runs(rank: int, world: int, raw: dict[str, Any], stopping: dict[str, A
 
 def test_whole_runs(tiny: Callable[..., Config], tmp_path: Path) -> None:
     sizes = {"steps": 3, "batch": 4, "microbatch": 1, "eval_every": 2}
-    alone = train(tiny(train=sizes, checkpoint={"last": False}), Console(quiet=True))
+    alone = train(tiny(train=sizes, checkpoint={"last": False}), quiet())
     together = {"train": sizes, "checkpoint": {"last": False}, "parallel": {"ep": 2, "overlap": True}}
     raw = tiny(**together).to_dict()
     stopping = tiny(**{**together, "log": {"folder": str(tmp_path / "stopped")}}).to_dict()
@@ -223,15 +167,9 @@ def test_whole_runs(tiny: Callable[..., Config], tmp_path: Path) -> None:
     assert len((tmp_path / "stopped" / "metrics.jsonl").read_text().splitlines()) == 3
 
 
-def train_arguments(config: Path, *overrides: str) -> list[str]:
-    return ["train", str(config), *(part for o in overrides for part in ("--set", o))]
-
-
 def on_two_processes(config: Path, *overrides: str) -> tuple[list[int | None], str, str]:
     """Exit codes, and what both wrote, of the command as torchrun starts it."""
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    arguments = train_arguments(config, *overrides)
-    processes = [start(main, arguments, RANK=str(rank), LOCAL_RANK=str(rank), **place) for rank in range(2)]
+    processes = start_ranks(main, 2, train_command(config, *overrides))
     try:
         written = [process.communicate(timeout=120) for process in processes]
     finally:
@@ -240,44 +178,18 @@ def on_two_processes(config: Path, *overrides: str) -> tuple[list[int | None], s
     return [p.returncode for p in processes], "".join(out for out, _ in written), "".join(e for _, e in written)
 
 
-CONFIG = """
-[model]
-family = "qwen3_moe"
-[model.config]
-hidden_size = 16
-num_hidden_layers = 1
-num_attention_heads = 2
-num_key_value_heads = 1
-head_dim = 8
-intermediate_size = 16
-moe_intermediate_size = 8
-num_experts = 4
-num_experts_per_tok = 2
-[data]
-source = "text"
-path = "{folder}/text.txt"
-cache = "{folder}/cache"
-[train]
-steps = 2
-batch = 4
-sequence = 16
-[checkpoint]
-last = false
-[parallel]
-ep = 2
-timeout = 30
-[log]
-folder = "{folder}/run"
-[device]
-type = "cpu"
-"""
-
-
 def test_as_a_person_starts_it(tmp_path: Path) -> None:
     """Lines come once, and so does the sentence about a failure, whether all processes find it or one."""
-    (tmp_path / "text.txt").write_text("a forebay is the pool in front of a turbine\n" * 50)
+    settings = common.config(
+        common.write_text(tmp_path, 50),
+        {**MODEL, "num_hidden_layers": 1},
+        train={"steps": 2},
+        checkpoint={"last": False},
+        parallel={"ep": 2, "timeout": 30},
+        device={"threads": 0},
+    )
     config = tmp_path / "config.toml"
-    config.write_text(CONFIG.format(folder=tmp_path))
+    config.write_text(to_toml(settings))
     codes, out, error = on_two_processes(config)
     assert codes == [0, 0], error
     assert out.count("step 00000002/00000002") == 1 and "on 2 x CPU" in out
@@ -287,7 +199,7 @@ def test_as_a_person_starts_it(tmp_path: Path) -> None:
     # By torchrun itself. A loss that is not finite is found by all, in the second step.
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "forebay"]
     late = subprocess.run(
-        [*command, *train_arguments(config, "optimizer.lr=1e30")],
+        [*command, *train_command(config, "optimizer.lr=1e30")],
         capture_output=True,
         text=True,
         timeout=120,

@@ -14,7 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -162,6 +161,14 @@ def points(before: Path, patch: pytest.MonkeyPatch, work: Callable[[Path], objec
     return len(disk.calls)
 
 
+def prepared(tmp_path: Path, patch: pytest.MonkeyPatch, story: str) -> int:
+    """Save what a story begins with; returns the number of calls of its save."""
+    earlier, step, _ = STORIES[story]
+    for number, before in enumerate(earlier):
+        save(tmp_path / "before", before, number)
+    return points(tmp_path / "before", patch, lambda folder: save(folder, step, len(earlier)))
+
+
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No real disk is waited for, and torch's checkpoints say nothing."""
@@ -175,10 +182,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_crash_at_every_call_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, story: str) -> None:
     earlier, step, left = STORIES[story]
     number = len(earlier)
-
-    for n, s in enumerate(earlier):
-        save(tmp_path / "before", s, n)
-    for at in range(points(tmp_path / "before", monkeypatch, lambda folder: save(folder, step, number))):
+    for at in range(prepared(tmp_path, monkeypatch, story)):
         folder = shutil.copytree(tmp_path / "before", tmp_path / f"at-{at}")
         disk = Disk(folder, at)
         disk.start()
@@ -201,10 +205,7 @@ def test_a_crash_at_every_call_of_a_save(tmp_path: Path, monkeypatch: pytest.Mon
 def test_an_error_at_every_call_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, story: str) -> None:
     earlier, step, left = STORIES[story]
     number = len(earlier)
-
-    for n, s in enumerate(earlier):
-        save(tmp_path / "before", s, n)
-    for at in range(points(tmp_path / "before", monkeypatch, lambda folder: save(folder, step, number))):
+    for at in range(prepared(tmp_path, monkeypatch, story)):
         folder = shutil.copytree(tmp_path / "before", tmp_path / f"at-{at}")
         disk = Disk(folder, at, error=True)
         written = True
@@ -302,15 +303,3 @@ def test_what_another_process_is_writing_stays(tmp_path: Path) -> None:
         assert (cache / ".partial-live").is_dir() and not (cache / ".partial-dead").exists()
     corpus(tmp_path)
     assert not list(cache.glob(".partial-*"))
-
-
-@pytest.mark.parametrize("file", ["tokens.bin", "meta.json"])
-def test_a_changed_token_cache_is_named(tmp_path: Path, file: str) -> None:
-    (tmp_path / "text").write_text("a few words")
-    corpus(tmp_path)
-    (changed,) = (tmp_path / "cache" / "data").glob(f"*/{file}")
-    raw = np.frombuffer(changed.read_bytes(), dtype=np.uint8).copy()
-    raw[2] ^= 1
-    changed.write_bytes(raw.tobytes())
-    with pytest.raises(RunError, match=r"is damaged.*delete that folder"):
-        corpus(tmp_path)

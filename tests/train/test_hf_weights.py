@@ -1,6 +1,5 @@
 """Models of several processes: the same random weights on every mesh, and weights of which each process reads its part."""
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,8 @@ from forebay.models.families import keep_part
 from forebay.train import hf_io, hf_weights, parallel
 from forebay.train.distributed import Mesh
 from tests.ranks import run_ranks
+from tests.train.common import CPU, digest
 
-CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {
     "hidden_size": 16,
     "num_hidden_layers": 2,
@@ -69,24 +68,13 @@ def parts_of(config: dict[str, Any]) -> Any:
 
 def digests(model: Any) -> dict[str, str]:
     """Of every whole parameter and buffer, by name and dtype."""
-    found = {}
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        whole = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
-        raw = whole.contiguous().view(torch.uint8).numpy().tobytes()
-        found[f"{name} {whole.dtype}"] = hashlib.sha256(raw).hexdigest()
-    return found
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return {f"{name} {tensor.dtype}": digest(tensor) for name, tensor in tensors}
 
 
 def built(rank: int, world: int, cases: list[Any], wanted: list[dict[str, str]]) -> list[tuple[list[str], int, int]]:
     """Of each case what differs from what is wanted; bytes read for experts' parameters; bytes read for the rest."""
-    read: dict[str, int] = {}
-    fill = hf_weights.fill
-
-    def counting(*args: Any) -> dict[str, int]:
-        read.update(fill(*args))
-        return read
-
-    hf_weights.fill = counting  # this process is the test's own
+    read = count_reads()
     results = []
     for (raw, ep), digests_wanted in zip(cases, wanted, strict=True):
         read.clear()
@@ -144,28 +132,6 @@ def of_three_layers() -> dict[str, dict[str, Any]]:
     return {family: {**config, "num_hidden_layers": 3} for family, config in FAMILIES.items()}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_parts_are_made_and_read_as_the_whole(tmp_path: Path, family: str) -> None:
-    """On one process: parameters and buffers of the whole, bit for bit, with random numbers and out of a folder."""
-    config = of_three_layers()[family]
-    random = config_of({"family": family, "config": config}, 1).model
-    hf_io.save(hf_io.build(random, 257, CPU, seed=7), tmp_path / "model")
-    stored = config_of({"path": str(tmp_path / "model")}, 1).model
-    for section in (random, stored):
-        whole = hf_io.build(section, 257, CPU, seed=5)
-        wanted = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
-        held: list[str] = []
-        for numbers, embedding, head in parts_of(config):
-            model = hf_io.build(
-                section, 257, CPU, seed=5, part=lambda m, n=numbers, e=embedding, h=head: keep_part(m, n, e, h)
-            )
-            assert model.training
-            for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-                assert tensor.dtype == wanted[name].dtype and torch.equal(tensor, wanted[name]), name
-            held += [name for name, _ in model.named_parameters()]
-        assert sorted(held) == sorted(name for name, _ in whole.named_parameters())
-
-
 def test_a_part_needs_the_whole_folder(tmp_path: Path) -> None:
     """A tensor of another part that is missing is named, as the whole model would name it; one of no part is left alone."""
     query = "model.layers.1.self_attn.q_proj.weight"
@@ -181,8 +147,8 @@ def test_a_part_needs_the_whole_folder(tmp_path: Path) -> None:
         hf_io.build(config_of({"path": str(lacking)}, 1).model, 257, CPU, part=first)
 
 
-def built_in_parts(rank: int, world: int, sections: list[Any]) -> list[tuple[dict[str, str], int]]:
-    """Of each section, on two pipeline ranks of two processes each: digests of this rank's part; bytes of parameters read."""
+def count_reads() -> dict[str, int]:
+    """Bytes that `hf_weights.fill` reads from now on in this process, the test's own, by parameter."""
     read: dict[str, int] = {}
     fill = hf_weights.fill
 
@@ -190,7 +156,13 @@ def built_in_parts(rank: int, world: int, sections: list[Any]) -> list[tuple[dic
         read.update(fill(*args))
         return read
 
-    hf_weights.fill = counting  # this process is the test's own
+    hf_weights.fill = counting
+    return read
+
+
+def built_in_parts(rank: int, world: int, sections: list[Any]) -> list[tuple[dict[str, str], int]]:
+    """Of each section, on two pipeline ranks of two processes each: digests of this rank's part; bytes of parameters read."""
+    read = count_reads()
     results = []
     for raw, parts in sections:
         read.clear()

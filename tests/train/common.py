@@ -1,0 +1,172 @@
+"""What tests of the trainer share: tiny models, one configuration, digests, and a launcher of GPU scripts. Ranks use it too."""
+
+import hashlib
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from forebay.config import Config, from_mapping
+
+CPU = torch.device("cpu")
+MODEL: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "intermediate_size": 16,
+    "moe_intermediate_size": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+_LAYERS = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 16,
+    "moe_intermediate_size": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+GLM: dict[str, Any] = {**_LAYERS}  # balances by a router bias
+DEEPSEEK: dict[str, Any] = {
+    **_LAYERS,
+    "q_lora_rank": None,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_group": 1,
+    "topk_group": 1,
+}
+# One size larger, with a dense layer and a router loss: for comparisons of gradients.
+WIDE: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "intermediate_size": 48,
+    "mlp_only_layers": [1],
+    "router_aux_loss_coef": 0.01,
+}
+# For scripts on GPUs.
+GPU_SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "moe_intermediate_size": 128,
+    "num_experts_per_tok": 2,
+}
+
+
+def config(folder: Path | str, sizes: dict[str, Any] = MODEL, **changes: dict[str, Any]) -> Config:
+    """A Qwen3-MoE of `sizes` on the text file in `folder` (see `write_text`); `changes` update the sections."""
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"family": "qwen3_moe", "config": sizes},
+        "data": {"source": "text", "path": f"{folder}/text.txt", "cache": f"{folder}/cache"},
+        "train": {"steps": 4, "batch": 4, "sequence": 16},
+        "log": {"folder": f"{folder}/run", "progress": "off"},
+        "device": {"type": "cpu", "threads": 1},
+    }
+    for name, keys in changes.items():
+        sections[name] = {**sections.get(name, {}), **keys}
+    return from_mapping(sections, origin="test")
+
+
+def write_text(folder: Path, times: int = 400) -> str:
+    (folder / "text.txt").write_text("the water comes unevenly and goes on evenly. " * times)
+    return str(folder)
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO())
+
+
+def local(tensor: Any) -> torch.Tensor:
+    return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
+
+
+def digest(tensor: Any) -> str:
+    return hashlib.sha256(whole(tensor).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def digests(trainer: Any) -> dict[str, str]:
+    """Of this process's parameters, whole, and their optimizer's states."""
+    states = {
+        f"{name} {key}": value
+        for name, parameter in trainer.model.named_parameters()
+        for key, value in {"": parameter, **trainer.optimizer.state[parameter]}.items()
+    }
+    return {name: digest(value) for name, value in states.items()}
+
+
+def union(of_ranks: Any) -> dict[str, Any]:
+    """Dictionaries that agree on the keys that they share."""
+    merged: dict[str, Any] = {}
+    for found in of_ranks:
+        assert all(merged.setdefault(name, value) == value for name, value in found.items())
+    return merged
+
+
+def state_of(trainer: Any) -> dict[str, torch.Tensor]:
+    """This process's part of parameters, buffers and optimizer states, on the CPU."""
+    found = {name: local(t) for name, t in [*trainer.model.named_parameters(), *trainer.model.named_buffers()]}
+    for number, state in enumerate(trainer.optimizer.state.values()):
+        found |= {f"optimizer {number} {key}": local(value) for key, value in state.items()}
+    return {name: tensor.cpu().clone() for name, tensor in found.items()}
+
+
+def differing(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> list[str]:
+    """Names of tensors that are not equal, or not in both."""
+    unequal = [name for name in some.keys() & others.keys() if not torch.equal(some[name], others[name])]
+    return sorted(unequal + list(some.keys() ^ others.keys()))
+
+
+def torchrun(script: str, processes: int, *arguments: str, seconds: float = 400) -> None:
+    """Run a test file as a script on this machine's GPUs, with deterministic cuBLAS."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    paths = os.pathsep.join(("src", "."))
+    environment = {**os.environ, "PYTHONPATH": paths, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    done = subprocess.run(
+        [*command, script, *arguments], env=environment, capture_output=True, text=True, timeout=seconds
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+
+
+def train_command(config: Path, *overrides: str) -> list[str]:
+    return ["train", str(config), *(part for o in overrides for part in ("--set", o))]
+
+
+def to_toml(config: Config) -> str:
+    """A configuration file of every key."""
+    import json
+
+    def value(of: Any) -> str:
+        if isinstance(of, dict):
+            return "{ " + ", ".join(f"{json.dumps(k)} = {value(v)}" for k, v in of.items()) + " }"
+        return json.dumps(of)
+
+    sections = config.to_dict()
+    return "\n".join(
+        f"[{name}]\n" + "\n".join(f"{k} = {value(v)}" for k, v in keys.items() if v is not None)
+        for name, keys in sections.items()
+    )

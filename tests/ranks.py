@@ -171,7 +171,7 @@ class Started:
         self._process.join()
 
     def wait(self, timeout: float) -> int:
-        """Its exit code; raises subprocess.TimeoutExpired."""
+        """Wait for its exit code; raises subprocess.TimeoutExpired."""
         self._process.join(timeout)
         if self._process.exitcode is None:
             raise subprocess.TimeoutExpired(str(self._process), timeout)

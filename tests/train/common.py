@@ -1,4 +1,4 @@
-"""What tests of the trainer share: tiny models, one configuration, digests, and a launcher of GPU scripts. Ranks use it too."""
+"""Shared by tests of the trainer and by their ranks: tiny models, one configuration, digests, and a launcher of GPU scripts."""
 
 import hashlib
 import io
@@ -110,7 +110,7 @@ def digest(tensor: Any) -> str:
 
 
 def digests(trainer: Any) -> dict[str, str]:
-    """Of this process's parameters, whole, and their optimizer's states."""
+    """Digests of this process's whole parameters and their optimizer states."""
     states = {
         f"{name} {key}": value
         for name, parameter in trainer.model.named_parameters()

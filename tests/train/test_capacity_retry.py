@@ -82,7 +82,7 @@ def narrow(_: str, group: Any, num_experts: int, **__: Any) -> NarrowDispatcher:
 
 
 def all_state(trainer: Trainer) -> dict[str, Tensor]:
-    """All that a step may change."""
+    """Everything that a step may change."""
     found = state_of(trainer)
     found["torch's generator"] = torch.get_rng_state()
     found["Python's and numpy's generators"] = torch.tensor([random.random(), np.random.rand()])
@@ -122,7 +122,7 @@ def trained(config: Config, narrowed: bool, again: bool = True) -> tuple[dict[st
 
 
 def both_ways(rank: int, world: int, raws: list[dict[str, Any]]) -> list[tuple[list[str], bool, list[bool]]]:
-    """Of each configuration: what differs from the run without a capacity, whether figures do, which steps ran twice."""
+    """For each configuration: differing tensors, whether figures agree, and which steps ran twice."""
     found = []
     for raw in raws:
         config = from_mapping(raw)
@@ -178,7 +178,7 @@ def without_running_again(rank: int, world: int, raw: dict[str, Any]) -> list[bo
 
 
 def test_what_is_left_out_matters(tiny: Callable[..., Config]) -> None:
-    """Or the tests above would show nothing."""
+    """Otherwise the tests above would show nothing."""
     raw = tiny(model=MODELS["qwen3_moe"], train=TRAIN, parallel={"ep": 2}).to_dict()
     assert run_ranks(without_running_again, 2, raw) == [[False, True, False]] * 2
 
@@ -209,7 +209,7 @@ def test_validation_is_exact(tiny: Callable[..., Config]) -> None:
 
 
 class Pages:
-    """What `CapacityRetries` uses of a store of pages."""
+    """The part of a page store that `CapacityRetries` uses."""
 
     def __init__(self) -> None:
         self.missing = torch.zeros(1, dtype=torch.int64)
@@ -310,7 +310,7 @@ def test_processes_agree(tiny: Callable[..., Config]) -> None:
 
 
 def test_the_run_reports_it(tiny: Callable[..., Config]) -> None:
-    """In the line of the step, the metrics and the table; here for pages that run out in the second step."""
+    """The step's line, the metrics and the table report a retry; here pages run out in the second step."""
     pages, calls = Pages(), []
 
     class Short(Trainer):

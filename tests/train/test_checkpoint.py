@@ -112,7 +112,7 @@ def test_latest_survives_a_lost_pointer(tmp_path: Path) -> None:
 
 
 def fail_with(error: BaseException) -> Any:
-    """In the place of torch's function that writes the tensors: half a file, then `error`."""
+    """A replacement of torch's function that writes the tensors: it writes half a file and raises `error`."""
 
     def write(self: Any, plan: Any, planner: Any) -> None:
         Path(self.path, "__0_0.distcp").write_bytes(b"half")
@@ -189,7 +189,7 @@ def damage_flip(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "message"),
     [
         (damage_cut, "__0_0.distcp has"),
         (damage_flip, "the content of __0_0.distcp has changed"),
@@ -199,7 +199,7 @@ def damage_flip(path: Path) -> None:
         (lambda p: (p / "manifest.json").unlink(), "manifest.json is missing or unreadable"),
     ],
 )
-def test_damage_is_named_and_an_earlier_one_offered(tmp_path: Path, damage: Any, said: str) -> None:
+def test_damage_is_named_and_an_earlier_one_offered(tmp_path: Path, damage: Any, message: str) -> None:
     model, optimizer = make()
     checkpoints = Checkpoints(tmp_path)
     earlier = checkpoints.save(1, model, optimizer, {})
@@ -207,7 +207,7 @@ def test_damage_is_named_and_an_earlier_one_offered(tmp_path: Path, damage: Any,
     damage(newest)
     with pytest.raises(RunError) as caught:
         checkpoint.load(newest, model, optimizer)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert f"checkpoint {newest} is damaged" in str(caught.value)
     assert f"--resume {earlier}" in str(caught.value)
     checkpoint.load(earlier, model, optimizer)
@@ -245,10 +245,10 @@ class Runs:
 
 
 def fill_manifest(path: Path) -> None:
-    """As the one who changes a file would: the manifest is right."""
+    """Make the manifest match the files, as whoever changed them would."""
     files = [p for p in path.rglob("*") if p.is_file() and p.name != "manifest.json"]
-    said = {str(p.relative_to(path)): (p.stat().st_size, hashlib.sha256(p.read_bytes()).hexdigest()) for p in files}
-    (path / "manifest.json").write_text(json.dumps({"files": said}))
+    entries = {str(p.relative_to(path)): (p.stat().st_size, hashlib.sha256(p.read_bytes()).hexdigest()) for p in files}
+    (path / "manifest.json").write_text(json.dumps({"files": entries}))
 
 
 def metadata(path: Path) -> Any:

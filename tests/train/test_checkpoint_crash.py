@@ -73,7 +73,7 @@ class Disk:
             self._content[number] = path.read_bytes(), path.stat().st_mtime_ns
 
     def start(self) -> None:
-        """What is there now was synced long ago."""
+        """Take the present content of the folder as synced."""
         for path in (self.folder, *self.folder.rglob("*")):
             handle = os.open(path, os.O_RDONLY)
             self._synced(handle)

@@ -21,7 +21,7 @@ from tests.train.common import CPU, WIDE, config, digest, digests, union, write_
 
 
 def export_of(path: Path, out: Path) -> Any:
-    """What transformers makes of an exported checkpoint."""
+    """The model that transformers loads from an exported checkpoint."""
     from transformers import AutoModelForCausalLM
 
     assert export(path, out) == path
@@ -102,22 +102,22 @@ def test_a_pipelines_checkpoint_is_a_whole_model(tmp_path: Path) -> None:
 
 
 def refusing(rank: int, world: int, folder: str, path: str) -> list[str]:
-    """What is said by a pipeline of 5 layers, and by one of 4 whose second rank left out the last one."""
-    said = []
+    """Messages of a pipeline of 5 layers, and of one of 4 whose second rank lacks the last layer."""
+    messages = []
     for count, numbers in ((5, (1, 2, 3, 4)), (4, (1, 2))):
         settings, (first, (_, *ends)) = layout(folder, "chain", count)
         with Mesh.open(settings) as mesh, pytest.raises(RunError) as caught:
             held = Held(mesh, settings, [first, (numbers, *ends)], 1)
             checkpoint.load(Path(path), held.model, held.optimizer)
-        said.append(str(caught.value))
-    return said
+        messages.append(str(caught.value))
+    return messages
 
 
 def test_another_model_is_named_by_every_pipeline_rank(tmp_path: Path) -> None:
-    """Though only some of them hold the layer, or none."""
+    """Only some ranks hold the layer, or none does."""
     _, path = saved(0, 1, str(tmp_path), "alone")
     results = run_ranks(refusing, 4, str(tmp_path), path)
-    assert all(said == results[0] for said in results)
+    assert all(message == results[0] for message in results)
     more, fewer = results[0]
     assert "another model: it has no model.layers.4." in more
     assert "another model: this one has no model.layers.3." in fewer
@@ -177,7 +177,7 @@ def draw() -> Numbers:
 
 
 def drawing(rank: int, world: int, folder: str, alone: str) -> tuple[Numbers, Numbers, Numbers]:
-    """What a process draws after it saved, after it loads that, and after it loads what one process saved."""
+    """Random numbers of a process after it saved, after it loaded that, and after it loaded a checkpoint of one process."""
     torch.manual_seed(rank), random.seed(rank), np.random.seed(rank)
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -190,7 +190,7 @@ def drawing(rank: int, world: int, folder: str, alone: str) -> tuple[Numbers, Nu
 
 
 def test_each_process_draws_on(tmp_path: Path) -> None:
-    """Its own numbers; where it has none to go on with, others than its neighbours."""
+    """Each process continues its own numbers; without a counterpart it draws other numbers than its neighbours."""
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     alone = Checkpoints(tmp_path / "alone").save(1, model, optimizer, {})

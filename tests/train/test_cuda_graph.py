@@ -1,6 +1,6 @@
-"""When a step is called, captured and replayed, and what it is given: with a graph that calls the captured step again.
+"""When a step is called, captured and replayed, with a fake graph whose replay calls the captured step again.
 
-What a real graph does to bits is tested on GPUs, in `test_captured_gpu` and `test_pipelined_gpu`.
+`test_cuda_graph_gpu` and `test_engines_gpu` compare the bits of real graphs.
 """
 
 from contextlib import contextmanager, nullcontext
@@ -15,13 +15,13 @@ from forebay.train.engines import GradientEngine
 
 
 class Pretence:
-    """Stands for torch.cuda. A replay runs the captured step on the same inputs, and writes its results where they were."""
+    """Replaces torch.cuda. A replay runs the captured step on the same inputs, and writes its results to the same tensors."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.recording: Any = None
         self.graphs = 0
-        self.ends = True  # whether what was launched is over when somebody asks
-        self.room: Any = None  # whose memory is allocated in
+        self.ends = True  # whether a launched replay has ended
+        self.room: Any = None  # pool that memory is allocated from
         pretence = self
 
         class Graph:
@@ -83,7 +83,7 @@ class Pretence:
 
 
 class Engine:
-    """A step that multiplies tokens by a weight, adds to a gradient, and notes what it was called with."""
+    """A step that multiplies tokens by a number, adds to a gradient, and records the shapes of its calls."""
 
     def __init__(self, pretence: Pretence, **more: Any):
         self.pretence = pretence
@@ -243,12 +243,12 @@ def test_all_give_it_up_if_one_does(pretence: Pretence) -> None:
 
 
 def test_graphs_that_are_timed_make_another_plan_and_are_captured_anew(pretence: Pretence) -> None:
-    said: list[bool] = []
+    timed_captures: list[bool] = []
     plans: list[int] = []
 
     @contextmanager
     def around(timed: bool) -> Any:
-        said.append(timed)
+        timed_captures.append(timed)
         yield
 
     engine = Engine(pretence, around=around, timed_graphs=2, plan_again=lambda: plans.append(pretence.graphs))
@@ -256,8 +256,8 @@ def test_graphs_that_are_timed_make_another_plan_and_are_captured_anew(pretence:
     for _ in range(3 + 2 + 2 + 3):
         engine.run(3, 5)
         stays.append(engine.step.is_captured)
-    assert said == [True, True, False]
-    assert plans == [1, 2], "once behind the replays of each timed graph"
+    assert timed_captures == [True, True, False]
+    assert plans == [1, 2], "once after the replays of each timed graph"
     assert stays == [False] * 7 + [True] * 3
 
 
@@ -276,7 +276,7 @@ def test_a_timed_graph_of_another_shape_is_not_asked(pretence: Pretence) -> None
 
 
 class Around(GradientEngine):
-    """Notes in whose memory weights are gathered, the step runs and gradients are reduced."""
+    """Records the memory pool in which weights are gathered, the step runs and gradients are reduced."""
 
     def __init__(self, pretence: Pretence):
         self.inner = Engine(pretence)
@@ -307,11 +307,11 @@ class Around(GradientEngine):
 
 
 def test_around_a_graph_its_memory_is_allocated_in(pretence: Pretence) -> None:
-    """And within the step not: a step that is called beside a graph would lie where the next replay writes."""
+    """But not within the step: the next replay would overwrite a step that is called beside a graph."""
     engine = Around(pretence)
     for _ in range(3):
         assert engine.step() == [None, None]
-    assert engine.step() == [None, ("pool", 1)]  # captured behind its gathering
+    assert engine.step() == [None, ("pool", 1)]  # captured after its gathering
     assert engine.step() == [("pool", 1)] * 2
     assert engine.step(replay=False) == [("pool", 1), None, ("pool", 1)]
     with engine.eager():

@@ -1,4 +1,4 @@
-"""Who is where, what processes tell each other, and what is refused before they start."""
+"""Process groups of every mesh, collective calls, refusals before a run starts, and whole runs of several processes."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def test_world_of_environment() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sections", "size", "said"),
+    ("sections", "size", "message"),
     [
         ({"parallel": {"ep": 4}}, 1, "parallel.ep = 4 needs 4 processes .* torchrun --nproc-per-node 4 -m forebay train"),
         ({"parallel": {"ep": 3}}, 4, "parallel.ep = 3 does not divide the 4 processes; valid are 1, 2, 4$"),
@@ -58,8 +58,8 @@ def test_world_of_environment() -> None:
          "memory.recompute = 'full' repeats communication"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused_with_what_would(sections: dict[str, Any], size: int, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_what_does_not_fit_is_refused_with_what_would(sections: dict[str, Any], size: int, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         check_world(with_keys(**sections), size)
 
 
@@ -154,9 +154,9 @@ def test_whole_runs(tiny: Callable[..., Config], tmp_path: Path) -> None:
     together = {"train": sizes, "checkpoint": {"last": False}, "parallel": {"ep": 2, "overlap": True}}
     raw = tiny(**together).to_dict()
     stopping = tiny(**{**together, "log": {"folder": str(tmp_path / "stopped")}}).to_dict()
-    (folder, kind, said), (same, other, _) = run_ranks(whole_runs, 2, raw, stopping)
+    (folder, kind, message), (same, other, _) = run_ranks(whole_runs, 2, raw, stopping)
     assert folder == same == str(tmp_path / "run-2"), "ranks took different folders"
-    assert (kind, other) == ("Interrupted", "ReportedElsewhere") and "stopped by SIGTERM after step 2 of 3" in said
+    assert (kind, other) == ("Interrupted", "ReportedElsewhere") and "stopped by SIGTERM after step 2 of 3" in message
     read = [
         [json.loads(line) for line in (p / "metrics.jsonl").read_text().splitlines()] for p in (alone, Path(folder))
     ]
@@ -179,7 +179,7 @@ def on_two_processes(config: Path, *overrides: str) -> tuple[list[int | None], s
 
 
 def test_as_a_person_starts_it(tmp_path: Path) -> None:
-    """Lines come once, and so does the sentence about a failure, whether all processes find it or one."""
+    """Lines are printed once, and so is the message of a failure, whether one process finds it or all."""
     settings = common.config(
         common.write_text(tmp_path, 50),
         {**MODEL, "num_hidden_layers": 1},

@@ -105,7 +105,7 @@ def test_gradients_are_those_of_plain_steps(folder: str) -> None:
 
 
 def test_alone_and_compiled(tmp_path: Path) -> None:
-    """One process has nothing to hide; its halves are cut all the same, and the load-balancing loss is counted."""
+    """One process hides no communication, but its layers are cut too, and the load-balancing loss is counted."""
     folder = write_text(tmp_path)
     found = []
     for overlap in (False, True):
@@ -145,11 +145,11 @@ def placed(folder: str, world: int, schedule: str, pp: int = 2, **memory: Any) -
 
 
 class Ran:
-    """Steps of one configuration on this process. Parameters stay as they are.
+    """Gradients of some steps of one configuration on this process. Parameters do not change.
 
     Attributes:
-        steps: of each, the losses and this process's gradients by name.
-        wrong: what the manager left undone.
+        steps: losses, and this process's gradients by name.
+        wrong: failures of the manager.
         actions: of this rank, in order.
     """
 
@@ -171,7 +171,7 @@ class Ran:
                     self.wrong.append(
                         f"step {number}: {pages.live_tickets} tickets of pages are left, or none was taken"
                     )
-            # How much "fit" offloads depends on measured times, of which a CPU has none.
+            # "fit" offloads by measured times, which a CPU does not have.
             if memory.get("offload") == "all" and not (
                 trainer.memory.plan and 0 < trainer.memory.plan.planned_bytes <= trainer.memory.report().moved_bytes
             ):
@@ -194,7 +194,7 @@ def differences(got: Ran, wanted: Ran) -> list[str]:
 
 
 def early_weights(rank: int, world: int, folder: str) -> tuple[list[str], bool]:
-    """What differs from `keep`, and whether this rank's actions come in another order."""
+    """Differences from `keep`, and whether this rank's actions run in another order."""
     wanted = Ran(folder, world, "dualpipev", world, policy="keep")
     found = Ran(folder, world, "dualpipev", world, policy="offload", offload="all")
     assert sorted(map(str, found.actions)) == sorted(map(str, wanted.actions))
@@ -202,14 +202,14 @@ def early_weights(rank: int, world: int, folder: str) -> tuple[list[str], bool]:
 
 
 def test_weight_gradients_that_come_early_are_the_same(folder: str) -> None:
-    """Of four ranks, with all offloaded, some make theirs before they wait for another one's message."""
+    """With everything offloaded, some of four ranks compute weight gradients before they wait for a message."""
     found = run_ranks(early_weights, 4, folder)
     assert [wrong for wrong, _ in found] == [[]] * 4
     assert any(moved for _, moved in found)
 
 
 def calls(rank: int, world: int, folder: str) -> dict[str, tuple[int, int, int]]:
-    """By schedule: (layers here, calls of an attention a layer and microbatch, first products a MoE layer and microbatch)."""
+    """By schedule: layers of this rank; by layer and microbatch, calls of attention and first products of experts."""
     found = {}
     for schedule in (*SCHEDULES, "1f1b"):
         settings = placed(folder, world, schedule, policy="recompute")
@@ -233,7 +233,7 @@ def calls(rank: int, world: int, folder: str) -> dict[str, tuple[int, int, int]]
 
 
 def split(rank: int, world: int, folder: str) -> dict[str, list[str]]:
-    """What differs between schedules with split backwards and 1f1b, whole model against whole model, by schedule."""
+    """By schedule, differences between split backwards and 1f1b, over the whole model."""
     references: dict[str, Any] = {}
     found = {}
     for schedule in ("1f1b", "zbv", "dualpipev"):
@@ -283,7 +283,7 @@ THREE = {"config": {"num_hidden_layers": 3}}
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         (THREE, r"parallel\.partition = 'auto': .*has 4 stages, .*the model's 3 decoder layers; valid is at most 1 "),
         ({**THREE, "parallel": {"partition": "even"}}, r"parallel\.partition = 'even': .*4 stages, .*3 decoder layers"),
@@ -301,9 +301,9 @@ THREE = {"config": {"num_hidden_layers": 3}}
         ({"parallel": {"overlap": True}}, r"parallel\.overlap = true is for parallel\.pp = 1; .*'dualpipev'"),
     ],
 )  # fmt: skip
-def test_refused_before_anything_is_built(changes: dict[str, Any], said: str) -> None:
-    """In one sentence that names the keys and what would be valid; no process, corpus or weight is needed to find out."""
-    with pytest.raises(UsageError, match=said) as caught:
+def test_refused_before_anything_is_built(changes: dict[str, Any], message: str) -> None:
+    """With one sentence that names the keys and the valid values, before any process, corpus or weight exists."""
+    with pytest.raises(UsageError, match=message) as caught:
         asked = pipelined(**changes)
         check_world(asked, asked.parallel.pp)
         partition_of(asked, hf_io.configuration(asked.model, 257), 1)
@@ -315,24 +315,24 @@ def gradients_of(trainer: Trainer) -> dict[str, Any]:
 
 
 def tied(rank: int, world: int, folder: str) -> tuple[str, list[float], dict[str, Any]]:
-    """What 1f1b says of tied embeddings, and dualpipev's losses and gradients."""
-    said = ""
+    """The message of 1f1b about tied embeddings, and losses and gradients of dualpipev."""
+    message = ""
     if world > 1:
         settings = pipelined(folder, config={"tie_word_embeddings": True}, parallel={"schedule": "1f1b"})
         with Mesh.open(settings) as mesh, pytest.raises(UsageError) as caught:
             Trainer(settings, mesh)
-        said = str(caught.value)
+        message = str(caught.value)
     settings = pipelined(folder, config={"tie_word_embeddings": True}, parallel={"pp": world})
     with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
         losses = mesh.sum(torch.stack(trainer.gradients(1))).tolist()
-        return said, losses, gradients_of(trainer)
+        return message, losses, gradients_of(trainer)
 
 
 def test_tied_embeddings_need_a_v(folder: str) -> None:
     _, wanted_losses, wanted = tied(0, 1, folder)
     seen = set()
-    for said, losses, grads in run_ranks(tied, 2, folder):
-        assert "'1f1b'" in said and "tie_word_embeddings" in said and "valid are 'dualpipev' and 'zbv'" in said
+    for message, losses, grads in run_ranks(tied, 2, folder):
+        assert "'1f1b'" in message and "tie_word_embeddings" in message and "valid are 'dualpipev' and 'zbv'" in message
         assert losses == pytest.approx(wanted_losses, rel=1e-6)
         for name, got in grads.items():
             seen.add(name)
@@ -356,7 +356,7 @@ def breaks(call: int, path: str) -> int:
 
 
 def test_a_stage_that_raises_on_one_rank_ends_the_run(folder: str) -> None:
-    """In the middle of the fourth step: both processes end with exit code 1, and the error is said, once."""
+    """In the middle of the fourth step. Both processes end with exit code 1, and the error is printed once."""
     settings = pipelined(folder, train={"steps": 1000}, parallel={"timeout": 60}, checkpoint={"every": 2})
     path = Path(folder) / "c.toml"
     path.write_text(to_toml(settings))
@@ -373,7 +373,7 @@ def test_a_stage_that_raises_on_one_rank_ends_the_run(folder: str) -> None:
 
 
 def counted(rank: int, world: int, folder: str, cases: list[tuple[str, dict[str, Any]]]) -> list[Any]:
-    """Of each case: losses, choices by MoE block after a step's gradients, and the biases after two more steps."""
+    """For each case: losses, counts by MoE block after a step's gradients, norms and biases after two more steps."""
     found = []
     for family, changes in cases:
         settings = pipelined(folder, family, **{**changes, "parallel": {"pp": world}})

@@ -45,16 +45,16 @@ def test_a_dead_or_frozen_process_is_named(tmp_path: Path, how: signal.Signals, 
         began = time.monotonic()
         processes[2].send_signal(how)
         others = [p for rank, p in enumerate(processes) if rank != 2]
-        said = "".join("".join(p.communicate(timeout=90)) for p in others)
+        message = "".join("".join(p.communicate(timeout=90)) for p in others)
         assert all(p.returncode == 1 for p in others), [p.returncode for p in others]
-        if how == signal.SIGKILL:  # on the same machine nobody waits for the end of all patience
+        if how == signal.SIGKILL:  # on the same machine a death is known at once
             assert time.monotonic() - began < 40
     finally:
         for p in processes:
             p.kill()
     fate = "died" if how == signal.SIGKILL else "has not answered for"
-    assert re.search(rf"process 2 \(\S+, pid {processes[2].pid}\) {fate}", said), said
-    assert re.search(r"checkpoint \S*step-\d+ is intact", said), said
+    assert re.search(rf"process 2 \(\S+, pid {processes[2].pid}\) {fate}", message), message
+    assert re.search(r"checkpoint \S*step-\d+ is intact", message), message
 
 
 def store_of_one() -> dist.TCPStore:
@@ -65,7 +65,7 @@ def a_beat(pid: int, **more: Any) -> str:
     return json.dumps({"name": f"elsewhere, pid {pid}", "place": "elsewhere", "pid": pid, "beat": 1, **more})
 
 
-def test_nobody_is_blamed_while_all_beat_nor_for_leaving_early() -> None:
+def test_no_process_is_blamed_while_it_beats_or_after_it_left() -> None:
     store = store_of_one()
     left: list[int] = []
     hearts = [Heartbeat(store, rank, 3, 1.0, str, period=0.05, leave=left.append) for rank in range(3)]
@@ -88,14 +88,15 @@ def test_silence_ends_the_others(capsys: pytest.CaptureFixture[str]) -> None:
         assert re.fullmatch(r"process 1 \(elsewhere, pid 77\) has not answered for \d s", heart.describe_lost())
         time.sleep(1.0)
         assert set(left) == {1}
-    said = capsys.readouterr().err
+    message = capsys.readouterr().err
     assert (
-        said.count("the run has ended; all is lost") == 1 and "process 1 (elsewhere, pid 77) has not answered" in said
+        message.count("the run has ended; all is lost") == 1
+        and "process 1 (elsewhere, pid 77) has not answered" in message
     )
 
 
 def test_an_error_of_one_is_known_to_all(capsys: pytest.CaptureFixture[str]) -> None:
-    """At once, and with its reason; a third, which ends because of it, is not blamed."""
+    """At once, and with its reason. A third process, which ends because of it, is not blamed."""
     store = store_of_one()
     left: list[int] = []
     with Heartbeat(store, 0, 3, 60.0, str, period=0.05, leave=left.append) as heart:
@@ -118,7 +119,7 @@ def hold_the_store(port: int) -> None:
 
 
 def test_the_store_dies_with_its_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Process 0 holds it, unless torchrun does. Beats end too, and nobody else is blamed."""
+    """Process 0 holds it, unless torchrun does. All beats end then, and no other process is blamed."""
     port = free_port()
     holder = start(hold_the_store, port)
     try:
@@ -150,7 +151,7 @@ class Gone:
 
 
 def raised(error: Exception, cause: Exception | None) -> tuple[str, int]:
-    """What becomes of an error inside a run, and how often the heartbeat was asked for the reason."""
+    """The message of an error inside a run, and how often the heartbeat was asked for a lost process."""
     heart: Any = Gone()
     with pytest.raises((RunError, OSError, RuntimeError)) as caught, _naming_lost(heart, lambda: "all is intact"):
         raise error from cause
@@ -164,7 +165,7 @@ def test_the_dead_process_is_named_for_what_a_collective_raised() -> None:
     assert raised(unwritten, RuntimeError("connection reset by peer")) == (blamed, 1)
 
 
-def test_nobody_is_blamed_for_a_full_disk_or_a_loss_that_is_not_finite() -> None:
+def test_no_process_is_blamed_for_a_full_disk_or_a_loss_that_is_not_finite() -> None:
     full = RunError("checkpoint x could not be written: no space left")
     assert raised(full, OSError(28, "no space left")) == (str(full), 0)
     assert raised(RunError("the loss is not finite"), None) == ("the loss is not finite", 0)

@@ -87,8 +87,8 @@ def test_missing_weights_are_named(folder: Path, gone: str) -> None:
     weights = load_file(folder / "model.safetensors")
     del weights[gone]
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    said = r"model\.layers\.1\.mlp\.experts" if "experts" in gone else f"not complete: {gone} is missing.*= 'random'"
-    with pytest.raises(RunError, match=said):
+    message = r"model\.layers\.1\.mlp\.experts" if "experts" in gone else f"not complete: {gone} is missing.*= 'random'"
+    with pytest.raises(RunError, match=message):
         hf_io.build(Model(path=str(folder)), 257, CPU)
 
 
@@ -124,7 +124,7 @@ def test_missing_files_are_named(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "said"),
+    ("model", "message"),
     [
         (Model(family="qwen3_meo"), "nearest valid family is 'qwen3_moe'"),
         (Model(family="qwen3_moe", config={"hiden_size": 8}), "nearest valid key is 'hidden_size'"),
@@ -133,8 +133,8 @@ def test_missing_files_are_named(folder: Path) -> None:
         (Model(path="nowhere"), "'nowhere' is not a folder with a config.json"),
     ],
 )
-def test_mistakes_are_named(model: Model, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_mistakes_are_named(model: Model, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         hf_io.build(model, 257, CPU)
 
 

@@ -51,9 +51,9 @@ def sized(family: str, change: dict[str, Any]) -> Model:
     return Model(family=family, config={**sizes, "num_experts_per_tok": 2, **FAMILIES[family], **change})
 
 
-@pytest.mark.parametrize(("family", "change", "said"), SIZES)
-def test_sizes_that_do_not_go_together(family: str, change: dict[str, Any], said: str) -> None:
-    with pytest.raises(UsageError, match=r"model\.config\." + said):
+@pytest.mark.parametrize(("family", "change", "message"), SIZES)
+def test_sizes_that_do_not_go_together(family: str, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=r"model\.config\." + message):
         hf_io.configuration(sized(family, change), 257)
 
 

@@ -1,4 +1,4 @@
-"""Models of several processes: the same random weights on every mesh, and weights of which each process reads its part."""
+"""Models of several processes: random weights are the same on every mesh, and each process reads its part of stored ones."""
 
 import json
 from pathlib import Path
@@ -67,13 +67,13 @@ def parts_of(config: dict[str, Any]) -> Any:
 
 
 def digests(model: Any) -> dict[str, str]:
-    """Of every whole parameter and buffer, by name and dtype."""
+    """Digests of whole parameters and buffers, by name and dtype."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return {f"{name} {tensor.dtype}": digest(tensor) for name, tensor in tensors}
 
 
 def built(rank: int, world: int, cases: list[Any], wanted: list[dict[str, str]]) -> list[tuple[list[str], int, int]]:
-    """Of each case what differs from what is wanted; bytes read for experts' parameters; bytes read for the rest."""
+    """For each case: names of unexpected digests, bytes read for experts' parameters, and bytes read for the rest."""
     read = count_reads()
     results = []
     for (raw, ep), digests_wanted in zip(cases, wanted, strict=True):
@@ -161,7 +161,7 @@ def count_reads() -> dict[str, int]:
 
 
 def built_in_parts(rank: int, world: int, sections: list[Any]) -> list[tuple[dict[str, str], int]]:
-    """Of each section, on two pipeline ranks of two processes each: digests of this rank's part; bytes of parameters read."""
+    """For each section, on two pipeline ranks of two processes: digests of this rank's part, and bytes of parameters read."""
     read = count_reads()
     results = []
     for raw, parts in sections:
@@ -184,7 +184,7 @@ def built_in_parts(rank: int, world: int, sections: list[Any]) -> list[tuple[dic
 
 
 def test_pipeline_ranks_make_or_read_their_part(tmp_path: Path) -> None:
-    """Together they have the whole model, bit for bit, and read each of its parameters' bytes once."""
+    """Together they have the whole model, bit for bit, and read the bytes of each parameter once."""
     sections, wanted, sizes = [], [], []
     for family, config in of_three_layers().items():
         raw: dict[str, Any] = {"family": family, "config": config}
@@ -234,7 +234,7 @@ def stored_cases(base: Path) -> tuple[list[Case], list[dict[str, str]], list[tup
 
 
 def test_each_process_makes_or_reads_its_part(tmp_path: Path) -> None:
-    """Random: what one process makes, bit for bit. Stored: what from_pretrained makes, of which each process reads its part.
+    """Bitwise the random weights of one process, and the stored weights of from_pretrained, of which each process reads its part.
 
     On 4 processes that is a fourth of the experts' bytes, whatever the size of the expert groups.
     """
@@ -251,15 +251,15 @@ def test_each_process_makes_or_reads_its_part(tmp_path: Path) -> None:
 
 
 def refused(rank: int, world: int, sections: list[dict[str, Any]], only: int) -> list[str]:
-    said = []
+    messages = []
     for raw in sections:
         config = config_of(raw, 2)
         if "{rank}" in raw["path"]:
             config = config_of({**raw, "path": raw["path"].format(rank=int(rank == only))}, 2)
         with pytest.raises((RunError, UsageError)) as caught, Mesh.open(config) as mesh:
             hf_io.build(config.model, 257, CPU, lambda m, mesh=mesh, c=config: parallel.shard(m, mesh, c))
-        said.append(f"{type(caught.value).__name__}: {caught.value}")
-    return said
+        messages.append(f"{type(caught.value).__name__}: {caught.value}")
+    return messages
 
 
 def broken(base: Path, name: str, change: Any) -> Path:
@@ -309,8 +309,8 @@ def test_what_is_wrong_is_said_by_all(tmp_path: Path) -> None:
     sections = [{"path": str(folder)} for folder, _ in cases]
     first, second = run_ranks(refused, 2, sections, 1)
     assert first == second
-    for said, (folder, wanted) in zip(first, cases, strict=True):
-        assert wanted in said, (folder, said)
+    for message, (folder, wanted) in zip(first, cases, strict=True):
+        assert wanted in message, (folder, message)
 
 
 def test_a_conversion_that_is_not_known_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

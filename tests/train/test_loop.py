@@ -72,7 +72,7 @@ def test_a_router_bias_is_resumed_too(tiny: Callable[..., Config]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({}, "is at step 2, and train.steps is 2: nothing is left to do"),
         ({"train": {"steps": 3, "batch": 8}}, r"made with train\.batch = 4, not 8"),
@@ -83,7 +83,7 @@ def test_a_router_bias_is_resumed_too(tiny: Callable[..., Config]) -> None:
     ],
 )
 def test_resuming_something_else_is_refused(
-    tiny: Callable[..., Config], tmp_path: Path, changes: dict[str, dict[str, Any]], said: str
+    tiny: Callable[..., Config], tmp_path: Path, changes: dict[str, dict[str, Any]], message: str
 ) -> None:
     folder = train(tiny(train={"steps": 2}), quiet())
     before = (folder / "metrics.jsonl").read_text()
@@ -92,7 +92,7 @@ def test_resuming_something_else_is_refused(
         changes = {**changes, "data": {"path": str(tmp_path / "other.txt")}}
     if changes.get("model"):
         changes = {**changes, "model": {"config": {**tiny().model.config, **changes["model"]}}}
-    with pytest.raises((UsageError, RunError), match=said):
+    with pytest.raises((UsageError, RunError), match=message):
         train(tiny(**{"train": {"steps": 2}, **changes}), quiet(), resume="")
     assert (folder / "metrics.jsonl").read_text() == before
 

@@ -44,7 +44,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 STEPS = (1, 2)  # offloading measures in the first one and follows its plan in the second
 TOLERANCE = 1e-6  # of a gradient's norm: the same sums in another order, fp32
 CANCELS = (
-    0.1  # of the median norm: a smaller gradient is what is left of terms that cancel, and is held to this norm instead
+    0.1  # of the median norm: a smaller gradient remains of terms that cancel, and is compared with this norm instead
 )
 
 
@@ -68,7 +68,7 @@ class Row:
 
 
 def rows() -> list[Row]:
-    """Of a schedule's nine placements two run on pp 2 x ep 2, one on pp 4, and the others on pp 2, which takes least."""
+    """Two of a schedule's nine placements run on pp 2 x ep 2, one on pp 4, and the others on pp 2, which is fastest."""
     found = []
     names = list(PLACEMENTS)
     for number, schedule in enumerate(("1f1b", "interleaved-1f1b", "zbv", "dualpipev")):
@@ -122,7 +122,7 @@ def same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
 
 @dataclass
 class Alone:
-    """One process: what all rows are held against."""
+    """One process, the reference of all rows."""
 
     folder: str
     validation: float
@@ -145,7 +145,7 @@ def alone_in(folder: str, layers: int) -> Alone:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Alone]:
-    """By the number of layers; ranks read them from files."""
+    """References by number of layers; ranks read them from files."""
     folder = tmp_path_factory.mktemp("matrix")
     write_text(folder)
     torch.set_num_threads(1)
@@ -156,7 +156,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Alone]:
 
 
 def on_a_rank(rank: int, world: int, folder: str, row: Row) -> dict[str, Any]:
-    """What is wrong, by check; digests of what was loaded and written; the checkpoint."""
+    """Failures; digests of what was loaded and written; the checkpoint."""
     wanted: Alone = torch.load(Path(folder) / f"{row.layers}.pt", weights_only=False)
     wrong: list[str] = []
     kept: list[Any] = []
@@ -231,7 +231,7 @@ def left_behind(trainer: Trainer, mesh: Mesh, memory: dict[str, Any]) -> list[st
 
 
 def not_as_configured(trainer: Trainer, memory: dict[str, Any]) -> list[str]:
-    """How much "fit" offloads depends on measured times, of which a CPU has none."""
+    """Whether placements took effect. "fit" offloads by measured times, which a CPU does not have."""
     plan, wrong = trainer.memory.plan, []
     if memory.get("offload") == "all" and not (plan and 0 < plan.planned_bytes <= trainer.memory.report().moved_bytes):
         wrong.append("nothing was offloaded")

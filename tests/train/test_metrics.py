@@ -153,7 +153,7 @@ def test_summary() -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "now", "enough", "said"),
+    ("steps", "now", "enough", "message"),
     [
         (0, 2.0, 1.37, "no step; parallel.capacity_factor = 2, and 1.37 would have been enough"),
         (1, 1.25, 1.37, "1 step; parallel.capacity_factor = 1.25, and 1.37 would have been enough"),
@@ -162,7 +162,7 @@ def test_summary() -> None:
         (3, None, None, "3 steps"),
     ],
 )
-def test_summary_of_retried_steps(steps: int, now: float | None, enough: float | None, said: str) -> None:
+def test_summary_of_retried_steps(steps: int, now: float | None, enough: float | None, message: str) -> None:
     text = summary(retried_steps=steps, capacity_factor=now, enough_capacity_factor=enough)
-    assert "run again" in text and said in text
+    assert "run again" in text and message in text
     assert "run again" not in summary()

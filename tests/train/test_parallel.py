@@ -188,10 +188,10 @@ def test_models_that_cannot_be_shared(tiny: Callable[..., Config]) -> None:
         tiny(model=odd, parallel={"ep": 2}).to_dict(),
         tiny(model=strange).to_dict(),
     ]
-    for said in run_ranks(refused, 2, raws):
-        assert said[0] == "parallel.ep = 2, but this model has no experts; valid is 1"
-        assert said[1] == "parallel.ep = 2 does not divide the model's 5 experts; valid are 1, 5"
-        assert "GPT2LMHeadModel has no decoder layers that Forebay knows; train it in one process" in said[2]
+    for messages in run_ranks(refused, 2, raws):
+        assert messages[0] == "parallel.ep = 2, but this model has no experts; valid is 1"
+        assert messages[1] == "parallel.ep = 2 does not divide the model's 5 experts; valid are 1, 5"
+        assert "GPT2LMHeadModel has no decoder layers that Forebay knows; train it in one process" in messages[2]
 
 
 def test_nothing_to_clip(tiny: Callable[..., Config]) -> None:

@@ -1,4 +1,4 @@
-"""What a run writes for its report: figures counted by hand, and the timeline of a step."""
+"""The files of a run for its report: figures counted by hand, and the timeline of a step."""
 
 import io
 import json
@@ -86,7 +86,7 @@ def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def pipeline(rank: int, world: int, folder: str) -> tuple[int, int]:
-    """Bytes of this rank's parameters, and how many it has, after a run."""
+    """Bytes and number of this rank's parameters, after a run."""
     settings = pipeline_config(folder, train={"batch": 8, "microbatch": 1, "steps": 2}, log={"profile": True})
     train(settings, quiet())
     with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
@@ -109,17 +109,17 @@ def test_of_a_pipeline(tmp_path: Path) -> None:
 
 
 def runs(rank: int, world: int, folder: str) -> tuple[str, str, list[str]]:
-    """What two runs say, the second without matplotlib; and the actions of this rank's plan."""
-    said, train_section = [], {"batch": 16, "microbatch": 1, "steps": 3}
+    """Output of two runs, the second without matplotlib, and the actions of this rank's plan."""
+    printed, train_section = [], {"batch": 16, "microbatch": 1, "steps": 3}
     for timeline in (2, 3):
         if timeline == 3:
             sys.modules["matplotlib.figure"] = None  # type: ignore[assignment]
         out = io.StringIO()
         train(pipeline_config(folder, train=train_section, log={"timeline": timeline}), Console(file=out, width=200))
-        said.append(out.getvalue())
+        printed.append(out.getvalue())
     settings = pipeline_config(folder, train=train_section)
     with Mesh.open(settings) as mesh:
-        return said[0], said[1], [str(a) for a in plan_of(settings, mesh).actions[mesh.pp_rank]]
+        return printed[0], printed[1], [str(a) for a in plan_of(settings, mesh).actions[mesh.pp_rank]]
 
 
 def test_a_run_writes_the_timeline_of_a_step(tmp_path: Path) -> None:
@@ -127,19 +127,19 @@ def test_a_run_writes_the_timeline_of_a_step(tmp_path: Path) -> None:
     by_rank = run_ranks(runs, 4, write_text(tmp_path))
     first, second, _ = by_rank[0]
     plans = {0: by_rank[0][2], 1: by_rank[2][2]}
-    for folder, step, said in ((tmp_path / "run", 2, first), (tmp_path / "run-2", 3, second)):
+    for folder, step, printed in ((tmp_path / "run", 2, first), (tmp_path / "run-2", 3, second)):
         events = json.loads((folder / "pipeline.json").read_text())["traceEvents"]
         for rank, plan in plans.items():
             assert [e["name"] for e in events if e["ph"] == "X" and e["pid"] == rank] == plan
         assert {e["pid"] for e in events} == {0, 1}
         assert len((folder / "metrics.jsonl").read_text().splitlines()) == 3
-        (line,) = [line for line in said.splitlines() if line.startswith("timeline of")]
+        (line,) = [line for line in printed.splitlines() if line.startswith("timeline of")]
         assert line.startswith(f"timeline of dualpipev, step {step}: ") and str(folder / "pipeline.json") in line
         assert " of rank 0, " in line and " of rank 1" in line
-        assert said.index(f"step {step:08d}/00000003") < said.index(line)
+        assert printed.index(f"step {step:08d}/00000003") < printed.index(line)
     assert "; a picture of the pipeline needs matplotlib, which is not installed" in second
     assert not (tmp_path / "run-2" / "pipeline.png").exists()
-    assert not any(text for said in by_rank[1:] for text in said[:2])
+    assert not any(text for printed in by_rank[1:] for text in printed[:2])
     pytest.importorskip("matplotlib")
     assert (tmp_path / "run" / "pipeline.png").read_bytes()[:4] == b"\x89PNG" and "needs matplotlib" not in first
 

@@ -80,7 +80,7 @@ def test_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("source", "content", "tokenizer", "said"),
+    ("source", "content", "tokenizer", "message"),
     [
         ("text", b"", "bytes", "is empty"),
         ("jsonl", b"", "bytes", "is empty"),
@@ -93,12 +93,12 @@ def test_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("jsonl", b'{"text": "\0"}\n', "bytes", "binary (a NUL byte at offset 10)"),
     ],
 )
-def test_bad_files_are_named(tmp_path: Path, source: str, content: bytes, tokenizer: str, said: str) -> None:
+def test_bad_files_are_named(tmp_path: Path, source: str, content: bytes, tokenizer: str, message: str) -> None:
     file = tmp_path / f"bad.{source}"
     file.write_bytes(content)
     with pytest.raises(RunError) as caught:
         read(Data(source=source, path=str(file), tokenizer=tokenizer))
-    assert str(file) in str(caught.value) and said in str(caught.value)
+    assert str(file) in str(caught.value) and message in str(caught.value)
 
 
 def test_latin_1_is_text_for_bytes(tmp_path: Path) -> None:
@@ -107,15 +107,15 @@ def test_latin_1_is_text_for_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"source": "text", "path": "nowhere"}, "'nowhere' does not exist"),
         ({"source": "jsonl", "path": "."}, r"holds no \.jsonl or \.json file"),
         ({"source": "hf", "path": "file"}, "save_to_disk"),
     ],
 )
-def test_bad_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], said: str) -> None:
+def test_bad_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], message: str) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text(json.dumps("x"))
-    with pytest.raises(ForebayError, match=said):
+    with pytest.raises(ForebayError, match=message):
         text.files(Data(**values))

@@ -149,7 +149,7 @@ def test_cuda_absent_but_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"memory": {"policy": {"*.nothing": "offload"}}}, r"'\*\.nothing' matches no module; the nearest paths"),
         ({"train": {"sequence": 100_000}}, r"train\.sequence = 100000 needs 100001 tokens"),
@@ -160,8 +160,8 @@ def test_cuda_absent_but_asked_for() -> None:
         ),
     ],
 )
-def test_mistakes_are_named(tiny: Callable[..., Config], changes: dict[str, dict[str, object]], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_mistakes_are_named(tiny: Callable[..., Config], changes: dict[str, dict[str, object]], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         Trainer(tiny(**changes))
 
 
@@ -172,7 +172,7 @@ def test_sequence_longer_than_the_models_positions(tiny: Callable[..., Config]) 
 
 
 class Late:
-    """A dispatcher of which another rank missed a dispatch."""
+    """A dispatcher that noticed that another rank missed a dispatch."""
 
     def check(self) -> None:
         raise RuntimeError("rank 1 of 2 did not come to an exchange")

@@ -1,4 +1,4 @@
-"""After a step's activations: in which order gradients are reduced, in whose memory, and twice from the same tensors.
+"""After a step's activations: the order in which gradients are reduced, the memory they use, and reductions of a replay.
 
 Four processes, two stages of a V: the first and the last pipeline rank's pair has embedding and head, each shared by two.
 """
@@ -34,7 +34,7 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
 
 
 def contents(left: Any) -> list[torch.Tensor]:
-    """All that a graph would write again."""
+    """The tensors that a replay writes again."""
     found = [t for _, *pair in left.gradients for t in pair if t is not None]
     if left.rows is not None:
         found += [t for pair in left.rows.collected for t in pair]

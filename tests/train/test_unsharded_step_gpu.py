@@ -16,7 +16,7 @@ SIZES = {**GPU_SIZES, "vocab_size": 512, "num_hidden_layers": 2, "num_experts": 
 
 
 def gradients(folder: str, at_once: bool, graph: bool) -> dict[str, torch.Tensor]:
-    """Of the last of some steps on the same parameters, which is a graph's or called."""
+    """Gradients of the last of some steps on the same parameters, which is replayed or called."""
     from forebay.train.distributed import Mesh
     from forebay.train.trainer import Trainer
 

@@ -29,7 +29,7 @@ from forebay.train.data import load_tokenizer
 from forebay.train.distributed import Mesh
 from forebay.train.trainer import Trainer
 from tests.ranks import run_ranks
-from tests.train.conftest import MODEL
+from tests.train.common import MODEL
 
 
 def sections(folder: Path, **changes: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from forebay.report.run_page import run_page
 from forebay.train.loop import train
 from tests.report.conftest import Run
 from tests.report.pages import PageText, chart_data, config, plan_of, write_folder
-from tests.train.conftest import MODEL
+from tests.train.common import MODEL
 
 
 def test_a_real_run(tmp_path: Path, run: Run) -> None:

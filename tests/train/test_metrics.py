@@ -5,12 +5,14 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 
 from forebay.errors import UsageError
+from forebay.memory.step import StepReport
 from forebay.train.capacity_retry import CapacityRetry
 from forebay.train.metrics import Reporter, StepRecord, Summary, peak_bytes, retry_line, step_line, summary_tables
 
@@ -103,20 +105,20 @@ def test_host_peak_is_this_process() -> None:
     assert peak_bytes(torch.device("cpu")) == pytest.approx(high_water, rel=0.05)
 
 
-def summary(**changes: object) -> str:
+def summary(on_gpu: bool = False, retried: int = 0, copies: Any = (None, None, None), **changes: Any) -> str:
+    """The tables of three steps."""
+    saved = changes.pop("saved", {"keep": 3 << 20, "recompute": 1 << 20, "offload": 5 << 20})
+    retries = [CapacityRetry(True, False, None)] * retried + [None] * (3 - retried)
+    figures = ((5.5, 1.0, 10**9), (4.0, 12_345.6, 15 * 10**8), (2.25, 12_345.6, 10**9))
+    records = [
+        replace(RECORD, cross_entropy_loss=loss, tokens_per_second=speed, peak_bytes=peak, on_gpu=on_gpu, retry=retry)
+        for (loss, speed, peak), retry in zip(figures, retries, strict=True)
+    ]
     base = Summary(
         period="one step of pipeline rank 0",
         placements={"a": "keep", "b": "recompute", "c": "offload", "d": "offload"},
-        saved_bytes={"keep": 3 << 20, "recompute": 1 << 20, "offload": 5 << 20},
-        moved_bytes=50 << 20,
-        d2h_gbps=None,
-        h2d_gbps=None,
-        wait_ms=None,
-        first_loss=5.5,
-        last_loss=2.25,
-        tokens_per_second=12345.6,
-        peak_bytes=1_500_000_000,
-        on_gpu=False,
+        report=StepReport(0, changes.pop("moved", 50 << 20), *copies, saved, 0),
+        records=records,
         folder=Path("runs/x"),
     )
     out = Console(file=io.StringIO(), width=160)
@@ -144,11 +146,11 @@ def test_summary() -> None:
         "peak host",
     ):
         assert part in on_cpu  # fmt: skip
-    on_gpu = summary(on_gpu=True, d2h_gbps=54.25, h2d_gbps=55.0, wait_ms=0.31)
+    on_gpu = summary(on_gpu=True, copies=(54.25, 55.0, 0.31))
     for part in ("pinned host memory, out at 54.2 GB/s, back at 55.0 GB/s, waited 0.3 ms", "GPU memory", "peak GPU"):
         assert part in on_gpu
     assert "ordinary memory" not in on_gpu
-    kept = summary(placements={"a": "keep"}, saved_bytes={"keep": 1}, moved_bytes=0)
+    kept = summary(placements={"a": "keep"}, saved={"keep": 1}, moved=0)
     assert "nothing" in kept and "recompute " not in kept
 
 
@@ -163,6 +165,6 @@ def test_summary() -> None:
     ],
 )
 def test_summary_of_retried_steps(steps: int, now: float | None, enough: float | None, message: str) -> None:
-    text = summary(retried_steps=steps, capacity_factor=now, enough_capacity_factor=enough)
+    text = summary(retried=steps, capacity_factor=now, enough_capacity_factor=enough)
     assert "run again" in text and message in text
     assert "run again" not in summary()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import signal
-import statistics
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -328,23 +327,12 @@ class _TrainingRun:
             raise unwritable(self.start.folder, error) from error
 
     def _summary(self, last: StepReport, enough: float | None) -> Summary:
-        records = self.records
-        steady = records[1:] or records
         return Summary(
             period=f"one step of pipeline rank {self.mesh.pp_rank}" if self.mesh.pp > 1 else "one microbatch",
             placements=self.trainer.memory.placements,
-            saved_bytes=last.saved_bytes_by_placement,
-            moved_bytes=last.moved_bytes,
-            d2h_gbps=last.d2h_gbps,
-            h2d_gbps=last.h2d_gbps,
-            wait_ms=last.wait_ms,
-            first_loss=records[0].cross_entropy_loss,
-            last_loss=records[-1].cross_entropy_loss,
-            tokens_per_second=statistics.median(r.tokens_per_second for r in steady),
-            peak_bytes=max(r.peak_bytes for r in records),
-            on_gpu=self.trainer.device.type == "cuda",
+            report=last,
+            records=self.records,
             folder=self.start.folder,
-            retried_steps=sum(r.retry is not None for r in records),
             capacity_factor=self.config.parallel.capacity_factor if enough is not None else None,
             enough_capacity_factor=enough,
         )

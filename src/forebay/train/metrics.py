@@ -1,12 +1,13 @@
 """Shows and records a run: a line per step, ``metrics.jsonl``, TensorBoard, a progress bar and the closing tables.
 
-Input: a `StepRecord` per step and a `Summary` at the end. Output: text on the console and files in the run's folder. Nothing is
-computed here. Units are part of the names.
+Input: a `StepRecord` per step and a `Summary` at the end. Output: text on the console and files in the run's folder. Units are
+part of the names.
 """
 
 import io
 import json
 import resource
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from forebay.errors import UsageError
+from forebay.memory.step import StepReport
 from forebay.policy import format_bytes
 from forebay.train.capacity_retry import CapacityRetry
 from forebay.train.durable import replace_text
@@ -232,37 +234,28 @@ class Summary:
     Attributes:
         period: what bytes and copies count: "one microbatch", or with a pipeline "one step of pipeline rank 0".
         placements: placement of each region, by its path.
-        saved_bytes: bytes that the regions' forward saved for backward, by where they waited: "keep" (on the device), "offload"
-            (in the host store), "recompute" (inputs of recomputed regions).
-        moved_bytes: bytes copied to the host store.
-        d2h_gbps, h2d_gbps: GB/s of copies to and from the host; None without a copy engine.
-        wait_ms: time the compute stream waited for copies; None without a copy engine.
-        first_loss, last_loss: of this process's first and last step.
-        tokens_per_second: median over the steps after the first.
-        peak_bytes: largest of all steps.
-        on_gpu: whether the model was on a GPU.
+        report: the manager's report of the last step's backward.
+        records: of all steps.
         folder: of the run.
-        retried_steps: number of steps that exceeded a capacity and were repeated.
         capacity_factor: the configured one; None without a capacity.
         enough_capacity_factor: smallest factor that would have kept every row of the run; None if it was not measured.
     """
 
     period: str
     placements: Mapping[str, str]
-    saved_bytes: Mapping[str, int]
-    moved_bytes: int
-    d2h_gbps: float | None
-    h2d_gbps: float | None
-    wait_ms: float | None
-    first_loss: float
-    last_loss: float
-    tokens_per_second: float
-    peak_bytes: int
-    on_gpu: bool
+    report: StepReport
+    records: Sequence[StepRecord]
     folder: Path
-    retried_steps: int = 0
     capacity_factor: float | None = None
     enough_capacity_factor: float | None = None
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.records[-1].on_gpu
+
+    @property
+    def retried_steps(self) -> int:
+        return sum(record.retry is not None for record in self.records)
 
 
 def summary_tables(summary: Summary) -> list[Table]:
@@ -274,7 +267,7 @@ def summary_tables(summary: Summary) -> list[Table]:
     where.add_column("where it waited for backward")
     for placement in dict.fromkeys(("keep", "recompute", "offload", *summary.placements.values())):
         regions = sum(chosen == placement for chosen in summary.placements.values())
-        held = summary.saved_bytes.get(placement, 0)
+        held = summary.report.saved_bytes_by_placement.get(placement, 0)
         if regions or held:
             where.add_row(placement, str(regions), format_bytes(held), _where(placement, summary))
     result = Table(title="Result", title_justify="left", show_header=False)
@@ -284,7 +277,7 @@ def summary_tables(summary: Summary) -> list[Table]:
 
 
 def _where(placement: str, summary: Summary) -> str:
-    if placement == "recompute" and not summary.saved_bytes.get(placement):
+    if placement == "recompute" and not summary.report.saved_bytes_by_placement.get(placement):
         return "nowhere: experts recomputed their first product; the rest belongs to their sublayers"
     if placement == "recompute":
         return "nowhere: recomputed in backward from the regions' inputs, counted here"
@@ -298,22 +291,27 @@ def _where(placement: str, summary: Summary) -> str:
         else "the host store; on a CPU that is ordinary memory, so nothing is saved"
     )
     copied = (
-        ("out at", summary.d2h_gbps, "GB/s"),
-        ("back at", summary.h2d_gbps, "GB/s"),
-        ("waited", summary.wait_ms, "ms"),
+        ("out at", summary.report.d2h_gbps, "GB/s"),
+        ("back at", summary.report.h2d_gbps, "GB/s"),
+        ("waited", summary.report.wait_ms, "ms"),
     )
     figures = [f"{name} {value:.1f} {unit}" for name, value, unit in copied if value is not None]
     return ", ".join([store, *figures])
 
 
 def _result_rows(summary: Summary) -> list[tuple[str, str]]:
-    change = summary.last_loss - summary.first_loss
+    records = summary.records
+    first, last = records[0].cross_entropy_loss, records[-1].cross_entropy_loss
+    tokens_per_second = statistics.median(
+        r.tokens_per_second for r in records[1:] or records
+    )  # the first step warms up
+    peak, moved = max(r.peak_bytes for r in records), format_bytes(summary.report.moved_bytes)
     return [
-        ("loss first -> last", f"{summary.first_loss:.4f} -> {summary.last_loss:.4f} ({change:+.4f} nats a token)"),
-        ("tokens per second", f"{summary.tokens_per_second:,.0f} (median)"),
+        ("loss first -> last", f"{first:.4f} -> {last:.4f} ({last - first:+.4f} nats a token)"),
+        ("tokens per second", f"{tokens_per_second:,.0f} (median)"),
         ("recomputed", _paths(summary, "recompute")),
-        ("offloaded", f"{_paths(summary, 'offload')}; {format_bytes(summary.moved_bytes)} moved in {summary.period}"),
-        (f"peak {'GPU' if summary.on_gpu else 'host'} memory", f"{summary.peak_bytes / 1e9:.2f} GB"),
+        ("offloaded", f"{_paths(summary, 'offload')}; {moved} moved in {summary.period}"),
+        (f"peak {'GPU' if summary.on_gpu else 'host'} memory", f"{peak / 1e9:.2f} GB"),
         *([("run again", _retries(summary))] if summary.retried_steps or summary.capacity_factor else []),
         ("run", str(summary.folder)),
     ]

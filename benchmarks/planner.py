@@ -1,20 +1,21 @@
-"""The planner against measurements: peak memory, allocated and reserved, and the time of a step, over a fixed grid.
+"""The estimator against measurements: allocated and reserved peaks, and the time of a step, over a fixed grid.
 
-The grid is `benchmarks/planner_grid.py`: five models, all placements, 1k to 32k tokens, on 1, 2 and 4 GPUs. Planner and trainer
-are given the same configuration; measured is the trainer's own step, optimizer included, in a process of its own for each GPU.
+The grid is `benchmarks/planner_grid.py`: five models, all placements, 1k to 32k tokens, on 1, 2 and 4 GPUs. Estimator
+and trainer get the same configuration. Measured is the trainer's own step, optimizer included, in a process for each
+GPU (`benchmarks/planner_measure.py`).
 
-    python benchmarks/planner.py measure --out DIR            on a machine with GPUs: what its GPUs can run (`--only` for a part)
-    python benchmarks/planner.py compare                      anywhere: plans each, and writes results/planner.json and .md
-    python benchmarks/planner.py compare --tight FILE         also writes limits on what torch may reserve, within 3 % of the plan
+    python benchmarks/planner.py measure --out DIR            runs what this machine's GPUs can run (`--only` for a part)
+    python benchmarks/planner.py compare                      plans each run, without a GPU: results/planner.json and .md
+    python benchmarks/planner.py compare --tight FILE         also writes limits within 3 % of the plan on what torch may reserve
     python benchmarks/planner.py measure --out DIR --tight FILE --name planner_tight    which of them run out of memory
-    python benchmarks/planner.py plan                         only plans: whether each can be
+    python benchmarks/planner.py plan                         plans only
 
-Columns of `compare`, GiB of the fullest rank, and (planned - measured) / measured in per cent:
+Columns of `compare`, in GiB of the rank that uses most, and (planned - measured) / measured in per cent:
 
-    allocated, reserved   highest of the process's life, from before the build on. Reserved is what torch took from the driver
+    allocated, reserved   the most in the process's life. Reserved is what torch took from the driver
     outside               of torch: CUDA context, kernels, NCCL, symmetric memory
-    step s                median of three warm steps, of the slowest rank; planned where the planner has a model of time
-    skew                  that the plan was made with: what was asked for, or seen if the router chose by itself
+    step s                median of three warm steps of the slowest rank
+    skew                  of the plan: what was asked for, or what was measured if the router chose
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ TIGHT = 20
 
 
 def planned(entry: Entry, skew: float | None) -> dict[str, Any]:
-    """The plan of an entry: bytes of the fullest rank, by what the driver, the allocator and the run's tensors take."""
+    """The plan of an entry: bytes of the rank that uses most, and seconds of a step."""
     from forebay.config import from_mapping
     from forebay.estimate.device import load
     from forebay.estimate.layers import plan_layers
@@ -58,7 +59,7 @@ def planned(entry: Entry, skew: float | None) -> dict[str, Any]:
 
 
 def skew_of(row: dict[str, Any], entry: Entry) -> float | None:
-    """What a plan is made with: the skew that was asked for; else that of the router's own choice, over all layers."""
+    """The skew of a plan: what was asked for, or the measured mean over all layers of the router's own choice."""
     if entry.skew is not None:
         return entry.skew
     seen = [rank["skew"][1] for rank in row["ranks"] if rank.get("skew")]
@@ -66,7 +67,7 @@ def skew_of(row: dict[str, Any], entry: Entry) -> float | None:
 
 
 def compared(entry: Entry, row: dict[str, Any]) -> dict[str, Any]:
-    """One line of the table."""
+    """One row of the table."""
     skew = skew_of(row, entry)
     plan, ranks = planned(entry, skew), row["ranks"]
     line: dict[str, Any] = {
@@ -92,7 +93,7 @@ def percent(plan: float | None, got: float) -> float | None:
 
 
 def summary(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Mean and worst of the errors' sizes, over all, by group and by placement."""
+    """Mean and worst absolute errors, of all rows, by group and by placement."""
     found = [_errors("all", lines)]
     for key in ("group", "placement"):
         found += [_errors(kind, [x for x in lines if x[key] == kind]) for kind in sorted({x[key] for x in lines})]
@@ -112,7 +113,7 @@ def _errors(name: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def tight(lines: list[dict[str, Any]]) -> dict[str, int]:
-    """By name, bytes that torch may reserve: about `TIGHT` entries spread over the grid, within 3 % of the plan."""
+    """Name to bytes that torch may reserve, within 3 % of the plan, of about `TIGHT` entries spread over the grid."""
     step = max(1, len(lines) // TIGHT)
     chosen = lines[::step][:TIGHT]
     return {
@@ -121,14 +122,14 @@ def tight(lines: list[dict[str, Any]]) -> dict[str, int]:
 
 
 def verdicts(entries: dict[str, Entry], rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of runs under a limit: whether the planner says that they fit, and whether they ran."""
+    """For runs under a limit: whether the plan says that they fit, and whether they ran."""
     found = []
     for row in rows:
         if "error" in row and not row["oom"]:
             continue
         entry = entries[row["name"]]
         plan, oom = planned(entry, skew_of(row, entry) if not row.get("error") else entry.skew), bool(row.get("oom"))
-        # As `forebay plan` says it of a budget: with an allowance for the plan's error.
+        # With the allowance for the plan's error that `forebay plan --budget` makes.
         fits = headroom(plan["reserved"], row["limit"]) >= 0
         retries = max((rank.get("retries", 0) for rank in row["ranks"] if rank), default=0)
         found.append(
@@ -171,7 +172,7 @@ def compare(options: argparse.Namespace, entries: dict[str, Entry]) -> None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file of `measure`; of several of a name the last that is no error, so that a part can be measured again."""
+    """The rows of a file of `measure`. For each name the last row that is no error, so that a part can be measured again."""
     found: dict[str, dict[str, Any]] = {}
     for line in path.read_text().splitlines():
         row = json.loads(line)
@@ -195,8 +196,8 @@ def main() -> None:
     measuring = commands.add_parser("measure")
     measuring.add_argument("--out", type=Path, required=True)
     measuring.add_argument("--gpus", type=int, default=torch.cuda.device_count())
-    measuring.add_argument("--seconds", type=float, help="that a configuration may take")
-    measuring.add_argument("--deadline", type=float, default=540, help="seconds after which nothing more is begun")
+    measuring.add_argument("--seconds", type=float, help="limit for a run")
+    measuring.add_argument("--deadline", type=float, default=540, help="seconds after which no run begins")
     measuring.add_argument("--name", default="planner_measured", help="of the files in --out")
     comparing = commands.add_parser("compare")
     comparing.add_argument("--measured", type=Path, default=results_folder() / "planner_measured.jsonl")
@@ -220,7 +221,7 @@ def main() -> None:
                 asked, options.out, options.name, gpus,
                 tiny=options.tiny, seconds=options.seconds, deadline=options.deadline, limits=limits,
             )  # fmt: skip
-            # Last: it makes a context on the first GPU, which belongs to no run.
+            # Last, because it makes a context on the first GPU.
             (options.out / f"{options.name}.environment.json").write_text(json.dumps(environment(), indent=1) + "\n")
         case "compare":
             compare(options, entries)

@@ -1,11 +1,12 @@
-"""The fixed grid of `benchmarks/planner.py`: what is planned and measured, as data.
+"""The fixed grid of `benchmarks/planner.py`: the runs that are planned and measured, as data.
 
-Five models at their published widths, cut to 2-8 layers so that a configuration is measured in seconds; placements, sequences of
-1k to 32k tokens, microbatches of 1 and 2, and meshes of 1, 2 and 4 GPUs. An `Entry` holds the sections of a run's configuration:
-planner and trainer are given the very same ones. Nothing here is computed from a plan or a measurement.
+Five models at their published widths, cut to 2-8 layers so that a run is measured in seconds; placements, sequences of
+1k to 32k tokens, microbatches of 1 and 2, and meshes of 1, 2 and 4 GPUs. An `Entry` holds the sections of a
+configuration, which estimator and trainer both get. Nothing here is computed from a plan or a measurement.
 
-Published shapes: config.json of Qwen/Qwen3-30B-A3B, deepseek-ai/DeepSeek-V2-Lite, mistralai/Mixtral-8x7B-v0.1, openai/gpt-oss-20b
-and allenai/OLMoE-1B-7B-0924. `max_position_embeddings` is 32768 in all of them, for the long sequences.
+Published shapes: config.json of Qwen/Qwen3-30B-A3B, deepseek-ai/DeepSeek-V2-Lite, mistralai/Mixtral-8x7B-v0.1,
+openai/gpt-oss-20b and allenai/OLMoE-1B-7B-0924. `max_position_embeddings` is 32768 in all of them, for the long
+sequences.
 """
 
 from __future__ import annotations
@@ -13,48 +14,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from common import MODELS as PUBLISHED
+
 POSITIONS = 32768
 
 MODELS: dict[str, dict[str, Any]] = {
-    "qwen3": {
-        "family": "qwen3_moe",
-        "config": {
-            "hidden_size": 2048,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 768,
-            "norm_topk_prob": True,
-            "vocab_size": 151936,
-        },
-    },
-    "dsv2": {
-        "family": "deepseek_v2",
-        "config": {
-            "hidden_size": 2048,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 16,
-            "q_lora_rank": None,
-            "kv_lora_rank": 512,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-            "n_routed_experts": 64,
-            "num_experts_per_tok": 6,
-            "moe_intermediate_size": 1408,
-            "n_shared_experts": 2,
-            "first_k_dense_replace": 1,
-            "intermediate_size": 10944,
-            "vocab_size": 102400,
-            "topk_method": "greedy",
-            "n_group": 1,
-            "topk_group": 1,
-            "norm_topk_prob": False,
-            "routed_scaling_factor": 1.0,
-        },
-    },
+    "qwen3": PUBLISHED["qwen3-30b-a3b"],
+    "dsv2": PUBLISHED["deepseek-v2-lite"],
     "mixtral": {
         "family": "mixtral",
         "config": {
@@ -69,7 +35,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "gpt-oss": {
         "family": "gpt_oss",
-        "attention": "eager",  # its attention sinks have no sdpa
+        "attention": "eager",  # sdpa has no attention sinks
         "config": {
             "hidden_size": 2880,
             "num_attention_heads": 64,
@@ -116,12 +82,12 @@ class Entry:
     """One configuration.
 
     Attributes:
-        name: of a file too.
-        gpus: processes it runs on.
+        name: also the name of its files.
+        gpus: number of processes.
         sections: for `forebay.config.from_mapping`.
-        skew: None: the router's own choice. A number: a drawn one, which gives the fullest rank's experts that many times the
-            mean load of a rank; 1 gives every expert the same.
-        trace: record what the caching allocator did, from the build to the third step's end.
+        skew: None for the router's own choice. A number draws the choice: the fullest rank's experts get that many times the mean
+            load of a rank; 1 gives every expert the same load.
+        trace: record the caching allocator's history, from the build to the end of the third step.
     """
 
     name: str
@@ -132,7 +98,7 @@ class Entry:
 
     @property
     def group(self) -> str:
-        """Which GPUs share what: the figures are summed up by it."""
+        """GPUs and what they share; errors are averaged over it."""
         p = self.sections["parallel"]
         shared = [f"PP {p['pp']} {p.get('schedule', '')}".strip()] if p.get("pp", 1) > 1 else []
         shared += [f"EP {p['ep']}"] if p.get("ep", 1) > 1 else []
@@ -142,7 +108,7 @@ class Entry:
 
     @property
     def placement(self) -> str:
-        """In a word."""
+        """The placement in a word."""
         memory = self.sections["memory"]
         policy = memory.get("policy", "keep")
         kind = policy if isinstance(policy, str) else "+".join(sorted(set(policy.values())))
@@ -174,7 +140,7 @@ def entry(
     trace: bool = False,
     more: str = "",
 ) -> Entry:
-    """An entry, and its name from what it is. `bf16`: parameters and states too; else they are fp32, computed in bf16."""
+    """An entry, named by its settings. `bf16`: parameters and states are bf16 too; otherwise fp32."""
     base = MODELS[model]
     dtypes = {"dtype": "bfloat16"} if bf16 else {"dtype": "float32", "compute": "bfloat16"}
     config = {**base["config"], "num_hidden_layers": layers, "max_position_embeddings": POSITIONS}
@@ -299,7 +265,7 @@ GRID: tuple[Entry, ...] = (*_one(), *_two(), *_four())
 
 
 def tiny() -> tuple[Entry, ...]:
-    """Five on a CPU, for the way of the data: alone, experts and layers on two processes, and one that no process can build."""
+    """Five entries for a CPU: one process, experts and layers on two processes, and one that cannot be built."""
     pp = {"pp": 2, "schedule": "1f1b", "reshard": False}
     return (
         entry("tiny", 2, 64, device="cpu", trace=True),

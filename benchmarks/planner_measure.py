@@ -1,17 +1,38 @@
-"""Measures configurations of the planner's grid on the GPUs of this machine: hands them to worker processes, and watches those.
+"""Measures the planner's grid on the GPUs of this machine: hands runs to worker processes, and watches those.
 
-In: entries (`benchmarks/planner_grid.py`), perhaps with a limit on what torch may reserve. Out: a line of JSON for each in
-OUT/NAME.jsonl, written as it comes, so that whatever ends a run leaves what was measured; allocators' histories and the workers'
-logs in OUT/NAME.tar.gz.
+Input: entries of `benchmarks/planner_grid.py`, perhaps with a limit on what torch may reserve. Output: a line of JSON
+for each in OUT/NAME.jsonl, written as it comes, so that nothing is lost if this ends; allocator histories and workers'
+logs in OUT/NAME.tar.gz. Runs of one GPU run on all GPUs at once, those of two in pairs, and so on: a `Group` is the
+processes that share a run. A run that fails or takes too long costs its group: its processes are killed.
 
-Configurations of one GPU run on all GPUs at once, those of two in pairs at once, and so on: `Group` is the processes that
-share one. A configuration that fails, or takes longer than its time, costs its group: its processes are killed.
-Processes import everything when this begins, and touch a GPU only when they are given a configuration.
+As a script, this is one worker process. It imports everything at once, and touches a GPU only when it gets a run: a
+line of JSON on standard input for each (`Job`), the rank in the environment as torchrun has it. It writes
+PARTS/NAME.RANK.json with this rank's figures, or its error. A worker that failed, or holds memory after its trainer is
+gone, ends, and the next run gets a new one, as a user's run would. So does a worker of several ranks on GPUs: torch's
+symmetric memory knows groups by name, and takes the next group of a name for the one before.
+
+Figures, in bytes of this rank's GPU; None on a CPU:
+
+    build_peak, built   allocated and reserved: the most until the trainer is built, and what is held then
+    warm_peaks          the same, the most, of each step before the timed ones
+    base                allocated and reserved before a timed step
+    peak_allocated      of the timed steps, with what a replayed graph takes, which the allocator does not count
+    peak_reserved       of the timed steps
+    life_allocated, life_reserved   from before the build on; the latter has to fit, with what is outside of torch
+    outside             of the whole device, less what torch reserved: context, kernels, NCCL, symmetric memory.
+                        `outside_before` is that before this run's process group
+    settled             untimed steps, until the manager measures and plans no more and a graph is captured
+    seconds             of each timed step
+    skew                rows of the fullest rank's experts over a rank's mean: largest and mean of all layers and
+                        microbatches of a step
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import gc
+import gzip
 import json
 import os
 import subprocess
@@ -19,26 +40,36 @@ import sys
 import tarfile
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from planner_grid import Entry
+import torch
+import torch.distributed as dist
+from common import balanced_ids, force_routing, popular_ids, popularity_of
+from planner_grid import GRID, Entry, tiny
 
-SECONDS, COMPILING, FIRST = (
-    60,
-    180,
-    90,
-)  # that a configuration may take; one that compiles; the first of a process, in addition
-GRACE = 5  # seconds that the others of a group have to say what they measured when one has failed
+from forebay.config import Config, from_mapping
+from forebay.models.families import moe_blocks
+from forebay.train.data import load_corpus, load_tokenizer
+from forebay.train.distributed import Mesh
+from forebay.train.trainer import Trainer
+
+# Seconds that a run may take, that one that compiles may take, and that the first run of a process may take in addition.
+SECONDS, COMPILING, FIRST = 60, 180, 90
+GRACE = 5  # seconds for the other ranks of a group to write their figures after one has failed
 PORTS = 29650
+# Steps: before timing at least and at most (`auto` tries plans for 40), timed, and with a recorded allocator history.
+WARM, MOST, TIMED, TRACED = 2, 64, 3, 3
+LEFT = 32 << 20  # bytes that a trainer may leave behind in a worker that goes on: cuBLAS's workspaces come and go
 
 
 @dataclass
 class Group:
-    """The processes of `gpus`, which run one configuration after the other. Owns them, and starts them anew after a failure."""
+    """The worker processes of `gpus`, which take one run after the other. Owns them, and starts new ones after a failure."""
 
     gpus: tuple[int, ...]
     parts: Path
@@ -46,7 +77,7 @@ class Group:
     tiny: bool
     entry: Entry | None = None
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
-    spare: list[subprocess.Popen[str]] = field(default_factory=list)  # they have imported everything, and wait
+    spare: list[subprocess.Popen[str]] = field(default_factory=list)  # have imported everything, and wait
     fresh: bool = True
     began: float = 0.0
     limit: float = 0.0
@@ -71,7 +102,7 @@ class Group:
                 "LOCAL_RANK": str(rank),
                 "MASTER_ADDR": "127.0.0.1",
             }
-        command = [sys.executable, str(Path(__file__).with_name("planner_worker.py")), "--parts", str(self.parts)]
+        command = [sys.executable, str(Path(__file__)), "--parts", str(self.parts)]
         with (self.logs / f"gpus-{'-'.join(map(str, self.gpus))}.rank{rank}.log").open("a") as out:
             return subprocess.Popen(
                 command + ["--tiny"] * self.tiny,
@@ -90,15 +121,15 @@ class Group:
         line = json.dumps({"name": entry.name, "port": port, "limit": reserved}) + "\n"
         for process in self.processes:
             assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # it is gone: `answer` says so
+            with contextlib.suppress(BrokenPipeError):  # the process is gone; `answer` reports it
                 process.stdin.write(line)
                 process.stdin.flush()
 
     def answer(self) -> dict[str, Any] | None:
-        """The row of the configuration in hand, once there is one; the group is then ready for the next."""
+        """The row of the current run, once there is one; the group is then ready for the next."""
         assert self.entry is not None
         paths = [self.parts / f"{self.entry.name}.{rank}.json" for rank in range(len(self.gpus))]
-        gone = [p.poll() for p in self.processes]  # before looking: a process writes, and then ends
+        gone = [p.poll() for p in self.processes]  # polled before the files are read: a process writes, then ends
         there = [json.loads(path.read_text()) if path.exists() else None for path in paths]
         late = time.monotonic() - self.began > self.limit
         silent = [r for r, (row, code) in enumerate(zip(there, gone, strict=True)) if row is None and code is not None]
@@ -142,7 +173,7 @@ class Group:
         return row
 
     def stop(self) -> None:
-        """Kill what runs, and wait for it: GPU memory is free then."""
+        """Kill the processes and wait for them, so that GPU memory is free."""
         for process in self.processes:
             process.kill()
         for process in self.processes:
@@ -150,7 +181,7 @@ class Group:
         self.processes = []
 
     def close(self) -> None:
-        """End all, spare ones too. What is through ends by itself when there is nothing more to read."""
+        """End all processes, spare ones too. An idle process ends when its standard input does."""
         for process in (*self.processes, *self.spare):
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):
@@ -176,8 +207,8 @@ def measure(
     """Measure all `entries` that `gpus` GPUs can run.
 
     Args:
-        seconds: that a configuration may take; None for the usual.
-        deadline: seconds after which nothing more is begun, and what runs is killed.
+        seconds: limit for a run; None for the usual.
+        deadline: seconds after which no run begins, and running ones are killed.
         limits: by name, bytes that torch may reserve on each GPU.
     """
     out.mkdir(parents=True, exist_ok=True)
@@ -195,7 +226,7 @@ def measure(
                     group.start()
             _make_corpus(entries[0])
             for size, groups in phases:
-                # What compiles takes longest: it comes first, and the others fill the other groups meanwhile.
+                # Runs that compile take longest: they come first, and the others fill the other groups meanwhile.
                 todo = sorted(
                     (e for e in entries if e.gpus == size), key=lambda e: not e.sections["memory"].get("compile")
                 )
@@ -227,7 +258,7 @@ def _phase(
     ends: float,
     limits: dict[str, int],
 ) -> Iterator[dict[str, Any]]:
-    """Rows as they come, until there is nothing to do, or no time."""
+    """Rows as they come, until nothing is left to do, or no time."""
     while todo or any(g.entry is not None for g in groups):
         if time.monotonic() > ends:
             for entry in [*(g.entry for g in groups if g.entry is not None), *todo]:
@@ -252,10 +283,7 @@ def _phase(
 
 
 def _make_corpus(entry: Entry) -> None:
-    """Tokenise the data once: all trainers read it from the cache."""
-    from forebay.config import from_mapping
-    from forebay.train.data import load_corpus, load_tokenizer
-
+    """Tokenise the data once; all trainers read it from the cache."""
     data = from_mapping(entry.sections).data
     load_corpus(data, load_tokenizer(data.tokenizer))
 
@@ -266,3 +294,349 @@ def _pack(path: Path, folder: Path) -> None:
         for file in sorted([*folder.glob("parts/*.trace.gz"), *folder.glob("logs/*")]):
             archive.add(file, arcname=file.name)
     partial.rename(path)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run. `port`: of the ranks' rendezvous. `limit`: bytes that torch may reserve on each GPU; None for all."""
+
+    name: str
+    port: int
+    limit: int | None = None
+
+
+def worker() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--parts", type=Path, required=True)
+    parser.add_argument("--tiny", action="store_true")
+    options = parser.parse_args()
+    entries = {e.name: e for e in (tiny() if options.tiny else GRID)}
+    rank, world = (int(os.environ.get(name, alone)) for name, alone in (("RANK", 0), ("WORLD_SIZE", 1)))
+    for line in sys.stdin:
+        job = Job(**json.loads(line))
+        os.environ["MASTER_PORT"] = str(job.port)
+        trace = options.parts / f"{job.name}.trace.gz"
+        try:
+            row = measured(entries[job.name], job.limit, trace if rank == 0 else None)
+            row["left"] = left = clean()
+            row["ends"] = left > LEFT or (world > 1 and torch.cuda.is_available())
+        except Exception as error:  # any error is this run's result
+            row = failure(error)
+        path = options.parts / f"{job.name}.{rank}.json"
+        path.with_suffix(".partial").write_text(json.dumps(row))
+        path.with_suffix(".partial").rename(path)
+        if row["ends"]:
+            os._exit(0)  # destroying the process group would wait for ranks that hang
+
+
+def failure(error: Exception) -> dict[str, Any]:
+    traceback.print_exc()
+    text = " ".join(str(error).split())
+    oom = isinstance(error, torch.OutOfMemoryError) or "out of memory" in text.lower()
+    row: dict[str, Any] = {"error": f"{type(error).__name__}: {text[:600]}", "oom": oom, "ends": True}
+    if torch.cuda.is_available():
+        row |= {"peak_reserved": torch.cuda.max_memory_reserved(), "outside": outside()}
+    return row
+
+
+def measured(entry: Entry, limit: int | None, trace: Path | None) -> dict[str, Any]:
+    """The figures of a trainer's life. It is gone when this returns."""
+    config = from_mapping(entry.sections, origin=entry.name)
+    started = time.perf_counter()
+    gpu = config.device.type != "cpu" and torch.cuda.is_available()
+    memory = Memory() if gpu else NoMemory()
+    memory.limit(limit)
+    history = History(trace) if trace is not None and entry.trace and gpu else None
+    row: dict[str, Any] = {"outside_before": memory.outside()}
+    with Mesh.open(config) as mesh, Trainer(config, mesh) as trainer:
+        loads = Loads(trainer.model, config, entry.skew) if config.parallel.ep > 1 else None
+        row |= {
+            "build_peak": memory.saw(),
+            "built": memory.held(),
+            "build_seconds": time.perf_counter() - started,
+            "pp_rank": mesh.pp_rank,
+        }
+        if history:
+            history.mark("built")
+        peaks = []
+        number, least = 1, TRACED if entry.trace else WARM  # the same on all ranks
+        while number <= least or (not agreed(mesh, settled(trainer)) and number <= MOST):
+            trainer.step(number)
+            peaks.append(memory.saw(graph_bytes(trainer)))
+            if history and number <= TRACED:
+                history.mark(f"step {number}")
+            number += 1
+        if history:
+            row["trace_entries"] = history.write()
+        row |= {"settled": number - 1, "is_settled": settled(trainer), "warm_peaks": peaks}
+        row |= timed(trainer, memory, number)
+        row |= {"life_allocated": memory.most[0], "life_reserved": memory.most[1], "outside": memory.outside()}
+        row |= memory.counts() | about(trainer)
+        if loads is not None:
+            row |= loads.of_a_step(trainer, mesh, number + TIMED)
+        row["wall"] = time.perf_counter() - started
+    return row
+
+
+def timed(trainer: Trainer, memory: Memory | NoMemory, number: int) -> dict[str, Any]:
+    seconds, bases, peaks = [], [], []
+    for n in range(number, number + TIMED):
+        bases.append(memory.held())
+        memory.wait()
+        started = time.perf_counter()
+        trainer.step(n)
+        memory.wait()
+        seconds.append(time.perf_counter() - started)
+        peaks.append(memory.saw(graph_bytes(trainer)))
+    tokens = trainer.config.train.batch * trainer.config.train.sequence
+    return {
+        "seconds": seconds,
+        "tokens_per_second": tokens / sorted(seconds)[TIMED // 2],
+        "base": bases[-1],
+        "peak_allocated": max(p[0] for p in peaks),
+        "peak_reserved": max(p[1] for p in peaks),
+    }
+
+
+def graph_bytes(trainer: Trainer) -> int:
+    """Bytes that a replayed step takes besides what is held between steps."""
+    captured = trainer.captured
+    return captured.peak_bytes - captured.left_bytes if captured is not None and captured.captured else 0
+
+
+def settled(trainer: Trainer) -> bool:
+    captured = trainer.captured
+    return trainer.memory.settled and (captured is None or captured.captured or captured.why_not is not None)
+
+
+def agreed(mesh: Mesh, here: bool) -> bool:
+    (wrong,) = mesh.max(not here)
+    return not wrong
+
+
+def about(trainer: Trainer) -> dict[str, Any]:
+    """What the trainer reports."""
+    report, pages = trainer.memory.report(), trainer.memory.pages
+    placements = list(trainer.memory.placements.values())
+    return {
+        "planned_bytes": report.planned_bytes,
+        "moved_bytes": report.moved_bytes,
+        "gbps": [report.d2h_gbps, report.h2d_gbps],
+        "wait_ms": report.wait_ms,
+        "saved_bytes": report.saved_bytes_by_placement,
+        "placements": {p: placements.count(p) for p in sorted(set(placements))},
+        "host_bytes": trainer.memory.host_bytes,
+        "pages_bytes": pages.device_bytes if pages is not None else 0,
+        "graph": trainer.graph_says,
+        "graph_bytes": graph_bytes(trainer),
+        "exchange": type(trainer.dispatcher).__name__,
+        "parameters": sum(p.numel() for p in trainer.model.parameters()),
+        "layers": None if trainer.pipeline is None else [len(stage) for stage in trainer.pipeline.partition.layers],
+    }
+
+
+class Memory:
+    """Figures of this process's GPU. `trainer.step` resets the allocator's peaks; `most` is the maximum over all `saw`."""
+
+    def __init__(self) -> None:
+        torch.cuda.set_device(
+            int(os.environ.get("LOCAL_RANK", 0))
+        )  # or all ranks would have a context on the first GPU
+        torch.zeros((), device="cuda")
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.reset_accumulated_memory_stats()
+        self.most = (0, 0)
+
+    def limit(self, nbytes: int | None) -> None:
+        """Limit what torch may reserve; a request beyond it is an out-of-memory error."""
+        if nbytes is not None:
+            torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / torch.cuda.mem_get_info()[1]))
+
+    def saw(self, graph: int = 0) -> tuple[int, int]:
+        """Allocated and reserved peaks since the last reset. `graph`: see `graph_bytes`."""
+        self.wait()
+        peak = max(torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated() + graph)
+        now = peak, torch.cuda.max_memory_reserved()
+        self.most = max(self.most[0], now[0]), max(self.most[1], now[1])
+        return now
+
+    def held(self) -> dict[str, int]:
+        return {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}
+
+    def counts(self) -> dict[str, int]:
+        """How often the allocator emptied its cache to serve a request, and how often that was not enough."""
+        stats = torch.cuda.memory_stats()
+        return {"retries": stats.get("num_alloc_retries", 0), "ooms": stats.get("num_ooms", 0)}
+
+    def outside(self) -> int:
+        return outside()
+
+    def wait(self) -> None:
+        torch.cuda.synchronize()
+
+
+class NoMemory:
+    """The figures of a CPU: none."""
+
+    most = (None, None)
+
+    def limit(self, nbytes: int | None) -> None:
+        pass
+
+    def saw(self, graph: int = 0) -> tuple[int, int]:
+        return 0, 0
+
+    def held(self) -> None:
+        return None
+
+    def counts(self) -> dict[str, int]:
+        return {}
+
+    def outside(self) -> None:
+        return None
+
+    def wait(self) -> None:
+        pass
+
+
+def outside() -> int:
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
+
+
+def clean() -> int:
+    """Free what a trainer left; returns bytes that are still held."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+    gc.collect()
+    if not torch.cuda.is_available():
+        return 0
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved()
+
+
+class History:
+    """The caching allocator's history from now on, without stack traces: actions, addresses, sizes, streams, by time.
+
+    The file is JSON, gzipped: columns `action` (a number into `actions`), `addr` (a number for each address, in the order of
+    appearance, an index into `addresses`), `size`, `stream` (likewise), and `marks`: name -> number of entries before it.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._marks: dict[str, int] = {}
+        torch.cuda.memory._record_memory_history(enabled="all", context=None, stacks="python", max_entries=2_000_000)
+
+    def mark(self, name: str) -> None:
+        torch.cuda.synchronize()
+        self._marks[name] = time.time_ns() // 1000
+
+    def write(self) -> int:
+        """End the recording and write the file; returns the number of entries."""
+        device = torch.cuda.current_device()
+        entries = torch.cuda.memory._snapshot()["device_traces"][device]
+        torch.cuda.memory._record_memory_history(enabled=None)
+        actions, streams, addresses = Numbers(), Numbers(), Numbers()
+        columns = {
+            "action": [actions[e["action"]] for e in entries],
+            "addr": [addresses[e["addr"]] for e in entries],
+            "size": [e["size"] for e in entries],
+            "stream": [streams[e["stream"]] for e in entries],
+        }
+        times = [e["time_us"] for e in entries]
+        marks = {name: sum(t <= mark for t in times) for name, mark in self._marks.items()}
+        content = {
+            "marks": marks,
+            "actions": actions.names,
+            "streams": streams.names,
+            "addresses": addresses.names,
+            **columns,
+        }
+        self._path.write_bytes(gzip.compress(json.dumps(content, separators=(",", ":")).encode()))
+        return len(entries)
+
+
+class Numbers:
+    """Numbers things 0, 1, 2 in the order in which they are met."""
+
+    def __init__(self) -> None:
+        self._of: dict[Any, int] = {}
+
+    def __getitem__(self, thing: Any) -> int:
+        return self._of.setdefault(thing, len(self._of))
+
+    @property
+    def names(self) -> list[Any]:
+        return list(self._of)
+
+
+class Loads:
+    """Forces drawn choices on the routers, if a skew is asked for, and counts on request what each rank's experts get.
+
+    Compiled and captured code is not counted: counting would change it.
+    """
+
+    def __init__(self, model: Any, config: Config, skew: float | None):
+        self._ep, self._skew, self._on = config.parallel.ep, skew, False
+        self._counts: list[torch.Tensor] = []
+        self._countable = not (config.memory.compile or config.memory.graph)
+        for block in moe_blocks(model):
+            if skew is not None:
+                force_routing([block.router], balanced_ids if skew == 1 else Favoured(self._ep, skew))
+            self._count(block.router)
+
+    def of_a_step(self, trainer: Trainer, mesh: Mesh, number: int) -> dict[str, Any]:
+        """`skew` of one more step."""
+        if not self._countable:
+            return {"skew": None if self._skew is None else [self._skew, self._skew]}
+        self._on = True
+        trainer.step(number)
+        self._on = False
+        total = torch.stack(self._counts).double()
+        dist.all_reduce(total, group=mesh.expert_group)
+        skews = total.amax(1) / total.mean(1)
+        return {"skew": [float(skews.max()), float(skews.mean())]}
+
+    def _count(self, router: Any) -> None:
+        original = router.forward
+
+        def forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            logits, weights, ids = original(x)
+            if self._on and torch.is_grad_enabled():
+                owners = (ids // (logits.shape[1] // self._ep)).flatten()
+                counts = torch.zeros(self._ep, dtype=torch.int64, device=ids.device)
+                self._counts.append(counts.index_add_(0, owners, torch.ones_like(owners)))
+            return logits, weights, ids
+
+        router.forward = forward
+
+
+class Favoured:
+    """Draws ids of which the first of `ep` ranks' experts get `skew` times a rank's mean load, and all others the same."""
+
+    def __init__(self, ep: int, skew: float):
+        self._ep, self._skew = ep, skew
+        self._popularity: torch.Tensor | None = None
+
+    def __call__(self, tokens: int, experts: int, k: int, device: torch.device) -> torch.Tensor:
+        if self._popularity is None:
+            self._popularity = self._found(experts, k).to(device)
+        return popular_ids(self._popularity, tokens, k)
+
+    def _found(self, experts: int, k: int) -> torch.Tensor:
+        first = (torch.arange(experts) < experts // self._ep).float()
+
+        def load(ids: torch.Tensor) -> torch.Tensor:
+            return first[ids].mean() * self._ep
+
+        popularity = popularity_of(load, first, k, self._skew, seed=0)
+        if popularity.max() > 39:  # the end of the search
+            raise ValueError(f"{self._ep} ranks of {experts} experts cannot have a skew of {self._skew}")
+        return popularity
+
+
+if __name__ == "__main__":
+    worker()

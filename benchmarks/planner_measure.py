@@ -400,13 +400,13 @@ def timed(trainer: Trainer, memory: Memory | NoMemory, number: int) -> dict[str,
 
 def graph_bytes(trainer: Trainer) -> int:
     """Bytes that a replayed step takes besides what is held between steps."""
-    captured = trainer.captured
-    return captured.peak_bytes - captured.left_bytes if captured is not None and captured.captured else 0
+    captured = trainer.cuda_graph
+    return captured.peak_bytes - captured.result_bytes if captured is not None and captured.is_captured else 0
 
 
 def settled(trainer: Trainer) -> bool:
-    captured = trainer.captured
-    return trainer.memory.settled and (captured is None or captured.captured or captured.why_not is not None)
+    captured = trainer.cuda_graph
+    return trainer.memory.settled and (captured is None or captured.is_captured or captured.eager_reason is not None)
 
 
 def agreed(mesh: Mesh, here: bool) -> bool:
@@ -427,7 +427,7 @@ def about(trainer: Trainer) -> dict[str, Any]:
         "placements": {p: placements.count(p) for p in sorted(set(placements))},
         "host_bytes": trainer.memory.host_bytes,
         "pages_bytes": pages.device_bytes if pages is not None else 0,
-        "graph": trainer.graph_says,
+        "graph": trainer.graph_status,
         "graph_bytes": graph_bytes(trainer),
         "exchange": type(trainer.dispatcher).__name__,
         "parameters": sum(p.numel() for p in trainer.model.parameters()),

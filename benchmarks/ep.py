@@ -19,14 +19,17 @@ Balanced routing gives every expert the same number of tokens, drawn afresh for 
 
 import argparse
 import statistics
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from common import GIB, MODELS, balanced_ids, force_routing, largest, ranks, settle_memory, timed_together, write
 
-from forebay.config import from_mapping
+from forebay.config import Config, from_mapping
 from forebay.models.families import moe_blocks
+from forebay.train.distributed import Mesh
+from forebay.train.trainer import Trainer
 
 # Arm -> (routing, keys of [parallel]). Balanced loads need no more than an even capacity, and no host synchronisation.
 ARMS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -37,7 +40,7 @@ ARMS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def settings(args: argparse.Namespace, model: str, parallel: dict[str, Any], world: int) -> Any:
+def settings(args: argparse.Namespace, model: str, parallel: dict[str, Any], world: int) -> Config:
     sections = {
         "model": {**MODELS[model], "dtype": "float32", "compute": "bfloat16"},
         "train": {"steps": 100, "batch": args.batch, "microbatch": 1, "sequence": args.sequence},
@@ -54,9 +57,6 @@ def force_balance(model: torch.nn.Module) -> None:
 
 
 def measure(args: argparse.Namespace, name: str, arm: str) -> dict[str, Any]:
-    from forebay.train.distributed import Mesh
-    from forebay.train.trainer import Trainer
-
     routing, parallel = ARMS[arm]
     config = settings(args, name, parallel, dist.get_world_size())
     with Mesh.open(config) as mesh, Trainer(config, mesh) as trainer:
@@ -68,7 +68,7 @@ def measure(args: argparse.Namespace, name: str, arm: str) -> dict[str, Any]:
         seconds, peaks = [], []
         for number in range(2, 2 + args.warm + args.steps):
             trainer.optimizer.zero_grad(set_to_none=True)
-            took, _, base = timed_together(lambda number=number: trainer.gradients(number))
+            took, _, base = timed_together(partial(trainer.gradients, number))
             seconds.append(took)
             peaks.append(largest(torch.cuda.max_memory_allocated() - base) / GIB)
         timed = seconds[args.warm :]

@@ -48,9 +48,11 @@ from common import (
     write,
 )
 
-from forebay.config import from_mapping
+from forebay.config import Config, from_mapping
 from forebay.memory.storage import local
 from forebay.models.families import moe_blocks
+from forebay.train.distributed import Mesh
+from forebay.train.trainer import Trainer
 
 # Arm -> sections of the configuration.
 ARMS: dict[str, dict[str, dict[str, Any]]] = {
@@ -69,7 +71,7 @@ ARMS: dict[str, dict[str, dict[str, Any]]] = {
 CALLS = {"graph": 6}
 
 
-def settings(args: argparse.Namespace, model: str, arm: str, world: int) -> Any:
+def settings(args: argparse.Namespace, model: str, arm: str, world: int) -> Config:
     own = ARMS[arm]
     parallel = {"ep": world, "overlap": True, "reshard": False, "gradients": "compute", **own["parallel"]}
     if "capacity_factor" in parallel:
@@ -114,9 +116,6 @@ class Skewed:
 def measure(
     args: argparse.Namespace, name: str, arm: str, skew: float, reference: list[torch.Tensor]
 ) -> dict[str, Any]:
-    from forebay.train.distributed import Mesh
-    from forebay.train.trainer import Trainer
-
     config = settings(args, name, arm, dist.get_world_size())
     with Mesh.open(config) as mesh, Trainer(config, mesh) as trainer:
         route(trainer.model, skew)
@@ -138,8 +137,7 @@ def measure(
         arena = pages.device_bytes if pages is not None else 0  # held between steps, for the steps
         graphed = config.memory.graph
         if graphed:
-            why = trainer.cuda_graph.eager_reason
-            assert why is None, why
+            assert trainer.cuda_graph is not None and trainer.cuda_graph.eager_reason is None, trainer.graph_status
         row = {
             "model": name,
             "skew": skew,
@@ -152,14 +150,14 @@ def measure(
             "reserved GiB": largest(torch.cuda.memory_reserved()) / GIB,
             "equal": equal,
         }
-        if report is not None:
+        if pages is not None and report is not None:
             row["pages out GiB"] = report.bytes_out / GIB
-            row["device pages GiB"] = report.device_bytes / GIB
-            row["host pages GiB"] = report.host_bytes / GIB
+            row["device pages GiB"] = pages.device_bytes / GIB
+            row["host pages GiB"] = pages.host_bytes / GIB
         return row
 
 
-def same_step(trainer: Any, calls: int, reference: list[torch.Tensor]) -> bool:
+def same_step(trainer: Trainer, calls: int, reference: list[torch.Tensor]) -> bool:
     """Whether losses and gradients of step 1 equal `reference`, which the first arm fills.
 
     The step runs `calls` times from the weights and the random state of a new trainer, and the last call counts.
@@ -188,7 +186,7 @@ def same_step(trainer: Any, calls: int, reference: list[torch.Tensor]) -> bool:
     return largest(0.0 if same else 1.0) == 0
 
 
-def timed(trainer: Any, number: int) -> tuple[float, float, float]:
+def timed(trainer: Trainer, number: int) -> tuple[float, float, float]:
     """Seconds of the slowest rank, peak over base of the rank that uses most, seconds until this rank's host is through."""
     trainer.optimizer.zero_grad(set_to_none=True)
     seconds, host, base = timed_together(lambda: trainer.gradients(number))

@@ -45,12 +45,18 @@ import torch.distributed as dist
 from common import GIB, MODELS, ranks, results_folder, settle_memory, timed_together, write
 from ep import force_balance
 
-from forebay.config import from_mapping
+from forebay import Managed
+from forebay.config import Config, from_mapping
 from forebay.memory.offload_plan import plan_interleaved
 from forebay.memory.recorder import requested
 from forebay.pipeline.activity import ActionRecorder, bubble, draw, trace_json
 from forebay.pipeline.runtime import _RuntimeStep
 from forebay.pipeline.schedule import Action
+from forebay.pipeline.sublayer import TransferMeter
+from forebay.train.distributed import Mesh
+from forebay.train.engines import PipelinedGradients
+from forebay.train.trainer import Trainer
+from forebay.train.unsharded_step import UnshardedStep
 
 _INNER = "model.layers.[1-6]"  # of 8 layers, those on the ranks without the head, which idle under PP 4
 # Arm -> sections of the configuration besides the mesh.
@@ -92,7 +98,7 @@ UNTIMED = 50  # at most this many steps come before the timed ones
 DEFAULT = ("dualpipev", "dualpipev, bf16 sums", "zbv", "interleaved-1f1b", "1f1b")
 
 
-def settings(args: argparse.Namespace, model: str, arm: str, world: int) -> Any:
+def settings(args: argparse.Namespace, model: str, arm: str, world: int) -> Config:
     own = ARMS[arm]
     ep = world // args.pp
     published = MODELS[model]
@@ -117,14 +123,12 @@ class Running:
     """An arm whose step has settled, and its measurements. `alone`: no other arm is in memory."""
 
     def __init__(self, args: argparse.Namespace, name: str, arm: str, alone: bool, stack: ExitStack):
-        from forebay.train.distributed import Mesh
-        from forebay.train.trainer import Trainer
-
         config = settings(args, name, arm, dist.get_world_size())
         self.args, self.name, self.arm, self.alone = args, name, arm, alone
         self.mesh = stack.enter_context(Mesh.open(config))
         self.trainer = stack.enter_context(Trainer(config, self.mesh))
-        self.engine: Any = self.trainer.engine
+        assert self.trainer.pipeline is not None
+        self.engine = self.trainer.pipeline
         self.steps: list[tuple[float, float, float, float, float]] = []
         self.ends: list[tuple[int, int]] = []  # of the untimed steps
         self._number = 0
@@ -223,7 +227,7 @@ def measure(args: argparse.Namespace, name: str, arms: list[str]) -> list[dict[s
         return [one.row() for one in running]
 
 
-def planned_peaks(memory: Any) -> dict[str, float]:
+def planned_peaks(memory: Managed) -> dict[str, float]:
     """GiB of this rank over the base by the plan's own figures: everything kept, as planned, and the difference."""
     keep = peak = 0.0
     if memory.plan is not None and memory.manager.timeline is not None:
@@ -251,7 +255,7 @@ def compare(rows: list[dict[str, Any]]) -> None:
             row[column] = "-" if "again" in row["arm"] else ", ".join(fell)
 
 
-def timed(trainer: Any, engine: Any, number: int) -> tuple[float, float, float, float, float]:
+def timed(trainer: Trainer, engine: PipelinedGradients, number: int) -> tuple[float, float, float, float, float]:
     """Seconds of the slowest rank; peak over base and activations of this rank, bytes; seconds until its host is through;
     activations in requested bytes, for an eager step."""
     trainer.optimizer.zero_grad(set_to_none=True)
@@ -271,7 +275,7 @@ def timed(trainer: Any, engine: Any, number: int) -> tuple[float, float, float, 
     return seconds, peak - base, peak - held[0][0], host, float(asked - held[0][1])
 
 
-def reserved_over_allocated(trainer: Any) -> float:
+def reserved_over_allocated(trainer: Trainer) -> float:
     """Reserved over allocated memory, both peaks since `settle_memory`."""
     allocated = torch.cuda.max_memory_allocated()
     if trainer.cuda_graph is not None and trainer.cuda_graph.is_captured:
@@ -281,7 +285,7 @@ def reserved_over_allocated(trainer: Any) -> float:
 
 
 @contextmanager
-def noting_ends(unsharded_step: Any, found: list[tuple[int, int]]) -> Iterator[None]:
+def noting_ends(unsharded_step: UnshardedStep, found: list[tuple[int, int]]) -> Iterator[None]:
     """Note two figures of every eager or captured step: by how much requested bytes rose above what is held when the last
     backward is over, and the bytes that are freed but not usable yet at its end."""
     end = unsharded_step.end
@@ -299,13 +303,15 @@ def noting_ends(unsharded_step: Any, found: list[tuple[int, int]]) -> Iterator[N
         del unsharded_step.end
 
 
-def gathered_bytes(unsharded_step: Any) -> int:
+def gathered_bytes(unsharded_step: UnshardedStep) -> int:
     """Bytes of the unsharded weights of a step."""
     held = [h for group in unsharded_step._groups() for h in group.fsdp_params]
     return sum(t.untyped_storage().nbytes() for h in held for t in h.all_gather_outputs)
 
 
-def watched(args: argparse.Namespace, trainer: Any, engine: Any, number: int, name: str) -> dict[str, float]:
+def watched(
+    args: argparse.Namespace, trainer: Trainer, engine: PipelinedGradients, number: int, name: str
+) -> dict[str, float]:
     """Run one more step, eager, with events around everything: the bubble of this rank. Rank 0 draws the picture."""
     trainer.optimizer.zero_grad(set_to_none=True)
     dist.barrier()
@@ -324,7 +330,7 @@ def watched(args: argparse.Namespace, trainer: Any, engine: Any, number: int, na
     return {"bubble": bubble(everything)[trainer.mesh.pp_rank]}
 
 
-def hidden_share(trainer: Any, engine: Any) -> dict[str, float]:
+def hidden_share(trainer: Trainer, engine: PipelinedGradients) -> dict[str, float]:
     """Time of this rank's all-to-alls inside overlapped actions, and of the waits for them. A graph is captured anew with
     events in it."""
     if trainer.mesh.ep == 1:
@@ -351,11 +357,11 @@ def hidden_share(trainer: Any, engine: Any) -> dict[str, float]:
 
 
 @contextmanager
-def metering_overlap(meter: Any) -> Iterator[None]:
+def metering_overlap(meter: TransferMeter) -> Iterator[None]:
     """Switch `meter` on inside overlapped actions."""
     together = _RuntimeStep._overlap_fwd_bwd
 
-    def metered(self: Any, forward: Action, backward: Action) -> None:
+    def metered(self: _RuntimeStep, forward: Action, backward: Action) -> None:
         meter.on = True
         try:
             together(self, forward, backward)
@@ -377,7 +383,7 @@ def by_stream() -> str:
     return ", ".join(f"{n / GIB:.1f}" for n in sorted(held.values(), reverse=True))
 
 
-def gathered(mesh: Any, figures: dict[str, float]) -> list[list[dict[str, float]]]:
+def gathered(mesh: Mesh, figures: dict[str, float]) -> list[list[dict[str, float]]]:
     """Figures of all processes, by pipeline rank."""
     values: list[Any] = [None] * mesh.size
     dist.all_gather_object(values, figures)

@@ -15,7 +15,7 @@ from common import GIB, median_ms, settle_memory, write
 from torch import nn
 
 from forebay.memory.hooks import Manager
-from forebay.memory.regions import ModuleSlot
+from forebay.memory.overrides import ModuleSlot
 from forebay.policy import resolve
 
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from forebay.estimate.layers import LayerPlan, Traces, plan_layers
+from forebay.estimate.layers import LayerPlan, TraceCache, plan_layers
 from forebay.estimate.plan import Fit, ask, fit_run
 
 PAGE = Path(__file__).with_name("README.md")
@@ -57,7 +57,7 @@ RUNS = (
 PUBLISHED_RUN = Run("deepseek-v3", 2048, 16, 64)  # the mesh of arXiv:2412.19437
 
 
-def planned(run: Run, traces: Traces) -> tuple[LayerPlan, Fit]:
+def planned(run: Run, traces: TraceCache) -> tuple[LayerPlan, Fit]:
     """The plan of a run. `traces` holds those of earlier runs."""
     given = [f"parallel.pp={run.pp}", f"parallel.ep={run.ep}", *run.others]
     config = ask(run.model, given, run.gpus).config
@@ -76,7 +76,7 @@ def row(run: Run, fit: Fit) -> str:
 
 def scale(runs: Sequence[Run] = RUNS) -> str:
     """The table of plans."""
-    traces = Traces()
+    traces = TraceCache()
     lines = [
         "| model | GPUs | PP x EP x FSDP | parameters | gradients | optimizer | activations | transient | other | total |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -86,7 +86,7 @@ def scale(runs: Sequence[Run] = RUNS) -> str:
 
 def published() -> str:
     """The table of published figures that a plan can be compared with."""
-    traces = Traces()
+    traces = TraceCache()
     plan, fit = planned(PUBLISHED_RUN, traces)
     _, small = planned(Run("qwen3-30b-a3b", 8, 1, 8), traces)
     stages = len(plan.partition.layers)
@@ -110,9 +110,9 @@ def times(runs: Sequence[Run] = (RUNS[1], RUNS[7], RUNS[9])) -> str:
     """The table of CPU seconds of a plan, in a process that has imported torch and transformers."""
     lines = ["| plan | CPU seconds |", "|---|---|"]
     for run in runs:
-        planned(run, Traces())  # fills imports and torch's caches
+        planned(run, TraceCache())  # fills imports and torch's caches
         begin = time.process_time()
-        planned(run, Traces())
+        planned(run, TraceCache())
         lines.append(f"| `{run.command}` | {time.process_time() - begin:.1f} |")
     return "\n".join(lines)
 

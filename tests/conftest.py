@@ -50,15 +50,15 @@ def poisoned() -> Iterator[None]:
 
 @functools.cache
 def _traces() -> Any:
-    from forebay.estimate.layers import Traces
+    from forebay.estimate.layers import TraceCache
 
-    return Traces()
+    return TraceCache()
 
 
 @pytest.fixture
 def shared_traces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans of a worker's tests share one `Traces`: tracing takes most of their time, and many tests plan the same models.
+    """Plans of a worker's tests share one `TraceCache`: tracing takes most of their time, and many tests plan the same models.
     tests/estimate/test_search.py shows that sharing changes nothing."""
     _traces()  # made before its class is replaced
     for module in ("plan", "search", "layers"):
-        monkeypatch.setattr(f"forebay.estimate.{module}.Traces", _traces)
+        monkeypatch.setattr(f"forebay.estimate.{module}.TraceCache", _traces)

@@ -198,7 +198,7 @@ def loaded(*ends):
 
 import forebay, forebay.cli
 assert not loaded("torch", "transformers"), "the command answers before torch is imported"
-import forebay.memory.regions
+import forebay.memory.overrides
 assert not loaded("forebay.moe"), "it knows the operations by their names alone"
 import forebay.moe.dispatch, forebay.moe.dispatch_op
 assert not loaded(".deepep", ".symmetric", "deep_ep"), "exchanges are imported when they are asked for"

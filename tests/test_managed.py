@@ -18,8 +18,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import forebay
-from forebay.memory.regions import setting
-from forebay.models.experts import register
+from forebay.memory.overrides import setting
+from forebay.models.hf_experts import register
 from forebay.moe.dispatch import LocalDispatcher
 from forebay.policy import PolicyError
 from tests.models.conftest import CAUSAL_LMS, build_tiny, equal, loss_and_gradients, token_ids

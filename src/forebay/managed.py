@@ -20,17 +20,17 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import PreTrainedModel
 
 from forebay.memory.hooks import Manager
+from forebay.memory.overrides import ForwardFn, InnerForward, Slot, install, is_managed, is_patched
 from forebay.memory.page_store import PageStore
 from forebay.memory.profiler import Profiler, SavedProfile, profile_model
-from forebay.memory.regions import ForwardFn, InnerForward, Slot, install, is_managed, is_patched
 from forebay.memory.step import StepReport
 from forebay.memory.timeline import Plan
 from forebay.models.blocks import Sublayers, install_sublayers
 from forebay.models.compile import compile_sublayer
-from forebay.models.experts import install_experts
 from forebay.models.families import UnknownLayerError, has_known_layers
 from forebay.models.fused_loss import install_fused_loss
-from forebay.models.regions import (
+from forebay.models.hf_experts import install_experts
+from forebay.models.placements import (
     Regions,
     install_stash,
     regions_of,

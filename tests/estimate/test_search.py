@@ -15,7 +15,7 @@ from forebay.estimate.device import load
 from forebay.estimate.layers import plan_layers
 from forebay.estimate.plan import PlanRequest, ask, fit_run
 from forebay.estimate.search import Candidate, MeshShape, divisors, largest, meshes, ranked, search
-from forebay.estimate.traces import Traces
+from forebay.estimate.trace_cache import TraceCache
 from forebay.estimate.walk import least_budget
 from forebay.train import hf_io
 
@@ -243,11 +243,11 @@ def test_searches_that_cannot_be() -> None:
 
 def test_traces_are_shared_and_change_nothing() -> None:
     """A run planned after others is the run planned alone."""
-    traces = Traces()
+    traces = TraceCache()
     runs = [tiny(), tiny(parallel={"ep": 2}), tiny(microbatch=2), tiny(sequence=64), tiny(parallel={"pp": 2}), tiny()]
     for config in runs:
         shared = fit_run(config, plan_layers(config, 2, traces), 2, traces=traces)
-        assert shared == fit_run(config, plan_layers(config, 2, Traces()), 2, traces=Traces())
+        assert shared == fit_run(config, plan_layers(config, 2, TraceCache()), 2, traces=TraceCache())
 
 
 def test_a_bare_model_has_settings_that_follow_the_gpus() -> None:

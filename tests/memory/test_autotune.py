@@ -24,8 +24,8 @@ from forebay.memory.autotune import MOST, Autotuner, Trials, TuneState
 from forebay.memory.hooks import Manager
 from forebay.memory.host_store import HostStore, Traffic
 from forebay.memory.offload_plan import under_budget
+from forebay.memory.overrides import ModuleSlot
 from forebay.memory.recorder import TimelineRecorder, TimingRecorder, TrialRecorder
-from forebay.memory.regions import ModuleSlot
 from forebay.memory.storage import storable, storage_bytes
 from forebay.memory.timeline import Assignment, CallFigures, Key, Plan, Rates, Timeline, TimelineEvent, simulate
 from forebay.policy import BudgetError, Claim

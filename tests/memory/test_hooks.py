@@ -19,7 +19,7 @@ import forebay
 from forebay.memory import autotune
 from forebay.memory.hooks import Manager
 from forebay.memory.offload_plan import plan_interleaved
-from forebay.memory.regions import ModuleSlot
+from forebay.memory.overrides import ModuleSlot
 from forebay.memory.step import Step
 from forebay.memory.timeline import Assignment, Plan, Timeline, simulate
 from forebay.policy import BudgetError, Claim, PolicyError, resolve

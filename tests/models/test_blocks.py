@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from forebay.memory.regions import setting
+from forebay.memory.overrides import setting
 from forebay.models.blocks import install_sublayers
-from forebay.models.experts import register
 from forebay.models.families import has_known_layers
+from forebay.models.hf_experts import register
 from tests.models.conftest import FAMILIES, HIDDEN, equal
 
 

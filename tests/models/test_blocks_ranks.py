@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from forebay.managed import manage
-from forebay.models.experts import keep_local_experts
 from forebay.models.families import moe_blocks
+from forebay.models.hf_experts import keep_local_experts
 from forebay.moe.dispatch import NcclDispatcher
 from forebay.policy import PolicyError
 from tests.models.conftest import FAMILIES, VOCABULARY, build_tiny

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from forebay.models import compile as compile_module
 from forebay.models.blocks import install_sublayers
 from forebay.models.compile import check_compiler, compile_sublayer
-from forebay.models.experts import register
+from forebay.models.hf_experts import register
 from tests.models.conftest import EXPERTS, HEAD, HEADS, HIDDEN, KV_HEADS, TOP_K, WIDTH, equal
 
 BF16, FP32, INT64, INT32 = 2, 4, 8, 4

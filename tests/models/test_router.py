@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from forebay.models.blocks import install_sublayers
-from forebay.models.experts import register
+from forebay.models.hf_experts import register
 from forebay.models.router import RouterOutput, RouterStats
 
 

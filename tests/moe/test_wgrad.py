@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from forebay.models.experts import register
+from forebay.models.hf_experts import register
 from forebay.moe import experts_autograd, experts_op, wgrad
 from forebay.moe.experts import experts
 from forebay.moe.wgrad import WeightGradients

@@ -6,8 +6,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from forebay.memory.profiler import profile_model
-from forebay.models.experts import register
 from forebay.models.families import decoder_layers
+from forebay.models.hf_experts import register
 from forebay.pipeline.costs import model_costs
 from tests.models.conftest import build_tiny
 

@@ -49,7 +49,7 @@ def test_cut_is_whole(family: str) -> None:
 def expert_parallel(rank: int, world: int) -> list[bool]:
     import torch.distributed as dist
 
-    from forebay.models.experts import keep_local_experts
+    from forebay.models.hf_experts import keep_local_experts
     from forebay.moe.dispatch import NcclDispatcher
 
     model = build_tiny("deepseek_v2")

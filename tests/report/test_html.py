@@ -14,7 +14,7 @@ from forebay.policy import PLACEMENTS
 from forebay.report.charts import PARTS
 from forebay.report.html import Html, data, join, ranges, tag
 from forebay.report.plan_page import plan_page
-from forebay.report.run_folder import read_run
+from forebay.report.read_run import read_run
 from forebay.report.run_page import run_page
 from forebay.report.sections import Planned
 from tests.report.pages import config, plan_of, write_folder

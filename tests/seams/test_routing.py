@@ -17,8 +17,8 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import forebay
 from forebay.models.blocks import SublayerSlot
-from forebay.models.experts import keep_local_experts
 from forebay.models.families import moe_blocks
+from forebay.models.hf_experts import keep_local_experts
 from forebay.moe.dispatch import LocalDispatcher, NcclDispatcher
 from tests.models.conftest import MOE_FAMILIES, VOCABULARY, build_tiny
 from tests.ranks import run_ranks

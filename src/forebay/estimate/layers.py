@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from forebay.config import Config, check_world
-from forebay.estimate.traces import Traces
+from forebay.estimate.trace_cache import TraceCache
 from forebay.pipeline.costs import partition_of, pipeline_shape, priced
 from forebay.pipeline.partition import Partition, even_partition, in_flight
 from forebay.policy import format_bytes
@@ -110,7 +110,7 @@ def _named(stage: dict[str, Any]) -> str:
     return "embedding + " * stage["embedding"] + numbers + " + head" * stage["head"]
 
 
-def plan_layers(config: Config, world: int = 0, traces: Traces | None = None) -> LayerPlan:
+def plan_layers(config: Config, world: int = 0, traces: TraceCache | None = None) -> LayerPlan:
     """The plan of a run on `world` processes; 0 means as few as `config` can run on: ``parallel.pp`` x ``parallel.ep``.
 
     Args:
@@ -123,7 +123,7 @@ def plan_layers(config: Config, world: int = 0, traces: Traces | None = None) ->
     check_world(config, world)
     declared = hf_io.configuration(config.model, load_tokenizer(config.data.tokenizer).vocabulary)
     sharing = world // config.parallel.pp
-    costs = (traces or Traces()).costs(config, declared, sharing)
+    costs = (traces or TraceCache()).costs(config, declared, sharing)
     asked = partition_of(config, declared, sharing, costs)
     schedule, pp, chunks, microbatches = pipeline_shape(config, sharing)
     even = even_partition(len(costs.layers), schedule, pp, chunks)

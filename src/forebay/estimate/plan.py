@@ -23,7 +23,7 @@ from forebay.estimate.placement import Choice, by_kind, sentences
 from forebay.estimate.rank import RankEstimate, RunEstimator, StepTimer, machine_of
 from forebay.estimate.state import Sharing, all_to_all_bytes, symmetric_bytes
 from forebay.estimate.step_time import StepTime
-from forebay.estimate.traces import Traces
+from forebay.estimate.trace_cache import TraceCache
 from forebay.estimate.types import GPU_BLOCK, Shape
 from forebay.estimate.walk import ALLOWANCE, RankFit, Seen, SublayerMemory, largest_total
 from forebay.fields import nearest
@@ -275,7 +275,7 @@ def fit_run(
     *,
     device: DeviceProfile | None = None,
     auto: int | None = None,
-    traces: Traces | None = None,
+    traces: TraceCache | None = None,
     seen: Seen | None = None,
 ) -> Fit:
     """Estimate the run of `plan` on `world` processes.
@@ -293,7 +293,7 @@ def fit_run(
         UsageError: a model that cannot be traced, experts that the processes do not divide, a pattern that matches nothing, or a
             budget below the parameters alone.
     """
-    estimator, notes = _estimator(config, plan, world, budget, skew, device, auto, traces or Traces())
+    estimator, notes = _estimator(config, plan, world, budget, skew, device, auto, traces or TraceCache())
     ranks = [estimator.rank(number, seen) for number in range(config.parallel.pp)]
     choices = tuple(rank.choice for rank in ranks if rank.choice is not None)
     placements = dict(estimator.placements)
@@ -320,7 +320,7 @@ def _estimator(
     skew: float,
     device: DeviceProfile | None,
     auto: int | None,
-    traces: Traces,
+    traces: TraceCache,
 ) -> tuple[RunEstimator, list[str]]:
     c, p = config, config.parallel
     declared = hf_io.configuration(c.model, load_tokenizer(c.data.tokenizer).vocabulary)

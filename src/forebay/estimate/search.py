@@ -16,7 +16,7 @@ from forebay.errors import UsageError
 from forebay.estimate.device import DeviceProfile
 from forebay.estimate.layers import LayerPlan, plan_layers
 from forebay.estimate.plan import Fit, PlanRequest, fit_run
-from forebay.estimate.traces import Traces
+from forebay.estimate.trace_cache import TraceCache
 from forebay.estimate.walk import ALLOWANCE, headroom
 from forebay.policy import format_bytes
 from forebay.train import hf_io
@@ -263,7 +263,7 @@ class _Runs:
 
     def __init__(self, asked: PlanRequest, world: int, skew: float, device: DeviceProfile | None, auto: int | None):
         self.asked, self.world, self.skew, self.device, self.auto = asked, world, skew, device, auto
-        self._traces = Traces()
+        self._traces = TraceCache()
 
     def changed(self, settings: dict[str, Any]) -> Config:
         """The request's configuration with other settings; a default batch follows.

@@ -37,9 +37,9 @@ from forebay.estimate.types import (
     Shape,
 )
 from forebay.models.blocks import SublayerSlot, install_sublayers
-from forebay.models.experts import register
 from forebay.models.families import decoder_layers, moe_block, moe_blocks
 from forebay.models.fused_loss import head_loss, install_fused_loss
+from forebay.models.hf_experts import register
 from forebay.models.router import balance_loss
 from forebay.moe.dispatch import Handle, TokenDispatcher, aligned
 

@@ -24,9 +24,9 @@ from torch.utils._pytree import tree_leaves
 
 from forebay.memory.autotune import Autotuner, Trial, TuneState
 from forebay.memory.host_store import HostStore, Ledger, Ticket
+from forebay.memory.overrides import Slot
 from forebay.memory.recompute import foreign_saved_tensor_hooks, recomputed, refuse_nested_checkpointing
 from forebay.memory.recorder import TimelineRecorder
-from forebay.memory.regions import Slot
 from forebay.memory.step import KnownStorage, Region, RegionCall, Step, StepReport
 from forebay.memory.storage import (
     RegionWeights,
@@ -74,7 +74,7 @@ class Manager:
         device: the device whose saved tensors are managed.
         budget: bytes that the step's peak may rise over the memory held before it; needs an offload or auto region.
         offload: "fit" offloads as much as the link carries without waiting, "all" everything.
-        recompute: "light" uses a slot's `light_recompute` where it has one; any other mode of `forebay.memory.regions`
+        recompute: "light" uses a slot's `light_recompute` where it has one; any other mode of `forebay.memory.overrides`
             checkpoints the whole region.
         min_bytes: storages below this stay on the device. Default: 1 MiB on CUDA, 1 elsewhere.
 

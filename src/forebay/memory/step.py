@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forebay.memory.host_store import Ticket
-from forebay.memory.regions import Slot
+from forebay.memory.overrides import Slot
 from forebay.memory.storage import RegionWeights, StorageIdentity
 from forebay.memory.timeline import Key
 

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from forebay.memory.regions import ForwardFn, InnerForward, install, is_managed, is_patched
+from forebay.memory.overrides import ForwardFn, InnerForward, install, is_managed, is_patched
 from forebay.models.compile import check_compiler, compile_sublayer
-from forebay.models.experts import light_recompute_of
 from forebay.models.families import LAYERS, MoeBlock, decoder_layers, innermost, moe_block
+from forebay.models.hf_experts import light_recompute_of
 from forebay.moe.dispatch import TokenDispatcher
 from forebay.moe.dispatch_op import Front, MoeStages
 
@@ -163,7 +163,7 @@ class SublayerSlot:
         self.call, self.front, self.experts = self._bare = (call, front, experts)
 
     def called_modules(self) -> Sequence[nn.Module]:
-        """See `forebay.memory.regions.Slot.called_modules`."""
+        """See `forebay.memory.overrides.Slot.called_modules`."""
         is_attention = self.path.endswith("self_attn")
         names = ("self_attn", "input_layernorm") if is_attention else ("mlp", "post_attention_layernorm")
         return [getattr(self.module, name) for name in names]
@@ -234,7 +234,7 @@ class SublayerForward:
         self._compiled = compiled
 
     def around(self, inner: InnerForward) -> ForwardFn:
-        """For `forebay.memory.regions.install`: the sublayers in place of the layer's own forward."""
+        """For `forebay.memory.overrides.install`: the sublayers in place of the layer's own forward."""
         self._original = inner
         return self._run
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from forebay.memory.regions import is_managed, is_patched
+from forebay.memory.overrides import is_managed, is_patched
 
 # Decoder layers whose forward is exactly the two residual sublayers (read in transformers 5.17).
 LAYERS = (

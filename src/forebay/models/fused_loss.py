@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from forebay.memory.regions import InnerForward, install, is_managed, is_outermost, is_patched
+from forebay.memory.overrides import InnerForward, install, is_managed, is_outermost, is_patched
 from forebay.models.families import transformers_base
 from forebay.models.linear_cross_entropy import linear_cross_entropy
 

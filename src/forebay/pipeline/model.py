@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from forebay.managed import Managed
-from forebay.memory.regions import is_managed
+from forebay.memory.overrides import is_managed
 from forebay.models.blocks import SublayerForward
 from forebay.models.families import all_layers
 from forebay.models.fused_loss import head_loss

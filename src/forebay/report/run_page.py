@@ -18,7 +18,7 @@ from forebay.policy import format_bytes
 from forebay.report.charts import Box, Ceiling, Curve, Scale, activity, bar, byte_scale, curves, legend, scale
 from forebay.report.html import Html, Section, Verdict, big, empty, grouped, join, page, percent, table, tag, tiles
 from forebay.report.plan_page import about
-from forebay.report.run_folder import RunFolder
+from forebay.report.read_run import RunFolder
 from forebay.report.sections import (
     PLACED,
     Planned,

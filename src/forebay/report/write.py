@@ -14,7 +14,7 @@ from forebay.errors import RunError, UsageError
 from forebay.estimate.search import Search
 from forebay.report.html import OPENS
 from forebay.report.plan_page import plan_page
-from forebay.report.run_folder import RunFolder, read_run
+from forebay.report.read_run import RunFolder, read_run
 from forebay.report.run_page import run_page
 from forebay.report.sections import Planned, plan_run
 from forebay.train.durable import replace_text

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor, Shard
 from forebay.config import Config, check_experts
 from forebay.errors import RunError, UsageError
 from forebay.memory.storage import local
-from forebay.models.experts import cut_experts
 from forebay.models.families import all_layers, decoder_layers, moe_blocks
+from forebay.models.hf_experts import cut_experts
 from forebay.moe.dispatch import LocalDispatcher, TokenDispatcher
 from forebay.train.distributed import Mesh
 

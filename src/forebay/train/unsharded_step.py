@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from forebay.memory.regions import drop_setting, put_setting
+from forebay.memory.overrides import drop_setting, put_setting
 from forebay.memory.storage import local
 from forebay.models.families import moe_blocks
 from forebay.moe.wgrad import WeightGradients, no_sums

@@ -3,7 +3,7 @@
 import pytest
 
 import forebay
-from forebay.memory.regions import setting
+from forebay.memory.overrides import setting
 from forebay.models.families import keep_part, moe_blocks
 from forebay.moe.dispatch import LocalDispatcher
 from forebay.policy import PolicyError

@@ -17,11 +17,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from forebay.memory.overrides import ModuleSlot, Slot, drop_setting, put_setting
 from forebay.memory.page_store import PageStore
-from forebay.memory.regions import ModuleSlot, Slot, drop_setting, put_setting
 from forebay.models.blocks import Sublayers
-from forebay.models.experts import light_recompute_of
 from forebay.models.families import absent_paths, all_layers, has_known_layers, innermost, moe_blocks
+from forebay.models.hf_experts import light_recompute_of
 from forebay.moe.dispatch import TokenDispatcher
 from forebay.policy import PLACEMENTS, Claim, PolicyError, outermost, resolve
 

@@ -1,4 +1,4 @@
-"""What a plan knows of a model, computed once for as long as a plan or search lasts.
+"""Caches what a plan computes about a model (traces, pipeline actions, layer costs) for as long as a plan or search lasts.
 
 Input: a `[model]` section and the Hugging Face configuration it declares. Output: `ModelFacts`, the trace of any `Shape`,
 pipeline actions and layer costs. Many meshes and sizes of one model share most of these, and traces take most of a
@@ -32,7 +32,7 @@ class ModelFacts:
     attention: str
 
 
-class Traces:
+class TraceCache:
     """A cache for one plan or search."""
 
     def __init__(self) -> None:

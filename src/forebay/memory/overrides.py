@@ -1,4 +1,4 @@
-"""What Forebay puts on a module: callables around its forward, and settings; and the slot of a region.
+"""Overrides the forward of a module by callables that can be removed, and gives it settings that are never copied.
 
 Input: a module. Output: the same module, whose instance has ``module.forward``, a bound method that looks up at each call what is
 installed, and ``module._forebay``, which holds it: callables, the last one outermost, and settings by name. Both are live state

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
-from forebay.memory.regions import drop_setting, install, is_patched, put_setting, setting
+from forebay.memory.overrides import drop_setting, install, is_patched, put_setting, setting
 from forebay.memory.storage import local
 from forebay.models.families import innermost, moe_blocks
 from forebay.moe.dispatch import TokenDispatcher
@@ -110,7 +110,7 @@ def experts_forward(
     """Forward of a transformers experts module: tokens [T, H] and routing [T, K] in, [T, H] out.
 
     DTensor parameters (expert parallelism) stand for their local part: ids count this rank's experts from 0. Three
-    settings of the module (`forebay.memory.regions.setting`) change what is saved: ``forebay_save_h`` False recomputes
+    settings of the module (`forebay.memory.overrides.setting`) change what is saved: ``forebay_save_h`` False recomputes
     the first product in backward; ``forebay_weight_gradients`` (a `forebay.moe.wgrad.WeightGradients`) may defer the
     weight gradients; ``forebay_pages`` (a `forebay.moe.experts_autograd.Pages`) stashes the rows.
 

@@ -15,7 +15,7 @@ from common import GIB, median_ms, settle_memory, write
 from torch import nn
 
 from forebay.memory.hooks import Manager
-from forebay.memory.overrides import ModuleSlot
+from forebay.memory.overrides import ModuleCallSite
 from forebay.policy import resolve
 
 
@@ -30,9 +30,9 @@ class Block(nn.Module):
 
 
 def manage(model: nn.Sequential, blocks: int, offload: str) -> Manager:
-    slots = {n: ModuleSlot(m) for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    sites = {n: ModuleCallSite(m) for n, m in model.named_modules() if isinstance(m, nn.Linear)}
     policy = {f"{i}.{part}": "offload" for i in range(blocks) for part in ("up", "down")}
-    return Manager(slots, resolve(policy, slots), torch.device("cuda"), offload=offload)
+    return Manager(sites, resolve(policy, sites), torch.device("cuda"), offload=offload)
 
 
 def main() -> None:

@@ -86,8 +86,8 @@ def copies(rows: int, width: int, where: str, pool: HostPool) -> dict[str, Any]:
     """One row of the first table."""
     need = entries(rows, 2 * width)
     on_host = {"device": 0, "shuffled": 0, "half": need // 2, "host": need}[where]
-    slot = pool.take(on_host * PAGE_BYTES) if on_host else None
-    host = slot.bytes_ if slot is not None else torch.empty(0, dtype=torch.uint8)
+    block = pool.take(on_host * PAGE_BYTES) if on_host else None
+    host = block.bytes_ if block is not None else torch.empty(0, dtype=torch.uint8)
     arena = arena_of(need - on_host, host)
     order = torch.randperm(need) if where == "shuffled" else torch.arange(need)
     table = PageTable(arena, order.int().cuda(), live_of(rows), rows, 2 * width)
@@ -115,8 +115,8 @@ def copies(rows: int, width: int, where: str, pool: HostPool) -> dict[str, Any]:
         calls["to"] = lambda: out.copy_(given)
         moved = 2 * given.nbytes
     ms = medians(**calls)
-    if slot is not None:
-        pool.give(slot)
+    if block is not None:
+        pool.give(block)
     rate = {name: moved / time / 1e6 for name, time in ms.items()}
     back = rate.get("back", rate["to"])
     return {

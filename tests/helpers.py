@@ -8,15 +8,15 @@ import torch
 
 
 def used_bytes(pool: Any) -> int:
-    """Bytes of all slots that are out."""
+    """Bytes of all blocks that are out."""
     holes = sum(size for slab in pool._slabs for _, size in slab.holes)
-    return pool.reserved_bytes - holes - sum(slot.length for slot in free_slots(pool))
+    return pool.reserved_bytes - holes - sum(block.length for block in free_blocks(pool))
 
 
-def free_slots(pool: Any) -> list[Any]:
-    """The slots that came back and are no holes yet."""
+def free_blocks(pool: Any) -> list[Any]:
+    """The blocks that came back and are no holes yet."""
     pool._collect_returned()
-    return [slot for slots in pool._free.values() for slot in slots]
+    return [block for blocks in pool._free.values() for block in blocks]
 
 
 def sent(store: Any, source: torch.Tensor) -> Any:

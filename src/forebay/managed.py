@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import PreTrainedModel
 
 from forebay.memory.hooks import Manager
-from forebay.memory.overrides import ForwardFn, InnerForward, Slot, install, is_managed, is_patched
+from forebay.memory.overrides import CallSite, ForwardFn, InnerForward, install, is_managed, is_patched
 from forebay.memory.page_store import PageStore
 from forebay.memory.profiler import Profiler, SavedProfile, profile_model
 from forebay.memory.step import StepReport
@@ -224,7 +224,7 @@ def manage(
         checkpointing = _checkpointing_of(model, regions)
         with checkpointing.suspended():
             manager = Manager(
-                regions.slots,
+                regions.sites,
                 regions.claims,
                 device,
                 budget=_as_bytes(budget),
@@ -235,9 +235,9 @@ def manage(
         undo.callback(manager.detach)
         for inner in _pretrained_models(model):
             undo.callback(_guard_base_model(inner, checkpointing))
-        undo.callback(_watch_base_model(model, regions.slots, manager))
+        undo.callback(_watch_base_model(model, regions.sites, manager))
         # The manager reports what runs as a region itself.
-        uncompiled = [path for path, _ in model.named_modules() if path not in sealed and path not in regions.slots]
+        uncompiled = [path for path, _ in model.named_modules() if path not in sealed and path not in regions.sites]
         managed = Managed(model, manager, sublayers, regions, uncompiled, page_store, undo.pop_all())
     if fallbacks:
         warnings.warn(f"forebay.manage({type(model).__name__}): {'; '.join(fallbacks)}", stacklevel=2)
@@ -434,7 +434,7 @@ def _guard_base_model(model: Any, checkpointing: GradientCheckpointing) -> Calla
     return install(base, around)
 
 
-def _watch_base_model(model: nn.Module, slots: Mapping[str, Slot], manager: Manager) -> Callable[[], None]:
+def _watch_base_model(model: nn.Module, sites: Mapping[str, CallSite], manager: Manager) -> Callable[[], None]:
     """Tell `manager` when the forward of the base model begins and fails, and warn once if no region ran in it.
 
     Not the whole model's forward: others replace that by one that calls the base model and a head of their own (TRL).
@@ -447,17 +447,17 @@ def _watch_base_model(model: nn.Module, slots: Mapping[str, Slot], manager: Mana
             device = next((p.device for p in self.parameters()), None)
             if device is not None:
                 manager.forward_begins(device)
-            before = 0 if warned else _calls(slots)
+            before = 0 if warned else _calls(sites)
             try:
                 out = inner(*args, **kwargs)
             except BaseException:
                 manager.forward_failed()
                 raise
-            if not warned and slots and torch.is_grad_enabled() and _calls(slots) == before:
+            if not warned and sites and torch.is_grad_enabled() and _calls(sites) == before:
                 warned = True
                 warnings.warn(
                     f"forebay.manage: a forward of {type(self).__name__} ran with gradients enabled and called none of its "
-                    f"{len(slots)} regions ({next(iter(slots))}, ...): its layers were replaced since, or were given a KV cache "
+                    f"{len(sites)} regions ({next(iter(sites))}, ...): its layers were replaced since, or were given a KV cache "
                     "(use_cache=True) or asked for attention weights. Nothing is placed; call manage() on the model as it is now",
                     stacklevel=2,
                 )
@@ -468,5 +468,5 @@ def _watch_base_model(model: nn.Module, slots: Mapping[str, Slot], manager: Mana
     return install(model.base_model if isinstance(model, PreTrainedModel) else model, around)
 
 
-def _calls(slots: Mapping[str, Slot]) -> int:
-    return sum(slot.calls for slot in slots.values())
+def _calls(sites: Mapping[str, CallSite]) -> int:
+    return sum(site.calls for site in sites.values())

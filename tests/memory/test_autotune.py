@@ -24,7 +24,7 @@ from forebay.memory.autotune import MOST, Autotuner, Trials, TuneState
 from forebay.memory.hooks import Manager
 from forebay.memory.host_store import HostStore, Traffic
 from forebay.memory.offload_plan import under_budget
-from forebay.memory.overrides import ModuleSlot
+from forebay.memory.overrides import ModuleCallSite
 from forebay.memory.recorder import TimelineRecorder, TimingRecorder, TrialRecorder
 from forebay.memory.storage import storable, storage_bytes
 from forebay.memory.timeline import Assignment, CallFigures, Key, Plan, Rates, Timeline, TimelineEvent, simulate
@@ -364,9 +364,9 @@ class Block(nn.Module):
 def network(budget: int) -> tuple[nn.Sequential, Manager]:
     torch.manual_seed(0)
     model = nn.Sequential(*[Block() for _ in range(4)])
-    slots = {str(i): ModuleSlot(block) for i, block in enumerate(model)}
-    claims = [Claim(p, "auto", p) for p in slots]
-    return model, Manager(slots, claims, torch.device("cpu"), budget=budget, min_bytes=1)
+    sites = {str(i): ModuleCallSite(block) for i, block in enumerate(model)}
+    claims = [Claim(p, "auto", p) for p in sites]
+    return model, Manager(sites, claims, torch.device("cpu"), budget=budget, min_bytes=1)
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:

@@ -19,7 +19,7 @@ import forebay
 from forebay.memory import autotune
 from forebay.memory.hooks import Manager
 from forebay.memory.offload_plan import plan_interleaved
-from forebay.memory.overrides import ModuleSlot
+from forebay.memory.overrides import ModuleCallSite
 from forebay.memory.step import Step
 from forebay.memory.timeline import Assignment, Plan, Timeline, simulate
 from forebay.policy import BudgetError, Claim, PolicyError, resolve
@@ -61,12 +61,12 @@ def network(device: str = "cpu", block: Callable[[], nn.Module] = Block, count: 
 
 def manage(model: nn.Sequential, policy: str | dict[str, str], device: str = "cpu", **options: Any) -> Manager:
     """`policy`: of all regions one placement, which may be auto, or patterns."""
-    slots: dict[str, Any] = {str(i): ModuleSlot(block) for i, block in enumerate(model)}
+    sites: dict[str, Any] = {str(i): ModuleCallSite(block) for i, block in enumerate(model)}
     if policy == "auto":
-        claims = [Claim(path, "auto", path) for path in slots]
+        claims = [Claim(path, "auto", path) for path in sites]
     else:
-        claims = resolve({"*": policy} if isinstance(policy, str) else policy, slots)
-    return Manager(slots, claims, torch.device(device), min_bytes=1, **options)
+        claims = resolve({"*": policy} if isinstance(policy, str) else policy, sites)
+    return Manager(sites, claims, torch.device(device), min_bytes=1, **options)
 
 
 def gradients(

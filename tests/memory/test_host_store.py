@@ -1,4 +1,4 @@
-"""HostStore, HostPool and Ledger on a CPU: bytes come back, states are checked, slots never share a byte."""
+"""HostStore, HostPool and Ledger on a CPU: bytes come back, states are checked, blocks never share a byte."""
 
 import random
 import resource
@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from forebay.memory.host_store import HostPool, HostSlot, HostStore, Ledger, TicketState
+from forebay.memory.host_store import HostBlock, HostPool, HostStore, Ledger, TicketState
 from tests.helpers import sent, used_bytes
 
 CPU = torch.device("cpu")
@@ -131,52 +131,52 @@ def test_a_ledger_counts_the_living_and_does_not_grow_with_the_dead() -> None:
 # --- the pool
 
 
-def give_all(pool: HostPool, slots: list[HostSlot]) -> None:
-    for slot in slots:
-        pool.give(slot)
+def give_all(pool: HostPool, blocks: list[HostBlock]) -> None:
+    for block in blocks:
+        pool.give(block)
 
 
-def place(slot: HostSlot) -> tuple[int, int]:
-    return id(slot.slab), slot.start
+def place(block: HostBlock) -> tuple[int, int]:
+    return id(block.slab), block.start
 
 
 def test_slots_have_the_exact_size_and_the_same_sizes_need_no_new_slab() -> None:
     pool = HostPool(pin=False)
     sizes = (1, 511, 512, 513, 5000, 70_000, 5000, 1_000_000)
     for _ in range(3):
-        slots = [pool.take(n) for n in sizes]
+        blocks = [pool.take(n) for n in sizes]
         reserved = pool.reserved_bytes
-        assert tuple(slot.bytes_.numel() for slot in slots) == sizes
-        give_all(pool, slots[::-1])
+        assert tuple(block.bytes_.numel() for block in blocks) == sizes
+        give_all(pool, blocks[::-1])
     assert pool.reserved_bytes == reserved <= sum(sizes) + len(sizes) * 512 and used_bytes(pool) == 0
 
 
 def test_random_takes_and_gives_never_share_a_byte() -> None:
     chance = random.Random(3)
     pool = HostPool(pin=False)
-    out: list[tuple[HostSlot, int]] = []
+    out: list[tuple[HostBlock, int]] = []
     for round_ in range(3000):
         if out and chance.random() < 0.5:
-            slot, mark = out.pop(chance.randrange(len(out)))
-            assert bool((slot.bytes_ == mark).all())
-            pool.give(slot)
+            block, mark = out.pop(chance.randrange(len(out)))
+            assert bool((block.bytes_ == mark).all())
+            pool.give(block)
         else:
-            slot, mark = pool.take(chance.choice([0, 1, 100, 513, 4096, 20_000])), round_ % 256
-            slot.bytes_.fill_(mark)
-            out.append((slot, mark))
-    assert all(bool((slot.bytes_ == mark).all()) for slot, mark in out)
-    give_all(pool, [slot for slot, _ in out])
+            block, mark = pool.take(chance.choice([0, 1, 100, 513, 4096, 20_000])), round_ % 256
+            block.bytes_.fill_(mark)
+            out.append((block, mark))
+    assert all(bool((block.bytes_ == mark).all()) for block, mark in out)
+    give_all(pool, [block for block, _ in out])
     assert used_bytes(pool) == 0
 
 
-def test_a_slot_that_came_back_goes_out_again_as_it_was() -> None:
+def test_a_block_that_came_back_goes_out_again_as_it_was() -> None:
     pool = HostPool(pin=False)
-    slots = [pool.take(3000) for _ in range(6)]
-    kept = slots.pop(2)
-    places = {place(slot) for slot in slots}
-    give_all(pool, slots)
+    blocks = [pool.take(3000) for _ in range(6)]
+    kept = blocks.pop(2)
+    places = {place(block) for block in blocks}
+    give_all(pool, blocks)
     again = [pool.take(3000) for _ in range(5)]
-    assert {place(slot) for slot in again} == places and place(kept) not in places, "one place, two slots"
+    assert {place(block) for block in again} == places and place(kept) not in places, "one place, two blocks"
 
 
 def test_only_slabs_without_a_used_slot_are_trimmed() -> None:
@@ -184,9 +184,9 @@ def test_only_slabs_without_a_used_slot_are_trimmed() -> None:
     give_all(pool, [pool.take(3000) for _ in range(6)])
     pool.reset_stats()
     for _ in range(4):
-        slots = [pool.take(3000), pool.take(2900)]  # the same length, rounded
-        assert [slot.bytes_.numel() for slot in slots] == [3000, 2900]
-        give_all(pool, slots)
+        blocks = [pool.take(3000), pool.take(2900)]  # the same length, rounded
+        assert [block.bytes_.numel() for block in blocks] == [3000, 2900]
+        give_all(pool, blocks)
     pool.trim()
     assert pool.reserved_bytes == 2 * 3072 and used_bytes(pool) == 0
     pool.reset_stats()
@@ -203,7 +203,7 @@ def test_memory_that_is_not_page_locked_says_what_to_do(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     pool = HostPool(pin=True, small_slab=4096)
-    slot = pool.take(4096)
+    block = pool.take(4096)
     with pytest.raises(MemoryError) as refused:
         pool.take(10_000)
     for part in (
@@ -211,18 +211,18 @@ def test_memory_that_is_not_page_locked_says_what_to_do(monkeypatch: pytest.Monk
         "memlock=-1", "offload less",
     ):  # fmt: skip
         assert part in str(refused.value)
-    pool.give(slot)
+    pool.give(block)
     assert pool.reserved_bytes == 4096 and used_bytes(pool) == 0, "the refused memory is not counted"
-    assert pool.take(4096).start == slot.start
-    slot.slab.pinned = False  # it may outlive this test, and cudart
+    assert pool.take(4096).start == block.start
+    block.slab.pinned = False  # it may outlive this test, and cudart
 
 
 def test_slots_outlive_a_closed_pool() -> None:
     pool = HostPool(pin=False)
-    slots = [pool.take(64) for _ in range(3)]
-    slots[0].bytes_.copy_(torch.arange(64, dtype=torch.uint8))
-    pool.give(slots[1])
+    blocks = [pool.take(64) for _ in range(3)]
+    blocks[0].bytes_.copy_(torch.arange(64, dtype=torch.uint8))
+    pool.give(blocks[1])
     pool.close()
-    pool.give(slots[2])
-    assert not pool._returned and not slots[2].slab.in_pool and pool.reserved_bytes == 0
-    assert torch.equal(slots[0].bytes_, torch.arange(64, dtype=torch.uint8))
+    pool.give(blocks[2])
+    assert not pool._returned and not blocks[2].slab.in_pool and pool.reserved_bytes == 0
+    assert torch.equal(blocks[0].bytes_, torch.arange(64, dtype=torch.uint8))

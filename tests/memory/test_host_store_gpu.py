@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from forebay.memory.host_store import HostPool, HostStore, Ticket, TicketState
-from tests.helpers import delayed, free_slots, sent, used_bytes
+from tests.helpers import delayed, free_blocks, sent, used_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -51,11 +51,11 @@ def poison(reused: int | None = None) -> list[torch.Tensor]:
     return blocks
 
 
-def poison_free_slots(store: HostStore) -> None:
+def poison_free_blocks(store: HostStore) -> None:
     """On the host, when no copy is under way."""
     torch.cuda.synchronize()
-    for slot in free_slots(store.pool):
-        slot.bytes_.fill_(0xFF)
+    for block in free_blocks(store.pool):
+        block.bytes_.fill_(0xFF)
 
 
 def settled(store: HostStore) -> tuple[Ticket, torch.Tensor]:
@@ -110,8 +110,8 @@ def test_a_block_is_not_given_to_compute_under_a_copy(store: HostStore, state: s
         del source
         if state == "taken back":
             store.wait(ticket)
-    assert ticket.slot is not None and ticket.device_bytes is not None
-    place, address = ticket.slot.bytes_, ticket.device_bytes.data_ptr()
+    assert ticket.host_block is not None and ticket.device_bytes is not None
+    place, address = ticket.host_block.bytes_, ticket.device_bytes.data_ptr()
     del ticket
     reused = poison(address)
     torch.cuda.synchronize()
@@ -119,16 +119,18 @@ def test_a_block_is_not_given_to_compute_under_a_copy(store: HostStore, state: s
     assert torch.equal(place, truth.cpu()), "the copy out read what was written later"
 
 
-def test_a_slot_is_not_written_while_it_is_read(store: HostStore) -> None:
-    """A ticket dies while it returns; the next one gets its slot."""
+def test_a_block_is_not_written_while_it_is_read(store: HostStore) -> None:
+    """A ticket dies while it returns; the next one gets its block."""
     ticket, truth = settled(store)
     delayed(store.lanes.back_stream, SLEEP)()
     back = store.wait(ticket)
-    assert ticket.slot is not None
-    place = ticket.slot.bytes_.data_ptr()
+    assert ticket.host_block is not None
+    place = ticket.host_block.bytes_.data_ptr()
     del ticket
     other, second = settled(store)
-    assert other.slot is not None and other.slot.bytes_.data_ptr() == place, "the test needs the same slot again"
+    assert other.host_block is not None and other.host_block.bytes_.data_ptr() == place, (
+        "the test needs the same block again"
+    )
     assert torch.equal(back, truth)
     assert torch.equal(store.wait(other), second)
 
@@ -262,12 +264,12 @@ def test_a_storage_that_an_engine_empties(store: HostStore, when: str) -> None:
     weight.copy_(truth)
     assert torch.equal(store.wait(ticket), truth)
     del ticket, reused
-    poison_free_slots(store)
+    poison_free_blocks(store)
     assert torch.equal(weight, truth) and used_bytes(store.pool) == 0
 
 
 def test_slots_that_came_back_are_not_read(store: HostStore) -> None:
-    """Three steps of tickets that die in each state, with NaN in each free slot between them."""
+    """Three steps of tickets that die in each state, with NaN in each free block between them."""
     for _ in range(3):
         sources = [fresh() for _ in range(6)]
         truth = [source.clone() for source in sources]
@@ -278,12 +280,12 @@ def test_slots_that_came_back_are_not_read(store: HostStore) -> None:
             store.settle(ticket)
         store.fetch(tickets[3:4])
         del tickets[0], tickets[0]  # held and leaving
-        poison_free_slots(store)
+        poison_free_blocks(store)
         store.fetch(tickets)
         for ticket, bytes_ in zip(tickets, truth[2:], strict=True):
             assert torch.equal(store.wait(ticket), bytes_)
         del tickets, ticket
-        poison_free_slots(store)
+        poison_free_blocks(store)
     assert used_bytes(store.pool) == 0
 
 
@@ -306,8 +308,8 @@ def test_a_ticket_from_before_a_capture_may_die_within_it(store: HostStore) -> N
 def test_a_refused_page_lock_leaves_no_error_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA refuses to register memory twice. Its error would be reported by the next kernel that is launched."""
     pool = HostPool(pin=True, small_slab=0)
-    slot = pool.take(1 << 20)
-    monkeypatch.setattr("forebay.memory.host_store.torch.empty", lambda *_, **__: slot.slab.memory)
+    block = pool.take(1 << 20)
+    monkeypatch.setattr("forebay.memory.host_store.torch.empty", lambda *_, **__: block.slab.memory)
     with pytest.raises(MemoryError, match=r"cudaErrorHostMemoryAlreadyRegistered \(712\)"):
         pool.take(1 << 20)
     monkeypatch.undo()

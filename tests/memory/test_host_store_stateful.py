@@ -1,8 +1,8 @@
 """HostStore against a model of it, while tickets die at any point of its calls: here, in another thread, by the collector.
 
 A call of the store runs under a trace function that counts the bytecodes of its functions and lets tickets die at a chosen one,
-as the garbage collector may. After each call the slots that are out are those of the live tickets, no two share a byte, and
-each ticket's bytes are those that were held. Slots that came back are filled with 0xFF, a NaN: bytes read from there show.
+as the garbage collector may. After each call the blocks that are out are those of the live tickets, no two share a byte, and
+each ticket's bytes are those that were held. Blocks that came back are filled with 0xFF, a NaN: bytes read from there show.
 """
 
 import gc
@@ -22,14 +22,14 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from forebay.memory import host_store, streams
-from forebay.memory.host_store import HostPool, HostSlot, HostStore, Ticket, TicketState
+from forebay.memory.host_store import HostBlock, HostPool, HostStore, Ticket, TicketState
 from tests.helpers import sent, used_bytes
 
 MODULES = (host_store, streams)
 FILES = frozenset(module.__file__ for module in MODULES)
 SOURCE = "".join(map(inspect.getsource, MODULES))
 SIZES = (1, 512, 700, 1024, 1500, 2000, 3000, 5000)
-WITH_SLOT = (TicketState.LEAVING, TicketState.ON_HOST, TicketState.RETURNING)
+WITH_BLOCK = (TicketState.LEAVING, TicketState.ON_HOST, TicketState.RETURNING)
 
 
 class Held(NamedTuple):
@@ -59,9 +59,9 @@ def deaths(*functions: str) -> Any:
 
 
 class PoisonedPool(HostPool):
-    def give(self, slot: HostSlot) -> None:
-        slot.bytes_.fill_(0xFF)
-        super().give(slot)
+    def give(self, block: HostBlock) -> None:
+        block.bytes_.fill_(0xFF)
+        super().give(block)
 
 
 def kill(victims: list[Any], way: str) -> None:
@@ -209,9 +209,9 @@ class Stores(RuleBasedStateMachine):
     @invariant()
     def slots_are_those_of_live_tickets(self) -> None:
         assert not self.loud, f"a finalizer raised: {self.loud[0]}"
-        slots = [held.ticket.slot for held in self.held if held.ticket.slot is not None]
-        assert used_bytes(self.store.pool) == sum(slot.length for slot in slots), "a slot was lost, or is out twice"
-        places = sorted((slot.slab.memory.data_ptr() + slot.start, slot.length) for slot in slots)
+        blocks = [held.ticket.host_block for held in self.held if held.ticket.host_block is not None]
+        assert used_bytes(self.store.pool) == sum(block.length for block in blocks), "a block was lost, or is out twice"
+        places = sorted((block.slab.memory.data_ptr() + block.start, block.length) for block in blocks)
         assert all(a + length <= b for (a, length), (b, _) in pairwise(places))
 
     @invariant()
@@ -219,8 +219,8 @@ class Stores(RuleBasedStateMachine):
         for ticket, truth in self.held:
             if ticket.device_bytes is not None:
                 assert torch.equal(ticket.device_bytes, truth)
-            if ticket.state in WITH_SLOT:
-                assert ticket.slot is not None and torch.equal(ticket.slot.bytes_, truth)
+            if ticket.state in WITH_BLOCK:
+                assert ticket.host_block is not None and torch.equal(ticket.host_block.bytes_, truth)
 
 
 # Not shrunk: each attempt takes as long as an example.
@@ -237,7 +237,7 @@ def test_long_runs() -> None:
 @pytest.mark.parametrize("way", ["here", "thread"])
 @pytest.mark.parametrize("call", ["hold", "send", "fetch", "trim"])
 def test_tickets_may_die_at_each_bytecode_of_a_call(call: str, way: str) -> None:
-    """Slots of three lengths have come back, so a slot of a fourth makes holes of them all."""
+    """Blocks of three lengths have come back, so a block of a fourth makes holes of them all."""
     at = 0
     while _dies_at(at, call, way):
         at += 1
@@ -251,7 +251,7 @@ def _dies_at(at: int, call: str, way: str) -> bool:
     store.settle(away[0])
     doomed = [sent(store, torch.full((size,), 3, dtype=torch.uint8)) for size in (512, 2048, 4096)]
     for size in (512, 1024, 1536):
-        sent(store, torch.zeros(size, dtype=torch.uint8))  # dies at once: its slot is in the pool again
+        sent(store, torch.zeros(size, dtype=torch.uint8))  # dies at once: its block is in the pool again
     fresh = [store.hold(torch.full((3000,), 5, dtype=torch.uint8), None)]
     calls: dict[str, Callable[[], Any]] = {
         "hold": lambda: fresh.append(store.hold(torch.zeros(9, dtype=torch.uint8), None)),
@@ -261,7 +261,7 @@ def _dies_at(at: int, call: str, way: str) -> bool:
     }
     with injected(at, lambda: kill(doomed, way)) as early:
         calls[call]()
-    slots = [t.slot for t in (*away, *fresh) if t.slot is not None]
-    assert used_bytes(store.pool) == sum(slot.length for slot in slots), f"bytecode {at}"
+    blocks = [t.host_block for t in (*away, *fresh) if t.host_block is not None]
+    assert used_bytes(store.pool) == sum(block.length for block in blocks), f"bytecode {at}"
     assert bool((store.wait(away[0]) == 7).all() and (store.wait(fresh[0]) == 5).all())
     return early()

@@ -99,13 +99,13 @@ def test_tensors_that_leave_together_cost_as_much_as_one(noted: Noted, count: in
     made = Event.made
     noted.round_trip(count)
     assert Event.made == made, "events of steps that are over are recorded again"
-    # Each way: ready, begin, end; the lane waits for compute, compute for the lane, and out for the copy back from those slots.
+    # Each way: ready, begin, end; the lane waits for compute, compute for the lane, and out for the copy back from those blocks.
     # Contexts: out, where memory is allocated, back.
     assert [noted.count(kind) for kind in ("record", "wait", "enter")] == [6, 5, 3]
 
 
 @pytest.mark.parametrize("nbytes", [4096, 4090, 1000], ids=["same size", "same length", "cut from a hole"])
-def test_a_slot_is_written_after_the_last_copy_from_it(noted: Noted, nbytes: int) -> None:
+def test_a_block_is_written_after_the_last_copy_from_it(noted: Noted, nbytes: int) -> None:
     tickets = noted.send(3)
     for ticket in tickets:
         noted.store.settle(ticket)
@@ -117,7 +117,7 @@ def test_a_slot_is_written_after_the_last_copy_from_it(noted: Noted, nbytes: int
     again = noted.send(3, nbytes)
     order = [note[1:3] for note in noted.notes if note[0] == "out"]
     waited = [note[1] for note in order[: order.index(("enter",))] if note[0] == "wait"]
-    assert all(ticket.slot is not None and end(ticket.slot.last_read) in waited for ticket in again)
+    assert all(ticket.host_block is not None and end(ticket.host_block.last_read) in waited for ticket in again)
     assert nbytes == 1000 or set(ends) <= set(waited)
 
 
@@ -202,7 +202,7 @@ def test_nothing_waits_for_copies_that_the_host_has_waited_for(noted: Noted) -> 
     noted.notes.clear()
     tickets.clear()
     assert not noted.notes
-    noted.send(2)  # in the slots that were read
+    noted.send(2)  # in the blocks that were read
     assert [note[:2] for note in noted.notes if note[1] == "wait"] == [("out", "wait"), ("compute", "wait")]
 
 
@@ -213,8 +213,8 @@ def test_a_slab_is_unregistered_when_its_copies_are_over(noted: Noted, monkeypat
     ticket = noted.settled()
     noted.store.close()
     noted.store.wait(ticket)  # after the store has closed: only the slab still knows of this copy
-    assert ticket.slot is not None
-    ticket.slot.slab.pinned, back = True, end(ticket.back)
+    assert ticket.host_block is not None
+    ticket.host_block.slab.pinned, back = True, end(ticket.back)
     noted.notes.clear()
     del ticket
     assert noted.notes == [("host", "wait", back), ("host", "unregister")]

@@ -26,12 +26,12 @@ def test_bitwise_the_original_also_checkpointed_and_gone_afterwards(family, tiny
     sublayers = install_sublayers(model)
     assert list(sublayers) == [f"model.layers.{i}.{sublayer}" for i in (0, 1) for sublayer in ("self_attn", "mlp")]
     called = []
-    for path, slot in sublayers.items():
-        slot.wrap(lambda fn, path=path: lambda *a, **k: (called.append(path), fn(*a, **k))[1])
+    for path, site in sublayers.items():
+        site.wrap(lambda fn, path=path: lambda *a, **k: (called.append(path), fn(*a, **k))[1])
     assert equal(losses_and_gradients(model, tokens), expected)
     assert called == list(sublayers)
-    for slot in sublayers.values():
-        slot.wrap(lambda fn: partial(checkpoint, fn, use_reentrant=False))
+    for site in sublayers.values():
+        site.wrap(lambda fn: partial(checkpoint, fn, use_reentrant=False))
     assert equal(losses_and_gradients(model, tokens), expected)
     assert len(called) == 3 * len(sublayers), "each sublayer runs once more forward and once again in backward"
     sublayers.uninstall()
@@ -68,8 +68,8 @@ def test_a_cache_takes_the_original_forward(tiny, tokens):
     with torch.no_grad():
         expected = model(tokens, use_cache=True)
         generated = model.generate(tokens[:, :4], **generation)
-    for slot in install_sublayers(model).values():
-        slot.wrap(lambda fn: pytest.fail)
+    for site in install_sublayers(model).values():
+        site.wrap(lambda fn: pytest.fail)
     with torch.no_grad():
         got = model(tokens, use_cache=True)
         assert torch.equal(got.logits, expected.logits)
@@ -105,18 +105,18 @@ def test_transformers_own_capture_still_works(family, tiny, tokens, losses_and_g
 
 def test_restore_puts_the_bare_sublayer_back(tiny):
     model = tiny("qwen3_moe")
-    assert all(slot.light_recompute is None for slot in install_sublayers(tiny("qwen3_moe")).values())
+    assert all(site.light_recompute is None for site in install_sublayers(tiny("qwen3_moe")).values())
     model.set_experts_implementation(register())
     experts = model.model.layers[1].mlp.experts
-    slot = install_sublayers(model)["model.layers.1.mlp"]
-    bare = slot.call
-    slot.wrap(lambda fn: lambda *a: fn(*a))
-    slot.wrap(lambda fn: lambda *a: fn(*a))
-    slot.light_recompute(True)
-    assert slot.call is not bare and setting(experts, "forebay_save_h") is False
-    slot.restore()
-    assert slot.call is bare and setting(experts, "forebay_save_h") is None and "_forebay" not in vars(experts)
-    assert slot.module is model.model.layers[1]
+    site = install_sublayers(model)["model.layers.1.mlp"]
+    bare = site.call
+    site.wrap(lambda fn: lambda *a: fn(*a))
+    site.wrap(lambda fn: lambda *a: fn(*a))
+    site.light_recompute(True)
+    assert site.call is not bare and setting(experts, "forebay_save_h") is False
+    site.restore()
+    assert site.call is bare and setting(experts, "forebay_save_h") is None and "_forebay" not in vars(experts)
+    assert site.module is model.model.layers[1]
 
 
 def test_uninstall_leaves_what_was_put_on_top_and_may_be_repeated(tiny, tokens):

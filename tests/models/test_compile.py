@@ -49,9 +49,9 @@ def _saving(model, sizes) -> Iterator[None]:
 
 @pytest.fixture
 def saved_by(tokens):
-    """saved_by(model, slot) -> bytes saved by the slot's sublayer, weights and the position embeddings left out."""
+    """saved_by(model, site) -> bytes saved by the site's sublayer, weights and the position embeddings left out."""
 
-    def measure(model, slot):
+    def measure(model, site):
         sizes = {}
 
         def watched(fn):
@@ -65,9 +65,9 @@ def saved_by(tokens):
 
             return run
 
-        slot.wrap(watched)
+        site.wrap(watched)
         model(tokens, labels=tokens)
-        slot.restore()
+        site.restore()
         return sum(sizes.values())
 
     return measure
@@ -80,8 +80,8 @@ def test_close_to_the_original_and_bitwise_under_checkpoints(family, tiny, token
     sublayers = _compiled(model)
     got = losses_and_gradients(model, tokens)
     assert _close(got, expected)
-    for slot in sublayers.values():
-        slot.wrap(lambda fn: partial(checkpoint, fn, use_reentrant=False))
+    for site in sublayers.values():
+        site.wrap(lambda fn: partial(checkpoint, fn, use_reentrant=False))
     assert equal(losses_and_gradients(model, tokens), got)
     sublayers.uninstall()
     model.set_experts_implementation("eager")
@@ -132,15 +132,15 @@ def test_deepseek_v3_saves_these_bytes(tiny, saved_by):
 
 def test_h_can_be_left_out_at_the_price_of_one_more_graph(tiny, tokens, saved_by, losses_and_gradients):
     model = tiny("qwen3_moe", mlp_only_layers=[])
-    slot = _compiled(model)["model.layers.1.mlp"]
+    site = _compiled(model)["model.layers.1.mlp"]
     expected = losses_and_gradients(model, tokens)
-    full, graphs = saved_by(model, slot), _graphs()
-    slot.light_recompute(True)
+    full, graphs = saved_by(model, site), _graphs()
+    site.light_recompute(True)
     assert equal(losses_and_gradients(model, tokens), expected)
     assert _graphs() == graphs + 1
     sizes = {}
     with _saving(model, sizes):
-        out = slot.call(torch.randn(2, 16, HIDDEN, requires_grad=True))
+        out = site.call(torch.randn(2, 16, HIDDEN, requires_grad=True))
     assert full - sum(sizes.values()) == TOKENS * 2 * FP32 * WIDTH * TOP_K
     del out
 
@@ -172,8 +172,8 @@ def test_layers_share_a_graph_and_steps_recompile_nothing(tiny, tokens, losses_a
     assert _graphs() - before == 3, "attention, dense MLP, MoE: one graph each"
     for count in (29, 30, 31):
         losses_and_gradients(model, tokens, num_items_in_batch=count, output_router_logits=True)
-    for slot in sublayers.values():
-        slot.wrap(lambda fn: partial(checkpoint, fn, use_reentrant=False))
+    for site in sublayers.values():
+        site.wrap(lambda fn: partial(checkpoint, fn, use_reentrant=False))
     losses_and_gradients(model, tokens)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
         losses_and_gradients(model, tokens)

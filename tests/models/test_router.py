@@ -51,8 +51,8 @@ def test_a_recomputation_is_not_recorded(how, model, tokens):
         sublayers = install_sublayers(model)
     runs = []
     if how == "checkpointed sublayers":
-        for slot in sublayers.values():
-            slot.wrap(lambda fn: partial(checkpoint, fn, use_reentrant=False))
+        for site in sublayers.values():
+            site.wrap(lambda fn: partial(checkpoint, fn, use_reentrant=False))
     model.model.layers[0].mlp.gate.register_forward_pre_hook(lambda *_: runs.append(1))
     with stats.recording():
         loss = model(tokens, labels=tokens).loss + stats.load_balancing_loss()

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import forebay
-from forebay.models.blocks import SublayerSlot
+from forebay.models.blocks import SublayerCallSite
 from forebay.models.families import moe_blocks
 from forebay.models.hf_experts import keep_local_experts
 from forebay.moe.dispatch import LocalDispatcher, NcclDispatcher
@@ -32,9 +32,9 @@ def recorded() -> Iterator[tuple[Recorded, Recorded]]:
     """Ids by path that sublayers return within: in their first forwards, and in those that backward runs."""
     first: Recorded = {}
     again: Recorded = {}
-    plain = SublayerSlot.wrap
+    plain = SublayerCallSite.wrap
 
-    def wrap(self: SublayerSlot, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    def wrap(self: SublayerCallSite, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         def recording(call: Callable[..., Any]) -> Callable[..., Any]:
             def run(*args: Any, **kwargs: Any) -> Any:
                 out = call(*args, **kwargs)
@@ -48,13 +48,13 @@ def recorded() -> Iterator[tuple[Recorded, Recorded]]:
 
         plain(self, lambda call: wrapper(recording(call)))
 
-    SublayerSlot.wrap = wrap  # type: ignore[method-assign]
+    SublayerCallSite.wrap = wrap  # type: ignore[method-assign]
     try:
         # Otherwise the second forward stops as soon as nothing more is needed, before the sublayer returns.
         with set_checkpoint_early_stop(False):
             yield first, again
     finally:
-        SublayerSlot.wrap = plain  # type: ignore[method-assign]
+        SublayerCallSite.wrap = plain  # type: ignore[method-assign]
 
 
 def tied(model: Any) -> Any:

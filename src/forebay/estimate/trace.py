@@ -36,7 +36,7 @@ from forebay.estimate.types import (
     PartTrace,
     Shape,
 )
-from forebay.models.blocks import SublayerSlot, install_sublayers
+from forebay.models.blocks import SublayerCallSite, install_sublayers
 from forebay.models.families import decoder_layers, moe_block, moe_blocks
 from forebay.models.fused_loss import head_loss, install_fused_loss
 from forebay.models.hf_experts import register
@@ -195,8 +195,8 @@ class TraceRun:
             install_fused_loss(model)
         self._dispatcher = self._install_dispatcher(blocks)
         self._sublayers = install_sublayers(model, dispatcher=self._dispatcher)
-        for slot in self._sublayers.values():
-            slot.wrap(partial(self._traced_sublayer, slot))
+        for site in self._sublayers.values():
+            site.wrap(partial(self._traced_sublayer, site))
         for tensor in (*model.parameters(), *model.buffers()):
             self._know(tensor)
             self._recorder.ignore(tensor)
@@ -251,12 +251,12 @@ class TraceRun:
         self._refs.append(reference)
         self._known.add(reference.cdata)
 
-    def _traced_sublayer(self, slot: SublayerSlot, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _traced_sublayer(self, site: SublayerCallSite, call: Callable[..., Any]) -> Callable[..., Any]:
         """A sublayer as a graph of its own, cut off from what is before and after it."""
 
         def sublayer(x: Tensor, **keywords: Any) -> Any:
             found: list[Any] = []
-            if "attention_mask" in keywords and self._needs_no_mask(slot.module):
+            if "attention_mask" in keywords and self._needs_no_mask(site.module):
                 keywords["attention_mask"] = None
             for shared in tree_leaves(keywords):
                 if isinstance(shared, Tensor):
@@ -267,12 +267,12 @@ class TraceRun:
                 found.append(result)
                 return result[0] if isinstance(result, tuple) else result
 
-            out = self._part(slot.path, x, run, found.clear)
-            part, (result,) = self._open[slot.path], found
+            out = self._part(site.path, x, run, found.clear)
+            part, (result,) = self._open[site.path], found
             found.clear()  # the part alone owns the graph
-            if slot.path.endswith(".mlp") and slot.light_recompute is not None:
-                part.light = partial(self._run_light, slot, call, x.detach())
-                self._size_rows(part, slot)
+            if site.path.endswith(".mlp") and site.light_recompute is not None:
+                part.light = partial(self._run_light, site, call, x.detach())
+                self._size_rows(part, site)
             self._last = out
             if not isinstance(result, tuple):
                 return out
@@ -388,21 +388,21 @@ class TraceRun:
             self._weight_grads.append(self._recorder.number(parameter.grad))
         parameter.grad = None
 
-    def _run_light(self, slot: SublayerSlot, call: Callable[..., Any], x: Tensor) -> _TracedPart:
-        assert slot.light_recompute is not None
-        slot.light_recompute(True)
+    def _run_light(self, site: SublayerCallSite, call: Callable[..., Any], x: Tensor) -> _TracedPart:
+        assert site.light_recompute is not None
+        site.light_recompute(True)
         try:
             self._part("light", x, lambda leaf: call(leaf)[0])
         finally:
-            slot.light_recompute(False)
+            site.light_recompute(False)
         return self._open.pop("light")
 
-    def _size_rows(self, part: _TracedPart, slot: SublayerSlot) -> None:
+    def _size_rows(self, part: _TracedPart, site: SublayerCallSite) -> None:
         """Fill in `stash`, `deferred` and `token_rows` of a MoE sublayer."""
         dispatcher = self._dispatcher
         if dispatcher is None:
             return
-        experts: Any = moe_block(slot.path, slot.module.mlp).experts  # type: ignore[union-attr, arg-type]
+        experts: Any = moe_block(site.path, site.module.mlp).experts  # type: ignore[union-attr, arg-type]
         hidden, size = self.model.config.get_text_config().hidden_size, experts.gate_up_proj.element_size()
         width = experts.gate_up_proj[0].numel() // hidden  # of h
         shared = dispatcher.size > 1

@@ -1,6 +1,6 @@
 """The autograd boundary: regions, pack and unpack, and the life of a step.
 
-Input: a model's regions (slots around pieces of its forward) and a placement for each. Output: bitwise the same results, with
+Input: a model's regions (each with its `CallSite`) and a placement for each. Output: bitwise the same results, with
 the saved tensors where the policy wants them. A region's forward runs inside ``saved_tensors_hooks``. `Manager._pack` gets each
 tensor that autograd saves: it returns a detached alias of a weight, a small tensor or one that the plan keeps, and gives the
 storage of any other to the store, whose ticket the autograd node owns. When the forward is over, the region's tickets are sent
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from forebay.memory.autotune import Autotuner, Trial, TuneState
 from forebay.memory.host_store import HostStore, Ledger, Ticket
-from forebay.memory.overrides import Slot
+from forebay.memory.overrides import CallSite
 from forebay.memory.recompute import foreign_saved_tensor_hooks, recomputed, refuse_nested_checkpointing
 from forebay.memory.recorder import TimelineRecorder
 from forebay.memory.step import KnownStorage, Region, RegionCall, Step, StepReport
@@ -69,12 +69,12 @@ class Manager:
     """Placements on the regions of one model. Use `forebay.manage` to make one for a Hugging Face model.
 
     Args:
-        slots: region path to slot. Regions without a claim are kept; they still count as events.
+        sites: region path to call site. Regions without a claim are kept; they still count as events.
         claims: placements, from `forebay.policy.resolve`; placement "auto" leaves the choice to the solver.
         device: the device whose saved tensors are managed.
         budget: bytes that the step's peak may rise over the memory held before it; needs an offload or auto region.
         offload: "fit" offloads as much as the link carries without waiting, "all" everything.
-        recompute: "light" uses a slot's `light_recompute` where it has one; any other mode of `forebay.memory.overrides`
+        recompute: "light" uses a call site's `light_recompute` where it has one; any other mode of `forebay.memory.overrides`
             checkpoints the whole region.
         min_bytes: storages below this stay on the device. Default: 1 MiB on CUDA, 1 elsewhere.
 
@@ -85,7 +85,7 @@ class Manager:
 
     def __init__(
         self,
-        slots: Mapping[str, Slot],
+        sites: Mapping[str, CallSite],
         claims: list[Claim],
         device: torch.device,
         *,
@@ -99,8 +99,8 @@ class Manager:
         self.ledger = Ledger()
         self._recompute = recompute
         self._regions = {
-            path: Region(path, chosen.get(path, "keep"), slot, slot.light_recompute if recompute == "light" else None)
-            for path, slot in slots.items()
+            path: Region(path, chosen.get(path, "keep"), site, site.light_recompute if recompute == "light" else None)
+            for path, site in sites.items()
         }
         self._plans = any(region.placement in ("offload", "auto") for region in self._regions.values())
         self._budget, self._offload, self._wanted_min_bytes = budget, offload, min_bytes
@@ -118,7 +118,7 @@ class Manager:
         self._manage_on(device)
         for region in self._regions.values():
             if region.placement == "recompute":
-                refuse_nested_checkpointing(region.path, region.slot.module)
+                refuse_nested_checkpointing(region.path, region.site.module)
         for region in self._regions.values():
             self._install(region)
 
@@ -300,7 +300,7 @@ class Manager:
         for region in reversed(self._regions.values()):
             if region.light is not None:
                 region.light(False)
-            region.slot.restore()
+            region.site.restore()
         self._regions = {}
         self.store.close()
 
@@ -310,8 +310,8 @@ class Manager:
         if region.placement == "recompute" and region.light is not None:
             region.light(True)
         mode = "full" if self._recompute == "light" else self._recompute
-        region.slot.wrap(
-            lambda forward: partial(self._run, region, forward, recomputed(forward, mode, region.slot.called_modules))
+        region.site.wrap(
+            lambda forward: partial(self._run, region, forward, recomputed(forward, mode, region.site.called_modules))
         )
 
     def _run(
@@ -429,9 +429,9 @@ class Manager:
     def _weights_of(self, region: Region) -> RegionWeights:
         """Looking weights up takes the host as long as a region's kernels: once a step, if they are steady."""
         if not self._steady:
-            return RegionWeights(region.slot.module)
+            return RegionWeights(region.site.module)
         if region.path not in self._step.weights:
-            self._step.weights[region.path] = RegionWeights(region.slot.module, steady=True)
+            self._step.weights[region.path] = RegionWeights(region.site.module, steady=True)
         return self._step.weights[region.path]
 
     def _count_held(self, region: Region, forward: Callable[..., Any], args: Any, kwargs: Any) -> Callable[..., Any]:
@@ -440,7 +440,7 @@ class Manager:
         if self._in_force(region) == "recompute" and region.light is None:
             self._held[region.path] = self._input_bytes(args, kwargs)  # a checkpoint keeps these and nothing else
             return forward
-        weights = RegionWeights(region.slot.module)
+        weights = RegionWeights(region.site.module)
         counted: dict[tuple[int, int], StorageIdentity] = {}
 
         def count(tensor: torch.Tensor) -> SavedAlias:

@@ -1,6 +1,6 @@
 """HostStore: saved tensors in host memory, and the tickets that stand for them.
 
-Input: the uint8 view of a device storage. Output: a `Ticket`, which the autograd graph owns; when it dies, its slot returns to
+Input: the uint8 view of a device storage. Output: a `Ticket`, which the autograd graph owns; when it dies, its block returns to
 the `HostPool`. On a GPU the host memory is page-locked and copies run on two streams; on a CPU a copy is complete when `send`
 returns. The store and the `Ledger` keep no strong reference to a ticket. A ticket may die at any time and in any thread, also in
 a garbage collection within a call of the store or the pool: its death only enqueues waits and appends to a deque.
@@ -68,7 +68,7 @@ class Ticket:
 
     __slots__ = (
         *("__weakref__", "address", "back", "compute", "device_bytes", "nbytes"),
-        *("others", "out", "slot", "state", "store"),
+        *("others", "out", "host_block", "state", "store"),
     )
 
     def __init__(self, store: "HostStore", device_bytes: torch.Tensor, compute: Any):
@@ -76,7 +76,7 @@ class Ticket:
         self.nbytes = device_bytes.numel()
         self.device_bytes: torch.Tensor | None = device_bytes
         self.state = TicketState.HELD
-        self.slot: HostSlot | None = None
+        self.host_block: HostBlock | None = None
         self.out: CopyDone | None = None
         self.back: CopyDone | None = None
         self.compute = compute
@@ -145,7 +145,7 @@ class Ledger:
 
 
 _ALIGN = 512  # bytes; keeps views of every dtype aligned, and is the device allocator's rounding
-_SMALL_SLAB = 64 << 20  # bytes; smaller page-locked slots share slabs of this size
+_SMALL_SLAB = 64 << 20  # bytes; smaller page-locked blocks share slabs of this size
 # What cudaHostRegister returns. torch knows only the texts, and that of 2 is "out of memory" for a limit as well.
 _CUDA_ERRORS: Mapping[int, str] = {
     1: "cudaErrorInvalidValue",
@@ -157,14 +157,14 @@ _CUDA_ERRORS: Mapping[int, str] = {
 
 
 @dataclass(eq=False, slots=True)
-class HostSlot:
+class HostBlock:
     """A piece of a slab.
 
     Attributes:
         bytes_: uint8, of exactly the size asked for.
         length: bytes it takes of the slab, rounded up.
-        last_read: the last copy from here. Trap: a copy that writes here must wait for it, because a slot comes back while copies
-            from it are only enqueued.
+        last_read: the last copy from here. Trap: a copy that writes here must wait for it, because a block comes back while
+            copies from it are only enqueued.
     """
 
     bytes_: torch.Tensor
@@ -231,33 +231,33 @@ class _Slab:
 
 
 class HostPool:
-    """Slabs of host memory, and slots of exact size cut from them.
+    """Slabs of host memory, and blocks of exact size cut from them.
 
     ``torch.empty(pin_memory=True)`` is not used: the caching host allocator rounds each block up to a power of two, up to twice
     the bytes. Here ordinary memory is registered with ``cudaHostRegister``. That takes about 0.32 s a GiB, so it happens in the
-    first step only: slots go out again as they came back, and become holes for other sizes only if none fits.
+    first step only: blocks go out again as they came back, and become holes for other sizes only if none fits.
 
     Args:
         pin: page-lock the slabs (needs CUDA).
-        small_slab: page-locked slots smaller than this share slabs of this many bytes; 0: a slab for each new slot.
+        small_slab: page-locked blocks smaller than this share slabs of this many bytes; 0: a slab for each new block.
     """
 
     def __init__(self, pin: bool, small_slab: int = _SMALL_SLAB):
         self._pin = pin
         self._small_slab = small_slab if pin else 0
         self._slabs: list[_Slab] = []
-        # Slots that are free, by length. A step asks for the same sizes again, thousands of them in a pipeline: searching all
+        # Blocks that are free, by length. A step asks for the same sizes again, thousands of them in a pipeline: searching all
         # holes each time, or keeping them merged, would take the host longer than the device computes.
-        self._free: dict[int, list[HostSlot]] = {}
-        self._returned: deque[HostSlot] = deque()  # since the last call: `give` may run in the middle of any other
+        self._free: dict[int, list[HostBlock]] = {}
+        self._returned: deque[HostBlock] = deque()  # since the last call: `give` may run in the middle of any other
 
     @property
     def reserved_bytes(self) -> int:
         """Bytes of all slabs."""
         return sum(slab.memory.numel() for slab in self._slabs)
 
-    def take(self, nbytes: int) -> HostSlot:
-        """A slot of `nbytes`: a free one of that length, else from the smallest hole that fits, else from a new slab.
+    def take(self, nbytes: int) -> HostBlock:
+        """A block of `nbytes`: a free one of that length, else from the smallest hole that fits, else from a new slab.
 
         Raises:
             MemoryError: the host cannot allocate or page-lock that much.
@@ -266,11 +266,11 @@ class HostPool:
         length = -(-nbytes // _ALIGN) * _ALIGN
         free = self._free.get(length)
         if free:
-            slot = free.pop()
-            slot.slab.used = True
-            if slot.bytes_.numel() == nbytes:
-                return slot
-            return self._cut(slot.slab, slot.start, length, nbytes, slot.last_read)
+            block = free.pop()
+            block.slab.used = True
+            if block.bytes_.numel() == nbytes:
+                return block
+            return self._cut(block.slab, block.start, length, nbytes, block.last_read)
         self._merge_free()
         best = min(
             ((room, slab, i) for slab in self._slabs for i, (_, room) in enumerate(slab.holes) if room >= length),
@@ -284,10 +284,10 @@ class HostPool:
         slab.used = True
         return self._cut(slab, slab.take(hole, length), length, nbytes, slab.last_read)
 
-    def give(self, slot: HostSlot) -> None:
-        """Return a slot, from any thread and in the middle of any other call. A copy from it may still run."""
-        if slot.slab.in_pool:  # else the slot dies here, and the last one takes its slab along
-            self._returned.append(slot)
+    def give(self, block: HostBlock) -> None:
+        """Return a block, from any thread and in the middle of any other call. A copy from it may still run."""
+        if block.slab.in_pool:  # else the block dies here, and the last one takes its slab along
+            self._returned.append(block)
 
     def reset_stats(self) -> None:
         """Start anew to note which slabs are used, for `trim`."""
@@ -295,35 +295,35 @@ class HostPool:
             slab.used = False
 
     def trim(self) -> None:
-        """Free the slabs without a slot that is out, now or since `reset_stats`. The host waits for their copies."""
+        """Free the slabs without a block that is out, now or since `reset_stats`. The host waits for their copies."""
         self._merge_free()
         for slab in self._slabs:
             slab.in_pool = not slab.idle or slab.used
         self._slabs = [slab for slab in self._slabs if slab.in_pool]
 
     def close(self) -> None:
-        """Free every slab; one that has slots out lives on until the last of them dies."""
+        """Free every slab; one that has blocks out lives on until the last of them dies."""
         for slab in self._slabs:
             slab.in_pool = False
         self._slabs.clear()
         self._free.clear()
         self._returned.clear()
 
-    def _cut(self, slab: _Slab, start: int, length: int, nbytes: int, last_read: CopyDone | None) -> HostSlot:
-        return HostSlot(slab.memory[start : start + nbytes], slab, start, length, last_read)
+    def _cut(self, slab: _Slab, start: int, length: int, nbytes: int, last_read: CopyDone | None) -> HostBlock:
+        return HostBlock(slab.memory[start : start + nbytes], slab, start, length, last_read)
 
     def _collect_returned(self) -> None:
         while self._returned:
-            slot = self._returned.popleft()
-            if slot.slab.in_pool:
-                self._free.setdefault(slot.length, []).append(slot)
+            block = self._returned.popleft()
+            if block.slab.in_pool:
+                self._free.setdefault(block.length, []).append(block)
 
     def _merge_free(self) -> None:
-        """Turn the free slots into holes."""
+        """Turn the free blocks into holes."""
         self._collect_returned()
-        for slots in self._free.values():
-            for slot in slots:
-                slot.slab.give(slot.start, slot.length)
+        for blocks in self._free.values():
+            for block in blocks:
+                block.slab.give(block.start, block.length)
         self._free.clear()
 
     def _grow(self, size: int) -> _Slab:
@@ -409,7 +409,7 @@ class HostStore:
     Streams are ordered by events, without ``record_stream``:
 
     * A copy out waits for the compute stream as of `send`, for the other streams that use the storage, and for the last copies
-      that read from its slots.
+      that read from its blocks.
     * `settle` makes the compute stream wait for the copy out and drops the device memory. What compute allocates there afterwards
       is enqueued after that wait.
     * `fetch` allocates on the compute stream, and the copy back waits for the compute stream as of then.
@@ -465,15 +465,15 @@ class HostStore:
         after: list[CopyDone] = []
         for ticket in held:
             assert ticket.device_bytes is not None
-            ticket.slot = ticket.slot or self.pool.take(ticket.nbytes)
-            copies.append((ticket.device_bytes, ticket.slot.bytes_))
-            if ticket.slot.last_read is not None:
-                after.append(ticket.slot.last_read)
+            ticket.host_block = ticket.host_block or self.pool.take(ticket.nbytes)
+            copies.append((ticket.device_bytes, ticket.host_block.bytes_))
+            if ticket.host_block.last_read is not None:
+                after.append(ticket.host_block.last_read)
         others = {other for ticket in held for other in ticket.others}
         out = self.lanes.copy_out(copies, compute, after, others)
         for ticket in held:
-            assert ticket.slot is not None and ticket.device_bytes is not None
-            ticket.slot.written_by(out)
+            assert ticket.host_block is not None and ticket.device_bytes is not None
+            ticket.host_block.written_by(out)
             ticket.out, ticket.address = out, ticket.device_bytes.data_ptr()
             ticket.advance(TicketState.LEAVING)
         self.outbound.add(sum(ticket.nbytes for ticket in held), out)
@@ -511,16 +511,16 @@ class HostStore:
             copies = [[self._allocate_target(ticket) for ticket in tickets] for tickets in groups]
         for tickets, back in zip(groups, self.lanes.copy_back(copies, compute), strict=True):
             for ticket in tickets:
-                assert ticket.slot is not None
-                ticket.slot.read_by(back)
+                assert ticket.host_block is not None
+                ticket.host_block.read_by(back)
                 ticket.back = back
                 ticket.advance(TicketState.RETURNING)
             self.inbound.add(sum(ticket.nbytes for ticket in tickets), back)
 
     def _allocate_target(self, ticket: Ticket) -> Copy:
-        assert ticket.slot is not None
+        assert ticket.host_block is not None
         ticket.device_bytes = torch.empty(ticket.nbytes, dtype=torch.uint8, device=self.device)
-        return ticket.slot.bytes_, ticket.device_bytes
+        return ticket.host_block.bytes_, ticket.device_bytes
 
     def wait(self, ticket: Ticket) -> torch.Tensor:
         """The uint8 device tensor, safe to use on the compute stream and the current one; fetched now if it was not before. May
@@ -549,7 +549,7 @@ class HostStore:
             if ticket.state is TicketState.RETURNING:
                 assert ticket.back is not None
                 ticket.back.block(ticket.compute)
-            # From LEAVING too: its copy out goes on and writes a slot that is never read; the slot's next writer comes after it
+            # From LEAVING too: its copy out goes on and writes a block that is never read; the block's next writer comes after it
             # on the same stream.
             ticket.advance(TicketState.ON_DEVICE)
         other = self.lanes.other_stream(ticket.compute)
@@ -583,8 +583,8 @@ class HostStore:
 
     def _ticket_died(self, ticket: Ticket) -> None:
         # Trap: this runs at any time, in any thread, within any call of this store. It must not change what a call works on.
-        if ticket.slot is not None:
-            self.pool.give(ticket.slot)
+        if ticket.host_block is not None:
+            self.pool.give(ticket.host_block)
         if ticket.device_bytes is not None:
             _guard_block(ticket)
             ticket.device_bytes = None

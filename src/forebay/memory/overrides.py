@@ -240,8 +240,11 @@ def _reaches_ours(forward: Any) -> bool:
     return False
 
 
-class Slot(Protocol):
-    """The place of a region in a model's forward: a whole module here, a sublayer in `forebay.models.blocks`."""
+class CallSite(Protocol):
+    """Where a model's forward calls a region, and where that call can be wrapped.
+
+    `ModuleCallSite` is that of a whole module, `forebay.models.blocks.SublayerCallSite` that of a sublayer.
+    """
 
     module: nn.Module
     """The module whose weights the region uses."""
@@ -260,8 +263,8 @@ class Slot(Protocol):
         """Undo `wrap`. A second call does nothing."""
 
 
-class ModuleSlot:
-    """The slot of a whole module: its ``forward``. Module hooks stay outside the region."""
+class ModuleCallSite:
+    """The call site of a whole module: its ``forward``. Module hooks stay outside the region."""
 
     def __init__(self, module: nn.Module, light_recompute: Callable[[bool], None] | None = None):
         self.module = module

@@ -33,7 +33,7 @@ from forebay.kernels.paging import (
     give_pages,
     take_pages,
 )
-from forebay.memory.host_store import HostPool, HostSlot
+from forebay.memory.host_store import HostBlock, HostPool
 
 # Steps differ: an arena has one device page more for each so many that the largest step needed. What a later step needs beyond
 # that is on the host for that step, and on the device in the next.
@@ -102,17 +102,17 @@ class PageTicket:
 
 @dataclass(eq=False)
 class _PageMemory:
-    """Memory of the pages of one ticket. `slot` keeps host pages page-locked; None without any."""
+    """Memory of the pages of one ticket. `host_block` keeps host pages page-locked; None without any."""
 
     arena: Arena
-    slot: HostSlot | None
+    host_block: HostBlock | None
 
     @property
     def pages(self) -> int:
         return self.arena.device_pages + self.arena.host_pages
 
     def _must_wait(self) -> bool:
-        return self.slot is not None  # device memory is freed in the order of its stream, host memory at once
+        return self.host_block is not None  # device memory is freed in the order of its stream, host memory at once
 
     def __del__(self, ending: Any = sys.is_finalizing) -> None:
         if self._must_wait() and self.arena.device.is_cuda and not ending():
@@ -316,14 +316,14 @@ class PageStore:
             raise RuntimeError("an arena cannot be made while a CUDA graph is captured")
         self._give_deferred()
         self._wait()
-        slot = None
+        host_block = None
         if self._memory is not None and self._memory.arena.host_pages == host_pages and self.live_tickets == 0:
-            slot = self._memory.slot  # page-locking is slow, and nothing else uses it
+            host_block = self._memory.host_block  # page-locking is slow, and nothing else uses it
         self._memory = None  # before the next is allocated: often there is no room for both
         self._last_stream = None
         self.generation += 1
         self._epoch += 1
-        self._memory = self._allocate(device_pages, host_pages, slot)
+        self._memory = self._allocate(device_pages, host_pages, host_block)
 
     def missing_flag(self) -> Tensor:
         """int64 [1] on the device: the most pages that were missing in this step. 0: every live row was saved."""
@@ -426,26 +426,28 @@ class PageStore:
     def _own_pages(self, count: int) -> _PageMemory:
         taken = self.device_pages + self._total.device
         on_device = min(count, max(0, self._within_budget(taken + count) - taken))
-        host, slot = self._host_memory(count - on_device, None)
-        return _PageMemory(self._arena(on_device, host), slot)
+        host, host_block = self._host_memory(count - on_device, None)
+        return _PageMemory(self._arena(on_device, host), host_block)
 
-    def _allocate(self, device_pages: int, host_pages: int, slot: HostSlot | None) -> _SharedPages:
-        host, slot = self._host_memory(host_pages, slot)
-        return _SharedPages(self._arena(device_pages, host), slot, all_free(device_pages + host_pages, self.device))
+    def _allocate(self, device_pages: int, host_pages: int, host_block: HostBlock | None) -> _SharedPages:
+        host, host_block = self._host_memory(host_pages, host_block)
+        return _SharedPages(
+            self._arena(device_pages, host), host_block, all_free(device_pages + host_pages, self.device)
+        )
 
     def _arena(self, device_pages: int, host: Tensor) -> Arena:
         device = torch.empty(device_pages * self.page_bytes, dtype=torch.uint8, device=self.device)
         return Arena(device, host, self.page_bytes)
 
-    def _host_memory(self, pages: int, slot: HostSlot | None) -> tuple[Tensor, HostSlot | None]:
-        """Memory of host pages, from `slot` if there is one; it lives as long as the slot."""
+    def _host_memory(self, pages: int, host_block: HostBlock | None) -> tuple[Tensor, HostBlock | None]:
+        """Memory of host pages, from `host_block` if there is one; it lives as long as the block."""
         if not pages:
-            return torch.empty(0, dtype=torch.uint8), slot
-        if slot is None:
+            return torch.empty(0, dtype=torch.uint8), host_block
+        if host_block is None:
             pool = HostPool(pin=self.device.type == "cuda", small_slab=0)
-            slot = pool.take(pages * self.page_bytes)
+            host_block = pool.take(pages * self.page_bytes)
             pool.close()
-        return slot.bytes_, slot
+        return host_block.bytes_, host_block
 
     def _fit(self, most: int) -> bool:
         """Make the arena large enough for a step with `most` pages out at once. Whether it was replaced."""

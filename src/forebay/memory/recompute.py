@@ -3,7 +3,7 @@
 Input: a region's forward and the modules that it calls. Output: the same function under ``torch.utils.checkpoint``
 (non-reentrant) with the RNG state restored, so the results are bitwise those of ``keep`` if the region is deterministic. A
 checkpoint saves neither weights nor buffers and does not see that its rerun reads others; `_RegionForward` checks that. Regions
-with a cheaper way offer it through `forebay.memory.overrides.Slot.light_recompute`, and no checkpoint is involved.
+with a cheaper way offer it through `forebay.memory.overrides.CallSite.light_recompute`, and no checkpoint is involved.
 """
 
 from collections.abc import Callable, Mapping, Sequence

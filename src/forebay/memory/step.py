@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forebay.memory.host_store import Ticket
-from forebay.memory.overrides import Slot
+from forebay.memory.overrides import CallSite
 from forebay.memory.storage import RegionWeights, StorageIdentity
 from forebay.memory.timeline import Key
 
@@ -47,7 +47,7 @@ class Region:
 
     path: str
     placement: str  # keep, recompute, offload or auto
-    slot: Slot
+    site: CallSite
     light: Callable[[bool], None] | None
 
 

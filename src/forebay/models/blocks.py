@@ -6,7 +6,8 @@ same model, whose layers run
     x2 = x + self_attn(input_layernorm(x))                                     attention sublayer
     x3, logits, ids = x2 + mlp(post_attention_layernorm(x2)), router outputs   MoE sublayer
 
-through two `SublayerSlot`s each, which a manager can wrap. `Sublayers` owns the slots; its `uninstall` removes everything.
+through two `SublayerCallSite`s each, which a manager can wrap. `Sublayers` owns the call sites; its `uninstall`
+removes everything.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ def _unhooked_experts(layer: Any, rows: Tensor, ids: Tensor, weights: Tensor, ma
 # --- sublayers in a model ---------------------------------------------------------------------------------------------
 
 
-class SublayerSlot:
+class SublayerCallSite:
     """The place in a layer's forward from which a sublayer is called.
 
     Attributes:
@@ -163,7 +164,7 @@ class SublayerSlot:
         self.call, self.front, self.experts = self._bare = (call, front, experts)
 
     def called_modules(self) -> Sequence[nn.Module]:
-        """See `forebay.memory.overrides.Slot.called_modules`."""
+        """See `forebay.memory.overrides.CallSite.called_modules`."""
         is_attention = self.path.endswith("self_attn")
         names = ("self_attn", "input_layernorm") if is_attention else ("mlp", "post_attention_layernorm")
         return [getattr(self.module, name) for name in names]
@@ -188,8 +189,8 @@ class SublayerSlot:
             self.light_recompute(False)
 
 
-class Sublayers(dict[str, SublayerSlot]):
-    """Slots by path, in forward order. `layers` are the forwards of the decoder layers, in order."""
+class Sublayers(dict[str, SublayerCallSite]):
+    """Call sites by path, in forward order. `layers` are the forwards of the decoder layers, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,31 +198,36 @@ class Sublayers(dict[str, SublayerSlot]):
         self._undo = ExitStack()
 
     def add(self, layer: nn.Module, forward: SublayerForward) -> None:
-        for slot in (forward.attention, forward.mlp):
-            self[slot.path] = slot
+        for site in (forward.attention, forward.mlp):
+            self[site.path] = site
         self.layers.append(forward)
         self._undo.callback(install(layer, forward.around))
 
     def uninstall(self) -> None:
         """Give every layer its own forward back, also under a wrapper installed on top. A second call does nothing."""
         self._undo.close()
-        for slot in self.values():
-            slot.restore()
+        for site in self.values():
+            site.restore()
         self.layers = []
 
 
 class SublayerForward:
-    """The forward of one decoder layer: its two slots, and what runs around them.
+    """The forward of one decoder layer: its two call sites, and what runs around them.
 
     The layer's original forward runs if attention weights are requested or a KV cache is given.
 
     Attributes:
-        attention, mlp: the slots.
+        attention, mlp: the call sites.
         stages: the MoE sublayer in stages under expert parallelism, else None.
     """
 
     def __init__(
-        self, layer: nn.Module, attention: SublayerSlot, mlp: SublayerSlot, block: MoeBlock | None, compiled: bool
+        self,
+        layer: nn.Module,
+        attention: SublayerCallSite,
+        mlp: SublayerCallSite,
+        block: MoeBlock | None,
+        compiled: bool,
     ):
         self.attention = attention
         self.mlp = mlp
@@ -384,32 +390,32 @@ def install_sublayers(model: nn.Module, compile: bool = False, dispatcher: Token
         )
     sublayers = Sublayers()
     for (path, layer), block in zip(layers, blocks, strict=True):
-        attention = SublayerSlot(f"{path}.self_attn", layer, partial(functions.attention, layer, compile))
-        mlp = _mlp_slot(f"{path}.mlp", layer, block, functions, compile, dispatcher)
+        attention = SublayerCallSite(f"{path}.self_attn", layer, partial(functions.attention, layer, compile))
+        mlp = _mlp_site(f"{path}.mlp", layer, block, functions, compile, dispatcher)
         sublayers.add(layer, SublayerForward(layer, attention, mlp, block, compile))
     return sublayers
 
 
-def _mlp_slot(
+def _mlp_site(
     path: str,
     layer: Any,
     block: MoeBlock | None,
     functions: _Functions,
     compile: bool,
     dispatcher: TokenDispatcher | None,
-) -> SublayerSlot:
+) -> SublayerCallSite:
     if block is None:
-        return SublayerSlot(path, layer, partial(functions.dense, layer))
+        return SublayerCallSite(path, layer, partial(functions.dense, layer))
     light_recompute = light_recompute_of(block.experts)
     if dispatcher is not None:
         stages = MoeStages(partial(functions.front, layer, block.names, compile), partial(_experts, layer), dispatcher)
         # An engine runs stage 3 without the module's hooks: FSDP2's would take the end of stage 3's backward for the end
         # of the step's, and reshard everything. Such an engine has unsharded the parameters itself.
-        return SublayerSlot(path, layer, stages, light_recompute, stages.front, partial(_unhooked_experts, layer))
+        return SublayerCallSite(path, layer, stages, light_recompute, stages.front, partial(_unhooked_experts, layer))
     sublayer = partial(functions.moe, layer, block.names, compile)
     if not compile:
         sublayer = partial(_plain_or_whole, type(layer.mlp), sublayer, layer)
-    return SublayerSlot(path, layer, sublayer, light_recompute)
+    return SublayerCallSite(path, layer, sublayer, light_recompute)
 
 
 def _block_of(path: str, mlp: nn.Module, strict: bool) -> MoeBlock | None:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from forebay.memory.overrides import ModuleSlot, Slot, drop_setting, put_setting
+from forebay.memory.overrides import CallSite, ModuleCallSite, drop_setting, put_setting
 from forebay.memory.page_store import PageStore
 from forebay.models.blocks import Sublayers
 from forebay.models.families import absent_paths, all_layers, has_known_layers, innermost, moe_blocks
@@ -31,13 +31,13 @@ class Regions:
     """The regions of a model under a policy.
 
     Attributes:
-        slots: region path to slot, in forward order.
-        claims: the placements of `slots`.
+        sites: region path to call site, in forward order.
+        claims: the placements of `sites`.
         stashed: paths of the experts modules whose rows are stashed.
         recompute_experts: paths of the experts modules that recompute their first product inside an offloaded region.
     """
 
-    slots: Mapping[str, Slot]
+    sites: Mapping[str, CallSite]
     claims: list[Claim]
     stashed: Sequence[str]
     recompute_experts: Sequence[str]
@@ -67,14 +67,14 @@ def regions_of(
     claims, stashed = split_stash(model, claims, dispatcher)
     claims, recompute_experts = split_recompute_experts(claims)
     active = {c.path for c in claims if c.placement != "keep"}
-    # Regions that are kept are slots too: copies are settled and started when they are called.
+    # Regions that are kept have call sites too: copies are settled and started when they are called.
     paths = active | {path for path in default if not _is_inside(path, active - {path})}
-    slots: dict[str, Slot] = {
-        path: sublayers[path] if path in sublayers else ModuleSlot(module, light_recompute_of(module))
+    sites: dict[str, CallSite] = {
+        path: sublayers[path] if path in sublayers else ModuleCallSite(module, light_recompute_of(module))
         for path, module in model.named_modules()
         if path in paths
     }
-    return Regions(slots, [c for c in claims if c.path in slots], stashed, recompute_experts)
+    return Regions(sites, [c for c in claims if c.path in sites], stashed, recompute_experts)
 
 
 def _is_inside(path: str, others: Iterable[str]) -> bool:

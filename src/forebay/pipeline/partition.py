@@ -102,12 +102,12 @@ def _interleaved_in_flight(stage: int, pp: int, microbatches: int, chunks: int) 
     width, total = microbatches // rounds, microbatches * chunks
     ahead = min((chunks - 1) * width + 2 * (pp - 1 - rank), total)
     held = most = 0
-    for slot in range(total + ahead):
-        if slot < total:
-            held += (slot // width) % chunks == chunk
+    for tick in range(total + ahead):
+        if tick < total:
+            held += (tick // width) % chunks == chunk
             most = max(most, held)
-        if slot >= ahead:
-            held -= chunks - 1 - ((slot - ahead) // width) % chunks == chunk
+        if tick >= ahead:
+            held -= chunks - 1 - ((tick - ahead) // width) % chunks == chunk
     return most
 
 

@@ -9,7 +9,7 @@ most.
 Balanced routing gives every expert the same number of tokens, drawn afresh for each microbatch and layer. Arms:
 
     float32      gradients are accumulated in fp32; the experts' unsharded weights are freed after each use
-    own routing  the same with the (random) router's choice and exact sizes: one host synchronisation a layer
+    own routing  the same with the (random) router's choice and exact sizes: one host synchronization a layer
     bfloat16     gradients are accumulated in bf16; unsharded weights stay for the step
     in turn      as float32, one microbatch after the other: no communication is hidden
 
@@ -31,7 +31,7 @@ from forebay.models.families import moe_blocks
 from forebay.train.distributed import Mesh
 from forebay.train.trainer import Trainer
 
-# Arm -> (routing, keys of [parallel]). Balanced loads need no more than an even capacity, and no host synchronisation.
+# Arm -> (routing, keys of [parallel]). Balanced loads need no more than an even capacity, and no host synchronization.
 ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "float32": ("balanced", {"overlap": True, "reshard": True, "capacity_factor": 1.0}),
     "own routing": ("router", {"overlap": True, "reshard": True, "capacity_factor": 0.0}),

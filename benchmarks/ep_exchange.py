@@ -1,7 +1,7 @@
 """Dispatch and combine between N GPUs: the symmetric dispatcher against NCCL's, and against NCCL's own even all-to-all.
 
 It checks before it times: (1) forward and all gradients of dispatch, experts and combine are bitwise those of the NCCL
-dispatcher, for uneven, empty and one-sided routing; (2) host synchronisations of forward and backward: 0 with
+dispatcher, for uneven, empty and one-sided routing; (2) host synchronizations of forward and backward: 0 with
 symmetric, 1 with NCCL; (3) forward and backward in one CUDA graph, replayed with other ids; (4) rows over the capacity
 are an error on every rank.
 

@@ -1,12 +1,12 @@
-"""Expert parallelism without host synchronisation: what the paged stash and CUDA graph steps are worth, on N GPUs.
+"""Expert parallelism without host synchronization: what the paged stash and CUDA graph steps are worth, on N GPUs.
 
 The models of `common.py`, 8 layers; EP over all ranks, sequence 4096, microbatch 1; parameters and AdamW states are fp32 shards,
 compute is bf16, and the forward of a microbatch overlaps with the backward of the one before. All arms draw the same routing:
 `--skew 1` gives every expert the same load; `--skew s` gives the busiest expert of a layer about s times the mean. Arms:
 
-    nccl            exact sizes, one host synchronisation a layer, launched by the host
+    nccl            exact sizes, one host synchronization a layer, launched by the host
     exact           the same through symmetric memory
-    capacity        symmetric memory with room for `--capacity` times the even load, no synchronisation; saved tensors are padded
+    capacity        symmetric memory with room for `--capacity` times the even load, no synchronization; saved tensors are padded
     stash           the same with the experts' rows in pages
     graph           the same with forwards and backwards of the step in one CUDA graph
     graph, keep     as capacity, in one CUDA graph

@@ -283,7 +283,7 @@ def _phase(
 
 
 def _make_corpus(entry: Entry) -> None:
-    """Tokenise the data once; all trainers read it from the cache."""
+    """Tokenize the data once; all trainers read it from the cache."""
     data = from_mapping(entry.sections).data
     load_corpus(data, load_tokenizer(data.tokenizer))
 
@@ -585,7 +585,7 @@ class Loads:
         self._countable = not (config.memory.compile or config.memory.graph)
         for block in moe_blocks(model):
             if skew is not None:
-                force_routing([block.router], balanced_ids if skew == 1 else Favoured(self._ep, skew))
+                force_routing([block.router], balanced_ids if skew == 1 else Favored(self._ep, skew))
             self._count(block.router)
 
     def of_a_step(self, trainer: Trainer, mesh: Mesh, number: int) -> dict[str, Any]:
@@ -614,7 +614,7 @@ class Loads:
         router.forward = forward
 
 
-class Favoured:
+class Favored:
     """Draws ids of which the first of `ep` ranks' experts get `skew` times a rank's mean load, and all others the same."""
 
     def __init__(self, ep: int, skew: float):

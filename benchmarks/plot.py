@@ -11,15 +11,15 @@ from xml.sax.saxutils import escape
 _ROOT = Path(__file__).parent
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _BOTTOM, _TOP = 860, 400, 64, 836, 348, 28
 _MOST_MS = 320  # arms that take seconds would flatten all others; a note names them
-_OURS, _THEIRS, _GREY = "#0b6e99", "#b04a2f", "#444444"
+_OURS, _THEIRS, _GRAY = "#0b6e99", "#b04a2f", "#444444"
 
 
-def text(x: float, y: float, words: str, anchor: str = "start", colour: str = _GREY) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}">{escape(words)}</text>'
+def text(x: float, y: float, words: str, anchor: str = "start", color: str = _GRAY) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{color}">{escape(words)}</text>'
 
 
-def line(x1: float, y1: float, x2: float, y2: float, colour: str) -> str:
-    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}" stroke-width="0.8"/>'
+def line(x1: float, y1: float, x2: float, y2: float, color: str) -> str:
+    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{color}" stroke-width="0.8"/>'
 
 
 class Chart:
@@ -51,7 +51,7 @@ class Chart:
 
     def point(self, row: dict[str, Any]) -> None:
         ours = row["arm"].startswith("forebay")
-        colour = _OURS if ours else _THEIRS
+        color = _OURS if ours else _THEIRS
         x, y = self.x(row["after forward GiB"]), self.y(row["ms"])
         label_y = y + 4
         while any(abs(label_y - other) < 16 for other in self._taken):
@@ -60,8 +60,8 @@ class Chart:
         at_right = x > 0.6 * _WIDTH
         label_x = x - 12 if at_right else max(x, self.x(5.6)) + 14 if ours else x + 12
         if ours:
-            self.parts.append(line(x, y, label_x - 3, label_y - 4, colour))
-        self.parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5.5" fill="{colour}"/>')
+            self.parts.append(line(x, y, label_x - 3, label_y - 4, color))
+        self.parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5.5" fill="{color}"/>')
         words = f"{row['arm']}  ({row['ms']:.0f} ms, {row['after forward GiB']:.1f} GiB)"
         self.parts.append(text(label_x, label_y, words, "end" if at_right else "start", "#222222"))
 

@@ -48,7 +48,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Data:
-    """[data]: text, tokenised once into a memory-mapped file in `cache`."""
+    """[data]: text, tokenized once into a memory-mapped file in `cache`."""
 
     source: str = key(
         "stdlib", "'stdlib' is the source of Python's library.", choices=("stdlib", "text", "jsonl", "parquet", "hf")
@@ -57,7 +57,7 @@ class Data:
     field: str = key("text", "Field or column that holds the text, for jsonl, parquet and hf.")
     tokenizer: str = key("bytes", "'bytes', or a folder with a Hugging Face tokenizer.")
     validation: float = key(0.02, "Fraction of the tokens, at the end, that is never trained on.", low=0.0, high=0.5)
-    cache: str = key("", "Folder of tokenised data; '' is $XDG_CACHE_HOME/forebay/data or ~/.cache/forebay/data.")
+    cache: str = key("", "Folder of tokenized data; '' is $XDG_CACHE_HOME/forebay/data or ~/.cache/forebay/data.")
 
 
 @dataclass(frozen=True)
@@ -131,8 +131,8 @@ class Parallel:
     dispatch: str = key("auto", "Token dispatcher.", choices=("auto", "nccl", "symmetric", "deepep"))
     capacity_factor: float = key(
         0.0,
-        "Rows that 'symmetric' has room for, relative to even routing, without host synchronisation; a step that needs "
-        "more runs again with exact sizes. 0 is exact sizes, with one synchronisation a layer.",
+        "Rows that 'symmetric' has room for, relative to even routing, without host synchronization; a step that needs "
+        "more runs again with exact sizes. 0 is exact sizes, with one synchronization a layer.",
         low=0.0,
     )
     timeout: int = key(600, "Seconds that a process waits for the others before it gives up.", low=1)
@@ -531,7 +531,7 @@ def _check_overlap(c: Config) -> None:
 
 
 def _check_graph(c: Config) -> None:
-    """Check what a CUDA graph step needs: no host synchronisation, and weights that stay in the same memory."""
+    """Check what a CUDA graph step needs: no host synchronization, and weights that stay in the same memory."""
     if not c.memory.graph:
         return
     p = c.parallel
@@ -543,8 +543,8 @@ def _check_graph(c: Config) -> None:
         raise UsageError("memory.graph = true needs an unsharded step: set parallel.reshard = false")
     if p.ep > 1 and (p.dispatch not in ("auto", "symmetric") or not p.capacity_factor):
         raise UsageError(
-            f"memory.graph = true needs a token dispatcher without host synchronisation, and parallel.dispatch = {p.dispatch!r} "
-            f"with parallel.capacity_factor = {p.capacity_factor} synchronises once a layer; valid is 'symmetric' with one of at "
+            f"memory.graph = true needs a token dispatcher without host synchronization, and parallel.dispatch = {p.dispatch!r} "
+            f"with parallel.capacity_factor = {p.capacity_factor} synchronizes once a layer; valid is 'symmetric' with one of at "
             "least 1, such as 2"
         )
 

@@ -273,7 +273,7 @@ def _grouped_mm() -> list[Finding]:
 
 
 def _symmetric_memory() -> list[Finding]:
-    enables = "token dispatch without host synchronisation (expert parallelism)"
+    enables = "token dispatch without host synchronization (expert parallelism)"
     if not (torch.distributed.is_available() and importlib.util.find_spec("torch.distributed._symmetric_memory")):
         return [Finding("symmetric memory", False, "not in this torch", enables)]
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -76,7 +76,7 @@ def test_the_best_fit_then_the_lowest_address() -> None:
     assert allocator.reserved == 54 * MIB
 
 
-def test_free_neighbours_become_one() -> None:
+def test_free_neighbors_become_one() -> None:
     """Two of the blocks of 8 MiB are in the first segment of 20: 16 MiB fit there when both are free."""
     allocator = CachingAllocator()
     blocks = [allocator.malloc(8 * MIB) for _ in range(4)]
@@ -179,7 +179,7 @@ ORDERS = st.lists(st.tuples(st.sampled_from("aaaffre"), SIZES, st.integers(0, 2)
 @settings(max_examples=200, deadline=None)
 @given(ORDERS)
 def test_what_holds_after_any_order(order: list[tuple[str, int, int]]) -> None:
-    """Blocks tile their segments, no two free ones are neighbours, and sums are those of the blocks."""
+    """Blocks tile their segments, no two free ones are neighbors, and sums are those of the blocks."""
     allocator = CachingAllocator()
     live: list[Block] = []
     known: dict[int, Block] = {}  # a block leads to the others of its segment

@@ -154,7 +154,7 @@ def test_the_largest_microbatch_is_that_of_brute_force(pp: int, ep: int, world: 
 ])  # fmt: skip
 def test_the_largest_sequence_and_depth(what: str, section: str, option: str, middle: int, step: int) -> None:
     """A budget that is one value's least finds the last value with no more, and one byte less the last one below: segments are of
-    2 MiB and more, so that neighbours may reserve as much."""
+    2 MiB and more, so that neighbors may reserve as much."""
     config = tiny()
 
     def at(value: int) -> Config:
@@ -271,16 +271,16 @@ def test_a_bare_models_batch_follows_its_microbatch() -> None:
     assert size > 1 and found.settings["train.batch"] == 4 * size == found.config.train.batch
 
 
-@pytest.mark.parametrize("quantised", [False, True])
-def test_a_folder_with_a_config_alone(tmp_path: Path, quantised: bool) -> None:
-    """As downloaded: no weights are there, or needed; those on the hub may be quantised. Depth goes on with the pattern."""
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_folder_with_a_config_alone(tmp_path: Path, quantized: bool) -> None:
+    """As downloaded: no weights are there, or needed; those on the hub may be quantized. Depth goes on with the pattern."""
     from transformers import AutoConfig
 
     others = ("moe_intermediate_size", "num_experts")
     shared = {name: value for name, value in TINY.items() if name not in others}
     fields = {**shared, "num_local_experts": 8, "sliding_window": 64, "vocab_size": 320}
     declared = AutoConfig.for_model("gpt_oss", **fields).to_dict()
-    if quantised:
+    if quantized:
         declared["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     (tmp_path / "config.json").write_text(json.dumps(declared))
     # On a CPU, where a peak is of bytes and not of segments.

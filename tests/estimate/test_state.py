@@ -158,7 +158,7 @@ def test_a_gpu_takes_its_share() -> None:
     alone, all_of_them = (
         rank_state(TINY, (0,), True, True, s) for s in (Sharing(), Sharing(data=4, ep=2, pp=2, sharded=True))
     )
-    # All processes; those with the same layers; an expert group; the ranks of the same experts; two neighbours' four channels.
+    # All processes; those with the same layers; an expert group; the ranks of the same experts; two neighbors' four channels.
     assert alone.other == CONTEXT and all_of_them.other == CONTEXT + 4 * COMMUNICATOR + 4 * CHANNEL
     assert rank_state(TINY, (0,), True, True, Sharing(sharded=True)).other == CONTEXT + COMMUNICATOR_ALONE
     assert rank_state(TINY, (0,), True, True, Sharing(gpu=False)).other == 0

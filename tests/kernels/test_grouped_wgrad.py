@@ -60,7 +60,7 @@ def test_the_plain_form_against_fp64(dtype: torch.dtype) -> None:
     check(torch.randn(3, 24, 40, device=DEVICE, dtype=wide), left, right, offsets(5, 0, 12), "reference")
 
 
-def test_neighbours_rows_do_not_leak_in() -> None:
+def test_neighbors_rows_do_not_leak_in() -> None:
     """An expert's rows of NaN are its own: another one's last block reads no row of it."""
     offs = offsets(10, 20, 7)
     left, right = torch.randn(37, 20, device=DEVICE), torch.randn(37, 30, device=DEVICE)

@@ -1,4 +1,4 @@
-"""The solver against every placement there is: random timelines, and those of real models with invented rates. And a programme
+"""The solver against every placement there is: random timelines, and those of real models with invented rates. And a program
 against all of its values.
 
 `placements` lays all 3^n assignments of a timeline with n regions, each with eleven windows: more than the solver tries. Its best
@@ -20,7 +20,7 @@ import torch
 from forebay.managed import manage
 from forebay.memory import solver
 from forebay.memory.offload_plan import under_budget
-from forebay.memory.solver import Allowed, Programme, lowest
+from forebay.memory.solver import Allowed, Program, lowest
 from forebay.memory.timeline import Assignment, CallFigures, Timeline, TimelineEvent, simulate
 from forebay.policy import BudgetError
 from tests.memory.timelines import paths_of, placements, random_timeline
@@ -169,7 +169,7 @@ def test_the_lowest_peak_is_that_of_all_placements() -> None:
         assert under_budget(timeline, paths, smallest, paths).peak_bytes <= smallest
 
 
-# --- programmes ----------------------------------------------------------------------------------------------------
+# --- programs ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -177,7 +177,7 @@ def test_choices_are_the_cheapest_of_all(seed: int) -> None:
     chance = random.Random(seed)
     costs = [chance.randint(1, 9) for _ in range(7)]
     sizes = [chance.randint(1, 9) for _ in range(7)]
-    p = Programme()
+    p = Program()
     choices = [p.choice(c) for c in costs]
     p.row(list(zip(choices, sizes, strict=True)), low=15)
     p.row([(choices[0], 1.0), (choices[1], 1.0)], high=1)
@@ -193,14 +193,14 @@ def _dot(values: Any, factors: list[int]) -> int:
 
 
 def test_rows_that_contradict_each_other_have_no_answer() -> None:
-    p = Programme()
+    p = Program()
     one = p.choice(1.0)
     p.row([(one, 1.0)], low=2.0)
     assert p.solve(1.0, 0.0) is None
 
 
 def test_a_variable_is_no_less_than_nothing_and_at_most_its_upper_bound() -> None:
-    p = Programme()
+    p = Program()
     up, down = p.variable(-1.0, 2.5), p.variable(1.0)
     answer = p.solve(1.0, 0.0)
     assert answer is not None

@@ -46,7 +46,7 @@ def test_transformers_takes_every_key(name: str) -> None:
     assert not unknown or PUBLISHED[name].family == "deepseek_v2"
 
 
-def test_names_in_any_case_and_with_an_organisation() -> None:
+def test_names_in_any_case_and_with_an_organization() -> None:
     assert find("Qwen/Qwen3-30B-A3B") is find("QWEN3-30B-A3B") is PUBLISHED["qwen3-30b-a3b"]
     assert find("qwen3-30b") is None and find("") is None
     for published in PUBLISHED.values():

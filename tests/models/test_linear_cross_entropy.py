@@ -297,7 +297,7 @@ def test_weight_gradient_into_a_sum() -> None:
 
 
 @pytest.mark.gpu
-def test_fp32_and_bias_on_a_gpu_without_host_synchronisation() -> None:
+def test_fp32_and_bias_on_a_gpu_without_host_synchronization() -> None:
     hidden, weight, bias, targets = make(dtype=torch.float32, device="cuda")
     linear_cross_entropy(hidden, weight, targets, bias=bias).backward()
     hidden.grad = weight.grad = bias.grad = None

@@ -152,7 +152,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deep_ep", stand_in())
 
 
-def travelled(given: dict[str, Tensor], dispatcher: TokenDispatcher) -> list[Tensor]:
+def traveled(given: dict[str, Tensor], dispatcher: TokenDispatcher) -> list[Tensor]:
     """All results of dispatch and combine, without experts in between."""
     x, w, init = (given[n].clone().requires_grad_() for n in ("x", "w", "init"))
     sent = dispatch(x, given["ids"], w, dispatcher)
@@ -174,7 +174,7 @@ def compare(rank: int, world: int) -> dict[str, Any]:
     found: dict[str, Any] = {"sms": Buffer.num_sms, "equal": [], "close": []}
     for seed, (tokens, kind) in enumerate(CASES):
         given = inputs(rank, tokens[rank], kind, seed, torch.bfloat16)
-        found["equal"].append(equal(travelled(given, ours), travelled(given, nccl)))
+        found["equal"].append(equal(traveled(given, ours), traveled(given, nccl)))
         pairs = zip(layer(ours, given), layer(nccl, given), strict=True)
         found["close"].append([relative(a.double(), b.double()) for a, b in pairs])
     found["alive"] = ours.live_handles

@@ -70,8 +70,8 @@ def test_boxes() -> None:
     forward, backward = _boxes(RECORDS[3])
     assert (forward.text, backward.text) == ("12", "1") and (forward.stage, backward.stage) == (0, 3)
     assert backward.low == pytest.approx(forward.low + forward.height) and backward.height == forward.height
-    assert [forward.colour] == [box.colour for box in _boxes(RECORDS[0])]
-    assert [backward.colour] == [box.colour for box in _boxes(RECORDS[4])]
+    assert [forward.color] == [box.color for box in _boxes(RECORDS[0])]
+    assert [backward.color] == [box.color for box in _boxes(RECORDS[4])]
     (send,) = _boxes(RECORDS[1])
     assert send.low > 0.9 and send.height < 0.1 and send.text == ""
     assert [box.text for record in RECORDS[7:] for box in _boxes(record)] == ["0", "0"]

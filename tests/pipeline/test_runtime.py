@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from forebay.config import SCHEDULES
 from forebay.models.router import balance_loss
 from forebay.moe.dispatch import LocalDispatcher, NcclDispatcher, TokenDispatcher
-from forebay.pipeline.p2p import DistLinks, Links, Message, Packet, neighbours
+from forebay.pipeline.p2p import DistLinks, Links, Message, Packet, neighbors
 from forebay.pipeline.runtime import PipelineRuntime, StageBalance
 from forebay.pipeline.schedule import Action, PipelinePlan, forward_plan, make_plan
 from tests.pipeline.nets import CPU, E, H, K, Moe, Net, equal, like, tokens
@@ -73,7 +73,7 @@ class Watched(nn.Module):
 
     def experts(self, rows: Tensor, ids: Tensor, weights: Tensor, max_rows: int | None) -> Tensor:
         self.look("stage 3", "sent")
-        # Rows after the received ones are uninitialised memory.
+        # Rows after the received ones are uninitialized memory.
         scaled = torch.where((ids >= 0).any(1, keepdim=True), rows, 0.0) * 2.0
         gates = torch.where(ids >= 0, weights, 0.0).sum(1, keepdim=True)
         y = scaled @ self.second + gates
@@ -399,7 +399,7 @@ def four_ranks(rank: int, world: int) -> dict[str, bool]:
     grads = net.take_gradients()
     for name in SCHEDULES:
         plan = make_plan(name, 2, COUNT)
-        links = DistLinks(pipeline, neighbours(plan.ranks), CPU, [])
+        links = DistLinks(pipeline, neighbors(plan.ranks), CPU, [])
         losses, ran = net.runtime(plan, pp_rank, links).run(microbatches, like)
         found[f"{name}: losses"] = losses is None or torch.equal(losses, expected)
         found[f"{name}: what ran"] = tuple(ran) == plan.actions[pp_rank]

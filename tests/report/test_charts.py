@@ -70,7 +70,7 @@ def test_of_equal_levels_the_one_with_the_largest_cut_is_the_peak() -> None:
 
 @pytest.mark.parametrize("most", [1, 700, 1 << 20, 66.44 * (1 << 20), 1 << 30, 61.04 * (1 << 30), 5.7e12])
 def test_a_scale_of_bytes(most: float) -> None:
-    """It holds its largest value without much to spare, and neighbouring labels differ."""
+    """It holds its largest value without much to spare, and neighboring labels differ."""
     found = byte_scale(most)
     assert found.low == 0 and most <= found.high <= 2 * most
     assert found.unit == ("GiB" if most >= 1 << 30 else "MiB" if most >= 1 << 20 else "KiB")

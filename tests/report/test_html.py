@@ -1,4 +1,4 @@
-"""Pages as text: every tag closed, nothing of a name or path run as markup, nothing fetched, and colours that can be read."""
+"""Pages as text: every tag closed, nothing of a name or path run as markup, nothing fetched, and colors that can be read."""
 
 import base64
 import hashlib
@@ -119,19 +119,19 @@ def test_ranges() -> None:
     assert [ranges(n) for n in ([0, 1, 2, 5], [3], [1, 3], [])] == ["0 to 2, 5", "3", "1, 3", ""]
 
 
-def colours() -> dict[str, tuple[str, str]]:
+def colors() -> dict[str, tuple[str, str]]:
     """Name to (light, dark)."""
     css = (resources.files("forebay.report") / "assets" / "page.css").read_text("utf-8")
     return {name: (a, b) for name, a, b in re.findall(r"--([a-z-]+): light-dark\((#\w{6}), (#\w{6})\)", css)}
 
 
-def channels(colour: str) -> list[int]:
-    return [int(colour[n : n + 2], 16) for n in (1, 3, 5)]
+def channels(color: str) -> list[int]:
+    return [int(color[n : n + 2], 16) for n in (1, 3, 5)]
 
 
-def luminance(colour: list[float]) -> float:
+def luminance(color: list[float]) -> float:
     """WCAG 2.2, for sRGB from 0 to 255."""
-    linear = [c / 255 / 12.92 if c / 255 <= 0.04045 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in colour]
+    linear = [c / 255 / 12.92 if c / 255 <= 0.04045 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in color]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
@@ -146,9 +146,9 @@ def test_contrast_by_hand() -> None:
 
 
 @pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
-def test_colours_can_be_read(theme: int) -> None:
+def test_colors_can_be_read(theme: int) -> None:
     """Text 4.5 to 1, what is drawn 3 to 1, as WCAG 2.2 has them (1.4.3 and 1.4.11)."""
-    of = {name: channels(pair[theme]) for name, pair in colours().items()}
+    of = {name: channels(pair[theme]) for name, pair in colors().items()}
     text = [("text", g) for g in ("ground", "raised", "good-ground", "bad-ground", "plain-ground")]
     text += [("soft", "ground"), ("soft", "raised"), ("link", "ground"), ("good", "ground"), ("bad", "ground")]
     text += [("good", "good-ground"), ("bad", "bad-ground")]

@@ -139,7 +139,7 @@ def test_a_page(browser: Any, pages: dict[str, Path], name: str, size: tuple[int
 
 
 def test_the_button(browser: Any, pages: dict[str, Path]) -> None:
-    """Changes the colours, also from a keyboard, and is remembered; another colour of the system is followed before."""
+    """Changes the colors, also from a keyboard, and is remembered; another color of the system is followed before."""
     with Opened(browser, pages["plan"], SIZES[0], "light") as opened:
         page, dark, light = opened.page, "rgb(18, 21, 26)", "rgb(255, 255, 255)"
         page.emulate_media(color_scheme="dark")
@@ -208,7 +208,7 @@ def test_on_paper(browser: Any, pages: dict[str, Path]) -> None:
 
 
 def test_without_a_script(browser: Any, pages: dict[str, Path]) -> None:
-    """Colours follow the system, and the charts are there."""
+    """Colors follow the system, and the charts are there."""
     context = browser.new_context(java_script_enabled=False, color_scheme="dark")
     page = context.new_page()
     page.goto(pages["run"].as_uri())

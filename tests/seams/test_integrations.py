@@ -126,7 +126,7 @@ def test_experts_with_adapters_that_are_recomputed_alone() -> None:
     with forebay.manage(later := copy.deepcopy(model), policy):
         near(adapted_step(_lora(later, **_TARGETS["experts"]), ids), want, 1e-4)
     forebay.manage(model, policy, recompute="full")
-    with pytest.raises(RuntimeError, match=r"parametrised.*get_peft_model"):
+    with pytest.raises(RuntimeError, match=r"parametrized.*get_peft_model"):
         adapted_step(_lora(model, **_TARGETS["experts"]), ids)
 
 

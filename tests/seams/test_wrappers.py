@@ -285,7 +285,7 @@ def hooked(model: Any, path: str) -> None:
 
 
 def patched(model: Any, path: str) -> None:
-    """A `forward` replaced on the instance, as LoRA kernels and quantisers do."""
+    """A `forward` replaced on the instance, as LoRA kernels and quantizers do."""
     module = model.get_submodule(path)
     inner = module.forward
     module.forward = lambda *args, **kwargs: _scaled(inner(*args, **kwargs))

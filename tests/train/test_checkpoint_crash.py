@@ -265,7 +265,7 @@ def corpus(home: Path) -> data.Corpus:
     return data.load_corpus(section, data.load_tokenizer("bytes"))
 
 
-def test_crashes_and_errors_at_every_call_of_tokenisation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crashes_and_errors_at_every_call_of_tokenization(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = [*b"a few words", 256]
 
     def check(home: Path) -> None:

@@ -190,7 +190,7 @@ def drawing(rank: int, world: int, folder: str, alone: str) -> tuple[Numbers, Nu
 
 
 def test_each_process_draws_on(tmp_path: Path) -> None:
-    """Each process continues its own numbers; without a counterpart it draws other numbers than its neighbours."""
+    """Each process continues its own numbers; without a counterpart it draws other numbers than its neighbors."""
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     alone = Checkpoints(tmp_path / "alone").save(1, model, optimizer, {})

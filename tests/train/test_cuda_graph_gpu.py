@@ -65,7 +65,7 @@ def run(folder: Path) -> None:
             )
             with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
                 if factor > 1:
-                    without_synchronisation(trainer)
+                    without_synchronization(trainer)
                 records = [trainer.step(number) for number in range(1, STEPS + 1)]
                 state = state_of(trainer)
                 state["drawn"] = torch.rand(1, device=trainer.device).cpu()
@@ -79,7 +79,7 @@ def run(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def without_synchronisation(trainer: Any) -> None:
+def without_synchronization(trainer: Any) -> None:
     """From the fourth step on, forwards and backwards that wait for the device raise. A store's first step counts pages."""
     engine, calls = trainer.engine, []
     run = engine._run

@@ -37,7 +37,7 @@ def test_bytes_and_end_of_document(tmp_path: Path) -> None:
 
 def test_cache_is_read_the_second_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = corpus_of(tmp_path, "same")
-    monkeypatch.setattr("forebay.train.data._write_cache", lambda *_: pytest.fail("tokenised again"))
+    monkeypatch.setattr("forebay.train.data._write_cache", lambda *_: pytest.fail("tokenized again"))
     assert corpus_of(tmp_path, "same", "other name.txt").identity == first.identity
 
 

@@ -119,7 +119,7 @@ def test_four_processes(pp: int, ep: int) -> None:
     sharing = 4 // pp
     for rank, found in enumerate(run_ranks(talk, 4, pp, ep)):
         stage, own = divmod(rank, sharing)
-        those = list(range(stage * sharing, (stage + 1) * sharing))  # neighbours share the batch
+        those = list(range(stage * sharing, (stage + 1) * sharing))  # neighbors share the batch
         column = [r for r in those if r % ep == rank % ep]
         row = [r for r in those if r // ep == rank // ep]
         pipeline = [list(range(own, 4, sharing))] if pp > 1 else []

@@ -280,9 +280,9 @@ def test_what_is_wrong_is_said_by_all(tmp_path: Path) -> None:
     cut.write_bytes(cut.read_bytes()[:-5])
     broken(tmp_path, "node-0", lambda t: None)
     broken(tmp_path, "node-1", lambda t: t.pop(query))
-    quantised = broken(tmp_path, "quantised", lambda t: None)
-    described = json.loads((quantised / "config.json").read_text())
-    (quantised / "config.json").write_text(json.dumps({**described, "quantization_config": {"quant_method": "fp8"}}))
+    quantized = broken(tmp_path, "quantized", lambda t: None)
+    described = json.loads((quantized / "config.json").read_text())
+    (quantized / "config.json").write_text(json.dumps({**described, "quantization_config": {"quant_method": "fp8"}}))
     cases: list[tuple[Path, str]] = [
         (broken(tmp_path, "a", lambda t: t.pop(query)), f"not complete: {query} is missing; use the whole"),
         (broken(tmp_path, "b", lambda t: t.pop(up.format(3))), f"not complete: {up.format(3)} is missing; use the"),
@@ -303,7 +303,7 @@ def test_what_is_wrong_is_said_by_all(tmp_path: Path) -> None:
             f"{up.format(2)} has shape [7, 16], unlike the other experts' [8, 16]",
         ),
         (cut.parent, "model.safetensors is truncated or damaged"),
-        (quantised, "UsageError"),
+        (quantized, "UsageError"),
         (tmp_path / "node-{rank}", f"not complete: {query} is missing"),  # on one machine only
     ]
     sections = [{"path": str(folder)} for folder, _ in cases]

@@ -72,12 +72,12 @@ class CachingAllocator:
       stays free if it has at least 512 bytes (small), or more than 1 MiB (large). Otherwise the whole block is allocated.
     - If no block fits, a segment is allocated: 2 MiB for a small request, 20 MiB for one below 10 MiB, else the request rounded
       up to 2 MiB.
-    - A freed block is merged with its free neighbours in its segment.
+    - A freed block is merged with its free neighbors in its segment.
     - A block that `record_stream` named for another stream is reused when that stream has finished the work that it had at the
       free; the next request checks.
     - If a segment exceeds the device's memory, all segments that are wholly free are released, and it is tried once more.
 
-    Not modelled, because they are off by default: expandable segments, `max_split_size_mb`, garbage collection by threshold,
+    Not modeled, because they are off by default: expandable segments, `max_split_size_mb`, garbage collection by threshold,
     rounding to divisions of powers of two.
 
     Args:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from forebay.estimate.state import RankState
 from forebay.estimate.types import ModelTrace, PartTrace
 from forebay.estimate.walk import RankFit, StageLayers, SublayerMemory, Walk, fit_rank, sublayer_memory
-from forebay.memory.solver import Answer, Programme
+from forebay.memory.solver import Answer, Program
 from forebay.memory.timeline import LIGHT
 from forebay.pipeline.schedule import Action
 from forebay.policy import format_bytes
@@ -165,9 +165,9 @@ def choose(
         walk.step(action)
     target = budget
     for _ in range(3):
-        programme = _PlacementProgram(stages, times, walk, target, machine, waits)
-        answer = programme.solve()
-        chosen = programme.chosen(answer)
+        program = _PlacementProgram(stages, times, walk, target, machine, waits)
+        answer = program.solve()
+        chosen = program.chosen(answer)
         fit = fit_rank(rank, state, {n: [o.memory for o in chosen[n]] for n in stages}, todo, messages)
         over = fit.total - budget
         if over <= 0 or over > budget >> 10:
@@ -179,7 +179,7 @@ def choose(
         for options, o in zip(sublayers, chosen[number], strict=True)
         if o.memory.placement != "keep"
     )
-    seconds, waited = programme.seconds(answer)
+    seconds, waited = program.seconds(answer)
     return Choice(
         {p.path: p.placement for p in placed}, placed, seconds, waited, 1.0 if answer is None else answer.gap, fit
     )
@@ -270,8 +270,8 @@ class _PlacementProgram:
         self._plain = (
             sum(n * sum(times[o[0].memory.path]) for n, o in zip(walk.forwards, self._sublayers, strict=True)) or 1.0
         )
-        self._programme = Programme()
-        self._over = self._programme.variable(cost=_MISSING)
+        self._program = Program()
+        self._over = self._program.variable(cost=_MISSING)
         self._waits: list[tuple[int, int]] = []  # variable, and how often it occurs in a step
         self._choices = [self._choice(i, options, machine) for i, options in enumerate(self._sublayers)]
         self._memory()
@@ -284,7 +284,7 @@ class _PlacementProgram:
             self._link(numbers, 1, machine.back_rate, waits)
 
     def solve(self) -> Answer | None:
-        return self._programme.solve(_SECONDS, _GAP)
+        return self._program.solve(_SECONDS, _GAP)
 
     def chosen(self, answer: Answer | None) -> dict[int, list[Option]]:
         """By stage, the option of every sublayer; without an answer all are kept."""
@@ -317,13 +317,13 @@ class _PlacementProgram:
         late = 1 + number / len(self._sublayers)  # of equal sublayers the earlier ones leave: they wait longer
         for option in options:
             moving = late * option.moved * (1 / machine.out_rate + 1 / machine.back_rate) * _MOVING
-            found.append(self._programme.choice(times * (option.seconds + moving) / self._plain))
-        self._programme.row([(v, 1.0) for v in found], 1.0, 1.0)
+            found.append(self._program.choice(times * (option.seconds + moving) / self._plain))
+        self._program.row([(v, 1.0) for v in found], 1.0, 1.0)
         return found
 
     def _memory(self) -> None:
         """A row for each level. What is held is a variable: that of the level before, and the change."""
-        p, before, held = self._programme, [0] * len(self._sublayers), self._programme.variable(upper=0.0)
+        p, before, held = self._program, [0] * len(self._sublayers), self._program.variable(upper=0.0)
         for (counts, forward, backward), fixed in self._walk.levels.items():
             change = [
                 (v, -(n - m) * o.memory.held / self._budget)
@@ -357,7 +357,7 @@ class _PlacementProgram:
                     for o, v in zip(self._sublayers[other][1:], self._choices[other][1:], strict=True)
                     if not o.moved
                 ]
-                self._programme.row([(self._choices[one][0], 1.0), *later], high=1.0)
+                self._program.row([(self._choices[one][0], 1.0), *later], high=1.0)
 
     def _link(self, numbers: Sequence[int], way: int, rate: float, waits: bool) -> None:
         """The link, of which the walk knows nothing: in a pass through a stage at most the bytes of the last two
@@ -366,7 +366,7 @@ class _PlacementProgram:
 
         Backward is the same in reverse. By the end of a head's forward, which offloads nothing, all transfers are done.
         """
-        p, last = self._programme, None
+        p, last = self._program, None
         before: list[tuple[int, float]] = []
         for number in numbers:
             own = [

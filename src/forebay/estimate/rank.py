@@ -293,7 +293,7 @@ ALL_TO_ALL_LAUNCHES = 15
 STASH_LAUNCHES = 55
 """Host time of pages in a sublayer's forward or backward: 85 ms in 128 layers, stash against capacity, both eager
 (benchmarks/results/paging_ep2_memory.md)."""
-_SYNCHRONISED: Mapping[str, float] = {"nccl": 3.0e-3, "symmetric": 1.4e-3}
+_SYNCHRONIZED: Mapping[str, float] = {"nccl": 3.0e-3, "symmetric": 1.4e-3}
 """Seconds by which a dispatch of exact sizes is slower, for each layer and microbatch: the host waits in it, and has no launches
 ahead afterwards. Calibrated: nccl against capacity in benchmarks/results/paging_ep2_qwen3.md, and Qwen3's own routing against
 float32 in ep.md. The dispatch alone, in ep_exchange_4gpu.md, is slower by 0.6 and 0.1 ms."""
@@ -410,7 +410,7 @@ class StepTimer:
             f, b = self._sublayer(clock, part, self._placement(number, name))
             forward, backward = forward + f, backward + b
         if layer.is_moe:
-            waits = self._synchronised()
+            waits = self._synchronized()
             forward = forward + KernelTime(compute=waits, launches=waits / clock.device.at("launch"))
         return forward, backward
 
@@ -424,14 +424,14 @@ class StepTimer:
         more += CUT_LAUNCHES if p.pp > 1 or p.overlap or p.ep > 1 else SUBLAYER_LAUNCHES
         return _with_launches(forward, part.forward_ops, more), _with_launches(backward, part.backward_ops, more)
 
-    def _synchronised(self) -> float:
+    def _synchronized(self) -> float:
         """Seconds by which a dispatch of exact sizes is slower than one with a capacity."""
         p = self.config.parallel
         if p.ep == 1:
             return 0.0
         if p.dispatch == "nccl" or (p.dispatch == "auto" and p.ep > 8):
-            return _SYNCHRONISED["nccl"]
-        return 0.0 if p.capacity_factor else _SYNCHRONISED["symmetric"]
+            return _SYNCHRONIZED["nccl"]
+        return 0.0 if p.capacity_factor else _SYNCHRONIZED["symmetric"]
 
     def _elements(self, number: int) -> Elements:
         rest, experts = self.weights.layers[number]

@@ -26,7 +26,7 @@ COMMUNICATOR = 660 << 20
 COMMUNICATOR_ALONE = 390 << 20
 """Bytes of an NCCL communicator of one process."""
 CHANNEL = 450 << 20
-"""Bytes of a communicator of two pipeline ranks for one kind of message in one direction; two neighbours have four."""
+"""Bytes of a communicator of two pipeline ranks for one kind of message in one direction; two neighbors have four."""
 PEER = 384 << 20
 """Bytes that an all-to-all through NCCL takes for each peer on the host: 0.35 GiB with one, 1.10 with three."""
 

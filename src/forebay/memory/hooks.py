@@ -44,7 +44,7 @@ from forebay.policy import Claim, PolicyError
 
 _MIN_BYTES_CUDA = 1 << 20  # a 1 MiB copy reaches 40 of 55 GB/s (H200); below that launches cost more than they free
 _VARIES = 1.5  # factor by which a microbatch's storages may exceed the measured ones where rows vary between ranks
-_NEIGHBOURS = 2  # calls; a storage that is saved again within so many calls may still be offloaded
+_NEIGHBORS = 2  # calls; a storage that is saved again within so many calls may still be offloaded
 
 
 class _Packed:
@@ -523,7 +523,7 @@ class Manager:
         waits for the first one's backward would fetch it late."""
         if call.key != saved.key:
             self._shared.add(saved.key)
-        if call.number > saved.number + _NEIGHBOURS:
+        if call.number > saved.number + _NEIGHBORS:
             recorder.exclude(saved.key, saved.item)
         elif call.key != saved.key:
             recorder.share(saved.key, call.key)

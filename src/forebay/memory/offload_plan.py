@@ -88,7 +88,7 @@ def under_budget(
         return kept
     allowed = Allowed(paths, recomputable)
     found = _by_rules(timeline, paths, budget, recomputable)
-    plain = sum(event.seconds for event in timeline.events)  # 0 on a CPU: there is nothing to minimise
+    plain = sum(event.seconds for event in timeline.events)  # 0 on a CPU: there is nothing to minimize
     if found is None or found.step_seconds > plain:
         solved = solve(timeline, allowed, budget, [assignment_of(timeline, found)] if found else [])
         if solved is not None and (found is None or solved.step_seconds < found.step_seconds):

@@ -293,9 +293,9 @@ class ModuleCallSite:
 
 
 class _SameParameters:
-    """A module's forward, which raises if a recomputation would run it without the parametrisation of the first run.
+    """A module's forward, which raises if a recomputation would run it without the parametrization of the first run.
 
-    PEFT's ``target_parameters`` parametrise a module for the time of its forward only. A rerun in backward would use the
+    PEFT's ``target_parameters`` parametrize a module for the time of its forward only. A rerun in backward would use the
     parameters without the adapters.
     """
 
@@ -309,7 +309,7 @@ class _SameParameters:
             self._parametrized = now
         elif self._parametrized and not now:
             raise RuntimeError(
-                f"{type(self._module).__name__} is to be recomputed, but its parameters are parametrised for the time of its "
+                f"{type(self._module).__name__} is to be recomputed, but its parameters are parametrized for the time of its "
                 "forward only (PEFT's target_parameters): place 'recompute' on the module around it, such as the decoder "
                 "layer's mlp, or call forebay.manage after get_peft_model"
             )

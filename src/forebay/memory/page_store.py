@@ -4,7 +4,7 @@ Input: for each tensor of a layer the most rows there can be, the bytes of a row
 rows. Output: a `PageTicket` with a `PageTable` for each tensor; the kernels `stash` and `restore`, or a kernel that computes with
 the rows anyway, write and read the pages. The autograd graph owns the ticket; when it dies, a kernel gives the pages back.
 
-    ticket = store.take([PagedRows(live, 4096, 2048)])      # one launch, no host synchronisation
+    ticket = store.take([PagedRows(live, 4096, 2048)])      # one launch, no host synchronization
     stash([x], ticket.tables)
     ...                                                     # backward
     restore(ticket.tables, [x_again])

@@ -1,8 +1,8 @@
 """Chooses placements under a budget by mixed-integer linear programming and local search.
 
 Input: a `Timeline`, a budget in bytes, and which regions may be offloaded or recomputed. Output: a `Plan` whose simulated
-peak is within the budget, or None. `Programme` writes a programme row by row and solves it with HiGHS through
-`scipy.optimize.milp`; scipy is imported when the first programme is solved. docs/solver.md has the mathematics.
+peak is within the budget, or None. `Program` writes a program row by row and solves it with HiGHS through
+`scipy.optimize.milp`; scipy is imported when the first program is solved. docs/solver.md has the mathematics.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from itertools import combinations, pairwise
 
 from forebay.memory.timeline import Assignment, CallFigures, IndexedTimeline, Plan, Timeline, TurnSchedule
 
-_ROUNDS = 4  # times that the programme is solved
-_GAP = 2e-3  # of the programme's answer; what the simulation adds to it is larger
+_ROUNDS = 4  # times that the program is solved
+_GAP = 2e-3  # of the program's answer; what the simulation adds to it is larger
 _SECONDS = 0.6  # for all rounds together
 _MOVING = (
     1e-3  # cost of a second of the link, in seconds of waiting: of two plans as fast, the one that moves less is chosen
@@ -46,8 +46,8 @@ class Answer:
         return self.values[variable] > 0.5
 
 
-class Programme:
-    """Minimise the sum of cost x variable. Every variable is at least 0."""
+class Program:
+    """Minimize the sum of cost x variable. Every variable is at least 0."""
 
     def __init__(self) -> None:
         self._costs: list[float] = []
@@ -185,10 +185,10 @@ def with_one_changed(timeline: Timeline, allowed: Allowed, assignment: Assignmen
 
 
 class _Search:
-    """The best plan so far, and how far the programme was too optimistic.
+    """The best plan so far, and how far the program was too optimistic.
 
-    `propose` solves the programme, in which copies are a fluid, and `lay` simulates the answer: its peak and its time count.
-    Where the simulation exceeds the budget, the next programme gets a margin; where it is slower, a slower link. `polish` then
+    `propose` solves the program, in which copies are a fluid, and `lay` simulates the answer: its peak and its time count.
+    Where the simulation exceeds the budget, the next program gets a margin; where it is slower, a slower link. `polish` then
     places single regions, items and pairs of regions differently as long as the simulated time falls.
     """
 
@@ -196,7 +196,7 @@ class _Search:
         self._timeline, self._allowed, self._budget = timeline, allowed, budget
         self._step = IndexedTimeline(timeline)
         self._margins = [0] * len(timeline.events)
-        self._link = 1.0  # share of the link's rates that the next programme counts on
+        self._link = 1.0  # share of the link's rates that the next program counts on
         # The rank compares the bytes over the budget first, then the seconds, then the bytes moved.
         self._best: tuple[tuple[int, float, int], Plan, Assignment] | None = None
         self._simulated = 0  # events
@@ -212,10 +212,10 @@ class _Search:
         return self._best[1]
 
     def propose(self) -> bool:
-        """Solve the programme once more. False if another round is of no use."""
+        """Solve the program once more. False if another round is of no use."""
         relaxation = _Relaxation(self._timeline, self._allowed, self._budget, self._margins, self._link)
         begun = time.monotonic()
-        answer = relaxation.programme.solve(self._seconds, _GAP)
+        answer = relaxation.program.solve(self._seconds, _GAP)
         self._seconds -= time.monotonic() - begun
         if answer is None:
             return False
@@ -258,12 +258,12 @@ class _Search:
         return least or [], seconds
 
     def polish(self) -> None:
-        """Move to a better neighbour of the best assignment as long as there is one."""
+        """Move to a better neighbor of the best assignment as long as there is one."""
         self._simulated = 0
         better = self._best is not None
         while better and self._best is not None:
             before = self._best[0]
-            for assignment in self._neighbours(self._best[2]):
+            for assignment in self._neighbors(self._best[2]):
                 if self._simulated > _POLISH:
                     return
                 self.lay(assignment)
@@ -271,7 +271,7 @@ class _Search:
                     break
             better = self._best[0] < before
 
-    def _neighbours(self, assignment: Assignment) -> Iterator[Assignment]:
+    def _neighbors(self, assignment: Assignment) -> Iterator[Assignment]:
         """One region placed differently; one item; two regions placed differently."""
         regions = _region_states(self._timeline, self._allowed)
         for path, states in regions.items():
@@ -335,11 +335,11 @@ def _toggled(assignment: Assignment, call: int, item: int) -> Assignment:
 
 
 class _Relaxation:
-    """The programme of one timeline, with copies as a fluid: bytes leave and return at the link's rate, in no particular pieces.
+    """The program of one timeline, with copies as a fluid: bytes leave and return at the link's rate, in no particular pieces.
 
     Memory is in units of the highest level, time in units of the plain step. Regions that save the same bytes in the same time
     are *equal*. Of many regions the order of equal ones is fixed (the earliest are offloaded, then come those that are
-    recomputed, the last are kept), or the programme would try all permutations of one answer. Parts of their items may be
+    recomputed, the last are kept), or the program would try all permutations of one answer. Parts of their items may be
     offloaded then; `assignment` takes as many whole ones as the parts add up to.
 
     Args:
@@ -359,7 +359,7 @@ class _Relaxation:
         ]
         self._timeline = IndexedTimeline(timeline)
         self._many = len({c.key[0] for c in timeline.calls}) >= _MANY
-        self.programme = Programme()
+        self.program = Program()
         self._recompute = self._recompute_choices()
         self._offload: dict[tuple[int, int], int] = {}  # (call, item) -> variable
         self._offload_choices()
@@ -367,7 +367,7 @@ class _Relaxation:
         if self._many:
             self._order_equal_calls()
         # In bytes that the link carries meanwhile: seconds would have factors of very different size.
-        self._waits = [self.programme.variable(cost=1.0 / min(self._rates)) for _ in self._events]
+        self._waits = [self.program.variable(cost=1.0 / min(self._rates)) for _ in self._events]
         self._memory_rows(self._freed(), self._away())
 
     def seconds(self, answer: Answer) -> float:
@@ -407,10 +407,10 @@ class _Relaxation:
             path = call.key[0]
             if path in self._allowed.recompute and self._timeline.lives(number) and call.recompute_frees > 0:
                 seconds[path] = seconds.get(path, 0.0) + call.recompute_seconds
-        return {path: self.programme.choice(cost / self._step) for path, cost in seconds.items()}
+        return {path: self.program.choice(cost / self._step) for path, cost in seconds.items()}
 
     def _offload_choices(self) -> None:
-        p = self.programme
+        p = self.program
         for number, call in enumerate(self._calls):
             if call.key[0] not in self._allowed.offload or not self._timeline.lives(number):
                 continue
@@ -457,10 +457,10 @@ class _Relaxation:
                     first, second = self._offload.get((one, item)), self._offload.get((other, item))
                     if first is None or second is None:
                         continue
-                    self.programme.row([(first, 1.0), (second, -1.0)], low=0.0)
+                    self.program.row([(first, 1.0), (second, -1.0)], low=0.0)
                     if recompute[0] is not None and recompute[1] is not None:
                         terms = [(first, 1.0), (recompute[0], 1.0), (second, -1.0), (recompute[1], -1.0)]
-                        self.programme.row(terms, low=0.0)
+                        self.program.row(terms, low=0.0)
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
@@ -473,13 +473,13 @@ class _Relaxation:
             choice = self._recomputed_in(event.kind, event.call)
             if choice is not None:
                 terms.append((choice, call.recompute_rises / self._unit))
-            self.programme.row(terms, high=self._limits[index] - held / self._unit)
+            self.program.row(terms, high=self._limits[index] - held / self._unit)
             if self._timeline.lives(event.call):
                 held += sum(call.items) * (1 if event.kind == "F" else -1)
 
     def _freed(self) -> list[int]:
         """A variable for each event: bytes held at its start that recomputing frees."""
-        p = self.programme
+        p = self.program
         found: list[int] = []
         for index in range(len(self._events)):
             now = p.variable()
@@ -497,7 +497,7 @@ class _Relaxation:
 
     def _away(self) -> list[int]:
         """A variable for each event: bytes on the host that do not return during it."""
-        p, last, turn = self.programme, len(self._events) - 1, self._timeline.turn
+        p, last, turn = self.program, len(self._events) - 1, self._timeline.turn
         away = [p.variable() for _ in self._events]
         p.row([(away[0], 1.0)], high=0.0)
         sent = p.variable(upper=0.0)  # saved and offloaded by the start of the event
@@ -518,12 +518,12 @@ class _Relaxation:
 
     def _sum(self, sum_: int, call: int) -> int:
         """A variable for a sum plus the offloaded bytes of a call."""
-        more = self.programme.variable()
+        more = self.program.variable()
         terms = [(more, 1.0), (sum_, -1.0)]
         for item, size in enumerate(self._calls[call].items):
             if (call, item) in self._offload:
                 terms.append((self._offload[call, item], -size / self._unit))
-        self.programme.row(terms, 0.0, 0.0)
+        self.program.row(terms, 0.0, 0.0)
         return more
 
     def _carry_out(self, away: list[int], index: int, ready: int) -> None:
@@ -534,8 +534,8 @@ class _Relaxation:
             return
         after = max(before.seconds - self._calls[before.call].seconds, 0.0)
         carried = [(away[index], 1.0), (self._waits[index], -rate / min(self._rates))]
-        self.programme.row([*carried, (away[index - 1], -1.0)], high=before.seconds / self._step * rate)
-        self.programme.row([*carried, (ready, -1.0)], high=after / self._step * rate)
+        self.program.row([*carried, (away[index - 1], -1.0)], high=before.seconds / self._step * rate)
+        self.program.row([*carried, (ready, -1.0)], high=after / self._step * rate)
 
     def _carry_back(self, away: list[int], index: int) -> None:
         """The link carries back what it can during an event after the turn; recomputing makes the event longer."""
@@ -546,4 +546,4 @@ class _Relaxation:
         choice = self._recomputed_in(event.kind, event.call)
         if choice is not None:
             terms.append((choice, -rate * self._calls[event.call].recompute_seconds / self._step))
-        self.programme.row(terms, high=event.seconds / self._step * rate)
+        self.program.row(terms, high=event.seconds / self._step * rate)

@@ -67,7 +67,7 @@ def storable(
 ) -> torch.UntypedStorage | None:
     """The tensor's storage, if a store may take it; else None.
 
-    None for tensors that are not on `device`, for subclasses (DTensor, fake tensors), sparse layouts and quantised tensors, for
+    None for tensors that are not on `device`, for subclasses (DTensor, fake tensors), sparse layouts and quantized tensors, for
     storages below `min_bytes`, and for weights.
     """
     if not _is_plain(tensor):
@@ -81,7 +81,7 @@ def storable(
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    # A quantised tensor's scales are not in the bytes of its storage, and a zero tensor has no bytes.
+    # A quantized tensor's scales are not in the bytes of its storage, and a zero tensor has no bytes.
     return (
         type(tensor) in _PLAIN
         and tensor.layout is torch.strided

@@ -46,5 +46,5 @@ PUBLISHED: Mapping[str, Published] = _load()
 
 
 def find(name: str) -> Published | None:
-    """The model of that name in any case, with or without an organisation before a slash. None if unknown."""
+    """The model of that name in any case, with or without an organization before a slash. None if unknown."""
     return PUBLISHED.get(name.strip().lower().rpartition("/")[2])

@@ -125,7 +125,7 @@ def innermost(module: Any) -> nn.Module:
 def transformers_base(module: nn.Module, names: Container[str]) -> type[nn.Module] | None:
     """The transformers class in `names` that `module` is an instance of; None if there is none.
 
-    FSDP2 and parametrisations make a subclass on the fly, so the bases count.
+    FSDP2 and parametrizations make a subclass on the fly, so the bases count.
     """
     for base in type(module).__mro__:
         if base.__name__ in names and base.__module__.startswith("transformers.models."):

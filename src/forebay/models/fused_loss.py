@@ -241,7 +241,7 @@ def _check_model(model: nn.Module) -> type[nn.Module]:
     head: nn.Module = model.lm_head  # type: ignore[assignment]
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         raise ValueError(
-            f"fused loss: lm_head is a {type(head).__name__}, not a plain torch.nn.Linear (an adapter or a quantised layer "
+            f"fused loss: lm_head is a {type(head).__name__}, not a plain torch.nn.Linear (an adapter or a quantized layer "
             "cannot be fused)"
         )
     for path, owner in (("forward", model), ("lm_head.forward", head)):

@@ -46,7 +46,7 @@ def linear_cross_entropy(
 
     The gradients are computed in forward, as in Liger-Kernel's `fused_linear_cross_entropy`, and backward scales them.
     Loss arithmetic is fp32; logits are rounded to hidden's dtype as `F.linear` rounds them. If no gradient is needed, only
-    the loss is computed. Under autocast the inputs are cast as `F.linear` would cast them. No host synchronisation.
+    the loss is computed. Under autocast the inputs are cast as `F.linear` would cast them. No host synchronization.
 
     Memory, with e bytes an element of hidden: forward holds the fp32 gradients, 4 T H + 4 V H bytes less what needs no
     gradient, and one chunk of logits, at most max(256 MiB, e V H). The gradients are kept until backward, which adds
@@ -203,7 +203,7 @@ def _(hidden, weight, bias, targets, ignore_index, chunk_tokens, needs):
 
 
 def _empty_results(hidden: Tensor, weight: Tensor, needs: list[bool]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Uninitialised (total, d_hidden, d_weight, d_bias); a gradient that is not needed is an empty tensor."""
+    """Uninitialized (total, d_hidden, d_weight, d_bias); a gradient that is not needed is an empty tensor."""
     acc = _accumulator_dtype(hidden.dtype)
     shapes = [hidden.shape, weight.shape, weight.shape[:1]]
     d_hidden, d_weight, d_bias = (
@@ -271,7 +271,7 @@ def _walk_chunks(
 
 def _matmul_into(out: Tensor, a: Tensor, b: Tensor, *, add: bool) -> None:
     """out = a @ b, or out += a @ b; `out` may be wider (fp32) than a and b, and is not rounded."""
-    beta = int(add)  # with 0 the old content is not read, so `out` may be uninitialised
+    beta = int(add)  # with 0 the old content is not read, so `out` may be uninitialized
     if a.dtype == out.dtype:
         torch.addmm(out, a, b, beta=beta, out=out)
     elif a.is_cuda:

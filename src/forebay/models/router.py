@@ -4,7 +4,7 @@ Input: a model with MoE blocks (`forebay.models.families.moe_blocks`), whose dec
 sublayers, compiled or not. Output: within `RouterStats.recording()`, one `RouterOutput` for each MoE layer and forward, in
 forward order; from these the load-balancing loss of Switch-style models and the bias update of DeepSeek-V3 and GLM-4-MoE.
 Records hold the autograd graph of their forward until the next `recording()` or `clear()`; counts are integers on the
-device. Nothing here synchronises with the device.
+device. Nothing here synchronizes with the device.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -232,7 +232,7 @@ def _bias(block: MoeBlock) -> Tensor | None:
 
 
 def _count(ids: Tensor, experts: int) -> Tensor:
-    """How often each expert is in `ids`: int64 [E]. `bincount` would synchronise with the device."""
+    """How often each expert is in `ids`: int64 [E]. `bincount` would synchronize with the device."""
     flat = ids.reshape(-1)
     none = torch.zeros(experts, dtype=torch.int64, device=ids.device)
     return none.scatter_add_(0, flat.clamp(min=0), (flat >= 0).to(torch.int64))

@@ -26,7 +26,7 @@ MEANING: Mapping[str, str] = {
     BACKWARD_INPUT: "backward of the input",
     BACKWARD_WEIGHT: "backward of the weights",
 }
-_COLOURS: Mapping[str, str] = {
+_COLORS: Mapping[str, str] = {
     FORWARD: "#4c8dd6",
     BACKWARD: "#3a9d5d",
     BACKWARD_INPUT: "#8fcf9f",
@@ -147,11 +147,11 @@ def _draw_row(axes: Any, row: int, ran: Sequence[ActionRecord], begin: float, pe
     for record, box in boxes:
         left, width = record.start_ms - begin, record.end_ms - record.start_ms
         place = row + box.low, box.height
-        axes.broken_barh([(left, width)], place, facecolors=box.colour, edgecolors="white", linewidth=0.4)
+        axes.broken_barh([(left, width)], place, facecolors=box.color, edgecolors="white", linewidth=0.4)
         if box.text and len(box.text) * _CHARACTER <= width * per_ms:
             middle = left + width / 2, row + box.low + box.height / 2
-            colour = "white" if box.stage == first else "black"
-            axes.text(*middle, box.text, ha="center", va="center", fontsize=7, color=colour)
+            color = "white" if box.stage == first else "black"
+            axes.text(*middle, box.text, ha="center", va="center", fontsize=7, color=color)
 
 
 def _label_rows(axes: Any, ranks: Mapping[int, Sequence[ActionRecord]]) -> None:
@@ -161,7 +161,7 @@ def _label_rows(axes: Any, ranks: Mapping[int, Sequence[ActionRecord]]) -> None:
     names = [f"rank {rank}\n{idle[rank]:.1%} idle" for rank in ranks]
     axes.set_yticks([row + 0.5 for row in range(len(ranks))], names, fontsize=7)
     axes.set_ylim(len(ranks), 0)
-    kinds = [Patch(color=_COLOURS[kind], label=meaning) for kind, meaning in MEANING.items()]
+    kinds = [Patch(color=_COLORS[kind], label=meaning) for kind, meaning in MEANING.items()]
     axes.legend(handles=[*kinds, Patch(color=_OTHER, label="other")], loc="lower right", ncols=5, fontsize=7,
                 bbox_to_anchor=(1.0, 1.0), frameon=False)  # fmt: skip
 
@@ -169,7 +169,7 @@ def _label_rows(axes: Any, ranks: Mapping[int, Sequence[ActionRecord]]) -> None:
 class _DrawnBox(NamedTuple):
     low: float  # from the row's upper edge; the row's height is 1
     height: float
-    colour: str
+    color: str
     text: str = ""
     stage: int = -1
 
@@ -180,13 +180,13 @@ def _boxes(record: ActionRecord) -> list[_DrawnBox]:
     if record.kind == OVERLAP and parts:
         height = 0.8 / len(parts)
         return [
-            _DrawnBox(0.1 + i * height, height, _COLOURS.get(kind, _OTHER), str(number), stage)
+            _DrawnBox(0.1 + i * height, height, _COLORS.get(kind, _OTHER), str(number), stage)
             for i, (kind, stage, number) in enumerate(parts)
         ]
     stage, text = (parts[0][1], str(parts[0][2])) if parts else (-1, "")
-    if record.kind not in _COLOURS:
+    if record.kind not in _COLORS:
         return [_DrawnBox(0.92, 0.08, _OTHER, stage=stage)]  # a transfer, below the computation that it runs beside
-    return [_DrawnBox(0.1, 0.8, _COLOURS[record.kind], text, stage)]
+    return [_DrawnBox(0.1, 0.8, _COLORS[record.kind], text, stage)]
 
 
 def _draw_memory(axes: Any, ranks: Mapping[int, Sequence[ActionRecord]], begin: float) -> None:

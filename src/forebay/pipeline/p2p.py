@@ -177,7 +177,7 @@ def _tag(message: Message) -> int:
     return 2 * message.stage + (message.kind == "B")
 
 
-def neighbours(ranks: Sequence[int]) -> list[tuple[int, int]]:
+def neighbors(ranks: Sequence[int]) -> list[tuple[int, int]]:
     """(source, target) pairs of pipeline ranks that send to each other, where stage s is on `ranks[s]`."""
     pairs = {(a, b) for a, b in pairwise(ranks) if a != b}
     return sorted(pairs | {(b, a) for a, b in pairs})

@@ -268,7 +268,7 @@ _Found = tuple[Any, list[int]]
 
 
 class _Groups:
-    """A dynamic programme over groups, which are the stages of a rank. `v`: groups have two stages, which meet in the middle.
+    """A dynamic program over groups, which are the stages of a rank. `v`: groups have two stages, which meet in the middle.
 
     A group takes layers from the front, in a V from the back too. Groups are filled from the outside inwards, so a state is the
     range [i, j) of layers that are still free; without a V, j stays at the end. A state whose free layers cannot fit the

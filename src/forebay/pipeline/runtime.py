@@ -143,7 +143,7 @@ class Watcher(Protocol):
 class PipelineRuntime:
     """Runs the steps of one pipeline rank.
 
-        F            prologue, packet of a neighbour, or previous stage on this rank -> layers -> packet, or loss and its gradient
+        F            prologue, packet of a neighbor, or previous stage on this rank -> layers -> packet, or loss and its gradient
         B            packet, next stage on this rank, or gradient of the loss -> layers -> packet, or prologue's backward
         I, W         B without the experts' weight gradients; then these
         OVERLAP_F_B  a forward and a backward take turns, so that each one's transfers hide behind the other's computations
@@ -153,7 +153,7 @@ class PipelineRuntime:
         stages: this rank's stages by number.
         plan: the plan of all ranks.
         rank: this pipeline rank.
-        links: to the neighbours; None if there are none.
+        links: to the neighbors; None if there are none.
         device: where everything runs.
         balance: the load-balancing loss of all stages' routers, or None.
         weights: the store of the experts: I actions defer their weight gradients to W, and a whole backward computes them while

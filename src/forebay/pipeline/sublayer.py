@@ -458,7 +458,7 @@ class _MoePass:
     """
 
     output: Pending
-    _travelling: Pending
+    _traveling: Pending
     _front: Segment
     _experts: Segment
 
@@ -477,28 +477,28 @@ class _MoePass:
         """Leaves the layer's `output`, whose transfer is enqueued."""
         self._run_front(*x.take())
         yield
-        self._run_experts(*self._travelling.take())
+        self._run_experts(*self._traveling.take())
         yield
 
     def begin_backward(self, dy: Tensor) -> None:
         """Send the gradient of the output, [B, S, H], to the experts' ranks."""
         dy = dy.reshape(-1, dy.shape[-1]).contiguous()
         self._dy.append(dy)
-        self._travelling = self._wire.combine_backward(dy, self._handle, self._n_rows)
+        self._traveling = self._wire.combine_backward(dy, self._handle, self._n_rows)
 
     def backward(self) -> Iterator[None]:
         """Leaves the input's `gradient`. The last stop is the caller's: the next layer's transfer comes before it."""
-        self._run_experts_backward(list(self._travelling.take()))
+        self._run_experts_backward(list(self._traveling.take()))
         yield
         while self._deferred_gradients:
             self._deferred_gradients.pop(0)()
         yield
-        self._run_front_backward(list(self._travelling.take()))
+        self._run_front_backward(list(self._traveling.take()))
 
     def _run_front(self, x: Tensor) -> None:
         self._shape = x.shape
         self._front, (residual, rows, ids, weights, logits) = cut(self._stage1, x)
-        self._travelling = self._wire.dispatch(rows, ids, weights)
+        self._traveling = self._wire.dispatch(rows, ids, weights)
         self._residual.append(residual)
         if self._keeps_router:
             self.router.append((logits, ids))
@@ -515,7 +515,7 @@ class _MoePass:
         else:
             with self._weights.collecting() as self._deferred_gradients:
                 d_rows, d_weights = self._experts.backward(grads)
-        self._travelling = self._wire.dispatch_backward(d_rows, d_weights, self._handle, self._dy[0].shape[0])
+        self._traveling = self._wire.dispatch_backward(d_rows, d_weights, self._handle, self._dy[0].shape[0])
 
     def _run_front_backward(self, grads: list[Any]) -> None:
         # In the order of stage 1's outputs: residual, rows, ids, weights, logits.

@@ -43,7 +43,7 @@ class Scale:
         return (value - self.low) / (self.high - self.low)
 
     def label(self, tick: float) -> str:
-        """As few digits as distinguish neighbouring ticks."""
+        """As few digits as distinguish neighboring ticks."""
         step = (self.ticks[1] - self.ticks[0]) / self.per if len(self.ticks) > 1 else 1.0
         digits = max(0, -math.floor(math.log10(step))) if step < 1 else 0
         digits += round(step, 9) * 10**digits % 1 > 1e-6
@@ -161,20 +161,20 @@ class Level:
 
 @dataclass(frozen=True)
 class Ceiling:
-    """A horizontal line over a stack; `colour` is "budget", "cached" or "measured"."""
+    """A horizontal line over a stack; `color` is "budget", "cached" or "measured"."""
 
     name: str
     bytes: int
-    colour: str
+    color: str
 
 
 @dataclass(frozen=True)
 class Curve:
-    """(x, y) points; `colour` is "one" to "four". `dots` draws points instead of a line."""
+    """(x, y) points; `color` is "one" to "four". `dots` draws points instead of a line."""
 
     name: str
     points: Sequence[tuple[float, float]]
-    colour: str = "one"
+    color: str = "one"
     dots: bool = False
 
 
@@ -201,13 +201,13 @@ def stacked(
         raise ValueError("there are no levels to draw")
     count, with_stage = len(columns), has_stages(columns)
     top = max(range(count), key=lambda n: columns[n].height)
-    lines = [tag("path", d=f"M0 {_height(c.bytes, y)}H{SIZE}", class_=f"ceiling s-{c.colour}") for c in ceilings]
+    lines = [tag("path", d=f"M0 {_height(c.bytes, y)}H{SIZE}", class_=f"ceiling s-{c.color}") for c in ceilings]
     ends = {column.action: n + 1 for n, column in enumerate(columns)}
     dots = [(round(SIZE * ends[a] / count, 1), _height(b, y)) for a, b in measured.items() if a in ends and b]
     lines += _dots(dots, "measured") if dots else []
     shown = [part for part in reversed(PARTS) if any(c.bytes.get(part) for c in columns)]
     series = [
-        {"name": part, "colour": f"f-{part}", "values": [round(c.bytes.get(part, 0) / y.per, 4) for c in columns]}
+        {"name": part, "color": f"f-{part}", "values": [round(c.bytes.get(part, 0) / y.per, 4) for c in columns]}
         for part in shown
     ]
     figures = {
@@ -240,7 +240,7 @@ def _peak_tag(level: Level, place: float, y: Scale) -> Html:
 
 
 def thinned(levels: Sequence[Level], most: int = COLUMNS) -> list[Level]:
-    """At most `most` levels in their order: of neighbours the highest, so that no peak is lost."""
+    """At most `most` levels in their order: of neighbors the highest, so that no peak is lost."""
     if len(levels) <= most:
         return list(levels)
     cuts = [n * len(levels) // most for n in range(most + 1)]
@@ -264,7 +264,7 @@ def curves(
     for curve in found:
         values = dict(curve.points)
         shown = [round(values[n] / per, digits + 2) if n in values else None for n in numbers]
-        series.append({"name": curve.name, "colour": f"f-{curve.colour}", "values": shown})
+        series.append({"name": curve.name, "color": f"f-{curve.color}", "values": shown})
     figures = {
         "x": [f"{axis} {number:g}" for number in numbers],
         "places": [round(x.place(number), 4) for number in numbers],
@@ -281,13 +281,13 @@ def curves(
 def _curve(curve: Curve, x: Scale, y: Scale) -> Child:
     places = [(round(SIZE * x.place(at), 1), _height(value, y)) for at, value in curve.points]
     if curve.dots or len(places) == 1:
-        return _dots(places, curve.colour)
-    return tag("path", d="M" + "L".join(f"{a} {b}" for a, b in places), class_=f"curve s-{curve.colour}")
+        return _dots(places, curve.color)
+    return tag("path", d="M" + "L".join(f"{a} {b}" for a, b in places), class_=f"curve s-{curve.color}")
 
 
-def _dots(places: Sequence[tuple[float, float]], colour: str) -> list[Html]:
+def _dots(places: Sequence[tuple[float, float]], color: str) -> list[Html]:
     path = "".join(f"M{a} {b}h0" for a, b in places)
-    return [tag("path", d=path, class_="halo"), tag("path", d=path, class_=f"dots s-{colour}")]
+    return [tag("path", d=path, class_="halo"), tag("path", d=path, class_=f"dots s-{color}")]
 
 
 def bar(share: float, kind: str) -> Html:
@@ -303,7 +303,7 @@ def parts_bar(parts: Mapping[str, int], whole: float) -> Html:
 
 
 def legend(entries: Sequence[tuple[str, str, str]]) -> Html:
-    """Colours in words: (class, name, figure). A class that begins with "s-" is that of a dashed line."""
+    """Colors in words: (class, name, figure). A class that begins with "s-" is that of a dashed line."""
     items = []
     for kind, name, figure in entries:
         mark = tag("i", class_=f"{kind} rule" if kind.startswith("s-") else kind)
@@ -402,7 +402,7 @@ def _band(below: Sequence[int], above: Sequence[int], y: Scale) -> str:
 
 
 def _starts(columns: Sequence[Level], most: int, with_stage: bool) -> list[Tick]:
-    """Labels where actions begin, as many as fit; an overlap is labelled by its forward."""
+    """Labels where actions begin, as many as fit; an overlap is labeled by its forward."""
     begins = [n for n, level in enumerate(columns) if n == 0 or level.action != columns[n - 1].action]
     every = -(-len(begins) // most)
     found: list[Tick] = []

@@ -165,7 +165,7 @@ def table(caption: str, heads: str, rows: Iterable[Sequence[Child]], most: int |
     Args:
         heads: titles of the columns, separated by "|"; each may have a kind after a colon: "n" figures, "path" module paths,
             "share" bars.
-        most: number of the row that is emphasised.
+        most: number of the row that is emphasized.
     """
     columns = [(title.strip(), kind.strip() or None) for title, _, kind in (h.partition(":") for h in heads.split("|"))]
     head = tag("tr", [tag("th", title, class_=kind, scope="col") for title, kind in columns])

@@ -30,7 +30,7 @@ from forebay.report.sections import (
     step_section,
 )
 
-_COLOURS = ("one", "two", "three", "four")
+_COLORS = ("one", "two", "three", "four")
 _CPU = "a CPU does not count allocated memory"
 _RESIDENT = f"the largest resident size of a process, with Python and its libraries: {_CPU}"
 
@@ -140,8 +140,8 @@ def _peaks_section(run: RunFolder) -> Section:
         return empty("peaks", title, "No step of this run is recorded.")
     points = run.peak_points()
     most = {rank: max(size for _, size in found) for rank, found in points.items()}
-    shown = sorted(sorted(points, key=lambda rank: -most[rank])[: len(_COLOURS)])
-    found = [Curve(f"rank {rank}", points[rank], colour) for rank, colour in zip(shown, _COLOURS, strict=False)]
+    shown = sorted(sorted(points, key=lambda rank: -most[rank])[: len(_COLORS)])
+    found = [Curve(f"rank {rank}", points[rank], color) for rank, color in zip(shown, _COLORS, strict=False)]
     y = byte_scale(1.05 * max(most.values()))
     described = f"Measured peak of {len(found)} ranks over {len(run.steps)} steps."
     lead = "The most memory that the caching allocator handed out, for the fullest process of each rank."
@@ -163,7 +163,7 @@ def _step_axis(found: Sequence[Curve]) -> Scale:
 
 def _figure(title: str, unit: str, found: Sequence[Curve], chart: Html) -> Html:
     caption = tag("figcaption", tag("b", title), tag("span", unit))
-    names = legend([(f"f-{c.colour}", c.name, "") for c in found]) if len(found) > 1 else None
+    names = legend([(f"f-{c.color}", c.name, "") for c in found]) if len(found) > 1 else None
     return tag("figure", caption, names, chart, class_="medium")
 
 

@@ -211,7 +211,7 @@ def _step_figure(
     large = axis is not None
     peak = max(levels, key=lambda level: level.height)
     used = f"in use at most {format_bytes(peak.total)}"
-    taken = "".join(f"; {c.name} {format_bytes(c.bytes)}" for c in lines if c.colour == "cached")
+    taken = "".join(f"; {c.name} {format_bytes(c.bytes)}" for c in lines if c.color == "cached")
     described = f"Planned memory of rank {rank} over a step, {used} at {peak.where}{taken}."
     labels = _LABELS if large else _FEW_LABELS
     chart = stacked(levels, scale, lines, described, axis or "the step", measured, labels)
@@ -225,7 +225,7 @@ def _step_legend(levels: _Levels, shown: _Lines) -> Html:
     used = {part for found in levels.values() for level in found for part, size in level.bytes.items() if size}
     named = {c.name: c for found in shown.values() for c in found}
     entries = [(f"f-{part}", part, "") for part in reversed(PARTS) if part in used]
-    return legend(entries + [(f"s-{c.colour}", c.name, "") for c in named.values()])
+    return legend(entries + [(f"s-{c.color}", c.name, "") for c in named.values()])
 
 
 def _step_notes(levels: _Levels, lines: _Lines, shown: _Lines) -> Html | None:
@@ -271,7 +271,7 @@ def _ranks_lead(fit: Fit) -> str:
 
 
 def room(size: int) -> Html:
-    """A headroom in bytes; a negative one is emphasised."""
+    """A headroom in bytes; a negative one is emphasized."""
     return tag("span", format_bytes(size), class_="less" if size >= 0 else "over")
 
 
@@ -292,7 +292,7 @@ def placements_body(fit: Fit) -> Html:
 
 
 def layer_placements(placements: Mapping[str, str]) -> Html:
-    """A map with a cell for each layer and part, coloured by placement."""
+    """A map with a cell for each layer and part, colored by placement."""
     rows: dict[str, dict[int, str]] = {}
     for path, placement in placements.items():
         if (found := layer_of(path)) is not None:

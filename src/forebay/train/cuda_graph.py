@@ -60,7 +60,7 @@ class CudaGraphStep:
     """Calls, captures or replays a step; see the module docstring.
 
     Args:
-        body: (microbatches, count) -> tensors. It must not synchronise with the device, and must do the same in every call.
+        body: (microbatches, count) -> tensors. It must not synchronize with the device, and must do the same in every call.
         states: what else `body` changes.
         device: a CUDA device.
         version: a number that changes when a captured graph is no longer valid, such as with the size of a page store. It

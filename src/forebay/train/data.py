@@ -1,4 +1,4 @@
-"""Token corpora: text tokenised once into a memory map, and windows of tokens by position.
+"""Token corpora: text tokenized once into a memory map, and windows of tokens by position.
 
 Input: the ``[data]`` section. Output: a `Corpus` and its `Windows`: batch number -> tensors. The order of windows is a
 keyed permutation of (seed, epoch, position), so there is no iterator state: a run resumes by its step number, and each
@@ -161,7 +161,7 @@ def _checked_meta(folder: Path) -> dict[str, Any]:
 
 
 def _write_cache(folder: Path, tokenizer: Tokenizer, pieces: Iterator[Piece]) -> None:
-    """Tokenise into a folder beside `folder` and rename it. If another process was first, its equal folder stays."""
+    """Tokenize into a folder beside `folder` and rename it. If another process was first, its equal folder stays."""
     try:
         make_folder(folder.parent)
         with FolderLock() as lock:
@@ -300,7 +300,7 @@ def permute(place: int, count: int, seed: int, epoch: int) -> int:
 
 
 def _mix(value: int, seed: int, epoch: int, turn: int) -> int:
-    """64 bits of a hash: SplitMix64's finaliser over the four numbers."""
+    """64 bits of a hash: SplitMix64's finalizer over the four numbers."""
     state = 0
     for part in (seed, epoch, turn, value):
         state = (state + part + 0x9E3779B97F4A7C15) & _WORD

@@ -112,11 +112,11 @@ class Mesh:
 
     N processes hold the layers in `pp` groups of D = N / pp that share the batch, with expert groups of P = `ep`::
 
-        rank = D * pp_rank + batch rank           neighbours share the batch: pipeline stages may be machines apart
+        rank = D * pp_rank + batch rank           neighbors share the batch: pipeline stages may be machines apart
         batch rank = P * row + column
 
         data  [D]                                 the layers of a stage are sharded over it; each has a part of the batch
-        grid  [D / P, P], dims ("fsdp", "ep")     a row shares the experts of a layer (neighbours: the same machine);
+        grid  [D / P, P], dims ("fsdp", "ep")     a row shares the experts of a layer (neighbors: the same machine);
                                                   a column holds the same experts, and shards their weights further
         pipeline  pp processes                    those of one batch rank, between which microbatches travel
 

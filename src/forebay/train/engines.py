@@ -23,7 +23,7 @@ from forebay.managed import Managed
 from forebay.models.families import keep_part
 from forebay.models.router import RouterStats, balance_loss
 from forebay.pipeline.model import CutLayer, CutModel, Microbatch
-from forebay.pipeline.p2p import DistLinks, Links, confirmed_by, neighbours
+from forebay.pipeline.p2p import DistLinks, Links, confirmed_by, neighbors
 from forebay.pipeline.partition import Partition
 from forebay.pipeline.runtime import OverlappedStep, PipelineRuntime, Stage, StageBalance, Watcher
 from forebay.pipeline.schedule import BACKWARD_WEIGHT, FORWARD, Action, PipelinePlan, forward_plan, make_plan
@@ -117,7 +117,7 @@ class GradientEngine:
         return losses, imbalance
 
     def _run(self, microbatches: Microbatches, count: Tensor | int) -> tuple[Tensor, Tensor]:
-        """The part of a step that may be captured: it does not synchronise with the device or with other processes' hosts."""
+        """The part of a step that may be captured: it does not synchronize with the device or with other processes' hosts."""
         work = [Microbatch(ids, labels, count) for ids, labels in microbatches]
         self._unsharded.begin(sum(ids.numel() for ids, _ in microbatches))
         with nullcontext() if self._router is None else self._router.counting():
@@ -240,7 +240,7 @@ class PipelinedGradients(GradientEngine):
         self._rank, self._memory = mesh.pp_rank, memory
         pipelines = torch.arange(mesh.size).view(mesh.pp, -1).t().tolist()
         confirmed = confirmed_by(plan, mesh.pp_rank)
-        self._links: Links = DistLinks(mesh.pipeline, neighbours(plan.ranks), mesh.device, pipelines, confirmed)
+        self._links: Links = DistLinks(mesh.pipeline, neighbors(plan.ranks), mesh.device, pipelines, confirmed)
         self._balance = StageBalance(experts, balance, mesh.device) if experts else None
         self._stages = {s: self._stage(s) for s in plan.stages(mesh.pp_rank)}
         memory.manager.follow(self._backward_order(), steady=not config.parallel.reshard)

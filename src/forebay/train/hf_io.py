@@ -21,12 +21,12 @@ from forebay.train.distributed import on_all
 from forebay.train.durable import make_folder, sync, sync_tree
 from forebay.train.hf_sizes import check_sizes
 from forebay.train.hf_weights import and_others
-from forebay.train.sharded_init import initialise, initialise_buffers, materialise
+from forebay.train.sharded_init import initialize, initialize_buffers, materialize
 
 TESTED = ("qwen3_moe", "mixtral", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss", "glm4_moe")
 # Without trust_remote_code=False, transformers asks on the terminal whether to run a folder's code.
 _LOCAL: Mapping[str, bool] = {"local_files_only": True, "trust_remote_code": False}
-# Keys that modelling code or the base class reads, though a default instance may not have them.
+# Keys that modeling code or the base class reads, though a default instance may not have them.
 _EXTRA_KEYS = frozenset(
     {"bos_token_id", "eos_token_id", "head_dim", "pad_token_id", "rope_scaling", "rope_theta", "tie_word_embeddings"}
 )
@@ -74,11 +74,11 @@ def build(
     for change in (part, shard):
         if change is not None:
             change(model)
-    materialise(model, device)
+    materialize(model, device)
     if loads:
         _fill(model, blueprint, Path(section.path).expanduser())
     else:
-        initialise(model, blueprint, seed)
+        initialize(model, blueprint, seed)
     return model.train()
 
 
@@ -119,11 +119,11 @@ def _tokenizer_files(folder: Path) -> list[Path]:
 
 
 def from_folder_config(folder: Path, dtype: torch.dtype) -> Any:
-    """A model of the folder's ``config.json`` on the CPU, uninitialised, for the weights of a checkpoint."""
+    """A model of the folder's ``config.json`` on the CPU, uninitialized, for the weights of a checkpoint."""
     config = _read_config(folder)
     model, blueprint = (_skeleton(config, dtype, "eager") for _ in range(2))  # every family has eager attention
-    materialise(model, torch.device("cpu"))
-    initialise_buffers(model, blueprint)
+    materialize(model, torch.device("cpu"))
+    initialize_buffers(model, blueprint)
     return model
 
 
@@ -234,9 +234,9 @@ def _fill(model: Any, blueprint: Any, folder: Path) -> None:
     """Read this process's parts of the weights. An error is raised on all processes."""
     if getattr(blueprint.config, "quantization_config", None) is not None:
         raise UsageError(
-            f"the weights in {folder} are quantised, which several processes cannot read; dequantise them first"
+            f"the weights in {folder} are quantized, which several processes cannot read; dequantize them first"
         )
-    initialise_buffers(model, blueprint)  # weights of the folder overwrite some of them
+    initialize_buffers(model, blueprint)  # weights of the folder overwrite some of them
 
     def read() -> None:
         try:

@@ -65,7 +65,7 @@ def fill(model: Any, blueprint: Any, folder: Path) -> dict[str, int]:
     """Read a folder's weights into `model`.
 
     Args:
-        model: materialised; parameters plain or DTensors. A part of the blueprint, or all of it.
+        model: materialized; parameters plain or DTensors. A part of the blueprint, or all of it.
         blueprint: the same model, whole and unsharded, on the meta device.
 
     Returns:

@@ -168,7 +168,7 @@ class Reporter:
         self.write({"step": step, "validation_loss": loss}, {})
 
     def say(self, text: str) -> None:
-        """Print a plain line, without wrapping, markup or colours."""
+        """Print a plain line, without wrapping, markup or colors."""
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def write(self, values: Mapping[str, float], lists: Mapping[str, Sequence[float]]) -> None:

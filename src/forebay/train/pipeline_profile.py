@@ -151,7 +151,7 @@ class PipelineProfile:
 
 
 def _equal_runs(sizes: list[int]) -> Iterator[tuple[int, int]]:
-    """(first, last) of neighbouring microbatches of equal size."""
+    """(first, last) of neighboring microbatches of equal size."""
     first = 0
     for number in range(1, len(sizes) + 1):
         if number == len(sizes) or sizes[number] != sizes[first]:
@@ -171,7 +171,7 @@ def profile_ranks(trainer: Trainer, number: int = 1) -> list[PipelineProfile]:
     collector = Collector(trainer.model, engine.partition)
     with (
         trainer.memory.suspended(collector.region),
-        engine.watched(collector, collector.labelled),
+        engine.watched(collector, collector.labeled),
         saved_tensors_hooks(collector.pack, collector.unpack),
     ):
         trainer.gradients(number)
@@ -234,10 +234,10 @@ class Collector:
         with self._within(self._inside[0], "attention"):
             yield
 
-    def labelled(self, number: int, stage: Stage) -> Stage:
+    def labeled(self, number: int, stage: Stage) -> Stage:
         """The same stage, whose parts tell this collector when they run."""
         layers = [
-            _LabelledLayer(layer, partial(self._within, n))
+            _LabeledLayer(layer, partial(self._within, n))
             for n, layer in zip(self._partition.layers[number], stage.layers, strict=True)
         ]
         prologue, epilogue = (
@@ -283,7 +283,7 @@ def _run_within(fn: Callable[..., Any], context: Callable[[], AbstractContextMan
     return run
 
 
-class _LabelledLayer:
+class _LabeledLayer:
     """A `forebay.pipeline.sublayer.Layer` whose parts run inside ``within(part)``."""
 
     def __init__(self, layer: Layer, within: Callable[[str], AbstractContextManager[None]]):

@@ -1,7 +1,7 @@
 """Seeds, saves and restores the random generators of this process: Python's, NumPy's and torch's.
 
 The state of Python's and NumPy's generators is plain JSON, so that a checkpoint holds it as data. States of torch's
-generators are tensors. Reading or setting the state of a CUDA generator does not synchronise with the device: the state is
+generators are tensors. Reading or setting the state of a CUDA generator does not synchronize with the device: the state is
 on the host.
 """
 

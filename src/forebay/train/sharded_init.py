@@ -4,7 +4,7 @@ Input: a model on the meta device, sharded (DTensors) or not, all of it or a par
 and unsharded, on the meta device. Output: the model on a real device, with random weights that depend on the seed and the
 parameter's name only, so that any number of processes in any mesh starts from the same model. (A CPU and a GPU draw
 different numbers.) No process holds more than its own part and one parameter. transformers' own rules (`_init_weights` of a
-parameter's module, then of the modules around it) initialise each parameter: they are applied to the blueprint, in which
+parameter's module, then of the modules around it) initialize each parameter: they are applied to the blueprint, in which
 one parameter at a time is real.
 """
 
@@ -30,8 +30,8 @@ def shard_slices(tensor: torch.Tensor) -> tuple[slice, ...]:
     return tuple(slice(start, start + n) for start, n in zip(chunk.offsets, chunk.sizes, strict=True))
 
 
-def materialise(model: Any, device: torch.device) -> None:
-    """Allocate this process's part of a model from the meta device on `device`, uninitialised.
+def materialize(model: Any, device: torch.device) -> None:
+    """Allocate this process's part of a model from the meta device on `device`, uninitialized.
 
     Raises:
         RunError: a module keeps a tensor as a plain attribute, which has no values then.
@@ -47,14 +47,14 @@ def materialise(model: Any, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def initialise(model: Any, blueprint: Any, seed: int) -> None:
+def initialize(model: Any, blueprint: Any, seed: int) -> None:
     """Set random parameters, and buffers as transformers makes them. Leaves the random generators unchanged.
 
     Args:
-        model: materialised; a part of the blueprint, or all of it.
+        model: materialized; a part of the blueprint, or all of it.
         blueprint: the same model, whole and unsharded, on the meta device.
     """
-    initialise_buffers(model, blueprint)
+    initialize_buffers(model, blueprint)
     parameters = dict(model.named_parameters())
     around = _around(blueprint)
     with torch.random.fork_rng([p.device for p in parameters.values() if p.is_cuda][:1]):
@@ -74,7 +74,7 @@ def initialise(model: Any, blueprint: Any, seed: int) -> None:
 
 
 @torch.no_grad()
-def initialise_buffers(model: Any, blueprint: Any) -> None:
+def initialize_buffers(model: Any, blueprint: Any) -> None:
     """Set the buffers, which every process has whole: rotary frequencies, router biases.
 
     Checkpoints do not contain those that transformers computes from the configuration.

@@ -9,7 +9,7 @@ function dark() { return (chosen || (system.matches ? "dark" : "light")) === "da
 function paint() {
   if (chosen) root.dataset.theme = chosen;
   button.textContent = dark() ? "Light" : "Dark";
-  button.setAttribute("aria-label", "Show this page in " + (dark() ? "light" : "dark") + " colours");
+  button.setAttribute("aria-label", "Show this page in " + (dark() ? "light" : "dark") + " colors");
 }
 if (chosen !== "dark" && chosen !== "light") chosen = null;
 paint();
@@ -27,7 +27,7 @@ function element(name, text, className) {
   return made;
 }
 
-// A chart's figures are in the JSON beside it: {x: [labels], unit, digits, total, series: [{name, colour, values}]}.
+// A chart's figures are in the JSON beside it: {x: [labels], unit, digits, total, series: [{name, color, values}]}.
 for (const plot of document.querySelectorAll(".plot[data-live]")) {
   const figures = JSON.parse(plot.querySelector("script").textContent);
   const cursor = element("div", undefined, "cursor"), tip = element("div", undefined, "tip"), said = element("span", undefined, "said");
@@ -50,7 +50,7 @@ for (const plot of document.querySelectorAll(".plot[data-live]")) {
       if (value === undefined) continue;
       total += value === null ? 0 : value;
       const row = element("div");
-      row.append(element("i", undefined, series.colour), element("span", series.name), element("span", shown(value)));
+      row.append(element("i", undefined, series.color), element("span", series.name), element("span", shown(value)));
       tip.append(row);
       words.push(series.name + " " + shown(value));
     }

@@ -209,7 +209,7 @@ def test_plan_with_a_given_partition(plan: Plan) -> None:
         (["--pp=2", *PIPELINE[1:]], ["4 stages", "2 decoder layers", "valid is at most 1 ranks"]),
         (["--pp=0"], ["parallel.pp"]),
         (["--pp=2", *PIPELINE[:1]], ["dualpipev", "parallel.pp = 2", "at least 4"]),
-        (["--pp=2", *PIPELINE, "--set=parallel.partition=[3, 3, 3, 4]"], ["13 layers and the model 12"]),
+        (["--pp=2", *PIPELINE, "--set=parallel.partition=[3, 3, 3, 4]"], ["13 layers, but the model has 12"]),
         (["--set=model.family=gpt2", "--set=model.config={}"], ["cannot be planned", "GPT2"]),
         (["--auto"], ["--auto", "give --budget"]),
         (["--budget=1KiB"], ["below the parameters alone", "rank 0"]),

@@ -1,10 +1,10 @@
 """`forebay.manage`: puts the saved tensors of a model under a policy.
 
 Input: a model (a Hugging Face MoE or dense decoder, or any module) and a policy. Output: a `Managed`, which owns everything
-that was installed, reports on it and removes it. Installed in this order, and removed in reverse: Forebay's experts, the
-fused loss, the sublayers of each decoder layer (compiled on request), the placements of regions, and two guards around the
-base model's forward. Placements never change a bit of the results; the first three change the order of sums, and each can
-be left out. All of it hangs on the modules' instances, where copies and pickles do not have it.
+that was installed, reports on it and removes it. Installed in this order, and removed in reverse: Forebay's experts, the fused
+loss, the sublayers of each decoder layer (compiled on request), the placements of regions, and two guards around the base
+model's forward. Placements never change a bit of the results; the first three change the order of sums, and each can be left
+out. Everything is an attribute of the model's modules; copies and pickles of the model do not include it.
 """
 
 import inspect
@@ -177,8 +177,8 @@ def manage(
             with a `dispatcher`) if `recompute` is "light", so that fewer bytes are copied. Or one placement for every region;
             or ``"auto"``, which needs a budget.
         budget: bytes, or text such as ``"6GiB"``: how far a step's peak may rise over the memory held before it.
-        compile: compile the sublayers of the decoder layers, so that autograd saves less.
-        experts: ``"forebay"`` for experts that save little, None to leave the model's own.
+        compile: compile the sublayers of the decoder layers, so that autograd saves fewer tensors.
+        experts: ``"forebay"`` for experts that save few tensors for backward, None to leave the model's own.
         loss: ``"fused"`` for the loss that never holds ``[tokens, vocabulary]`` and returns no logits, in training mode;
             ``"fused-always"`` in `eval()` as well, with an error for a model whose loss is not supported; None to leave the
             model's own.

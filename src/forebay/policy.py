@@ -1,10 +1,10 @@
 """Placements, and the policy that assigns them to regions.
 
-Input: a mapping from pattern to placement, and the module paths that can be regions. Output: a `Claim` for each region, or a
-`PolicyError` that names the pattern and the nearest paths. A pattern is an ``fnmatch`` pattern on module paths (``*`` crosses
-dots) and claims the outermost paths that it matches: ``model.layers.*`` claims each layer, not its children. Where two patterns
-claim a path, the later one wins. Regions with a placement other than ``keep`` cannot be nested, except that experts inside an
-offloaded region may be recomputed.
+Input: a mapping from pattern to placement, and the module paths that can be regions. Output: a `Claim` (a path and its
+assigned placement) for each region, or a `PolicyError` that names the pattern and the nearest paths. A pattern is an
+``fnmatch`` pattern on module paths (``*`` crosses dots) and applies to the outermost paths that it matches: ``model.layers.*``
+assigns a placement to each layer, not to its children. Where two patterns apply to a path, the later one wins. Regions with a
+placement other than ``keep`` cannot be nested, except that experts inside an offloaded region may be recomputed.
 """
 
 import difflib
@@ -27,7 +27,7 @@ class BudgetError(ValueError):
 
 @dataclass(frozen=True)
 class Claim:
-    """One region: its module path, its placement and the pattern it came from."""
+    """A placement assigned to a region: its module path, the placement and the pattern that assigned it."""
 
     path: str
     placement: str
@@ -89,7 +89,7 @@ def resolve(
     sealed: Mapping[str, str] | None = None,
     experts: Container[str] = (),
 ) -> list[Claim]:
-    """Claims of a policy on module paths, in the order of `paths`.
+    """Assign placements to module paths by a policy; in the order of `paths`.
 
     Args:
         policy: pattern to placement, in the order in which later ones win.

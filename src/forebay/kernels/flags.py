@@ -1,4 +1,4 @@
-"""Ordering within a CUDA graph by words of memory instead of edges, for chains of kernels that wait for side streams.
+"""Makes streams in a CUDA graph wait on memory flags instead of graph edges.
 
     flag = flags.take()        while a stream is being captured; None otherwise, use an event
     flag.set(side)             after the side stream's work

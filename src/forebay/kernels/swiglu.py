@@ -325,7 +325,7 @@ def swiglu_backward(
     Args:
         h: [R, 2I], any strides, or the pages to which `swiglu_forward` wrote it; rows without a page count as zeros.
         da: [R, I], the gradient of act, in h's dtype.
-        over_h, over_da: write dh over h and act over da. They save 4RI and 2RI bytes of peak (bf16). Not for pages.
+        over_h, over_da: write dh over h and act over da. They lower the peak by 4RI and 2RI bytes (bf16). Not for pages.
         others: as in `swiglu_forward`.
 
     Raises:

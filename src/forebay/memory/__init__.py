@@ -1,1 +1,1 @@
-"""What the forward pass saves for the backward pass: the autograd boundary, where the bytes wait, and what goes where."""
+"""Saved-tensor hooks, stores, and placement planning."""

@@ -1,8 +1,9 @@
 """The region calls of one step, which autograd's graph owns, and the figures reported of a step.
 
-A *step* begins when a region is entered while no earlier call waits for its backward, and ends when the next one begins. One
-forward and backward is a step; so are several forwards and then their backwards, and all microbatches of a pipeline. Calls
-are numbered as they come. The order of backwards is the one given by a schedule, or else the reverse of the forwards.
+A *step* of the memory package is not an optimizer step: it begins when a region is entered while no earlier call waits for its
+backward, and ends when the next one begins, so with plain gradient accumulation each microbatch is a step of its own, while
+several forwards followed by their backwards, or all microbatches of a pipeline, are one. Calls are numbered as they come. The
+order of backwards is the one given by a schedule, or else the reverse of the forwards.
 """
 
 import weakref

@@ -1,4 +1,4 @@
-"""Compiles a sublayer so that autograd saves little.
+"""Compiles a sublayer so that autograd saves few tensors for its backward.
 
 Input: a function of modules and tensors (see `forebay.models.blocks`). Output: the same function, compiled as one graph by
 Inductor. Its saved tensors are its inputs and the results of GEMMs, attention kernels, opaque kernels (`forebay::experts`)
@@ -37,7 +37,7 @@ _PARTITIONER_CONFIG: Mapping[str, bool] = {
     "ban_recompute_used_far_apart": False,
     "ban_recompute_long_fusible_chains": False,
     "ban_recompute_materialized_backward": False,
-    "ban_recompute_not_in_allowlist": False,  # `_SaveLittle` marks what to save instead
+    "ban_recompute_not_in_allowlist": False,  # `_SaveFewTensors` marks what to save instead
     "recompute_views": True,  # a saved view keeps its whole base, but counts as its own bytes
 }
 # One graph for each: dense or MoE, sliding or full attention, training or not, save_h, mask or none, and each batch shape.
@@ -122,7 +122,7 @@ def recomputable_ops() -> frozenset[Any]:
     return frozenset(get_default_op_list().recomputable_ops) | _ALSO_RECOMPUTABLE
 
 
-class _SaveLittle(CustomPartitionerFn):
+class _SaveFewTensors(CustomPartitionerFn):
     """Marks the operations that must not be recomputed, then cuts the graph where the fewest bytes cross."""
 
     def __call__(
@@ -169,7 +169,7 @@ def _inductor(graph: GraphModule, inputs: Sequence[Any]) -> Any:
 
     with (
         torch._functorch.config.patch(dict(_PARTITIONER_CONFIG)),
-        torch._inductor.config.patch(custom_partitioner_fn=_SaveLittle()),
+        torch._inductor.config.patch(custom_partitioner_fn=_SaveFewTensors()),
     ):
         # torch's cache key ignores `donated_buffer`: without this, a cached backward that overwrites saved tensors would be
         # used where it must not.

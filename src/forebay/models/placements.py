@@ -192,7 +192,7 @@ def saving_all(model: nn.Module, paths: Sequence[str]) -> Iterator[None]:
 def split_stash(
     model: nn.Module, claims: Sequence[Claim], dispatcher: TokenDispatcher | None
 ) -> tuple[list[Claim], list[str]]:
-    """(all other claims, paths of the experts modules that are stashed). A claim on a MoE sublayer means its experts.
+    """(all other claims, paths of the experts modules that are stashed). "stash" on a MoE sublayer means its experts.
 
     Raises:
         PolicyError: a stash on a region that has no paged rows.

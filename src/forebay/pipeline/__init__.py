@@ -1,1 +1,1 @@
-"""Several microbatches at once: the forward of one hides the communication of another's backward."""
+"""Pipeline schedules and their runtime, and overlap of two microbatches."""

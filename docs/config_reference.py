@@ -1,7 +1,7 @@
 """MkDocs hook: tables of all configuration keys in docs/config.md, from the dataclasses of `forebay.config`.
 
-Input: the page's Markdown with one marker. Output: the same with a section per dataclass and a row per key: name, type,
-default, meaning, valid values.
+Input: the page's Markdown. Output: the same with the text between two markers, which is for readers of the file itself,
+replaced by a section per dataclass and a row per key: name, type, default, meaning, valid values.
 """
 
 import dataclasses
@@ -13,12 +13,13 @@ from typing import Any
 
 from forebay.config import Config
 
-MARKER = "<!-- config reference -->"
+BEGIN, END = "<!-- config reference -->", "<!-- end of config reference -->"
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace the marker. MkDocs calls it for every page."""
-    return markdown.replace(MARKER, reference()) if MARKER in markdown else markdown
+    """Replace what is between the markers. MkDocs calls it for every page."""
+    before, begin, rest = markdown.partition(BEGIN)
+    return before + reference() + rest.partition(END)[2] if begin else markdown
 
 
 def reference() -> str:

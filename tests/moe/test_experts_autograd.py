@@ -1,6 +1,7 @@
 """Experts with rows in pages: the same bits as saved rows, only live rows saved, and pages freed when autograd would."""
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -126,6 +127,37 @@ def test_pages_are_free_after_backward_though_the_loss_is_held() -> None:
     assert store.live_tickets == 1
     loss.backward()
     assert store.live_tickets == 0
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """Passes y on; its backward gives y no gradient."""
+
+    @staticmethod
+    def forward(ctx, y):
+        ctx.set_materialize_grads(False)
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, _):
+        return None
+
+
+def test_pages_are_free_though_y_gets_no_gradient_and_is_held() -> None:
+    store = stores()[1]
+    y = received().to(torch.float32).run(max_rows=SLOTS, pages=store)
+    _WithoutGradient.apply(y).sum().backward()
+    assert store.live_tickets == 0 and y.requires_grad
+
+
+def test_a_held_loss_does_not_hold_the_arena() -> None:
+    """The node must not own the store."""
+    store = stores()[1]
+    y = received().to(torch.float32).run(max_rows=SLOTS, pages=store)
+    y[:LIVE].sum().backward()
+    arena = weakref.ref(store)
+    del store
+    gc.collect()
+    assert arena() is None and y.requires_grad
 
 
 def test_a_dropped_graph_gives_its_pages_back() -> None:

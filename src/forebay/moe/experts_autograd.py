@@ -62,8 +62,9 @@ def eager_experts(inputs: tuple[Any, ...], store: WeightGradients | None, pages:
     edges = WeightEdges(gate_up, down, store.sums) if trains_stacks else None
     # The anchor makes y require a gradient where only gate_up and down do.
     anchor = torch.empty(0, device=x.device, requires_grad=True)
-    call = _ExpertsCall(ExpertSettings(*settings), save_h, max_rows, needs, edges, store, pages)
-    y: Tensor = _Experts.apply(x, ids, weights, gate_up.detach(), down.detach(), gate_up_bias, down_bias, anchor, call)
+    call = _ExpertsCall(ExpertSettings(*settings), save_h, max_rows, needs, edges, store)
+    stacks = gate_up.detach(), down.detach()
+    y: Tensor = _Experts.apply(x, ids, weights, *stacks, gate_up_bias, down_bias, anchor, call, pages)
     return y
 
 
@@ -77,24 +78,24 @@ class _ExpertsCall:
     needs: NeededGradients
     edges: WeightEdges | None
     store: WeightGradients
-    pages: Pages | None
 
 
 class _Experts(torch.autograd.Function):
     """`experts_op` without edges to gate_up and down, which `WeightEdges` has."""
 
     @staticmethod
-    def forward(ctx, x, ids, weights, gate_up, down, gate_up_bias, down_bias, _, call):
+    def forward(ctx, x, ids, weights, gate_up, down, gate_up_bias, down_bias, _, call, pages):
+        # Trap: `pages` must not stay on ctx. A held y or loss would keep the whole arena alive after backward.
         ctx.set_materialize_grads(False)
         ctx.call, ctx.paged = call, None
         saves_x, saves_h = saved_for_backward(call.needs, call.save_h)
         parameters = ExpertParameters(gate_up, down, gate_up_bias, down_bias)
-        if call.pages is None:
+        if pages is None:
             y, h, *routing = experts_op(x, ids, weights, *parameters, *call.settings, call.save_h, call.max_rows)
         else:
             # Without a bound, x holds this rank's own tokens, which other modules save as well: moving them frees nothing.
             moves_x = saves_x and call.max_rows is not None
-            ctx.paged = _PagedInputs(call.pages, x if moves_x else None, ids, saves_h, parameters, call.settings)
+            ctx.paged = _PagedInputs(pages, x if moves_x else None, ids, saves_h, parameters, call.settings)
             y, h, routing = experts_forward(
                 x, ids, weights, parameters, call.settings, call.max_rows, ctx.paged.allocate
             )
@@ -105,7 +106,8 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         if dy is None:
-            return (None,) * 9
+            _free_pages(ctx)
+            return (None,) * 10
         refuse_second_derivative()
         pending = ctx.call.store.pending
         (dx, d_weights, *d_biases), weight_gradients = _backward(ctx, dy, pending is not None)
@@ -114,10 +116,14 @@ class _Experts(torch.autograd.Function):
                 ctx.call.edges.run(*weight_gradients)
             else:
                 pending.append(DeferredWeightGradient(ctx.call.edges, weight_gradients))
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
-            # As autograd frees saved tensors: a held loss keeps this node alive.
-            ctx.paged = None
-        return dx, None, d_weights, None, None, *d_biases, None, None
+        _free_pages(ctx)
+        return dx, None, d_weights, None, None, *d_biases, None, None, None
+
+
+def _free_pages(ctx: Any) -> None:
+    """Free pages when autograd frees saved tensors: a held y or loss keeps the node alive after backward."""
+    if not torch._C._autograd._get_current_graph_task_keep_graph():
+        ctx.paged = None
 
 
 def _backward(ctx: Any, dy: Tensor, defer: bool) -> tuple[list[Tensor | None], list[Any]]:
@@ -168,7 +174,8 @@ class _PagedInputs:
         settings: ExpertSettings,
     ):
         gate_up = parameters.gate_up
-        self._pages, self._x, self._ids, self._saves_h = pages, x, ids, saves_h
+        self._pages: Pages | None = pages
+        self._x, self._ids, self._saves_h = x, ids, saves_h
         self._h_row_bytes = gate_up.shape[2 if settings.transposed else 1] * gate_up.element_size()
         self._ticket: RowsTicket | None = None
         self.h: PageTable | None = None
@@ -176,7 +183,9 @@ class _PagedInputs:
     def allocate(self, routing: Routing) -> PageTable | None:
         """Take pages, copy x to its own, and return those to which h is to be written, if any."""
         wanted = []
+        pages, self._pages = self._pages, None
         x, self._x, ids, self._ids = self._x, None, self._ids, None  # type: ignore[assignment]
+        assert pages is not None, "allocated once"
         if self._saves_h:
             wanted.append(PagedRows(routing.offs[-1:], routing.order.shape[0], self._h_row_bytes))
         if x is not None:
@@ -184,7 +193,7 @@ class _PagedInputs:
             live = (ids >= 0).any(1).sum(dtype=torch.int32).view(1)
             wanted.append(PagedRows(live, x.shape[0], x.shape[1] * x.element_size()))
         if wanted:
-            self._ticket = self._pages.take(wanted)
+            self._ticket = pages.take(wanted)
             if x is not None:
                 stash([x], self._ticket.tables[-1:])
                 self._shape, self._dtype, self._device = x.shape, x.dtype, x.device

@@ -155,7 +155,7 @@ def tried(trial: Trial, chosen: Plan | None) -> dict[str, Any]:
         "stays": plan is chosen,
         "recompute": sorted(plan.recompute),
         "offload": [[key, sorted(items)] for key, items in plan.offload.items()],
-        "settle_at": [*plan.settle_at.items()],
+        "settle_at": [*plan.release_at.items()],
         "fetch_at": [*plan.fetch_at.items()],
         "planned ms": 1e3 * plan.step_seconds,
         "expected ms": 1e3 * trial.expected_seconds,

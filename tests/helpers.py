@@ -21,7 +21,7 @@ def free_blocks(pool: Any) -> list[Any]:
 
 def sent(store: Any, source: torch.Tensor) -> Any:
     """A ticket of `HostStore` for `source`, its copy out enqueued, with the current stream as compute stream."""
-    ticket = store.hold(source, store.lanes.compute_stream())
+    ticket = store.new_ticket(source, store.lanes.compute_stream())
     store.send([ticket])
     return ticket
 

@@ -43,14 +43,14 @@ def test_what_a_store_takes_is_saved_and_large_enough_in_order() -> None:
 
 def test_a_link_counted_by_hand() -> None:
     """1 byte a second, events of 10 s: F0 F1 F2 B2 B1 B0, 5 bytes each. The first sublayer's leave from 10 to 15 s, and
-    are settled at F2 (20 s); back they take 5 / 0.92 s up to 50 s, so they begin at B1 (40 s). The second's would have
+    are released at F2 (20 s); back they take 5 / 0.92 s up to 50 s, so they begin at B1 (40 s). The second's would have
     to come back between 30 and 40 s; but at B2 no fetch may begin, because the turn has not passed. They stay, and so
     do the third's."""
     stages = {0: parts(5)}
     plan = plan_link(stages, FB, (1.0, 1.0), hidden=4, least=2, everything=False)
     first = (NAMES[0], 0)
     assert plan.offload == {first: frozenset({0})}
-    assert plan.settle_at == {first: ("F", (NAMES[2], 0))}
+    assert plan.release_at == {first: ("F", (NAMES[2], 0))}
     assert plan.fetch_at == {("B", (NAMES[1], 0)): (first,)}
     assert offloaded_bytes(plan, stages, 4, 2) == {NAMES[0]: 5, NAMES[1]: 0, NAMES[2]: 0}
 

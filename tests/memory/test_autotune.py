@@ -1,7 +1,7 @@
 """Trials on a simulated machine, whose figures are not those that plans are made from; rates; steps in which the plan changes.
 
 `Machine` carries a plan out event by event, with its own seconds, link and peaks; it shares no code with the simulation in
-`forebay.memory.timeline`. The best of an exhaustive search is over all placements of whole regions, each laid with eleven
+`forebay.memory.timeline`. The best of an exhaustive search is over all placements of whole regions, each simulated with eleven
 windows, as this machine runs them.
 """
 
@@ -79,7 +79,7 @@ class Machine:
         left: dict[object, float] = {}
         came: dict[object, float] = {}
         for kind, key, seconds in self.events:
-            for other, event in plan.settle_at.items():
+            for other, event in plan.release_at.items():
                 if event == (kind, key):
                     now = max(now, left[other])
             for other in plan.fetch_at.get((kind, key), ()):

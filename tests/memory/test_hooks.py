@@ -284,7 +284,7 @@ class Heads(nn.Module):
 
 def containers(mem: Manager) -> int:
     step = mem._step
-    return sum(map(len, (step.saved, step.saved_by, step._calls, step.leaving, mem._saved_by)))
+    return sum(map(len, (step.saved, step.saved_by, step._calls, step.unreleased, mem._saved_by)))
 
 
 @pytest.mark.parametrize("placement", ["offload", "auto"])

@@ -25,7 +25,7 @@ def test_a_round_trip_returns_the_bytes(device: str) -> None:
     source = fresh(device, 1 << 22)
     truth = source.clone()
     ticket = sent(store, source)
-    store.settle(ticket)
+    store.release(ticket)
     assert ticket.state is TicketState.ON_HOST and ticket.device_bytes is None
     source.fill_(0xAA)
     store.fetch([ticket])
@@ -45,12 +45,12 @@ def test_backward_before_the_copy_is_over_takes_the_tensor_back(device: str) -> 
     store.fetch([ticket])
     assert ticket.state is TicketState.LEAVING
     assert store.wait(ticket).data_ptr() == source.data_ptr()
-    store.settle(ticket)
+    store.release(ticket)
     assert ticket.state is TicketState.ON_DEVICE and store.inbound.nbytes == 0
 
 
 def test_a_wrong_transition_names_both_states() -> None:
-    ticket = HostStore(CPU).hold(fresh(), None)
+    ticket = HostStore(CPU).new_ticket(fresh(), None)
     with pytest.raises(RuntimeError, match="from held to on_host"):
         ticket.advance(TicketState.ON_HOST)
 
@@ -58,35 +58,35 @@ def test_a_wrong_transition_names_both_states() -> None:
 def test_a_closed_store_sends_nothing_and_its_tickets_stay_valid() -> None:
     """A model is detached between forward and backward: what has not left stays, what has left comes back."""
     store = HostStore(CPU)
-    tickets = [store.hold(fresh(), None) for _ in range(3)]
-    held, leaving, away = tickets
+    tickets = [store.new_ticket(fresh(), None) for _ in range(3)]
+    unsent, leaving, away = tickets
     truth = [ticket.device_bytes.clone() for ticket in tickets]
     store.send([leaving, away])
-    store.settle(away)
+    store.release(away)
     store.close()
-    store.send([held])
-    store.settle(held)
-    store.settle(leaving)
+    store.send([unsent])
+    store.release(unsent)
+    store.release(leaving)
     store.fetch(tickets)
     assert all(torch.equal(store.wait(ticket), bytes_) for ticket, bytes_ in zip(tickets, truth, strict=True))
     assert store.pool.reserved_bytes == 0
 
 
-@pytest.mark.parametrize("emptied", ["held", "leaving", "leaving, filled again"])
+@pytest.mark.parametrize("emptied", ["unsent", "leaving", "leaving, filled again"])
 def test_a_storage_that_an_engine_empties_stays_with_the_engine(emptied: str) -> None:
     """As FSDP1 does with unsharded weights: freed after forward, filled again before backward."""
     store = HostStore(CPU)
     weight = torch.arange(1024, dtype=torch.uint8)
     truth, storage = weight.clone(), weight.untyped_storage()
-    ticket, other = store.hold(weight, None), store.hold(torch.ones(64, dtype=torch.uint8), None)
-    if emptied != "held":
+    ticket, other = store.new_ticket(weight, None), store.new_ticket(torch.ones(64, dtype=torch.uint8), None)
+    if emptied != "unsent":
         store.send([ticket])
     storage.resize_(0)
     if emptied == "leaving, filled again":
         storage.resize_(64 << 20)  # so large that malloc maps it: at another address
         weight.copy_(truth)
     store.send([ticket, other])
-    store.settle(ticket)
+    store.release(ticket)
     assert ticket.state is TicketState.ON_DEVICE and other.state is TicketState.LEAVING
     assert ticket.device_bytes is not None and ticket.device_bytes.untyped_storage().data_ptr() == storage.data_ptr()
     if emptied != "leaving, filled again":
@@ -105,23 +105,23 @@ def test_a_storage_that_is_emptied_after_its_bytes_have_left_comes_back() -> Non
     weight = torch.arange(1024, dtype=torch.uint8)
     truth = weight.clone()
     ticket = sent(store, weight)
-    store.settle(ticket)
+    store.release(ticket)
     weight.untyped_storage().resize_(0)
     assert torch.equal(store.wait(ticket), truth)
 
 
 def test_a_ledger_counts_the_living_and_does_not_grow_with_the_dead() -> None:
     ledger, store = Ledger(), HostStore(CPU)
-    kept = [store.hold(fresh(nbytes=10), None) for _ in range(300)]
+    kept = [store.new_ticket(fresh(nbytes=10), None) for _ in range(300)]
     for ticket in kept:
         ledger.enter(ticket, "a", 0)
     for _ in range(10_000):
-        ledger.enter(store.hold(kept[0].device_bytes[:1], None), "b", 1)  # type: ignore[index]
+        ledger.enter(store.new_ticket(kept[0].device_bytes[:1], None), "b", 1)  # type: ignore[index]
     assert ledger.live_tickets == 300 and ledger.by_region() == {"a": 3000}
     assert len(ledger._entries) <= 2 * 300 + 256
     store.send(kept[:100])
     for ticket in kept[:100]:
-        store.settle(ticket)
+        store.release(ticket)
     assert (ledger.live_bytes, ledger.device_bytes) == (3000, 2000)
     kept.clear()
     del ticket

@@ -58,19 +58,19 @@ def poison_free_blocks(store: HostStore) -> None:
         block.bytes_.fill_(0xFF)
 
 
-def settled(store: HostStore) -> tuple[Ticket, torch.Tensor]:
+def released(store: HostStore) -> tuple[Ticket, torch.Tensor]:
     """A ticket whose bytes are on the host only, and a copy of them."""
     source = fresh()
     truth = source.clone()
     ticket = sent(store, source)
-    store.settle(ticket)
+    store.release(ticket)
     return ticket, truth
 
 
 def test_a_slow_copy_out_is_not_overtaken(store: HostStore) -> None:
     """Compute goes on to overwrite the memory that the copy is to read, and to fetch it again."""
     delayed(store.lanes.out_stream, SLEEP)()
-    ticket, truth = settled(store)
+    ticket, truth = released(store)
     poisoned = poison()
     store.fetch([ticket])
     assert torch.equal(store.wait(ticket), truth)
@@ -99,7 +99,7 @@ def test_memory_is_not_unmapped_under_a_copy_of_a_ticket_that_was_taken_back(
 def test_a_block_is_not_given_to_compute_under_a_copy(store: HostStore, state: str) -> None:
     """What is written to it afterwards stays, and the copies had what they were to have."""
     if state == "returning":
-        ticket, truth = settled(store)
+        ticket, truth = released(store)
         delayed(store.lanes.back_stream, SLEEP)()
         store.fetch([ticket])
     else:
@@ -121,13 +121,13 @@ def test_a_block_is_not_given_to_compute_under_a_copy(store: HostStore, state: s
 
 def test_a_block_is_not_written_while_it_is_read(store: HostStore) -> None:
     """A ticket dies while it returns; the next one gets its block."""
-    ticket, truth = settled(store)
+    ticket, truth = released(store)
     delayed(store.lanes.back_stream, SLEEP)()
     back = store.wait(ticket)
     assert ticket.host_block is not None
     place = ticket.host_block.bytes_.data_ptr()
     del ticket
-    other, second = settled(store)
+    other, second = released(store)
     assert other.host_block is not None and other.host_block.bytes_.data_ptr() == place, (
         "the test needs the same block again"
     )
@@ -138,7 +138,7 @@ def test_a_block_is_not_written_while_it_is_read(store: HostStore) -> None:
 def test_a_stream_that_unpacks_waits_for_the_copy_back(store: HostStore) -> None:
     """Saved on the compute stream, read on a side stream that waits for nothing."""
     side = torch.cuda.Stream()
-    ticket, truth = settled(store)
+    ticket, truth = released(store)
     poisoned = poison()
     torch.cuda.synchronize()
     del poisoned
@@ -152,7 +152,7 @@ def test_a_stream_that_unpacks_waits_for_the_copy_back(store: HostStore) -> None
 
 def test_compute_does_not_reuse_a_block_that_another_stream_reads(store: HostStore) -> None:
     side = torch.cuda.Stream()
-    ticket, truth = settled(store)
+    ticket, truth = released(store)
     with torch.cuda.stream(side):
         back = store.wait(ticket)
         address = back.data_ptr()
@@ -171,11 +171,11 @@ def test_a_storage_that_a_side_stream_made(store: HostStore) -> None:
         torch.cuda._sleep(SLEEP)
         source = torch.arange(NBYTES, device="cuda:0", dtype=torch.int64).to(torch.uint8)
         address = source.data_ptr()
-        ticket = store.hold(source, compute)
+        ticket = store.new_ticket(source, compute)
     del source
     delayed(store.lanes.out_stream, SLEEP)()
     store.send([ticket])
-    store.settle(ticket)
+    store.release(ticket)
     with torch.cuda.stream(side):  # the side stream's allocator has the block
         reused = poison(address)
     truth = torch.arange(NBYTES, device="cuda:0", dtype=torch.int64).to(torch.uint8)
@@ -192,7 +192,7 @@ def test_backward_of_a_side_stream_through_autograd(store: HostStore) -> None:
     def pack(tensor: torch.Tensor) -> object:
         flat = torch.empty(0, dtype=torch.uint8, device="cuda:0")
         flat.set_(tensor.untyped_storage(), 0, (tensor.untyped_storage().nbytes(),), (1,))
-        ticket = store.hold(flat, compute)
+        ticket = store.new_ticket(flat, compute)
         tickets.append(ticket)
         return ticket
 
@@ -206,7 +206,7 @@ def test_backward_of_a_side_stream_through_autograd(store: HostStore) -> None:
     loss = y.sum()
     store.send(tickets)
     for ticket in tickets:
-        store.settle(ticket)
+        store.release(ticket)
     del y
     delayed(store.lanes.back_stream, SLEEP)()
     store.fetch(tickets)
@@ -222,17 +222,17 @@ def test_tickets_of_a_closed_store_stay_valid(store: HostStore) -> None:
     """Detached between forward and backward: one ticket in each state; slabs die with the last ticket, after its copy."""
     sources = [fresh() for _ in range(4)]
     truth = [source.clone() for source in sources]
-    tickets = [store.hold(source, store.lanes.compute_stream()) for source in sources]
+    tickets = [store.new_ticket(source, store.lanes.compute_stream()) for source in sources]
     del sources
     store.send(tickets[1:])
     for ticket in tickets[2:]:
-        store.settle(ticket)
+        store.release(ticket)
     store.fetch(tickets[3:])
     assert [t.state.name for t in tickets] == ["HELD", "LEAVING", "ON_HOST", "RETURNING"]
     store.close()
     store.send(tickets)
     for ticket in tickets:
-        store.settle(ticket)
+        store.release(ticket)
     assert store.pool.reserved_bytes == 0
     delayed(store.lanes.back_stream, SLEEP)()
     bytes_ = [store.wait(ticket) for ticket in tickets]
@@ -242,20 +242,20 @@ def test_tickets_of_a_closed_store_stay_valid(store: HostStore) -> None:
     assert all(torch.equal(a, b) for a, b in zip(bytes_, truth, strict=True)) and host
 
 
-@pytest.mark.parametrize("when", ["held", "leaving", "on the host"])
+@pytest.mark.parametrize("when", ["unsent", "leaving", "on the host"])
 def test_a_storage_that_an_engine_empties(store: HostStore, when: str) -> None:
     weight = fresh()
     truth, storage = weight.clone(), weight.untyped_storage()
-    ticket = store.hold(weight, store.lanes.compute_stream())
-    if when != "held":
+    ticket = store.new_ticket(weight, store.lanes.compute_stream())
+    if when != "unsent":
         delayed(store.lanes.out_stream, SLEEP)()
         store.send([ticket])
     if when == "on the host":
-        store.settle(ticket)
+        store.release(ticket)
     storage.resize_(0)
     reused = poison()
     store.send([ticket])
-    store.settle(ticket)
+    store.release(ticket)
     assert ticket.state is (TicketState.ON_HOST if when == "on the host" else TicketState.ON_DEVICE)
     if when != "on the host":
         with pytest.raises(RuntimeError, match="resized after the forward pass"):
@@ -273,11 +273,11 @@ def test_slots_that_came_back_are_not_read(store: HostStore) -> None:
     for _ in range(3):
         sources = [fresh() for _ in range(6)]
         truth = [source.clone() for source in sources]
-        tickets = [store.hold(source, store.lanes.compute_stream()) for source in sources]
+        tickets = [store.new_ticket(source, store.lanes.compute_stream()) for source in sources]
         del sources
         store.send(tickets[1:])
         for ticket in tickets[2:]:
-            store.settle(ticket)
+            store.release(ticket)
         store.fetch(tickets[3:4])
         del tickets[0], tickets[0]  # held and leaving
         poison_free_blocks(store)

@@ -153,7 +153,7 @@ class Stores(RuleBasedStateMachine):
 
     @rule(
         sizes=st.lists(st.sampled_from(SIZES), min_size=1, max_size=8),
-        death=deaths("hold", "send", "_copy_out", "take", "_merge_free"),
+        death=deaths("new_ticket", "send", "_copy_out", "take", "_merge_free"),
         send=st.booleans(),
     )
     def hold(self, sizes: list[int], death: Death, send: bool) -> None:
@@ -161,7 +161,7 @@ class Stores(RuleBasedStateMachine):
         for size in sizes:
             self.made += 1
             truth = torch.full((size,), self.made % 251, dtype=torch.uint8)
-            ticket = self.attacked(death, lambda truth=truth: self.store.hold(truth.clone(), None), fresh)
+            ticket = self.attacked(death, lambda truth=truth: self.store.new_ticket(truth.clone(), None), fresh)
             fresh.append(Held(ticket, truth))
             self.held.append(fresh[-1])
             del ticket
@@ -173,13 +173,13 @@ class Stores(RuleBasedStateMachine):
     def send(self, which: list[int], death: Death) -> None:
         chosen = self.pick(which)
         self.attacked(death, lambda: self.store.send([h.ticket for h in chosen]), chosen)
-        assert all(h.ticket.state is not TicketState.HELD for h in chosen)
+        assert all(h.ticket.state is not TicketState.UNSENT for h in chosen)
 
     @precondition(lambda self: self.held)
-    @rule(which=some, death=deaths("settle", "_guard_block", "advance"))
-    def settle(self, which: list[int], death: Death) -> None:
+    @rule(which=some, death=deaths("release", "_guard_block", "advance"))
+    def release(self, which: list[int], death: Death) -> None:
         chosen = self.pick(which)
-        self.attacked(death, lambda: [self.store.settle(h.ticket) for h in chosen], chosen)
+        self.attacked(death, lambda: [self.store.release(h.ticket) for h in chosen], chosen)
         assert all(h.ticket.state is not TicketState.LEAVING for h in chosen)
 
     @precondition(lambda self: self.held)
@@ -235,7 +235,7 @@ def test_long_runs() -> None:
 
 
 @pytest.mark.parametrize("way", ["here", "thread"])
-@pytest.mark.parametrize("call", ["hold", "send", "fetch", "trim"])
+@pytest.mark.parametrize("call", ["new_ticket", "send", "fetch", "trim"])
 def test_tickets_may_die_at_each_bytecode_of_a_call(call: str, way: str) -> None:
     """Blocks of three lengths have come back, so a block of a fourth makes holes of them all."""
     at = 0
@@ -248,13 +248,13 @@ def _dies_at(at: int, call: str, way: str) -> bool:
     """Whether the call has that many bytecodes."""
     store = HostStore(torch.device("cpu"))
     away = [sent(store, torch.full((700,), 7, dtype=torch.uint8))]
-    store.settle(away[0])
+    store.release(away[0])
     doomed = [sent(store, torch.full((size,), 3, dtype=torch.uint8)) for size in (512, 2048, 4096)]
     for size in (512, 1024, 1536):
         sent(store, torch.zeros(size, dtype=torch.uint8))  # dies at once: its block is in the pool again
-    fresh = [store.hold(torch.full((3000,), 5, dtype=torch.uint8), None)]
+    fresh = [store.new_ticket(torch.full((3000,), 5, dtype=torch.uint8), None)]
     calls: dict[str, Callable[[], Any]] = {
-        "hold": lambda: fresh.append(store.hold(torch.zeros(9, dtype=torch.uint8), None)),
+        "new_ticket": lambda: fresh.append(store.new_ticket(torch.zeros(9, dtype=torch.uint8), None)),
         "send": lambda: store.send(fresh),
         "fetch": lambda: store.fetch(away),
         "trim": store.trim,

@@ -77,11 +77,11 @@ def test_what_is_interleaved() -> None:
 
 
 def starts_of(timeline: Timeline, plan: Plan) -> list[float]:
-    """When each event starts, if it waits for the copies out that the plan settles there, and for its own copies back. What other
+    """When each event starts, if it waits for what the plan releases there, and for its own copies back. What other
     ranks send comes at nominal times."""
-    settled: dict[tuple[str, tuple[str, int]], list[tuple[str, int]]] = {}
-    for key, event in plan.settle_at.items():
-        settled.setdefault(event, []).append(key)
+    released: dict[tuple[str, tuple[str, int]], list[tuple[str, int]]] = {}
+    for key, event in plan.release_at.items():
+        released.setdefault(event, []).append(key)
     sizes = {call.key: sum(call.items[i] for i in plan.offload.get(call.key, ())) for call in timeline.calls}
     ends: dict[tuple[str, int], float] = {}
     returned: dict[tuple[str, int], float] = {}
@@ -89,7 +89,7 @@ def starts_of(timeline: Timeline, plan: Plan) -> list[float]:
     for m in timeline.events:
         call = timeline.calls[m.call]
         now = max(now, sent)
-        now = max([now, *(ends[key] for key in settled.get((m.kind, call.key), ()))])
+        now = max([now, *(ends[key] for key in released.get((m.kind, call.key), ()))])
         for key in plan.fetch_at.get((m.kind, call.key), ()):
             back = max(back, now) + sizes[key] / timeline.back_rate
             returned[key] = back
@@ -125,20 +125,20 @@ def held_over_time(timeline: Timeline, plan: Plan) -> list[int]:
             continue
         size = sum(call.items[i] for i in chosen)
         forward, backward = index["F", call.key], index["B", call.key]
-        settled = index[plan.settle_at[call.key]]
+        released = index[plan.release_at[call.key]]
         fetched = next(index[name] for name, keys in plan.fetch_at.items() if call.key in keys)
         out_free = max(out_free, starts[forward] + call.seconds) + size / timeline.out_rate
-        assert out_free <= starts[settled], f"{call.key} is still on its way out when it is settled"
+        assert out_free <= starts[released], f"{call.key} is still on its way out when it is released"
         assert starts[fetched] + size / timeline.back_rate <= starts[backward], f"{call.key} comes back late"
-        assert forward < settled < fetched < backward
-        away[call.key] = size, settled, fetched
+        assert forward < released < fetched < backward
+        away[call.key] = size, released, fetched
     held = []
     for i in range(len(timeline.events)):
         total = 0
         for call in timeline.calls:
             if index["F", call.key] < i <= index["B", call.key]:
-                size, settled, fetched = away.get(call.key, (0, 0, 0))
-                total += sum(call.items) - (size if settled <= i < fetched else 0)
+                size, released, fetched = away.get(call.key, (0, 0, 0))
+                total += sum(call.items) - (size if released <= i < fetched else 0)
         held.append(total)
     return held
 
@@ -168,7 +168,7 @@ def test_nothing_leaves_that_might_stay(ahead: int, layers: int, rate: float, ev
     sizes = {call.key: call.items for call in timeline.calls}
     assert plan.offload
     for key, ordinals in plan.offload.items():
-        while_away = max(held[index[plan.settle_at[key]] : back[key]]) + MB
+        while_away = max(held[index[plan.release_at[key]] : back[key]]) + MB
         for ordinal in ordinals:
             assert while_away + sizes[key][ordinal] > 0.98 * plan.peak_bytes, f"{key} {ordinal} need not leave"
 
@@ -192,7 +192,7 @@ def test_only_the_regions_that_were_named_leave() -> None:
 def test_a_device_without_times_gives_a_plan_too() -> None:
     timeline = pipeline(8, 4, 2, float("inf"), seconds=0.0)
     plan = plan_interleaved(timeline, paths_of(timeline))
-    assert plan.offload and all(plan.settle_at[key] != plan.fetch_at for key in plan.offload)
+    assert plan.offload and all(plan.release_at[key] != plan.fetch_at for key in plan.offload)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -58,19 +58,21 @@ class Noted:
         self.store.lanes.other_stream = lambda compute: other  # type: ignore[method-assign]
 
     def send(self, count: int, nbytes: int = 4096) -> list[Ticket]:
-        tickets = [self.store.hold(torch.full((nbytes,), i, dtype=torch.uint8), self.compute) for i in range(count)]
+        tickets = [
+            self.store.new_ticket(torch.full((nbytes,), i, dtype=torch.uint8), self.compute) for i in range(count)
+        ]
         self.store.send(tickets)
         return tickets
 
-    def settled(self) -> Ticket:
+    def released(self) -> Ticket:
         (ticket,) = self.send(1)
-        self.store.settle(ticket)
+        self.store.release(ticket)
         return ticket
 
     def round_trip(self, count: int) -> None:
         tickets = self.send(count)
         for ticket in tickets:
-            self.store.settle(ticket)
+            self.store.release(ticket)
         self.store.fetch(tickets)
         assert all(bool((self.store.wait(t) == i).all()) for i, t in enumerate(tickets))
 
@@ -108,7 +110,7 @@ def test_tensors_that_leave_together_cost_as_much_as_one(noted: Noted, count: in
 def test_a_block_is_written_after_the_last_copy_from_it(noted: Noted, nbytes: int) -> None:
     tickets = noted.send(3)
     for ticket in tickets:
-        noted.store.settle(ticket)
+        noted.store.release(ticket)
     noted.store.fetch(tickets[:1], tickets[1:])  # two batches, each with its own end
     ends = [end(ticket.back) for ticket in tickets]
     assert ends[0] is not ends[1] and ends[1] is ends[2]
@@ -122,19 +124,19 @@ def test_a_block_is_written_after_the_last_copy_from_it(noted: Noted, nbytes: in
 
 
 def test_a_copy_back_waits_for_the_copy_out_through_compute(noted: Noted) -> None:
-    ticket = noted.settled()
+    ticket = noted.released()
     noted.store.fetch([ticket])
-    settled = next(i for i, n in enumerate(noted.notes) if n[:3] == ("compute", "wait", end(ticket.out)))
+    released = next(i for i, n in enumerate(noted.notes) if n[:3] == ("compute", "wait", end(ticket.out)))
     ready = max(i for i, n in enumerate(noted.notes) if n[:2] == ("compute", "record"))
     taken = next(i for i, n in enumerate(noted.notes) if n[0] == "back")
-    assert settled < ready < taken and noted.notes[taken][2:] == noted.notes[ready][2:]
+    assert released < ready < taken and noted.notes[taken][2:] == noted.notes[ready][2:]
 
 
 def test_a_held_ticket_costs_nothing_and_is_not_sent_once_backward_has_it(noted: Noted) -> None:
-    ticket = noted.store.hold(torch.ones(4096, dtype=torch.uint8), noted.compute)
-    noted.store.settle(ticket)
+    ticket = noted.store.new_ticket(torch.ones(4096, dtype=torch.uint8), noted.compute)
+    noted.store.release(ticket)
     noted.store.fetch([ticket])
-    assert ticket.state is TicketState.HELD and bool((noted.store.wait(ticket) == 1).all())
+    assert ticket.state is TicketState.UNSENT and bool((noted.store.wait(ticket) == 1).all())
     noted.store.send([ticket])
     assert ticket.state is TicketState.ON_DEVICE and not noted.notes and noted.store.pool.reserved_bytes == 0
 
@@ -144,7 +146,7 @@ def test_a_ticket_that_dies_is_waited_for_once(noted: Noted) -> None:
     noted.notes.clear()
     tickets.clear()
     assert [note[:2] for note in noted.notes] == [("compute", "wait")], "four that were leaving, one copy"
-    ticket = noted.settled()
+    ticket = noted.released()
     noted.store.wait(ticket)
     noted.notes.clear()
     del ticket
@@ -165,7 +167,7 @@ def test_a_ticket_taken_back_while_leaving_is_waited_for_when_it_dies(noted: Not
 
 
 def test_bytes_read_on_another_stream(noted: Noted) -> None:
-    ticket = noted.settled()
+    ticket = noted.released()
     noted.notes.clear()
     noted.current_stream_is(noted.side)
     noted.store.wait(ticket)
@@ -185,7 +187,7 @@ def test_bytes_made_on_another_stream(noted: Noted) -> None:
     out = [note for note in noted.notes if note[0] == "out"]
     assert out.index(("out", "wait", "side")) < out.index(("out", "enter"))
     noted.notes.clear()
-    noted.store.settle(ticket)
+    noted.store.release(ticket)
     copied = end(ticket.out)
     # The block goes back to the allocator of the stream that made it, whichever that is.
     assert [note[:3] for note in noted.notes] == [
@@ -196,7 +198,7 @@ def test_bytes_made_on_another_stream(noted: Noted) -> None:
 def test_nothing_waits_for_copies_that_the_host_has_waited_for(noted: Noted) -> None:
     """A ticket from before a capture that dies within it: a wait for its event would end the capture."""
     tickets = noted.send(2)
-    noted.store.settle(tickets[1])
+    noted.store.release(tickets[1])
     noted.store.fetch(tickets[1:])
     noted.store.synchronize()
     noted.notes.clear()
@@ -210,7 +212,7 @@ def test_a_slab_is_unregistered_when_its_copies_are_over(noted: Noted, monkeypat
     monkeypatch.setattr(Event, "synchronize", lambda event: noted.notes.append(("host", "wait", event)), raising=False)
     cudart = type("", (), {"cudaHostUnregister": lambda self, at: noted.notes.append(("host", "unregister"))})
     monkeypatch.setattr(torch.cuda, "cudart", cudart)
-    ticket = noted.settled()
+    ticket = noted.released()
     noted.store.close()
     noted.store.wait(ticket)  # after the store has closed: only the slab still knows of this copy
     assert ticket.host_block is not None

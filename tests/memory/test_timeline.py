@@ -32,7 +32,7 @@ def offload(*calls: int) -> Assignment:
 def test_the_docstring_example() -> None:
     """12 bytes ready at t=10 over a link of 1 byte a second leave by t=22 and must start back by t=37 (12 / 0.92 s)."""
     plan = simulate(timeline([12, 7, 7], 10.0, 1.0), offload(0))
-    assert plan.settle_at == {("r0", 0): ("B", ("r2", 0))}
+    assert plan.release_at == {("r0", 0): ("B", ("r2", 0))}
     assert plan.fetch_at == {("B", ("r1", 0)): (("r0", 0),)} or plan.fetch_at == {("B", ("r2", 0)): (("r0", 0),)}
     assert plan.planned_bytes == 12
 
@@ -58,9 +58,9 @@ def test_a_window_trades_memory_for_time() -> None:
     wide, narrow = (simulate(slow, offload(*range(5)), window) for window in (12, 0))
     assert wide.stall_seconds < narrow.stall_seconds
     # Without a window each forward waits for the last copy out.
-    assert narrow.settle_at == {(f"r{i}", 0): ("F", (f"r{i + 1}", 0)) for i in range(5)}
+    assert narrow.release_at == {(f"r{i}", 0): ("F", (f"r{i + 1}", 0)) for i in range(5)}
     fetched = {key for keys in wide.fetch_at.values() for key in keys}
-    assert fetched == set(wide.settle_at)
+    assert fetched == set(wide.release_at)
     assert ("r4", 0) not in fetched and ("r0", 0) in fetched
 
 

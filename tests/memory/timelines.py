@@ -34,7 +34,7 @@ def random_timeline(chance: random.Random, regions: int, transient: int = 600) -
 
 
 def placements(timeline: Timeline) -> Iterator[Plan]:
-    """All 3^n ways to keep, recompute or offload whole regions, each laid with eleven windows."""
+    """All 3^n ways to keep, recompute or offload whole regions, each simulated with eleven windows."""
     paths = list(dict.fromkeys(c.key[0] for c in timeline.calls))
     for choice in product("kro", repeat=len(paths)):
         chosen = dict(zip(paths, choice, strict=True))

@@ -154,7 +154,7 @@ def plan_link(
     least: int,
     everything: bool,
 ) -> Plan:
-    """The manager's plan: what is offloaded, where it is settled and where it is fetched.
+    """The manager's plan: what is offloaded, where its device memory is released and where it is fetched.
 
     It is made by the run's own code; the order is the schedule's, seconds are the device profile's, storages the trace's. A
     device that waits for its host is slower than the profile: the run then offloads more than is planned here.

@@ -300,7 +300,7 @@ class _StepRun:
         self._calls: dict[str, int] = {}
         self._by_key: dict[Key, _PartRun] = {}
         self._settles: dict[tuple[str, Key], list[Key]] = {}
-        for key, event in (run.link.settle_at if run.link is not None else {}).items():
+        for key, event in (run.link.release_at if run.link is not None else {}).items():
             self._settles.setdefault(event, []).append(key)
         self.most_stashed = self._stashed = 0
         self._last = max((a.microbatch for action in run.actions for a in (action.parts or (action,))), default=0)

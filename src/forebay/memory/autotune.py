@@ -27,7 +27,7 @@ from forebay.memory.timeline import CallFigures, EventName, Key, Plan, Rates, Ti
 from forebay.policy import BudgetError, PolicyError, format_bytes
 
 MOST = 40  # steps of all trials together, those that do not count included
-_SETTLES = 1  # steps after a change of plan that do not count: the allocator and page-locked memory settle
+_WARMUP_STEPS = 1  # after a change of plan; not counted, because the allocator and the host memory adapt to the plan
 _COUNTED = 3  # steps of which the least time counts: those with an optimizer step or an evaluation in them are longer
 # Share of the budget that the first plan leaves free: steps took up to 1.6 % more than their plans said, in 5 of 6 runs
 # (benchmarks/results/auto.md). Once plans were tried, their peaks are known and later plans use it.
@@ -144,7 +144,7 @@ class Trials:
             return
         self.steps += 1
         self._seen += 1
-        if self._seen > _SETTLES:
+        if self._seen > _WARMUP_STEPS:
             self._times.append(milliseconds)
             self._peak = max(self._peak, peak)
             if len(self._times) == _COUNTED or self._peak > self._budget:
@@ -166,7 +166,7 @@ class Trials:
     def _next(self) -> None:
         least = min(milliseconds() for milliseconds in self._times)
         self.tried.append(replace(self._now, milliseconds=least, peak_bytes=self._peak))
-        following = next(self._proposals, None) if self.steps + _SETTLES + _COUNTED <= MOST else None
+        following = next(self._proposals, None) if self.steps + _WARMUP_STEPS + _COUNTED <= MOST else None
         if following is None:
             self._finish()
         else:
@@ -251,19 +251,19 @@ class Trials:
             yield Trial(name, figures, plan, expected)
 
     def _is_tried(self, plan: Plan) -> bool:
-        """Whether a plan with the same placements, settled and fetched at the same events, was tried."""
+        """Whether a plan with the same placements, released and fetched at the same events, was tried."""
         return any(_moves(trial.plan) == _moves(plan) for trial in self.tried)
 
     def _expected(self, plan: Plan) -> float:
-        """Seconds of the step by the timeline as measured, with the copies laid anew."""
+        """Seconds of the step by the timeline as measured, with its copies scheduled anew."""
         assignment = assignment_of(self._timeline, plan)
         windows = (None, plan.planned_bytes // 4, 0) if plan.planned_bytes else (None,)
         return min(simulate(self._timeline, assignment, window).step_seconds for window in windows)
 
 
 def _moves(plan: Plan) -> tuple[object, ...]:
-    # A call that is never settled is not offloaded.
-    return plan.recompute, {key: plan.offload[key] for key in plan.settle_at}, plan.settle_at, plan.fetch_at
+    # A call that is never released is not offloaded.
+    return plan.recompute, {key: plan.offload[key] for key in plan.release_at}, plan.release_at, plan.fetch_at
 
 
 @dataclass(frozen=True)
@@ -275,7 +275,7 @@ class PlanLookup:
         offload: call to the indices of the items it saves now that are offloaded.
         saves_offloaded: calls that save a storage again that an earlier call offloads.
         items: call to the bytes of the items it saves now, as measured.
-        settle_at: event to the calls that are settled there.
+        release_at: event to the calls whose device memory is released there.
         unreached: calls that ran no backward in the measured step.
     """
 
@@ -283,23 +283,23 @@ class PlanLookup:
     offload: Mapping[Key, frozenset[int]] = field(default_factory=dict)
     saves_offloaded: frozenset[Key] = frozenset()
     items: Mapping[Key, tuple[int, ...]] = field(default_factory=dict)
-    settle_at: Mapping[EventName, list[Key]] = field(default_factory=dict)
+    release_at: Mapping[EventName, list[Key]] = field(default_factory=dict)
     unreached: Mapping[Key, tuple[int, ...]] = field(default_factory=dict)
 
     @staticmethod
     def of(plan: Plan, timeline: Timeline, unreached: Mapping[Key, tuple[int, ...]]) -> "PlanLookup":
         offload: dict[Key, frozenset[int]] = {}
         items = dict(unreached)
-        settle_at: dict[EventName, list[Key]] = {}
+        release_at: dict[EventName, list[Key]] = {}
         for call in timeline.calls:
             # The item that light recomputation makes again was measured and is not saved any more: those after it move up.
             gone = call.largest if call.light_recompute and call.key[0] in plan.recompute else len(call.items)
             items[call.key] = call.items[:gone] + call.items[gone + 1 :]
             offload[call.key] = frozenset(i - (i > gone) for i in plan.offload.get(call.key, ()) if i != gone)
-        for key, event in plan.settle_at.items():
-            settle_at.setdefault(event, []).append(key)
+        for key, event in plan.release_at.items():
+            release_at.setdefault(event, []).append(key)
         again = frozenset(k for call in timeline.calls if call.key in plan.offload for k in call.shared_with)
-        return PlanLookup(frozenset(path for path, _ in plan.offload), offload, again, items, settle_at, unreached)
+        return PlanLookup(frozenset(path for path, _ in plan.offload), offload, again, items, release_at, unreached)
 
 
 class TuneState(enum.Enum):
@@ -367,7 +367,7 @@ class Autotuner:
         self.alternating = self.outgrown = False
         self._trials: Trials | None = None
         self._measured = 0  # steps
-        self._measured_base: int | None = None  # bytes held before the last measured step
+        self._measured_base: int | None = None  # bytes allocated before the last measured step
         self._corrections = 0
         self._trimmed = False
         self._captured: TimingRecorder | None = None  # of a CUDA graph step
@@ -414,7 +414,7 @@ class Autotuner:
 
         Args:
             captured: the step is captured in a CUDA graph.
-            base: bytes held before it, if they were read early enough.
+            base: bytes allocated before it, if they were read early enough.
         """
         self.recorder = None
         if self.state is TuneState.MEASURE:
@@ -466,7 +466,7 @@ class Autotuner:
         self._go(TuneState.MEASURE)
 
     def _trim(self) -> None:
-        """Free unused host memory, once, after a step that used what the last plan needs: measured steps held more. Page-locking
+        """Free unused host memory, once, after a step that used what the last plan needs: measured steps used more. Page-locking
         again what was freed too early takes 0.32 s a GiB."""
         assert self.plan is not None
         if not self._trimmed and self._store.outbound.nbytes >= self.plan.planned_bytes // 2:
@@ -484,7 +484,7 @@ class Autotuner:
     def plan_again(self) -> None:
         """Plan with the times of the last replay of a CUDA graph step: a graph is faster than the calls, and the link carries
         less in it. Does nothing if no graph was timed, or if the plan was made with a graph's times and waits are no longer
-        than it says. With another plan steps have to settle again."""
+        than it says. With another plan steps have to warm up again."""
         if self._captured is None or self.plan is None:
             return
         recorder, self._captured = self._captured, None
@@ -515,7 +515,7 @@ class Autotuner:
             plan = fit_link(timeline, self._offload_paths)
         if self._budget is not None and plan.peak_bytes > self._budget:
             raise BudgetError(
-                f"this policy needs {format_bytes(plan.peak_bytes)} ({plan.peak_bytes} bytes) over what is held before the "
+                f"this policy needs {format_bytes(plan.peak_bytes)} ({plan.peak_bytes} bytes) over what is allocated before the "
                 f"step, more than the budget of {format_bytes(self._budget)}; raise it to that, or let policy='auto' choose"
             )
         self._follow(plan, recorder.unreached)

@@ -72,7 +72,7 @@ class Manager:
         sites: region path to call site. Regions without a claim are kept; they still count as events.
         claims: placements, from `forebay.policy.resolve`; placement "auto" leaves the choice to the solver.
         device: the device whose saved tensors are managed.
-        budget: bytes that the step's peak may rise over the memory held before it; needs an offload or auto region.
+        budget: bytes that the step's peak may rise over the memory allocated before it; needs an offload or auto region.
         offload: "fit" offloads as much as the link carries without waiting, "all" everything.
         recompute: "light" uses a call site's `light_recompute` where it has one; any other mode of `forebay.memory.overrides`
             checkpoints the whole region.
@@ -107,12 +107,12 @@ class Manager:
         self._backwards: list[Key] = []
         self._steady = False
         self._around: Callable[[str], AbstractContextManager[Any]] | None = None
-        self._held: dict[str, int] = {}  # bytes that each kept or recomputed region was seen to save
+        self._kept_bytes: dict[str, int] = {}  # bytes that each kept or recomputed region was seen to save
         self._warned: set[str] = set()  # regions that ran where they cannot be managed
         self._empty = torch.empty(0)
         self._backward_task = -1  # autograd's number of the backward that runs, or ran last
         self._reached: set[int] = set()  # forwards of the step that it goes through
-        self._base: int | None = None  # bytes held before the step that is about to begin
+        self._base: int | None = None  # bytes allocated before the step that is about to begin
         self._saved_by: dict[Key, int] = {}  # bytes, in the last measured step
         self._shared: set[Key] = set()  # calls with a storage that another call of the same step saves too
         self._manage_on(device)
@@ -195,8 +195,8 @@ class Manager:
         totals = {placement: nbytes for placement, nbytes in totals.items() if nbytes}
         for path, region in self._regions.items():
             placement = self._in_force(region) or ""
-            if path in self._held and (placement == "recompute" or region.placement == "keep"):
-                totals[placement] = totals.get(placement, 0) + self._held[path]
+            if path in self._kept_bytes and (placement == "recompute" or region.placement == "keep"):
+                totals[placement] = totals.get(placement, 0) + self._kept_bytes[path]
         return totals
 
     def take_peak(self) -> int:
@@ -217,8 +217,8 @@ class Manager:
         self._steady = steady
 
     def forward_begins(self, device: torch.device) -> None:
-        """The whole model's forward begins. If a step begins with it, that step is planned now, and the memory held now is its
-        base: when the first region is entered, the embedding's output exists already.
+        """The whole model's forward begins. If a step begins with it, that step is planned now, and the memory allocated now is
+        its base: when the first region is entered, the embedding's output exists already.
 
         Args:
             device: where the model is now. Trainers move a model after it was managed.
@@ -232,7 +232,7 @@ class Manager:
             return
         self._end_step()
         measures = self._budget is not None and self._tuner.state is not TuneState.FOLLOW
-        if measures and self._device.type == "cuda" and self._step.quiet:
+        if measures and self._device.type == "cuda" and self._step.finished:
             self._base = torch.cuda.memory_allocated(self._device)
 
     def _move_to(self, device: torch.device) -> None:
@@ -323,11 +323,11 @@ class Manager:
                 return forward(*args, **kwargs)
         if not torch.is_grad_enabled() or self._is_unmanaged_here(region):
             return forward(*args, **kwargs)
-        if self._plans and self._step.quiet and not self._awaits_call:
+        if self._plans and self._step.finished and not self._awaits_call:
             self._begin_step()  # before the placement is looked up: the plan may change here
         placement = self._in_force(region)
-        if region.path not in self._held and (placement == "recompute" or region.placement == "keep"):
-            forward = self._count_held(region, forward, args, kwargs)
+        if region.path not in self._kept_bytes and (placement == "recompute" or region.placement == "keep"):
+            forward = self._count_kept(region, forward, args, kwargs)
         if placement == "recompute" and region.light is None:
             forward = checkpointed
         if not self._plans:
@@ -338,7 +338,7 @@ class Manager:
         try:
             out = self._run_call(region, call, placement, forward, args, kwargs)
         except BaseException:
-            call.given_up = True  # the traceback holds the call, for as long as the caller keeps it
+            call.abandoned = True  # the traceback holds the call, for as long as the caller keeps it
             raise
         self._watch(call, out)
         return out
@@ -434,11 +434,11 @@ class Manager:
             self._step.weights[region.path] = RegionWeights(region.site.module, steady=True)
         return self._step.weights[region.path]
 
-    def _count_held(self, region: Region, forward: Callable[..., Any], args: Any, kwargs: Any) -> Callable[..., Any]:
+    def _count_kept(self, region: Region, forward: Callable[..., Any], args: Any, kwargs: Any) -> Callable[..., Any]:
         """In the first call of a region that stays on the device: count the bytes that it holds there, for the report."""
-        self._held[region.path] = 0
+        self._kept_bytes[region.path] = 0
         if self._in_force(region) == "recompute" and region.light is None:
-            self._held[region.path] = self._input_bytes(args, kwargs)  # a checkpoint keeps these and nothing else
+            self._kept_bytes[region.path] = self._input_bytes(args, kwargs)  # a checkpoint keeps these and nothing else
             return forward
         weights = RegionWeights(region.site.module)
         counted: dict[tuple[int, int], StorageIdentity] = {}
@@ -449,7 +449,7 @@ class Manager:
                 identity = StorageIdentity(storage, tensor._version)
                 if identity.key not in counted:
                     counted[identity.key] = identity
-                    self._held[region.path] += storage.nbytes()
+                    self._kept_bytes[region.path] += storage.nbytes()
             return SavedAlias(tensor)
 
         def counting(*a: Any, **k: Any) -> Any:
@@ -473,7 +473,7 @@ class Manager:
         key = StorageIdentity.key_of(storage, tensor._version)
         saved = self._saved_before(key)
         if saved is None:
-            ticket = self._admit(call, storage, key)
+            ticket = self._record_saved(call, storage, key)
         else:
             ticket = saved.ticket() if saved.ticket is not None else None
             if saved.ticket is not None and saved.key != call.key and saved.ticket not in call.tickets:
@@ -497,22 +497,22 @@ class Manager:
             return None
         return saved
 
-    def _admit(self, call: RegionCall, storage: torch.UntypedStorage, key: tuple[int, int]) -> Ticket | None:
+    def _record_saved(self, call: RegionCall, storage: torch.UntypedStorage, key: tuple[int, int]) -> Ticket | None:
         """Note a storage that was not saved before, and hold it for the store if it is to be offloaded."""
         item = len(call.items)
         call.items.append(storage.nbytes())
         ticket: Ticket | None = None
-        held: weakref.ref[Ticket] | None = None
+        ref: weakref.ref[Ticket] | None = None
         if call.offload is None or item in call.offload:
-            ticket = self.store.hold(storage_bytes(storage, self._device), call.compute)
-            held = weakref.ref(ticket)
+            ticket = self.store.new_ticket(storage_bytes(storage, self._device), call.compute)
+            ref = weakref.ref(ticket)
             self.ledger.enter(ticket, *call.key)
-            call.held.append(ticket)
-            call.tickets.append(held)
-            leaving = self._step.leaving
-            if not self._tuner.alternating and (not leaving or leaving[-1]() is not call):
-                leaving.append(weakref.ref(call))
-        saved = KnownStorage(StorageIdentity(storage, key[1]), call.key, call.number, item, held)
+            call.unsent.append(ticket)
+            call.tickets.append(ref)
+            unreleased = self._step.unreleased
+            if not self._tuner.alternating and (not unreleased or unreleased[-1]() is not call):
+                unreleased.append(weakref.ref(call))
+        saved = KnownStorage(StorageIdentity(storage, key[1]), call.key, call.number, item, ref)
         self._step.saved[key] = saved
         if self._recording is not None:
             self._step.saved_by.setdefault(call.key, []).append(saved)
@@ -542,7 +542,7 @@ class Manager:
 
     def _end_step(self) -> None:
         """Plan the next step, if the last one is over."""
-        if self._plans and not self._transfers.captured and not self._ended and self._step.quiet:
+        if self._plans and not self._transfers.captured and not self._ended and self._step.finished:
             self._tuner.end_step()
             self._ended = True
 
@@ -567,7 +567,7 @@ class Manager:
         call.backward_started = True
         call.remove_hooks()
         if call.step is not self._step:
-            self._transfers.take_back(call)  # it was given up: its step is over
+            self._transfers.take_back(call)  # it was abandoned: its step is over
             return
         if call.key in self._tuner.lookup.unreached:
             self._tuner.outgrown = True
@@ -582,7 +582,7 @@ class Manager:
             return
         if task != self._backward_task:
             self._backward_task, self._reached = task, set()
-            Variable._execution_engine.queue_callback(partial(self._step.backward_is_over, self._reached))
+            Variable._execution_engine.queue_callback(partial(self._step.backward_finished, self._reached))
         self._reached.add(call.forward)
 
     def _switch_light(self, paths: Iterable[str], on: bool) -> None:
@@ -604,7 +604,7 @@ def _check(claims: list[Claim], budget: int | None, offload: str) -> None:
             )
     if "auto" in placements and budget is None:
         raise PolicyError(
-            "policy='auto' needs a budget, such as budget='6GiB': the peak over the memory held before a step"
+            "policy='auto' needs a budget, such as budget='6GiB': the peak over the memory allocated before a step"
         )
     if budget is not None and not placements & {"auto", "offload"}:
         raise PolicyError(

@@ -27,12 +27,12 @@ from forebay.memory.streams import Copy, CopyDone, CopyLanes, on_stream
 class TicketState(enum.Enum):
     """Where a ticket's bytes are. These are the only transitions:
 
-    ``HELD`` -> ``LEAVING`` (copy out enqueued) -> ``ON_HOST`` (device memory dropped) -> ``RETURNING`` (copy back enqueued) ->
-    ``ON_DEVICE``; and ``HELD`` or ``LEAVING`` -> ``ON_DEVICE``, where the bytes never left: backward came first, or another
+    ``UNSENT`` -> ``LEAVING`` (copy out enqueued) -> ``ON_HOST`` (device memory dropped) -> ``RETURNING`` (copy back enqueued) ->
+    ``ON_DEVICE``; and ``UNSENT`` or ``LEAVING`` -> ``ON_DEVICE``, where the bytes never left: backward came first, or another
     engine (FSDP) emptied the storage and fills it again itself.
     """
 
-    HELD = "held"
+    UNSENT = "unsent"
     LEAVING = "leaving"
     ON_HOST = "on_host"
     RETURNING = "returning"
@@ -43,8 +43,8 @@ class TicketState(enum.Enum):
 
 _TRANSITIONS = frozenset(
     {
-        (TicketState.HELD, TicketState.LEAVING),
-        (TicketState.HELD, TicketState.ON_DEVICE),
+        (TicketState.UNSENT, TicketState.LEAVING),
+        (TicketState.UNSENT, TicketState.ON_DEVICE),
         (TicketState.LEAVING, TicketState.ON_HOST),
         (TicketState.LEAVING, TicketState.ON_DEVICE),
         (TicketState.ON_HOST, TicketState.RETURNING),
@@ -54,7 +54,7 @@ _TRANSITIONS = frozenset(
 
 
 class Ticket:
-    """The bytes of one storage, held by a `HostStore`. The autograd graph owns it; its death frees the bytes.
+    """The bytes of one storage, in the care of a `HostStore`. The autograd graph owns it; its death frees the bytes.
 
     Attributes:
         nbytes: size of the storage.
@@ -75,7 +75,7 @@ class Ticket:
         self.store = store
         self.nbytes = device_bytes.numel()
         self.device_bytes: torch.Tensor | None = device_bytes
-        self.state = TicketState.HELD
+        self.state = TicketState.UNSENT
         self.host_block: HostBlock | None = None
         self.out: CopyDone | None = None
         self.back: CopyDone | None = None
@@ -410,8 +410,8 @@ class HostStore:
 
     * A copy out waits for the compute stream as of `send`, for the other streams that use the storage, and for the last copies
       that read from its blocks.
-    * `settle` makes the compute stream wait for the copy out and drops the device memory. What compute allocates there afterwards
-      is enqueued after that wait.
+    * `release` makes the compute stream wait for the copy out and drops the device memory. What compute allocates there
+      afterwards is enqueued after that wait.
     * `fetch` allocates on the compute stream, and the copy back waits for the compute stream as of then.
     * `wait` makes the compute stream, and the current one if it is another, wait for the copy back.
     * Before a device block returns to its allocator, the streams that may get it next wait for each copy that uses it
@@ -432,7 +432,7 @@ class HostStore:
         """Bytes a second of the device's own memory, which copies read and write too."""
         return memory_rate(self.device)
 
-    def hold(self, device_bytes: torch.Tensor, compute: Any) -> Ticket:
+    def new_ticket(self, device_bytes: torch.Tensor, compute: Any) -> Ticket:
         """A ticket for the bytes of a storage (uint8, on the device), which stay there until `send`.
 
         Args:
@@ -446,7 +446,7 @@ class HostStore:
 
     @_locked
     def send(self, tickets: Sequence[Ticket]) -> None:
-        """Enqueue the copies out of the tickets that are held. A closed store sends nothing.
+        """Enqueue the copies out of the tickets that are unsent. A closed store sends nothing.
 
         Raises:
             MemoryError: the host has no room.
@@ -455,31 +455,31 @@ class HostStore:
             return
         for ticket in tickets:
             # An engine that gathers weights again before backward emptied the storage: the ticket keeps it, as autograd would.
-            if ticket.state is TicketState.HELD and _is_emptied(ticket):
+            if ticket.state is TicketState.UNSENT and _is_emptied(ticket):
                 ticket.advance(TicketState.ON_DEVICE)
-        for compute, held in _by_stream(t for t in tickets if t.state is TicketState.HELD):
-            self._copy_out(held, compute)
+        for compute, unsent in _by_stream(t for t in tickets if t.state is TicketState.UNSENT):
+            self._copy_out(unsent, compute)
 
-    def _copy_out(self, held: Sequence[Ticket], compute: Any) -> None:
+    def _copy_out(self, unsent: Sequence[Ticket], compute: Any) -> None:
         copies: list[Copy] = []
         after: list[CopyDone] = []
-        for ticket in held:
+        for ticket in unsent:
             assert ticket.device_bytes is not None
             ticket.host_block = ticket.host_block or self.pool.take(ticket.nbytes)
             copies.append((ticket.device_bytes, ticket.host_block.bytes_))
             if ticket.host_block.last_read is not None:
                 after.append(ticket.host_block.last_read)
-        others = {other for ticket in held for other in ticket.others}
+        others = {other for ticket in unsent for other in ticket.others}
         out = self.lanes.copy_out(copies, compute, after, others)
-        for ticket in held:
+        for ticket in unsent:
             assert ticket.host_block is not None and ticket.device_bytes is not None
             ticket.host_block.written_by(out)
             ticket.out, ticket.address = out, ticket.device_bytes.data_ptr()
             ticket.advance(TicketState.LEAVING)
-        self.outbound.add(sum(ticket.nbytes for ticket in held), out)
+        self.outbound.add(sum(ticket.nbytes for ticket in unsent), out)
 
     @_locked
-    def settle(self, ticket: Ticket) -> None:
+    def release(self, ticket: Ticket) -> None:
         """Make the compute stream wait for the copy out and drop the device memory. No-op unless leaving."""
         if ticket.state is TicketState.LEAVING:
             assert ticket.device_bytes is not None
@@ -596,7 +596,7 @@ def _guard_block(ticket: Ticket) -> None:
     Trap: that includes the copy out of a ticket that was taken back while leaving. Its bytes are not needed, but the memory that
     it reads may be unmapped (expandable segments, ``torch.cuda.empty_cache()``).
     """
-    last = ticket.back or ticket.out  # a copy back comes after `settle`, which waited for the copy out
+    last = ticket.back or ticket.out  # a copy back comes after `release`, which waited for the copy out
     if last is not None:
         last.block(ticket.compute)
         for other in ticket.others:  # the block may belong to the allocator of any of them

@@ -132,7 +132,7 @@ def _meets(timeline: Timeline, paths: frozenset[str], recomputed: list[str], bud
 
 def _fits(timeline: Timeline, plan: Plan) -> bool:
     """Nothing waits, and everything that is offloaded has left before the turn."""
-    return plan.stall_seconds <= _tolerance(timeline) and len(plan.settle_at) == len(plan.offload)
+    return plan.stall_seconds <= _tolerance(timeline) and len(plan.release_at) == len(plan.offload)
 
 
 def _tolerance(timeline: Timeline) -> float:
@@ -218,8 +218,8 @@ def _overcommitted(timeline: Timeline, paths: frozenset[str], recompute: frozens
         items = _by_wait(timeline, paths, recomputed)
         for count in {len(items) * part // 8 for part in range(1, 9)}:
             assignment = _assign(items, count, recomputed)
-            leaving = simulate(timeline, assignment).planned_bytes
-            found += [simulate(timeline, assignment, window) for window in (leaving // 4, leaving // 8, 0)]
+            offloaded = simulate(timeline, assignment).planned_bytes
+            found += [simulate(timeline, assignment, window) for window in (offloaded // 4, offloaded // 8, 0)]
     found += _tightest(timeline, paths, recompute)
     return min((p for p in found if p.peak_bytes <= budget), key=lambda p: p.step_seconds, default=None)
 
@@ -252,13 +252,13 @@ def plan_interleaved(timeline: Timeline, paths: frozenset[str], everything: bool
     height = _height(best)
     kinds = _kinds(step, paths)
     for kind in kinds:
-        laid = InterleavedSchedule(step, [*chosen, *kind])
-        high = _height(laid)
+        schedule = InterleavedSchedule(step, [*chosen, *kind])
+        high = _height(schedule)
         if high < height * (1 - 1e-9):
-            laid.keep_needless()
-            if sum(laid.bytes.values()) <= most:
+            schedule.keep_needless()
+            if sum(schedule.bytes.values()) <= most:
                 chosen.extend(kind)
-                best, height = laid, high
+                best, height = schedule, high
     found = [best, *_waiting(step, kinds, best)] if everything else [best]
     return min(found, key=_cost).plan()
 
@@ -273,7 +273,7 @@ def _waiting(
         for end in ends if share == 1 or len(ends) < _PARTS else ends[_EVERY - 1 :: _EVERY]:
             items = [item for kind in kinds[:end] for item in kind]
             lower = _lower(step, items, lowest.peak, share * WAITS * step.total)
-            lowest = min([lowest, *lower], key=lambda laid: laid.peak)
+            lowest = min([lowest, *lower], key=lambda schedule: schedule.peak)
         if lowest is not best:
             lowest.keep_needless()
             yield lowest
@@ -284,24 +284,24 @@ def _lower(step: PipelineTimeline, items: list[Item], peak: float, limit: float)
     low, high = 0.0, peak * (1 - _FINE)
     level = high  # first: these items may not lower the peak at all
     while high - low > _FINE * peak:
-        laid = InterleavedSchedule(step, items, level)
-        if laid.stall() > limit:
+        schedule = InterleavedSchedule(step, items, level)
+        if schedule.stall() > limit:
             low = level
         else:
             high = level
-            yield laid
+            yield schedule
         level = (low + high) / 2
 
 
-def _cost(laid: InterleavedSchedule) -> float:
+def _cost(schedule: InterleavedSchedule) -> float:
     """Peak bytes, and what the waits are worth in bytes."""
-    return laid.peak * (1 + _WORTH * laid.stall() / laid.pipeline.total)
+    return schedule.peak * (1 + _WORTH * schedule.stall() / schedule.pipeline.total)
 
 
-def _height(laid: InterleavedSchedule) -> float:
-    step = laid.pipeline
+def _height(schedule: InterleavedSchedule) -> float:
+    step = schedule.pipeline
     top = step.saved or 1
-    return sum(seconds * (m / top) ** _POWER for seconds, m in zip(step.each, laid.memory, strict=True))
+    return sum(seconds * (m / top) ** _POWER for seconds, m in zip(step.each, schedule.memory, strict=True))
 
 
 def _kinds(step: PipelineTimeline, paths: frozenset[str]) -> list[list[Item]]:

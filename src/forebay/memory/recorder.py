@@ -77,10 +77,10 @@ class Recorder:
         """A region call begins."""
 
     def before_waits(self) -> None:
-        """An event begins. Nothing was settled or fetched for it yet."""
+        """An event begins. Nothing was released or fetched for it yet."""
 
     def after_waits(self, kind: str, key: Key, marks: Marks | None = None, saved_bytes: int = 0) -> None:
-        """What is due at the event was settled and fetched.
+        """What is due at the event was released and fetched.
 
         Args:
             kind: "F" or "B" of the call `key`.
@@ -147,7 +147,8 @@ class TimelineRecorder(_EventRecorder):
     """Records a `Timeline`. On a CPU there are no times and no memory: the timeline then has sizes and order only.
 
     Args:
-        base: bytes held before the step. None: those held when its first region is entered, an embedding's output included.
+        base: bytes allocated before the step. None: those allocated when its first region is entered,
+            an embedding's output included.
     """
 
     def __init__(self, device: torch.device, base: int | None = None, peaks: Peaks | None = None):
@@ -279,8 +280,8 @@ class TimingRecorder(_EventRecorder):
     def _with_memory(self, timeline: Timeline) -> list[TimelineEvent]:
         """`other` of an event is the memory at its start less the saved items that a plan counts there: those of each call, from
         the event after its forward to its backward, unless they are on the host."""
-        found, held = [], IndexedTimeline(timeline).held
-        for event, sample, saved in zip(timeline.events, self._samples, held, strict=False):
+        found, resident = [], IndexedTimeline(timeline).resident
+        for event, sample, saved in zip(timeline.events, self._samples, resident, strict=False):
             other = sample.start_bytes - self._samples[0].start_bytes - (saved - sample.saved_bytes)
             # The last event has no end: it keeps its transient memory.
             top = sample.top_bytes
@@ -303,7 +304,7 @@ class TrialRecorder(Recorder):
     it no higher than the plan has it rise in any backward event.
 
     Args:
-        base: bytes held before the step; None: those held now.
+        base: bytes allocated before the step; None: those allocated now.
     """
 
     def __init__(

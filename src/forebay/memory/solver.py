@@ -148,7 +148,7 @@ def solve(timeline: Timeline, allowed: Allowed, budget: int, known: Iterable[Ass
     """
     search = _Search(timeline, allowed, budget)
     for assignment in known:
-        search.lay(assignment)
+        search.simulate(assignment)
     for _ in range(_ROUNDS):
         if not search.propose():
             break
@@ -160,7 +160,7 @@ def lowest(timeline: Timeline, allowed: Allowed, known: Iterable[Assignment] = (
     """The plan with the lowest peak found, however long it takes. The search begins at keeping everything and at `known`."""
     search = _Search(timeline, allowed, 0)
     for assignment in (Assignment(), *known):
-        search.lay(assignment)
+        search.simulate(assignment)
     search.polish()
     return search.lowest()
 
@@ -178,7 +178,7 @@ def with_one_changed(timeline: Timeline, allowed: Allowed, assignment: Assignmen
         if changed == assignment:
             continue
         search = _Search(timeline, allowed, budget)
-        search.lay(changed)
+        search.simulate(changed)
         if (plan := search.solved()) is not None:
             found.append(plan)
     return sorted(found, key=lambda plan: plan.step_seconds)
@@ -187,7 +187,7 @@ def with_one_changed(timeline: Timeline, allowed: Allowed, assignment: Assignmen
 class _Search:
     """The best plan so far, and how far the program was too optimistic.
 
-    `propose` solves the program, in which copies are a fluid, and `lay` simulates the answer: its peak and its time count.
+    `propose` solves the program, in which copies are a fluid, and `simulate` simulates the answer: its peak and its time count.
     Where the simulation exceeds the budget, the next program gets a margin; where it is slower, a slower link. `polish` then
     places single regions, items and pairs of regions differently as long as the simulated time falls.
     """
@@ -220,7 +220,7 @@ class _Search:
         if answer is None:
             return False
         aim = relaxation.seconds(answer)
-        excess, seconds = self.lay(relaxation.assignment(answer))
+        excess, seconds = self.simulate(relaxation.assignment(answer))
         if seconds <= aim * (1 + _GAP) or self._seconds < _SECONDS / 10:
             return False
         if any(excess):
@@ -229,7 +229,7 @@ class _Search:
             self._link *= 0.85
         return True
 
-    def lay(self, assignment: Assignment) -> tuple[list[int], float]:
+    def simulate(self, assignment: Assignment) -> tuple[list[int], float]:
         """Simulate with every window.
 
         Returns:
@@ -238,9 +238,9 @@ class _Search:
         """
         least: list[int] | None = None
         seconds = math.inf
-        leaving = sum(self._timeline.calls[c].items[i] for c, chosen in assignment.offload.items() for i in chosen)
-        for share in _WINDOWS if leaving else (None,):
-            window = None if share is None else leaving // share if share else 0
+        offloaded = sum(self._timeline.calls[c].items[i] for c, chosen in assignment.offload.items() for i in chosen)
+        for share in _WINDOWS if offloaded else (None,):
+            window = None if share is None else offloaded // share if share else 0
             schedule = TurnSchedule(self._step, assignment, window)
             self._simulated += len(schedule.memory)
             excess = [max(level - self._budget, 0) for level in schedule.memory]
@@ -266,7 +266,7 @@ class _Search:
             for assignment in self._neighbors(self._best[2]):
                 if self._simulated > _POLISH:
                     return
-                self.lay(assignment)
+                self.simulate(assignment)
                 if self._best[0] < before:
                     break
             better = self._best[0] < before
@@ -368,7 +368,7 @@ class _Relaxation:
             self._order_equal_calls()
         # In bytes that the link carries meanwhile: seconds would have factors of very different size.
         self._waits = [self.program.variable(cost=1.0 / min(self._rates)) for _ in self._events]
-        self._memory_rows(self._freed(), self._away())
+        self._memory_rows(self._freed(), self._on_host())
 
     def seconds(self, answer: Answer) -> float:
         """Seconds of the step."""
@@ -464,21 +464,21 @@ class _Relaxation:
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
-    def _memory_rows(self, freed: list[int], away: list[int]) -> None:
-        """At every event: saved - freed - away + what is recomputed there <= what the budget leaves."""
-        held = 0
+    def _memory_rows(self, freed: list[int], on_host: list[int]) -> None:
+        """At every event: saved - freed - on_host + what is recomputed there <= what the budget leaves."""
+        resident = 0
         for index, event in enumerate(self._events):
-            terms = [(freed[index], -1.0), (away[index], -1.0)]
+            terms = [(freed[index], -1.0), (on_host[index], -1.0)]
             call = self._calls[event.call]
             choice = self._recomputed_in(event.kind, event.call)
             if choice is not None:
                 terms.append((choice, call.recompute_rises / self._unit))
-            self.program.row(terms, high=self._limits[index] - held / self._unit)
+            self.program.row(terms, high=self._limits[index] - resident / self._unit)
             if self._timeline.lives(event.call):
-                held += sum(call.items) * (1 if event.kind == "F" else -1)
+                resident += sum(call.items) * (1 if event.kind == "F" else -1)
 
     def _freed(self) -> list[int]:
-        """A variable for each event: bytes held at its start that recomputing frees."""
+        """A variable for each event: resident bytes at its start that recomputing frees."""
         p = self.program
         found: list[int] = []
         for index in range(len(self._events)):
@@ -495,26 +495,26 @@ class _Relaxation:
             found.append(now)
         return found
 
-    def _away(self) -> list[int]:
+    def _on_host(self) -> list[int]:
         """A variable for each event: bytes on the host that do not return during it."""
         p, last, turn = self.program, len(self._events) - 1, self._timeline.turn
-        away = [p.variable() for _ in self._events]
-        p.row([(away[0], 1.0)], high=0.0)
+        on_host = [p.variable() for _ in self._events]
+        p.row([(on_host[0], 1.0)], high=0.0)
         sent = p.variable(upper=0.0)  # saved and offloaded by the start of the event
         for index in range(1, min(turn, last) + 1):
             before = self._events[index - 1]
             ready, sent = sent, self._sum(sent, before.call) if before.kind == "F" else sent
-            p.row([(away[index], 1.0), (sent, -1.0)], high=0.0)
-            self._carry_out(away, index, ready)
+            p.row([(on_host[index], 1.0), (sent, -1.0)], high=0.0)
+            self._rows_out(on_host, index, ready)
         needed = p.variable(upper=0.0)  # needed after the start of the next event
         for index in range(last, turn - 1, -1):
             if index + 2 <= last and self._events[index + 2].kind == "B":
                 needed = self._sum(needed, self._events[index + 2].call)
             if index > turn:
-                p.row([(away[index], 1.0), (needed, -1.0)], high=0.0)
-                p.row([(away[index], 1.0), (away[index - 1], -1.0)], high=0.0)
-                self._carry_back(away, index)
-        return away
+                p.row([(on_host[index], 1.0), (needed, -1.0)], high=0.0)
+                p.row([(on_host[index], 1.0), (on_host[index - 1], -1.0)], high=0.0)
+                self._rows_back(on_host, index)
+        return on_host
 
     def _sum(self, sum_: int, call: int) -> int:
         """A variable for a sum plus the offloaded bytes of a call."""
@@ -526,23 +526,23 @@ class _Relaxation:
         self.program.row(terms, 0.0, 0.0)
         return more
 
-    def _carry_out(self, away: list[int], index: int, ready: int) -> None:
+    def _rows_out(self, on_host: list[int], index: int, ready: int) -> None:
         """The link carries out what it can before `index`, and of the last call's items what its forward leaves time for, unless
         the compute stream waits."""
         rate, before = self._rates[0], self._events[index - 1]
         if rate == math.inf:
             return
         after = max(before.seconds - self._calls[before.call].seconds, 0.0)
-        carried = [(away[index], 1.0), (self._waits[index], -rate / min(self._rates))]
-        self.program.row([*carried, (away[index - 1], -1.0)], high=before.seconds / self._step * rate)
-        self.program.row([*carried, (ready, -1.0)], high=after / self._step * rate)
+        terms = [(on_host[index], 1.0), (self._waits[index], -rate / min(self._rates))]
+        self.program.row([*terms, (on_host[index - 1], -1.0)], high=before.seconds / self._step * rate)
+        self.program.row([*terms, (ready, -1.0)], high=after / self._step * rate)
 
-    def _carry_back(self, away: list[int], index: int) -> None:
+    def _rows_back(self, on_host: list[int], index: int) -> None:
         """The link carries back what it can during an event after the turn; recomputing makes the event longer."""
         rate, event = self._rates[1], self._events[index]
         if rate == math.inf:
             return
-        terms = [(away[index - 1], 1.0), (away[index], -1.0), (self._waits[index], -rate / min(self._rates))]
+        terms = [(on_host[index - 1], 1.0), (on_host[index], -1.0), (self._waits[index], -rate / min(self._rates))]
         choice = self._recomputed_in(event.kind, event.call)
         if choice is not None:
             terms.append((choice, -rate * self._calls[event.call].recompute_seconds / self._step))

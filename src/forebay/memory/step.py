@@ -72,10 +72,10 @@ class RegionCall:
         number: of the call in its step; `forward`: of the model's forward in the step.
         items: bytes of each storage the call saved first.
         tickets: of the storages that the call saved; weak, because the graph owns them.
-        held: tickets to be sent when the forward is over, owned until then.
+        unsent: tickets to be sent when the forward is over, owned until then.
         offload: indices of the items to be offloaded; None for all.
         compute: the stream that the call runs on; None on a CPU.
-        given_up: no backward is expected: the forward failed, or a backward through its model's forward is over.
+        abandoned: no backward is expected: the forward failed, or a backward through its model's forward is over.
         hooks: on the outputs' gradients; they announce the call's backward.
     """
 
@@ -85,11 +85,11 @@ class RegionCall:
     forward: int = 0
     items: list[int] = field(default_factory=list)
     tickets: list["weakref.ref[Ticket]"] = field(default_factory=list)
-    held: list[Ticket] = field(default_factory=list)
+    unsent: list[Ticket] = field(default_factory=list)
     offload: frozenset[int] | None = None
     compute: Any = None
     backward_started: bool = False
-    given_up: bool = False
+    abandoned: bool = False
     hooks: list[Any] = field(default_factory=list)
 
     def remove_hooks(self) -> None:
@@ -101,10 +101,10 @@ class RegionCall:
         return [t for ref in self.tickets if (t := ref()) is not None]
 
     @property
-    def over(self) -> bool:
+    def finished(self) -> bool:
         """Backward has run, or is not expected. A loss that the user keeps still holds the graph's nodes, but no saved
         tensors."""
-        return self.given_up or (self.backward_started and not self.live_tickets())
+        return self.abandoned or (self.backward_started and not self.live_tickets())
 
 
 class Step:
@@ -115,7 +115,7 @@ class Step:
 
     Attributes:
         saved: storages by identity. `saved_by`: the same by their first call, only while measuring.
-        leaving: calls whose copies out are not settled; see `forebay.memory.transfers`.
+        unreleased: calls whose device memory is not released yet; see `forebay.memory.transfers`.
         weights: of regions, if a schedule says that they are steady within a step.
         saved_bytes, offloaded_bytes: of regions whose storages may be offloaded.
     """
@@ -123,7 +123,7 @@ class Step:
     def __init__(self, backwards: Sequence[Key] = ()) -> None:
         self.saved: dict[tuple[int, int], KnownStorage] = {}
         self.saved_by: dict[Key, list[KnownStorage]] = {}
-        self.leaving: list[weakref.ref[RegionCall]] = []
+        self.unreleased: list[weakref.ref[RegionCall]] = []
         self.weights: dict[str, RegionWeights] = {}
         self.saved_bytes = self.offloaded_bytes = 0
         self._calls: list[weakref.ref[RegionCall]] = []
@@ -131,7 +131,7 @@ class Step:
         self._counts: dict[str, int] = {}
         self._forward = 0  # the model's forward that runs: another one begins where a region comes again
         self._in_forward: set[str] = set()
-        self._over = 0  # calls before this one are over: a pipeline's step has thousands
+        self._n_finished = 0  # calls before this one are finished: a pipeline's step has thousands
         self._backwards = backwards
         self._place = 0  # in `backwards`: those before have begun
 
@@ -147,29 +147,29 @@ class Step:
         self._by_key[call.key] = self._calls[-1]
         return call
 
-    def backward_is_over(self, forwards: Collection[int]) -> None:
+    def backward_finished(self, forwards: Collection[int]) -> None:
         """A backward went through these forwards. No other is expected of them or of those before them: the caller may keep an
         output that the loss does not use, or the traceback of a failed forward. A backward that comes after all still works."""
-        self._give_up(max(forwards, default=-1))
+        self._abandon(max(forwards, default=-1))
 
     def forward_failed(self) -> None:
         """No backward is expected of the forward that runs."""
-        self._give_up(self._forward)
+        self._abandon(self._forward)
 
-    def _give_up(self, newest: int) -> None:
-        for ref in self._calls[self._over :]:
+    def _abandon(self, newest: int) -> None:
+        for ref in self._calls[self._n_finished :]:
             call = ref()
             if call is not None and call.forward <= newest:
-                call.given_up = True
+                call.abandoned = True
 
     @property
-    def quiet(self) -> bool:
+    def finished(self) -> bool:
         """Every call's graph was dropped, has run backward, or is not expected to."""
-        while self._over < len(self._calls):
-            call = self._calls[self._over]()
-            if call is not None and not call.over:
+        while self._n_finished < len(self._calls):
+            call = self._calls[self._n_finished]()
+            if call is not None and not call.finished:
                 return False
-            self._over += 1
+            self._n_finished += 1
         return True
 
     def find(self, key: Key) -> RegionCall | None:

@@ -1,4 +1,4 @@
-"""The two copy streams of one device, and the events that mark the end of each copy.
+"""The two copy streams of one device, and the CUDA events that mark the end of each copy.
 
 Input: pairs of (source, target) tensors. Output: a `CopyDone` for each batch of copies, for which any stream can wait. A
 store owns its `CopyLanes`. On a CPU there are no streams: a copy is complete when the call returns, and waits do nothing.
@@ -14,14 +14,14 @@ import torch
 
 from forebay.kernels.flags import Flag, Flags
 
-Events = tuple[torch.cuda.Event, torch.cuda.Event]
+CudaEvents = tuple[torch.cuda.Event, torch.cuda.Event]
 Copy = tuple[torch.Tensor, torch.Tensor]  # source, target
 
 
 class _SyncEpoch:
     """The copies enqueued between two calls of `CopyLanes.synchronize`."""
 
-    over = False  # the host has waited for all of them
+    done = False  # the host has waited for all of them
 
 
 @dataclass(eq=False, slots=True)
@@ -30,29 +30,29 @@ class CopyDone:
 
     Attributes:
         pair: (start, end) CUDA events; None on a CPU, where the copies are complete.
-        epoch: of the copies. Once it is over, nothing waits for them.
-        spare: the list that gets the events back when this object dies.
-        clock: (start, end) events that time the copies; None: not timed.
+        epoch: of the copies. Once it is done, nothing waits for them.
+        spare: the list that gets the CUDA events back when this object dies.
+        clock: (start, end) CUDA events that time the copies; None: not timed.
         flag: set at the end of copies in a CUDA graph.
         waiting: streams that wait for the copies already.
     """
 
-    pair: Events | None
+    pair: CudaEvents | None
     epoch: _SyncEpoch | None = None
-    spare: list[Events] | None = None
-    clock: Events | None = None
+    spare: list[CudaEvents] | None = None
+    clock: CudaEvents | None = None
     flag: Flag | None = None
     waiting: list[Any] = field(default_factory=list)
 
     def __del__(self) -> None:
-        # The events may be recorded again while a stream has yet to reach its wait: a wait is for what was recorded when it
+        # CUDA events may be recorded again while a stream has yet to reach its wait: a wait is for what was recorded when it
         # was enqueued.
         if self.pair is not None and self.spare is not None:
             self.spare.append(self.pair)
 
     def block(self, stream: Any) -> None:
         """Make `stream` (a CUDA stream, or None on a CPU) wait for the copies. The host does not wait."""
-        if self.pair is not None and stream not in self.waiting and not self.is_over:
+        if self.pair is not None and stream not in self.waiting and not self.is_done:
             if self.flag is not None:
                 self.flag.block(stream)
             else:
@@ -60,13 +60,13 @@ class CopyDone:
             self.waiting.append(stream)
 
     @property
-    def is_over(self) -> bool:
+    def is_done(self) -> bool:
         """Whether the host has waited for the copies; False where it does not know."""
-        return self.pair is None or (self.epoch is not None and self.epoch.over)
+        return self.pair is None or (self.epoch is not None and self.epoch.done)
 
     def synchronize(self) -> None:
         """Wait on the host for the copies."""
-        if self.pair is not None and not self.is_over:
+        if self.pair is not None and not self.is_done:
             self.pair[1].synchronize()
 
     def milliseconds(self) -> float | None:
@@ -93,7 +93,7 @@ class CopyLanes:
         self.out_stream: torch.cuda.Stream | None = torch.cuda.Stream(device) if on_gpu else None
         self.back_stream: torch.cuda.Stream | None = torch.cuda.Stream(device) if on_gpu else None
         self._ready = torch.cuda.Event() if on_gpu else None
-        self._spare: list[Events] = []
+        self._spare: list[CudaEvents] = []
         self._epoch = _SyncEpoch()
         self.time_captured = False
         self.flags = Flags(device)
@@ -148,7 +148,7 @@ class CopyLanes:
         for stream in (self.out_stream, self.back_stream):
             if stream is not None:
                 stream.synchronize()
-        self._epoch.over = True
+        self._epoch.done = True
         self._epoch = _SyncEpoch()
 
     def _copy(
@@ -172,7 +172,7 @@ class CopyLanes:
     def _enqueue(self, lane: Any, copies: Sequence[Copy], flag: Flag | None, captured: bool) -> CopyDone:
         """One batch, on `lane`, which is the current stream."""
         pair = self._spare.pop() if self._spare else (_timed_event(), _timed_event())
-        clock: Events | None = pair
+        clock: CudaEvents | None = pair
         if captured:
             clock = (external_event(), external_event()) if self.time_captured else None
         start, end = clock or pair

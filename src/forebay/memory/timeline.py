@@ -1,10 +1,10 @@
 """The memory and the copies of one step over time, simulated from measured or traced figures.
 
 Input: a `Timeline` (the order in which region calls run forward and backward, their times and saved bytes) and which saved
-storages are offloaded or which regions are recomputed. Output: a `Plan` with the events at which copies to the host are
-settled and copies back begin, the peak memory, and the time that the compute stream waits. `CopySchedule` is the simulator:
-`simulate` uses it for steps in which all forwards come before all backwards, `InterleavedSchedule` for pipelines. Nothing
-here needs a device or holds a tensor.
+storages are offloaded or which regions are recomputed. Output: a `Plan` with the events at which device memory is released
+after copies to the host and copies back begin, the peak memory, and the time that the compute stream waits. `CopySchedule` is
+the simulator: `simulate` uses it for steps in which all forwards come before all backwards, `InterleavedSchedule` for
+pipelines. Nothing here needs a device or holds a tensor.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class Plan:
 
     offload: Mapping[Key, frozenset[int]]
     recompute: frozenset[str]
-    settle_at: Mapping[Key, EventName]
+    release_at: Mapping[Key, EventName]
     fetch_at: Mapping[EventName, tuple[Key, ...]]
     planned_bytes: int
     peak_bytes: int
@@ -176,7 +176,7 @@ class IndexedTimeline:
 
     Attributes:
         forward, backward: call to the index of its event. `turn`: index of the first backward.
-        held: bytes of saved items at the start of each event, and at the end of the step, if nothing is offloaded.
+        resident: bytes of saved items at the start of each event, and at the end of the step, if nothing is offloaded.
     """
 
     def __init__(self, timeline: Timeline):
@@ -190,7 +190,7 @@ class IndexedTimeline:
                 # The transient memory of its forward includes what a call saves; the start of its backward still holds it.
                 change[self.forward[index] + 1] += sum(call.items)
                 change[self.backward[index] + 1] -= sum(call.items)
-        self.held = list(accumulate(change))
+        self.resident = list(accumulate(change))
 
     def lives(self, call: int) -> bool:
         """Whether a call's forward and then its backward are part of the timeline."""
@@ -201,16 +201,16 @@ class IndexedTimeline:
 
 
 class CopySchedule:
-    """The simulator: lays the copies of an assignment on a timeline, one lane for each direction.
+    """The simulator: the copies of an assignment over a timeline, with one lane for each direction.
 
-    Copies out run in the order of forwards. One begins when its region's forward is over and the lane is free, and is *settled*
-    at the first event after its end, or earlier, where the compute stream has to wait for it: then the device memory is freed.
+    Copies out run in the order of forwards. One begins when its region's forward is over and the lane is free. Its device
+    memory is *released* at the first event after its end, or earlier, where the compute stream has to wait for it.
     Copies back run in the order of backwards and hold device memory from the event at which they begin. Subclasses decide
     where the compute stream waits and when copies back begin.
 
     Attributes:
         offload: call to the items that are offloaded, `bytes`: call to their size.
-        settled, fetched: call to the index of the event at which its copy out is settled, and its copy back begins.
+        released, fetched: call to the index of the event at which its device memory is released, and its copy back begins.
         needed: call to the index of the first backward that reads its items.
         starts: time at which each event starts, as far as waits for copies out delay it.
         memory: peak of each event, in bytes over the step's base; `peak`: the largest.
@@ -233,7 +233,7 @@ class CopySchedule:
         self.bytes = {c: sum(self.calls[c].items[i] for i in items) for c, items in self.offload.items()}
         self.slack = slack if step.timeline.out_rate < inf else 0.0
         self.seconds = [event.seconds + self._recompute_seconds(event) for event in self.events]
-        self.settled: dict[int, int] = {}
+        self.released: dict[int, int] = {}
         self.fetched: dict[int, int] = {}
 
     @property
@@ -252,7 +252,7 @@ class CopySchedule:
         return Plan(
             offload={calls[c].key: items for c, items in self.offload.items()},
             recompute=self.recompute,
-            settle_at={calls[c].key: name(event) for c, event in self.settled.items()},
+            release_at={calls[c].key: name(event) for c, event in self.released.items()},
             fetch_at={event: tuple(keys) for event, keys in fetches.items()},
             planned_bytes=sum(self.bytes.values()),
             peak_bytes=self.peak,
@@ -261,60 +261,60 @@ class CopySchedule:
         )
 
     def levels(self) -> list[int]:
-        """`memory` of the copies laid so far. Items that are not fetched yet return when they are needed."""
+        """`memory` of the copies scheduled so far. Items that are not fetched yet return when they are needed."""
         step, change = self.step, [0] * (len(self.events) + 1)
         for index, call in enumerate(self.calls):
             if call.key[0] in self.recompute and step.lives(index):
                 change[step.forward[index] + 1] -= call.recompute_frees
                 change[step.backward[index] + 1] += call.recompute_frees
-        for index, settled in self.settled.items():
-            change[settled] -= self.bytes[index]
+        for index, released in self.released.items():
+            change[released] -= self.bytes[index]
             change[self.fetched.get(index, self.needed[index])] += self.bytes[index]
         return [
-            event.other + held + less + event.transient + self._recompute_rises(event)
-            for event, held, less in zip(self.events, step.held, accumulate(change), strict=False)
+            event.other + resident + less + event.transient + self._recompute_rises(event)
+            for event, resident, less in zip(self.events, step.resident, accumulate(change), strict=False)
         ]
 
     def _copy_out(self, durations: Sequence[float], earliest: Sequence[float]) -> tuple[list[float], float]:
-        """Walk the events in time and settle copies out. Returns `starts`, and the seconds waited.
+        """Walk the events in time and release what was copied out. Returns `starts`, and the seconds waited.
 
         Args:
             durations: seconds of each event.
             earliest: the time before which an event does not start, and one entry more.
         """
         starts: list[float] = []
-        now, waited, lane_free, leaving, away = 0.0, 0.0, 0.0, 0, 0
+        now, waited, lane_free, pending_bytes, on_host = 0.0, 0.0, 0.0, 0, 0
         pending: deque[tuple[int, float]] = deque()  # call, end of its copy; one lane, so in the order of their ends
         for index, event in enumerate(self.events):
             own = event.call
-            while pending and self._may_settle(index, pending[0][0]):
+            while pending and self._may_release(index, pending[0][0]):
                 call, end = pending[0]
-                if end + self.slack > now and not self._must_wait(index, leaving, away):
+                if end + self.slack > now and not self._must_wait(index, pending_bytes, on_host):
                     break
                 pending.popleft()
-                leaving -= self.bytes[call]
+                pending_bytes -= self.bytes[call]
                 if index < self.needed[call]:
                     waited += max(end - now, 0.0)
                     now = max(end, now)
-                    self.settled[call] = index
-                    away += self.bytes[call]
+                    self.released[call] = index
+                    on_host += self.bytes[call]
             starts.append(now)
             if event.kind == "F" and own in self.bytes:
                 lane_free = max(lane_free, now + self.calls[own].seconds) + self._seconds_out(own)
                 pending.append((own, lane_free))
-                leaving += self.bytes[own]
-            elif event.kind == "B" and own in self.settled:
-                away -= self.bytes[own]
+                pending_bytes += self.bytes[own]
+            elif event.kind == "B" and own in self.released:
+                on_host -= self.bytes[own]
             now = max(now + durations[index], earliest[index + 1])
         return starts, waited
 
-    def _may_settle(self, event: int, call: int) -> bool:
-        """Whether the copy out of `call`, the oldest that is pending, may be settled at `event`."""
+    def _may_release(self, event: int, call: int) -> bool:
+        """Whether the device memory of `call`, whose copy out is the oldest pending one, may be released at `event`."""
         raise NotImplementedError
 
-    def _must_wait(self, event: int, leaving: int, away: int) -> bool:
-        """Whether the compute stream waits for the oldest copy out at `event`. `leaving`: bytes of the pending copies, `away`:
-        bytes that were settled and whose backward has not come."""
+    def _must_wait(self, event: int, pending_bytes: int, on_host: int) -> bool:
+        """Whether the compute stream waits for the oldest copy out at `event`. `pending_bytes`: of the pending copies,
+        `on_host`: bytes that were released and whose backward has not come."""
         raise NotImplementedError
 
     def _seconds_out(self, call: int) -> float:
@@ -334,11 +334,11 @@ class CopySchedule:
 
 
 def simulate(timeline: Timeline, assignment: Assignment, window: int | None = None) -> Plan:
-    """Lay an assignment on a timeline in which all forwards come before all backwards.
+    """Simulate an assignment on a timeline in which all forwards come before all backwards.
 
     Example, a link of 1 byte/s and events of 10 s: F0 F1 F2 | B2 B1 B0. Region 0 saves 12 bytes at t=10 and its copy ends at
-    t=22, so it can be settled at B2 (t=30) but not at F2 (t=20). Its backward is at t=50: a copy back of 12 s has to begin at
-    t=38, and the last event before that is B2 (t=30).
+    t=22, so its memory can be released at B2 (t=30) but not at F2 (t=20). Its backward is at t=50: a copy back of 12 s has to
+    begin at t=38, and the last event before that is B2 (t=30).
 
     Args:
         window: None for an assignment that should fit the link: the compute stream waits only where it has to. A number of
@@ -349,7 +349,7 @@ def simulate(timeline: Timeline, assignment: Assignment, window: int | None = No
 
 
 class TurnSchedule(CopySchedule):
-    """The schedule of a step with a *turn*, the first backward, by which every copy out is settled. Arguments: see `simulate`."""
+    """The schedule of a step with a *turn*, the first backward, by which every copy out is over. Arguments: see `simulate`."""
 
     def __init__(self, step: IndexedTimeline, assignment: Assignment, window: int | None):
         super().__init__(step, assignment, _SLACK)
@@ -365,14 +365,14 @@ class TurnSchedule(CopySchedule):
     def stall(self) -> float:
         return self._stall
 
-    def _may_settle(self, event: int, call: int) -> bool:
+    def _may_release(self, event: int, call: int) -> bool:
         # A call that is still leaving at the turn, where it or one before it is needed first, is taken back and not fetched.
         return event <= self.step.turn and call != self.events[event].call
 
-    def _must_wait(self, event: int, leaving: int, away: int) -> bool:
+    def _must_wait(self, event: int, pending_bytes: int, on_host: int) -> bool:
         if self.window is None:
             return event == self.step.turn
-        return self.events[event].kind == "F" and leaving > self.window
+        return self.events[event].kind == "F" and pending_bytes > self.window
 
     def _seconds_out(self, call: int) -> float:
         return self.bytes[call] / self._out_rate
@@ -381,7 +381,7 @@ class TurnSchedule(CopySchedule):
         """Begin each copy back at the last event from which it is in time, never before the turn is over."""
         starts, backward, deadline = self.starts, self.step.backward, inf
         earliest = min(self.step.turn + 1, len(self.events) - 1)
-        for call in sorted(self.settled, key=lambda c: -backward[c]):
+        for call in sorted(self.released, key=lambda c: -backward[c]):
             needed = min(deadline, starts[backward[call]])
             begin = needed - self.bytes[call] / (self._back_rate * _BOTH_WAYS_BACK) - self.slack
             chosen = min(bisect_right(starts, begin) - 1, backward[call])
@@ -394,7 +394,7 @@ class TurnSchedule(CopySchedule):
     def _fetch_in_window(self, window: int) -> None:
         """At each event after the turn begin copies back, next needed first, while at most `window` bytes are ahead."""
         backward = self.step.backward
-        waiting = deque(sorted(self.settled, key=lambda c: backward[c]))
+        waiting = deque(sorted(self.released, key=lambda c: backward[c]))
         lane_free, delay, ahead = 0.0, 0.0, 0
         ends: dict[int, float] = {}
         for index in range(self.step.turn, len(self.events)):
@@ -457,7 +457,7 @@ class InterleavedSchedule(CopySchedule):
     is room, and a backward waits for its own.
 
     Example, a link of 1 byte/s and events of 10 s: F0 F1 B0 F2 B1 B2. Each call saves 5 bytes at the end of its forward. Call 1,
-    forward at t=10: saved at t=20, copied by t=25, settled at F2 (t=30). Its backward is at t=40, so the copy back has to begin
+    forward at t=10: saved at t=20, copied by t=25, released at F2 (t=30). Its backward is at t=40, so the copy back has to begin
     at t=35, and the last event before that is F2 itself: nothing is gained, and the items stay.
 
     Args:
@@ -472,10 +472,10 @@ class InterleavedSchedule(CopySchedule):
         super().__init__(step, Assignment({c: frozenset(i) for c, i in chosen.items()}), _INTERLEAVED_SLACK)
         self.pipeline, self.needed, self.level = step, step.needed, level
         count = len(self.bytes)
-        self._lay()
+        self._simulate()
         if level < inf and len(self.bytes) < count:  # without waits for calls that keep their items after all
-            self.settled, self.fetched = {}, {}
-            self._lay()
+            self.released, self.fetched = {}, {}
+            self._simulate()
         self.memory = self.levels()
 
     def keep_needless(self) -> None:
@@ -484,27 +484,27 @@ class InterleavedSchedule(CopySchedule):
         starts = self.pipeline.starts
 
         def absence(call: int) -> tuple[float, int]:
-            return starts[self.fetched[call]] - starts[self.settled[call]], call
+            return starts[self.fetched[call]] - starts[self.released[call]], call
 
         for call in sorted(self.bytes, key=absence):
-            away = slice(self.settled[call], self.fetched[call])
+            absent = slice(self.released[call], self.fetched[call])
             items, kept = self.calls[call].items, set[int]()
-            room = limit - max(self.memory[away])
+            room = limit - max(self.memory[absent])
             for item in sorted(self.offload[call], key=lambda i: -items[i]):
                 if items[item] <= room:
                     room -= items[item]
                     kept.add(item)
             size = sum(items[i] for i in kept)
-            self.memory[away] = [level + size for level in self.memory[away]]
+            self.memory[absent] = [level + size for level in self.memory[absent]]
             self._offload_only(call, self.offload[call] - kept)
 
     def stall(self) -> float:
-        """Carry the schedule out: the compute stream waits at events that settle copies and at backwards."""
+        """Carry the schedule out: the compute stream waits at events that release device memory and at backwards."""
         step, now, out, back, waited = self.pipeline, 0.0, 0.0, 0.0, 0.0
         ends: dict[int, float] = {}
-        settles, fetches, reads = (self._calls_at(where) for where in (self.settled, self.fetched, self.needed))
+        releases, fetches, reads = (self._calls_at(where) for where in (self.released, self.fetched, self.needed))
         for index, event in enumerate(self.events):
-            ready = max([now, *(ends.pop(c) for c in settles.get(index, ()))])
+            ready = max([now, *(ends.pop(c) for c in releases.get(index, ()))])
             for call in fetches.get(index, ()):
                 back = max(back, ready) + self._seconds_back(call)
                 ends[call] = back
@@ -516,26 +516,26 @@ class InterleavedSchedule(CopySchedule):
             now = max(ready + step.each[index], step.starts[index + 1])
         return waited
 
-    def _lay(self) -> None:
+    def _simulate(self) -> None:
         step = self.pipeline
         self.starts, _ = self._copy_out(step.each, step.starts)
         self._copy_back()
 
-    def _may_settle(self, event: int, call: int) -> bool:
+    def _may_release(self, event: int, call: int) -> bool:
         return True
 
-    def _must_wait(self, event: int, leaving: int, away: int) -> bool:
+    def _must_wait(self, event: int, pending_bytes: int, on_host: int) -> bool:
         # What comes back counts from its backward on: when its copy begins is not known yet.
         now = self.events[event]
-        return now.kind == "F" and self.step.held[event] - away + now.other + now.transient > self.level
+        return now.kind == "F" and self.step.resident[event] - on_host + now.other + now.transient > self.level
 
     def _copy_back(self) -> None:
         deadline, memory = inf, self.levels()
-        for call in sorted(self.settled, key=lambda c: -self.needed[c]):
+        for call in sorted(self.released, key=lambda c: -self.needed[c]):
             needed, size = self.needed[call], self.bytes[call]
             begin = min(deadline, self.starts[needed]) - self._seconds_back(call) - self.slack
             event = min(bisect_right(self.starts, begin), needed) - 1
-            if event <= self.settled[call]:
+            if event <= self.released[call]:
                 continue
             full = (i for i in range(needed - 2, event - 1, -1) if memory[i] + size > self.level)
             event = next(full, event - 1) + 1  # after the last event without room
@@ -549,7 +549,7 @@ class InterleavedSchedule(CopySchedule):
         self.offload[call] = items
         self.bytes[call] = sum(self.calls[call].items[i] for i in items)
         if not items:
-            for known in (self.offload, self.bytes, self.settled, self.fetched):
+            for known in (self.offload, self.bytes, self.released, self.fetched):
                 known.pop(call, None)
 
     def _calls_at(self, events: Mapping[int, int]) -> dict[int, list[int]]:

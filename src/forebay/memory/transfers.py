@@ -1,6 +1,6 @@
 """Moves the tickets of a step at its events: by the plan, or one call at a time while there is none.
 
-Input: the start of each region call's forward and backward, and the autotuner's plan. Output: tickets sent, settled, fetched
+Input: the start of each region call's forward and backward, and the autotuner's plan. Output: tickets sent, released, fetched
 and waited for through the `HostStore`, and the time that the compute stream waited. The manager owns one `Transfers` a store;
 the graph owns the tickets.
 """
@@ -34,13 +34,13 @@ class Transfers:
 
     def begin_step(self, previous: Step) -> None:
         """Settle what the previous step left, and count from here."""
-        self.settle(call for ref in previous.leaving if (call := ref()) is not None)
+        self.release(call for ref in previous.unreleased if (call := ref()) is not None)
         self._store.reset_stats()
         self._spare.extend(event for pair in self._waits for event in pair)
         self._waits.clear()
 
     def event(self, kind: str, call: RegionCall, tuner: Autotuner) -> None:
-        """The forward ("F") or backward ("B") of `call` starts: settle, fetch and wait for what is due."""
+        """The forward ("F") or backward ("B") of `call` starts: release, fetch and wait for what is due."""
         plan, recorder = tuner.plan, tuner.recorder
         marks, saved_bytes = None, 0
         if recorder is not None:
@@ -52,7 +52,7 @@ class Transfers:
             marks = before, self.mark()
         elif plan.planned_bytes:
             timed = recorder is not None and recorder.times_events
-            marks = self._follow(kind, call, plan, tuner.lookup.settle_at.get((kind, call.key), ()), timed)
+            marks = self._follow(kind, call, plan, tuner.lookup.release_at.get((kind, call.key), ()), timed)
             if timed:
                 saved_bytes = self._ledger.live_bytes - self._ledger.device_bytes
         if recorder is not None:
@@ -61,8 +61,8 @@ class Transfers:
     def _one_call_at_a_time(self, kind: str, call: RegionCall, recorder: Recorder | None) -> None:
         """Without a plan one call's copy out is under way, and the next call in backward order is fetched ahead."""
         step = call.step
-        self.settle(other for ref in step.leaving if (other := ref()) is not None and other is not call)
-        step.leaving = [ref for ref in step.leaving if ref() is call]
+        self.release(other for ref in step.unreleased if (other := ref()) is not None and other is not call)
+        step.unreleased = [ref for ref in step.unreleased if ref() is call]
         if kind == "B":
             if isinstance(recorder, TimelineRecorder):
                 _exclude_held_elsewhere(recorder, call)
@@ -71,15 +71,15 @@ class Transfers:
             if following is not None:
                 self._store.fetch(following.live_tickets())
 
-    def _follow(self, kind: str, call: RegionCall, plan: Plan, settles: Sequence[Key], timed: bool) -> Marks | None:
+    def _follow(self, kind: str, call: RegionCall, plan: Plan, to_release: Sequence[Key], timed: bool) -> Marks | None:
         """Returns the marks around the waits, if there were any or if the event is `timed`."""
-        due = [other for key in settles if (other := call.step.find(key)) is not None]
-        if kind == "B" and call.step.leaving:
+        due = [other for key in to_release if (other := call.step.find(key)) is not None]
+        if kind == "B" and call.step.unreleased:
             due += _overdue(call.step, plan)
         awaited = kind == "B" and bool(call.tickets)
         before = self.mark() if due or awaited or timed else None
         if due:
-            self.settle(due)
+            self.release(due)
         fetches = plan.fetch_at.get((kind, call.key), ())
         if fetches:
             wanted = [other.live_tickets() for key in fetches if (other := call.step.find(key)) is not None]
@@ -94,17 +94,17 @@ class Transfers:
     def send(self, call: RegionCall) -> None:
         """Begin the copies out of what the call has packed so far. The host pays for events and streams once a call, not once a
         tensor."""
-        if call.held:
-            held, call.held = call.held, []
-            call.step.offloaded_bytes += sum(ticket.nbytes for ticket in held)
-            self._store.send(held)
+        if call.unsent:
+            unsent, call.unsent = call.unsent, []
+            call.step.offloaded_bytes += sum(ticket.nbytes for ticket in unsent)
+            self._store.send(unsent)
 
-    def settle(self, calls: Iterable[RegionCall]) -> None:
+    def release(self, calls: Iterable[RegionCall]) -> None:
         """Wait for the calls' copies out on the compute stream, and free the device memory."""
         for call in calls:
             self.send(call)
             for ticket in call.live_tickets():
-                self._store.settle(ticket)
+                self._store.release(ticket)
 
     def take_back(self, call: RegionCall) -> None:
         """Wait for the call's copies back on the compute stream."""
@@ -138,14 +138,14 @@ class Transfers:
 
 
 def _overdue(step: Step, plan: Plan) -> list[RegionCall]:
-    """At the first backward after forwards: the calls to be settled at a forward that has not come. Where all forwards come
+    """At the first backward after forwards: the calls to be released at a forward that has not come. Where all forwards come
     before all backwards it will not come."""
-    leaving, step.leaving = [call for ref in step.leaving if (call := ref()) is not None], []
-    return [call for call in leaving if plan.settle_at.get(call.key, "-")[0] == "F"]
+    unreleased, step.unreleased = [call for ref in step.unreleased if (call := ref()) is not None], []
+    return [call for call in unreleased if plan.release_at.get(call.key, "-")[0] == "F"]
 
 
 def _exclude_held_elsewhere(recorder: TimelineRecorder, call: RegionCall) -> None:
-    """A storage that was offloaded but is still alive is held by someone else, such as the batch by its loader: offloading it
+    """A storage that was offloaded but is still alive is in use elsewhere, such as the batch by its loader: offloading it
     frees nothing. To be called when the call's own backward begins: the locals of its forward are gone."""
     for saved in call.step.saved_by.get(call.key, ()):
         ticket = saved.ticket() if saved.ticket is not None else None

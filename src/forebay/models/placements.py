@@ -67,7 +67,7 @@ def regions_of(
     claims, stashed = split_stash(model, claims, dispatcher)
     claims, recompute_experts = split_recompute_experts(claims)
     active = {c.path for c in claims if c.placement != "keep"}
-    # Regions that are kept have call sites too: copies are settled and started when they are called.
+    # Regions that are kept have call sites too: copies are started and device memory is released when they are called.
     paths = active | {path for path in default if not _is_inside(path, active - {path})}
     sites: dict[str, CallSite] = {
         path: sublayers[path] if path in sublayers else ModuleCallSite(module, light_recompute_of(module))

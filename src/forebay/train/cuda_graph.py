@@ -2,7 +2,7 @@
 
 Input: the part of a step between gathering parameters and reducing gradients, as a function of the microbatches and of the
 number of targets. Output: its results and the gradients it leaves, bitwise those of calling it. The first steps are called,
-until compilers, planners and stores have settled; the next one is captured, and later ones copy their inputs and launch the
+until compilers, planners and stores have warmed up; the next one is captured, and later ones copy their inputs and launch the
 graph. Another input shape or page store size makes a new graph. If a capture fails on any process, or the first replay does
 not end, all processes call every step from then on. `CudaGraphStep` owns the stream of the step, the graph, its inputs and
 the gradients that it writes.
@@ -149,7 +149,7 @@ class CudaGraphStep:
         signature = shapes, self._version()
         self._release_outdated(signature)
         if self._shapes not in (None, shapes):
-            self._calls = 0  # masks, compilers and stores have to settle again
+            self._calls = 0  # masks, compilers and stores have to warm up again
         self._shapes = shapes
         is_first_replay = self._graph is None
         if self._graph is None and not (self._may_capture() and self._capture(microbatches, signature)):

@@ -151,7 +151,7 @@ def tried(trial: Trial, chosen: Plan | None) -> dict[str, Any]:
     plan = trial.plan
     return {
         "name": trial.name,
-        "figures": vars(trial.figures),
+        "figures": vars(trial.scenario),
         "stays": plan is chosen,
         "recompute": sorted(plan.recompute),
         "offload": [[key, sorted(items)] for key, items in plan.offload.items()],

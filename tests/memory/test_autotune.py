@@ -20,7 +20,7 @@ from torch import nn
 
 from forebay.managed import manage
 from forebay.memory import autotune
-from forebay.memory.autotune import MOST, Autotuner, Trials, TuneState
+from forebay.memory.autotune import MAX_TRIAL_STEPS, Autotuner, Trials, TuneState
 from forebay.memory.hooks import Manager
 from forebay.memory.host_store import HostStore, Traffic
 from forebay.memory.offload_plan import under_budget
@@ -121,7 +121,7 @@ def begin(timeline: Timeline, budget: int) -> Trials:
 def settle(trials: Trials, machine: Machine) -> Trials:
     while not trials.finished:
         machine.run(trials)
-        assert trials.steps <= MOST
+        assert trials.steps <= MAX_TRIAL_STEPS
     return trials
 
 
@@ -231,7 +231,7 @@ def test_steps_that_are_no_measure_end_it_too() -> None:
     timeline = timeline_of(random.Random(9), 4)
     trials = begin(timeline, int(0.7 * simulate(timeline, Assignment()).peak_bytes))
     first = trials.plan
-    for _ in range(MOST):
+    for _ in range(MAX_TRIAL_STEPS):
         assert not trials.finished and trials.plan is first
         trials.skip()
     assert trials.finished and trials.plan is first
@@ -474,7 +474,7 @@ def test_auto_tries_plans_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> No
     while not mem.settled:
         assert same(gradients(model), truth)
         steps += 1
-        assert steps <= MOST + 4
+        assert steps <= MAX_TRIAL_STEPS + 4
     assert mem.plan is not None and mem.trials and any(trial.plan is mem.plan for trial in mem.trials)
     assert all(trial.milliseconds > 0 for trial in mem.trials)
     assert len({trial.plan.recompute for trial in mem.trials}) + len({str(t.plan.offload) for t in mem.trials}) > 2
@@ -510,7 +510,7 @@ def test_on_a_gpu_the_peak_is_within_the_budget_and_no_bit_differs() -> None:
     truth = step(model)
     budget = int(0.6 * peaks[-1])
     with manage(model, policy="auto", budget=budget) as mem:
-        for _ in range(MOST + 8):
+        for _ in range(MAX_TRIAL_STEPS + 8):
             found = step(model)
             assert all(torch.equal(a, b) for a, b in zip(found, truth, strict=True))
             if mem.settled:

@@ -262,7 +262,7 @@ def test_waits_are_worth_what_they_buy(monkeypatch: pytest.MonkeyPatch, ahead: i
     seconds = sum(m.seconds for m in timeline.events)
     found = {}
     for worth in (0, 2, 20, 200):
-        monkeypatch.setattr(offload_plan, "_WORTH", worth)
+        monkeypatch.setattr(offload_plan, "_PEAK_PER_TIME", worth)
         plan = plan_interleaved(timeline, paths_of(timeline), everything=True)
         assert plan.peak_bytes == max(held_over_time(timeline, plan)) + MB
         found[worth] = plan.peak_bytes, plan.stall_seconds / seconds
@@ -297,7 +297,7 @@ def test_of_few_kinds_shorter_waits_are_tried_too(
         return plan.peak_bytes * (1 + 2 * plan.stall_seconds / seconds)
 
     sparse = cost()
-    monkeypatch.setattr(offload_plan, "_EVERY", 1)
+    monkeypatch.setattr(offload_plan, "_PREFIX_STRIDE", 1)
     assert sparse == cost()
 
 

@@ -36,7 +36,7 @@ def test_a_recorded_timeline_has_times_without_waits_and_memory_over_the_base(de
         before = device.mark(start)
         device.clock, device.now = start + 1, 1005 + saved
         recorder.entered((path, 0), 100)
-        recorder.after_waits(kind, (path, 0), (before, device.mark()), saved)
+        recorder.after_waits(kind, (path, 0), (before, device.mark()), device_bytes=saved)
         device.rises(top)
         device.clock = start + 3
         recorder.region_left((path, 0), [4 if path == "c" else 8], False, device.mark)
@@ -47,7 +47,7 @@ def test_a_recorded_timeline_has_times_without_waits_and_memory_over_the_base(de
         recorder.before_waits()
         before = device.mark(start)
         device.clock, device.now = start + 1, 1005 + saved
-        recorder.after_waits("B", (path, 0), (before, device.mark()), saved)
+        recorder.after_waits("B", (path, 0), (before, device.mark()), device_bytes=saved)
         device.rises(device.now + (7 if path == "b" else 90))
     device.clock = 99
     timeline = recorder.timeline(2e9, None, device.mark)
@@ -82,7 +82,7 @@ def run(
         device.rounding, device.waiting = rounding[index], waiting[index]
         before = device.mark(starts[index])
         device.clock += wait
-        recorder.after_waits(kind, CALLS[call].key, (before, device.mark()), away)
+        recorder.after_waits(kind, CALLS[call].key, (before, device.mark()), host_bytes=away)
         device.top = top
         if idle[index] is not None:
             device.clock = idle[index]

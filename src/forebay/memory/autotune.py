@@ -26,37 +26,42 @@ from forebay.memory.solver import Allowed, lowest, with_one_changed
 from forebay.memory.timeline import CallFigures, EventName, Key, Plan, Rates, Timeline, simulate
 from forebay.policy import BudgetError, PolicyError, format_bytes
 
-MOST = 40  # steps of all trials together, those that do not count included
+MAX_TRIAL_STEPS = 40  # steps of all trials together, those that do not count included
 _WARMUP_STEPS = 1  # after a change of plan; not counted, because the allocator and the host memory adapt to the plan
-_COUNTED = 3  # steps of which the least time counts: those with an optimizer step or an evaluation in them are longer
+_TIMED_STEPS = 3  # the least time of these counts: steps with an optimizer step or an evaluation in them are longer
 # Share of the budget that the first plan leaves free: steps took up to 1.6 % more than their plans said, in 5 of 6 runs
 # (benchmarks/results/auto.md). Once plans were tried, their peaks are known and later plans use it.
-_MARGIN = 0.02
+_FIRST_PLAN_MARGIN = 0.02
 # Share of the budget that plans leave free whose excess is known: peaks of equal steps differ by single tensors.
-_SAFETY = 0.003
-# Plans that should take longer than the best one so far, by this factor, are not tried: at first, and at all. On simulated
+_PLAN_MARGIN = 0.003
+# Plans that should take longer than these multiples of the best one so far are not tried: at first, and at all. On simulated
 # machines (docs/solver.md) 3 of 226 contests were lost by more than 2 % with the first alone, and 1 with both.
-_FAR = 1.08, 1.3
-_LOWER, _ROUNDS = 0.01, 4  # share of the budget to give up each time that no plan was within it
-_CHANGED = 2  # plans at most that differ from the fastest by one region
+_MAX_EXPECTED_RATIOS = 1.08, 1.3
+_BUDGET_STEP, _ROUNDS = 0.01, 4  # share of the budget to give up each time that no plan was within it
+_MAX_CHANGED_PLANS = 2  # plans at most that differ from the fastest by one region
 _CORRECTIONS = 3  # steps whose times correct the plan, where several microbatches are under way
 # If more than this share of a CUDA graph step was spent waiting, by a plan made with a graph's times, the next plan counts on so
 # much less of the link. Rates while copying are known; other traffic, or how one late copy delays others, is not.
-_WAITS, _LESS = 1e-3, 0.85
+_MAX_WAIT_SHARE, _LINK_BACKOFF = 1e-3, 0.85
 
 
 @dataclass(frozen=True)
-class Figures:
-    """A change of a timeline's figures. ``again``: factor of the seconds of recomputing; ``link``: factor of the rates;
-    ``offloads``: whether anything may be offloaded."""
+class Scenario:
+    """An assumption about the figures of a timeline that a plan is made for.
+
+    Attributes:
+        again: factor of the seconds of recomputing.
+        link: factor of the link's rates.
+        offloads: whether anything may be offloaded.
+    """
 
     name: str
     again: float = 1.0
     link: float = 1.0
     offloads: bool = True
 
-    def of(self, timeline: Timeline) -> Timeline:
-        """The timeline with these figures."""
+    def applied_to(self, timeline: Timeline) -> Timeline:
+        """The timeline as it would be in this scenario."""
 
         def slower(call: CallFigures) -> CallFigures:
             return replace(call, again_seconds=call.recompute_seconds * self.again)
@@ -64,14 +69,14 @@ class Figures:
         return replace(timeline, calls=tuple(map(slower, timeline.calls))).on_link(self.link)
 
 
-_AS_MEASURED = Figures("as measured")
-_GUESSES = (
+_AS_MEASURED = Scenario("as measured")
+_SCENARIOS = (
     _AS_MEASURED,
-    Figures("recompute x 0.7", again=0.7),
-    Figures("recompute x 1.4", again=1.4),
-    Figures("link x 0.75", link=0.75),
-    Figures("link x 0.5", link=0.5),
-    Figures("recompute only", offloads=False),
+    Scenario("recompute x 0.7", again=0.7),
+    Scenario("recompute x 1.4", again=1.4),
+    Scenario("link x 0.75", link=0.75),
+    Scenario("link x 0.5", link=0.5),
+    Scenario("recompute only", offloads=False),
 )
 
 
@@ -81,14 +86,14 @@ class Trial:
 
     Attributes:
         name: what it was tried for.
-        figures: those that it was planned with.
+        scenario: the assumption that it was planned with.
         expected_seconds: of its step, by the timeline as measured.
         milliseconds: the least that a step took, from its begin to the next one's, with whatever lies between two steps.
         peak_bytes: the highest measured peak over the step's base.
     """
 
     name: str
-    figures: Figures
+    scenario: Scenario
     plan: Plan
     expected_seconds: float
     milliseconds: float = 0.0
@@ -126,8 +131,8 @@ class Trials:
         self.plan, self.finished, self.steps = first, False, 0
         self.tried: list[Trial] = []
         self._timeline, self._paths, self._recomputable, self._budget = timeline, paths, recomputable, budget
-        self._far = _FAR[0]
-        self._solved: dict[tuple[Figures, int], Plan | None] = {}  # by budget
+        self._max_ratio = _MAX_EXPECTED_RATIOS[0]
+        self._solved: dict[tuple[Scenario, int], Plan | None] = {}  # by budget
         self._seen, self._peak = 0, 0  # steps and bytes of the plan in force
         self._times: list[Callable[[], float]] = []
         self._proposals = self._propose(first)
@@ -147,16 +152,16 @@ class Trials:
         if self._seen > _WARMUP_STEPS:
             self._times.append(milliseconds)
             self._peak = max(self._peak, peak)
-            if len(self._times) == _COUNTED or self._peak > self._budget:
+            if len(self._times) == _TIMED_STEPS or self._peak > self._budget:
                 self._next()
-        if self.steps >= MOST:
+        if self.steps >= MAX_TRIAL_STEPS:
             self._finish()
 
     def skip(self) -> None:
         """A step says nothing about `plan`: it had another batch than the measured one, or no backward."""
         if not self.finished:
             self.steps += 1
-            if self.steps >= MOST:
+            if self.steps >= MAX_TRIAL_STEPS:
                 self._finish()
 
     def _begin(self, trial: Trial) -> None:
@@ -166,7 +171,8 @@ class Trials:
     def _next(self) -> None:
         least = min(milliseconds() for milliseconds in self._times)
         self.tried.append(replace(self._now, milliseconds=least, peak_bytes=self._peak))
-        following = next(self._proposals, None) if self.steps + _WARMUP_STEPS + _COUNTED <= MOST else None
+        is_room = self.steps + _WARMUP_STEPS + _TIMED_STEPS <= MAX_TRIAL_STEPS
+        following = next(self._proposals, None) if is_room else None
         if following is None:
             self._finish()
         else:
@@ -184,24 +190,24 @@ class Trials:
         within = [trial for trial in self.tried if trial.peak_bytes <= self._budget]
         return min(within, key=lambda trial: trial.milliseconds, default=None)
 
-    # --- what is tried --------------------------------------------------------------------------------------------
+    # --- proposals ------------------------------------------------------------------------------------------------
 
     def _propose(self, first: Plan) -> Iterator[Trial]:
         """The next trial; resumed when the last one was measured."""
         yield Trial("first", _AS_MEASURED, first, self._expected(first))
         if not first.planned_bytes and not first.recompute and self._best() is not None:
             return
-        for far in _FAR:
-            self._far = far
+        for ratio in _MAX_EXPECTED_RATIOS:
+            self._max_ratio = ratio
             done: Trial | None = None
-            for figures in _GUESSES:
-                yield from self._planned(figures.name, figures, self._excess())
-                if self.tried[-1].figures is figures and self.tried[-1].peak_bytes > self._budget:
-                    yield from self._planned(figures.name, figures, self._excess())
+            for scenario in _SCENARIOS:
+                yield from self._planned(scenario.name, scenario, self._excess())
+                if self.tried[-1].scenario is scenario and self.tried[-1].peak_bytes > self._budget:
+                    yield from self._planned(scenario.name, scenario, self._excess())
             if self._best() is None:
                 yield from self._lower()
             while (best := self._best()) is not done and best is not None:
-                yield from self._planned("room", best.figures, best.excess)
+                yield from self._planned("room", best.scenario, best.excess)
                 yield from self._changed(best)
                 done = best
 
@@ -209,21 +215,21 @@ class Trials:
         return max(trial.excess for trial in self.tried)
 
     def _target(self, excess: int) -> int:
-        return int(self._budget * (1 - _SAFETY)) - excess
+        return int(self._budget * (1 - _PLAN_MARGIN)) - excess
 
-    def _planned(self, name: str, figures: Figures, excess: int) -> Iterator[Trial]:
+    def _planned(self, name: str, scenario: Scenario, excess: int) -> Iterator[Trial]:
         """The solver's plan, if there is one that is worth a trial."""
         budget = self._target(excess)
-        if (figures, budget) not in self._solved:
-            self._solved[figures, budget] = self._solve(figures, budget)
-        plan = self._solved[figures, budget]
+        if (scenario, budget) not in self._solved:
+            self._solved[scenario, budget] = self._solve(scenario, budget)
+        plan = self._solved[scenario, budget]
         if plan is not None:
-            yield from self._if_worth(name, figures, plan)
+            yield from self._if_worth(name, scenario, plan)
 
-    def _solve(self, figures: Figures, budget: int) -> Plan | None:
-        paths = self._paths if figures.offloads else frozenset[str]()
+    def _solve(self, scenario: Scenario, budget: int) -> Plan | None:
+        paths = self._paths if scenario.offloads else frozenset[str]()
         try:
-            return under_budget(figures.of(self._timeline), paths, budget, self._recomputable)
+            return under_budget(scenario.applied_to(self._timeline), paths, budget, self._recomputable)
         except BudgetError:
             return None
 
@@ -232,27 +238,27 @@ class Trials:
         for turn in range(1, _ROUNDS + 1):
             if self._best() is not None:
                 return
-            yield from self._planned("lower", _AS_MEASURED, self._excess() + int(turn * _LOWER * self._budget))
+            yield from self._planned("lower", _AS_MEASURED, self._excess() + int(turn * _BUDGET_STEP * self._budget))
         plan = lowest(self._timeline, Allowed(self._paths, self._recomputable))
         if self._best() is None and not self._is_tried(plan):
             yield Trial("lowest", _AS_MEASURED, plan, self._expected(plan))
 
     def _changed(self, best: Trial) -> Iterator[Trial]:
-        allowed = Allowed(self._paths if best.figures.offloads else frozenset(), self._recomputable)
-        timeline = best.figures.of(self._timeline)
+        allowed = Allowed(self._paths if best.scenario.offloads else frozenset(), self._recomputable)
+        timeline = best.scenario.applied_to(self._timeline)
         plans = with_one_changed(timeline, allowed, assignment_of(timeline, best.plan), self._target(best.excess))
-        for plan in [plan for plan in plans if not self._is_tried(plan)][:_CHANGED]:
-            yield from self._if_worth("changed", best.figures, plan)
+        for plan in [plan for plan in plans if not self._is_tried(plan)][:_MAX_CHANGED_PLANS]:
+            yield from self._if_worth("changed", best.scenario, plan)
 
-    def _if_worth(self, name: str, figures: Figures, plan: Plan) -> Iterator[Trial]:
+    def _if_worth(self, name: str, scenario: Scenario, plan: Plan) -> Iterator[Trial]:
         expected = self._expected(plan)
         within = [trial.expected_seconds for trial in self.tried if trial.peak_bytes <= self._budget]
-        if not self._is_tried(plan) and expected <= self._far * min(within, default=expected):
-            yield Trial(name, figures, plan, expected)
+        if not self._is_tried(plan) and expected <= self._max_ratio * min(within, default=expected):
+            yield Trial(name, scenario, plan, expected)
 
     def _is_tried(self, plan: Plan) -> bool:
         """Whether a plan with the same placements, released and fetched at the same events, was tried."""
-        return any(_moves(trial.plan) == _moves(plan) for trial in self.tried)
+        return any(_placement_key(trial.plan) == _placement_key(plan) for trial in self.tried)
 
     def _expected(self, plan: Plan) -> float:
         """Seconds of the step by the timeline as measured, with its copies scheduled anew."""
@@ -261,7 +267,7 @@ class Trials:
         return min(simulate(self._timeline, assignment, window).step_seconds for window in windows)
 
 
-def _moves(plan: Plan) -> tuple[object, ...]:
+def _placement_key(plan: Plan) -> tuple[object, ...]:
     # A call that is never released is not offloaded.
     return plan.recompute, {key: plan.offload[key] for key in plan.release_at}, plan.release_at, plan.fetch_at
 
@@ -489,11 +495,11 @@ class Autotuner:
             return
         recorder, self._captured = self._captured, None
         # Waits of eager steps are not evidence: they may be launch latency.
-        late = recorder.waited() > _WAITS + self.plan.stall_seconds / (self.plan.step_seconds or 1.0)
+        late = recorder.waited() > _MAX_WAIT_SHARE + self.plan.stall_seconds / (self.plan.step_seconds or 1.0)
         if self._for_graphs and not late:
             return
         if self._for_graphs:  # else rates measured in a graph will tell
-            self._link *= _LESS
+            self._link *= _LINK_BACKOFF
         self._for_graphs = True
         self._correct(recorder)
 
@@ -524,7 +530,7 @@ class Autotuner:
     def _plan_auto(self, timeline: Timeline) -> Plan:
         assert self._budget is not None
         paths, gpu = self._auto | self._offload_paths, self._device.type == "cuda"
-        plan = under_budget(timeline, paths, self._budget, self._auto, _MARGIN if gpu else 0.0)
+        plan = under_budget(timeline, paths, self._budget, self._auto, _FIRST_PLAN_MARGIN if gpu else 0.0)
         # A CPU has no times. Each of several processes would measure what the others try.
         if gpu and not _several_processes():
             self._trials = Trials(timeline, paths, self._auto, self._budget, plan)

@@ -43,8 +43,8 @@ from forebay.memory.transfers import Transfers
 from forebay.policy import Claim, PolicyError
 
 _MIN_BYTES_CUDA = 1 << 20  # a 1 MiB copy reaches 40 of 55 GB/s (H200); below that launches cost more than they free
-_VARIES = 1.5  # factor by which a microbatch's storages may exceed the measured ones where rows vary between ranks
-_NEIGHBORS = 2  # calls; a storage that is saved again within so many calls may still be offloaded
+_MAX_ITEM_GROWTH = 1.5  # a microbatch's storages over the measured ones, where rows vary between ranks
+_MAX_SHARING_DISTANCE = 2  # calls; a storage that is saved again within so many calls may still be offloaded
 
 
 class _Packed:
@@ -148,7 +148,7 @@ class Manager:
         # Trap: a `StorageWeakRef` (`StorageIdentity`) that is copied frees its reference twice.
         raise TypeError("a Manager belongs to one model in one process; copy or pickle the model, not its manager")
 
-    # --- what a user asks ---------------------------------------------------------------------------------------------
+    # --- state and figures --------------------------------------------------------------------------------------------
 
     @property
     def plan(self) -> Plan | None:
@@ -204,7 +204,7 @@ class Manager:
         measured steps reset it. 0 if none was measured."""
         return self._tuner.peaks.take()
 
-    # --- what the model's owner tells ---------------------------------------------------------------------------------
+    # --- calls from the training loop ---------------------------------------------------------------------------------
 
     def follow(self, backwards: Sequence[Key], steady: bool) -> None:
         """Set the order of backwards in a step, such as a pipeline's schedule has it.
@@ -334,7 +334,7 @@ class Manager:
             return forward(*args, **kwargs)
         call = self._step.new_call(region.path)
         self._awaits_call = False
-        self._transfers.event("F", call, self._tuner)
+        self._transfers.on_event("F", call, self._tuner)
         try:
             out = self._run_call(region, call, placement, forward, args, kwargs)
         except BaseException:
@@ -523,7 +523,7 @@ class Manager:
         waits for the first one's backward would fetch it late."""
         if call.key != saved.key:
             self._shared.add(saved.key)
-        if call.number > saved.number + _NEIGHBORS:
+        if call.number > saved.number + _MAX_SHARING_DISTANCE:
             recorder.exclude(saved.key, saved.item)
         elif call.key != saved.key:
             recorder.share(saved.key, call.key)
@@ -535,7 +535,7 @@ class Manager:
         measured = self._tuner.lookup.items.get(call.key, ())
         if len(call.items) > len(measured):
             return True
-        slack = _VARIES if self._tuner.alternating else 1.01
+        slack = _MAX_ITEM_GROWTH if self._tuner.alternating else 1.01
         return any(then and now > slack * then for now, then in zip(call.items, measured, strict=False))
 
     # --- the life of a step -------------------------------------------------------------------------------------------
@@ -573,7 +573,7 @@ class Manager:
             self._tuner.outgrown = True
         if not self._backwards:
             self._note_reached(call)
-        self._transfers.event("B", call, self._tuner)
+        self._transfers.on_event("B", call, self._tuner)
 
     def _note_reached(self, call: RegionCall) -> None:
         """When the backward that runs now is over, no more is expected of calls of the same forward."""

@@ -28,24 +28,24 @@ Item = tuple[int, int]  # (index of a call, index of one of its items)
 
 _STALL_TOLERANCE = 1e-3  # share of the step; below it the measured figures cannot tell
 
-_POWER = 16  # `_height` is a mean of powers of memory: high memory counts
+_HEIGHT_POWER = 16  # `_height` is a mean of powers of memory: high memory counts
 WAITS = 0.02
 """Share of a pipeline's step for which `plan_interleaved(everything=True)` may wait. Other ranks may wait at the same time, or
 for this one."""
-_SHARES = (1.0, 1 / 2, 1 / 4, 1 / 8, 0.0)  # of `WAITS`: the limits that are tried
+_WAIT_SHARES = (1.0, 1 / 2, 1 / 4, 1 / 8, 0.0)  # of `WAITS`: the limits that are tried
 # Share of a rank's compute time that copies may take from its device's memory bandwidth if nothing may wait. It is lost even on
 # ranks that wait for others: on two H200s 9.9, 12.9, 20.5 and 27.0 GiB a step each way, both together, cost 0.25, 0.41, 0.52 and
 # 0.84 %. The last of these bytes gain least: with 0.0025 peaks fell by 16 to 34 % more, for 43 % more bytes.
-_TAKEN = 0.0018
-# Share of a peak that a share of the step's time has to save. With PP 4 on H200s one rank's last 1.5 % of time saved 1.4 % of its
-# peak, another's first 0.7 % saved 11 %.
-_WORTH = 2
-_IDLE = 0.8  # share of the time in which a process waits for another one that copies count on, with `everything`
-# Parts of the kinds that are tried, those that wait longest first. With 4 peaks were up to 10 % higher (PP 2 and 4 of
+_MAX_BANDWIDTH_SHARE = 0.0018
+# Share of the peak by which waiting for a share of the step's time has to lower it, as a factor. With PP 4 on H200s one rank's
+# last 1.5 % of time lowered its peak by 1.4 %, another's first 0.7 % by 11 %.
+_PEAK_PER_TIME = 2
+_IDLE_SHARE = 0.8  # share of the time in which a process waits for another one that copies count on, with `everything`
+# Prefixes that are tried of the list of kinds, those that wait longest first. With 4 peaks were up to 10 % higher (PP 2 and 4 of
 # DeepSeek-V2-Lite's shapes); with 64 they are no lower.
-_PARTS = 16
-_EVERY = 4  # one in so many of these parts is tried with the smaller shares
-_FINE = 1 / 128  # share of a peak to which the lowest level is found
+_PREFIXES = 16
+_PREFIX_STRIDE = 4  # one in so many prefixes is tried with the smaller shares
+_LEVEL_PRECISION = 1 / 128  # share of a peak to which the lowest level is found
 
 
 def fit_link(timeline: Timeline, paths: frozenset[str]) -> Plan:
@@ -245,8 +245,8 @@ def plan_interleaved(timeline: Timeline, paths: frozenset[str], everything: bool
         everything: the compute stream may wait for `WAITS` of the step at most, if that lowers the peak further, and copies
             count on idle time. Without waits memory is highest in a pipeline's first forwards or last backwards.
     """
-    step = PipelineTimeline(timeline, _IDLE if everything else 0.0)
-    most = inf if everything else _TAKEN * step.total * timeline.memory_rate / 2  # bytes each way
+    step = PipelineTimeline(timeline, _IDLE_SHARE if everything else 0.0)
+    most = inf if everything else _MAX_BANDWIDTH_SHARE * step.total * timeline.memory_rate / 2  # bytes each way
     chosen: list[Item] = []
     best = InterleavedSchedule(step, [])
     height = _height(best)
@@ -267,10 +267,11 @@ def _waiting(
     step: PipelineTimeline, kinds: Sequence[list[Item]], best: InterleavedSchedule
 ) -> Iterator[InterleavedSchedule]:
     """For each limit on waits the schedule with the lowest peak, if it is lower than that of `best`."""
-    ends = sorted({-(-len(kinds) * part // _PARTS) for part in range(1, _PARTS + 1)})  # few kinds have fewer parts
-    for share in _SHARES:
+    # Few kinds have fewer prefixes.
+    ends = sorted({-(-len(kinds) * part // _PREFIXES) for part in range(1, _PREFIXES + 1)})
+    for share in _WAIT_SHARES:
         lowest = best
-        for end in ends if share == 1 or len(ends) < _PARTS else ends[_EVERY - 1 :: _EVERY]:
+        for end in ends if share == 1 or len(ends) < _PREFIXES else ends[_PREFIX_STRIDE - 1 :: _PREFIX_STRIDE]:
             items = [item for kind in kinds[:end] for item in kind]
             lower = _lower(step, items, lowest.peak, share * WAITS * step.total)
             lowest = min([lowest, *lower], key=lambda schedule: schedule.peak)
@@ -281,9 +282,9 @@ def _waiting(
 
 def _lower(step: PipelineTimeline, items: list[Item], peak: float, limit: float) -> Iterator[InterleavedSchedule]:
     """Schedules of `items` with lower and lower peaks, from `peak` on, whose waits take at most `limit` seconds."""
-    low, high = 0.0, peak * (1 - _FINE)
+    low, high = 0.0, peak * (1 - _LEVEL_PRECISION)
     level = high  # first: these items may not lower the peak at all
-    while high - low > _FINE * peak:
+    while high - low > _LEVEL_PRECISION * peak:
         schedule = InterleavedSchedule(step, items, level)
         if schedule.stall() > limit:
             low = level
@@ -295,13 +296,13 @@ def _lower(step: PipelineTimeline, items: list[Item], peak: float, limit: float)
 
 def _cost(schedule: InterleavedSchedule) -> float:
     """Peak bytes, and what the waits are worth in bytes."""
-    return schedule.peak * (1 + _WORTH * schedule.stall() / schedule.pipeline.total)
+    return schedule.peak * (1 + _PEAK_PER_TIME * schedule.stall() / schedule.pipeline.total)
 
 
 def _height(schedule: InterleavedSchedule) -> float:
     step = schedule.pipeline
     top = step.saved or 1
-    return sum(seconds * (m / top) ** _POWER for seconds, m in zip(step.each, schedule.memory, strict=True))
+    return sum(seconds * (m / top) ** _HEIGHT_POWER for seconds, m in zip(step.each, schedule.memory, strict=True))
 
 
 def _kinds(step: PipelineTimeline, paths: frozenset[str]) -> list[list[Item]]:

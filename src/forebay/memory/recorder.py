@@ -16,8 +16,8 @@ from forebay.memory.timeline import CallFigures, IndexedTimeline, Key, Plan, Rat
 
 Marks = tuple[Any, Any]  # CUDA events before and after the waits for copies; None on a CPU
 
-_TICK = 0.05  # ms; two marks with nothing between them are some microseconds apart, a thousand times a step
-_ALIKE = 0.01  # share by which a call's inputs may differ from the measured ones
+_MIN_WAIT_MS = 0.05  # two marks with nothing between them are some microseconds apart, a thousand times a step
+_INPUT_TOLERANCE = 0.01  # share by which a call's inputs may differ from the measured ones
 
 
 class Peaks:
@@ -79,13 +79,16 @@ class Recorder:
     def before_waits(self) -> None:
         """An event begins. Nothing was released or fetched for it yet."""
 
-    def after_waits(self, kind: str, key: Key, marks: Marks | None = None, saved_bytes: int = 0) -> None:
+    def after_waits(
+        self, kind: str, key: Key, marks: Marks | None = None, device_bytes: int = 0, host_bytes: int = 0
+    ) -> None:
         """What is due at the event was released and fetched.
 
         Args:
             kind: "F" or "B" of the call `key`.
             marks: None if the plan moves nothing.
-            saved_bytes: of saved items: on the device in a step without a plan, on the host in one that follows a plan.
+            device_bytes: of tickets whose bytes are on the device, in a step without a plan.
+            host_bytes: of tickets whose bytes are not on the device, in a step that follows a plan.
         """
 
     def idle(self, mark: Callable[[], Any]) -> None:
@@ -99,7 +102,8 @@ class _Sample:
     marks: Marks
     start_bytes: int = 0
     top_bytes: int | None = None
-    saved_bytes: int = 0  # see `Recorder.after_waits`
+    device_bytes: int = 0  # of offloaded items, as in `Recorder.after_waits`
+    host_bytes: int = 0
     region_end: Any = None  # CUDA event: the region's forward is over
     idle_from: Any = None  # CUDA event: the device waits for other processes from here on
 
@@ -122,10 +126,12 @@ class _EventRecorder(Recorder):
         if self._gpu and self._samples:
             self._samples[-1].top_bytes = self._peak_bytes()
 
-    def after_waits(self, kind: str, key: Key, marks: Marks | None = None, saved_bytes: int = 0) -> None:
+    def after_waits(
+        self, kind: str, key: Key, marks: Marks | None = None, device_bytes: int = 0, host_bytes: int = 0
+    ) -> None:
         if marks is None:
             return
-        sample = _Sample(kind, key, marks, saved_bytes=saved_bytes)
+        sample = _Sample(kind, key, marks, device_bytes=device_bytes, host_bytes=host_bytes)
         if self._gpu:
             self._peaks.reset(self._device)
             sample.start_bytes = self._current_bytes()
@@ -218,7 +224,7 @@ class TimelineRecorder(_EventRecorder):
             forward_seconds.setdefault(sample.key, sample.seconds_to(sample.region_end))
             other, transient = unreached_bytes, 0
             if self._gpu:
-                other += max(sample.start_bytes - (self._base or 0) - sample.saved_bytes, 0)
+                other += max(sample.start_bytes - (self._base or 0) - sample.device_bytes, 0)
                 transient = max((sample.top_bytes or 0) - sample.start_bytes, 0)
             seconds = sample.seconds_to(sample.idle_from or following)
             events.append(TimelineEvent(sample.kind, numbers[sample.key], seconds, other, transient))
@@ -257,7 +263,7 @@ class TimingRecorder(_EventRecorder):
             return 0.0
         waits = (before.elapsed_time(after) for before, after in (sample.marks for sample in self._samples))
         step = self._samples[0].marks[0].elapsed_time(self._samples[-1].marks[1])
-        return float(sum(ms for ms in waits if ms > _TICK) / (step or 1.0))
+        return float(sum(ms for ms in waits if ms > _MIN_WAIT_MS) / (step or 1.0))
 
     def retimed(self, timeline: Timeline, rates: Rates) -> Timeline | None:
         """`timeline` with the times and memory of this step, and with `rates` where they are known. None if the step had other
@@ -282,7 +288,7 @@ class TimingRecorder(_EventRecorder):
         the event after its forward to its backward, unless they are on the host."""
         found, resident = [], IndexedTimeline(timeline).resident
         for event, sample, saved in zip(timeline.events, self._samples, resident, strict=False):
-            other = sample.start_bytes - self._samples[0].start_bytes - (saved - sample.saved_bytes)
+            other = sample.start_bytes - self._samples[0].start_bytes - (saved - sample.host_bytes)
             # The last event has no end: it keeps its transient memory.
             top = sample.top_bytes
             transient = event.transient if top is None else max(top - sample.start_bytes, 0)
@@ -317,7 +323,7 @@ class TrialRecorder(Recorder):
         self._rise = highest_rise(timeline, plan)
         self._base = base if base is not None else torch.cuda.memory_allocated(device)
         self._peak_and_last: tuple[int, int] | None = None  # bytes: peak before the last event, and at its start
-        self._alike = True
+        self._same_inputs = True
         self._begin = torch.cuda.Event(enable_timing=True)
         self._begin.record()
         self._peaks.reset(device)
@@ -325,9 +331,11 @@ class TrialRecorder(Recorder):
     def entered(self, key: Key, input_bytes: int) -> None:
         # A plan is not faster because a batch is shorter.
         then = self._inputs.get(key, -1)
-        self._alike = self._alike and abs(input_bytes - then) <= _ALIKE * then
+        self._same_inputs = self._same_inputs and abs(input_bytes - then) <= _INPUT_TOLERANCE * then
 
-    def after_waits(self, kind: str, key: Key, marks: Marks | None = None, saved_bytes: int = 0) -> None:
+    def after_waits(
+        self, kind: str, key: Key, marks: Marks | None = None, device_bytes: int = 0, host_bytes: int = 0
+    ) -> None:
         if (kind, key) == self._last:
             current, peak = torch.cuda.memory_allocated, torch.cuda.max_memory_allocated
             self._peak_and_last = peak(self._device), current(self._device)
@@ -340,7 +348,7 @@ class TrialRecorder(Recorder):
             A function that returns the step's milliseconds, which waits for the device, and the peak in bytes over the base. None
             if the step had other inputs or did not reach its last backward.
         """
-        if self._peak_and_last is None or not self._alike:
+        if self._peak_and_last is None or not self._same_inputs:
             return None
         begin, end = self._begin, torch.cuda.Event(enable_timing=True)
         end.record()

@@ -21,14 +21,13 @@ from itertools import combinations, pairwise
 from forebay.memory.timeline import Assignment, CallFigures, IndexedTimeline, Plan, Timeline, TurnSchedule
 
 _ROUNDS = 4  # times that the program is solved
-_GAP = 2e-3  # of the program's answer; what the simulation adds to it is larger
-_SECONDS = 0.6  # for all rounds together
-_MOVING = (
-    1e-3  # cost of a second of the link, in seconds of waiting: of two plans as fast, the one that moves less is chosen
-)
-_POLISH = 80_000  # events simulated while polishing: 0.4 s of one core
-_MANY = 12  # regions from which on equal ones are ordered, and parts of items may be offloaded
-_ROUNDING = 0.05  # of an item; less is the solver's tolerance
+_MIP_GAP = 2e-3  # of the program's answer; what the simulation adds to it is larger
+_SOLVE_SECONDS = 0.6  # for all rounds together
+# Cost of a second of the link in seconds of waiting: of two plans as fast, the one that moves less is chosen.
+_LINK_COST = 1e-3
+_MAX_POLISH_EVENTS = 80_000  # events simulated while polishing: 0.4 s of one core
+_MANY_REGIONS = 12  # regions from which on equal ones are ordered, and parts of items may be offloaded
+_PART_TOLERANCE = 0.05  # of an item; less is the solver's tolerance
 # Windows that are simulated, as the divisor of what is offloaded. None: copies that fit the link; 0: an empty window.
 _WINDOWS = (None, 2, 4, 8, 16, 0)
 
@@ -172,7 +171,7 @@ def with_one_changed(timeline: Timeline, allowed: Allowed, assignment: Assignmen
     """
     regions, found = _region_states(timeline, allowed), []
     changes = [(path, state) for path, states in regions.items() for state in states]
-    each = max(len(changes) * len(_WINDOWS) * len(timeline.events) // _POLISH, 1)
+    each = max(len(changes) * len(_WINDOWS) * len(timeline.events) // _MAX_POLISH_EVENTS, 1)
     for path, state in changes[::each]:
         changed = _with(assignment, path, state)
         if changed == assignment:
@@ -200,7 +199,7 @@ class _Search:
         # The rank compares the bytes over the budget first, then the seconds, then the bytes moved.
         self._best: tuple[tuple[int, float, int], Plan, Assignment] | None = None
         self._simulated = 0  # events
-        self._seconds = _SECONDS
+        self._seconds = _SOLVE_SECONDS
 
     def solved(self) -> Plan | None:
         """The best plan, if it is within the budget."""
@@ -215,13 +214,13 @@ class _Search:
         """Solve the program once more. False if another round is of no use."""
         relaxation = _Relaxation(self._timeline, self._allowed, self._budget, self._margins, self._link)
         begun = time.monotonic()
-        answer = relaxation.program.solve(self._seconds, _GAP)
+        answer = relaxation.program.solve(self._seconds, _MIP_GAP)
         self._seconds -= time.monotonic() - begun
         if answer is None:
             return False
         aim = relaxation.seconds(answer)
         excess, seconds = self.simulate(relaxation.assignment(answer))
-        if seconds <= aim * (1 + _GAP) or self._seconds < _SECONDS / 10:
+        if seconds <= aim * (1 + _MIP_GAP) or self._seconds < _SOLVE_SECONDS / 10:
             return False
         if any(excess):
             self._margins = [m + e for m, e in zip(self._margins, excess, strict=True)]
@@ -264,7 +263,7 @@ class _Search:
         while better and self._best is not None:
             before = self._best[0]
             for assignment in self._neighbors(self._best[2]):
-                if self._simulated > _POLISH:
+                if self._simulated > _MAX_POLISH_EVENTS:
                     return
                 self.simulate(assignment)
                 if self._best[0] < before:
@@ -358,7 +357,7 @@ class _Relaxation:
             for event, margin in zip(self._events, margins, strict=True)
         ]
         self._timeline = IndexedTimeline(timeline)
-        self._many = len({c.key[0] for c in timeline.calls}) >= _MANY
+        self._many = len({c.key[0] for c in timeline.calls}) >= _MANY_REGIONS
         self.program = Program()
         self._recompute = self._recompute_choices()
         self._offload: dict[tuple[int, int], int] = {}  # (call, item) -> variable
@@ -396,7 +395,7 @@ class _Relaxation:
             for item in range(len(self._calls[equal[0]].items)):
                 parts = [(c, self._offload[c, item]) for c in equal if (c, item) in self._offload]
                 free = [c for c, _ in parts if (bar := self._bar(c, item)) is None or not answer.chosen(bar)]
-                count = math.ceil(sum(answer.values[v] for _, v in parts) - _ROUNDING)
+                count = math.ceil(sum(answer.values[v] for _, v in parts) - _PART_TOLERANCE)
                 yield from ((c, item) for c in free[:count])
 
     # --- variables ----------------------------------------------------------------------------------------------------
@@ -416,7 +415,7 @@ class _Relaxation:
                 continue
             for item, size in enumerate(call.items):
                 if size:
-                    cost = _MOVING * (size / self._unit * sum(1.0 / r for r in self._rates))
+                    cost = _LINK_COST * (size / self._unit * sum(1.0 / r for r in self._rates))
                     variable = p.variable(cost, 1.0) if self._many else p.choice(cost)
                     self._offload[number, item] = variable
                     bar = self._bar(number, item)

@@ -30,33 +30,33 @@ class Transfers:
         self._gpu = store.device.type == "cuda"
         self.captured = False
         self._waits: list[Marks] = []  # of the current step
-        self._spare: list[Any] = []  # events of earlier steps
+        self._spare_cuda_events: list[Any] = []  # recorded in earlier steps
 
     def begin_step(self, previous: Step) -> None:
         """Settle what the previous step left, and count from here."""
         self.release(call for ref in previous.unreleased if (call := ref()) is not None)
         self._store.reset_stats()
-        self._spare.extend(event for pair in self._waits for event in pair)
+        self._spare_cuda_events.extend(event for pair in self._waits for event in pair)
         self._waits.clear()
 
-    def event(self, kind: str, call: RegionCall, tuner: Autotuner) -> None:
+    def on_event(self, kind: str, call: RegionCall, tuner: Autotuner) -> None:
         """The forward ("F") or backward ("B") of `call` starts: release, fetch and wait for what is due."""
         plan, recorder = tuner.plan, tuner.recorder
-        marks, saved_bytes = None, 0
+        marks, device_bytes, host_bytes = None, 0, 0
         if recorder is not None:
             recorder.before_waits()
         if plan is None:
             before = self.mark()
             self._one_call_at_a_time(kind, call, recorder)
-            saved_bytes = self._ledger.device_bytes
+            device_bytes = self._ledger.device_bytes
             marks = before, self.mark()
         elif plan.planned_bytes:
             timed = recorder is not None and recorder.times_events
             marks = self._follow(kind, call, plan, tuner.lookup.release_at.get((kind, call.key), ()), timed)
             if timed:
-                saved_bytes = self._ledger.live_bytes - self._ledger.device_bytes
+                host_bytes = self._ledger.live_bytes - self._ledger.device_bytes
         if recorder is not None:
-            recorder.after_waits(kind, call.key, marks, saved_bytes)
+            recorder.after_waits(kind, call.key, marks, device_bytes, host_bytes)
 
     def _one_call_at_a_time(self, kind: str, call: RegionCall, recorder: Recorder | None) -> None:
         """Without a plan one call's copy out is under way, and the next call in backward order is fetched ahead."""
@@ -116,14 +116,14 @@ class Transfers:
         """Record an event with a time on the current stream; None on a CPU, and in a graph that is not timed."""
         if not self._gpu or (self.captured and not self._store.lanes.time_captured):
             return None
-        event = self._new_event()
+        event = self._new_cuda_event()
         event.record()
         return event
 
-    def _new_event(self) -> Any:
+    def _new_cuda_event(self) -> Any:
         if self.captured:
             return external_event()
-        return self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+        return self._spare_cuda_events.pop() if self._spare_cuda_events else torch.cuda.Event(enable_timing=True)
 
     def forget_waits(self) -> None:
         """The step was captured: its events are the graph's."""

@@ -118,7 +118,7 @@ def begin(timeline: Timeline, budget: int) -> Trials:
     return Trials(timeline, paths, paths, budget, under_budget(timeline, paths, budget, paths, 0.02))
 
 
-def settle(trials: Trials, machine: Machine) -> Trials:
+def finish(trials: Trials, machine: Machine) -> Trials:
     while not trials.finished:
         machine.run(trials)
         assert trials.steps <= MAX_TRIAL_STEPS
@@ -148,7 +148,7 @@ def contests(seed: int) -> Iterator[tuple[Trials, Machine, int, list[tuple[float
     for k in range(6):
         budget = low + (high - low) * (2 * k + 1) // 12
         with suppress(BudgetError):
-            yield settle(begin(timeline, budget), machine), machine, budget, every
+            yield finish(begin(timeline, budget), machine), machine, budget, every
 
 
 @pytest.mark.parametrize("seed", first(2, range(8)))
@@ -170,7 +170,7 @@ def test_a_peak_over_the_budget_is_corrected(off: float) -> None:
     trials = begin(timeline, int(0.9 * keep))
     if off > 0.02:
         assert machine.peak(trials.plan) > 0.9 * keep, "the first plan must be over"
-    settle(trials, machine)
+    finish(trials, machine)
     assert machine.peak(trials.plan) <= 0.9 * keep
 
 
@@ -182,7 +182,7 @@ def test_room_that_a_peak_leaves_is_used() -> None:
     machine = Machine(timeline, off=-int(0.15 * budget))
     trials = begin(timeline, budget)
     first = machine.seconds(trials.plan)
-    settle(trials, machine)
+    finish(trials, machine)
     roomy = under_budget(timeline, paths, int(1.147 * budget), paths)
     assert machine.seconds(roomy) < first, "more room must be of use"
     assert machine.seconds(trials.plan) <= 1.002 * machine.seconds(roomy) and machine.peak(trials.plan) <= budget
@@ -192,7 +192,7 @@ def test_nothing_within_the_budget_is_the_least_over_it() -> None:
     timeline = timeline_of(random.Random(5), 4)
     keep = simulate(timeline, Assignment()).peak_bytes
     machine = Machine(timeline, off=2 * keep)
-    trials = settle(begin(timeline, int(0.9 * keep)), machine)
+    trials = finish(begin(timeline, int(0.9 * keep)), machine)
     assert len(trials.tried) > 1 and machine.peak(trials.plan) == min(t.peak_bytes for t in trials.tried) > keep
     assert trials.plan.peak_bytes <= min(plan.peak_bytes for plan in placements(timeline))
 

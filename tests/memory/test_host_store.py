@@ -51,7 +51,7 @@ def test_backward_before_the_copy_is_over_takes_the_tensor_back(device: str) -> 
 
 def test_a_wrong_transition_names_both_states() -> None:
     ticket = HostStore(CPU).new_ticket(fresh(), None)
-    with pytest.raises(RuntimeError, match="from held to on_host"):
+    with pytest.raises(RuntimeError, match="from unsent to on_host"):
         ticket.advance(TicketState.ON_HOST)
 
 

@@ -198,7 +198,7 @@ def test_another_shape_and_other_pages_are_captured_anew(pretence: Pretence) -> 
     engine = Engine(pretence)
     for _ in range(5):
         engine.run(2, 4)
-    for _ in range(3):  # all has to settle again
+    for _ in range(3):  # all has to warm up again
         engine.run(3, 4)
         assert not engine.step.is_captured
     engine.run(3, 4)

@@ -299,9 +299,9 @@ class _StepRun:
         self.managed_steps = managed_steps + run.engine
         self._calls: dict[str, int] = {}
         self._by_key: dict[Key, _PartRun] = {}
-        self._settles: dict[tuple[str, Key], list[Key]] = {}
+        self._released_at: dict[tuple[str, Key], list[Key]] = {}
         for key, event in (run.link.release_at if run.link is not None else {}).items():
-            self._settles.setdefault(event, []).append(key)
+            self._released_at.setdefault(event, []).append(key)
         self.most_stashed = self._stashed = 0
         self._last = max((a.microbatch for action in run.actions for a in (action.parts or (action,))), default=0)
 
@@ -453,12 +453,12 @@ class _StepRun:
             staying = self._offloading[-1:] if self._run.link is None else [run]
             for other in [other for other in self._offloading if all(other is not mine for mine in staying)]:
                 self._offloading.remove(other)
-                self._settle(other, None)
+                self._release(other, None)
         else:
             event = kind, run.key
-            for key in self._settles.get(event, ()):
+            for key in self._released_at.get(event, ()):
                 if key in self._by_key:
-                    self._settle(self._by_key[key], self._plan.offload[key])
+                    self._release(self._by_key[key], self._plan.offload[key])
             for key in self._plan.fetch_at.get(event, ()):
                 if key in self._by_key:
                     self._fetch(self._by_key[key])
@@ -467,7 +467,7 @@ class _StepRun:
             if following is not None and self._plan is None:
                 self._fetch(following)
 
-    def _settle(self, run: _PartRun, chosen: frozenset[int] | None) -> None:
+    def _release(self, run: _PartRun, chosen: frozenset[int] | None) -> None:
         """Free what was offloaded: the chosen items, or all."""
         events, least = run.part.events, self._run.least
         if chosen is None:

@@ -498,7 +498,7 @@ class Autotuner:
         late = recorder.waited() > _MAX_WAIT_SHARE + self.plan.stall_seconds / (self.plan.step_seconds or 1.0)
         if self._for_graphs and not late:
             return
-        if self._for_graphs:  # else rates measured in a graph will tell
+        if self._for_graphs:  # else the rates measured in a graph correct the plan
             self._link *= _LINK_BACKOFF
         self._for_graphs = True
         self._correct(recorder)

@@ -260,8 +260,8 @@ class Manager:
 
     @contextmanager
     def capturing(self, timed: bool = False) -> Iterator[None]:
-        """Context in which whole steps are captured in a CUDA graph. Each must end with `join`: no event passes between inside
-        and outside.
+        """Context in which whole steps are captured in a CUDA graph. Each must end with `join`: no CUDA event passes between
+        inside and outside.
 
         Args:
             timed: time the step's events and copies when the graph is replayed, for `plan_again`.
@@ -498,7 +498,7 @@ class Manager:
         return saved
 
     def _record_saved(self, call: RegionCall, storage: torch.UntypedStorage, key: tuple[int, int]) -> Ticket | None:
-        """Note a storage that was not saved before, and hold it for the store if it is to be offloaded."""
+        """Record a storage that this step saves for the first time. Returns its ticket if it is to be offloaded."""
         item = len(call.items)
         call.items.append(storage.nbytes())
         ticket: Ticket | None = None

@@ -406,7 +406,7 @@ def _locked(method: Callable[..., None]) -> Callable[..., None]:
 class HostStore:
     """Offloaded bytes of one device. Owns its streams and its pool; the graph owns the tickets.
 
-    Streams are ordered by events, without ``record_stream``:
+    Streams are ordered by CUDA events, without ``record_stream``:
 
     * A copy out waits for the compute stream as of `send`, for the other streams that use the storage, and for the last copies
       that read from its blocks.
@@ -567,7 +567,7 @@ class HostStore:
 
     def synchronize(self) -> None:
         """Wait on the host for all copies. Call it before and after the capture of a CUDA graph: no stream waits any more for a
-        copy from before this call, and an event must not pass between inside and outside."""
+        copy from before this call, and a CUDA event must not pass between inside and outside."""
         self.lanes.synchronize()
 
     def trim(self) -> None:

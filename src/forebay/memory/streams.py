@@ -143,7 +143,7 @@ class CopyLanes:
                     current.wait_stream(lane)
 
     def synchronize(self) -> None:
-        """Wait on the host for both lanes. From then on no stream waits for a copy that was enqueued before: an event of a
+        """Wait on the host for both lanes. From then on no stream waits for a copy that was enqueued before: a CUDA event of a
         capture cannot be waited for outside of it, nor one from outside within it."""
         for stream in (self.out_stream, self.back_stream):
             if stream is not None:
@@ -198,12 +198,12 @@ def _timed_event() -> torch.cuda.Event:
 
 
 def external_event() -> torch.cuda.Event:
-    """An event that a graph records at each replay; between replays the host can ask for its time."""
+    """A CUDA event that a graph records at each replay; between replays the host can ask for its time."""
     return torch.cuda.Event(enable_timing=True, external=True)
 
 
 def timing_event() -> torch.cuda.Event:
-    """An event that tells the time; that of a replay if the current stream is being captured."""
+    """A CUDA event that tells the time; that of a replay if the current stream is being captured."""
     return external_event() if _is_capturing() else _timed_event()
 
 

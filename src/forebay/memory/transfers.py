@@ -92,8 +92,8 @@ class Transfers:
         return self._waits[-1]
 
     def send(self, call: RegionCall) -> None:
-        """Begin the copies out of what the call has packed so far. The host pays for events and streams once a call, not once a
-        tensor."""
+        """Begin the copies out of what the call has packed so far. The host pays for CUDA events and streams once a call, not
+        once a tensor."""
         if call.unsent:
             unsent, call.unsent = call.unsent, []
             call.step.offloaded_bytes += sum(ticket.nbytes for ticket in unsent)
@@ -113,7 +113,7 @@ class Transfers:
                 self._store.recall(ticket)
 
     def mark(self) -> Any:
-        """Record an event with a time on the current stream; None on a CPU, and in a graph that is not timed."""
+        """Record a CUDA event with a time on the current stream; None on a CPU, and in a graph that is not timed."""
         if not self._gpu or (self.captured and not self._store.lanes.time_captured):
             return None
         event = self._new_cuda_event()
@@ -126,7 +126,7 @@ class Transfers:
         return self._spare_cuda_events.pop() if self._spare_cuda_events else torch.cuda.Event(enable_timing=True)
 
     def forget_waits(self) -> None:
-        """The step was captured: its events are the graph's."""
+        """The step was captured: its CUDA events belong to the graph."""
         self._waits.clear()
 
     def wait_ms(self) -> float | None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from forebay.errors import RunError, UsageError
 from forebay.estimate.device import DEFAULT, DeviceProfile, load, of_dict
-from forebay.memory.timeline import BOTH_WAYS
+from forebay.memory.timeline import DUPLEX_RATE_SHARE
 from forebay.models.compile import attention_backends
 from forebay.train.distributed import World
 
@@ -395,7 +395,7 @@ def _host_links(device: torch.device, sizes: Sizes, on_node: int) -> dict[str, A
     )
     dist.all_reduce(slowest, dist.ReduceOp.MIN)
     together = slowest.tolist()
-    first = (*alone, min(alone) * BOTH_WAYS)
+    first = (*alone, min(alone) * DUPLEX_RATE_SHARE)
     return {name: [[1.0, one], [float(on_node), all_]] for name, one, all_ in zip(_HOST, first, together, strict=True)}
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from forebay.memory.timeline import BOTH_WAYS
+from forebay.memory.timeline import DUPLEX_RATE_SHARE
 
 DEFAULT = "h200"
 SOURCES = ("measured", "datasheet", "calibrated", "estimated")
@@ -106,7 +106,7 @@ class DeviceProfile:
         """
         gpus = min(world, self.node)
         one_way = self.at("host_out", gpus), self.at("host_back", gpus)
-        both = self.at("host_both", gpus) / BOTH_WAYS
+        both = self.at("host_both", gpus) / DUPLEX_RATE_SHARE
         return (both, both, *one_way) if pipeline else one_way
 
     def measured(self) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from forebay.estimate.state import RankState
 from forebay.estimate.types import ModelTrace, PartTrace
 from forebay.estimate.walk import RankFit, StageLayers, SublayerMemory, Walk, fit_rank, sublayer_memory
 from forebay.memory.solver import Answer, Program
-from forebay.memory.timeline import LIGHT
+from forebay.memory.timeline import LIGHT_RECOMPUTE_SHARE
 from forebay.pipeline.schedule import Action
 from forebay.policy import format_bytes
 
@@ -131,7 +131,7 @@ def _option(part: PartTrace, memory: SublayerMemory, machine: Machine, recompute
     match memory.placement:
         case "recompute":
             light = part.light is not None and recompute != "full"
-            return Option(memory, machine.seconds(part)[0] * (LIGHT if light else 1.0))
+            return Option(memory, machine.seconds(part)[0] * (LIGHT_RECOMPUTE_SHARE if light else 1.0))
         case "offload":
             return Option(memory, 0.0, part.saved)
         case "stash":  # one more write in forward, and a read

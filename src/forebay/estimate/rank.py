@@ -42,8 +42,8 @@ from forebay.estimate.walk import (
     local_actions,
     sublayer_memory,
 )
-from forebay.memory.offload_plan import WAITS
-from forebay.memory.timeline import LIGHT, Plan
+from forebay.memory.offload_plan import PIPELINE_WAIT_SHARE
+from forebay.memory.timeline import LIGHT_RECOMPUTE_SHARE, Plan
 from forebay.pipeline.model import adds_at_once
 from forebay.pipeline.schedule import Action, turns
 from forebay.policy import format_bytes, parse_bytes
@@ -210,7 +210,7 @@ class RunEstimator:
             for part in parts[number]:
                 forward, backward = self.machine.seconds(traces[part.path])
                 if part.light:
-                    backward += LIGHT * forward
+                    backward += LIGHT_RECOMPUTE_SHARE * forward
                 elif part.placement == "recompute":
                     backward += forward
                 found[number].append(replace(part, seconds=(forward, backward)))
@@ -339,7 +339,7 @@ class StepTimer:
         launched = on_device.seconds
         if launch:
             launched = schedule_time(actions, ranks, times, message, engine, contention, launch).seconds
-        waits = 1 + WAITS if self._offloads_all and self._alternates else 1.0
+        waits = 1 + PIPELINE_WAIT_SHARE if self._offloads_all and self._alternates else 1.0
         overheads = [self._overhead(device, rank) for rank in range(len(self.stages))]
         slowest = max(overheads, key=lambda b: b.gather + b.reduce)
         return StepTime(

@@ -98,7 +98,7 @@ class Ticket:
             self.store._ticket_died(self)
 
 
-_SWEEP = 256  # dead tickets' entries that may gather in a ledger, beside as many as are alive
+_SWEEP_ENTRIES = 256  # dead tickets' entries that may gather in a ledger, beside as many as are alive
 
 
 class Ledger:
@@ -107,14 +107,14 @@ class Ledger:
     def __init__(self) -> None:
         # Not a WeakKeyDictionary: it hashes each ticket and calls back when it dies, thousands of times a step.
         self._entries: list[tuple[weakref.ref[Ticket], str, int]] = []
-        self._sweep_at = _SWEEP
+        self._sweep_at = _SWEEP_ENTRIES
 
     def enter(self, ticket: Ticket, path: str, call: int) -> None:
         """Count `ticket` for call number `call` of region `path`, as long as it is alive."""
         self._entries.append((weakref.ref(ticket), path, call))
         if len(self._entries) >= self._sweep_at:
             self._entries = [entry for entry in self._entries if entry[0]() is not None]
-            self._sweep_at = 2 * len(self._entries) + _SWEEP
+            self._sweep_at = 2 * len(self._entries) + _SWEEP_ENTRIES
 
     @property
     def live_tickets(self) -> int:

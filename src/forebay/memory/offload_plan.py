@@ -29,10 +29,10 @@ Item = tuple[int, int]  # (index of a call, index of one of its items)
 _STALL_TOLERANCE = 1e-3  # share of the step; below it the measured figures cannot tell
 
 _HEIGHT_POWER = 16  # `_height` is a mean of powers of memory: high memory counts
-WAITS = 0.02
+PIPELINE_WAIT_SHARE = 0.02
 """Share of a pipeline's step for which `plan_interleaved(everything=True)` may wait. Other ranks may wait at the same time, or
 for this one."""
-_WAIT_SHARES = (1.0, 1 / 2, 1 / 4, 1 / 8, 0.0)  # of `WAITS`: the limits that are tried
+_WAIT_SHARES = (1.0, 1 / 2, 1 / 4, 1 / 8, 0.0)  # of `PIPELINE_WAIT_SHARE`: the limits that are tried
 # Share of a rank's compute time that copies may take from its device's memory bandwidth if nothing may wait. It is lost even on
 # ranks that wait for others: on two H200s 9.9, 12.9, 20.5 and 27.0 GiB a step each way, both together, cost 0.25, 0.41, 0.52 and
 # 0.84 %. The last of these bytes gain least: with 0.0025 peaks fell by 16 to 34 % more, for 43 % more bytes.
@@ -242,8 +242,8 @@ def plan_interleaved(timeline: Timeline, paths: frozenset[str], everything: bool
 
     Args:
         paths: may be empty: then `peak_bytes` is that of keeping everything.
-        everything: the compute stream may wait for `WAITS` of the step at most, if that lowers the peak further, and copies
-            count on idle time. Without waits memory is highest in a pipeline's first forwards or last backwards.
+        everything: the compute stream may wait for `PIPELINE_WAIT_SHARE` of the step at most, if that lowers the peak further,
+            and copies count on idle time. Without waits memory is highest in a pipeline's first forwards or last backwards.
     """
     step = PipelineTimeline(timeline, _IDLE_SHARE if everything else 0.0)
     most = inf if everything else _MAX_BANDWIDTH_SHARE * step.total * timeline.memory_rate / 2  # bytes each way
@@ -273,7 +273,7 @@ def _waiting(
         lowest = best
         for end in ends if share == 1 or len(ends) < _PREFIXES else ends[_PREFIX_STRIDE - 1 :: _PREFIX_STRIDE]:
             items = [item for kind in kinds[:end] for item in kind]
-            lower = _lower(step, items, lowest.peak, share * WAITS * step.total)
+            lower = _lower(step, items, lowest.peak, share * PIPELINE_WAIT_SHARE * step.total)
             lowest = min([lowest, *lower], key=lambda schedule: schedule.peak)
         if lowest is not best:
             lowest.keep_needless()

@@ -16,17 +16,17 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import inf
 
-BOTH_WAYS = 0.9
+DUPLEX_RATE_SHARE = 0.9
 """Share of a `Timeline`'s rates that pipeline plans count on while copies go both ways: 50.6 of 55.3 GB/s (H200, PCIe gen 5;
 benchmarks/results/host_link.md). Rates that were measured in a step include some of that already: then it is a margin."""
-LIGHT = 0.6
+LIGHT_RECOMPUTE_SHARE = 0.6
 """Share of its forward that the experts' light recomputation takes: the gather and the first of two grouped GEMMs."""
-_BOTH_WAYS_BACK = 0.92  # the same for copies back in `simulate`: 50.8 of 55.4 GB/s (H200, PCIe gen 5)
-_SLACK = 2e-4  # s; launch latency between an event and the copy that it starts
-_INTERLEAVED_SLACK = 3e-4  # s; the same, and what varies from step to step
+_DUPLEX_RATE_SHARE_BACK = 0.92  # the same for copies back in `simulate`: 50.8 of 55.4 GB/s (H200, PCIe gen 5)
+_COPY_SLACK = 2e-4  # s; launch latency between an event and the copy that it starts
+_INTERLEAVED_COPY_SLACK = 3e-4  # s; the same, and what varies from step to step
 # Share of the peak by which storages that are kept after all stay below it: how far memory rises within an event varies a
 # little from step to step.
-_BELOW_PEAK = 0.01
+_PEAK_MARGIN = 0.01
 
 Key = tuple[str, int]  # (region path, index of the region's call in the step)
 EventName = tuple[str, Key]  # ("F" or "B", call)
@@ -74,10 +74,10 @@ class CallFigures:
 
     @property
     def recompute_seconds(self) -> float:
-        """Time of recomputing: `again_seconds`, or all of the forward, or `LIGHT` of it."""
+        """Time of recomputing: `again_seconds`, or all of the forward, or `LIGHT_RECOMPUTE_SHARE` of it."""
         if self.again_seconds is not None:
             return self.again_seconds
-        return self.seconds * (LIGHT if self.light_recompute else 1.0)
+        return self.seconds * (LIGHT_RECOMPUTE_SHARE if self.light_recompute else 1.0)
 
 
 @dataclass(frozen=True)
@@ -352,7 +352,7 @@ class TurnSchedule(CopySchedule):
     """The schedule of a step with a *turn*, the first backward, by which every copy out is over. Arguments: see `simulate`."""
 
     def __init__(self, step: IndexedTimeline, assignment: Assignment, window: int | None):
-        super().__init__(step, assignment, _SLACK)
+        super().__init__(step, assignment, _COPY_SLACK)
         self.needed, self.window = self.step.backward, window
         self._out_rate, self._back_rate = step.timeline.out_rate, step.timeline.back_rate
         self.starts, self._stall = self._copy_out(self.seconds, [0.0] * (len(self.events) + 1))
@@ -383,7 +383,7 @@ class TurnSchedule(CopySchedule):
         earliest = min(self.step.turn + 1, len(self.events) - 1)
         for call in sorted(self.released, key=lambda c: -backward[c]):
             needed = min(deadline, starts[backward[call]])
-            begin = needed - self.bytes[call] / (self._back_rate * _BOTH_WAYS_BACK) - self.slack
+            begin = needed - self.bytes[call] / (self._back_rate * _DUPLEX_RATE_SHARE_BACK) - self.slack
             chosen = min(bisect_right(starts, begin) - 1, backward[call])
             if chosen < earliest:
                 chosen = min(earliest, backward[call])
@@ -435,7 +435,7 @@ class PipelineTimeline(IndexedTimeline):
         self.starts = [0.0, *accumulate(spans)]
         self.saved = sum(sum(call.items) for call in self.calls)
         self.opening, self.closing = timeline.opening, timeline.closing
-        self.out_rate, self.back_rate = timeline.out_rate * BOTH_WAYS, timeline.back_rate * BOTH_WAYS
+        self.out_rate, self.back_rate = timeline.out_rate * DUPLEX_RATE_SHARE, timeline.back_rate * DUPLEX_RATE_SHARE
         self.opening_rate = timeline.opening_rate or self.out_rate
         self.closing_rate = timeline.closing_rate or self.back_rate
 
@@ -469,7 +469,7 @@ class InterleavedSchedule(CopySchedule):
         chosen: dict[int, set[int]] = {}
         for call, item in items:
             chosen.setdefault(call, set()).add(item)
-        super().__init__(step, Assignment({c: frozenset(i) for c, i in chosen.items()}), _INTERLEAVED_SLACK)
+        super().__init__(step, Assignment({c: frozenset(i) for c, i in chosen.items()}), _INTERLEAVED_COPY_SLACK)
         self.pipeline, self.needed, self.level = step, step.needed, level
         count = len(self.bytes)
         self._simulate()
@@ -480,7 +480,7 @@ class InterleavedSchedule(CopySchedule):
 
     def keep_needless(self) -> None:
         """Keep the items whose offloading lowers only memory that is below the peak already, shortest absence first."""
-        limit = int(self.peak * (1 - _BELOW_PEAK))
+        limit = int(self.peak * (1 - _PEAK_MARGIN))
         starts = self.pipeline.starts
 
         def absence(call: int) -> tuple[float, int]:

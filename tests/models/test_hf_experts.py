@@ -9,7 +9,7 @@ import transformers
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from forebay.models import experts
+from forebay.models import hf_experts
 from forebay.models.families import moe_blocks
 from tests.models.conftest import FAMILIES, HIDDEN, MOE_FAMILIES, VOCABULARY, build_tiny
 
@@ -35,7 +35,7 @@ def pair(family: str) -> tuple[nn.Module, nn.Module]:
     theirs = build(family)
     ours = copy.deepcopy(theirs)
     theirs.set_experts_implementation("eager")
-    ours.set_experts_implementation(experts.register())
+    ours.set_experts_implementation(hf_experts.register())
     return theirs, ours
 
 
@@ -56,14 +56,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[nn.Module]]:
 
     def spy(self: nn.Module, *args):
         seen.append(self)
-        return experts.experts_forward(self, *args)
+        return hf_experts.experts_forward(self, *args)
 
     def register() -> str:
         ALL_EXPERTS_FUNCTIONS.register("forebay", spy)
         return "forebay"
 
-    real = experts.register
-    monkeypatch.setattr(experts, "register", register)
+    real = hf_experts.register
+    monkeypatch.setattr(hf_experts, "register", register)
     yield seen
     real()
 
@@ -130,15 +130,15 @@ def test_a_subclass_gates_as_the_class_that_says_how() -> None:
     module = experts_of(build("gpt_oss"))
     kind = type(module)
     module.__class__ = type("FSDPGptOssExperts", (kind,), {})
-    assert experts.activation_of(module) == "clamped_swiglu"
+    assert hf_experts.activation_of(module) == "clamped_swiglu"
     module.__class__ = type("GptOssExpertsOfMine", (kind,), {"_apply_gate": lambda self, x: x})
     with pytest.raises(ValueError, match="GptOssExpertsOfMine has a gated activation of its own"):
-        experts.activation_of(module)
+        hf_experts.activation_of(module)
 
 
 def test_register_is_idempotent_and_known_to_transformers() -> None:
-    assert experts.register() == experts.register() == "forebay"
-    assert ALL_EXPERTS_FUNCTIONS["forebay"] is experts.experts_forward
+    assert hf_experts.register() == hf_experts.register() == "forebay"
+    assert ALL_EXPERTS_FUNCTIONS["forebay"] is hf_experts.experts_forward
     config = transformers.Qwen3MoeConfig(**FAMILIES["qwen3_moe"][1])
     model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="forebay")
     assert model.config._experts_implementation == "forebay"

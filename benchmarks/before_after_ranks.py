@@ -3,13 +3,15 @@
 Each version runs as its own `torchrun` group on the same GPUs and holds its own trainer of the same configuration. The groups
 take turns, `--turns` times, so that both meet the same clocks and temperatures; a waiting group waits on the host. A row has
 the median wall time of a step on the slowest rank over all turns, the ratio of the two, and whether the losses of the untimed
-steps are equal bit for bit. The arms are those of `paging_ep.py` (8 layers of Qwen3-30B-A3B, EP over all ranks) and of
-`pipeline.py` (8 layers of DeepSeek-V2-Lite, PP 2), with the routers' own choices.
+steps are equal bit for bit (cuDNN's attention adds up in any order, so they need not be). The arms are those of `paging_ep.py`
+(8 layers of Qwen3-30B-A3B, EP over all ranks) and of `pipeline.py` (8 layers of DeepSeek-V2-Lite, PP 2), with the routers' own
+choices.
 
     python benchmarks/before_after_ranks.py OLD_SOURCE NEW_SOURCE --ranks 2    # folders that hold the package `forebay`
 """
 
 import argparse
+import gc
 import importlib
 import json
 import os
@@ -21,7 +23,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-WARM = 8  # steps; a CUDA graph is captured in the fourth
 EP: dict[str, Any] = {"overlap": True, "reshard": False, "gradients": "compute", "dispatch": "symmetric"}
 STASH = {"*.mlp.experts": "stash"}
 # Arm -> model, batch, memory, parallel.
@@ -106,13 +107,14 @@ def worker(options: argparse.Namespace) -> None:
                 mesh.__exit__(None, None, None)
                 trainer = mesh = None
                 torch._dynamo.reset()
+                gc.collect()  # a trainer is in cycles with its hooks, and the next one needs its memory
                 torch.cuda.empty_cache()
             if command in ("", "end"):
                 break
             config, number = configuration(command, world, options.layers), 0
             mesh = first("forebay.train.distributed", "forebay.train.mesh").Mesh.open(config).__enter__()
             trainer = first("forebay.train.trainer").Trainer(config, mesh).__enter__()
-            answer = {"losses": steps(WARM)[1]}
+            answer = {"losses": steps(options.warm)[1]}
         if answers is not None:
             print(json.dumps(answer), file=answers, flush=True)
     dist.destroy_process_group()
@@ -133,7 +135,7 @@ class Group:
             f"--master-port={port}",
         ]
         words = [__file__, source, source, f"--folder={self.folder}", "--worker"]
-        words += [f"--steps={options.steps}", f"--layers={options.layers}"]
+        words += [f"--{name}={getattr(options, name)}" for name in ("steps", "warm", "layers")]
         self.process = subprocess.Popen([*run, *words], env={**os.environ, "PYTHONPATH": source})
         self._commands = open(self.folder / "commands", "w")  # noqa: SIM115
         self._answers = open(self.folder / "answers")  # noqa: SIM115
@@ -187,6 +189,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--steps", type=int, default=4, help="a turn")
+    parser.add_argument(
+        "--warm", type=int, default=8, help="untimed; a graph is captured in the 4th, offload tries for 40"
+    )
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--arms", nargs="*", choices=ARMS, default=list(ARMS))
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)

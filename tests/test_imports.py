@@ -197,6 +197,8 @@ def loaded(*ends):
     return [m for m in sys.modules if m.endswith(ends) or m.startswith(ends)]
 
 import forebay, forebay.cli
+assert forebay.cli.main(["train", "quickstart", "--set", "train.stpes=3"]) == 2
+assert forebay.cli.main(["profile", "quickstart", "--set", "train.stpes=3"]) == 2
 assert not loaded("torch", "transformers"), "the command answers before torch is imported"
 import forebay.memory.overrides
 assert not loaded("forebay.moe"), "it knows the operations by their names alone"

@@ -216,6 +216,27 @@ def test_torch_func_runs_the_models_own_experts_and_loss_or_is_refused(model, to
         )
 
 
+def test_a_profile_neither_plans_nor_drops_a_plan(model, tokens):
+    """A plan that is made or dropped while placements are off would switch light recomputation within the profile."""
+    mem = forebay.manage(model, policy="auto", budget="1GiB", min_bytes=1)
+
+    def loss(sequences=1):
+        ids = tokens.repeat(sequences, 1)
+        return model(input_ids=ids, labels=ids).loss
+
+    before_any_step = mem.profile(loss).activation_bytes
+    loss().backward()
+    assert mem.profile(loss).activation_bytes == before_any_step and mem.plan is None
+    for _ in range(2):
+        loss().backward()
+    plan = mem.plan
+    assert plan is not None
+    loss(3).backward()  # does not fit the plan: the next step measures again
+    assert mem.profile(loss).activation_bytes == before_any_step and mem.plan is plan
+    loss(3).backward()
+    assert mem.plan is not plan
+
+
 def test_the_cache_is_off_in_training_only(model, tokens):
     model.config.use_cache = True
     with forebay.manage(model, "keep"), no_warnings():

@@ -205,7 +205,7 @@ def _console() -> "Console":
 def _configured(options: argparse.Namespace) -> "Config":
     """The validated configuration. All processes find the same mistake; the first one of each machine prints it."""
     from forebay.config import check_world, load
-    from forebay.train.distributed import World
+    from forebay.train.world import World
 
     world = World.of_environment()
     try:
@@ -319,8 +319,8 @@ def _profile(options: argparse.Namespace) -> None:
 
 
 def _profile_pipeline(config: "Config", as_json: bool) -> None:
-    from forebay.train.distributed import World
     from forebay.train.loop import profile
+    from forebay.train.world import World
 
     profiles = profile(config)
     if World.of_environment().is_main:

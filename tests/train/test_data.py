@@ -20,7 +20,7 @@ from forebay.train.data import (
     permute,
     split,
 )
-from forebay.train.distributed import World
+from forebay.train.world import World
 
 
 def corpus_of(tmp_path: Path, content: str, name: str = "a.txt") -> Corpus:

@@ -26,7 +26,7 @@ from forebay.errors import RunError, UsageError
 from forebay.estimate.device import DEFAULT, DeviceProfile, load, of_dict
 from forebay.memory.timeline import DUPLEX_RATE_SHARE
 from forebay.models.compile import attention_backends
-from forebay.train.distributed import World
+from forebay.train.world import World
 
 Curve = list[list[float]]
 """[size, rate], ascending."""

@@ -542,6 +542,8 @@ class Manager:
 
     def _end_step(self) -> None:
         """Plan the next step, if the last one is over."""
+        if self._around is not None:
+            return  # a new plan would switch light recomputation on or off within a profile
         if self._plans and not self._transfers.captured and not self._ended and self._step.finished:
             self._tuner.end_step()
             self._ended = True
@@ -551,6 +553,7 @@ class Manager:
             self._tuner.end_step()
         self._ended, self._awaits_call, self._backward_task = False, True, -1
         self._transfers.begin_step(self._step)
+        self._step.forget_storages()
         self._step = Step(self._backwards)
         if self.plan is None:
             self._shared.clear()

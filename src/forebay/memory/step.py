@@ -135,6 +135,12 @@ class Step:
         self._backwards = backwards
         self._place = 0  # in `backwards`: those before have begun
 
+    def forget_storages(self) -> None:
+        """Drop the records of storages, which a call that the user keeps alive would keep with its step."""
+        self.saved.clear()
+        self.saved_by.clear()
+        self.weights.clear()
+
     def new_call(self, path: str) -> RegionCall:
         count = self._counts.get(path, 0)
         self._counts[path] = count + 1

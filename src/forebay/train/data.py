@@ -23,9 +23,9 @@ import torch
 
 from forebay.config import Data
 from forebay.errors import RunError, UsageError, first_line
-from forebay.train.distributed import ALONE, World
 from forebay.train.durable import LOCK, FolderLock, make_folder, sync, write_synced
 from forebay.train.text_sources import Piece, files, pieces
+from forebay.train.world import ALONE, World
 
 BYTES_END = 256  # end of document, the only special token of the "bytes" tokenizer
 _PARTIAL = ".partial-"

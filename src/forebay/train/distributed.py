@@ -1,6 +1,6 @@
 """Process groups of a run, and collective calls on them.
 
-`World` is this process's rank, read from torchrun's environment. `Mesh` owns the process groups that a valid `Config` asks
+`Mesh` owns the process groups that a valid `Config` asks
 for until it is closed. `on_all` calls a function on all processes and raises the first error in all of them. Methods that
 communicate are called by all processes in the same order, and do nothing where there is one process.
 """
@@ -8,8 +8,7 @@ communicate are called by all processes in the same order, and do nothing where 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -21,45 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from forebay.config import Config, check_world
 from forebay.config import Device as DeviceSection
 from forebay.errors import ForebayError, RunError, UsageError
+from forebay.train.world import ALONE, World
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class World:
-    """Process `rank` of `size`; `local_rank` is its number among the processes of its machine."""
-
-    rank: int = 0
-    size: int = 1
-    local_rank: int = 0
-
-    @property
-    def is_main(self) -> bool:
-        """True on the one process that prints, writes metrics and exports."""
-        return self.rank == 0
-
-    @staticmethod
-    def of_environment(environment: Mapping[str, str] | None = None) -> World:
-        """This process as torchrun numbered it (RANK, WORLD_SIZE, LOCAL_RANK); `ALONE` if none of these is set.
-
-        Raises:
-            UsageError: only some of the three are set, or not to whole numbers.
-        """
-        given = os.environ if environment is None else environment
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-        if not any(name in given for name in names):
-            return ALONE
-        try:
-            rank, size, local_rank = (int(given[name]) for name in names)
-        except (KeyError, ValueError) as error:
-            raise UsageError(
-                f"{', '.join(names)} must all be set to whole numbers, as torchrun does, or none of them: {error}"
-            ) from error
-        return World(rank, size, local_rank)
-
-
-ALONE = World()
-"""A single process."""
 
 
 def rank_and_size() -> tuple[int, int]:

@@ -32,10 +32,11 @@ from forebay.train import hf_io, parallel
 from forebay.train.capacity_retry import CapacityRetries
 from forebay.train.cuda_graph import CudaGraphStep
 from forebay.train.data import Windows, load_corpus, load_tokenizer, split
-from forebay.train.distributed import ALONE, Mesh
+from forebay.train.distributed import Mesh
 from forebay.train.engines import OverlappedGradients, PipelinedGradients, keep_stages, plan_of
 from forebay.train.metrics import StepRecord, peak_bytes, reserved_bytes
 from forebay.train.rng import seed_all
+from forebay.train.world import ALONE
 
 # Smallest tensor that a pipeline offloads. A microbatch of a pipeline is short: the host takes as long to launch the copy
 # of a smaller tensor as the device takes to compute.

@@ -1,0 +1,49 @@
+"""This process among those that torchrun started, read from the environment.
+
+Imports no torch: the command line refuses a wrong configuration before the seconds that importing torch takes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from forebay.errors import UsageError
+
+
+@dataclass(frozen=True)
+class World:
+    """Process `rank` of `size`; `local_rank` is its number among the processes of its machine."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+
+    @property
+    def is_main(self) -> bool:
+        """True on the one process that prints, writes metrics and exports."""
+        return self.rank == 0
+
+    @staticmethod
+    def of_environment(environment: Mapping[str, str] | None = None) -> World:
+        """This process as torchrun numbered it (RANK, WORLD_SIZE, LOCAL_RANK); `ALONE` if none of these is set.
+
+        Raises:
+            UsageError: only some of the three are set, or not to whole numbers.
+        """
+        given = os.environ if environment is None else environment
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        if not any(name in given for name in names):
+            return ALONE
+        try:
+            rank, size, local_rank = (int(given[name]) for name in names)
+        except (KeyError, ValueError) as error:
+            raise UsageError(
+                f"{', '.join(names)} must all be set to whole numbers, as torchrun does, or none of them: {error}"
+            ) from error
+        return World(rank, size, local_rank)
+
+
+ALONE = World()
+"""A single process."""

@@ -13,6 +13,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,8 @@ class Version:
     def __init__(self, source: str, options: argparse.Namespace):
         words = [sys.executable, __file__, source, source, "--worker", "--steps", str(options.steps)]
         words += [f"--{name}={getattr(options, name)}" for name in ("layers", "batch", "sequence")]
-        env = {**os.environ, "PYTHONPATH": source}
+        # A compile cache of its own: code that one version compiled must not run in the other.
+        env = {**os.environ, "PYTHONPATH": source, "TORCHINDUCTOR_CACHE_DIR": tempfile.mkdtemp()}
         self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
 
     def tell(self, command: str) -> None:

@@ -136,7 +136,9 @@ class Group:
         ]
         words = [__file__, source, source, f"--folder={self.folder}", "--worker"]
         words += [f"--{name}={getattr(options, name)}" for name in ("steps", "warm", "layers")]
-        self.process = subprocess.Popen([*run, *words], env={**os.environ, "PYTHONPATH": source})
+        # A compile cache of its own: code that one version compiled must not run in the other.
+        env = {**os.environ, "PYTHONPATH": source, "TORCHINDUCTOR_CACHE_DIR": tempfile.mkdtemp()}
+        self.process = subprocess.Popen([*run, *words], env=env)
         self._commands = open(self.folder / "commands", "w")  # noqa: SIM115
         self._answers = open(self.folder / "answers")  # noqa: SIM115
 

@@ -51,3 +51,16 @@ def delayed(lane: Any, cycles: int) -> Callable[[], None]:
                 torch.cuda._sleep(cycles)
 
     return sleep
+
+
+def fill_free_parts() -> list[torch.Tensor]:
+    """Tensors in all free parts of segments that something else is in: the next block gets a segment of its own, which
+    ``torch.cuda.empty_cache()`` gives back. Hold them as long as that matters."""
+    torch.cuda.empty_cache()
+    free = [
+        block["size"]
+        for segment in torch.cuda.memory_snapshot()
+        for block in segment["blocks"]
+        if segment["segment_type"] == "large" and block["state"] == "inactive"
+    ]
+    return [torch.empty(size, dtype=torch.uint8, device="cuda") for size in sorted(free, reverse=True)]

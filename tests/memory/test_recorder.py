@@ -9,6 +9,7 @@ import torch
 
 from forebay.memory.recorder import Peaks, TimelineRecorder, TimingRecorder, TrialRecorder, highest_rise, requested
 from forebay.memory.timeline import Assignment, CallFigures, Rates, Timeline, TimelineEvent, simulate
+from tests.helpers import fill_free_parts
 from tests.memory.devices import SimulatedDevice
 
 GPU = torch.device("cuda", 0)
@@ -223,7 +224,7 @@ def taken(size: int) -> torch.Tensor:
 def test_a_block_that_is_given_out_whole_counts_as_what_was_requested() -> None:
     gpu = torch.device("cuda")
     torch.cuda.synchronize()
-    torch.cuda.empty_cache()
+    _leftovers = fill_free_parts()
     hole = taken(17 * MIB + MIB // 2)  # a segment of 18 MiB, of which half a MiB is not split off
     before, held = requested(gpu)[0] - hole.nbytes, torch.cuda.memory_allocated() - 18 * MIB
     del hole

@@ -297,7 +297,9 @@ def experts_backward_op(
     need_down: bool,
     need_gate_up_bias: bool,
     need_down_bias: bool,
-    defer_weight_gradients: bool = False,
+    # Trap: no default. torch's compile cache on disk has calls by the names of defaulted parameters, but not the names in its
+    # key: after a renaming, another version's compiled code would be run.
+    defer_weight_gradients: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`experts_backward` of saved tensors."""
     return experts_backward(
@@ -313,7 +315,7 @@ def experts_backward_op(
 def _(
     dy, x, h, order, inverse, offs, weights, gate_up, down, gate_up_bias, down_bias,
     activation, interleaved, transposed, alpha, limit,
-    need_x, need_weights, need_gate_up, need_down, need_gate_up_bias, need_down_bias, defer_weight_gradients=False,
+    need_x, need_weights, need_gate_up, need_down, need_gate_up_bias, need_down_bias, defer_weight_gradients,
 ):  # fmt: skip
     def like(t, need):
         return t.new_empty(t.shape) if need else dy.new_empty(0)
@@ -404,7 +406,7 @@ def _gradients(ctx, dy: Tensor | None, *_):
     if dy is None:
         return (None,) * 14
     refuse_second_derivative()
-    grads = experts_backward_op(dy, *ctx.saved_tensors, *ctx.settings, *ctx.needs)
+    grads = experts_backward_op(dy, *ctx.saved_tensors, *ctx.settings, *ctx.needs, False)
     dx, *rest = (g if need else None for g, need in zip(grads, ctx.needs, strict=True))
     return (dx, None, *rest, *(None,) * 7)
 
@@ -442,7 +444,7 @@ def _experts_backward_flop(
     dy, x, h, order, inverse, offs, weights, gate_up, down, gate_up_bias, down_bias,
     activation, interleaved, transposed, alpha, limit,
     need_x, need_weights, need_gate_up, need_down, need_gate_up_bias, need_down_bias,
-    defer_weight_gradients=False, out_shape=None, **kwargs,
+    defer_weight_gradients, out_shape=None, **kwargs,
 ) -> int:  # fmt: skip
     """One product of a projection for each gradient that is computed here, and one to recompute h."""
     needs = NeededGradients(need_x, need_weights, need_gate_up, need_down, need_gate_up_bias, need_down_bias)

@@ -145,9 +145,9 @@ def main() -> None:
             }
         )
         print(rows[-1], flush=True)
+        write(options.name, rows, repeats=options.repeats, steps=options.steps)
     for version in versions.values():
         version.close()
-    write(options.name, rows, repeats=options.repeats, steps=options.steps)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,22 @@
 """Storages are known again by where they are and how often they were written to."""
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from forebay.memory.storage import StorageIdentity, storable
+from forebay.memory.storage import storable, storage_key
 
 
-def test_an_identity_is_found_by_the_key_alone_while_it_lives() -> None:
+def test_a_key_is_of_one_storage_and_version_while_a_weak_reference_lives() -> None:
     base = torch.zeros(64)
-    identity = StorageIdentity(base.untyped_storage(), base._version)
+    weak, key = StorageWeakRef(base.untyped_storage()), storage_key(base.untyped_storage(), base._version)
     view = base[3:9]
-    assert StorageIdentity.key_of(view.untyped_storage(), view._version) == identity.key
+    assert storage_key(view.untyped_storage(), view._version) == key
     base.add_(1)
-    assert StorageIdentity.key_of(base.untyped_storage(), base._version) != identity.key
-    assert not identity.expired
+    assert storage_key(base.untyped_storage(), base._version) != key
     del base, view
-    assert identity.expired
-    # No other storage gets its address while it lives, or it would be taken for this one.
+    assert weak.expired()
     others = [torch.zeros(64) for _ in range(100)]
-    assert identity.key not in {StorageIdentity.key_of(t.untyped_storage(), 0) for t in others}
+    assert key not in {storage_key(t.untyped_storage(), 0) for t in others}, "the address was given out again"
 
 
 def test_what_a_store_may_take() -> None:

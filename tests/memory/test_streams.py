@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from forebay.memory.host_store import HostStore, Ticket, TicketState
-from forebay.memory.streams import CopyDone
+from forebay.memory.host_store import CopyDone, HostStore, Ticket, TicketState
 
 Notes = list[tuple[Any, ...]]
 

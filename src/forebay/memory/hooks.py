@@ -5,9 +5,9 @@ the saved tensors where the policy wants them. A region's forward runs inside ``
 tensor that autograd saves: it returns a detached alias of a weight, a small tensor or one that the plan keeps, and gives the
 storage of any other to the store, whose ticket the autograd node owns. When the forward is over, the region's tickets are sent
 to the host together. When the gradient reaches the region's output, the manager waits for the region's tickets and starts the
-fetches that are due (`forebay.memory.transfers`). `Manager._unpack` cuts the saved view out of the ticket's bytes. The ticket
-dies with the node, and its memory is free. The graph owns tickets and region calls; the manager owns the store and the
-`Autotuner`, which decides what is offloaded.
+fetches that are due. `Manager._unpack` cuts the saved view out of the ticket's bytes. The ticket dies with the node, and its
+memory is free. The graph owns tickets and region calls; the manager owns the store and the `Autotuner`, which decides what is
+offloaded.
 """
 
 import warnings
@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import torch
 from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from forebay.memory.autotune import Autotuner, Trial, TuneState
@@ -27,19 +28,18 @@ from forebay.memory.host_store import HostStore, Ledger, Ticket
 from forebay.memory.overrides import CallSite
 from forebay.memory.recompute import foreign_saved_tensor_hooks, recomputed, refuse_nested_checkpointing
 from forebay.memory.recorder import TimelineRecorder
-from forebay.memory.step import KnownStorage, Region, RegionCall, Step, StepReport
+from forebay.memory.step import KnownStorage, Region, RegionCall, Step, StepReport, Transfers
 from forebay.memory.storage import (
     RegionWeights,
     SavedAlias,
-    StorageIdentity,
     View,
     raise_modified_inplace,
     storable,
     storage_bytes,
+    storage_key,
     version_counter,
 )
 from forebay.memory.timeline import Key, Plan, Timeline
-from forebay.memory.transfers import Transfers
 from forebay.policy import Claim, PolicyError
 
 _MIN_BYTES_CUDA = 1 << 20  # a 1 MiB copy reaches 40 of 55 GB/s (H200); below that launches cost more than they free
@@ -145,7 +145,7 @@ class Manager:
         self.__reduce__()
 
     def __reduce__(self) -> NoReturn:
-        # Trap: a `StorageWeakRef` (`StorageIdentity`) that is copied frees its reference twice.
+        # Trap: a `StorageWeakRef` that is copied frees its reference twice.
         raise TypeError("a Manager belongs to one model in one process; copy or pickle the model, not its manager")
 
     # --- state and figures --------------------------------------------------------------------------------------------
@@ -441,15 +441,13 @@ class Manager:
             self._kept_bytes[region.path] = self._input_bytes(args, kwargs)  # a checkpoint keeps these and nothing else
             return forward
         weights = RegionWeights(region.site.module)
-        counted: dict[tuple[int, int], StorageIdentity] = {}
+        counted: dict[tuple[int, int], StorageWeakRef] = {}
 
         def count(tensor: torch.Tensor) -> SavedAlias:
             storage = storable(tensor, self._device, 1, weights)
-            if storage is not None:
-                identity = StorageIdentity(storage, tensor._version)
-                if identity.key not in counted:
-                    counted[identity.key] = identity
-                    self._kept_bytes[region.path] += storage.nbytes()
+            if storage is not None and (key := storage_key(storage, tensor._version)) not in counted:
+                counted[key] = StorageWeakRef(storage)
+                self._kept_bytes[region.path] += storage.nbytes()
             return SavedAlias(tensor)
 
         def counting(*a: Any, **k: Any) -> Any:
@@ -470,7 +468,7 @@ class Manager:
         storage = storable(tensor, self._device, self._min_bytes, weights)
         if storage is None:
             return SavedAlias(tensor)
-        key = StorageIdentity.key_of(storage, tensor._version)
+        key = storage_key(storage, tensor._version)
         saved = self._saved_before(key)
         if saved is None:
             ticket = self._record_saved(call, storage, key)
@@ -493,7 +491,7 @@ class Manager:
     def _saved_before(self, key: tuple[int, int]) -> KnownStorage | None:
         """The storage, if it was saved in this step: it is stored once, however many nodes save views of it."""
         saved = self._step.saved.get(key)
-        if saved is None or saved.identity.expired or (saved.ticket is not None and saved.ticket() is None):
+        if saved is None or saved.weak.expired() or (saved.ticket is not None and saved.ticket() is None):
             return None
         return saved
 
@@ -512,7 +510,7 @@ class Manager:
             unreleased = self._step.unreleased
             if not self._tuner.alternating and (not unreleased or unreleased[-1]() is not call):
                 unreleased.append(weakref.ref(call))
-        saved = KnownStorage(StorageIdentity(storage, key[1]), call.key, call.number, item, ref)
+        saved = KnownStorage(StorageWeakRef(storage), call.key, call.number, item, ref)
         self._step.saved[key] = saved
         if self._recording is not None:
             self._step.saved_by.setdefault(call.key, []).append(saved)

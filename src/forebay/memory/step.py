@@ -1,20 +1,26 @@
-"""The region calls of one step, which autograd's graph owns, and the figures reported of a step.
+"""One step: its region calls, when their tickets move, and the figures reported of it.
 
 A *step* of the memory package is not an optimizer step: it begins when a region is entered while no earlier call waits for its
 backward, and ends when the next one begins, so with plain gradient accumulation each microbatch is a step of its own, while
-several forwards followed by their backwards, or all microbatches of a pipeline, are one. Calls are numbered as they come. The
-order of backwards is the one given by a schedule, or else the reverse of the forwards.
+several forwards followed by their backwards, or all microbatches of a pipeline, are one. Calls are numbered as they come; the
+autograd graph owns them. The order of backwards is the one given by a schedule, or else the reverse of the forwards. At the start
+of each call's forward and backward, `Transfers` sends, releases, fetches and waits for tickets of the `HostStore`.
 """
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from forebay.memory.host_store import Ticket
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from forebay.memory.autotune import Autotuner
+from forebay.memory.host_store import HostStore, Ledger, Ticket, TicketState, external_event
 from forebay.memory.overrides import CallSite
-from forebay.memory.storage import RegionWeights, StorageIdentity
-from forebay.memory.timeline import Key
+from forebay.memory.recorder import Marks, Recorder, TimelineRecorder
+from forebay.memory.storage import RegionWeights
+from forebay.memory.timeline import Key, Plan
 
 
 @dataclass(frozen=True)
@@ -55,9 +61,9 @@ class Region:
 @dataclass(eq=False, slots=True)
 class KnownStorage:
     """A storage that was saved in this step: the first call that saved it, its index among that call's items, and its ticket
-    if it is offloaded."""
+    if it is offloaded. `weak` keeps the storage's address as an object from being reused, not its memory."""
 
-    identity: StorageIdentity
+    weak: StorageWeakRef
     key: Key
     number: int
     item: int
@@ -114,8 +120,8 @@ class Step:
         backwards: the order of the step's backwards, if it is known.
 
     Attributes:
-        saved: storages by identity. `saved_by`: the same by their first call, only while measuring.
-        unreleased: calls whose device memory is not released yet; see `forebay.memory.transfers`.
+        saved: storages by `forebay.memory.storage.storage_key`. `saved_by`: by their first call, only while measuring.
+        unreleased: calls whose device memory is not released yet.
         weights: of regions, if a schedule says that they are steady within a step.
         saved_bytes, offloaded_bytes: of regions whose storages may be offloaded.
     """
@@ -178,6 +184,9 @@ class Step:
             self._n_finished += 1
         return True
 
+    def unreleased_calls(self) -> list[RegionCall]:
+        return [call for ref in self.unreleased if (call := ref()) is not None]
+
     def find(self, key: Key) -> RegionCall | None:
         ref = self._by_key.get(key)
         return ref() if ref is not None else None
@@ -203,3 +212,136 @@ class Step:
                 return call
             self._place += 1
         return None
+
+
+class Transfers:
+    """Moves the tickets of one store at a step's events: by the plan, or one call at a time while there is none.
+
+    Attributes:
+        captured: the step is captured in a CUDA graph.
+    """
+
+    def __init__(self, store: HostStore, ledger: Ledger):
+        self._store, self._ledger = store, ledger
+        self._gpu = store.device.type == "cuda"
+        self.captured = False
+        self._waits: list[Marks] = []  # of the current step
+        self._spare_cuda_events: list[Any] = []  # recorded in earlier steps
+
+    def begin_step(self, previous: Step) -> None:
+        """Settle what the previous step left, and count from here."""
+        self.release(previous.unreleased_calls())
+        self._store.reset_stats()
+        self._spare_cuda_events.extend(event for pair in self._waits for event in pair)
+        self._waits.clear()
+
+    def on_event(self, kind: str, call: RegionCall, tuner: Autotuner) -> None:
+        """The forward ("F") or backward ("B") of `call` starts: release, fetch and wait for what is due."""
+        plan, recorder = tuner.plan, tuner.recorder
+        marks, device_bytes, host_bytes = None, 0, 0
+        if recorder is not None:
+            recorder.before_waits()
+        if plan is None:
+            before = self.mark()
+            self._one_call_at_a_time(kind, call, recorder)
+            device_bytes = self._ledger.device_bytes
+            marks = before, self.mark()
+        elif plan.planned_bytes:
+            timed = recorder is not None and recorder.times_events
+            marks = self._follow(kind, call, plan, tuner.lookup.release_at.get((kind, call.key), ()), timed)
+            if timed:
+                host_bytes = self._ledger.live_bytes - self._ledger.device_bytes
+        if recorder is not None:
+            recorder.after_waits(kind, call.key, marks, device_bytes, host_bytes)
+
+    def _one_call_at_a_time(self, kind: str, call: RegionCall, recorder: Recorder | None) -> None:
+        """Without a plan one call's copy out is under way, and the next call in backward order is fetched ahead."""
+        step = call.step
+        self.release(other for other in step.unreleased_calls() if other is not call)
+        step.unreleased = [ref for ref in step.unreleased if ref() is call]
+        if kind == "B":
+            if isinstance(recorder, TimelineRecorder):
+                _exclude_held_elsewhere(recorder, call)
+            self.take_back(call)
+            following = step.next_backward()
+            if following is not None:
+                self._store.fetch(following.live_tickets())
+
+    def _follow(self, kind: str, call: RegionCall, plan: Plan, to_release: Sequence[Key], timed: bool) -> Marks | None:
+        """Returns the marks around the waits, if there were any or if the event is `timed`."""
+        due = [other for key in to_release if (other := call.step.find(key)) is not None]
+        if kind == "B" and call.step.unreleased:
+            due += _overdue(call.step, plan)
+        awaited = kind == "B" and bool(call.tickets)
+        before = self.mark() if due or awaited or timed else None
+        if due:
+            self.release(due)
+        fetches = plan.fetch_at.get((kind, call.key), ())
+        if fetches:
+            wanted = [other.live_tickets() for key in fetches if (other := call.step.find(key)) is not None]
+            self._store.fetch(*wanted)
+        if awaited:
+            self.take_back(call)
+        if before is None:
+            return None
+        self._waits.append((before, self.mark()))
+        return self._waits[-1]
+
+    def send(self, call: RegionCall) -> None:
+        """Begin the copies out of what the call has packed so far. The host pays for CUDA events and streams once a call, not
+        once a tensor."""
+        if call.unsent:
+            unsent, call.unsent = call.unsent, []
+            call.step.offloaded_bytes += sum(ticket.nbytes for ticket in unsent)
+            self._store.send(unsent)
+
+    def release(self, calls: Iterable[RegionCall]) -> None:
+        """Wait for the calls' copies out on the compute stream, and free the device memory."""
+        for call in calls:
+            self.send(call)
+            for ticket in call.live_tickets():
+                self._store.release(ticket)
+
+    def take_back(self, call: RegionCall) -> None:
+        """Wait for the call's copies back on the compute stream."""
+        for ticket in call.live_tickets():
+            if ticket.state is not TicketState.ON_DEVICE:
+                self._store.recall(ticket)
+
+    def mark(self) -> Any:
+        """Record a CUDA event with a time on the current stream; None on a CPU, and in a graph that is not timed."""
+        if not self._gpu or (self.captured and not self._store.lanes.time_captured):
+            return None
+        if self.captured:
+            event = external_event()
+        else:
+            event = self._spare_cuda_events.pop() if self._spare_cuda_events else torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def forget_waits(self) -> None:
+        """The step was captured: its CUDA events belong to the graph."""
+        self._waits.clear()
+
+    def wait_ms(self) -> float | None:
+        """Time for which the compute stream waited in this step; None on a CPU. Waits for the device."""
+        if not self._gpu:
+            return None
+        torch.cuda.synchronize(self._store.device)
+        return float(sum(before.elapsed_time(after) for before, after in self._waits))
+
+
+def _overdue(step: Step, plan: Plan) -> list[RegionCall]:
+    """At the first backward after forwards: the calls to be released at a forward that has not come. Where all forwards come
+    before all backwards it will not come."""
+    unreleased, step.unreleased = step.unreleased_calls(), []
+    return [call for call in unreleased if plan.release_at.get(call.key, "-")[0] == "F"]
+
+
+def _exclude_held_elsewhere(recorder: TimelineRecorder, call: RegionCall) -> None:
+    """A storage that was offloaded but is still alive is in use elsewhere, such as the batch by its loader: offloading it
+    frees nothing. To be called when the call's own backward begins: the locals of its forward are gone."""
+    for saved in call.step.saved_by.get(call.key, ()):
+        ticket = saved.ticket() if saved.ticket is not None else None
+        if ticket is not None and ticket.state is TicketState.ON_HOST and not saved.weak.expired():
+            recorder.exclude(saved.key, saved.item)

@@ -1,6 +1,6 @@
 """Saved tensors and their storages: which ones a store may take, and how a view comes back.
 
-Input: the tensors that autograd hands to ``pack``. Output: the storage, if a store may take it; its identity, by which one
+Input: the tensors that autograd hands to ``pack``. Output: the storage, if a store may take it; its `storage_key`, by which one
 storage is stored once however many nodes save views of it; and a `View`, which cuts the saved tensor out of the storage's bytes.
 """
 
@@ -10,7 +10,6 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -126,26 +125,10 @@ def storage_bytes(storage: torch.UntypedStorage, device: torch.device) -> torch.
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-class StorageIdentity:
-    """A storage and its contents: equal keys mean the same storage with the same ``_version``, as long as this object lives.
-
-    The weak reference keeps the storage's address as an object from being reused, not its memory.
-    """
-
-    __slots__ = ("_weak", "key")
-
-    def __init__(self, storage: torch.UntypedStorage, version: int):
-        self._weak = StorageWeakRef(storage)
-        self.key = (self._weak.cdata, version)
-
-    @staticmethod
-    def key_of(storage: torch.UntypedStorage, version: int) -> tuple[int, int]:
-        """The key alone, for a look-up: making the object costs more than all else that is done to a tensor."""
-        return storage._cdata, version
-
-    @property
-    def expired(self) -> bool:
-        return self._weak.expired()
+def storage_key(storage: torch.UntypedStorage, version: int) -> tuple[int, int]:
+    """Equal keys mean the same storage with the same ``_version``, as long as a `StorageWeakRef` to it lives: that keeps the
+    storage's address as an object from being reused."""
+    return storage._cdata, version
 
 
 class SavedAlias:

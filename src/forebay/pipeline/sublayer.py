@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from forebay.kernels.flags import Flags
-from forebay.memory.streams import timing_event
+from forebay.memory.host_store import timing_event
 from forebay.moe.dispatch import TokenDispatcher
 from forebay.moe.wgrad import WeightGradients
 

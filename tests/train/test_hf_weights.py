@@ -1,6 +1,7 @@
 """Models of several processes: random weights are the same on every mesh, and each process reads its part of stored ones."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": {**SMALL, "n_routed_experts": 8, "first_k_dense_replace": 1},
     "olmoe": {**SIZES, "num_experts": 8},
 }
-EXPERTS = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
-
-
 # Of 3 layers, by pipeline rank: numbers, embedding, head. A rank may hold dense layers alone; a tied weight stays on one rank.
 CHAIN = (((0,), True, False), ((1, 2), False, True))
 V = (((0, 2), True, True), ((1,), False, False))
@@ -82,9 +80,9 @@ def built(rank: int, world: int, cases: list[Any], wanted: list[dict[str, str]])
         with Mesh.open(config) as mesh:
             model = hf_io.build(config.model, 257, CPU, lambda m, mesh=mesh, c=config: parallel.shard(m, mesh, c), 5)
             assert model.training and all(not t.is_meta for t in [*model.parameters(), *model.buffers()])
-            experts = sum(n for name, n in read.items() if name.endswith(EXPERTS))
+            experts = sum(n for name, n in read.items() if ".experts." in name)
             differing = sorted(name for name, _ in digests(model).items() ^ digests_wanted.items())
-            results.append((differing, experts, sum(read.values()) - experts))
+            results.append((differing, experts, read.total() - experts))
     return results
 
 
@@ -147,16 +145,17 @@ def test_a_part_needs_the_whole_folder(tmp_path: Path) -> None:
         hf_io.build(config_of({"path": str(lacking)}, 1).model, 257, CPU, part=first)
 
 
-def count_reads() -> dict[str, int]:
-    """Bytes that `hf_weights.fill` reads from now on in this process, the test's own, by parameter."""
-    read: dict[str, int] = {}
-    fill = hf_weights.fill
+def count_reads() -> Counter[str]:
+    """Bytes that are read from now on in this process, the test's own, by name in the folder."""
+    read: Counter[str] = Counter()
+    original = hf_weights.Leaf.read
 
-    def counting(*args: Any) -> dict[str, int]:
-        read.update(fill(*args))
-        return read
+    def counting(leaf: hf_weights.Leaf, block: hf_weights.Block) -> torch.Tensor:
+        found = original(leaf, block)
+        read[leaf.key] += found.nbytes
+        return found
 
-    hf_weights.fill = counting
+    hf_weights.Leaf.read = counting  # type: ignore[method-assign]
     return read
 
 
@@ -178,8 +177,9 @@ def built_in_parts(rank: int, world: int, sections: list[Any]) -> list[tuple[dic
                 part=lambda m, part=part: keep_part(m, *part),
             )
             assert parallel.experts_of(model) in (6, 8)  # also where all layers are dense
-            buffers = {name for name, _ in model.named_buffers()}  # every process has and reads these whole
-            results.append((digests(model), sum(n for name, n in read.items() if name not in buffers)))
+            # Every process has and reads buffers whole.
+            parameters = sum(n for name, n in read.items() if not name.endswith("e_score_correction_bias"))
+            results.append((digests(model), parameters))
     return results
 
 

@@ -25,10 +25,10 @@ class RunFolder:
 
     Attributes:
         config, versions: of the run.
-        machine: see `forebay.train.run_outputs.machine`; empty for a run that did not write it.
+        machine: see `forebay.train.run_folder.machine`; empty for a run that did not write it.
         steps: a `forebay.train.metrics.StepRecord` for each step.
         validations: (step, nats a token).
-        ranks: see `forebay.train.run_outputs.held_by_rank`; empty unless the run finished.
+        ranks: see `forebay.train.run_folder.held_by_rank`; empty unless the run finished.
         profile: what a forward saves (`log.profile`): of one process, or a list with one for each pipeline rank; None if absent.
         actions: actions of the step that `log.timeline` names; empty if absent.
     """

@@ -14,6 +14,7 @@ import io
 import json
 import os
 import pickle
+import random
 import shutil
 import warnings
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from pathlib import Path, PurePath
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem
@@ -39,7 +41,6 @@ from torch.distributed.checkpoint.state_dict import (
 from forebay.errors import RunError, UsageError, first_line
 from forebay.train.distributed import on_all, on_main, rank_and_size
 from forebay.train.durable import make_folder, replace_text, sync, sync_files, sync_tree, write_synced
-from forebay.train.rng import host_states, seed_all, set_host_states
 
 # The classes that a checkpoint's ``.metadata`` may name, besides dtypes: what torch 2.11 to 2.13 write for tensors. Each is
 # a plain record, or makes one.
@@ -352,7 +353,7 @@ def load(path: Path, model: Any, optimizer: torch.optim.Optimizer | None = None)
         set_optimizer_state_dict(model, optimizer, {**wanted["optimizer"], **settings}, options=_by_parameter())
         for name, state in wanted["rng"].items():
             (torch.set_rng_state if name.endswith("-cpu") else torch.cuda.set_rng_state)(state)
-        set_host_states(record["rng"][counterpart])
+        _set_host_states(record["rng"][counterpart])
         if counterpart != rank:
             seed_all(int(torch.randint(1 << 62, (rank + 1,))[rank]))
     return record["about"]
@@ -412,7 +413,7 @@ def _write(partial: Path, model: Any, optimizer: torch.optim.Optimizer, about: M
         writer = dcp.FileSystemWriter(partial, thread_count=1, sync_files=False)
         dcp.save(state, storage_writer=writer, no_dist=size == 1)
     on_all(lambda: sync_files(partial.glob(f"__{rank}_*")))
-    generators = on_all(host_states)
+    generators = on_all(_host_states)
     on_main(lambda: _write_once(partial, model, about, generators))
     names = on_main(lambda: sorted(str(p.relative_to(partial)) for p in partial.rglob("*") if p.is_file()))
     parts = on_all(lambda: {n: (os.path.getsize(partial / n), _digest(partial / n)) for n in names[rank::size]})
@@ -483,6 +484,42 @@ def _torch_rng(rank: int) -> dict[str, torch.Tensor]:
     if torch.cuda.is_available():
         states[f"{rank}-cuda"] = torch.cuda.get_rng_state()
     return states
+
+
+def seed_all(seed: int) -> None:
+    """Seed all generators, including those of every CUDA device."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+
+
+def _host_states() -> dict[str, Any]:
+    """States of Python's and NumPy's generators, as JSON."""
+    version, words, gauss = random.getstate()
+    name, key, *rest = np.random.get_state()
+    return {"python": [version, list(words), gauss], "numpy": [name, np.asarray(key).tolist(), *rest]}
+
+
+def _set_host_states(states: Mapping[str, Any]) -> None:
+    """Restore what `_host_states` returned."""
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, key, *rest = states["numpy"]
+    np.random.set_state((name, np.array(key, dtype=np.uint32), *rest))
+
+
+class SavedRngStates:
+    """The states of all generators at construction, with that of `device` if it is a CUDA device."""
+
+    def __init__(self, device: torch.device):
+        self._device, self._host, self._cpu = device, _host_states(), torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def restore(self) -> None:
+        _set_host_states(self._host)
+        torch.set_rng_state(self._cpu)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)
 
 
 def _digest(file: Path) -> str:

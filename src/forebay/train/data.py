@@ -1,10 +1,11 @@
 """Token corpora: text tokenized once into a memory map, and windows of tokens by position.
 
-Input: the ``[data]`` section. Output: a `Corpus` and its `Windows`: batch number -> tensors. The order of windows is a
-keyed permutation of (seed, epoch, position), so there is no iterator state: a run resumes by its step number, and each
-process computes its own part. A cache folder is named by a hash of the files' contents and the tokenizer. It is written
-under another name, synced and renamed, so no reader sees half a file, and its tokens are compared with their hash whenever
-they are opened.
+Input: the ``[data]`` section: the standard library's source, text files, JSONL, Parquet or Hugging Face datasets. Output: a
+`Corpus` and its `Windows`: batch number -> tensors. The order of windows is a keyed permutation of (seed, epoch, position), so
+there is no iterator state: a run resumes by its step number, and each process computes its own part. Files are read in blocks,
+so none has to fit in memory; one that is not text is an error with its name and the place. A cache folder is named by a hash of
+the files' contents and the tokenizer. It is written under another name, synced and renamed, so no reader sees half a file, and
+its tokens are compared with their hash whenever they are opened.
 """
 
 import contextlib
@@ -12,8 +13,9 @@ import hashlib
 import json
 import os
 import shutil
+import sysconfig
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,13 +26,25 @@ import torch
 from forebay.config import Data
 from forebay.errors import RunError, UsageError, first_line
 from forebay.train.durable import LOCK, FolderLock, make_folder, sync, write_synced
-from forebay.train.text_sources import Piece, files, pieces
 from forebay.train.world import ALONE, World
 
 BYTES_END = 256  # end of document, the only special token of the "bytes" tokenizer
 _PARTIAL = ".partial-"
 _WORD = (1 << 64) - 1
 _FORMAT = 1  # part of the cache key; increase it when the meaning of the cached file changes
+BLOCK = 4 << 20  # bytes read at once; also the largest piece of a document handed to a tokenizer
+# Folders that are not the standard library's own code, and tests, which contain deliberately broken encodings.
+_NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3"})
+_SUFFIXES: Mapping[str, tuple[str, ...]] = {"jsonl": (".jsonl", ".json"), "parquet": (".parquet",)}
+_CONTROLS = bytes(c for c in range(32) if c not in b"\t\n\r\f\v\b\x1b")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a document, UTF-8 (any encoding for plain files), and whether the document ends after it."""
+
+    text: bytes
+    ends: bool
 
 
 @dataclass(frozen=True)
@@ -103,7 +117,7 @@ def load_corpus(data: Data, tokenizer: Tokenizer) -> Corpus:
     """The tokens of `data`, from the cache if they are there.
 
     Raises:
-        UsageError, RunError: data is missing, empty or not text (see `forebay.train.text_sources`); the cache cannot be written,
+        UsageError, RunError: data is missing, empty or not text (see `files` and `pieces`); the cache cannot be written,
             or has changed since it was written.
     """
     found = files(data)
@@ -170,8 +184,12 @@ def _write_cache(folder: Path, tokenizer: Tokenizer, pieces: Iterator[Piece]) ->
                 meta = _write_tokens(partial / "tokens.bin", tokenizer, pieces)
                 write_synced(partial / "meta.json", json.dumps(meta))
                 sync(partial)
-                with contextlib.suppress(FileExistsError):
-                    _rename_new(partial, folder)  # with its lock, or `_clean` of another process would remove it
+                try:
+                    partial.rename(folder)  # with its lock, or `_clean` of another process would remove it
+                except OSError:
+                    if not (folder / "meta.json").is_file():
+                        raise
+                else:
                     sync(folder.parent)
                     (folder / LOCK).unlink(missing_ok=True)
             finally:
@@ -216,16 +234,6 @@ def _clean(cache: Path) -> None:
         with contextlib.suppress(OSError), FolderLock() as lock:
             if lock.take(left) and lock.locked:
                 shutil.rmtree(left, ignore_errors=True)
-
-
-def _rename_new(partial: Path, folder: Path) -> None:
-    """Rename to a new name; FileExistsError if another process was first."""
-    try:
-        partial.rename(folder)
-    except OSError as error:
-        if (folder / "meta.json").is_file():
-            raise FileExistsError(str(folder)) from error
-        raise
 
 
 class Windows:
@@ -275,13 +283,6 @@ class Windows:
         return self.tokens[start : start + self.sequence + 1].astype(np.int64)
 
 
-def split(corpus: Corpus, validation: float) -> tuple[np.ndarray, np.ndarray]:
-    """Training and validation tokens; the latter are the last fraction `validation` of the corpus."""
-    held_out = int(len(corpus.tokens) * validation)
-    cut = len(corpus.tokens) - held_out
-    return corpus.tokens[:cut], corpus.tokens[cut:]
-
-
 def permute(place: int, count: int, seed: int, epoch: int) -> int:
     """Image of `place` under a pseudo-random permutation of ``range(count)``, without a table.
 
@@ -308,3 +309,177 @@ def _mix(value: int, seed: int, epoch: int, turn: int) -> int:
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _WORD
         state ^= state >> 31
     return state
+
+
+def files(data: Data) -> list[Path]:
+    """The files of the text, in a fixed order.
+
+    Raises:
+        UsageError: a path does not exist, or a folder holds no file of the right kind.
+        RunError: a file is empty.
+    """
+    if data.source == "stdlib":
+        return _stdlib()
+    found = [file for path in _paths(data) for file in _expand(path, data.source)]
+    if data.source in ("text", "jsonl", "parquet"):
+        for file in found:
+            if file.stat().st_size == 0:
+                wanted = {"jsonl": "one JSON object a line", "parquet": "a Parquet table"}.get(data.source, "text")
+                raise RunError(f"data file {file} is empty; it must hold {wanted}")
+    return found
+
+
+def pieces(data: Data, found: list[Path]) -> Iterator[Piece]:
+    """The text of the files `found`, in their order.
+
+    Raises:
+        UsageError: a package that the source needs is not installed, or a column does not exist.
+        RunError: a file is not of the source's format.
+    """
+    if data.source == "hf":
+        for path in _paths(data):
+            yield from _hf(path, data.field)
+        return
+    strict = data.tokenizer != "bytes" or data.source != "text"
+    for file in found:
+        if data.source == "jsonl":
+            yield from _jsonl(file, data.field)
+        elif data.source == "parquet":
+            yield from _parquet(file, data.field)
+        else:
+            yield from _text(file, strict)
+
+
+def _paths(data: Data) -> list[Path]:
+    return [Path(p).expanduser() for p in ((data.path,) if isinstance(data.path, str) else data.path)]
+
+
+def _stdlib() -> list[Path]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(f for f in folders if f not in _NOT_STDLIB and not f.startswith("config-"))
+        found += [Path(folder, name) for name in sorted(names) if name.endswith(".py")]
+    found = [f for f in found if f.stat().st_size]
+    if not found:
+        raise RunError(
+            f"no Python source under {root}: this Python comes without its standard library's source; use data.source = 'text'"
+        )
+    return found
+
+
+def _expand(path: Path, source: str) -> list[Path]:
+    if not path.exists():
+        raise UsageError(f"data.path {str(path)!r} does not exist; it must be a file or a folder")
+    if path.is_file():
+        if source == "hf":
+            raise UsageError(
+                f"data.path {str(path)!r} is a file; source 'hf' needs a folder written by datasets' save_to_disk"
+            )
+        return [path]
+    suffixes = _SUFFIXES.get(source, ())
+    found = sorted(f for f in path.rglob("*") if f.is_file() and (not suffixes or f.suffix in suffixes))
+    found = [f for f in found if not any(part.startswith(".") for part in f.relative_to(path).parts)]
+    if not found:
+        raise UsageError(f"data.path {str(path)!r} holds no {' or '.join(suffixes) or 'readable'} file")
+    return found
+
+
+def _text(file: Path, strict: bool) -> Iterator[Piece]:
+    """Blocks of a text file, cut at line ends, so that the tokens of a line do not depend on the block size."""
+    offset, rest = 0, b""
+    with file.open("rb") as stream:
+        while block := stream.read(BLOCK):
+            _refuse_binary(file, block, offset)
+            offset += len(block)
+            rest += block
+            cut = rest.rfind(b"\n") + 1
+            if cut:
+                yield Piece(_checked(file, rest[:cut], offset - len(rest), strict), False)
+                rest = rest[cut:]
+    yield Piece(_checked(file, rest, offset - len(rest), strict), True)
+
+
+def _refuse_binary(file: Path, block: bytes, offset: int) -> None:
+    """Refuse bytes with a NUL, or with more than 5 % control characters: no text encoding that a tokenizer reads has them."""
+    if (nul := block.find(b"\0")) >= 0:
+        raise RunError(f"data file {file} is binary (a NUL byte at offset {offset + nul}); it must be text")
+    sample = block[: 1 << 16]
+    if len(sample.translate(None, _CONTROLS)) < 0.95 * len(sample):
+        raise RunError(f"data file {file} is binary (control characters from offset {offset}); it must be text")
+
+
+def _checked(file: Path, text: bytes, offset: int, strict: bool) -> bytes:
+    if strict:
+        try:
+            text.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise RunError(
+                f"data file {file} is not UTF-8 text (byte 0x{text[error.start]:02x} at offset {offset + error.start}); "
+                "convert it to UTF-8, or use data.tokenizer = 'bytes'"
+            ) from None
+    return text
+
+
+def _jsonl(file: Path, field: str) -> Iterator[Piece]:
+    with file.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            if not line.strip():
+                continue
+            _refuse_binary(file, line, stream.tell() - len(line))
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise RunError(f"data file {file}, line {number}: not a JSON object ({error})") from None
+            text = record.get(field) if isinstance(record, dict) else None
+            yield _document(text, f"data file {file}, line {number}", field, record)
+
+
+def _document(text: Any, where: str, field: str, record: Any) -> Piece:
+    if not isinstance(text, str):
+        held = ", ".join(map(repr, record)) if isinstance(record, dict) else "no fields"
+        raise RunError(
+            f"{where}: no text in field {field!r}; the record has {held}, so set data.field to the one with the text"
+        )
+    return Piece(text.encode("utf-8", errors="replace"), True)
+
+
+def _parquet(file: Path, field: str) -> Iterator[Piece]:
+    try:
+        import pyarrow
+        import pyarrow.parquet as parquet
+    except ModuleNotFoundError as error:
+        raise UsageError("data.source = 'parquet' needs the package pyarrow: pip install pyarrow") from error
+    try:
+        with parquet.ParquetFile(file) as table:
+            names = table.schema_arrow.names
+            if field not in names:
+                raise UsageError(
+                    f"data file {file} has no column {field!r}; set data.field to one of {', '.join(names)}"
+                )
+            for batch in table.iter_batches(columns=[field]):
+                for text in batch.column(0).to_pylist():
+                    yield _document(text, f"data file {file}", field, dict.fromkeys(names))
+    except (pyarrow.ArrowException, OSError) as error:
+        raise RunError(f"data file {file} is not a readable Parquet table: {str(error).splitlines()[0]}") from error
+
+
+def _hf(folder: Path, field: str) -> Iterator[Piece]:
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        raise UsageError("data.source = 'hf' needs the package datasets: pip install datasets") from error
+    try:
+        loaded = datasets.load_from_disk(str(folder))
+    except (FileNotFoundError, ValueError) as error:
+        raise RunError(f"{folder} was not written by datasets' save_to_disk: {error}") from error
+    if isinstance(loaded, datasets.DatasetDict):
+        if "train" not in loaded:
+            raise UsageError(
+                f"{folder} holds the splits {', '.join(loaded)}; save the one to train on by itself, or name it 'train'"
+            )
+        loaded = loaded["train"]
+    if field not in loaded.column_names:
+        raise UsageError(f"{folder} has no column {field!r}; set data.field to one of {', '.join(loaded.column_names)}")
+    for record in loaded.select_columns([field]):
+        yield _document(record[field], str(folder), field, record)

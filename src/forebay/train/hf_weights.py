@@ -1,32 +1,134 @@
-"""Reads the weights of a Hugging Face folder, of which each process reads only the bytes of its own shards.
+"""Weights of a model of which each process holds a part: initial values, or those of a Hugging Face folder.
 
-Input: a folder of safetensors, a model whose parameters are DTensors or plain, all of it or a part, and its blueprint (the
-same model, whole and unsharded, on the meta device). Output: the model's parameters and persistent buffers, filled in
-place. A folder may store a model in another layout than transformers builds it in: experts one by one, gate and up apart.
-The conversions of transformers' `conversion_mapping` become `Source`s, which know their shape without reading and read any
-block of themselves, as in ``gate_up_proj [E, 2I, H] = Joined(1, Stacked(gate_0 [I, H], gate_1, ...), Stacked(up_0, up_1,
-...))``. Every process plans the whole model from the files' headers, so all find the same missing or mis-shaped tensor.
-Other stored tensors are ignored, as in transformers.
+Input: a model on the meta device, sharded (DTensors) or not, all of it or a part, and its blueprint: the same model, whole
+and unsharded, on the meta device. Output: its parameters and buffers on a real device, of which each process makes or reads
+its own shards only. Random weights depend on the seed and the parameter's name only, so any number of processes in any mesh
+starts from the same model. (A CPU and a GPU draw different numbers.) A folder of safetensors may store a model in another
+layout than transformers builds it in: experts one by one, gate and up apart. The conversions of transformers'
+`conversion_mapping` become `Source`s, which know their shape without reading and read any block of themselves, as in
+``gate_up_proj [E, 2I, H] = Joined(1, Stacked(gate_0 [I, H], gate_1, ...), Stacked(up_0, up_1, ...))``. Every process plans
+the whole model from the files' headers, so all find the same missing or mis-shaped tensor. Other stored tensors are ignored,
+as in transformers.
 """
 
+import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from forebay.errors import RunError, first_line
 from forebay.memory.storage import local
-from forebay.train.sharded_init import shard_slices
 
 Block = tuple[slice, ...]
-Member: TypeAlias = "tuple[str, str, Leaf]"
-"""A stored tensor that takes part in a conversion: its name, the pattern that it matches, and the tensor."""
+Member: TypeAlias = "tuple[str, Leaf]"
+"""A stored tensor that takes part in a conversion: the pattern that its name matches, and the tensor."""
+
+
+def shard_slices(tensor: torch.Tensor) -> tuple[slice, ...]:
+    """The position of `local(tensor)` in the whole tensor, a slice per dimension; empty slices if this process holds nothing."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, n) for n in tensor.shape)
+    # As torch.distributed.checkpoint finds it: correct for FSDP2's order of sharding, and for uneven shards.
+    (chunk,) = tensor.__create_chunk_list__()
+    return tuple(slice(start, start + n) for start, n in zip(chunk.offsets, chunk.sizes, strict=True))
+
+
+def materialize(model: Any, device: torch.device) -> None:
+    """Allocate this process's part of a model from the meta device on `device`, uninitialized.
+
+    Raises:
+        RunError: a module keeps a tensor as a plain attribute, which has no values then.
+    """
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                raise RunError(
+                    f"{type(model).__name__} keeps {path}.{name} outside its parameters and buffers, so it cannot be sharded"
+                )
+    model.to_empty(device=device)
+    model.tie_weights()  # `to_empty` separates tied weights
+
+
+@torch.no_grad()
+def initialize(model: Any, blueprint: Any, seed: int) -> None:
+    """Set random parameters, and buffers as transformers makes them. Leaves the random generators unchanged.
+
+    transformers' own rules (`_init_weights` of a parameter's module, then of the modules around it) are applied to the blueprint,
+    in which one parameter at a time is real.
+    """
+    initialize_buffers(model, blueprint)
+    parameters = dict(model.named_parameters())
+    around = _around(blueprint)
+    with torch.random.fork_rng([p.device for p in parameters.values() if p.is_cuda][:1]):
+        for name, meta in blueprint.named_parameters():  # in both, tied parameters appear once, under their first name
+            if name not in parameters:
+                continue  # of another part
+            held = local(parameters[name])
+            if not held.numel():
+                continue
+            whole = nn.Parameter(torch.empty(meta.shape, dtype=meta.dtype, device=held.device), meta.requires_grad)
+            digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+            torch.manual_seed(int.from_bytes(digest) >> 1)
+            path, _, leaf = name.rpartition(".")
+            with _replaced(blueprint.get_submodule(path)._parameters, {leaf: whole}):
+                for owner, module in around[path]:
+                    owner._init_weights(module)
+            held.copy_(whole[shard_slices(parameters[name])])
+
+
+@torch.no_grad()
+def initialize_buffers(model: Any, blueprint: Any) -> None:
+    """Set the buffers, which every process has whole: rotary frequencies, router biases.
+
+    Checkpoints do not contain those that transformers computes from the configuration.
+    """
+    around, held = _around(blueprint), dict(model.named_modules())
+    for path, module in blueprint.named_modules():
+        if path not in held:
+            continue  # of another part
+        # All buffers of a module together, since one may depend on another; on the CPU, as `from_pretrained` makes them.
+        whole = {n: torch.empty_like(b, device="cpu") for n, b in module.named_buffers(recurse=False)}
+        if not whole:
+            continue
+        with _replaced(module._buffers, whole):
+            for owner, outer in around[path]:
+                owner._init_weights(outer)
+        for name, value in whole.items():
+            held[path].get_buffer(name).copy_(value)
+
+
+def _around(model: Any) -> dict[str, list[tuple[Any, nn.Module]]]:
+    """For each module path: the module and those around it, from the inside out, each with the model whose rules it follows."""
+    from transformers import PreTrainedModel
+
+    def walk(path: str, module: nn.Module, owner: Any, outside: list[Any]) -> Iterator[tuple[str, list[Any]]]:
+        owner = module if isinstance(module, PreTrainedModel) else owner
+        chain = [(owner, module), *outside]
+        yield path, chain
+        for name, child in module.named_children():
+            yield from walk(f"{path}.{name}" if path else name, child, owner, chain)
+
+    return dict(walk("", model, model, []))
+
+
+@contextmanager
+def _replaced(held: dict[str, Any], real: dict[str, Any]) -> Iterator[None]:
+    """Context in which entries of a module's parameters or buffers are replaced by `real`."""
+    meta = {name: held[name] for name in real}
+    held.update(real)
+    try:
+        yield
+    finally:
+        held.update(meta)
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -61,15 +163,8 @@ def files_of(folder: Path) -> list[Path]:
 
 
 @torch.no_grad()
-def fill(model: Any, blueprint: Any, folder: Path) -> dict[str, int]:
-    """Read a folder's weights into `model`.
-
-    Args:
-        model: materialized; parameters plain or DTensors. A part of the blueprint, or all of it.
-        blueprint: the same model, whole and unsharded, on the meta device.
-
-    Returns:
-        Bytes that this process read, by parameter and buffer.
+def fill(model: Any, blueprint: Any, folder: Path) -> None:
+    """Read a folder's weights into a materialized `model`.
 
     Raises:
         RunError: a file is missing or truncated, or a tensor is missing or mis-shaped; the first one is named.
@@ -78,25 +173,12 @@ def fill(model: Any, blueprint: Any, folder: Path) -> dict[str, int]:
 
     with ExitStack() as stack:
         files = [stack.enter_context(safe_open(file, framework="pt")) for file in files_of(folder)]
-        count = Count()
-        leaves = {name: Leaf(file.get_slice(name), count) for file in files for name in file.keys()}  # noqa: SIM118 (no dict)
+        leaves = {name: Leaf(name, file.get_slice(name)) for file in files for name in file.keys()}  # noqa: SIM118 (no dict)
         sources = _sources(folder, blueprint, leaves)
-        read = {}
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if name not in sources:
-                continue  # a buffer that transformers computes
-            before = count.bytes
-            if local(tensor).numel():
+            # A name without a source is a buffer that transformers computes.
+            if name in sources and local(tensor).numel():
                 local(tensor).copy_(sources[name].read(shard_slices(tensor)))
-            read[name] = count.bytes - before
-    return read
-
-
-@dataclass
-class Count:
-    """Bytes read so far."""
-
-    bytes: int = 0
 
 
 class Source(Protocol):
@@ -111,16 +193,14 @@ class Source(Protocol):
 
 
 class Leaf:
-    """A stored tensor. Counts the bytes that are read of it."""
+    """A stored tensor, and its name in the folder."""
 
-    def __init__(self, stored: Any, count: Count):
-        self._stored, self._count = stored, count
+    def __init__(self, key: str, stored: Any):
+        self.key, self._stored = key, stored
         self.shape = tuple(stored.get_shape())
 
     def read(self, block: Block) -> torch.Tensor:
-        found = self._stored[block if block else ...]
-        self._count.bytes += found.nbytes
-        return found
+        return self._stored[block if block else ...]
 
 
 @dataclass(frozen=True)
@@ -178,13 +258,13 @@ class Conversion:
 
     name: str
     converter: Any
-    members: tuple[tuple[str, str, Leaf], ...]
+    members: list[Member]
     model: Any
 
     def __call__(self, tensor_of: Callable[[Leaf], torch.Tensor]) -> dict[str, torch.Tensor]:
         converter = deepcopy(self.converter)
-        for key, pattern, leaf in self.members:
-            converter.add_tensor(self.name, key, pattern, tensor_of(leaf))
+        for pattern, leaf in self.members:
+            converter.add_tensor(self.name, leaf.key, pattern, tensor_of(leaf))
         made = converter.convert(self.name, model=self.model, config=self.model.config)
         return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
 
@@ -201,9 +281,9 @@ def _sources(folder: Path, blueprint: Any, leaves: Mapping[str, Leaf]) -> dict[s
     converters = _targets(blueprint, leaves, wanted, found, groups)
     missing: list[str] = []
     for name, members in groups.items():
-        absent = _missing_experts(name, converters[members[0][1]], members, wanted[name][0])
+        absent = _missing_experts(name, converters[members[0][0]], members, wanted[name][0])
         if not absent:
-            found |= _converted(name, converters[members[0][1]], members, blueprint)
+            found |= _converted(name, converters[members[0][0]], members, blueprint)
         missing += absent
     for name, other in blueprint.all_tied_weights_keys.items():
         for a, b in ((name, other), (other, name)):
@@ -253,7 +333,7 @@ def _targets(
         if pattern is None:
             found[name] = leaves[key]
         else:
-            groups.setdefault(name, []).append((key, pattern, leaves[key]))
+            groups.setdefault(name, []).append((pattern, leaves[key]))
     return {pattern: converter for converter in converters for pattern in converter.source_patterns}
 
 
@@ -264,29 +344,31 @@ def _converted(name: str, converter: Any, members: list[Member], blueprint: Any)
         case [MergeModulelist(dim=0), *rest] if all(isinstance(op, Concatenate) for op in rest) and len(rest) < 2:
             stacks = []
             for pattern in converter.source_patterns:
-                pieces = {key: leaf for key, its, leaf in members if its == pattern}
-                first = next(iter(pieces.values())).shape
-                for key, leaf in pieces.items():
+                pieces = tuple(leaf for its, leaf in members if its == pattern)
+                first = pieces[0].shape
+                for leaf in pieces:
                     if leaf.shape != first:
-                        raise RunError(f"{key} has shape {list(leaf.shape)}, unlike the other experts' {list(first)}")
-                stacks.append(Stacked(tuple(pieces.values())))
+                        raise RunError(
+                            f"{leaf.key} has shape {list(leaf.shape)}, unlike the other experts' {list(first)}"
+                        )
+                stacks.append(Stacked(pieces))
             if len({len(stack.pieces) for stack in stacks}) > 1:
                 raise RunError(
                     f"{name} has parts of {' and '.join(str(len(stack.pieces)) for stack in stacks)} experts"
                 )
             return {name: Joined(rest[0].dim, tuple(stacks)) if rest else stacks[0]}
-    conversion = Conversion(name, converter, tuple(members), blueprint)
+    conversion = Conversion(name, converter, members, blueprint)
     made = conversion(lambda leaf: torch.empty(leaf.shape, device="meta"))
     return {each: Converted(each, conversion, tuple(tensor.shape)) for each, tensor in made.items()}
 
 
 def _missing_experts(name: str, converter: Any, members: list[Member], count: int) -> list[str]:
     """Names of expert tensors that the folder lacks, though it stores others of the same parameter."""
-    held = {key for key, _, _ in members}
+    held = {leaf.key for _, leaf in members}
     kinds = {}  # (what stands before the expert's number in a name, what stands after it) -> pattern
-    for key, pattern, _ in members:
-        if "*." in pattern and (found := re.search(pattern.replace("*.", r"(\d+)\."), key)):
-            kinds[key[: found.start(1)], key[found.end(1) :]] = pattern
+    for pattern, leaf in members:
+        if "*." in pattern and (found := re.search(pattern.replace("*.", r"(\d+)\."), leaf.key)):
+            kinds[leaf.key[: found.start(1)], leaf.key[found.end(1) :]] = pattern
     absent = [f"{before}{i}{after}" for before, after in kinds for i in range(count)]
     none_of = [p for p in converter.source_patterns if "*." in p and p not in kinds.values()] if kinds else []
     return [each for each in absent if each not in held] + [f"{name} (all of {pattern})" for pattern in none_of]

@@ -1,7 +1,7 @@
 """A training run from its first to its last step: checkpoints, signals, failures and output.
 
 Input: a `Config` and what to resume. Output: the run's folder with ``run.json``, ``metrics.jsonl``, ``checkpoints/``, and
-the files of `forebay.train.run_outputs`. The main process chooses the folder, writes and prints; all processes save their
+the files of `forebay.train.run_folder`. The main process chooses the folder, writes and prints; all processes save their
 part of a checkpoint and evaluate. Ctrl-C or SIGTERM ends the run after the current step, with a checkpoint; a second Ctrl-C
 ends it at once. `train` owns the lock on the folder, the mesh, the heartbeat and the trainer for as long as it runs.
 """
@@ -26,15 +26,14 @@ from torch.distributed.fsdp import FSDPModule
 from forebay.config import Config, check_world, from_mapping
 from forebay.errors import Interrupted, ReportedElsewhere, RunError, UsageError
 from forebay.memory.step import StepReport
-from forebay.train import checkpoint, hf_io, run_outputs
+from forebay.train import checkpoint, hf_io, run_folder
 from forebay.train.data import load_tokenizer
 from forebay.train.distributed import Mesh, World
 from forebay.train.durable import FolderLock, replace_text
 from forebay.train.heartbeat import Heartbeat
 from forebay.train.metrics import Reporter, SilentReporter, StepRecord, Summary, summary_tables
 from forebay.train.pipeline_profile import PipelineProfile, profile_ranks
-from forebay.train.run_folder import Start, claim_start, unwritable
-from forebay.train.run_outputs import PROFILE, RESULT, write_result
+from forebay.train.run_folder import PROFILE, RESULT, Start, claim_start, unwritable, write_result
 from forebay.train.trainer import Trainer
 
 # Settings that the order of the data depends on: a resumed run with another value would skip or repeat text.
@@ -213,11 +212,11 @@ class _TrainingRun:
 
     def _write_outputs(self, last: StepReport) -> None:
         folder, main = self.start.folder, self.mesh.world.is_main
-        ranks = run_outputs.held_by_rank(self.trainer, last)
+        ranks = run_folder.held_by_rank(self.trainer, last)
         if main:
             write_result(folder / RESULT, json.dumps({"ranks": ranks}, indent=1))
         if self.config.log.profile:
-            text = run_outputs.profile_forward(self.trainer)
+            text = run_folder.profile_forward(self.trainer)
             if main:
                 write_result(folder / PROFILE, text)
 
@@ -234,10 +233,10 @@ class _TrainingRun:
         return record
 
     def _watched_step(self, number: int, report: Reporter) -> StepRecord:
-        record, ran = run_outputs.watch_step(self.trainer, partial(self.trainer.step, number))
+        record, ran = run_folder.watch_step(self.trainer, partial(self.trainer.step, number))
         report.step(record)
         title = f"{self.config.parallel.schedule}, step {number}"
-        report.say(self.mesh.on_main(lambda: run_outputs.write_timeline(ran, self.start.folder, title)))
+        report.say(self.mesh.on_main(lambda: run_folder.write_timeline(ran, self.start.folder, title)))
         return record
 
     def _reporter(self, done: int) -> Reporter:
@@ -319,7 +318,7 @@ class _TrainingRun:
 
     def _write_run_file(self) -> None:
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-        about = {"config": self.config.to_dict(), "versions": versions, "machine": run_outputs.machine(self.mesh)}
+        about = {"config": self.config.to_dict(), "versions": versions, "machine": run_folder.machine(self.mesh)}
         try:
             (self.start.folder / RESULT).unlink(missing_ok=True)  # of the same run, when it had fewer steps
             replace_text(self.start.folder / "run.json", json.dumps(about, indent=2))

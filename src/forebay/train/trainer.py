@@ -30,12 +30,12 @@ from forebay.pipeline.partition import Partition
 from forebay.pipeline.schedule import PipelinePlan
 from forebay.train import hf_io, parallel
 from forebay.train.capacity_retry import CapacityRetries
+from forebay.train.checkpoint import seed_all
 from forebay.train.cuda_graph import CudaGraphStep
-from forebay.train.data import Windows, load_corpus, load_tokenizer, split
+from forebay.train.data import Windows, load_corpus, load_tokenizer
 from forebay.train.distributed import Mesh
 from forebay.train.engines import OverlappedGradients, PipelinedGradients, keep_stages, plan_of
 from forebay.train.metrics import StepRecord, peak_bytes, reserved_bytes
-from forebay.train.rng import seed_all
 from forebay.train.world import ALONE
 
 # Smallest tensor that a pipeline offloads. A microbatch of a pipeline is short: the host takes as long to launch the copy
@@ -137,8 +137,9 @@ class Trainer:
         windows = partial(
             Windows, sequence=section.sequence, batch=section.batch, seed=section.seed, world=self.mesh.batch
         )
-        train, held_out = split(self.corpus, self.config.data.validation)
-        return windows(train), windows(held_out, what="validation data") if section.eval_every else None
+        tokens = self.corpus.tokens
+        cut = len(tokens) - int(len(tokens) * self.config.data.validation)
+        return windows(tokens[:cut]), windows(tokens[cut:], what="validation data") if section.eval_every else None
 
     def _build_model(self, vocabulary: int) -> int:
         """Build this process's part of the model; returns the number of experts of a MoE layer, over all processes."""

@@ -242,8 +242,8 @@ def _answer_plan(options: argparse.Namespace, budget: int | None) -> int:
     from forebay.estimate.layers import plan_layers
     from forebay.estimate.plan import ask, fit_run
     from forebay.estimate.search import search
-    from forebay.report.sections import LevelRecorder
-    from forebay.report.write import checked, write_plan
+    from forebay.report.html import checked, write_page
+    from forebay.report.plan_page import LevelRecorder, plan_page
 
     given = [] if options.pp is None else [f"parallel.pp={options.pp}"]
     request = ask(options.config, [*options.overrides, *given], options.world)
@@ -251,15 +251,15 @@ def _answer_plan(options: argparse.Namespace, budget: int | None) -> int:
     world = options.world or config.parallel.pp * config.parallel.ep
     device = _device(options.device)
     auto = budget if options.auto else None
-    curves = None if options.html is None else LevelRecorder()
     page = None if options.html is None else checked(options.html.expanduser())  # raises before any work
-    seen = None if curves is None else curves.seen
+    levels = LevelRecorder()
+    seen = None if page is None else levels.seen
     _quiet_transformers()
     if options.search:
         found = search(request, options.search, world, budget, options.skew, device, options.auto)
         config, plan, fit = found.config, found.plan, found.fit
         if seen is not None:
-            fit_run(config, plan, world, None, options.skew, auto=auto, seen=seen)  # the search kept no curves
+            fit_run(config, plan, world, None, options.skew, auto=auto, seen=seen)  # the search kept no levels
     else:
         plan = plan_layers(config, world)
         fit = fit_run(config, plan, world, budget, options.skew, device=device, auto=auto, seen=seen)
@@ -268,8 +268,8 @@ def _answer_plan(options: argparse.Namespace, budget: int | None) -> int:
         print(json.dumps({**plan.as_dict(), "fit": fit.as_dict(), "settings": request.chosen, **more}, indent=1))
     else:
         _print_plan(request, found, plan, fit)
-    if page is not None and curves is not None:
-        write_plan(curves.planned(plan, fit), config, options.config, page, found)
+    if page is not None:
+        write_page(plan_page(levels.planned(plan, fit), config, options.config, found), page)
         if not options.json:
             print(f"page {page}")
     return _DOES_NOT_FIT if fit.fits is False else 0
@@ -351,7 +351,7 @@ def _save_profile(path: Path) -> None:
 
 
 def _report(options: argparse.Namespace) -> None:
-    from forebay.report.write import write_run
+    from forebay.report.run_page import write_run
 
     _quiet_transformers()
     for line in write_run(options.source.expanduser(), None if options.out is None else options.out.expanduser()):

@@ -11,7 +11,7 @@ from forebay.estimate.device import load
 from forebay.estimate.layers import plan_layers
 from forebay.estimate.plan import fit_run
 from forebay.pipeline.activity import ActionRecord, trace_json
-from forebay.report.sections import LevelRecorder, Planned
+from forebay.report.plan_page import LevelRecorder, Planned
 from tests.train.common import MODEL
 
 GIB = 1 << 30

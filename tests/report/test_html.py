@@ -13,10 +13,8 @@ import pytest
 from forebay.policy import PLACEMENTS
 from forebay.report.charts import PARTS
 from forebay.report.html import Html, data, join, ranges, tag
-from forebay.report.plan_page import plan_page
-from forebay.report.read_run import read_run
-from forebay.report.run_page import run_page
-from forebay.report.sections import Planned
+from forebay.report.plan_page import Planned, plan_page
+from forebay.report.run_page import read_run, run_page
 from tests.report.pages import config, plan_of, write_folder
 
 NASTY = "<script>window.hurt=1</script>\"'&x"

@@ -12,8 +12,7 @@ from forebay.estimate.step_time import StepTime
 from forebay.estimate.walk import RankFit
 from forebay.policy import format_bytes
 from forebay.report.html import ranges
-from forebay.report.plan_page import plan_page, time_section, time_tiles
-from forebay.report.sections import LevelRecorder
+from forebay.report.plan_page import LevelRecorder, plan_page, time_section, time_tiles
 from tests.products import first
 from tests.report.conftest import Run
 from tests.report.pages import PageText, chart_data, config, plan_of

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from forebay.errors import RunError, UsageError
-from forebay.report.read_run import read_run
+from forebay.report.run_page import read_run
 from tests.report.pages import ACTIONS, GIB, config, write_folder
 
 

@@ -10,8 +10,7 @@ from rich.console import Console
 
 from forebay.config import from_mapping
 from forebay.policy import format_bytes
-from forebay.report.read_run import read_run
-from forebay.report.run_page import run_page
+from forebay.report.run_page import read_run, run_page
 from forebay.train.loop import train
 from tests.report.conftest import Run
 from tests.report.pages import PageText, chart_data, config, plan_of, write_folder

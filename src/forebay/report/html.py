@@ -15,12 +15,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib import resources
+from pathlib import Path
 from typing import Any, TypeAlias
 
+from forebay.errors import RunError, UsageError
 from forebay.policy import format_bytes
+from forebay.train.durable import replace_text
 
 OPENS = '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="generator" content="Forebay">'
 """The beginning of every page, and of no other file."""
+PAGE = "report.html"
 _VOID = frozenset("br link meta".split())
 _MANY = 9  # columns above which a table is set closer
 _NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
@@ -47,9 +51,7 @@ def tag(name: str, /, *children: Child, **attributes: Any) -> Html:
         attributes: ``class_`` becomes ``class``, ``aria_label`` becomes ``aria-label``. True is an attribute without a value;
             None and False leave it out.
     """
-    given = "".join(
-        _attribute(key, value) for key, value in attributes.items() if value is not None and value is not False
-    )
+    given = "".join(map(_attribute, attributes, attributes.values()))
     if name in _VOID:
         return Html(f"<{name}{given}>")
     return Html(f"<{name}{given}>{join(*children)}</{name}>")
@@ -74,6 +76,8 @@ def _text(child: Child) -> str:
 
 
 def _attribute(key: str, value: Any) -> str:
+    if value is None or value is False:
+        return ""
     name = key.removesuffix("_").replace("_", "-")
     return f" {name}" if value is True else f' {name}="{escape(str(value))}"'
 
@@ -105,9 +109,11 @@ def page(what: str, title: str, verdict: Verdict, hero: Html, sections: Sequence
         title: the name of the plan or the run.
         hero: the main figure, and what it is made of.
     """
-    style, script = _asset("page.css"), _asset("page.js")
+    assets = resources.files("forebay.report") / "assets"
+    style, script = ((assets / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     # No source but the page's own script, by its hash: nothing from a configuration could run even if it were not escaped.
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{_digest(script)}'"
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'"
     head = join(
         tag("meta", http_equiv="Content-Security-Policy", content=policy),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
@@ -117,27 +123,58 @@ def page(what: str, title: str, verdict: Verdict, hero: Html, sections: Sequence
         tag("style", Html(style)),
     )
     button = tag("button", "Dark", id="theme", type="button")
+    links = [tag("li", tag("a", s.title, href=f"#{s.name}")) for s in sections]
     header = tag(
         "header",
         tag("div", tag("span", tag("b", "Forebay"), f" {what}"), button, class_="top"),
         tag("h1", title),
         tag("p", tag("b", verdict.word), tag("span", verdict.sentence), class_=f"verdict {verdict.kind}"),
         hero,
-        tag(
-            "nav", tag("ul", [tag("li", tag("a", s.title, href=f"#{s.name}")) for s in sections]), aria_label="Sections"
-        ),
+        tag("nav", tag("ul", links), aria_label="Sections"),
     )
     body = tag(
         "body",
         tag("a", "To the figures", class_="skip", href="#main"),
         header,
         tag("main", [_section(s) for s in sections], id="main"),
-        tag(
-            "footer", "Made by Forebay. 1 GiB is 2", tag("sup", "30"), " bytes, 1 MiB is 2", tag("sup", "20"), " bytes."
-        ),
+        tag("footer", "Made by Forebay. 1 GiB is 2", tag("sup", 30), " bytes, 1 MiB is 2", tag("sup", 20), " bytes."),
         tag("script", Html(script)),
     )
     return f"{OPENS}{head}</head>{body}</html>\n"
+
+
+def checked(file: Path) -> Path:
+    """`file`, if a page can be written to it.
+
+    Raises:
+        UsageError: the folder does not exist, or another file or folder is in the way.
+        RunError: the existing file cannot be read.
+    """
+    if file.is_dir():
+        raise UsageError(f"{file} is a folder; name a file for the page, such as {file / PAGE}")
+    if not file.parent.is_dir():
+        raise UsageError(f"{file} cannot be written: {file.parent} is not a folder; create it, or name another file")
+    try:
+        if file.exists():
+            with file.open("rb") as opened:
+                ours = opened.read(len(OPENS)) == OPENS.encode()
+            if not ours:
+                raise UsageError(f"{file} exists and is not a page that Forebay wrote; name another file")
+    except OSError as error:
+        raise RunError(f"{file} cannot be read: {error.strerror}") from error
+    return file
+
+
+def write_page(text: str, file: Path) -> None:
+    """Write a page, all of it or nothing.
+
+    Raises:
+        RunError: the file cannot be written.
+    """
+    try:
+        replace_text(file, text)
+    except OSError as error:
+        raise RunError(f"{file} cannot be written: {error.strerror}") from error
 
 
 def empty(name: str, title: str, why: str) -> Section:
@@ -149,14 +186,6 @@ def _section(section: Section) -> Html:
     lead = tag("p", section.lead, class_="lead") if section.lead else None
     heading = tag("h2", section.title, id=f"{section.name}-title")
     return tag("section", heading, lead, section.body, id=section.name, aria_labelledby=f"{section.name}-title")
-
-
-def _asset(name: str) -> str:
-    return (resources.files("forebay.report") / "assets" / name).read_text(encoding="utf-8")
-
-
-def _digest(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
 def table(caption: str, heads: str, rows: Iterable[Sequence[Child]], most: int | None = None) -> Html:

@@ -231,7 +231,7 @@ class Pages:
         self.ended += 1
         resized = bool(self.missing)
         self.missing.zero_()
-        return PageReport(self.ended, 0, 0, False, resized, 0)
+        return PageReport(self.ended, 0, resized)
 
 
 def retries(pages: Any, **options: Any) -> CapacityRetries:

@@ -24,7 +24,6 @@ from torch import Tensor
 from forebay.kernels.launch import Backend
 from forebay.kernels.paging import (
     PAGE_ALIGN,
-    TOGETHER,
     Arena,
     FreePages,
     PagedRows,
@@ -47,19 +46,12 @@ class PageReport:
     Attributes:
         pages_out: most pages that were out at once, or would have been had there been enough.
         bytes_out: their bytes.
-        missing_pages: most pages that were missing; above 0, rows were not saved.
-        spilled: pages of the host were out.
         resized: the arena was replaced; CUDA graphs that use it must be captured again.
-        reclaimed_pages: pages that were out without a live ticket and are free again: of a graph that takes without giving, such
-            as a forward that was replayed without its backward.
     """
 
     pages_out: int
     bytes_out: int
-    missing_pages: int
-    spilled: bool
     resized: bool
-    reclaimed_pages: int
 
 
 class _PageCounts(NamedTuple):
@@ -70,6 +62,7 @@ class _PageCounts(NamedTuple):
     host: int
 
 
+@dataclass(eq=False, repr=False, slots=True, weakref_slot=True)
 class PageTicket:
     """The pages of one `take`. Gives them back when it dies.
 
@@ -77,23 +70,12 @@ class PageTicket:
         tables: where the rows are, in the order of `take`; valid while the ticket is alive.
     """
 
-    __slots__ = ("__weakref__", "_captured_in", "_counts", "_memory", "_store", "_stream", "tables")
-
-    def __init__(
-        self,
-        store: "PageStore",
-        tables: tuple[PageTable, ...],
-        memory: "_PageMemory",
-        stream: Any,
-        captured_in: int | None,
-        counts: _PageCounts,
-    ):
-        self.tables = tables
-        self._store = store
-        self._memory = memory
-        self._stream = stream
-        self._captured_in = captured_in  # the store's epoch; None: not taken in a capture
-        self._counts = counts
+    _store: "PageStore"
+    tables: tuple[PageTable, ...]
+    _memory: "_PageMemory"
+    _stream: Any
+    _captured_in: int | None  # the store's epoch; None: not taken in a capture
+    _counts: _PageCounts
 
     def __del__(self, ending: Any = sys.is_finalizing) -> None:
         if not ending():
@@ -130,7 +112,7 @@ class _SharedPages(_PageMemory):
 
 
 class PageStore:
-    """Pages of one device. Owns their memory; the graph owns the tickets. Used by one thread at a time.
+    """Pages of one device. Owns their memory; the graph owns the tickets. One thread at a time uses it.
 
     A page holds whole rows of one tensor. Device pages go out first and host pages after them, page by page: one tensor may be in
     both. If the arena has too few pages for a layer, that layer gets none, `missing_flag` says so until the step's end, and the
@@ -156,9 +138,6 @@ class PageStore:
     Attributes:
         last: the last report of `end_step`, or None.
         generation: number of arenas made so far. A CUDA graph is valid for the one it was captured with.
-
-    Raises:
-        ValueError: an invalid page size or a negative budget.
     """
 
     def __init__(
@@ -169,10 +148,6 @@ class PageStore:
         device_budget: int | None = None,
         backend: Backend = "auto",
     ):
-        if page_bytes <= 0 or page_bytes % PAGE_ALIGN:
-            raise ValueError(f"page_bytes must be a multiple of {PAGE_ALIGN}, got {page_bytes}")
-        if device_budget is not None and device_budget < 0:
-            raise ValueError(f"device_budget must not be negative, got {device_budget}")
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -198,7 +173,6 @@ class PageStore:
 
     @property
     def live_tickets(self) -> int:
-        """Tickets that are alive."""
         self._count_dead()
         return self._alive
 
@@ -234,7 +208,7 @@ class PageStore:
             wanted: rows of one to four tensors. The `live` tensors must keep their values while the ticket is alive.
 
         Raises:
-            ValueError: rows that fit no page, or malformed rows.
+            ValueError: rows that fit no page, or more live rows than rows.
             RuntimeError: the store is closed, or there is no arena while a CUDA graph is captured.
         """
         self._check_open()
@@ -280,40 +254,32 @@ class PageStore:
         self._give_deferred()
         self._wait()
         idle = self.live_tickets == 0
-        most, missing, spilled, reclaimed = self._most_own, 0, False, 0
+        most = self._most_own
         if self._memory is not None:
             free = self._memory.free
-            head, tail, missing, out_most = free.state.tolist()
+            head, tail, _, most_shared = free.state.tolist()
             out = head - tail + self._memory.pages
-            most = max(most, out_most)
-            spilled = out_most > self.device_pages
-            reclaimed = out if idle else 0
-            if idle and (out or spilled):
-                _refill(free)
+            most = max(most, most_shared)
+            if idle and (out or most_shared > self.device_pages):
+                # All are free, also those that a graph took and did not give, such as a forward that was replayed without its
+                # backward. Device pages first. In place: captured CUDA graphs keep using them.
+                fresh = all_free(free.pages.numel(), self.device)
+                free.pages.copy_(fresh.pages)
+                free.state.copy_(fresh.state)
             else:
                 free.state.copy_(torch.tensor([head, tail, 0, out]))
             self._last_stream = self._stream()
         self._most_own = self._total.device + self._total.host
         resized = idle and self._fit(most)
-        self.last = PageReport(most, most * self.page_bytes, missing, spilled, resized, reclaimed)
+        self.last = PageReport(most, most * self.page_bytes, resized)
         return self.last
 
     def resize(self, device_pages: int, host_pages: int) -> None:
-        """Replace the arena. Tickets that are alive keep theirs, beside the new one.
+        """Replace the arena. Tickets that are alive keep theirs, beside the new one. Not while a CUDA graph is captured.
 
         Raises:
-            ValueError: no pages at all, or more than the budget.
             MemoryError, torch.OutOfMemoryError: see `end_step`.
         """
-        self._check_open()
-        if device_pages < 0 or host_pages < 0 or device_pages + host_pages == 0:
-            raise ValueError(f"an arena of {device_pages} device pages and {host_pages} host pages")
-        if device_pages > self._within_budget(device_pages):
-            raise ValueError(
-                f"{device_pages} device pages are {device_pages * self.page_bytes} bytes, the budget is {self.device_budget}"
-            )
-        if self._is_capturing(self._stream()):
-            raise RuntimeError("an arena cannot be made while a CUDA graph is captured")
         self._give_deferred()
         self._wait()
         host_block = None
@@ -323,11 +289,12 @@ class PageStore:
         self._last_stream = None
         self.generation += 1
         self._epoch += 1
-        self._memory = self._allocate(device_pages, host_pages, host_block)
+        host, host_block = self._host_memory(host_pages, host_block)
+        free = all_free(device_pages + host_pages, self.device)
+        self._memory = _SharedPages(self._arena(device_pages, host), host_block, free)
 
     def missing_flag(self) -> Tensor:
         """int64 [1] on the device: the most pages that were missing in this step. 0: every live row was saved."""
-        self._check_open()
         if self._memory is None:
             return torch.zeros(1, dtype=torch.int64, device=self.device)
         return self._memory.free.state[2:3]
@@ -335,7 +302,6 @@ class PageStore:
     @contextmanager
     def exactly(self) -> Iterator[None]:
         """Within, each ticket has just the pages it needs, in memory of its own: for the capacity retry of a step."""
-        self._check_open()
         self._exact += 1
         try:
             yield
@@ -355,25 +321,13 @@ class PageStore:
 
     def _bounds(self, wanted: Sequence[PagedRows]) -> list[int]:
         """Pages that each tensor needs if all its rows are live."""
-        if not 1 <= len(wanted) <= TOGETHER:
-            raise ValueError(f"a ticket is for 1 to {TOGETHER} tensors, got {len(wanted)}")
-        bounds = []
-        for live, rows, row_bytes in wanted:
-            if rows < 0 or row_bytes <= 0:
-                raise ValueError(f"{rows} rows of {row_bytes} bytes")
-            if row_bytes > self.page_bytes:
-                raise ValueError(
-                    f"a row of {row_bytes} bytes does not fit a page of {self.page_bytes}: "
-                    f"page_bytes must be {-(-row_bytes // PAGE_ALIGN) * PAGE_ALIGN} or more"
-                )
-            if live is not None and (
-                live.numel() != 1 or live.device != self.device or live.dtype not in (torch.int32, torch.int64)
-            ):
-                raise ValueError(
-                    f"live must be one int32 or int64 on {self.device}, got {tuple(live.shape)} {live.dtype} on {live.device}"
-                )
-            bounds.append(-(-rows // (self.page_bytes // row_bytes)))
-        return bounds
+        widest = max(rows.row_bytes for rows in wanted)
+        if widest > self.page_bytes:
+            raise ValueError(
+                f"a row of {widest} bytes does not fit a page of {self.page_bytes}: "
+                f"page_bytes must be {-(-widest // PAGE_ALIGN) * PAGE_ALIGN} or more"
+            )
+        return [-(-rows.rows // (self.page_bytes // rows.row_bytes)) for rows in wanted]
 
     def _take_from(
         self, memory: _SharedPages, wanted: Sequence[PagedRows], bounds: Sequence[int], stream: Any, capturing: bool
@@ -428,12 +382,6 @@ class PageStore:
         on_device = min(count, max(0, self._within_budget(taken + count) - taken))
         host, host_block = self._host_memory(count - on_device, None)
         return _PageMemory(self._arena(on_device, host), host_block)
-
-    def _allocate(self, device_pages: int, host_pages: int, host_block: HostBlock | None) -> _SharedPages:
-        host, host_block = self._host_memory(host_pages, host_block)
-        return _SharedPages(
-            self._arena(device_pages, host), host_block, all_free(device_pages + host_pages, self.device)
-        )
 
     def _arena(self, device_pages: int, host: Tensor) -> Arena:
         device = torch.empty(device_pages * self.page_bytes, dtype=torch.uint8, device=self.device)
@@ -531,10 +479,3 @@ class PageStore:
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("the page store is closed")
-
-
-def _refill(free: FreePages) -> None:
-    """Make all pages free, device pages first. In place: captured CUDA graphs keep using them."""
-    fresh = all_free(free.pages.numel(), free.pages.device)
-    free.pages.copy_(fresh.pages)
-    free.state.copy_(fresh.state)

@@ -37,7 +37,7 @@ def profiled(fn: Callable[[Tensor], Tensor]) -> SavedProfile:
     return profile_model(nn.Identity(), lambda: fn(x))
 
 
-def test_an_mlp_by_hand() -> None:
+def test_an_mlp_by_hand_its_table_and_its_json() -> None:
     model, x = Mlp(), torch.randn(T, H)
     profile = profile_model(model, lambda: model(x).sum())
     # x for up's weight gradient, up's output for GELU, GELU's output for down's weight gradient; the sum saves no tensor.
@@ -46,15 +46,6 @@ def test_an_mlp_by_hand() -> None:
     assert profile.by_op == {"Addmm": T * H * F32 + ROWS, "Gelu": ROWS}
     assert profile.activation_bytes == 2 * ROWS + T * H * F32
     assert profile.weight_bytes == H * INNER * F32
-    x.requires_grad_()
-    assert profile_model(model, lambda: model(x).sum()).weight_bytes == 2 * H * INNER * F32
-    profile = profile_model(model, lambda: checkpoint(model, x, use_reentrant=False).sum())
-    assert profile.activation_bytes == T * H * F32, "a checkpoint saves its input only"
-
-
-def test_table_and_json_say_the_same() -> None:
-    model, x = Mlp(), torch.randn(T, H)
-    profile = profile_model(model, lambda: model(x).sum())
     figures = json.loads(profile.to_json())
     assert figures["activation_bytes"] == profile.activation_bytes
     assert figures["by_region"] == profile.by_region
@@ -64,6 +55,10 @@ def test_table_and_json_say_the_same() -> None:
     assert "saved for backward: 1.69 KiB of activations (1.00 KiB of weights, held anyway)" in text
     assert "768 B   44.4 %  Gelu" in text
     assert "float32 [6, 32]  Gelu  act" in text
+    x.requires_grad_()
+    assert profile_model(model, lambda: model(x).sum()).weight_bytes == 2 * H * INNER * F32
+    profile = profile_model(model, lambda: checkpoint(model, x, use_reentrant=False).sum())
+    assert profile.activation_bytes == T * H * F32, "a checkpoint saves its input only"
 
 
 def test_weights_are_known_through_any_view_and_buffers_are_weights() -> None:
@@ -99,37 +94,26 @@ def written_between_two_saves(x: Tensor) -> Tensor:
     return first + (y * x).sum()  # the backward of this graph would be refused; a profile does not run it
 
 
-@pytest.mark.parametrize("fn", [views_of_one, written_between_two_saves])
-def test_a_storage_counts_once_and_whole(fn: Callable[[Tensor], Tensor]) -> None:
+def dropped_branch(x: Tensor) -> Tensor:
+    (x * 2.0).sin().sum()
+    return (x * 3.0).cos().sum()
+
+
+@pytest.mark.parametrize(
+    ("fn", "operation", "shape"),
+    [
+        (views_of_one, "Sin", (T, INNER // 2)),
+        (written_between_two_saves, "Mul", (T, INNER)),
+        (lambda x: (x * 2.0)[:1, :1].sin().sum(), "Sin", (1, 1)),
+        (dropped_branch, "Cos", (T, INNER)),
+        (lambda x: (x.exp() ** 2).sum(), "Exp", (T, INNER)),  # exp saves its result, and the square saves it again
+    ],
+)
+def test_a_storage_counts_once_and_whole_for_its_earliest_operation(
+    fn: Callable[[Tensor], Tensor], operation: str, shape: tuple[int, ...]
+) -> None:
     (storage,) = profiled(fn).storages
-    assert storage.nbytes == ROWS
-
-
-def test_a_part_of_a_storage_holds_the_whole() -> None:
-    profile = profiled(lambda x: (x * 2.0)[:1, :1].sin().sum())
-    assert [(s.nbytes, s.shape) for s in profile.storages] == [(ROWS, (1, 1))]
-
-
-def test_what_was_dropped_is_not_counted() -> None:
-    def fn(x: Tensor) -> Tensor:
-        (x * 2.0).sin().sum()  # a branch that does not lead to the loss
-        return (x * 3.0).cos().sum()
-
-    assert profiled(fn).by_op == {"Cos": ROWS}
-
-
-def test_the_earliest_operation_and_region_are_named() -> None:
-    x = torch.randn(T, INNER, requires_grad=True)
-    profiler = Profiler(nn.Identity())
-
-    def step() -> Tensor:
-        with profiler.region("first"):
-            y = x.exp()  # saves its result
-        with profiler.region("second"):
-            return (y * y).sum()
-
-    (storage,) = profile_model(nn.Identity(), step, profiler=profiler).storages
-    assert (storage.region, storage.operation) == ("first", "Exp")
+    assert (storage.nbytes, storage.operation, storage.shape) == (ROWS, operation, shape)
 
 
 def test_custom_functions_and_custom_ops_have_their_names() -> None:
@@ -193,30 +177,13 @@ def test_a_hugging_face_model_by_region() -> None:
     assert whole.activation_bytes == profile.activation_bytes
 
 
-def hooks_are_left(model: nn.Module) -> bool:
-    return any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-
-
-def test_results_are_the_same_and_nothing_is_left_behind() -> None:
+def test_a_graph_that_the_caller_kept_is_still_good() -> None:
     model, x = Mlp(), torch.randn(T, H, requires_grad=True)
-    model(x).sum().backward()
-    expected = [x.grad, *(p.grad for p in model.parameters())]
-    x.grad = None
-    model.zero_grad(set_to_none=True)
+    wanted = torch.autograd.grad(model(x).sum(), [x, *model.parameters()])
     losses = []
-    outputs: list[weakref.ref[Tensor]] = []
-
-    def step() -> Tensor:
-        y = model(x)
-        outputs.append(weakref.ref(y))
-        losses.append(y.sum())
-        return losses[0]
-
-    profile = profile_model(model, step)
-    losses.pop().backward()  # the caller kept the graph: it is still good
-    for found, wanted in zip([x.grad, *(p.grad for p in model.parameters())], expected, strict=True):
-        assert torch.equal(found, wanted)
-    assert outputs[0]() is None and not hooks_are_left(model) and profile.activation_bytes > 0
+    profile_model(model, lambda: losses.append(model(x).sum()) or losses[0])  # type: ignore[func-returns-value]
+    found = torch.autograd.grad(losses[0], [x, *model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 def test_the_profile_keeps_no_tensor_alive() -> None:
@@ -237,15 +204,10 @@ def test_the_profile_keeps_no_tensor_alive() -> None:
 
 def test_an_exception_leaves_no_hook_behind() -> None:
     model = Mlp()
-
-    def step() -> Tensor:
-        model(torch.randn(T, H))
-        return model(torch.randn(T, H + 1))
-
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        profile_model(model, step)
-    assert not hooks_are_left(model)
-    assert profile_model(model, lambda: model(torch.randn(T, H)).sum()).activation_bytes > 0
+        profile_model(model, lambda: model(torch.randn(T, H + 1)))
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
 def test_what_cannot_be_profiled_is_refused() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -18,18 +18,17 @@ import pytest
 import torch
 from torch import nn
 
-from forebay.managed import manage
+import forebay
 from forebay.memory import autotune
 from forebay.memory.autotune import MAX_TRIAL_STEPS, Autotuner, Trials, TuneState
-from forebay.memory.hooks import Manager
 from forebay.memory.host_store import HostStore, Traffic
 from forebay.memory.offload_plan import under_budget
-from forebay.memory.overrides import ModuleCallSite
 from forebay.memory.recorder import TimelineRecorder, TimingRecorder, TrialRecorder
 from forebay.memory.storage import storable, storage_bytes
 from forebay.memory.timeline import Assignment, CallFigures, Key, Plan, Rates, Timeline, TimelineEvent, simulate
-from forebay.policy import BudgetError, Claim
+from forebay.policy import BudgetError
 from tests.memory.devices import SimulatedDevice
+from tests.memory.networks import ROWS, gradients, manage, network, same
 from tests.memory.timelines import paths_of, pipeline, placements
 from tests.products import first
 
@@ -352,36 +351,6 @@ def test_plans_count_on_less_of_the_link_if_one_made_for_a_graph_was_late(
 # --- plans that change from step to step ------------------------------------------------------------------------------
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + nn.functional.dropout(self.down(self.up(x).tanh()), 0.25)
-
-
-def network(budget: int) -> tuple[nn.Sequential, Manager]:
-    torch.manual_seed(0)
-    model = nn.Sequential(*[Block() for _ in range(4)])
-    sites = {str(i): ModuleCallSite(block) for i, block in enumerate(model)}
-    claims = [Claim(p, "auto", p) for p in sites]
-    return model, Manager(sites, claims, torch.device("cpu"), budget=budget, min_bytes=1)
-
-
-def gradients(model: nn.Module) -> list[torch.Tensor]:
-    model.zero_grad()
-    torch.manual_seed(1)
-    x = torch.randn(8, 16, requires_grad=True)
-    model(x).square().mean().backward()
-    assert x.grad is not None
-    return [x.grad, *[p.grad.clone() for p in model.parameters() if p.grad is not None]]
-
-
-def same(found: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(found, truth, strict=True))
-
-
 def plans(timeline: Timeline) -> Iterator[Plan]:
     """Keep, offload and recompute, in every order, for the first region too."""
     every = {i: frozenset(range(len(c.items))) for i, c in enumerate(timeline.calls)}
@@ -437,10 +406,9 @@ def test_plans_change_between_steps_and_no_bit_of_the_results_does(monkeypatch: 
 
     monkeypatch.setattr(Autotuner, "_plan_auto", auto)
     monkeypatch.setattr(autotune, "TrialRecorder", Always)
-    plain, unused = network(1)
-    unused.detach()
-    truth = gradients(plain)
-    model, mem = network(1 << 40)
+    truth = gradients(network(count=4))
+    model = network(count=4)
+    mem = manage(model, "auto", budget=1 << 40)
     for step in range(16):
         assert same(gradients(model), truth) and mem.ledger.live_tickets == 0
         if mem.plan is not None:
@@ -456,7 +424,8 @@ def test_plans_change_between_steps_and_no_bit_of_the_results_does(monkeypatch: 
 def test_auto_tries_plans_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the device is simulated: each look at its memory takes a millisecond, and its memory is the saved tensors'."""
     device = SimulatedDevice(monkeypatch)
-    model, mem = network(5000)
+    model = network(count=4)
+    mem = manage(model, "auto", budget=60_000)
     monkeypatch.setattr(mem, "_device", GPU)
     monkeypatch.setattr(mem._tuner, "_device", GPU)
     monkeypatch.setattr(mem._transfers, "_gpu", True)
@@ -478,7 +447,7 @@ def test_auto_tries_plans_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> No
     assert mem.plan is not None and mem.trials and any(trial.plan is mem.plan for trial in mem.trials)
     assert all(trial.milliseconds > 0 for trial in mem.trials)
     assert len({trial.plan.recompute for trial in mem.trials}) + len({str(t.plan.offload) for t in mem.trials}) > 2
-    model(torch.randn(64, 16)).sum().backward()  # a longer batch
+    gradients(model, rows=2 * ROWS)
     gradients(model)
     assert mem.plan is None and not mem.trials and not mem.settled
 
@@ -509,7 +478,7 @@ def test_on_a_gpu_the_peak_is_within_the_budget_and_no_bit_differs() -> None:
     step(model)
     truth = step(model)
     budget = int(0.6 * peaks[-1])
-    with manage(model, policy="auto", budget=budget) as mem:
+    with forebay.manage(model, policy="auto", budget=budget) as mem:
         for _ in range(MAX_TRIAL_STEPS + 8):
             found = step(model)
             assert all(torch.equal(a, b) for a, b in zip(found, truth, strict=True))

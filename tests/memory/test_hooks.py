@@ -2,7 +2,7 @@
 
 import gc
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -19,11 +19,11 @@ import forebay
 from forebay.memory import autotune
 from forebay.memory.hooks import Manager
 from forebay.memory.offload_plan import plan_interleaved
-from forebay.memory.overrides import ModuleCallSite
 from forebay.memory.step import Step
 from forebay.memory.timeline import Assignment, Plan, Timeline, simulate
-from forebay.policy import BudgetError, Claim, PolicyError, resolve
+from forebay.policy import BudgetError, PolicyError
 from tests.helpers import holdings, used_bytes
+from tests.memory.networks import ROWS, WIDTH, Block, gradients, manage, network, same
 from tests.ranks import run_ranks
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -32,61 +32,6 @@ POLICIES: list[dict[str, str]] = [
     *({"?": placement} for placement in PLACEMENTS),
     {"0": "offload", "1": "recompute", "2": "keep", "3": "offload"},
 ]
-ROWS, WIDTH = 40, 24
-
-
-class Block(nn.Module):
-    """Saves a weight's view, one storage twice (a view of it once), a buffer and a dropout mask."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("scale", torch.randn(WIDTH))
-        self.fail = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.up(x)
-        gate, up = h.chunk(2, dim=-1)
-        if self.fail:
-            raise ZeroDivisionError("on purpose")
-        y = self.down(nn.functional.dropout(gate.sigmoid() * up, 0.25, self.training)) * self.scale
-        return x + y + (h.t()[:WIDTH].t() * y).tanh()
-
-
-def network(device: str = "cpu", block: Callable[[], nn.Module] = Block, count: int = 5) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*[block() for _ in range(count)]).to(device)
-
-
-def manage(model: nn.Sequential, policy: str | dict[str, str], device: str = "cpu", **options: Any) -> Manager:
-    """`policy`: of all regions one placement, which may be auto, or patterns."""
-    sites: dict[str, Any] = {str(i): ModuleCallSite(block) for i, block in enumerate(model)}
-    if policy == "auto":
-        claims = [Claim(path, "auto", path) for path in sites]
-    else:
-        claims = resolve({"*": policy} if isinstance(policy, str) else policy, sites)
-    return Manager(sites, claims, torch.device(device), min_bytes=1, **options)
-
-
-def gradients(
-    model: nn.Module,
-    device: str = "cpu",
-    seed: int = 1,
-    run: Callable[[Tensor], Tensor] | None = None,
-    rows: int = ROWS,
-) -> list[Tensor]:
-    model.zero_grad()
-    torch.manual_seed(seed)
-    x = torch.randn(rows, WIDTH, device=device, requires_grad=True)
-    loss = (run or model)(x).square().mean()
-    loss.backward()
-    assert x.grad is not None
-    return [loss.detach(), x.grad, *[p.grad.clone() for p in model.parameters() if p.grad is not None]]
-
-
-def same(found: Sequence[Tensor], truth: Sequence[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(found, truth, strict=True))
 
 
 # --- results and bytes ------------------------------------------------------------------------------------------------
@@ -190,28 +135,14 @@ def test_backward_twice_through_one_graph_and_after_detach() -> None:
     assert mem.ledger.live_tickets == 0
 
 
-def test_two_managed_models_are_independent() -> None:
-    one, two = network(), network()
-    first, second = manage(one, "offload"), manage(two, "offload")
-    out = one(torch.randn(ROWS, WIDTH))
-    assert first.ledger.live_tickets > 0 and second.ledger.live_tickets == 0
-    gradients(two)
-    del out
-
-
-def test_recomputation_runs_the_forward_again() -> None:
-    model, calls = network(), []
-    model[0].up.register_forward_hook(lambda *_: calls.append(1))  # type: ignore[union-attr]
-    manage(model, "recompute")
-    gradients(model)
-    assert len(calls) == 2
-
-
 def test_the_report_says_where_the_saved_bytes_are() -> None:
-    model = network()
+    model, ran = network(), []
+    for block in model:
+        block.up.register_forward_hook(lambda module, *_: ran.append(module))  # type: ignore[union-attr]
     mem = manage(model, {"0": "offload", "1": "recompute", "2": "keep"})
     for _ in range(3):
         gradients(model)
+    assert [ran.count(block.up) for block in model] == [3, 6, 3, 3, 3]
     report = mem.report()
     saved = report.saved_bytes_by_placement
     assert set(saved) >= set(PLACEMENTS) and report.recomputed == 1

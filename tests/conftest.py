@@ -3,12 +3,13 @@
 import functools
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
+Run = Callable[..., tuple[int, str, str]]
 # Before anything imports Triton: without a GPU its kernels run in the interpreter.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -46,6 +47,19 @@ def poisoned() -> Iterator[None]:
     yield
     torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = before
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """``run("train", ...)``: exit code, standard output and error stream of the command line."""
+    from forebay import cli
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = cli.main([str(a) for a in arguments])
+        return code, *capsys.readouterr()
+
+    return call
 
 
 @functools.cache

@@ -1,6 +1,6 @@
-"""What tests ask of stores, pools and ledgers beyond their own interface, and streams that are kept busy."""
+"""What tests ask of stores, pools and ledgers beyond their own interface, streams that are kept busy, and TOML."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,11 @@ def holdings(ledger: Any) -> list[Holding]:
     """Every live ticket, largest first."""
     rows = [Holding(path, call, t.nbytes, t.state.value) for t, path, call in ledger._live()]
     return sorted(rows, key=lambda row: -row.nbytes)
+
+
+def toml_table(values: Mapping[str, object]) -> str:
+    """An inline table of numbers."""
+    return "{" + ", ".join(f"{key} = {value}" for key, value in values.items()) + "}"
 
 
 def delayed(lane: Any, cycles: int) -> Callable[[], None]:

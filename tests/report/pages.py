@@ -15,6 +15,9 @@ from forebay.report.plan_page import LevelRecorder, Planned
 from tests.train.common import MODEL
 
 GIB = 1 << 30
+NASTY = "<script>window.hurt=1</script>\"'&x"
+VOID = {"br", "link", "meta"}
+BLOCKS = {"div", "dl", "figure", "h1", "h2", "h3", "p", "pre", "section", "table", "ul"}
 ACTIONS = [
     ActionRecord(0, "F", "0F0", 0.0, 10.0, 1 << 20),
     ActionRecord(0, "SEND_F", "0SEND_F0", 10.0, 11.0, 1 << 20),
@@ -58,13 +61,9 @@ def write_folder(folder: Path, settings: Config, steps: int = 12, gpu: bool = Tr
     (folder / "run.json").write_text(json.dumps(run))
     records: list[dict[str, Any]] = []
     for step in range(1, steps + 1):
-        record = {
-            "step": step,
-            "seconds": 0.5,
-            "cross_entropy_loss": 6.0 - step / 4,
-            "tokens_per_second": 1000.0 * step,
-        }
-        record |= {"peak_bytes": 3 * GIB, "peak_bytes_by_rank": [3 * GIB, 2 * GIB], "run_again": int(step == 2)}
+        record = {"step": step, "seconds": 0.5, "run_again": int(step == 2)}
+        record |= {"cross_entropy_loss": 6.0 - step / 4, "tokens_per_second": 1000.0 * step}
+        record |= {"peak_bytes": 3 * GIB, "peak_bytes_by_rank": [3 * GIB, 2 * GIB]}
         records.append(record | ({"reserved_bytes_by_rank": [4 * GIB, 4 * GIB]} if gpu else {}))
         records += [{"step": step, "validation_loss": 5.5}] if step % 4 == 0 else []
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -101,34 +100,58 @@ def chart_data(html: str) -> list[dict[str, Any]]:
 
 
 class PageText(HTMLParser):
-    """A page's text by the name of its section, "" for the header; tables as lists of rows."""
+    """A page as a browser reads it.
+
+    Attributes:
+        sections: text by the name of its section, "" for the header.
+        rows: tables of a section as lists of cells.
+        wrong: tags that are not closed in order, attributes and ids given twice, blocks in a paragraph.
+        scripts: (type, text).
+        links: where they lead.
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.sections: dict[str, str] = {"": ""}
         self.rows: dict[str, list[list[str]]] = {}
-        self._at, self._cell, self._skip = "", False, False
+        self.wrong: list[str] = []
+        self.scripts: list[tuple[str | None, str]] = []
+        self.links: list[str] = []
+        self._at, self._open, self._ids = "", list[str](), set[str]()
         self.feed(text)
+        self.close()
+        self.wrong += [f"{name} is not closed" for name in self._open]
 
     def handle_starttag(self, name: str, attributes: list[tuple[str, str | None]]) -> None:
-        self._skip = name in ("style", "script", "title")
+        values = dict(attributes)
+        if len(values) != len(attributes) or values.get("id") in self._ids:
+            self.wrong.append(f"{name} has an attribute or an id twice: {attributes}")
+        if name in BLOCKS and "p" in self._open:
+            self.wrong.append(f"{name} in a paragraph")
+        self._ids |= {values["id"]} if values.get("id") else set()  # type: ignore[arg-type]
+        self.links += [v for key, v in attributes if key in ("href", "src", "srcset", "action", "xlink:href") and v]
+        if name not in VOID:
+            self._open.append(name)
+        if name == "script":
+            self.scripts.append((values.get("type"), ""))
         if name == "section":
-            self._at = str(dict(attributes)["id"])
+            self._at = str(values["id"])
             self.sections[self._at], self.rows[self._at] = "", []
         if name == "tr":
             self.rows[self._at].append([])
         if name in ("td", "th"):
             self.rows[self._at][-1].append("")
-            self._cell = True
 
     def handle_endtag(self, name: str) -> None:
-        self._skip = False
-        if name in ("td", "th"):
-            self._cell = False
+        if not self._open or self._open.pop() != name:
+            self.wrong.append(f"</{name}> closes something else")
 
     def handle_data(self, text: str) -> None:
-        if self._skip:
+        inside = self._open[-1] if self._open else ""
+        if inside == "script":
+            self.scripts[-1] = (self.scripts[-1][0], self.scripts[-1][1] + text)
+        if inside in ("script", "style", "title"):
             return
         self.sections[self._at] += text
-        if self._cell:
+        if {"td", "th"} & set(self._open):
             self.rows[self._at][-1][-1] += text

@@ -64,11 +64,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     that left nothing."""
     base = tmp_path_factory.mktemp("browser")
     settings, gpu = config(base), config(base, device={"type": "cuda"})
-    wide = {
-        **settings.model.config,
-        "hidden_size": 2048,
-        "moe_intermediate_size": 2048,
-    }  # not lost beside CUDA's context
+    # Not lost beside CUDA's context.
+    wide = {**settings.model.config, "hidden_size": 2048, "moe_intermediate_size": 2048}
     large = config(base, model={"config": wide}, train={"sequence": 4096}, device={"type": "cuda"})
     run = read_run(write_folder(base / "<script>window.hurt=1<-script>", settings))
     cpu = read_run(write_folder(base / "cpu", settings, steps=1, gpu=False))

@@ -13,32 +13,19 @@ from forebay.estimate.walk import RankFit
 from forebay.policy import format_bytes
 from forebay.report.html import ranges
 from forebay.report.plan_page import LevelRecorder, plan_page, time_section, time_tiles
+from tests.conftest import Run
+from tests.helpers import toml_table
 from tests.products import first
-from tests.report.conftest import Run
 from tests.report.pages import PageText, chart_data, config, plan_of
+from tests.train.common import MODEL
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
-SMALL = """
-[model]
-family = "qwen3_moe"
-[model.config]
-hidden_size = 16
-num_hidden_layers = 4
-num_attention_heads = 2
-num_key_value_heads = 1
-head_dim = 8
-intermediate_size = 16
-moe_intermediate_size = 8
-num_experts = 4
-num_experts_per_tok = 2
-[train]
-batch = 8
-microbatch = 1
-sequence = 16
-[parallel]
-pp = 2
-[device]
-type = "cpu"
+SMALL = f"""
+model.family = "qwen3_moe"
+model.config = {toml_table({**MODEL, "num_hidden_layers": 4})}
+train = {{batch = 8, microbatch = 1, sequence = 16}}
+parallel.pp = 2
+device.type = "cpu"
 """
 COLUMNS = "parameters gradients optimizer activations transient cached other total headroom".split()
 
@@ -128,18 +115,8 @@ def test_levels_are_cut_to_the_peak(tmp_path: Path) -> None:
     assert [one.bytes["transient"] for one in levels] == [20, 0, 5]
 
 
-STEP = StepTime(
-    device="h200",
-    schedule=2.0,
-    launched=2.0,
-    gather=0.1,
-    reduce=0.1,
-    optimizer=0.3,
-    host=1.0,
-    busy=(1.5, 1.0),
-    exposed=(0.25, 0.0),
-    tokens=5000,
-)
+SECONDS = {"schedule": 2.0, "launched": 2.0, "gather": 0.1, "reduce": 0.1, "optimizer": 0.3, "host": 1.0}
+STEP = StepTime(device="h200", busy=(1.5, 1.0), exposed=(0.25, 0.0), tokens=5000, **SECONDS)
 
 
 def time_rows(step: StepTime) -> list[list[str]]:

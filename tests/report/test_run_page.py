@@ -3,17 +3,19 @@
 import io
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from forebay.config import from_mapping
+from forebay.errors import RunError, UsageError
 from forebay.policy import format_bytes
 from forebay.report.run_page import read_run, run_page
 from forebay.train.loop import train
-from tests.report.conftest import Run
-from tests.report.pages import PageText, chart_data, config, plan_of, write_folder
+from tests.conftest import Run
+from tests.report.pages import ACTIONS, GIB, PageText, chart_data, config, plan_of, write_folder
 from tests.train.common import MODEL
 
 
@@ -22,12 +24,7 @@ def test_a_real_run(tmp_path: Path, run: Run) -> None:
     (tmp_path / "a.txt").write_text("the water comes unevenly and goes on evenly. " * 400)
     settings = {
         "model": {"family": "qwen3_moe", "config": MODEL},
-        "data": {
-            "source": "text",
-            "path": str(tmp_path / "a.txt"),
-            "cache": str(tmp_path / "cache"),
-            "validation": 0.1,
-        },
+        "data": {"source": "text", "path": f"{tmp_path}/a.txt", "cache": f"{tmp_path}/cache", "validation": 0.1},
         "train": {"steps": 4, "batch": 4, "microbatch": 2, "sequence": 16, "eval_every": 2},
         "memory": {"policy": {"model.layers.0.*": "recompute"}},
         "log": {"folder": str(tmp_path / "run"), "progress": "off", "profile": True},
@@ -57,6 +54,40 @@ def test_a_real_run(tmp_path: Path, run: Run) -> None:
     assert sum(float(row[3].removesuffix(" %")) for row in by_module) == pytest.approx(100, abs=0.05 * len(by_module))
     experts = sum(size for path, size in profile["by_region"].items() if path.endswith("mlp.experts"))
     assert [row[1:3] for row in by_module if row[0] == "model.layers.*.mlp.experts"] == [["2", format_bytes(experts)]]
+
+
+def test_a_folder_as_it_is_read(tmp_path: Path) -> None:
+    """A complete one, and that of a run that is under way, whose last line may be half written."""
+    by_start = partial(sorted, key=lambda record: (record.rank, record.start_ms))
+    found = read_run(write_folder(tmp_path / "run", config(tmp_path)))
+    assert by_start(found.actions) == by_start(ACTIONS)
+    assert (found.peaks(), found.reserved()) == ({0: 3 * GIB, 1: 2 * GIB}, {0: 4 * GIB, 1: 4 * GIB})
+    assert found.processes == 2 and found.on_gpu and found.trace == tmp_path / "run" / "pipeline.json"
+    folder = write_folder(tmp_path / "under way", config(tmp_path), steps=5)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "cross_en')
+    found = read_run(folder)
+    assert [s["step"] for s in found.steps] == [1, 2, 3, 4, 5] and found.validations == [(4, 5.5)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "error", "message"),
+    [
+        ("run.json", "{", RunError, "run.json is damaged: it is not JSON"),
+        ("run.json", "[]", RunError, "run.json is damaged: it is not what"),
+        ("run.json", '{"config": {"nothing": {}}}', UsageError, "unknown section"),
+        ("metrics.jsonl", '{"step": 1\n{"step": 2}\n', RunError, "metrics.jsonl is damaged in line 1"),
+        ("metrics.jsonl", "7\n", RunError, "metrics.jsonl is damaged in line 1"),
+        ("result.json", "7", RunError, "is damaged"),
+        ("pipeline.json", '{"traceEvents": [{}]}', RunError, "is damaged"),
+        ("profile.json", "{", RunError, "profile.json is damaged"),
+    ],
+)
+def test_damaged_files(tmp_path: Path, name: str, text: str, error: type[Exception], message: str) -> None:
+    folder = write_folder(tmp_path / "run", config(tmp_path))
+    (folder / name).write_text(text)
+    with pytest.raises(error, match=re.escape(message)):
+        read_run(folder)
 
 
 def test_a_run_on_gpus_and_its_plan(tmp_path: Path) -> None:

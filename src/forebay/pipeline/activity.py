@@ -13,12 +13,12 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from forebay.errors import UsageError
-from forebay.pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, COMPUTE, FORWARD, OVERLAP, Action
+from forebay.pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, COMPUTE, FORWARD, Action
 
 MEANING: Mapping[str, str] = {
     FORWARD: "forward",
@@ -123,9 +123,8 @@ def draw(records: Iterable[ActionRecord], path: Path, title: str = "") -> None:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise UsageError(
-            "a picture of the pipeline needs matplotlib, which is not installed: pip install matplotlib"
-        ) from error
+        advice = "a picture of the pipeline needs matplotlib, which is not installed: pip install matplotlib"
+        raise UsageError(advice) from error
     ranks = _by_rank(records)
     begin, end = _span(ranks)
     span = (end - begin) or 1.0
@@ -142,16 +141,22 @@ def draw(records: Iterable[ActionRecord], path: Path, title: str = "") -> None:
 
 
 def _draw_row(axes: Any, row: int, ran: Sequence[ActionRecord], begin: float, per_ms: float) -> None:
-    boxes = [(record, box) for record in ran for box in _boxes(record)]
-    first = min((box.stage for _, box in boxes), default=0)
-    for record, box in boxes:
-        left, width = record.start_ms - begin, record.end_ms - record.start_ms
-        place = row + box.low, box.height
-        axes.broken_barh([(left, width)], place, facecolors=box.color, edgecolors="white", linewidth=0.4)
-        if box.text and len(box.text) * _CHARACTER <= width * per_ms:
-            middle = left + width / 2, row + box.low + box.height / 2
-            color = "white" if box.stage == first else "black"
-            axes.text(*middle, box.text, ha="center", va="center", fontsize=7, color=color)
+    """A box for each computation, cut into two for an overlap; transfers are a line below the computation beside them."""
+    first = min(stage for record in ran for _, stage, _ in record.parts())
+    for record in ran:
+        span = (record.start_ms - begin, record.end_ms - record.start_ms)
+        if record.kind not in COMPUTE:
+            axes.broken_barh([span], (row + 0.92, 0.08), facecolors=_OTHER, edgecolors="white", linewidth=0.4)
+            continue
+        parts = record.parts()
+        height = 0.8 / len(parts)
+        for n, (kind, stage, microbatch) in enumerate(parts):
+            low, text = row + (0.1 + n * height), str(microbatch)
+            axes.broken_barh([span], (low, height), facecolors=_COLORS[kind], edgecolors="white", linewidth=0.4)
+            if len(text) * _CHARACTER <= span[1] * per_ms:
+                middle = span[0] + span[1] / 2, low + height / 2
+                color = "white" if stage == first else "black"
+                axes.text(*middle, text, ha="center", va="center", fontsize=7, color=color)
 
 
 def _label_rows(axes: Any, ranks: Mapping[int, Sequence[ActionRecord]]) -> None:
@@ -164,29 +169,6 @@ def _label_rows(axes: Any, ranks: Mapping[int, Sequence[ActionRecord]]) -> None:
     kinds = [Patch(color=_COLORS[kind], label=meaning) for kind, meaning in MEANING.items()]
     axes.legend(handles=[*kinds, Patch(color=_OTHER, label="other")], loc="lower right", ncols=5, fontsize=7,
                 bbox_to_anchor=(1.0, 1.0), frameon=False)  # fmt: skip
-
-
-class _DrawnBox(NamedTuple):
-    low: float  # from the row's upper edge; the row's height is 1
-    height: float
-    color: str
-    text: str = ""
-    stage: int = -1
-
-
-def _boxes(record: ActionRecord) -> list[_DrawnBox]:
-    """An action's box; for an overlap, a box for each of its parts, one above the other."""
-    parts = record.parts()
-    if record.kind == OVERLAP and parts:
-        height = 0.8 / len(parts)
-        return [
-            _DrawnBox(0.1 + i * height, height, _COLORS.get(kind, _OTHER), str(number), stage)
-            for i, (kind, stage, number) in enumerate(parts)
-        ]
-    stage, text = (parts[0][1], str(parts[0][2])) if parts else (-1, "")
-    if record.kind not in _COLORS:
-        return [_DrawnBox(0.92, 0.08, _OTHER, stage=stage)]  # a transfer, below the computation that it runs beside
-    return [_DrawnBox(0.1, 0.8, _COLORS[record.kind], text, stage)]
 
 
 def _draw_memory(axes: Any, ranks: Mapping[int, Sequence[ActionRecord]], begin: float) -> None:
@@ -254,10 +236,9 @@ class ActionRecorder:
         """The actions so far. Waits for the device."""
         if self._gpu:
             torch.cuda.synchronize(self._device)
+        ms = self._milliseconds
         return [
-            ActionRecord(
-                self._rank, action.kind, str(action), self._milliseconds(began), self._milliseconds(ended), held
-            )
+            ActionRecord(self._rank, action.kind, str(action), ms(began), ms(ended), held)
             for action, began, ended, held in self._actions
         ]
 

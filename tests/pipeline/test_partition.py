@@ -5,21 +5,9 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from itertools import combinations, pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch import nn
-from torch.distributed.pipelining.schedules import (
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHT,
-    FORWARD,
-    FULL_BACKWARD,
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleInterleaved1F1B,
-    ScheduleZBVZeroBubble,
-)
 
 from forebay.config import stages_of
 from forebay.pipeline.partition import (
@@ -32,6 +20,7 @@ from forebay.pipeline.partition import (
     rank_of,
     with_costs,
 )
+from forebay.pipeline.schedule import make_plan
 
 NOTHING = LayerCost(0, 0)
 
@@ -40,25 +29,7 @@ def equal(n: int) -> list[LayerCost]:
     return [LayerCost(1, 1)] * n
 
 
-def plan_of_torch(schedule: str, pp: int, microbatches: int, chunks: int) -> dict[int, list[Any]]:
-    """By rank, the actions of torch's own schedule, with the parts of overlaps one after the other."""
-    kind = {
-        "1f1b": Schedule1F1B,
-        "interleaved-1f1b": ScheduleInterleaved1F1B,
-        "zbv": ScheduleZBVZeroBubble,
-        "dualpipev": ScheduleDualPipeV,
-    }[schedule]
-    stages = stages_of(schedule, pp, chunks)
-    shared = dict(num_stages=stages, group_size=pp, group_rank=0, submod=nn.Identity(), is_last=False)
-    mine: Any = [SimpleNamespace(stage_index=s, **shared) for s in range(stages) if rank_of(schedule, s, pp) == 0]
-    order: Any = kind(mine[0] if schedule == "1f1b" else mine, microbatches).pipeline_order
-    return {
-        rank: [part for action in actions if action is not None for part in action.sub_actions or (action,)]
-        for rank, actions in order.items()
-    }
-
-
-@pytest.mark.parametrize("ends", [BACKWARD_INPUT, BACKWARD_WEIGHT])
+@pytest.mark.parametrize("ends", ["I", "W"])
 @pytest.mark.parametrize(
     ("schedule", "pp", "chunks", "microbatches"),
     [
@@ -68,15 +39,16 @@ def plan_of_torch(schedule: str, pp: int, microbatches: int, chunks: int) -> dic
         *(("dualpipev", pp, 2, m) for pp in (1, 2, 4, 5, 8) for m in (2 * pp, 2 * pp + 1, 40)),
     ],
 )
-def test_in_flight_is_what_torch_plans(schedule: str, pp: int, chunks: int, microbatches: int, ends: Any) -> None:
+def test_in_flight_is_what_torch_plans(schedule: str, pp: int, chunks: int, microbatches: int, ends: str) -> None:
     """Up to the input's backward, and up to the weights': no forward of a stage comes between the two."""
-    for rank, actions in plan_of_torch(schedule, pp, microbatches, chunks).items():
+    plan = make_plan(schedule, pp, microbatches, chunks)
+    for rank in range(pp):
         held: Counter[int] = Counter()
         most: Counter[int] = Counter()
-        for action in actions:
-            stage = action.stage_index
+        for action in plan.computations(rank):
+            stage = action.stage
             assert rank_of(schedule, stage, pp) == rank
-            held[stage] += (action.computation_type == FORWARD) - (action.computation_type in (ends, FULL_BACKWARD))
+            held[stage] += (action.kind == "F") - (action.kind in (ends, "B"))
             most[stage] = max(most[stage], held[stage])
         assert not any(held.values())
         assert len(most) == stages_of(schedule, pp, chunks) // pp

@@ -4,9 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from forebay.managed import manage
 from forebay.models.families import moe_blocks
+from forebay.models.hf_experts import keep_local_experts
+from forebay.moe.dispatch import NcclDispatcher
 from forebay.moe.dispatch_op import combine, dispatch
 from forebay.pipeline.model import CutModel, Microbatch
 from tests.models.conftest import FAMILIES, VOCABULARY, build_tiny
@@ -47,11 +50,6 @@ def test_cut_is_whole(family: str) -> None:
 
 
 def expert_parallel(rank: int, world: int) -> list[bool]:
-    import torch.distributed as dist
-
-    from forebay.models.hf_experts import keep_local_experts
-    from forebay.moe.dispatch import NcclDispatcher
-
     model = build_tiny("deepseek_v2")
     dispatcher = NcclDispatcher(dist.group.WORLD, moe_blocks(model)[0].experts.num_experts)
     keep_local_experts(model, dispatcher)

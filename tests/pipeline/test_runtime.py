@@ -5,11 +5,11 @@ Pipeline ranks are threads of this process where experts are on one rank, and gl
 """
 
 import gc
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +22,7 @@ from forebay.config import SCHEDULES
 from forebay.models.router import balance_loss
 from forebay.moe.dispatch import LocalDispatcher, NcclDispatcher, TokenDispatcher
 from forebay.pipeline.p2p import DistLinks, Links, Message, Packet, neighbors
-from forebay.pipeline.runtime import PipelineRuntime, StageBalance
+from forebay.pipeline.runtime import PipelineRuntime, Stage, StageBalance
 from forebay.pipeline.schedule import Action, PipelinePlan, forward_plan, make_plan
 from tests.pipeline.nets import CPU, E, H, K, Moe, Net, equal, like, tokens
 from tests.ranks import run_ranks
@@ -30,6 +30,7 @@ from tests.ranks import run_ranks
 KINDS = "mdmmdm"  # six layers, so that stages of every schedule are of unequal size
 COUNT = 6  # microbatches: what every schedule takes on two ranks, and more than are in flight
 COEFFICIENT = 0.3
+GONE = Message("gone", 0, 0)
 
 
 def net_of(kinds: str = KINDS) -> Net:
@@ -100,24 +101,11 @@ class WatchedNet(Net):
         return sum(not ref.expired() for ref in refs)
 
 
-class Mail:
-    """Messages between threads."""
-
-    def __init__(self) -> None:
-        self.broken = threading.Event()
-        self._lock = threading.Lock()
-        self._queues: dict[tuple[int, Message], queue.SimpleQueue[Packet]] = {}
-
-    def queue(self, target: int, message: Message) -> "queue.SimpleQueue[Packet]":
-        with self._lock:
-            return self._queues.setdefault((target, message), queue.SimpleQueue())
-
-
 class ThreadLinks:
-    """`Links` between the threads of this process; received tensors have memory of their own."""
+    """`Links` between the threads of this process, through `mail`; received tensors have memory of their own."""
 
-    def __init__(self, rank: int, mail: Mail) -> None:
-        self.rank, self.mail = rank, mail
+    def __init__(self, rank: int, mail: dict[Message, Packet], changed: threading.Condition) -> None:
+        self.rank, self.mail, self.changed = rank, mail, changed
         self.expected: dict[Message, Sequence[Tensor]] = {}
 
     def expect(self, message: Message, source: int, like: Sequence[Tensor]) -> None:
@@ -125,17 +113,17 @@ class ThreadLinks:
         self.expected[message] = like
 
     def send(self, message: Message, target: int, packet: Packet) -> None:
-        self.mail.queue(target, message).put(tuple(t.clone() for t in packet))
+        with self.changed:
+            self.mail[message] = tuple(t.clone() for t in packet)
+            self.changed.notify_all()
 
     def receive(self, message: Message) -> Packet:
         like = self.expected.pop(message)
-        while True:
-            try:
-                packet = self.mail.queue(self.rank, message).get(timeout=0.05)
-                break
-            except queue.Empty:
-                if self.mail.broken.is_set():
-                    raise ConnectionError("the other rank is gone") from None
+        with self.changed:
+            self.changed.wait_for(lambda: message in self.mail or GONE in self.mail)
+            if message not in self.mail:
+                raise ConnectionError("the other rank is gone")
+            packet = self.mail.pop(message)
         assert [(t.shape, t.dtype) for t in packet] == [(t.shape, t.dtype) for t in like], message
         return packet
 
@@ -144,17 +132,20 @@ class ThreadLinks:
 
     def reset(self) -> None:
         self.expected.clear()
-        self.mail.broken.set()
+        with self.changed:
+            self.mail[GONE] = ()
+            self.changed.notify_all()
 
 
 def in_threads(pp: int, call: Callable[[int, Links], Any]) -> list[Any]:
     """call(rank, links) of each rank; exceptions come back as text, so that no traceback holds a tensor."""
-    mail = Mail()
+    mail: dict[Message, Packet] = {}
+    changed = threading.Condition()
     found: dict[int, Any] = {}
 
     def go(rank: int) -> None:
         try:
-            found[rank] = call(rank, ThreadLinks(rank, mail))
+            found[rank] = call(rank, ThreadLinks(rank, mail, changed))
         except Exception as error:
             found[rank] = f"{type(error).__name__}: {error}"
 
@@ -267,44 +258,30 @@ def test_a_forward_alone(name: str) -> None:
     assert all(p.grad is None for p in net.parameters()) and net.alive() == 0
 
 
-class Looks:
-    """A watcher that looks at a net's tensors after every action."""
-
-    def __init__(self, net: WatchedNet, runtime: PipelineRuntime) -> None:
-        self.net, self.runtime = net, runtime
-        self.head: set[bool] = set()
-
-    def began(self, action: Action) -> None:
-        pass
-
-    def ended(self, action: Action) -> None:
-        for part in action.parts or (action,):
-            if part.kind != "F":
-                continue
-            stage = self.runtime.stages[part.stage]
-            for layer in stage.layers:
-                if isinstance(layer, Watched):
-                    layer.look("after the forward", "sent", "rows", "y", "residual")
-            if stage.epilogue is not None:
-                self.head |= {not ref.expired() for ref in self.net.of_head}
-
-
 def lifetimes(net: WatchedNet, plan: PipelinePlan, rank: int, links: Links | None) -> list[str]:
     """The tensors that live too long or too short in one step."""
     runtime = net.runtime(plan, rank, links)
-    looks = Looks(net, runtime)
     travels, wrong = net.dispatcher.size > 1, []
     for layer in net.watched():
         layer.patient = travels
-    runtime.run(tokens(plan.microbatches, net.dispatcher.rank), like, watcher=looks)
+
+    def look(action: Action) -> None:
+        for part in action.parts or (action,):
+            stage = runtime.stages[part.stage] if part.kind == "F" else Stage([])
+            for layer in stage.layers:
+                if isinstance(layer, Watched):
+                    layer.look("after the forward", "sent", "rows", "y", "residual")
+            if stage.epilogue is not None and not all(ref.expired() for ref in net.of_head):
+                wrong.append("the epilogue's tensors are alive after its forward")
+
+    microbatches = tokens(plan.microbatches, net.dispatcher.rank)
+    runtime.run(microbatches, like, watcher=SimpleNamespace(began=lambda _: None, ended=look))
     for layer in [layer for stage in runtime.stages.values() for layer in stage.layers if isinstance(layer, Watched)]:
         assert len(layer.alive) == 5 * plan.microbatches
         for when, what, alive in layer.alive:
             # On one rank the dispatch input is what stage 3 reads.
             if alive != (when == "stage 3" and not travels):
                 wrong.append(f"{what} is {'alive' if alive else 'gone'} at {when}")
-    if looks.head not in (set(), {False}):
-        wrong.append("the epilogue's tensors are alive after its forward")
     deadline = time.monotonic() + 2.0
     while travels and net.alive() and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -345,21 +322,6 @@ def test_a_dispatch_input_on_one_rank_is_what_stage_3_reads() -> None:
     assert read == [True, True]
 
 
-class Breaks:
-    """A watcher that breaks a layer in the middle of a step."""
-
-    def __init__(self, layer: Moe, where: str, after: int) -> None:
-        self.layer, self.where, self.left = layer, where, after
-
-    def began(self, action: Action) -> None:
-        self.left -= 1
-        if self.left == 0:
-            self.layer.broken = self.where
-
-    def ended(self, action: Action) -> None:
-        pass
-
-
 @pytest.mark.parametrize("where", ["stage1", "experts", "backward"])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_an_exception_leaves_nothing_behind(name: str, where: str) -> None:
@@ -368,7 +330,12 @@ def test_an_exception_leaves_nothing_behind(name: str, where: str) -> None:
     plan = make_plan(name, 2, COUNT)
     runtimes = [net.runtime(plan, rank) for rank, net in enumerate(nets)]
     layer = next(x for stage in runtimes[1].stages.values() for x in stage.layers if isinstance(x, Moe))
-    watchers: list[Any] = [None, Breaks(layer, where, len(plan.actions[1]) // 2)]
+    middle = plan.actions[1][len(plan.actions[1]) // 2 - 1]
+
+    def breaks(action: Action) -> None:
+        layer.broken = where if action == middle else layer.broken
+
+    watchers: list[Any] = [None, SimpleNamespace(began=breaks, ended=lambda _: None)]
 
     def run(rank: int, links: Links) -> Any:
         runtimes[rank].links = links

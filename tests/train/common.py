@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import json
 import os
 import subprocess
 import sys
@@ -62,6 +63,8 @@ WIDE: dict[str, Any] = {
     "mlp_only_layers": [1],
     "router_aux_loss_coef": 0.01,
 }
+_OF_DENSE = ("num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim", "intermediate_size")
+DENSE: dict[str, Any] = {name: WIDE[name] for name in _OF_DENSE}
 # For scripts on GPUs.
 GPU_SIZES: dict[str, Any] = {
     "hidden_size": 256,
@@ -97,6 +100,11 @@ def quiet() -> Console:
     return Console(file=io.StringIO())
 
 
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """The records of a run's ``metrics.jsonl``."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
 def local(tensor: Any) -> torch.Tensor:
     return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
 
@@ -110,12 +118,13 @@ def digest(tensor: Any) -> str:
 
 
 def digests(trainer: Any) -> dict[str, str]:
-    """Digests of this process's whole parameters and their optimizer states."""
+    """Digests of this process's whole parameters, their optimizer states, and router biases."""
     states = {
         f"{name} {key}": value
         for name, parameter in trainer.model.named_parameters()
         for key, value in {"": parameter, **trainer.optimizer.state[parameter]}.items()
     }
+    states |= {n: b for n, b in trainer.model.named_buffers() if n.endswith("e_score_correction_bias")}
     return {name: digest(value) for name, value in states.items()}
 
 
@@ -158,7 +167,6 @@ def train_command(config: Path, *overrides: str) -> list[str]:
 
 def to_toml(config: Config) -> str:
     """A configuration file of every key."""
-    import json
 
     def value(of: Any) -> str:
         if isinstance(of, dict):

@@ -3,7 +3,6 @@
 The dispatcher is gloo's, which drops rows in dispatches that the test names.
 """
 
-import json
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ from forebay.train.capacity_retry import CapacityRetries, CapacityRetry
 from forebay.train.distributed import ALONE, Mesh
 from forebay.train.trainer import Trainer
 from tests.ranks import run_ranks
-from tests.train.common import CPU, GLM, MODEL, differing, quiet, state_of
+from tests.train.common import CPU, GLM, MODEL, differing, metrics, quiet, state_of
 
 ROOMY = 1.25  # capacity factor that the dispatcher below suggests; more on higher ranks
 STEPS = 5
@@ -101,12 +100,11 @@ def short_in(step: int, dispatches: int, pp_rank: int) -> set[int]:
     }.get(step, set())
 
 
-def trained(config: Config, narrowed: bool, again: bool = True) -> tuple[dict[str, Tensor], list[float], list[Any]]:
+def trained(config: Config, narrowed: bool) -> tuple[dict[str, Tensor], list[float], list[Any]]:
     """State at the end, losses and norms, and why steps were run again."""
     make = narrow if narrowed else (lambda _, group, experts, **__: NcclDispatcher(group, experts))
     with patch.object(backends, "make_dispatcher", make), Mesh.open(config) as mesh, Trainer(config, mesh) as trainer:
         dispatcher, dispatches = trainer.dispatcher, 0
-        trainer._retries.needed &= again
         figures, why = [], []
         for step in range(1, STEPS + 1):
             if isinstance(dispatcher, NarrowDispatcher):
@@ -168,19 +166,6 @@ def test_pipelines_of_expert_groups(tiny: Callable[..., Config]) -> None:
     for raw in raws:
         raw["model"]["config"] = {**raw["model"]["config"], "num_hidden_layers": 4}
     check(raws, 4)
-
-
-def without_running_again(rank: int, world: int, raw: dict[str, Any]) -> list[bool]:
-    config = from_mapping(raw)
-    _, figures, _ = trained(config, narrowed=False)
-    _, other, why = trained(config, narrowed=True, again=False)
-    return [any(w is not None for w in why), figures[:3] == other[:3], figures[3:6] == other[3:6]]
-
-
-def test_what_is_left_out_matters(tiny: Callable[..., Config]) -> None:
-    """Otherwise the tests above would show nothing."""
-    raw = tiny(model=MODELS["qwen3_moe"], train=TRAIN, parallel={"ep": 2}).to_dict()
-    assert run_ranks(without_running_again, 2, raw) == [[False, True, False]] * 2
 
 
 def validation(rank: int, world: int, raw: dict[str, Any]) -> list[Any]:
@@ -330,5 +315,4 @@ def test_the_run_reports_it(tiny: Callable[..., Config]) -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "step 00000002/00000003 | run again exactly: the stash had too few pages, and has more now" in text
     assert text.count("run again exactly") == 1 and "1 step" in text
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [r["run_again"] for r in records] == [0, 1, 0]
+    assert [r["run_again"] for r in metrics(folder)] == [0, 1, 0]

@@ -7,7 +7,6 @@ import json
 import os
 import pickle
 import random
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from forebay.config import Config, Model
+from forebay.config import Model
 from forebay.errors import RunError, UsageError
 from forebay.train import checkpoint, hf_io
 from forebay.train.checkpoint import Checkpoints, PlainReader
 from forebay.train.data import load_tokenizer
-from forebay.train.loop import export, train
-from tests.train.common import quiet
 
 
 def make(width: int = 4, seed: int = 0, **settings: Any) -> tuple[nn.Sequential, torch.optim.Optimizer]:
@@ -135,22 +132,6 @@ def test_disk_full_keeps_the_earlier_checkpoint(tmp_path: Path, monkeypatch: pyt
     assert checkpoints.latest() == earlier
     if earlier is not None:
         checkpoint.verify(earlier)
-
-
-@pytest.mark.parametrize("where", ["_digest", "write_synced", "replace_text"])
-def test_disk_full_at_the_small_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    checkpoints = Checkpoints(tmp_path)
-    earlier = checkpoints.save(1, *make(), {})
-
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch, pytest.raises(RunError, match="No space left"):
-        patch.setattr(checkpoint, where, full)
-        checkpoints.save(2, *make(), {})
-    assert checkpoints.latest() == earlier
-    checkpoint.verify(earlier)
-    checkpoints.save(3, *make(), {})
 
 
 def test_an_interrupt_while_writing_is_an_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,27 +348,6 @@ def test_an_older_checkpoint_with_settings_is_read(tmp_path: Path) -> None:
     checkpoint.load(path, other, its)
     assert its.param_groups[0]["lr"] == 0.25
     assert torch.equal(its.state[other[0].weight]["exp_avg"], optimizer.state[model[0].weight]["exp_avg"])
-
-
-def test_settings_are_the_optimizers_own(tmp_path: Path) -> None:
-    path = Checkpoints(tmp_path).save(1, *make(), {})
-    model, optimizer = make(lr=0.7, betas=(0.5, 0.6), eps=1e-3, weight_decay=0.3)
-    before = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    checkpoint.load(path, model, optimizer)
-    assert [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups] == before
-
-
-def test_resume_and_export_of_a_run_from_elsewhere(tiny: Callable[..., Config], tmp_path: Path) -> None:
-    folder = train(tiny(train={"steps": 1}), quiet())
-    path = checkpoint.find(folder)
-    shutil.copytree(folder, tmp_path / "honest")
-    export(tmp_path / "honest", tmp_path / "out")
-    put_metadata(path, in_a_field(metadata(path), Runs(tmp_path / "mark")))
-    with pytest.raises(RunError, match=r"\.metadata is not read"):
-        export(folder, tmp_path / "out2")
-    with pytest.raises(RunError, match=r"\.metadata is not read"):
-        train(tiny(train={"steps": 2}), quiet(), resume=str(folder))
-    assert not (tmp_path / "mark").exists() and not (tmp_path / "out2").exists()
 
 
 def test_code_beside_a_model_or_tokenizer_is_not_run(tmp_path: Path) -> None:

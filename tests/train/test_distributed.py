@@ -1,6 +1,5 @@
 """Process groups of every mesh, collective calls, refusals before a run starts, and whole runs of several processes."""
 
-import json
 import os
 import signal
 import subprocess
@@ -21,7 +20,7 @@ from forebay.train.loop import train
 from forebay.train.trainer import Trainer
 from tests.ranks import run_ranks, start_ranks
 from tests.train import common
-from tests.train.common import CPU, MODEL, quiet, to_toml, train_command
+from tests.train.common import CPU, MODEL, metrics, quiet, to_toml, train_command
 
 
 def with_keys(**sections: dict[str, Any]) -> Config:
@@ -157,14 +156,12 @@ def test_whole_runs(tiny: Callable[..., Config], tmp_path: Path) -> None:
     (folder, kind, message), (same, other, _) = run_ranks(whole_runs, 2, raw, stopping)
     assert folder == same == str(tmp_path / "run-2"), "ranks took different folders"
     assert (kind, other) == ("Interrupted", "ReportedElsewhere") and "stopped by SIGTERM after step 2 of 3" in message
-    read = [
-        [json.loads(line) for line in (p / "metrics.jsonl").read_text().splitlines()] for p in (alone, Path(folder))
-    ]
+    read = metrics(alone), metrics(Path(folder))
     assert len(read[0]) == len(read[1]) == 4  # three steps and a validation, each written once
     for one, many in zip(*read, strict=True):
         for name in ("cross_entropy_loss", "load_balance_loss", "gradient_norm", "validation_loss"):
             assert many.get(name, 0.0) == pytest.approx(one.get(name, 0.0), rel=1e-5), name  # fp32, in another order
-    assert len((tmp_path / "stopped" / "metrics.jsonl").read_text().splitlines()) == 3
+    assert len(metrics(tmp_path / "stopped")) == 3
 
 
 def on_two_processes(config: Path, *overrides: str) -> tuple[list[int | None], str, str]:

@@ -19,12 +19,11 @@ from forebay.train import checkpoint
 from forebay.train.loop import export, train
 from forebay.train.run_folder import where_to_start
 from forebay.train.trainer import Trainer
-from tests.train.common import GLM, quiet
+from tests.train.common import GLM, metrics, quiet
 
 
 def losses(folder: Path) -> list[float]:
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [r["cross_entropy_loss"] for r in records if "cross_entropy_loss" in r]
+    return [r["cross_entropy_loss"] for r in metrics(folder) if "cross_entropy_loss" in r]
 
 
 def state(folder: Path, config: Config) -> tuple[dict[str, torch.Tensor], dict[str, Any], tuple[Any, ...]]:

@@ -1,7 +1,6 @@
 """The step's line to the letter, the metric files, the closing tables."""
 
 import io
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from forebay.errors import UsageError
 from forebay.memory.step import StepReport
 from forebay.train.capacity_retry import CapacityRetry
 from forebay.train.metrics import Reporter, StepRecord, Summary, peak_bytes, retry_line, step_line, summary_tables
+from tests.train.common import metrics
 
 RECORD = StepRecord(11, 17.6913, 2.57701, 1.00123, 1e-6, 696.03551, 237_089.6, 58_310_000_000, True)
 
@@ -52,7 +52,7 @@ def test_lines_and_metrics(tmp_path: Path) -> None:
         report.step(RECORD)
         report.step(replace(RECORD, retry=CapacityRetry(rows=True, pages=False, factor=1.4)))
         report.validation(11, 3.5)
-        first, second, third = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+        first, second, third = metrics(tmp_path)
     line = step_line(RECORD, 15)
     assert printed(out).startswith(f"{line}\nstep 00000011/00000015 | run again exactly")
     assert printed(out).count(f"{line}\n") == 2 and printed(out).count("run again exactly") == 1
@@ -70,8 +70,7 @@ def test_resuming_drops_the_records_of_lost_steps(tmp_path: Path) -> None:
         file.write('{"step": 9, "cut o')
     with Reporter(tmp_path, console(), 15, after=10) as report:
         report.step(RECORD)
-    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert steps == [9, 10, 11]
+    assert [record["step"] for record in metrics(tmp_path)] == [9, 10, 11]
 
 
 def test_moving_line_only_on_a_terminal(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
-"""The trainer on gloo ranks against one process: losses, gradient norms and parameters, for several meshes and families."""
+"""FSDP2 in mixed precision, models that cannot be shared, and clipping. test_matrix.py compares meshes with one process."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,125 +10,11 @@ from forebay.config import Config, from_mapping
 from forebay.errors import RunError, UsageError
 from forebay.train import parallel
 from forebay.train.distributed import Mesh
-from forebay.train.trainer import IGNORE, Trainer
+from forebay.train.trainer import Trainer
 from tests.ranks import run_ranks
-from tests.train.common import DEEPSEEK, GLM, whole
+from tests.train.common import DENSE
 
 STEPS = 3
-# AdamW's first steps divide a gradient by its own size, so where it is near 0 its rounding would decide.
-EVEN = {"eps": 1e-4}
-
-
-def mask_some(trainer: Trainer) -> None:
-    """Make targets uneven over positions: the first half of some windows counts for nothing, one window is empty."""
-    windows = trainer._windows
-
-    def masked(number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs, targets = windows(number)
-        first = number * windows.batch + trainer.mesh.rank
-        for row in range(len(targets)):
-            position = first + row * trainer.mesh.size
-            if position % 3 == 0:
-                targets[row, : targets.shape[1] // 2] = IGNORE
-            if position % 8 == 5:
-                targets[row] = IGNORE
-        return inputs, targets
-
-    trainer._windows = masked  # type: ignore[assignment]
-
-
-def run(trainer: Trainer) -> dict[str, Any]:
-    mask_some(trainer)
-    records = [trainer.step(n + 1) for n in range(STEPS)]
-    named = {n: whole(p) for n, p in trainer.model.named_parameters()}
-    named |= {n: b for n, b in trainer.model.named_buffers() if "e_score" in n}
-    return {
-        "loss": [r.cross_entropy_loss for r in records],
-        "balance": [r.load_balance_loss for r in records],
-        "norm": [r.gradient_norm for r in records],
-        "parameters": {n: t.clone() for n, t in named.items()},
-    }
-
-
-def worst_error(got: dict[str, Any], wanted: dict[str, Any]) -> tuple[float, str]:
-    """The largest error and what has it: relative for losses and norms, absolute for parameters."""
-    errors = {
-        k: max(abs(a - b) / max(abs(b), 1e-9) for a, b in zip(got[k], wanted[k], strict=True))
-        for k in ("loss", "balance", "norm")
-        if wanted[k] is not None
-    }
-    assert got["parameters"].keys() == wanted["parameters"].keys()
-    for name, tensor in wanted["parameters"].items():
-        errors[name] = float((got["parameters"][name] - tensor).abs().max())
-    return max((error, what) for what, error in errors.items())
-
-
-def on_ranks(rank: int, world: int, folder: str, cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[float, str]]:
-    found = []
-    for reference, raw in cases:
-        config = from_mapping(raw)
-        with Mesh.open(config) as mesh, Trainer(config, mesh) as trainer:
-            got = run(trainer)
-            if trainer.dispatcher is not None:
-                assert trainer.dispatcher.live_handles == 0
-        found.append(worst_error(got, torch.load(Path(folder) / reference)))
-    return found
-
-
-FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {},  # the conftest's
-    "deepseek_v2": {"family": "deepseek_v2", "config": {**DEEPSEEK, "topk_method": "greedy"}},
-    "glm4_moe": {"family": "glm4_moe", "config": GLM},  # has a router's bias, moved by all ranks' counts
-}
-
-
-def variants_of(family: str, world: int, ep: int) -> list[dict[str, Any]]:
-    """The other families' routers, on each mesh in one of both; one family in every way, in turn. test_matrix.py has more."""
-    if family != "qwen3_moe":
-        return [{"parallel": {"reshard": False}}] if (ep == world) == (family == "glm4_moe") else []
-    policy = {"*.mlp": "recompute", "*.self_attn": "offload"}
-    ways: dict[int, list[dict[str, Any]]] = {
-        1: [{"parallel": {"reshard": False}}],
-        2: [{"parallel": {"reshard": True, "reduce": "microbatch"}}, {"parallel": {"overlap": True}}],
-        4: [{"memory": {"policy": policy, "recompute": "full", "offload": "all"}}],
-    }
-    return ways[ep]
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_n_processes_are_one(tiny: Callable[..., Config], tmp_path: Path, world: int) -> None:
-    """The same global batch: also with policies that recompute and offload, regathered weights, and gradients reduced early.
-
-    A sequence a microbatch, so that the load-balancing loss, a mean over microbatches, has the same terms.
-    """
-    cases, labels = [], []
-    train = {"steps": STEPS, "batch": 8, "microbatch": 1, "clip": 0.5, "router_bias_rate": 0.01}
-    for family, model in FAMILIES.items():
-        with Trainer(tiny(model=model, train=train, optimizer=EVEN)) as alone:
-            torch.save(run(alone), tmp_path / family)
-        for ep in (n for n in (1, 2, 4) if n <= world):
-            for variant in variants_of(family, world, ep):
-                parallel = {"ep": ep, **variant.get("parallel", {})}
-                changes = {**variant, "parallel": parallel, "optimizer": EVEN}
-                cases.append((family, tiny(model=model, train=train, **changes).to_dict()))
-                labels.append((family, ep, variant))
-    for rank, results in enumerate(run_ranks(on_ranks, world, str(tmp_path), cases)):
-        for label, (error, what) in zip(labels, results, strict=True):
-            # fp32: sums over tokens are grouped by rank, those over experts by their rank.
-            assert error < 1e-5, (rank, label, what, error)
-
-
-def test_experts_that_divide_unevenly_and_tied_weights(tiny: Callable[..., Config], tmp_path: Path) -> None:
-    """6 experts over 2, each 3 over 2 more: these are cut along another dimension. Larger microbatches; no balance loss."""
-    model = {
-        "config": {**tiny().model.config, "num_experts": 6, "router_aux_loss_coef": 0.0, "tie_word_embeddings": True}
-    }
-    train = {"steps": STEPS, "batch": 16, "microbatch": 2}
-    with Trainer(tiny(model=model, train={**train, "microbatch": 8}, optimizer=EVEN)) as alone:
-        torch.save({**run(alone), "balance": None}, tmp_path / "alone")
-    case = ("alone", tiny(model=model, train=train, optimizer=EVEN, parallel={"ep": 2}).to_dict())
-    for results in run_ranks(on_ranks, 4, str(tmp_path), [case]):
-        assert results[0][0] < 1e-5, results
 
 
 def in_bfloat16(rank: int, world: int, raws: list[dict[str, Any]]) -> list[list[Any]]:
@@ -148,7 +33,7 @@ def in_bfloat16(rank: int, world: int, raws: list[dict[str, Any]]) -> list[list[
     return found
 
 
-def test_compute_in_bfloat16(tiny: Callable[..., Config], tmp_path: Path) -> None:
+def test_compute_in_bfloat16(tiny: Callable[..., Config]) -> None:
     """On one process, through FSDP2 too, and on two: fp32 shards, and losses that agree within bf16's rounding."""
     train = {"steps": STEPS, "batch": 8, "microbatch": 2, "eval_every": 1}
     mixed = {"compute": "bfloat16"}
@@ -177,10 +62,7 @@ def refused(rank: int, world: int, raws: list[dict[str, Any]]) -> list[str]:
 
 
 def test_models_that_cannot_be_shared(tiny: Callable[..., Config]) -> None:
-    dense = {
-        "family": "llama",
-        "config": {k: v for k, v in DEEPSEEK.items() if "hidden" in k or "heads" in k},
-    }
+    dense = {"family": "llama", "config": DENSE}
     odd = {"config": {**tiny().model.config, "num_experts": 5}}
     strange = {"family": "gpt2", "loss": "transformers", "config": {"n_layer": 1, "n_embd": 8, "n_head": 1}}
     raws = [

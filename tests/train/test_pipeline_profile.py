@@ -1,65 +1,44 @@
 """What a pipeline saves: equal layers alike, the bytes of one process's profile, and as much in flight as the schedule says."""
 
+import io
 import json
-import tomllib
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from forebay.config import Config, from_mapping
+from forebay import cli
+from forebay.config import Config
 from forebay.errors import UsageError
 from forebay.pipeline.partition import in_flight
 from forebay.pipeline.schedule import Action, PipelinePlan
+from forebay.train.distributed import Mesh
 from forebay.train.pipeline_profile import PipelineProfile, Place, Save, profile_ranks, summarize
+from forebay.train.trainer import Trainer
 from tests.ranks import run_ranks
+from tests.train.common import WIDE, config, to_toml, write_text
 
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zbv", "dualpipev")
 MICROBATCHES, TOKENS, HEAD_DIM, F32, I64 = 8, 16, 8, 4, 8
 TABLES = 2 * TOKENS * HEAD_DIM * F32  # cosines and sines
 IDS = MICROBATCHES * TOKENS * I64  # microbatches are views of one storage
+LAYERS = 8
 DENSE = 1  # the layer without experts
-MODEL = {
-    "hidden_size": 32,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": HEAD_DIM,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "intermediate_size": 48,
-    "mlp_only_layers": [DENSE],
-    "router_aux_loss_coef": 0.01,
-}
+ONE_STAGE = PipelinePlan("1f1b", (0,), 2, ((Action("F", 0, 0),),))
 
 
-def toml(folder: str, **parallel: Any) -> str:
-    sections = {
-        "model": {"family": "qwen3_moe"},
-        "model.config": MODEL,
-        "data": {"source": "text", "path": folder + "/a.txt", "cache": folder + "/cache"},
-        "train": {"batch": MICROBATCHES, "microbatch": 1, "sequence": TOKENS},
-        "parallel": {"dispatch": "nccl", **parallel},
-        "device": {"type": "cpu", "threads": 1},
-    }
-    lines = ([f"[{name}]", *(f"{k} = {json.dumps(v)}" for k, v in keys.items())] for name, keys in sections.items())
-    return "\n".join(line for section in lines for line in section)
-
-
-def config(folder: str, **parallel: Any) -> Config:
-    return from_mapping(tomllib.loads(toml(folder, **parallel)))
+def settings_of(folder: str, **parallel: Any) -> Config:
+    sizes = {**WIDE, "num_hidden_layers": LAYERS, "num_experts": 8}
+    return config(folder, sizes, train={"batch": MICROBATCHES, "microbatch": 1}, parallel=parallel)
 
 
 def profiles(rank: int, world: int, folder: str) -> list[list[PipelineProfile]]:
     """Of each schedule, those of all ranks, after a look whether the profile leaves the trainer as it was."""
-    from forebay.train.distributed import Mesh
-    from forebay.train.trainer import Trainer
-
     found = []
     for schedule in SCHEDULES:
-        settings = config(folder, pp=2, schedule=schedule)
+        settings = settings_of(folder, pp=2, schedule=schedule)
         with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
             before = gradients(trainer)
             found.append(profile_ranks(trainer, number=1))
@@ -78,15 +57,6 @@ def gradients(trainer: Any) -> dict[str, torch.Tensor]:
     return taken
 
 
-def of_one_process(rank: int, world: int, folder: str) -> dict[str, int]:
-    from forebay.train.trainer import Trainer
-
-    with Trainer(config(folder)) as trainer:
-        with pytest.raises(UsageError, match=r"parallel\.pp is 1: there is no pipeline to profile"):
-            profile_ranks(trainer)
-        return trainer.memory.profile(trainer.forward).by_region
-
-
 def below(regions: dict[str, int], *paths: str) -> int:
     return sum(n for path, n in regions.items() if any(path == p or path.startswith(f"{p}.") for p in paths))
 
@@ -94,11 +64,13 @@ def below(regions: dict[str, int], *paths: str) -> int:
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[PipelineProfile]], dict[str, int]]:
     """Schedule -> profiles by rank; and the regions of one process."""
-    folder = tmp_path_factory.mktemp("saved")
-    (folder / "a.txt").write_text("the water comes unevenly and goes on evenly. " * 400)
-    by_rank = run_ranks(profiles, 2, str(folder))
+    folder = write_text(tmp_path_factory.mktemp("saved"))
+    by_rank = run_ranks(profiles, 2, folder)
     assert by_rank[0] == by_rank[1]  # every rank is told of all
-    (regions,) = run_ranks(of_one_process, 1, str(folder))
+    with Trainer(settings_of(folder)) as trainer:
+        with pytest.raises(UsageError, match=r"parallel\.pp is 1: there is no pipeline to profile"):
+            profile_ranks(trainer)
+        regions = trainer.memory.profile(trainer.forward).by_region
     return dict(zip(SCHEDULES, by_rank[0], strict=True)), regions
 
 
@@ -111,15 +83,14 @@ def test_equal_layers_and_microbatches_save_alike(measured: Any, schedule: str) 
             if place.layer is not None:
                 before = layers.get(place.layer, [0] * MICROBATCHES)
                 layers[place.layer] = [a + b for a, b in zip(before, sizes, strict=True)]
-    assert sorted(layers) == list(range(MODEL["num_hidden_layers"]))  # type: ignore[call-overload]
+    assert sorted(layers) == list(range(LAYERS))
     assert all(len(sizes) == MICROBATCHES and len(set(sizes)) == 1 for sizes in layers.values())
     assert len({sizes[0] for n, sizes in layers.items() if n != DENSE}) == 1
     for profile in ranks:
         for place in profile.by_place:
             if place.layer is not None:
-                assert place.part in (
-                    ("attention", "dense") if place.layer == DENSE else ("attention", "front", "experts")
-                )
+                parts = ("attention", "dense") if place.layer == DENSE else ("attention", "front", "experts")
+                assert place.part in parts
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -189,7 +160,6 @@ def test_table_and_json(measured: Any) -> None:
 def test_summarize_by_hand() -> None:
     """Two microbatches on one stage. Storage 0 is a weight, 1 a table that both save, 2 and 3 belong to one each, 4 to nobody's
     backward for long."""
-    plan = PipelinePlan("1f1b", (0,), 2, ((Action("F", 0, 0),),))
     a, b = Place(0, 0, "attention"), Place(0, 0, "front")
     saves = [
         *(Save(0, a, 0), Save(1, a, 0), Save(2, a, 0), Save(2, b, 0), Save(4, b, 0)),
@@ -198,7 +168,7 @@ def test_summarize_by_hand() -> None:
     # The first microbatch: all saved, 4 let go of, then one of the two saves of storage 2. The second comes, both go.
     events = [*((True, n) for n in range(5)), (False, 4), (False, 2), *((True, n) for n in (5, 6, 7))]
     events += [(False, n) for n in (7, 6, 5, 3, 1, 0)]
-    profile = summarize(plan, 0, [1000, 100, 10, 20, 5], frozenset({0}), saves, events)
+    profile = summarize(ONE_STAGE, 0, [1000, 100, 10, 20, 5], frozenset({0}), saves, events)
     assert [(s.place.part, s.microbatch, s.nbytes, s.weight_bytes) for s in profile.saved] == [
         ("attention", 0, 10, 1000),  # storage 2 counts where it was saved first
         ("attention", 1, 0, 1000),
@@ -213,20 +183,14 @@ def test_summarize_by_hand() -> None:
 
 
 def test_a_graph_let_go_of_in_between_is_no_second_microbatch() -> None:
-    plan = PipelinePlan("1f1b", (0,), 2, ((Action("F", 0, 0),),))
     place = Place(0, 3, "dense")
     saves = [Save(0, place, 0), Save(1, place, 1)]
-    profile = summarize(plan, 0, [7, 9], frozenset(), saves, [(True, 0), (False, 0), (True, 1), (False, 1)])
+    profile = summarize(ONE_STAGE, 0, [7, 9], frozenset(), saves, [(True, 0), (False, 0), (True, 1), (False, 1)])
     assert profile.in_flight == {0: 1} and profile.peak_bytes == 9
 
 
 def command(rank: int, world: int, folder: str) -> tuple[int, str, str, list[Any]]:
     """Exit code, output and errors of `forebay profile`, and what --json says."""
-    import io
-    from contextlib import redirect_stderr, redirect_stdout
-
-    from forebay import cli
-
     texts = []
     for more in ([], ["--json"]):
         out, error = io.StringIO(), io.StringIO()
@@ -237,8 +201,7 @@ def command(rank: int, world: int, folder: str) -> tuple[int, str, str, list[Any
 
 
 def test_the_command_prints_every_ranks_table_once(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("the water comes unevenly and goes on evenly. " * 400)
-    (tmp_path / "config.toml").write_text(toml(str(tmp_path), pp=2))
+    (tmp_path / "config.toml").write_text(to_toml(settings_of(write_text(tmp_path), pp=2)))
     (code, out, error, figures), (other_code, silent, other_error, _) = run_ranks(command, 2, str(tmp_path))
     assert code == other_code == 0 and not silent and not error and not other_error
     assert out.count("pipeline rank ") == 2 and "pipeline rank 1 of 2: dualpipev" in out

@@ -11,7 +11,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 from rich.console import Console
 
 from forebay.config import Config
@@ -24,8 +23,9 @@ from forebay.train.loop import train
 from forebay.train.run_folder import claim_start, watch_step, where_to_start, write_result, write_timeline
 from forebay.train.trainer import Trainer
 from tests.ranks import run_ranks
-from tests.train.common import WIDE, config, quiet, write_text
+from tests.train.common import WIDE, config, local, metrics, quiet, write_text
 
+PIPELINE = {**WIDE, "num_hidden_layers": 5}
 RAN = [ActionRecord(0, "F", "0F0", 1.0, 2.0, 0), ActionRecord(1, "F", "1F0", 2.0, 3.0, 0)]
 
 
@@ -64,7 +64,7 @@ def test_two_runs_at_once_have_two_folders(tiny: Callable[..., Config], tmp_path
     first = train(config, quiet())
     assert (first.name, second[0].name) == ("run", "run-2")
     for folder in (first, second[0]):
-        assert len((folder / "metrics.jsonl").read_text().splitlines()) == 1
+        assert len(metrics(folder)) == 1
         assert not (folder / LOCK).exists()
 
 
@@ -96,19 +96,6 @@ def test_a_run_folder_that_cannot_be_written(tiny: Callable[..., Config], tmp_pa
         train(tiny(log={"folder": str(tmp_path / "file" / "run")}), quiet())
 
 
-def pipeline_config(folder: str, **changes: Any) -> Config:
-    """Pipelines of two stages."""
-    log = {"folder": f"{folder}/run", "progress": "off", **changes.pop("log", {})}
-    return config(
-        folder,
-        {**WIDE, "num_hidden_layers": 5},
-        parallel={"pp": 2, "dispatch": "nccl"},
-        log=log,
-        checkpoint={"last": False},
-        **changes,
-    )
-
-
 def test_of_one_process(tiny: Callable[..., Config]) -> None:
     config = tiny(
         train={"steps": 2},
@@ -125,25 +112,16 @@ def test_of_one_process(tiny: Callable[..., Config]) -> None:
     assert rank["optimizer_bytes"] == 8 * elements + 4 * len(parameters)  # two moments, and a step's number each
     assert rank["placements"]["model.layers.0.self_attn"] == "recompute"
     assert json.loads((folder / "profile.json").read_text()) == json.loads(profile.to_json())
-    assert json.loads((folder / "run.json").read_text())["machine"] == {
-        "processes": 1,
-        "device": "CPU",
-        "device_bytes": None,
-    }
-    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    machine = json.loads((folder / "run.json").read_text())["machine"]
+    assert machine == {"processes": 1, "device": "CPU", "device_bytes": None}
+    steps = metrics(folder)
     assert all(step["peak_bytes_by_rank"] == [step["peak_bytes"]] for step in steps)
     assert not any("reserved_bytes_by_rank" in step for step in steps)  # a CPU has no caching allocator
 
 
-def test_a_profile_is_not_taken_unless_asked_for(tiny: Callable[..., Config]) -> None:
-    folder = train(tiny(train={"steps": 1}), quiet())
-    assert (folder / "result.json").is_file() and not (folder / "profile.json").exists()
-
-
 def test_a_resumed_run_does_not_show_what_it_was(tiny: Callable[..., Config]) -> None:
     folder = train(tiny(train={"steps": 2}, checkpoint={"every": 1}), quiet())
-    assert (folder / "result.json").is_file()
-
+    assert (folder / "result.json").is_file() and not (folder / "profile.json").exists()
     with mock.patch.object(Trainer, "step", side_effect=ArithmeticError), pytest.raises(ArithmeticError):
         train(tiny(train={"steps": 2}), quiet(), resume=str(folder / "checkpoints" / "step-00000001"))
     assert not (folder / "result.json").exists()
@@ -154,61 +132,55 @@ def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
         write_result(tmp_path / "gone" / "result.json", "{}")
 
 
-def pipeline(rank: int, world: int, folder: str) -> tuple[int, int]:
-    """Bytes and number of this rank's parameters, after a run."""
-    settings = pipeline_config(folder, train={"batch": 8, "microbatch": 1, "steps": 2}, log={"profile": True})
-    train(settings, quiet())
-    with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
-        own = [p for p in trainer.model.parameters() if isinstance(p, torch.Tensor)]
-        return sum(p.numel() * p.element_size() for p in own), len(own)
-
-
-def test_of_a_pipeline(tmp_path: Path) -> None:
-    by_rank = run_ranks(pipeline, 2, write_text(tmp_path))
-    ranks = json.loads((tmp_path / "run" / "result.json").read_text())["ranks"]
-    assert [r["rank"] for r in ranks] == [0, 1]
-    assert [r["parameter_bytes"] for r in ranks] == [size for size, _ in by_rank]
-    assert [r["optimizer_bytes"] for r in ranks] == [2 * size + 4 * count for size, count in by_rank]
-    layers = [{path.split(".")[2] for path in r["placements"]} for r in ranks]
-    assert layers[0].isdisjoint(layers[1]) and len(layers[0] | layers[1]) == 5
-    profiles = json.loads((tmp_path / "run" / "profile.json").read_text())
-    assert [p["rank"] for p in profiles] == [0, 1] and all(p["peak_bytes"] > 0 for p in profiles)
-    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert all(len(s["peak_bytes_by_rank"]) == 2 and max(s["peak_bytes_by_rank"]) == s["peak_bytes"] for s in steps)
-
-
-def runs(rank: int, world: int, folder: str) -> tuple[str, str, list[str]]:
-    """Output of two runs, the second without matplotlib, and the actions of this rank's plan."""
-    printed, train_section = [], {"batch": 16, "microbatch": 1, "steps": 3}
+def runs(rank: int, world: int, folder: str) -> tuple[str, str, list[str], tuple[int, int]]:
+    """Output of two runs, the second without matplotlib; actions of this rank's plan; bytes and number of its parameters."""
+    printed = []
+    changes = {
+        "train": {"batch": 16, "microbatch": 1, "steps": 3},
+        "checkpoint": {"last": False},
+        "parallel": {"pp": 2},
+    }
     for timeline in (2, 3):
         if timeline == 3:
             sys.modules["matplotlib.figure"] = None  # type: ignore[assignment]
         out = io.StringIO()
-        train(pipeline_config(folder, train=train_section, log={"timeline": timeline}), Console(file=out, width=200))
+        settings = config(folder, PIPELINE, log={"timeline": timeline, "profile": timeline == 2}, **changes)
+        train(settings, Console(file=out, width=200))
         printed.append(out.getvalue())
-    settings = pipeline_config(folder, train=train_section)
-    with Mesh.open(settings) as mesh:
-        return printed[0], printed[1], [str(a) for a in plan_of(settings, mesh).actions[mesh.pp_rank]]
+    with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
+        own = [local(p) for p in trainer.model.parameters()]
+        plan = [str(a) for a in plan_of(settings, mesh).actions[mesh.pp_rank]]
+        return printed[0], printed[1], plan, (sum(p.nbytes for p in own), len(own))
 
 
-def test_a_run_writes_the_timeline_of_a_step(tmp_path: Path) -> None:
+def test_of_a_pipeline(tmp_path: Path) -> None:
     """On 2 x 2 processes: those of the first pipeline are shown."""
     by_rank = run_ranks(runs, 4, write_text(tmp_path))
-    first, second, _ = by_rank[0]
-    plans = {0: by_rank[0][2], 1: by_rank[2][2]}
+    first, second, *_ = by_rank[0]
+    shown = {0: by_rank[0], 1: by_rank[2]}
     for folder, step, printed in ((tmp_path / "run", 2, first), (tmp_path / "run-2", 3, second)):
         events = json.loads((folder / "pipeline.json").read_text())["traceEvents"]
-        for rank, plan in plans.items():
+        for rank, (_, _, plan, _) in shown.items():
             assert [e["name"] for e in events if e["ph"] == "X" and e["pid"] == rank] == plan
         assert {e["pid"] for e in events} == {0, 1}
-        assert len((folder / "metrics.jsonl").read_text().splitlines()) == 3
         (line,) = [line for line in printed.splitlines() if line.startswith("timeline of")]
         assert line.startswith(f"timeline of dualpipev, step {step}: ") and str(folder / "pipeline.json") in line
         assert " of rank 0, " in line and " of rank 1" in line
         assert printed.index(f"step {step:08d}/00000003") < printed.index(line)
+        steps = metrics(folder)
+        assert len(steps) == 3
+        assert all(len(s["peak_bytes_by_rank"]) == 2 and max(s["peak_bytes_by_rank"]) == s["peak_bytes"] for s in steps)
     assert "; a picture of the pipeline needs matplotlib, which is not installed" in second
     assert not (tmp_path / "run-2" / "pipeline.png").exists()
     assert not any(text for printed in by_rank[1:] for text in printed[:2])
+    ranks = json.loads((tmp_path / "run" / "result.json").read_text())["ranks"]
+    assert [r["rank"] for r in ranks] == [0, 1]
+    for found, (*_, (size, count)) in zip(ranks, shown.values(), strict=True):
+        assert found["parameter_bytes"] == size and found["optimizer_bytes"] == 2 * size + 4 * count
+    layers = [{path.split(".")[2] for path in r["placements"]} for r in ranks]
+    assert layers[0].isdisjoint(layers[1]) and len(layers[0] | layers[1]) == 5
+    profiles = json.loads((tmp_path / "run" / "profile.json").read_text())
+    assert [p["rank"] for p in profiles] == [0, 1] and all(p["peak_bytes"] > 0 for p in profiles)
     pytest.importorskip("matplotlib")
     assert (tmp_path / "run" / "pipeline.png").read_bytes()[:4] == b"\x89PNG" and "needs matplotlib" not in first
 
@@ -224,8 +196,6 @@ def test_a_timeline_of_no_pipeline_or_that_cannot_be_written(tmp_path: Path) -> 
 def test_the_line_of_a_timeline(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     png, trace = tmp_path / "pipeline.png", tmp_path / "pipeline.json"
-    assert (
-        write_timeline(RAN, tmp_path, "a step")
-        == f"timeline of a step: {png}, {trace}; idle 50.0% of rank 0, 50.0% of rank 1"
-    )
+    line = f"timeline of a step: {png}, {trace}; idle 50.0% of rank 0, 50.0% of rank 1"
+    assert write_timeline(RAN, tmp_path, "a step") == line
     assert png.is_file() and trace.is_file()

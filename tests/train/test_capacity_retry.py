@@ -20,12 +20,11 @@ from forebay.errors import RunError
 from forebay.memory.page_store import PageReport
 from forebay.moe import backends
 from forebay.moe.dispatch import Handle, NcclDispatcher
-from forebay.train import loop
 from forebay.train.capacity_retry import CapacityRetries, CapacityRetry
 from forebay.train.distributed import ALONE, Mesh
 from forebay.train.trainer import Trainer
 from tests.ranks import run_ranks
-from tests.train.common import CPU, GLM, MODEL, differing, metrics, quiet, state_of
+from tests.train.common import CPU, GLM, MODEL, differing, state_of
 
 ROOMY = 1.25  # capacity factor that the dispatcher below suggests; more on higher ranks
 STEPS = 5
@@ -292,27 +291,3 @@ def one_rank_with_pages(rank: int, world: int, raw: dict[str, Any]) -> list[bool
 
 def test_processes_agree(tiny: Callable[..., Config]) -> None:
     assert run_ranks(one_rank_with_pages, 2, tiny().to_dict()) == [[1, False, 1, 1, True, 1, False]] * 2
-
-
-def test_the_run_reports_it(tiny: Callable[..., Config]) -> None:
-    """The step's line, the metrics and the table report a retry; here pages run out in the second step."""
-    pages, calls = Pages(), []
-
-    class Short(Trainer):
-        def _build(self, config: Config, mesh: Mesh) -> None:
-            super()._build(config, mesh)
-            self._retries = CapacityRetries(mesh, None, pages, self._router)  # type: ignore[arg-type]
-
-        def gradients(self, number: int) -> tuple[Tensor, Tensor]:
-            calls.append((number, pages.is_exact))
-            pages.missing += number == 2 and not pages.is_exact
-            return super().gradients(number)
-
-    console = quiet()
-    with patch.object(loop, "Trainer", Short):
-        folder = loop.train(tiny(train={"steps": 3}), console)
-    assert calls == [(1, False), (2, False), (2, True), (3, False)]
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "step 00000002/00000003 | run again exactly: the stash had too few pages, and has more now" in text
-    assert text.count("run again exactly") == 1 and "1 step" in text
-    assert [r["run_again"] for r in metrics(folder)] == [0, 1, 0]

@@ -5,6 +5,7 @@
 
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -15,71 +16,47 @@ from forebay.train.engines import GradientEngine
 
 
 class Pretence:
-    """Replaces torch.cuda. A replay runs the captured step on the same inputs, and writes its results to the same tensors."""
+    """Replaces torch.cuda. A replay runs the captured step on the same inputs, and writes its results to the same tensors.
+
+    Attributes:
+        recording: the graph that is captured now.
+        graphs: number of graphs so far.
+        ends: whether a launched replay has ended.
+        room: pool that memory is allocated from.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.recording: Any = None
         self.graphs = 0
-        self.ends = True  # whether a launched replay has ended
-        self.room: Any = None  # pool that memory is allocated from
-        pretence = self
+        self.ends = True
+        self.room: Any = None
+        for name in ("Stream", "stream", "current_stream", "synchronize", "empty_cache", "reset_peak_memory_stats"):
+            monkeypatch.setattr(torch.cuda, name, MagicMock())
+        for name in ("memory_allocated", "max_memory_allocated"):
+            monkeypatch.setattr(torch.cuda, name, lambda _: 0)
+        monkeypatch.setattr(torch.cuda, "Event", lambda: MagicMock(query=lambda: self.ends))
+        for name in ("CUDAGraph", "graph", "use_mem_pool"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
 
-        class Graph:
-            def __init__(self) -> None:
-                self.run: Any = None
-                pretence.graphs += 1
+    def CUDAGraph(self) -> Any:
+        self.graphs += 1
+        return MagicMock(pool=lambda: ("pool", self.graphs))
 
-            def replay(self) -> None:
-                self.run()
+    @contextmanager
+    def graph(self, graph: Any, **_: Any) -> Any:
+        self.recording = graph
+        try:
+            yield
+        finally:
+            self.recording = None
 
-            def pool(self) -> Any:
-                return "pool", pretence.graphs
-
-        @contextmanager
-        def graph(it: Graph, **_: Any) -> Any:
-            pretence.recording = it
-            try:
-                yield
-            finally:
-                pretence.recording = None
-
-        @contextmanager
-        def use_mem_pool(pool: Any, _: Any) -> Any:
-            self.room = pool.id
-            try:
-                yield
-            finally:
-                self.room = None
-
-        class Stream:
-            def __init__(self, *_: Any):
-                pass
-
-            def wait_stream(self, _: Any) -> None:
-                pass
-
-        class Event:
-            def record(self, _: Any) -> None:
-                pass
-
-            def query(self) -> bool:
-                return pretence.ends
-
-        for name, value in {
-            "Stream": Stream,
-            "Event": Event,
-            "CUDAGraph": Graph,
-            "graph": graph,
-            "use_mem_pool": use_mem_pool,
-            "stream": lambda _: nullcontext(),
-            "current_stream": lambda _=None: Stream(),
-            "synchronize": lambda _=None: None,
-            "empty_cache": lambda: None,
-            "memory_allocated": lambda _=None: 0,
-            "max_memory_allocated": lambda _=None: 0,
-            "reset_peak_memory_stats": lambda _=None: None,
-        }.items():
-            monkeypatch.setattr(torch.cuda, name, value)
+    @contextmanager
+    def use_mem_pool(self, pool: Any, _: Any) -> Any:
+        self.room = pool.id
+        try:
+            yield
+        finally:
+            self.room = None
 
 
 class Engine:
@@ -122,7 +99,7 @@ class Engine:
                 loss.copy_(parts[0][0].sum() * count)
                 gradient.copy_(parts[0][0] * count)
 
-            graph.run = again
+            graph.replay = again
             loss.zero_()  # a capture computes nothing
             gradient.zero_()
         return (loss,)
@@ -153,15 +130,9 @@ def test_called_thrice_then_captured_then_replayed(pretence: Pretence) -> None:
 def test_a_first_replay_that_does_not_end_is_ended_and_its_step_called(
     pretence: Pretence, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Opened:
-        def begin(self) -> None:
-            pass
-
-        def open(self) -> None:
-            pretence.ends = True
-
     monkeypatch.setattr(cuda_graph, "_ENDS", 0.05)
-    engine = Engine(pretence, flags=[Opened()])
+    flags = MagicMock(open=lambda: setattr(pretence, "ends", True))
+    engine = Engine(pretence, flags=[flags])
     for _ in range(3):
         engine.run(3, 5)
     pretence.ends = False

@@ -34,28 +34,9 @@ def test_a_new_model(tiny: Callable[..., Config]) -> None:
     assert model.training and model.config.use_cache is False
 
 
-@pytest.mark.parametrize(
-    ("family", "extra"),
-    [
-        ("qwen3_moe", {}),
-        ("mixtral", {"num_local_experts": 4}),
-        ("olmoe", {}),
-        ("glm4_moe", {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_shared_experts": 1}),
-        ("deepseek_v3", {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "q_lora_rank": 8, "kv_lora_rank": 8}),
-    ],
-)
-def test_round_trip_gives_the_same_logits(tmp_path: Path, family: str, extra: dict[str, int]) -> None:
-    sizes = {
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "intermediate_size": 16,
-        "num_experts_per_tok": 2,
-    }
-    if family not in ("mixtral", "olmoe"):
-        sizes["moe_intermediate_size"] = 8
-    model = hf_io.build(Model(family=family, config={**sizes, **extra}), 257, CPU).eval()
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe", "glm4_moe", "deepseek_v3"])
+def test_round_trip_gives_the_same_logits(tmp_path: Path, family: str) -> None:
+    model = hf_io.build(sized(family, {"hidden_size": 16, "intermediate_size": 16}), 257, CPU).eval()
     hf_io.save(model, tmp_path / "out")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", local_files_only=True).eval()
     ours = hf_io.build(Model(path=str(tmp_path / "out")), 257, CPU).eval()

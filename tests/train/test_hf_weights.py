@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from forebay.models.families import keep_part
 from forebay.train import hf_io, hf_weights, parallel
 from forebay.train.distributed import Mesh
 from tests.ranks import run_ranks
-from tests.train.common import CPU, digest
+from tests.train.common import CPU, DEEPSEEK, GLM, digest
 
 SIZES: dict[str, Any] = {
     "hidden_size": 16,
@@ -27,31 +28,20 @@ SIZES: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "vocab_size": 270,  # no multiple of 4: rows are shared unevenly
 }
-SMALL = {**SIZES, "moe_intermediate_size": 8}
-DEEPSEEK = {
-    **SMALL,
-    "n_routed_experts": 8,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": None,
-    "kv_lora_rank": 8,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-}
+ROUTED = {"n_routed_experts": 8, "vocab_size": 270}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {**SMALL, "num_experts": 8, "tie_word_embeddings": True},
+    "qwen3_moe": {**SIZES, "moe_intermediate_size": 8, "num_experts": 8, "tie_word_embeddings": True},
     "mixtral": {**SIZES, "num_local_experts": 6, "initializer_range": 0.3},  # 6 over 2 x 2: cut along another dimension
     "gpt_oss": {**SIZES, "num_local_experts": 8, "head_dim": 8},
-    "deepseek_v2": {**DEEPSEEK, "topk_method": "greedy", "n_shared_experts": 1},
-    "deepseek_v3": {**DEEPSEEK, "n_shared_experts": 1},
-    "glm4_moe": {**SMALL, "n_routed_experts": 8, "first_k_dense_replace": 1},
+    "deepseek_v2": {**DEEPSEEK, **ROUTED, "topk_method": "greedy"},
+    "deepseek_v3": {**DEEPSEEK, **ROUTED},
+    "glm4_moe": {**GLM, **ROUTED},
     "olmoe": {**SIZES, "num_experts": 8},
 }
 # Of 3 layers, by pipeline rank: numbers, embedding, head. A rank may hold dense layers alone; a tied weight stays on one rank.
 CHAIN = (((0,), True, False), ((1, 2), False, True))
 V = (((0, 2), True, True), ((1,), False, False))
+Case = tuple[dict[str, Any], int, Any]  # [model], parallel.ep, and the parts of two pipeline ranks or None
 
 
 def config_of(model: dict[str, Any], ep: int, pp: int = 1) -> Any:
@@ -60,30 +50,49 @@ def config_of(model: dict[str, Any], ep: int, pp: int = 1) -> Any:
     return from_mapping({"model": model, "train": train, "parallel": {"ep": ep, "pp": pp}, "device": {"type": "cpu"}})
 
 
-def parts_of(config: dict[str, Any]) -> Any:
-    return V if config.get("tie_word_embeddings") else CHAIN
-
-
 def digests(model: Any) -> dict[str, str]:
     """Digests of whole parameters and buffers, by name and dtype."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return {f"{name} {tensor.dtype}": digest(tensor) for name, tensor in tensors}
 
 
-def built(rank: int, world: int, cases: list[Any], wanted: list[dict[str, str]]) -> list[tuple[list[str], int, int]]:
-    """For each case: names of unexpected digests, bytes read for experts' parameters, and bytes read for the rest."""
+def count_reads() -> Counter[str]:
+    """Bytes that are read from now on in this process, the test's own, by name in the folder."""
+    read: Counter[str] = Counter()
+    original = hf_weights.Leaf.read
+
+    def counting(leaf: hf_weights.Leaf, block: hf_weights.Block) -> torch.Tensor:
+        found = original(leaf, block)
+        read[leaf.key] += found.nbytes
+        return found
+
+    hf_weights.Leaf.read = counting  # type: ignore[method-assign]
+    return read
+
+
+def built(rank: int, world: int, cases: list[Case]) -> list[tuple[dict[str, str], dict[str, int]]]:
+    """For each case: digests of this process's part, and bytes read by name in the folder."""
     read = count_reads()
     results = []
-    for (raw, ep), digests_wanted in zip(cases, wanted, strict=True):
+    for raw, ep, parts in cases:
         read.clear()
-        config = config_of(raw, ep)
+        config = config_of(raw, ep, 2 if parts else 1)
         with Mesh.open(config) as mesh:
-            model = hf_io.build(config.model, 257, CPU, lambda m, mesh=mesh, c=config: parallel.shard(m, mesh, c), 5)
+            keep = partial(kept, part=parts[mesh.pp_rank]) if parts else None
+            model = hf_io.build(config.model, 257, CPU, partial(parallel.shard, mesh=mesh, config=config), 5, keep)
             assert model.training and all(not t.is_meta for t in [*model.parameters(), *model.buffers()])
-            experts = sum(n for name, n in read.items() if ".experts." in name)
-            differing = sorted(name for name, _ in digests(model).items() ^ digests_wanted.items())
-            results.append((differing, experts, read.total() - experts))
+            assert parallel.experts_of(model) in (6, 8)  # also where all layers are dense
+            results.append((digests(model), dict(read)))
     return results
+
+
+def kept(model: Any, part: tuple[Any, bool, bool]) -> None:
+    keep_part(model, *part)
+
+
+def experts_and_rest(read: dict[str, int]) -> tuple[int, int]:
+    experts = sum(n for name, n in read.items() if ".experts." in name)
+    return experts, sum(read.values()) - experts
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -126,17 +135,11 @@ def folders(base: Path) -> dict[str, Path]:
     return made
 
 
-def of_three_layers() -> dict[str, dict[str, Any]]:
-    return {family: {**config, "num_hidden_layers": 3} for family, config in FAMILIES.items()}
-
-
 def test_a_part_needs_the_whole_folder(tmp_path: Path) -> None:
     """A tensor of another part that is missing is named, as the whole model would name it; one of no part is left alone."""
     query = "model.layers.1.self_attn.q_proj.weight"
 
-    def first(model: Any) -> None:
-        keep_part(model, [0], True, True)
-
+    first = partial(kept, part=([0], True, True))
     extra = broken(tmp_path, "extra", lambda t: t.update({"model.layers.9.self_attn.q_proj.weight": torch.zeros(2)}))
     hf_io.build(config_of({"path": str(extra)}, 1).model, 257, CPU, part=first)
     hf_io.build(config_of({"path": str(extra)}, 1).model, 257, CPU)  # as transformers does
@@ -145,76 +148,39 @@ def test_a_part_needs_the_whole_folder(tmp_path: Path) -> None:
         hf_io.build(config_of({"path": str(lacking)}, 1).model, 257, CPU, part=first)
 
 
-def count_reads() -> Counter[str]:
-    """Bytes that are read from now on in this process, the test's own, by name in the folder."""
-    read: Counter[str] = Counter()
-    original = hf_weights.Leaf.read
-
-    def counting(leaf: hf_weights.Leaf, block: hf_weights.Block) -> torch.Tensor:
-        found = original(leaf, block)
-        read[leaf.key] += found.nbytes
-        return found
-
-    hf_weights.Leaf.read = counting  # type: ignore[method-assign]
-    return read
-
-
-def built_in_parts(rank: int, world: int, sections: list[Any]) -> list[tuple[dict[str, str], int]]:
-    """For each section, on two pipeline ranks of two processes: digests of this rank's part, and bytes of parameters read."""
-    read = count_reads()
-    results = []
-    for raw, parts in sections:
-        read.clear()
-        config = config_of(raw, 2, 2)
-        with Mesh.open(config) as mesh:
-            part = parts[mesh.pp_rank]
-            model = hf_io.build(
-                config.model,
-                257,
-                CPU,
-                lambda m, mesh=mesh, c=config: parallel.shard(m, mesh, c),
-                5,
-                part=lambda m, part=part: keep_part(m, *part),
-            )
-            assert parallel.experts_of(model) in (6, 8)  # also where all layers are dense
-            # Every process has and reads buffers whole.
-            parameters = sum(n for name, n in read.items() if not name.endswith("e_score_correction_bias"))
-            results.append((digests(model), parameters))
-    return results
+def parameters_of(sizes: dict[str, int]) -> int:
+    """Every process has and reads buffers whole."""
+    return sum(n for name, n in sizes.items() if not name.endswith("e_score_correction_bias"))
 
 
 def test_pipeline_ranks_make_or_read_their_part(tmp_path: Path) -> None:
     """Together they have the whole model, bit for bit, and read the bytes of each parameter once."""
-    sections, wanted, sizes = [], [], []
-    for family, config in of_three_layers().items():
-        raw: dict[str, Any] = {"family": family, "config": config}
+    cases: list[Case] = []
+    wanted, sizes = [], []
+    for family, two in FAMILIES.items():
+        raw: dict[str, Any] = {"family": family, "config": {**two, "num_hidden_layers": 3}}
         model = hf_io.build(config_of(raw, 1).model, 257, CPU, seed=5)
         hf_io.save(model, tmp_path / family)
-        stored = load_file(tmp_path / family / "model.safetensors")
-        weighs = sum(t.nbytes for name, t in stored.items() if not name.endswith("e_score_correction_bias"))
-        for each, size in ((raw, 0), ({"path": str(tmp_path / family)}, weighs)):
-            sections.append((each, parts_of(config)))
+        stored = {name: t.nbytes for name, t in load_file(tmp_path / family / "model.safetensors").items()}
+        for each, size in ((raw, 0), ({"path": str(tmp_path / family)}, parameters_of(stored))):
+            cases.append((each, 2, V if two.get("tie_word_embeddings") else CHAIN))
             wanted.append(digests(model))
             sizes.append(size)
-    ranks = run_ranks(built_in_parts, 4, sections)
+    ranks = run_ranks(built, 4, cases)
     for case, (its, size) in enumerate(zip(wanted, sizes, strict=True)):
-        first, same, second, also = (found for found, _ in (results[case] for results in ranks))
-        assert first == same and second == also and first | second == its, sections[case]
-        shared = first.keys() & second.keys()
-        assert all("rotary_emb" in name for name in shared)  # not of a layer: both have it
-        assert sum(results[case][1] for results in ranks) == size
-
-
-Case = tuple[dict[str, Any], int]
+        first, same, second, also = (results[case][0] for results in ranks)
+        assert first == same and second == also and first | second == its, cases[case]
+        assert all("rotary_emb" in name for name in first.keys() & second.keys())  # not of a layer: both have it
+        assert sum(parameters_of(results[case][1]) for results in ranks) == size
 
 
 def random_cases() -> tuple[list[Case], list[dict[str, str]]]:
     """Sections without weights; digests of what one process makes of them."""
     raws = [{"family": family, "config": config} for family, config in FAMILIES.items()]
-    sublayer = {"family": "deepseek_v3", "config": FAMILIES["deepseek_v3"], "dtype": "bfloat16"}
-    wanted = [digests(hf_io.build(config_of(raw, 1).model, 257, CPU, seed=5)) for raw in [*raws, sublayer, raws[0]]]
+    raws.append({"family": "deepseek_v3", "config": FAMILIES["deepseek_v3"], "dtype": "bfloat16"})
+    wanted = [digests(hf_io.build(config_of(raw, 1).model, 257, CPU, seed=5)) for raw in [*raws, raws[0]]]
     assert any("e_score_correction_bias torch.float32" in name for name in wanted[-2])
-    return [*((raw, 2) for raw in [*raws, sublayer]), (raws[0], 1)], wanted
+    return [*((raw, 2, None) for raw in raws), (raws[0], 1, None)], wanted
 
 
 def stored_cases(base: Path) -> tuple[list[Case], list[dict[str, str]], list[tuple[int, int]]]:
@@ -224,12 +190,11 @@ def stored_cases(base: Path) -> tuple[list[Case], list[dict[str, str]], list[tup
     for family, folder in folders(base).items():
         dtype = "bfloat16" if family == "glm4_moe" else "float32"
         its = digests(AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)))
-        stored = [t for file in folder.glob("*.safetensors") for t in load_file(file).items()]
-        experts = sum(t.nbytes for name, t in stored if ".experts." in name)
+        stored = {n: t.nbytes for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
         for ep in (1, 2, 4) if family == "qwen3_moe" else (2, 1) if family == "mixtral" else (2,):
-            cases.append(({"path": str(folder), "dtype": dtype}, ep))
+            cases.append(({"path": str(folder), "dtype": dtype}, ep, None))
             wanted.append(its)
-            sizes.append((experts, sum(t.nbytes for _, t in stored) - experts))
+            sizes.append(experts_and_rest(stored))
     return cases, wanted, sizes
 
 
@@ -240,11 +205,12 @@ def test_each_process_makes_or_reads_its_part(tmp_path: Path) -> None:
     """
     random, want_random = random_cases()
     stored, want_stored, sizes = stored_cases(tmp_path)
-    for rank, results in enumerate(run_ranks(built, 4, random + stored, want_random + want_stored)):
-        for (raw, ep), (differing, *_) in zip(random + stored, results, strict=True):
-            assert differing == [], (rank, raw, ep)
+    for rank, results in enumerate(run_ranks(built, 4, random + stored)):
+        for case, wanted, (found, _) in zip(random + stored, want_random + want_stored, results, strict=True):
+            assert found == wanted, (rank, case)
         of_stored = zip(stored, results[len(random) :], sizes, strict=True)
-        for (raw, ep), (_, experts, rest), (all_experts, all_rest) in of_stored:
+        for (raw, ep, _), (_, read), (all_experts, all_rest) in of_stored:
+            experts, rest = experts_and_rest(read)
             even = ep > 1 or "mixtral" not in raw["path"]  # 6 experts are shared as 2, 2, 2, 0
             assert experts in ((all_experts / 4,) if even else (all_experts / 3, 0)), (rank, raw, ep)
             assert rest < 0.35 * all_rest  # FSDP2 cuts into equal parts of rows, rounded up
@@ -253,11 +219,9 @@ def test_each_process_makes_or_reads_its_part(tmp_path: Path) -> None:
 def refused(rank: int, world: int, sections: list[dict[str, Any]], only: int) -> list[str]:
     messages = []
     for raw in sections:
-        config = config_of(raw, 2)
-        if "{rank}" in raw["path"]:
-            config = config_of({**raw, "path": raw["path"].format(rank=int(rank == only))}, 2)
+        config = config_of({"path": raw["path"].format(rank=int(rank == only))}, 2)
         with pytest.raises((RunError, UsageError)) as caught, Mesh.open(config) as mesh:
-            hf_io.build(config.model, 257, CPU, lambda m, mesh=mesh, c=config: parallel.shard(m, mesh, c))
+            hf_io.build(config.model, 257, CPU, partial(parallel.shard, mesh=mesh, config=config))
         messages.append(f"{type(caught.value).__name__}: {caught.value}")
     return messages
 

@@ -75,28 +75,12 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[P
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_equal_layers_and_microbatches_save_alike(measured: Any, schedule: str) -> None:
-    ranks = measured[0][schedule]
-    layers: dict[int, list[int]] = {}
-    for profile in ranks:
-        for place, sizes in profile.by_place.items():
-            if place.layer is not None:
-                before = layers.get(place.layer, [0] * MICROBATCHES)
-                layers[place.layer] = [a + b for a, b in zip(before, sizes, strict=True)]
-    assert sorted(layers) == list(range(LAYERS))
-    assert all(len(sizes) == MICROBATCHES and len(set(sizes)) == 1 for sizes in layers.values())
-    assert len({sizes[0] for n, sizes in layers.items() if n != DENSE}) == 1
-    for profile in ranks:
-        for place in profile.by_place:
-            if place.layer is not None:
-                parts = ("attention", "dense") if place.layer == DENSE else ("attention", "front", "experts")
-                assert place.part in parts
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_layer_saves_what_one_process_saves(measured: Any, schedule: str) -> None:
-    """To the byte; but one process counts the rotary tables, which all layers save, for the first layer."""
+    """Each microbatch, to the byte; but one process counts the rotary tables, which all layers save, for the first layer."""
     ranks, regions = measured[0][schedule], measured[1]
+    expected = {(n, part) for n in range(LAYERS) for part in (("dense",) if n == DENSE else ("front", "experts"))}
+    expected |= {(n, "attention") for n in range(LAYERS)} | {(None, "embedding"), (None, "head")}
+    assert {(place.layer, place.part) for profile in ranks for place in profile.by_place} == expected
     for profile in ranks:
         for place, sizes in profile.by_place.items():
             layer = f"model.layers.{place.layer}"
@@ -109,7 +93,7 @@ def test_a_layer_saves_what_one_process_saves(measured: Any, schedule: str) -> N
                 "head": below(regions, "model.norm", "lm_head"),
             }
             tables = TABLES if place.layer == 0 and place.part == "attention" else 0
-            assert sizes[0] == sublayers[place.part] - tables, place
+            assert sizes == [sublayers[place.part] - tables] * MICROBATCHES, place
         ids = IDS if 0 in profile.in_flight else 0
         assert profile.shared_bytes == TABLES + ids
 

@@ -90,7 +90,8 @@ def environment() -> dict[str, Any]:
 
 def _git(*words: str) -> str | None:
     try:
-        return subprocess.run(["git", *words], capture_output=True, text=True, check=True).stdout.strip()
+        here = Path(__file__).parent
+        return subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
 

@@ -32,29 +32,31 @@ from common import GIB, environment, markdown, results_folder, write
 from planner_grid import GRID, Entry, tiny
 from planner_measure import measure
 
+from forebay.config import from_mapping
+from forebay.estimate.device import load
+from forebay.estimate.layers import plan_layers
+from forebay.estimate.plan import fit_run
+from forebay.estimate.trace_cache import TraceCache
 from forebay.estimate.walk import headroom
 
 FACTORS = (1.0, 1.01, 1.03, 0.99, 0.97)  # of the planned peak, in turn
 TIGHT = 20
 
 
-def planned(entry: Entry, skew: float | None) -> dict[str, Any]:
-    """The plan of an entry: bytes of the rank that uses most, and seconds of a step."""
-    from forebay.config import from_mapping
-    from forebay.estimate.device import load
-    from forebay.estimate.layers import plan_layers
-    from forebay.estimate.plan import fit_run
-
-    config = from_mapping(entry.sections, origin=entry.name)
-    plan = plan_layers(config, entry.gpus)
-    fit = fit_run(config, plan, entry.gpus, skew=skew or 1.0, device=load("h200")).as_dict()
+def planned(entry: Entry, skew: float | None, traces: TraceCache | None = None) -> dict[str, Any]:
+    """The plan of an entry: bytes of the rank that uses most, and seconds of a step. `traces`: to reuse, and to add to."""
+    config, traces = from_mapping(entry.sections, origin=entry.name), traces or TraceCache()
+    plan = plan_layers(config, entry.gpus, traces)
+    fit = fit_run(config, plan, entry.gpus, skew=skew or 1.0, device=load("h200"), traces=traces).as_dict()
     ranks = fit["ranks"]
     return {
+        "parameters": fit["parameters"],
         "allocated": max(rank["total"] - rank["other"] - rank["cached"] for rank in ranks),
         "reserved": max(rank["total"] - rank["other"] for rank in ranks),
         "outside": max(rank["other"] for rank in ranks),
         "seconds": fit["step"]["seconds"],
         "ranks": ranks,
+        "placements": fit["placements"],
     }
 
 
@@ -66,10 +68,9 @@ def skew_of(row: dict[str, Any], entry: Entry) -> float | None:
     return max(seen, default=None)
 
 
-def compared(entry: Entry, row: dict[str, Any]) -> dict[str, Any]:
+def compared(entry: Entry, row: dict[str, Any], plan: dict[str, Any], skew: float | None) -> dict[str, Any]:
     """One row of the table."""
-    skew = skew_of(row, entry)
-    plan, ranks = planned(entry, skew), row["ranks"]
+    ranks = row["ranks"]
     line: dict[str, Any] = {
         "configuration": entry.name,
         "group": entry.group,
@@ -88,14 +89,19 @@ def compared(entry: Entry, row: dict[str, Any]) -> dict[str, Any]:
     return line
 
 
+def on_gpus(row: dict[str, Any]) -> bool:
+    """Whether a run ended well and has figures of GPUs."""
+    return "error" not in row and all(rank["outside"] is not None for rank in row["ranks"])
+
+
 def percent(plan: float | None, got: float) -> float | None:
     return None if plan is None else 100 * (plan - got) / got
 
 
-def summary(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Mean and worst absolute errors, of all rows, by group and by placement."""
+def summary(lines: list[dict[str, Any]], *keys: str) -> list[dict[str, Any]]:
+    """Mean and worst absolute errors, of all rows and by each of `keys`."""
     found = [_errors("all", lines)]
-    for key in ("group", "placement"):
+    for key in keys:
         found += [_errors(kind, [x for x in lines if x[key] == kind]) for kind in sorted({x[key] for x in lines})]
     return found
 
@@ -148,9 +154,12 @@ def verdicts(entries: dict[str, Entry], rows: Iterable[dict[str, Any]]) -> list[
 
 def compare(options: argparse.Namespace, entries: dict[str, Entry]) -> None:
     rows = read(options.measured)
-    good = [r for r in rows if "error" not in r and all(rank["outside"] is not None for rank in r["ranks"])]
-    lines = [compared(entries[row["name"]], row) for row in good]
-    totals = summary(lines)
+    lines = []
+    for row in filter(on_gpus, rows):
+        entry = entries[row["name"]]
+        skew = skew_of(row, entry)
+        lines.append(compared(entry, row, planned(entry, skew), skew))
+    totals = summary(lines, "group", "placement")
     print(markdown(totals), end="\n\n")
     where = options.measured.with_suffix(".environment.json")
     measured_on = json.loads(where.read_text()) if where.exists() else None
@@ -216,10 +225,9 @@ def main() -> None:
         case "measure":
             limits = json.loads(options.tight.read_text()) if options.tight else {}
             asked = [e for e in entries.values() if not limits or e.name in limits]
-            gpus = 2 if options.tiny else options.gpus
             measure(
-                asked, options.out, options.name, gpus,
-                tiny=options.tiny, seconds=options.seconds, deadline=options.deadline, limits=limits,
+                asked, options.out, options.name, 2 if options.tiny else options.gpus,
+                seconds=options.seconds, deadline=options.deadline, limits=limits,
             )  # fmt: skip
             # Last, because it makes a context on the first GPU.
             (options.out / f"{options.name}.environment.json").write_text(json.dumps(environment(), indent=1) + "\n")

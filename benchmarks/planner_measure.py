@@ -1,15 +1,14 @@
-"""Measures the planner's grid on the GPUs of this machine: hands runs to worker processes, and watches those.
+"""Measures runs of the trainer on the GPUs of this machine: hands them to worker processes, and watches those.
 
-Input: entries of `benchmarks/planner_grid.py`, perhaps with a limit on what torch may reserve. Output: a line of JSON
-for each in OUT/NAME.jsonl, written as it comes, so that nothing is lost if this ends; allocator histories and workers'
-logs in OUT/NAME.tar.gz. Runs of one GPU run on all GPUs at once, those of two in pairs, and so on: a `Group` is the
-processes that share a run. A run that fails or takes too long costs its group: its processes are killed.
+Input: entries as of `benchmarks/planner_grid.py`, perhaps with a limit on what torch may reserve. Output: a line of
+JSON for each in OUT/NAME.jsonl, written as it comes, so that nothing is lost if this ends; allocator histories and
+workers' logs in OUT/NAME.tar.gz. Runs of one GPU run on all GPUs at once, those of two in pairs, and so on: a `Group`
+is the GPUs that share a run. The processes of a run are killed when it ends, fails or takes too long.
 
-As a script, this is one worker process. It imports everything at once, and touches a GPU only when it gets a run: a
-line of JSON on standard input for each (`Job`), the rank in the environment as torchrun has it. It writes
-PARTS/NAME.RANK.json with this rank's figures, or its error. A worker that failed, or holds memory after its trainer is
-gone, ends, and the next run gets a new one, as a user's run would. So does a worker of several ranks on GPUs: torch's
-symmetric memory knows groups by name, and takes the next group of a name for the one before.
+As a script, this is one worker process. It imports everything at once, and touches a GPU only when it gets its run: a
+line of JSON on standard input (`Job`), the rank in the environment as torchrun has it. It writes PARTS/NAME.RANK.json
+with this rank's figures, or its error, and ends: each run has new processes, as a user's run has, and leaves nothing
+for the next. They wait with everything imported while the run before is on the GPU.
 
 Figures, in bytes of this rank's GPU; None on a CPU:
 
@@ -31,7 +30,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import gzip
 import json
 import os
@@ -42,7 +40,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -50,7 +48,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import balanced_ids, force_routing, popular_ids, popularity_of
-from planner_grid import GRID, Entry, tiny
+from planner_grid import Entry
 
 from forebay.config import Config, from_mapping
 from forebay.models.families import moe_blocks
@@ -58,43 +56,35 @@ from forebay.train.data import load_corpus, load_tokenizer
 from forebay.train.distributed import Mesh
 from forebay.train.trainer import Trainer
 
-# Seconds that a run may take, that one that compiles may take, and that the first run of a process may take in addition.
-SECONDS, COMPILING, FIRST = 60, 180, 90
+# Seconds that a run may take, and one that compiles; the first runs of a machine wait for their imports.
+SECONDS, COMPILING = 90, 180
+NO_TIME = "no time was left"  # the error of what has not run
 GRACE = 5  # seconds for the other ranks of a group to write their figures after one has failed
 PORTS = 29650
 # Steps: before timing at least and at most (`auto` tries plans for 40), timed, and with a recorded allocator history.
 WARM, MOST, TIMED, TRACED = 2, 64, 3, 3
-LEFT = 32 << 20  # bytes that a trainer may leave behind in a worker that goes on: cuBLAS's workspaces come and go
 
 
 @dataclass
 class Group:
-    """The worker processes of `gpus`, which take one run after the other. Owns them, and starts new ones after a failure."""
+    """The `gpus` of one run after the other, and the processes of the current run and of the next. Owns the processes."""
 
     gpus: tuple[int, ...]
     parts: Path
     logs: Path
-    tiny: bool
     entry: Entry | None = None
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
-    spare: list[subprocess.Popen[str]] = field(default_factory=list)  # have imported everything, and wait
-    fresh: bool = True
+    ready: list[subprocess.Popen[str]] = field(default_factory=list)  # have imported everything, and wait
     began: float = 0.0
     limit: float = 0.0
     reserved: int | None = None
 
-    def start(self) -> None:
-        self.fresh = True
-        self.processes = self.spare or self._spawn()
-        self.spare = [] if self.tiny else self._spawn()
-
-    def _spawn(self) -> list[subprocess.Popen[str]]:
-        return [self._process(rank) for rank in range(len(self.gpus))]
+    def prepare(self) -> None:
+        """Start the processes of the next run."""
+        self.ready = self.ready or [self._process(rank) for rank in range(len(self.gpus))]
 
     def _process(self, rank: int) -> subprocess.Popen[str]:
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-        if not self.tiny:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.gpus))
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": ",".join(map(str, self.gpus))}
         if (world := len(self.gpus)) > 1:
             environment |= {
                 "RANK": str(rank),
@@ -105,20 +95,17 @@ class Group:
         command = [sys.executable, str(Path(__file__)), "--parts", str(self.parts)]
         with (self.logs / f"gpus-{'-'.join(map(str, self.gpus))}.rank{rank}.log").open("a") as out:
             return subprocess.Popen(
-                command + ["--tiny"] * self.tiny,
-                stdin=subprocess.PIPE,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                text=True,
+                command, stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT, env=environment, text=True
             )
 
     def give(self, entry: Entry, port: int, seconds: float | None, reserved: int | None) -> None:
+        """Begin a run; `answer` ends it."""
+        self.prepare()
+        self.processes, self.ready = self.ready, []
         self.entry, self.began, self.reserved = entry, time.monotonic(), reserved
         usual = COMPILING if entry.sections["memory"].get("compile") else SECONDS
-        self.limit = seconds if seconds is not None else usual + FIRST * self.fresh
-        self.fresh = False
-        line = json.dumps({"name": entry.name, "port": port, "limit": reserved}) + "\n"
+        self.limit = seconds if seconds is not None else usual
+        line = json.dumps(asdict(Job(entry, port, reserved))) + "\n"
         for process in self.processes:
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # the process is gone; `answer` reports it
@@ -126,7 +113,7 @@ class Group:
                 process.stdin.flush()
 
     def answer(self) -> dict[str, Any] | None:
-        """The row of the current run, once there is one; the group is then ready for the next."""
+        """The row of the current run, once there is one; its processes have ended then."""
         assert self.entry is not None
         paths = [self.parts / f"{self.entry.name}.{rank}.json" for rank in range(len(self.gpus))]
         gone = [p.poll() for p in self.processes]  # polled before the files are read: a process writes, then ends
@@ -142,10 +129,7 @@ class Group:
         row = self._row(there, gone)
         for path in paths:
             path.unlink(missing_ok=True)
-        if "error" in row or any(r["ends"] for r in row["ranks"]):
-            self.stop()
-            self.start()
-        self.entry = None
+        self.stop()
         return row
 
     def _row(self, there: list[Any], gone: list[int | None]) -> dict[str, Any]:
@@ -173,23 +157,16 @@ class Group:
         return row
 
     def stop(self) -> None:
-        """Kill the processes and wait for them, so that GPU memory is free."""
+        """Kill the processes of the current run and wait for them, so that GPU memory is free."""
         for process in self.processes:
             process.kill()
         for process in self.processes:
             process.wait()
-        self.processes = []
+        self.entry, self.processes = None, []
 
     def close(self) -> None:
-        """End all processes, spare ones too. An idle process ends when its standard input does."""
-        for process in (*self.processes, *self.spare):
-            assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.close()
-        for process in self.processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(20)
-        self.processes, self.spare = [*self.processes, *self.spare], []
+        """End all processes."""
+        self.processes, self.ready = [*self.processes, *self.ready], []
         self.stop()
 
 
@@ -199,7 +176,6 @@ def measure(
     name: str,
     gpus: int,
     *,
-    tiny: bool = False,
     seconds: float | None = None,
     deadline: float = 540,
     limits: dict[str, int] | None = None,
@@ -219,11 +195,11 @@ def measure(
         parts.mkdir()
         logs.mkdir()
         sizes = sorted({e.gpus for e in entries if e.gpus <= gpus})
-        phases = [(size, [Group(g, parts, logs, tiny) for g in _split(gpus, size)]) for size in sizes]
+        phases = [(size, [Group(g, parts, logs) for g in _split(gpus, size)]) for size in sizes]
         try:
             for _, groups in phases:
                 for group in groups:
-                    group.start()
+                    group.prepare()
             _make_corpus(entries[0])
             for size, groups in phases:
                 # Runs that compile take longest: they come first, and the others fill the other groups meanwhile.
@@ -241,7 +217,6 @@ def measure(
         finally:
             for _, groups in phases:
                 for group in groups:
-                    group.stop()
                     group.close()
     return rows
 
@@ -266,11 +241,10 @@ def _phase(
                     "name": entry.name,
                     "gpus": entry.gpus,
                     "seconds": 0.0,
-                    "error": "no time was left",
+                    "error": NO_TIME,
                     "oom": False,
                 }
             for group in groups:
-                group.entry = None
                 group.stop()
             return
         for group in groups:
@@ -279,6 +253,8 @@ def _phase(
             if group.entry is None and todo:
                 entry = todo.pop(0)
                 group.give(entry, next(ports), seconds, limits.get(entry.name))
+                if todo:
+                    group.prepare()
         time.sleep(0.02)
 
 
@@ -300,7 +276,7 @@ def _pack(path: Path, folder: Path) -> None:
 class Job:
     """A run. `port`: of the ranks' rendezvous. `limit`: bytes that torch may reserve on each GPU; None for all."""
 
-    name: str
+    entry: Entry
     port: int
     limit: int | None = None
 
@@ -308,32 +284,29 @@ class Job:
 def worker() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--parts", type=Path, required=True)
-    parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
-    entries = {e.name: e for e in (tiny() if options.tiny else GRID)}
-    rank, world = (int(os.environ.get(name, alone)) for name, alone in (("RANK", 0), ("WORLD_SIZE", 1)))
-    for line in sys.stdin:
-        job = Job(**json.loads(line))
-        os.environ["MASTER_PORT"] = str(job.port)
-        trace = options.parts / f"{job.name}.trace.gz"
-        try:
-            row = measured(entries[job.name], job.limit, trace if rank == 0 else None)
-            row["left"] = left = clean()
-            row["ends"] = left > LEFT or (world > 1 and torch.cuda.is_available())
-        except Exception as error:  # any error is this run's result
-            row = failure(error)
-        path = options.parts / f"{job.name}.{rank}.json"
-        path.with_suffix(".partial").write_text(json.dumps(row))
-        path.with_suffix(".partial").rename(path)
-        if row["ends"]:
-            os._exit(0)  # destroying the process group would wait for ranks that hang
+    given = json.loads(sys.stdin.readline() or "null")
+    if given is None:
+        return  # there was no run left
+    job = Job(**{**given, "entry": Entry(**given["entry"])})
+    name, rank = job.entry.name, int(os.environ.get("RANK", 0))
+    os.environ["MASTER_PORT"] = str(job.port)
+    trace = options.parts / f"{name}.trace.gz"
+    try:
+        row = measured(job.entry, job.limit, trace if rank == 0 else None)
+    except Exception as error:  # any error is this run's result
+        row = failure(error)
+    path = options.parts / f"{name}.{rank}.json"
+    path.with_suffix(".partial").write_text(json.dumps(row))
+    path.with_suffix(".partial").rename(path)
+    os._exit(0)  # destroying the process group would wait for ranks that hang
 
 
 def failure(error: Exception) -> dict[str, Any]:
     traceback.print_exc()
     text = " ".join(str(error).split())
     oom = isinstance(error, torch.OutOfMemoryError) or "out of memory" in text.lower()
-    row: dict[str, Any] = {"error": f"{type(error).__name__}: {text[:600]}", "oom": oom, "ends": True}
+    row: dict[str, Any] = {"error": f"{type(error).__name__}: {text[:600]}", "oom": oom}
     if torch.cuda.is_available():
         row |= {"peak_reserved": torch.cuda.max_memory_reserved(), "outside": outside()}
     return row
@@ -503,19 +476,6 @@ class NoMemory:
 def outside() -> int:
     free, total = torch.cuda.mem_get_info()
     return total - free - torch.cuda.memory_reserved()
-
-
-def clean() -> int:
-    """Free what a trainer left; returns bytes that are still held."""
-    if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()
-    gc.collect()
-    if not torch.cuda.is_available():
-        return 0
-    torch.cuda.synchronize()
-    torch._C._cuda_clearCublasWorkspaces()
-    torch.cuda.empty_cache()
-    return torch.cuda.memory_reserved()
 
 
 class History:

@@ -1,0 +1,516 @@
+"""The blind test of the estimator: drawn configurations, planned and committed before they run, and run once.
+
+    python benchmarks/planner_blind.py draw --seed N    draws and plans: results/planner_blind_N.json. Commit it, then
+    python benchmarks/planner_blind.py run FILE         runs what has not run: results/planner_blind_N_measured.jsonl
+    python benchmarks/planner_blind.py show FILE        errors of the plans, by kind, and plans that would not have fit
+
+`draw` needs no GPU and looks at no measurement. A draw is repeated only if the configuration is refused, or if its plan
+is outside of `Limits`: too large for the GPU or the host, too small to tell, or too long. A third of the draws run on
+two GPUs, with EP 2, FSDP2 or PP 2 in turn. The router's choice is drawn as well in runs with EP, because a plan takes
+its skew as given (`forebay plan --skew`); in all others it is the router's own. The trainer has no LoRA, so there is
+none here. Runs and figures are those of `benchmarks/planner_measure.py`; each run has processes of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import GIB, environment, markdown, results_folder
+from planner import compared, on_gpus, planned, read, summary
+from planner_grid import POSITIONS, Entry
+from planner_measure import NO_TIME, TIMED, WARM, measure
+
+from forebay.config import SCHEDULES
+from forebay.errors import UsageError
+from forebay.estimate.trace_cache import TraceCache
+from forebay.estimate.walk import least_budget
+from forebay.policy import RECOMPUTE_MODES, PolicyError
+from forebay.train.hf_io import TESTED as FAMILIES
+
+MESHES = ("", "", "EP", "", "", "FSDP", "", "", "PP")  # by turns; "" is one GPU
+AUTO_STEPS = 40  # that `auto` takes to try plans
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """Where sizes are drawn from, each log-uniformly: lowest, highest.
+
+    Attributes:
+        widths: of the experts.
+        compiles: share of the configurations that compile.
+        dispatch: token dispatchers.
+    """
+
+    device: str = "cuda"
+    hidden: tuple[int, int] = (512, 5120)
+    widths: tuple[int, int] = (256, 8192)
+    dense: tuple[int, int] = (1024, 16384)
+    experts: tuple[int, ...] = (8, 12, 16, 24, 32, 48, 64, 96, 128)
+    layers: tuple[int, int] = (1, 24)
+    vocabulary: tuple[int, int] = (8192, 262144)
+    sequence: tuple[int, int] = (512, 8192)
+    microbatch: tuple[int, ...] = (1, 1, 2, 2, 3, 4, 6, 8)
+    compiles: float = 0.4
+    dispatch: tuple[str, ...] = ("auto", "symmetric", "symmetric", "nccl")
+
+
+GPU = Ranges()
+TINY = Ranges(
+    "cpu", (64, 128), (64, 128), (64, 128), (8, 12), (2, 6), (320, 640), (64, 128), (1, 2), 0.0, ("nccl",)
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a plan may take: bytes of the GPU, bytes of the host and seconds of all steps, and number of parameters."""
+
+    least: float = 4 * GIB
+    most: float = 125 * GIB
+    host: float = 100 * GIB
+    parameters: float = 8e9
+    seconds: float = 3.0
+    tuning_seconds: float = 12.0
+
+    def refusal(self, entry: Entry, plan: dict[str, Any]) -> str:
+        """Why a plan is not run; "" if it is."""
+        tuned = entry.sections["memory"]["policy"] == "auto"
+        steps = WARM + TIMED + AUTO_STEPS * tuned
+        wrong = {
+            "too small for the GPU": plan["reserved"] < self.least,
+            "too large for the GPU": plan["reserved"] > self.most,
+            "too large for the host": host_bytes(entry, plan) > self.host,
+            "too many parameters": plan["parameters"] > self.parameters,
+            "too long": steps * plan["seconds"] > (self.tuning_seconds if tuned else self.seconds),
+        }
+        return next((why for why, holds in wrong.items() if holds), "")
+
+
+def host_bytes(entry: Entry, plan: dict[str, Any]) -> int:
+    """A bound on what all processes hold on the host: all that may leave the GPU, of all microbatches in flight."""
+    parallel, train = entry.sections["parallel"], entry.sections["train"]
+    pp = parallel.get("pp", 1)
+    microbatches = train["batch"] // train["microbatch"] * pp // entry.gpus
+    in_flight = min(microbatches, 2 * pp if pp > 1 or parallel.get("overlap") else 1)
+    movable = {"offload", "stash"} | ({"keep"} if entry.sections["memory"]["policy"] == "auto" else set())
+    saved = sum(p["saved_bytes"] for p in plan["placements"] if p["placement"] in movable)
+    return saved * in_flight * entry.gpus // pp
+
+
+class Draw:
+    """One draw from `rng`, for a mesh of `MESHES`. `schedule`: of a pipeline."""
+
+    def __init__(self, rng: random.Random, ranges: Ranges, mesh: str, schedule: str):
+        self._rng, self._ranges, self._mesh, self._schedule = rng, ranges, mesh, schedule
+
+    def entry(self, number: int) -> Entry:
+        rng = self._rng
+        family = rng.choice(FAMILIES)
+        layers = self._size(self._ranges.layers)
+        compiles = rng.random() < self._ranges.compiles
+        parallel = self._parallel()
+        memory = {**self._memory(layers, parallel, compiles), "compile": compiles}
+        engine = "pp" in parallel or parallel.get("overlap", False)
+        if engine and not parallel["reshard"] and rng.random() < 0.5:
+            memory["graph"] = True
+        sections = {
+            "model": self._model(family, layers, plain=not engine and "ep" not in parallel),
+            "train": self._train(),
+            "optimizer": {"lr": 1e-5, "fused": rng.random() < 0.8},
+            "memory": memory,
+            "parallel": {"timeout": 60, **parallel},
+            "device": {"type": self._ranges.device},
+        }
+        entry = Entry("", 2 if self._mesh else 1, sections, self._skew(memory) if self._mesh == "EP" else None)
+        return replace(entry, name=name_of(number, entry))
+
+    def _size(self, limits: tuple[int, int], step: int = 1) -> int:
+        """A multiple of `step`, log-uniform between the limits."""
+        low, high = limits
+        return max(1, round(math.exp(self._rng.uniform(math.log(low), math.log(high))) / step)) * step
+
+    def _width(self, limits: tuple[int, int]) -> int:
+        return self._size(limits, self._rng.choice((64, 128)))
+
+    def _model(self, family: str, layers: int, plain: bool) -> dict[str, Any]:
+        """`plain`: no part of the model is replaced by Forebay's engines."""
+        rng, ranges = self._rng, self._ranges
+        hidden = self._width(ranges.hidden)
+        config = {
+            "hidden_size": hidden,
+            "num_hidden_layers": layers,
+            "vocab_size": self._width(ranges.vocabulary),
+            "max_position_embeddings": POSITIONS,
+            **self._attention(family, hidden),
+            **self._experts(family, layers),
+        }
+        dtypes = rng.choice(({"dtype": "bfloat16"}, {"dtype": "float32", "compute": "bfloat16"}))
+        # sdpa has no attention sinks.
+        attention = "eager" if family == "gpt_oss" or rng.random() < 0.1 else "sdpa"
+        loss = "transformers" if plain and rng.random() < 0.15 else "fused"
+        experts = "transformers" if plain and rng.random() < 0.1 else "forebay"
+        return {
+            "family": family,
+            "config": config,
+            "attention": attention,
+            "loss": loss,
+            "experts": experts,
+            **dtypes,
+        }
+
+    def _attention(self, family: str, hidden: int) -> dict[str, Any]:
+        rng = self._rng
+        if family in ("deepseek_v2", "deepseek_v3"):
+            heads = self._size((4, 32))
+            return {
+                "num_attention_heads": heads,
+                "num_key_value_heads": heads,
+                "q_lora_rank": rng.choice((None, self._width((256, 1536)))),
+                "kv_lora_rank": self._width((256, 512)),
+                "qk_nope_head_dim": rng.choice((64, 128)),
+                "qk_rope_head_dim": rng.choice((32, 64)),
+                "v_head_dim": rng.choice((64, 128)),
+            }
+        if family in ("mixtral", "olmoe"):  # heads divide the hidden size
+            heads = hidden // rng.choice([size for size in (64, 128) if hidden % size == 0])
+            groups = rng.choice([n for n in range(1, heads + 1) if heads % n == 0])
+            return {"num_attention_heads": heads, "num_key_value_heads": groups}
+        groups = rng.choice((1, 2, 4, 8))
+        found: dict[str, Any] = {
+            "num_attention_heads": groups * rng.choice((1, 2, 4, 5, 8)),
+            "num_key_value_heads": groups,
+            "head_dim": rng.choice((64, 128)),
+        }
+        if family == "gpt_oss":
+            found["sliding_window"] = rng.choice((128, 256, 1024))
+            found["rope_parameters"] = {"rope_type": "default", "rope_theta": 150000.0}
+        if family == "glm4_moe":
+            found |= {"use_qk_norm": rng.random() < 0.5, "attention_bias": rng.random() < 0.5}
+        return found
+
+    def _experts(self, family: str, layers: int) -> dict[str, Any]:
+        rng, ranges = self._rng, self._ranges
+        experts = rng.choice(ranges.experts)
+        chosen = self._size((1, min(8, experts // 2)))
+        width = self._width(ranges.widths)
+        if family in ("mixtral", "gpt_oss"):
+            return {"num_local_experts": experts, "num_experts_per_tok": chosen, "intermediate_size": width}
+        if family == "olmoe":
+            return {"num_experts": experts, "num_experts_per_tok": chosen, "intermediate_size": width}
+        dense = {"intermediate_size": self._width(ranges.dense)}
+        if family == "qwen3_moe":
+            found = {"num_experts": experts, "num_experts_per_tok": chosen, "moe_intermediate_size": width}
+            first = {"mlp_only_layers": [0]} if layers > 1 and rng.random() < 0.2 else {}
+            return {**found, **dense, **first, "norm_topk_prob": True}
+        found = {
+            "n_routed_experts": experts,
+            "n_shared_experts": rng.choice((1, 2)),
+            "num_experts_per_tok": chosen,
+            "moe_intermediate_size": width,
+            "first_k_dense_replace": rng.randint(0, min(2, layers - 1)),
+            "n_group": 1,
+            "topk_group": 1,
+            **dense,
+        }
+        if family == "deepseek_v2":
+            found["topk_method"] = "greedy"
+        elif experts % 4 == 0 and rng.random() < 0.5:
+            found |= {"n_group": 4, "topk_group": rng.choice((2, 3, 4))}
+        return found
+
+    def _train(self) -> dict[str, Any]:
+        rng = self._rng
+        microbatch = rng.choice(self._ranges.microbatch)
+        several = rng.choice((4, 5, 6, 8)) if self._mesh == "PP" else rng.choice((1, 2, 2, 3, 4))
+        return {
+            "steps": 100,
+            "microbatch": microbatch,
+            "batch": microbatch * several * (2 if self._mesh in ("EP", "FSDP") else 1),
+            "sequence": self._size(self._ranges.sequence, rng.choice((64, 256))),
+            "clip": rng.choice((1.0, 1.0, 1.0, 0.0)),
+        }
+
+    def _parallel(self) -> dict[str, Any]:
+        rng = self._rng
+        found: dict[str, Any] = {"reshard": rng.random() < 0.5}
+        if self._mesh != "PP":
+            found["overlap"] = rng.random() < (0.4 if self._mesh == "EP" else 0.2)
+        if rng.random() < 0.2:
+            found["gradients"] = "compute"
+        if self._mesh in ("EP", "FSDP") and rng.random() < 0.3:
+            found["reduce"] = "microbatch"
+        if self._mesh == "PP":
+            found |= {"pp": 2, "schedule": self._schedule, "partition": rng.choice(("auto", "auto", "even"))}
+        if self._mesh == "EP":
+            found |= {"ep": 2, "dispatch": rng.choice(self._ranges.dispatch)}
+            if found["dispatch"] == "symmetric" and rng.random() < 0.6:
+                found["capacity_factor"] = 2.0  # the most that one of two ranks can get
+        return found
+
+    def _memory(self, layers: int, parallel: dict[str, Any], compiles: bool) -> dict[str, Any]:
+        """The budget of `auto` is still to be set, from plans."""
+        rng = self._rng
+        dispatches = "ep" in parallel or "pp" in parallel or parallel.get("overlap", False)
+        first = f"model.layers.[0-{min(9, rng.randrange(layers))}]"
+        mixed: list[dict[str, str]] = [
+            {"*.self_attn": "offload", "*.mlp": "recompute"},
+            {"*.self_attn": "recompute", "*.mlp": "offload"},
+            {"*.mlp": "recompute"},
+            {"*.self_attn": "recompute"},
+            {"*.mlp": "offload"},
+            {f"{first}.mlp": "recompute"},
+            {f"{first}.self_attn": "offload", f"{first}.mlp": "offload"},
+        ]
+        if dispatches or not compiles:  # or the experts are inside compiled code
+            mixed.append({"*.mlp.experts": "recompute"})
+            mixed.append({"*.self_attn": "offload", "*.mlp": "offload", "*.mlp.experts": "recompute"})
+        if parallel.get("capacity_factor"):
+            mixed += 3 * [{"*.mlp.experts": "stash"}]
+        kind = rng.choices(("keep", "recompute", "offload", "auto", "mixed"), (25, 20, 20, 12, 23))[0]
+        found: dict[str, Any] = {"policy": rng.choice(mixed) if kind == "mixed" else kind}
+        placements = {kind} | set(found["policy"].values() if kind == "mixed" else ())
+        if "recompute" in placements:
+            found["recompute"] = rng.choice(("light", *RECOMPUTE_MODES))
+        if "offload" in placements:
+            found["offload"] = rng.choice(("fit", "all"))
+        return found
+
+    def _skew(self, memory: dict[str, Any]) -> float:
+        """Of a drawn choice of the router. Compiled and captured code takes an even one only."""
+        if memory["compile"] or memory.get("graph") or self._rng.random() < 0.5:
+            return 1.0
+        return round(self._rng.uniform(1.05, 1.6), 2)
+
+    def budget(self, entry: Entry, traces: TraceCache) -> Entry:
+        """The entry with a budget for `auto` between what its step needs with everything recomputed and with nothing."""
+        needs = []
+        for policy in ("recompute", "keep"):
+            memory = {**entry.sections["memory"], "policy": policy}
+            plan = planned(replace(entry, sections={**entry.sections, "memory": memory}), entry.skew, traces)
+            needs.append(max(rank["gradients"] + rank["activations"] + rank["transient"] for rank in plan["ranks"]))
+        low, high = needs
+        budget = int(low + self._rng.uniform(0.3, 0.95) * max(0, high - low))
+        memory = {**entry.sections["memory"], "budget": budget}
+        return replace(entry, sections={**entry.sections, "memory": memory})
+
+
+def name_of(number: int, entry: Entry) -> str:
+    model, train = entry.sections["model"], entry.sections["train"]
+    size = f"{train['sequence']}x{train['microbatch']}"
+    layers = f"{model['config']['num_hidden_layers']}L"
+    parts = (f"{number:02d}", f"{entry.gpus}g", model["family"], layers, size, entry.placement.replace(" ", "."))
+    return "-".join(parts)
+
+
+def draw(seed: int, count: int, ranges: Ranges, limits: Limits) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """`count` configurations with their plans, and how many were drawn in vain, by reason.
+
+    Each has generators of its own, by seed, number and attempt.
+    """
+    schedules = random.Random(seed).sample(SCHEDULES, len(SCHEDULES))
+    runs: list[dict[str, Any]] = []
+    vain: Counter[str] = Counter()
+    for number in range(count):
+        turn, mesh = divmod(number, len(MESHES))
+        for attempt in range(1000):
+            rng = random.Random(f"{seed} {number} {attempt}")
+            source = Draw(rng, ranges, MESHES[mesh], schedules[turn % len(schedules)])
+            entry, plan, why = planned_draw(source, number, limits)
+            if not why:
+                break
+            vain[why] += 1
+        else:
+            raise RuntimeError(f"draw {number} found nothing within the limits")
+        runs.append({**asdict(entry), "planned": plan})
+        print(f"{entry.name}: {plan['reserved'] / GIB:.2f} GiB, {plan['seconds']:.3f} s", flush=True)
+    return runs, dict(vain)
+
+
+def planned_draw(source: Draw, number: int, limits: Limits) -> tuple[Entry, dict[str, Any], str]:
+    """A draw, its plan, and why it is not run, or ""."""
+    entry, traces = source.entry(number), TraceCache()
+    if parameters_at_least(entry) > limits.parameters:
+        return entry, {}, "too many parameters"
+    try:
+        if entry.sections["memory"]["policy"] == "auto":
+            entry = source.budget(entry, traces)
+        plan = planned(entry, entry.skew, traces)
+    except (UsageError, PolicyError):
+        return entry, {}, "refused"
+    return entry, plan, limits.refusal(entry, plan)
+
+
+def parameters_at_least(entry: Entry) -> int:
+    """Parameters of the experts, embedding and head: planning a model that is far too large takes long."""
+    c = entry.sections["model"]["config"]
+    experts = c.get("num_experts") or c.get("num_local_experts") or c["n_routed_experts"]
+    width = c.get("moe_intermediate_size") or c["intermediate_size"]
+    layers = c["num_hidden_layers"] - c.get("first_k_dense_replace", 0) - len(c.get("mlp_only_layers", ()))
+    return int(c["hidden_size"] * (3 * width * experts * layers + 2 * c["vocab_size"]))
+
+
+def entries_of(runs: Sequence[dict[str, Any]]) -> dict[str, Entry]:
+    return {run["name"]: Entry(**{k: v for k, v in run.items() if k != "planned"}) for run in runs}
+
+
+def kind_of(entry: Entry) -> str:
+    """Errors are averaged over it."""
+    memory, parallel = entry.sections["memory"], entry.sections["parallel"]
+    if entry.gpus > 1:
+        return "2 GPUs, " + ("PP" if "pp" in parallel else "EP" if "ep" in parallel else "FSDP2")
+    policy = memory["policy"]
+    if {"offload", "auto"} & ({policy} if isinstance(policy, str) else set(policy.values())):
+        return "1 GPU, offload or auto"
+    return "1 GPU, compiled" if memory["compile"] else "1 GPU, eager"
+
+
+def words_of(entry: Entry) -> str:
+    """The configuration in words; what is not said is the default."""
+    model, train, memory, parallel = (entry.sections[name] for name in ("model", "train", "memory", "parallel"))
+    c = model["config"]
+    experts = c.get("num_experts") or c.get("num_local_experts") or c["n_routed_experts"]
+    width = c.get("moe_intermediate_size") or c["intermediate_size"]
+    policy = memory["policy"]
+    placed = policy if isinstance(policy, str) else ", ".join(f"{pattern}={p}" for pattern, p in policy.items())
+    data = 1 if parallel.get("pp", 1) > 1 else entry.gpus
+    words = [
+        f"{model['family']} {c['num_hidden_layers']} layers of {c['hidden_size']}",
+        f"{c['num_experts_per_tok']} of {experts} experts of {width}",
+        f"vocabulary {c['vocab_size']}",
+        f"{train['batch'] // data // train['microbatch']} x {train['microbatch']} x {train['sequence']} tokens",
+        " ".join(filter(None, (placed, memory.get("recompute"), memory.get("offload")))),
+        f"budget {memory['budget'] / GIB:.2f} GiB" if "budget" in memory else "",
+        "bf16" if model["dtype"] == "bfloat16" else "fp32 and bf16",
+        *(word for word in ("compile", "graph") if memory.get(word)),
+        *(f"{word} {parallel[word]}" for word in _SAID if word in parallel and parallel[word] is not False),
+        *(f"{word} {model[word]}" for word, usual in _USUAL.items() if model[word] != usual),
+        "" if entry.sections["optimizer"]["fused"] else "optimizer not fused",
+        "" if train["clip"] else "not clipped",
+        "" if entry.skew is None else f"skew {entry.skew}",
+    ]
+    return "; ".join(filter(None, words))
+
+
+_SAID = (
+    "pp",
+    "schedule",
+    "partition",
+    "ep",
+    "dispatch",
+    "capacity_factor",
+    "overlap",
+    "reshard",
+    "reduce",
+    "gradients",
+)
+_USUAL = {"attention": "sdpa", "loss": "fused", "experts": "forebay"}
+
+
+def run(file: Path, jobs: int, seconds: float | None, deadline: float) -> None:
+    """Run what has no result yet on `jobs` GPUs. A run for which no time was left has none."""
+    given = json.loads(file.read_text())
+    measured = measured_of(file)
+    there = {row["name"] for row in (read(measured) if measured.exists() else []) if row.get("error") != NO_TIME}
+    todo = [entry for name, entry in entries_of(given["runs"]).items() if name not in there]
+    print(f"{len(there)} of {len(given['runs'])} have run, {len(todo)} are left", flush=True)
+    out = results_folder() / measured.name
+    if there and out != measured:
+        out.write_text(measured.read_text())
+    if todo:
+        measure(todo, out.parent, out.stem, jobs, seconds=seconds, deadline=deadline)
+    # Last, because it makes a context on the first GPU.
+    out.with_suffix(".environment.json").write_text(json.dumps(environment(), indent=1) + "\n")
+
+
+def measured_of(file: Path) -> Path:
+    """The measurements of a file: in the folder of results, or beside it."""
+    name = f"{file.stem}_measured.jsonl"
+    here = results_folder() / name
+    return here if here.exists() else file.with_name(name)
+
+
+def show(file: Path) -> None:
+    given, rows = json.loads(file.read_text()), read(measured_of(file))
+    entries, plans = entries_of(given["runs"]), {run["name"]: run["planned"] for run in given["runs"]}
+    lines = []
+    for row in filter(on_gpus, rows):
+        entry, plan = entries[row["name"]], plans[row["name"]]
+        line = compared(entry, row, plan, entry.skew)
+        lines.append({**line, "kind": kind_of(entry), "number": row["name"][:2], "words": words_of(entry)})
+    shown = ("number", "words", *(f"{what} {how}" for what in _SHOWN for how in ("planned", "measured", "%")))
+    print(markdown([{name: line[name] for name in shown} for line in lines]), end="\n\n")
+    if lines:
+        print(markdown(summary(lines, "kind")), end="\n\n")
+    for wrong in misfits(plans, rows):
+        print(f"said to fit, and does not: {wrong}")
+    for row in rows:
+        if not on_gpus(row):
+            print(f"not measured: {row['name']}: {row.get('error', 'it ran on a CPU')}")
+    if missing := sorted(entries.keys() - {row["name"] for row in rows}):
+        print(f"not run: {', '.join(missing)}")
+
+
+_SHOWN = ("reserved", "allocated", "step s")
+
+
+def misfits(plans: dict[str, dict[str, Any]], rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Runs that took more than the smallest budget that their plan is said to fit, or than the GPU had."""
+    found = []
+    for row in rows:
+        plan = plans[row["name"]]
+        if row.get("oom"):
+            found.append(f"{row['name']} is planned to reserve {plan['reserved'] / GIB:.2f} GiB: out of memory")
+        if not on_gpus(row):
+            continue
+        for what, budget, took in (
+            ("reserve", least_budget(plan["reserved"]), max(rank["life_reserved"] for rank in row["ranks"])),
+            (
+                "take from the GPU",
+                least_budget(max(rank["total"] for rank in plan["ranks"])),
+                max(rank["life_reserved"] + rank["outside"] for rank in row["ranks"]),
+            ),
+        ):
+            if took > budget:
+                found.append(f"{row['name']} may {what} {budget / GIB:.3f} GiB, and takes {took / GIB:.3f}")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True, dest="command")
+    drawing = commands.add_parser("draw")
+    drawing.add_argument("--seed", type=int, required=True)
+    drawing.add_argument("--count", type=int, default=24)
+    drawing.add_argument("--tiny", action="store_true", help="small models that a CPU runs")
+    running = commands.add_parser("run")
+    running.add_argument("--jobs", type=int, default=torch.cuda.device_count(), help="GPUs")
+    running.add_argument("--seconds", type=float, help="limit for a run")
+    running.add_argument("--deadline", type=float, default=540, help="seconds after which no run begins")
+    for command in (running, commands.add_parser("show")):
+        command.add_argument("file", type=Path)
+    options = parser.parse_args()
+    match options.command:
+        case "draw":
+            gc.disable()  # a fifth of a plan's time
+            ranges, limits = (TINY, Limits(least=0)) if options.tiny else (GPU, Limits())
+            runs, vain = draw(options.seed, options.count, ranges, limits)
+            drawn_by = {"seed": options.seed, "drawn in vain": vain, "environment": environment()}
+            path = results_folder() / f"planner_blind_{options.seed}.json"
+            path.write_text(json.dumps({**drawn_by, "runs": runs}, indent=1) + "\n")
+        case "run":
+            run(options.file, options.jobs, options.seconds, options.deadline)
+        case "show":
+            show(options.file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""The estimator's blind test, on a CPU: draws, and the table of made-up measurements."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forebay.estimate.walk import least_budget
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def blind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setenv("FOREBAY_RESULTS", str(tmp_path))
+    return importlib.import_module("planner_blind")
+
+
+def command(blind: Any, monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["planner_blind.py", *words])
+    blind.main()
+
+
+def rows_of(runs: list[dict[str, Any]], factor: float) -> list[dict[str, Any]]:
+    """Measurements that are `factor` times what is planned."""
+    found = []
+    for run in runs:
+        plan = run["planned"]
+        rank = {
+            "life_allocated": plan["allocated"] * factor,
+            "life_reserved": plan["reserved"] * factor,
+            "outside": 1,
+            "seconds": [plan["seconds"] * factor] * 3,
+        }
+        found.append({"name": run["name"], "gpus": run["gpus"], "ranks": [rank] * run["gpus"]})
+    return found
+
+
+def test_the_same_seed_draws_the_same_plans_and_their_errors_are_shown(blind, monkeypatch, tmp_path, capsys):
+    file, measured = tmp_path / "planner_blind_7.json", tmp_path / "planner_blind_7_measured.jsonl"
+    command(blind, monkeypatch, "draw", "--seed", "7", "--count", "3", "--tiny")
+    first = json.loads(file.read_text())
+    command(blind, monkeypatch, "draw", "--seed", "7", "--count", "3", "--tiny")
+    assert json.loads(file.read_text())["runs"] == first["runs"]
+    assert [run["gpus"] for run in first["runs"]] == [1, 1, 2]
+    names = [run["name"] for run in first["runs"]]
+    capsys.readouterr()
+
+    good, high = rows_of(first["runs"], 1 / 1.01)[0], rows_of(first["runs"], 1.03)[1]
+    failed = {"name": names[2], "gpus": 2, "ranks": [None, None], "error": "CUDA out of memory", "oom": True}
+    measured.write_text("".join(json.dumps(row) + "\n" for row in (good, high, failed)))
+    command(blind, monkeypatch, "show", str(file))
+    out = capsys.readouterr().out
+    assert "| 1 |" in out and "| -2.913 |" in out
+    wrong = [line for line in out.splitlines() if line.startswith("said to fit")]
+    assert [line.split(": ")[1].split()[0] for line in wrong] == [names[1], names[1], names[2]]
+    assert f"{least_budget(first['runs'][1]['planned']['reserved']) / (1 << 30):.3f}" in wrong[0]
+    assert "out of memory" in wrong[2]
+    assert f"not measured: {names[2]}: CUDA out of memory" in out
+
+
+def test_only_what_has_no_result_runs(blind, monkeypatch, tmp_path):
+    file, measured = tmp_path / "planner_blind_7.json", tmp_path / "planner_blind_7_measured.jsonl"
+    sections = {"memory": {}, "parallel": {}}
+    runs = [{"name": name, "gpus": 1, "sections": sections, "skew": None, "trace": False} for name in "abcd"]
+    file.write_text(json.dumps({"runs": runs}))
+    rows = [{"name": "a"}, {"name": "b", "error": "CUDA out of memory"}, {"name": "c", "error": blind.NO_TIME}]
+    measured.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked: list[str] = []
+    monkeypatch.setattr(blind, "measure", lambda entries, *_, **__: asked.extend(e.name for e in entries))
+    command(blind, monkeypatch, "run", str(file), "--jobs", "1")
+    assert asked == ["c", "d"]

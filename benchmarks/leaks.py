@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from forebay.memory.recompute import recomputed
+from forebay.memory.overrides import recomputed
 from forebay.moe.backends import make_dispatcher
 from forebay.moe.dispatch import TokenDispatcher
 from forebay.moe.dispatch_op import combine, dispatch
@@ -134,7 +134,7 @@ def full_checkpoint(early_stop: bool) -> Way:
 
 
 def selective(mode: str) -> Way:
-    return lambda layer: layer.grads(recomputed(layer, mode)(*layer.trained))
+    return lambda layer: layer.grads(recomputed(layer, mode, tuple)(*layer.trained))
 
 
 def split_backward(layer: Layer) -> list[Tensor]:

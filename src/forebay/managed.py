@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from forebay.memory.hooks import Manager
 from forebay.memory.overrides import CallSite, ForwardFn, InnerForward, install, is_managed, is_patched
 from forebay.memory.page_store import PageStore
-from forebay.memory.profiler import Profiler, SavedProfile, profile_model
+from forebay.memory.profiler import Profiler, SavedProfile
 from forebay.memory.step import StepReport
 from forebay.memory.timeline import Plan
 from forebay.models.blocks import Sublayers, install_sublayers
@@ -112,7 +112,7 @@ class Managed:
         """
         profiler = Profiler(self._model)
         with self.suspended(profiler.region):
-            return profile_model(self._model, step, self._uncompiled, profiler)
+            return profiler.run(step, self._uncompiled)
 
     @contextmanager
     def suspended(self, around: Callable[[str], AbstractContextManager[Any]]) -> Iterator[None]:

@@ -23,7 +23,7 @@ from forebay.memory import autotune
 from forebay.memory.autotune import MAX_TRIAL_STEPS, Autotuner, Trials, TuneState
 from forebay.memory.host_store import HostStore, Traffic
 from forebay.memory.offload_plan import under_budget
-from forebay.memory.recorder import TimelineRecorder, TimingRecorder, TrialRecorder
+from forebay.memory.recorder import Peaks, TimelineRecorder, TimingRecorder, TrialRecorder
 from forebay.memory.storage import storable, storage_bytes
 from forebay.memory.timeline import Assignment, CallFigures, Key, Plan, Rates, Timeline, TimelineEvent, simulate
 from forebay.policy import BudgetError
@@ -276,7 +276,7 @@ def planned() -> Autotuner:
     """Of a pipeline's rank, after its measured step."""
     tuner = Autotuner(HostStore(torch.device("cpu")), {"layer0": "offload"}, None, "fit", lambda *_: None, lambda: None)
     tuner._store.memory_rate = 4e12
-    tuner.recorder = Recorded(torch.device("cpu"))
+    tuner.recorder = Recorded(torch.device("cpu"), None, Peaks())
     tuner.end_step()
     return tuner
 

@@ -339,8 +339,10 @@ def test_what_cannot_be_managed_is_refused_early() -> None:
     ):
         with pytest.raises(PolicyError, match=message):
             manage(model, policy, **options)
-    model[1].gradient_checkpointing = True  # type: ignore[assignment]
-    with pytest.raises(ValueError, match="already under gradient checkpointing"):
+    model[1].up.gradient_checkpointing = True  # type: ignore[union-attr]
+    with pytest.raises(
+        ValueError, match=r"'1' is to be recomputed, but '1.up' is already under gradient checkpointing"
+    ):
         manage(model, {"1": "recompute"})
     assert all("forward" not in block.__dict__ for block in model)
 

@@ -193,7 +193,7 @@ def test_the_profile_keeps_no_tensor_alive() -> None:
     gc.disable()  # a reference cycle would have to wait for it
     try:
         profiler = Profiler(model)
-        profile = profile_model(model, lambda: model(x).sum(), profiler=profiler)
+        profile = profiler.run(lambda: model(x).sum())
         assert len(alive) == 1 and alive[0]() is None
         sizes = dict(zip(profiler._storages.refs, profiler._storages.nbytes, strict=True))
         assert all(ref.expired() for ref, nbytes in sizes.items() if nbytes == ROWS)

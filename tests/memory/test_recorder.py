@@ -31,7 +31,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
 def test_a_recorded_timeline_has_times_without_waits_and_memory_over_the_base(device: SimulatedDevice) -> None:
     """1000 bytes before the step; events begin at 0, 5, 11 and 31 ms and wait 1 ms each; a pause from 8 ms on. Call "c" runs no
     backward: its 4 bytes count as other memory."""
-    recorder = TimelineRecorder(GPU, base=1000)
+    recorder = TimelineRecorder(GPU, 1000, Peaks())
     for kind, path, start, top, saved in (("F", "a", 0, 1030, 0), ("F", "c", 4, 1036, 8), ("F", "b", 5, 1040, 12)):
         recorder.before_waits()
         before = device.mark(start)
@@ -76,7 +76,7 @@ def run(
     waiting: tuple[int, ...] = (0,) * 4,
 ) -> TimingRecorder:
     """`levels`: bytes at the start, at most and on the host, of each event."""
-    recorder = TimingRecorder(GPU)
+    recorder = TimingRecorder(GPU, Peaks())
     for index, (kind, call) in enumerate(ORDER):
         recorder.before_waits()
         device.now, top, away = levels[index]
@@ -105,7 +105,7 @@ def test_shorter_times_count_and_waits_do_not(device: SimulatedDevice) -> None:
     # 5 - 1, 6 - 1, and 19 is longer than what was measured; the last event has no end.
     assert [m.seconds for m in timeline.events] == pytest.approx([0.004, 0.005, 0.010, 0.010])
     assert timeline.calls[0].seconds == pytest.approx(4e-3 * 29 / 40)
-    assert recorder.waited() == pytest.approx(4 / 32) and TimingRecorder(GPU).waited() == 0.0
+    assert recorder.waited() == pytest.approx(4 / 32) and TimingRecorder(GPU, Peaks()).waited() == 0.0
     assert recorder.retimed(replace(TIMELINE, events=TIMELINE.events[:3]), Rates()) is None, "another step"
 
 
@@ -159,7 +159,7 @@ RISING = replace(TIMELINE, events=(*TIMELINE.events[:2], *(replace(m, transient=
 def trial(device: SimulatedDevice, base: int | None, epilogue: int = 0, inputs: int = 100) -> TrialRecorder:
     """1000 bytes are held, 50 more come before the first region; 200 at most in B1, `epilogue` after the last event."""
     device.now = device.top = 1050
-    recorder = TrialRecorder(GPU, RISING, KEEP, base)
+    recorder = TrialRecorder(GPU, RISING, KEEP, base, Peaks())
     for kind, path, top, now in (("F", "a", 1100, 1090), ("F", "b", 1150, 1140), ("B", "b", 1200, 1080)):
         if kind == "F":
             recorder.entered((path, 0), inputs)
@@ -185,7 +185,7 @@ def test_the_peak_of_a_trial(device: SimulatedDevice, base: int | None, epilogue
 
 
 def test_of_the_last_event_no_more_counts_than_another_backward_rises(device: SimulatedDevice) -> None:
-    recorder = TrialRecorder(GPU, RISING, KEEP, 0)
+    recorder = TrialRecorder(GPU, RISING, KEEP, 0, Peaks())
     device.rises(80, 80)
     recorder.after_waits("B", ("a", 0))
     device.rises(9000, 80)
@@ -198,7 +198,7 @@ def test_of_the_last_event_no_more_counts_than_another_backward_rises(device: Si
 
 def test_another_batch_or_a_dropped_forward_is_no_measure(device: SimulatedDevice) -> None:
     assert trial(device, 1000, inputs=98).result() is None
-    recorder = TrialRecorder(GPU, RISING, KEEP, None)
+    recorder = TrialRecorder(GPU, RISING, KEEP, None, Peaks())
     recorder.after_waits("F", ("a", 0))
     assert recorder.result() is None
 

@@ -18,15 +18,16 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from forebay.memory.autotune import Autotuner, Trial, TuneState
 from forebay.memory.host_store import HostStore, Ledger, Ticket
-from forebay.memory.overrides import CallSite
-from forebay.memory.recompute import foreign_saved_tensor_hooks, recomputed, refuse_nested_checkpointing
+from forebay.memory.overrides import CallSite, recomputed
 from forebay.memory.recorder import TimelineRecorder
 from forebay.memory.step import KnownStorage, Region, RegionCall, Step, StepReport, Transfers
 from forebay.memory.storage import (
@@ -44,6 +45,7 @@ from forebay.policy import Claim, PolicyError
 
 _MIN_BYTES_CUDA = 1 << 20  # a 1 MiB copy reaches 40 of 55 GB/s (H200); below that launches cost more than they free
 _MAX_ITEM_GROWTH = 1.5  # a microbatch's storages over the measured ones, where rows vary between ranks
+_CHECKPOINT = "activation checkpointing of the caller's"
 _MAX_SHARING_DISTANCE = 2  # calls; a storage that is saved again within so many calls may still be offloaded
 
 
@@ -118,7 +120,7 @@ class Manager:
         self._manage_on(device)
         for region in self._regions.values():
             if region.placement == "recompute":
-                refuse_nested_checkpointing(region.path, region.site.module)
+                _refuse_nested_checkpointing(region.path, region.site.module)
         for region in self._regions.values():
             self._install(region)
 
@@ -384,12 +386,12 @@ class Manager:
                 call.hooks.append(leaf.register_hook(begin))
 
     def _is_unmanaged_here(self, region: Region) -> bool:
-        """Whether the region runs where its saved tensors belong to others; see `foreign_saved_tensor_hooks`.
+        """Whether the region runs where its saved tensors belong to others; see `_foreign_saved_tensor_hooks`.
 
         Raises:
             PolicyError: there is a budget, which would not hold.
         """
-        others = foreign_saved_tensor_hooks()
+        others = _foreign_saved_tensor_hooks()
         if others is None:
             return False
         if region.placement in ("keep", "recompute"):
@@ -611,3 +613,34 @@ def _check(claims: list[Claim], budget: int | None, offload: str) -> None:
         raise PolicyError(
             "a budget needs policy='auto' or regions placed 'offload'; with keep and recompute nothing is left to decide"
         )
+
+
+def _foreign_saved_tensor_hooks() -> str | None:
+    """What else takes the saved tensors here, in words for a message; None if nothing but Forebay's regions does.
+
+    In an activation checkpoint's first forward, or its rerun in backward, nothing may be taken away: it matches the tensors of
+    the two forwards by their order. Other hooks, such as ``save_on_cpu``, were asked for by the caller. The first forward of a
+    reentrant checkpoint runs without gradients and is not seen here.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "a torch.func transform, which allows no hooks on saved tensors"
+    if torch._C._current_graph_task_id() != -1:
+        return _CHECKPOINT
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is None:
+        return None
+    module = str(getattr(getattr(hooks[0], "func", hooks[0]), "__module__", None))
+    if module.startswith("forebay."):
+        return None  # a region within a region: the inner one's hooks are asked
+    return _CHECKPOINT if module == checkpoint.__module__ else f"saved_tensors_hooks of {module}"
+
+
+def _refuse_nested_checkpointing(path: str, module: nn.Module) -> None:
+    """Raise ValueError if `module` or a child is under transformers' gradient checkpointing already."""
+    for name, child in module.named_modules():
+        if getattr(child, "gradient_checkpointing", False):
+            where = f"{path}.{name}" if name else path
+            raise ValueError(
+                f"{path!r} is to be recomputed, but {where!r} is already under gradient checkpointing; "
+                "call model.gradient_checkpointing_disable() or choose another placement"
+            )

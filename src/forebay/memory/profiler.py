@@ -181,20 +181,19 @@ class _ProfiledTensor(NamedTuple):
     alias: Tensor
 
 
-class _FirstSave(NamedTuple):
-    region: str
-    shape: tuple[int, ...]
-    dtype: str
-
-
 class Profiler:
-    """Collects what one `run` saves; `region` names the region of what is saved inside it."""
+    """Collects what one `run` saves; `region` names the region of what is saved inside it.
+
+    Args:
+        model: the module whose parameters are weights and whose modules are regions.
+    """
 
     def __init__(self, model: nn.Module):
+        self._model = model
         self._modules = dict(model.named_modules())
         self._path = [""]
         self._storages = StorageNumbers()
-        self._first: list[_FirstSave] = []  # by storage number
+        self._first: list[tuple[str, tuple[int, ...], str]] = []  # region, shape and dtype, by storage number
         self._weights = WeightStorages(model)
         self._operations: dict[int, str] = {}
         self._asked_operation: str | None = None
@@ -202,24 +201,38 @@ class Profiler:
     @contextmanager
     def region(self, path: str) -> Iterator[None]:
         """Within, what is saved counts for `path`: a module's, or any other name."""
-        if path in self._modules:
-            self._weights.add(self._modules[path])
-        self._path.append(path)
+        self._enter(path)
         try:
             yield
         finally:
             self._path.pop()
 
-    def run(self, step: Callable[[], Any]) -> SavedProfile:
+    def _enter(self, path: str) -> None:
+        if path in self._modules:
+            self._weights.add(self._modules[path])
+        self._path.append(path)
+
+    def run(self, step: Callable[[], Any], regions: Iterable[str] | None = None) -> SavedProfile:
         """Profile one call of `step`.
 
+        Args:
+            step: runs a forward pass and returns its loss; no backward.
+            regions: paths of modules to attribute to, the innermost that is running. Default: every module.
+
         Raises:
-            ValueError: `step` returned no tensor with a graph.
+            ValueError: `step` returned no loss with a graph, or a region is not a module of the model.
             NotImplementedError: a sparse tensor was saved, whose bytes are not known here.
         """
+        paths = list(self._modules) if regions is None else list(regions)
+        unknown = [p for p in paths if p not in self._modules]
+        if unknown:
+            raise ValueError(f"{unknown[0]!r} is no module of {type(self._model).__name__}")
         before = _allocated()
-        with torch.enable_grad(), saved_tensors_hooks(self._pack, self._unpack):
-            loss = step()
+        with ExitStack() as hooks:
+            for path in paths:
+                self._enter_on_forward(path, hooks)
+            with torch.enable_grad(), saved_tensors_hooks(self._pack, self._unpack):
+                loss = step()
         after = _allocated()
         if not isinstance(loss, Tensor) or loss.grad_fn is None:
             raise ValueError(
@@ -228,12 +241,26 @@ class Profiler:
         self._name_operations(loss.grad_fn)
         return SavedProfile(tuple(self._alive()), after - before if loss.is_cuda else None)
 
+    def _enter_on_forward(self, path: str, hooks: ExitStack) -> None:
+        # While torch.compile traces a module these do nothing: what compiled code saves counts for its caller.
+        def before(*_: Any) -> None:
+            if not torch.compiler.is_compiling():
+                self._enter(path)
+
+        def after(*_: Any) -> None:
+            if not torch.compiler.is_compiling():
+                self._path.pop()
+
+        module = self._modules[path]
+        hooks.callback(module.register_forward_pre_hook(before).remove)
+        hooks.callback(module.register_forward_hook(after, always_call=True).remove)
+
     def _alive(self) -> Iterator[SavedStorage]:
         storages = zip(self._storages.refs, self._storages.nbytes, self._first, strict=True)
-        for number, (ref, nbytes, first) in enumerate(storages):
+        for number, (ref, nbytes, (region, shape, dtype)) in enumerate(storages):
             if not ref.expired():
                 operation = self._operations.get(number, _NOT_IN_GRAPH)
-                yield SavedStorage(first.region, operation, first.shape, first.dtype, nbytes, ref in self._weights)
+                yield SavedStorage(region, operation, shape, dtype, nbytes, ref in self._weights)
 
     def _pack(self, tensor: Tensor) -> _ProfiledTensor:
         # Trap: never the tensor itself. A node that owns its own output is a cycle that the garbage collector does not see.
@@ -242,8 +269,7 @@ class Profiler:
     def _number(self, tensor: Tensor) -> int:
         number = self._storages.number(tensor)
         if number == len(self._first):
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            self._first.append(_FirstSave(self._path[-1], tuple(tensor.shape), dtype))
+            self._first.append((self._path[-1], tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")))
         return number
 
     def _unpack(self, packed: _ProfiledTensor) -> Tensor:
@@ -281,48 +307,6 @@ def _allocated() -> int:
     return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
 
 
-def profile_model(
-    model: nn.Module,
-    step: Callable[[], Any],
-    regions: Iterable[str] | None = None,
-    profiler: Profiler | None = None,
-) -> SavedProfile:
-    """Profile one call of `step`.
-
-    Args:
-        model: the module whose parameters are weights and whose modules are regions.
-        step: runs a forward pass and returns its loss; no backward.
-        regions: paths of modules to attribute to, the innermost that is running. Default: every module.
-        profiler: one whose `region` the caller enters by other means as well.
-
-    Raises:
-        ValueError: `step` returned no loss with a graph, or a region is not a module of the model.
-    """
-    profiler = profiler or Profiler(model)
-    modules = dict(model.named_modules())
-    paths = list(modules) if regions is None else list(regions)
-    unknown = [p for p in paths if p not in modules]
-    if unknown:
-        raise ValueError(f"{unknown[0]!r} is no module of {type(model).__name__}")
-    with ExitStack() as hooks:
-        for path in paths:
-            _enter_on_forward(modules[path], path, profiler, hooks)
-        return profiler.run(step)
-
-
-def _enter_on_forward(module: nn.Module, path: str, profiler: Profiler, hooks: ExitStack) -> None:
-    running: list[ExitStack] = []
-
-    # While torch.compile traces a module these do nothing: what compiled code saves counts for its caller.
-    def before(*_: Any) -> None:
-        if not torch.compiler.is_compiling():
-            stack = ExitStack()
-            stack.enter_context(profiler.region(path))
-            running.append(stack)
-
-    def after(*_: Any) -> None:
-        if not torch.compiler.is_compiling():
-            running.pop().close()
-
-    hooks.callback(module.register_forward_pre_hook(before).remove)
-    hooks.callback(module.register_forward_hook(after, always_call=True).remove)
+def profile_model(model: nn.Module, step: Callable[[], Any], regions: Iterable[str] | None = None) -> SavedProfile:
+    """`Profiler.run` of a new profiler."""
+    return Profiler(model).run(step, regions)

@@ -21,14 +21,10 @@ _INPUT_TOLERANCE = 0.01  # share by which a call's inputs may differ from the me
 
 
 class Peaks:
-    """Peak memory across calls to `torch.cuda.reset_peak_memory_stats`.
-
-    Attributes:
-        highest: bytes before the last reset.
-    """
+    """Peak memory across calls to `torch.cuda.reset_peak_memory_stats`."""
 
     def __init__(self) -> None:
-        self.highest = 0
+        self.highest = 0  # bytes, before the last reset
 
     def reset(self, device: torch.device) -> None:
         """Reset the allocator's peak."""
@@ -118,8 +114,8 @@ class _EventRecorder(Recorder):
 
     times_events = True
 
-    def __init__(self, device: torch.device, peaks: Peaks | None = None):
-        super().__init__(device, peaks or Peaks())
+    def __init__(self, device: torch.device, peaks: Peaks):
+        super().__init__(device, peaks)
         self._samples: list[_Sample] = []
 
     def before_waits(self) -> None:
@@ -143,10 +139,10 @@ class _EventRecorder(Recorder):
             self._samples[-1].idle_from = mark()
 
     def _current_bytes(self) -> int:
-        raise NotImplementedError
+        return torch.cuda.memory_allocated(self._device)
 
     def _peak_bytes(self) -> int:
-        raise NotImplementedError
+        return torch.cuda.max_memory_allocated(self._device)
 
 
 class TimelineRecorder(_EventRecorder):
@@ -157,7 +153,7 @@ class TimelineRecorder(_EventRecorder):
             an embedding's output included.
     """
 
-    def __init__(self, device: torch.device, base: int | None = None, peaks: Peaks | None = None):
+    def __init__(self, device: torch.device, base: int | None, peaks: Peaks):
         super().__init__(device, peaks)
         self._base = base
         self._figures: dict[Key, CallFigures] = {}
@@ -238,12 +234,6 @@ class TimelineRecorder(_EventRecorder):
         )
         return Timeline(calls, _without_epilogue(events), out_rate or float("inf"), back_rate or float("inf"))
 
-    def _current_bytes(self) -> int:
-        return torch.cuda.memory_allocated(self._device)
-
-    def _peak_bytes(self) -> int:
-        return torch.cuda.max_memory_allocated(self._device)
-
 
 class TimingRecorder(_EventRecorder):
     """Corrects a timeline's times and memory from a step that follows a plan, on a CUDA device.
@@ -261,7 +251,7 @@ class TimingRecorder(_EventRecorder):
         torch.cuda.synchronize()
         if not self._samples:
             return 0.0
-        waits = (before.elapsed_time(after) for before, after in (sample.marks for sample in self._samples))
+        waits = [sample.marks[0].elapsed_time(sample.marks[1]) for sample in self._samples]
         step = self._samples[0].marks[0].elapsed_time(self._samples[-1].marks[1])
         return float(sum(ms for ms in waits if ms > _MIN_WAIT_MS) / (step or 1.0))
 
@@ -289,9 +279,9 @@ class TimingRecorder(_EventRecorder):
         found, resident = [], IndexedTimeline(timeline).resident
         for event, sample, saved in zip(timeline.events, self._samples, resident, strict=False):
             other = sample.start_bytes - self._samples[0].start_bytes - (saved - sample.host_bytes)
-            # The last event has no end: it keeps its transient memory.
-            top = sample.top_bytes
-            transient = event.transient if top is None else max(top - sample.start_bytes, 0)
+            transient = event.transient  # stays that of the last event, which has no end
+            if sample.top_bytes is not None:
+                transient = max(sample.top_bytes - sample.start_bytes, 0)
             found.append(replace(event, other=other, transient=transient))
         return found
 
@@ -313,10 +303,8 @@ class TrialRecorder(Recorder):
         base: bytes allocated before the step; None: those allocated now.
     """
 
-    def __init__(
-        self, device: torch.device, timeline: Timeline, plan: Plan, base: int | None, peaks: Peaks | None = None
-    ):
-        super().__init__(device, peaks or Peaks())
+    def __init__(self, device: torch.device, timeline: Timeline, plan: Plan, base: int | None, peaks: Peaks):
+        super().__init__(device, peaks)
         self._inputs = {call.key: call.input_bytes for call in timeline.calls}
         last = timeline.events[-1]
         self._last = last.kind, timeline.calls[last.call].key

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from forebay.memory.recompute import recomputed, refuse_nested_checkpointing
+from forebay.memory.overrides import recomputed
 from forebay.moe.dispatch import NcclDispatcher
 from forebay.moe.dispatch_op import combine, dispatch
 from forebay.moe.experts import experts
@@ -62,7 +62,7 @@ def on_two_ranks(rank: int, world: int) -> None:
             for mode in MODES:
                 dispatcher.calls.clear()
                 with set_checkpoint_early_stop(early_stop):
-                    y = recomputed(forward, mode)(*trained)
+                    y = recomputed(forward, mode, tuple)(*trained)
                     got = [y, *torch.autograd.grad(y.sum(), trained)]
                 assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
                 # An early stop skips a combine whose result is not needed.
@@ -77,12 +77,12 @@ def on_two_ranks(rank: int, world: int) -> None:
     whole = torch.autograd.grad(forward(*trained).sum(), trained)
     dispatcher.calls.clear()
     with torch.no_grad():
-        recomputed(forward)(*trained)
+        recomputed(forward, "full", tuple)(*trained)
     assert dispatcher.calls == {"dispatch": 1, "combine": 1} and dispatcher.live_handles == 0
 
     def split_backward(mode: str) -> list[Tensor]:
         """In two parts, for inputs and for weights."""
-        y = recomputed(forward, mode)(*trained)
+        y = recomputed(forward, mode, tuple)(*trained)
         first = torch.autograd.grad(y.sum(), trained[:2], retain_graph=True)
         return [*first, *torch.autograd.grad(y.sum(), trained[2:])]
 
@@ -114,7 +114,7 @@ def test_without_communication_every_mode_runs_the_region_again_with_the_same_nu
     wanted = torch.autograd.grad(plain.sum(), x)[0]
     runs = Runs()
     torch.manual_seed(1)
-    y = recomputed(runs, mode)(x)
+    y = recomputed(runs, mode, tuple)(x)
     assert torch.equal(y, plain) and runs.count == 1
     torch.rand(3)  # backward starts from another state
     state = torch.get_rng_state()
@@ -122,16 +122,5 @@ def test_without_communication_every_mode_runs_the_region_again_with_the_same_nu
     assert torch.equal(torch.get_rng_state(), state)
     for context in (torch.no_grad, torch.inference_mode):
         with context():
-            assert not recomputed(runs, mode)(torch.ones(3, requires_grad=True)).requires_grad
+            assert not recomputed(runs, mode, tuple)(torch.ones(3, requires_grad=True)).requires_grad
     assert runs.count == 4, "without gradients it is a plain call"
-
-
-def test_unknown_modes_and_checkpointed_children_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"'dispatch' is unknown; valid are full, save-dispatch"):
-        recomputed(torch.sin, "dispatch")
-    child: Any = nn.Sequential(nn.Linear(2, 2))
-    module = nn.Sequential(nn.Linear(2, 2), child)
-    refuse_nested_checkpointing("model.layers.0", module)
-    child.gradient_checkpointing = True
-    with pytest.raises(ValueError, match=r"'model.layers.0' is to be recomputed, but 'model.layers.0.1' is already"):
-        refuse_nested_checkpointing("model.layers.0", module)

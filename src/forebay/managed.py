@@ -221,8 +221,8 @@ def manage(
         page_store = _install_pages(model, regions, device, pages, undo)
         switch_recompute_experts(model, regions.recompute_experts, True)
         undo.callback(switch_recompute_experts, model, regions.recompute_experts, False)
-        checkpointing = _checkpointing_of(model, regions)
-        with checkpointing.suspended():
+        checkpointing_off = _checkpointing_off(model, regions)
+        with checkpointing_off():
             manager = Manager(
                 regions.sites,
                 regions.claims,
@@ -234,7 +234,7 @@ def manage(
             )
         undo.callback(manager.detach)
         for inner in _pretrained_models(model):
-            undo.callback(_guard_base_model(inner, checkpointing))
+            undo.callback(_guard_base_model(inner, checkpointing_off))
         undo.callback(_watch_base_model(model, regions.sites, manager))
         # The manager reports what runs as a region itself.
         uncompiled = [path for path, _ in model.named_modules() if path not in sealed and path not in regions.sites]
@@ -368,22 +368,24 @@ def _install_pages(
     return store
 
 
-class GradientCheckpointing:
-    """Transformers' gradient checkpointing of some layers, which is suspended while the model runs forward.
+def _checkpointing_off(model: nn.Module, regions: Regions) -> Callable[[], AbstractContextManager[None]]:
+    """Makes contexts in which transformers' gradient checkpointing is off in the layers in which a region has a placement other
+    than 'keep', or which lie in such a region. In between the flags keep their values: Trainer, PEFT and users set them."""
+    placed = [c.path for c in regions.claims if c.placement != "keep"]
+    placed += [*regions.stashed, *regions.recompute_experts]
 
-    The flags keep their values between forwards: Trainer, PEFT and the user read and set them.
-    """
+    def overlaps(path: str) -> bool:
+        return any(not p or p == path or p.startswith(f"{path}.") or path.startswith(f"{p}.") for p in placed)
 
-    def __init__(self, layers: Sequence[nn.Module]):
-        self._layers = layers
-        self._warned = False
+    layers = [m for path, m in model.named_modules() if hasattr(m, "gradient_checkpointing") and overlaps(path)]
+    warned = False
 
     @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Within, none of the layers checkpoints itself."""
-        on: list[Any] = [layer for layer in self._layers if layer.__dict__.get("gradient_checkpointing")]
-        if on and not self._warned:
-            self._warned = True
+    def off() -> Iterator[None]:
+        nonlocal warned
+        on: list[Any] = [layer for layer in layers if layer.__dict__.get("gradient_checkpointing")]
+        if on and not warned:
+            warned = True
             warnings.warn(
                 f"gradient checkpointing of transformers is on for {len(on)} layers in which Forebay's policy places saved "
                 "tensors: the policy takes its place there (to recompute everything, use policy='recompute'). Silence this "
@@ -398,21 +400,11 @@ class GradientCheckpointing:
             for layer in on:
                 layer.gradient_checkpointing = True
 
-
-def _checkpointing_of(model: nn.Module, regions: Regions) -> GradientCheckpointing:
-    """The layers in which a region has a placement other than 'keep', or which lie in such a region."""
-    placed = [c.path for c in regions.claims if c.placement != "keep"]
-    placed += [*regions.stashed, *regions.recompute_experts]
-
-    def overlaps(path: str) -> bool:
-        return any(not p or p == path or p.startswith(f"{path}.") or path.startswith(f"{p}.") for p in placed)
-
-    layers = [m for path, m in model.named_modules() if hasattr(m, "gradient_checkpointing") and overlaps(path)]
-    return GradientCheckpointing(layers)
+    return off
 
 
-def _guard_base_model(model: Any, checkpointing: GradientCheckpointing) -> Callable[[], None]:
-    """Run the base model, which calls the layers, without a KV cache in training and with `checkpointing` suspended.
+def _guard_base_model(model: Any, checkpointing_off: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
+    """Run the base model, which calls the layers, without a KV cache in training and with `checkpointing_off`.
 
     Transformers makes a KV cache in training too unless told otherwise, and a layer with a cache runs unmanaged.
     """
@@ -426,7 +418,7 @@ def _guard_base_model(model: Any, checkpointing: GradientCheckpointing) -> Calla
                 return inner(*args, **kwargs)
             if position is not None and len(args) <= position and kwargs.get("use_cache") is None:
                 kwargs["use_cache"] = False
-            with checkpointing.suspended():
+            with checkpointing_off():
                 return inner(*args, **kwargs)
 
         return run

@@ -337,41 +337,33 @@ class Manager:
         call = self._step.new_call(region.path)
         self._awaits_call = False
         self._transfers.on_event("F", call, self._tuner)
+        recorder = self._tuner.recorder
         try:
-            out = self._run_call(region, call, placement, forward, args, kwargs)
+            if recorder is not None and recorder.reads_inputs:
+                recorder.entered(call.key, self._input_bytes(args, kwargs))
+            if self._saves_nothing_new(call, placement):
+                out = forward(*args, **kwargs)
+            else:
+                out = self._run_packed(region, call, partial(forward, *args, **kwargs))
+            if self._recording is not None:
+                self._recording.region_left(call.key, call.items, region.light is not None, self._transfers.mark)
+                self._saved_by[call.key] = sum(call.items)
         except BaseException:
             call.abandoned = True  # the traceback holds the call, for as long as the caller keeps it
             raise
         self._watch(call, out)
         return out
 
-    def _run_call(
-        self,
-        region: Region,
-        call: RegionCall,
-        placement: str | None,
-        forward: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-    ) -> Any:
+    def _run_packed(self, region: Region, call: RegionCall, forward: Callable[[], Any]) -> Any:
         """The forward of a call that may offload something."""
-        recorder = self._tuner.recorder
-        if recorder is not None and recorder.reads_inputs:
-            recorder.entered(call.key, self._input_bytes(args, kwargs))
-        if self._saves_nothing_new(call, placement):
-            out = forward(*args, **kwargs)
-        else:
-            weights = self._weights_of(region)
-            call.compute = self.store.lanes.compute_stream()
-            call.offload = self._tuner.lookup.offload.get(call.key, frozenset()) if self.plan is not None else None
-            with saved_tensors_hooks(partial(self._pack, call, weights), partial(self._unpack, region.path)):
-                out = forward(*args, **kwargs)
-            self._transfers.send(call)
-            self._step.saved_bytes += sum(call.items)
-            self._tuner.outgrown = self._tuner.outgrown or self._exceeds_plan(call)
-        if self._recording is not None:
-            self._recording.region_left(call.key, call.items, region.light is not None, self._transfers.mark)
-            self._saved_by[call.key] = sum(call.items)
+        weights = self._weights_of(region)
+        call.compute = self.store.lanes.compute_stream()
+        call.offload = self._tuner.lookup.offload.get(call.key, frozenset()) if self.plan is not None else None
+        with saved_tensors_hooks(partial(self._pack, call, weights), partial(self._unpack, region.path)):
+            out = forward()
+        self._transfers.send(call)
+        self._step.saved_bytes += sum(call.items)
+        self._tuner.outgrown = self._tuner.outgrown or self._exceeds_plan(call)
         return out
 
     def _watch(self, call: RegionCall, out: Any) -> None:

@@ -323,10 +323,7 @@ class _SameParameters:
 # --- recomputation ----------------------------------------------------------------------------------------------------
 
 # Mode -> operations whose results are kept. A recomputation would repeat them on all ranks.
-_KEPT_OPS: Mapping[str, frozenset[str]] = {
-    "full": frozenset(),
-    "save-dispatch": frozenset({"forebay::dispatch"}),
-}
+_KEPT_OPS: Mapping[str, frozenset[str]] = {"full": frozenset(), "save-dispatch": frozenset({"forebay::dispatch"})}
 _Key = tuple[int, str]  # of a module among the region's, and a buffer's name
 
 

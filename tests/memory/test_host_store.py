@@ -3,7 +3,6 @@
 Which stream waits for which is seen by streams and events that only take notes.
 """
 
-import random
 import resource
 import weakref
 from types import SimpleNamespace
@@ -73,7 +72,9 @@ def test_a_closed_store_sends_nothing_and_its_tickets_stay_valid() -> None:
     store.release(leaving)
     store.fetch(tickets)
     assert all(torch.equal(store.wait(ticket), bytes_) for ticket, bytes_ in zip(tickets, truth, strict=True))
-    assert store.pool.reserved_bytes == 0
+    slab = weakref.ref(away.host_block.slab)
+    del tickets, unsent, leaving, away
+    assert slab() is None and not store.pool._returned and store.pool.reserved_bytes == 0
 
 
 @pytest.mark.parametrize("emptied", ["unsent", "leaving", "leaving, filled again", "on the host"])
@@ -148,24 +149,6 @@ def test_blocks_have_the_exact_size_and_the_same_sizes_need_no_new_slab() -> Non
     assert pool.reserved_bytes <= sum(sizes) + len(sizes) * 512 and used_bytes(pool) == 0
 
 
-def test_random_takes_and_gives_never_share_a_byte() -> None:
-    chance = random.Random(3)
-    pool = HostPool(pin=False)
-    out: list[tuple[HostBlock, int]] = []
-    for round_ in range(3000):
-        if out and chance.random() < 0.5:
-            block, mark = out.pop(chance.randrange(len(out)))
-            assert bool((block.bytes_ == mark).all())
-            pool.give(block)
-        else:
-            block, mark = pool.take(chance.choice([0, 1, 100, 513, 4096, 20_000])), round_ % 256
-            block.bytes_.fill_(mark)
-            out.append((block, mark))
-    assert all(bool((block.bytes_ == mark).all()) for block, mark in out)
-    give_all(pool, [block for block, _ in out])
-    assert used_bytes(pool) == 0
-
-
 def test_only_slabs_without_a_used_slot_are_trimmed() -> None:
     pool = HostPool(pin=False)
     give_all(pool, [pool.take(3000) for _ in range(6)])
@@ -202,17 +185,6 @@ def test_memory_that_is_not_page_locked_says_what_to_do(monkeypatch: pytest.Monk
     assert pool.reserved_bytes == 4096 and used_bytes(pool) == 0, "the refused memory is not counted"
     assert pool.take(4096).start == block.start
     block.slab.pinned = False  # it may outlive this test, and cudart
-
-
-def test_slots_outlive_a_closed_pool() -> None:
-    pool = HostPool(pin=False)
-    blocks = [pool.take(64) for _ in range(3)]
-    blocks[0].bytes_.copy_(torch.arange(64, dtype=torch.uint8))
-    pool.give(blocks[1])
-    pool.close()
-    pool.give(blocks[2])
-    assert not pool._returned and not blocks[2].slab.in_pool and pool.reserved_bytes == 0
-    assert torch.equal(blocks[0].bytes_, torch.arange(64, dtype=torch.uint8))
 
 
 # --- which stream waits for which -------------------------------------------------------------------------------------

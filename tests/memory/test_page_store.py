@@ -126,22 +126,6 @@ def test_the_first_step_is_counted_and_the_arena_made_for_it(new: NewStore) -> N
     assert report.pages_out == 33 and not report.resized and store.generation == 1
 
 
-@pytest.mark.parametrize(
-    ("rows", "live", "pages"), [(10, None, (10, 0)), (8, 0, (1, 7))], ids=["no margin beyond the bound", "no live rows"]
-)
-def test_the_arena_holds_what_tickets_can_need(rows: int, live: int | None, pages: tuple[int, int]) -> None:
-    store = new_store()
-    report = store.end_step()
-    assert store._memory is None and not report.resized and report.pages_out == 0, "a step without tickets"
-    put(store, (wide(rows), live))
-    assert store.end_step().resized and pages_of(store) == pages
-    ticket = put(store, saved := (wide(rows), None))
-    assert fetched(store, ticket, saved) and spilled(store) == (pages[1] > 0)
-    del ticket
-    store.end_step()
-    assert store.device_pages == rows, "and learns from the next step"
-
-
 def test_no_host_page_goes_out_while_there_are_pages_on_the_device(new: NewStore) -> None:
     """Rounds that take more pages than the device has, but never at once. The link is a hundred times slower than memory."""
     store = new((8, 24))
@@ -201,16 +185,6 @@ def test_the_device_part_grows_after_a_step_that_spilled_and_the_host_memory_is_
         assert store._memory is not None
         hosts.add(store._memory.arena.host.data_ptr())
     assert len(hosts) == 1
-
-
-def test_the_host_part_grows_with_what_tickets_can_need() -> None:
-    store = new_store(device_budget=4 * PAGE)
-    put(store, (wide(8), 8))
-    assert store.end_step().resized and pages_of(store) == (4, 4), "the budget holds"
-    for after, missing in (((4, 12), 8), ((4, 12), 0)):
-        put(store, (wide(16), 16))
-        assert int(store.missing_flag()) == missing and spilled(store), "no step is silently short"
-        assert store.end_step().resized == (missing > 0) and pages_of(store) == after
 
 
 def test_a_step_end_without_growth_keeps_the_memory_that_graphs_know() -> None:

@@ -189,7 +189,7 @@ assert forebay.cli.main(["profile", "quickstart", "--set", "train.stpes=3"]) == 
 assert not loaded("torch", "transformers"), "the command answers before torch is imported"
 import forebay.memory.overrides
 assert not loaded("forebay.moe"), "it knows the operations by their names alone"
-import forebay.moe.dispatch, forebay.moe.dispatch_op
+import forebay.moe.dispatch
 assert not loaded(".deepep", ".symmetric", "deep_ep"), "exchanges are imported when they are asked for"
 """
 

@@ -170,7 +170,8 @@ class Draw:
     def _attention(self, family: str, hidden: int) -> dict[str, Any]:
         rng = self._rng
         if family in ("deepseek_v2", "deepseek_v3"):
-            heads = self._size((4, 32))
+            # transformers wants them to divide the hidden size of V2, though nothing depends on that.
+            heads = rng.choice([n for n in range(4, 33) if family == "deepseek_v3" or hidden % n == 0])
             return {
                 "num_attention_heads": heads,
                 "num_key_value_heads": heads,

@@ -175,8 +175,6 @@ def test_neutral_multipliers_are_accepted(tokens):
         got = model(tokens, labels=tokens)
     assert got.logits is None
     torch.testing.assert_close(got.loss, expected)
-    with pytest.warns(UserWarning, match="logits_scaling=8"):
-        forebay.manage(build("Granite", logits_scaling=8.0))
 
 
 def test_a_second_derivative_is_refused_by_name(model, tokens):
@@ -204,9 +202,11 @@ def test_torch_func_runs_the_models_own_experts_and_loss_or_is_refused(model, to
 
     model.set_experts_implementation("eager")
     expected = torch.func.grad(loss)(parameters)
-    with forebay.manage(model, "keep"):
-        got = torch.func.grad(loss)(parameters)
-    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    for policy in ("keep", "recompute", "offload"):
+        with forebay.manage(model, policy), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            got = torch.func.grad(loss)(parameters)
+        assert all(torch.equal(got[name], expected[name]) for name in expected)
     model.set_experts_implementation(register())
     with pytest.raises(RuntimeError, match=r"torch.func.*experts=None"):
         torch.func.vmap(lambda ids: model(ids[None]).logits)(tokens)
@@ -269,32 +269,6 @@ def test_an_option_that_cannot_be_is_named(arguments, kind, says, model):
 
 
 # --- hooks, forwards and wrappers (tests/seams/test_wrappers.py has many more, compared bit by bit) ---------------------
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("policy", ["keep", "offload", "recompute"])
-def test_hooks_inside_a_layer_run(policy, when, model, tokens):
-    def hook(on):
-        seen = []
-        for name in ("self_attn", "mlp"):
-            module = on.get_submodule(f"model.layers.1.{name}")
-            module.register_forward_pre_hook(lambda m, a, k, name=name: seen.append(("pre", name)), with_kwargs=True)
-            module.register_forward_hook(lambda m, a, k, out, name=name: seen.append(("post", name)), with_kwargs=True)
-        on.model.layers[1].mlp.register_forward_hook(lambda m, a, out: out * 1.5)
-        return seen
-
-    reference = copy.deepcopy(model)
-    expected_calls = hook(reference)
-    with forebay.manage(reference, "keep"):
-        expected = loss_and_gradients(reference, tokens)
-    if when == "before":
-        seen = hook(model)
-    with forebay.manage(model, policy):
-        if when == "after":
-            seen = hook(model)
-        assert equal(loss_and_gradients(model, tokens), expected)
-    assert seen[: len(expected_calls)] == expected_calls
-    assert expected_calls == [(p, name) for name in ("self_attn", "mlp") for p in ("pre", "post")]
 
 
 def test_hooks_on_the_block_are_refused_in_stages(model, tokens):

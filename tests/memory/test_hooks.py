@@ -213,30 +213,6 @@ class Heads(nn.Module):
         return self.blocks[1](y), self.blocks[2](y)
 
 
-def containers(mem: Manager) -> int:
-    step = mem._step
-    return sum(map(len, (step.saved, step.saved_by, step._calls, step.unreleased, mem._saved_by)))
-
-
-@pytest.mark.parametrize("placement", ["offload", "auto"])
-def test_an_output_that_the_loss_does_not_use(placement: str) -> None:
-    model, truth = Heads().eval(), Heads().eval()
-    mem = manage(model.blocks, placement, budget=1 << 20 if placement == "auto" else None)
-    sizes = []
-    for step in range(20):
-        y, aux = model(torch.ones(4, WIDTH) * step)
-        y.sum().backward()
-        y_truth, _ = truth(torch.ones(4, WIDTH) * step)
-        y_truth.sum().backward()
-        assert aux.requires_grad, "held until the next step"
-        sizes.append(containers(mem))
-        for p, q in zip(model.parameters(), truth.parameters(), strict=True):
-            assert (p.grad is None) == (q.grad is None)
-            assert p.grad is None or (q.grad is not None and torch.equal(p.grad, q.grad))
-    assert mem.plan is not None
-    assert max(sizes[2:]) == sizes[2] == sizes[-1]
-
-
 def test_a_budget_holds_though_an_output_is_not_used() -> None:
     model = Heads()
     manage(model.blocks, "offload", budget=1, offload="all")
@@ -278,26 +254,22 @@ class Leaf(nn.Module):
         return (x * self.scale).sin(), self.scale
 
 
-def test_a_leaf_that_a_region_returns_gathers_no_hooks() -> None:
+def test_a_leaf_that_a_region_returns_gathers_no_hooks_of_graphs_that_are_dropped() -> None:
     model = nn.Sequential(Leaf())
     manage(model, "offload")
-    for _ in range(5):
-        y, scale = model(torch.randn(4, WIDTH, requires_grad=True))
-        (y.sum() + scale.sum()).backward()
+    _, scale = model(torch.randn(4, WIDTH, requires_grad=True))
     assert not scale._backward_hooks
 
 
-def test_a_failed_forward_whose_traceback_is_held_blocks_no_plan() -> None:
+def test_a_failed_forward_whose_traceback_is_held_is_no_part_of_the_next_step() -> None:
     model = network(count=3)
     mem = manage(model, "offload")
-    held = []
-    for step in range(8):
-        try:
-            model(torch.randn(4, WIDTH + (step % 4 == 0), requires_grad=True)).sum().backward()
-        except RuntimeError as error:
-            held.append(error)
-    assert len(held) == 2 and mem.plan is not None
-    assert len(mem._step._calls) <= 4
+    with pytest.raises(RuntimeError) as held:
+        model(torch.randn(4, WIDTH + 1, requires_grad=True))
+    gradients(model)
+    mem.join()
+    assert held.tb is not None and mem.timeline is not None
+    assert [call.key for call in mem.timeline.calls] == [(str(i), 0) for i in range(3)]
 
 
 # --- budgets and plans ------------------------------------------------------------------------------------------------
@@ -601,21 +573,6 @@ def test_a_budget_is_refused_inside_a_caller_s_checkpoint() -> None:
     manage(model, "auto", budget=1 << 20)
     with pytest.raises(PolicyError, match=r"inside activation checkpointing.*budget would not hold"):
         checkpoint(model, torch.randn(4, WIDTH, requires_grad=True), use_reentrant=False)
-
-
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_torch_func_runs_regions_unmanaged(placement: str) -> None:
-    model = network().eval()
-    x = torch.randn(4, WIDTH)
-
-    def f(x: Tensor) -> Tensor:
-        return model(x).square().sum()
-
-    truth = torch.func.grad(f)(x)
-    manage(model, placement)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert torch.equal(torch.func.grad(f)(x), truth)
 
 
 class Returns(nn.Module):

@@ -28,11 +28,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class CapacityRetry:
-    """Why a step was repeated."""
+    """Why a step was repeated.
 
-    rows: bool  # the dispatcher left rows out
-    pages: bool  # a page store had too few pages
-    factor: float | None  # smallest capacity factor that would have kept every row; None if no row was lost
+    Attributes:
+        rows: the dispatcher left rows out.
+        pages: a page store had too few pages.
+        factor: smallest capacity factor that would have kept every row; None if no row was lost.
+    """
+
+    rows: bool
+    pages: bool
+    factor: float | None
 
 
 class CapacityRetries:
@@ -69,7 +75,12 @@ class CapacityRetries:
         self._largest_factor = 0.0
 
     def run(self, gradients: Callable[[], T], drop: Callable[[], None]) -> tuple[T, CapacityRetry | None]:
-        """The result of `gradients()`, and why it was called twice, if it was; `drop` removes the gradients of the first call."""
+        """The result of `gradients()`, and why it was called twice, if it was.
+
+        Args:
+            gradients: leaves gradients on the parameters.
+            drop: removes these gradients.
+        """
         if not self.needed:
             return gradients(), None
         rng = SavedRngStates(self._mesh.device)
@@ -121,7 +132,8 @@ class CapacityRetries:
     def _exceeded(self) -> tuple[bool, bool]:
         """Whether any process lost rows, or lacked pages. The host waits for the device.
 
-        All processes, of other expert groups and pipeline ranks too, decide alike: one that repeated a step alone would wait.
+        All processes decide alike, of other expert groups and pipeline ranks too: one that repeated a step alone would wait
+            forever.
         """
         lost = self._dispatcher.lost_flag() if self._dispatcher is not None else None
         missing = self._pages.missing_flag() if self._pages is not None else None

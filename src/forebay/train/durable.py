@@ -9,6 +9,7 @@ import errno
 import fcntl
 import os
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -59,7 +60,12 @@ def sync(path: Path) -> None:
 
 def sync_tree(folder: Path) -> None:
     """Write a folder and everything in it to disk."""
-    for path in (*folder.rglob("*"), folder):
+    sync_files((*folder.rglob("*"), folder))
+
+
+def sync_files(paths: Iterable[Path]) -> None:
+    """Write these files and folders to disk; other paths are skipped."""
+    for path in paths:
         if path.is_dir() or path.is_file():
             sync(path)
 
@@ -75,7 +81,8 @@ class FolderLock:
 
     def __init__(self) -> None:
         self.locked = False
-        self._held: tuple[Path, int] | None = None  # folder, and handle of its lock file
+        self._folder: Path | None = None
+        self._handle: int | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -92,8 +99,8 @@ class FolderLock:
             OSError: the lock file cannot be created.
             RuntimeError: this object already holds a folder.
         """
-        if self._held is not None:
-            raise RuntimeError(f"this lock already holds {self._held[0]}; release it first")
+        if self._handle is not None:
+            raise RuntimeError(f"this lock already holds {self._folder}; release it first")
         while True:
             handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
             try:
@@ -110,23 +117,24 @@ class FolderLock:
                     "make sure that no other process uses this folder at the same time",
                     stacklevel=2,
                 )
-                self._held = folder, handle
+                self._folder, self._handle = folder, handle
                 return True
             # Trap: the previous holder may have removed the file after it was opened here, and another process may hold a
             # new one.
             if _same_file(handle, folder / LOCK):
                 break
             os.close(handle)
-        self._held, self.locked = (folder, handle), True
+        self._folder, self._handle, self.locked = folder, handle, True
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
         return True
 
     def release(self) -> None:
         """Unlock the folder, if one is held. A folder that contains nothing but the lock is removed."""
-        if self._held is None:
+        if self._handle is None or self._folder is None:
             return
-        (folder, handle), self._held = self._held, None
+        folder, handle = self._folder, self._handle
+        self._folder, self._handle = None, None
         try:
             with contextlib.suppress(OSError):
                 if self.locked and _same_file(handle, folder / LOCK):
@@ -139,9 +147,10 @@ class FolderLock:
 
 def holder(folder: Path) -> str:
     """The process that holds a folder, such as ``process 17 on node3``."""
-    with contextlib.suppress(OSError):
+    try:
         return (folder / LOCK).read_text(encoding="utf-8").strip() or "another process"
-    return "another process"
+    except OSError:
+        return "another process"
 
 
 def _same_file(handle: int, path: Path) -> bool:

@@ -181,7 +181,7 @@ class Stores(RuleBasedStateMachine):
         assert all(h.ticket.state is not TicketState.LEAVING for h in chosen)
 
     @precondition(lambda self: self.held)
-    @rule(which=some, death=deaths("fetch", "_copy_back", "copy_back", "_allocate_target", "read_by"))
+    @rule(which=some, death=deaths("fetch", "_copy_back", "copy_back", "_allocate_target"))
     def fetch(self, which: list[int], death: Death) -> None:
         chosen = self.pick(which)
         tickets = [h.ticket for h in chosen]

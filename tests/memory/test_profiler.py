@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from forebay.memory.profiler import Profiler, SavedProfile, profile_model
+from forebay.memory.profiler import Profiler, SavedProfile
 
 T, H, INNER = 6, 8, 32  # tokens, hidden and inner size
 F32 = 4
@@ -29,6 +29,10 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.act(self.up(x)))
+
+
+def profile_model(model: nn.Module, step: Callable[[], Any], regions: list[str] | None = None) -> SavedProfile:
+    return Profiler(model).run(step, regions)
 
 
 def profiled(fn: Callable[[Tensor], Tensor]) -> SavedProfile:

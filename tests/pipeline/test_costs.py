@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from forebay.memory.profiler import profile_model
+from forebay.memory.profiler import Profiler
 from forebay.models.families import decoder_layers
 from forebay.models.hf_experts import register
 from forebay.pipeline.costs import model_costs
@@ -34,7 +34,7 @@ def test_bytes_are_what_autograd_saves(family: str, attention: str) -> None:
     model = built(family, attention)
     paths = [path for path, _ in decoder_layers(model)]
     ids = torch.randint(1, 97, (BATCH, SEQUENCE))
-    saved = profile_model(model, lambda: model(ids, labels=ids).loss, regions=paths).by_region
+    saved = Profiler(model).run(lambda: model(ids, labels=ids).loss, paths).by_region
     costs = model_costs(model, SEQUENCE, BATCH).layers
     for path, cost in zip(paths, costs, strict=True):
         assert 0.97 * saved[path] < cost.memory <= saved[path], path

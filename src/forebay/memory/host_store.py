@@ -376,14 +376,6 @@ class HostBlock:
     length: int
     last_read: CopyDone | None = None
 
-    def read_by(self, copy: CopyDone) -> None:
-        """Note that `copy` reads from here. Call it in the order of the copies."""
-        self.last_read = self.slab.last_read = copy
-
-    def written_by(self, copy: CopyDone) -> None:
-        """Note that `copy` writes here. Call it in the order of the copies."""
-        self.slab.last_written = copy
-
 
 @dataclass(eq=False)
 class _Slab:
@@ -676,7 +668,7 @@ class HostStore:
         out = self.lanes.copy_out(copies, compute, after, others)
         for ticket in unsent:
             assert ticket.host_block is not None and ticket.device_bytes is not None
-            ticket.host_block.written_by(out)
+            ticket.host_block.slab.last_written = out
             ticket.out, ticket.address = out, ticket.device_bytes.data_ptr()
             ticket.advance(TicketState.LEAVING)
         self.outbound.add(sum(ticket.nbytes for ticket in unsent), out)
@@ -714,9 +706,9 @@ class HostStore:
             copies = [[self._allocate_target(ticket) for ticket in tickets] for tickets in groups]
         for tickets, back in zip(groups, self.lanes.copy_back(copies, compute), strict=True):
             for ticket in tickets:
-                assert ticket.host_block is not None
-                ticket.host_block.read_by(back)
-                ticket.back = back
+                block = ticket.host_block
+                assert block is not None
+                ticket.back = block.last_read = block.slab.last_read = back
                 ticket.advance(TicketState.RETURNING)
             self.inbound.add(sum(ticket.nbytes for ticket in tickets), back)
 

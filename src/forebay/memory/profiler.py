@@ -305,8 +305,3 @@ def _operation(node: str) -> str:
 
 def _allocated() -> int:
     return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
-
-
-def profile_model(model: nn.Module, step: Callable[[], Any], regions: Iterable[str] | None = None) -> SavedProfile:
-    """`Profiler.run` of a new profiler."""
-    return Profiler(model).run(step, regions)

@@ -37,8 +37,10 @@ import gc
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -47,12 +49,13 @@ from ep import force_balance
 
 from forebay import Managed
 from forebay.config import Config, from_mapping
+from forebay.memory.host_store import timing_event
 from forebay.memory.offload_plan import plan_interleaved
 from forebay.memory.recorder import requested
 from forebay.pipeline.activity import ActionRecorder, bubble, draw, trace_json
 from forebay.pipeline.runtime import _RuntimeStep
 from forebay.pipeline.schedule import Action
-from forebay.pipeline.sublayer import TransferMeter
+from forebay.pipeline.sublayer import ExecutionContext, Pending
 from forebay.train.distributed import Mesh
 from forebay.train.engines import PipelinedGradients
 from forebay.train.trainer import Trainer
@@ -335,7 +338,7 @@ def hidden_share(trainer: Trainer, engine: PipelinedGradients) -> dict[str, floa
     events in it."""
     if trainer.mesh.ep == 1:
         return {"hidden": 1.0, "transfers": 0.0, "waits": 0.0}
-    meter = engine._runtime.context.meter
+    meter = TransferMeter()
     captured = trainer.cuda_graph if trainer.cuda_graph is not None and trainer.cuda_graph.is_captured else None
     if captured is not None:
         captured.release()
@@ -356,10 +359,54 @@ def hidden_share(trainer: Trainer, engine: PipelinedGradients) -> dict[str, floa
     return {"hidden": 1 - waits / transfers if transfers else 1.0, "transfers": transfers, "waits": waits}
 
 
+class TransferMeter:
+    """Measures on a CUDA device how long transfers take, and how long the compute stream waits for them.
+
+    Work that a CUDA graph captures while the meter is on is timed at each replay. The graph records into the meter's events,
+    so the meter must outlive it.
+
+    Attributes:
+        on: whether to measure.
+    """
+
+    def __init__(self) -> None:
+        self.on = False
+        self._transfers: list[tuple[Any, Any]] = []
+        self._waits: list[tuple[Any, Any]] = []
+
+    def transfer(self, stream: Any, run: Callable[..., Any], *args: Any) -> Any:
+        """Time `run(*args)`, which enqueues a transfer on `stream`."""
+        return self._around(self._transfers, stream, run, args)
+
+    def wait(self, stream: Any, run: Callable[..., Any], *args: Any) -> Any:
+        """Time `run(*args)`, which makes `stream` wait."""
+        return self._around(self._waits, stream, run, args)
+
+    def milliseconds(self) -> tuple[float, float]:
+        """Time in transfers, and waiting for them, since `forget`; of a graph, in its last replay. Waits for the device."""
+        torch.cuda.synchronize()
+        sums = tuple(sum(a.elapsed_time(b) for a, b in pairs) for pairs in (self._transfers, self._waits))
+        return sums[0], sums[1]
+
+    def forget(self) -> None:
+        """Start again from zero. No graph that was captured while the meter was on may be alive."""
+        self._transfers, self._waits = [], []
+
+    def _around(self, pairs: list[tuple[Any, Any]], stream: Any, run: Callable[..., Any], args: Any) -> Any:
+        if not self.on:
+            return run(*args)
+        pair = (timing_event(), timing_event())
+        pair[0].record(stream)
+        result = run(*args)
+        pair[1].record(stream)
+        pairs.append(pair)
+        return result
+
+
 @contextmanager
 def metering_overlap(meter: TransferMeter) -> Iterator[None]:
-    """Switch `meter` on inside overlapped actions."""
-    together = _RuntimeStep._overlap_fwd_bwd
+    """Measure transfers, and waits for them, inside overlapped actions."""
+    together, launch, wait_for = _RuntimeStep._overlap_fwd_bwd, ExecutionContext.launch, ExecutionContext.wait_for
 
     def metered(self: _RuntimeStep, forward: Action, backward: Action) -> None:
         meter.on = True
@@ -368,11 +415,18 @@ def metering_overlap(meter: TransferMeter) -> Iterator[None]:
         finally:
             meter.on = False
 
-    _RuntimeStep._overlap_fwd_bwd = metered  # type: ignore[method-assign]
-    try:
+    def metered_launch(self: ExecutionContext, transfer: Callable[..., Any], *args: Any) -> Pending:
+        return launch(self, partial(meter.transfer, self.comm, transfer), *args)
+
+    def metered_wait(self: ExecutionContext, number: int) -> None:
+        meter.wait(self.compute, wait_for, self, number)
+
+    with (
+        mock.patch.object(_RuntimeStep, "_overlap_fwd_bwd", metered),
+        mock.patch.object(ExecutionContext, "launch", metered_launch),
+        mock.patch.object(ExecutionContext, "wait_for", metered_wait),
+    ):
         yield
-    finally:
-        _RuntimeStep._overlap_fwd_bwd = together  # type: ignore[method-assign]
 
 
 def by_stream() -> str:

@@ -6,7 +6,6 @@ GPU with late transfers or computations and poisoned memory. Both have controls 
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from forebay.moe.dispatch import Handle, TokenDispatcher
 from forebay.pipeline.runtime import OverlappedStep
-from forebay.pipeline.sublayer import ExecutionContext, NullStream, TransferMeter, cut
+from forebay.pipeline.sublayer import ExecutionContext, NullStream, cut
 from tests.helpers import delayed
 
 E, K = 4, 2
@@ -358,34 +357,3 @@ def test_gpu_peak_has_no_boundaries() -> None:
         return torch.cuda.max_memory_allocated() - before
 
     assert peak(5) - peak(1) == pytest.approx(4 * 2 * tokens_ * width * 4, rel=0.05)  # fp32
-
-
-@pytest.mark.gpu
-def test_a_meter_times_what_a_graph_replays() -> None:
-    """Transfers of about 20 and 10 ms by the device's clock, hidden by nothing."""
-    meter = TransferMeter()
-    meter.on = True
-    comm = torch.cuda.Stream()
-    cycles = torch.full((), 20e6)
-
-    def transfer(share: float) -> None:
-        with torch.cuda.stream(comm):
-            torch.cuda._sleep(int(share * cycles))
-
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        compute = torch.cuda.current_stream()
-        for share in (1.0, 0.5):
-            comm.wait_stream(compute)
-            meter.transfer(comm, partial(transfer, share))
-            meter.wait(compute, partial(compute.wait_stream, comm))
-    graph.replay()
-    once = meter.milliseconds()
-    graph.replay()
-    again = meter.milliseconds()
-    for transfers, waits in (once, again):
-        assert transfers > 5.0 and waits == pytest.approx(transfers, rel=0.1)
-    assert again[0] == pytest.approx(once[0], rel=0.5), "of one replay, not of all"
-    del graph
-    meter.forget()
-    assert meter.milliseconds() == (0, 0)

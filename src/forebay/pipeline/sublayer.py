@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from forebay.kernels.flags import Flags
-from forebay.memory.host_store import timing_event
 from forebay.moe.dispatch import TokenDispatcher
 from forebay.moe.wgrad import WeightGradients
 
@@ -144,50 +143,6 @@ class Pending:
         return results
 
 
-class TransferMeter:
-    """Measures on a CUDA device how long transfers take, and how long the compute stream waits for them.
-
-    Work that a CUDA graph captures while the meter is on is timed at each replay. The graph records into the meter's events,
-    so the meter must outlive it.
-
-    Attributes:
-        on: whether to measure.
-    """
-
-    def __init__(self) -> None:
-        self.on = False
-        self._transfers: list[tuple[Any, Any]] = []
-        self._waits: list[tuple[Any, Any]] = []
-
-    def transfer(self, stream: Any, run: Callable[[], Any]) -> Any:
-        """Time `run()`, which enqueues a transfer on `stream`."""
-        return self._around(self._transfers, stream, run)
-
-    def wait(self, stream: Any, run: Callable[[], Any]) -> Any:
-        """Time `run()`, which makes `stream` wait."""
-        return self._around(self._waits, stream, run)
-
-    def milliseconds(self) -> tuple[float, float]:
-        """Time in transfers, and waiting for them, since `forget`; of a graph, in its last replay. Waits for the device."""
-        torch.cuda.synchronize()
-        sums = tuple(sum(a.elapsed_time(b) for a, b in pairs) for pairs in (self._transfers, self._waits))
-        return sums[0], sums[1]
-
-    def forget(self) -> None:
-        """Start again from zero. No graph that was captured while the meter was on may be alive."""
-        self._transfers, self._waits = [], []
-
-    def _around(self, pairs: list[tuple[Any, Any]], stream: Any, run: Callable[[], Any]) -> Any:
-        if not self.on:
-            return run()
-        pair = (timing_event(), timing_event())
-        pair[0].record(stream)
-        result = run()
-        pair[1].record(stream)
-        pairs.append(pair)
-        return result
-
-
 class ExecutionContext:
     """The compute stream, the communication stream, and the tensors that must not be freed yet.
 
@@ -207,12 +162,10 @@ class ExecutionContext:
         device: where everything runs. On a CPU a transfer is complete when `launch` returns.
 
     Attributes:
-        meter: measures transfers while it is on.
         flags: used by the compute stream to wait for transfers in a CUDA graph.
     """
 
     def __init__(self, device: torch.device):
-        self.meter = TransferMeter()
         self.flags = Flags(device)
         self._device = device
         # High priority: a transfer's blocks go first when the compute stream fills every multiprocessor.
@@ -240,7 +193,7 @@ class ExecutionContext:
         # Rule 2: wait for all readers of blocks that this transfer's allocations may be given.
         self.comm.wait_event(self.compute.record_event())
         with nullcontext() if isinstance(self.comm, NullStream) else torch.cuda.stream(self.comm):
-            results = self.meter.transfer(self.comm, partial(transfer, *args))
+            results = transfer(*args)
         self._count += 1
         wait: Callable[[Any], None]
         if flag is not None:
@@ -254,7 +207,7 @@ class ExecutionContext:
     def wait_for(self, number: int) -> None:
         """Make the compute stream wait for transfer `number`; release the arguments of it and of earlier transfers."""
         while self._deferred and self._deferred[0][0] <= number:
-            self.meter.wait(self.compute, partial(self._deferred[0][1], self.compute))
+            self._deferred[0][1](self.compute)
             self._deferred.popleft()  # rule 1: only after the wait was enqueued
 
     def leave(self) -> None:

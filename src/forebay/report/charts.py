@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -92,21 +92,10 @@ def frame(
     """
     lines = [_line(y, t, "base" if t == y.ticks[0] else "grid") for t in y.ticks]
     up = [tag("span", y.label(t), class_="y", style=f"bottom:{100 * y.place(t):.2f}%") for t in y.ticks]
-    plot = tag(
-        "div",
-        _svg(lines, drawing, focusable="false"),
-        up,
-        axis_labels(x),
-        tag("span", axis, class_="axis"),
-        join(*over),
-        data(figures),
-        class_="plot",
-        role="application",
-        aria_label=f"{described} Arrow keys move along it.",
-        tabindex="0",
-        data_live=True,
-    )
-    return tag("div", plot, class_="chart")
+    inside = [_svg(lines, drawing, focusable="false"), up, axis_labels(x), tag("span", axis, class_="axis")]
+    described = f"{described} Arrow keys move along it."
+    live = {"role": "application", "aria_label": described, "tabindex": "0", "data_live": True}
+    return tag("div", tag("div", *inside, *over, data(figures), class_="plot", **live), class_="chart")
 
 
 def _svg(*drawn: Child, **attributes: str) -> Html:
@@ -210,14 +199,8 @@ def stacked(
         {"name": part, "color": f"f-{part}", "values": [round(c.bytes.get(part, 0) / y.per, 4) for c in columns]}
         for part in shown
     ]
-    figures = {
-        "x": [_tip(level, with_stage) for level in columns],
-        "unit": f" {y.unit}",
-        "digits": 2,
-        "total": True,
-        "start": top,
-        "series": series,
-    }
+    tips = [f"{action_label(c.action, with_stage)}: {c.where}" if c.action else c.where for c in columns]
+    figures = {"x": tips, "unit": f" {y.unit}", "digits": 2, "total": True, "start": top, "series": series}
     drawing = join(*_bands(columns, y), *lines)
     peak = _peak_tag(columns[top], (top + 0.5) / count, y)
     return frame(drawing, y, _starts(columns, labels, with_stage), axis, described, figures, peak)
@@ -265,15 +248,9 @@ def curves(
         values = dict(curve.points)
         shown = [round(values[n] / per, digits + 2) if n in values else None for n in numbers]
         series.append({"name": curve.name, "color": f"f-{curve.color}", "values": shown})
-    figures = {
-        "x": [f"{axis} {number:g}" for number in numbers],
-        "places": [round(x.place(number), 4) for number in numbers],
-        "unit": unit,
-        "digits": digits,
-        "total": False,
-        "start": len(numbers) - 1,
-        "series": series,
-    }
+    tips, places = [f"{axis} {number:g}" for number in numbers], [round(x.place(number), 4) for number in numbers]
+    figures = {"x": tips, "places": places, "unit": unit, "digits": digits, "total": False, "start": len(numbers) - 1}
+    figures["series"] = series
     drawing = join(*(_curve(curve, x, y) for curve in found))
     return frame(drawing, y, x.labels(), axis, described, figures)
 
@@ -384,21 +361,12 @@ def _height(value: float, y: Scale) -> float:
 
 def _band(below: Sequence[int], above: Sequence[int], y: Scale) -> str:
     """A stepped band: along its upper edge to the right, and back along the lower one."""
-    count = len(below)
-    width = SIZE / count
-    path = [f"M0 {_height(above[0], y)}"]
-    for n in range(count):
-        if n and above[n] != above[n - 1]:
-            path.append(f"V{_height(above[n], y)}")
-        if n == count - 1 or above[n] != above[n + 1]:
-            path.append(f"H{round(width * (n + 1), 1)}")
-    path.append(f"V{_height(below[-1], y)}")
-    for n in reversed(range(count)):
-        if n < count - 1 and below[n] != below[n + 1]:
-            path.append(f"V{_height(below[n], y)}")
-        if n == 0 or below[n] != below[n - 1]:
-            path.append(f"H{round(width * n, 1)}")
-    return "".join(path) + "Z"
+    width, at, path = SIZE / len(below), 0, ""
+    for values, step in ((above, 1), (below[::-1], -1)):
+        for value, columns in groupby(values):
+            at += step * len(list(columns))
+            path += f"V{_height(value, y)}H{round(width * at, 1)}"
+    return f"M0 {path.removeprefix('V')}Z"
 
 
 def _starts(columns: Sequence[Level], most: int, with_stage: bool) -> list[Tick]:
@@ -424,7 +392,3 @@ def action_label(action: str, with_stage: bool = False) -> str:
 def has_stages(levels: Sequence[Level]) -> bool:
     """Whether their actions are of several stages."""
     return len({stage for level in levels for stage in _STAGE.findall(level.action)}) > 1
-
-
-def _tip(level: Level, with_stage: bool) -> str:
-    return f"{action_label(level.action, with_stage)}: {level.where}" if level.action else level.where

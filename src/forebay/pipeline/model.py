@@ -94,6 +94,7 @@ class CutModel:
     Attributes:
         layers: in forward order; of a part, the layers that it has.
         numbers: numbers of these layers in the whole model.
+        embedding: the token embedding; None in a part without it.
         embedded: if set, collects the gradients of embedded tokens as (ids [B, S], gradient [B, S, H]), and autograd gives the
             embedding's weight none; see `spread`.
         embedded_sum: if set, [V, H] fp32: these gradients are added to it as they are computed, bitwise as by `spread`; see
@@ -128,12 +129,12 @@ class CutModel:
         self._model, self._base = model, base
         self._dtype = dtype
         # Of a whole model only: transformers' `get_input_embeddings` fails for a part without an embedding.
-        self._embedding = None if base.embed_tokens is None else base.get_input_embeddings()
+        self.embedding: Any = None if base.embed_tokens is None else base.get_input_embeddings()
         self.numbers = [int(name) for name, _ in base.layers.named_children()]
         self._given: list[dict[str, Any]] = []
         # Only the shape and dtype go into masks and tables. transformers waits for the device to make them, so they are cached.
         self._by_shape: dict[tuple[torch.Size, torch.dtype], list[dict[str, Any]]] = {}
-        self.layers = [CutLayer(sublayers, self._keywords_of(i)) for i, sublayers in enumerate(found)]
+        self.layers = [CutLayer(sublayers, lambda i=i: self._given[i]) for i, sublayers in enumerate(found)]
 
     def prologue(self, microbatch: Microbatch) -> Tensor:
         """The embedded tokens, [B, S, H]."""
@@ -177,7 +178,8 @@ class CutModel:
         """Receives ids and gradients of embedded tokens; None leaves them to autograd."""
         if self.embedded_sum is not None:
             return partial(_add_rows, self.embedded_sum)
-        return None if self.embedded is None else partial(_collect, self.embedded)
+        collected = self.embedded
+        return None if collected is None else lambda ids, gradient: collected.append((ids, gradient))
 
     def epilogue(self, x: Tensor, microbatch: Microbatch) -> Tensor:
         """The sum of the cross entropies over `count`, a scalar."""
@@ -197,11 +199,6 @@ class CutModel:
     def head(self) -> Any:
         """The language-model head; None in a part without it."""
         return self._model.lm_head
-
-    @property
-    def embedding(self) -> Any:
-        """The token embedding; None in a part without it."""
-        return self._embedding
 
     def _select(self, ids: Tensor, dtype: torch.dtype) -> None:
         shape = ids.shape, dtype
@@ -231,9 +228,6 @@ class CutModel:
             self._base.layers = real
         return [given[number] for number in self.numbers]
 
-    def _keywords_of(self, index: int) -> Callable[[], dict[str, Any]]:
-        return lambda: self._given[index]
-
 
 class _Embed(torch.autograd.Function):
     """Embeds tokens; its backward passes the gradient to `take`. `anchor` requires a gradient, so autograd calls it."""
@@ -249,10 +243,6 @@ class _Embed(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
         ctx.take(ctx.ids, grad)
         return None, None, None, None
-
-
-def _collect(collected: list[tuple[Tensor, Tensor]], ids: Tensor, gradient: Tensor) -> None:
-    collected.append((ids, gradient))
 
 
 def _add_rows(total: Tensor, ids: Tensor, gradient: Tensor) -> None:

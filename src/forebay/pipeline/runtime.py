@@ -183,11 +183,7 @@ class PipelineRuntime:
         self.context = ExecutionContext(device)
 
     def run(
-        self,
-        microbatches: Sequence[Any],
-        like: Callable[[Any], Tensor],
-        *,
-        watcher: Watcher | None = None,
+        self, microbatches: Sequence[Any], like: Callable[[Any], Tensor], *, watcher: Watcher | None = None
     ) -> tuple[Tensor | None, list[Action]]:
         """Run one step. Gradients are added to `.grad`.
 

@@ -134,7 +134,7 @@ class CutModel:
         self._given: list[dict[str, Any]] = []
         # Only the shape and dtype go into masks and tables. transformers waits for the device to make them, so they are cached.
         self._by_shape: dict[tuple[torch.Size, torch.dtype], list[dict[str, Any]]] = {}
-        self.layers = [CutLayer(sublayers, lambda i=i: self._given[i]) for i, sublayers in enumerate(found)]
+        self.layers = [CutLayer(sublayers, partial(self._keywords, i)) for i, sublayers in enumerate(found)]
 
     def prologue(self, microbatch: Microbatch) -> Tensor:
         """The embedded tokens, [B, S, H]."""
@@ -227,6 +227,9 @@ class CutModel:
         finally:
             self._base.layers = real
         return [given[number] for number in self.numbers]
+
+    def _keywords(self, index: int) -> dict[str, Any]:
+        return self._given[index]
 
 
 class _Embed(torch.autograd.Function):

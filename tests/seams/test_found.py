@@ -6,9 +6,10 @@ A managed model gives what the plain one gives, or says by name why it cannot.
 import copy
 import gc
 import json
-import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +41,12 @@ class Net(nn.Module):
 
 
 class Mlp(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, activation: Callable[[Tensor], Tensor] = nn.functional.silu) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.up, self.down, self.activation = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), activation
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.silu(self.up(x)).sin())
+        return x + self.down(self.activation(self.up(x)).sin())
 
 
 def net(*layers: nn.Module) -> Net:
@@ -107,7 +108,7 @@ def forward_over_reverse(model: nn.Module) -> list[Tensor]:
             x = forward_ad.make_dual(rows(seed).requires_grad_(), rows(seed + 1))
             (grad,) = torch.autograd.grad(model(x).sin().sum(), x)
             primal, tangent = forward_ad.unpack_dual(grad)
-            found += [primal.detach(), torch.zeros(1) if tangent is None else tangent.detach()]
+            found += [primal.detach(), tangent.detach()]
     return found
 
 
@@ -152,8 +153,17 @@ def another_dtype(model: nn.Module) -> list[Tensor]:
         (net, jacobians_and_hessians),
         (net, anomaly_detection),
         (net, another_dtype),
+        (lambda: net(Mlp(torch.square), Mlp(torch.square)), forward_over_reverse),
     ],
-    ids=["statistics", "power iterations", "batched", "jacobians", "anomaly detection", "dtype"],
+    ids=[
+        "statistics",
+        "power iterations",
+        "batched",
+        "jacobians",
+        "anomaly detection",
+        "dtype",
+        "forward over reverse",
+    ],
 )
 def test_the_same_as_of_a_plain_model(make: Callable[[], nn.Module], use: Use, policy: str) -> None:
     both(make, policy, use)
@@ -162,18 +172,9 @@ def test_the_same_as_of_a_plain_model(make: Callable[[], nn.Module], use: Use, p
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("inplace", [nn.ReLU(inplace=True), nn.LeakyReLU(0.1, inplace=True)], ids=str)
 def test_an_activation_in_place_is_right_or_refused(policy: str, inplace: nn.Module) -> None:
-    try:
+    refused = pytest.raises(RuntimeError, match="inplace") if policy == "recompute" else nullcontext()
+    with refused:
         both(lambda: net(nn.Linear(WIDTH, WIDTH), copy.deepcopy(inplace), Mlp()), policy, two_steps)
-    except RuntimeError as error:
-        assert policy == "recompute" and "inplace" in str(error)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_forward_over_reverse_is_right_or_refused(policy: str) -> None:
-    try:
-        both(net, policy, forward_over_reverse)
-    except RuntimeError as error:
-        assert any(words in str(error) for words in ("tangent", "forward-mode", "forward AD")), error
 
 
 # --- what lives longer than a step ------------------------------------------------------------------------------------
@@ -184,8 +185,8 @@ def test_a_validation_whose_output_is_held_ends_no_plan(policy: str) -> None:
     """A forward with gradients on, as for a validation without no_grad, whose output is held until the next one."""
     model = net()
     mem = forebay.manage(model, policy, budget=1 << 30 if policy == "auto" else None, min_bytes=1)
-    held = None
-    sizes = None
+    held: Any = None
+    sizes: Any = None
     for seed in range(40):
         step(model, seed)
         held = model(rows(100))
@@ -193,106 +194,62 @@ def test_a_validation_whose_output_is_held_ends_no_plan(policy: str) -> None:
             gc.collect()
             sizes = containers([mem])
     gc.collect()
-    assert held is not None and sizes is not None
-    assert mem.plan is not None
-    grown = {
-        name: (sizes[name], n) for name, n in containers([mem]).items() if n > sizes[name] + 8 and "Ledger" not in name
-    }
+    assert held is not None and mem.plan is not None
+    grown = {name: n for name, n in containers([mem]).items() if n > sizes[name] + 8 and "Ledger" not in name}
     assert not grown
 
 
 @pytest.mark.parametrize("policy", ["keep", "offload"])
 def test_a_long_lived_tensor_that_a_region_returns_gathers_no_hooks(policy: str) -> None:
-    class Passing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mlp = Mlp()
+    class Passing(Mlp):
+        def forward(self, both: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            return super().forward(both[0]) * both[1], both[1]
 
-        def forward(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-            return self.mlp(x) * memory, memory
-
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([Passing(), Passing()])
-
-        def forward(self, x: Tensor, memory: Tensor) -> Tensor:
-            for layer in self.layers:
-                x, memory = layer(x, memory)
-            return x
-
-    model = Outer()
+    model = net(Passing(), Passing())
     forebay.manage(model, policy, min_bytes=1)
     leaf = torch.ones(WIDTH, requires_grad=True)
     memory = leaf * 2  # made once, used by every step
     for seed in range(20):
-        model(rows(seed), memory).square().mean().backward(retain_graph=True)
+        model((rows(seed), memory))[0].square().mean().backward(retain_graph=True)
     assert len(memory._backward_hooks or ()) <= 2
 
 
 def test_two_threads_at_once() -> None:
     """Each with a forward and a backward of its own on one managed model."""
     model = net()
-    wanted = {}
-    for seed in range(4):
+
+    def gradient(seed: int) -> Tensor:
         x = rows(seed).requires_grad_()
-        wanted[seed] = torch.autograd.grad(model(x).square().mean(), x)[0]
+        return torch.autograd.grad(model(x).square().mean(), x)[0]
+
+    wanted = [gradient(seed) for seed in range(4)]
     for policy in ("recompute", "offload"):
-        mem = forebay.manage(model, policy, min_bytes=1)
-        wrong: list[Any] = []
-
-        def work(numbers: list[int], wrong: list[Any] = wrong) -> None:
-            try:
-                for _ in range(40):
-                    for seed in numbers:
-                        x = rows(seed).requires_grad_()
-                        (grad,) = torch.autograd.grad(model(x).square().mean(), x)
-                        if not torch.equal(grad, wanted[seed]):
-                            wrong.append(seed)
-            except Exception as error:
-                wrong.append(error)
-
-        threads = [threading.Thread(target=work, args=([n, n + 2],)) for n in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        mem.detach()
-        assert not wrong, (policy, wrong[:3])
+        with forebay.manage(model, policy, min_bytes=1), ThreadPoolExecutor(2) as pool:
+            for right in pool.map(lambda n: torch.equal(gradient(n % 4), wanted[n % 4]), range(160)):
+                assert right, policy
 
 
 # --- a model that changes under management -----------------------------------------------------------------------------
 
 
-def test_a_model_that_gets_its_memory_later_is_managed_or_something_is_said() -> None:
+def test_a_model_that_gets_its_memory_later_is_managed() -> None:
     """`manage` of a model on the meta device, or before `.to(device)`: regions must not stay where the model no longer is."""
     with torch.device("meta"):
         model = Net(Mlp(), Mlp())
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            mem = forebay.manage(model, "offload", min_bytes=1)
-        except ValueError as error:
-            assert "meta" in str(error)
-            return
-        model.to_empty(device="cpu")
-        for p in model.parameters():
-            nn.init.normal_(p, 0, 0.1)
-        step(model)
-        step(model, 1)
-    moved = mem.report().moved_bytes
-    assert moved or any("meta" in str(w.message) or "device" in str(w.message) for w in caught)
+    mem = forebay.manage(model, "offload", min_bytes=1)
+    model.to_empty(device="cpu")
+    for p in model.parameters():
+        nn.init.normal_(p, 0, 0.1)
+    step(model)
+    step(model, 1)
+    assert mem.report().moved_bytes
 
 
-def test_managed_twice_is_refused_or_undone_in_any_order() -> None:
+def test_managed_twice_is_undone_in_any_order() -> None:
     model = net()
     wanted = step(copy.deepcopy(model))
     first = forebay.manage(model, "recompute", min_bytes=1)
-    try:
-        second = forebay.manage(model, {"layers.0": "offload"}, min_bytes=1)
-    except ValueError as error:
-        assert "manage" in str(error)
-        return
+    second = forebay.manage(model, {"layers.0": "offload"}, min_bytes=1)
     first.detach()
     second.detach()
     assert all("forward" not in vars(layer) for layer in model.layers), "something is left of the first"
@@ -331,9 +288,7 @@ def test_what_is_saved_under_management_is_configured_as_before(tmp_path: Path) 
     before, during, after = (
         json.loads((tmp_path / d / "config.json").read_text()) for d in ("before", "during", "after")
     )
-    assert after == before
-    different = {k: (before.get(k), during.get(k)) for k in {*before, *during} if before.get(k) != during.get(k)}
-    assert not different, f"(before, under management): {different}"
+    assert before == during == after
 
 
 @pytest.mark.parametrize("options", [{}, THEIRS], ids=["forebay's", "its own"])
@@ -354,11 +309,10 @@ def test_outputs_are_the_models_own_in_eval(options: dict[str, Any]) -> None:
 
 
 def test_labels_that_are_all_ignored_and_a_batch_of_one_token() -> None:
-    for make in (lambda ids: torch.full_like(ids, -100), lambda ids: ids):
-        ids = batch(0)[:, :1] if make(batch(0))[0, 0] >= 0 else batch(0)
+    for ids, labels in ((batch(0), torch.full_like(batch(0), -100)), (batch(0)[:, :1], batch(0)[:, :1])):
         model = tiny()
-        wanted = model(input_ids=ids, labels=make(ids)).loss
+        wanted = model(input_ids=ids, labels=labels).loss
         forebay.manage(model, "keep")
-        found = model(input_ids=ids, labels=make(ids)).loss
+        found = model(input_ids=ids, labels=labels).loss
         assert torch.equal(found.isnan(), wanted.isnan())
         assert wanted.isnan() or torch.allclose(found, wanted)

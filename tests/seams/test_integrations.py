@@ -23,6 +23,7 @@ from tests.seams.wrapping import (
     batch,
     check,
     compare,
+    gradients,
     loss_of,
     near,
     owned,
@@ -91,13 +92,12 @@ def test_lora_with_forebays_experts_and_loss(targets: str) -> None:
             assert not [w for w in run(wrapper, PLACEMENTS[placement], 1).warned if "forebay" in w.lower()]
 
 
-def adapted_step(model: Any, ids: Tensor) -> Steps:
-    """[loss, gradients by name] of one step, for `near` and `compare`."""
+def adapted_step(model: Any, *batches: Tensor) -> Steps:
+    """[loss, gradients by name] of one step, for `near` and `compare`: all forwards, then the backward."""
     model.zero_grad()
-    loss = loss_of(model, ids)
-    loss.backward()
-    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    return Steps([{"loss": loss.detach(), **grads}])
+    loss = sum(loss_of(model, ids) for ids in batches)
+    loss.backward()  # type: ignore[union-attr]
+    return Steps([{"loss": loss.detach(), **gradients(model)}])  # type: ignore[union-attr]
 
 
 def test_adapters_on_the_head() -> None:
@@ -133,20 +133,12 @@ def test_experts_with_adapters_that_are_recomputed_alone() -> None:
 @pytest.mark.parametrize("recompute", ["light", "full"])
 def test_two_forwards_before_a_backward(recompute: str) -> None:
     """PEFT writes to the weights in each forward; their values stay."""
-
-    def both(adapted: Any) -> Steps:
-        adapted.zero_grad()
-        losses = [loss_of(adapted, ids) for ids in (batch(0), batch(1))]
-        (losses[0] + losses[1]).backward()
-        grads = {n: p.grad.clone() for n, p in adapted.named_parameters() if p.grad is not None}
-        return Steps([{"loss": losses[0].detach() + losses[1].detach(), **grads}])
-
-    model = tiny()
-    want = both(_lora(copy.deepcopy(model), **_TARGETS["experts"]))
+    model, batches = tiny(), (batch(0), batch(1))
+    want = adapted_step(_lora(copy.deepcopy(model), **_TARGETS["experts"]), *batches)
     with forebay.manage(model, "recompute", recompute=recompute):
         adapted = _lora(model, **_TARGETS["experts"])
         for _ in range(2):
-            near(both(adapted), want, 1e-4)
+            near(adapted_step(adapted, *batches), want, 1e-4)
 
 
 def test_adapters_on_parameters_do_not_compile() -> None:
@@ -259,18 +251,9 @@ def _accuracy(prediction: Any) -> dict[str, float]:
     return {"accuracy": float((logits[:, :-1].argmax(-1) == labels[:, 1:]).mean())}
 
 
-_COMMON: dict[str, Any] = {
-    "max_steps": 3,
-    "per_device_train_batch_size": 2,
-    "per_device_eval_batch_size": 2,
-    "logging_steps": 1,
-    "use_cpu": True,
-    "report_to": [],
-    "save_strategy": "no",
-    "disable_tqdm": True,
-    "seed": 3,
-    "learning_rate": 1e-2,
-}
+_BATCHES = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
+_QUIET: dict[str, Any] = {"logging_steps": 1, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
+_COMMON: dict[str, Any] = {"max_steps": 3, "use_cpu": True, "seed": 3, "learning_rate": 1e-2, **_BATCHES, **_QUIET}
 
 
 def _figures(trainer: Any) -> dict[str, Any]:
@@ -280,11 +263,8 @@ def _figures(trainer: Any) -> dict[str, Any]:
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     assert len(losses) == 3
     trained = {n: p.detach() for n, p in trainer.model.named_parameters() if p.requires_grad}
-    return {
-        "losses": losses,
-        "eval": [metrics["eval_loss"], metrics.get("eval_accuracy", 0.0)],
-        "trained": trained,
-    }
+    measured = [metrics["eval_loss"], metrics.get("eval_accuracy", 0.0)]
+    return {"losses": losses, "eval": measured, "trained": trained}
 
 
 def _with_trainer(folder: Path, manage: Callable[[Any], Any], **options: Any) -> dict[str, Any]:
@@ -317,9 +297,11 @@ def _near(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 @pytest.mark.parametrize("policy", ["recompute", "offload"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "gradient_checkpointing"])
 def test_transformers_trainer(tmp_path: Path, policy: str, checkpointing: bool) -> None:
-    options = {"gradient_checkpointing": checkpointing}
-    plain = _with_trainer(tmp_path, lambda model: None, **options)
-    _near(_with_trainer(tmp_path, lambda model: forebay.manage(model, policy, min_bytes=1), **options), plain)
+    plain, ours = (
+        _with_trainer(tmp_path, manage, gradient_checkpointing=checkpointing)
+        for manage in (lambda model: None, lambda model: forebay.manage(model, policy, min_bytes=1))
+    )
+    _near(ours, plain)
 
 
 def _tokenizer() -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import forebay
 from forebay.managed import Managed
@@ -57,11 +58,8 @@ def loss_of(model: Any, ids: Tensor, **more: Any) -> Tensor:
 def owned(loss: Loss, owner: nn.Module) -> Loss:
     """`loss` whose gradients are those of `owner`'s parameters."""
 
-    def run(ids: Tensor) -> Tensor:
-        return loss(ids)
-
-    run.owner = owner  # type: ignore[attr-defined]
-    return run
+    loss.owner = owner  # type: ignore[attr-defined]
+    return loss
 
 
 def batch(step: int) -> Tensor:
@@ -96,8 +94,7 @@ def run(wrapper: Wrapper, options: dict[str, Any] | None, steps: int = 3, **fiel
             value = loss(batch(step))
             if value.requires_grad:
                 value.backward()
-            grads = {name: p.grad.detach().clone() for name, p in owner.named_parameters() if p.grad is not None}
-            steps_.found.append({"loss": value.detach().clone(), **{n: _whole(g) for n, g in grads.items()}})
+            steps_.found.append({"loss": value.detach().clone(), **gradients(owner)})
             with torch.no_grad():
                 for p in owner.parameters():
                     if p.grad is not None:
@@ -107,8 +104,10 @@ def run(wrapper: Wrapper, options: dict[str, Any] | None, steps: int = 3, **fiel
     return steps_
 
 
-def _whole(grad: Any) -> Tensor:
-    return grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Copies by name; of a DTensor, all of it."""
+    found = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found.items()}
 
 
 def compare(managed: Steps, plain: Steps) -> None:

@@ -33,8 +33,7 @@ import torch.distributed as dist
 from common import MIB, largest, median_ms, queued_ms, ranks, write
 from torch import Tensor
 
-from forebay.moe.dispatch import NcclDispatcher, TokenDispatcher
-from forebay.moe.dispatch_op import combine, dispatch
+from forebay.moe.dispatch import NcclDispatcher, TokenDispatcher, combine, dispatch
 from forebay.moe.experts import experts
 from forebay.moe.symmetric import SymmetricDispatcher
 

@@ -6,15 +6,14 @@ languages do not run, but what they name is checked. A ```console block is a `fo
 """
 
 import dataclasses
-import importlib
 import importlib.util
 import inspect
+import pkgutil
 import re
 import shlex
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -84,21 +83,13 @@ def anchors(page: Path) -> set[str]:
 
 def wrong_names(text: str) -> list[str]:
     """Dotted names below `forebay` that neither import nor attribute access finds."""
-    return [name for name in dict.fromkeys(_NAME.findall(text)) if not found(name)]
-
-
-def found(name: str) -> bool:
-    path, *parts = name.split(".")
-    thing: Any = importlib.import_module(path)
-    for part in parts:
-        path += f".{part}"
-        if not hasattr(thing, part):
-            try:
-                importlib.import_module(path)
-            except ModuleNotFoundError:
-                return False
-        thing = getattr(thing, part)
-    return True
+    wrong = []
+    for name in dict.fromkeys(_NAME.findall(text)):
+        try:
+            pkgutil.resolve_name(name)
+        except (AttributeError, ModuleNotFoundError):
+            wrong.append(name)
+    return wrong
 
 
 def wrong_files(text: str) -> list[str]:
@@ -141,10 +132,6 @@ def wrong_options(text: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
     return wrong
 
 
-def targets() -> set[str]:
-    return set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
-
-
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 
 
@@ -169,16 +156,14 @@ def test_what_a_page_mentions_exists(page: Path, capsys: pytest.CaptureFixture[s
     assert wrong_files(text) == []
     assert wrong_keys(text) == []
     assert wrong_options(text, capsys) == []
-    assert {a or b for a, b in _MAKE.findall(text)} <= targets()
+    targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+    assert {a or b for a, b in _MAKE.findall(text)} <= targets
 
 
-def test_links_of_the_log_lead_somewhere() -> None:
+def test_the_source_and_the_log_name_pages_and_results_that_exist() -> None:
+    """Comments and profiles cite docs/ and benchmarks/ as the evidence of a figure."""
     log = ROOT / "benchmarks" / "LOG.md"
     assert broken_links(log, log.read_text("utf-8")) == []
-
-
-def test_the_source_names_pages_and_results_that_exist() -> None:
-    """Comments and profiles cite docs/ and benchmarks/ as the evidence of a figure."""
     cited = re.compile(r"\b(?:docs|benchmarks)/[\w./-]+\.(?:md|json|py)\b")
     for file in sorted((ROOT / "src").rglob("*")):
         if file.suffix in (".py", ".json", ".toml"):
@@ -186,21 +171,17 @@ def test_the_source_names_pages_and_results_that_exist() -> None:
             assert missing == [], file
 
 
-def test_the_readme_shows_output_that_is_real(
+def test_the_readme_is_short_and_shows_output_that_is_real(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (block,) = [b for b in blocks((ROOT / "README.md").read_text("utf-8")) if b.info == ("console",)]
+    text = (ROOT / "README.md").read_text("utf-8")
+    (block,) = [b for b in blocks(text) if b.info == ("console",)]
     command, *lines = block.code.splitlines()
     monkeypatch.setenv("COLUMNS", "160")
     assert command.startswith("$ forebay ") and cli.main(shlex.split(command)[2:]) in (0, None)
     printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert [line for line in lines if line != "..." and line not in printed] == []
-
-
-def test_a_readme_is_short_and_shows_python_that_is_run() -> None:
-    text = (ROOT / "README.md").read_text("utf-8")
-    assert ("python",) in [block.info for block in blocks(text)]
-    assert len(text.splitlines()) <= 120
+    assert ("python",) in [block.info for block in blocks(text)] and len(text.splitlines()) <= 120
 
 
 def test_every_configuration_key_is_on_its_page() -> None:

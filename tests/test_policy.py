@@ -16,19 +16,13 @@ def placed(policy: dict[str, str]) -> dict[str, str]:
     return {c.path: c.placement for c in resolve(policy, PATHS)}
 
 
-def test_a_pattern_claims_the_outermost_of_what_it_matches() -> None:
-    assert placed({"model.layers.*": "offload"}) == {f"model.layers.{i}": "offload" for i in range(3)}
-
-
-def test_later_rules_win_on_the_same_path() -> None:
-    chosen = placed({"model.layers.*": "offload", "model.layers.1": "keep"})
-    assert chosen == {"model.layers.0": "offload", "model.layers.1": "keep", "model.layers.2": "offload"}
-
-
-def test_keep_around_other_regions_is_no_nesting() -> None:
-    chosen = placed({"*.self_attn": "offload", "*.mlp.experts": "recompute", "*": "keep"})
-    assert chosen["model.layers.2.self_attn"] == "offload"
-    assert chosen["model.layers.2.mlp.experts"] == "recompute"
+def test_patterns_claim_the_outermost_of_what_they_match_and_later_rules_win() -> None:
+    offloaded = {f"model.layers.{i}": "offload" for i in range(3)}
+    assert placed({"model.layers.*": "offload"}) == offloaded
+    assert placed({"model.layers.*": "offload", "model.layers.1": "keep"}) == {**offloaded, "model.layers.1": "keep"}
+    chosen = placed({"*.self_attn": "offload", "*.mlp.experts": "recompute", "*": "keep"})  # keep is no nesting
+    assert chosen["model.layers.2.self_attn"] == "offload" and chosen["model.layers.2.mlp.experts"] == "recompute"
+    assert outermost(["", "a", "a.b"]) == [""]
 
 
 def test_experts_may_be_recomputed_inside_what_is_offloaded() -> None:
@@ -63,10 +57,6 @@ def test_refusals_name_the_pattern_and_what_is_valid(policy: dict[str, str], wor
 def test_a_module_inside_a_compiled_region_is_refused_with_the_region() -> None:
     with pytest.raises(PolicyError, match=r"model\.layers\.0\.mlp"):
         resolve({"*.experts": "offload"}, ["model.layers.0.mlp"], {"model.layers.0.mlp.experts": "model.layers.0.mlp"})
-
-
-def test_outermost_of_the_root_is_the_root() -> None:
-    assert outermost(["", "a", "a.b"]) == [""]
 
 
 @pytest.mark.parametrize(

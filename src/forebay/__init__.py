@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from forebay.managed import Managed, manage
-    from forebay.models.linear_cross_entropy import linear_cross_entropy
+    from forebay.models.fused_loss import linear_cross_entropy
     from forebay.moe.experts import experts
     from forebay.policy import BudgetError, PolicyError
 
@@ -21,7 +21,7 @@ def __getattr__(name: str) -> Any:
         "Managed": "forebay.managed",
         "PolicyError": "forebay.policy",
         "experts": "forebay.moe.experts",
-        "linear_cross_entropy": "forebay.models.linear_cross_entropy",
+        "linear_cross_entropy": "forebay.models.fused_loss",
         "manage": "forebay.managed",
     }
     if name not in modules:

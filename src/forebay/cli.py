@@ -13,11 +13,11 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from forebay.errors import ForebayError, ReportedElsewhere, RunError, UsageError
 from forebay.policy import BudgetError, PolicyError, parse_bytes
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 
     from forebay.config import Config
     from forebay.estimate.device import DeviceProfile
-    from forebay.estimate.layers import LayerPlan
-    from forebay.estimate.plan import Fit, PlanRequest
-    from forebay.estimate.search import Search
 
 _DOES_NOT_FIT = 3
 _WIDTH = 120  # of tables where the output is no terminal
@@ -52,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ForebayError, PolicyError, BudgetError) as error:
         return _fail(error, getattr(error, "exit_code", UsageError.exit_code), options.debug)
     except KeyboardInterrupt as error:
-        return _fail(RunError(f"stopped by Ctrl-C{_interrupted(options)}"), RunError.exit_code, options.debug, error)
+        advice = "; earlier checkpoints are intact, continue with --resume" if options.command == "train" else ""
+        return _fail(RunError(f"stopped by Ctrl-C{advice}"), RunError.exit_code, options.debug, error)
     except BrokenPipeError:  # the reader of the output ended, as `head` does
         # Without this, the interpreter's last flush prints an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -60,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if options.debug:
             raise
-        sentence = f"{type(error).__name__}: {' '.join(str(error).split())}; this is unexpected, --debug shows where it happened"
+        sentence = f"{type(error).__name__}: {error}; this is unexpected, --debug shows where it happened"
         return _fail(RunError(sentence), RunError.exit_code, False)
     return code
 
@@ -70,10 +68,6 @@ def _fail(error: Exception, code: int, debug: bool, cause: BaseException | None 
         traceback.print_exception(cause or error)
     print(f"forebay: {' '.join(str(error).split())}", file=sys.stderr)
     return code
-
-
-def _interrupted(options: argparse.Namespace) -> str:
-    return "; earlier checkpoints are intact, continue with --resume" if options.command == "train" else ""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -95,97 +89,59 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    train = commands.add_parser("train", parents=[shared, configured], help="train a model")
-    train.add_argument(
-        "--resume",
-        nargs="?",
-        const="",
-        metavar="PATH",
-        help="continue from a run or checkpoint folder; without PATH, from the newest in log.folder",
-    )
-    train.set_defaults(run=_train)
+    def command(
+        name: str, run: Callable[[argparse.Namespace], int | None], *parents: argparse.ArgumentParser, **texts: Any
+    ) -> Callable[..., Any]:
+        added = commands.add_parser(name, parents=[shared, *parents], **texts)
+        added.set_defaults(run=run)
+        return added.add_argument
 
-    plan = commands.add_parser(
+    add = command("train", _train, configured, help="train a model")
+    resume = "continue from a run or checkpoint folder; without PATH, from the newest in log.folder"
+    add("--resume", nargs="?", const="", metavar="PATH", help=resume)
+
+    add = command(
         "plan",
-        parents=[shared, configured],
+        _plan,
+        configured,
         help="show the layers of each pipeline rank, their cost, and whether the run fits; needs no GPU",
         description="CONFIG may also be a published model, such as qwen3-30b-a3b, or a model's folder with a config.json.",
     )
-    plan.add_argument("--pp", type=int, metavar="N", help="pipeline ranks; the same as --set parallel.pp=N")
-    plan.add_argument(
-        "--gpus",
-        "--world",
-        dest="world",
-        type=int,
-        default=0,
-        metavar="N",
-        help="processes, one a GPU; default: parallel.pp x parallel.ep",
-    )
-    plan.add_argument(
-        "--device",
-        default="h200",
-        metavar="NAME",
-        help="GPU whose step time is estimated: h200 (default), h100, b200, a100, rtx4090, or a file of doctor --save-profile",
-    )
-    plan.add_argument(
+    add("--pp", type=int, metavar="N", help="pipeline ranks; the same as --set parallel.pp=N")
+    processes = "processes, one a GPU; default: parallel.pp x parallel.ep"
+    add("--gpus", "--world", dest="world", type=int, default=0, metavar="N", help=processes)
+    devices = "h200 (default), h100, b200, a100, rtx4090, or a file of doctor --save-profile"
+    add("--device", default="h200", metavar="NAME", help=f"GPU whose step time is estimated: {devices}")
+    add(
         "--budget",
         metavar="SIZE",
         help="GPU memory that the run may use, such as 80GiB; exit code 3 if it does not fit",
     )
-    plan.add_argument(
-        "--auto", action="store_true", help="choose placements that fit --budget, instead of memory.policy"
-    )
-    plan.add_argument(
-        "--skew",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="rows of the fullest rank's experts, relative to even routing",
-    )
-    plan.add_argument(
-        "--search",
-        choices=("microbatch", "sequence", "layers", "mesh"),
-        help="find the largest value that fits the budget; mesh: the best PP x EP x FSDP for the GPUs",
-    )
-    plan.add_argument("--json", action="store_true", help="as JSON")
-    plan.add_argument("--html", metavar="FILE", type=Path, help="also write an HTML page, in one file")
-    plan.set_defaults(run=_plan)
+    add("--auto", action="store_true", help="choose placements that fit --budget, instead of memory.policy")
+    skew = "rows of the fullest rank's experts, relative to even routing"
+    add("--skew", type=float, default=1.0, metavar="X", help=skew)
+    largest = "find the largest value that fits the budget; mesh: the best PP x EP x FSDP for the GPUs"
+    add("--search", choices=("microbatch", "sequence", "layers", "mesh"), help=largest)
+    add("--json", action="store_true", help="as JSON")
+    add("--html", metavar="FILE", type=Path, help="also write an HTML page, in one file")
 
-    profile = commands.add_parser(
-        "profile",
-        parents=[shared, configured],
-        help="show what a forward pass saves for backward; on a pipeline, what every rank saves in a step",
-    )
-    profile.add_argument("--json", action="store_true", help="as JSON")
-    profile.set_defaults(run=_profile)
+    saved = "show what a forward pass saves for backward; on a pipeline, what every rank saves in a step"
+    add = command("profile", _profile, configured, help=saved)
+    add("--json", action="store_true", help="as JSON")
 
-    doctor = commands.add_parser(
-        "doctor", parents=[shared], help="show what this machine has, and the features that this enables"
-    )
-    doctor.add_argument("--json", action="store_true", help="as JSON")
-    doctor.add_argument(
-        "--save-profile",
-        metavar="FILE",
-        type=Path,
-        help="measure this machine's GPU for plan --device (a minute) and write FILE; with torchrun, collectives too",
-    )
-    doctor.set_defaults(run=_doctor)
+    add = command("doctor", _doctor, help="show what this machine has, and the features that this enables")
+    add("--json", action="store_true", help="as JSON")
+    measure = "measure this machine's GPU for plan --device (a minute) and write FILE; with torchrun, collectives too"
+    add("--save-profile", metavar="FILE", type=Path, help=measure)
 
-    report = commands.add_parser(
-        "report",
-        parents=[shared],
-        help="write an HTML page about a run: planned and measured memory, placements, losses, timeline",
-    )
-    report.add_argument("source", metavar="RUN", type=Path, help="a run's folder")
-    report.add_argument("--out", metavar="FILE", type=Path, help="the page; default: RUN/report.html")
-    report.set_defaults(run=_report)
+    page = "write an HTML page about a run: planned and measured memory, placements, losses, timeline"
+    add = command("report", _report, help=page)
+    add("source", metavar="RUN", type=Path, help="a run's folder")
+    add("--out", metavar="FILE", type=Path, help="the page; default: RUN/report.html")
 
-    export = commands.add_parser(
-        "export", parents=[shared], help="write a run's model as a folder that transformers loads"
-    )
-    export.add_argument("source", metavar="RUN", type=Path, help="a run's folder, or one of its checkpoints")
-    export.add_argument("out", metavar="OUT", type=Path, help="folder to write; must not exist or be empty")
-    export.set_defaults(run=_export)
+    add = command("export", _export, help="write a run's model as a folder that transformers loads")
+    add("source", metavar="RUN", type=Path, help="a run's folder, or one of its checkpoints")
+    add("out", metavar="OUT", type=Path, help="folder to write; must not exist or be empty")
     return parser
 
 
@@ -267,7 +223,11 @@ def _answer_plan(options: argparse.Namespace, budget: int | None) -> int:
         more = {} if found is None else {"search": found.as_dict()}
         print(json.dumps({**plan.as_dict(), "fit": fit.as_dict(), "settings": request.chosen, **more}, indent=1))
     else:
-        _print_plan(request, found, plan, fit)
+        console = _console()
+        searched = (None, None) if found is None else (found.sentence, found.table())
+        for part in (request.sentence(), *searched, plan.table(), fit.table()):
+            if part:
+                console.print(part, highlight=False)
     if page is not None:
         write_page(plan_page(levels.planned(plan, fit), config, options.config, found), page)
         if not options.json:
@@ -297,42 +257,33 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _print_plan(request: "PlanRequest", found: "Search | None", plan: "LayerPlan", fit: "Fit") -> None:
-    console = _console()
-    searched = (None, None) if found is None else (found.sentence, found.table())
-    for part in (request.sentence(), *searched, plan.table(), fit.table()):
-        if part:
-            console.print(part, highlight=False)
-
-
 def _profile(options: argparse.Namespace) -> None:
     config = _configured(options)
     _quiet_transformers()
-    if config.parallel.pp > 1:
-        _profile_pipeline(config, options.json)
+    if config.parallel.pp == 1:
+        from forebay.train.trainer import Trainer
+
+        with Trainer(config) as trainer:
+            found = trainer.memory.profile(trainer.forward)
+        print(found.to_json() if options.json else found.table())
         return
-    from forebay.train.trainer import Trainer
-
-    with Trainer(config) as trainer:
-        profile = trainer.memory.profile(trainer.forward)
-    print(profile.to_json() if options.json else profile.table())
-
-
-def _profile_pipeline(config: "Config", as_json: bool) -> None:
     from forebay.train.loop import profile
     from forebay.train.world import World
 
-    profiles = profile(config)
-    if World.of_environment().is_main:
-        if as_json:
-            print(json.dumps([found.as_dict() for found in profiles], indent=1))
-        else:
-            print("\n\n".join(found.table() for found in profiles))
+    ranks = profile(config)
+    if World.of_environment().is_main and options.json:
+        print(json.dumps([rank.as_dict() for rank in ranks], indent=1))
+    elif World.of_environment().is_main:
+        print("\n\n".join(rank.table() for rank in ranks))
 
 
 def _doctor(options: argparse.Namespace) -> None:
     if options.save_profile is not None:
-        _save_profile(options.save_profile.expanduser())
+        from forebay.estimate.calibrate import save_profile
+
+        path = options.save_profile.expanduser()
+        if (profile := save_profile(path)) is not None:
+            print(f"{path} is now a profile of {profile.title}; give it to forebay plan as --device {path}")
         return
     from forebay.doctor import examine
 
@@ -341,13 +292,6 @@ def _doctor(options: argparse.Namespace) -> None:
         print(report.to_json())
     else:
         _console().print(report.table())
-
-
-def _save_profile(path: Path) -> None:
-    from forebay.estimate.calibrate import save_profile
-
-    if (profile := save_profile(path)) is not None:
-        print(f"{path} is now a profile of {profile.title}; give it to forebay plan as --device {path}")
 
 
 def _report(options: argparse.Namespace) -> None:

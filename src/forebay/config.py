@@ -1,13 +1,13 @@
 """Reads a TOML file or a preset, with overrides, into frozen dataclasses, and validates them.
 
 Input: a path or the name of a preset, and ``section.key=value`` texts. Output: a `Config`. The dataclasses are the reference
-of all keys. A key's own limits stand beside it; what involves several keys is checked in `_cross_check`. Every mistake that
+of all keys. A key's own limits stand beside it; what involves several keys is checked in `_mistakes`. Every mistake that
 can be seen without data, weights or a GPU raises `UsageError`, which names the key and what would be valid.
 """
 
 import dataclasses
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from itertools import count
@@ -280,7 +280,7 @@ def from_mapping(raw: Mapping[str, Any], origin: str = "the configuration") -> C
             raise UsageError(f"{origin} has a key {name!r} outside any section; [{name}] must be a section")
         built[name] = build_section(types[name], name, values)
     config = Config(**built)
-    _cross_check(config)
+    _raise_first(_mistakes(config))
     return config
 
 
@@ -290,52 +290,52 @@ def check_world(c: Config, size: int) -> None:
     Raises:
         UsageError: groups that do not divide the processes, a batch that they cannot share, or options that exclude each other.
     """
-    _check_groups(c, size)
-    sharing = size // c.parallel.pp
-    _check_batch(c, sharing)
-    if c.parallel.pp > 1:
-        _check_microbatches(c, sharing)
-    ep = c.parallel.ep
+    _raise_first(_world_mistakes(c, size))
+
+
+def _raise_first(mistakes: Iterator[str]) -> None:
+    for mistake in mistakes:
+        raise UsageError(mistake)
+
+
+def _world_mistakes(c: Config, size: int) -> Iterator[str]:
+    pp, ep = c.parallel.pp, c.parallel.ep
+    if size == 1 and pp * ep > 1:
+        asked = " with ".join(f"parallel.{name} = {n}" for name, n in (("pp", pp), ("ep", ep)) if n > 1)
+        yield (
+            f"{asked} needs {pp * ep} processes or a multiple of that, but only one runs; "
+            f"start them with: torchrun --nproc-per-node {pp * ep} -m forebay train CONFIG"
+        )
+    if size % pp:
+        yield f"parallel.pp = {pp} does not divide the {size} processes; valid are {_divisors(size)}"
+    sharing = size // pp
+    if sharing % ep:
+        whose = f"{size} processes" if pp == 1 else f"{sharing} processes of a pipeline stage ({size} / {pp})"
+        yield f"parallel.ep = {ep} does not divide the {whose}; valid are {_divisors(sharing)}"
+    batch, microbatch = c.train.batch, c.train.microbatch
+    if batch % sharing:
+        yield (
+            f"train.batch = {batch} is no multiple of the {sharing} processes that share the batch; "
+            f"the nearest above is {-(-batch // sharing) * sharing}"
+        )
+    if microbatch and batch % (microbatch * sharing):
+        yield (
+            f"train.batch = {batch} is no multiple of train.microbatch = {microbatch} on each of the {sharing} processes that "
+            f"share the batch; valid here for train.microbatch are {_divisors(batch // sharing)}"
+        )
+    if pp > 1:
+        yield from _microbatch_mistakes(c, sharing)
     if ep > 1 and c.model.experts != "forebay":
-        raise UsageError(f"parallel.ep = {ep} needs model.experts = 'forebay', not {c.model.experts!r}")
+        yield f"parallel.ep = {ep} needs model.experts = 'forebay', not {c.model.experts!r}"
     if ep > 1 and c.memory.policy == "auto" and c.memory.recompute != "light":
-        raise UsageError(
+        yield (
             f"memory.recompute = {c.memory.recompute!r} repeats communication, but with memory.policy = 'auto' each process "
             "chooses its own regions; set memory.recompute = 'light', or a policy of placements"
         )
 
 
-def _check_groups(c: Config, size: int) -> None:
-    pp, ep = c.parallel.pp, c.parallel.ep
-    asked = " with ".join(f"parallel.{name} = {n}" for name, n in (("pp", pp), ("ep", ep)) if n > 1)
-    if size == 1 and pp * ep > 1:
-        raise UsageError(
-            f"{asked} needs {pp * ep} processes or a multiple of that, but only one runs; "
-            f"start them with: torchrun --nproc-per-node {pp * ep} -m forebay train CONFIG"
-        )
-    if size % pp:
-        raise UsageError(f"parallel.pp = {pp} does not divide the {size} processes; valid are {_divisors(size)}")
-    if size // pp % ep:
-        whose = f"{size} processes" if pp == 1 else f"{size // pp} processes of a pipeline stage ({size} / {pp})"
-        raise UsageError(f"parallel.ep = {ep} does not divide the {whose}; valid are {_divisors(size // pp)}")
-
-
-def _check_batch(c: Config, sharing: int) -> None:
-    batch, microbatch = c.train.batch, c.train.microbatch
-    if batch % sharing:
-        raise UsageError(
-            f"train.batch = {batch} is no multiple of the {sharing} processes that share the batch; "
-            f"the nearest above is {-(-batch // sharing) * sharing}"
-        )
-    if microbatch and batch % (microbatch * sharing):
-        raise UsageError(
-            f"train.batch = {batch} is no multiple of train.microbatch = {microbatch} on each of the {sharing} processes that "
-            f"share the batch; valid here for train.microbatch are {_divisors(batch // sharing)}"
-        )
-
-
-def _check_microbatches(c: Config, sharing: int) -> None:
-    """Check that a step has as many microbatches as the pipeline schedule needs."""
+def _microbatch_mistakes(c: Config, sharing: int) -> Iterator[str]:
+    """A step needs as many microbatches as fill the pipeline schedule."""
     schedule, pp, size = c.parallel.schedule, c.parallel.pp, c.microbatch(sharing)
     sequences = c.train.batch // sharing
     given = sequences // size
@@ -353,7 +353,7 @@ def _check_microbatches(c: Config, sharing: int) -> None:
     else:
         more = next(n for n in count(given + 1) if _fills(schedule, pp, n))
         advice = f"the nearest valid train.batch above is {more * size * sharing} with train.microbatch = {size}"
-    raise UsageError(
+    yield (
         f"parallel.schedule = {schedule!r} with parallel.pp = {pp} needs {rule}, but a step gives a pipeline {given}: "
         f"train.batch = {c.train.batch} over {sharing} processes that share the batch, {size} sequences a microbatch; {advice}"
     )
@@ -371,76 +371,8 @@ def _fills(schedule: str, pp: int, microbatches: int) -> bool:
     return microbatches >= 1  # "zbv" leaves out what there is no microbatch for
 
 
-def _check_pipeline(c: Config) -> None:
-    """Check the keys of pipeline parallelism, and those that it restricts."""
-    p = c.parallel
-    if isinstance(p.partition, str) and p.partition not in ("auto", "even"):
-        raise UsageError(
-            f"parallel.partition = {p.partition!r} is unknown; valid are 'auto', 'even' or a list: how many layers each stage has"
-        )
-    if p.schedule != "interleaved-1f1b" and p.chunks != 2:
-        raise UsageError(f"parallel.chunks is for parallel.schedule = 'interleaved-1f1b', not {p.schedule!r}")
-    if not isinstance(p.partition, str):
-        _check_counts(c, p.partition)
-    if p.pp == 1:
-        return
-    if p.overlap:
-        raise UsageError(
-            f"parallel.overlap = true is for parallel.pp = 1; with parallel.pp = {p.pp}, parallel.schedule = 'dualpipev' "
-            "overlaps by itself: leave parallel.overlap out"
-        )
-    if c.model.loss != "fused":
-        raise UsageError(f"parallel.pp = {p.pp} needs model.loss = 'fused', not {c.model.loss!r}")
-    others = _placements(c.memory) - {"keep", "recompute", "offload", "stash"}
-    if others:
-        raise UsageError(
-            f"parallel.pp = {p.pp} does not support memory.policy = {', '.join(sorted(others))}; "
-            "valid are 'keep', 'recompute', 'offload', 'stash', or a table of them"
-        )
-    if c.memory.recompute != "light":
-        raise UsageError(
-            f"parallel.pp = {p.pp} needs memory.recompute = 'light', not {c.memory.recompute!r}: "
-            "the other modes recompute a whole sublayer, which the schedule may split"
-        )
-
-
-def _check_counts(c: Config, counts: tuple[int, ...]) -> None:
-    """Check a partition given as a list against the number of stages. The model's layers are not known yet."""
-    p = c.parallel
-    if p.pp == 1:
-        raise UsageError("parallel.partition as a list is for parallel.pp above 1; set it to 'auto' or leave it out")
-    if len(counts) != c.stages:
-        raise UsageError(
-            f"parallel.partition has {len(counts)} entries, but parallel.schedule = {p.schedule!r} with "
-            f"parallel.pp = {p.pp} has {c.stages} stages; give one number for each"
-        )
-    if min(counts) < 1:
-        raise UsageError(
-            f"parallel.partition = {list(counts)} leaves a stage without layers; every stage needs at least 1"
-        )
-
-
 def _placements(memory: Memory) -> set[str]:
     return {memory.policy} if isinstance(memory.policy, str) else set(memory.policy.values())
-
-
-def _check_capacity(c: Config) -> None:
-    if 0 < c.parallel.capacity_factor < 1:
-        raise UsageError(
-            f"parallel.capacity_factor = {c.parallel.capacity_factor} is too small; it must be at least 1.0, which is room for "
-            "an even load, or 0 for exact sizes"
-        )
-
-
-def _check_timeline(c: Config) -> None:
-    number = c.log.timeline
-    if number and c.parallel.pp == 1:
-        raise UsageError(
-            f"log.timeline = {number} shows what pipeline ranks run, but parallel.pp is 1; "
-            "set parallel.pp to more, or leave log.timeline out"
-        )
-    if number > c.train.steps:
-        raise UsageError(f"log.timeline = {number} is after the last step, train.steps = {c.train.steps}")
 
 
 def check_experts(ep: int, experts: int) -> None:
@@ -480,99 +412,143 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
     table[parts[2]] = value
 
 
-def _cross_check(c: Config) -> None:
-    """Check what involves several keys, or more than a type and a range."""
+def _mistakes(c: Config) -> Iterator[str]:
+    """What involves several keys, or more than a type and a range."""
+    yield from _model_and_data_mistakes(c)
+    yield from _training_mistakes(c)
+    yield from _memory_mistakes(c.memory)
+    yield from _pipeline_mistakes(c)
+    yield from _overlap_mistakes(c)
+    if 0 < c.parallel.capacity_factor < 1:
+        yield (
+            f"parallel.capacity_factor = {c.parallel.capacity_factor} is too small; it must be at least 1.0, which is room for "
+            "an even load, or 0 for exact sizes"
+        )
+    yield from _graph_mistakes(c)
+    number = c.log.timeline
+    if number and c.parallel.pp == 1:
+        yield (
+            f"log.timeline = {number} shows what pipeline ranks run, but parallel.pp is 1; "
+            "set parallel.pp to more, or leave log.timeline out"
+        )
+    if number > c.train.steps:
+        yield f"log.timeline = {number} is after the last step, train.steps = {c.train.steps}"
+
+
+def _model_and_data_mistakes(c: Config) -> Iterator[str]:
     if bool(c.model.family) == bool(c.model.path):
-        raise UsageError("[model] needs either family (such as 'qwen3_moe') or path (a folder), not both")
+        yield "[model] needs either family (such as 'qwen3_moe') or path (a folder), not both"
     if c.model.config and c.model.path and c.model.weights == "load":
-        raise UsageError(
-            "[model.config] cannot change a model whose weights are loaded; set model.weights = 'random' or leave it out"
-        )
+        yield "[model.config] cannot change a model whose weights are loaded; set model.weights = 'random' or leave it out"
     if c.data.source != "stdlib" and not c.data.path:
-        raise UsageError(f"data.source = {c.data.source!r} needs data.path: a file, a folder or a list of them")
+        yield f"data.source = {c.data.source!r} needs data.path: a file, a folder or a list of them"
     if c.data.source == "stdlib" and c.data.path:
-        raise UsageError(
-            "data.source = 'stdlib' takes no data.path; valid sources for a path are text, jsonl, parquet, hf"
-        )
+        yield "data.source = 'stdlib' takes no data.path; valid sources for a path are text, jsonl, parquet, hf"
+
+
+def _training_mistakes(c: Config) -> Iterator[str]:
+    warmup, decay, steps = c.schedule.warmup, c.schedule.decay, c.train.steps
     if c.train.batch % c.microbatch():
-        raise UsageError(f"train.batch = {c.train.batch} is no multiple of train.microbatch = {c.train.microbatch}")
+        yield f"train.batch = {c.train.batch} is no multiple of train.microbatch = {c.train.microbatch}"
     if c.train.eval_every and not c.data.validation:
-        raise UsageError("train.eval_every needs data.validation above 0")
+        yield "train.eval_every needs data.validation above 0"
     if not all(0.0 <= b < 1.0 for b in c.optimizer.betas):
-        raise UsageError(f"optimizer.betas = {list(c.optimizer.betas)} must be two numbers in [0, 1)")
-    if c.schedule.kind == "wsd" and not c.schedule.decay:
-        raise UsageError("schedule.kind = 'wsd' needs schedule.decay: the number of steps of the decay at the end")
-    if c.schedule.kind == "wsd" and c.schedule.warmup + c.schedule.decay > c.train.steps:
-        raise UsageError(
-            f"schedule.warmup = {c.schedule.warmup} and schedule.decay = {c.schedule.decay} do not fit into "
-            f"train.steps = {c.train.steps}"
+        yield f"optimizer.betas = {list(c.optimizer.betas)} must be two numbers in [0, 1)"
+    if c.schedule.kind == "wsd" and not decay:
+        yield "schedule.kind = 'wsd' needs schedule.decay: the number of steps of the decay at the end"
+    if c.schedule.kind == "wsd" and warmup + decay > steps:
+        yield f"schedule.warmup = {warmup} and schedule.decay = {decay} do not fit into train.steps = {steps}"
+    if c.schedule.kind != "wsd" and decay:
+        yield f"schedule.decay is for schedule.kind = 'wsd', not {c.schedule.kind!r}"
+
+
+def _memory_mistakes(memory: Memory) -> Iterator[str]:
+    policy = memory.policy
+    if isinstance(policy, str) and policy not in (*PLACEMENTS, "auto"):
+        yield f"memory.policy = {policy!r} is unknown; valid are {', '.join(PLACEMENTS)}, auto, or a table"
+    for pattern, placement in () if isinstance(policy, str) else policy.items():
+        if placement not in PLACEMENTS:
+            yield f"memory.policy: {pattern!r} = {placement!r} is unknown; valid are {', '.join(PLACEMENTS)}"
+    if policy == "auto" and memory.budget == "":
+        yield "memory.policy = 'auto' needs memory.budget, such as '2.5GiB'"
+    if policy != "auto" and memory.budget != "":
+        yield "memory.budget is for memory.policy = 'auto' only"
+    for name, size in (("budget", memory.budget), ("pages", memory.pages)):
+        try:
+            parse_bytes(size or 0)
+        except PolicyError as error:
+            yield f"memory.{name}: {error}"
+    if memory.pages != "" and "stash" not in _placements(memory):
+        yield "memory.pages is for regions that memory.policy puts 'stash' on, and there are none"
+
+
+def _pipeline_mistakes(c: Config) -> Iterator[str]:
+    p, counts = c.parallel, c.parallel.partition
+    if isinstance(counts, str) and counts not in ("auto", "even"):
+        yield (
+            f"parallel.partition = {counts!r} is unknown; valid are 'auto', 'even' or a list: how many layers each stage has"
         )
-    if c.schedule.kind != "wsd" and c.schedule.decay:
-        raise UsageError(f"schedule.decay is for schedule.kind = 'wsd', not {c.schedule.kind!r}")
-    _check_memory(c.memory)
-    _check_pipeline(c)
-    _check_overlap(c)
-    _check_capacity(c)
-    _check_graph(c)
-    _check_timeline(c)
+    if p.schedule != "interleaved-1f1b" and p.chunks != 2:
+        yield f"parallel.chunks is for parallel.schedule = 'interleaved-1f1b', not {p.schedule!r}"
+    if not isinstance(counts, str):  # against the number of stages: the model's layers are not known yet
+        if p.pp == 1:
+            yield "parallel.partition as a list is for parallel.pp above 1; set it to 'auto' or leave it out"
+        if len(counts) != c.stages:
+            yield (
+                f"parallel.partition has {len(counts)} entries, but parallel.schedule = {p.schedule!r} with "
+                f"parallel.pp = {p.pp} has {c.stages} stages; give one number for each"
+            )
+        if min(counts) < 1:
+            yield f"parallel.partition = {list(counts)} leaves a stage without layers; every stage needs at least 1"
+    if p.pp == 1:
+        return
+    if p.overlap:
+        yield (
+            f"parallel.overlap = true is for parallel.pp = 1; with parallel.pp = {p.pp}, parallel.schedule = 'dualpipev' "
+            "overlaps by itself: leave parallel.overlap out"
+        )
+    if c.model.loss != "fused":
+        yield f"parallel.pp = {p.pp} needs model.loss = 'fused', not {c.model.loss!r}"
+    if c.memory.policy == "auto":
+        yield (
+            f"parallel.pp = {p.pp} does not support memory.policy = auto; "
+            "valid are 'keep', 'recompute', 'offload', 'stash', or a table of them"
+        )
+    if c.memory.recompute != "light":
+        yield (
+            f"parallel.pp = {p.pp} needs memory.recompute = 'light', not {c.memory.recompute!r}: "
+            "the other modes recompute a whole sublayer, which the schedule may split"
+        )
 
 
-def _check_overlap(c: Config) -> None:
+def _overlap_mistakes(c: Config) -> Iterator[str]:
     if not c.parallel.overlap:
         return
     placements = _placements(c.memory)
     if not placements <= {"keep", "recompute", "stash"} or c.memory.recompute != "light":
-        raise UsageError(
+        yield (
             "parallel.overlap = true supports memory.policy = 'keep', 'stash' or 'recompute' with memory.recompute = 'light', "
             f"not {', '.join(sorted(placements))} with {c.memory.recompute!r}"
         )
     if c.model.loss != "fused":
-        raise UsageError("parallel.overlap = true needs model.loss = 'fused'")
+        yield "parallel.overlap = true needs model.loss = 'fused'"
 
 
-def _check_graph(c: Config) -> None:
-    """Check what a CUDA graph step needs: no host synchronization, and weights that stay in the same memory."""
+def _graph_mistakes(c: Config) -> Iterator[str]:
+    """A CUDA graph step needs no host synchronization, and weights that stay in the same memory."""
+    p = c.parallel
     if not c.memory.graph:
         return
-    p = c.parallel
     if not p.overlap and p.pp == 1:
-        raise UsageError(
-            "memory.graph = true captures steps of parallel.overlap = true or of parallel.pp above 1; set one of them"
-        )
+        yield "memory.graph = true captures steps of parallel.overlap = true or of parallel.pp above 1; set one of them"
     if p.reshard:
-        raise UsageError("memory.graph = true needs an unsharded step: set parallel.reshard = false")
+        yield "memory.graph = true needs an unsharded step: set parallel.reshard = false"
     if p.ep > 1 and (p.dispatch not in ("auto", "symmetric") or not p.capacity_factor):
-        raise UsageError(
+        yield (
             f"memory.graph = true needs a token dispatcher without host synchronization, and parallel.dispatch = {p.dispatch!r} "
             f"with parallel.capacity_factor = {p.capacity_factor} synchronizes once a layer; valid is 'symmetric' with one of at "
             "least 1, such as 2"
         )
-
-
-def _check_memory(memory: Memory) -> None:
-    if isinstance(memory.policy, str):
-        if memory.policy not in (*PLACEMENTS, "auto"):
-            raise UsageError(
-                f"memory.policy = {memory.policy!r} is unknown; valid are {', '.join(PLACEMENTS)}, auto, or a table"
-            )
-    else:
-        for pattern, placement in memory.policy.items():
-            if placement not in PLACEMENTS:
-                raise UsageError(
-                    f"memory.policy: {pattern!r} = {placement!r} is unknown; valid are {', '.join(PLACEMENTS)}"
-                )
-    if memory.policy == "auto" and memory.budget == "":
-        raise UsageError("memory.policy = 'auto' needs memory.budget, such as '2.5GiB'")
-    if memory.policy != "auto" and memory.budget != "":
-        raise UsageError("memory.budget is for memory.policy = 'auto' only")
-    for name, size in (("budget", memory.budget), ("pages", memory.pages)):
-        if size != "":
-            try:
-                parse_bytes(size)
-            except PolicyError as error:
-                raise UsageError(f"memory.{name}: {error}") from error
-    if memory.pages != "" and "stash" not in _placements(memory):
-        raise UsageError("memory.pages is for regions that memory.policy puts 'stash' on, and there are none")
 
 
 def stages_of(schedule: str, pp: int, chunks: int = 2) -> int:

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from rich.table import Table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from forebay.errors import first_line
 from forebay.policy import format_bytes
 
 _COPY_BYTES = 256 << 20  # large enough for the link's full rate (H200: 54.2 GB/s at 16 MiB, 55.4 from 64 MiB on)
@@ -89,8 +90,7 @@ def _guarded(name: str, check: Callable[[], list[Finding]]) -> list[Finding]:
     try:
         return check()
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return [Finding(name, False, f"the check failed: {reason}")]
+        return [Finding(name, False, f"the check failed: {first_line(error)}")]
 
 
 def _machine() -> list[Finding]:
@@ -106,14 +106,13 @@ def _machine() -> list[Finding]:
 def _packages() -> list[Finding]:
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
     fused = hasattr(F, "linear_cross_entropy")
+    where, loss = (
+        "in torch" if fused else "from torch 2.13 on",
+        "an alternative loss; Forebay's own needs no torch support",
+    )
     return [
         Finding("torch", True, f"{torch.__version__}, {cuda}"),
-        Finding(
-            "linear_cross_entropy",
-            fused,
-            "in torch" if fused else "from torch 2.13 on",
-            "an alternative loss; Forebay's own needs no torch support",
-        ),
+        Finding("linear_cross_entropy", fused, where, loss),
         _package("transformers", "models and checkpoints"),
         _package("pyarrow", "data.source = 'parquet'"),
         _package("datasets", "data.source = 'hf'"),
@@ -131,13 +130,8 @@ def _gpus() -> list[Finding]:
     enables = "training at speed; without it models train on the CPU, where offloading saves no memory"
     if not torch.cuda.is_available():
         return [Finding("GPU", False, "none that torch can use", enables)]
-    found = [
-        Finding(
-            "driver",
-            None,
-            _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").splitlines()[0] or "unknown",
-        )
-    ]
+    driver = _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").splitlines()[0]
+    found = [Finding("driver", None, driver or "unknown")]
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
         parts = (about.name, format_bytes(about.total_memory), f"{about.multi_processor_count} SMs")
@@ -191,14 +185,9 @@ def _links() -> list[Finding]:
         for word in line.split()
         if word[:2] == "NV" and word[2:].isdigit()
     }
-    return [
-        Finding(
-            "P2P", reached == len(pairs), f"{reached} of {len(pairs)} pairs of GPUs reach each other's memory", enables
-        ),
-        Finding(
-            "NVLink", bool(widths), ", ".join(sorted(widths)) + " between GPUs" if widths else "none found", enables
-        ),
-    ]
+    p2p = f"{reached} of {len(pairs)} pairs of GPUs reach each other's memory"
+    nvlink = ", ".join(sorted(widths)) + " between GPUs" if widths else "none found"
+    return [Finding("P2P", reached == len(pairs), p2p, enables), Finding("NVLink", bool(widths), nvlink, enables)]
 
 
 def _triton() -> list[Finding]:
@@ -208,13 +197,6 @@ def _triton() -> list[Finding]:
     version = metadata.version("triton")
     if not torch.cuda.is_available():
         return [Finding("Triton", True, f"{version}; no GPU to compile for", enables)]
-    right = _triton_doubles()
-    what = "compiles a kernel that gives the right result" if right else "a compiled kernel gives wrong results"
-    return [Finding("Triton", right, f"{version}, {what}", enables)]
-
-
-def _triton_doubles() -> bool:
-    """Whether a small kernel compiles for the current GPU and gives the right result."""
     import triton
     import triton.language as tl
 
@@ -226,7 +208,9 @@ def _triton_doubles() -> bool:
     source = torch.arange(64, device="cuda", dtype=torch.float32)
     target = torch.empty_like(source)
     double[(1,)](source, target, BLOCK=64)
-    return torch.equal(target, 2 * source)
+    right = torch.equal(target, 2 * source)
+    what = "compiles a kernel that gives the right result" if right else "a compiled kernel gives wrong results"
+    return [Finding("Triton", right, f"{version}, {what}", enables)]
 
 
 def _compiler() -> list[Finding]:
@@ -237,14 +221,8 @@ def _compiler() -> list[Finding]:
         check_compiler("cpu")
     except RuntimeError:
         return [Finding("C++ compiler", False, "none found (g++, or what CXX names)", enables)]
-    return [
-        Finding(
-            "C++ compiler",
-            True,
-            os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or "found",
-            enables,
-        )
-    ]
+    path = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or "found"
+    return [Finding("C++ compiler", True, path, enables)]
 
 
 def _cudnn_attention() -> list[Finding]:
@@ -280,14 +258,8 @@ def _symmetric_memory() -> list[Finding]:
     if count < 2:
         return [Finding("symmetric memory", False, "in torch, but needs two GPUs that reach each other", enables)]
     reached = all(torch.cuda.can_device_access_peer(0, i) for i in range(1, count))
-    return [
-        Finding(
-            "symmetric memory",
-            reached,
-            "in torch, and the GPUs reach each other" if reached else "in torch, but the GPUs do not reach each other",
-            enables,
-        )
-    ]
+    what = "in torch, and the GPUs reach each other" if reached else "in torch, but the GPUs do not reach each other"
+    return [Finding("symmetric memory", reached, what, enables)]
 
 
 def _nvshmem() -> list[Finding]:

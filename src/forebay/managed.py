@@ -269,7 +269,7 @@ def _check_options(
     if recompute not in RECOMPUTE_MODES:
         raise PolicyError(f"recompute={recompute!r} is unknown; valid are {', '.join(RECOMPUTE_MODES)}")
     if dispatcher is not None and not isinstance(dispatcher, TokenDispatcher):
-        raise PolicyError(f"dispatcher={dispatcher!r} is not a token dispatcher; make one with forebay.moe.backends")
+        raise PolicyError(f"dispatcher={dispatcher!r} is not a token dispatcher; make one with forebay.moe.dispatch")
     if dispatcher is not None and experts is None:
         raise PolicyError("expert parallelism (dispatcher=...) needs experts='forebay'")
     for option, value, valid in (("experts", experts, ("forebay",)), ("loss", loss, ("fused", "fused-always"))):

@@ -15,6 +15,11 @@ from fnmatch import fnmatchcase
 PLACEMENTS = ("keep", "recompute", "offload", "stash")
 # How "recompute" treats an MoE sublayer: "light" repeats the experts' first GEMM, the others checkpoint the sublayer.
 RECOMPUTE_MODES = ("light", "full", "save-dispatch")
+_SUFFIXES = (
+    *((f"{prefix}iB", 1024**n) for n, prefix in enumerate("KMGT", 1)),
+    *((f"{prefix}B", 1000**n) for n, prefix in enumerate("KMGT", 1)),
+    ("B", 1),
+)
 
 
 class PolicyError(ValueError):
@@ -42,37 +47,16 @@ def parse_bytes(text: int | str) -> int:
     """
     if isinstance(text, bool) or not isinstance(text, (int, str)):
         raise PolicyError(f"{text!r} is no size in bytes; write an integer or a text such as '2.5GiB'")
-    if isinstance(text, int):
-        value = float(text)
-    else:
-        number = text.strip()
-        factor = 1
-        for suffix, scale in _SUFFIXES:
-            if number.lower().endswith(suffix.lower()):
-                number, factor = number[: -len(suffix)].strip(), scale
-                break
-        try:
-            value = float(number) * factor
-        except ValueError:
-            raise PolicyError(
-                f"{text!r} is no size in bytes; valid are '2.5GiB', '80GB', '512MiB', 1073741824"
-            ) from None
+    number = str(text).strip()
+    endings = ((suffix, scale) for suffix, scale in _SUFFIXES if number.lower().endswith(suffix.lower()))
+    suffix, factor = next(endings, ("", 1))
+    try:
+        value = float(number[: len(number) - len(suffix)].strip()) * factor
+    except ValueError:
+        raise PolicyError(f"{text!r} is no size in bytes; valid are '2.5GiB', '80GB', '512MiB', 1073741824") from None
     if not 0 <= value < float("inf"):
         raise PolicyError(f"{text!r} is no size in bytes; it must be 0 or more")
     return int(value)
-
-
-_SUFFIXES = (
-    ("TiB", 1 << 40),
-    ("GiB", 1 << 30),
-    ("MiB", 1 << 20),
-    ("KiB", 1 << 10),
-    ("TB", 10**12),
-    ("GB", 10**9),
-    ("MB", 10**6),
-    ("KB", 10**3),
-    ("B", 1),
-)
 
 
 def format_bytes(count: float) -> str:

@@ -9,8 +9,15 @@ import torch
 from torch import Tensor
 
 from forebay.kernels.permute import combine_rows
-from forebay.kernels.symm_combine import push_rows, sum_rows
-from forebay.kernels.symm_dispatch import dispatch_reference, receive_tokens, receive_values, send_tokens, send_values
+from forebay.kernels.symm_dispatch import (
+    dispatch_reference,
+    push_rows,
+    receive_tokens,
+    receive_values,
+    send_tokens,
+    send_values,
+    sum_rows,
+)
 from forebay.kernels.symm_mem import BEGUN, DONE, EPOCH, LISTS, TICKETS, PeerLayout, PeerMemory, read_counts
 from tests.kernels.views import moved_on, strided, turned
 

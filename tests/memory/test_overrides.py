@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from forebay.memory.overrides import recomputed
-from forebay.moe.dispatch import NcclDispatcher
-from forebay.moe.dispatch_op import combine, dispatch
+from forebay.moe.dispatch import NcclDispatcher, combine, dispatch
 from forebay.moe.experts import experts
 from tests.ranks import run_ranks
 

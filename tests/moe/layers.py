@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forebay.moe.dispatch import TokenDispatcher
-from forebay.moe.dispatch_op import combine, dispatch
+from forebay.moe.dispatch import TokenDispatcher, combine, dispatch
 from forebay.moe.experts import experts
 
 E, K, H, INNER = 8, 3, 16, 8

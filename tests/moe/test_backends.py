@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from forebay.moe import backends as choose
-from forebay.moe.backends import BACKENDS, make_dispatcher
-from forebay.moe.dispatch import LocalDispatcher, NcclDispatcher
+from forebay.moe import deepep, symmetric
+from forebay.moe import dispatch as choose
+from forebay.moe.dispatch import BACKENDS, LocalDispatcher, NcclDispatcher, make_dispatcher
 from tests.moe.layers import E, group
 from tests.ranks import run_ranks
 
@@ -30,8 +30,8 @@ class Made:
 @pytest.fixture
 def backends(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Stand-ins for the two backends that this machine cannot run."""
-    for kind in ("SymmetricDispatcher", "DeepEpDispatcher"):
-        monkeypatch.setattr(choose, kind, type(kind, (Made,), {}))
+    for module, kind in ((symmetric, "SymmetricDispatcher"), (deepep, "DeepEpDispatcher")):
+        monkeypatch.setattr(module, kind, type(kind, (Made,), {}))
     yield
 
 

@@ -13,8 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from forebay.moe.deepep import DeepEpDispatcher
-from forebay.moe.dispatch import ALIGNMENT, NcclDispatcher, TokenDispatcher
-from forebay.moe.dispatch_op import combine, dispatch
+from forebay.moe.dispatch import ALIGNMENT, NcclDispatcher, TokenDispatcher, combine, dispatch
 from tests.moe.layers import CASES, E, H, K, equal, group, inputs, layer, relative
 from tests.ranks import run_ranks
 

@@ -8,8 +8,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from forebay.moe.dispatch import ALIGNMENT, NcclDispatcher, TokenDispatcher, destinations, order_by_rank
-from forebay.moe.dispatch_op import combine, dispatch
+from forebay.moe.dispatch import (
+    ALIGNMENT,
+    NcclDispatcher,
+    TokenDispatcher,
+    combine,
+    destinations,
+    dispatch,
+    order_by_rank,
+)
 from tests.moe.layers import E, H, K, equal, group, inputs, layer
 from tests.ranks import run_ranks
 

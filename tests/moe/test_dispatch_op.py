@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from forebay.moe.dispatch import LocalDispatcher, NcclDispatcher
-from forebay.moe.dispatch_op import combine, dispatch
+from forebay.moe.dispatch import LocalDispatcher, NcclDispatcher, combine, dispatch
 from forebay.moe.experts import experts
 from tests.moe.layers import CASES, INNER, E, H, K, group, inputs, layer, relative
 from tests.ranks import run_ranks

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from forebay.kernels.symm_mem import PeerLayout, PeerMemory
-from forebay.moe.dispatch import NcclDispatcher
-from forebay.moe.dispatch_op import combine, dispatch
+from forebay.moe.dispatch import NcclDispatcher, combine, dispatch
 from forebay.moe.symmetric import SymmetricDispatcher
 from tests.moe.layers import CASES, E, H, K, equal, group, inputs, layer
 from tests.products import first

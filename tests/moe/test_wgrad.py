@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch.utils.flop_counter import FlopCounterMode
 
 from forebay.models.hf_experts import register
-from forebay.moe import experts_autograd, experts_op, wgrad
+from forebay.moe import experts as experts_module
+from forebay.moe import experts_op, wgrad
 from forebay.moe.experts import experts
 from forebay.moe.wgrad import WeightGradients
 from tests.moe.test_experts import (
@@ -233,7 +234,7 @@ def test_what_was_computed_becomes_grad_without_a_copy(defer: bool, monkeypatch:
 
         return call
 
-    for module, name in ((wgrad, "experts_weight_backward_op"), (experts_autograd, "experts_backward_op")):
+    for module, name in ((wgrad, "experts_weight_backward_op"), (experts_module, "experts_backward_op")):
         monkeypatch.setattr(module, name, noting(getattr(module, name)))
     case, store = make().to(torch.float32), WeightGradients()
     y = case.run(deferred=store)
@@ -284,7 +285,7 @@ def test_nothing_is_held_afterwards(ending: str, monkeypatch: pytest.MonkeyPatch
         refs.extend(weakref.ref(t) for t in (args[0], *made))
         return made
 
-    monkeypatch.setattr(experts_autograd, "experts_backward_op", noting)
+    monkeypatch.setattr(experts_module, "experts_backward_op", noting)
     case, store = make().to(torch.float32), WeightGradients()
     with no_garbage_collector():
         y = case.run(deferred=store)

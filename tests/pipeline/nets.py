@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from forebay.moe.dispatch import TokenDispatcher
-from forebay.moe.dispatch_op import combine, dispatch
+from forebay.moe.dispatch import TokenDispatcher, combine, dispatch
 from forebay.moe.experts import experts
 from forebay.moe.wgrad import WeightGradients
 from forebay.pipeline.p2p import Links

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from forebay.managed import manage
 from forebay.models.families import moe_blocks
 from forebay.models.hf_experts import keep_local_experts
-from forebay.moe.dispatch import NcclDispatcher
-from forebay.moe.dispatch_op import combine, dispatch
+from forebay.moe.dispatch import NcclDispatcher, combine, dispatch
 from forebay.pipeline.model import CutModel, Microbatch
 from tests.models.conftest import FAMILIES, VOCABULARY, build_tiny
 from tests.ranks import run_ranks

@@ -18,7 +18,7 @@ from torch import Tensor
 from forebay.config import Config, from_mapping
 from forebay.errors import RunError
 from forebay.memory.page_store import PageReport
-from forebay.moe import backends
+from forebay.moe import dispatch as dispatchers
 from forebay.moe.dispatch import Handle, NcclDispatcher
 from forebay.train.capacity_retry import CapacityRetries, CapacityRetry
 from forebay.train.distributed import ALONE, Mesh
@@ -102,7 +102,11 @@ def short_in(step: int, dispatches: int, pp_rank: int) -> set[int]:
 def trained(config: Config, narrowed: bool) -> tuple[dict[str, Tensor], list[float], list[Any]]:
     """State at the end, losses and norms, and why steps were run again."""
     make = narrow if narrowed else (lambda _, group, experts, **__: NcclDispatcher(group, experts))
-    with patch.object(backends, "make_dispatcher", make), Mesh.open(config) as mesh, Trainer(config, mesh) as trainer:
+    with (
+        patch.object(dispatchers, "make_dispatcher", make),
+        Mesh.open(config) as mesh,
+        Trainer(config, mesh) as trainer,
+    ):
         dispatcher, dispatches = trainer.dispatcher, 0
         figures, why = [], []
         for step in range(1, STEPS + 1):
@@ -173,7 +177,7 @@ def validation(rank: int, world: int, raw: dict[str, Any]) -> list[Any]:
     for make in (narrow, lambda _, group, experts, **__: NcclDispatcher(group, experts)):
         config = from_mapping(raw)
         with (
-            patch.object(backends, "make_dispatcher", make),
+            patch.object(dispatchers, "make_dispatcher", make),
             Mesh.open(config) as mesh,
             Trainer(config, mesh) as trainer,
         ):

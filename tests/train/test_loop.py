@@ -17,7 +17,7 @@ from forebay.config import Config
 from forebay.errors import Interrupted, RunError, UsageError
 from forebay.train import checkpoint
 from forebay.train.loop import export, train
-from forebay.train.run_folder import where_to_start
+from forebay.train.run_folder import where_to_resume
 from forebay.train.trainer import Trainer
 from tests.train.common import GLM, metrics, quiet
 
@@ -164,7 +164,7 @@ def test_a_second_ctrl_c_ends_at_once_and_keeps_the_checkpoint(
     config = tiny(train={"steps": 6}, checkpoint={"every": 3})
     with pytest.raises(KeyboardInterrupt):
         train(config, quiet())
-    found = where_to_start(config, "").resumed
+    found = where_to_resume(config, "").resumed
     assert found is not None and found.name == "step-00000003"
     checkpoint.verify(found)
 

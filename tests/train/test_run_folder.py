@@ -20,7 +20,7 @@ from forebay.train.distributed import Mesh
 from forebay.train.durable import LOCK, FolderLock, holder
 from forebay.train.engines import plan_of
 from forebay.train.loop import train
-from forebay.train.run_folder import claim_start, watch_step, where_to_start, write_result, write_timeline
+from forebay.train.run_folder import claim_start, watch_step, where_to_resume, write_result, write_timeline
 from forebay.train.trainer import Trainer
 from tests.ranks import run_ranks
 from tests.train.common import WIDE, config, local, metrics, quiet, write_text
@@ -32,20 +32,20 @@ RAN = [ActionRecord(0, "F", "0F0", 1.0, 2.0, 0), ActionRecord(1, "F", "1F0", 2.0
 def test_a_new_run_never_writes_into_an_old_ones_folder(tiny: Callable[..., Config], tmp_path: Path) -> None:
     config = tiny(train={"steps": 1})
     assert [train(config, quiet()).name for _ in range(3)] == ["run", "run-2", "run-3"]
-    assert where_to_start(config, "").resumed == tmp_path / "run-3" / "checkpoints" / "step-00000001"
+    assert where_to_resume(config, "").resumed == tmp_path / "run-3" / "checkpoints" / "step-00000001"
 
 
 def test_resume_without_a_path_skips_runs_without_checkpoint(tiny: Callable[..., Config], tmp_path: Path) -> None:
     train(tiny(train={"steps": 1}), quiet())
     train(tiny(train={"steps": 1}, checkpoint={"last": False}), quiet())
-    assert where_to_start(tiny(), "").folder == tmp_path / "run"
+    assert where_to_resume(tiny(), "").folder == tmp_path / "run"
 
 
 def test_nothing_to_resume(tiny: Callable[..., Config], tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="holds no checkpoint to resume; start without --resume"):
-        where_to_start(tiny(), "")
+        where_to_resume(tiny(), "")
     with pytest.raises(UsageError, match="holds no checkpoint; give"):
-        where_to_start(tiny(), str(tmp_path))
+        where_to_resume(tiny(), str(tmp_path))
 
 
 def test_two_runs_at_once_have_two_folders(tiny: Callable[..., Config], tmp_path: Path, monkeypatch: Any) -> None:

@@ -28,8 +28,7 @@ from forebay.memory.overrides import ForwardFn, InnerForward, install, is_manage
 from forebay.models.compile import check_compiler, compile_sublayer
 from forebay.models.families import LAYERS, MoeBlock, decoder_layers, innermost, moe_block
 from forebay.models.hf_experts import light_recompute_of
-from forebay.moe.dispatch import TokenDispatcher
-from forebay.moe.dispatch_op import Front, MoeStages
+from forebay.moe.dispatch import Front, MoeStages, TokenDispatcher
 
 # --- sublayers as functions -------------------------------------------------------------------------------------------
 # A sublayer is a function of its layer and of tensors. It returns everything it makes, the router's outputs included, and

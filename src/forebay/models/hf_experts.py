@@ -112,7 +112,7 @@ def experts_forward(
     DTensor parameters (expert parallelism) stand for their local part: ids count this rank's experts from 0. Three
     settings of the module (`forebay.memory.overrides.setting`) change what is saved: ``forebay_save_h`` False recomputes
     the first product in backward; ``forebay_weight_gradients`` (a `forebay.moe.wgrad.WeightGradients`) may defer the
-    weight gradients; ``forebay_pages`` (a `forebay.moe.experts_autograd.Pages`) stashes the rows.
+    weight gradients; ``forebay_pages`` (a `forebay.moe.experts.Pages`) stashes the rows.
 
     Args:
         max_rows: see `forebay.moe.experts.experts`.

@@ -1,19 +1,51 @@
 """The routed experts of an MoE layer.
 
-Input: tokens x [T, H], the router's ids and weights [T, K], and stacked expert weights. Output: y [T, H]. This module checks and
-casts; `forebay.moe.experts_op` computes and saves for backward.
+Input: tokens x [T, H], the router's ids and weights [T, K], and stacked expert weights. Output: y [T, H]. `experts` checks,
+casts and calls the operation of `forebay.moe.experts_op`. Experts that keep rows in pages or defer their weight gradients run in
+an autograd function of their own, in eager mode only, with bitwise the same results. Without a host synchronization only the
+device knows how many rows arrived, and autograd would save x and h in buffers of their capacity; pages hold the live rows alone.
+The autograd node owns the pages' ticket, and so do deferred weight gradients that read x.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
 import torch
 from torch import Tensor
 
+from forebay.kernels.paging import PagedRows, PageTable, restore, stash
 from forebay.kernels.swiglu import Glu
-from forebay.moe.experts_autograd import Pages, eager_experts
-from forebay.moe.experts_op import experts_op
-from forebay.moe.routing import check_routed
-from forebay.moe.wgrad import WeightGradients
+from forebay.moe.experts_op import (
+    ExpertParameters,
+    ExpertSettings,
+    NeededGradients,
+    experts_backward,
+    experts_backward_op,
+    experts_forward,
+    experts_op,
+    refuse_second_derivative,
+    saved_for_backward,
+)
+from forebay.moe.routing import Routing, check_routed
+from forebay.moe.wgrad import DeferredWeightGradient, WeightEdges, WeightGradientOperands, WeightGradients
+
+
+class RowsTicket(Protocol):
+    """Pages, for as long as the ticket is alive."""
+
+    @property
+    def tables(self) -> tuple[PageTable, ...]:
+        """One for each requested tensor."""
+
+
+class Pages(Protocol):
+    """Allocates pages for saved rows; `forebay.memory.page_store.PageStore` is one."""
+
+    def take(self, wanted: Sequence[PagedRows]) -> RowsTicket:
+        """Allocate pages for the live rows of each tensor, without waiting for the device."""
 
 
 def experts(
@@ -75,7 +107,7 @@ def experts(
     if deferred is None and (pages is None or not has_backward):
         y = experts_op(*inputs)[0]
     else:
-        y = eager_experts(inputs, deferred, pages)
+        y = _eager_experts(inputs, deferred, pages)
     return y.to(x.dtype)
 
 
@@ -112,3 +144,166 @@ def _check(
     dtypes = {t.dtype for t in (gate_up, down, gate_up_bias, down_bias) if t is not None}
     if len(dtypes) > 1:
         raise TypeError(f"expert weights and biases must share a dtype, got {dtypes}")
+
+
+@torch.compiler.disable(reason="experts with pages or deferred weight gradients run in eager mode")
+def _eager_experts(inputs: tuple[Any, ...], store: WeightGradients | None, pages: Pages | None) -> Tensor:
+    """y of `experts_op(*inputs)`."""
+    x, ids, weights, gate_up, down, gate_up_bias, down_bias, *settings, save_h, max_rows = inputs
+    trained = (x, weights, gate_up, down, gate_up_bias, down_bias)
+    needs = NeededGradients(*(t is not None and t.requires_grad for t in trained))
+    if not needs.da:
+        pages = None  # at most down's gradient reads h, through a kernel that reads no pages
+    trains_stacks = needs.gate_up or needs.down
+    if not torch.is_grad_enabled() or (pages is None and (store is None or not trains_stacks)):
+        return experts_op(*inputs)[0]
+    if store is None:
+        store = WeightGradients()
+    edges = WeightEdges(gate_up, down, store.sums) if trains_stacks else None
+    # The anchor makes y require a gradient where only gate_up and down do.
+    anchor = torch.empty(0, device=x.device, requires_grad=True)
+    call = _ExpertsCall(ExpertSettings(*settings), save_h, max_rows, needs, edges, store)
+    stacks = gate_up.detach(), down.detach()
+    y: Tensor = _Experts.apply(x, ids, weights, *stacks, gate_up_bias, down_bias, anchor, call, pages)
+    return y
+
+
+@dataclass(frozen=True, eq=False)
+class _ExpertsCall:
+    """The arguments of `_Experts` that are no tensors; `edges` is None where gate_up and down are frozen."""
+
+    settings: ExpertSettings
+    save_h: bool
+    max_rows: int | None
+    needs: NeededGradients
+    edges: WeightEdges | None
+    store: WeightGradients
+
+
+class _Experts(torch.autograd.Function):
+    """`experts_op` without edges to gate_up and down, which `WeightEdges` has."""
+
+    @staticmethod
+    def forward(ctx, x, ids, weights, gate_up, down, gate_up_bias, down_bias, _, call, pages):
+        # Trap: `pages` must not stay on ctx. A held y or loss would keep the whole arena alive after backward.
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.paged = call, None
+        saves_x, saves_h = saved_for_backward(call.needs, call.save_h)
+        parameters = ExpertParameters(gate_up, down, gate_up_bias, down_bias)
+        if pages is None:
+            y, h, *routing = experts_op(x, ids, weights, *parameters, *call.settings, call.save_h, call.max_rows)
+        else:
+            # Without a bound, x holds this rank's own tokens, which other modules save as well: moving them frees nothing.
+            moves_x = saves_x and call.max_rows is not None
+            ctx.paged = _PagedInputs(pages, x if moves_x else None, ids, saves_h, parameters, call.settings)
+            y, h, routing = experts_forward(
+                x, ids, weights, parameters, call.settings, call.max_rows, ctx.paged.allocate
+            )
+            saves_x, saves_h = saves_x and not moves_x, False
+        ctx.save_for_backward(x if saves_x else None, h if saves_h else None, *routing, weights, *parameters)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        if dy is None:
+            _free_pages(ctx)
+            return (None,) * 10
+        refuse_second_derivative()
+        pending = ctx.call.store.pending
+        (dx, d_weights, *d_biases), weight_gradients = _backward(ctx, dy, pending is not None)
+        if ctx.call.edges is not None:
+            if pending is None:
+                ctx.call.edges.run(*weight_gradients)
+            else:
+                pending.append(DeferredWeightGradient(ctx.call.edges, weight_gradients))
+        _free_pages(ctx)
+        return dx, None, d_weights, None, None, *d_biases, None, None, None
+
+
+def _free_pages(ctx: Any) -> None:
+    """Free pages when autograd frees saved tensors: a held y or loss keeps the node alive after backward."""
+    if not torch._C._autograd._get_current_graph_task_keep_graph():
+        ctx.paged = None
+
+
+def _backward(ctx: Any, dy: Tensor, defer: bool) -> tuple[list[Tensor | None], list[Any]]:
+    """Gradients of x, weights and biases, and callables that return those of gate_up and down (None for a frozen one)."""
+    call, paged = ctx.call, ctx.paged
+    x, h, *routing, weights, gate_up, down, gate_up_bias, down_bias = ctx.saved_tensors
+    parameters = ExpertParameters(gate_up, down, gate_up_bias, down_bias)
+    if paged is None:
+        computed = experts_backward_op(dy, x, h, *routing, weights, *parameters, *call.settings, *call.needs, defer)
+    else:
+        x = paged.load_x if x is None else x
+        computed = experts_backward(
+            dy, x, paged.h, Routing(*routing), weights, parameters, call.settings, call.needs, defer
+        )
+    dx, d_weights, first, second, *d_biases = (
+        gradient if need else None for gradient, need in zip(computed, call.needs, strict=True)
+    )
+    del computed
+    if defer:
+        transposed, (order, inverse, offs) = call.settings.transposed, routing
+        shared = order, offs, inverse.shape[1]
+        x = x.detach() if isinstance(x, Tensor) else x
+        # dy itself, not an alias: autograd then sees that it is held, and accumulates it nowhere in place.
+        weight_gradients: list[Any] = [
+            None if first is None else WeightGradientOperands("tokens", x, first, *shared, transposed),
+            None if second is None else WeightGradientOperands("gradient", dy, second, *shared, not transposed),
+        ]
+    else:
+        # Given away: autograd copies a gradient that is held elsewhere into `.grad`.
+        weight_gradients = [None if gradient is None else [gradient].pop for gradient in (first, second)]
+    return [dx, d_weights, *d_biases], weight_gradients
+
+
+class _PagedInputs:
+    """x and h in pages, which are requested together once the device knows how many rows there are.
+
+    Attributes:
+        h: None if it is recomputed.
+    """
+
+    def __init__(
+        self,
+        pages: Pages,
+        x: Tensor | None,
+        ids: Tensor,
+        saves_h: bool,
+        parameters: ExpertParameters,
+        settings: ExpertSettings,
+    ):
+        gate_up = parameters.gate_up
+        self._pages: Pages | None = pages
+        self._x, self._ids, self._saves_h = x, ids, saves_h
+        self._h_row_bytes = gate_up.shape[2 if settings.transposed else 1] * gate_up.element_size()
+        self._ticket: RowsTicket | None = None
+        self.h: PageTable | None = None
+
+    def allocate(self, routing: Routing) -> PageTable | None:
+        """Take pages, copy x to its own, and return those to which h is to be written, if any."""
+        wanted = []
+        pages, self._pages = self._pages, None
+        x, self._x, ids, self._ids = self._x, None, self._ids, None  # type: ignore[assignment]
+        assert pages is not None, "allocated once"
+        if self._saves_h:
+            wanted.append(PagedRows(routing.offs[-1:], routing.order.shape[0], self._h_row_bytes))
+        if x is not None:
+            # Unused rows of x come last, and none of their slots is live.
+            live = (ids >= 0).any(1).sum(dtype=torch.int32).view(1)
+            wanted.append(PagedRows(live, x.shape[0], x.shape[1] * x.element_size()))
+        if wanted:
+            self._ticket = pages.take(wanted)
+            if x is not None:
+                stash([x], self._ticket.tables[-1:])
+                self._shape, self._dtype, self._device = x.shape, x.dtype, x.device
+            if self._saves_h:
+                self.h = self._ticket.tables[0]
+        return self.h
+
+    def load_x(self) -> Tensor:
+        """The live rows of x; the others are uninitialized."""
+        assert self._ticket is not None
+        x = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        restore(self._ticket.tables[-1:], [x])
+        return x

@@ -1,7 +1,7 @@
 """Token dispatcher over symmetric memory: the GPUs of one host read and write each other's memory.
 
 Input and output are those of `forebay.moe.dispatch.TokenDispatcher`, bitwise the results of `NcclDispatcher`. Each operation is
-one kernel launch (`forebay.kernels.symm_dispatch`, `symm_combine`) that overlaps local copies and sums with the transfer. With a
+one kernel launch (`forebay.kernels.symm_dispatch`) that overlaps local copies and sums with the transfer. With a
 capacity, nothing synchronizes with the host and a captured CUDA graph can be replayed with other ids and splits. A dispatcher
 owns its symmetric memory.
 """
@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from forebay.kernels.symm_combine import return_rows
-from forebay.kernels.symm_dispatch import exchange_tokens, exchange_values, receive_tokens, send_tokens
+from forebay.kernels.symm_dispatch import exchange_tokens, exchange_values, receive_tokens, return_rows, send_tokens
 from forebay.kernels.symm_mem import LATE, PeerLayout, PeerMemory, read_counts
 from forebay.moe.dispatch import Handle, TokenDispatcher, aligned, host_int
 

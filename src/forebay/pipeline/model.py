@@ -21,10 +21,8 @@ from forebay.managed import Managed
 from forebay.memory.overrides import is_managed
 from forebay.models.blocks import SublayerForward
 from forebay.models.families import all_layers
-from forebay.models.fused_loss import head_loss
-from forebay.models.linear_cross_entropy import linear_cross_entropy_into
-from forebay.moe.dispatch import TokenDispatcher
-from forebay.moe.dispatch_op import Front
+from forebay.models.fused_loss import head_loss, linear_cross_entropy_into
+from forebay.moe.dispatch import Front, TokenDispatcher
 
 
 def adds_at_once(tokens: int, vocabulary: int, width: int) -> bool:
@@ -49,7 +47,7 @@ class CutLayer:
 
     Attributes:
         dispatcher: moves the layer's tokens; None for a dense layer.
-        experts: stage 3 (see `forebay.moe.dispatch_op.MoeStages`), without the module's hooks; None for a dense layer.
+        experts: stage 3 (see `forebay.moe.dispatch.MoeStages`), without the module's hooks; None for a dense layer.
         experts_module: the module whose parameters stage 3 uses.
         regions: paths of the regions that one forward calls, in order.
     """

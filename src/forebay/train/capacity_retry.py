@@ -28,17 +28,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class CapacityRetry:
-    """Why a step was repeated.
+    """Why a step was repeated."""
 
-    Attributes:
-        rows: the dispatcher left rows out.
-        pages: a page store had too few pages.
-        factor: smallest capacity factor that would have kept every row; None if no row was lost.
-    """
-
-    rows: bool
-    pages: bool
-    factor: float | None
+    rows: bool  # the dispatcher left rows out
+    pages: bool  # a page store had too few pages
+    factor: float | None  # smallest capacity factor that would have kept every row; None if no row was lost
 
 
 class CapacityRetries:
@@ -75,12 +69,7 @@ class CapacityRetries:
         self._largest_factor = 0.0
 
     def run(self, gradients: Callable[[], T], drop: Callable[[], None]) -> tuple[T, CapacityRetry | None]:
-        """The result of `gradients()`, and why it was called twice, if it was.
-
-        Args:
-            gradients: leaves gradients on the parameters.
-            drop: removes these gradients.
-        """
+        """The result of `gradients()`, and why it was called twice, if it was; `drop` removes the gradients of the first call."""
         if not self.needed:
             return gradients(), None
         rng = SavedRngStates(self._mesh.device)
@@ -132,8 +121,7 @@ class CapacityRetries:
     def _exceeded(self) -> tuple[bool, bool]:
         """Whether any process lost rows, or lacked pages. The host waits for the device.
 
-        All processes decide alike, of other expert groups and pipeline ranks too: one that repeated a step alone would wait
-            forever.
+        All processes, of other expert groups and pipeline ranks too, decide alike: one that repeated a step alone would wait.
         """
         lost = self._dispatcher.lost_flag() if self._dispatcher is not None else None
         missing = self._pages.missing_flag() if self._pages is not None else None

@@ -40,8 +40,18 @@ from torch.distributed.checkpoint.state_dict import (
 
 from forebay.errors import RunError, UsageError, first_line
 from forebay.train.distributed import on_all, on_main, rank_and_size
-from forebay.train.durable import make_folder, replace_text, sync, sync_files, sync_tree, write_synced
+from forebay.train.durable import make_folder, replace_text, sync, sync_tree, write_synced
 
+_DESCRIPTIONS = (
+    described.BytesStorageMetadata,
+    described.ChunkStorageMetadata,
+    described.Metadata,
+    described.MetadataIndex,
+    described.StorageMeta,
+    described.TensorProperties,
+    described.TensorStorageMetadata,
+    described._MEM_FORMAT_ENCODING,
+)
 # The classes that a checkpoint's ``.metadata`` may name, besides dtypes: what torch 2.11 to 2.13 write for tensors. Each is
 # a plain record, or makes one.
 _PLAIN_CLASSES = MappingProxyType(
@@ -50,28 +60,15 @@ _PLAIN_CLASSES = MappingProxyType(
         ("builtins", "set"): set,
         ("builtins", "frozenset"): frozenset,
         # A path is pickled with its class; only its text matters.
-        **{
-            (module, name): PurePath
-            for module in ("pathlib", "pathlib._local")
-            for name in ("PosixPath", "WindowsPath")
-        },
+        ("pathlib", "PosixPath"): PurePath,
+        ("pathlib", "WindowsPath"): PurePath,
+        ("pathlib._local", "PosixPath"): PurePath,
+        ("pathlib._local", "WindowsPath"): PurePath,
         ("torch", "Size"): torch.Size,
         ("torch.serialization", "_get_layout"): lambda name: {"torch.strided": torch.strided}[name],
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): filesystem._StorageInfo,
-        **{
-            (described.__name__, kind.__name__): kind
-            for kind in (
-                described.BytesStorageMetadata,
-                described.ChunkStorageMetadata,
-                described.Metadata,
-                described.MetadataIndex,
-                described.StorageMeta,
-                described.TensorProperties,
-                described.TensorStorageMetadata,
-                described._MEM_FORMAT_ENCODING,
-            )
-        },
     }
+    | {(described.__name__, kind.__name__): kind for kind in _DESCRIPTIONS}
 )
 
 
@@ -158,11 +155,10 @@ class Checkpoints:
         self.folder, self.keep = folder, keep
 
     def save(self, step: int, model: Any, optimizer: torch.optim.Optimizer, about: Mapping[str, Any]) -> Path:
-        """Write a checkpoint, point ``latest`` to it, and delete all but the newest `keep`.
+        """Write a checkpoint, point ``latest`` to it, and delete all but the newest `keep`. Gradients must be None.
 
         Args:
             step: number of the last finished step.
-            model, optimizer: what to save; gradients must be None.
             about: what else `load` returns; JSON.
 
         Raises:
@@ -203,10 +199,7 @@ class Checkpoints:
         return named if named.startswith(_PREFIX) and Path(named).name == named else None
 
     def _begin(self, partial: Path) -> None:
-        """Create an empty folder for the new checkpoint, and remove what a crash left.
-
-        The run's lock keeps other processes out.
-        """
+        """Create an empty folder, and remove what a crash left. The run's lock keeps other processes out."""
         make_folder(self.folder)
         for left in [*self.folder.glob(f"{_PARTIAL}*"), self.folder / ".latest.new"]:
             _discard(left)
@@ -234,14 +227,12 @@ class Checkpoints:
                 self._roll_back(before if again else None, final, pointed)
             raise
         sync(self.folder)
-        for old in ([before] if before.exists() else []) + self._outdated(final, before):
+        others = [p for p in self.all() if p not in (final, before)]
+        for old in [*([before] if before.exists() else []), *others[: -(self.keep - 1) or None]]:
             _discard(old)
 
     def _roll_back(self, before: Path | None, final: Path, pointed: str | None) -> None:
-        """Undo `_publish` after a failed rename.
-
-        ``latest`` comes first, or it could name the old checkpoint as if it were new.
-        """
+        """Undo `_publish`: ``latest`` first, or it could name the old checkpoint as if it were new."""
         if self._pointed() != pointed:
             if pointed is None:
                 (self.folder / "latest").unlink()
@@ -250,9 +241,6 @@ class Checkpoints:
         if before is not None and before.exists():
             before.rename(final)
         sync(self.folder)
-
-    def _outdated(self, newest: Path, before: Path) -> list[Path]:
-        return [p for p in self.all() if p not in (newest, before)][: -(self.keep - 1) or None]
 
     def _failed(self, final: Path, error: BaseException) -> RunError:
         cause = cause_of(error)
@@ -412,9 +400,21 @@ def _write(partial: Path, model: Any, optimizer: torch.optim.Optimizer, about: M
         # Trap: sync_files of torch 2.11 to 2.13 syncs before Python's buffer is written, which loses the end of each file.
         writer = dcp.FileSystemWriter(partial, thread_count=1, sync_files=False)
         dcp.save(state, storage_writer=writer, no_dist=size == 1)
-    on_all(lambda: sync_files(partial.glob(f"__{rank}_*")))
+
+    def sync_own() -> None:
+        for file in partial.glob(f"__{rank}_*"):
+            sync(file)
+
+    on_all(sync_own)
     generators = on_all(_host_states)
-    on_main(lambda: _write_once(partial, model, about, generators))
+
+    def write_once() -> None:
+        write_synced(partial / "trainer.json", json.dumps({"about": about, "rng": generators}))
+        if hasattr(model, "config"):
+            (partial / "model").mkdir()
+            model.config.save_pretrained(partial / "model")
+
+    on_main(write_once)
     names = on_main(lambda: sorted(str(p.relative_to(partial)) for p in partial.rglob("*") if p.is_file()))
     parts = on_all(lambda: {n: (os.path.getsize(partial / n), _digest(partial / n)) for n in names[rank::size]})
     files = {name: part[name] for name in names for part in parts if name in part}
@@ -422,40 +422,26 @@ def _write(partial: Path, model: Any, optimizer: torch.optim.Optimizer, about: M
     on_main(lambda: sync_tree(partial))
 
 
-def _write_once(partial: Path, model: Any, about: Mapping[str, Any], generators: list[dict[str, Any]]) -> None:
-    """Write the files that exist once, on process 0."""
-    write_synced(partial / "trainer.json", json.dumps({"about": about, "rng": generators}))
-    if hasattr(model, "config"):
-        (partial / "model").mkdir()
-        model.config.save_pretrained(partial / "model")
-
-
 def _check_fits(path: Path, held: Mapping[str, Any], model: Mapping[str, Any]) -> None:
     """Check names and shapes of the checkpoint's weights against the model, of which several processes may hold parts."""
+    another = f"checkpoint {path} is of another model"
 
-    def names() -> list[str]:
-        _check_held(path, held, model)
+    def check_own() -> list[str]:
+        for name, tensor in model.items():
+            stored = held.get(f"model.{name}")
+            if stored is None:
+                raise RunError(f"{another}: it has no {name}; {_SAME_MODEL}")
+            if not isinstance(stored, TensorStorageMetadata):
+                raise RunError(f"checkpoint {path} is damaged: its {name} is not a tensor")
+            if hasattr(tensor, "shape") and tuple(stored.size) != tuple(tensor.shape):
+                shapes = f"{name} has shape {list(stored.size)}, this model needs {list(tensor.shape)}"
+                raise RunError(f"{another}: {shapes}; {_SAME_MODEL}")
         return list(model)
 
-    known = {name for found in on_all(names) for name in found}
+    known = {f"model.{name}" for names in on_all(check_own) for name in names}
     for name in held:
-        if name.startswith("model.") and name.removeprefix("model.") not in known:
-            raise RunError(
-                f"checkpoint {path} is of another model: this one has no {name.removeprefix('model.')}; {_SAME_MODEL}"
-            )
-
-
-def _check_held(path: Path, held: Mapping[str, Any], model: Mapping[str, Any]) -> None:
-    """Check that the checkpoint has the weights of this process."""
-    for name, tensor in model.items():
-        stored = held.get(f"model.{name}")
-        if stored is None:
-            raise RunError(f"checkpoint {path} is of another model: it has no {name}; {_SAME_MODEL}")
-        if not isinstance(stored, TensorStorageMetadata):
-            raise RunError(f"checkpoint {path} is damaged: its {name} is not a tensor")
-        if hasattr(tensor, "shape") and tuple(stored.size) != tuple(tensor.shape):
-            shapes = f"{name} has shape {list(stored.size)}, this model needs {list(tensor.shape)}"
-            raise RunError(f"checkpoint {path} is of another model: {shapes}; {_SAME_MODEL}")
+        if name.startswith("model.") and name not in known:
+            raise RunError(f"{another}: this one has no {name.removeprefix('model.')}; {_SAME_MODEL}")
 
 
 def _damaged(path: Path, what: str) -> RunError:
@@ -509,7 +495,10 @@ def _set_host_states(states: Mapping[str, Any]) -> None:
 
 
 class SavedRngStates:
-    """The states of all generators at construction, with that of `device` if it is a CUDA device."""
+    """The states of all generators at construction, with that of `device` if it is a CUDA device.
+
+    Reading or setting the state of a CUDA generator does not synchronize with the device: the state is on the host.
+    """
 
     def __init__(self, device: torch.device):
         self._device, self._host, self._cpu = device, _host_states(), torch.get_rng_state()

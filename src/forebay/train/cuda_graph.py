@@ -29,24 +29,18 @@ Microbatches = Sequence[tuple[Tensor, Tensor]]
 Body = Callable[[Microbatches, Tensor], tuple[Tensor, ...]]
 # Seconds within which the first replay of a graph has to end. A process that waits for another one that long gives up as well.
 _ENDS = 300.0
-_CALLS = (
-    3  # steps before the capture: the first sizes page stores, the second uses memory of that size, the third is warm
-)
+# Steps before the capture: the first sizes page stores, the second uses memory of that size, the third is warm.
+_CALLS = 3
 _REPLAYS = 2  # replays of a timed graph before its times are read: the first one uploads the graph
 _TIMED = 3  # timed graphs: the first one's plan rests on the times of calls, the others' on those of the graph before
 
 
 @dataclass(frozen=True)
 class StepState:
-    """State that a step changes besides what it returns.
+    """State that a step changes besides what it returns."""
 
-    Attributes:
-        take: removes and returns what calls have left so far (gradients, counts).
-        put: adds what `take` returned to what is there.
-    """
-
-    take: Callable[[], Any]
-    put: Callable[[Any], None]
+    take: Callable[[], Any]  # removes and returns what calls have left so far (gradients, counts)
+    put: Callable[[Any], None]  # adds what `take` returned to what is there
 
 
 @dataclass(frozen=True)
@@ -62,7 +56,6 @@ class CudaGraphStep:
     Args:
         body: (microbatches, count) -> tensors. It must not synchronize with the device, and must do the same in every call.
         states: what else `body` changes.
-        device: a CUDA device.
         version: a number that changes when a captured graph is no longer valid, such as with the size of a page store. It
             changes on all processes together, or its owner calls `release` on all.
         all_agree: whether a condition holds on all processes; collective.
@@ -232,8 +225,8 @@ class CudaGraphStep:
     def _free_generator(self) -> None:
         """Take torch's random generator out of a failed capture, with an empty one.
 
-        Trap: it stays in the failed capture and refuses to draw for calls ("Offset increment outside graph capture"). The
-            end of a successful capture takes it out.
+        Trap: it stays in the failed capture and refuses to draw for calls ("Offset increment outside graph capture"). The end of
+        a successful capture takes it out.
         """
         with (
             suppress(RuntimeError),

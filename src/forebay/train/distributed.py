@@ -1,8 +1,8 @@
 """Process groups of a run, and collective calls on them.
 
-`Mesh` owns the process groups that a valid `Config` asks
-for until it is closed. `on_all` calls a function on all processes and raises the first error in all of them. Methods that
-communicate are called by all processes in the same order, and do nothing where there is one process.
+`Mesh` owns the process groups that a valid `Config` asks for until it is closed. `on_all` calls a function on all processes and
+raises the first error in all of them. Methods that communicate are called by all processes in the same order, and do nothing
+where there is one process.
 """
 
 from __future__ import annotations
@@ -88,13 +88,11 @@ class Mesh:
     Attributes:
         world: rank and size among all processes, and local rank.
         batch: rank and size among the processes that share the batch. Rank 0 exists once in each pipeline stage.
-        device: of this process.
-        ep: processes that share the experts of a layer.
         pp, pp_rank: number of groups that hold different layers, and the group of this process.
-        data: one-dimensional mesh of the processes that share the batch; None without a process group.
+        data: None without a process group.
         store: rendezvous store; None without a group, and if somebody else made the group.
-        grid: two-dimensional mesh ("fsdp", "ep") of the processes that share the batch; None if `ep` is 1.
-        pipeline: group of the processes that this one's microbatches pass; None if `pp` is 1.
+        grid: None if `ep` is 1.
+        pipeline: None if `pp` is 1.
     """
 
     def __init__(
@@ -137,21 +135,16 @@ class Mesh:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         timeout = timedelta(seconds=config.parallel.timeout)
-        if dist.is_initialized():
-            return cls(world, device, config.parallel.pp, config.parallel.ep, timeout, owns=False, store=None)
-        if world.size == 1 and not needs_group(config):
-            return cls(world, device, 1, 1, timeout, owns=False, store=None)
-        store = _start_group(world, device, timeout)
-        return cls(world, device, config.parallel.pp, config.parallel.ep, timeout, owns=True, store=store)
+        starts = not dist.is_initialized() and (world.size > 1 or needs_group(config))
+        store = _start_group(world, device, timeout) if starts else None
+        return cls(world, device, config.parallel.pp, config.parallel.ep, timeout, owns=starts, store=store)
 
     @property
     def rank(self) -> int:
-        """Rank among all processes; `batch.rank` is that among the processes that share the batch."""
         return self.world.rank
 
     @property
     def size(self) -> int:
-        """Number of all processes; `batch.size` counts those that share the batch."""
         return self.world.size
 
     @property
@@ -190,10 +183,7 @@ class Mesh:
         return call() if self.size == 1 else on_main(call)
 
     def first_to_fail(self) -> bool:
-        """Whether this is the first process that calls this.
-
-        The one that reports why the run failed. Does not wait for others.
-        """
+        """Whether this is the first process that calls this: the one that reports why the run failed. Does not wait."""
         if self.size == 1:
             return True
         if self.store is None:

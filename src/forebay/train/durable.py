@@ -9,7 +9,6 @@ import errno
 import fcntl
 import os
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -60,12 +59,7 @@ def sync(path: Path) -> None:
 
 def sync_tree(folder: Path) -> None:
     """Write a folder and everything in it to disk."""
-    sync_files((*folder.rglob("*"), folder))
-
-
-def sync_files(paths: Iterable[Path]) -> None:
-    """Write these files and folders to disk; other paths are skipped."""
-    for path in paths:
+    for path in (*folder.rglob("*"), folder):
         if path.is_dir() or path.is_file():
             sync(path)
 
@@ -81,8 +75,7 @@ class FolderLock:
 
     def __init__(self) -> None:
         self.locked = False
-        self._folder: Path | None = None
-        self._handle: int | None = None
+        self._held: tuple[Path, int] | None = None  # folder, and handle of its lock file
 
     def __enter__(self) -> Self:
         return self
@@ -99,8 +92,8 @@ class FolderLock:
             OSError: the lock file cannot be created.
             RuntimeError: this object already holds a folder.
         """
-        if self._handle is not None:
-            raise RuntimeError(f"this lock already holds {self._folder}; release it first")
+        if self._held is not None:
+            raise RuntimeError(f"this lock already holds {self._held[0]}; release it first")
         while True:
             handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
             try:
@@ -117,24 +110,23 @@ class FolderLock:
                     "make sure that no other process uses this folder at the same time",
                     stacklevel=2,
                 )
-                self._folder, self._handle = folder, handle
+                self._held = folder, handle
                 return True
             # Trap: the previous holder may have removed the file after it was opened here, and another process may hold a
             # new one.
             if _same_file(handle, folder / LOCK):
                 break
             os.close(handle)
-        self._folder, self._handle, self.locked = folder, handle, True
+        self._held, self.locked = (folder, handle), True
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
         return True
 
     def release(self) -> None:
         """Unlock the folder, if one is held. A folder that contains nothing but the lock is removed."""
-        if self._handle is None or self._folder is None:
+        if self._held is None:
             return
-        folder, handle = self._folder, self._handle
-        self._folder, self._handle = None, None
+        (folder, handle), self._held = self._held, None
         try:
             with contextlib.suppress(OSError):
                 if self.locked and _same_file(handle, folder / LOCK):
@@ -147,10 +139,9 @@ class FolderLock:
 
 def holder(folder: Path) -> str:
     """The process that holds a folder, such as ``process 17 on node3``."""
-    try:
+    with contextlib.suppress(OSError):
         return (folder / LOCK).read_text(encoding="utf-8").strip() or "another process"
-    except OSError:
-        return "another process"
+    return "another process"
 
 
 def _same_file(handle: int, path: Path) -> bool:

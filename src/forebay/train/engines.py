@@ -38,9 +38,6 @@ class GradientEngine:
     Args:
         model: a `*ForCausalLM`, or this pipeline rank's part of it, under a manager.
         cut: the same model as an engine runs it.
-        config: with `parallel.reshard` the experts' gathered parameters are freed after each use and gathered again in backward.
-            All others stay gathered for the step.
-        mesh: the processes.
         router: counts the routers' choices; None for a dense model.
 
     Attributes:
@@ -76,10 +73,9 @@ class GradientEngine:
         """
         self._set_parts(parts)
         graph = self.cuda_graph
-        if graph is None:
-            return self._with_gathered(self._run, microbatches, count)
-        run: Any = graph if self.watcher is None else self._run
-        losses, imbalance = graph.on_stream(partial(self._with_gathered, run, microbatches, count))
+        run: Any = self._run if graph is None or self.watcher is not None else graph
+        step = partial(self._with_gathered, run, microbatches, count)
+        losses, imbalance = step() if graph is None else graph.on_stream(step)
         return losses, imbalance
 
     def close(self) -> None:
@@ -127,7 +123,7 @@ class GradientEngine:
         return losses.sum() if losses is not None else torch.zeros((), device=self._device), imbalance
 
     def _set_parts(self, parts: int) -> None:
-        """Take the number of microbatches that the load balance of the next step is divided by."""
+        """Divide the load balance of the next step by this number of microbatches."""
         raise NotImplementedError
 
     def _execute(self, work: list[Microbatch]) -> Tensor | None:
@@ -143,7 +139,6 @@ class OverlappedGradients(GradientEngine):
     """Hides the communication of each microbatch behind the computation of another one, on a model without pipeline stages.
 
     Args:
-        model, config, mesh, router: see `GradientEngine`.
         memory: manager of the model, with all regions kept.
         balance: coefficient of the load-balancing loss.
     """
@@ -211,8 +206,6 @@ class PipelinedGradients(GradientEngine):
     """Runs the stages of this pipeline rank.
 
     Args:
-        model, config, mesh, router: see `GradientEngine`.
-        memory: manager of this rank's part.
         balance: coefficient of the load-balancing loss.
         plan, partition: actions of a step, and layers by stage.
         experts: of a MoE layer, over all processes; 0 for a dense model.

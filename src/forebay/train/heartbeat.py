@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -50,7 +51,6 @@ class Heartbeat:
 
     Args:
         store: of torch.distributed. A clone is used, so that a wait of another thread does not block the beats.
-        rank, size: of this process, and number of processes.
         patience: seconds of silence after which a process counts as lost.
         advice: text that the last message adds, such as which checkpoint is intact.
         period: seconds between beats.
@@ -91,10 +91,8 @@ class Heartbeat:
             return  # the store does not answer
         # A process that ends because another one was lost does not count as lost.
         why = first_line(error) if error is not None and not self._lost(_GRACE * self._period) else ""
-        try:
+        with suppress(RuntimeError):
             self._write(beat=0, left=True, why=why)
-        except RuntimeError:
-            return
 
     def describe_lost(self) -> str:
         """A sentence that names the processes lost within the last seconds; "" if all are well. Waits some seconds for a loss."""
@@ -181,11 +179,9 @@ class Heartbeat:
 
     def _reports(self, lost: list[int]) -> bool:
         """Whether this process reports the loss: the first one that asks, or without the store the lowest rank that may live."""
-        try:
+        with suppress(RuntimeError):
             if self._store_gone is None:
                 return self._store.add("forebay/dead", 1) == 1
-        except RuntimeError:
-            pass
         # Without torchrun process 0 holds the store: it is gone.
         return not [r for r, p in self._peers.items() if 0 < r < self._rank and not p.finished and r not in lost]
 

@@ -48,9 +48,7 @@ def build(
     Random weights depend on `seed`, the configuration and the type of device only, not on `shard` or `part`.
 
     Args:
-        section: family or path, weights, config, dtype, attention.
-        vocabulary: number of token ids of the data; the default of ``vocab_size`` for a family.
-        device: of the parameters.
+        vocabulary: number of token ids of the data; see `configuration`.
         shard: called with the model on the meta device, to turn its parameters into DTensors. Each process then makes or
             reads its own shards only. All processes call `build` together.
         part: called before `shard`, to remove what this process has no part of (see `forebay.models.families`). It is
@@ -100,8 +98,9 @@ def save(model: Any, out: Path, tokenizer: Path | None = None) -> None:
         make_folder(partial)
         model.config.use_cache = True
         model.save_pretrained(partial)
-        for file in _tokenizer_files(tokenizer) if tokenizer else []:
-            shutil.copy2(file, partial / file.name)
+        for file in tokenizer.iterdir() if tokenizer else ():
+            if (file.is_file() and "token" in file.name) or file.name in ("vocab.json", "merges.txt", "vocab.txt"):
+                shutil.copy2(file, partial / file.name)
         sync_tree(partial)
         if out.is_dir():
             out.rmdir()
@@ -112,11 +111,6 @@ def save(model: Any, out: Path, tokenizer: Path | None = None) -> None:
     finally:
         model.config.use_cache = False
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _tokenizer_files(folder: Path) -> list[Path]:
-    names = ("vocab.json", "merges.txt", "vocab.txt")
-    return [f for f in sorted(folder.iterdir()) if (f.is_file() and "token" in f.name) or f.name in names]
 
 
 def from_folder_config(folder: Path, dtype: torch.dtype) -> Any:
@@ -131,9 +125,8 @@ def from_folder_config(folder: Path, dtype: torch.dtype) -> Any:
 def configuration(section: Model, vocabulary: int) -> Any:
     """The Hugging Face configuration of a section.
 
-    Args:
-        section: family or path, config. A published model's name stands for its family and configuration.
-        vocabulary: the default of ``vocab_size`` for a family, rounded up to a multiple of 64.
+    A published model's name stands for its family and configuration. The default of ``vocab_size`` for a family is `vocabulary`,
+    rounded up to a multiple of 64.
 
     Raises:
         UsageError, RunError: see `build`.
@@ -383,9 +376,7 @@ class _Sizes:
         """Whether rotary positions cover a part of a head only. Families round its size differently."""
         parameters = getattr(self._text, "rope_parameters", None)
         inside = parameters.get("partial_rotary_factor") if isinstance(parameters, dict) else None
-        return any(
-            factor not in (None, 1, 1.0) for factor in (inside, getattr(self._text, "partial_rotary_factor", None))
-        )
+        return any(f not in (None, 1) for f in (inside, getattr(self._text, "partial_rotary_factor", None)))
 
     def _check_experts(self) -> None:
         chosen = self._number("num_experts_per_tok")

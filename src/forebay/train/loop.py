@@ -69,7 +69,7 @@ def train(config: Config, console: Console, resume: str | None = None) -> Path:
     """Train until `train.steps`, printing to `console`.
 
     Args:
-        resume: see `forebay.train.run_folder.where_to_start`.
+        resume: see `forebay.train.run_folder.claim_start`.
 
     Returns:
         The run's folder.
@@ -105,9 +105,9 @@ def profile(config: Config) -> list[PipelineProfile]:
     with (
         Mesh.open(config, world) as mesh,
         _reported_once(mesh),
-        _heartbeat(config, mesh, _nothing_written) as heart,
+        _heartbeat(config, mesh, lambda: "nothing was written") as heart,
         Trainer(config, mesh) as trainer,
-        _naming_lost(heart, _nothing_written),
+        _naming_lost(heart, lambda: "nothing was written"),
     ):
         return profile_ranks(trainer)
 
@@ -162,10 +162,6 @@ def _heartbeat(config: Config, mesh: Mesh, advice: Callable[[], str]) -> Abstrac
     return Heartbeat(mesh.store, mesh.rank, mesh.size, 0.8 * config.parallel.timeout, advice)
 
 
-def _nothing_written() -> str:
-    return "nothing was written"
-
-
 def _intact_checkpoint(start: Start) -> str:
     newest = checkpoint.Checkpoints(start.checkpoints).latest()
     if newest is None:
@@ -190,7 +186,13 @@ class _TrainingRun:
         done = self._resume() if self.start.resumed else 0
         self.saved_at = done
         self.mesh.on_main(self._write_run_file)
-        with self._reporter(done) as report:
+        log = c.log
+        reporter = (
+            Reporter(self.start.folder, self.console, c.train.steps, done, log.tensorboard, log.progress)
+            if self.mesh.world.is_main
+            else SilentReporter()
+        )
+        with reporter as report:
             self._announce(report, done)
             for number in range(done + 1, c.train.steps + 1):
                 self.records.append(self._step(number, report))
@@ -206,7 +208,16 @@ class _TrainingRun:
         enough = self.trainer.enough_capacity()
         self._write_outputs(last)
         if self.mesh.world.is_main:
-            for table in summary_tables(self._summary(last, enough)):
+            summary = Summary(
+                period=f"one step of pipeline rank {self.mesh.pp_rank}" if self.mesh.pp > 1 else "one microbatch",
+                placements=self.trainer.memory.placements,
+                report=last,
+                records=self.records,
+                folder=self.start.folder,
+                capacity_factor=c.parallel.capacity_factor if enough is not None else None,
+                enough_capacity_factor=enough,
+            )
+            for table in summary_tables(summary):
                 self.console.print(table)
         return self.start.folder
 
@@ -222,7 +233,10 @@ class _TrainingRun:
 
     def _step(self, number: int, report: Reporter) -> StepRecord:
         if number == self.config.log.timeline:
-            record = self._watched_step(number, report)
+            record, ran = run_folder.watch_step(self.trainer, partial(self.trainer.step, number))
+            report.step(record)
+            title = f"{self.config.parallel.schedule}, step {number}"
+            report.say(self.mesh.on_main(lambda: run_folder.write_timeline(ran, self.start.folder, title)))
         else:
             record = self.trainer.step(number)
             report.step(record)
@@ -231,19 +245,6 @@ class _TrainingRun:
             self._graph_status = status
             report.say(f"step {number}: {status}")
         return record
-
-    def _watched_step(self, number: int, report: Reporter) -> StepRecord:
-        record, ran = run_folder.watch_step(self.trainer, partial(self.trainer.step, number))
-        report.step(record)
-        title = f"{self.config.parallel.schedule}, step {number}"
-        report.say(self.mesh.on_main(lambda: run_folder.write_timeline(ran, self.start.folder, title)))
-        return record
-
-    def _reporter(self, done: int) -> Reporter:
-        c = self.config
-        if not self.mesh.world.is_main:
-            return SilentReporter()
-        return Reporter(self.start.folder, self.console, c.train.steps, done, c.log.tensorboard, c.log.progress)
 
     def _stopped_by(self) -> str:
         """The signal that any process received, or "". All processes stop after the same step."""
@@ -297,9 +298,8 @@ class _TrainingRun:
 
     def _is_due(self, number: int, stopped_by: str) -> bool:
         c = self.config.checkpoint
-        if c.every and number % c.every == 0:
-            return True
-        return c.last and (number == self.config.train.steps or bool(stopped_by))
+        is_last = number == self.config.train.steps or bool(stopped_by)
+        return bool(c.every and number % c.every == 0) or (c.last and is_last)
 
     def _save(self, number: int) -> None:
         about = {"data": self.trainer.corpus.identity, "config": self.config.to_dict()}
@@ -324,17 +324,6 @@ class _TrainingRun:
             replace_text(self.start.folder / "run.json", json.dumps(about, indent=2))
         except OSError as error:
             raise unwritable(self.start.folder, error) from error
-
-    def _summary(self, last: StepReport, enough: float | None) -> Summary:
-        return Summary(
-            period=f"one step of pipeline rank {self.mesh.pp_rank}" if self.mesh.pp > 1 else "one microbatch",
-            placements=self.trainer.memory.placements,
-            report=last,
-            records=self.records,
-            folder=self.start.folder,
-            capacity_factor=self.config.parallel.capacity_factor if enough is not None else None,
-            enough_capacity_factor=enough,
-        )
 
 
 def _class_name(model: Any) -> str:

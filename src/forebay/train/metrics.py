@@ -32,33 +32,25 @@ class StepRecord:
     """One optimizer step.
 
     Attributes:
-        step: number, from 1.
         seconds: wall time from the first forward to the end of the optimizer on the slowest process, both attempts included.
         cross_entropy_loss: mean over the target tokens of all processes, in nats.
         load_balance_loss: router loss before its coefficient, mean over the microbatches of all processes. Perfect balance gives
             top_k; a model without routers gives 0.
-        learning_rate: of this step.
-        gradient_norm: before clipping.
-        tokens_per_second: input tokens of all processes over `seconds`.
         peak_bytes: peak of allocated device memory in this step, or the resident size on a CPU; largest over processes.
-        on_gpu: whether `peak_bytes` is device memory.
-        retry: why the step was repeated; None if it was not.
-        peak_bytes_by_rank: `peak_bytes` of each pipeline rank.
-        reserved_bytes_by_rank: peak reserved by the caching allocator of each pipeline rank; empty on a CPU.
     """
 
-    step: int
+    step: int  # from 1
     seconds: float
     cross_entropy_loss: float
     load_balance_loss: float
     learning_rate: float
-    gradient_norm: float
-    tokens_per_second: float
+    gradient_norm: float  # before clipping
+    tokens_per_second: float  # input tokens of all processes over `seconds`
     peak_bytes: int
-    on_gpu: bool
-    retry: CapacityRetry | None = None
-    peak_bytes_by_rank: tuple[int, ...] = ()
-    reserved_bytes_by_rank: tuple[int, ...] = ()
+    on_gpu: bool  # whether `peak_bytes` is device memory
+    retry: CapacityRetry | None = None  # why the step was repeated
+    peak_bytes_by_rank: tuple[int, ...] = ()  # of each pipeline rank
+    reserved_bytes_by_rank: tuple[int, ...] = ()  # peak of each pipeline rank's caching allocator; empty on a CPU
 
 
 def step_line(record: StepRecord, steps: int) -> str:
@@ -229,25 +221,15 @@ def _drop_after(file: Path, step: int) -> None:
 
 @dataclass(frozen=True)
 class Summary:
-    """The content of the closing tables.
+    """The content of the closing tables."""
 
-    Attributes:
-        period: what bytes and copies count: "one microbatch", or with a pipeline "one step of pipeline rank 0".
-        placements: placement of each region, by its path.
-        report: the manager's report of the last step's backward.
-        records: of all steps.
-        folder: of the run.
-        capacity_factor: the configured one; None without a capacity.
-        enough_capacity_factor: smallest factor that would have kept every row of the run; None if it was not measured.
-    """
-
-    period: str
-    placements: Mapping[str, str]
-    report: StepReport
-    records: Sequence[StepRecord]
+    period: str  # what bytes and copies count: "one microbatch", or with a pipeline "one step of pipeline rank 0"
+    placements: Mapping[str, str]  # of each region, by its path
+    report: StepReport  # of the last step's backward
+    records: Sequence[StepRecord]  # of all steps
     folder: Path
-    capacity_factor: float | None = None
-    enough_capacity_factor: float | None = None
+    capacity_factor: float | None = None  # the configured one; None without a capacity
+    enough_capacity_factor: float | None = None  # smallest factor that would have kept every row; None if not measured
 
     @property
     def on_gpu(self) -> bool:

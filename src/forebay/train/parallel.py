@@ -13,6 +13,7 @@ before `forebay.manage`, whose regions then lie inside FSDP2's hooks.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,20 +32,15 @@ from forebay.train.distributed import Mesh
 
 
 class Shards:
-    """Controls FSDP2 during a step. Made by `shard`.
+    """Controls FSDP2 during a step. Made by `shard`."""
 
-    Args:
-        model: `fully_shard` was applied to its parts and itself.
-        reshard: free gathered parameters after each backward, not only after the last.
-        reduce_each: reduce gradients after each microbatch.
-    """
-
-    def __init__(self, model: nn.Module, reshard: bool, reduce_each: bool):
+    def __init__(self, model: nn.Module, config: Config):
         self._root: Any = model
-        self._reshard, self._reduce_each = reshard, reduce_each
+        self._reshard, self._reduce_each = config.parallel.reshard, config.parallel.reduce == "microbatch"
         self._modules: list[Any] = [m for m in model.modules() if isinstance(m, FSDPModule)]
         # Weights that this process has whole (experts, with one process a column): there is nothing to gather or reduce.
-        self._own = [m for m in self._modules if _mesh_size(m) == 1]
+        groups = [(m, fsdp_group(m)) for m in self._modules]
+        self._own = [m for m, group in groups if group is not None and group.mesh_info.mesh.size() == 1]
 
     def microbatch(self, last: bool) -> None:
         """Call before each forward of a step. After the backward of the `last` one gradients are complete."""
@@ -71,11 +67,6 @@ def fsdp_group(module: Any) -> Any:
     return module._get_fsdp_state()._fsdp_param_group
 
 
-def _mesh_size(module: Any) -> int:
-    group = fsdp_group(module)
-    return group.mesh_info.mesh.size() if group is not None else 0
-
-
 def _hand_over(parameter: Any) -> None:
     """Move the accumulated gradient of an unshared weight to its shard, which has the same shape.
 
@@ -90,12 +81,9 @@ def _hand_over(parameter: Any) -> None:
 
 
 def add_to_shard(parameter: Any, own: torch.Tensor) -> None:
-    """Add this process's part `own`, in any dtype, to the gradient of a shard.
+    """Add this process's part `own`, in any dtype, to the gradient of an `FSDPParam`'s shard.
 
     A first gradient of the shard's dtype becomes `own` itself, without a copy.
-
-    Args:
-        parameter: FSDP2's record (`FSDPParam`) of the shard.
     """
     shard = parameter.sharded_param
     own = own.to(shard.dtype)
@@ -134,12 +122,8 @@ def shard(model: nn.Module, mesh: Mesh, config: Config) -> Shards:
     if mesh.grid is not None:
         for block in moe_blocks(model):
             _spread_experts(block.experts, mesh.grid["ep"])
-            fully_shard(
-                block.experts,
-                mesh=mesh.grid["fsdp"],
-                shard_placement_fn=_Placement(mesh.batch.size // mesh.ep),
-                **options,
-            )
+            placement = partial(_even_dimension, size=mesh.batch.size // mesh.ep)
+            fully_shard(block.experts, mesh=mesh.grid["fsdp"], shard_placement_fn=placement, **options)
     for layer in layers:
         fully_shard(layer, mesh=mesh.data, **options)
     if mesh.pp > 1:
@@ -150,7 +134,7 @@ def shard(model: nn.Module, mesh: Mesh, config: Config) -> Shards:
             # Sums, not means. Every backend has a plain SUM; the factor of 1 alone would add a multiplication.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    return Shards(model, config.parallel.reshard, config.parallel.reduce == "microbatch")
+    return Shards(model, config)
 
 
 def _shard_vocabulary(model: Any, mesh: Mesh, options: dict[str, Any]) -> None:
@@ -191,7 +175,7 @@ def dispatcher_of(model: Any, mesh: Mesh, config: Config) -> TokenDispatcher | N
     if mesh.expert_group is None:
         in_stages = mesh.pp > 1 or config.parallel.overlap
         return LocalDispatcher(experts_of(model)) if in_stages and experts_of(model) else None
-    from forebay.moe.backends import make_dispatcher
+    from forebay.moe.dispatch import make_dispatcher
 
     text = model.config.get_text_config()
     try:
@@ -255,20 +239,11 @@ class ShardedAdamW(torch.optim.AdamW):
 
 def _spread_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
     """Keep this process's part of each parameter [E, ...] as a DTensor with the shape of the whole."""
-
-    def whole(own: torch.Tensor) -> torch.Tensor:
-        return DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
-
+    whole = partial(DTensor.from_local, device_mesh=mesh, placements=[Shard(0)], run_check=False)
     cut_experts(experts, mesh.get_local_rank(), mesh.size(), whole)
 
 
-class _Placement:
-    """The dimension along which FSDP2 shards an expert parameter: the first one that divides evenly, else that of the experts."""
-
-    def __init__(self, size: int):
-        self._size = size
-
-    def __call__(self, parameter: nn.Parameter) -> Shard:
-        shape = local(parameter.data).shape
-        even = (dim for dim, length in enumerate(shape) if length % self._size == 0)
-        return Shard(next(even, 0))
+def _even_dimension(parameter: nn.Parameter, size: int) -> Shard:
+    """The first dimension of an expert parameter that divides by `size`, else that of the experts."""
+    shape = local(parameter.data).shape
+    return Shard(next((dim for dim, length in enumerate(shape) if length % size == 0), 0))

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -22,7 +23,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from forebay.errors import UsageError
 from forebay.memory.profiler import StorageNumbers, WeightStorages, plain_parts
-from forebay.moe.dispatch import TokenDispatcher
 from forebay.pipeline.partition import Partition
 from forebay.pipeline.runtime import Stage
 from forebay.pipeline.schedule import FORWARD, Action, PipelinePlan
@@ -62,28 +62,17 @@ class Saved:
 
 @dataclass(frozen=True)
 class PipelineProfile:
-    """What one rank saved in one step.
+    """What one rank saved in one step."""
 
-    Attributes:
-        schedule: its name.
-        rank, ranks: this pipeline rank, and how many there are.
-        microbatches: of a step.
-        saved: by place in the order of the forward, then by microbatch.
-        shared_bytes: of storages that several microbatches save, each once.
-        in_flight: stage -> most microbatches for which it held something.
-        peak_bytes: peak of the activations of all stages together.
-        peak_in_flight: stage -> microbatches for which it held something at that peak.
-    """
-
-    schedule: str
-    rank: int
-    ranks: int
-    microbatches: int
-    saved: tuple[Saved, ...]
-    shared_bytes: int
-    in_flight: Mapping[int, int]
-    peak_bytes: int
-    peak_in_flight: Mapping[int, int]
+    schedule: str  # its name
+    rank: int  # this pipeline rank
+    ranks: int  # how many there are
+    microbatches: int  # of a step
+    saved: tuple[Saved, ...]  # by place in the order of the forward, then by microbatch
+    shared_bytes: int  # of storages that several microbatches save, each once
+    in_flight: Mapping[int, int]  # stage -> most microbatches for which it held something
+    peak_bytes: int  # peak of the activations of all stages together
+    peak_in_flight: Mapping[int, int]  # stage -> microbatches for which it held something at that peak
 
     @cached_property
     def by_place(self) -> dict[Place, list[int]]:
@@ -127,7 +116,9 @@ class PipelineProfile:
             lines.append(f"  {place.stage:>5}  {layer:>5}  {place.part:<9}  {size:>27}  {held:>12}")
         lines += ["", "by microbatch, without the head, which is freed in its forward"]
         for stage, sizes in self.by_stage.items():
-            for first, last in _equal_runs(sizes):
+            for _, neighbors in groupby(range(len(sizes)), sizes.__getitem__):
+                equal = list(neighbors)
+                first, last = equal[0], equal[-1]
                 name = f"microbatch {first}" if first == last else f"microbatches {first} to {last}"
                 lines.append(f"  {stage:>5}  {name:<22}  {format_bytes(sizes[first]):>20}")
         return "\n".join(lines)
@@ -148,15 +139,6 @@ class PipelineProfile:
                 for s in self.saved
             ],
         }
-
-
-def _equal_runs(sizes: list[int]) -> Iterator[tuple[int, int]]:
-    """(first, last) of neighboring microbatches of equal size."""
-    first = 0
-    for number in range(1, len(sizes) + 1):
-        if number == len(sizes) or sizes[number] != sizes[first]:
-            yield first, number - 1
-            first = number
 
 
 def profile_ranks(trainer: Trainer, number: int = 1) -> list[PipelineProfile]:
@@ -287,10 +269,8 @@ class _LabeledLayer:
     """A `forebay.pipeline.sublayer.Layer` whose parts run inside ``within(part)``."""
 
     def __init__(self, layer: Layer, within: Callable[[str], AbstractContextManager[None]]):
-        self.dispatcher: TokenDispatcher | None = layer.dispatcher
-        self.experts: Callable[[Tensor, Tensor, Tensor, int | None], Tensor] | None = None
-        if layer.experts is not None:
-            self.experts = _run_within(layer.experts, partial(within, "experts"))
+        self.dispatcher = layer.dispatcher
+        self.experts = layer.experts and _run_within(layer.experts, partial(within, "experts"))
         self.stage1 = _run_within(layer.stage1, partial(within, "front"))
         self._whole = _run_within(layer, partial(within, "dense"))
 
@@ -326,9 +306,8 @@ def summarize(
         if save.storage not in shared:
             counter = weight_bytes if save.storage in weights else activation_bytes
             counter[save.place, save.microbatch] += sizes[save.storage]
-    live = _LiveSaves([0 if n in shared or n in weights else size for n, size in enumerate(sizes)], plan.stages(rank))
-    for made, number in events:
-        live.count(saves[number], 1 if made else -1)
+    counted = [0 if n in shared or n in weights else size for n, size in enumerate(sizes)]
+    in_flight, peak, peak_in_flight = _peak(plan.stages(rank), counted, saves, events)
     return PipelineProfile(
         plan.name,
         rank,
@@ -339,37 +318,35 @@ def summarize(
             for place, microbatch in sorted(activation_bytes, key=lambda key: (key[0].in_forward_order, key[1]))
         ),
         sum(sizes[n] for n in shared),
-        live.in_flight,
-        live.peak,
-        live.peak_in_flight,
+        in_flight,
+        peak,
+        peak_in_flight,
     )
 
 
-class _LiveSaves:
-    """What is held now, and was at the peak. Storages of 0 bytes are not counted."""
-
-    def __init__(self, sizes: list[int], stages: tuple[int, ...]):
-        self.in_flight = dict.fromkeys(stages, 0)
-        self.peak_in_flight = dict.fromkeys(stages, 0)
-        self.peak = 0
-        self._sizes, self._now = sizes, 0
-        self._of_storage: Counter[int] = Counter()
-        self._of_microbatch: dict[int, Counter[int]] = {stage: Counter() for stage in stages}
-
-    def count(self, save: Save, change: int) -> None:
-        """A save was made (1) or freed (-1)."""
-        size = self._sizes[save.storage]
+def _peak(
+    stages: tuple[int, ...], sizes: list[int], saves: list[Save], events: Iterable[tuple[bool, int]]
+) -> tuple[dict[int, int], int, dict[int, int]]:
+    """Most microbatches in flight by stage; the peak of held bytes, and microbatches in flight then. Skips sizes of 0."""
+    in_flight = dict.fromkeys(stages, 0)
+    peak, peak_in_flight = 0, dict.fromkeys(stages, 0)
+    now = 0
+    of_storage = Counter[int]()
+    of_microbatch = {stage: Counter[int]() for stage in stages}
+    for made, number in events:
+        save = saves[number]
+        size, stage = sizes[save.storage], save.place.stage
         if not size:
-            return
-        before = self._of_storage[save.storage]
-        self._of_storage[save.storage] += change
-        self._now += size * ((before + change > 0) - (before > 0))
-        stage = save.place.stage
-        held = self._of_microbatch[stage]
+            continue
+        change = 1 if made else -1
+        before = of_storage[save.storage]
+        of_storage[save.storage] += change
+        now += size * ((before + change > 0) - (before > 0))
+        held = of_microbatch[stage]
         held[save.microbatch] += change
         if not held[save.microbatch]:
             del held[save.microbatch]
-        self.in_flight[stage] = max(self.in_flight[stage], len(held))
-        if self._now > self.peak:
-            self.peak = self._now
-            self.peak_in_flight = {s: len(microbatches) for s, microbatches in self._of_microbatch.items()}
+        in_flight[stage] = max(in_flight[stage], len(held))
+        if now > peak:
+            peak, peak_in_flight = now, {s: len(microbatches) for s, microbatches in of_microbatch.items()}
+    return in_flight, peak, peak_in_flight

@@ -11,6 +11,7 @@ describe the first process of each stage, whose shards are the largest. All proc
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain, count, takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,20 +46,24 @@ class Start:
 
 
 def claim_start(config: Config, resume: str | None, lock: FolderLock) -> Start:
-    """`where_to_start`, with the run's folder locked until `lock` is released. A new run takes the next folder if one is locked.
+    """Where a run begins, its folder locked until `lock` is released.
+
+    Args:
+        config: a new run takes the first free and unlocked one of `log.folder` = NAME, NAME-2, NAME-3, ...
+        resume: None starts a new run; else see `where_to_resume`.
 
     Raises:
         UsageError: there is nothing to resume, or another process trains in that folder.
         RunError: the folder cannot be written.
     """
     if resume is not None:
-        start = where_to_start(config, resume)
+        start = where_to_resume(config, resume)
         if not _lock(start, lock):
             raise UsageError(
                 f"the run {start.folder} is going on in {holder(start.folder)}; wait for its end or stop it, then --resume it"
             )
         return start
-    for folder in filter(_is_free, _numbered(Path(config.log.folder).expanduser())):
+    for folder in filter(_is_free, _numbered(config)):
         start = Start(folder)
         if _lock(start, lock):
             if _is_free(folder):
@@ -67,30 +72,22 @@ def claim_start(config: Config, resume: str | None, lock: FolderLock) -> Start:
     raise AssertionError("there is always another folder")
 
 
-def where_to_start(config: Config, resume: str | None) -> Start:
-    """The folder of a new run, or the checkpoint to resume.
-
-    Args:
-        config: `log.folder` is NAME, the first of NAME, NAME-2, NAME-3, ...
-        resume: None starts a new run; "" resumes the newest of these runs that has a checkpoint; else a run or checkpoint folder.
+def where_to_resume(config: Config, resume: str) -> Start:
+    """The checkpoint to resume: that of a run or checkpoint folder, or for "" of the newest of the numbered runs that has one.
 
     Raises:
         UsageError: there is nothing to resume.
     """
-    base = Path(config.log.folder).expanduser()
-    if resume is None:
-        return Start(next(filter(_is_free, _numbered(base))))
     if resume:
         found = checkpoint.find(Path(resume).expanduser())
         return Start(found.parent.parent, found)
     newest: Path | None = None
-    for folder in _numbered(base):
-        if not folder.is_dir():
-            break
+    for folder in takewhile(Path.is_dir, _numbered(config)):
         newest = checkpoint.Checkpoints(folder / "checkpoints").latest() or newest
     if newest is None:
         raise UsageError(
-            f"{base} holds no checkpoint to resume; start without --resume, or name a run or checkpoint folder"
+            f"{Path(config.log.folder).expanduser()} holds no checkpoint to resume; "
+            "start without --resume, or name a run or checkpoint folder"
         )
     return Start(newest.parent.parent, newest)
 
@@ -113,12 +110,9 @@ def _is_free(folder: Path) -> bool:
     return not folder.is_dir() or all(entry.name == LOCK for entry in folder.iterdir())
 
 
-def _numbered(base: Path) -> Iterator[Path]:
-    yield base
-    number = 2
-    while True:
-        yield base.with_name(f"{base.name}-{number}")
-        number += 1
+def _numbered(config: Config) -> Iterator[Path]:
+    base = Path(config.log.folder).expanduser()
+    return chain([base], (base.with_name(f"{base.name}-{number}") for number in count(2)))
 
 
 def watch_step(trainer: Trainer, step: Callable[[], T]) -> tuple[T, list[ActionRecord]]:
@@ -145,10 +139,7 @@ def watch_step(trainer: Trainer, step: Callable[[], T]) -> tuple[T, list[ActionR
 
 
 def write_timeline(records: list[ActionRecord], folder: Path, title: str) -> str:
-    """Write ``pipeline.json`` (a Perfetto trace) and, if matplotlib is installed, ``pipeline.png``.
-
-    Returns:
-        The line that says so.
+    """Write ``pipeline.json`` (a Perfetto trace) and, if matplotlib is installed, ``pipeline.png``; returns a line for the log.
 
     Raises:
         RunError: the files cannot be written.
@@ -187,8 +178,8 @@ def held_by_rank(trainer: Trainer, last: StepReport) -> list[dict[str, Any]]:
     states = trainer.optimizer.state.values()
     own = {
         "rank": trainer.mesh.pp_rank,
-        "parameter_bytes": sum(_local_bytes(p) for p in trainer.model.parameters()),
-        "optimizer_bytes": sum(_local_bytes(t) for s in states for t in s.values() if isinstance(t, torch.Tensor)),
+        "parameter_bytes": sum(local(p).nbytes for p in trainer.model.parameters()),
+        "optimizer_bytes": sum(local(t).nbytes for s in states for t in s.values() if isinstance(t, torch.Tensor)),
         "placements": dict(trainer.memory.placements),
         "saved_bytes": dict(last.saved_bytes_by_placement),
         "moved_bytes": last.moved_bytes,
@@ -208,11 +199,7 @@ def profile_forward(trainer: Trainer) -> str:
 
 
 def write_result(path: Path, text: str) -> None:
-    """Write a file of the run.
-
-    Raises:
-        RunError: it cannot be written.
-    """
+    """Write a file of the run; a RunError if it cannot be written."""
     try:
         replace_text(path, text)
     except OSError as error:
@@ -226,8 +213,3 @@ def _all_ranks(mesh: Mesh, own: Any) -> list[Any]:
     found: list[Any] = [None] * mesh.pp
     dist.all_gather_object(found, own, group=mesh.pipeline)
     return found
-
-
-def _local_bytes(tensor: torch.Tensor) -> int:
-    own = local(tensor)
-    return own.numel() * own.element_size()

@@ -12,7 +12,7 @@ import gc
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Self
 
@@ -48,18 +48,10 @@ Microbatch = tuple[Tensor, Tensor]
 
 
 def lr_factor(schedule: Schedule, step: int, steps: int) -> float:
-    """Factor on the learning rate: a pure function, so that no state has to be saved.
+    """Factor on the learning rate at `step`, from 1, of `steps`: a pure function, so that no state has to be saved.
 
-    A linear warm-up reaches 1 at step `warmup`. Then ``cosine`` falls along half a cosine to `minimum` at the last step;
-    ``wsd`` stays at 1 until `decay` steps before the end and falls linearly to `minimum`; ``constant`` stays at 1.
-
-    Args:
-        schedule: kind, warmup (steps), decay (steps) and minimum (a fraction of the learning rate).
-        step: number of the optimizer step, from 1.
-        steps: number of the last step.
-
-    Returns:
-        A factor in (0, 1]: never 0 during the warm-up, `minimum` at the last step of ``cosine`` and ``wsd``.
+    A linear warm-up reaches 1 at step `warmup`; it is never 0. Then ``cosine`` falls along half a cosine to `minimum` at the last
+    step; ``wsd`` stays at 1 until `decay` steps before the end and falls linearly to `minimum`; ``constant`` stays at 1.
     """
     if step <= schedule.warmup:
         return step / schedule.warmup
@@ -77,15 +69,12 @@ class Trainer:
     """Model, manager, optimizer and data of one process.
 
     Args:
-        config: a valid configuration.
         mesh: the processes, which the caller closes; None for this process alone.
 
     Attributes:
         model: a transformers `*ForCausalLM`, managed; sharded if there is a process group.
         memory: what `forebay.manage` returned.
         dispatcher: token dispatcher; None without expert parallelism.
-        optimizer: AdamW over the model's trainable parameters.
-        corpus: the tokens.
         engine: runs the microbatches of a step; None if they run one after the other.
 
     Raises:
@@ -95,14 +84,12 @@ class Trainer:
     """
 
     def __init__(self, config: Config, mesh: Mesh | None = None):
-        self.mesh = Mesh.open(config, ALONE) if mesh is None else mesh
-        self._own_mesh = self.mesh if mesh is None else None
-        try:
+        with ExitStack() as stack:
+            self.mesh = Mesh.open(config, ALONE) if mesh is None else mesh
+            if mesh is None:
+                stack.callback(self.mesh.close)
             self._build(config, self.mesh)
-        except BaseException:
-            if self._own_mesh is not None:
-                self._own_mesh.close()
-            raise
+            self._close_mesh = stack.pop_all().close
 
     def _build(self, config: Config, mesh: Mesh) -> None:
         self.config, self.device = config, mesh.device
@@ -119,7 +106,9 @@ class Trainer:
         self._balance = hf_io.balance_coefficient(self.model.config)
         self.engine = self._build_engine(experts)
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = _adamw(self.model, config)
+        o = config.optimizer
+        groups = decay_groups(self.model, o.weight_decay)
+        self.optimizer = parallel.ShardedAdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps, fused=o.fused or None)
         self._retries = CapacityRetries(
             mesh,
             self.dispatcher,
@@ -148,31 +137,35 @@ class Trainer:
         experts = parallel.experts_in(declared)
         check_experts(mesh.ep, experts)
         self._shards: parallel.Shards | None = None
-        self._plan: PipelinePlan | None = None
-        self._partition: Partition | None = None
+        self._stages: tuple[PipelinePlan, Partition] | None = None
         keep = None
         if mesh.pp > 1:
-            self._plan = plan_of(config, mesh)
-            self._partition = partition_of(config, declared, mesh.batch.size)
-            keep = partial(keep_stages, plan=self._plan, partition=self._partition, rank=mesh.pp_rank)
-        shard = self._shard if mesh.data is not None else None
-        self.model = hf_io.build(config.model, vocabulary, self.device, shard, config.train.seed, keep)
-        _check_positions(self.model, config.train.sequence)
-        return experts
+            plan, partition = plan_of(config, mesh), partition_of(config, declared, mesh.batch.size)
+            self._stages = plan, partition
+            keep = partial(keep_stages, plan=plan, partition=partition, rank=mesh.pp_rank)
 
-    def _shard(self, model: Any) -> None:
-        """Called on the meta device: each process then makes or reads its own shards only."""
-        self._shards = parallel.shard(model, self.mesh, self.config)
+        def shard(model: Any) -> None:
+            self._shards = parallel.shard(model, mesh, config)
+
+        on_meta = shard if mesh.data is not None else None
+        self.model = hf_io.build(config.model, vocabulary, self.device, on_meta, config.train.seed, keep)
+        longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if longest is not None and config.train.sequence > longest:
+            raise UsageError(
+                f"train.sequence = {config.train.sequence} is longer than the model's max_position_embeddings = {longest}; "
+                "valid is at most that"
+            )
+        return experts
 
     def _build_engine(self, experts: int) -> OverlappedGradients | PipelinedGradients | None:
         given = self.model, self.memory, self.config, self.mesh, self._router, self._balance
         try:
-            if self._plan is not None and self._partition is not None:
-                return PipelinedGradients(*given, self._plan, self._partition, experts)
+            if self._stages is not None:
+                return PipelinedGradients(*given, *self._stages, experts)
             if self.config.parallel.overlap:
                 return OverlappedGradients(*given)
         except ValueError as error:
-            raise UsageError(f"parallel.{'overlap' if self._plan is None else 'pp'}: {error}") from error
+            raise UsageError(f"parallel.{'overlap' if self._stages is None else 'pp'}: {error}") from error
         return None
 
     def __enter__(self) -> Self:
@@ -188,8 +181,7 @@ class Trainer:
         self.memory.detach()
         if self.dispatcher is not None:
             self.dispatcher.close()
-        if self._own_mesh is not None:
-            self._own_mesh.close()
+        self._close_mesh()
 
     @property
     def pipeline(self) -> PipelinedGradients | None:
@@ -287,10 +279,7 @@ class Trainer:
             raise
 
     def enough_capacity(self) -> float | None:
-        """The smallest capacity factor that would have kept every row so far; None without a capacity.
-
-        Collective; the host waits for the device.
-        """
+        """See `CapacityRetries.factor`. Collective; the host waits for the device."""
         return self._retries.factor()
 
     def gradients(self, number: int) -> tuple[Tensor, Tensor]:
@@ -318,7 +307,7 @@ class Trainer:
             self._router.reset_counts()
 
     def _run_in_turn(self, microbatches: list[Microbatch], count: Tensor | int, parts: int) -> tuple[Tensor, Tensor]:
-        """Forward and backward of one microbatch after the other; arguments and results as those of an engine."""
+        """One microbatch after the other; arguments and results as those of an engine."""
         cross_entropy = torch.zeros((), device=self.device)
         balance = torch.zeros((), device=self.device)
         for index, (ids, labels) in enumerate(microbatches):
@@ -348,7 +337,10 @@ class Trainer:
             with torch.no_grad(), self._retries.exactly():
                 for number in range(self.config.train.eval_batches):
                     microbatches = self._microbatches(*self._held_out(number))
-                    total += self._evaluate(microbatches)
+                    if self.pipeline is not None:
+                        total += float(self.pipeline.evaluate(microbatches))
+                    else:
+                        total += sum(float(self._forward(ids, labels, 1)) for ids, labels in microbatches)
                     # Every pipeline rank has the same targets: count those of the first.
                     count += sum(labels.numel() for _, labels in microbatches) if self.mesh.pp_rank == 0 else 0
         finally:
@@ -357,12 +349,6 @@ class Trainer:
             self._shards.release()
         total, counted = self.mesh.sum(torch.tensor([total, count], dtype=torch.float64, device=self.device)).tolist()
         return total / counted
-
-    def _evaluate(self, microbatches: list[Microbatch]) -> float:
-        """The sum of the cross entropies of a validation batch, or this process's part of it."""
-        if self.pipeline is not None:
-            return float(self.pipeline.evaluate(microbatches))
-        return sum(float(self._forward(ids, labels, 1)) for ids, labels in microbatches)
 
     def _count(self, targets: Tensor) -> Tensor | int:
         """Targets of the step that have a loss, over all processes that share the batch. The host does not wait."""
@@ -375,9 +361,7 @@ class Trainer:
     def _loss(self, ids: Tensor, labels: Tensor, count: Tensor | int, parts: int) -> tuple[Tensor, Tensor, Tensor]:
         """The loss of a microbatch, and its detached shares of the cross entropy and of the load balance.
 
-        Args:
-            count: targets of the step over all processes.
-            parts: microbatches of the step over all processes.
+        `count` targets and `parts` microbatches are those of the step over all processes.
         """
         if self._router is None:
             loss = self._forward(ids, labels, count)
@@ -426,13 +410,6 @@ def decay_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, 
     return [g for g in groups if g["params"]]
 
 
-def _adamw(model: torch.nn.Module, config: Config) -> torch.optim.Optimizer:
-    o = config.optimizer
-    return parallel.ShardedAdamW(
-        decay_groups(model, o.weight_decay), lr=o.lr, betas=o.betas, eps=o.eps, fused=o.fused or None
-    )
-
-
 def _manage(model: Any, config: Config, dispatcher: TokenDispatcher | None) -> Managed:
     try:
         return manage(
@@ -450,11 +427,3 @@ def _manage(model: Any, config: Config, dispatcher: TokenDispatcher | None) -> M
         )
     except (ValueError, RuntimeError) as error:  # PolicyError is a ValueError; a missing compiler is a RuntimeError
         raise UsageError(f"[memory] and [model]: {error}") from error
-
-
-def _check_positions(model: Any, sequence: int) -> None:
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if longest is not None and sequence > longest:
-        raise UsageError(
-            f"train.sequence = {sequence} is longer than the model's max_position_embeddings = {longest}; valid is at most that"
-        )

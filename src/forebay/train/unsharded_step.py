@@ -56,13 +56,13 @@ class UnshardedStep:
     """See the module docstring. An FSDP2 record below is an `FSDPParam`: the shard, the gathered parameter and its gradient.
 
     Args:
-        model: `fully_shard` was applied to its parts and itself; or it is not sharded.
+        model: sharded with `forebay.train.parallel.shard`, or not sharded.
         cut: the same model as an engine runs it.
         reshard: free the experts' gathered parameters after each use, and gather them again in backward. All others stay gathered
             for the step.
     """
 
-    def __init__(self, model: Any, cut: CutModel, reshard: bool = False):
+    def __init__(self, model: Any, cut: CutModel, reshard: bool):
         self._model, self._cut = model, cut
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._sums: dict[str, Any] = {}
@@ -74,7 +74,7 @@ class UnshardedStep:
         if self._sharded and reshard:
             for layer in cut.layers:
                 if isinstance(layer.experts_module, FSDPModule):
-                    layer.experts = _GatheredExperts(layer.experts_module, layer.experts)
+                    layer.experts = partial(_gathered_experts, layer.experts_module, layer.experts)
 
     def gather(self) -> None:
         """Gather all parameters. Outside a step the caller gives them back."""
@@ -87,11 +87,7 @@ class UnshardedStep:
             self._install_hooks()
 
     def begin(self, tokens: int) -> None:
-        """Prepare to accumulate gradients of gathered parameters.
-
-        Args:
-            tokens: of all microbatches of the step, on this process.
-        """
+        """Prepare to accumulate gradients of gathered parameters; `tokens` of all microbatches, on this process."""
         self._sums = self._begin_sums(tokens)
         if self._sharded:
             self._allocate_gradients(list(self._sums.values()))
@@ -99,8 +95,7 @@ class UnshardedStep:
     def end(self, count: Tensor | int) -> None:
         """Hand the sums of head and embedding to FSDP2; an embedding of collected rows is summed by `reduce`.
 
-        Args:
-            count: targets of the step. The head's gradient is still to be divided by it.
+        The head's gradient is still to be divided by `count`, the targets of the step.
         """
         sums, self._sums = self._sums, {}
         head_sum, self._cut.head_sum = self._cut.head_sum, None
@@ -149,12 +144,17 @@ class UnshardedStep:
         # A view that begins at the same address has its gradient elsewhere in the sum.
         if record is None or local(record.unsharded_param).shape != weight.shape:
             return no_sums(weight)
-        return partial(_sum_of, record)
+
+        def total() -> Tensor | None:
+            own = record.unsharded_accumulated_grad
+            return None if own is None else local(own)
+
+        return total
 
     def keep_weights(self) -> None:
         """Gather to the same memory in all following steps, and keep it between steps: a CUDA graph knows the addresses."""
         for record in self._records():
-            record.free_unsharded_param = _keep
+            record.free_unsharded_param = lambda: None
 
     def has_gradients(self) -> bool:
         """Whether any parameter or shard has a gradient."""
@@ -324,11 +324,7 @@ class UnshardedStep:
 
 
 class DeferredExperts:
-    """Gives a model's experts a store for deferred weight gradients.
-
-    Attributes:
-        store: where backward may leave them.
-    """
+    """Gives a model's experts a `store`, where backward may leave weight gradients for later."""
 
     def __init__(self, model: Any):
         self.store = WeightGradients()
@@ -343,19 +339,16 @@ class DeferredExperts:
             drop_setting(module, "forebay_weight_gradients")
 
 
-class _GatheredExperts:
-    """Stage 3 with its weights gathered for the call, and again for its backward."""
-
-    def __init__(self, module: Any, experts: Any):
-        self._module, self._experts = module, experts
-
-    def __call__(self, rows: Tensor, ids: Tensor, weights: Tensor, max_rows: int | None) -> Tensor:
-        self._module.unshard()
-        # Autograd runs the nodes of a stage from its end to its beginning: gathered before the first, freed after the last.
-        rows = _CallInBackward.apply(rows, self._module.reshard)
-        y = _CallInBackward.apply(self._experts(rows, ids, weights, max_rows), self._module.unshard)
-        self._module.reshard()
-        return y
+def _gathered_experts(
+    module: Any, experts: Any, rows: Tensor, ids: Tensor, weights: Tensor, max_rows: int | None
+) -> Tensor:
+    """Stage 3 with the weights of `module` gathered for the call, and again for its backward."""
+    module.unshard()
+    # Autograd runs the nodes of a stage from its end to its beginning: gathered before the first, freed after the last.
+    rows = _CallInBackward.apply(rows, module.reshard)
+    y = _CallInBackward.apply(experts(rows, ids, weights, max_rows), module.unshard)
+    module.reshard()
+    return y
 
 
 class _CallInBackward(torch.autograd.Function):
@@ -372,18 +365,9 @@ class _CallInBackward(torch.autograd.Function):
         return grad, None
 
 
-def _keep() -> None:
-    """Stands in for FSDP2's `free_unsharded_param`: gathered memory stays."""
-
-
 def _summed_in_fp32(record: Any) -> bool:
     """Whether gradients are summed in fp32 and the gathered weight has another dtype."""
     return record.reduce_dtype == torch.float32 != record.unsharded_param.dtype
-
-
-def _sum_of(record: Any) -> Tensor | None:
-    total = record.unsharded_accumulated_grad
-    return None if total is None else local(total)
 
 
 def _reduce_in_place(group: Any) -> None:

@@ -180,17 +180,6 @@ def test_another_shape_and_other_pages_are_captured_anew(pretence: Pretence) -> 
     assert (pretence.graphs, len(engine.calls)) == (3, 9)
 
 
-def test_released_for_a_step_that_is_called(pretence: Pretence) -> None:
-    engine = Engine(pretence)
-    for _ in range(5):
-        engine.run(2)
-    engine.step.release()
-    assert not engine.step.is_captured
-    engine.run(2)
-    assert engine.step.is_captured
-    assert pretence.graphs == 2
-
-
 def test_a_capture_that_fails_is_given_up_and_says_why(pretence: Pretence) -> None:
     engine = Engine(pretence)
     engine.error = ValueError("asked the device for a number")

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from forebay.cli import main
-from forebay.config import Config, check_experts, check_world, from_mapping
+from forebay.config import Config, check_world, from_mapping
 from forebay.errors import Interrupted, ReportedElsewhere, RunError, UsageError
 from forebay.train.distributed import ALONE, Mesh, World
 from forebay.train.loop import train
@@ -60,17 +60,6 @@ def test_world_of_environment() -> None:
 def test_what_does_not_fit_is_refused_with_what_would(sections: dict[str, Any], size: int, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         check_world(with_keys(**sections), size)
-
-
-def test_what_fits() -> None:
-    check_world(with_keys(parallel={"ep": 2}, train={"batch": 24, "microbatch": 3}), 4)
-    check_world(with_keys(parallel={"ep": 4}), 4)
-    check_world(with_keys(), 1)
-    check_world(with_keys(parallel={"pp": 2, "ep": 2}, train={"batch": 24, "microbatch": 3}), 4)
-    check_experts(1, 0)
-    check_experts(8, 64)
-    with pytest.raises(UsageError, match=r"ep = 3 does not divide the model's 8 experts; valid are 1, 2, 4, 8$"):
-        check_experts(3, 8)
 
 
 def test_capacity_below_even_routing_is_refused() -> None:

@@ -44,6 +44,7 @@ def test_round_trip_gives_the_same_logits(tmp_path: Path, family: str) -> None:
         expected = model(IDS).logits
         assert torch.equal(theirs(IDS).logits, expected)
         assert torch.equal(ours(IDS).logits, expected)
+    assert theirs.config.use_cache and not ours.config.use_cache
 
 
 def test_bfloat16(folder: Path) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from forebay.config import Config
 from forebay.errors import Interrupted, RunError, UsageError
@@ -19,7 +18,7 @@ from forebay.train import checkpoint
 from forebay.train.loop import export, train
 from forebay.train.run_folder import where_to_resume
 from forebay.train.trainer import Trainer
-from tests.train.common import GLM, metrics, quiet
+from tests.train.common import metrics, quiet
 
 
 def losses(folder: Path) -> list[float]:
@@ -62,14 +61,6 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tiny: Callable[..., Conf
         assert all(torch.equal(o1["state"][index][k], o2["state"][index][k]) for k in o1["state"][index])
 
 
-def test_a_router_bias_is_resumed_too(tiny: Callable[..., Config]) -> None:
-    config = tiny(model={"family": "glm4_moe", "config": GLM}, train={"steps": 4}, checkpoint={"every": 2})
-    whole = train(config, quiet())
-    expected = losses(whole)
-    train(config, quiet(), resume=str(whole / "checkpoints" / "step-00000002"))
-    assert losses(whole) == expected
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -94,18 +85,6 @@ def test_resuming_something_else_is_refused(
     with pytest.raises((UsageError, RunError), match=message):
         train(tiny(**{"train": {"steps": 2}, **changes}), quiet(), resume="")
     assert (folder / "metrics.jsonl").read_text() == before
-
-
-def test_a_damaged_checkpoint_is_not_resumed(tiny: Callable[..., Config]) -> None:
-    folder = train(tiny(train={"steps": 2}, checkpoint={"every": 1}), quiet())
-    file = folder / "checkpoints" / "step-00000002" / "__0_0.distcp"
-    file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(
-        RunError, match=r"step-00000002 is damaged: __0_0\.distcp has 100 bytes.*--resume .*step-00000001"
-    ):
-        train(tiny(train={"steps": 3}), quiet(), resume="")
-    train(tiny(train={"steps": 3}), quiet(), resume=str(folder / "checkpoints" / "step-00000001"))
-    assert len(losses(folder)) == 3
 
 
 def test_a_resumed_run_has_the_settings_it_says(tiny: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,29 +146,6 @@ def test_a_second_ctrl_c_ends_at_once_and_keeps_the_checkpoint(
     found = where_to_resume(config, "").resumed
     assert found is not None and found.name == "step-00000003"
     checkpoint.verify(found)
-
-
-def test_the_manager_comes_off_after_a_failure(tiny: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    monkeypatch.setattr(Trainer, "close", lambda self: seen.append(self))
-    monkeypatch.setattr(Trainer, "step", lambda self, number: (_ for _ in ()).throw(RuntimeError("broken")))
-    with pytest.raises(RuntimeError, match="broken"):
-        train(tiny(), quiet())
-    assert len(seen) == 1
-
-
-def test_export_gives_the_same_logits(tiny: Callable[..., Config], tmp_path: Path) -> None:
-    config = tiny(train={"steps": 2})
-    folder = train(config, quiet())
-    assert export(folder, tmp_path / "out").name == "step-00000002"
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", local_files_only=True).eval()
-    with Trainer(config) as trainer:
-        checkpoint.load(checkpoint.find(folder), trainer.model)
-        ids = torch.arange(12).reshape(2, 6)
-    # Out of the manager: the same code runs on both sides.
-    with torch.no_grad():
-        assert torch.equal(theirs(ids).logits, trainer.model.eval()(ids).logits)
-    assert theirs.config.use_cache
 
 
 def test_loss_falls_and_an_export_trains_on(tiny: Callable[..., Config], tmp_path: Path) -> None:

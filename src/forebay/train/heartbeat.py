@@ -117,7 +117,9 @@ class Heartbeat:
                     self._read()
                 except RuntimeError:  # DistError too: the process that holds the store died, or does not answer
                     self._store_gone = self._clock
-            self._check_local()
+            for peer in self._peers.values():  # a process of this machine is known to be gone by its pid
+                if not peer.finished and peer.place == self._self["place"] and _is_gone(peer.pid):
+                    self._lose(peer, "died")
             lost = [
                 r for r in self._lost(self._patience) if self._clock - self._peers[r].lost_at > _GRACE * self._period
             ]
@@ -143,12 +145,6 @@ class Heartbeat:
             if message.get("left"):
                 peer.finished = not message["why"]
                 self._lose(peer, f"failed: {message['why']}" if message["why"] else "")
-
-    def _check_local(self) -> None:
-        """Find processes of this machine that are gone."""
-        for peer in self._peers.values():
-            if not peer.finished and peer.place == self._self["place"] and _is_gone(peer.pid):
-                self._lose(peer, "died")
 
     def _lose(self, peer: _Peer, fate: str) -> None:
         if fate and not peer.fate:

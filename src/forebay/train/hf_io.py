@@ -289,10 +289,16 @@ class _Sizes:
 
     def check(self) -> None:
         """Raise a UsageError if two sizes do not go together."""
+        from transformers.activations import ACT2FN
+
         for name in _AT_LEAST_ONE:
             if (value := self._number(name)) is not None and value < 1:
                 self._refuse(name, "it must be at least 1")
-        self._check_activation()
+        activation = getattr(self._text, "hidden_act", None)
+        if isinstance(activation, str) and activation not in ACT2FN:
+            known = list(ACT2FN)
+            hint = nearest(activation, known, "activation")
+            self._refuse("hidden_act", f"it is unknown; {hint}valid are {', '.join(known)}")
         self._check_heads()
         self._check_rotary()
         if self._experts:
@@ -305,16 +311,6 @@ class _Sizes:
 
     def _refuse(self, name: str, why: str) -> None:
         raise UsageError(f"{self._where}.{name} = {getattr(self._text, name)!r} does not fit: {why}")
-
-    def _check_activation(self) -> None:
-        from transformers.activations import ACT2FN
-
-        name = getattr(self._text, "hidden_act", None)
-        if isinstance(name, str) and name not in ACT2FN:
-            known = list(ACT2FN)
-            self._refuse(
-                "hidden_act", f"it is unknown; {nearest(name, known, 'activation')}valid are {', '.join(known)}"
-            )
 
     def _check_heads(self) -> None:
         heads, groups = self._number("num_attention_heads"), self._number("num_key_value_heads")
@@ -352,7 +348,11 @@ class _Sizes:
         return bool(getattr(self._text, "rope_parameters", None) or getattr(self._text, "rope_theta", None))
 
     def _check_rotary(self) -> None:
-        if not self._has_rotary or self._has_partial_rotary():
+        parameters = getattr(self._text, "rope_parameters", None)
+        inside = parameters.get("partial_rotary_factor") if isinstance(parameters, dict) else None
+        factors = inside, getattr(self._text, "partial_rotary_factor", None)
+        # Families with a factor have rotary positions in a part of a head only, and round its size differently.
+        if not self._has_rotary or any(factor not in (None, 1) for factor in factors):
             return
         name = "qk_rope_head_dim" if self._number("qk_rope_head_dim") is not None else "head_dim"
         size = self._number(name)
@@ -371,12 +371,6 @@ class _Sizes:
                 f"a head has hidden_size / num_attention_heads = {hidden // heads} numbers, and rotary positions turn pairs of "
                 f"them; valid are {_list(valid)}",
             )
-
-    def _has_partial_rotary(self) -> bool:
-        """Whether rotary positions cover a part of a head only. Families round its size differently."""
-        parameters = getattr(self._text, "rope_parameters", None)
-        inside = parameters.get("partial_rotary_factor") if isinstance(parameters, dict) else None
-        return any(f not in (None, 1) for f in (inside, getattr(self._text, "partial_rotary_factor", None)))
 
     def _check_experts(self) -> None:
         chosen = self._number("num_experts_per_tok")

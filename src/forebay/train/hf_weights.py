@@ -241,32 +241,17 @@ class Joined:
         return torch.cat(found, dim=self.dim)
 
 
-class Converted:
-    """The result of a conversion that is only known to transformers. Every process reads all of it."""
-
-    def __init__(self, name: str, conversion: "Conversion", shape: tuple[int, ...]):
-        self._name, self._conversion, self.shape = name, conversion, shape
-
-    def read(self, block: Block) -> torch.Tensor:
-        whole = self._conversion(lambda leaf: leaf.read(tuple(slice(0, n) for n in leaf.shape)))
-        return whole[self._name][block]
-
-
 @dataclass(frozen=True)
-class Conversion:
-    """transformers' conversion of stored tensors into `name` and possibly other tensors."""
+class Converted:
+    """The tensor `name` of a conversion that is only known to transformers. Every process reads all of it."""
 
     name: str
-    converter: Any
-    members: list[Member]
-    model: Any
+    convert: Callable[[Callable[[Leaf], torch.Tensor]], dict[str, torch.Tensor]]
+    shape: tuple[int, ...]
 
-    def __call__(self, tensor_of: Callable[[Leaf], torch.Tensor]) -> dict[str, torch.Tensor]:
-        converter = deepcopy(self.converter)
-        for pattern, leaf in self.members:
-            converter.add_tensor(self.name, leaf.key, pattern, tensor_of(leaf))
-        made = converter.convert(self.name, model=self.model, config=self.model.config)
-        return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
+    def read(self, block: Block) -> torch.Tensor:
+        whole = self.convert(lambda leaf: leaf.read(tuple(slice(0, n) for n in leaf.shape)))
+        return whole[self.name][block]
 
 
 def _sources(folder: Path, blueprint: Any, leaves: Mapping[str, Leaf]) -> dict[str, Source]:
@@ -357,9 +342,16 @@ def _converted(name: str, converter: Any, members: list[Member], blueprint: Any)
                     f"{name} has parts of {' and '.join(str(len(stack.pieces)) for stack in stacks)} experts"
                 )
             return {name: Joined(rest[0].dim, tuple(stacks)) if rest else stacks[0]}
-    conversion = Conversion(name, converter, members, blueprint)
-    made = conversion(lambda leaf: torch.empty(leaf.shape, device="meta"))
-    return {each: Converted(each, conversion, tuple(tensor.shape)) for each, tensor in made.items()}
+
+    def convert(tensor_of: Callable[[Leaf], torch.Tensor]) -> dict[str, torch.Tensor]:
+        own = deepcopy(converter)
+        for pattern, leaf in members:
+            own.add_tensor(name, leaf.key, pattern, tensor_of(leaf))
+        made = own.convert(name, model=blueprint, config=blueprint.config)
+        return {each: tensor[0] if isinstance(tensor, list) else tensor for each, tensor in made.items()}
+
+    made = convert(lambda leaf: torch.empty(leaf.shape, device="meta"))
+    return {each: Converted(each, convert, tuple(tensor.shape)) for each, tensor in made.items()}
 
 
 def _missing_experts(name: str, converter: Any, members: list[Member], count: int) -> list[str]:

@@ -200,11 +200,15 @@ class _TrainingRun:
                     last = self.trainer.memory.report()  # of a backward: before a validation pass
                 if c.train.eval_every and number % c.train.eval_every == 0:
                     report.validation(number, self.trainer.evaluate())
-                stopped_by = self._stopped_by()
-                if self._is_due(number, stopped_by):
-                    self._save(number)
-                if stopped_by and number < c.train.steps:
-                    raise self._interrupted(number, stopped_by)
+                # All processes stop after the same step.
+                (asked,) = self.mesh.max(signal.Signals[self.stop.signal] if self.stop.signal else 0)
+                is_due = bool(c.checkpoint.every) and number % c.checkpoint.every == 0
+                if is_due or (c.checkpoint.last and (asked or number == c.train.steps)):
+                    about = {"data": self.trainer.corpus.identity, "config": c.to_dict()}
+                    self.checkpoints.save(number, self.trainer.model, self.trainer.optimizer, about)
+                    self.saved_at = number
+                if asked and number < c.train.steps:
+                    raise self._interrupted(number, signal.Signals(int(asked)).name)
         enough = self.trainer.enough_capacity()
         self._write_outputs(last)
         if self.mesh.world.is_main:
@@ -245,11 +249,6 @@ class _TrainingRun:
             self._graph_status = status
             report.say(f"step {number}: {status}")
         return record
-
-    def _stopped_by(self) -> str:
-        """The signal that any process received, or "". All processes stop after the same step."""
-        (number,) = self.mesh.max(signal.Signals[self.stop.signal] if self.stop.signal else 0)
-        return signal.Signals(int(number)).name if number else ""
 
     def _resume(self) -> int:
         path = self.start.resumed
@@ -295,16 +294,6 @@ class _TrainingRun:
         report.say(
             f"run {self.start.folder}" + (f", resumed after step {done} from {self.start.resumed}" if done else "")
         )
-
-    def _is_due(self, number: int, stopped_by: str) -> bool:
-        c = self.config.checkpoint
-        is_last = number == self.config.train.steps or bool(stopped_by)
-        return bool(c.every and number % c.every == 0) or (c.last and is_last)
-
-    def _save(self, number: int) -> None:
-        about = {"data": self.trainer.corpus.identity, "config": self.config.to_dict()}
-        self.checkpoints.save(number, self.trainer.model, self.trainer.optimizer, about)
-        self.saved_at = number
 
     def _interrupted(self, number: int, by: str) -> Interrupted:
         resume = f"go on with --resume {self.start.folder}"

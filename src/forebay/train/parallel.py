@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
@@ -121,7 +120,10 @@ def shard(model: nn.Module, mesh: Mesh, config: Config) -> Shards:
     check_experts(mesh.ep, experts_of(model))
     if mesh.grid is not None:
         for block in moe_blocks(model):
-            _spread_experts(block.experts, mesh.grid["ep"])
+            # This process's part of each parameter [E, ...], as a DTensor with the shape of the whole.
+            ep = mesh.grid["ep"]
+            whole = partial(DTensor.from_local, device_mesh=ep, placements=[Shard(0)], run_check=False)
+            cut_experts(block.experts, ep.get_local_rank(), ep.size(), whole)
             placement = partial(_even_dimension, size=mesh.batch.size // mesh.ep)
             fully_shard(block.experts, mesh=mesh.grid["fsdp"], shard_placement_fn=placement, **options)
     for layer in layers:
@@ -235,12 +237,6 @@ class ShardedAdamW(torch.optim.AdamW):
         for tensors in lists:
             tensors[:] = [local(t) for t in tensors]
         return complex_found
-
-
-def _spread_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
-    """Keep this process's part of each parameter [E, ...] as a DTensor with the shape of the whole."""
-    whole = partial(DTensor.from_local, device_mesh=mesh, placements=[Shard(0)], run_check=False)
-    cut_experts(experts, mesh.get_local_rank(), mesh.size(), whole)
 
 
 def _even_dimension(parameter: nn.Parameter, size: int) -> Shard:

@@ -216,7 +216,14 @@ class Trainer:
             group["lr"] = rate
         drop = partial(self.optimizer.zero_grad, set_to_none=True)
         parts, retry = self._retries.run(partial(self.gradients, number), drop)
-        self._check_dispatcher()
+        if self.dispatcher is not None:
+            # If a rank missed a dispatch, gradients are wrong and nothing may be made of them. This comes before the next
+            # collective: ranks that noticed nothing wait there, and do not step either.
+            try:
+                self.dispatcher.check()
+            except RuntimeError:
+                self.discard()
+                raise
         losses = self.mesh.sum(torch.stack(parts))
         norm = parallel.clip_gradients(self._parameters, self.config.train.clip, self.mesh)
         self.optimizer.step()
@@ -264,19 +271,6 @@ class Trainer:
         own = [figure * (rank == own_rank) for rank in range(self.mesh.pp) for figure in (peak, reserved)]
         seconds, *figures = self.mesh.max(time.perf_counter() - started, *own)
         return seconds, tuple(map(int, figures[::2])), tuple(map(int, figures[1::2]))
-
-    def _check_dispatcher(self) -> None:
-        """Raise if a rank missed a dispatch: gradients are wrong then, and nothing may be made of them.
-
-        This comes before the next collective: ranks that noticed nothing wait there, and do not step either.
-        """
-        if self.dispatcher is None:
-            return
-        try:
-            self.dispatcher.check()
-        except RuntimeError:
-            self.discard()
-            raise
 
     def enough_capacity(self) -> float | None:
         """See `CapacityRetries.factor`. Collective; the host waits for the device."""

@@ -65,25 +65,23 @@ def test_weights_random_takes_only_the_configuration(folder: Path) -> None:
     assert len(model.model.layers) == 1
 
 
-@pytest.mark.parametrize("gone", ["self_attn.q_proj.weight", "mlp.experts.0.down_proj.weight"])
-def test_missing_weights_are_named(folder: Path, gone: str) -> None:
-    """Experts are stored one by one and stacked when they are loaded."""
-    gone = f"model.layers.1.{gone}"
-    weights = load_file(folder / "model.safetensors")
-    del weights[gone]
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    message = r"model\.layers\.1\.mlp\.experts" if "experts" in gone else f"not complete: {gone} is missing.*= 'random'"
+QUERY, KEY = "model.layers.1.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({QUERY: None}, f"not complete: {QUERY} is missing.*= 'random'"),
+        # Experts are stored one by one and stacked when they are loaded.
+        ({"model.layers.1.mlp.experts.0.down_proj.weight": None}, r"model\.layers\.1\.mlp\.experts"),
+        ({KEY: torch.zeros(3, 16)}, rf"{KEY} has shape \[3, 16\], the model needs \[8, 16\]"),
+    ],
+)
+def test_missing_and_mis_shaped_weights_are_named(folder: Path, change: dict[str, Any], message: str) -> None:
+    weights = load_file(folder / "model.safetensors") | change
+    stored = {name: tensor for name, tensor in weights.items() if tensor is not None}
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(RunError, match=message):
-        hf_io.build(Model(path=str(folder)), 257, CPU)
-
-
-def test_mis_shaped_weights_are_named(folder: Path) -> None:
-    weights = load_file(folder / "model.safetensors")
-    weights["model.layers.0.self_attn.k_proj.weight"] = torch.zeros(3, 16)
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(
-        RunError, match=r"layers\.0\.self_attn\.k_proj\.weight has shape \[3, 16\], the model needs \[8, 16\]"
-    ):
         hf_io.build(Model(path=str(folder)), 257, CPU)
 
 

@@ -41,7 +41,7 @@ def profiles(rank: int, world: int, folder: str) -> list[list[PipelineProfile]]:
         settings = settings_of(folder, pp=2, schedule=schedule)
         with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
             before = gradients(trainer)
-            found.append(profile_ranks(trainer, number=1))
+            found.append(profile_ranks(trainer))
             assert all(p.grad is None for p in trainer.model.parameters())
             assert trainer.pipeline is not None and trainer.pipeline.watcher is None
             after = gradients(trainer)

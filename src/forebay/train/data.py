@@ -49,38 +49,23 @@ class Piece:
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Text to token ids.
+    """Text to token ids."""
 
-    Attributes:
-        name: part of the cache's key.
-        vocabulary: number of ids.
-        end: id after each document, or None.
-        encode: UTF-8 bytes to ids, int64 [n].
-        folder: Hugging Face folder, exported with the model; None for "bytes".
-    """
-
-    name: str
-    vocabulary: int
-    end: int | None
-    encode: Callable[[bytes], np.ndarray]
-    folder: Path | None = None
+    name: str  # part of the cache's key
+    vocabulary: int  # number of ids
+    end: int | None  # id after each document
+    encode: Callable[[bytes], np.ndarray]  # UTF-8 bytes to ids, int64 [n]
+    folder: Path | None = None  # Hugging Face folder, exported with the model; None for "bytes"
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokens of all documents, one after the other.
+    """Tokens of all documents, one after the other."""
 
-    Attributes:
-        tokens: read-only memory map, uint16 or uint32 [n].
-        identity: hash of the tokens; equal on every machine.
-        vocabulary: number of ids of the tokenizer.
-        description: one line for the log.
-    """
-
-    tokens: np.ndarray
-    identity: str
-    vocabulary: int
-    description: str
+    tokens: np.ndarray  # read-only memory map, uint16 or uint32 [n]
+    identity: str  # hash of the tokens; equal on every machine
+    vocabulary: int  # number of ids of the tokenizer
+    description: str  # one line for the log
 
 
 def load_tokenizer(name: str) -> Tokenizer:

@@ -141,8 +141,8 @@ class PipelineProfile:
         }
 
 
-def profile_ranks(trainer: Trainer, number: int = 1) -> list[PipelineProfile]:
-    """Profile the forwards and backwards of step `number`: the profiles of all ranks of this process's pipeline. Collective.
+def profile_ranks(trainer: Trainer) -> list[PipelineProfile]:
+    """Profile the forwards and backwards of the first step: the profiles of all ranks of this process's pipeline. Collective.
 
     Raises:
         UsageError: the trainer has no pipeline.
@@ -156,7 +156,7 @@ def profile_ranks(trainer: Trainer, number: int = 1) -> list[PipelineProfile]:
         engine.watched(collector, collector.labeled),
         saved_tensors_hooks(collector.pack, collector.unpack),
     ):
-        trainer.gradients(number)
+        trainer.gradients(1)
     trainer.discard()
     found: list[Any] = [None] * trainer.mesh.pp
     dist.all_gather_object(found, collector.profile(engine.plan, trainer.mesh.pp_rank), group=trainer.mesh.pipeline)

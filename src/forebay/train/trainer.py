@@ -78,9 +78,7 @@ class Trainer:
         engine: runs the microbatches of a step; None if they run one after the other.
 
     Raises:
-        UsageError, RunError: see `forebay.train.hf_io`, `forebay.train.data`, `forebay.train.distributed` and
-            `forebay.train.parallel`.
-        PolicyError, BudgetError: from the policy.
+        UsageError, RunError: as `Mesh.open`, `load_corpus`, `hf_io.build` and `forebay.train.parallel` raise.
     """
 
     def __init__(self, config: Config, mesh: Mesh | None = None):

@@ -30,18 +30,14 @@ from forebay.train.parallel import add_to_shard, fsdp_group
 
 @dataclass(frozen=True)
 class EmbeddingRows:
-    """What `UnshardedStep.reduce` makes the embedding's gradient of.
+    """What `UnshardedStep.reduce` makes the embedding's gradient of."""
 
-    Attributes:
-        embedding: FSDP2's record (`FSDPParam`) of the embedding.
-        collected: ids [B, S] and gradient of the embedded tokens [B, S, H] of each microbatch.
-        head, head_sum: FSDP2's record of the head and its gradient [V, H], fp32; None on a process without the head.
-    """
-
-    embedding: Any
-    collected: list[tuple[Tensor, Tensor]]
-    head: Any
-    head_sum: Tensor | None
+    embedding: Any  # FSDP2's record (`FSDPParam`) of the embedding
+    collected: list[
+        tuple[Tensor, Tensor]
+    ]  # ids [B, S] and gradient of the embedded tokens [B, S, H] of each microbatch
+    head: Any  # FSDP2's record of the head; None on a process without the head, as its sum
+    head_sum: Tensor | None  # its gradient [V, H], fp32
 
 
 @dataclass(frozen=True)

@@ -34,10 +34,10 @@ from planner_measure import measure
 
 from forebay.config import from_mapping
 from forebay.estimate.device import load
+from forebay.estimate.fit import headroom
 from forebay.estimate.layers import plan_layers
 from forebay.estimate.plan import fit_run
 from forebay.estimate.trace_cache import TraceCache
-from forebay.estimate.walk import headroom
 
 FACTORS = (1.0, 1.01, 1.03, 0.99, 0.97)  # of the planned peak, in turn
 TIGHT = 20

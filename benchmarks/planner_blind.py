@@ -32,8 +32,8 @@ from planner_measure import NO_TIME, TIMED, WARM, measure
 
 from forebay.config import SCHEDULES
 from forebay.errors import UsageError
+from forebay.estimate.fit import least_budget
 from forebay.estimate.trace_cache import TraceCache
-from forebay.estimate.walk import least_budget
 from forebay.policy import RECOMPUTE_MODES, PolicyError
 from forebay.train.hf_io import TESTED as FAMILIES
 

@@ -199,7 +199,7 @@ def _answer_plan(options: argparse.Namespace, budget: int | None) -> int:
     from forebay.estimate.plan import ask, fit_run
     from forebay.estimate.search import search
     from forebay.report.html import checked, write_page
-    from forebay.report.plan_page import LevelRecorder, plan_page
+    from forebay.report.plan_page import Planned, plan_page
 
     given = [] if options.pp is None else [f"parallel.pp={options.pp}"]
     request = ask(options.config, [*options.overrides, *given], options.world)
@@ -208,17 +208,13 @@ def _answer_plan(options: argparse.Namespace, budget: int | None) -> int:
     device = _device(options.device)
     auto = budget if options.auto else None
     page = None if options.html is None else checked(options.html.expanduser())  # raises before any work
-    levels = LevelRecorder()
-    seen = None if page is None else levels.seen
     _quiet_transformers()
     if options.search:
         found = search(request, options.search, world, budget, options.skew, device, options.auto)
         config, plan, fit = found.config, found.plan, found.fit
-        if seen is not None:
-            fit_run(config, plan, world, None, options.skew, auto=auto, seen=seen)  # the search kept no levels
     else:
         plan = plan_layers(config, world)
-        fit = fit_run(config, plan, world, budget, options.skew, device=device, auto=auto, seen=seen)
+        fit = fit_run(config, plan, world, budget, options.skew, device=device, auto=auto)
     if options.json:
         more = {} if found is None else {"search": found.as_dict()}
         print(json.dumps({**plan.as_dict(), "fit": fit.as_dict(), "settings": request.chosen, **more}, indent=1))
@@ -229,7 +225,7 @@ def _answer_plan(options: argparse.Namespace, budget: int | None) -> int:
             if part:
                 console.print(part, highlight=False)
     if page is not None:
-        write_page(plan_page(levels.planned(plan, fit), config, options.config, found), page)
+        write_page(plan_page(Planned(plan, fit), config, options.config, found), page)
         if not options.json:
             print(f"page {page}")
     return _DOES_NOT_FIT if fit.fits is False else 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from forebay.estimate.walk import least_budget
+from forebay.estimate.fit import least_budget
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

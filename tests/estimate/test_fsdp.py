@@ -14,7 +14,10 @@ TWO = Sharing(data=2, sharded=True, parameter=4, compute=2, summed=4, gathered=T
 
 
 def ends(*names: str, late: bool = True, tied: bool = False) -> tuple[CachingAllocator, UnshardedLifecycle]:
-    groups = [ParamGroup(-1, False, 2, (ELEMENTS // 2,), (ELEMENTS,), (ELEMENTS,), (name,), (False,)) for name in names]
+    groups = [
+        ParamGroup(-1, False, 2, (ELEMENTS // 2,), (ELEMENTS,), (ELEMENTS,), (name,), (name,), (False,))
+        for name in names
+    ]
     allocator = CachingAllocator()
     return allocator, UnshardedLifecycle(allocator, groups, TWO, "compute", late=late, keep=True, tied=tied)
 
@@ -27,7 +30,7 @@ def step(allocator: CachingAllocator, params: UnshardedLifecycle) -> list[int]:
     levels.append(allocator.allocated)
     params.end_step()
     levels.append(allocator.allocated)
-    allocator.reset_peaks()
+    allocator.take_peak()
     params.reduce([], 16 * MIB)
     params.finish()
     levels += [allocator.allocated, allocator.peak_allocated]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from forebay.config import Config, from_mapping
-from forebay.estimate import rank, reserved, walk
+from forebay.estimate import rank
 from forebay.estimate.layers import plan_layers
 from forebay.estimate.plan import fit_run
 from forebay.pipeline.costs import costs_of, model_costs, partition_of
@@ -69,13 +69,9 @@ def test_gradients_of_tokens_are_added_at_once_where_a_run_adds_them(microbatche
     model |= {"dtype": "float32", "compute": "bfloat16"}
     train = {"batch": 2 * microbatches, "microbatch": 2, "sequence": 32}
     c = from_mapping({"model": model, "train": train, "parallel": {"pp": 2}, "device": {"type": "cuda"}})
-    with (
-        mock.patch.object(rank, "reserve", wraps=reserved.reserve) as reserve,
-        mock.patch.object(rank, "sublayer_memory", wraps=walk.sublayer_memory) as sublayers,
-    ):
+    with mock.patch.object(rank, "walk", wraps=rank.walk) as walk:
         fit_run(c, plan_layers(c, 2), 2)
-    assert [call.args[0].at_once for call in reserve.call_args_list] == [at_once] * 2
-    assert {call.kwargs["at_once"] for call in sublayers.call_args_list} == {at_once}
+    assert [call.args[0].at_once for call in walk.call_args_list] == [at_once] * 2
     assert adds_at_once(64 * microbatches, 512, 2) == at_once
 
 

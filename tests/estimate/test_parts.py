@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 
 from forebay.estimate.parts import Part, offloadable, offloaded_bytes, plan_link
-from forebay.estimate.reserved import RankRun, reserve
 from forebay.estimate.state import Sharing
 from forebay.estimate.types import PartEvents
-from forebay.estimate.walk import local_actions
+from forebay.estimate.walk import RankRun, local_actions, walk
 from forebay.pipeline.schedule import turns
 
 MIB = 1 << 20
@@ -22,7 +21,7 @@ def events(size: int) -> PartEvents:
     """Saves a storage of `size`, and one byte."""
     return PartEvents(
         forward=((1, size), (2, 1), (3, 16 * MIB)), backward=((6, 16 * MIB), (4, 0), (1, 0), (2, 0)),
-        forward_no_grad=(), x=0, output=3, gradient=4, dx=6, saves_x=False, weight_grads=(), transferred=frozenset(),
+        forward_no_grad=(), x=0, output=3, gradient=4, dx=6, saves_x=False, weight_grads={}, transferred=frozenset(),
         saved=(1, 2),
     )  # fmt: skip
 
@@ -68,12 +67,12 @@ def test_steps_follow_the_plan_after_the_measured_ones(microbatches: int) -> Non
     plan = plan_link({0: parts(64 * MIB)}, FB, (rate, rate), hidden=16 * MIB, least=MIB, everything=False)
     assert plan.planned_bytes == 64 * MIB
     embedding = Part("embedding", "embedding", PartEvents(
-        ((1, 16 * MIB),), ((2, 0),), (), -1, 1, 2, -1, False, (), frozenset(),
+        ((1, 16 * MIB),), ((2, 0),), (), -1, 1, 2, -1, False, {}, frozenset(),
     ))  # fmt: skip
     run = RankRun(
         [], Sharing(sharded=False, parameter=4, compute=4), {0: [embedding, *parts(64 * MIB)]},
-        local_actions(microbatches, False), engine=False, summed=None, hidden=16 * MIB, turns=turns, random=False,
+        local_actions(microbatches, False), engine=False, summed=0, hidden=16 * MIB, turns=turns, random=False,
     )  # fmt: skip
     kept = [replace(part, placement="keep") for part in parts(64 * MIB)]
-    most = reserve(replace(run, stages={0: [embedding, *kept]})).allocated
-    assert most - reserve(replace(run, link=plan)).allocated == 64 * MIB
+    most = walk(replace(run, stages={0: [embedding, *kept]})).peak.allocated
+    assert most - walk(replace(run, link=plan)).peak.allocated == 64 * MIB

@@ -12,11 +12,11 @@ import pytest
 from forebay.config import Config, from_mapping
 from forebay.errors import UsageError
 from forebay.estimate.device import load
+from forebay.estimate.fit import least_budget
 from forebay.estimate.layers import plan_layers
 from forebay.estimate.plan import PlanRequest, ask, fit_run
 from forebay.estimate.search import Candidate, MeshShape, divisors, largest, meshes, ranked, search
 from forebay.estimate.trace_cache import TraceCache
-from forebay.estimate.walk import least_budget
 from forebay.train import hf_io
 
 pytestmark = pytest.mark.usefixtures("shared_traces")

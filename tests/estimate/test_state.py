@@ -17,6 +17,7 @@ from forebay.estimate.state import (
     COMMUNICATOR_ALONE,
     CONTEXT,
     Sharing,
+    Weight,
     WeightShapes,
     rank_state,
     symmetric_bytes,
@@ -113,7 +114,12 @@ def test_two_processes(tmp_path: Path, ep: int) -> None:
     assert state(config, sharing).gradients == state(config, sharing).sharded_gradients == real[0]["gradients"]
 
 
-TINY = WeightShapes(((10, 4),), ((4,), (10, 4)), ((((6, 4),), ((8, 5, 4),)),) * 3, tied=False)
+TINY = WeightShapes(
+    (Weight("embed_tokens.weight", (10, 4)),),
+    (Weight("norm.weight", (4,)), Weight("lm_head.weight", (10, 4))),
+    ((Weight("q_proj.weight", (6, 4)), Weight("experts.down_proj", (8, 5, 4), True)),) * 3,
+    tied=False,
+)
 
 
 def test_shards_by_hand() -> None:

@@ -1,4 +1,4 @@
-"""The levels of a rank's step by hand, the limits of every placement, and schedules against what they have in flight."""
+"""A rank's allocations in order: parts made by hand, and whole steps against real ones recorded on a CPU."""
 
 from __future__ import annotations
 
@@ -6,183 +6,201 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from forebay.estimate.state import RankState
-from forebay.estimate.types import LayerTrace, ModelTrace, PartTrace
-from forebay.estimate.walk import StageLayers, SublayerMemory, fit_rank, local_actions, sublayer_memory
-from forebay.pipeline.partition import in_flight
-from forebay.pipeline.schedule import make_plan
+from forebay.estimate.fsdp import ParamGroup, param_groups
+from forebay.estimate.op_recorder import OpRecorder
+from forebay.estimate.parts import Part, placed_parts
+from forebay.estimate.state import Sharing, weight_shapes
+from forebay.estimate.trace import base_path, trace_model
+from forebay.estimate.types import PartEvents, Shape, StageLayers
+from forebay.estimate.walk import WORKSPACE, AllocatorRun, RankRun, local_actions, shortened, walk
+from forebay.managed import manage
+from forebay.pipeline.schedule import Action, turns
 
-STATE = RankState(
-    parameters=1000,
-    optimizer=2000,
-    gathered=0,
-    layer_gradients=(30, 40),
-    embedding_gradient=10,
-    head_gradient=20,
-    at_once=False,
-    reducing=0,
-    sharded_gradients=100,
-    stepping=0,
-    other=7,
+MIB = 1 << 20
+NONE = frozenset[int]()
+EXPERTS = {10: "mlp.experts.gate_up_proj", 11: "mlp.experts.down_proj"}
+
+
+def part(place: Any, name: str, saved: int, workspace: int, size: int = 16 * MIB, **more: Any) -> Part:
+    """Saves `saved`, needs `workspace` each way, and returns `size`."""
+    events = PartEvents(
+        forward=((1, saved), (2, workspace), (3, size), (2, 0)),
+        backward=((5, workspace), (6, size), (5, 0), (4, 0), (1, 0)),
+        forward_no_grad=((1, saved), (2, workspace), (3, size), (2, 0), (1, 0)),
+        x=0, output=3, gradient=4, dx=6, saves_x=True, weight_grads={}, transferred=NONE,
+    )  # fmt: skip
+    return Part(name, place, events, **more)
+
+
+ALONE = Sharing(sharded=False, parameter=4, compute=4)
+EMBEDDING = Part(
+    "embedding",
+    "embedding",
+    PartEvents(((1, 16 * MIB),), ((2, 0),), ((1, 16 * MIB),), -1, 1, 2, -1, False, {}, NONE),
 )
-PART = PartTrace(saved=50, inputs=8, forward=60, backward=20, forward_flops=0, backward_flops=0)
-MOE = replace(PART, saved=90, forward=120, backward=70, light=(40, 75), stash=(30, 20), deferred=25)
-TRACE = ModelTrace(
-    embedding=PartTrace(2, 0, 10, 12, 0, 0),
-    layers=(LayerTrace(PART, PART, False), LayerTrace(PART, MOE, True)),
-    head=PartTrace(300, 8, 400, 250, 0, 0),
-    shared=5,
-    balance=3,
-    kinds=2,
-    head_gradient=100,
-)
-WHOLE = StageLayers((0, 1), (0, 1), True, True)
 
 
-def sublayers(engine: bool = False, recompute: str = "light", **placements: str) -> list[SublayerMemory]:
-    named = {f"m.{name[1]}.{name[3:]}": placement for name, placement in placements.items()}
-    return sublayer_memory(TRACE, WHOLE, named, prefix="m", recompute=recompute, engine=engine, summed=False)
+def rank(parts: list[Part], microbatches: int = 1, groups: list[ParamGroup] | None = None, **more: Any) -> RankRun:
+    given = {"engine": False, "summed": 0, "hidden": 16 * MIB, "turns": turns, "random": False, **more}
+    actions = shortened(local_actions(microbatches, False), False)
+    return RankRun(groups or [], ALONE, {0: [EMBEDDING, *parts]}, actions, **given)
 
 
-def fit(
-    found: list[SublayerMemory], microbatches: int = 1, state: RankState = STATE, overlap: bool = False, **more: Any
-) -> Any:
-    return fit_rank(0, state, {0: found}, local_actions(microbatches, overlap), **more)
+def test_levels_of_a_step_by_hand() -> None:
+    """Two sublayers: x, what each saves, the output; the second's backward has its workspace, dx and all that is saved."""
+    sublayers = [part(0, "l.0.self_attn", 32 * MIB, 64 * MIB), part(0, "l.0.mlp", 48 * MIB, 96 * MIB)]
+    found = walk(rank(sublayers), steps=1)
+    forward = 16 + 32 + 16 + 48 + 96 + 16
+    backward = 16 + 32 + 16 + 48 + 16 + 96 + 16  # the output is its own gradient here
+    assert found.peak.allocated - WORKSPACE == max(forward, backward) * MIB
+    assert found.reserved >= found.peak.allocated
 
 
-@pytest.mark.parametrize(("at_once", "expected"), [(True, (8 + 16, 0)), (False, (8, 8))])
-def test_gradients_of_embedded_tokens_stay_unless_they_are_added_at_once(
-    at_once: bool, expected: tuple[int, int]
+def test_recomputation_and_offloading_hold_less() -> None:
+    def most(placement: str) -> int:
+        sublayers = [part(n, f"l.{n}.mlp", 256 * MIB, 16 * MIB, placement=placement) for n in range(8)]
+        return walk(rank(sublayers)).peak.allocated - WORKSPACE
+
+    keep, recompute, offload = map(most, ("keep", "recompute", "offload"))
+    assert keep >= 8 * (256 + 16) * MIB
+    assert recompute < 256 * MIB + 12 * 16 * MIB + 32 * MIB
+    assert offload < 4 * (256 + 16) * MIB + 64 * MIB
+
+
+def test_a_third_microbatch_needs_nothing_more() -> None:
+    sublayers = [part(n, f"l.{n}.mlp", 100 * MIB, 40 * MIB) for n in range(4)]
+    assert walk(rank(sublayers, 3)) == walk(rank(sublayers, 30))
+
+
+def test_moments_are_allocated_after_the_first_step() -> None:
+    """Two of them, as large as the parameters."""
+    group = ParamGroup(0, False, 1, (64 * MIB,), (64 * MIB,), (64 * MIB,), ("",), ("w",), (False,))
+    found = AllocatorRun(rank([part(0, "l.0.mlp", MIB, MIB)], groups=[group]))
+    assert found.allocator.allocated == 256 * MIB
+    found.steps(1)
+    assert found.allocator.allocated - WORKSPACE == 3 * 256 * MIB + 512  # and the step count
+
+
+def test_a_cuda_graph_has_memory_of_its_own() -> None:
+    sublayers = [part(n, f"l.{n}.mlp", 100 * MIB, 40 * MIB) for n in range(4)]
+    called, captured = walk(rank(sublayers)), walk(rank(sublayers, graph=True))
+    assert captured.reserved >= called.reserved
+    assert captured.peak.allocated == called.peak.allocated
+
+
+TWO = Sharing(data=2, sharded=True, parameter=4, compute=2, summed=4, gathered=True, pp=2)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_gradients_of_embedded_tokens_wait_unless_they_are_added_at_once(at_once: bool) -> None:
+    """16 MiB a microbatch, and 32 in the dtype of the sum."""
+
+    def most(microbatches: int, spread: int = 32 * MIB) -> int:
+        sublayer = part(0, "l.0.mlp", 8 * MIB, 4 * MIB)
+        actions = [Action(kind, 0, n) for n in range(microbatches) for kind in ("F", "RECV_B", "B")]
+        given = rank([sublayer], engine=True, pipeline=True, summed=spread, at_once=at_once)
+        return walk(replace(given, sharing=TWO, actions=actions), steps=1).peak.allocated
+
+    few, many, more = most(4), most(12), most(20)
+    assert more - many == many - few == (0 if at_once else 8 * 16 * MIB)
+    assert most(4, 1024 * MIB) - most(4, 512 * MIB) == (512 * MIB if at_once else 0)
+
+
+# --- against real steps -----------------------------------------------------------------------------------------------
+
+COMMON = {
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+    "vocab_size": 256,
+    "max_position_embeddings": 4096,
+    "use_cache": False,
+}
+
+
+def built(device: str) -> nn.Module:
+    import transformers
+
+    torch.manual_seed(1)
+    with torch.device(device):
+        return transformers.AutoModelForCausalLM.from_config(
+            transformers.Qwen3MoeConfig(**COMMON), dtype=torch.bfloat16, attn_implementation="sdpa"
+        ).train()
+
+
+@pytest.mark.parametrize(("placement", "mode"), [("keep", "light"), ("recompute", "light"), ("recompute", "full")])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_the_peak_is_that_of_a_real_step(
+    monkeypatch: pytest.MonkeyPatch, placement: str, mode: str, microbatches: int
 ) -> None:
-    """Hidden states are 8 bytes, and 16 in the dtype of the sum."""
-    embedding = sublayer_memory(
-        TRACE, WHOLE, {}, prefix="m", recompute="light", engine=True, summed=True, at_once=at_once
-    )[0]
-    assert (embedding.backward, embedding.until_end) == expected
+    """Forwards and backwards of a managed model on a CPU, every storage watched; and the same on allocator, laid by its parts.
+    cuBLAS's workspaces, larger than all of this model, are made small."""
+    monkeypatch.setattr("forebay.estimate.walk.WORKSPACE", 512)
+    sequence = 2048
+    model = built("cpu")
+    ids = torch.randint(0, 256, (1, sequence))
+    recorder = OpRecorder(512)
+    for tensor in (*model.parameters(), *model.buffers()):
+        recorder.ignore(tensor)
+    with manage(model, policy=placement, recompute=mode):
+
+        def step() -> None:
+            for _ in range(microbatches):
+                model(input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=ids.numel()).loss.backward()
+
+        step()
+        model.zero_grad(set_to_none=True)
+        with recorder:
+            step()
+    meta = built("meta")
+    weights, prefix = weight_shapes(meta), f"{base_path(meta)}.layers"
+    trace = trace_model(meta, Shape(sequence, 1, block=512, gpu=False))
+    stage = StageLayers(tuple(range(4)), tuple(range(4)), True, True)
+    placements = {f"{prefix}.{n}.{sublayer}": placement for n in range(4) for sublayer in ("self_attn", "mlp")}
+    parts = placed_parts(trace, stage, placements, prefix=prefix, recompute=mode)
+    groups = param_groups(weights, range(4), True, True, ALONE)
+    actions = local_actions(microbatches, False)
+    run = AllocatorRun(RankRun(groups, ALONE, {0: parts}, actions, False, 0, 0, turns, random=False))
+    before = run.allocator.allocated
+    run.gradients()
+    assert run.peak.allocated - before == pytest.approx(recorder.peak, rel=0.02)
 
 
-def test_what_a_step_holds_by_hand() -> None:
-    """Everything is saved before the head's backward, and there are no gradients yet. Messages and unsharded parameters
-    are always there."""
-    found = fit(sublayers())
-    saved = 2 + (50 + 5) + 50 + 50 + (90 + 3) + 300
-    assert found.held_at_most == saved
-    assert (found.activations, found.gradients, found.where) == (saved, 0, "head backward")
-    assert found.transient == 250 and found.other == 7
-    assert found.total == 1000 + 2000 + saved + 250 + 7
-    least = found.total + found.total // 50  # 2 % for the plan's error
-    assert found.headroom(least) == 0 and found.headroom(least - 1) == -1
-    assert fit(sublayers(), 1, replace(STATE, gathered=500), messages=33).total == found.total + 533
+@pytest.mark.parametrize("actions", [("F", "RECV_B", "B"), ("F", "RECV_B", "I", "W")], ids="-".join)
+def test_weight_gradients_in_place_are_never_allocated(actions: tuple[str, ...]) -> None:
+    """gate_up's 400 and down's 200 MiB are made after dx, each of 130 MiB of rows; deferred, they wait with 20."""
+    made = ((1, 50 * MIB), (3, 16 * MIB))
+    backward = ((6, 16 * MIB), (4, 0), (11, 200 * MIB), (11, 0), (10, 400 * MIB), (10, 0), (1, 0))
+    events = PartEvents(
+        made, backward, made, x=0, output=3, gradient=4, dx=6, saves_x=True, weight_grads=EXPERTS, transferred=NONE
+    )
+    sublayer = Part("l.0.mlp", 0, events, deferred=(20 * MIB,), token_rows=130 * MIB)
 
-
-def test_gradients_of_a_second_microbatch_add_to_its_activations() -> None:
-    one, two, many = (fit(sublayers(), n) for n in (1, 2, 5))
-    assert two.gradients == 30 + 40 + 10 + 20 and two.total == one.total + 100
-    assert many.total == two.total  # one after the other: no more is held
-    assert fit(sublayers(), 1, replace(STATE, at_once=True)).gradients == 100
-
-
-def test_overlap_needs_two_sublayers_at_once() -> None:
-    alone, both = fit(sublayers(engine=True), 4), fit(sublayers(engine=True), 4, overlap=True)
-    assert alone.held_at_most <= both.held_at_most <= 2 * alone.held_at_most
-    assert both.total == alone.total + 2 + 12  # the embedding's backward beside the head's forward
-    assert fit(sublayers(engine=True), 1, overlap=True) == fit(sublayers(engine=True), 1)
-
-
-def test_the_optimizers_step_can_be_the_peak() -> None:
-    found = fit(sublayers(), 1, replace(STATE, stepping=10_000))
-    assert found.where == "optimizer" and found.gradients == 100 and found.transient == 10_000
-
-
-@pytest.mark.parametrize(
-    ("path", "placement", "recompute", "held", "backward"),
-    [  # 3 of what the MoE sublayer holds are the load balance's, which no placement changes
-        ("m.1.mlp", "keep", "light", 93, 70),
-        ("m.1.mlp", "recompute", "light", 43, 75),
-        ("m.1.mlp", "recompute", "full", 11, 160),
-        ("m.1.mlp", "offload", "light", 3, 250),
-        ("m.1.mlp", "stash", "light", 83, 80),
-        ("m.0.mlp", "recompute", "light", 8, 50 + 20),  # dense: from its input
-    ],
-)
-def test_placements_of_a_sublayer(path: str, placement: str, recompute: str, held: int, backward: int) -> None:
-    found = sublayers(recompute=recompute, **{"l" + path[2:].replace(".", "_"): placement})
-    (sublayer,) = [h for h in found if h.path == path]
-    assert (sublayer.placement, sublayer.held, sublayer.backward) == (placement, held, backward)
-
-
-def test_an_engine_keeps_only_the_gradient_of_the_head() -> None:
-    (head,) = [h for h in sublayers(engine=True) if h.path == "head"]
-    assert head.held == 8 and head.forward == 300 + 250
-
-
-@pytest.mark.parametrize("placement", ["recompute", "offload"])
-def test_less_is_held_the_more_is_placed(placement: str) -> None:
-    names = ["l0_mlp", "l0_self_attn", "l1_self_attn", "l1_mlp"]
-    levels = [fit(sublayers(**dict.fromkeys(names[:n], placement))).held_at_most for n in range(5)]
-    assert levels == sorted(levels, reverse=True) and levels[0] > levels[-1]
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zbv", "dualpipev"])
-@pytest.mark.parametrize("microbatches", [8, 16])
-def test_a_schedule_holds_what_its_plan_has_in_flight(schedule: str, microbatches: int) -> None:
-    """Stages that save one byte a microbatch each: the level is the number of microbatches in flight."""
-    plan = make_plan(schedule, 4, microbatches)
-    for stage, rank in enumerate(plan.ranks):
-        one = SublayerMemory("x", "keep", 1, 1, 0, 0, 0, 0)
-        found = fit_rank(
-            rank,
-            replace(STATE, layer_gradients=(0,)),
-            {s: [one if s == stage else replace(one, held=0)] for s in plan.stages(rank)},
-            [a for a in plan.actions[rank] if a.computes],
+    def most(summed: int) -> int:
+        given = RankRun(
+            [],
+            replace(TWO, summed=summed),
+            {0: [EMBEDDING, sublayer]},
+            [Action(kind, 0, 0) for kind in actions],
+            engine=True,
+            summed=0,
+            hidden=16 * MIB,
+            turns=turns,
+            random=False,
+            pipeline=True,
         )
-        assert 0 <= found.held_at_most - in_flight(schedule, stage, 4, microbatches) <= 1
+        return walk(given, steps=1).peak.allocated
 
-
-def test_a_split_backward_keeps_what_weight_gradients_need() -> None:
-    """zbv: between I and W the experts' rows wait, and after the last W none do."""
-    plan = make_plan("zbv", 2, 4)
-    sublayer = SublayerMemory("x", "keep", 10, 10, 0, 0, 4, 0)
-    state = replace(STATE, layer_gradients=(0,), reducing=10**6)
-    actions = [a for a in plan.actions[0] if a.computes]
-    assert {"I", "W"} <= {a.kind for a in actions}
-
-    def left(kinds: str) -> int:
-        found = fit_rank(0, state, {s: [sublayer] for s in plan.stages(0)}, [a for a in actions if a.kind not in kinds])
-        assert found.where == "reduction"
-        return found.activations
-
-    assert left("") == 0
-    assert left("W") == 4 * sum(a.kind == "I" for a in actions)
-
-
-def test_every_level_is_reported() -> None:
-    """By hand: 3007 of state and context, what is saved, what a sublayer needs, gradients from the first backward of
-    their part."""
-    levels: list[tuple[str, str, int]] = []
-    found = fit(sublayers(), seen=lambda action, level: levels.append((action, level.where, level.total)))
-    forward = [
-        ("embedding forward", 10),
-        ("m.0.self_attn forward", 2 + 68),
-        ("m.0.mlp forward", 57 + 68),
-        ("m.1.self_attn forward", 107 + 68),
-        ("m.1.mlp forward", 157 + 128),
-        ("head forward", 250 + 408),
-    ]
-    backward = [
-        ("head backward", 550 + 250),
-        ("m.1.mlp backward", 250 + 20 + 70),
-        ("m.1.self_attn backward", 157 + 60 + 20),
-        ("m.0.mlp backward", 107 + 60 + 20),
-        ("m.0.self_attn backward", 57 + 90 + 20),
-        ("embedding backward", 2 + 90 + 12),
-    ]
-    end = [("reduction", 100), ("optimizer", 100)]
-    expected = [(action, *row) for action, rows in (("0F0", forward), ("0B0", backward), ("", end)) for row in rows]
-    assert levels == [(action, where, 3007 + more) for action, where, more in expected]
-    assert found.total == max(total for _, _, total in levels)
-
-
-def test_local_actions_are_written_as_a_pipelines() -> None:
-    assert [str(action) for action in local_actions(2, overlap=True)] == ["0F0", "(0F1;0B0)OVERLAP_F_B", "0B1"]
+    whole, in_place = most(2), most(4)
+    if "W" in actions:  # beside what waits, and the dx that was sent
+        assert (whole - WORKSPACE, in_place - WORKSPACE) == ((20 + 16 + 400) * MIB, (20 + 16 + 130) * MIB)
+    else:  # in place the peak_of moment is dx's making, beside x, the gradient that came and what was sent before
+        assert (whole - WORKSPACE, in_place - WORKSPACE) == ((50 + 3 * 16 + 400) * MIB, (50 + 4 * 16) * MIB)

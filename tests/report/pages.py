@@ -11,7 +11,7 @@ from forebay.estimate.device import load
 from forebay.estimate.layers import plan_layers
 from forebay.estimate.plan import fit_run
 from forebay.pipeline.activity import ActionRecord, trace_json
-from forebay.report.plan_page import LevelRecorder, Planned
+from forebay.report.plan_page import Planned
 from tests.train.common import MODEL
 
 GIB = 1 << 30
@@ -46,11 +46,10 @@ def config(folder: Path, **changes: dict[str, Any]) -> Config:
 
 def plan_of(settings: Config, world: int, budget: int | None, device: str = "", auto: int | None = None) -> Planned:
     """As ``forebay plan`` makes it: with the time of a step on `device`, and placements chosen within `auto` bytes."""
-    recorder = LevelRecorder()
     plan = plan_layers(settings, world)
     profile = load(device) if device else None
-    fit = fit_run(settings, plan, world, budget, device=profile, auto=auto, seen=recorder.seen)
-    return recorder.planned(plan, fit)
+    fit = fit_run(settings, plan, world, budget, device=profile, auto=auto)
+    return Planned(plan, fit)
 
 
 def write_folder(folder: Path, settings: Config, steps: int = 12, gpu: bool = True) -> Path:

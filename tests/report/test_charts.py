@@ -61,13 +61,6 @@ def test_no_peak_is_lost() -> None:
         assert positions == sorted(positions)
 
 
-def test_of_equal_levels_the_one_with_the_largest_cut_is_the_peak() -> None:
-    """Three are cut to 8; the second was 10 before. Thinned to one, it is the one that is left."""
-    levels = [Level("0F0", f"was {8 + cut}", {"transient": 8}, cut) for cut in (0, 2, 1)]
-    assert chart_data(stacked(levels, TEN, [], "", ""))[0]["start"] == 1
-    assert [level.where for level in thinned(levels, 1)] == ["was 10"]
-
-
 @pytest.mark.parametrize("most", [1, 700, 1 << 20, 66.44 * (1 << 20), 1 << 30, 61.04 * (1 << 30), 5.7e12])
 def test_a_scale_of_bytes(most: float) -> None:
     """It holds its largest value without much to spare, and neighboring labels differ."""

@@ -16,6 +16,9 @@ SMALL_SEGMENT = 2 << 20
 LARGE_SEGMENT = 20 << 20
 LARGE_REQUEST = 10 << 20
 ROUND_SEGMENT = 2 << 20
+ROLES = ("parameters", "gradients", "optimizer", "activations", "transient")
+"""What a block holds: activations are those saved for backward; all that only the running operation needs is transient."""
+PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, TRANSIENT = 0, 1, 2, 3, 4
 _ADDRESS_BITS = 48  # a key is (size, address) in one integer, which compares twice as fast as a pair
 
 
@@ -29,15 +32,17 @@ class Block:
     Attributes:
         address, size: bytes; the size is rounded up and may be larger than the request.
         in_use: allocated, or freed and still read by another stream.
+        role: what it holds; one of `ROLES`.
     """
 
-    __slots__ = ("address", "after", "before", "in_use", "pool", "size", "streams")
+    __slots__ = ("address", "after", "before", "in_use", "pool", "role", "size", "streams")
 
     def __init__(self, pool: _FreeBlocks, address: int, size: int):
         self.pool, self.address, self.size = pool, address, size
         self.before: Block | None = None
         self.after: Block | None = None
         self.in_use = False
+        self.role = TRANSIENT
         self.streams: set[Hashable] | None = None
 
 
@@ -46,9 +51,8 @@ class _FreeBlocks:
 
     __slots__ = ("blocks", "keys", "least_rest", "owner", "small", "stream")
 
-    def __init__(self, stream: Hashable, small: bool, owner: Hashable):
-        self.stream, self.small, self.owner = stream, small, owner
-        self.least_rest = MIN_BLOCK if small else SMALL + 1
+    def __init__(self, stream: Hashable, small: bool, owner: Hashable, least_rest: int):
+        self.stream, self.small, self.owner, self.least_rest = stream, small, owner, least_rest
         self.keys: list[int] = []
         self.blocks: dict[int, Block] = {}
 
@@ -84,17 +88,24 @@ class CachingAllocator:
         limit: bytes of segments that the device has room for; None for no limit.
         place: the address of a new segment, from its size and stream. By default addresses ascend, and holes of released segments
             are filled first.
+        granule: bytes to which a request is rounded up; 1 to count what is allocated on a CPU.
 
     Attributes:
-        reserved, allocated: bytes of segments, and of blocks in use.
-        peak_reserved, peak_allocated: their peaks since the beginning or `reset_peaks`.
+        reserved, allocated: bytes of segments, and of blocks in use; `by_role` are the latter by role.
+        peak_reserved, peak_allocated: their peaks, the latter since `take_peak`; `peak_by_role` is `by_role` at the latter.
         segments: address to bytes.
     """
 
-    def __init__(self, limit: int | None = None, place: Callable[[int, Hashable], int] | None = None):
+    def __init__(
+        self,
+        limit: int | None = None,
+        place: Callable[[int, Hashable], int] | None = None,
+        granule: int = MIN_BLOCK,
+    ):
         self.reserved = self.allocated = self.peak_reserved = self.peak_allocated = 0
+        self.by_role, self.peak_by_role = [0] * len(ROLES), [0] * len(ROLES)
         self.segments: dict[int, int] = {}
-        self._limit, self._place = limit, place
+        self._limit, self._place, self._granule = limit, place, granule
         self._pools: dict[tuple[Hashable, bool, Hashable], _FreeBlocks] = {}
         self._graph: Hashable = None  # the graph that is captured
         self._waiting: list[Block] = []  # freed, and still read by other streams
@@ -102,7 +113,7 @@ class CachingAllocator:
         self._top = 1 << 32
         self._holes: list[tuple[int, int]] = []  # address, bytes
 
-    def malloc(self, size: int, stream: Hashable = 0) -> Block:
+    def malloc(self, size: int, stream: Hashable = 0, role: int = TRANSIENT) -> Block:
         """A block of at least `size` bytes.
 
         Raises:
@@ -110,11 +121,13 @@ class CachingAllocator:
         """
         if self._done:
             self._check_streams()
-        size = (size + MIN_BLOCK - 1) & -MIN_BLOCK or MIN_BLOCK
+        granule = self._granule
+        size = (size + granule - 1) & -granule or granule
         small = size <= SMALL
         pool = self._pools.get((stream, small, self._graph))
         if pool is None:
-            pool = self._pools[stream, small, self._graph] = _FreeBlocks(stream, small, self._graph)
+            least_rest = granule if small or granule < MIN_BLOCK else SMALL + 1
+            pool = self._pools[stream, small, self._graph] = _FreeBlocks(stream, small, self._graph, least_rest)
         keys = pool.keys
         at = bisect_left(keys, size << _ADDRESS_BITS)
         block = pool.blocks.pop(keys.pop(at)) if at < len(keys) else self._segment(pool, size)
@@ -127,10 +140,19 @@ class CachingAllocator:
             left.before, block.after, block.size = block, left, size
             pool.add(left)
         block.in_use = True
+        block.role = role
+        self.by_role[role] += block.size
         self.allocated += block.size
         if self.allocated > self.peak_allocated:
             self.peak_allocated = self.allocated
+            self.peak_by_role = self.by_role.copy()
         return block
+
+    def set_role(self, block: Block, role: int) -> None:
+        """The block holds something else from here on, such as an output that is saved."""
+        self.by_role[block.role] -= block.size
+        self.by_role[role] += block.size
+        block.role = role
 
     def free(self, block: Block) -> None:
         """Free a block.
@@ -141,6 +163,7 @@ class CachingAllocator:
         if not block.in_use:
             raise ValueError(f"the block at {block.address} was freed before")
         self.allocated -= block.size
+        self.by_role[block.role] -= block.size
         if block.streams:
             self._waiting.append(block)
         else:
@@ -174,8 +197,11 @@ class CachingAllocator:
     def end_graph(self) -> None:
         self._graph = None
 
-    def reset_peaks(self) -> None:
-        self.peak_reserved, self.peak_allocated = self.reserved, self.allocated
+    def take_peak(self) -> list[int]:
+        """`peak_by_role` since the last call; the peak of allocated bytes begins anew."""
+        found = self.peak_by_role
+        self.peak_allocated, self.peak_by_role = self.allocated, self.by_role.copy()
+        return found
 
     def _segment(self, pool: _FreeBlocks, size: int) -> Block:
         if pool.small:

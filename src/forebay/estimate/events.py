@@ -8,7 +8,7 @@ experts) reads them: in forward they are freed after their last reader, and in b
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from forebay.estimate.types import MATMUL, AllocEvent, Freed, Log, Mark, NewStorage, Op, PartEvents
@@ -22,9 +22,11 @@ class NamedStorages(NamedTuple):
     output: int
     gradient: int
     dx: int
-    weight_grads: tuple[int, ...]
+    weight_grads: Mapping[int, str]
     saved: tuple[int, ...]
     transferred: frozenset[int]
+    experts_x: int = -1
+    experts_h: int = -1
 
 
 def part_events(
@@ -53,6 +55,7 @@ def part_events(
     return PartEvents(
         tuple(f), tuple(b), tuple(alone), named.x, named.output, named.gradient, named.dx, named.x in named.saved,
         named.weight_grads, named.transferred, tuple(n for n in named.saved if n >= 0),
+        named.experts_x, named.experts_h,
     )  # fmt: skip
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
-from forebay.estimate.allocator import SMALL, Block, CachingAllocator
-from forebay.estimate.state import Sharing, WeightShapes, shard_length
+from forebay.estimate.allocator import GRADIENTS, OPTIMIZER, PARAMETERS, Block, CachingAllocator
+from forebay.estimate.state import Sharing, Weight, WeightShapes, shard_length
 
 GATHER = "gather"
 REDUCE = "reduce"
@@ -33,7 +33,8 @@ class ParamGroup:
         own: of the rank's shard.
         whole: of what the rank computes with.
         drawn: of the parameter that is initialized.
-        names: "embedding", "head", or "".
+        kinds: "embedding", "head", or "".
+        names: of the parameters.
         vectors: whether each has one dimension.
     """
 
@@ -43,11 +44,9 @@ class ParamGroup:
     own: tuple[int, ...]
     whole: tuple[int, ...]
     drawn: tuple[int, ...]
+    kinds: tuple[str, ...]
     names: tuple[str, ...]
     vectors: tuple[bool, ...]
-
-
-_Named = list[tuple[str, tuple[int, ...]]]  # parameters: what each is, and its shape
 
 
 def param_groups(
@@ -55,27 +54,31 @@ def param_groups(
 ) -> list[ParamGroup]:
     """The groups in the order in which FSDP2 finds its modules: what no other group has, embedding, layers, head."""
     s = sharing
-    first: _Named = [("embedding", shape) for shape in weights.embedding] if embedding else []
-    norm: _Named = [("", shape) for shape in weights.head if len(shape) < 2] if head else []
-    last: _Named = [("head", shape) for shape in weights.head if len(shape) > 1] if head else []
+    first = weights.embedding if embedding else ()
+    norm = [w for w in weights.head if len(w.shape) < 2] if head else []
+    last = [w for w in weights.head if len(w.shape) > 1] if head else []
     if s.pp > 1 and not weights.tied:
-        found = [_group(-1, False, s.data, norm, s), _group(-1, False, s.data, first, s)]
+        found = [_group(-1, norm, s), _group(-1, first, s, "embedding")]
     else:
-        found, last = [_group(-1, False, s.data, [*first, *norm, *last], s)], []
+        whole, last = [*first, *norm, *last], []
+        kinds = ["embedding"] * len(first) + [""] * len(norm) + ["head"] * (len(whole) - len(first) - len(norm))
+        found = [_group(-1, whole, s, *kinds)]
     for place, number in enumerate(layers):
-        others, experts = weights.layers[number]
-        mine: _Named = [("", (shape[0] // s.ep, *shape[1:])) for shape in experts]
-        named: _Named = [("", shape) for shape in others]
-        if s.sharded and s.ep > 1 and mine:
-            found += [_group(place, False, s.data, named, s), _group(place, True, s.data // s.ep, mine, s)]
+        every = weights.layers[number]
+        others, experts = [w for w in every if not w.experts], [w for w in every if w.experts]
+        if s.sharded and s.ep > 1 and experts:
+            found += [_group(place, others, s), _group(place, experts, s)]
         else:
-            found.append(_group(place, False, s.data, [*named, *mine], s))
-    found.append(_group(-1, False, s.data, last, s))
+            found.append(_group(place, every, s))
+    found.append(_group(-1, last, s, "head"))
     return [group for group in found if group.own]
 
 
-def _group(place: int, experts: bool, processes: int, parameters: _Named, s: Sharing) -> ParamGroup:
-    shapes = [shape for _, shape in parameters]
+def _group(place: int, weights: Sequence[Weight], s: Sharing, *kinds: str) -> ParamGroup:
+    """`kinds`: of all weights, or one of each."""
+    experts = s.sharded and s.ep > 1 and all(w.experts for w in weights)
+    processes = s.data // s.ep if experts else s.data
+    shapes = [(w.shape[0] // s.ep, *w.shape[1:]) if w.experts else w.shape for w in weights]
     whole = tuple(math.prod(shape) for shape in shapes)
     return ParamGroup(
         place,
@@ -84,7 +87,8 @@ def _group(place: int, experts: bool, processes: int, parameters: _Named, s: Sha
         tuple(shard_length(shape, processes, experts) for shape in shapes) if s.sharded else whole,
         whole,
         tuple(n * s.ep if experts else n for n in whole),
-        tuple(name for name, _ in parameters),
+        tuple(kinds if len(kinds) == len(weights) else (kinds or ("",)) * len(weights)),
+        tuple(w.name for w in weights),
         tuple(len(shape) < 2 for shape in shapes),
     )
 
@@ -107,8 +111,8 @@ class ParamLifecycle:
     def compute_experts(self, place: Any, begin: bool) -> None:
         """The experts' own computation begins or ends, between the transfers of the token dispatcher."""
 
-    def keeps(self, place: Any, mlp: bool, block: Block) -> bool:
-        """Autograd releases a weight's gradient: whether it stays allocated. If not, it was added to a sum."""
+    def keeps(self, place: Any, name: str, block: Block) -> bool:
+        """Autograd releases the gradient of weight `name`: whether it stays allocated. If not, it was added to a sum."""
         return False
 
     def end_step(self) -> None:
@@ -135,12 +139,12 @@ class PersistentState:
             (
                 (_model_order(group, name), own, drawn, vector)
                 for group in groups
-                for name, own, drawn, vector in zip(group.names, group.own, group.drawn, group.vectors, strict=True)
+                for name, own, drawn, vector in zip(group.kinds, group.own, group.drawn, group.vectors, strict=True)
             ),
             key=itemgetter(0),
         )
         for size in self._sizes():
-            allocator.malloc(size, DEFAULT)
+            allocator.malloc(size, DEFAULT, PARAMETERS)
         last: Block | None = None
         for _, _, elements, _ in self._order if random else ():
             block = allocator.malloc(sharing.parameter * elements, DEFAULT)
@@ -156,7 +160,7 @@ class PersistentState:
             sizes = self._sizes(vectors)
             for size in sizes if first else ():
                 steps = [4] if s.fused else []
-                self._moments += [self._allocator.malloc(n, DEFAULT) for n in (*steps, size, size)]
+                self._moments += [self._allocator.malloc(n, DEFAULT, OPTIMIZER) for n in (*steps, size, size)]
             if not s.fused:  # the root of the second moments, of all parameters at once
                 for block in [self._allocator.malloc(size, DEFAULT) for size in sizes]:
                     self._allocator.free(block)
@@ -173,28 +177,22 @@ def _model_order(group: ParamGroup, name: str = "") -> tuple[int, int]:
 class PlainLifecycle(ParamLifecycle):
     """Without a process group: a gradient is what the first backward makes, and lasts until `zero_grad`."""
 
-    def __init__(self, allocator: CachingAllocator, groups: Sequence[ParamGroup], sharing: Sharing):
+    def __init__(self, allocator: CachingAllocator):
         self._allocator = allocator
-        self._there: dict[Any, int] = {}
-        self._held: list[Block] = []
-        self._seen: dict[Any, int] = {}
+        self._held: dict[tuple[Any, str], Block] = {}
 
-    def enter(self, place: Any, mlp: bool, backward: bool, last: bool) -> None:
-        if backward:
-            self._seen[place, mlp] = 0
-
-    def keeps(self, place: Any, mlp: bool, block: Block) -> bool:
-        self._seen[place, mlp] += 1
-        if self._seen[place, mlp] <= self._there.get((place, mlp), 0):
+    def keeps(self, place: Any, name: str, block: Block) -> bool:
+        key = (-1 if place in ("embedding", "head") else place), name  # a tied weight is both
+        if key in self._held:
             return False
-        self._there[place, mlp] = self._seen[place, mlp]
-        self._held.append(block)
+        self._held[key] = block
+        self._allocator.set_role(block, GRADIENTS)
         return True
 
     def zero_grad(self) -> None:
-        for block in self._held:
+        for block in self._held.values():
             self._allocator.free(block)
-        self._held, self._there = [], {}
+        self._held = {}
 
 
 class _Sharded(ParamLifecycle):
@@ -246,7 +244,7 @@ class _Sharded(ParamLifecycle):
             # Not sharded: the trainer, not FSDP2, casts them one by one.
             if s.summed != s.parameter:
                 for i, own in enumerate(group.own):
-                    cast = self._allocator.malloc(s.parameter * own, DEFAULT)
+                    cast = self._allocator.malloc(s.parameter * own, DEFAULT, GRADIENTS)
                     self._free_sums([sums[i]])
                     sums[i] = cast
             self._shards[number] = sums
@@ -257,11 +255,11 @@ class _Sharded(ParamLifecycle):
             self._free(self._sending)
             self._sending = [self._allocator.malloc(s.summed * own * group.processes, self._stream)]
             self._free_sums(sums)
-        reduced = self._allocator.malloc(s.summed * own, self._reducing)
+        reduced = self._allocator.malloc(s.summed * own, self._reducing, GRADIENTS)
         if in_place:
             self._free_sums(sums)
         if s.summed != s.parameter:
-            cast = self._allocator.malloc(s.parameter * own, self._reducing)
+            cast = self._allocator.malloc(s.parameter * own, self._reducing, GRADIENTS)
             self._allocator.free(reduced)
             reduced = cast
         if number in self._shards:  # added to those of earlier microbatches
@@ -284,8 +282,8 @@ class _Sharded(ParamLifecycle):
         found = []
         for number, blocks in self._shards.items():
             group = self._groups[number]
-            names = group.names if len(blocks) == len(group.names) else ("head",) * len(blocks)
-            found += [(_model_order(group, name), block) for name, block in zip(names, blocks, strict=True)]
+            kinds = group.kinds if len(blocks) == len(group.kinds) else ("head",) * len(blocks)
+            found += [(_model_order(group, kind), block) for kind, block in zip(kinds, blocks, strict=True)]
         self._free_sums(block for _, block in sorted(found, key=lambda pair: pair[0]))
         self._shards = {}
 
@@ -308,7 +306,7 @@ class FsdpLifecycle(_Sharded):
         super().__init__(allocator, groups, sharing, stream)
         self._arriving: list[Block] = []  # freed by the next copy out
         self._prefetched: dict[int, list[Block]] = {}
-        self._gradients: dict[int, list[Block]] = {}
+        self._gradients: dict[int, list[tuple[str, Block]]] = {}
         self._ends = [n for n, group in enumerate(groups) if group.place < 0]
         self._layers: dict[Any, list[int]] = {}
         for n, group in enumerate(groups):
@@ -357,26 +355,28 @@ class FsdpLifecycle(_Sharded):
             group = self._groups[n]
             if s.reshard or last:
                 self._reshard(n)
-            gradients = _in_order(self._gradients.pop(n, []), [s.compute * whole for whole in group.whole])
+            # FSDP2 goes through gradients in the order of the parameters.
+            named = sorted(self._gradients.pop(n, []), key=lambda found: group.names.index(found[0]))
+            gradients = [block for _, block in named]
             alone = group.processes == 1
             if n in self._sums:
                 self._free(gradients)
             elif gradients and s.summed != s.compute and (alone or not (last or not s.sums)):
                 self._sums[n] = []
                 for block in gradients:
-                    self._sums[n].append(self._allocator.malloc(block.size * s.summed // s.compute, self._stream))
+                    size = block.size * s.summed // s.compute
+                    self._sums[n].append(self._allocator.malloc(size, self._stream, GRADIENTS))
                     self._allocator.free(block)
             elif gradients:
                 self._sums[n] = gradients
             if (last or not s.sums) and not alone:
                 self._reduce(n)
 
-    def keeps(self, place: Any, mlp: bool, block: Block) -> bool:
+    def keeps(self, place: Any, name: str, block: Block) -> bool:
         numbers = self._ends if place in ("embedding", "head") else self._layers[place]
-        number = next((n for n in numbers if self._groups[n].experts and mlp), numbers[0])
-        if mlp and len(numbers) > 1 and block.size < self._s.compute * min(self._groups[number].whole):
-            number = numbers[0]  # routers and shared experts belong to the layer's own group
-        self._gradients.setdefault(number, []).append(block)
+        number = next(n for n in numbers if name in self._groups[n].names)
+        self._gradients.setdefault(number, []).append((name, block))
+        self._allocator.set_role(block, GRADIENTS)
         return True
 
     def end_step(self) -> None:
@@ -400,17 +400,6 @@ class FsdpLifecycle(_Sharded):
         at = self._order.index(number) if number in self._order else len(self._order)
         if at and (n := self._order[at - 1]) not in self._whole and n not in self._prefetched:
             self._prefetched[n] = self._gather(n, GATHER)
-
-
-def _in_order(blocks: Sequence[Block], sizes: Sequence[int]) -> list[Block]:
-    """Blocks in the order of their requested sizes: FSDP2 goes through gradients in the order of the parameters."""
-    left, found = list(blocks), []
-    for size in sizes:
-        fitting = [block for block in left if 0 <= block.size - size <= SMALL]
-        if fitting:
-            found.append(min(fitting, key=lambda block: block.size))
-            left.remove(found[-1])
-    return found + left
 
 
 class UnshardedLifecycle(_Sharded):
@@ -444,7 +433,7 @@ class UnshardedLifecycle(_Sharded):
         self._reuses_head = late and bool(self._embedding())
         self._head_sum: Block | None = None  # after its reduction, for the embedding's sum
         first = {"head": 0, "embedding": 1}
-        places = [min((first.get(name, 2) for name in group.names), default=2) for group in groups]
+        places = [min((first.get(kind, 2) for kind in group.kinds), default=2) for group in groups]
         self._reduced_in = sorted(range(len(groups)), key=places.__getitem__)
 
     def gather(self) -> None:
@@ -460,13 +449,13 @@ class UnshardedLifecycle(_Sharded):
         s = self._s
         for n, group in enumerate(self._groups):
             self._sums[n] = [
-                self._allocator.malloc(s.summed * whole, self._stream)
-                for name, whole in zip(group.names, group.whole, strict=True)
-                if not (name == "embedding" and self._late and not self._tied)
+                self._allocator.malloc(s.summed * whole, self._stream, GRADIENTS)
+                for kind, whole in zip(group.kinds, group.whole, strict=True)
+                if not (kind == "embedding" and self._late and not self._tied)
             ]
         if self._tied and not self._late:
             self._embedding_sum = [
-                self._allocator.malloc(s.summed * whole, self._stream) for whole in self._embedding()
+                self._allocator.malloc(s.summed * whole, self._stream, GRADIENTS) for whole in self._embedding()
             ]
 
     def enter(self, place: Any, mlp: bool, backward: bool, last: bool) -> None:
@@ -512,14 +501,14 @@ class UnshardedLifecycle(_Sharded):
             return
         for n in self._reduced_in:
             group = self._groups[n]
-            if "embedding" in group.names and self._late:
+            if "embedding" in group.kinds and self._late:
                 self._sum_embedding(n, spread)
                 if not self._graph_sums:
                     self._free(rows)
             if not (self._keep or self._in_place(n)):
                 self._reshard(n)
             if group.processes > 1:
-                if group.names == ("head",) and self._reuses_head:
+                if group.kinds == ("head",) and self._reuses_head:
                     (self._head_sum,) = self._sums[n]
                 self._reduce(n)
             if self._in_place(n):  # resharded after it was sent
@@ -535,12 +524,13 @@ class UnshardedLifecycle(_Sharded):
             self._reduce(n)
 
     def _embedding(self) -> list[int]:
-        pairs = [pair for group in self._groups for pair in zip(group.names, group.whole, strict=True)]
-        return [whole for name, whole in pairs if name == "embedding"]
+        pairs = [pair for group in self._groups for pair in zip(group.kinds, group.whole, strict=True)]
+        return [whole for kind, whole in pairs if kind == "embedding"]
 
     def _sum_embedding(self, number: int, spread: int) -> None:
         for whole in self._embedding():
-            total, self._head_sum = self._head_sum or self._allocator.malloc(self._s.summed * whole, self._stream), None
+            total = self._head_sum or self._allocator.malloc(self._s.summed * whole, self._stream, GRADIENTS)
+            self._head_sum = None
             self._allocator.free(self._allocator.malloc(spread, self._stream))
             if self._tied:
                 self._allocator.free(total)

@@ -30,6 +30,7 @@ _KERNELS = frozenset(
 _IN_PLACE = frozenset({"aten.scatter.src", "aten.scatter.value"})
 """Autograd's formulas run these in place on a result of their own, but not on subclasses of a tensor such as fake tensors."""
 _MATMULS = frozenset({"aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default"})
+_EXPERTS, _LOSS = "forebay.experts.default", "forebay.linear_cross_entropy.default"
 _TRANSFERS = frozenset(f"forebay.{name}.default" for name in ("dispatch", "combine", "spread", "collect"))
 
 
@@ -49,6 +50,8 @@ class OpRecorder(TorchDispatchMode):
         flops: of all operations since it was last set to 0.
         tally: costs of the operations.
         transferred: storages that the token dispatcher made.
+        experts: of the last experts that ran, the numbers of their rows and of their first product; -1 if that is not saved.
+        head_sum: number of the weight's gradient that the last fused loss made; -1 without one.
     """
 
     def __init__(self, block: int, deferred_weight_grads: bool = False, fused: bool = False):
@@ -57,6 +60,7 @@ class OpRecorder(TorchDispatchMode):
         self.now = self.peak = self.flops = 0
         self.log: Log = []
         self.transferred: set[int] = set()
+        self.experts, self.head_sum = (-1, -1), -1
         self._block, self._deferred, self._fused = block, deferred_weight_grads, fused
         self._recomputable = recomputable_ops()
         self._count = 0
@@ -114,6 +118,10 @@ class OpRecorder(TorchDispatchMode):
         sources = _tensors((args, kwargs))
         new = [self._add(leaf, sources if packet in self._recomputable else None) for leaf in results]
         made = tuple(filter(None, new))
+        if name == _EXPERTS:
+            self.experts = self.number(args[0]), self.number(results[1])
+        elif name == _LOSS:
+            self.head_sum = self.number(results[2])
         reads = tuple(dict.fromkeys(n for source in sources if (n := self.number(source)) >= 0))
         eager = self._block > 1 and not self._fused
         steps = workspace_steps(name, args, kwargs, self._deferred) if eager or name not in EAGER_ONLY else ()

@@ -13,15 +13,14 @@ from functools import cached_property
 from itertools import zip_longest
 from typing import Any
 
-from forebay.estimate.types import PAGES, AllocEvent, ModelTrace, PartEvents, PartTrace
-from forebay.estimate.walk import StageLayers
+from forebay.estimate.types import PAGES, AllocEvent, ModelTrace, PartEvents, PartTrace, StageLayers
 from forebay.memory.offload_plan import fit_link, is_interleaved, offload_all, plan_interleaved
 from forebay.memory.timeline import CallFigures, Plan, Timeline, TimelineEvent
 from forebay.pipeline.schedule import Action
 
 PAGE = 256 << 10
 """Bytes of a page of `forebay.memory.page_store`, which the estimator does not import."""
-_ROUNDED = 4096  # bytes by which the blocks of two tensors may be larger than the tensors
+_EXPERT_MATRICES = ("experts.gate_up_proj", "experts.down_proj")
 
 MEASURED_STEPS = 2
 """Steps that a GPU's manager measures: everything that may leave does. It follows its plan from then on."""
@@ -48,16 +47,16 @@ class Part:
     light: bool = False
     stash: tuple[int, int] = (0, 0)
     balance: int = 0
-    deferred: int = 0
+    deferred: tuple[int, ...] = ()
     token_rows: int = 0
     stashed_x: tuple[int, int] | None = None
     seconds: tuple[float, float] = (0.0, 0.0)
 
     @cached_property
     def expert_grads(self) -> dict[int, int]:
-        """Bytes of the experts' weight gradients, by number: the two largest of the weights'."""
-        sizes = {n: size for n, size in self.events.backward if size and n in self.events.weight_grads}
-        return {n: sizes[n] for n in sorted(sizes, key=lambda n: -sizes[n])[:2]}
+        """Bytes of the gradients of the experts' matrices, by number."""
+        named = self.events.weight_grads
+        return {n: size for n, size in self.events.backward if size and named.get(n, "").endswith(_EXPERT_MATRICES)}
 
     @property
     def pages(self) -> int:
@@ -77,7 +76,7 @@ class Part:
 def placed_parts(
     trace: ModelTrace, stage: StageLayers, placements: Mapping[str, str], *, prefix: str, recompute: str
 ) -> list[Part]:
-    """The parts of a stage in forward order; arguments as in `forebay.estimate.walk.sublayer_memory`."""
+    """The parts of a stage in forward order; arguments as in `forebay.estimate.levels.sublayer_memory`."""
     found = [_part("embedding", "embedding", trace.embedding)] if stage.embedding else []
     for number, place in zip(stage.layers, stage.places, strict=True):
         layer = trace.layers[number]
@@ -100,22 +99,18 @@ def _part(path: str, place: Any, trace: PartTrace, placement: str = "keep", ligh
 
 
 def _stashed(part: Part) -> Part:
-    """The part with pages: they are taken before h is made, and h is freed after the activation, which is made from it.
-
-    x and h are the two saved tensors whose sizes add up to `stash`; x is the smaller one.
-    """
+    """The part with pages: they are taken before h is made, and h is freed after the activation, which is made from it."""
     events = part.events
-    sizes = {n: size for n, size in events.forward if size and n in events.saved}
-    pairs = ((x, h) for x in sizes for h in sizes if sizes[x] < sizes[h])
-    pair = next((p for p in pairs if 0 <= sum(sizes[n] for n in p) - part.stash[0] < _ROUNDED), None)
-    if pair is None:
+    x, h = events.experts_x, events.experts_h
+    sizes = dict(events.forward)
+    if x not in sizes or h not in sizes:
         return part
-    x, h = pair
     forward = _with_pages_for(h, events.forward)
     # In backward x is read from the pages when h is not needed any more, if the weights' gradients are made that late.
     at = events.backward.index((h, 0)) if (h, 0) in events.backward else 0
     backward = (*events.backward[:at], (-1, PAGES), *events.backward[at:])
-    return replace(part, events=replace(events, forward=forward, backward=backward), stashed_x=(x, sizes[x]))
+    size = next(size for n, size in events.forward if n == x and size)
+    return replace(part, events=replace(events, forward=forward, backward=backward), stashed_x=(x, size))
 
 
 def _with_pages_for(h: int, events: Iterable[AllocEvent]) -> tuple[AllocEvent, ...]:

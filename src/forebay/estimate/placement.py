@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
 
+from forebay.estimate.fit import RankFit
+from forebay.estimate.levels import SublayerMemory, Walk, fit_rank, sublayer_memory
 from forebay.estimate.state import RankState
-from forebay.estimate.types import ModelTrace, PartTrace
-from forebay.estimate.walk import RankFit, StageLayers, SublayerMemory, Walk, fit_rank, sublayer_memory
+from forebay.estimate.types import ModelTrace, PartTrace, StageLayers
 from forebay.memory.solver import Answer, Program
 from forebay.memory.timeline import LIGHT_RECOMPUTE_SHARE
 from forebay.pipeline.schedule import Action
@@ -100,7 +101,7 @@ def rank_options(
 
     Args:
         allowed: placements besides "keep". A sublayer has those that free something.
-        keywords: of `forebay.estimate.walk.sublayer_memory`.
+        keywords: of `forebay.estimate.levels.sublayer_memory`.
     """
     found: dict[int, list[list[Option]]] = {}
     times: dict[str, tuple[float, float]] = {}
@@ -154,7 +155,7 @@ def choose(
 
     Args:
         stages, times: see `rank_options`.
-        actions, messages: see `forebay.estimate.walk.fit_rank`.
+        actions, messages: see `forebay.estimate.levels.fit_rank`.
         budget: bytes that the rank may hold; if no choice fits, the one with the lowest peak is returned.
         waits: the run may wait for the link; else no more is offloaded than the link carries.
     """

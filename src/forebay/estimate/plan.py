@@ -18,14 +18,16 @@ from forebay.config import Config, apply_override, check_experts, from_mapping, 
 from forebay.errors import UsageError
 from forebay.estimate.device import DEFAULT, DeviceProfile
 from forebay.estimate.device import load as load_device
+from forebay.estimate.fit import ALLOWANCE, RankFit, largest_total
 from forebay.estimate.layers import LayerPlan
+from forebay.estimate.levels import SublayerMemory
 from forebay.estimate.placement import Choice, by_kind, sentences
 from forebay.estimate.rank import RankEstimate, RunEstimator, StepTimer, machine_of
 from forebay.estimate.state import Sharing, all_to_all_bytes, symmetric_bytes
 from forebay.estimate.step_time import StepTime
 from forebay.estimate.trace_cache import TraceCache
 from forebay.estimate.types import GPU_BLOCK, Shape
-from forebay.estimate.walk import ALLOWANCE, RankFit, Seen, SublayerMemory, largest_total
+from forebay.estimate.walk import StepLevel
 from forebay.fields import nearest
 from forebay.models.catalog import PUBLISHED, find
 from forebay.policy import PLACEMENTS, format_bytes, resolve
@@ -172,6 +174,7 @@ class Fit:
         notes: sentences about what these figures assume.
         step: None without a device.
         choices: one for each pipeline rank, if placements were chosen.
+        levels: by pipeline rank, what is in use while each part of a step runs.
     """
 
     ranks: tuple[RankFit, ...]
@@ -182,6 +185,7 @@ class Fit:
     notes: tuple[str, ...]
     step: StepTime | None = None
     choices: tuple[Choice, ...] = ()
+    levels: tuple[tuple[StepLevel, ...], ...] = ()
 
     @property
     def fits(self) -> bool | None:
@@ -276,7 +280,6 @@ def fit_run(
     device: DeviceProfile | None = None,
     auto: int | None = None,
     traces: TraceCache | None = None,
-    seen: Seen | None = None,
 ) -> Fit:
     """Estimate the run of `plan` on `world` processes.
 
@@ -287,14 +290,13 @@ def fit_run(
             `forebay.estimate.device.DEFAULT`.
         auto: choose placements with which a process fits so many bytes, instead of those of the configuration.
         traces: to reuse, and to add to.
-        seen: receives every level of each rank's step, rank after rank.
 
     Raises:
         UsageError: a model that cannot be traced, experts that the processes do not divide, a pattern that matches nothing, or a
             budget below the parameters alone.
     """
     estimator, notes = _estimator(config, plan, world, budget, skew, device, auto, traces or TraceCache())
-    ranks = [estimator.rank(number, seen) for number in range(config.parallel.pp)]
+    ranks = [estimator.rank(number) for number in range(config.parallel.pp)]
     choices = tuple(rank.choice for rank in ranks if rank.choice is not None)
     placements = dict(estimator.placements)
     for choice in choices:
@@ -309,7 +311,8 @@ def fit_run(
         )
     step = None if device is None else _step_timer(estimator, placements, ranks).on(device)
     sublayers = tuple(sublayer for rank in ranks for sublayer in rank.sublayers)
-    return Fit(fits, world, estimator.weights.total, budget, sublayers, tuple(notes), step, choices)
+    levels = tuple(rank.levels for rank in ranks)
+    return Fit(fits, world, estimator.weights.total, budget, sublayers, tuple(notes), step, choices, levels)
 
 
 def _estimator(
@@ -359,7 +362,7 @@ def _estimator(
 
 def _step_timer(run: RunEstimator, placements: Mapping[str, str], ranks: Sequence[RankEstimate]) -> StepTimer:
     actions = None if run.actions is None else [[a for a in mine if a.computes] for mine in run.actions]
-    parameters, stages = [rank.state.parameters for rank in ranks], [rank.stages for rank in ranks]
+    parameters, stages = [rank.fit.parameters for rank in ranks], [rank.stages for rank in ranks]
     return StepTimer(
         run.config, run.plan, run.trace, run.weights, run.sharing, run.prefix, placements, parameters, stages, actions
     )

@@ -6,20 +6,21 @@ module knows what the trainer does with each configuration key. Nothing is kept 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
 from forebay.config import Config
+from forebay.estimate.allocator import ROLES
 from forebay.estimate.device import DeviceProfile
+from forebay.estimate.fit import RankFit, largest_total
 from forebay.estimate.fsdp import param_groups
 from forebay.estimate.layers import LayerPlan
+from forebay.estimate.levels import SublayerMemory, sublayer_memory
 from forebay.estimate.parts import Part, offloaded_bytes, placed_parts, plan_link
 from forebay.estimate.placement import Choice, Machine, choose, parts_by_path, rank_options
-from forebay.estimate.reserved import RankRun, reserve, shortened, with_reserved
-from forebay.estimate.state import RankState, Sharing, WeightShapes, rank_state
+from forebay.estimate.state import RankState, Sharing, Weight, WeightShapes, outside_bytes, rank_state
 from forebay.estimate.step_time import (
     NO_TIME,
     Clock,
@@ -31,17 +32,8 @@ from forebay.estimate.step_time import (
     StepTime,
     schedule_time,
 )
-from forebay.estimate.types import LayerTrace, ModelTrace, PartTrace
-from forebay.estimate.walk import (
-    RankFit,
-    Seen,
-    StageLayers,
-    SublayerMemory,
-    fit_rank,
-    largest_total,
-    local_actions,
-    sublayer_memory,
-)
+from forebay.estimate.types import LayerTrace, ModelTrace, PartTrace, StageLayers
+from forebay.estimate.walk import RankRun, StepLevel, Walked, local_actions, shortened, walk
 from forebay.memory.offload_plan import PIPELINE_WAIT_SHARE
 from forebay.memory.timeline import LIGHT_RECOMPUTE_SHARE, Plan
 from forebay.pipeline.model import adds_at_once
@@ -55,12 +47,17 @@ _ATTEMPTS = 3  # at a choice: what the allocator reserves besides depends on the
 
 @dataclass(frozen=True)
 class RankEstimate:
-    """A rank's estimate. `over`: the rank and by how much it exceeds the limit, if no placements fit."""
+    """A rank's estimate.
+
+    Attributes:
+        levels: of a step, part by part.
+        over: the rank and by how much it exceeds the limit, if no placements fit.
+    """
 
     stages: Mapping[int, StageLayers]
     fit: RankFit
+    levels: tuple[StepLevel, ...]
     sublayers: tuple[SublayerMemory, ...]
-    state: RankState
     choice: Choice | None = None
     over: str = ""
 
@@ -101,31 +98,25 @@ class RunEstimator:
     def chooses(self) -> bool:
         return self.auto is not None or self.config.memory.policy == "auto"
 
-    def rank(self, number: int, seen: Seen | None = None) -> RankEstimate:
-        """Estimate pipeline rank `number`; `seen` receives every level of its step."""
+    def rank(self, number: int) -> RankEstimate:
+        """Estimate pipeline rank `number`."""
         stages = _stages(self.plan, number)
-        layers, ends = _layers_and_ends(stages)
-        state = rank_state(self.weights, layers, *ends, self.sharing)
-        state = replace(state, other=state.other + self.exchange)
         placements, choice, over = self.placements, None, ""
         if self.chooses:
-            limit = self._limit(state)
-            choice, total = self._choose(number, state, stages, limit)
+            choice, over = self._choose(number, stages)
             placements = choice.placements
-            if total > limit:
-                over = f"rank {number} by {format_bytes(total - limit)}"
-        fit, sublayers = self._fit(number, state, stages, placements, seen)
-        return RankEstimate(stages, fit, tuple(sublayers), state, choice, over)
+        walked, sublayers = self._walk(number, stages, placements)
+        return RankEstimate(stages, self._fit(number, walked), walked.levels, tuple(sublayers), choice, over)
 
-    def _choose(
-        self, number: int, state: RankState, stages: Mapping[int, StageLayers], limit: int
-    ) -> tuple[Choice, int]:
-        """A choice, and the bytes that it takes of the limit.
+    def _choose(self, number: int, stages: Mapping[int, StageLayers]) -> tuple[Choice, str]:
+        """A choice, and `RankEstimate.over`.
 
-        The choice is made with the walk, whose levels are sums over sublayers. What the allocator reserves besides is known only
-        afterwards: if the total is above the limit, it is made again for as much less. The trainer's own choice limits allocated
-        bytes only.
+        The choice is made with sums over sublayers (`forebay.estimate.levels`). What the walk finds is known only afterwards:
+        if that is above the limit, it is made again for as much less. The trainer's own choice limits allocated bytes only.
         """
+        state = rank_state(self.weights, *_layers_and_ends(stages), self.sharing)
+        state = replace(state, other=state.other + self.exchange)
+        limit = self._limit(state)
         options, times = rank_options(self.trace, stages, self._allowed(), self.machine, **self._keywords())
         waits = self.auto is None or self.config.memory.offload == "all"
         target = limit
@@ -133,45 +124,43 @@ class RunEstimator:
             choice = choose(
                 number, state, options, times, self._actions(number), self._messages(), target, self.machine, waits
             )
-            fit = self._fit(number, state, stages, choice.placements, None)[0]
-            total = fit.total if self.auto is not None else fit.total - fit.cached
+            fit = self._fit(number, self._walk(number, stages, choice.placements)[0])
+            total = fit.total if self.auto is not None else fit.allocated
             if total <= limit or choice.fit.total > target:
                 break
             target = min(target, choice.fit.total) - (total - limit)
-        return choice, total
+        return choice, f"rank {number} by {format_bytes(total - limit)}" if total > limit else ""
 
-    def _fit(
-        self,
-        number: int,
-        state: RankState,
-        stages: Mapping[int, StageLayers],
-        placements: Mapping[str, str],
-        seen: Seen | None,
-    ) -> tuple[RankFit, list[SublayerMemory]]:
+    def _walk(
+        self, number: int, stages: Mapping[int, StageLayers], placements: Mapping[str, str]
+    ) -> tuple[Walked, list[SublayerMemory]]:
         run = self._run(number, stages, placements)
         carried = None if run.link is None else offloaded_bytes(run.link, run.stages, run.hidden, run.least)
         keywords = {**self._keywords(), "carried": carried}
-        found = {n: sublayer_memory(self.trace, stage, placements, **keywords) for n, stage in stages.items()}
-        fit = fit_rank(number, state, found, self._actions(number), self._messages(), seen)
-        if self.sharing.gpu:
-            fit = with_reserved(fit, reserve(run))
-        return fit, [sublayer for stage in found.values() for sublayer in stage]
+        found = [sublayer_memory(self.trace, stage, placements, **keywords) for stage in stages.values()]
+        return walk(run), [sublayer for stage in found for sublayer in stage]
+
+    def _fit(self, number: int, walked: Walked) -> RankFit:
+        cached = walked.reserved - walked.peak.allocated if self.sharing.gpu else 0
+        other = outside_bytes(self.sharing) + self.exchange
+        held = dict(zip(ROLES, walked.peak.by_role, strict=True))
+        return RankFit(number, **held, other=other, where=walked.peak.where, cached=cached)
 
     def _run(self, number: int, stages: Mapping[int, StageLayers], placements: Mapping[str, str]) -> RankRun:
         c, pipeline = self.config, self.config.parallel.pp > 1
-        layers, ends = _layers_and_ends(stages)
+        layers, embedding, head = _layers_and_ends(stages)
         actions = self._actions(number) if self.actions is None else self.actions[number]
         parts = {
             n: placed_parts(self.trace, stage, placements, prefix=self.prefix, recompute=c.memory.recompute)
             for n, stage in stages.items()
         }
         run = RankRun(
-            param_groups(self.weights, layers, *ends, self.sharing),
+            param_groups(self.weights, layers, embedding, head, self.sharing),
             self.sharing,
             parts,
             shortened(actions, self.engine),
             self.engine,
-            (self.trace.head_gradient, self.hidden * self.sharing.summed) if self._sums_vocabulary() else None,
+            self.hidden * self.sharing.summed if self._sums_vocabulary() else 0,
             self.hidden * self.sharing.compute,
             turns,
             graph=c.memory.graph,
@@ -230,7 +219,7 @@ class RunEstimator:
 
     def _at_once(self) -> bool:
         """Whether it adds those of embedded tokens as they are made."""
-        (vocabulary, width), *_ = self.weights.embedding
+        vocabulary, width = self.weights.embedding[0].shape
         tokens = self.plan.microbatches * self.hidden // width
         return self._sums_vocabulary() and adds_at_once(tokens, vocabulary, self.sharing.compute)
 
@@ -273,10 +262,10 @@ def _stages(plan: LayerPlan, rank: int) -> dict[int, StageLayers]:
     return found
 
 
-def _layers_and_ends(stages: Mapping[int, StageLayers]) -> tuple[list[int], tuple[bool, bool]]:
+def _layers_and_ends(stages: Mapping[int, StageLayers]) -> tuple[list[int], bool, bool]:
     """The numbers of a rank's layers, and whether it has embedding and head."""
     every = stages.values()
-    return [n for s in every for n in s.layers], (any(s.embedding for s in every), any(s.head for s in every))
+    return [n for s in every for n in s.layers], any(s.embedding for s in every), any(s.head for s in every)
 
 
 SUBLAYER_LAUNCHES = 40
@@ -434,8 +423,9 @@ class StepTimer:
         return 0.0 if p.capacity_factor else _SYNCHRONIZED["symmetric"]
 
     def _elements(self, number: int) -> Elements:
-        rest, experts = self.weights.layers[number]
-        return Elements(_count(rest), _count(experts) // self.sharing.ep)
+        every = self.weights.layers[number]
+        experts = sum(w.elements for w in every if w.experts)
+        return Elements(_count(every) - experts, experts // self.sharing.ep)
 
     def _overhead(self, device: DeviceProfile, rank: int) -> StepOverhead:
         mine = self.stages[rank].values()
@@ -480,5 +470,5 @@ def _with_launches(kernel_time: KernelTime, ops: Sequence[Any], more: int) -> Ke
     return replace(kernel_time, launches=kernel_time.launches + ALL_TO_ALL_LAUNCHES * transfers + more)
 
 
-def _count(shapes: Sequence[tuple[int, ...]]) -> int:
-    return sum(map(math.prod, shapes))
+def _count(weights: Sequence[Weight]) -> int:
+    return sum(weight.elements for weight in weights)

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from forebay.config import Config, check_experts, check_world, from_mapping
 from forebay.errors import UsageError
 from forebay.estimate.device import DeviceProfile
+from forebay.estimate.fit import ALLOWANCE, headroom
 from forebay.estimate.layers import LayerPlan, plan_layers
 from forebay.estimate.plan import Fit, PlanRequest, fit_run
 from forebay.estimate.trace_cache import TraceCache
-from forebay.estimate.walk import ALLOWANCE, headroom
 from forebay.policy import format_bytes
 from forebay.train import hf_io
 from forebay.train.data import load_tokenizer

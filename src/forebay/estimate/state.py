@@ -8,11 +8,10 @@ Nothing is kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from torch import nn
+from typing import Any, NamedTuple
 
 from forebay.estimate.types import GPU_BLOCK
 from forebay.models.families import decoder_layers, moe_block
@@ -31,24 +30,35 @@ PEER = 384 << 20
 """Bytes that an all-to-all through NCCL takes for each peer on the host: 0.35 GiB with one, 1.10 with three."""
 
 
+class Weight(NamedTuple):
+    """A parameter: its name within its layer (or the model), its shape, and whether it belongs to a layer's experts."""
+
+    name: str
+    shape: tuple[int, ...]
+    experts: bool = False
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
 @dataclass(frozen=True)
 class WeightShapes:
-    """Shapes of a model's parameters.
+    """A model's parameters.
 
     Attributes:
         head: of the head and the norm before it, without a weight that is tied to the embedding.
-        layers: for each layer, of all but the experts, and of the experts.
+        layers: of each layer.
     """
 
-    embedding: tuple[tuple[int, ...], ...]
-    head: tuple[tuple[int, ...], ...]
-    layers: tuple[tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]], ...]
+    embedding: tuple[Weight, ...]
+    head: tuple[Weight, ...]
+    layers: tuple[tuple[Weight, ...], ...]
     tied: bool
 
     @property
     def total(self) -> int:
-        every = [*self.embedding, *self.head, *(s for rest, experts in self.layers for s in (*rest, *experts))]
-        return sum(math.prod(s) for s in every)
+        return sum(weight.elements for part in (self.embedding, self.head, *self.layers) for weight in part)
 
 
 @dataclass(frozen=True)
@@ -121,25 +131,29 @@ class RankState:
         return sum(self.layer_gradients) + self.embedding_gradient + self.head_gradient
 
 
+def weight_name(name: str) -> str:
+    """The name of a model's parameter within its layer, or within the model if no layer has it."""
+    return re.sub(r"^.*?\blayers\.\d+\.", "", name)
+
+
 def weight_shapes(model: Any) -> WeightShapes:
-    """The shapes of a `*ForCausalLM`, on any device.
+    """The parameters of a `*ForCausalLM`, on any device.
 
     Raises:
         ValueError: a family that Forebay does not know.
     """
-    base = model.get_submodule(model.base_model_prefix)
-    layers, seen = [], set()
+    named = {id(p): Weight(weight_name(name), tuple(p.shape)) for name, p in model.named_parameters()}
+    embedding = [id(p) for p in model.get_submodule(model.base_model_prefix).embed_tokens.parameters()]
+    layers, seen = [], set(embedding)
     for path, layer in decoder_layers(model):
         block = moe_block(f"{path}.mlp", layer.mlp)
-        experts = list(block.experts.parameters()) if block is not None else []
-        mine = {id(p) for p in experts}
-        layers.append((_shapes(p for p in layer.parameters() if id(p) not in mine), _shapes(experts)))
-        seen |= {id(p) for p in layer.parameters()}
-    embedding = list(base.embed_tokens.parameters())
-    seen |= {id(p) for p in embedding}
-    rest = [p for p in model.parameters() if id(p) not in seen]
-    tied = any(p is q for p in model.lm_head.parameters() for q in embedding)
-    return WeightShapes(_shapes(embedding), _shapes(rest), tuple(layers), tied)
+        experts = {id(p) for p in block.experts.parameters()} if block is not None else set()
+        mine = [id(p) for p in layer.parameters()]
+        layers.append(tuple(named[p]._replace(experts=p in experts) for p in mine))
+        seen.update(mine)
+    tied = any(id(p) in embedding for p in model.lm_head.parameters())
+    rest = tuple(weight for p, weight in named.items() if p not in seen)
+    return WeightShapes(tuple(named[p] for p in embedding), rest, tuple(layers), tied)
 
 
 def rank_state(
@@ -147,10 +161,10 @@ def rank_state(
 ) -> RankState:
     """The state of a rank with these layers, in forward order, and with or without embedding and head."""
     s = sharing
-    pieces = [_Piece.of(*weights.layers[n], s) for n in layers]
+    pieces = [_Piece.of(weights.layers[n], s) for n in layers]
     ends = {
-        "embedding": _Piece.of(weights.embedding if embedding else (), (), s),
-        "head": _Piece.of(weights.head if head else (), (), s),
+        "embedding": _Piece.of(weights.embedding if embedding else (), s),
+        "head": _Piece.of(weights.head if head else (), s),
     }
     every = [*pieces, *ends.values()]
     own = sum(p.own for p in every)
@@ -176,7 +190,7 @@ def rank_state(
         reducing=reducing,
         sharded_gradients=s.parameter * own,
         stepping=0 if s.fused else s.parameter * own,
-        other=_other(s),
+        other=outside_bytes(s),
     )
 
 
@@ -216,8 +230,9 @@ class _Piece:
     count: int
 
     @staticmethod
-    def of(rest: Iterable[tuple[int, ...]], experts: Iterable[tuple[int, ...]], s: Sharing) -> _Piece:
-        rest, mine = list(rest), [(shape[0] // s.ep, *shape[1:]) for shape in experts]
+    def of(weights: Sequence[Weight], s: Sharing) -> _Piece:
+        rest = [w.shape for w in weights if not w.experts]
+        mine = [(w.shape[0] // s.ep, *w.shape[1:]) for w in weights if w.experts]
         columns = s.data // s.ep
         spread = sum(map(math.prod, mine))
         if not s.sharded:
@@ -246,7 +261,8 @@ def _even(shape: tuple[int, ...], processes: int) -> int:
     return _rows(shape, processes)
 
 
-def _other(s: Sharing) -> int:
+def outside_bytes(s: Sharing) -> int:
+    """Bytes of a rank that are not the allocator's: CUDA's context and communicators."""
     if not s.gpu:
         return 0
     world = s.data * s.pp
@@ -266,7 +282,3 @@ def symmetric_bytes(ranks: int, tokens: int, hidden: int, slots: int, element: i
     has the layout, and pads each region to 128 bytes more."""
     row = hidden * element
     return 2 * tokens * (row + 8 * slots + 4 * ranks + ranks * (row + 4 * slots))
-
-
-def _shapes(parameters: Iterable[nn.Parameter]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(p.shape) for p in parameters)

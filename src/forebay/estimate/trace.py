@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,12 +25,14 @@ from torch.utils._pytree import tree_leaves
 
 from forebay.estimate.events import NamedStorages, part_events, peak_of
 from forebay.estimate.op_recorder import OpRecorder
+from forebay.estimate.state import weight_name
 from forebay.estimate.types import (
     FINAL_NORM_END,
     LayerTrace,
     Log,
     Mark,
     ModelTrace,
+    Op,
     OpCost,
     PartEvents,
     PartTrace,
@@ -125,6 +127,7 @@ class _TracedPart:
         log: position of its forward in the log.
         kept: storages that are saved, in order.
         no_grad: log of its forward without a graph.
+        experts, head_sum: see `OpRecorder`.
         light: runs its forward with light recomputation of the experts.
     """
 
@@ -138,10 +141,12 @@ class _TracedPart:
     compiled: bool
     no_grad: Log
     forward_ops: tuple[OpCost, ...]
+    experts: tuple[int, int]
+    head_sum: int
     backward: int = 0
     backward_flops: int = 0
     stash: tuple[int, int] = (0, 0)
-    deferred: int = 0
+    deferred: tuple[int, ...] = ()
     token_rows: int = 0
     light: Callable[[], _TracedPart] | None = None
     backward_ops: tuple[OpCost, ...] = ()
@@ -186,7 +191,7 @@ class TraceRun:
         self._inputs: set[int] = set()
         self._counted_origins: set[int] = set()
         self._routed: list[tuple[Tensor, Tensor]] = []
-        self._weight_grads: list[int] = []  # of the part whose backward runs
+        self._weight_grads: dict[int, str] = {}  # of the part whose backward runs
         self._last: Tensor
         blocks = moe_blocks(model)
         if blocks and shape.experts == "forebay":
@@ -200,6 +205,7 @@ class TraceRun:
         for tensor in (*model.parameters(), *model.buffers()):
             self._know(tensor)
             self._recorder.ignore(tensor)
+        self._names = {id(p): weight_name(name) for name, p in model.named_parameters()}
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._drop_weight_grad)
@@ -316,12 +322,13 @@ class TraceRun:
             kept = tuple(sorted(map(recorder.origin_storage, origins))) if compiled else kept
         self._open[path] = _TracedPart(
             output, leaf, size, recorder.peak - begin, recorder.flops, slice(at, len(recorder.log)), kept, compiled,
-            no_grad, recorder.tally.take([output]),
+            no_grad, recorder.tally.take([output]), recorder.experts, recorder.head_sum,
         )  # fmt: skip
         return output.detach()
 
     def _restart(self) -> None:
         self._recorder.peak, self._recorder.flops = self._recorder.now, 0
+        self._recorder.experts, self._recorder.head_sum = (-1, -1), -1
         self._recorder.tally.take()
 
     def _without_graph(self, x: Tensor, run: Callable[..., Tensor], forget: Callable[[], None]) -> Log:
@@ -353,7 +360,7 @@ class TraceRun:
         output, part.output = part.output, part.output.new_empty(0)
         self._restart()
         begin, out, width = recorder.now, recorder.number(output), recorder.size(output)
-        at, self._weight_grads = len(recorder.log), []
+        at, self._weight_grads = len(recorder.log), {}
         gradient = torch.empty_like(output)
         given = recorder.number(gradient)
         if output.requires_grad:
@@ -375,8 +382,9 @@ class TraceRun:
         if part.x is not None:
             part.x.grad = None
         transferred = frozenset(recorder.transferred)
-        named = NamedStorages(x, out, given, dx, tuple(self._weight_grads), part.kept, transferred)
-        part.events = events = part_events(recorder.log[part.log], log, named, part.compiled, part.no_grad)
+        named = NamedStorages(x, out, given, dx, self._weight_grads, part.kept, transferred, *part.experts)
+        events = part_events(recorder.log[part.log], log, named, part.compiled, part.no_grad)
+        part.events = events = replace(events, head_sum=_derived(part.head_sum, log))
         if part.compiled:
             sizes = dict(e for e in events.forward if e[1] and e[0] >= 0)
             part.forward = peak_of(events.forward, {})
@@ -385,7 +393,7 @@ class TraceRun:
     def _drop_weight_grad(self, parameter: Tensor) -> None:
         """The sum that it is added to is counted elsewhere."""
         if parameter.grad is not None:
-            self._weight_grads.append(self._recorder.number(parameter.grad))
+            self._weight_grads[self._recorder.number(parameter.grad)] = self._names[id(parameter)]
         parameter.grad = None
 
     def _run_light(self, site: SublayerCallSite, call: Callable[..., Any], x: Tensor) -> _TracedPart:
@@ -411,7 +419,8 @@ class TraceRun:
         if shared:
             capacity = size * (rows * hidden + slots * width)
             part.stash = capacity, size * (dispatcher.live_rows * hidden + dispatcher.live_slots * width)
-        part.deferred = size * (2 * rows * hidden + slots * (width + width // 2))
+        # The rows of x and of dy, the gradient of h, and the activation.
+        part.deferred = tuple(size * n for n in (rows * hidden, rows * hidden, slots * width, slots * (width // 2)))
         part.token_rows = size * slots * hidden
 
     def _head(self, hidden: Tensor, labels: Tensor) -> Tensor:
@@ -429,6 +438,15 @@ class TraceRun:
             shift_labels=labels,
             num_items_in_batch=labels.numel(),
         )
+
+
+def _derived(number: int, log: Log) -> frozenset[int]:
+    """The storage, and all that the operations of a log make from it."""
+    found = {number} if number >= 0 else set()
+    for entry in log:
+        if isinstance(entry, Op) and found.intersection(entry.reads):
+            found.update(m.number for m in entry.made)
+    return frozenset(found)
 
 
 class _Root(torch.autograd.Function):

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -76,10 +76,13 @@ class PartEvents:
         forward_no_grad: forward that saves nothing, such as the first run of a recomputed part.
         x, output, gradient, dx: numbers of the input, the output, the output's gradient and the input's; -1 for none.
         saves_x: backward reads x.
-        weight_grads: numbers of the weights' gradients, in the order in which they are made.
+        weight_grads: by the number of a weight's gradient the weight's name (`forebay.estimate.state.Weight`), in the order in
+            which they are made.
         transferred: storages that the token dispatcher makes, on a stream of its own if there is one.
         saved: storages that last from forward to backward, in the order in which they are saved; in a compiled sublayer, in which
             they are made.
+        experts_x, experts_h: the experts' rows and their first product; -1 where there are none.
+        head_sum: storages of the head's weight gradient, from the loss to the gradient itself.
     """
 
     forward: tuple[AllocEvent, ...]
@@ -90,9 +93,12 @@ class PartEvents:
     gradient: int
     dx: int
     saves_x: bool
-    weight_grads: tuple[int, ...]
+    weight_grads: Mapping[int, str]
     transferred: frozenset[int]
     saved: tuple[int, ...] = ()
+    experts_x: int = -1
+    experts_h: int = -1
+    head_sum: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -159,7 +165,7 @@ class PartTrace:
         light: `saved` and `backward` under light recomputation of the experts, or None.
         stash: bytes of the experts' x and h in buffers of the capacity, and of the rows that arrive; (0, 0) without expert
             parallelism..
-        deferred: bytes that deferred weight gradients of the experts keep (`forebay.moe.wgrad`).
+        deferred: bytes of each tensor that deferred weight gradients of the experts keep (`forebay.moe.wgrad`).
         token_rows: bytes of the gathered rows that one of the experts' weight gradients needs while it is made.
         forward_ops, backward_ops: costs, in order.
         light_ops, light_events: `backward_ops` and `events` under light recomputation; empty or None without it.
@@ -173,7 +179,7 @@ class PartTrace:
     backward_flops: int
     light: tuple[int, int] | None = None
     stash: tuple[int, int] = (0, 0)
-    deferred: int = 0
+    deferred: tuple[int, ...] = ()
     token_rows: int = 0
     forward_ops: tuple[OpCost, ...] = ()
     backward_ops: tuple[OpCost, ...] = ()
@@ -190,6 +196,16 @@ class PartTrace:
             self, saved=saved, backward=backward, backward_ops=self.light_ops, events=self.light_events,
             light=None, light_ops=(), light_events=None,
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StageLayers:
+    """The layers of a stage: their numbers in the model, their places among the rank's own, and whether it has the ends."""
+
+    layers: tuple[int, ...]
+    places: tuple[int, ...]
+    embedding: bool
+    head: bool
 
 
 @dataclass(frozen=True)

@@ -1,25 +1,143 @@
-"""The memory of a rank over a step: a level for each sublayer's forward and backward, and the highest of them.
+"""The walk over a rank's steps: its allocations, in the order of the run, played on a model of torch's caching allocator.
 
-Input: a `ModelTrace`, the `RankState` of a rank, its stages, the actions of its schedule, and a placement for every
-sublayer. Output: a `RankFit`: the highest level and what it consists of. Levels are allocated memory; what the caching
-allocator reserves besides comes from `forebay.estimate.reserved`. Nothing is run or kept.
+Input: a `RankRun`: the parts of a rank's stages (`forebay.estimate.parts`), its actions in a step, and its parameters
+(`forebay.estimate.fsdp`). Output: a `Walked`: peak bytes of segments, and what is in use at the highest level. NCCL's buffers,
+symmetric memory and the CUDA context are not the allocator's: see `forebay.estimate.state`. Nothing is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import zip_longest
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
-from forebay.estimate.state import RankState
-from forebay.estimate.types import ModelTrace, PartTrace
+from forebay.estimate.allocator import (
+    ACTIVATIONS,
+    GRADIENTS,
+    MIN_BLOCK,
+    OPTIMIZER,
+    PARAMETERS,
+    ROLES,
+    TRANSIENT,
+    Block,
+    CachingAllocator,
+)
+from forebay.estimate.fsdp import (
+    DEFAULT,
+    FsdpLifecycle,
+    ParamGroup,
+    ParamLifecycle,
+    PersistentState,
+    PlainLifecycle,
+    UnshardedLifecycle,
+)
+from forebay.estimate.parts import MEASURED_STEPS, PAGE, Part, offloadable
+from forebay.estimate.state import Sharing
+from forebay.estimate.types import ALL_TO_ALL_BEGIN, ALL_TO_ALL_END, FINAL_NORM_END, MATMUL, PAGES
+from forebay.memory.timeline import Key, Plan
 from forebay.pipeline.schedule import Action
 
-ERROR = 0.02
-"""Share of a planned total by which the run may take more. No measured run reserved more than 1.6 % above its plan; of 10
-that were given about their plan, 2 ran out of memory with just that (benchmarks/results/planner.md)."""
-ALLOWANCE = f"with {100 * ERROR:.0f} % of the peak left for the plan's own error"
+WORKSPACE = 32 << 20
+"""Bytes of cuBLAS's workspace on Hopper for each handle and stream (`CUBLAS_WORKSPACE_CONFIG`, torch's notes on CUDA): one of the
+thread that runs forward, one of autograd's."""
+STEPS = 3
+"""Steps to play. The second has the optimizer's moments beside it; the third may find the second's segments cut differently:
+GPT-OSS on two H200s reserved 4.3 GiB more in its third step, as it does here. A fourth never needed more."""
+_MARGIN = 64  # the arena of `forebay.memory.page_store` has one page more for each so many
+_TRANSFERS = "transfers"
+_MICROBATCHES = (
+    3  # of a process without a pipeline: the first begins the gradients, the second finds them, the third repeats
+)
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """A run on one rank.
+
+    Attributes:
+        stages: by number, parts in forward order.
+        actions: of a step; a pipeline's receives too.
+        engine: an engine runs the stages (a pipeline, or overlap): the token dispatcher has a stream of its own.
+        summed: if the engine sums the vocabulary's gradients itself: bytes of a microbatch's gradients of embedded tokens in the
+            dtype of the sum; else 0.
+        hidden: bytes of a microbatch's hidden states.
+        turns: in what order a forward and a backward compute that run together; see `forebay.pipeline.schedule`.
+        graph: the step is a CUDA graph.
+        random: parameters are initialized, not loaded.
+        pipeline: it is a pipeline.
+        at_once: the engine adds the embedding's gradients as they are made.
+        tied: embedding and head are one parameter.
+        least: bytes below which nothing is offloaded.
+        link: what the manager offloads, and when; None offloads all of a sublayer, with two in transfer.
+    """
+
+    groups: Sequence[ParamGroup]
+    sharing: Sharing
+    stages: Mapping[int, Sequence[Part]]
+    actions: Sequence[Action]
+    engine: bool
+    summed: int
+    hidden: int
+    turns: Callable[[Sequence[bool], Sequence[bool]], Sequence[str]]
+    graph: bool = False
+    random: bool = True
+    pipeline: bool = False
+    at_once: bool = False
+    tied: bool = False
+    least: int = 1 << 20
+    link: Plan | None = None
+
+
+@dataclass(frozen=True)
+class StepLevel:
+    """What is in use at the highest point while a part runs.
+
+    Attributes:
+        action: of the schedule, such as "F0"; "" outside of them.
+        where: the part or parts that run.
+        by_role: bytes by `forebay.estimate.allocator.ROLES`.
+    """
+
+    action: str
+    where: str
+    by_role: tuple[int, ...]
+
+    @property
+    def allocated(self) -> int:
+        return sum(self.by_role)
+
+
+@dataclass(frozen=True)
+class Walked:
+    """What a walk found.
+
+    Attributes:
+        reserved: peak bytes of segments.
+        peak: the highest level of all steps.
+        levels: of the last step, in order; `peak` comes first if it is higher than all of them.
+        parameters, optimizer: bytes of the rank's parameters and of their moments.
+        before: bytes in use before a forward, as a manager measures them in its second step, with all moments.
+        by_step: bytes of segments after each step.
+    """
+
+    reserved: int
+    peak: StepLevel
+    levels: tuple[StepLevel, ...]
+    parameters: int
+    optimizer: int
+    before: int
+    by_step: tuple[int, ...]
+
+
+def walk(run: RankRun, steps: int | None = None, limit: int | None = None) -> Walked:
+    """Play whole steps; by default `STEPS` after those that the manager measures.
+
+    Raises:
+        forebay.estimate.allocator.OutOfMemory: they do not fit `limit`.
+    """
+    return AllocatorRun(run, limit).steps(steps if steps is not None else STEPS + _measured(run))
 
 
 def local_actions(microbatches: int, overlap: bool) -> list[Action]:
@@ -32,300 +150,622 @@ def local_actions(microbatches: int, overlap: bool) -> list[Action]:
     return [forwards[0], *both, backwards[-1]]
 
 
-@dataclass(frozen=True)
-class StageLayers:
-    """The layers of a stage: their numbers in the model, their places among the rank's own, and whether it has the ends."""
-
-    layers: tuple[int, ...]
-    places: tuple[int, ...]
-    embedding: bool
-    head: bool
+def shortened(actions: Sequence[Action], engine: bool) -> Sequence[Action]:
+    """Without an engine, only the first microbatches: later ones repeat the last of them."""
+    return actions if engine else [a for a in actions if a.microbatch < _MICROBATCHES]
 
 
-@dataclass(frozen=True)
-class SublayerMemory:
-    """A sublayer (or embedding, or head) under its placement. Bytes for one microbatch.
+def _measured(run: RankRun) -> int:
+    """Steps that a manager measures. It counts a pipeline's whole step, else each microbatch."""
+    if run.link is None:
+        return 0
+    microbatches = len({action.microbatch for action in run.actions})
+    return MEASURED_STEPS if run.engine else MEASURED_STEPS // max(1, microbatches)
+
+
+class AllocatorRun:
+    """A run so far, and its `allocator`."""
+
+    def __init__(self, run: RankRun, limit: int | None = None):
+        self.allocator = CachingAllocator(limit, granule=MIN_BLOCK if run.sharing.gpu else 1)
+        self._run = run
+        self._stream = (
+            "graph" if run.graph else DEFAULT
+        )  # a CUDA graph step has a stream of its own, from the first step on
+        self._weights = PersistentState(self.allocator, run.groups, run.sharing, run.random)
+        self._params = self._lifecycle(run)
+        self._workspaces: list[Block] = []
+        self._arena: Block | None = None
+        self._managed_steps = 0
+        self._before = 0
+        self.peak = StepLevel("", "", (0,) * len(ROLES))
+        self._levels: list[StepLevel] = []
+        self._note("", "initialization")
+
+    def steps(self, number: int) -> Walked:
+        """Play whole steps with their optimizer's. A CUDA graph step is captured after them, and replayed once."""
+        by_step = []
+        for n in range(number + 2 * self._run.graph):
+            if n > number:
+                self._replay()
+            else:
+                self._levels = []
+                self.gradients(captured=self._run.graph and n == number)
+            self._weights.optimize()
+            self._note("", "optimizer")
+            self._params.zero_grad()
+            by_step.append(self.allocator.reserved)
+        held, levels = self.allocator.by_role, self._levels
+        if all(level.allocated < self.peak.allocated for level in levels):
+            levels = [self.peak, *levels]
+        return Walked(
+            self.allocator.peak_reserved, self.peak, tuple(levels), held[PARAMETERS], held[OPTIMIZER],
+            self._before + held[OPTIMIZER], tuple(by_step),
+        )  # fmt: skip
+
+    def _note(self, action: str, where: str) -> None:
+        """Record the highest level since the last call."""
+        level = StepLevel(action, where, tuple(self.allocator.take_peak()))
+        self._levels.append(level)
+        if level.allocated > self.peak.allocated:
+            self.peak = level
+
+    def gradients(self, captured: bool = False) -> None:
+        """Play all forwards and backwards of a step. A captured one allocates from a pool of its own, beside what the steps
+        before it left when the cache is emptied."""
+        params, allocator = self._params, self.allocator
+        unsharded = params if isinstance(params, UnshardedLifecycle) else None
+        if unsharded:
+            unsharded.gather()
+        if captured:
+            allocator.empty_cache()
+            allocator.begin_graph("step")
+        self._note("", "gathering of parameters")
+        step = _StepRun(
+            self._run, allocator, params, self._stream, self._workspace, self._note, self._managed_steps,
+            self._arena is not None,
+        )  # fmt: skip
+        params.begin_step()
+        step.run()
+        params.end_step()
+        token_grads = step.end()
+        self._managed_steps = step.managed_steps
+        self._before = step.before or self._before
+        if unsharded and captured:
+            unsharded.hold()
+        if unsharded:
+            unsharded.reduce(token_grads, self._spread)
+        if captured:
+            allocator.end_graph()
+        if unsharded:
+            unsharded.finish()
+        self._note("", "reduction")
+        self._settle_arena(step.most_stashed)
+
+    def _replay(self) -> None:
+        """Gathers and reductions around a replay allocate from the graph's pool, whose own memory is free before and after it."""
+        params = self._params
+        if isinstance(params, UnshardedLifecycle):
+            self.allocator.begin_graph("step")
+            params.gather()
+            params.restore()
+            params.reduce([], self._spread)
+            self.allocator.end_graph()
+            params.finish()
+
+    @property
+    def _spread(self) -> int:
+        return self._run.summed
+
+    def _lifecycle(self, run: RankRun) -> ParamLifecycle:
+        if run.engine:
+            return UnshardedLifecycle(
+                self.allocator,
+                run.groups,
+                run.sharing,
+                self._stream,
+                late=run.summed > 0 and not run.at_once,
+                keep=run.graph,
+                tied=run.summed > 0 and run.tied,
+            )
+        if not run.sharing.sharded:
+            return PlainLifecycle(self.allocator)
+        return FsdpLifecycle(self.allocator, run.groups, run.sharing, self._stream)
+
+    def _workspace(self, number: int) -> None:
+        if self._run.sharing.gpu and number >= len(self._workspaces):
+            self._workspaces.append(self.allocator.malloc(WORKSPACE, self._stream))
+
+    def _settle_arena(self, most: int) -> None:
+        """The first step sizes the arena of pages, with a margin. Resizing it invalidates the CUDA graph and empties
+        the cache."""
+        if self._arena is None and most:
+            pages = most // PAGE
+            self._arena = self.allocator.malloc((pages + -(-pages // _MARGIN)) * PAGE, self._stream, ACTIVATIONS)
+            if self._run.graph:
+                self.allocator.empty_cache()
+
+
+@dataclass(eq=False)
+class _PartRun:
+    """A part of a microbatch between forward and backward.
 
     Attributes:
-        saved: that autograd saves.
-        held: on the device from forward to backward.
-        forward, backward: above the level before, while it runs.
-        deferred: from the input part of a split backward to its weight part.
-        gradient: where its parameters' gradients count: a layer's place, "embedding" or "head".
-        until_end: from backward to the step's end.
+        blocks: by storage.
+        x: its input, while it is held.
+        offloaded: bytes of the storages that were offloaded.
+        pages: without an arena, a block in place of its pages.
+        call: the number of its forwards before this one in the manager's step.
     """
 
-    path: str
-    placement: str
-    saved: int
-    held: int
-    forward: int
-    backward: int
-    deferred: int
-    gradient: Any
-    until_end: int = 0
-
-
-@dataclass(frozen=True)
-class RankFit:
-    """Bytes on a rank at the highest level of its step.
-
-    Attributes:
-        activations: saved for backward.
-        transient: needed while sublayers run, unsharded weights, and reductions.
-        where: what runs then.
-        held_at_most: the most that is saved at any time.
-        cached: what the caching allocator reserves at most besides the other columns; see `forebay.estimate.reserved`.
-    """
-
-    rank: int
-    parameters: int
-    gradients: int
-    optimizer: int
-    activations: int
-    transient: int
-    other: int
-    where: str
-    held_at_most: int
-    cached: int = 0
+    part: Part
+    blocks: dict[int, Block]
+    x: Block | None
+    offloaded: dict[int, int] = field(default_factory=dict)
+    balance: Block | None = None
+    pages: Block | None = None
+    call: int = 0
 
     @property
-    def allocated(self) -> int:
-        """Peak of what is in use, context and communicators included."""
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.transient + self.other
-
-    @property
-    def total(self) -> int:
-        """Peak of what is taken from the device."""
-        return self.allocated + self.cached
-
-    @property
-    def reserved(self) -> int:
-        """The part of `total` that the caching allocator reserves."""
-        return self.total - self.other
-
-    def headroom(self, budget: int) -> int:
-        return headroom(self.total, budget)
+    def key(self) -> Key:
+        return self.part.path, self.call
 
 
-def least_budget(total: int) -> int:
-    """Smallest budget that fits: the total plus `ERROR` for the plan's own error."""
-    return total + int(ERROR * total)
+@dataclass
+class _DeferredGrads:
+    """The deferred weight gradients of a split backward: transient bytes of making each, and the tensors that they wait with."""
+
+    transient: tuple[int, ...]
+    sizes: tuple[int, ...]
+    blocks: list[Block] = field(default_factory=list)
+
+    @staticmethod
+    def of(part: Part, in_place: bool) -> _DeferredGrads:
+        """`in_place`: gradients are added to a sum as they are made, which needs rows of tokens only."""
+        sizes = part.expert_grads
+        transient = (part.token_rows,) * len(sizes) if in_place else tuple(sizes.values())
+        return _DeferredGrads(transient, part.deferred)
 
 
-def headroom(total: int, budget: int) -> int:
-    """Bytes that a budget leaves beside `least_budget(total)`; negative if the plan does not fit."""
-    return budget - least_budget(total)
-
-
-def largest_total(budget: int) -> int:
-    """Largest planned total that fits a budget, to within a byte."""
-    return int(budget / (1 + ERROR))
-
-
-def sublayer_memory(
-    trace: ModelTrace,
-    stage: StageLayers,
-    placements: Mapping[str, str],
-    *,
-    prefix: str,
-    recompute: str,
-    engine: bool,
-    summed: bool,
-    at_once: bool = False,
-    carried: Mapping[str, int] | None = None,
-) -> list[SublayerMemory]:
-    """The sublayers of a stage in forward order, embedding and head included.
+class _StepRun:
+    """One step.
 
     Args:
-        placements: sublayer path to placement; the default is "keep".
-        prefix: module path of the layers.
-        recompute: see `[memory]`.
-        engine: a pipeline or overlap runs the stage: the head's backward is a part of its forward.
-        summed: the engine adds the gradient of the head's weight to a sum in forward, and collects the gradients of embedded
-            tokens to add them once a step.
-        at_once: it adds the latter as they are made instead.
-        carried: by path, bytes that an offloaded sublayer sends to the host; None means all.
-    """
-    found = []
-    if stage.embedding:
-        found.append(_embedding(trace, engine and summed, at_once))
-    for nth, (number, place) in enumerate(zip(stage.layers, stage.places, strict=True)):
-        layer = trace.layers[number]
-        for name, part in layer.sublayers:
-            path = f"{prefix}.{number}.{name}"
-            leaves = part.saved if carried is None else min(carried.get(path, 0), part.saved)
-            sublayer = _placed(path, part, placements.get(path, "keep"), recompute, place, leaves)
-            if name == "mlp" and layer.is_moe:
-                sublayer = replace(sublayer, held=sublayer.held + trace.balance)
-            if name == "self_attn" and nth == 0:
-                sublayer = replace(sublayer, held=sublayer.held + trace.shared)
-            found.append(sublayer)
-    if stage.head:
-        found.append(_head(trace, engine, summed))
-    return found
-
-
-def _embedding(trace: ModelTrace, collected: bool, at_once: bool) -> SublayerMemory:
-    kept = _kept("embedding", trace.embedding, "embedding")
-    if not collected:
-        return kept
-    tokens = trace.layers[0].attention.inputs
-    rows = 2 * tokens  # in the dtype of the sum
-    return replace(kept, backward=tokens + (rows if at_once else 0), until_end=0 if at_once else tokens)
-
-
-def _head(trace: ModelTrace, engine: bool, summed: bool) -> SublayerMemory:
-    head, kept = trace.head, _kept("head", trace.head, "head")
-    if not engine:
-        return kept
-    in_forward = max(head.forward, head.saved + head.backward) - (2 * trace.head_gradient if summed else 0)
-    return replace(kept, held=head.inputs, forward=in_forward, backward=head.inputs)
-
-
-def _kept(path: str, part: PartTrace, gradient: Any) -> SublayerMemory:
-    forward = part.inputs + part.forward
-    return SublayerMemory(path, "keep", part.saved, part.saved, forward, part.backward, part.deferred, gradient)
-
-
-def _placed(path: str, part: PartTrace, placement: str, recompute: str, place: int, leaves: int) -> SublayerMemory:
-    kept = replace(_kept(path, part, place), placement=placement)
-    match placement:
-        case "recompute" if part.light is not None and recompute != "full":
-            held, backward = part.light  # "save-dispatch" holds less, and is counted as "light"
-            return replace(kept, held=held, backward=backward)
-        case "recompute":
-            return replace(
-                kept, held=min(part.inputs, part.saved), backward=max(part.forward, part.saved + part.backward)
-            )
-        case "offload":  # two sublayers are in transfer at any time
-            return replace(
-                kept, held=part.saved - leaves, forward=kept.forward + leaves, backward=2 * leaves + part.backward
-            )
-        case "stash":
-            capacity, arrived = part.stash
-            return replace(kept, held=part.saved - capacity + arrived, backward=part.backward + capacity - arrived)
-    return kept
-
-
-Seen = Callable[[str, RankFit], None]
-"""Receives every level of a step in turn: the action ("" after the last), and the level as if it were the highest."""
-
-
-def fit_rank(
-    rank: int,
-    state: RankState,
-    stages: Mapping[int, Sequence[SublayerMemory]],
-    actions: Iterable[Action],
-    messages: int = 0,
-    seen: Seen | None = None,
-) -> RankFit:
-    """The highest level of a rank's step.
-
-    Args:
-        stages: its sublayers in forward order, by stage.
-        actions: in order; transfers are ignored.
-        messages: bytes of hidden states and gradients in transfer between ranks.
-        seen: receives every level.
-    """
-    walk = Walk(rank, state, stages, messages, seen)
-    for action in actions:
-        walk.step(action)
-    return walk.done()
-
-
-class Walk:
-    """A step so far. A level is the sum of
-
-    parameters, moments, unsharded weights, gradients so far, saved so far, what the running sublayers need, and `other`.
-
-    The gradients of a part count from its first backward on, unless `RankState` has them from the beginning of the step.
+        workspace: allocates cuBLAS's workspace of a thread if it is not there.
+        note: records the level of what ran since its last call, given the action and the parts.
+        managed_steps: of the manager, begun before this step. An engine's is a step, else it is a microbatch.
+        paged: there is an arena of pages.
     """
 
     def __init__(
         self,
-        rank: int,
-        state: RankState,
-        stages: Mapping[int, Sequence[SublayerMemory]],
-        messages: int,
-        seen: Seen | None = None,
+        run: RankRun,
+        allocator: CachingAllocator,
+        params: ParamLifecycle,
+        stream: Any,
+        workspace: Callable[[int], None],
+        note: Callable[[str, str], None],
+        managed_steps: int = 0,
+        paged: bool = False,
     ):
-        self._rank, self._state, self._stages = rank, state, stages
-        self._seen, self._action = seen, ""
-        self._held = self._held_at_most = 0
-        self._messages = messages
-        self._gradients = state.gradients if state.at_once else 0
-        self._with_gradient: set[Any] = set()
-        self._highest: RankFit | None = None
+        self._run, self._allocator, self._params, self._stream = run, allocator, params, stream
+        self._transfer_stream = _TRANSFERS if run.engine else stream
+        self._workspace, self._note = workspace, note
+        self._action = ""
+        self._running: dict[str, str] = {}  # "forward" or "backward" to the part that runs
+        self._part_runs: dict[tuple[int, int], list[_PartRun]] = {}
+        self._arrived: dict[tuple[str, int, int], Block] = {}
+        self._sent: list[Block] = []
+        self._offloading: list[_PartRun] = []
+        self._token_grads: list[Block] = []
+        self._deferred: dict[tuple[int, int], list[_DeferredGrads]] = {}
+        self._paged = paged
+        self.managed_steps = managed_steps
+        self.before = 0
+        self._calls: dict[str, int] = {}
+        self._by_key: dict[Key, _PartRun] = {}
+        self._released_at: dict[tuple[str, Key], list[Key]] = {}
+        for key, event in (run.link.release_at if run.link is not None else {}).items():
+            self._released_at.setdefault(event, []).append(key)
+        self.most_stashed = self._stashed = 0
+        self._last = max((a.microbatch for action in run.actions for a in (action.parts or (action,))), default=0)
+
+    def run(self) -> None:
+        if self._run.engine:
+            self._begin_managed_step()
+        for action in self._run.actions:
+            self._action = str(action)
+            match action.kind:
+                case "OVERLAP_F_B":
+                    self._overlap_fwd_bwd(*action.parts)
+                case "F":
+                    _drain(self._forward(action.stage, action.microbatch))
+                case "B" | "I":
+                    _drain(self._backward(action.stage, action.microbatch, action.kind == "I"))
+                case "W":
+                    for deferred in self._deferred.pop((action.stage, action.microbatch), ()):
+                        for size in deferred.transient:
+                            self._allocator.free(self._malloc(size))
+                        self._free_all(deferred.blocks)
+                    self._note(self._action, "weight gradients")
+                case "RECV_F" | "RECV_B":
+                    self._arrived[action.kind[-1], action.stage, action.microbatch] = self._malloc(self._run.hidden)
+
+    def end(self) -> list[Block]:
+        """Free what was sent. The gradients of embedded tokens remain."""
+        self._free_all(self._sent)
+        return self._token_grads
+
+    def _overlap_fwd_bwd(self, forward: Action, backward: Action) -> None:
+        """The order of `forebay.pipeline`: the backward's first transfer starts before the forward computes. In a
+        pipeline the head counts as a computation too, and the forward finishes one computation later; else it finishes
+        last."""
+        f = self._forward(forward.stage, forward.microbatch)
+        b = self._backward(backward.stage, backward.microbatch, False)
+        stages, pipeline = self._run.stages, self._run.pipeline
+        f_layers, b_layers = _have_experts(stages[forward.stage]), _have_experts(stages[backward.stage])[::-1]
+        if pipeline and stages[forward.stage][-1].path == "head":
+            f_layers.append(False)
+        order = list(self._run.turns(f_layers, b_layers))
+        if pipeline:
+            order.insert(len(order) - order[::-1].index("F"), "F")
+        for turn in ["B", *order]:
+            next(f if turn == "F" else b, None)
+        for rest in (f, b) if pipeline else (b, f):
+            _drain(rest)
+
+    # --- forward --------------------------------------------------------------------------------------------------
+
+    def _forward(self, stage: int, microbatch: int) -> Iterator[None]:
+        """Yields after each of an engine's computations."""
+        parts, engine = self._run.stages[stage], self._run.engine
+        runs: list[_PartRun] = []
+        self._part_runs[stage, microbatch] = runs
+        if not engine:
+            self._begin_managed_step()
+            self._calls, self._by_key = {}, {}
+        x = self._arrived.pop(("F", stage, microbatch), None)
+        if engine and parts[-1].path == "head":
+            parts = parts[:-1]  # `_hand_on` runs it
+        layer_inputs: list[Block] = []  # a layer's caller holds its input until it returns
+        model_inputs: list[Block] = []  # the base model's frame holds the first layer's until all layers have run
+        for nth, part in enumerate(parts):
+            if x is None and part.path != "embedding":
+                x = self._malloc(self._run.hidden)
+            run = self._begin_part(part, x, microbatch)
+            runs.append(run)
+            if part.path == "head" and x is not None and not part.events.saves_x:
+                model_inputs.append(x)
+                run.x = x = None
+            output = yield from self._part_forward(run, model_inputs)
+            if x is not None and not self._keeps_input(part):
+                run.x = None
+                first = nth == 1 and parts[0].path == "embedding" and not engine
+                self._release_input(part, x, model_inputs if first else layer_inputs)
+            if part.balance:
+                run.balance = self._malloc(part.balance, ACTIVATIONS)
+            self._params.leave(part.place, part.mlp, False, microbatch == self._last)
+            self._end_part("forward")
+            if not part.path.endswith(".self_attn"):
+                self._free_all(layer_inputs)
+            x = output
+            if self._yields_after(part):
+                yield  # after a dense layer
+        self._free_all(model_inputs)
+        assert x is not None
+        self._hand_on(stage, microbatch, x)
+
+    @staticmethod
+    def _keeps_input(part: Part) -> bool:
+        return part.events.saves_x or part.placement == "recompute"
+
+    def _end_part(self, way: str) -> None:
+        running = [f"{self._running[w]} {w}" for w in ("forward", "backward") if w in self._running]
+        self._note(self._action, " and ".join(running))
+        del self._running[way]
+
+    def _release_input(self, part: Part, x: Block, callers: list[Block]) -> None:
+        if part.path.endswith(".self_attn"):
+            callers.append(x)
+        else:
+            self._allocator.free(x)
+
+    def _part_forward(self, run: _PartRun, model_inputs: list[Block]) -> Generator[None, None, Block]:
+        events = run.part.events
+        on_mark = {FINAL_NORM_END: partial(self._free_all, model_inputs), PAGES: partial(self._take_pages, run)}
+        played = events.forward_no_grad if run.part.placement == "recompute" else events.forward
+        yield from self._play(run.blocks, played, run.part, on_mark=on_mark)
+        output = run.blocks.pop(events.output)
+        self._place_saved(run)
+        return output
+
+    def _begin_part(self, part: Part, x: Block | None, microbatch: int) -> _PartRun:
+        if part.path != "embedding":
+            self._workspace(0)  # rotary tables, which come before the layers, are matrix products
+        self._running["forward"] = part.path
+        self._params.enter(part.place, part.mlp, False, microbatch == self._last)
+        run = _PartRun(part, {}, x, call=self._calls.get(part.path, 0))
+        self._calls[part.path] = run.call + 1
+        self._by_key[run.key] = run
+        self._transfer_at("F", run)
+        return run
+
+    def _hand_on(self, stage: int, microbatch: int, x: Block) -> None:
+        """The output of a stage's forward: the next stage's input, or the loss and its gradient."""
+        head = self._run.stages[stage][-1]
+        if not self._run.engine:
+            self._arrived["B", stage, microbatch] = x
+        elif head.path == "head":
+            self._arrived["B", stage, microbatch] = self._loss(head, x)
+        else:
+            self._send("F", stage + 1, microbatch, x)
+
+    def _place_saved(self, run: _PartRun) -> None:
+        part, blocks = run.part, run.blocks
+        if part.placement == "recompute":
+            self._free(blocks.values())
+            blocks.clear()
+        elif part.placement == "offload" and self._plan is None:
+            self._offloading.append(run)
+        elif part.stashed_x:
+            self._allocator.free(blocks.pop(part.stashed_x[0]))
+        held = [*blocks.values(), *([run.x] if run.x is not None and self._keeps_input(part) else [])]
+        for block in held:
+            self._allocator.set_role(block, ACTIVATIONS)
+
+    # --- offloading -----------------------------------------------------------------------------------------------
 
     @property
-    def level(self) -> int:
-        """Bytes now, without what the running sublayers need."""
-        return self._at(self._state.gathered + self._messages, "").total
+    def _plan(self) -> Plan | None:
+        """The manager's plan, after the steps that it measures."""
+        return self._run.link if self.managed_steps > MEASURED_STEPS else None
 
-    def step(self, action: Action) -> None:
-        self._action = str(action)
-        match action.kind:
-            case "OVERLAP_F_B":
-                forward, backward = action.parts
-                self._run_stages(self._stages[forward.stage], self._stages[backward.stage])
-            case "F":
-                self._run_stages(self._stages[action.stage], ())
-            case "B" | "I":
-                self._run_stages((), self._stages[action.stage], split=action.kind == "I")
-            case "W":
-                sublayers = self._stages[action.stage]
-                self._running(max((h.deferred for h in sublayers), default=0), self._action)
-                self._held -= sum(h.deferred for h in sublayers)
+    def _begin_managed_step(self) -> None:
+        self.managed_steps += 1
+        if self.managed_steps == MEASURED_STEPS:
+            self.before = self._allocator.allocated - self._allocator.by_role[OPTIMIZER]
 
-    def done(self) -> RankFit:
-        """End the step with its reductions and the optimizer; the highest level."""
-        s = self._state
-        self._action = ""
-        self._running(s.reducing, "reduction")
-        self._note(replace(self._at(s.stepping, "optimizer"), gradients=s.sharded_gradients))
-        assert self._highest is not None
-        return replace(self._highest, held_at_most=self._held_at_most)
+    def _transfer_at(self, kind: str, run: _PartRun, following: _PartRun | None = None) -> None:
+        """Settle and fetch what is due when a part's forward or backward begins.
 
-    def _run_stages(
-        self, forward: Sequence[SublayerMemory], backward: Sequence[SublayerMemory], split: bool = False
+        While the manager measures, a sublayer's tensors are on the device until the next one begins, and again from one
+        before its backward.
+
+        Args:
+            following: the part whose backward is next.
+        """
+        if self._plan is None:
+            staying = self._offloading[-1:] if self._run.link is None else [run]
+            for other in [other for other in self._offloading if all(other is not mine for mine in staying)]:
+                self._offloading.remove(other)
+                self._release(other, None)
+        else:
+            event = kind, run.key
+            for key in self._released_at.get(event, ()):
+                if key in self._by_key:
+                    self._release(self._by_key[key], self._plan.offload[key])
+            for key in self._plan.fetch_at.get(event, ()):
+                if key in self._by_key:
+                    self._fetch(self._by_key[key])
+        if kind == "B":
+            self._fetch(run)
+            if following is not None and self._plan is None:
+                self._fetch(following)
+
+    def _release(self, run: _PartRun, chosen: frozenset[int] | None) -> None:
+        """Free what was offloaded: the chosen items, or all."""
+        events, least = run.part.events, self._run.least
+        if chosen is None:
+            leaving = [*run.blocks, events.x]
+        else:
+            items = offloadable(events, self._run.hidden, least)
+            leaving = [number for at, (number, _) in enumerate(items) if at in chosen]
+        for n in leaving:
+            if n == events.x and run.x is not None and run.x.size >= least:
+                run.offloaded[n] = run.x.size
+                self._allocator.free(run.x)
+                run.x = None
+            elif n in run.blocks and run.blocks[n].size >= least:
+                run.offloaded[n] = run.blocks[n].size
+                self._allocator.free(run.blocks.pop(n))
+
+    def _fetch(self, run: _PartRun) -> None:
+        if run in self._offloading:
+            self._offloading.remove(run)
+        for n, size in run.offloaded.items():
+            block = self._malloc(size, ACTIVATIONS)
+            if n == run.part.events.x:
+                run.x = block
+            else:
+                run.blocks[n] = block
+        run.offloaded = {}
+
+    # --- backward -------------------------------------------------------------------------------------------------
+
+    def _backward(self, stage: int, microbatch: int, split: bool) -> Iterator[None]:
+        """Yields after each of an engine's computations."""
+        runs = self._part_runs.pop((stage, microbatch))
+        dy = self._arrived.pop(("B", stage, microbatch), None)
+        if dy is None:
+            dy = self._malloc(self._run.hidden)
+        waiting: list[_DeferredGrads] = []
+        while runs:
+            run = runs.pop()
+            part = run.part
+            self._running["backward"] = part.path
+            self._transfer_at("B", run, runs[-1] if runs else None)
+            if part.path == "embedding" and self._run.summed:
+                self._sum_token_grads(run, dy)
+                self._end_part("backward")
+                break
+            self._params.enter(part.place, part.mlp, True, microbatch == self._last)
+            deferred = _DeferredGrads.of(part, self._run.sharing.adds_in_place) if split and part.deferred else None
+            dx = yield from self._part_backward(run, dy, deferred is not None)
+            if deferred is not None:
+                deferred.blocks = [self._malloc(size, ACTIVATIONS) for size in deferred.sizes]
+                waiting.append(deferred)
+            self._params.leave(part.place, part.mlp, True, microbatch == self._last)
+            self._end_part("backward")
+            if dx is None:
+                break
+            dy = dx
+        else:
+            self._send("B", stage - 1, microbatch, dy)
+        if waiting:
+            self._deferred[stage, microbatch] = waiting
+
+    def _sum_token_grads(self, run: _PartRun, dy: Block) -> None:
+        self._free(run.blocks.values())
+        if self._run.at_once:
+            self._free([self._malloc(self._run.summed), dy])
+        else:
+            self._token_grads.append(dy)
+            self._allocator.set_role(dy, GRADIENTS)
+
+    def _part_backward(self, run: _PartRun, dy: Block, deferred: bool) -> Generator[None, None, Block | None]:
+        """The gradient of its input. `deferred`: without the experts' weight gradients."""
+        part, events, blocks = run.part, run.part.events, run.blocks
+        elsewhere = part.expert_grads if deferred or (self._run.sharing.adds_in_place and part.deferred) else ()
+        backward = tuple(event for event in events.backward if event[0] not in elsewhere)
+        if part.placement == "recompute" and not blocks:
+            yield from self._play(blocks, events.forward, part, thread=1)
+            self._allocator.free(blocks.pop(events.output))
+        blocks[events.gradient] = dy
+        if run.x is not None:
+            blocks[events.x] = run.x
+        if self._yields_after(part):
+            yield
+        on_mark = {ALL_TO_ALL_END: partial(self._release_pages, run), PAGES: partial(self._read_pages, run)}
+        yield from self._play(blocks, backward, part, frozenset(events.weight_grads), 1, on_mark)
+        dx = blocks.pop(events.dx, None)
+        self._free(block for block in blocks.values() if block is not dx)
+        if run.balance is not None:
+            self._allocator.free(run.balance)
+        return dx
+
+    def _loss(self, head: Part, x: Block) -> Block:
+        """An engine's head, forward and backward at once: the gradient of its input."""
+        events = head.events
+        blocks: dict[int, Block] = {}
+        self._running["forward"] = head.path
+        self._params.enter("head", False, True, False)
+        # The engine adds the head's weight gradient to a sum of its own.
+        elsewhere = events.head_sum if self._run.summed else frozenset()
+
+        def without_sums(given: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+            return [event for event in given if event[0] not in elsewhere]
+
+        _drain(self._play(blocks, without_sums(events.forward), head))
+        blocks[events.x] = x
+        _drain(self._play(blocks, without_sums(events.backward), head, frozenset(events.weight_grads), 1))
+        dx = blocks.pop(events.dx)
+        self._free(block for block in blocks.values() if block is not dx)
+        self._end_part("forward")
+        return dx
+
+    # --- pages ----------------------------------------------------------------------------------------------------
+
+    def _take_pages(self, run: _PartRun) -> None:
+        """For x and h, before h is made. In the first step there is no arena: they have memory of their own."""
+        if not self._paged:
+            run.pages = self._malloc(run.part.pages, ACTIVATIONS)
+        self._stashed += run.part.pages
+        self.most_stashed = max(self.most_stashed, self._stashed)
+
+    def _read_pages(self, run: _PartRun) -> None:
+        """x is copied out of the pages; kernels read h there."""
+        if run.part.stashed_x:
+            number, size = run.part.stashed_x
+            run.blocks[number] = self._malloc(size)
+
+    def _release_pages(self, run: _PartRun) -> None:
+        """After the experts' weight gradients."""
+        if run.part.stashed_x:
+            self._stashed -= run.part.pages
+        if run.pages is not None:
+            self._allocator.free(run.pages)
+
+    # --- both -----------------------------------------------------------------------------------------------------
+
+    def _play(
+        self,
+        blocks: dict[int, Block],
+        events: Sequence[tuple[int, int]],
+        part: Part,
+        weight_grads: frozenset[int] = frozenset(),
+        thread: int = 0,
+        on_mark: Mapping[int, Callable[[], None]] = MappingProxyType({}),
+    ) -> Iterator[None]:
+        """Play events on blocks; in an engine yields after each transfer.
+
+        Args:
+            thread: whose cuBLAS workspace is used; 1 is autograd's.
+            on_mark: called at marks; that of `ALL_TO_ALL_END` when the experts' weight gradients have been made.
+        """
+        transfers = 0
+        for number, size in events:
+            if number < 0 and size == ALL_TO_ALL_END:
+                if self._run.engine:
+                    yield
+                if weight_grads and transfers:  # after the experts' backward
+                    if ALL_TO_ALL_END in on_mark:
+                        on_mark[ALL_TO_ALL_END]()
+                    if self._run.engine:
+                        yield
+                if not transfers:
+                    self._params.compute_experts(part.place, True)
+                transfers += 1
+            elif number < 0:
+                self._mark(size, part, thread, transfers, on_mark)
+            elif size:
+                stream = self._transfer_stream if number in part.events.transferred else self._stream
+                blocks[number] = self._allocator.malloc(size, stream)
+            elif number in blocks:
+                block = blocks.pop(number)
+                if number not in weight_grads or not self._params.keeps(
+                    part.place, part.events.weight_grads[number], block
+                ):
+                    self._allocator.free(block)
+
+    def _mark(
+        self, mark: int, part: Part, thread: int, transfers: int, on_mark: Mapping[int, Callable[[], None]]
     ) -> None:
-        """A forward and a backward that run together run sublayer by sublayer, each counted from where it begins."""
-        for f, b in zip_longest(forward, reversed(backward)):
-            self.run_pair(f, b)
-            if f:
-                self._held += f.held
-            if b:
-                self._held += (b.deferred if split else 0) + b.until_end - b.held
-                self._add_gradient(b.gradient)
-            self._held_at_most = max(self._held_at_most, self._held)
+        if mark == MATMUL:
+            self._workspace(thread)
+        elif mark in (FINAL_NORM_END, PAGES) and mark in on_mark:
+            on_mark[mark]()
+        elif mark == ALL_TO_ALL_BEGIN and transfers:
+            self._params.compute_experts(part.place, False)
 
-    def run_pair(self, f: SublayerMemory | None, b: SublayerMemory | None) -> None:
-        """One sublayer's forward and another's backward run together, or one of them alone."""
-        needed = (f.forward if f else 0) + (b.backward if b else 0)
-        self._running(needed, " and ".join(f"{h.path} {way}" for h, way in ((f, "forward"), (b, "backward")) if h))
+    def _yields_after(self, part: Part) -> bool:
+        """A dense layer is a single computation; `_play` yields inside of a MoE layer."""
+        return self._run.engine and part.mlp and not part.events.transferred
 
-    def _add_gradient(self, place: Any) -> None:
-        """A layer's gradients count from its MoE sublayer on, whose backward is first; all are there after its attention."""
-        s = self._state
-        if s.at_once or place in self._with_gradient:
+    def _send(self, kind: str, stage: int, microbatch: int, block: Block) -> None:
+        """To a stage of this rank, or of another: the latter holds the block until the next is sent."""
+        if stage in self._run.stages:
+            self._arrived[kind, stage, microbatch] = block
             return
-        self._with_gradient.add(place)
-        ends = {"embedding": s.embedding_gradient, "head": s.head_gradient}
-        self._gradients += ends[place] if place in ends else s.layer_gradients[place]
+        self._free(self._sent)
+        self._sent = [block]
 
-    def _running(self, needed: int, where: str) -> None:
-        self._note(self._at(needed + self._state.gathered + self._messages, where))
+    def _malloc(self, size: int, role: int = TRANSIENT) -> Block:
+        return self._allocator.malloc(size, self._stream, role)
 
-    def _at(self, transient: int, where: str) -> RankFit:
-        s = self._state
-        return RankFit(
-            self._rank, s.parameters, self._gradients, s.optimizer, self._held, transient, s.other, where,
-            self._held_at_most,
-        )  # fmt: skip
+    def _free_all(self, blocks: list[Block]) -> None:
+        self._free(blocks)
+        blocks.clear()
 
-    def _note(self, level: RankFit) -> None:
-        if self._seen is not None:
-            self._seen(self._action, level)
-        if self._highest is None or level.total > self._highest.total:
-            self._highest = level
+    def _free(self, blocks: Any) -> None:
+        for block in list(blocks):
+            self._allocator.free(block)
+
+
+def _have_experts(parts: Sequence[Part]) -> list[bool]:
+    """For each layer, whether its tokens are dispatched."""
+    return [bool(part.events.transferred) for part in parts if part.mlp]
+
+
+def _drain(steps: Iterator[None]) -> None:
+    for _ in steps:
+        pass

@@ -129,23 +129,16 @@ class Level:
     Attributes:
         action: the action that runs, such as "0F3"; "" outside of actions.
         where: what runs, in words.
-        cut: bytes taken off the level; of equal levels, the one with the largest cut counts as the highest.
     """
 
     action: str
     where: str
     bytes: Mapping[str, int]
-    cut: int = 0
 
     @property
     def total(self) -> int:
         """Bytes of all parts."""
         return sum(self.bytes.values())
-
-    @property
-    def height(self) -> tuple[int, int]:
-        """The key by which levels are compared."""
-        return self.total, self.cut
 
 
 @dataclass(frozen=True)
@@ -189,7 +182,7 @@ def stacked(
     if not columns:
         raise ValueError("there are no levels to draw")
     count, with_stage = len(columns), has_stages(columns)
-    top = max(range(count), key=lambda n: columns[n].height)
+    top = max(range(count), key=lambda n: columns[n].total)
     lines = [tag("path", d=f"M0 {_height(c.bytes, y)}H{SIZE}", class_=f"ceiling s-{c.color}") for c in ceilings]
     ends = {column.action: n + 1 for n, column in enumerate(columns)}
     dots = [(round(SIZE * ends[a] / count, 1), _height(b, y)) for a, b in measured.items() if a in ends and b]
@@ -227,7 +220,7 @@ def thinned(levels: Sequence[Level], most: int = COLUMNS) -> list[Level]:
     if len(levels) <= most:
         return list(levels)
     cuts = [n * len(levels) // most for n in range(most + 1)]
-    return [max(levels[a:b], key=lambda level: level.height) for a, b in pairwise(cuts)]
+    return [max(levels[a:b], key=lambda level: level.total) for a, b in pairwise(cuts)]
 
 
 def curves(

@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from forebay.config import Config
+from forebay.estimate.allocator import ROLES
+from forebay.estimate.fit import RankFit, headroom
 from forebay.estimate.layers import LayerPlan, plan_layers
 from forebay.estimate.placement import Choice, by_kind
 from forebay.estimate.plan import Fit, fit_run
 from forebay.estimate.search import Search
 from forebay.estimate.step_time import StepTime
-from forebay.estimate.walk import RankFit, headroom
 from forebay.policy import PLACEMENTS, format_bytes
 from forebay.report.charts import (
     COLUMNS,
@@ -74,46 +75,21 @@ _Lines: TypeAlias = Mapping[int, Sequence[Ceiling]]
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, its verdict, and by pipeline rank the levels of a step in their order."""
+    """A plan and its verdict."""
 
     plan: LayerPlan
     fit: Fit
-    levels: _Levels
 
-
-class LevelRecorder:
-    """Collects the levels of one plan as `forebay.estimate.walk` reports them."""
-
-    def __init__(self) -> None:
-        self._levels: dict[int, list[Level]] = {}
-
-    def seen(self, action: str, level: RankFit) -> None:
-        """See `forebay.estimate.walk.Seen`."""
-        self._levels.setdefault(level.rank, []).append(Level(action, level.where, parts_of(level)))
-
-    def planned(self, plan: LayerPlan, fit: Fit) -> Planned:
-        """The plan with the collected levels, whose peaks agree with the plan's.
-
-        The walk assumes that a sublayer needs all of its memory at once. `forebay.estimate.reserved` replays every allocation,
-        but reports only the peak. So transient memory above that peak is cut from each level, and a peak that is too low is
-        raised.
-        """
-        most = {rank.rank: rank.allocated for rank in fit.ranks}
-        return Planned(plan, fit, {rank: _with_peak(found, most[rank]) for rank, found in self._levels.items()})
-
-
-def _with_peak(levels: Sequence[Level], peak: int) -> list[Level]:
-    found = []
-    for level in levels:
-        cut = min(max(0, level.total - peak), level.bytes["transient"])
-        found.append(replace(_more_transient(level, -cut), cut=cut))
-    top = max(range(len(found)), key=lambda n: found[n].total)
-    found[top] = _more_transient(found[top], max(0, peak - found[top].total))
-    return found
-
-
-def _more_transient(level: Level, size: int) -> Level:
-    return replace(level, bytes={**level.bytes, "transient": level.bytes["transient"] + size})
+    @property
+    def levels(self) -> _Levels:
+        """By pipeline rank the levels of a step in their order."""
+        return {
+            rank.rank: [
+                Level(level.action, level.where, {"other": rank.other, **dict(zip(ROLES, level.by_role, strict=True))})
+                for level in levels
+            ]
+            for rank, levels in zip(self.fit.ranks, self.fit.levels, strict=True)
+        }
 
 
 def plan_run(config: Config, world: int) -> Planned:
@@ -122,9 +98,8 @@ def plan_run(config: Config, world: int) -> Planned:
     Raises:
         UsageError: see `forebay.estimate.layers.plan_layers` and `forebay.estimate.plan.fit_run`.
     """
-    recorder = LevelRecorder()
     plan = plan_layers(config, world)
-    return recorder.planned(plan, fit_run(config, plan, world, seen=recorder.seen))
+    return Planned(plan, fit_run(config, plan, world))
 
 
 def plan_page(planned: Planned, config: Config, name: str, found: Search | None = None) -> str:
@@ -264,7 +239,7 @@ def step_section(
 def _step_figure(
     rank: int, levels: _Levels, lines: Sequence[Ceiling], scale: Scale, measured: Mapping[str, int], large: bool
 ) -> Html:
-    peak = max(levels[rank], key=lambda level: level.height)
+    peak = max(levels[rank], key=lambda level: level.total)
     used = f"in use at most {format_bytes(peak.total)}"
     taken = "".join(f"; {c.name} {format_bytes(c.bytes)}" for c in lines if c.color == "cached")
     described = f"Planned memory of rank {rank} over a step, {used} at {peak.where}{taken}."
@@ -291,8 +266,6 @@ def _step_legend(levels: _Levels, shown: _Lines) -> Html:
 def _step_notes(levels: _Levels, lines: _Lines, shown: _Lines) -> Html | None:
     above = {(c.name, c.bytes) for rank, found in lines.items() for c in found if c not in shown[rank]}
     notes = [f"The {name} of {format_bytes(size)} is above this chart." for name, size in sorted(above)[:1]]
-    if any(level.cut for found in levels.values() for level in found):
-        notes.append("Columns are limited to the peak that a replay of all allocations gives.")
     if any(len(found) > COLUMNS for found in levels.values()):
         notes.append(f"Each of the {COLUMNS} columns shows the highest of several sublayers.")
     return tag("p", " ".join(notes), class_="lead") if notes else None

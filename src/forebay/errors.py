@@ -1,4 +1,7 @@
-"""The failures that the command line prints as one sentence, and the exit code of each."""
+"""The failures that the command line prints as one sentence, the exit code of each, and words of such sentences."""
+
+import difflib
+from collections.abc import Iterable
 
 
 class ForebayError(Exception):
@@ -34,3 +37,9 @@ class ReportedElsewhere(ForebayError):
 def first_line(error: BaseException) -> str:
     """The first line of an exception's text, or its class's name."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def nearest(name: str, valid: Iterable[str], what: str) -> str:
+    """``the nearest valid WHAT is 'x'; `` with the trailing space, or an empty text if none is near."""
+    close = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.5)
+    return f"the nearest valid {what} is {close[0]!r}; " if close else ""

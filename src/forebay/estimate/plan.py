@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forebay.config import Config, apply_override, check_experts, from_mapping, load, presets
-from forebay.errors import UsageError
+from forebay.errors import UsageError, nearest
 from forebay.estimate.device import DEFAULT, DeviceProfile
 from forebay.estimate.device import load as load_device
 from forebay.estimate.fit import ALLOWANCE, RankFit, largest_total
@@ -28,7 +28,6 @@ from forebay.estimate.step_time import StepTime
 from forebay.estimate.trace_cache import TraceCache
 from forebay.estimate.types import GPU_BLOCK, Shape
 from forebay.estimate.walk import StepLevel
-from forebay.fields import nearest
 from forebay.models.catalog import PUBLISHED, find
 from forebay.policy import PLACEMENTS, format_bytes, resolve
 from forebay.train import hf_io

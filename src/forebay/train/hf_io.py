@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from forebay.config import Model
-from forebay.errors import RunError, UsageError, first_line
-from forebay.fields import nearest
+from forebay.errors import RunError, UsageError, first_line, nearest
 from forebay.models.catalog import PUBLISHED, find
 from forebay.train import hf_weights
 from forebay.train.distributed import on_all

@@ -85,17 +85,10 @@ class Lazy(nn.Module):
         return x + (imaginary * imaginary * x).tanh() + (c.conj() * c.conj() * 3j).real * imaginary
 
 
-class CheckpointInside(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[return-value]
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize(("block", "count"), [(Views, 1), (Lazy, 2), (CheckpointInside, 3)])
-def test_views_lazy_bits_and_inner_checkpoints_come_back(
-    block: Callable[[], nn.Module], count: int, placement: str, device: str
-) -> None:
+@pytest.mark.parametrize(("block", "count"), [(Views, 1), (Lazy, 2)])
+def test_views_and_lazy_bits_come_back(block: Callable[[], nn.Module], count: int, placement: str, device: str) -> None:
     """Views with their size, stride and offset, and conjugate and negative bits."""
     truth = [gradients(network(device, block, count), device, seed) for seed in range(3)]
     model = network(device, block, count)

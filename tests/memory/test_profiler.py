@@ -142,12 +142,6 @@ def test_custom_functions_and_custom_ops_have_their_names() -> None:
     assert profile.by_op == {"Twice": ROWS, "profiletest::halve_all": ROWS}
 
 
-def test_given_regions_take_what_their_children_save() -> None:
-    model, x = nn.Sequential(Mlp(), Mlp()), torch.randn(T, H, requires_grad=True)
-    profile = profile_model(model, lambda: model(x).sum(), regions=["0", "1.down"])
-    assert profile.by_region == {"0": T * H * F32 + 2 * ROWS, "": T * H * F32 + ROWS, "1.down": ROWS}
-
-
 def qwen(**change: Any) -> Qwen3MoeForCausalLM:
     sizes = {
         "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
@@ -175,10 +169,11 @@ def test_a_hugging_face_model_by_region() -> None:
     assert first == second
     assert sum(regions.values()) == sum(profile.by_op.values()) == profile.activation_bytes
     assert profile.weight_bytes <= sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
-    whole = profile_model(
-        model, lambda: model(input_ids=ids, labels=ids).loss, regions=["model.layers.0", "model.layers.1"]
-    )
-    assert whole.activation_bytes == profile.activation_bytes
+    layers = ["model.layers.0", "model.layers.1"]
+    given = profile_model(model, lambda: model(input_ids=ids, labels=ids).loss, regions=layers)
+    assert given.activation_bytes == profile.activation_bytes and set(given.by_region) == {*layers, ""}
+    for layer in layers:
+        assert given.by_region[layer] == sum(n for path, n in regions.items() if path.startswith(f"{layer}."))
 
 
 def test_a_graph_that_the_caller_kept_is_still_good() -> None:
@@ -234,33 +229,19 @@ def test_compiled_code_counts_for_the_module_around_it() -> None:
     assert profile.weight_bytes == 2 * H * INNER * F32
 
 
-def mlps_on_gpu() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
-    hidden, inner = 1024, 4096
-    layers = [(nn.RMSNorm(hidden), nn.Linear(hidden, inner), nn.GELU(), nn.Linear(inner, hidden)) for _ in range(4)]
-    model = nn.Sequential(*(nn.Sequential(*layer) for layer in layers)).to("cuda", torch.bfloat16)
-
-    def step(model: nn.Module) -> Tensor:
-        x = torch.randn(8192, hidden, device="cuda", dtype=torch.bfloat16)
-        return model(x).float().square().mean()
-
-    return model, step
-
-
-def qwen_on_gpu() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+@pytest.mark.gpu
+def test_the_total_is_what_the_allocator_holds() -> None:
     model = qwen(
         hidden_size=1024, num_attention_heads=8, num_key_value_heads=2, head_dim=128, intermediate_size=1024,
         moe_intermediate_size=512, num_experts=16, num_experts_per_tok=4, vocab_size=8192,
     ).to("cuda", torch.bfloat16)  # fmt: skip
     ids = torch.randint(8192, (4, 2048), device="cuda")
-    return model, lambda model: model(input_ids=ids, labels=ids).loss
 
+    def loss() -> Tensor:
+        return model(input_ids=ids, labels=ids).loss
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(("case", "least"), [(mlps_on_gpu, 500 << 20), (qwen_on_gpu, 0)])
-def test_the_total_is_what_the_allocator_holds(case: Callable[[], Any], least: int) -> None:
-    model, step = case()
-    step(model).backward()  # makes cuBLAS' workspaces and the gradients
+    loss().backward()  # makes cuBLAS' workspaces and the gradients
     torch.cuda.empty_cache()
-    profile = profile_model(model, lambda: step(model))
-    assert profile.allocator_bytes is not None and profile.allocator_bytes > least
+    profile = profile_model(model, loss)
+    assert profile.allocator_bytes is not None and profile.allocator_bytes > 0
     assert profile.activation_bytes == pytest.approx(profile.allocator_bytes, rel=0.01)

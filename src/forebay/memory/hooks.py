@@ -286,22 +286,19 @@ class Manager:
     @contextmanager
     def suspended(self, around: Callable[[str], AbstractContextManager[Any]]) -> Iterator[None]:
         """Context in which regions run unmanaged, each forward inside ``around(path)``. Earlier graphs keep their tickets."""
-        recomputing = [r.light for r in self._regions.values() if r.light and self._in_force(r) == "recompute"]
+        paths = [path for path, placement in self.placements.items() if placement == "recompute"]
         self._around = around
-        for switch in recomputing:
-            switch(False)
+        self._switch_light(paths, False)
         try:
             yield
         finally:
             self._around = None
-            for switch in recomputing:
-                switch(True)
+            self._switch_light(paths, True)
 
     def detach(self) -> None:
         """Restore the model. Graphs that are alive stay valid and can still run backward."""
+        self._switch_light(self._regions, False)
         for region in reversed(self._regions.values()):
-            if region.light is not None:
-                region.light(False)
             region.site.restore()
         self._regions = {}
         self.store.close()
@@ -582,9 +579,9 @@ class Manager:
 
     def _switch_light(self, paths: Iterable[str], on: bool) -> None:
         for path in paths:
-            switch = self._regions[path].light
-            if switch is not None:
-                switch(on)
+            region = self._regions.get(path)
+            if region is not None and region.light is not None:
+                region.light(on)
 
 
 def _check(claims: list[Claim], budget: int | None, offload: str) -> None:

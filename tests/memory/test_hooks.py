@@ -113,6 +113,19 @@ def test_several_forwards_before_their_backwards(device: str) -> None:
         assert same(accumulate(model), truth) and mem.ledger.live_tickets == 0
 
 
+def test_statistics_count_each_forward_once_however_late_the_rerun() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(WIDTH))
+    manage(model, "recompute")
+    found = []
+    for run in (model, nn.Sequential(nn.BatchNorm1d(WIDTH))):
+        torch.manual_seed(5)
+        losses = [run(torch.randn(ROWS, WIDTH, requires_grad=True) + i).square().sum() for i in range(3)]
+        for loss in reversed(losses):
+            loss.backward()
+        found.append([*run.buffers()])
+    assert same(*found)
+
+
 def test_backward_twice_through_one_graph_and_after_detach() -> None:
     model = network().eval()
     x = torch.randn(ROWS, WIDTH, requires_grad=True)

@@ -72,22 +72,7 @@ def _cross_entropy_kernel(
             tl.store(row_ptr + cols, grad.to(logits_ptr.dtype.element_ty), mask=cols < V)
 
 
-def _triton_(logits: Tensor, targets: Tensor, ignore_index: int, write_grad: bool) -> Tensor:
-    """Triton form of `cross_entropy_`."""
-    rows, n_cols = logits.shape
-    loss = torch.empty(rows, device=logits.device, dtype=torch.float32)
-    if rows == 0:
-        return loss
-    block, warps = _launch_shape(n_cols)
-    with on_device_of(logits):
-        _cross_entropy_kernel[(rows,)](
-            logits, targets, loss, logits.stride(0), ignore_index,
-            V=n_cols, WRITE_GRAD=write_grad, BLOCK=block, num_warps=warps,
-        )  # fmt: skip
-    return loss
-
-
-def _reference_(logits: Tensor, targets: Tensor, ignore_index: int, write_grad: bool) -> Tensor:
+def _reference(logits: Tensor, targets: Tensor, ignore_index: int, write_grad: bool) -> Tensor:
     """Plain PyTorch form of `cross_entropy_`, with one more temporary [C, V] in fp32 (fp64 for fp64 logits)."""
     n_cols = logits.shape[1]
     compute = torch.float64 if logits.dtype == torch.float64 else torch.float32
@@ -135,25 +120,25 @@ def cross_entropy_(
         ValueError: shapes or strides other than the above, or tensors on two devices.
         TypeError: targets not int64, logits not floating point, Triton asked for fp64.
     """
-    targets = _checked(logits, targets)
-    if write_grad:
-        check_written("logits", logits)
-    form = _triton_ if use_triton(backend, logits) else _reference_
-    return form(logits, targets, ignore_index, write_grad)
-
-
-def _launch_shape(n_cols: int) -> tuple[int, int]:
-    """Columns at a time, and warps."""
-    block = min(max(triton.next_power_of_2(n_cols), _MIN_BLOCK), _MAX_BLOCK)
-    return block, 8 if block == _MAX_BLOCK else 4
-
-
-def _checked(logits: Tensor, targets: Tensor) -> Tensor:
-    """The targets, contiguous."""
     if logits.dim() != 2 or logits.shape[1] < 1:
         raise ValueError(f"logits must be [C, V] with V >= 1, got {tuple(logits.shape)}")
     if logits.stride(1) != 1 and logits.shape[1] > 1:
         raise ValueError(f"logits must be contiguous along V, got strides {logits.stride()}")
     if not logits.is_floating_point():
         raise TypeError(f"logits must be floating point, got {logits.dtype}")
-    return packed("targets", targets, logits, [logits.shape[0]], [torch.int64])
+    rows, n_cols = logits.shape
+    targets = packed("targets", targets, logits, [rows], [torch.int64])
+    if write_grad:
+        check_written("logits", logits)
+    if not use_triton(backend, logits):
+        return _reference(logits, targets, ignore_index, write_grad)
+    loss = torch.empty(rows, device=logits.device, dtype=torch.float32)
+    if rows == 0:
+        return loss
+    block = min(max(triton.next_power_of_2(n_cols), _MIN_BLOCK), _MAX_BLOCK)
+    with on_device_of(logits):
+        _cross_entropy_kernel[(rows,)](
+            logits, targets, loss, logits.stride(0), ignore_index,
+            V=n_cols, WRITE_GRAD=write_grad, BLOCK=block, num_warps=8 if block == _MAX_BLOCK else 4,
+        )  # fmt: skip
+    return loss

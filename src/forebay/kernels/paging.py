@@ -418,8 +418,9 @@ def _launch(tensors: Sequence[Tensor], tables: Sequence[PageTable], to_pages: bo
         arena = some[0][1].arena
         parts = [_part(tensor, table) for tensor, table in some]
         rows, pages_memory, page, row, fit, unit, tile, tiles = (list(part) for part in zip(*parts, strict=True))
+        programs = sum(tiles) if arena.device.is_cuda else min(sum(tiles), _INTERPRETED_PROGRAMS)
         with on_device_of(arena.device):
-            _move_kernel[(_programs(sum(tiles), arena.device),)](
+            _move_kernel[(programs,)](
                 *_padded(rows), *_padded(pages_memory),
                 *_padded([table.pages for _, table in some]), *_padded([table.live for _, table in some]),
                 arena.device_pages, arena.host_at, to_pages, len(some),
@@ -490,10 +491,6 @@ def _check_free(stack: FreePages) -> None:
     packed("state of free pages", stack.state, stack.pages, [4], [torch.int64])
     if not (stack.pages.is_contiguous() and stack.state.is_contiguous()):
         raise ValueError(f"free pages must be contiguous, got strides {stack.pages.stride()}, {stack.state.stride()}")
-
-
-def _programs(tiles: int, tensor: Tensor) -> int:
-    return tiles if tensor.is_cuda else min(tiles, _INTERPRETED_PROGRAMS)
 
 
 def _padded(some: Sequence) -> list:

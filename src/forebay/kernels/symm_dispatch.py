@@ -317,8 +317,6 @@ def receive_tokens(
         weights_dtype: as sent.
     """
     received = _empty_received(capacity, width, dtype, weights_dtype, peers)
-    if peers.meet is not None:
-        peers.meet()
     _launch_rows(peers, drain=received, slots_max=slots_max, local_experts=local_experts)
     return received
 
@@ -327,9 +325,6 @@ def exchange_tokens(
     x: Tensor, ids: Tensor, weights: Tensor, capacity: int, slots_max: int, local_experts: int, peers: PeerMemory
 ) -> tuple[Tensor, Received]:
     """`send_tokens` and `receive_tokens` in one launch."""
-    if peers.meet is not None:
-        places = send_tokens(x, ids, weights, local_experts, peers)
-        return places, receive_tokens(capacity, slots_max, x.shape[1], x.dtype, weights.dtype, local_experts, peers)
     places, received = _places(x, peers), _empty_received(capacity, x.shape[1], x.dtype, weights.dtype, peers)
     fill = (x, ids, weights, places)
     _launch_rows(peers, fill=fill, drain=received, slots_max=slots_max, local_experts=local_experts)
@@ -344,17 +339,12 @@ def send_values(values: Tensor, peers: PeerMemory) -> None:
 def receive_values(source: Tensor, starts: Tensor, width: int, dtype: torch.dtype, peers: PeerMemory) -> Tensor:
     """Receive what all ranks published with `send_values`, in the rows of `source` and `starts`: [C, H]."""
     out = torch.empty((source.shape[0], width), dtype=dtype, device=peers.base.device)
-    if peers.meet is not None:
-        peers.meet()
     _launch_rows(peers, drain=(out, None, None, source, starts))
     return out
 
 
 def exchange_values(values: Tensor, source: Tensor, starts: Tensor, peers: PeerMemory) -> Tensor:
     """`send_values` and `receive_values` in one launch."""
-    if peers.meet is not None:
-        send_values(values, peers)
-        return receive_values(source, starts, values.shape[1], values.dtype, peers)
     out = values.new_empty((source.shape[0], values.shape[1]))
     _launch_rows(peers, fill=(values, None, None, None), drain=(out, None, None, source, starts))
     return out
@@ -384,12 +374,17 @@ def _launch_rows(
     slots_max: int = 0,
     local_experts: int = 0,
 ) -> None:
-    """One launch, which fills and drains as given.
+    """One launch, which fills and drains as given; two in the interpreter, with `peers.meet` before the drain.
 
     Raises:
         ValueError: more tokens than the layout has; a tensor of another shape, element size or device.
         TypeError: a tensor of another dtype.
     """
+    if peers.meet is not None and drain is not None:
+        if fill is not None:
+            _launch_rows(peers, fill=fill, local_experts=local_experts)
+            fill = None
+        peers.meet()
     at = peers.layout
     block_rows = at.block_rows()
     x, ids, weights, places = fill or (None, None, None, None)
@@ -609,8 +604,6 @@ def sum_rows(
         init: [T, H] in any floating dtype except fp64, added first.
     """
     sums = _empty_sums(rows, narrow, places)
-    if peers.meet is not None:
-        peers.meet()
     _launch_sums(peers, rows, narrow, None, starts, drain=(places, init, *sums))
     return sums
 
@@ -625,9 +618,6 @@ def return_rows(
     peers: PeerMemory,
 ) -> tuple[Tensor, Tensor | None]:
     """`push_rows` and `sum_rows` in one launch."""
-    if peers.meet is not None:
-        push_rows(rows, narrow, source, starts, peers)
-        return sum_rows(rows, narrow, starts, places, init, peers)
     sums = _empty_sums(rows, narrow, places)
     _launch_sums(peers, rows, narrow, source, starts, drain=(places, init, *sums))
     return sums
@@ -647,12 +637,12 @@ def _launch_sums(
     starts: Tensor,
     drain: tuple[Tensor, Tensor | None, Tensor, Tensor | None] | None = None,
 ) -> None:
-    """One launch, which pushes if `source` is given and sums if `drain` is.
-
-    Raises:
-        ValueError: more tokens than the layout has; a tensor of another shape, element size or device.
-        TypeError: a tensor of another dtype.
-    """
+    """One launch, which pushes if `source` is given and sums if `drain` is; see `_launch_rows`."""
+    if peers.meet is not None and drain is not None:
+        if source is not None:
+            _launch_sums(peers, rows, narrow, source, starts)
+            source = None
+        peers.meet()
     at = peers.layout
     block_rows = at.block_rows()
     rows = aligned_rows("rows", rows, peers)

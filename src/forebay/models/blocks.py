@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -51,6 +50,8 @@ _NOT_FOR_ATTENTION = frozenset(
     }
 )
 
+_Functions = Mapping[Callable[..., Any], Callable[..., Any]]
+"""A sublayer's function -> itself, or compiled."""
 MoeOutput = tuple[Tensor, Tensor | None, Tensor | None]
 
 
@@ -119,14 +120,10 @@ def _is_plain(block: nn.Module, kind: type[nn.Module]) -> bool:
     return type(block) is kind and not any(hooks) and not is_patched(block) and not is_managed(block)
 
 
-def _experts(layer: Any, rows: Tensor, ids: Tensor, weights: Tensor, max_rows: int | None) -> Tensor:
-    """Stage 3 as a call of the experts module with its hooks; FSDP2 unshards the experts' parameters in one."""
-    y: Tensor = layer.mlp.experts(rows, ids, weights, max_rows=max_rows)
-    return y
-
-
-def _unhooked_experts(layer: Any, rows: Tensor, ids: Tensor, weights: Tensor, max_rows: int | None) -> Tensor:
-    y: Tensor = layer.mlp.experts.forward(rows, ids, weights, max_rows=max_rows)
+def _experts(layer: Any, direct: bool, rows: Tensor, ids: Tensor, weights: Tensor, max_rows: int | None) -> Tensor:
+    """Stage 3; unless `direct`, with the hooks of the experts module, in one of which FSDP2 unshards its parameters."""
+    experts = layer.mlp.experts.forward if direct else layer.mlp.experts
+    y: Tensor = experts(rows, ids, weights, max_rows=max_rows)
     return y
 
 
@@ -340,16 +337,6 @@ def _refuse_hooks(what: str, module: nn.Module, forward_hooks_too: bool) -> None
         )
 
 
-@dataclass(frozen=True)
-class _Functions:
-    """The sublayers' functions, compiled or not."""
-
-    attention: Callable[..., Any]
-    moe: Callable[..., Any]
-    dense: Callable[..., Any]
-    front: Callable[..., Any]
-
-
 def install_sublayers(model: nn.Module, compile: bool = False, dispatcher: TokenDispatcher | None = None) -> Sublayers:
     """Run every decoder layer of `model` as its two sublayers.
 
@@ -378,18 +365,13 @@ def install_sublayers(model: nn.Module, compile: bool = False, dispatcher: Token
         for block in blocks:
             if block is not None:
                 _check_experts(block, dispatcher)
-    functions = _Functions(attention_sublayer, moe_sublayer, dense_sublayer, moe_front)
+    functions: _Functions = {f: f for f in (attention_sublayer, moe_sublayer, dense_sublayer, moe_front)}
     if compile:
         check_compiler(next(model.parameters()).device.type)
-        functions = _Functions(
-            compile_sublayer(attention_sublayer, attention=True),
-            compile_sublayer(moe_sublayer),
-            compile_sublayer(dense_sublayer),
-            compile_sublayer(moe_front),
-        )
+        functions = {f: compile_sublayer(f, attention=f is attention_sublayer) for f in functions}
     sublayers = Sublayers()
     for (path, layer), block in zip(layers, blocks, strict=True):
-        attention = SublayerCallSite(f"{path}.self_attn", layer, partial(functions.attention, layer, compile))
+        attention = SublayerCallSite(f"{path}.self_attn", layer, partial(functions[attention_sublayer], layer, compile))
         mlp = _mlp_site(f"{path}.mlp", layer, block, functions, compile, dispatcher)
         sublayers.add(layer, SublayerForward(layer, attention, mlp, block, compile))
     return sublayers
@@ -404,14 +386,15 @@ def _mlp_site(
     dispatcher: TokenDispatcher | None,
 ) -> SublayerCallSite:
     if block is None:
-        return SublayerCallSite(path, layer, partial(functions.dense, layer))
+        return SublayerCallSite(path, layer, partial(functions[dense_sublayer], layer))
     light_recompute = light_recompute_of(block.experts)
     if dispatcher is not None:
-        stages = MoeStages(partial(functions.front, layer, block.names, compile), partial(_experts, layer), dispatcher)
+        front = partial(functions[moe_front], layer, block.names, compile)
+        stages = MoeStages(front, partial(_experts, layer, False), dispatcher)
         # An engine runs stage 3 without the module's hooks: FSDP2's would take the end of stage 3's backward for the end
         # of the step's, and reshard everything. Such an engine has unsharded the parameters itself.
-        return SublayerCallSite(path, layer, stages, light_recompute, stages.front, partial(_unhooked_experts, layer))
-    sublayer = partial(functions.moe, layer, block.names, compile)
+        return SublayerCallSite(path, layer, stages, light_recompute, front, partial(_experts, layer, True))
+    sublayer = partial(functions[moe_sublayer], layer, block.names, compile)
     if not compile:
         sublayer = partial(_plain_or_whole, type(layer.mlp), sublayer, layer)
     return SublayerCallSite(path, layer, sublayer, light_recompute)

@@ -111,15 +111,14 @@ def _claims(
     # Paths inside a compiled sublayer are sealed on other ranks too.
     unsealed = (".self_attn", ".mlp") if dispatcher is None else (".self_attn", ".mlp", ".mlp.experts")
     elsewhere = [p for p in absent_paths(model) if not sealed or p.endswith(unsealed) or p.count(".") == 2]
-    light = _light_experts(model, elsewhere) if recompute == "light" else ()
+    light = []
+    if recompute == "light":
+        light = [
+            f"{block.path}.experts" for block in moe_blocks(model) if light_recompute_of(block.experts) is not None
+        ]
+        light += [path for path in elsewhere if path.endswith(".experts")]
     local = set(here)
     return [claim for claim in resolve(policy, [*here, *elsewhere], sealed, light) if claim.path in local]
-
-
-def _light_experts(model: nn.Module, elsewhere: Sequence[str]) -> list[str]:
-    """Paths of the experts that support light recomputation, here and on other ranks."""
-    here = [f"{block.path}.experts" for block in moe_blocks(model) if light_recompute_of(block.experts) is not None]
-    return here + [path for path in elsewhere if path.endswith(".experts")]
 
 
 def _layers_of(model: nn.Module) -> Sequence[nn.Module]:

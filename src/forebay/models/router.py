@@ -46,11 +46,6 @@ class RouterStats:
         self._counts: dict[str, Tensor] = {}
 
     @property
-    def paths(self) -> list[str]:
-        """Module paths of the MoE blocks, the rows of `load()`."""
-        return [block.path for block in self._blocks]
-
-    @property
     def has_bias(self) -> bool:
         """Whether the family balances by a bias (`update_bias`) instead of a loss."""
         return any(_bias(block) is not None for block in self._blocks)
@@ -94,7 +89,7 @@ class RouterStats:
         return balance_loss([(r.logits, r.ids) for r in self.records], attention_mask)
 
     def load(self) -> Tensor:
-        """Choices of each expert since the last `reset_counts`: int64 [layers, E]."""
+        """Choices of each expert since the last `reset_counts`: int64 [layers, E], in module order."""
         return torch.stack([self._count_of(block) for block in self._blocks])
 
     def sum_counts(self, add_up: Callable[[Tensor], Tensor]) -> None:

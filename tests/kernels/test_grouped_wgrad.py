@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from forebay.kernels.grouped_wgrad import add_rows_by_rows
+from tests.kernels.common import DEVICE
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter multiplies the bits of bf16 as if they were integers: those run on a GPU only.
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
 

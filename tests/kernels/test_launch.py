@@ -1,7 +1,4 @@
-"""Arguments of every kernel as views (strided, expanded, with an offset), one at a time, against the plain form; and refusals.
-
-An argument that a kernel writes to is refused where its elements overlap, and rows that are moved by the byte unless contiguous.
-"""
+"""Arguments of every kernel as views (strided, expanded, with an offset), one at a time, against the plain form; and refusals."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,14 +10,10 @@ from torch import Tensor
 from forebay.kernels.cross_entropy import cross_entropy_
 from forebay.kernels.grouped_wgrad import add_rows_by_rows
 from forebay.kernels.launch import packed, use_triton
-from forebay.kernels.paging import Arena, PageTable, all_free, give_pages, restore, stash, take_pages
 from forebay.kernels.permute import combine_rows, gather_rows, sort_slots
 from forebay.kernels.scale import scale
 from forebay.kernels.swiglu import Glu, swiglu_backward, swiglu_forward
-from tests.kernels.views import moved_on, strided, turned
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
+from tests.kernels.common import DEVICE, moved_on, strided, turned
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {"strided": strided, "turned": turned, "offset": moved_on}
 
@@ -105,11 +98,8 @@ KERNELS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Tensor]], se
     "swiglu": (_swiglu(False), _swiglu_arguments, {"order"}),
     "swiglu, interleaved": (_swiglu(True), _swiglu_arguments, {"order"}),
 }
-REFUSED = {
-    ("cross_entropy", "logits"),
-    ("scale", "x"),
-    ("weight_sum", "total"),
-}  # unless contiguous along the last dimension
+# Unless contiguous along the last dimension.
+REFUSED = {("cross_entropy", "logits"), ("scale", "x"), ("weight_sum", "total")}
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -139,11 +129,7 @@ def test_views_are_read_as_what_they_are(kernel: str) -> None:
 def test_wrong_shapes_dtypes_and_devices_are_refused_by_name(kernel: str) -> None:
     call, arguments, _ = KERNELS[kernel]
     for name in arguments():
-        for wrong in (
-            lambda t: t.unsqueeze(0).unsqueeze(0),
-            lambda t: t.to(torch.complex64),
-            lambda t: t.to("meta"),
-        ):
+        for wrong in (lambda t: t[None, None], lambda t: t.to(torch.complex64), lambda t: t.to("meta")):
             changed = arguments()
             changed[name] = wrong(changed[name])
             if kernel == "sort_slots" and changed[name].is_meta:
@@ -156,86 +142,18 @@ def test_wrong_shapes_dtypes_and_devices_are_refused_by_name(kernel: str) -> Non
                 call("triton", *changed.values())
 
 
-def test_rows_of_logits_may_lie_apart_but_not_on_each_other() -> None:
-    wide, targets = randn(4, 30), integers([1, 2, 3, 4], torch.int64)
-    plain, rest = wide[:, 5:16].clone(), wide.clone()
-    close(
-        _cross_entropy("triton", wide[:, 5:16], targets),
-        _cross_entropy("reference", plain, targets),
-    )
-    rest[:, 5:16] = wide[:, 5:16]
-    assert torch.equal(rest, wide)
-    same = randn(1, 11).expand(4, 11)
+def test_logits_that_are_not_written_may_lie_on_each_other() -> None:
+    same, targets = randn(1, 11).expand(4, 11), integers([1, 2, 3, 4], torch.int64)
     loss = cross_entropy_(same, targets, write_grad=False, backend="triton")
     close(loss, cross_entropy_(same, targets, write_grad=False, backend="reference"))
 
 
-@pytest.mark.parametrize("backend", ["triton", "reference"])
-def test_pages(backend: Any) -> None:
-    """Tables are copied where they are only read, and refused where a kernel would write to them or move rows by the byte."""
-    memory = torch.zeros(2 * 6 * 512, device=DEVICE, dtype=torch.uint8)
-    arena = Arena(memory[512 : 512 + 3072], torch.empty(0, dtype=torch.uint8), 512)
-    stack = all_free(6, DEVICE)
-    live = integers([9, 5, 9], torch.int64)[1:2]  # with an offset
-    (table,) = take_pages(stack, [(live, 2, 4)], backend=backend)
-    assert table.tolist() == [0, 1, 2, -1]
-    rows, good = randn(7, 50), PageTable(arena, moved_on(table), live, 7, 200)
-    stash([moved_on(rows)], [good], backend=backend)
-    out = moved_on(torch.zeros(7, 50, device=DEVICE))
-    restore([good], [out], backend=backend)
-    assert torch.equal(out[:5], rows[:5]) and not out[5:].any()
-    assert not memory[:512].any() and not memory[512 + 3072 :].any()
-    for bad in (strided(rows), turned(rows), expanded(rows)):
-        with pytest.raises(ValueError, match="needs a contiguous tensor"):
-            stash([bad], [good], backend=backend)
-        with pytest.raises(ValueError, match="needs a contiguous tensor"):
-            restore([good], [bad], backend=backend)
-    for change, error, message in (
-        ({"pages": strided(table)}, ValueError, "entries must be contiguous"),
-        ({"pages": table.long()}, TypeError, r"entries must be torch\.int32"),
-        ({"live": integers([5, 5])}, ValueError, r"live must be \[1\]"),
-        ({"arena": arena._replace(device=memory[::2])}, ValueError, "memory must be contiguous"),
-    ):
-        with pytest.raises(error, match=message):
-            stash([rows], [good._replace(**change)], backend=backend)
-    with pytest.raises(ValueError, match=r"live must be \[1\]"):
-        take_pages(stack, [(integers([[5]]), 2, 4)], backend=backend)
-    for wrong in (stack._replace(pages=strided(stack.pages)), stack._replace(state=strided(stack.state))):
-        with pytest.raises(ValueError, match="free pages must be contiguous"):
-            take_pages(wrong, [(live, 2, 4)], backend=backend)
-        with pytest.raises(ValueError, match="free pages must be contiguous"):
-            give_pages(wrong, [table], backend=backend)
-    give_pages(stack, [strided(table)], backend=backend)
-    assert stack.pages.tolist() == list(range(6)) and stack.state[:2].tolist() == [3, 9]
-
-
-def test_swiglu_through_pages() -> None:
-    h, w, glu = randn(10, 12), randn(5, 2), Glu()
-    pages = torch.arange(1, device=DEVICE, dtype=torch.int32)
-    arena = Arena(torch.zeros(512, device=DEVICE, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8), 512)
-    table = PageTable(arena, pages, OFFS[-1:], 10, 48)
-    act = swiglu_forward(turned(h), strided(w), strided(ORDER), strided(OFFS), glu, pages=table, backend="triton")
-    close(act, swiglu_forward(h, w, ORDER, OFFS, glu, backend="reference"))
-    da = randn(10, 6)
-    got = swiglu_backward(table, turned(da), strided(w), strided(ORDER), strided(OFFS), glu, backend="triton")
-    close(got, swiglu_backward(h, da, w, ORDER, OFFS, glu, backend="reference"))
-    with pytest.raises(ValueError, match="must be contiguous"):
-        swiglu_backward(turned(h), da, w, ORDER, OFFS, glu, over_h=True, backend="triton")
-    with pytest.raises(TypeError, match=r"da must be torch\.float32"):
-        swiglu_backward(h, da.half(), w, ORDER, OFFS, glu, backend="triton")
-
-
 def test_errors_name_the_argument_and_what_is_valid() -> None:
     like = randn(3)
+    two = [torch.int32, torch.int64]
     for tensor, shape, dtypes, error, message in (
         (like, [None, 4], [], ValueError, r"bias must be \[any, 4\], got \[3\]"),
-        (
-            like,
-            [3],
-            [torch.int32, torch.int64],
-            TypeError,
-            r"bias must be torch\.int32 or torch\.int64, got torch\.float32",
-        ),
+        (like, [3], two, TypeError, r"bias must be torch\.int32 or torch\.int64, got torch\.float32"),
         (like.long(), [3], [], TypeError, r"bias must be floating point, got torch\.int64"),
         (like.to("meta"), [3], [], ValueError, f"bias must be on {like.device}, got a tensor on meta"),
     ):
@@ -244,7 +162,6 @@ def test_errors_name_the_argument_and_what_is_valid() -> None:
     assert packed("bias", like, like, [3]) is like
 
 
-@pytest.mark.parametrize("unknown", ["cuda", ""])
-def test_an_unknown_backend_is_refused(unknown: Any) -> None:
+def test_an_unknown_backend_is_refused() -> None:
     with pytest.raises(ValueError, match="backend must be 'auto', 'triton' or 'reference'"):
-        use_triton(unknown, randn(3))
+        use_triton("cuda", randn(3))  # type: ignore[arg-type]

@@ -22,9 +22,8 @@ from forebay.kernels.paging import (
     stash,
     take_pages,
 )
+from tests.kernels.common import DEVICE, backends, moved_on, strided, turned
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-backends = pytest.mark.parametrize("backend", ["triton", "reference"])
 POISON = 0xA7
 
 
@@ -281,6 +280,30 @@ def test_tables_do_not_share_memory_and_begin_on_16_bytes() -> None:
     assert [t.tolist() for t in tables[1:]] == [[1, 2, 3, 4, 5], [6, 7, 8]]
 
 
+@backends
+def test_views(backend) -> None:
+    """Tables are copied where they are only read, and refused where a kernel would write to them or move rows by the byte."""
+    stack = all_free(6, DEVICE)
+    live = torch.tensor([9, 5, 9], device=DEVICE)[1:2]
+    (table,) = take_pages(stack, [(live, 2, 4)], backend=backend)
+    assert table.tolist() == [0, 1, 2, -1]
+    rows = noise(7, 50, torch.float32)
+    good = PageTable(arena_of(6, 0), moved_on(table), live, 7, 200)
+    check_stash([moved_on(rows)], [good], backend)
+    for bad in (strided(rows), turned(rows), rows[:1].expand(7, 50)):
+        with pytest.raises(ValueError, match="needs a contiguous tensor"):
+            stash([bad], [good], backend=backend)
+        with pytest.raises(ValueError, match="needs a contiguous tensor"):
+            restore([good], [bad], backend=backend)
+    for wrong in (stack._replace(pages=strided(stack.pages)), stack._replace(state=strided(stack.state))):
+        with pytest.raises(ValueError, match="free pages must be contiguous"):
+            take_pages(wrong, [(live, 2, 4)], backend=backend)
+        with pytest.raises(ValueError, match="free pages must be contiguous"):
+            give_pages(wrong, [table], backend=backend)
+    give_pages(stack, [strided(table)], backend=backend)
+    assert stack.pages.tolist() == list(range(6)) and stack.state[:2].tolist() == [3, 9]
+
+
 def test_refusals() -> None:
     arena = arena_of(4, 0)
     given = noise(33, 8, torch.bfloat16)
@@ -288,20 +311,23 @@ def test_refusals() -> None:
     for tensors, tables, message in (
         ([given[:32]], [table], "33 rows of 16 bytes"),
         ([given], [table._replace(pages=table.pages[:1])], "need 2 entries"),
-        (
-            [noise(2, 260, torch.bfloat16)],
-            [table._replace(rows=2, row_bytes=520)],
-            "520 bytes does not fit on a page of 512",
-        ),
+        ([noise(2, 260, torch.bfloat16)], [table._replace(rows=2, row_bytes=520)], "does not fit on a page of 512"),
         ([given, given], [table, table._replace(arena=arena_of(4, 0))], "one arena"),
         ([given], [table._replace(arena=arena._replace(page_bytes=520))], "multiples of 512"),
         ([given], [table._replace(arena=arena._replace(device=arena.device[8:520]))], "begins on 16"),
+        ([given], [table._replace(arena=arena._replace(device=arena.device[::2]))], "memory must be contiguous"),
+        ([given], [table._replace(pages=strided(table.pages))], "entries must be contiguous"),
+        ([given], [table._replace(live=torch.tensor([5, 5], device=DEVICE))], r"live must be \[1\]"),
     ):
         with pytest.raises(ValueError, match=message):
             stash(tensors, tables)
+    with pytest.raises(TypeError, match=r"entries must be torch\.int32"):
+        stash([given], [table._replace(pages=table.pages.long())])
     for number in (0, 5):
         with pytest.raises(ValueError, match="1 to 4 tensors"):
             take_pages(all_free(8, DEVICE), [(count(1), 1, 1)] * number)
+    with pytest.raises(ValueError, match=r"live must be \[1\]"):
+        take_pages(all_free(8, DEVICE), [(count(5).view(1, 1), 2, 4)])
 
 
 @pytest.mark.gpu

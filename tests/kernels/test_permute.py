@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from forebay.kernels.permute import combine_rows, gather_rows, sort_slots
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+from tests.kernels.common import DEVICE, backends
 
 
 def assert_sorts(ids: Tensor, num_experts: int) -> None:
@@ -33,23 +32,22 @@ def test_sort_around_blocks_and_chunks(slots: int, num_experts: int) -> None:
     assert_sorts(torch.randint(-1, num_experts + 2, (slots, 1)), num_experts)
 
 
-SORTS: dict[str, Callable[[], Tensor]] = {
-    "all on one expert": lambda: torch.full((300, 2), 3),
-    "all sentinels": lambda: torch.full((300, 2), 5),
-    "sentinels far away": lambda: torch.tensor([[2**40, -(2**40)], [2**32 + 1, 1]]),
-    "no tokens": lambda: torch.zeros((0, 2), dtype=torch.int64),
-    "int32, strided": lambda: torch.randint(0, 5, (3, 211), dtype=torch.int32).t(),
-    "uint8": lambda: torch.randint(0, 9, (30, 2), dtype=torch.uint8),
+# Experts, ids.
+SORTS: dict[str, tuple[int, Callable[[], Tensor]]] = {
+    "all on one expert": (5, lambda: torch.full((300, 2), 3)),
+    "all sentinels": (5, lambda: torch.full((300, 2), 5)),
+    "sentinels far away": (5, lambda: torch.tensor([[2**40, -(2**40)], [2**32 + 1, 1]])),
+    "no tokens": (5, lambda: torch.zeros((0, 2), dtype=torch.int64)),
+    "int32, strided": (5, lambda: torch.randint(0, 5, (3, 211), dtype=torch.int32).t()),
+    "uint8": (5, lambda: torch.randint(0, 9, (30, 2), dtype=torch.uint8)),
+    "uint8, all values are experts": (256, lambda: torch.randint(0, 256, (65, 2), dtype=torch.uint8)),
 }
 
 
 @pytest.mark.parametrize("case", SORTS)
 def test_sort(case: str) -> None:
-    assert_sorts(SORTS[case](), 5)
-
-
-def test_sort_where_every_value_of_a_byte_is_an_expert() -> None:
-    assert_sorts(torch.randint(0, 256, (65, 2), dtype=torch.uint8), 256)
+    num_experts, ids = SORTS[case]
+    assert_sorts(ids(), num_experts)
 
 
 def routing(tokens: int, k: int, sentinels: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -84,7 +82,7 @@ def test_triton_is_the_reference(tokens, k, width, sentinels, dtype, poisoned: N
         torch.testing.assert_close(got, wanted, atol=0.0, rtol=ulp)
 
 
-@pytest.mark.parametrize("backend", ["triton", "reference"])
+@backends
 def test_combine_adds_in_fp32(backend) -> None:
     """256 + 1 + ... + 1 in bf16 stays 256 if it is rounded on the way."""
     rows = torch.ones(9, 16, dtype=torch.bfloat16, device=DEVICE)

@@ -5,12 +5,10 @@ import torch
 
 from forebay.kernels.launch import Backend
 from forebay.kernels.scale import scale
+from tests.kernels.common import DEVICE, backends
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # One rounding to nearest; Triton's interpreter truncates fp32 to bf16, which errs twice as far.
 ROUNDING = {torch.float32: 2**-23, torch.float16: 2**-11, torch.bfloat16: 2**-8 if DEVICE == "cuda" else 2**-7}
-
-backends = pytest.mark.parametrize("backend", ["triton", "reference"])
 
 
 @backends
@@ -34,10 +32,7 @@ def test_nan_and_infinity_pass(backend: Backend) -> None:
 
 
 def test_fp64_takes_the_plain_form() -> None:
-    x, factor = (
-        torch.randn(5, dtype=torch.float64, device=DEVICE),
-        torch.tensor(0.3, dtype=torch.float64, device=DEVICE),
-    )
+    x, factor = torch.randn(5, device=DEVICE).double(), torch.tensor(0.3, dtype=torch.float64, device=DEVICE)
     assert torch.equal(scale(x, factor, torch.float64), x * 0.3)
 
 

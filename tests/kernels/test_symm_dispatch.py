@@ -19,9 +19,8 @@ from forebay.kernels.symm_dispatch import (
     sum_rows,
 )
 from forebay.kernels.symm_mem import BEGUN, DONE, EPOCH, LISTS, TICKETS, PeerLayout, PeerMemory, read_counts
-from tests.kernels.views import moved_on, strided, turned
+from tests.kernels.common import DEVICE, moved_on, strided, turned
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LOCAL = 3  # experts of each rank
 
 

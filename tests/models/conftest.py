@@ -1,7 +1,5 @@
 """Tiny random models of every family, for the tests of what Forebay does to them."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -88,21 +86,9 @@ def build_tiny(family: str, dtype: torch.dtype = torch.float32, **fields: object
 
 
 @pytest.fixture
-def tiny() -> Callable[..., nn.Module]:
-    """tiny(family, dtype=torch.float32, **fields): `build_tiny`."""
-    return build_tiny
-
-
-@pytest.fixture
 def tokens() -> Tensor:
     """`token_ids`."""
     return token_ids()
-
-
-@pytest.fixture
-def losses_and_gradients() -> Callable[..., list[Tensor]]:
-    """step(model, ids, **more): `loss_and_gradients`."""
-    return loss_and_gradients
 
 
 def token_ids() -> Tensor:

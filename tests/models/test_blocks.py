@@ -11,7 +11,7 @@ from forebay.memory.overrides import setting
 from forebay.models.blocks import install_sublayers
 from forebay.models.families import has_known_layers
 from forebay.models.hf_experts import register
-from tests.models.conftest import FAMILIES, HIDDEN, equal
+from tests.models.conftest import FAMILIES, HIDDEN, build_tiny, equal, loss_and_gradients
 
 
 def _state(model):
@@ -19,41 +19,41 @@ def _state(model):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bitwise_the_original_also_checkpointed_and_gone_afterwards(family, tiny, tokens, losses_and_gradients):
-    model = tiny(family)
-    expected = losses_and_gradients(model, tokens)
+def test_bitwise_the_original_also_checkpointed_and_gone_afterwards(family, tokens):
+    model = build_tiny(family)
+    expected = loss_and_gradients(model, tokens)
     before = _state(model)
     sublayers = install_sublayers(model)
     assert list(sublayers) == [f"model.layers.{i}.{sublayer}" for i in (0, 1) for sublayer in ("self_attn", "mlp")]
     called = []
     for path, site in sublayers.items():
         site.wrap(lambda fn, path=path: lambda *a, **k: (called.append(path), fn(*a, **k))[1])
-    assert equal(losses_and_gradients(model, tokens), expected)
+    assert equal(loss_and_gradients(model, tokens), expected)
     assert called == list(sublayers)
     for site in sublayers.values():
         site.wrap(lambda fn: partial(checkpoint, fn, use_reentrant=False))
-    assert equal(losses_and_gradients(model, tokens), expected)
+    assert equal(loss_and_gradients(model, tokens), expected)
     assert len(called) == 3 * len(sublayers), "each sublayer runs once more forward and once again in backward"
     sublayers.uninstall()
     assert _state(model) == before
-    assert equal(losses_and_gradients(model, tokens), expected)
+    assert equal(loss_and_gradients(model, tokens), expected)
     assert len(called) == 3 * len(sublayers), "an uninstalled sublayer was called"
 
 
-def test_padding_reaches_the_attention_also_under_transformers_own_checkpointing(tiny, tokens, losses_and_gradients):
-    model = tiny("qwen3_moe")
+def test_padding_reaches_the_attention_also_under_transformers_own_checkpointing(tokens):
+    model = build_tiny("qwen3_moe")
     mask = torch.ones_like(tokens)
     mask[1, 10:] = 0
-    expected = losses_and_gradients(model, tokens, attention_mask=mask)
-    assert not equal(losses_and_gradients(model, tokens), expected)
+    expected = loss_and_gradients(model, tokens, attention_mask=mask)
+    assert not equal(loss_and_gradients(model, tokens), expected)
     install_sublayers(model)
-    assert equal(losses_and_gradients(model, tokens, attention_mask=mask), expected)
+    assert equal(loss_and_gradients(model, tokens, attention_mask=mask), expected)
     model.gradient_checkpointing_enable()
-    assert equal(losses_and_gradients(model, tokens, attention_mask=mask), expected)
+    assert equal(loss_and_gradients(model, tokens, attention_mask=mask), expected)
 
 
-def test_a_positional_call_of_a_layer(tiny):
-    model = tiny("mixtral")  # the family whose layers take the position embeddings second
+def test_a_positional_call_of_a_layer():
+    model = build_tiny("mixtral")  # the family whose layers take the position embeddings second
     layer = model.model.layers[0]
     x = torch.randn(2, 16, HIDDEN)
     embeddings = model.model.rotary_emb(x, torch.arange(16)[None])
@@ -62,8 +62,8 @@ def test_a_positional_call_of_a_layer(tiny):
     assert torch.equal(layer(x, embeddings, None), expected)
 
 
-def test_a_cache_takes_the_original_forward(tiny, tokens):
-    model = tiny("qwen3_moe").eval()
+def test_a_cache_takes_the_original_forward(tokens):
+    model = build_tiny("qwen3_moe").eval()
     generation = {"max_new_tokens": 4, "do_sample": False, "use_cache": True}
     with torch.no_grad():
         expected = model(tokens, use_cache=True)
@@ -80,8 +80,8 @@ def test_a_cache_takes_the_original_forward(tiny, tokens):
 
 
 @pytest.mark.parametrize("how", ["argument", "config"])
-def test_attention_weights_take_the_original_forward(how, tiny, tokens):
-    model = tiny("qwen3_moe")
+def test_attention_weights_take_the_original_forward(how, tokens):
+    model = build_tiny("qwen3_moe")
     model.set_attn_implementation("eager")
     expected = model(tokens, output_attentions=True).attentions
     install_sublayers(model)
@@ -91,21 +91,21 @@ def test_attention_weights_take_the_original_forward(how, tiny, tokens):
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "mixtral", "olmoe", "qwen3_moe"])
-def test_transformers_own_capture_still_works(family, tiny, tokens, losses_and_gradients):
-    model = tiny(family, router_aux_loss_coef=0.5)
+def test_transformers_own_capture_still_works(family, tokens):
+    model = build_tiny(family, router_aux_loss_coef=0.5)
     more = {"output_router_logits": True, "output_hidden_states": True}
-    expected, out = losses_and_gradients(model, tokens, **more), model(tokens, **more)
-    assert not equal(losses_and_gradients(model, tokens), expected)
+    expected, out = loss_and_gradients(model, tokens, **more), model(tokens, **more)
+    assert not equal(loss_and_gradients(model, tokens), expected)
     install_sublayers(model)
-    assert equal(losses_and_gradients(model, tokens, **more), expected)
+    assert equal(loss_and_gradients(model, tokens, **more), expected)
     got = model(tokens, **more)
     assert equal(got.router_logits, out.router_logits) and len(got.router_logits) > 0
     assert equal(got.hidden_states, out.hidden_states)
 
 
-def test_restore_puts_the_bare_sublayer_back(tiny):
-    model = tiny("qwen3_moe")
-    assert all(site.light_recompute is None for site in install_sublayers(tiny("qwen3_moe")).values())
+def test_restore_puts_the_bare_sublayer_back():
+    model = build_tiny("qwen3_moe")
+    assert all(site.light_recompute is None for site in install_sublayers(build_tiny("qwen3_moe")).values())
     model.set_experts_implementation(register())
     experts = model.model.layers[1].mlp.experts
     site = install_sublayers(model)["model.layers.1.mlp"]
@@ -119,8 +119,8 @@ def test_restore_puts_the_bare_sublayer_back(tiny):
     assert site.module is model.model.layers[1]
 
 
-def test_uninstall_leaves_what_was_put_on_top_and_may_be_repeated(tiny, tokens):
-    model = tiny("qwen3_moe")
+def test_uninstall_leaves_what_was_put_on_top_and_may_be_repeated(tokens):
+    model = build_tiny("qwen3_moe")
     sublayers = install_sublayers(model)
     called = []
     sublayers["model.layers.1.mlp"].wrap(lambda fn: lambda *a: (called.append(1), fn(*a))[1])
@@ -153,28 +153,28 @@ def test_an_unknown_layer_is_named():
         install_sublayers(nn.Sequential(nn.TransformerDecoderLayer(8, 2), nn.Linear(8, 8)))
 
 
-def test_an_unknown_mlp_is_called_as_it_is_and_named_if_compiled(tiny, tokens, losses_and_gradients):
-    model = tiny("qwen3_moe")
+def test_an_unknown_mlp_is_called_as_it_is_and_named_if_compiled(tokens):
+    model = build_tiny("qwen3_moe")
     model.model.layers[1].mlp = nn.Linear(HIDDEN, HIDDEN)
-    expected = losses_and_gradients(model, tokens)
+    expected = loss_and_gradients(model, tokens)
     with pytest.raises(ValueError, match=r"'model.layers.1.mlp' is a Linear.*Qwen3MoeSparseMoeBlock"):
         install_sublayers(model, compile=True)
     assert "forward" not in model.model.layers[0].__dict__, "one layer installed after an error"
     install_sublayers(model)
-    assert equal(losses_and_gradients(model, tokens), expected)
+    assert equal(loss_and_gradients(model, tokens), expected)
 
 
 @pytest.mark.parametrize("which", ["model.layers.1", "model.layers.1.mlp"])
-def test_a_replaced_forward_is_named(which, tiny):
-    model = tiny("qwen3_moe")
+def test_a_replaced_forward_is_named(which):
+    model = build_tiny("qwen3_moe")
     module = model.get_submodule(which)
     module.forward = partial(type(module).forward, module)
     with pytest.raises(ValueError, match=f"forward of {which!r}.*replaced"):
         install_sublayers(model, compile=True)
 
 
-def test_a_subclass_with_its_own_forward_is_refused_and_one_without_is_not(tiny, tokens):
-    model = tiny("qwen3_moe")
+def test_a_subclass_with_its_own_forward_is_refused_and_one_without_is_not(tokens):
+    model = build_tiny("qwen3_moe")
     layer = model.model.layers[1]
     kind = type(layer)
     expected = model(tokens).logits
@@ -189,8 +189,8 @@ def test_a_subclass_with_its_own_forward_is_refused_and_one_without_is_not(tiny,
         install_sublayers(model)
 
 
-def test_router_jitter_is_the_blocks_own_and_refused_in_compiled_sublayers(tiny, tokens):
-    model = tiny("mixtral", router_jitter_noise=0.1)
+def test_router_jitter_is_the_blocks_own_and_refused_in_compiled_sublayers(tokens):
+    model = build_tiny("mixtral", router_jitter_noise=0.1)
     torch.manual_seed(5)
     expected = model(tokens).logits
     with pytest.raises(ValueError, match="router_jitter_noise"):

@@ -13,7 +13,18 @@ from forebay.models import compile as compile_module
 from forebay.models.blocks import install_sublayers
 from forebay.models.compile import check_compiler, compile_sublayer
 from forebay.models.hf_experts import register
-from tests.models.conftest import EXPERTS, HEAD, HEADS, HIDDEN, KV_HEADS, TOP_K, WIDTH, equal
+from tests.models.conftest import (
+    EXPERTS,
+    HEAD,
+    HEADS,
+    HIDDEN,
+    KV_HEADS,
+    TOP_K,
+    WIDTH,
+    build_tiny,
+    equal,
+    loss_and_gradients,
+)
 
 BF16, FP32, INT64, INT32 = 2, 4, 8, 4
 TOKENS = 2 * 16
@@ -74,23 +85,23 @@ def saved_by(tokens):
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "gpt_oss", "qwen3_moe"])
-def test_close_to_the_original_and_bitwise_under_checkpoints(family, tiny, tokens, losses_and_gradients):
-    model = tiny(family)
-    expected = losses_and_gradients(model, tokens)
+def test_close_to_the_original_and_bitwise_under_checkpoints(family, tokens):
+    model = build_tiny(family)
+    expected = loss_and_gradients(model, tokens)
     sublayers = _compiled(model)
-    got = losses_and_gradients(model, tokens)
+    got = loss_and_gradients(model, tokens)
     assert _close(got, expected)
     for site in sublayers.values():
         site.wrap(lambda fn: partial(checkpoint, fn, use_reentrant=False))
-    assert equal(losses_and_gradients(model, tokens), got)
+    assert equal(loss_and_gradients(model, tokens), got)
     sublayers.uninstall()
     model.set_experts_implementation("eager")
-    assert _close(losses_and_gradients(model, tokens), expected)
+    assert _close(loss_and_gradients(model, tokens), expected)
 
 
-def test_qwen3_moe_saves_these_bytes(tiny, saved_by):
+def test_qwen3_moe_saves_these_bytes(saved_by):
     """The attention sublayer: its input, q, k and v before norm and rotation, the output, and sums."""
-    model = tiny("qwen3_moe", torch.bfloat16)
+    model = build_tiny("qwen3_moe", torch.bfloat16)
     sublayers = _compiled(model)
     attention = (
         BF16 * HIDDEN  # its input
@@ -115,9 +126,9 @@ def test_qwen3_moe_saves_these_bytes(tiny, saved_by):
     assert saved_by(model, sublayers["model.layers.0.mlp"]) == TOKENS * dense
 
 
-def test_deepseek_v3_saves_these_bytes(tiny, saved_by):
+def test_deepseek_v3_saves_these_bytes(saved_by):
     """Keys and values come from one projection: that is saved, and neither of them."""
-    model = tiny("deepseek_v3", torch.bfloat16)
+    model = build_tiny("deepseek_v3", torch.bfloat16)
     sublayers = _compiled(model)
     attention = (
         (BF16 * HIDDEN + FP32)
@@ -130,13 +141,13 @@ def test_deepseek_v3_saves_these_bytes(tiny, saved_by):
     assert saved_by(model, sublayers["model.layers.1.self_attn"]) == TOKENS * attention
 
 
-def test_h_can_be_left_out_at_the_price_of_one_more_graph(tiny, tokens, saved_by, losses_and_gradients):
-    model = tiny("qwen3_moe", mlp_only_layers=[])
+def test_h_can_be_left_out_at_the_price_of_one_more_graph(tokens, saved_by):
+    model = build_tiny("qwen3_moe", mlp_only_layers=[])
     site = _compiled(model)["model.layers.1.mlp"]
-    expected = losses_and_gradients(model, tokens)
+    expected = loss_and_gradients(model, tokens)
     full, graphs = saved_by(model, site), _graphs()
     site.light_recompute(True)
-    assert equal(losses_and_gradients(model, tokens), expected)
+    assert equal(loss_and_gradients(model, tokens), expected)
     assert _graphs() == graphs + 1
     sizes = {}
     with _saving(model, sizes):
@@ -152,9 +163,9 @@ def test_h_can_be_left_out_at_the_price_of_one_more_graph(tiny, tokens, saved_by
         pytest.param("cuda", "aten::_scaled_dot_product_cudnn_attention", marks=pytest.mark.gpu),
     ],
 )
-def test_experts_and_attention_run_once(device, kernel, tiny, tokens):
+def test_experts_and_attention_run_once(device, kernel, tokens):
     cuda = {"dtype": torch.bfloat16, "head_dim": 64} if device == "cuda" else {}
-    model = tiny("qwen3_moe", mlp_only_layers=[], **cuda).to(device)
+    model = build_tiny("qwen3_moe", mlp_only_layers=[], **cuda).to(device)
     tokens = tokens.to(device)
     _compiled(model)
     model(tokens, labels=tokens).loss.backward()
@@ -164,29 +175,29 @@ def test_experts_and_attention_run_once(device, kernel, tiny, tokens):
     assert calls["forebay::experts"] == calls[kernel] == 2
 
 
-def test_layers_share_a_graph_and_steps_recompile_nothing(tiny, tokens, losses_and_gradients):
-    model = tiny("qwen3_moe", num_hidden_layers=5, mlp_only_layers=[0, 3], router_aux_loss_coef=0.1)
+def test_layers_share_a_graph_and_steps_recompile_nothing(tokens):
+    model = build_tiny("qwen3_moe", num_hidden_layers=5, mlp_only_layers=[0, 3], router_aux_loss_coef=0.1)
     sublayers = _compiled(model)
     before = _graphs()
-    losses_and_gradients(model, tokens)
+    loss_and_gradients(model, tokens)
     assert _graphs() - before == 3, "attention, dense MLP, MoE: one graph each"
     for count in (29, 30, 31):
-        losses_and_gradients(model, tokens, num_items_in_batch=count, output_router_logits=True)
+        loss_and_gradients(model, tokens, num_items_in_batch=count, output_router_logits=True)
     for site in sublayers.values():
         site.wrap(lambda fn: partial(checkpoint, fn, use_reentrant=False))
-    losses_and_gradients(model, tokens)
+    loss_and_gradients(model, tokens)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
-        losses_and_gradients(model, tokens)
+        loss_and_gradients(model, tokens)
     assert _graphs() - before == 3
 
 
-def test_backward_runs_twice_only_if_asked_for(tiny, tokens):
+def test_backward_runs_twice_only_if_asked_for(tokens):
     """Zero-bubble schedules run it twice; else it may use up what was saved, and says so."""
 
     def gradients(loss, **more):
         return torch.autograd.grad(loss, model.model.layers[1].self_attn.q_proj.weight, **more)[0]
 
-    model = tiny("qwen3_moe")
+    model = build_tiny("qwen3_moe")
     sublayers = _compiled(model)
     with pytest.raises(RuntimeError, match="donated_buffer=False"):
         model(tokens, labels=tokens).loss.backward()
@@ -198,24 +209,24 @@ def test_backward_runs_twice_only_if_asked_for(tiny, tokens):
         assert torch.equal(gradients(loss, retain_graph=True), gradients(loss))
 
 
-def test_transformers_capture_and_router_hooks_get_the_outputs(tiny, tokens, losses_and_gradients):
-    model = tiny("qwen3_moe", router_aux_loss_coef=0.5)
-    expected = losses_and_gradients(model, tokens, output_router_logits=True)
-    assert not _close(losses_and_gradients(model, tokens), expected)
+def test_transformers_capture_and_router_hooks_get_the_outputs(tokens):
+    model = build_tiny("qwen3_moe", router_aux_loss_coef=0.5)
+    expected = loss_and_gradients(model, tokens, output_router_logits=True)
+    assert not _close(loss_and_gradients(model, tokens), expected)
     logits = model(tokens, output_router_logits=True).router_logits
     router = model.model.layers[1].mlp.gate
     seen = []
     router.register_forward_hook(lambda module, args, output: seen.append((module, args, output)))
     _compiled(model)
-    assert _close(losses_and_gradients(model, tokens, output_router_logits=True), expected)
+    assert _close(loss_and_gradients(model, tokens, output_router_logits=True), expected)
     assert _close(model(tokens, output_router_logits=True).router_logits, logits)
     assert len(seen) == 2 and seen[0][0] is router and seen[0][1] == ()
     assert torch.equal(seen[0][2][2].sort().values, seen[1][2][2].sort().values)
 
 
 @pytest.mark.parametrize("kind", ["router_pre", "router_returns", "attention"])
-def test_hooks_that_would_be_left_out_are_refused(kind, tiny, tokens):
-    model = tiny("qwen3_moe")
+def test_hooks_that_would_be_left_out_are_refused(kind, tokens):
+    model = build_tiny("qwen3_moe")
     _compiled(model)
     layer = model.model.layers[1]
     if kind == "router_pre":
@@ -228,8 +239,8 @@ def test_hooks_that_would_be_left_out_are_refused(kind, tiny, tokens):
         model(tokens)
 
 
-def test_inference_and_generation(tiny, tokens):
-    model = tiny("qwen3_moe").eval()
+def test_inference_and_generation(tokens):
+    model = build_tiny("qwen3_moe").eval()
     with torch.inference_mode():
         expected = model(tokens).logits
         words = model.generate(tokens[:, :4], max_new_tokens=3, do_sample=False, use_cache=True)
@@ -256,13 +267,13 @@ def test_more_shapes_than_torchs_default_limit_and_caches_of_their_own(monkeypat
     assert _graphs() - before == 11
 
 
-def test_a_missing_compiler_is_named(monkeypatch, tiny):
+def test_a_missing_compiler_is_named(monkeypatch):
     def none():
         raise compile_module.InvalidCxxCompiler
 
     monkeypatch.setattr(compile_module, "get_cpp_compiler", none)
     with pytest.raises(RuntimeError, match=r"C\+\+ compiler.*compile=False"):
-        install_sublayers(tiny("qwen3_moe"), compile=True)
+        install_sublayers(build_tiny("qwen3_moe"), compile=True)
     monkeypatch.setattr(compile_module, "has_triton", lambda: False)
     with pytest.raises(RuntimeError, match=r"Triton.*'cuda'.*compile=False"):
         check_compiler("cuda")

@@ -7,7 +7,7 @@ from forebay.memory.overrides import setting
 from forebay.models.families import keep_part, moe_blocks
 from forebay.moe.dispatch import LocalDispatcher
 from forebay.policy import PolicyError
-from tests.models.conftest import equal
+from tests.models.conftest import build_tiny, equal, loss_and_gradients
 
 BOTH = {"*.self_attn": "offload", "*.mlp": "offload"}
 
@@ -16,15 +16,15 @@ def settings(model, name):
     return [setting(block.experts, name) for block in moe_blocks(model)]
 
 
-def test_the_first_product_of_chosen_layers_does_not_travel(tiny, tokens, losses_and_gradients) -> None:
-    model = tiny("qwen3_moe")
+def test_the_first_product_of_chosen_layers_does_not_travel(tokens) -> None:
+    model = build_tiny("qwen3_moe")
     chosen = {**BOTH, "model.layers.1.mlp.experts": "recompute"}
     experts = model.get_submodule("model.layers.1.mlp.experts")
     moved, results, profiles = [], [], []
     for policy in (BOTH, chosen):
         with forebay.manage(model, policy, dispatcher=LocalDispatcher(64), offload="all") as mem:
             for _ in range(2):  # the first one measures
-                got = losses_and_gradients(model, tokens)
+                got = loss_and_gradients(model, tokens)
             results.append(got)
             report = mem.report()
             moved.append(report.moved_bytes)
@@ -44,8 +44,8 @@ def test_the_first_product_of_chosen_layers_does_not_travel(tiny, tokens, losses
     assert not any(saved is False for saved in settings(model, "forebay_save_h"))
 
 
-def test_only_light_recomputation_may_be_nested(tiny) -> None:
-    model = tiny("qwen3_moe")
+def test_only_light_recomputation_may_be_nested() -> None:
+    model = build_tiny("qwen3_moe")
     with pytest.raises(PolicyError, match=r"cannot be nested.*if they are Forebay's, recompute is 'light'"):
         forebay.manage(model, {**BOTH, "*.mlp.experts": "recompute"}, dispatcher=LocalDispatcher(64), recompute="full")
     assert not any(saved is False for saved in settings(model, "forebay_save_h"))
@@ -54,14 +54,14 @@ def test_only_light_recomputation_may_be_nested(tiny) -> None:
 @pytest.mark.parametrize(
     "policy", ["stash", {"*.mlp.experts": "stash"}, {"model.layers.1.mlp": "stash", "*.self_attn": "offload"}]
 )
-def test_experts_get_their_pages_and_lose_them(policy, tiny, tokens, losses_and_gradients) -> None:
-    model = tiny("qwen3_moe")
+def test_experts_get_their_pages_and_lose_them(policy, tokens) -> None:
+    model = build_tiny("qwen3_moe")
     with forebay.manage(model, dispatcher=LocalDispatcher(64)):
-        expected = losses_and_gradients(model, tokens)
+        expected = loss_and_gradients(model, tokens)
     with forebay.manage(model, policy, dispatcher=LocalDispatcher(64)) as mem:
         stashed = [path for path, placement in mem.placements.items() if placement == "stash"]
         assert stashed == [f"{block.path}.experts" for block in moe_blocks(model)] != []
-        assert equal(losses_and_gradients(model, tokens), expected)
+        assert equal(loss_and_gradients(model, tokens), expected)
         assert mem.pages is not None
         assert mem.pages.live_tickets == 0
         assert mem.pages.end_step().pages_out > 0
@@ -85,8 +85,8 @@ def test_experts_get_their_pages_and_lose_them(policy, tiny, tokens, losses_and_
         ("qwen3_moe", "keep", {"pages": "1GiB"}, ["'stash' on, and there is none"]),
     ],
 )
-def test_what_cannot_be_stashed(family, policy, options, says, tiny) -> None:
-    model = tiny(family)
+def test_what_cannot_be_stashed(family, policy, options, says) -> None:
+    model = build_tiny(family)
     with pytest.raises(PolicyError) as error:
         forebay.manage(model, policy, **options)
     for part in says:
@@ -94,9 +94,9 @@ def test_what_cannot_be_stashed(family, policy, options, says, tiny) -> None:
     assert not any(settings(model, "forebay_pages"))
 
 
-def test_a_part_without_moe_layers_has_nothing_to_stash(tiny) -> None:
+def test_a_part_without_moe_layers_has_nothing_to_stash() -> None:
     """One of a pipeline's ranks may have dense layers alone: what the others carry out is no error there."""
-    model = tiny("qwen3_moe")
+    model = build_tiny("qwen3_moe")
     keep_part(model, [0], embedding=True, head=True)
     with forebay.manage(model, "stash", dispatcher=LocalDispatcher(64)) as mem:
         assert set(mem.placements.values()) == {"keep"}

@@ -1,4 +1,4 @@
-"""Router outputs: recorded once, the loss of transformers, and DeepSeek-V3's bias."""
+"""Router outputs: recorded once, the loss of transformers, DeepSeek-V3's bias, and tokens that are not routed."""
 
 from functools import partial
 
@@ -10,12 +10,13 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from forebay.models.blocks import install_sublayers
 from forebay.models.hf_experts import register
-from forebay.models.router import RouterOutput, RouterStats
+from forebay.models.router import RouterOutput, RouterStats, balance_loss
+from tests.models.conftest import build_tiny
 
 
 @pytest.fixture
-def model(tiny):
-    return tiny("qwen3_moe", mlp_only_layers=[])
+def model():
+    return build_tiny("qwen3_moe", mlp_only_layers=[])
 
 
 def test_records_what_transformers_collect(model, tokens):
@@ -65,8 +66,8 @@ def test_a_recomputation_is_not_recorded(how, model, tokens):
     assert len(runs) == (1 if how == "sublayers" else 2)
 
 
-def test_compiled_sublayers_are_recorded(tiny, tokens):
-    model = tiny("deepseek_v3", num_hidden_layers=3)
+def test_compiled_sublayers_are_recorded(tokens):
+    model = build_tiny("deepseek_v3", num_hidden_layers=3)
     model.set_experts_implementation("eager")
     stats = RouterStats(model)
     with stats.recording():
@@ -86,8 +87,8 @@ def test_compiled_sublayers_are_recorded(tiny, tokens):
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_loss_and_gradient_are_those_of_transformers(family, masked, tiny, tokens):
-    model = tiny(family)
+def test_loss_and_gradient_are_those_of_transformers(family, masked, tokens):
+    model = build_tiny(family)
     mask = None
     if masked:
         mask = torch.ones_like(tokens)
@@ -131,8 +132,8 @@ def test_loss_of_several_forwards_is_that_of_all_their_tokens(model, tokens):
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
-def test_bias_follows_the_counts_of_all_microbatches(family, tiny, tokens):
-    model = tiny(family)
+def test_bias_follows_the_counts_of_all_microbatches(family, tokens):
+    model = build_tiny(family)
     stats = RouterStats(model)
     assert stats.has_bias
     router = model.model.layers[1].mlp.gate
@@ -153,8 +154,8 @@ def test_bias_follows_the_counts_of_all_microbatches(family, tiny, tokens):
     assert torch.equal(router.e_score_correction_bias, expected)
 
 
-def test_bias_balances(tiny):
-    model = tiny("deepseek_v3", n_group=1, topk_group=1)
+def test_bias_balances():
+    model = build_tiny("deepseek_v3", n_group=1, topk_group=1)
     with torch.no_grad():
         model.model.layers[1].mlp.gate.weight.mul_(5)
     ids = torch.randint(1, 97, (4, 64))
@@ -180,21 +181,81 @@ def test_load_counts_choices(model):
     assert not stats.load().any()
 
 
-def test_models_that_cannot_be_balanced_are_named(model, tiny):
+def test_models_that_cannot_be_balanced_are_named(model):
     with pytest.raises(ValueError, match="Linear"):
         RouterStats(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="Qwen3ForCausalLM"):
-        RouterStats(tiny("qwen3"))
+        RouterStats(build_tiny("qwen3"))
     assert not RouterStats(model).has_bias
     with pytest.raises(ValueError, match=r"Qwen3MoeTopKRouter.*load_balancing_loss"):
         RouterStats(model).update_bias(0.001)
     with pytest.raises(ValueError, match=r"model.layers.1.mlp.*bfloat16"):  # such a bias would not move
-        RouterStats(tiny("deepseek_v3").to(torch.bfloat16)).update_bias(0.001)
+        RouterStats(build_tiny("deepseek_v3").to(torch.bfloat16)).update_bias(0.001)
+
+
+def routed(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(seed)
+    logits = torch.randn(7, 4, requires_grad=True)
+    return logits, logits.detach().topk(2).indices
+
+
+def test_padding_does_not_count_in_the_balance() -> None:
+    logits, ids = routed()
+    keep = torch.tensor([True, False, True, True, False, True, True])
+    padded = torch.where(keep[:, None], ids, -1)
+    loss = balance_loss([(logits, padded)])
+    (found,) = torch.autograd.grad(loss, logits)
+    expected = balance_loss([(logits[keep], ids[keep])])
+    torch.testing.assert_close(loss, expected)
+    (wanted,) = torch.autograd.grad(expected, logits)
+    torch.testing.assert_close(found, wanted)
+    assert not found[~keep].any()
+    masked = balance_loss([(logits, ids)], keep.reshape(1, 7))
+    assert torch.equal(loss, masked)
+
+
+def test_a_single_choice_of_none() -> None:
+    logits, ids = routed()
+    one = ids.clone()
+    one[3, 1] = -1
+    chosen = torch.zeros(4).index_add(0, one[one >= 0], torch.ones(13)) / 7
+    expected = 4 * (chosen * logits.softmax(-1).mean(0)).sum()
+    torch.testing.assert_close(balance_loss([(logits, one)]), expected)
+
+
+def test_no_tokens_balance() -> None:
+    logits, ids = routed()
+    for said, mask in (
+        ((logits[:0], ids[:0]), None),
+        ((logits, torch.full_like(ids, -1)), None),
+        ((logits, ids), torch.zeros(1, 7)),
+    ):
+        loss = balance_loss([said], mask)
+        assert loss == 0.0
+        (grad,) = torch.autograd.grad(loss, logits)
+        assert not grad.any()
+    both = balance_loss([(logits[:0], ids[:0]), (logits, ids)])
+    assert torch.equal(both, balance_loss([(logits, ids)]))
+    with pytest.raises(ValueError, match="of no router"):
+        balance_loss([])
+    with pytest.raises(ValueError, match="a router has 3 experts, the first one 4"):
+        balance_loss([(logits, ids), (logits[:, :3], ids)])
+
+
+def test_counts_leave_out_what_is_not_routed(model, tokens) -> None:
+    stats = RouterStats(model)
+    router = model.model.layers[0].mlp.gate
+    handle = router.register_forward_hook(lambda m, i, o: (*o[:2], torch.where(o[2] < 32, -1, o[2])))
+    with stats.counting():
+        model(tokens)
+    handle.remove()
+    load = stats.load()
+    assert not load[0, :32].any() and 0 < load[0].sum() < load[1].sum() == 4 * tokens.numel()
 
 
 @pytest.mark.gpu
-def test_nothing_waits_for_the_device(tiny):
-    model = tiny("deepseek_v3").cuda()
+def test_nothing_waits_for_the_device():
+    model = build_tiny("deepseek_v3").cuda()
     stats = RouterStats(model)
     block = stats._blocks[0]
     logits = torch.randn(32, 64, device="cuda", requires_grad=True)

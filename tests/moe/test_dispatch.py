@@ -1,52 +1,38 @@
-"""The dispatcher over a process group: its orders against slow loops, results against a simulation, and odd inputs."""
+"""Dispatch and combine over a process group: against a simulation and one process, in traces, and what they leave behind."""
 
+import importlib.util
+import itertools
+import sys
 import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from forebay.moe import deepep, symmetric
+from forebay.moe import dispatch as choose
 from forebay.moe.dispatch import (
     ALIGNMENT,
+    BACKENDS,
+    LocalDispatcher,
     NcclDispatcher,
     TokenDispatcher,
     combine,
-    destinations,
     dispatch,
-    order_by_rank,
+    make_dispatcher,
 )
-from tests.moe.layers import E, H, K, equal, group, inputs, layer
+from forebay.moe.experts import experts
+from tests.moe.layers import CASES, INNER, E, H, K, equal, group, inputs, layer, relative
 from tests.ranks import run_ranks
 
 WORLD = 2
-
-ROUTES = {
-    "top k": lambda: torch.rand(17, 12).argsort(1)[:, :5],
-    "holes": lambda: torch.rand(17, 12).argsort(1)[:, :5].masked_fill(torch.rand(17, 5) < 0.6, -1),
-    "out of range": lambda: torch.randint(-20, 40, (17, 5)),
-    "int32": lambda: torch.randint(0, 12, (17, 5), dtype=torch.int32),
-    "one rank": lambda: torch.randint(3, 6, (17, 5)),
-    "none": lambda: torch.full((4, 5), -1),
-    "no tokens": lambda: torch.zeros(0, 5, dtype=torch.int64),
-}
-
-
-@pytest.mark.parametrize("case", ROUTES)
-def test_destinations_and_their_order(case: str) -> None:
-    ids, ranks, held = ROUTES[case](), 4, 3
-    sends, slots = destinations(ids, ranks * held, ranks)
-    wanted = [[any(p * held <= e < (p + 1) * held for e in token) for p in range(ranks)] for token in ids.tolist()]
-    assert sends.dtype == torch.bool and sends.tolist() == wanted
-    flat = ids.flatten().tolist()
-    assert slots.tolist() == [sum(p * held <= e < (p + 1) * held for e in flat) for p in range(ranks)]
-    sent, places = order_by_rank(sends, int(sends.sum()))
-    order = [(p, t) for p in range(ranks) for t in range(len(wanted)) if wanted[t][p]]
-    assert sent.dtype == places.dtype == torch.int32
-    assert sent.tolist() == [t for _, t in order]
-    places_wanted = [[order.index((p, t)) if wanted[t][p] else -1 for p in range(ranks)] for t in range(len(wanted))]
-    assert places.tolist() == places_wanted and places.is_contiguous()
 
 
 def gathered(mine: Any) -> list[Any]:
@@ -210,3 +196,227 @@ def synchronizations(rank: int, world: int) -> list[str]:
 def test_the_host_waits_once_a_layer() -> None:
     for found in run_ranks(synchronizations, 2):
         assert len(found) == 1, found
+
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+WITH_RESULTS = ["forward, backward", "full checkpoint, early stop", "selective, saving dispatch"]
+WITHOUT = ["no_grad", "exception between"]
+
+
+def expert_parallel(rank: int, world: int) -> list[list[float]]:
+    """For each case the largest relative errors of y and all gradients."""
+    dispatcher, found = NcclDispatcher(dist.group.WORLD, E), []
+    for seed, (tokens, kind) in enumerate(CASES):
+        tokens = tokens[:world]
+        ranks = [inputs(p, n, kind, seed) for p, n in enumerate(tokens)]
+        whole = {name: torch.cat([r[name] for r in ranks]) for name in ("ids", "x", "w", "init", "dy")}
+        whole |= {name: ranks[0][name] for name in ("gate_up", "down")}
+        truth = layer(LocalDispatcher(E), {n: t if n == "ids" else t.double() for n, t in whole.items()})
+        at, mine = slice(sum(tokens[:rank]), sum(tokens[: rank + 1])), slice(rank * E // world, (rank + 1) * E // world)
+        wanted = [*(t[at] for t in truth[:4]), *(t[mine] for t in truth[4:])]
+        found.append([relative(a, b) for a, b in zip(layer(dispatcher, ranks[rank]), wanted, strict=True)])
+        sent = dispatch(ranks[rank]["x"], ranks[rank]["ids"], ranks[rank]["w"], dispatcher)
+        assert dispatcher.live_handles == 1 and sent.handle.tensors
+        del sent
+        assert dispatcher.live_handles == 0
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_gradients_are_those_of_one_process(world: int) -> None:
+    for rank, results in enumerate(run_ranks(expert_parallel, world)):
+        for case, errors in zip(CASES, results, strict=True):
+            assert max(errors) <= 1e-6, (rank, case, errors)
+
+
+def test_a_trace_without_ranks_or_numbers() -> None:
+    """R, S and the live slots are symbols; the shapes of everything else, gradients included, are known."""
+    dispatcher = NcclDispatcher(group(), E)
+    with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
+        x, weights = torch.empty(5, H, dtype=torch.bfloat16), torch.empty(5, K)
+        gate_up, down = torch.empty(4, 2 * INNER, H), torch.empty(4, H, INNER)
+        trained = (x, weights, gate_up.bfloat16(), down.bfloat16())
+        for t in trained:
+            t.requires_grad_()
+        sent = dispatch(x, torch.empty(5, K, dtype=torch.int64), weights, dispatcher)
+        assert isinstance(sent.rows.shape[0], torch.SymInt) and isinstance(sent.max_rows, torch.SymInt)
+        assert sent.rows.dtype == torch.bfloat16 and sent.weights.dtype == torch.float32
+        assert sent.ids.dtype == torch.int32 and sent.ids.shape[1] == sent.weights.shape[1] == K
+        tokens_sent, places, splits = sent.handle.tensors
+        assert tokens_sent.dtype == places.dtype == torch.int32 and places.shape == (5, 2)
+        assert splits.shape == (5,) and splits.device.type == "cpu"
+        y_rows = experts(sent.rows, sent.ids, sent.weights, *trained[2:], max_rows=sent.max_rows)
+        y = combine(y_rows, sent.handle, torch.empty(5, H))
+        assert y.shape == (5, H) and y.dtype == torch.bfloat16
+        for t, gradient in zip(trained, torch.autograd.grad(y.sum(), trained), strict=True):
+            assert gradient.shape == t.shape and gradient.dtype == t.dtype
+
+
+def load() -> Any:
+    """benchmarks/leaks.py."""
+    sys.path.insert(0, str(BENCHMARKS))
+    spec = importlib.util.spec_from_file_location("leaks", BENCHMARKS / "leaks.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["leaks"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def matrix(rank: int, world: int) -> list[dict[str, Any]]:
+    return load().matrix(["local", "nccl"], torch.device("cpu"), 5)
+
+
+def broken_matrices(rank: int, world: int) -> dict[str, list[dict[str, Any]]]:
+    """With dispatchers that keep their handles, or rows; one whose results differ between calls; and one that raises."""
+    leaks = load()
+    original = NcclDispatcher.dispatch
+    remembered: list[Any] = []
+    calls = itertools.count()
+
+    def changed(change: Callable[[tuple[Any, ...]], Any]) -> list[dict[str, Any]]:
+        def dispatch(self: Any, *args: Any) -> Any:
+            result = original(self, *args)
+            change(result)
+            return result
+
+        NcclDispatcher.dispatch = dispatch  # type: ignore[method-assign]
+        return leaks.matrix(["nccl"], torch.device("cpu"), 3, WITH_RESULTS + WITHOUT)
+
+    found = {
+        "handles": changed(lambda result: remembered.append(result[3])),
+        "rows": changed(lambda result: remembered.append(result[0])),
+        "numbers": changed(lambda result: result[0].add_(next(calls))),
+        "crash": changed(lambda result: 1 // 0),
+    }
+    NcclDispatcher.dispatch = original  # type: ignore[method-assign]
+    return found
+
+
+def test_nothing_leaks() -> None:
+    for rows in run_ranks(matrix, 2):
+        assert len(rows) == 2 * len(load().WAYS)
+        assert not [r for r in rows if load().failed(r)]
+
+
+def test_the_leak_matrix_finds_leaks() -> None:
+    failed = load().failed
+    found = run_ranks(broken_matrices, 2)[0]
+    ways = len(WITH_RESULTS + WITHOUT)
+    for name, rows in found.items():
+        assert len(rows) == ways and sum(map(failed, rows)) == (len(WITH_RESULTS) if name == "numbers" else ways)
+    assert all(row["live handles"] > 0 and row["growth bytes"] > 0 for row in found["handles"])
+    assert all(row["live tensors"] > 0 and row["growth bytes"] > 0 for row in found["rows"])
+    assert [row["way"] for row in found["numbers"] if row["same results"] is False] == WITH_RESULTS
+    assert not any(row["live tensors"] or row["growth bytes"] for row in found["numbers"])
+    assert all(row["crash"] and row["growth bytes"] is None for row in found["crash"])
+
+
+def make(backend: str, size: int | None = 2, **more: Any) -> Any:
+    settings = {"tokens": 16, "hidden": 32, "slots_per_token": 2, "dtype": torch.bfloat16, **more}
+    return make_dispatcher(backend, None if size is None else group(size), settings.pop("num_experts", E), **settings)
+
+
+class Made:
+    """What a backend was asked for."""
+
+    def __init__(self, group: Any, num_experts: int, **options: Any):
+        self.group, self.num_experts, self.options = group, num_experts, options
+
+
+@pytest.fixture
+def backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins for the two backends that this machine cannot run."""
+    for module, kind in ((symmetric, "SymmetricDispatcher"), (deepep, "DeepEpDispatcher")):
+        monkeypatch.setattr(module, kind, type(kind, (Made,), {}))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("size", [None, 1])
+def test_one_rank_needs_no_dispatcher(backend: str, size: int | None) -> None:
+    dispatcher = make(backend, size)
+    assert isinstance(dispatcher, LocalDispatcher) and dispatcher.num_experts == E
+
+
+def test_backends_by_name(backends: None) -> None:
+    nccl, deepep = make("nccl"), make("deepep")
+    assert isinstance(nccl, NcclDispatcher) and (nccl.size, nccl.num_experts) == (2, E)
+    assert type(deepep).__name__ == "DeepEpDispatcher" and deepep.options == {"hidden": 32, "dtype": torch.bfloat16}
+    shapes = {"tokens": 16, "hidden": 32, "slots_per_token": 2, "dtype": torch.bfloat16}
+    for factor, wanted in (
+        (None, {"exact": True, "capacity_factor": 1.0}),
+        (1.5, {"exact": False, "capacity_factor": 1.5}),
+    ):
+        made = make("symmetric", capacity_factor=factor)
+        assert type(made).__name__ == "SymmetricDispatcher" and made.num_experts == E
+        assert made.options == {**shapes, **wanted}
+
+
+@pytest.mark.parametrize(
+    ("more", "wanted"),
+    [
+        ({}, "SymmetricDispatcher"),
+        ({"dtype": torch.float16}, "SymmetricDispatcher"),
+        ({"dtype": torch.float32}, "SymmetricDispatcher"),
+        ({"dtype": torch.float64}, "NcclDispatcher"),  # it does not carry fp64
+        ({"hidden": 36}, "NcclDispatcher"),  # nor rows of odd bytes
+    ],
+)
+def test_auto_is_symmetric_where_peers_are_reachable(
+    backends: None, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], wanted: str
+) -> None:
+    monkeypatch.setattr(choose, "_peers_are_reachable", lambda group: True)
+    assert type(make("auto", **more)).__name__ == wanted
+    monkeypatch.setattr(choose, "_peers_are_reachable", lambda group: False)
+    assert isinstance(make("auto", **more), NcclDispatcher)
+
+
+@pytest.mark.parametrize("size", [None, 2])
+def test_a_capacity_below_an_even_load_and_an_unknown_name_are_refused_first(
+    backends: None, monkeypatch: pytest.MonkeyPatch, size: int | None
+) -> None:
+    monkeypatch.setattr(choose, "_peers_are_reachable", lambda group: pytest.fail("ranks were asked"))
+    for backend in BACKENDS:
+        for factor in (0.99, 0.0, -1.0, float("nan")):
+            with pytest.raises(ValueError, match="capacity_factor must be at least 1"):
+                make(backend, size, capacity_factor=factor)
+    with pytest.raises(ValueError, match=r"'nvshmem' is unknown; valid are auto, nccl, symmetric, deepep"):
+        make("nvshmem", size)
+
+
+def reachable(rank: int, world: int) -> dict[str, bool]:
+    """The decision of all ranks, told of other machines than this one. Objects travel over the real group, which is gloo."""
+    group = dist.group.WORLD
+    assert group is not None
+    found = {"no GPU": torch.cuda.is_available() or choose._peers_are_reachable(group)}
+    # The rank's device, which pairs can read each other, the rank's host, the group's backends.
+    cases: dict[str, tuple[int, Any, str, str]] = {
+        "peers": (rank, lambda own, other: True, "a", "cuda:nccl"),
+        "peers, and a backend for CPUs": (rank, lambda own, other: True, "a", "cpu:gloo,cuda:nccl"),
+        "two hosts": (rank, lambda own, other: True, "ab"[rank], "cuda:nccl"),
+        "one GPU": (0, lambda own, other: True, "a", "cuda:nccl"),
+        "one cannot read": (rank, lambda own, other: own != 1, "a", "cuda:nccl"),
+        "gloo": (rank, lambda own, other: True, "a", "cpu:gloo,cuda:gloo"),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        for name, (device, can_access, host, backends) in cases.items():
+            patch.setattr(torch.cuda, "current_device", lambda device=device: device)
+            patch.setattr(torch.cuda, "can_device_access_peer", can_access)
+            patch.setattr(dist, "get_backend_config", lambda group, backends=backends: backends)
+            patch.setattr(choose.os, "uname", lambda host=host: SimpleNamespace(nodename=host))
+            found[name] = choose._peers_are_reachable(group)
+    return found
+
+
+def test_all_ranks_decide_alike() -> None:
+    for found in run_ranks(reachable, 2):
+        assert found == {
+            "no GPU": torch.cuda.is_available(),
+            "peers": True,
+            "peers, and a backend for CPUs": True,
+            "two hosts": False,
+            "one GPU": False,
+            "one cannot read": False,
+            "gloo": False,
+        }

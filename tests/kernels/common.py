@@ -1,7 +1,11 @@
-"""Views of a tensor with the same values in another layout."""
+"""The device of the kernels' tests, their two forms, and views of a tensor with the same values in another layout."""
 
+import pytest
 import torch
 from torch import Tensor
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+backends = pytest.mark.parametrize("backend", ["triton", "reference"])
 
 
 def strided(t: Tensor) -> Tensor:

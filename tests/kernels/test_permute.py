@@ -91,15 +91,6 @@ def test_combine_adds_in_fp32(backend) -> None:
     assert (combine_rows(rows, inverse, backend=backend) == 264).all()
 
 
-def test_each_is_the_gradient_of_the_other() -> None:
-    order, inverse, offs = routing(7, 3, True)
-    x = torch.randn(7, 6, dtype=torch.float64, device=DEVICE, requires_grad=True)
-    rows = gather_rows(x, order, offs, 3, backend="reference")
-    grad = torch.randn_like(rows)
-    (dx,) = torch.autograd.grad(rows, x, grad)
-    torch.testing.assert_close(dx, combine_rows(grad, inverse, backend="reference"))
-
-
 def test_refusals() -> None:
     order, inverse, offs = routing(4, 2, False)
     x = torch.randn(4, 8, device=DEVICE)

@@ -424,7 +424,13 @@ class _FusedForward:
             return self._inner(*args, **kwargs)
         change = _change_of(model.lm_head, self._head)
         if change is not None:
-            self._warn_of_head(change)
+            if not self._warned_head:
+                self._warned_head = True
+                warnings.warn(
+                    f"lm_head {change} since forebay.manage, which the fused loss leaves out: the model's own loss runs, and "
+                    "holds logits [tokens, vocabulary]; undo that, call manage() again, or pass loss=None to silence this",
+                    stacklevel=2,
+                )
             return self._inner(*args, **kwargs)
         return self._run(model, labels, given)
 
@@ -453,15 +459,6 @@ class _FusedForward:
         if return_dict is None:
             return_dict = model.config.return_dict
         return output if return_dict else output.to_tuple()
-
-    def _warn_of_head(self, change: str) -> None:
-        if not self._warned_head:
-            self._warned_head = True
-            warnings.warn(
-                f"lm_head {change} since forebay.manage, which the fused loss leaves out: the model's own loss runs, and "
-                "holds logits [tokens, vocabulary]; undo that, call manage() again, or pass loss=None to silence this",
-                stacklevel=3,
-            )
 
     def _warn_in_backward(self, output: Any) -> Any:
         """Warn once if an output of `eval()` is trained on: `from_pretrained` returns a model in `eval()`."""

@@ -215,20 +215,22 @@ class NcclDispatcher(TokenDispatcher):
         self._group: Any = group
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor, Handle]:
-        sends, per_rank = destinations(ids, self.num_experts, self.size)
+        sends, per_rank = _destinations(ids, self.num_experts, self.size)
         counts = torch.stack([sends.sum(0), per_rank], 1)
         received = torch.empty_like(counts)
         dist.all_to_all_single(received, counts, group=self._group)
         # The only host synchronization of the layer.
         splits = torch.cat([counts[:, 0], received[:, 0], received[:, 1].sum(0, keepdim=True)]).cpu()
         out, back = self._splits(splits)
-        sent, places = order_by_rank(sends, sum(out))
+        sent, places = _order_by_rank(sends, sum(out))
         handle = [sent, places, splits]
         rows = self.spread(x, handle, aligned(sum(back)))
         slots = torch.cat([ids.to(torch.int32), _as_int32(weights)], 1)
         row_slots = self.spread(slots, handle, rows.shape[0])
         k = ids.shape[1]
-        local_ids = _local_ids(row_slots[:, :k], self.rank * self.local_experts, self.local_experts, sum(back))
+        local_ids = row_slots[:, :k] - self.rank * self.local_experts
+        local_ids = local_ids.masked_fill((local_ids < 0) | (local_ids >= self.local_experts), -1)
+        local_ids[sum(back) :] = -1
         row_weights = _from_int32(row_slots[:, k:], weights.dtype)
         return rows, local_ids, row_weights, handle
 
@@ -268,7 +270,7 @@ class NcclDispatcher(TokenDispatcher):
         return numbers[: self.size], numbers[self.size : 2 * self.size]
 
 
-def destinations(ids: Tensor, num_experts: int, ranks: int) -> tuple[Tensor, Tensor]:
+def _destinations(ids: Tensor, num_experts: int, ranks: int) -> tuple[Tensor, Tensor]:
     """(sends [T, P] bool, slots [P] int64): the ranks to which each token goes, and how many live slots each rank gets.
 
     K comparisons instead of a scatter: no atomics, no host synchronization. Ids outside [0, E) go nowhere.
@@ -278,7 +280,7 @@ def destinations(ids: Tensor, num_experts: int, ranks: int) -> tuple[Tensor, Ten
     return at.any(1), at.sum((0, 1))
 
 
-def order_by_rank(sends: Tensor, n_sent: int) -> tuple[Tensor, Tensor]:
+def _order_by_rank(sends: Tensor, n_sent: int) -> tuple[Tensor, Tensor]:
     """`sent` and `places` of an `NcclDispatcher` handle, computed on the device from sends [T, P] and the number S."""
     tokens, ranks = sends.shape
     flat = sends.t().reshape(-1)
@@ -287,13 +289,6 @@ def order_by_rank(sends: Tensor, n_sent: int) -> tuple[Tensor, Tensor]:
     # Entries that go nowhere all write to one extra element at the end.
     sent = token.new_empty(n_sent + 1).scatter_(0, torch.where(flat, place, n_sent).long(), token)[:n_sent]
     return sent, place.masked_fill(~flat, -1).view(ranks, tokens).t().contiguous()
-
-
-def _local_ids(ids: Tensor, first: int, count: int, n_live: int) -> Tensor:
-    local = ids - first
-    local = local.masked_fill((local < 0) | (local >= count), -1)
-    local[n_live:] = -1
-    return local
 
 
 def _as_int32(weights: Tensor) -> Tensor:

@@ -3,7 +3,9 @@
 import json
 import struct
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,11 +62,17 @@ def test_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its size follows the ranks, and numbers are drawn where they fit."""
     axes = pytest.importorskip("matplotlib.axes").Axes
     texts: list[str] = []
-    original = axes.text
-    monkeypatch.setattr(
-        axes, "text", lambda self, x, y, s, **more: (texts.append(s), original(self, x, y, s, **more))[1]
-    )
+    colors: list[str] = []
+    original, boxes = axes.text, axes.broken_barh
+    monkeypatch.setattr(axes, "text", lambda self, x, y, s, **more: (texts.append(s), original(self, x, y, s, **more)))
+
+    def colored(self: Any, *place: Any, facecolors: str, **more: Any) -> None:
+        colors.append(facecolors)
+        boxes(self, *place, facecolors=facecolors, **more)
+
+    monkeypatch.setattr(axes, "broken_barh", colored)
     draw(RECORDS, tmp_path / "two.png", "a title")
+    assert sorted(Counter(colors).values()) == [1, 1, 2, 2, 4]  # I, W, B and transfers; F, also of the overlap
     assert sorted(texts) == ["0", "0", "0", "0", "1", "1", "1", "12"]
     assert size(tmp_path / "two.png") == (1600, 410 + 2 * 50)
     # More is drawn than a blank canvas: without the last action, the picture differs.

@@ -14,6 +14,7 @@ import forebay
 from forebay.memory.autotune import Trials
 from forebay.memory.timeline import Assignment, CallFigures, Timeline, TimelineEvent, simulate
 from forebay.policy import BudgetError
+from tests.models.conftest import VOCABULARY, build_tiny
 
 
 @pytest.fixture
@@ -71,12 +72,7 @@ def test_auto_is_compared_with_the_best_within_the_budget(auto: Any) -> None:
 
 def test_what_auto_went_by_is_written_down_whole(auto: Any) -> None:
     calls = tuple(CallFigures((name, 0), (8, 4), 1.0) for name in "ab")
-    moments = (
-        TimelineEvent("F", 0, 1.0),
-        TimelineEvent("F", 1, 1.0),
-        TimelineEvent("B", 1, 2.0),
-        TimelineEvent("B", 0, 2.0),
-    )
+    moments = tuple(TimelineEvent(*event) for event in (("F", 0, 1.0), ("F", 1, 1.0), ("B", 1, 2.0), ("B", 0, 2.0)))
     timeline = Timeline(calls, moments, 100.0, 100.0)
     trials = Trials(timeline, frozenset("ab"), frozenset("ab"), 20, simulate(timeline, Assignment({0: frozenset({0})})))
     while not trials.finished:
@@ -95,23 +91,8 @@ def test_what_auto_went_by_is_written_down_whole(auto: Any) -> None:
 
 
 def test_a_model_takes_every_policy(auto: Any) -> None:
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            hidden_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=8,
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=8,
-            vocab_size=31,
-        )
-    )
-    ids = torch.randint(0, 31, (1, 8))
+    model = build_tiny("qwen3_moe", num_hidden_layers=1, mlp_only_layers=[])
+    ids = torch.randint(1, VOCABULARY, (1, 8))
     losses = set()
     arms = list(auto.arms(auto.regions(model)))
     for arm in (*arms, auto.Arm("auto", "auto", budget=1 << 30)):

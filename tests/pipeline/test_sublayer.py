@@ -4,9 +4,9 @@ Races are provoked on a CPU with simulated streams, whose transfers run as late 
 GPU with late transfers or computations and poisoned memory. Both have controls that break one rule and are caught.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -194,42 +194,42 @@ def test_order_of_computations_and_transfers() -> None:
     )
 
 
-@contextmanager
-def broken(rule: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An engine that breaks one of the rules of `forebay.pipeline.sublayer`."""
-    original = ExecutionContext.launch
+_launch = ExecutionContext.launch
 
-    def starts_early(self: ExecutionContext, transfer: Any, *args: Any) -> Any:
-        compute, self.compute = self.compute, self.comm
-        try:
-            return original(self, transfer, *args)
-        finally:
-            self.compute = compute
 
-    def drops(self: ExecutionContext, transfer: Any, *args: Any) -> Any:
-        pending = original(self, transfer, *args)
-        number, event, _ = self._deferred.pop()
-        self._deferred.append((number, event, ()))
-        return pending
+def _starts_early(self: ExecutionContext, transfer: Any, *args: Any) -> Any:
+    with mock.patch.object(self, "compute", self.comm):
+        return _launch(self, transfer, *args)
 
-    with monkeypatch.context() as m:
-        if rule == "arguments are dropped":
-            m.setattr(ExecutionContext, "launch", drops)
-        if rule == "results are not waited for":
-            m.setattr(ExecutionContext, "wait_for", lambda self, number: None)
-        if rule == "transfers do not wait":
-            m.setattr(ExecutionContext, "launch", starts_early)
-        yield
+
+def _drops(self: ExecutionContext, transfer: Any, *args: Any) -> Any:
+    pending = _launch(self, transfer, *args)
+    number, event, _ = self._deferred.pop()
+    self._deferred.append((number, event, ()))
+    return pending
+
+
+# Engines that break one of the rules of `forebay.pipeline.sublayer`.
+BROKEN: dict[str, dict[str, Any]] = {
+    "none": {"launch": _launch},
+    "arguments are dropped": {"launch": _drops},
+    "results are not waited for": {"wait_for": lambda self, number: None},
+    "transfers do not wait": {"launch": _starts_early},
+}
+
+
+def broken(rule: str) -> Any:
+    return mock.patch.multiple(ExecutionContext, **BROKEN[rule])
 
 
 @pytest.mark.parametrize("rule", ["none", "arguments are dropped", "results are not waited for"])
-def test_late_transfers_find_their_input_and_are_waited_for(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_transfers_find_their_input_and_are_waited_for(rule: str) -> None:
     microbatches = list(torch.randn(3, 1, 3, 8))
     step, stack = plain(Copies(), [], 3, 8)
     expected = step.run(microbatches)
     grads = [p.grad for layer in stack for p in layer.parameters()]
     step, stack, _ = simulated(3)
-    with broken(rule, monkeypatch):
+    with broken(rule):
         losses = step.run(microbatches)
     right = torch.equal(losses, expected) and same([p.grad for layer in stack for p in layer.parameters()], grads)
     assert right == (rule == "none")
@@ -302,7 +302,7 @@ def disturb(cycles: int) -> Callable[[], None]:
     return before
 
 
-def gpu_run(late: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> list[Tensor | None]:
+def gpu_run(late: str, rule: str) -> list[Tensor | None]:
     """Losses and gradients."""
     long, short = disturb(4_000_000), disturb(0)  # some 2 ms; a stage takes a tenth of that
     dispatcher = Copies(before=long if late == "transfers" else short)
@@ -311,7 +311,7 @@ def gpu_run(late: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> list[Tenso
     if late == "nothing":
         step._context.comm = torch.cuda.current_stream()  # one stream: no order to get wrong
     microbatches = list(torch.randn(4, 1, 512, 512, generator=torch.Generator().manual_seed(5)).cuda())
-    with broken(rule, monkeypatch):
+    with broken(rule):
         losses = step.run(microbatches)
     torch.cuda.synchronize()
     return [losses, *(p.grad for layer in stack for p in layer.parameters())]
@@ -328,11 +328,11 @@ def gpu_run(late: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> list[Tenso
         ("computations", "transfers do not wait"),
     ],
 )
-def test_gpu_races(late: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_races(late: str, rule: str) -> None:
     """Bitwise equal to one stream; the controls, each of which breaks a rule, show that the test sees the race."""
-    expected = gpu_run("nothing", "none", monkeypatch)
+    expected = gpu_run("nothing", "none")
     assert all(t is not None and bool(t.isfinite().all()) for t in expected)
-    assert same(gpu_run(late, rule, monkeypatch), expected) == (rule == "none")
+    assert same(gpu_run(late, rule), expected) == (rule == "none")
 
 
 @pytest.mark.gpu

@@ -19,7 +19,7 @@ from forebay.models.catalog import PUBLISHED, find
 from forebay.train import hf_weights
 from forebay.train.distributed import on_all
 from forebay.train.durable import make_folder, sync, sync_tree
-from forebay.train.hf_weights import and_others, initialize, initialize_buffers, materialize
+from forebay.train.hf_weights import incomplete, initialize, initialize_buffers, materialize, mis_shaped
 from forebay.train.parallel import experts_in
 
 TESTED = ("qwen3_moe", "mixtral", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss", "glm4_moe")
@@ -259,17 +259,9 @@ def _load(folder: Path, config: Any, dtype: torch.dtype, attention: str) -> Any:
     except (OSError, ValueError, RuntimeError) as error:
         raise RunError(f"the weights in {folder} cannot be loaded: {first_line(error)}") from error
     if info["mismatched_keys"]:
-        name, held, wanted = min(info["mismatched_keys"])
-        raise RunError(
-            f"the weights in {folder} do not fit its config.json: {name} has shape {list(held)}, the model needs {list(wanted)}"
-            f"{and_others(info['mismatched_keys'])}"
-        )
-    missing = info["missing_keys"]
-    if missing:
-        raise RunError(
-            f"the weights in {folder} are not complete: {min(missing)} is missing{and_others(missing)}; "
-            "use the whole checkpoint, or model.weights = 'random'"
-        )
+        raise mis_shaped(folder, sorted(info["mismatched_keys"]))
+    if info["missing_keys"]:
+        raise incomplete(folder, sorted(info["missing_keys"]))
     if info.get("error_msgs"):
         raise RunError(f"the weights in {folder} cannot be loaded: {info['error_msgs'][0]}")
     return model

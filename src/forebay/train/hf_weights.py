@@ -14,7 +14,7 @@ as in transformers.
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -277,16 +277,10 @@ def _sources(folder: Path, blueprint: Any, leaves: Mapping[str, Leaf]) -> dict[s
     optional = "|".join(blueprint._keys_to_ignore_on_load_missing or ["(?!)"])  # (?!) matches nothing
     missing += [n for n in wanted if n not in found and n not in groups and not re.search(optional, n)]
     if missing:
-        raise RunError(
-            f"the weights in {folder} are not complete: {missing[0]} is missing{and_others(missing)}; "
-            "use the whole checkpoint, or model.weights = 'random'"
-        )
-    wrong = [name for name in wanted if name in found and found[name].shape != wanted[name]]
+        raise incomplete(folder, missing)
+    wrong = [(n, found[n].shape, shape) for n, shape in wanted.items() if n in found and found[n].shape != shape]
     if wrong:
-        raise RunError(
-            f"the weights in {folder} do not fit its config.json: {wrong[0]} has shape {list(found[wrong[0]].shape)}, "
-            f"the model needs {list(wanted[wrong[0]])}{and_others(wrong)}"
-        )
+        raise mis_shaped(folder, wrong)
     return found
 
 
@@ -366,6 +360,22 @@ def _missing_experts(name: str, converter: Any, members: list[Member], count: in
     return [each for each in absent if each not in held] + [f"{name} (all of {pattern})" for pattern in none_of]
 
 
-def and_others(names: Any) -> str:
-    """The end of a message that names the first of several."""
-    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+def incomplete(folder: Path, missing: Sequence[str]) -> RunError:
+    """The error for tensors that a folder lacks; names the first one."""
+    return RunError(
+        f"the weights in {folder} are not complete: {missing[0]} is missing{_and_others(missing)}; "
+        "use the whole checkpoint, or model.weights = 'random'"
+    )
+
+
+def mis_shaped(folder: Path, wrong: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> RunError:
+    """The error for tensors (name, stored shape, needed shape) that do not fit the model; names the first one."""
+    name, held, needed = wrong[0]
+    return RunError(
+        f"the weights in {folder} do not fit its config.json: {name} has shape {list(held)}, the model needs {list(needed)}"
+        f"{_and_others(wrong)}"
+    )
+
+
+def _and_others(several: Sequence[Any]) -> str:
+    return f" (and {len(several) - 1} more)" if len(several) > 1 else ""

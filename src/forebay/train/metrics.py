@@ -97,8 +97,6 @@ class Reporter:
     """Writes the lines and metric files of a run. A context manager that owns the progress bar and the open files.
 
     Args:
-        folder: of the run.
-        console: where lines are printed.
         steps: number of the last step.
         after: step after which the run resumes. Records of later steps, which a killed run left, are dropped.
         tensorboard: also write events to ``<folder>/tensorboard``.
@@ -259,34 +257,29 @@ def summary_tables(summary: Summary) -> list[Table]:
 
 
 def _where(placement: str, summary: Summary) -> str:
-    if placement == "recompute" and not summary.report.saved_bytes_by_placement.get(placement):
-        return "nowhere: experts recomputed their first product; the rest belongs to their sublayers"
     if placement == "recompute":
-        return "nowhere: recomputed in backward from the regions' inputs, counted here"
+        if summary.report.saved_bytes_by_placement.get(placement):
+            return "nowhere: recomputed in backward from the regions' inputs, counted here"
+        return "nowhere: experts recomputed their first product; the rest belongs to their sublayers"
     if placement == "stash":
         return "pages, as many as the rows filled"
     if placement != "offload":
         return "GPU memory" if summary.on_gpu else "memory"
-    store = (
-        "pinned host memory"
-        if summary.on_gpu
-        else "the host store; on a CPU that is ordinary memory, so nothing is saved"
-    )
+    on_cpu = "the host store; on a CPU that is ordinary memory, so nothing is saved"
     copied = (
         ("out at", summary.report.d2h_gbps, "GB/s"),
         ("back at", summary.report.h2d_gbps, "GB/s"),
         ("waited", summary.report.wait_ms, "ms"),
     )
     figures = [f"{name} {value:.1f} {unit}" for name, value, unit in copied if value is not None]
-    return ", ".join([store, *figures])
+    return ", ".join(["pinned host memory" if summary.on_gpu else on_cpu, *figures])
 
 
 def _result_rows(summary: Summary) -> list[tuple[str, str]]:
     records = summary.records
     first, last = records[0].cross_entropy_loss, records[-1].cross_entropy_loss
-    tokens_per_second = statistics.median(
-        r.tokens_per_second for r in records[1:] or records
-    )  # the first step warms up
+    # The first step warms up.
+    tokens_per_second = statistics.median(r.tokens_per_second for r in records[1:] or records)
     peak, moved = max(r.peak_bytes for r in records), format_bytes(summary.report.moved_bytes)
     return [
         ("loss first -> last", f"{first:.4f} -> {last:.4f} ({last - first:+.4f} nats a token)"),

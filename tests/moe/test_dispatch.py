@@ -129,6 +129,9 @@ def odd_inputs(rank: int, world: int) -> dict[str, Any]:
     bad[0, 0], bad[1, 1], bad[2], bad[3, 2] = E, -5, -1, 1000
     found["ids out of range"] = simulated(rank, dispatcher, {**given, "ids": bad})
 
+    # 300 rows and 900 live slots for rank 0: their bounds differ, which are multiples of 256.
+    found["more slots than rows"] = simulated(rank, dispatcher, inputs(rank, 150, "one rank", 21))
+
     plain = layer(dispatcher, given)
     found["not contiguous"] = equal(layer(dispatcher, {name: strided(t) for name, t in given.items()}), plain)
     broken = {**given, "w": given["w"].clone()}

@@ -592,16 +592,7 @@ def _parse_value(text: str) -> Any:
 
 
 def _build_section(section: Any, name: str, values: Mapping[str, Any]) -> Any:
-    """An instance of the dataclass `section` from `values`.
-
-    Args:
-        section: a dataclass type whose fields are annotated with str, int, float, bool, dict, tuples or unions of them.
-        name: the section's name, for messages.
-        values: value of each key, as read from the file.
-
-    Raises:
-        UsageError: an unknown key, a value of the wrong type, or one outside its choices or range.
-    """
+    """An instance of the dataclass `section`; `name` is for messages."""
     fields = {f.name: f for f in dataclasses.fields(section)}
     hints = typing.get_type_hints(section)
     checked = {}

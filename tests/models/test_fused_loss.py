@@ -241,41 +241,26 @@ def test_a_subclass_made_on_the_fly_is_taken() -> None:
     check_fused(model, **batch())
 
 
-def _gemma(model: nn.Module) -> nn.Module:
-    return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**CAUSAL_LMS["qwen3"][1]))
-
-
-def _own_loss(model: nn.Module) -> None:
-    model.loss_function = lambda *args, **kwargs: None
-
-
-def _adapter(model: nn.Module) -> None:
-    model.lm_head.__class__ = type("Adapter", (nn.Linear,), {"forward": lambda self, x: x})
-
-
-def _sequential(model: nn.Module) -> None:
-    model.lm_head = nn.Sequential(nn.Linear(HIDDEN, VOCABULARY))
-
-
-def _own_forward(model: nn.Module) -> None:
-    model.__class__ = type("Mine", (type(model),), {"forward": lambda self, *args, **kwargs: None})
-
-
-def _replaced_head(model: nn.Module) -> None:
-    model.lm_head.forward = lambda x: x
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda model: nn.Linear(2, 2), "Linear is not a supported model"),
-        (_gemma, "final_logit_softcapping=30"),
+        (
+            lambda model: transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**CAUSAL_LMS["qwen3"][1])),
+            "final_logit_softcapping=30",
+        ),
         (lambda model: build_tiny("granite", logits_scaling=2.0), "logits_scaling=2"),
-        (_own_loss, "custom loss_function"),
-        (_adapter, "lm_head is a Adapter"),
-        (_sequential, "lm_head is a Sequential"),
-        (_own_forward, "Mine overrides the forward of Qwen3ForCausalLM"),
-        (_replaced_head, r"lm_head.forward of this Qwen3ForCausalLM"),
+        (lambda model: setattr(model, "loss_function", print), "custom loss_function"),
+        (
+            lambda model: setattr(model.lm_head, "__class__", type("Adapter", (nn.Linear,), {"forward": None})),
+            "lm_head is a Adapter",
+        ),
+        (lambda model: setattr(model, "lm_head", nn.Sequential(nn.Linear(2, 2))), "lm_head is a Sequential"),
+        (
+            lambda model: setattr(model, "__class__", type("Mine", (type(model),), {"forward": None})),
+            "Mine overrides the forward of Qwen3ForCausalLM",
+        ),
+        (lambda model: setattr(model.lm_head, "forward", print), r"lm_head.forward of this Qwen3ForCausalLM"),
     ],
 )
 def test_what_cannot_be_fused_is_refused(change: Any, message: str) -> None:

@@ -130,21 +130,13 @@ def test_register_is_idempotent_and_known_to_transformers() -> None:
     assert model.config._experts_implementation == "forebay"
 
 
-def _gelu(module: nn.Module) -> None:
-    module.act_fn = nn.GELU()
-
-
-def _no_gate(module: nn.Module) -> None:
-    module.has_gate = False
-
-
-def _own_gate(module: nn.Module) -> None:
-    module.__class__ = type("Other", (type(module),), {"_apply_gate": lambda self, h: h})
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
-    [(_gelu, "not silu"), (_no_gate, "no gate"), (_own_gate, "activation of its own")],
+    [
+        (lambda m: setattr(m, "act_fn", nn.GELU()), "not silu"),
+        (lambda m: setattr(m, "has_gate", False), "no gate"),
+        (lambda m: setattr(m, "__class__", type("Other", (type(m),), {"_apply_gate": None})), "activation of its own"),
+    ],
 )
 def test_refuses_what_it_would_compute_wrongly(change: Callable[[nn.Module], None], message: str) -> None:
     module = experts_of(pair("qwen3_moe")[1])

@@ -311,14 +311,11 @@ class SublayerForward:
                     stacklevel=2,
                 )
             return True
-        return bool(kwargs.get("output_attentions")) or "attentions" in _collected()
+        from transformers.utils.output_capturing import _active_collector
 
-
-def _collected() -> dict[str, Any]:
-    """What the transformers model that is running now was asked to collect, such as attentions."""
-    from transformers.utils.output_capturing import _active_collector
-
-    return _active_collector.get() or {}
+        # What the transformers model that is running now was asked to collect.
+        collected = _active_collector.get() or {}
+        return bool(kwargs.get("output_attentions")) or "attentions" in collected
 
 
 def _refuse_hooks(what: str, module: nn.Module, forward_hooks_too: bool) -> None:

@@ -7,6 +7,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch.distributed as dist
@@ -141,23 +142,13 @@ def test_the_store_dies_with_its_process(tmp_path: Path, capsys: pytest.CaptureF
     assert f"pid {holder.pid}) died; the run has ended" in capsys.readouterr().err
 
 
-class Gone:
-    """A heartbeat that knows of a dead process, and counts its calls."""
-
-    def __init__(self) -> None:
-        self.asked = 0
-
-    def describe_lost(self) -> str:
-        self.asked += 1
-        return "process 2 (here, pid 7) died"
-
-
 def raised(error: Exception, cause: Exception | None) -> tuple[str, int]:
-    """The message of an error inside a run, and how often the heartbeat was asked for a lost process."""
-    heart: Any = Gone()
+    """The message of an error inside a run in which a process died, and how often the heartbeat was asked for a lost process."""
+    heart = MagicMock()
+    heart.describe_lost.return_value = "process 2 (here, pid 7) died"
     with pytest.raises((RunError, OSError, RuntimeError)) as caught, _naming_lost(heart, lambda: "all is intact"):
         raise error from cause
-    return str(caught.value), heart.asked
+    return str(caught.value), heart.describe_lost.call_count
 
 
 def test_the_dead_process_is_named_for_what_a_collective_raised() -> None:

@@ -1,6 +1,7 @@
 """One step of the trainer against plain PyTorch and transformers, and the learning rate by step."""
 
 from collections.abc import Callable
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -154,21 +155,13 @@ def test_sequence_longer_than_the_models_positions(tiny: Callable[..., Config]) 
         Trainer(tiny(model=model))
 
 
-class Late:
-    """A dispatcher that noticed that another rank missed a dispatch."""
-
-    def check(self) -> None:
-        raise RuntimeError("rank 1 of 2 did not come to an exchange")
-
-    def close(self) -> None: ...
-
-
 def test_nothing_changes_when_a_dispatch_fails(tiny: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
     with Trainer(tiny(model=BIASED)) as trainer:
         trainer.step(1)
         before = state_of(trainer)
         summed: list[torch.Tensor] = []
-        monkeypatch.setattr(trainer, "dispatcher", Late())
+        missed = RuntimeError("rank 1 of 2 did not come to an exchange")
+        monkeypatch.setattr(trainer, "dispatcher", MagicMock(check=MagicMock(side_effect=missed)))
         monkeypatch.setattr(type(trainer.mesh), "sum", lambda mesh, tensor: summed.append(tensor) or tensor)
         with pytest.raises(RuntimeError, match="did not come"):
             trainer.step(2)

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from forebay.config import Config, from_mapping
+from forebay.estimate.allocator import GRADIENTS
+from forebay.estimate.fsdp import param_groups
 from forebay.estimate.layers import plan_layers
 from forebay.estimate.plan import fit_run
 from forebay.estimate.state import (
@@ -19,14 +21,11 @@ from forebay.estimate.state import (
     Sharing,
     Weight,
     WeightShapes,
-    rank_state,
+    outside_bytes,
     symmetric_bytes,
-    weight_shapes,
 )
 from forebay.kernels.symm_mem import PeerLayout
 from forebay.memory.storage import local
-from forebay.train import hf_io
-from forebay.train.data import load_tokenizer
 from forebay.train.distributed import Mesh
 from forebay.train.trainer import Trainer
 from tests.ranks import run_ranks
@@ -66,17 +65,10 @@ def held(trainer: Trainer) -> dict[str, int]:
 
 
 def planned(config: Config, world: int) -> dict[str, int]:
-    (rank,) = fit_run(config, plan_layers(config, world), world).ranks
-    return {"parameters": rank.parameters, "optimizer": rank.optimizer}
-
-
-def state(config: Config, sharing: Sharing) -> Any:
-    declared = hf_io.configuration(config.model, load_tokenizer("bytes").vocabulary)
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        weights = weight_shapes(AutoModelForCausalLM.from_config(declared))
-    return rank_state(weights, range(len(weights.layers)), True, True, sharing)
+    fit = fit_run(config, plan_layers(config, world), world)
+    (rank,), (levels,) = fit.ranks, fit.levels
+    gradients = levels[-1].by_role[GRADIENTS]  # while the optimizer runs
+    return {"parameters": rank.parameters, "gradients": gradients, "optimizer": rank.optimizer}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -84,16 +76,14 @@ def test_one_process(tmp_path: Path, dtype: str) -> None:
     config = from_mapping(sections(tmp_path, model={"dtype": dtype}))
     with Trainer(config) as trainer:
         real = held(trainer)
-    assert planned(config, 1) == {name: real[name] for name in ("parameters", "optimizer")}
-    element = 4 if dtype == "float32" else 2
-    assert state(config, Sharing(parameter=element, gpu=False)).gradients == real["gradients"]
+    assert planned(config, 1) == real
 
 
 def test_tied_weights_count_once(tmp_path: Path) -> None:
     config = from_mapping(sections(tmp_path, model={"config": {**MODEL, "tie_word_embeddings": True}}))
     with Trainer(config) as trainer:
         real = held(trainer)
-    assert planned(config, 1) == {name: real[name] for name in ("parameters", "optimizer")}
+    assert planned(config, 1) == real
 
 
 def _two(rank: int, world: int, mapping: dict[str, Any]) -> dict[str, int]:
@@ -108,10 +98,8 @@ def test_two_processes(tmp_path: Path, ep: int) -> None:
     mapping = sections(tmp_path, parallel={"ep": ep}, train={"microbatch": 1})
     config = from_mapping(mapping)
     real = run_ranks(_two, 2, mapping)
-    assert planned(config, 2) == {name: real[0][name] for name in ("parameters", "optimizer")}
-    assert planned(config, 2)["parameters"] >= real[1]["parameters"]
-    sharing = Sharing(data=2, ep=ep, sharded=True, sums=False, gpu=False)
-    assert state(config, sharing).gradients == state(config, sharing).sharded_gradients == real[0]["gradients"]
+    assert planned(config, 2) == real[0]
+    assert real[0]["parameters"] >= real[1]["parameters"]
 
 
 TINY = WeightShapes(
@@ -124,50 +112,26 @@ TINY = WeightShapes(
 
 def test_shards_by_hand() -> None:
     """4 processes, experts over 2: of 10 rows 3, of 6 rows 2, of 8 experts 4 each, and of those 2 in each of two columns."""
-    s = Sharing(data=4, ep=2, sharded=True, parameter=4, compute=2, summed=4, gpu=False)
-    found = rank_state(TINY, (0, 1), True, False, s)
-    own = 3 * 4 + 2 * (2 * 4 + 2 * 5 * 4)
-    assert found.parameters == 4 * own
-    assert found.optimizer == 2 * 4 * own + 5 * 4  # a step count for each of five parameters
-    whole = 6 * 4 + 4 * 5 * 4
-    assert found.layer_gradients == (4 * whole, 4 * whole) and found.embedding_gradient == 4 * 40
-    assert found.head_gradient == 0
-    assert found.gathered == 2 * (40 + 3 * whole)  # a layer, the next one, and its buffer
-    assert not found.at_once
-
-
-@pytest.mark.parametrize(
-    ("changes", "gathered"),
-    [
-        ({"reshard": False}, 40 + 2 * 104 + 104),
-        ({"gathered": True, "reshard": False}, 40 + 2 * 104),
-        ({"gathered": True}, 40 + 2 * 24 + 2 * 80),
-    ],
-)
-def test_gathered_weights(changes: dict[str, Any], gathered: int) -> None:
-    s = Sharing(data=4, ep=2, sharded=True, compute=2, gpu=False, **changes)
-    found = rank_state(TINY, (0, 1), True, False, s)
-    assert found.gathered == 2 * gathered
-    assert found.at_once == s.gathered
-
-
-def test_more_processes_hold_less() -> None:
-    """Unsharded parameters and summed gradients stay the same."""
-    few, many = (rank_state(TINY, (0, 1, 2), True, True, Sharing(data=n, sharded=True, gpu=False)) for n in (2, 4))
-    assert many.parameters < few.parameters and many.optimizer < few.optimizer
-    assert many.gathered == few.gathered and many.gradients == few.gradients
-    reduced = rank_state(TINY, (0, 1, 2), True, True, Sharing(data=2, sharded=True, sums=False, gpu=False))
-    assert reduced.gradients == reduced.parameters < few.gradients
+    s = Sharing(data=4, ep=2, sharded=True)
+    ends, *layers = param_groups(TINY, (0, 1), True, False, s)
+    assert (ends.own, ends.whole) == ((3 * 4,), (10 * 4,))
+    assert [(g.place, g.experts, g.processes, g.own, g.whole, g.drawn) for g in layers] == [
+        group
+        for place in (0, 1)
+        for group in (
+            (place, False, 4, (2 * 4,), (6 * 4,), (6 * 4,)),
+            (place, True, 2, (2 * 5 * 4,), (4 * 5 * 4,), (8 * 5 * 4,)),
+        )
+    ]
 
 
 def test_a_gpu_takes_its_share() -> None:
-    alone, all_of_them = (
-        rank_state(TINY, (0,), True, True, s) for s in (Sharing(), Sharing(data=4, ep=2, pp=2, sharded=True))
-    )
+    everything = Sharing(data=4, ep=2, pp=2, sharded=True)
     # All processes; those with the same layers; an expert group; the ranks of the same experts; two neighbors' four channels.
-    assert alone.other == CONTEXT and all_of_them.other == CONTEXT + 4 * COMMUNICATOR + 4 * CHANNEL
-    assert rank_state(TINY, (0,), True, True, Sharing(sharded=True)).other == CONTEXT + COMMUNICATOR_ALONE
-    assert rank_state(TINY, (0,), True, True, Sharing(gpu=False)).other == 0
+    assert outside_bytes(Sharing()) == CONTEXT
+    assert outside_bytes(everything) == CONTEXT + 4 * COMMUNICATOR + 4 * CHANNEL
+    assert outside_bytes(Sharing(sharded=True)) == CONTEXT + COMMUNICATOR_ALONE
+    assert outside_bytes(Sharing(gpu=False)) == 0
 
 
 @pytest.mark.parametrize(

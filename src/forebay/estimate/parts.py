@@ -76,7 +76,7 @@ class Part:
 def placed_parts(
     trace: ModelTrace, stage: StageLayers, placements: Mapping[str, str], *, prefix: str, recompute: str
 ) -> list[Part]:
-    """The parts of a stage in forward order; arguments as in `forebay.estimate.levels.sublayer_memory`."""
+    """The parts of a stage in forward order. `prefix`: module path of the layers; `recompute`: see `[memory]`."""
     found = [_part("embedding", "embedding", trace.embedding)] if stage.embedding else []
     for number, place in zip(stage.layers, stage.places, strict=True):
         layer = trace.layers[number]

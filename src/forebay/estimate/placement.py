@@ -1,25 +1,22 @@
 """Chooses placements for a rank's sublayers before anything runs: those that fit a budget and cost the least time.
 
-Input: the options of a rank's sublayers (`rank_options`), its actions, and a `Machine`. Output: a `Choice`: a placement for
-every sublayer, with the bytes that it frees and the seconds that it costs. A level of `forebay.estimate.walk` is a sum
-over sublayers of what their placements hold, so the mixed-integer program has a row for each distinct level and is exact.
-docs/solver.md has the mathematics.
+Input: the options of a rank's sublayers (`rank_options`), the levels of a walk in which all are kept, and a `Machine`. Output: a
+`Choice`: a placement for every sublayer, with the bytes that it frees and the seconds that it costs. The mixed-integer program
+has a row for each distinct level: what the walk found, with each sublayer's bytes under its placement in place of those that it
+keeps. docs/solver.md has the mathematics.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Protocol
 
-from forebay.estimate.fit import RankFit
-from forebay.estimate.levels import SublayerMemory, Walk, fit_rank, sublayer_memory
-from forebay.estimate.state import RankState
 from forebay.estimate.types import ModelTrace, PartTrace, StageLayers
+from forebay.estimate.walk import StepLevel
 from forebay.memory.solver import Answer, Program
 from forebay.memory.timeline import LIGHT_RECOMPUTE_SHARE
-from forebay.pipeline.schedule import Action
 from forebay.policy import format_bytes
 
 _SECONDS = 1.0  # time limit for a rank; the ranks of DeepSeek-V3 on 512 GPUs take 0.02 to 0.1
@@ -55,10 +52,23 @@ class Machine:
 
 @dataclass(frozen=True)
 class Option:
-    """A sublayer under one placement: seconds that it costs a microbatch, and bytes that cross the link."""
+    """A sublayer, embedding or head under one placement. Bytes and seconds of a microbatch.
 
-    memory: SublayerMemory
-    seconds: float
+    Attributes:
+        saved: that autograd saves.
+        held: on the device from forward to backward.
+        forward, backward: while it runs, besides what it needs if it is kept.
+        seconds: that the placement costs.
+        moved: over the link, each way.
+    """
+
+    path: str
+    placement: str
+    saved: int
+    held: int
+    forward: int = 0
+    backward: int = 0
+    seconds: float = 0.0
     moved: int = 0
 
 
@@ -83,107 +93,144 @@ class Choice:
         seconds: cost of a step, waits for the link included.
         waits: seconds of waits among them.
         gap: share by which the cost may exceed the optimum.
-        fit: the walk's highest level.
+        peak: bytes at the highest level, as the program counts them.
     """
 
+    rank: int
     placements: Mapping[str, str]
     placed: tuple[Placed, ...]
     seconds: float
     waits: float
     gap: float
-    fit: RankFit
+    peak: int
 
 
 def rank_options(
-    trace: ModelTrace, stages: Mapping[int, StageLayers], allowed: frozenset[str], machine: Machine, **keywords: Any
-) -> tuple[dict[int, list[list[Option]]], dict[str, tuple[float, float]]]:
-    """The options of a rank's sublayers by stage, in forward order with "keep" first; and their seconds by path.
+    trace: ModelTrace,
+    stages: Mapping[int, StageLayers],
+    allowed: frozenset[str],
+    machine: Machine,
+    prefix: str,
+    recompute: str,
+) -> dict[int, list[list[Option]]]:
+    """The options of a rank's sublayers by stage, in forward order with "keep" first; embedding and head are kept.
 
     Args:
         allowed: placements besides "keep". A sublayer has those that free something.
-        keywords: of `forebay.estimate.levels.sublayer_memory`.
+        recompute: see `[memory]`.
     """
     found: dict[int, list[list[Option]]] = {}
-    times: dict[str, tuple[float, float]] = {}
     for number, stage in stages.items():
-        parts = parts_by_path(trace, stage, keywords["prefix"])
-        placed = [
-            sublayer_memory(trace, stage, dict.fromkeys(parts, placement), **keywords)
-            for placement in ("keep", *sorted(allowed - {"keep"}))
-        ]
         found[number] = []
-        for kept, *others in zip(*placed, strict=True):
-            part = parts[kept.path]
-            freeing = [h for h in others if h.placement != kept.placement and h.held < kept.held]
-            found[number].append([_option(part, h, machine, keywords["recompute"]) for h in (kept, *freeing)])
-            times[kept.path] = machine.seconds(part)
-    return found, times
+        for path, part in parts_by_path(trace, stage, prefix).items():
+            more = shared_bytes(trace, stage, path, prefix)
+            kept = option(path, part, "keep", recompute, machine, more)
+            others = [
+                option(path, part, p, recompute, machine, more) for p in sorted(allowed - {"keep"}) if "." in path
+            ]
+            found[number].append([kept, *(other for other in others if other.held < kept.held)])
+    return found
 
 
 def parts_by_path(trace: ModelTrace, stage: StageLayers, prefix: str) -> dict[str, PartTrace]:
-    """The traces of a stage by path, as `sublayer_memory` names them."""
-    parts = {"embedding": trace.embedding, "head": trace.head}
+    """The traces of a stage's parts by path, in forward order."""
+    parts = {"embedding": trace.embedding} if stage.embedding else {}
     for number in stage.layers:
         parts |= {f"{prefix}.{number}.{name}": part for name, part in trace.layers[number].sublayers}
-    return parts
+    return parts | ({"head": trace.head} if stage.head else {})
 
 
-def _option(part: PartTrace, memory: SublayerMemory, machine: Machine, recompute: str) -> Option:
-    match memory.placement:
+def shared_bytes(trace: ModelTrace, stage: StageLayers, path: str, prefix: str) -> int:
+    """Bytes that a part holds whatever its placement: what layers share, and the load-balancing loss's."""
+    if path == f"{prefix}.{stage.layers[0]}.self_attn":
+        return trace.shared
+    moe = path.endswith(".mlp") and trace.layers[int(path.split(".")[-2])].is_moe
+    return trace.balance if moe else 0
+
+
+def option(
+    path: str,
+    part: PartTrace,
+    placement: str,
+    recompute: str,
+    machine: Machine,
+    more: int = 0,
+    carried: int | None = None,
+) -> Option:
+    """A part under a placement.
+
+    Args:
+        more: bytes that it holds besides.
+        carried: bytes that an offloaded part sends to the host; None means all.
+    """
+    saved, seconds = part.saved, machine.seconds(part)[0]
+    match placement:
+        case "recompute" if part.light is not None and recompute != "full":
+            held, backward = part.light  # "save-dispatch" holds less, and is counted as "light"
+            again = LIGHT_RECOMPUTE_SHARE * seconds
+            return Option(path, placement, saved, held + more, 0, backward - part.backward, again)
         case "recompute":
-            light = part.light is not None and recompute != "full"
-            return Option(memory, machine.seconds(part)[0] * (LIGHT_RECOMPUTE_SHARE if light else 1.0))
-        case "offload":
-            return Option(memory, 0.0, part.saved)
+            again = max(part.forward - part.backward, saved)
+            return Option(path, placement, saved, min(part.inputs, saved) + more, 0, again, seconds)
+        case "offload":  # two sublayers are in transfer at any time
+            leaves = saved if carried is None else min(carried, saved)
+            return Option(path, placement, saved, saved - leaves + more, leaves, 2 * leaves, 0.0, leaves)
         case "stash":  # one more write in forward, and a read
-            return Option(memory, 2 * part.stash[1] / machine.copy_rate)
-    return Option(memory, 0.0)
+            capacity, arrived = part.stash
+            less, copies = capacity - arrived, 2 * arrived / machine.copy_rate
+            return Option(path, placement, saved, saved - less + more, 0, less, copies)
+    return Option(path, "keep", saved, saved + more)
 
 
 def choose(
     rank: int,
-    state: RankState,
-    stages: Mapping[int, Sequence[Sequence[Option]]],
+    options: Mapping[int, Sequence[Sequence[Option]]],
     times: Mapping[str, tuple[float, float]],
-    actions: Iterable[Action],
-    messages: int,
+    levels: Iterable[StepLevel],
+    microbatches: int,
     budget: int,
     machine: Machine,
     waits: bool,
-) -> Choice:
-    """Choose an option for every sublayer.
+) -> Choice | None:
+    """Choose an option for every sublayer. None if the link cannot carry what has to leave, or no answer was found in time.
 
     Args:
-        stages, times: see `rank_options`.
-        actions, messages: see `forebay.estimate.levels.fit_rank`.
-        budget: bytes that the rank may hold; if no choice fits, the one with the lowest peak is returned.
+        options: see `rank_options`.
+        times: seconds of a microbatch's forward and backward, by path.
+        levels: of a walk with all sublayers kept.
+        budget: bytes in use that the rank may reach; if no choice fits, the one with the lowest peak is returned.
         waits: the run may wait for the link; else no more is offloaded than the link carries.
     """
-    todo = list(actions)
-    kept = {number: [options[0].memory for options in sublayers] for number, sublayers in stages.items()}
-    walk = _PeakWalk(rank, state, kept, messages)
-    for action in todo:
-        walk.step(action)
-    target = budget
-    for _ in range(3):
-        program = _PlacementProgram(stages, times, walk, target, machine, waits)
-        answer = program.solve()
-        chosen = program.chosen(answer)
-        fit = fit_rank(rank, state, {n: [o.memory for o in chosen[n]] for n in stages}, todo, messages)
-        over = fit.total - budget
-        if over <= 0 or over > budget >> 10:
-            break
-        target -= over  # within the solver's tolerance
+    program = _PlacementProgram(options, times, _rows(levels, options), microbatches, budget, machine, waits)
+    answer = program.solve()
+    if answer is None:
+        return None
+    chosen = program.chosen(answer)
     placed = tuple(
-        Placed(o.memory.path, o.memory.placement, rank, options[0].memory.held - o.memory.held, o.seconds)
-        for number, sublayers in stages.items()
-        for options, o in zip(sublayers, chosen[number], strict=True)
-        if o.memory.placement != "keep"
+        Placed(o.path, o.placement, rank, options_[0].held - o.held, o.seconds)
+        for options_, o in zip(program.sublayers, chosen, strict=True)
+        if o.placement != "keep"
     )
     seconds, waited = program.seconds(answer)
-    return Choice(
-        {p.path: p.placement for p in placed}, placed, seconds, waited, 1.0 if answer is None else answer.gap, fit
-    )
+    placements = {p.path: p.placement for p in placed}
+    return Choice(rank, placements, placed, seconds, waited, answer.gap, program.peak(chosen))
+
+
+_Row = tuple[Mapping[str, int], str, str]  # microbatches by sublayer, the sublayers that run forward and backward
+
+
+def _rows(levels: Iterable[StepLevel], options: Mapping[int, Sequence[Sequence[Option]]]) -> list[tuple[_Row, int]]:
+    """Distinct levels, and their bytes besides what sublayers hold."""
+    held = {own[0].path: own[0].held for sublayers in options.values() for own in sublayers}
+    found: dict[Any, tuple[_Row, int]] = {}
+    for level in levels:
+        live = {path: count for path, count in level.live.items() if count and path in held}
+        runs = level.runs.get("forward", ""), level.runs.get("backward", "")
+        key = (*runs, *live.items())
+        fixed = level.allocated - sum(count * held[path] for path, count in live.items())
+        if key not in found or fixed > found[key][1]:
+            found[key] = (live, *runs), fixed
+    return list(found.values())
 
 
 def by_kind(choices: Iterable[Choice]) -> list[dict[str, Any]]:
@@ -212,7 +259,7 @@ def sentences(choices: Sequence[Choice]) -> list[str]:
     most = max(choices, key=lambda c: c.seconds, default=None)
     if most is not None:
         waits = f", {most.waits * 1e3:.1f} ms of them waits for the link" if most.waits > 1e-6 else ""
-        found.append(f"Placements cost at most {most.seconds * 1e3:.1f} ms a step (rank {most.fit.rank}){waits}.")
+        found.append(f"Placements cost at most {most.seconds * 1e3:.1f} ms a step (rank {most.rank}){waits}.")
     return found
 
 
@@ -227,33 +274,6 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
-class _PeakWalk(Walk):
-    """A walk that records its distinct levels: how many microbatches each sublayer holds, and which sublayers run."""
-
-    def __init__(self, rank: int, state: RankState, stages: Mapping[int, Sequence[SublayerMemory]], messages: int):
-        super().__init__(rank, state, stages, messages)
-        self._number = {h.path: i for i, h in enumerate(h for sublayers in stages.values() for h in sublayers)}
-        self._saves = [h.held for sublayers in stages.values() for h in sublayers]
-        self._counts = [0] * len(self._saves)
-        self._in_sublayers = 0
-        self.forwards = [0] * len(self._saves)
-        self.levels: dict[tuple[tuple[int, ...], int | None, int | None], int] = {}
-
-    def run_pair(self, f: SublayerMemory | None, b: SublayerMemory | None) -> None:
-        """Record the level, as the bytes that no placement changes."""
-        super().run_pair(f, b)
-        forward = None if f is None else self._number[f.path]
-        backward = None if b is None else self._number[b.path]
-        key = tuple(self._counts), forward, backward
-        self.levels[key] = max(self.levels.get(key, 0), self.level - self._in_sublayers)
-        for number, change in ((forward, 1), (backward, -1)):
-            if number is not None:
-                self._counts[number] += change
-                self._in_sublayers += change * self._saves[number]
-        if forward is not None:
-            self.forwards[forward] += 1
-
-
 class _PlacementProgram:
     """The mixed-integer program. Memory is in units of the budget, time in units of the step without placements."""
 
@@ -261,20 +281,20 @@ class _PlacementProgram:
         self,
         stages: Mapping[int, Sequence[Sequence[Option]]],
         times: Mapping[str, tuple[float, float]],
-        walk: _PeakWalk,
+        rows: Sequence[tuple[_Row, int]],
+        microbatches: int,
         budget: int,
         machine: Machine,
         waits: bool,
     ):
-        self._stages, self._times, self._walk, self._budget = stages, times, walk, budget
-        self._sublayers = [options for sublayers in stages.values() for options in sublayers]
-        self._plain = (
-            sum(n * sum(times[o[0].memory.path]) for n, o in zip(walk.forwards, self._sublayers, strict=True)) or 1.0
-        )
+        self._times, self._rows, self._microbatches, self._budget = times, rows, microbatches, budget
+        self.sublayers = [options for sublayers in stages.values() for options in sublayers]
+        self._numbers = {options[0].path: number for number, options in enumerate(self.sublayers)}
+        self._plain = microbatches * sum(sum(times[options[0].path]) for options in self.sublayers) or 1.0
         self._program = Program()
         self._over = self._program.variable(cost=_MISSING)
-        self._waits: list[tuple[int, int]] = []  # variable, and how often it occurs in a step
-        self._choices = [self._choice(i, options, machine) for i, options in enumerate(self._sublayers)]
+        self._waits: list[int] = []
+        self._choices = [self._choice(i, options, machine) for i, options in enumerate(self.sublayers)]
         self._memory()
         first = 0
         for sublayers in stages.values():
@@ -287,75 +307,74 @@ class _PlacementProgram:
     def solve(self) -> Answer | None:
         return self._program.solve(_SECONDS, _GAP)
 
-    def chosen(self, answer: Answer | None) -> dict[int, list[Option]]:
-        """By stage, the option of every sublayer; without an answer all are kept."""
-        if answer is None:
-            return {number: [options[0] for options in sublayers] for number, sublayers in self._stages.items()}
-        picked = iter(zip(self._sublayers, self._choices, strict=True))
-        found: dict[int, list[Option]] = {}
-        for number, sublayers in self._stages.items():
-            found[number] = []
-            for _ in sublayers:
-                options, choice = next(picked)
-                found[number].append(max(zip(options, choice, strict=True), key=lambda pair: answer.values[pair[1]])[0])
-        return found
+    def chosen(self, answer: Answer) -> list[Option]:
+        """The option of every sublayer."""
+        return [
+            max(zip(options, choice, strict=True), key=lambda pair: answer.values[pair[1]])[0]
+            for options, choice in zip(self.sublayers, self._choices, strict=True)
+        ]
 
-    def seconds(self, answer: Answer | None) -> tuple[float, float]:
+    def peak(self, chosen: Sequence[Option]) -> int:
+        """Bytes at the highest level."""
+        by_path = {o.path: o for o in chosen}
+        none = Option("", "keep", 0, 0)
+
+        def level(row: _Row, fixed: int) -> int:
+            live, forward, backward = row
+            held = sum(count * by_path[path].held for path, count in live.items())
+            return fixed + held + by_path.get(forward, none).forward + by_path.get(backward, none).backward
+
+        return max(level(*row) for row in self._rows)
+
+    def seconds(self, answer: Answer) -> tuple[float, float]:
         """The cost of the chosen options in a step, waits included, and the waits."""
-        if answer is None:
-            return 0.0, 0.0
-        waits = sum(times * answer.values[v] for v, times in self._waits) * self._plain
-        cost = sum(
-            times * option.seconds
-            for times, options, choice in zip(self._walk.forwards, self._sublayers, self._choices, strict=True)
-            for option, variable in zip(options, choice, strict=True)
-            if answer.chosen(variable)
-        )
-        return cost + waits, waits
+        waits = self._microbatches * sum(answer.values[v] for v in self._waits) * self._plain
+        return self._microbatches * sum(option.seconds for option in self.chosen(answer)) + waits, waits
 
     def _choice(self, number: int, options: Sequence[Option], machine: Machine) -> list[int]:
-        times, found = self._walk.forwards[number], []
-        late = 1 + number / len(self._sublayers)  # of equal sublayers the earlier ones leave: they wait longer
+        found = []
+        late = 1 + number / len(self.sublayers)  # of equal sublayers the earlier ones leave: they wait longer
         for option in options:
             moving = late * option.moved * (1 / machine.out_rate + 1 / machine.back_rate) * _MOVING
-            found.append(self._program.choice(times * (option.seconds + moving) / self._plain))
+            found.append(self._program.choice(self._microbatches * (option.seconds + moving) / self._plain))
         self._program.row([(v, 1.0) for v in found], 1.0, 1.0)
         return found
 
     def _memory(self) -> None:
         """A row for each level. What is held is a variable: that of the level before, and the change."""
-        p, before, held = self._program, [0] * len(self._sublayers), self._program.variable(upper=0.0)
-        for (counts, forward, backward), fixed in self._walk.levels.items():
-            change = [
-                (v, -(n - m) * o.memory.held / self._budget)
-                for n, m, options, choice in zip(counts, before, self._sublayers, self._choices, strict=True)
-                if n != m
-                for o, v in zip(options, choice, strict=True)
-            ]
-            if change:
+        p, held = self._program, self._program.variable(upper=0.0)
+        before: Mapping[str, int] = {}
+        for (live, forward, backward), fixed in self._rows:
+            changed = [path for path in {**before, **live} if before.get(path) != live.get(path)]
+            if changed:
+                change = [
+                    (v, -(live.get(path, 0) - before.get(path, 0)) * o.held / self._budget)
+                    for path in changed
+                    for o, v in self._pairs(path)
+                ]
                 now = p.variable()
                 p.row([(now, 1.0), (held, -1.0), *change], 0.0, 0.0)
-                before, held = list(counts), now
-            running = [
-                (v, (o.memory.forward if number == forward else o.memory.backward) / self._budget)
-                for number in {forward, backward} - {None}
-                if number is not None
-                for o, v in zip(self._sublayers[number], self._choices[number], strict=True)
-            ]
+                before, held = live, now
+            running = [(v, o.forward / self._budget) for o, v in self._pairs(forward) if o.forward]
+            running += [(v, o.backward / self._budget) for o, v in self._pairs(backward) if o.backward]
             p.row([(held, 1.0), *running, (self._over, -1.0)], high=(self._budget - fixed) / self._budget)
+
+    def _pairs(self, path: str) -> list[tuple[Option, int]]:
+        """The options of a part and their variables; none for one that is not placed."""
+        number = self._numbers.get(path)
+        return [] if number is None else list(zip(self.sublayers[number], self._choices[number], strict=True))
 
     def _order(self, numbers: Sequence[int]) -> None:
         """Break the symmetry of many equal sublayers: none is recomputed or stashed after one that is kept."""
         equal: dict[Any, list[int]] = {}
         for number in numbers:
-            options = [(o.memory, o.seconds) for o in self._sublayers[number]]
-            kind = tuple((h.placement, h.held, h.forward, h.backward, seconds) for h, seconds in options)
+            kind = tuple(replace(o, path="") for o in self.sublayers[number])
             equal.setdefault(kind, []).append(number)
         for same in equal.values():
             for one, other in pairwise(same) if len(same) >= _MANY else ():
                 later = [
                     (v, 1.0)
-                    for o, v in zip(self._sublayers[other][1:], self._choices[other][1:], strict=True)
+                    for o, v in zip(self.sublayers[other][1:], self._choices[other][1:], strict=True)
                     if not o.moved
                 ]
                 self._program.row([(self._choices[one][0], 1.0), *later], high=1.0)
@@ -372,19 +391,19 @@ class _PlacementProgram:
         for number in numbers:
             own = [
                 (v, o.moved / rate / self._plain)
-                for o, v in zip(self._sublayers[number], self._choices[number], strict=True)
+                for o, v in zip(self.sublayers[number], self._choices[number], strict=True)
                 if o.moved
             ]
             queue = p.variable()  # seconds of copies in transfer when the sublayer's own are added
             p.row([(queue, 1.0), *((v, -f) for v, f in own)], low=0.0)
-            path = self._sublayers[number][0].memory.path
+            path = self.sublayers[number][0].path
             p.row([(queue, 1.0), *((v, -f) for v, f in (*own, *(before if path != "head" else ())))], high=0.0)
             if last is not None:
                 seconds = self._times[path][way] / self._plain
                 terms = [(queue, 1.0), (last, -1.0), *((v, -f) for v, f in own)]
                 if waits:
-                    wait = p.variable(cost=float(self._walk.forwards[number]))
-                    self._waits.append((wait, self._walk.forwards[number]))
+                    wait = p.variable(cost=float(self._microbatches))
+                    self._waits.append(wait)
                     terms.append((wait, 1.0))
                 p.row(terms, low=-seconds)
             last, before = queue, own

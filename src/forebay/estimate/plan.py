@@ -20,8 +20,7 @@ from forebay.estimate.device import DEFAULT, DeviceProfile
 from forebay.estimate.device import load as load_device
 from forebay.estimate.fit import ALLOWANCE, RankFit, largest_total
 from forebay.estimate.layers import LayerPlan
-from forebay.estimate.levels import SublayerMemory
-from forebay.estimate.placement import Choice, by_kind, sentences
+from forebay.estimate.placement import Choice, Option, by_kind, sentences
 from forebay.estimate.rank import RankEstimate, RunEstimator, StepTimer, machine_of
 from forebay.estimate.state import Sharing, all_to_all_bytes, symmetric_bytes
 from forebay.estimate.step_time import StepTime
@@ -180,7 +179,7 @@ class Fit:
     world: int
     parameters: int
     budget: int | None
-    sublayers: tuple[SublayerMemory, ...]
+    sublayers: tuple[Option, ...]
     notes: tuple[str, ...]
     step: StepTime | None = None
     choices: tuple[Choice, ...] = ()

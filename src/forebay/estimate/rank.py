@@ -17,10 +17,18 @@ from forebay.estimate.device import DeviceProfile
 from forebay.estimate.fit import RankFit, largest_total
 from forebay.estimate.fsdp import param_groups
 from forebay.estimate.layers import LayerPlan
-from forebay.estimate.levels import SublayerMemory, sublayer_memory
 from forebay.estimate.parts import Part, offloaded_bytes, placed_parts, plan_link
-from forebay.estimate.placement import Choice, Machine, choose, parts_by_path, rank_options
-from forebay.estimate.state import RankState, Sharing, Weight, WeightShapes, outside_bytes, rank_state
+from forebay.estimate.placement import (
+    Choice,
+    Machine,
+    Option,
+    choose,
+    option,
+    parts_by_path,
+    rank_options,
+    shared_bytes,
+)
+from forebay.estimate.state import Sharing, Weight, WeightShapes, outside_bytes
 from forebay.estimate.step_time import (
     NO_TIME,
     Clock,
@@ -40,7 +48,6 @@ from forebay.pipeline.model import adds_at_once
 from forebay.pipeline.schedule import Action, turns
 from forebay.policy import format_bytes, parse_bytes
 
-_MESSAGES = 4  # tensors of hidden states in transfer in a pipeline: one in and one out, in each direction
 _LEAST, _LEAST_PIPELINE = 1 << 20, 16 << 20  # bytes below which the manager does not offload a tensor
 _ATTEMPTS = 3  # at a choice: what the allocator reserves besides depends on the placements, but little
 
@@ -51,13 +58,15 @@ class RankEstimate:
 
     Attributes:
         levels: of a step, part by part.
+        before: bytes in use before a forward; see `Walked`.
         over: the rank and by how much it exceeds the limit, if no placements fit.
     """
 
     stages: Mapping[int, StageLayers]
     fit: RankFit
     levels: tuple[StepLevel, ...]
-    sublayers: tuple[SublayerMemory, ...]
+    sublayers: tuple[Option, ...]
+    before: int
     choice: Choice | None = None
     over: str = ""
 
@@ -101,44 +110,66 @@ class RunEstimator:
     def rank(self, number: int) -> RankEstimate:
         """Estimate pipeline rank `number`."""
         stages = _stages(self.plan, number)
-        placements, choice, over = self.placements, None, ""
-        if self.chooses:
-            choice, over = self._choose(number, stages)
-            placements = choice.placements
-        walked, sublayers = self._walk(number, stages, placements)
-        return RankEstimate(stages, self._fit(number, walked), walked.levels, tuple(sublayers), choice, over)
+        return self._chosen(number, stages) if self.chooses else self._estimate(number, stages, self.placements)
 
-    def _choose(self, number: int, stages: Mapping[int, StageLayers]) -> tuple[Choice, str]:
-        """A choice, and `RankEstimate.over`.
+    def _chosen(self, number: int, stages: Mapping[int, StageLayers]) -> RankEstimate:
+        """The cheapest estimate within the limit, or the nearest to it.
 
-        The choice is made with sums over sublayers (`forebay.estimate.levels`). What the walk finds is known only afterwards:
-        if that is above the limit, it is made again for as much less. The trainer's own choice limits allocated bytes only.
+        The program counts bytes in use, from the levels of a walk in which all is kept. What a walk with its answer takes is
+        known only afterwards: if that is above the limit, the program is solved again for as much less. If that does not lead to
+        an answer either, one placement for all sublayers may. The trainer's own choice limits bytes in use only.
         """
-        state = rank_state(self.weights, *_layers_and_ends(stages), self.sharing)
-        state = replace(state, other=state.other + self.exchange)
-        limit = self._limit(state)
-        options, times = rank_options(self.trace, stages, self._allowed(), self.machine, **self._keywords())
-        waits = self.auto is None or self.config.memory.offload == "all"
-        target = limit
-        for _ in range(_ATTEMPTS):
-            choice = choose(
-                number, state, options, times, self._actions(number), self._messages(), target, self.machine, waits
-            )
-            fit = self._fit(number, self._walk(number, stages, choice.placements)[0])
-            total = fit.total if self.auto is not None else fit.allocated
-            if total <= limit or choice.fit.total > target:
-                break
-            target = min(target, choice.fit.total) - (total - limit)
-        return choice, f"rank {number} by {format_bytes(total - limit)}" if total > limit else ""
+        memory = self.config.memory
+        options = rank_options(self.trace, stages, self._allowed(), self.machine, self.prefix, memory.recompute)
+        times = {own[0].path: self.machine.seconds(self._part(own[0].path)) for o in options.values() for own in o}
+        waits = self.auto is None or memory.offload == "all"
+        kept = self._estimate(number, stages, {})
+        limit = self._limit(kept)
 
-    def _walk(
-        self, number: int, stages: Mapping[int, StageLayers], placements: Mapping[str, str]
-    ) -> tuple[Walked, list[SublayerMemory]]:
+        def used(estimate: RankEstimate) -> int:
+            return estimate.fit.total if self.auto is not None else estimate.fit.allocated
+
+        def within(budget: int, among: Mapping[int, Sequence[Sequence[Option]]]) -> Choice | None:
+            return choose(number, among, times, kept.levels, self.plan.microbatches, budget, self.machine, waits)
+
+        def chosen(choice: Choice) -> RankEstimate:
+            return replace(self._estimate(number, stages, choice.placements), choice=choice)
+
+        besides = used(kept) - max(level.allocated for level in kept.levels)
+        target = limit - besides
+        found = [replace(kept, choice=Choice(number, {}, (), 0.0, 0.0, 0.0, used(kept) - besides))]
+        while used(found[-1]) > limit and len(found) <= _ATTEMPTS and (choice := within(target, options)):
+            found.append(chosen(choice))
+            target = min(target, choice.peak) - max(used(found[-1]) - limit, 0)
+        if used(found[-1]) > limit:
+            for placement in sorted(self._allowed()):
+                same = {n: [_only(placement, own) for own in sublayers] for n, sublayers in options.items()}
+                if choice := within(limit, same):
+                    found.append(chosen(choice))
+        fitting = [estimate for estimate in found if used(estimate) <= limit]
+        if fitting:
+            return min(fitting, key=lambda estimate: estimate.choice.seconds if estimate.choice else inf)
+        nearest = min(found, key=used)
+        return replace(nearest, over=f"rank {number} by {format_bytes(used(nearest) - limit)}")
+
+    def _estimate(self, number: int, stages: Mapping[int, StageLayers], placements: Mapping[str, str]) -> RankEstimate:
         run = self._run(number, stages, placements)
-        carried = None if run.link is None else offloaded_bytes(run.link, run.stages, run.hidden, run.least)
-        keywords = {**self._keywords(), "carried": carried}
-        found = [sublayer_memory(self.trace, stage, placements, **keywords) for stage in stages.values()]
-        return walk(run), [sublayer for stage in found for sublayer in stage]
+        carried = {} if run.link is None else offloaded_bytes(run.link, run.stages, run.hidden, run.least)
+        walked, recompute = walk(run), self.config.memory.recompute
+        sublayers = [
+            option(
+                path,
+                part,
+                placements.get(path, "keep"),
+                recompute,
+                self.machine,
+                shared_bytes(self.trace, stage, path, self.prefix),
+                carried.get(path),
+            )
+            for stage in stages.values()
+            for path, part in parts_by_path(self.trace, stage, self.prefix).items()
+        ]
+        return RankEstimate(stages, self._fit(number, walked), walked.levels, tuple(sublayers), walked.before)
 
     def _fit(self, number: int, walked: Walked) -> RankFit:
         cached = walked.reserved - walked.peak.allocated if self.sharing.gpu else 0
@@ -193,11 +224,10 @@ class RunEstimator:
 
     def _timed(self, stages: Mapping[int, StageLayers], parts: Mapping[int, Sequence[Part]]) -> dict[int, list[Part]]:
         found: dict[int, list[Part]] = {}
-        for number, stage in stages.items():
-            traces = parts_by_path(self.trace, stage, self.prefix)
+        for number in stages:
             found[number] = []
             for part in parts[number]:
-                forward, backward = self.machine.seconds(traces[part.path])
+                forward, backward = self.machine.seconds(self._part(part.path))
                 if part.light:
                     backward += LIGHT_RECOMPUTE_SHARE * forward
                 elif part.placement == "recompute":
@@ -210,9 +240,6 @@ class RunEstimator:
             return local_actions(self.plan.microbatches, self.config.parallel.overlap)
         return [action for action in self.actions[number] if action.computes]
 
-    def _messages(self) -> int:
-        return _MESSAGES * self.hidden * self.sharing.compute if self.config.parallel.pp > 1 else 0
-
     def _sums_vocabulary(self) -> bool:
         """Whether the engine sums the vocabulary's gradients itself."""
         return self.engine and self.sharing.sharded and self.sharing.summed > self.sharing.compute
@@ -223,15 +250,6 @@ class RunEstimator:
         tokens = self.plan.microbatches * self.hidden // width
         return self._sums_vocabulary() and adds_at_once(tokens, vocabulary, self.sharing.compute)
 
-    def _keywords(self) -> dict[str, Any]:
-        return {
-            "prefix": self.prefix,
-            "recompute": self.config.memory.recompute,
-            "engine": self.engine,
-            "summed": self._sums_vocabulary(),
-            "at_once": self._at_once(),
-        }
-
     def _allowed(self) -> frozenset[str]:
         """Placements that the trainer can carry out. Its own `policy = "auto"` does not stash."""
         if self.auto is None:
@@ -239,18 +257,24 @@ class RunEstimator:
         found = {"recompute", *(("stash",) if self.config.parallel.ep > 1 else ())}
         return frozenset(found if self.config.parallel.overlap else {*found, "offload"})
 
-    def _limit(self, state: RankState) -> int:
-        """Bytes that placements may use.
-
-        `memory.budget`, for the trainer's own choice, counts from what is held before a forward. The manager measures that in its
-        second step: with several microbatches, it includes the gradients of the first.
-        """
+    def _limit(self, kept: RankEstimate) -> int:
+        """Bytes that placements may use. For the trainer's own choice, `memory.budget` counts from what is held before a
+        forward."""
         if self.auto is not None:
             return self.auto
-        before = state.parameters + state.optimizer + state.other
-        before += state.gradients if state.at_once or self.plan.microbatches > 1 else 0
-        own = before + parse_bytes(self.config.memory.budget)
+        own = kept.before + kept.fit.other + parse_bytes(self.config.memory.budget)
         return own if self.budget is None else min(own, largest_total(self.budget))
+
+    def _part(self, path: str) -> PartTrace:
+        if path in ("embedding", "head"):
+            return self.trace.head if path == "head" else self.trace.embedding
+        *_, number, name = path.split(".")
+        return dict(self.trace.layers[int(number)].sublayers)[name]
+
+
+def _only(placement: str, options: Sequence[Option]) -> list[Option]:
+    """The option of this placement; "keep" if there is none."""
+    return [option for option in options if option.placement == placement] or list(options[:1])
 
 
 def _stages(plan: LayerPlan, rank: int) -> dict[int, StageLayers]:

@@ -1,19 +1,16 @@
-"""What a rank holds besides activations: parameters, gradients, optimizer states, unsharded parameters, and what CUDA takes.
+"""A model's parameters by shape, how processes share them, and what CUDA and NCCL take besides the allocator.
 
-Input: the shapes of a model's parameters (`weight_shapes`, on any device) and a `Sharing`: how processes share them, and
-in which dtypes. Output: a `RankState` for the decoder layers of a pipeline rank. Figures are rank 0's, the largest.
-Nothing is kept.
+Input: a model on any device (`weight_shapes`), and figures of a run. Output: `WeightShapes`, a `Sharing`, and bytes of rank 0,
+whose shards are the largest. Nothing is kept.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from forebay.estimate.types import GPU_BLOCK
 from forebay.models.families import decoder_layers, moe_block
 
 CONTEXT = 960 << 20
@@ -98,39 +95,6 @@ class Sharing:
         return self.gathered and self.sharded and self.summed != self.compute
 
 
-@dataclass(frozen=True)
-class RankState:
-    """Bytes on one rank, without activations.
-
-    Attributes:
-        parameters: the rank's shard.
-        optimizer: AdamW's two moments of the shard, and a step count for each parameter.
-        gathered: peak of unsharded parameters in a step.
-        layer_gradients, embedding_gradient, head_gradient: from the first backward of the part on.
-        at_once: all gradients are allocated from the beginning of the step.
-        reducing: peak while gradients are reduced.
-        sharded_gradients: of the shard.
-        stepping: of the optimizer's step, besides parameters, moments and `sharded_gradients`.
-        other: context, communicators.
-    """
-
-    parameters: int
-    optimizer: int
-    gathered: int
-    layer_gradients: tuple[int, ...]
-    embedding_gradient: int
-    head_gradient: int
-    at_once: bool
-    reducing: int
-    sharded_gradients: int
-    stepping: int
-    other: int
-
-    @property
-    def gradients(self) -> int:
-        return sum(self.layer_gradients) + self.embedding_gradient + self.head_gradient
-
-
 def weight_name(name: str) -> str:
     """The name of a model's parameter within its layer, or within the model if no layer has it."""
     return re.sub(r"^.*?\blayers\.\d+\.", "", name)
@@ -154,94 +118,6 @@ def weight_shapes(model: Any) -> WeightShapes:
     tied = any(id(p) in embedding for p in model.lm_head.parameters())
     rest = tuple(weight for p, weight in named.items() if p not in seen)
     return WeightShapes(tuple(named[p] for p in embedding), rest, tuple(layers), tied)
-
-
-def rank_state(
-    weights: WeightShapes, layers: Sequence[int], embedding: bool, head: bool, sharing: Sharing
-) -> RankState:
-    """The state of a rank with these layers, in forward order, and with or without embedding and head."""
-    s = sharing
-    pieces = [_Piece.of(weights.layers[n], s) for n in layers]
-    ends = {
-        "embedding": _Piece.of(weights.embedding if embedding else (), s),
-        "head": _Piece.of(weights.head if head else (), s),
-    }
-    every = [*pieces, *ends.values()]
-    own = sum(p.own for p in every)
-    largest = max((p.whole for p in pieces), default=0)
-    outside = sum(p.whole for p in ends.values())
-    gathered = reducing = 0
-    if s.sharded:
-        gathered = s.compute * (outside + _unsharded_layers(pieces, s))
-        if s.gathered or s.sums:
-            reducing = s.summed * max(p.whole for p in every)
-        else:
-            reducing = (s.compute + s.summed) * max(largest, outside)
-    gradients = [_gradient(piece, s) for piece in every]
-    steps = sum(p.count for p in every) * (GPU_BLOCK if s.gpu else 4)
-    return RankState(
-        parameters=s.parameter * own,
-        optimizer=2 * s.parameter * own + steps,
-        gathered=gathered,
-        layer_gradients=tuple(gradients[:-2]),
-        embedding_gradient=gradients[-2],
-        head_gradient=gradients[-1],
-        at_once=s.sharded and s.gathered,
-        reducing=reducing,
-        sharded_gradients=s.parameter * own,
-        stepping=0 if s.fused else s.parameter * own,
-        other=outside_bytes(s),
-    )
-
-
-def _unsharded_layers(pieces: Sequence[_Piece], s: Sharing) -> int:
-    """Peak elements of unsharded layers: all, or with `reshard` the one that runs and the next one (of a step on unsharded
-    parameters, the experts of one layer), and the buffer of a gather."""
-    largest = max((p.whole for p in pieces), default=0)
-    if not s.reshard:  # gathered for a step, the buffer is freed before anything else is allocated
-        return sum(p.whole for p in pieces) + (0 if s.gathered else largest)
-    if s.gathered:
-        experts = max((p.experts for p in pieces), default=0)
-        return sum(p.whole - p.experts for p in pieces) + 2 * experts if experts else sum(p.whole for p in pieces)
-    return min(3, len(pieces) + 1) * largest
-
-
-def _gradient(piece: _Piece, s: Sharing) -> int:
-    """Bytes of a part's gradients from its first backward to the optimizer's step: whole while they are summed, else
-    the shard's."""
-    if not s.sharded:
-        return s.parameter * piece.whole
-    if s.gathered or s.sums:
-        return s.summed * piece.whole
-    if s.ep > 1 and s.data == s.ep:  # the experts are not shared, so their gradients are summed and not reduced
-        return s.parameter * (piece.own - piece.own_experts) + s.summed * piece.experts
-    return s.parameter * piece.own
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """A layer, embedding or head: elements of the rank's shard and of what it computes with, and of the experts in each; number
-    of parameters."""
-
-    own: int
-    own_experts: int
-    whole: int
-    experts: int
-    count: int
-
-    @staticmethod
-    def of(weights: Sequence[Weight], s: Sharing) -> _Piece:
-        rest = [w.shape for w in weights if not w.experts]
-        mine = [(w.shape[0] // s.ep, *w.shape[1:]) for w in weights if w.experts]
-        columns = s.data // s.ep
-        spread = sum(map(math.prod, mine))
-        if not s.sharded:
-            own, own_experts = sum(map(math.prod, rest)), spread
-        else:
-            own = sum(_rows(shape, s.data) for shape in rest)
-            own_experts = sum(_even(shape, columns) if s.ep > 1 else _rows(shape, s.data) for shape in mine)
-        whole = sum(map(math.prod, rest)) + spread
-        return _Piece(own + own_experts, own_experts, whole, spread, len(rest) + len(mine))
 
 
 def shard_length(shape: tuple[int, ...], processes: int, experts: bool) -> int:

@@ -47,6 +47,7 @@ STEPS = 3
 GPT-OSS on two H200s reserved 4.3 GiB more in its third step, as it does here. A fourth never needed more."""
 _MARGIN = 64  # the arena of `forebay.memory.page_store` has one page more for each so many
 _TRANSFERS = "transfers"
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 _MICROBATCHES = (
     3  # of a process without a pipeline: the first begins the gradients, the second finds them, the third repeats
 )
@@ -98,11 +99,15 @@ class StepLevel:
         action: of the schedule, such as "F0"; "" outside of them.
         where: the part or parts that run.
         by_role: bytes by `forebay.estimate.allocator.ROLES`.
+        runs: "forward" or "backward" to the part that runs.
+        live: sublayer to the number of microbatches whose saved tensors it has when the part begins.
     """
 
     action: str
     where: str
     by_role: tuple[int, ...]
+    runs: Mapping[str, str] = field(default_factory=dict)
+    live: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def allocated(self) -> int:
@@ -203,9 +208,11 @@ class AllocatorRun:
             self._before + held[OPTIMIZER], tuple(by_step),
         )  # fmt: skip
 
-    def _note(self, action: str, where: str) -> None:
+    def _note(
+        self, action: str, where: str, runs: Mapping[str, str] = NOTHING, live: Mapping[str, int] = NOTHING
+    ) -> None:
         """Record the highest level since the last call."""
-        level = StepLevel(action, where, tuple(self.allocator.take_peak()))
+        level = StepLevel(action, where, tuple(self.allocator.take_peak()), dict(runs), dict(live))
         self._levels.append(level)
         if level.allocated > self.peak.allocated:
             self.peak = level
@@ -332,7 +339,7 @@ class _StepRun:
 
     Args:
         workspace: allocates cuBLAS's workspace of a thread if it is not there.
-        note: records the level of what ran since its last call, given the action and the parts.
+        note: records the level of what ran since its last call, given the attributes of a `StepLevel`.
         managed_steps: of the manager, begun before this step. An engine's is a step, else it is a microbatch.
         paged: there is an arena of pages.
     """
@@ -344,7 +351,7 @@ class _StepRun:
         params: ParamLifecycle,
         stream: Any,
         workspace: Callable[[int], None],
-        note: Callable[[str, str], None],
+        note: Callable[..., None],
         managed_steps: int = 0,
         paged: bool = False,
     ):
@@ -352,7 +359,8 @@ class _StepRun:
         self._transfer_stream = _TRANSFERS if run.engine else stream
         self._workspace, self._note = workspace, note
         self._action = ""
-        self._running: dict[str, str] = {}  # "forward" or "backward" to the part that runs
+        self._running: dict[str, str] = {}  # see `StepLevel.runs` and `live`
+        self._live: dict[str, int] = {}
         self._part_runs: dict[tuple[int, int], list[_PartRun]] = {}
         self._arrived: dict[tuple[str, int, int], Block] = {}
         self._sent: list[Block] = []
@@ -461,8 +469,9 @@ class _StepRun:
 
     def _end_part(self, way: str) -> None:
         running = [f"{self._running[w]} {w}" for w in ("forward", "backward") if w in self._running]
-        self._note(self._action, " and ".join(running))
-        del self._running[way]
+        self._note(self._action, " and ".join(running), self._running, self._live)
+        path = self._running.pop(way)
+        self._live[path] = self._live.get(path, 0) + (1 if way == "forward" else -1)
 
     def _release_input(self, part: Part, x: Block, callers: list[Block]) -> None:
         if part.path.endswith(".self_attn"):

@@ -154,7 +154,7 @@ def _tiles(fit: Fit) -> Html | None:
     found = [] if fit.step is None else time_tiles(fit.step)
     if fit.choices:
         most = max(fit.choices, key=lambda choice: choice.seconds)
-        of = f", rank {most.fit.rank}" if len(fit.choices) > 1 and most.seconds else ""
+        of = f", rank {most.rank}" if len(fit.choices) > 1 and most.seconds else ""
         found.append(("chosen placements cost", duration(most.seconds), f"a step{of}"))
     return tiles(found) if found else None
 
@@ -416,7 +416,7 @@ def _chosen(choices: Sequence[Choice]) -> Html:
 def _paid(choices: Sequence[Choice]) -> Html:
     rows = [
         (
-            str(choice.fit.rank),
+            str(choice.rank),
             str(len(choice.placed)),
             format_bytes(sum(p.freed for p in choice.placed)),
             duration(choice.seconds),

@@ -63,7 +63,7 @@ class Allowed:
     recompute: frozenset[str]
 
 
-class Candidate(NamedTuple):
+class Proposal(NamedTuple):
     """Regions that are recomputed, items that are offloaded, and the window as the divisor of these items' bytes."""
 
     recompute: frozenset[str]
@@ -84,7 +84,7 @@ class Solver:
     def __init__(self, timeline: Timeline, allowed: Allowed):
         self._timeline, self._allowed = timeline, allowed
         self._step = IndexedTimeline(timeline)
-        self._plans: dict[Candidate, Plan] = {}
+        self._plans: dict[Proposal, Plan] = {}
         self._calls: dict[str, list[int]] = {}
         for index, call in enumerate(timeline.calls):
             if self._step.lives(index):
@@ -113,7 +113,7 @@ class Solver:
         as many are simulated as between two candidates, taken evenly."""
         numbers = {call.key: number for number, call in enumerate(self._timeline.calls)}
         offload = frozenset((numbers[key], item) for key, items in plan.offload.items() for item in items)
-        start = Candidate(plan.recompute, offload)
+        start = Proposal(plan.recompute, offload)
         changes = [c for path in self._placements for c in self._changed(start, path)]
         each = max(len(changes) // max(self._few(_MAX_NEAR_EVENTS), 1), 1)
         found = []
@@ -125,7 +125,7 @@ class Solver:
 
     # --- figures ------------------------------------------------------------------------------------------------------
 
-    def _plan(self, candidate: Candidate) -> Plan:
+    def _plan(self, candidate: Proposal) -> Plan:
         if candidate not in self._plans:
             window = candidate.window and self._bytes(candidate.offload) // candidate.window
             self._plans[candidate] = TurnSchedule(
@@ -133,7 +133,7 @@ class Solver:
             ).plan()
         return self._plans[candidate]
 
-    def _cost(self, candidate: Candidate) -> tuple[object, ...]:
+    def _cost(self, candidate: Proposal) -> tuple[object, ...]:
         """What candidates are compared by. Where nothing takes time, as on a CPU, little should be recomputed; then moved."""
         plan = self._plan(candidate)
         seconds = float(f"{plan.step_seconds:.5e}")
@@ -146,29 +146,29 @@ class Solver:
             str(candidate.window),
         )
 
-    def _peak(self, candidate: Candidate) -> int:
+    def _peak(self, candidate: Proposal) -> int:
         return self._plan(candidate).peak_bytes
 
     def _bytes(self, items: Iterable[Item]) -> int:
         return sum(self._timeline.calls[call].items[item] for call, item in items)
 
-    def _pareto(self, candidates: Iterable[Candidate]) -> list[Candidate]:
+    def _pareto(self, candidates: Iterable[Proposal]) -> list[Proposal]:
         return front(candidates, self._cost, self._peak)
 
     # --- candidates ---------------------------------------------------------------------------------------------------
 
-    def _whole(self) -> Iterator[Candidate]:
+    def _whole(self) -> Iterator[Proposal]:
         """All placements of whole regions if they are few, or recomputing all experts."""
         several = [[one for one in found if not (one.recompute and one.offload)] for found in self._placements.values()]
         if prod(map(len, several)) <= _FEW:
             for chosen in product(*several):
                 recompute = frozenset(p for p, one in zip(self._placements, chosen, strict=True) if one.recompute)
-                yield from self._windows(Candidate(recompute, frozenset().union(*(one.offload for one in chosen))))
+                yield from self._windows(Proposal(recompute, frozenset().union(*(one.offload for one in chosen))))
         calls = self._timeline.calls
         experts = {p for p in self._placements if all(calls[c].light_recompute for c in self._calls[p])}
-        yield Candidate(frozenset(experts) & self._allowed.recompute, frozenset())
+        yield Proposal(frozenset(experts) & self._allowed.recompute, frozenset())
 
-    def _prefixes(self) -> Iterator[Candidate]:
+    def _prefixes(self) -> Iterator[Proposal]:
         """Recompute the cheapest regions per byte, and of the rest offload what waits longest: parts of both."""
         ranked = by_cost(self._timeline, self._allowed.recompute)
         for count in _parts(len(ranked), _RECOMPUTE_STEPS):
@@ -180,12 +180,12 @@ class Solver:
                 *(carried + n for n in _parts(len(items) - carried, _OFFLOAD_STEPS)),
             ]
             for part in parts:
-                candidate = Candidate(recompute, frozenset(items[:part]))
+                candidate = Proposal(recompute, frozenset(items[:part]))
                 yield from self._windows(candidate) if part > carried else (candidate,)
 
-    def _improved(self, found: list[Candidate]) -> list[Candidate]:
+    def _improved(self, found: list[Proposal]) -> list[Proposal]:
         """Replace candidates by neighbors that are faster and no larger, or smaller and no slower."""
-        done: set[Candidate] = set()
+        done: set[Proposal] = set()
         left = self._few(_MAX_FRONT_EVENTS)
         while left > 0 and (todo := [c for c in found if c not in done]):
             tried = set(found)
@@ -197,7 +197,7 @@ class Solver:
             found = self._pareto(tried)
         return found
 
-    def _between(self, faster: Candidate, slower: Candidate) -> list[Candidate]:
+    def _between(self, faster: Proposal, slower: Proposal) -> list[Proposal]:
         """Candidates that take longer than `faster` and less than `slower`: on the way from one to the other, and around them."""
         around = chain.from_iterable(self._neighbors(one) for one in (faster, slower))
         twice = (n for one in (faster, slower) for near in self._neighbors(one) for n in self._neighbors(near))
@@ -210,20 +210,20 @@ class Solver:
         """How many candidates take so many simulated events, with two windows each."""
         return events // (2 * max(len(self._step.events), 1))
 
-    def _path(self, one: Candidate, other: Candidate) -> Iterator[Candidate]:
+    def _path(self, one: Proposal, other: Proposal) -> Iterator[Proposal]:
         """From `one` to `other`, one region after another."""
         for path, calls in self._calls.items():
             items = {item for item in other.offload if item[0] in calls}
             recompute = one.recompute - {path} | (other.recompute & {path})
-            changed = Candidate(recompute, frozenset(i for i in one.offload if i[0] not in calls) | items)
+            changed = Proposal(recompute, frozenset(i for i in one.offload if i[0] not in calls) | items)
             if changed[:2] != one[:2]:
                 yield (one := changed)
 
-    def _windows(self, candidate: Candidate) -> Iterator[Candidate]:
+    def _windows(self, candidate: Proposal) -> Iterator[Proposal]:
         for window in _WINDOWS if candidate.offload else (None,):
             yield candidate._replace(window=window)
 
-    def _neighbors(self, candidate: Candidate) -> Iterator[Candidate]:
+    def _neighbors(self, candidate: Proposal) -> Iterator[Proposal]:
         """One region as a whole or one item placed differently; of many equal ones the first and the last."""
         groups: dict[object, list[str]] = {}
         for path, kind in self._kinds.items():
@@ -234,15 +234,15 @@ class Solver:
                 yield from self._changed(candidate, path)
                 yield from self._toggled(candidate, path)
 
-    def _changed(self, candidate: Candidate, path: str) -> Iterator[Candidate]:
+    def _changed(self, candidate: Proposal, path: str) -> Iterator[Proposal]:
         rest = frozenset(item for item in candidate.offload if item[0] not in self._calls[path])
         for placement in self._placements[path]:
             recompute = candidate.recompute - {path} | ({path} if placement.recompute else set())
-            changed = Candidate(recompute, rest | placement.offload, candidate.window)
+            changed = Proposal(recompute, rest | placement.offload, candidate.window)
             if changed[:2] != candidate[:2]:
                 yield changed
 
-    def _toggled(self, candidate: Candidate, path: str) -> Iterator[Candidate]:
+    def _toggled(self, candidate: Proposal, path: str) -> Iterator[Proposal]:
         here = path in candidate.recompute
         movable = frozenset().union(*(p.offload for p in self._placements[path] if p.recompute == here))
         for item in sorted(movable):

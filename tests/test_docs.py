@@ -171,16 +171,20 @@ def test_the_source_and_the_log_name_pages_and_results_that_exist() -> None:
             assert missing == [], file
 
 
-def test_the_readme_is_short_and_shows_output_that_is_real(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("page", ["README.md", "docs/estimator.md"])
+def test_pages_show_output_that_is_real(
+    page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = (ROOT / "README.md").read_text("utf-8")
-    (block,) = [b for b in blocks(text) if b.info == ("console",)]
+    (block,) = [b for b in blocks((ROOT / page).read_text("utf-8")) if b.info == ("console",)]
     command, *lines = block.code.splitlines()
     monkeypatch.setenv("COLUMNS", "160")
     assert command.startswith("$ forebay ") and cli.main(shlex.split(command)[2:]) in (0, None)
     printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert [line for line in lines if line != "..." and line not in printed] == []
+
+
+def test_the_readme_is_short_and_shows_python() -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
     assert ("python",) in [block.info for block in blocks(text)] and len(text.splitlines()) <= 120
 
 

@@ -122,6 +122,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--skew", type=float, default=1.0, metavar="X", help=skew)
     largest = "find the largest value that fits the budget; mesh: the best PP x EP x FSDP for the GPUs"
     add("--search", choices=("microbatch", "sequence", "layers", "mesh"), help=largest)
+    hf = "hf: a run of transformers' Trainer, as it is and with forebay.manage"
+    add("--trainer", choices=("forebay", "hf"), default="forebay", help=hf)
+    argument = (
+        "an argument of transformers' Trainer, such as bf16=true, or a JSON or YAML file of them; may be repeated"
+    )
+    add("--hf", metavar="NAME=VALUE", action="append", default=[], dest="arguments", help=argument)
     add("--json", action="store_true", help="as JSON")
     add("--html", metavar="FILE", type=Path, help="also write an HTML page, in one file")
 
@@ -191,6 +197,12 @@ def _plan(options: argparse.Namespace) -> int:
     if options.auto and budget is None:
         raise UsageError("--auto chooses placements that fit a budget; give --budget, such as 80GiB")
     with _without_collector():
+        if options.trainer == "hf":
+            return _answer_hf(options, budget)
+        if options.arguments:
+            raise UsageError(
+                f"--hf {options.arguments[0]} is for --trainer hf; Forebay's trainer has --set SECTION.KEY=VALUE"
+            )
         return _answer_plan(options, budget)
 
 
@@ -229,6 +241,29 @@ def _answer_plan(options: argparse.Namespace, budget: int | None) -> int:
         if not options.json:
             print(f"page {page}")
     return _DOES_NOT_FIT if fit.fits is False else 0
+
+
+def _answer_hf(options: argparse.Namespace, budget: int | None) -> int:
+    from forebay.estimate.hf_trainer import plan_trainer
+
+    others = {"--pp": options.pp, "--auto": options.auto, "--search": options.search, "--html": options.html}
+    if given := [name for name, value in others.items() if value]:
+        raise UsageError(
+            f"{given[0]} is for Forebay's trainer; --trainer hf takes --hf, --gpus, --budget, --device, --set and --json"
+        )
+    if options.skew != 1:
+        raise UsageError("--skew is for expert parallelism, which transformers' Trainer is not planned with")
+    _quiet_transformers()
+    plan = plan_trainer(
+        options.config, options.arguments, options.overrides, options.world or 1, budget, _device(options.device)
+    )
+    if options.json:
+        print(json.dumps(plan.as_dict(), indent=1))
+    else:
+        console = _console()
+        console.print(plan.arguments.sentence(), highlight=False)
+        console.print(plan.table(), highlight=False)
+    return _DOES_NOT_FIT if plan.managed.fits is False else 0
 
 
 def _device(name: str) -> "DeviceProfile":

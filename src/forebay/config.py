@@ -297,7 +297,7 @@ def from_mapping(raw: Mapping[str, Any], origin: str = "the configuration") -> C
             )
         if not isinstance(values, Mapping):
             raise UsageError(f"{origin} has a key {name!r} outside any section; [{name}] must be a section")
-        built[name] = _build_section(sections[name], name, values)
+        built[name] = build_section(sections[name], name, values)
     config = Config(**built)
     _raise_first(_mistakes(config))
     return config
@@ -591,7 +591,7 @@ def _parse_value(text: str) -> Any:
         return text.strip()
 
 
-def _build_section(section: Any, name: str, values: Mapping[str, Any]) -> Any:
+def build_section(section: Any, name: str, values: Mapping[str, Any]) -> Any:
     """An instance of the dataclass `section`; `name` is for messages."""
     fields = {f.name: f for f in dataclasses.fields(section)}
     hints = typing.get_type_hints(section)

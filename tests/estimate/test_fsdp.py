@@ -15,7 +15,7 @@ TWO = Sharing(data=2, sharded=True, parameter=4, compute=2, summed=4, gathered=T
 
 def ends(*names: str, late: bool = True, tied: bool = False) -> tuple[CachingAllocator, UnshardedLifecycle]:
     groups = [
-        ParamGroup(-1, False, 2, (ELEMENTS // 2,), (ELEMENTS,), (ELEMENTS,), (name,), (name,), (False,))
+        ParamGroup(-1, False, 2, (ELEMENTS // 2,), (ELEMENTS,), (ELEMENTS,), (name,), (name,), (False,), (False,))
         for name in names
     ]
     allocator = CachingAllocator()

@@ -89,10 +89,14 @@ def really(family: str, dtype: torch.dtype, attention: str, compile: bool = Fals
         return model(input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=ids.numel()).loss
 
     with manage(model, compile=compile) as managed:
-        saved = managed.profile(step).by_region
+        return by_sublayer(managed.profile(step).by_region)
+
+
+def by_sublayer(saved: dict[str, int]) -> dict[str, int]:
+    """Bytes by sublayer, of bytes by region; what is in no layer is under ""."""
     found: dict[str, int] = {}
     for path, size in saved.items():
-        parts = path.split(".")
+        parts = path.removeprefix("base_model.model.").split(".")  # PEFT's
         sublayer = ".".join(parts[:4]) if parts[:2] == ["model", "layers"] else ""
         # The norm before a sublayer belongs to it.
         sublayer = sublayer.replace("input_layernorm", "self_attn").replace("post_attention_layernorm", "mlp")

@@ -70,6 +70,21 @@ def test_recomputation_and_offloading_hold_less() -> None:
     assert offload < 4 * (256 + 16) * MIB + 64 * MIB
 
 
+def test_a_checkpoint_of_a_whole_layer_by_hand() -> None:
+    """It holds one input. Its backward runs both sublayers again, and has what both save."""
+    sublayers = [
+        part(n, f"l.{n}.{name}", saved * MIB, 0, placement="recompute", with_previous=name == "mlp")
+        for n in range(8)
+        for name, saved in (("self_attn", 32), ("mlp", 48))
+    ]
+    found = walk(rank(sublayers), steps=1)
+    inputs = 8 * 16
+    backward = inputs + 32 + 16 + 48 + 16 + 16  # of the last layer: both, the second's input, dy and dx
+    assert found.peak.allocated - 2 * WORKSPACE <= backward * MIB
+    assert found.peak.allocated >= (backward - 16) * MIB
+    assert found.levels[-3].allocated < (backward - 6 * 16) * MIB
+
+
 def test_a_third_microbatch_needs_nothing_more() -> None:
     sublayers = [part(n, f"l.{n}.mlp", 100 * MIB, 40 * MIB) for n in range(4)]
     assert walk(rank(sublayers, 3)) == walk(rank(sublayers, 30))
@@ -77,7 +92,7 @@ def test_a_third_microbatch_needs_nothing_more() -> None:
 
 def test_moments_are_allocated_after_the_first_step() -> None:
     """Two of them, as large as the parameters."""
-    group = ParamGroup(0, False, 1, (64 * MIB,), (64 * MIB,), (64 * MIB,), ("",), ("w",), (False,))
+    group = ParamGroup(0, False, 1, (64 * MIB,), (64 * MIB,), (64 * MIB,), ("",), ("w",), (False,), (False,))
     found = AllocatorRun(rank([part(0, "l.0.mlp", MIB, MIB)], groups=[group]))
     assert found.allocator.allocated == 256 * MIB
     found.steps(1)

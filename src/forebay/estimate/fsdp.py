@@ -36,6 +36,7 @@ class ParamGroup:
         kinds: "embedding", "head", or "".
         names: of the parameters.
         vectors: whether each has one dimension.
+        frozen: whether each is not trained.
     """
 
     place: int
@@ -47,6 +48,12 @@ class ParamGroup:
     kinds: tuple[str, ...]
     names: tuple[str, ...]
     vectors: tuple[bool, ...]
+    frozen: tuple[bool, ...]
+
+    @property
+    def trained(self) -> int:
+        """Elements of the rank's shard that have gradients."""
+        return sum(own for own, frozen in zip(self.own, self.frozen, strict=True) if not frozen)
 
 
 def param_groups(
@@ -90,6 +97,7 @@ def _group(place: int, weights: Sequence[Weight], s: Sharing, *kinds: str) -> Pa
         tuple(kinds if len(kinds) == len(weights) else (kinds or ("",)) * len(weights)),
         tuple(w.name for w in weights),
         tuple(len(shape) < 2 for shape in shapes),
+        tuple(w.frozen for w in weights),
     )
 
 
@@ -137,16 +145,19 @@ class PersistentState:
         self._moments: list[Block] = []
         self._order = sorted(
             (
-                (_model_order(group, name), own, drawn, vector)
+                (_model_order(group, name), own, drawn, vector, frozen)
                 for group in groups
-                for name, own, drawn, vector in zip(group.kinds, group.own, group.drawn, group.vectors, strict=True)
+                for name, own, drawn, vector, frozen in zip(
+                    group.kinds, group.own, group.drawn, group.vectors, group.frozen, strict=True
+                )
             ),
             key=itemgetter(0),
         )
-        for size in self._sizes():
-            allocator.malloc(size, DEFAULT, PARAMETERS)
+        for _, own, _, _, frozen in self._order:
+            if own:
+                allocator.malloc((sharing.frozen if frozen else sharing.parameter) * own, DEFAULT, PARAMETERS)
         last: Block | None = None
-        for _, _, elements, _ in self._order if random else ():
+        for _, _, elements, _, _ in self._order if random else ():
             block = allocator.malloc(sharing.parameter * elements, DEFAULT)
             if last is not None:
                 allocator.free(last)
@@ -165,8 +176,13 @@ class PersistentState:
                 for block in [self._allocator.malloc(size, DEFAULT) for size in sizes]:
                     self._allocator.free(block)
 
-    def _sizes(self, vectors: bool | None = None) -> list[int]:
-        return [self._s.parameter * own for _, own, _, vector in self._order if own and vectors in (None, vector)]
+    def _sizes(self, vectors: bool) -> list[int]:
+        """Of the trained shards."""
+        return [
+            self._s.parameter * own
+            for _, own, _, vector, frozen in self._order
+            if own and not frozen and vectors == vector
+        ]
 
 
 def _model_order(group: ParamGroup, name: str = "") -> tuple[int, int]:
@@ -212,8 +228,11 @@ class _Sharded(ParamLifecycle):
         group, size = self._groups[number], self._s.compute
         if group.processes == 1:
             return []
-        own = sum(group.own)
-        cast = self._allocator.malloc(size * own, buffers) if self._s.compute != self._s.parameter else None
+        own, cast = sum(group.own), None
+        wide = group.trained if self._s.compute != self._s.parameter else 0
+        wide += own - group.trained if self._s.compute != self._s.frozen else 0
+        if wide:
+            cast = self._allocator.malloc(size * wide, buffers)
         arriving = self._allocator.malloc(size * own * group.processes, buffers)
         if cast is not None:
             self._allocator.free(cast)
@@ -249,7 +268,7 @@ class _Sharded(ParamLifecycle):
                     sums[i] = cast
             self._shards[number] = sums
             return
-        own = sum(group.own)
+        own = group.trained
         in_place = self._in_place(number)
         if not in_place:
             self._free(self._sending)

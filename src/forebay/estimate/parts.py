@@ -22,6 +22,9 @@ PAGE = 256 << 10
 """Bytes of a page of `forebay.memory.page_store`, which the estimator does not import."""
 _EXPERT_MATRICES = ("experts.gate_up_proj", "experts.down_proj")
 
+WHOLE_LAYER = "layer"
+"""Mode of "recompute" in which a checkpoint has both sublayers of a layer, as transformers' `gradient_checkpointing` has."""
+
 MEASURED_STEPS = 2
 """Steps that a GPU's manager measures: everything that may leave does. It follows its plan from then on."""
 
@@ -36,6 +39,7 @@ class Part:
         stash: bytes of the experts' x and h in buffers, and of the rows that arrive.
         balance: bytes that the load-balancing loss holds until its backward.
         deferred, token_rows: see `PartTrace`.
+        with_previous: under "recompute", one checkpoint has the part before it and this one: only the former's input is kept.
         stashed_x: under "stash", number and bytes of the experts' x, which is in pages after the sublayer's forward.
         seconds: of a microbatch's forward and backward, recomputation included; for `plan_link`.
     """
@@ -49,6 +53,7 @@ class Part:
     balance: int = 0
     deferred: tuple[int, ...] = ()
     token_rows: int = 0
+    with_previous: bool = False
     stashed_x: tuple[int, int] | None = None
     seconds: tuple[float, float] = (0.0, 0.0)
 
@@ -76,7 +81,7 @@ class Part:
 def placed_parts(
     trace: ModelTrace, stage: StageLayers, placements: Mapping[str, str], *, prefix: str, recompute: str
 ) -> list[Part]:
-    """The parts of a stage in forward order. `prefix`: module path of the layers; `recompute`: see `[memory]`."""
+    """The parts of a stage in forward order. `prefix`: module path of the layers; `recompute`: of `[memory]` or `WHOLE_LAYER`."""
     found = [_part("embedding", "embedding", trace.embedding)] if stage.embedding else []
     for number, place in zip(stage.layers, stage.places, strict=True):
         layer = trace.layers[number]
@@ -85,7 +90,9 @@ def placed_parts(
             placement = placements.get(path, "keep")
             light = placement == "recompute" and recompute != "full" and sublayer.light_events is not None
             part = _part(path, place, sublayer, "keep" if light else placement, light)
-            found.append(replace(part, balance=trace.balance if name == "mlp" and layer.is_moe else 0))
+            with_previous = recompute == WHOLE_LAYER and placement == "recompute" and name == "mlp"
+            balance = trace.balance if name == "mlp" and layer.is_moe else 0
+            found.append(replace(part, balance=balance, with_previous=with_previous))
     return found + ([_part("head", "head", trace.head)] if stage.head else [])
 
 

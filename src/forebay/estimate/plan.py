@@ -51,7 +51,7 @@ _SETTINGS: Mapping[str, Any] = {
 }
 """Settings of a bare model, unless an override gives them. Parameters and moments are in float32, sharded over all processes;
 gradients are reduced after each microbatch. `_filled` adds the rest."""
-_EAGER = frozenset({"gpt_oss"})  # families for whose attention (sinks) torch has no fused kernel
+EAGER = frozenset({"gpt_oss"})  # families for whose attention (sinks) torch has no fused kernel
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def ask(source: str, overrides: Iterable[str] = (), processes: int = 0) -> PlanR
     Raises:
         UsageError: `source` is none of these, or what `forebay.config.load` raises.
     """
-    model = _model(source)
+    model = bare_model(source)
     if model is None:
         return PlanRequest(load(source, overrides))
     raw: dict[str, Any] = {"model": model}
@@ -102,7 +102,7 @@ def ask(source: str, overrides: Iterable[str] = (), processes: int = 0) -> PlanR
     return _filled(raw, source, processes)
 
 
-def _model(source: str) -> dict[str, Any] | None:
+def bare_model(source: str) -> dict[str, Any] | None:
     """The `[model]` section of a bare model; None for a file or preset."""
     path = Path(source).expanduser()
     if path.is_file() or source in presets():
@@ -135,7 +135,7 @@ def _filled(raw: dict[str, Any], source: str, processes: int) -> PlanRequest:
     family, experts = _family_and_experts(so_far)
     pp = so_far.parallel.pp
     processes = processes or pp * raw.get("parallel", {}).get("ep", 1)
-    choose("model.attention", "eager" if family in _EAGER else "sdpa")
+    choose("model.attention", "eager" if family in EAGER else "sdpa")
     choose("parallel.ep", _expert_processes(processes // pp, experts))
     choose("train.batch", _batch(so_far.train.microbatch, processes))
     return PlanRequest(from_mapping(raw, origin=source), chosen)
@@ -278,6 +278,7 @@ def fit_run(
     device: DeviceProfile | None = None,
     auto: int | None = None,
     traces: TraceCache | None = None,
+    sharing: Sharing | None = None,
 ) -> Fit:
     """Estimate the run of `plan` on `world` processes.
 
@@ -288,12 +289,15 @@ def fit_run(
             `forebay.estimate.device.DEFAULT`.
         auto: choose placements with which a process fits so many bytes, instead of those of the configuration.
         traces: to reuse, and to add to.
+        sharing: of another trainer; default: what Forebay's does under `config`.
 
     Raises:
         UsageError: a model that cannot be traced, experts that the processes do not divide, a pattern that matches nothing, or a
             budget below the parameters alone.
     """
-    estimator, notes = _estimator(config, plan, world, budget, skew, device, auto, traces or TraceCache())
+    estimator, notes = _estimator(
+        config, plan, world, budget, skew, device, auto, traces or TraceCache(), sharing or _sharing(config, world)
+    )
     ranks = [estimator.rank(number) for number in range(config.parallel.pp)]
     choices = tuple(rank.choice for rank in ranks if rank.choice is not None)
     placements = dict(estimator.placements)
@@ -322,6 +326,7 @@ def _estimator(
     device: DeviceProfile | None,
     auto: int | None,
     traces: TraceCache,
+    sharing: Sharing,
 ) -> tuple[RunEstimator, list[str]]:
     c, p = config, config.parallel
     declared = hf_io.configuration(c.model, load_tokenizer(c.data.tokenizer).vocabulary)
@@ -334,7 +339,6 @@ def _estimator(
         placements, recompute_experts = _placements(
             c, list(facts.paths), facts.prefix, len(facts.weights.layers), notes
         )
-    sharing = _sharing(c, world)
     shape = _shape(c, world // p.pp, skew, sharing.gpu, hf_io.balance_coefficient(declared) != 0)
     actions = None
     if p.pp > 1:

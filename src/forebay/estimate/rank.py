@@ -449,15 +449,17 @@ class StepTimer:
     def _elements(self, number: int) -> Elements:
         every = self.weights.layers[number]
         experts = sum(w.elements for w in every if w.experts)
-        return Elements(_count(every) - experts, experts // self.sharing.ep)
+        return Elements(_count(every) - experts, experts // self.sharing.ep, _frozen(every))
 
     def _overhead(self, device: DeviceProfile, rank: int) -> StepOverhead:
         mine = self.stages[rank].values()
         layers = [self._elements(n) for stage in mine for n in stage.layers]
-        ends = sum(_count(self.weights.embedding) for s in mine if s.embedding)
-        ends += sum(_count(self.weights.head) for s in mine if s.head)
+        outside = [w for s in mine for w in self.weights.embedding * s.embedding + self.weights.head * s.head]
+        ends = Elements(_count(outside), frozen=_frozen(outside))
         fused, clips = self.config.optimizer.fused, self.config.train.clip > 0
-        return self._sharding(device).step(layers, Elements(ends), self.parameters[rank], fused, clips)
+        frozen = self.sharing.frozen * sum(e.frozen for e in (*layers, ends))
+        trained = self.parameters[rank] - frozen // (self.sharing.data if self.sharing.sharded else 1)
+        return self._sharding(device).step(layers, ends, trained, fused, clips)
 
     def _message(self, device: DeviceProfile) -> float:
         """Seconds of a microbatch's hidden states to the next rank."""
@@ -492,6 +494,10 @@ def _wait(kernel_times: Sequence[KernelTime], copies: float) -> KernelTime:
 def _with_launches(kernel_time: KernelTime, ops: Sequence[Any], more: int) -> KernelTime:
     transfers = sum(op.kind == "all_to_all" for op in ops)
     return replace(kernel_time, launches=kernel_time.launches + ALL_TO_ALL_LAUNCHES * transfers + more)
+
+
+def _frozen(weights: Sequence[Weight]) -> int:
+    return sum(weight.elements for weight in weights if weight.frozen)
 
 
 def _count(weights: Sequence[Weight]) -> int:

@@ -28,11 +28,13 @@ PEER = 384 << 20
 
 
 class Weight(NamedTuple):
-    """A parameter: its name within its layer (or the model), its shape, and whether it belongs to a layer's experts."""
+    """A parameter: its name within its layer (or the model), its shape, whether it belongs to a layer's experts, and whether it
+    is not trained."""
 
     name: str
     shape: tuple[int, ...]
     experts: bool = False
+    frozen: bool = False
 
     @property
     def elements(self) -> int:
@@ -69,6 +71,7 @@ class Sharing:
         sharded: FSDP2 is used, because there are several processes or two dtypes.
         parameter, compute, summed: bytes of an element of parameters (also of moments and of shards of gradients), of unsharded
             parameters, and of gradients that are summed and reduced.
+        frozen: bytes of an element of parameters that are not trained.
         gathered: parameters are unsharded for a step (pipelines, overlap); else module by module.
         reshard: see `[parallel]`.
         sums: gradients of several microbatches are summed before they are reduced.
@@ -83,6 +86,7 @@ class Sharing:
     parameter: int = 4
     compute: int = 4
     summed: int = 4
+    frozen: int = 4
     gathered: bool = False
     reshard: bool = True
     sums: bool = True
@@ -106,7 +110,10 @@ def weight_shapes(model: Any) -> WeightShapes:
     Raises:
         ValueError: a family that Forebay does not know.
     """
-    named = {id(p): Weight(weight_name(name), tuple(p.shape)) for name, p in model.named_parameters()}
+    named = {
+        id(p): Weight(weight_name(name), tuple(p.shape), frozen=not p.requires_grad)
+        for name, p in model.named_parameters()
+    }
     embedding = [id(p) for p in model.get_submodule(model.base_model_prefix).embed_tokens.parameters()]
     layers, seen = [], set(embedding)
     for path, layer in decoder_layers(model):

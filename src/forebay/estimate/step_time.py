@@ -408,10 +408,12 @@ docs/estimator.md."""
 
 @dataclass(frozen=True)
 class Elements:
-    """Elements of the parameters that a process computes with: of its experts, and of all else."""
+    """Elements of the parameters that a process computes with: of its experts, and of all else; and those of all that are not
+    trained."""
 
     rest: int
     experts: int = 0
+    frozen: int = 0
 
 
 @dataclass(frozen=True)
@@ -480,7 +482,7 @@ class ShardingTime:
 
         Args:
             parts, ends: of each of its layers; of embedding and head.
-            parameters: bytes of its own shards.
+            parameters: bytes of its own shards that are trained.
             fused: AdamW is one kernel, which reads parameter, gradient and two moments and writes all but the gradient;
                 else about 14 more reads and writes of a shard.
             clips: gradients are clipped.
@@ -513,7 +515,7 @@ class ShardingTime:
     def _reduces(self, part: Elements) -> TransferTime:
         s = self.sharing
         if s.ep == 1:
-            return self._reduce(part.rest + part.experts, s.data)
+            return self._reduce(part.rest + part.experts - part.frozen, s.data)
         return self._reduce(part.rest, s.data) + self._reduce(part.experts, self._columns)
 
     def _gather(self, elements: int, processes: int) -> TransferTime:
@@ -546,6 +548,8 @@ class ShardingTime:
         if s.sharded and not s.gathered and summed != s.compute:  # the first one's are converted to the sum
             moved += (s.compute + summed) / count
         experts = moved - 2 * s.compute if s.adds_in_place else moved
+        if part.frozen:  # adapters: the experts are frozen
+            return self._clock.moved((part.rest + part.experts - part.frozen) * moved)
         return self._clock.moved(part.rest * moved + part.experts * experts)
 
     @property

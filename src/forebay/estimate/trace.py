@@ -299,6 +299,8 @@ class TraceRun:
     ) -> Tensor:
         """Run a part's forward. `forget` drops what `run` leaves besides its result."""
         recorder = self._recorder
+        if self.shape.autocast:  # entered for each part, or a copy that a forward without a graph casts would be reused
+            run = torch.autocast("cpu", torch.bfloat16)(run)
         leaf = None if x is None else x.detach().requires_grad_()
         no_grad: Log = []
         if leaf is not None:
@@ -481,7 +483,7 @@ def trace_model(model: Any, shape: Shape) -> ModelTrace:
     numbers = sorted(n for k in set(kinds) for n in [i for i, kind in enumerate(kinds) if kind == k][:2])
     base.layers = _Chosen(layers[n] for n in numbers)
     model.config.use_cache = False
-    with torch.enable_grad(), FakeTensorMode(), _FusedAttention() if shape.gpu else nullcontext():
+    with torch.enable_grad(), FakeTensorMode(), _GpuFunctions() if shape.gpu else nullcontext():
         _make_fake(model)
         run = TraceRun(model.train(), base, shape)
         run.forward()
@@ -551,13 +553,22 @@ def _make_fake(model: nn.Module) -> None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
 
 
-class _FusedAttention(TorchFunctionMode):
-    """Runs `scaled_dot_product_attention` as a GPU does: flash, or cuDNN's kernel for heads of two widths and for masks."""
+_WIDE = frozenset({torch.sum, Tensor.sum, torch.softmax, Tensor.softmax, torch.cumsum, Tensor.cumsum})
+
+
+class _GpuFunctions(TorchFunctionMode):
+    """Runs `scaled_dot_product_attention` as a GPU does: flash, or cuDNN's kernel for heads of two widths and for masks. Under
+    autocast, functions return fp32 that do so on a GPU and not on a CPU (torch's lists of autocast, "fp32_set_opt_dtype")."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        autocast = torch.is_autocast_enabled("cpu")
+        if func in _WIDE and autocast and args[0].is_floating_point() and kwargs.get("dtype") is None:
+            return func(*args, **{**kwargs, "dtype": torch.float32})
         if func is not nn.functional.scaled_dot_product_attention:
             return func(*args, **kwargs)
+        if autocast:
+            args = tuple(x.to(torch.bfloat16) if isinstance(x, Tensor) else x for x in args)
         return _attention(*args, **kwargs)
 
 

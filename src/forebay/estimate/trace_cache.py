@@ -8,7 +8,8 @@ plan's time. A trace uses its model up, so the model is built again for the next
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,9 +34,15 @@ class ModelFacts:
 
 
 class TraceCache:
-    """A cache for one plan or search."""
+    """A cache for one plan or search.
 
-    def __init__(self) -> None:
+    Args:
+        adapt: changes a model, on the meta device, before its shapes are read or it is traced.
+        shape: fields of every `Shape`, in place of the asked ones.
+    """
+
+    def __init__(self, adapt: Callable[[Any], None] | None = None, **shape: Any) -> None:
+        self._adapt, self._shape = adapt, shape
         self._facts: dict[str, ModelFacts] = {}
         self._unused: dict[str, Any] = {}  # models that were not used up by a trace
         self._traces: dict[tuple[str, Shape], ModelTrace] = {}
@@ -50,7 +57,7 @@ class TraceCache:
         """
         key = _key(section, declared)
         if key not in self._facts:
-            model, attention = _skeleton(section, declared)
+            model, attention = self._skeleton(section, declared)
             paths = tuple(name for name, _ in model.named_modules())
             self._facts[key] = ModelFacts(weight_shapes(model), paths, f"{base_path(model)}.layers", attention)
             self._unused[key] = model
@@ -62,14 +69,20 @@ class TraceCache:
         Raises:
             UsageError: a model that cannot be traced.
         """
-        key = _key(section, declared)
+        key, shape = _key(section, declared), replace(shape, **self._shape)
         if (key, shape) not in self._traces:
-            model = self._unused.pop(key, None) or _skeleton(section, declared)[0]
+            model = self._unused.pop(key, None) or self._skeleton(section, declared)[0]
             try:
                 self._traces[key, shape] = trace_model(model, shape)
             except ValueError as error:
                 raise UsageError(f"this model cannot be traced: {first_line(error)}") from error
         return self._traces[key, shape]
+
+    def _skeleton(self, section: Model, declared: Any) -> tuple[Any, str]:
+        model, attention = _skeleton(section, declared)
+        if self._adapt is not None:
+            self._adapt(model)
+        return model, attention
 
     def costs(self, config: Config, declared: Any, sharing: int) -> Costs:
         """See `forebay.pipeline.costs.costs_of`."""

@@ -116,6 +116,7 @@ class Shape:
         block: bytes to which the allocator rounds; 1 on a CPU.
         gpu: attention saves what a GPU's kernels save; else what this CPU's do, to compare with a run on it.
         deferred_weight_grads: the experts' weight gradients are made after all others of their backward.
+        autocast: forwards run under bf16 autocast.
     """
 
     sequence: int
@@ -131,6 +132,7 @@ class Shape:
     block: int = GPU_BLOCK
     gpu: bool = True
     deferred_weight_grads: bool = False
+    autocast: bool = False
 
 
 @dataclass(frozen=True)

@@ -465,7 +465,7 @@ class _StepRun:
 
     @staticmethod
     def _keeps_input(part: Part) -> bool:
-        return part.events.saves_x or part.placement == "recompute"
+        return (part.events.saves_x or part.placement == "recompute") and not part.with_previous
 
     def _end_part(self, way: str) -> None:
         running = [f"{self._running[w]} {w}" for w in ("forward", "backward") if w in self._running]
@@ -608,6 +608,8 @@ class _StepRun:
                 self._end_part("backward")
                 break
             self._params.enter(part.place, part.mlp, True, microbatch == self._last)
+            if part.with_previous:
+                run.x = yield from self._recompute(runs[-1])
             deferred = _DeferredGrads.of(part, self._run.sharing.adds_in_place) if split and part.deferred else None
             dx = yield from self._part_backward(run, dy, deferred is not None)
             if deferred is not None:
@@ -637,8 +639,7 @@ class _StepRun:
         elsewhere = part.expert_grads if deferred or (self._run.sharing.adds_in_place and part.deferred) else ()
         backward = tuple(event for event in events.backward if event[0] not in elsewhere)
         if part.placement == "recompute" and not blocks:
-            yield from self._play(blocks, events.forward, part, thread=1)
-            self._allocator.free(blocks.pop(events.output))
+            self._allocator.free((yield from self._recompute(run)))
         blocks[events.gradient] = dy
         if run.x is not None:
             blocks[events.x] = run.x
@@ -651,6 +652,11 @@ class _StepRun:
         if run.balance is not None:
             self._allocator.free(run.balance)
         return dx
+
+    def _recompute(self, run: _PartRun) -> Generator[None, None, Block]:
+        """Run a part's forward again; its output."""
+        yield from self._play(run.blocks, run.part.events.forward, run.part, thread=1)
+        return run.blocks.pop(run.part.events.output)
 
     def _loss(self, head: Part, x: Block) -> Block:
         """An engine's head, forward and backward at once: the gradient of its input."""

@@ -1,0 +1,477 @@
+"""Plans a run of transformers' `Trainer`: as it is, and with `forebay.manage` in the same trainer.
+
+Input: a model's name or folder, and arguments by their Hugging Face names (`read_arguments`): those of `TrainingArguments`,
+`max_length` of TRL's `SFTConfig`, `dtype` and `attn_implementation` of `from_pretrained`, and LoRA's rank and targets. Output: a
+`TrainerPlan` with two `Fit`s. What the trainer does with its arguments was read in transformers 5.17, accelerate 1.15 and PEFT
+0.21: weights stay in the dtype they are loaded in, except that FSDP2 with `bf16` makes the trained ones float32; `bf16` is
+autocast around the model's forward; a checkpoint is a whole decoder layer. Nothing is run or kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from forebay.config import Config, apply_override, build_section, from_mapping, key
+from forebay.errors import UsageError, nearest
+from forebay.estimate.device import DeviceProfile
+from forebay.estimate.fit import ALLOWANCE
+from forebay.estimate.layers import plan_layers
+from forebay.estimate.parts import WHOLE_LAYER
+from forebay.estimate.placement import sentences
+from forebay.estimate.plan import EAGER, Fit, bare_model, fit_run
+from forebay.estimate.state import Sharing
+from forebay.estimate.trace_cache import TraceCache
+from forebay.models.families import decoder_layers
+from forebay.policy import format_bytes
+from forebay.train import hf_io
+from forebay.train.parallel import experts_in
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+_FSDP = ("full_shard", "shard_grad_op", "auto_wrap")
+_FSDP_CONFIG: Mapping[str, Any] = {"version": 2, "cpu_offload": False, "xla": False, "min_num_params": 0}
+"""Keys of `fsdp_config` that change memory, and their only values here. `reshard_after_forward` and
+`activation_checkpointing` are counted; all others are ignored."""
+_REFUSED = (
+    "auto_find_batch_size", "deepspeed", "fp16", "label_smoothing_factor", "neftune_noise_alpha", "optim_target_modules",
+    "parallelism_config", "torch_compile", "use_cpu", "use_liger_kernel",
+)  # fmt: skip
+"""Arguments that change memory or time and are not counted."""
+
+
+@dataclass(frozen=True)
+class TrainerArguments:
+    """The arguments that a plan counts, by their Hugging Face names, with their defaults there, except for `max_length`."""
+
+    per_device_train_batch_size: int = key(8, "Sequences of a microbatch.", low=1)
+    gradient_accumulation_steps: int = key(1, "Microbatches of a step.", low=1)
+    sync_each_batch: bool = key(False, "Reduce gradients of each microbatch (accelerator_config).")
+    max_length: int = key(4096, "Tokens of a sequence.", low=1)
+    bf16: bool = key(False, "Forward under bf16 autocast.")
+    dtype: str = key("auto", "Dtype in which weights are loaded.", choices=("auto", *_BYTES))
+    attn_implementation: str = key(
+        "", "Attention.", choices=("", "sdpa", "eager", "flash_attention_2", "flash_attention_3")
+    )
+    gradient_checkpointing: bool = key(False, "Recompute each decoder layer in backward.")
+    optim: str = key("adamw_torch_fused", "Optimizer.", choices=("adamw_torch_fused", "adamw_torch"))
+    max_grad_norm: float = key(1.0, "Largest gradient norm; 0 turns clipping off.", low=0.0)
+    fsdp: bool = key(False, "FSDP2.")
+    reshard_after_forward: bool = key(True, "Key of fsdp_config.")
+    lora_r: int = key(0, "Rank of LoRA adapters; 0 is none.", low=0)
+    lora_target_modules: tuple[str, ...] = key(("q_proj", "v_proj"), "Linear layers with adapters.")
+
+    def sentence(self) -> str:
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        needed = {name: self.fsdp for name in ("reshard_after_forward", "sync_each_batch")}
+        for name, is_needed in {
+            **needed,
+            "lora_target_modules": self.lora_r,
+            "attn_implementation": self.attn_implementation,
+        }.items():
+            if not is_needed:
+                del given[name]
+        return "Arguments of the Trainer (change with --hf): " + ", ".join(
+            f"{name}={','.join(value) if isinstance(value, tuple) else value}" for name, value in given.items()
+        )
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def read_arguments(given: Iterable[str]) -> TrainerArguments:
+    """Arguments from ``NAME=VALUE`` texts and from JSON or YAML files of them; later ones win.
+
+    Other arguments of transformers' `TrainingArguments` are ignored unless they change memory or time.
+
+    Raises:
+        UsageError: a name that is neither, a value that is not valid, or one that is not counted.
+    """
+    found: dict[str, Any] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        found |= {name.strip(): _parsed(value, f"--hf {name.strip()}")} if equals else _file(text)
+    for name in _REFUSED:
+        if found.get(name):
+            raise UsageError(f"--hf {name}={found[name]} is not counted by this plan; valid is a run without it")
+    _unpack_fsdp(found)
+    accumulation = _table(found, "accelerator_config").get("gradient_accumulation_kwargs") or {}
+    found.setdefault("sync_each_batch", bool(accumulation.get("sync_each_batch")))
+    if isinstance(targets := found.get("lora_target_modules"), str):
+        found["lora_target_modules"] = targets.split(",")
+    if other := set(_table(found, "gradient_checkpointing_kwargs")) - {"use_reentrant"}:
+        raise UsageError(f"gradient_checkpointing_kwargs: {', '.join(sorted(other))} is not counted by this plan")
+    counted = {f.name for f in dataclasses.fields(TrainerArguments)}
+    if unknown := [name for name in found if name not in counted | _ignored()]:
+        hint = nearest(unknown[0], sorted(counted), "name")
+        raise UsageError(
+            f"--hf {unknown[0]!r} is no argument of transformers' Trainer; {hint}names that are counted are "
+            f"{', '.join(sorted(counted))}, fsdp_config"
+        )
+    return build_section(TrainerArguments, "hf", {n: v for n, v in found.items() if n in counted and v is not None})  # type: ignore[no-any-return]
+
+
+def _file(name: str) -> dict[str, Any]:
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise UsageError(
+            f"--hf {name!r} is neither NAME=VALUE nor a JSON or YAML file; write, such as, gradient_checkpointing=true"
+        )
+    try:
+        read = _parsed(path.read_text(encoding="utf-8"), name, is_json=path.suffix == ".json")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{name} cannot be read: {error}") from error
+    if not isinstance(read, dict):
+        raise UsageError(f"{name} has no names and values of TrainingArguments")
+    return read
+
+
+def _parsed(text: str, name: str, is_json: bool = False) -> Any:
+    import yaml  # a requirement of transformers
+
+    try:
+        return json.loads(text) if is_json else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError) as error:
+        raise UsageError(f"{name} cannot be read: {' '.join(str(error).split())}") from error
+
+
+def _table(found: dict[str, Any], name: str) -> dict[str, Any]:
+    """Take out an argument that is a table or a file with one."""
+    value = found.pop(name, None) or {}
+    value = _file(value) if isinstance(value, str) else value
+    if not isinstance(value, dict):
+        raise UsageError(f"--hf {name} must be a table or a file, not {value!r}")
+    return value
+
+
+def _unpack_fsdp(found: dict[str, Any]) -> None:
+    """Replace `fsdp` as a text or list, and `fsdp_config`, by the arguments that are counted."""
+    fsdp, config = found.pop("fsdp", None), _table(found, "fsdp_config")
+    words = fsdp.split() if isinstance(fsdp, str) else fsdp if isinstance(fsdp, list) else []
+    if other := [word for word in words if word not in _FSDP]:
+        raise UsageError(f"fsdp={other[0]!r} is not counted by this plan; valid are true, {', '.join(_FSDP)}")
+    if not fsdp:
+        return
+    found["fsdp"] = True
+    if "shard_grad_op" in words:
+        found.setdefault("reshard_after_forward", False)
+    for name, value in config.items():
+        name = name.removeprefix("fsdp_")
+        if name == "reshard_after_forward":
+            found[name] = value
+        elif name == "activation_checkpointing":
+            found["gradient_checkpointing"] = found.get("gradient_checkpointing") or value
+        elif value and value != _FSDP_CONFIG.get(name, value):
+            raise UsageError(
+                f"fsdp_config: {name}={value!r} is not counted by this plan; valid is {_FSDP_CONFIG[name]!r}"
+            )
+
+
+def _ignored() -> set[str]:
+    from transformers import TrainingArguments
+
+    return {f.name for f in dataclasses.fields(TrainingArguments)}
+
+
+# --- LoRA -------------------------------------------------------------------------------------------------------------
+
+
+class LoraLinear(nn.Module):
+    """What `peft.tuners.lora.Linear` computes without dropout, with the same names of parameters."""
+
+    def __init__(self, base: nn.Linear, rank: int, dtype: torch.dtype):
+        super().__init__()
+        more: dict[str, Any] = {"bias": False, "dtype": dtype, "device": base.weight.device}
+        self.base_layer = base
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, rank, **more)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, base.out_features, **more)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = self.base_layer(x)
+        first, second = self.lora_A["default"], self.lora_B["default"]
+        wide = x.to(first.weight.dtype)  # type: ignore[arg-type]
+        return (result + second(first(wide)) * 2.0).to(result.dtype)  # type: ignore[no-any-return]
+
+
+def add_lora(model: Any, rank: int, targets: Sequence[str], dtype: torch.dtype) -> None:
+    """Freeze `model`, and put adapters of `dtype` beside the linear layers `targets` of its attention.
+
+    Raises:
+        UsageError: targets that are not a projection of attention, or that no layer has.
+    """
+    if other := [name for name in targets if name not in _PROJECTIONS]:
+        raise UsageError(
+            f"lora_target_modules: {other[0]!r} is not counted by this plan; {nearest(other[0], _PROJECTIONS, 'name')}"
+            f"valid are {', '.join(_PROJECTIONS)}"
+        )
+    model.requires_grad_(False)
+    adapted = set()
+    for _, layer in decoder_layers(model):
+        for name in targets:
+            if isinstance(base := getattr(layer.self_attn, name, None), nn.Linear):
+                setattr(layer.self_attn, name, LoraLinear(base, rank, dtype))
+                adapted.add(name)
+    if missing := [name for name in targets if name not in adapted]:
+        raise UsageError(f"lora_target_modules: no attention of {type(model).__name__} has a {missing[0]!r}")
+
+
+# --- the plan ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TrainerPlan:
+    """A run of transformers' Trainer, without Forebay and with it.
+
+    Attributes:
+        plain, managed: the run as it is, and with `forebay.manage`.
+        notes: sentences about what both count.
+    """
+
+    arguments: TrainerArguments
+    plain: Fit
+    managed: Fit
+    notes: tuple[str, ...]
+
+    @property
+    def ratio(self) -> float:
+        """Time of a step with Forebay over that without."""
+        assert self.plain.step is not None and self.managed.step is not None
+        return self.managed.step.seconds / self.plain.step.seconds
+
+    def sentence(self) -> str:
+        return f"As it is: {_verdict(self.plain)}. With Forebay: {_verdict(self.managed)}, {self.ratio:.2f}x the time of a step."
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "arguments": dataclasses.asdict(self.arguments),
+            "sentence": self.sentence(),
+            "time_ratio": self.ratio,
+            "as_it_is": self.plain.as_dict(),
+            "with_forebay": self.managed.as_dict(),
+            "notes": list(self.notes),
+        }
+
+    def table(self) -> Table:
+        from rich.table import Table
+
+        fits = {"as it is": self.plain, "Forebay": self.managed}
+        budget = self.plain.budget
+        table = Table(
+            title=f"a process of {self.plain.world} at its peak, in GiB; {self.plain.parameters / 1e9:.2f} billion parameters",
+            caption="\n".join((self.sentence(), *sentences(self.managed.choices), *self.managed.notes, *self.notes)),
+            caption_justify="left",
+        )
+        columns = ("weights", "gradients", "optimizer", "activations", "transient", "cached", "other", "total")
+        for name in ("", *columns, *(("headroom",) if budget is not None else ()), "s/step"):
+            table.add_column(name, justify="right" if name else "left")
+        for name, fit in fits.items():
+            most = fit.fullest
+            sizes = [most.parameters, most.gradients, most.optimizer, most.activations, most.transient, most.cached]
+            sizes += [most.other, most.total, *([most.headroom(budget)] if budget is not None else [])]
+            assert fit.step is not None
+            table.add_row(name, *(f"{size / (1 << 30):.2f}" for size in sizes), f"{fit.step.seconds:.3f}")
+        return table
+
+
+def _verdict(fit: Fit) -> str:
+    total = format_bytes(fit.fullest.total)
+    if fit.budget is None:
+        return total
+    room, budget = fit.fullest.headroom(fit.budget), format_bytes(fit.budget)
+    return f"{total}, fits {budget}" if room >= 0 else f"{total}, does not fit {budget} ({format_bytes(-room)} missing)"
+
+
+def plan_trainer(
+    source: str,
+    given: Iterable[str],
+    overrides: Iterable[str],
+    world: int,
+    budget: int | None,
+    device: DeviceProfile,
+) -> TrainerPlan:
+    """Plan both runs on `world` GPUs. Without a policy in `overrides`, the managed run keeps everything, or, where that does not
+    fit `budget`, has chosen placements.
+
+    Args:
+        source: a published model, or a model's folder.
+        given: see `read_arguments`.
+        overrides: ``memory.key=value`` texts, arguments of `forebay.manage`, and ``model.config.key=value`` texts.
+
+    Raises:
+        UsageError: what cannot be planned.
+    """
+    arguments, model, memory = read_arguments(given), bare_model(source), dict[str, Any]()
+    if model is None:
+        raise UsageError(
+            f"--trainer hf takes a published model or a model's folder, not the configuration {source!r}: its settings are "
+            "--hf NAME=VALUE"
+        )
+    raw: dict[str, Any] = {"model": model, "memory": memory}
+    memory["compile"] = True
+    for override in overrides:
+        if not override.strip().startswith(("memory.", "model.config.")):
+            raise UsageError(
+                f"--set {override!r} is for Forebay's trainer; with --trainer hf, valid are memory.KEY and model.config.KEY, "
+                "and --hf NAME=VALUE"
+            )
+        apply_override(raw, override)
+    run = _TrainerRun.of(arguments, raw, world)
+    recompute = {"policy": "recompute" if arguments.gradient_checkpointing else "keep"}
+    plain = run.config(experts="transformers", loss="transformers", memory=recompute)
+    plain = dataclasses.replace(plain, memory=dataclasses.replace(plain.memory, recompute=WHOLE_LAYER))
+    ours = run.config(memory=memory)
+    managed = run.fit(ours, budget, device)
+    if managed.fits is False and "policy" not in memory:
+        managed = run.fit(ours, budget, device, auto=budget)
+    return TrainerPlan(arguments, run.fit(plain, budget, device), managed, tuple(run.notes()))
+
+
+@dataclass(frozen=True)
+class _TrainerRun:
+    """What both runs share.
+
+    Attributes:
+        model: of the configuration, in the dtype of computation.
+        loaded: dtype in which weights are loaded.
+        sums_balance: the load-balancing loss is a part of the loss.
+        compiled: Forebay compiles the decoder layers.
+    """
+
+    arguments: TrainerArguments
+    model: Mapping[str, Any]
+    world: int
+    loaded: str
+    sums_balance: bool
+    compiled: bool
+
+    @staticmethod
+    def of(a: TrainerArguments, raw: Mapping[str, Any], world: int) -> _TrainerRun:
+        if world > 1 and not a.fsdp:
+            raise UsageError(
+                f"--gpus {world} without fsdp is DistributedDataParallel, which is not counted by this plan; valid is "
+                "--hf fsdp=true"
+            )
+        if a.fsdp and world == 1:
+            raise UsageError("fsdp needs several processes: give --gpus of at least 2")
+        if a.fsdp and a.lora_r and not a.bf16:
+            raise UsageError("LoRA under fsdp without bf16 is not counted by this plan; valid is --hf bf16=true")
+        declared = hf_io.configuration(from_mapping(raw).model, 0)
+        loaded = a.dtype
+        if loaded == "auto":
+            loaded = str(getattr(declared, "dtype", None) or "bfloat16").removeprefix("torch.")
+        if loaded not in _BYTES:
+            raise UsageError(
+                f"weights in {loaded} are not counted by this plan; valid for dtype are {', '.join(_BYTES)}"
+            )
+        compute = "bfloat16" if a.fsdp and a.bf16 else loaded
+        if compute == "float32" and experts_in(declared):
+            raise UsageError(
+                "transformers' experts in float32 are not counted by this plan; valid is --hf dtype=bfloat16, or bf16=true with "
+                "fsdp: autocast alone does not cast experts"
+            )
+        attention = a.attn_implementation or ("eager" if declared.model_type in EAGER else "sdpa")
+        model = {**raw["model"], "dtype": compute, "attention": attention}
+        balance = bool(getattr(declared, "output_router_logits", False))
+        return _TrainerRun(a, model, world, loaded, balance, bool(raw["memory"]["compile"]))
+
+    def config(self, memory: Mapping[str, Any], **model: Any) -> Config:
+        """Forebay's configuration of the same steps."""
+        a = self.arguments
+        sequences = a.per_device_train_batch_size
+        train = {
+            "sequence": a.max_length,
+            "microbatch": sequences,
+            "batch": sequences * a.gradient_accumulation_steps * self.world,
+            "clip": a.max_grad_norm,
+        }
+        return from_mapping(
+            {
+                "model": {**self.model, **model},
+                "train": train,
+                "memory": memory,
+                "optimizer": {"fused": a.optim == "adamw_torch_fused"},
+                "device": {"type": "cuda"},
+            }
+        )
+
+    def fit(self, config: Config, budget: int | None, device: DeviceProfile, auto: int | None = None) -> Fit:
+        a = self.arguments
+        # FSDP2 computes adapters in its own dtype; else they are in float32, as PEFT makes them.
+        dtype = torch.bfloat16 if a.fsdp else torch.float32
+        adapt = partial(add_lora, rank=a.lora_r, targets=a.lora_target_modules, dtype=dtype) if a.lora_r else None
+        shape = {"autocast": a.bf16, "balance": self.sums_balance}
+        traces = TraceCache(adapt, **shape)
+        plan = plan_layers(config, self.world)
+        return fit_run(
+            config, plan, self.world, budget, device=device, auto=auto, traces=traces, sharing=self._sharing()
+        )
+
+    def _sharing(self) -> Sharing:
+        a = self.arguments
+        loaded, compute = _BYTES[self.loaded], _BYTES[self.model["dtype"]]
+        return Sharing(
+            self.world,
+            sharded=a.fsdp,
+            parameter=4 if a.lora_r or (a.fsdp and a.bf16) else loaded,
+            compute=compute,
+            summed=compute,
+            frozen=loaded,
+            reshard=a.reshard_after_forward,
+            sums=a.gradient_accumulation_steps > 1 and not a.sync_each_batch,
+            fused=a.optim == "adamw_torch_fused",
+        )
+
+    def notes(self) -> list[str]:
+        a, notes = self.arguments, []
+        if a.fsdp and a.bf16:
+            notes.append(
+                "bf16 under FSDP2: trained weights, their moments and gradients are in float32; forward, backward and "
+                "reductions are in bfloat16, forward also under autocast."
+            )
+        elif a.bf16:
+            notes.append(
+                f"bf16 is autocast: weights, moments and gradients stay in {self.loaded}, the dtype that they are loaded in "
+                "(only FSDP2 makes them float32)."
+            )
+        else:
+            notes.append(f"Without bf16, everything is in {self.loaded}, the dtype that weights are loaded in.")
+        if self.loaded == "float32" and not a.fsdp and a.bf16:
+            notes.append(
+                "Approximate: GEMMs are timed in float32, and a checkpointed forward does not hold autocast's copies of "
+                "weights to its end."
+            )
+        if a.lora_r:
+            notes.append(
+                f"LoRA: adapters and their moments are in float32; other weights are frozen, in {self.loaded}. Without dropout."
+            )
+        if a.gradient_checkpointing:
+            notes.append(
+                "As it is, each decoder layer is recomputed whole; with Forebay, gradient_checkpointing is off."
+            )
+        compiled = ", compile=True" * self.compiled
+        notes.append(
+            f"Forebay's row is forebay.manage(model{compiled}) before the Trainer is made; --set memory.KEY=VALUE changes it."
+        )
+        notes.append(f"Every sequence has max_length tokens. To fit is to do so {ALLOWANCE}.")
+        if a.fsdp and a.gradient_accumulation_steps > 1 and not a.sync_each_batch:
+            notes.append(
+                "Between microbatches FSDP2 holds whole gradients; sync_each_batch=true, in accelerator_config's "
+                "gradient_accumulation_kwargs, holds shards."
+            )
+        if a.fsdp:
+            notes.append(
+                "Embedding, last norm and head are counted as one unit of FSDP2; accelerate's two take at most the "
+                "embedding less."
+            )
+        return notes

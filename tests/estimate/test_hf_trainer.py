@@ -1,0 +1,214 @@
+"""Plans of transformers' Trainer: saved bytes against real models on the CPU, arguments, and both rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forebay.cli import main
+from forebay.errors import UsageError
+from forebay.estimate.allocator import ACTIVATIONS
+from forebay.estimate.device import load
+from forebay.estimate.hf_trainer import TrainerPlan, add_lora, plan_trainer, read_arguments
+from forebay.estimate.trace import trace_model
+from forebay.estimate.types import ModelTrace, Shape
+from forebay.managed import manage
+from tests.estimate.test_trace import BATCH, SEQUENCE, built, by_sublayer
+
+TARGETS = ("q_proj", "o_proj")
+
+
+def traced(model: Any, theirs: bool) -> ModelTrace:
+    own = {"experts": "transformers", "loss": "transformers"} if theirs else {}
+    return trace_model(model, Shape(SEQUENCE, BATCH, block=1, gpu=False, autocast=True, **own))
+
+
+def really(model: Any, theirs: bool) -> dict[str, int]:
+    """Bytes that autograd saves by sublayer, as accelerate runs a model with bf16: in autocast."""
+    ids = torch.randint(1, 97, (BATCH, SEQUENCE))
+    labels = ids.clone()
+
+    def step() -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(input_ids=ids, labels=labels, shift_labels=labels, num_items_in_batch=ids.numel()).loss
+
+    options: dict[str, Any] = {"experts": None, "loss": None} if theirs else {}
+    with manage(model, **options) as managed:
+        return by_sublayer(managed.profile(step).by_region)
+
+
+def check(trace: ModelTrace, real: dict[str, int]) -> None:
+    for number, layer in enumerate(trace.layers):
+        shared = trace.shared if number == 0 else 0
+        assert layer.attention.saved + shared == real[f"model.layers.{number}.self_attn"]
+        assert layer.mlp.saved == real[f"model.layers.{number}.mlp"]
+    assert trace.embedding.saved + trace.head.saved == real[""]
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("qwen3_moe", torch.bfloat16), ("deepseek_v3", torch.bfloat16), ("llama", torch.float32)]
+)
+def test_saved_bytes_under_autocast_are_those_of_a_real_model(family: str, dtype: torch.dtype) -> None:
+    """Weights in bf16, and weights in fp32, of which autocast saves copies."""
+    check(traced(built(family, "meta", dtype), True), really(built(family, dtype=dtype), True))
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("theirs", [True, False], ids=["as it is", "with Forebay"])
+def test_lora_is_that_of_peft(theirs: bool) -> None:
+    """The same parameters, trained and frozen, in the same dtypes; the same saved bytes."""
+    peft = pytest.importorskip("peft")
+    model, ours = built("qwen3_moe"), built("qwen3_moe", "meta")
+    model.enable_input_require_grads()
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=list(TARGETS)))
+    add_lora(ours, 4, TARGETS, torch.float32)
+
+    def parameters(model: Any) -> dict[str, Any]:
+        named = model.named_parameters()
+        return {n.removeprefix("base_model.model."): (p.shape, p.dtype, p.requires_grad) for n, p in named}
+
+    assert parameters(ours) == parameters(wrapped)
+    check(traced(ours, theirs), really(wrapped, theirs))
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+def test_arguments_are_those_of_the_trainer_by_name_or_from_files(tmp_path: Path) -> None:
+    """Files may have any argument of TrainingArguments. Its own JSON has all of them, with null for most."""
+    written = tmp_path / "training_args.json"
+    written.write_text(
+        json.dumps({"bf16": True, "learning_rate": 1e-5, "fsdp": None, "deepspeed": None, "optim": "adamw_torch"})
+    )
+    more = tmp_path / "more.yaml"
+    more.write_text("fsdp: full_shard auto_wrap\nfsdp_config:\n  activation_checkpointing: true\n  fsdp_version: 2\n")
+    found = read_arguments(
+        [str(written), "per_device_train_batch_size=4", "bf16=False", str(more), "lora_target_modules=k_proj,v_proj"]
+    )
+    assert (found.per_device_train_batch_size, found.bf16, found.optim) == (4, False, "adamw_torch")
+    assert found.fsdp and found.reshard_after_forward and found.gradient_checkpointing
+    assert found.lora_target_modules == ("k_proj", "v_proj")
+    sharded = read_arguments(
+        ["fsdp=shard_grad_op", "accelerator_config={gradient_accumulation_kwargs: {sync_each_batch: true}}"]
+    )
+    assert not sharded.reshard_after_forward and sharded.sync_each_batch
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["per_device_batch=4"], "nearest valid name is 'per_device_train_batch_size'"),
+        (["bf16=3"], "hf.bf16 = 3 has the wrong type"),
+        (["optim=adafactor"], "valid are adamw_torch_fused, adamw_torch"),
+        (["deepspeed=zero3.json"], "deepspeed=zero3.json is not counted"),
+        (["torch_compile=true"], "torch_compile=True is not counted"),
+        (["fsdp=hybrid_shard"], "'hybrid_shard' is not counted"),
+        (["fsdp=full_shard offload"], "'offload' is not counted"),
+        (["fsdp=true", 'fsdp_config={"cpu_offload": true}'], "cpu_offload=True is not counted"),
+        (["gradient_checkpointing_kwargs={every_n_layers: 2}"], "every_n_layers is not counted"),
+        (["fsdp_config={"], "--hf fsdp_config cannot be read"),
+        (["fsdp_config=3"], "--hf fsdp_config must be a table"),
+        (["nowhere.json"], "neither NAME=VALUE nor a JSON or YAML file"),
+    ],
+)  # fmt: skip
+def test_arguments_that_are_not_counted_are_refused_by_name(given: list[str], said: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        read_arguments(given)
+    assert said in str(raised.value)
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+SMALL = ("model.config.num_hidden_layers=4",)
+
+
+def planned(*given: str, world: int = 1, budget: int | None = None, overrides: tuple[str, ...] = SMALL) -> TrainerPlan:
+    arguments = ["per_device_train_batch_size=1", "bf16=true", *given]
+    return plan_trainer("olmoe-1b-7b", arguments, overrides, world, budget, load("h200"))
+
+
+def test_a_plan_has_both_rows() -> None:
+    """Forebay needs less memory and time. Weights, gradients and moments are in the dtype that is loaded."""
+    plan = planned()
+    assert plan.managed.fullest.total < plan.plain.fullest.total
+    assert plan.ratio < 1
+    assert "the dtype that they are loaded in" in " ".join(plan.notes)
+    parameters = 2 * plan.plain.parameters
+    assert plan.plain.ranks[0].parameters == pytest.approx(parameters, rel=1e-3), "bf16, as loaded"
+    assert plan.plain.ranks[0].optimizer == pytest.approx(2 * parameters, rel=1e-3)
+    assert plan.sentence().startswith("As it is: ")
+
+
+def test_gradient_checkpointing_holds_one_input_of_each_layer() -> None:
+    def after_layers(plan: TrainerPlan) -> int:
+        roles = next(level.by_role for level in plan.plain.levels[0] if level.where == "model.layers.3.mlp forward")
+        return roles[ACTIVATIONS]
+
+    hidden = 4096 * 2048 * 2
+    assert after_layers(planned("gradient_checkpointing=true")) == pytest.approx(4 * hidden, rel=0.01)
+    assert after_layers(planned()) > 20 * hidden
+
+
+def test_fsdp_makes_trained_weights_wide_and_only_those() -> None:
+    """With bf16: 4 + 8 bytes of a weight; adapters alone have moments."""
+    full, lora = planned("fsdp=true", world=4), planned("fsdp=true", "lora_r=8", world=4)
+    assert full.plain.ranks[0].parameters == pytest.approx(full.plain.parameters, rel=1e-3)
+    assert full.plain.ranks[0].optimizer == pytest.approx(2 * full.plain.parameters, rel=1e-3)
+    assert lora.plain.ranks[0].parameters == pytest.approx(lora.plain.parameters / 2, rel=0.01)
+    assert lora.plain.ranks[0].optimizer < 8 << 20
+    assert lora.plain.step is not None and full.plain.step is not None
+    assert lora.plain.step.seconds < full.plain.step.seconds
+
+
+def test_accumulation_under_fsdp_holds_whole_gradients() -> None:
+    def gradients(*given: str) -> int:
+        return planned("fsdp=true", "gradient_accumulation_steps=2", *given, world=4).plain.ranks[0].gradients
+
+    assert gradients() > 1.5 * gradients("sync_each_batch=true")
+
+
+def test_placements_are_chosen_where_keeping_everything_does_not_fit() -> None:
+    adapters = "lora_r=4", "per_device_train_batch_size=8"
+    kept = planned(*adapters)
+    budget = kept.managed.fullest.total - (kept.managed.fullest.activations >> 2)
+    plan = planned(*adapters, budget=budget)
+    assert plan.managed.fits and plan.managed.choices
+    assert not plan.plain.fits and "does not fit" in plan.sentence()
+    fixed = planned(*adapters, budget=budget, overrides=(*SMALL, "memory.policy=keep"))
+    assert not fixed.managed.fits and not fixed.managed.choices
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--gpus=8"], "DistributedDataParallel"),
+        (["--hf=fsdp=true"], "fsdp needs several processes"),
+        (["--hf=dtype=float32"], "experts in float32"),
+        (["--gpus=2", "--hf=fsdp=true", "--hf=lora_r=4"], "LoRA under fsdp without bf16"),
+        (["--hf=lora_r=4", "--hf=lora_target_modules=gate_proj"], "'gate_proj' is not counted"),
+        (["--hf=lora_r=4", "--hf=lora_target_modules=qproj"], "the nearest valid name is 'q_proj'"),
+        (["--set=train.batch=4"], "'train.batch=4' is for Forebay's trainer"),
+        (["--pp=2"], "--pp is for Forebay's trainer"),
+        (["--search=mesh"], "--search is for Forebay's trainer"),
+    ],
+)
+def test_runs_that_cannot_be_planned(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "olmoe-1b-7b", "--trainer=hf", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    call = ["plan", "olmoe-1b-7b", "--trainer=hf", "--set=model.config.num_hidden_layers=2", "--hf=bf16=true"]
+    assert main([*call, "--budget=3GiB"]) == 3
+    out = capsys.readouterr().out
+    assert "max_length=4096" in out and "as it is" in out and "With Forebay: " in out
+    assert main([*call, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["arguments"]["bf16"] is True
+    assert found["with_forebay"]["ranks"][0]["total"] < found["as_it_is"]["ranks"][0]["total"]
+    assert main(["plan", "olmoe-1b-7b", "--hf=bf16=true"]) == 2
+    assert "--trainer hf" in capsys.readouterr().err

@@ -14,7 +14,6 @@ import torch
 
 from forebay.memory.host_store import HostStore
 from forebay.memory.offload_plan import (
-    assignment_of,
     fit_link,
     is_interleaved,
     offload_all,
@@ -22,8 +21,8 @@ from forebay.memory.offload_plan import (
     under_budget,
 )
 from forebay.memory.recorder import Peaks, Recorder, TimelineRecorder, TimingRecorder, TrialRecorder
-from forebay.memory.solver import Allowed, lowest, with_one_changed
-from forebay.memory.timeline import CallFigures, EventName, Key, Plan, Rates, Timeline, simulate
+from forebay.memory.solver import Allowed, Solver
+from forebay.memory.timeline import Assignment, CallFigures, EventName, Key, Plan, Rates, Timeline, simulate
 from forebay.policy import BudgetError, PolicyError, format_bytes
 
 MAX_TRIAL_STEPS = 40  # steps of all trials together, those that do not count included
@@ -132,7 +131,7 @@ class Trials:
         self.tried: list[Trial] = []
         self._timeline, self._paths, self._recomputable, self._budget = timeline, paths, recomputable, budget
         self._max_ratio = _MAX_EXPECTED_RATIOS[0]
-        self._solved: dict[tuple[Scenario, int], Plan | None] = {}  # by budget
+        self._solvers: dict[Scenario, Solver] = {}
         self._seen, self._peak = 0, 0  # steps and bytes of the plan in force
         self._times: list[Callable[[], float]] = []
         self._proposals = self._propose(first)
@@ -219,19 +218,15 @@ class Trials:
 
     def _planned(self, name: str, scenario: Scenario, excess: int) -> Iterator[Trial]:
         """The solver's plan, if there is one that is worth a trial."""
-        budget = self._target(excess)
-        if (scenario, budget) not in self._solved:
-            self._solved[scenario, budget] = self._solve(scenario, budget)
-        plan = self._solved[scenario, budget]
+        plan = self._solver(scenario).solve(self._target(excess))
         if plan is not None:
             yield from self._if_worth(name, scenario, plan)
 
-    def _solve(self, scenario: Scenario, budget: int) -> Plan | None:
-        paths = self._paths if scenario.offloads else frozenset[str]()
-        try:
-            return under_budget(scenario.applied_to(self._timeline), paths, budget, self._recomputable)
-        except BudgetError:
-            return None
+    def _solver(self, scenario: Scenario) -> Solver:
+        if scenario not in self._solvers:
+            allowed = Allowed(self._paths if scenario.offloads else frozenset(), self._recomputable)
+            self._solvers[scenario] = Solver(scenario.applied_to(self._timeline), allowed)
+        return self._solvers[scenario]
 
     def _lower(self) -> Iterator[Trial]:
         """Plans with less memory each time until one is within the budget; at last the lowest, which may be slow."""
@@ -239,14 +234,12 @@ class Trials:
             if self._best() is not None:
                 return
             yield from self._planned("lower", _AS_MEASURED, self._excess() + int(turn * _BUDGET_STEP * self._budget))
-        plan = lowest(self._timeline, Allowed(self._paths, self._recomputable))
+        plan = self._solver(_AS_MEASURED).lowest()
         if self._best() is None and not self._is_tried(plan):
             yield Trial("lowest", _AS_MEASURED, plan, self._expected(plan))
 
     def _changed(self, best: Trial) -> Iterator[Trial]:
-        allowed = Allowed(self._paths if best.scenario.offloads else frozenset(), self._recomputable)
-        timeline = best.scenario.applied_to(self._timeline)
-        plans = with_one_changed(timeline, allowed, assignment_of(timeline, best.plan), self._target(best.excess))
+        plans = self._solver(best.scenario).with_one_changed(best.plan, self._target(best.excess))
         for plan in [plan for plan in plans if not self._is_tried(plan)][:_MAX_CHANGED_PLANS]:
             yield from self._if_worth("changed", best.scenario, plan)
 
@@ -262,7 +255,8 @@ class Trials:
 
     def _expected(self, plan: Plan) -> float:
         """Seconds of the step by the timeline as measured, with its copies scheduled anew."""
-        assignment = assignment_of(self._timeline, plan)
+        numbers = {call.key: number for number, call in enumerate(self._timeline.calls)}
+        assignment = Assignment({numbers[key]: items for key, items in plan.offload.items()}, plan.recompute)
         windows = (None, plan.planned_bytes // 4, 0) if plan.planned_bytes else (None,)
         return min(simulate(self._timeline, assignment, window).step_seconds for window in windows)
 

@@ -7,14 +7,11 @@ can be reached. `fit_link`, `offload_all` and `under_budget` plan steps in which
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from math import inf
 
-from forebay.memory.solver import Allowed, lowest, solve
+from forebay.memory.solver import STALL_TOLERANCE, Allowed, Item, Solver, assign, by_wait, carried_items
 from forebay.memory.timeline import (
-    Assignment,
     IndexedTimeline,
     InterleavedSchedule,
     PipelineTimeline,
@@ -23,10 +20,6 @@ from forebay.memory.timeline import (
     simulate,
 )
 from forebay.policy import BudgetError, format_bytes
-
-Item = tuple[int, int]  # (index of a call, index of one of its items)
-
-_STALL_TOLERANCE = 1e-3  # share of the step; below it the measured figures cannot tell
 
 _HEIGHT_POWER = 16  # `_height` is a mean of powers of memory: high memory counts
 PIPELINE_WAIT_SHARE = 0.02
@@ -50,16 +43,16 @@ _LEVEL_PRECISION = 1 / 128  # share of a peak to which the lowest level is found
 
 def fit_link(timeline: Timeline, paths: frozenset[str]) -> Plan:
     """Offload as much of the regions `paths` as the link carries without the compute stream waiting."""
-    return _longest_prefix(timeline, _by_wait(timeline, paths), frozenset())
+    items = by_wait(timeline, paths)
+    return simulate(timeline, assign(items[: carried_items(IndexedTimeline(timeline), items)]))
 
 
 def offload_all(timeline: Timeline, paths: frozenset[str]) -> Plan:
     """Offload every item of the regions `paths`. Where the link is too slow, a quarter of the bytes may be on their way at once:
     fewer free memory sooner and wait longer."""
-    items = _by_wait(timeline, paths)
-    assignment = _assign(items, len(items), frozenset())
+    assignment = assign(by_wait(timeline, paths))
     plan = simulate(timeline, assignment)
-    if plan.stall_seconds <= _tolerance(timeline):
+    if plan.stall_seconds <= STALL_TOLERANCE * sum(event.seconds for event in timeline.events):
         return plan
     return simulate(timeline, assignment, plan.planned_bytes // 4)
 
@@ -69,9 +62,6 @@ def under_budget(
 ) -> Plan:
     """The fastest plan found whose peak is at most `budget` bytes over the step's base.
 
-    Rules come first: offload what waits longest as far as the link carries it, then recompute what is cheapest per byte, then
-    wait for the link. If their plan costs time, `forebay.memory.solver` looks for a faster one.
-
     Args:
         paths: regions that may be offloaded.
         recomputable: regions that may be recomputed.
@@ -80,148 +70,15 @@ def under_budget(
     Raises:
         BudgetError: no plan reaches the budget. The message names the smallest budget that can be reached.
     """
-    if margin:
-        with suppress(BudgetError):
-            return under_budget(timeline, paths, int(budget * (1 - margin)), recomputable)
-    kept = simulate(timeline, Assignment())
-    if kept.peak_bytes <= budget:
-        return kept
-    allowed = Allowed(paths, recomputable)
-    found = _by_rules(timeline, paths, budget, recomputable)
-    plain = sum(event.seconds for event in timeline.events)  # 0 on a CPU: there is nothing to minimize
-    if found is None or found.step_seconds > plain:
-        solved = solve(timeline, allowed, budget, [assignment_of(timeline, found)] if found else [])
-        if solved is not None and (found is None or solved.step_seconds < found.step_seconds):
-            found = solved
+    solver = Solver(timeline, Allowed(paths, recomputable))
+    found = solver.solve(int(budget * (1 - margin))) or solver.solve(budget)
     if found is None:
-        tightest = _tightest(timeline, paths, frozenset(_by_cost(timeline, recomputable)))
-        found = lowest(timeline, allowed, [assignment_of(timeline, p) for p in tightest])
-    if found.peak_bytes > budget:
+        lowest = solver.lowest().peak_bytes
         raise BudgetError(
             f"no placement brings the activations under {format_bytes(budget)} ({budget} bytes); the smallest budget that "
-            f"can be reached with this model and batch is {format_bytes(found.peak_bytes)} ({found.peak_bytes} bytes)"
+            f"can be reached with this model and batch is {format_bytes(lowest)} ({lowest} bytes)"
         )
     return found
-
-
-def assignment_of(timeline: Timeline, plan: Plan) -> Assignment:
-    """The assignment that a plan carries out."""
-    numbers = {call.key: number for number, call in enumerate(timeline.calls)}
-    return Assignment({numbers[key]: items for key, items in plan.offload.items()}, plan.recompute)
-
-
-def _by_rules(timeline: Timeline, paths: frozenset[str], budget: int, recomputable: frozenset[str]) -> Plan | None:
-    ranked = _by_cost(timeline, recomputable)
-    best: Plan | None = None
-    least = bisect_left(range(len(ranked)), True, key=lambda count: _meets(timeline, paths, ranked[:count], budget))
-    for count in range(least, len(ranked) + 1):
-        recompute = frozenset(ranked[:count])
-        plan = _least_offload(timeline, _by_wait(timeline, paths, recompute), recompute, budget)
-        if plan is not None and (best is None or plan.step_seconds < best.step_seconds):
-            best = plan
-        if best is not None and (plan is None or plan.step_seconds > (1 + _STALL_TOLERANCE) * best.step_seconds):
-            break
-    return best or _overcommitted(timeline, paths, frozenset(ranked), budget)
-
-
-def _meets(timeline: Timeline, paths: frozenset[str], recomputed: list[str], budget: int) -> bool:
-    """Whether offloading without waits meets the budget if these regions are recomputed."""
-    recompute = frozenset(recomputed)
-    return _longest_prefix(timeline, _by_wait(timeline, paths, recompute), recompute).peak_bytes <= budget
-
-
-def _fits(timeline: Timeline, plan: Plan) -> bool:
-    """Nothing waits, and everything that is offloaded has left before the turn."""
-    return plan.stall_seconds <= _tolerance(timeline) and len(plan.release_at) == len(plan.offload)
-
-
-def _tolerance(timeline: Timeline) -> float:
-    return _STALL_TOLERANCE * sum(event.seconds for event in timeline.events)
-
-
-def _by_wait(timeline: Timeline, paths: frozenset[str], recompute: frozenset[str] = frozenset()) -> list[Item]:
-    """The items that may be offloaded, longest wait first."""
-    step, found = IndexedTimeline(timeline), []
-    for index, call in enumerate(timeline.calls):
-        recomputed = call.key[0] in recompute
-        if call.key[0] in paths and step.lives(index) and (call.light_recompute or not recomputed):
-            gone = call.largest if recomputed else -1
-            found += [(index, item) for item, size in enumerate(call.items) if size and item != gone]
-    return sorted(found, key=lambda item: (step.forward[item[0]] - step.backward[item[0]], item))
-
-
-def _by_cost(timeline: Timeline, recomputable: frozenset[str]) -> list[str]:
-    """Regions, the cheapest per freed byte first; among equals the latest in forward, which waits least."""
-    seconds: dict[str, float] = {}
-    frees: dict[str, int] = {}
-    last: dict[str, int] = {}
-    for index, call in enumerate(timeline.calls):
-        path = call.key[0]
-        if path in recomputable:
-            seconds[path] = seconds.get(path, 0.0) + call.recompute_seconds
-            frees[path] = frees.get(path, 0) + call.recompute_frees
-            last[path] = index
-    worth = [p for p in seconds if frees[p] > 0]
-    # Measured times of equal layers differ by noise; two digits make them equal again.
-    return sorted(worth, key=lambda p: (float(f"{seconds[p] / frees[p]:.1e}"), -last[p]))
-
-
-def _assign(items: list[Item], count: int, recompute: frozenset[str]) -> Assignment:
-    offload: dict[int, set[int]] = {}
-    for call, item in items[:count]:
-        offload.setdefault(call, set()).add(item)
-    return Assignment({c: frozenset(i) for c, i in offload.items()}, recompute)
-
-
-def _longest_prefix(timeline: Timeline, items: list[Item], recompute: frozenset[str]) -> Plan:
-    """The plan that offloads the most of `items`, in their order, and fits; that without any if none does."""
-    low, high = 0, len(items)
-    best = simulate(timeline, _assign(items, 0, recompute))
-    while low < high:
-        middle = (low + high + 1) // 2
-        plan = simulate(timeline, _assign(items, middle, recompute))
-        if _fits(timeline, plan):
-            low, best = middle, plan
-        else:
-            high = middle - 1
-    return best
-
-
-def _least_offload(timeline: Timeline, items: list[Item], recompute: frozenset[str], budget: int) -> Plan | None:
-    """The plan with the fewest items that meets the budget without waiting, or None."""
-    best = _longest_prefix(timeline, items, recompute)
-    if best.peak_bytes > budget:
-        return None
-    low, high = 0, sum(len(chosen) for chosen in best.offload.values())
-    while low < high:  # the peak falls with each item, nearly always: the plan that is returned was simulated
-        middle = (low + high) // 2
-        plan = simulate(timeline, _assign(items, middle, recompute))
-        if plan.peak_bytes <= budget and _fits(timeline, plan):
-            high, best = middle, plan
-        else:
-            low = middle + 1
-    return best
-
-
-def _tightest(timeline: Timeline, paths: frozenset[str], recompute: frozenset[str]) -> list[Plan]:
-    plans = []
-    for recomputed in (recompute, frozenset[str]()):
-        items = _by_wait(timeline, paths, recomputed)
-        plans += [simulate(timeline, _assign(items, count, recomputed), window=0) for count in {0, len(items)}]
-    return plans
-
-
-def _overcommitted(timeline: Timeline, paths: frozenset[str], recompute: frozenset[str], budget: int) -> Plan | None:
-    """The fastest plan that meets the budget by waiting for the link, or None."""
-    found = []
-    for recomputed in (frozenset[str](), recompute):
-        items = _by_wait(timeline, paths, recomputed)
-        for count in {len(items) * part // 8 for part in range(1, 9)}:
-            assignment = _assign(items, count, recomputed)
-            offloaded = simulate(timeline, assignment).planned_bytes
-            found += [simulate(timeline, assignment, window) for window in (offloaded // 4, offloaded // 8, 0)]
-    found += _tightest(timeline, paths, recompute)
-    return min((p for p in found if p.peak_bytes <= budget), key=lambda p: p.step_seconds, default=None)
 
 
 # --- pipelines --------------------------------------------------------------------------------------------------------

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import random
+import zlib
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from forebay.config import from_mapping
 from forebay.estimate.layers import plan_layers
@@ -104,6 +109,42 @@ def test_no_placement_within_the_budget_costs_less(seed: int) -> None:
     assert lowest is not None and lowest.peak == low
 
 
+@given(
+    st.integers(0, 1000),
+    st.integers(1, 5),
+    st.booleans(),
+    st.sampled_from([FAST, 100.0, 30.0, 1.0]),
+    st.integers(0, 40),
+)
+@settings(max_examples=50, deadline=None)
+def test_a_larger_budget_never_costs_more(seed: int, layers: int, waits: bool, speed: float, noise: int) -> None:
+    """Also where what a rank takes is no sum over its sublayers, as with a caching allocator: here it is off by some bytes that
+    cannot be foreseen. No budget from the least on is out of reach, and none at which recomputing everything fits."""
+    case = Case(seed, layers, speed=speed)
+
+    def used(placements: Mapping[str, str]) -> int:
+        picked = [next(o for o in own if o.placement == placements.get(o.path, "keep")) for own in case.options[0]]
+        return case.figures(picked)[1] + zlib.crc32(repr(placements).encode()) % (noise + 1)
+
+    def chosen(budget: int) -> Choice:
+        arguments = case.options, case.times, case.levels, case.microbatches, budget, case.machine, waits
+        choice = choose(0, *arguments, used=used)
+        assert choice is not None and choice.peak == used(choice.placements)
+        return choice
+
+    least, kept = chosen(0).peak, used({})
+    recomputed = used(
+        {own[0].path: "recompute" for own in case.options[0] if any(o.placement == "recompute" for o in own)}
+    )
+    assert least <= min(kept, recomputed)
+    last = math.inf
+    for k in range(6):
+        choice = chosen(least + (kept - least) * k // 5)
+        assert choice.peak <= least + (kept - least) * k // 5
+        assert choice.seconds <= last + 1e-9
+        last = choice.seconds
+
+
 def test_a_budget_with_room_changes_nothing() -> None:
     choice = Case(0, speed=1e3).choose(10**6)
     assert choice is not None and not choice.placements and choice.seconds == 0 and not by_kind([choice])
@@ -171,9 +212,8 @@ def test_the_link_by_hand() -> None:
     assert left == {100.0: 12, 50.0: 6, 20.0: 0}
 
 
-def test_a_long_model_is_placed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_model_is_placed() -> None:
     """61 layers on one process: the peak is within the budget."""
-    monkeypatch.setattr("forebay.estimate.placement._SECONDS", 60.0)  # takes 0.1; a busy machine must not cut it short
     case = Case(0, layers=61, speed=30.0)
     kept = case.choose(10**9)
     assert kept is not None

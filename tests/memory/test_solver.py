@@ -1,5 +1,5 @@
 """The solver against every placement there is: random timelines, and those of real models with invented rates. What it promises
-of any two budgets. And a program against all of its values.
+of any two budgets.
 
 `placements` lays all 3^n assignments of a timeline with n regions, each with eleven windows: more than the solver tries. Its best
 within a budget is what the solver has to reach, to 2 %.
@@ -7,11 +7,10 @@ within a budget is what the solver has to reach, to 2 %.
 
 from __future__ import annotations
 
-import ctypes
 import random
 import time
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -20,9 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.managed import manage
-from forebay.memory import solver
 from forebay.memory.offload_plan import under_budget
-from forebay.memory.solver import Allowed, Program, Solver
+from forebay.memory.solver import Allowed, Solver
 from forebay.memory.timeline import Assignment, CallFigures, Timeline, TimelineEvent, simulate
 from forebay.policy import BudgetError
 from tests.memory.timelines import paths_of, placements, random_timeline
@@ -198,52 +196,3 @@ def test_a_larger_budget_never_makes_a_longer_step(seed: int, regions: int, shar
     assert solver.solve(least - 1) is None
     again = Solver(timeline, Allowed(paths, paths))
     assert all(again.solve(budget).step_seconds == seconds for budget, seconds in plans.items())  # type: ignore[union-attr]
-
-
-# --- programs ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_choices_are_the_cheapest_of_all(seed: int) -> None:
-    chance = random.Random(seed)
-    costs = [chance.randint(1, 9) for _ in range(7)]
-    sizes = [chance.randint(1, 9) for _ in range(7)]
-    p = Program()
-    choices = [p.choice(c) for c in costs]
-    p.row(list(zip(choices, sizes, strict=True)), low=15)
-    p.row([(choices[0], 1.0), (choices[1], 1.0)], high=1)
-    answer = p.solve(10.0, 0.0)
-    assert answer is not None and answer.gap == 0
-    every = [v for v in product((0, 1), repeat=7) if v[0] + v[1] <= 1 and _dot(v, sizes) >= 15]
-    assert answer.cost == pytest.approx(min(_dot(v, costs) for v in every))
-    assert _dot([answer.chosen(c) for c in choices], costs) == pytest.approx(answer.cost)
-
-
-def _dot(values: Any, factors: list[int]) -> int:
-    return sum(f for v, f in zip(values, factors, strict=True) if v)
-
-
-def test_rows_that_contradict_each_other_have_no_answer() -> None:
-    p = Program()
-    one = p.choice(1.0)
-    p.row([(one, 1.0)], low=2.0)
-    assert p.solve(1.0, 0.0) is None
-
-
-def test_a_variable_is_no_less_than_nothing_and_at_most_its_upper_bound() -> None:
-    p = Program()
-    up, down = p.variable(-1.0, 2.5), p.variable(1.0)
-    answer = p.solve(1.0, 0.0)
-    assert answer is not None
-    assert answer.values[up] == pytest.approx(2.5) and answer.values[down] == pytest.approx(0.0)
-
-
-def test_the_solvers_own_lines_are_left_out_and_no_others(capfd: Any) -> None:
-    with solver._without_debug_output():
-        ctypes.CDLL(None).puts(b"HighsMipSolverData::transformNewIntegerFeasibleSolution tmpSolver.run();")
-        print("another line")
-        ctypes.CDLL(None).puts(b"a third")
-    print("afterwards")
-    ctypes.CDLL(None).fflush(None)
-    out = capfd.readouterr().out
-    assert "Highs" not in out and all(line in out for line in ("another line", "a third", "afterwards"))

@@ -1,29 +1,32 @@
 """Chooses placements for a rank's sublayers before anything runs: those that fit a budget and cost the least time.
 
 Input: the options of a rank's sublayers (`rank_options`), the levels of a walk in which all are kept, and a `Machine`. Output: a
-`Choice`: a placement for every sublayer, with the bytes that it frees and the seconds that it costs. The mixed-integer program
-has a row for each distinct level: what the walk found, with each sublayer's bytes under its placement in place of those that it
-keeps. docs/solver.md has the mathematics.
+`Choice`: a placement for every sublayer, with the bytes that it frees and the seconds that it costs. docs/solver.md says what is
+tried, and why a larger budget never costs more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import cache
+from itertools import product
+from math import prod
 from typing import Any, Protocol
 
 from forebay.estimate.types import ModelTrace, PartTrace, StageLayers
 from forebay.estimate.walk import StepLevel
-from forebay.memory.solver import Answer, Program
+from forebay.memory.solver import first_that_fits, front
 from forebay.memory.timeline import LIGHT_RECOMPUTE_SHARE
-from forebay.policy import format_bytes
+from forebay.policy import PLACEMENTS, format_bytes
 
-_SECONDS = 1.0  # time limit for a rank; the ranks of DeepSeek-V3 on 512 GPUs take 0.02 to 0.1
-_GAP = 2e-3
-_MISSING = 1e3  # cost of exceeding the budget by all of itself, in plain steps: more than any placement costs
 _MOVING = 1e-3  # cost of a second of transfer in seconds of waiting: prefers the answer that moves less
-_MANY = 12  # equal sublayers of a stage from which on their order is fixed
+_WAIT = 1e-9  # s; less is rounding
+# Choices of a rank up to which all are tried, the cheapest first. With two or three layers the allocator's cache, which is no sum
+# over sublayers, decides as much as what they hold: a search by what is held took up to 20 % longer steps.
+_FEW = 1000
+
+Chosen = tuple[int, ...]  # the number of the option of each sublayer, stage after stage
 
 
 class Seconds(Protocol):
@@ -92,8 +95,8 @@ class Choice:
         placed: the same, in forward order, with what they free and cost.
         seconds: cost of a step, waits for the link included.
         waits: seconds of waits among them.
-        gap: share by which the cost may exceed the optimum.
-        peak: bytes at the highest level, as the program counts them.
+        gap: share by which the cost may exceed the optimum; 0 as it is not known.
+        peak: bytes that the rank takes.
     """
 
     rank: int
@@ -186,51 +189,206 @@ def choose(
     rank: int,
     options: Mapping[int, Sequence[Sequence[Option]]],
     times: Mapping[str, tuple[float, float]],
-    levels: Iterable[StepLevel],
+    levels: Sequence[StepLevel],
     microbatches: int,
     budget: int,
     machine: Machine,
     waits: bool,
+    used: Callable[[Mapping[str, str]], int] | None = None,
 ) -> Choice | None:
-    """Choose an option for every sublayer. None if the link cannot carry what has to leave, or no answer was found in time.
+    """Choose an option for every sublayer. None if the link cannot carry what has to leave.
 
     Args:
         options: see `rank_options`.
         times: seconds of a microbatch's forward and backward, by path.
         levels: of a walk with all sublayers kept.
-        budget: bytes in use that the rank may reach; if no choice fits, the one with the lowest peak is returned.
+        budget: bytes that the rank may take; if no choice fits, the one that takes least is returned.
         waits: the run may wait for the link; else no more is offloaded than the link carries.
+        used: bytes that the rank takes with these placements by path; by default, `levels` with each sublayer's bytes under its
+            placement in place of those that it keeps.
     """
-    program = _PlacementProgram(options, times, _rows(levels, options), microbatches, budget, machine, waits)
-    answer = program.solve()
-    if answer is None:
+    costs = _Costs(options, times, levels, microbatches, machine, waits)
+    peak = cache(lambda chosen: used(costs.placements(chosen)) if used else costs.peak(chosen))
+
+    def fits(chosen: Chosen) -> bool:
+        return bool(peak(chosen) <= budget)
+
+    simple = costs.simple()
+    found, ends = [chosen for chosen in (costs.first,) if chosen in simple and fits(chosen)], []
+    for ordered in costs.fronts() if not found else ():
+        ends.append(ordered[-1])
+        if (best := first_that_fits(ordered, fits)) is not None:
+            between = costs.between(ordered[max(ordered.index(best) - 1, 0)], best)
+            found.append(first_that_fits(between, fits) or best)
+    for chosen in simple:  # these are few, and none of them may be missed
+        if found and costs.order(chosen) >= min(map(costs.order, found)):
+            break
+        if fits(chosen):
+            found.append(chosen)
+    tried = found or sorted({*ends, *simple}, key=lambda chosen: (peak(chosen), costs.order(chosen)))[:1]
+    if not tried:
         return None
-    chosen = program.chosen(answer)
-    placed = tuple(
-        Placed(o.path, o.placement, rank, options_[0].held - o.held, o.seconds)
-        for options_, o in zip(program.sublayers, chosen, strict=True)
-        if o.placement != "keep"
-    )
-    seconds, waited = program.seconds(answer)
-    placements = {p.path: p.placement for p in placed}
-    return Choice(rank, placements, placed, seconds, waited, answer.gap, program.peak(chosen))
+    chosen = min(tried, key=costs.order)
+    seconds, waited = costs.seconds(chosen)
+    placed = costs.placed(rank, chosen)
+    return Choice(rank, costs.placements(chosen), placed, seconds, waited, 0.0, peak(chosen))
 
 
-_Row = tuple[Mapping[str, int], str, str]  # microbatches by sublayer, the sublayers that run forward and backward
+class _Costs:
+    """What choices cost and hold, and which are worth a try. Nothing here knows the budget. See `choose`."""
 
+    def __init__(
+        self,
+        stages: Mapping[int, Sequence[Sequence[Option]]],
+        times: Mapping[str, tuple[float, float]],
+        levels: Sequence[StepLevel],
+        microbatches: int,
+        machine: Machine,
+        waits: bool,
+    ):
+        self._stages, self._times, self._levels = stages, times, levels
+        self._microbatches, self._waits = microbatches, waits
+        self._rates = machine.out_rate, machine.back_rate
+        self._sublayers = [options for sublayers in stages.values() for options in sublayers]
+        live = {own[0].path: max((v.live.get(own[0].path, 0) for v in levels), default=0) for own in self._sublayers}
+        self._in_flight = [max(live[own[0].path], 1) for own in self._sublayers]
+        self._kinds = [
+            (n, *(replace(option, path="") for option in own)) for n, sublayers in stages.items() for own in sublayers
+        ]
+        self.first = (0,) * len(self._sublayers)
+        self.seconds = cache(self._seconds)
 
-def _rows(levels: Iterable[StepLevel], options: Mapping[int, Sequence[Sequence[Option]]]) -> list[tuple[_Row, int]]:
-    """Distinct levels, and their bytes besides what sublayers hold."""
-    held = {own[0].path: own[0].held for sublayers in options.values() for own in sublayers}
-    found: dict[Any, tuple[_Row, int]] = {}
-    for level in levels:
-        live = {path: count for path, count in level.live.items() if count and path in held}
-        runs = level.runs.get("forward", ""), level.runs.get("backward", "")
-        key = (*runs, *live.items())
-        fixed = level.allocated - sum(count * held[path] for path, count in live.items())
-        if key not in found or fixed > found[key][1]:
-            found[key] = (live, *runs), fixed
-    return list(found.values())
+    def placements(self, chosen: Chosen) -> dict[str, str]:
+        """By path, those that are not kept."""
+        return {o.path: o.placement for o, n in zip(self._picked(chosen), chosen, strict=True) if n}
+
+    def placed(self, rank: int, chosen: Chosen) -> tuple[Placed, ...]:
+        return tuple(
+            Placed(o.path, o.placement, rank, options[0].held - o.held, o.seconds)
+            for options, o, n in zip(self._sublayers, self._picked(chosen), chosen, strict=True)
+            if n
+        )
+
+    def order(self, chosen: Chosen) -> tuple[float, int, Chosen]:
+        """What choices are compared by: their cost, then what they hold, then anything."""
+        seconds, _ = self.seconds(chosen)
+        moved = sum(o.moved for o in self._picked(chosen))
+        return seconds + _MOVING * moved * sum(1 / rate for rate in self._rates), self._held(chosen), chosen
+
+    def peak(self, chosen: Chosen) -> int:
+        """The highest of the levels, with what each sublayer holds and needs under its placement."""
+        mine = {o.path: (o, o.held - own[0].held) for o, own in zip(self._picked(chosen), self._sublayers, strict=True)}
+
+        def level(kept: StepLevel) -> int:
+            more = sum(n * mine[path][1] for path, n in kept.live.items() if path in mine)
+            return kept.allocated + more + sum(getattr(mine[p][0], way) for way, p in kept.runs.items() if p in mine)
+
+        return max(map(level, self._levels))
+
+    def simple(self) -> list[Chosen]:
+        """The same placement for all attention and for all MLPs, or all choices if they are few; the cheapest first."""
+        if prod(map(len, self._sublayers)) <= _FEW:
+            found = set(product(*(range(len(options)) for options in self._sublayers)))
+        else:
+            found = {self._uniform(dict(zip((True, False), two, strict=True))) for two in product(PLACEMENTS, repeat=2)}
+        return sorted(filter(self._allowed, found), key=self.order)
+
+    def fronts(self) -> list[list[Chosen]]:
+        """Choices from keeping everything to holding as little as possible: each costs more and holds less than the one before.
+        One without offloading, whose transfers take memory that is not counted as held, and one with."""
+        alone = self._greedy(self.first, frozenset({"offload"}))
+        every = {*alone, *self._greedy(self.first), *self._greedy(alone[-1])}
+        return [self._front(alone), self._front(every)]
+
+    def between(self, one: Chosen, other: Chosen) -> list[Chosen]:
+        """Changes of a single sublayer that cost more than `one` and hold less, and cost less than `other`."""
+        found = {c for base in (one, other) for c in self._changed(base) if self._allowed(c)}
+        return self._front([one, *(c for c in found if self.order(one) < self.order(c) < self.order(other))])[1:]
+
+    def _picked(self, chosen: Chosen) -> list[Option]:
+        return [options[n] for options, n in zip(self._sublayers, chosen, strict=True)]
+
+    def _held(self, chosen: Chosen) -> int:
+        return sum(n * o.held for n, o in zip(self._in_flight, self._picked(chosen), strict=True))
+
+    def _allowed(self, chosen: Chosen) -> bool:
+        return self._waits or self.seconds(chosen)[1] <= _WAIT
+
+    def _front(self, choices: Iterable[Chosen]) -> list[Chosen]:
+        return front(choices, self.order, self._held)
+
+    def _uniform(self, placement: Mapping[bool, str]) -> Chosen:
+        """The option of each sublayer with the placement that its being an MLP maps to; without one it is kept."""
+        return tuple(
+            next((n for n, o in enumerate(options) if o.placement == placement[o.path.endswith("mlp")]), 0)
+            for options in self._sublayers
+        )
+
+    def _changed(self, chosen: Chosen) -> Iterable[Chosen]:
+        """One sublayer placed otherwise, of equal ones the first."""
+        seen = set()
+        for number, (kind, now) in enumerate(zip(self._kinds, chosen, strict=True)):
+            for option in range(len(self._sublayers[number])):
+                if option != now and (kind, now, option) not in seen:
+                    seen.add((kind, now, option))
+                    yield (*chosen[:number], option, *chosen[number + 1 :])
+
+    def _greedy(self, chosen: Chosen, barred: frozenset[str] = frozenset()) -> list[Chosen]:
+        """Change one sublayer after another to hold less, each time that which costs least for each byte."""
+        found, late = [chosen], set[int]()
+        while steps := self._steps(chosen, barred, late):
+            cost, held, _ = self.order(chosen)
+
+            def by_byte(step: Chosen, cost: float = cost, held: int = held) -> float:
+                return (self.order(step)[0] - cost) / (held - self._held(step))
+
+            chosen = min(steps, key=by_byte)
+            found.append(chosen)
+        return found
+
+    def _steps(self, chosen: Chosen, barred: frozenset[str], late: set[int]) -> list[Chosen]:
+        """One sublayer changed to hold less, of equal ones the first. `late` collects those that cannot be offloaded without a
+        wait: with more offloaded they never will."""
+        _, waited = self.seconds(chosen)
+        found: dict[Any, Chosen] = {}
+        waiting: dict[Any, Chosen] = {}
+        for number, (kind, now) in enumerate(zip(self._kinds, chosen, strict=True)):
+            options = self._sublayers[number]
+            for n, option in enumerate(options):
+                key = kind, now, n
+                if option.held >= options[now].held or option.placement in barred or key in found:
+                    continue
+                step = (*chosen[:number], n, *chosen[number + 1 :])
+                if option.moved and (number in late or self.seconds(step)[1] > waited + _WAIT):
+                    late.add(number)
+                    waiting.setdefault(key, step)
+                else:
+                    found[key] = step
+        return [*({**waiting, **found} if self._waits else found).values()]
+
+    def _seconds(self, chosen: Chosen) -> tuple[float, float]:
+        """Cost of a step, and the waits among it."""
+        cost, waited, picked = 0.0, 0.0, iter(self._picked(chosen))
+        for sublayers in self._stages.values():
+            own = [next(picked) for _ in sublayers]
+            cost += self._microbatches * sum(o.seconds for o in own)
+            if any(o.moved for o in own):
+                waited += self._microbatches * sum(self._wait(own, way) for way in (0, 1))
+        return cost + waited, waited
+
+    def _wait(self, options: Sequence[Option], way: int) -> float:
+        """Seconds that a pass through a stage waits for the link, of which the walk knows nothing: at most the bytes of the last
+        two sublayers may be in transfer, and a sublayer waits until that is so.
+
+        Backward is the same in reverse. By the end of a head's forward, which offloads nothing, all transfers are done.
+        """
+        queue = before = waited = 0.0  # seconds of copies in transfer; of those, the last sublayer's
+        for option in options:
+            path, own = option.path, option.moved / self._rates[way]
+            queue = max(queue - self._times[path][way], 0.0)
+            late = max(queue - (before if path != "head" else 0.0), 0.0)
+            queue, before, waited = queue - late + own, own, waited + late
+        return waited
 
 
 def by_kind(choices: Iterable[Choice]) -> list[dict[str, Any]]:
@@ -272,138 +430,3 @@ def _ranges(numbers: Sequence[int]) -> str:
         else:
             runs.append([n, n])
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-
-
-class _PlacementProgram:
-    """The mixed-integer program. Memory is in units of the budget, time in units of the step without placements."""
-
-    def __init__(
-        self,
-        stages: Mapping[int, Sequence[Sequence[Option]]],
-        times: Mapping[str, tuple[float, float]],
-        rows: Sequence[tuple[_Row, int]],
-        microbatches: int,
-        budget: int,
-        machine: Machine,
-        waits: bool,
-    ):
-        self._times, self._rows, self._microbatches, self._budget = times, rows, microbatches, budget
-        self.sublayers = [options for sublayers in stages.values() for options in sublayers]
-        self._numbers = {options[0].path: number for number, options in enumerate(self.sublayers)}
-        self._plain = microbatches * sum(sum(times[options[0].path]) for options in self.sublayers) or 1.0
-        self._program = Program()
-        self._over = self._program.variable(cost=_MISSING)
-        self._waits: list[int] = []
-        self._choices = [self._choice(i, options, machine) for i, options in enumerate(self.sublayers)]
-        self._memory()
-        first = 0
-        for sublayers in stages.values():
-            numbers = range(first, first + len(sublayers))
-            first += len(sublayers)
-            self._order(numbers)
-            self._link(numbers, 0, machine.out_rate, waits)
-            self._link(numbers, 1, machine.back_rate, waits)
-
-    def solve(self) -> Answer | None:
-        return self._program.solve(_SECONDS, _GAP)
-
-    def chosen(self, answer: Answer) -> list[Option]:
-        """The option of every sublayer."""
-        return [
-            max(zip(options, choice, strict=True), key=lambda pair: answer.values[pair[1]])[0]
-            for options, choice in zip(self.sublayers, self._choices, strict=True)
-        ]
-
-    def peak(self, chosen: Sequence[Option]) -> int:
-        """Bytes at the highest level."""
-        by_path = {o.path: o for o in chosen}
-        none = Option("", "keep", 0, 0)
-
-        def level(row: _Row, fixed: int) -> int:
-            live, forward, backward = row
-            held = sum(count * by_path[path].held for path, count in live.items())
-            return fixed + held + by_path.get(forward, none).forward + by_path.get(backward, none).backward
-
-        return max(level(*row) for row in self._rows)
-
-    def seconds(self, answer: Answer) -> tuple[float, float]:
-        """The cost of the chosen options in a step, waits included, and the waits."""
-        waits = self._microbatches * sum(answer.values[v] for v in self._waits) * self._plain
-        return self._microbatches * sum(option.seconds for option in self.chosen(answer)) + waits, waits
-
-    def _choice(self, number: int, options: Sequence[Option], machine: Machine) -> list[int]:
-        found = []
-        late = 1 + number / len(self.sublayers)  # of equal sublayers the earlier ones leave: they wait longer
-        for option in options:
-            moving = late * option.moved * (1 / machine.out_rate + 1 / machine.back_rate) * _MOVING
-            found.append(self._program.choice(self._microbatches * (option.seconds + moving) / self._plain))
-        self._program.row([(v, 1.0) for v in found], 1.0, 1.0)
-        return found
-
-    def _memory(self) -> None:
-        """A row for each level. What is held is a variable: that of the level before, and the change."""
-        p, held = self._program, self._program.variable(upper=0.0)
-        before: Mapping[str, int] = {}
-        for (live, forward, backward), fixed in self._rows:
-            changed = [path for path in {**before, **live} if before.get(path) != live.get(path)]
-            if changed:
-                change = [
-                    (v, -(live.get(path, 0) - before.get(path, 0)) * o.held / self._budget)
-                    for path in changed
-                    for o, v in self._pairs(path)
-                ]
-                now = p.variable()
-                p.row([(now, 1.0), (held, -1.0), *change], 0.0, 0.0)
-                before, held = live, now
-            running = [(v, o.forward / self._budget) for o, v in self._pairs(forward) if o.forward]
-            running += [(v, o.backward / self._budget) for o, v in self._pairs(backward) if o.backward]
-            p.row([(held, 1.0), *running, (self._over, -1.0)], high=(self._budget - fixed) / self._budget)
-
-    def _pairs(self, path: str) -> list[tuple[Option, int]]:
-        """The options of a part and their variables; none for one that is not placed."""
-        number = self._numbers.get(path)
-        return [] if number is None else list(zip(self.sublayers[number], self._choices[number], strict=True))
-
-    def _order(self, numbers: Sequence[int]) -> None:
-        """Break the symmetry of many equal sublayers: none is recomputed or stashed after one that is kept."""
-        equal: dict[Any, list[int]] = {}
-        for number in numbers:
-            kind = tuple(replace(o, path="") for o in self.sublayers[number])
-            equal.setdefault(kind, []).append(number)
-        for same in equal.values():
-            for one, other in pairwise(same) if len(same) >= _MANY else ():
-                later = [
-                    (v, 1.0)
-                    for o, v in zip(self.sublayers[other][1:], self._choices[other][1:], strict=True)
-                    if not o.moved
-                ]
-                self._program.row([(self._choices[one][0], 1.0), *later], high=1.0)
-
-    def _link(self, numbers: Sequence[int], way: int, rate: float, waits: bool) -> None:
-        """The link, of which the walk knows nothing: in a pass through a stage at most the bytes of the last two
-        sublayers may be in transfer, and a sublayer waits until that is so. Without `waits`, only what the link carries
-        is offloaded.
-
-        Backward is the same in reverse. By the end of a head's forward, which offloads nothing, all transfers are done.
-        """
-        p, last = self._program, None
-        before: list[tuple[int, float]] = []
-        for number in numbers:
-            own = [
-                (v, o.moved / rate / self._plain)
-                for o, v in zip(self.sublayers[number], self._choices[number], strict=True)
-                if o.moved
-            ]
-            queue = p.variable()  # seconds of copies in transfer when the sublayer's own are added
-            p.row([(queue, 1.0), *((v, -f) for v, f in own)], low=0.0)
-            path = self.sublayers[number][0].path
-            p.row([(queue, 1.0), *((v, -f) for v, f in (*own, *(before if path != "head" else ())))], high=0.0)
-            if last is not None:
-                seconds = self._times[path][way] / self._plain
-                terms = [(queue, 1.0), (last, -1.0), *((v, -f) for v, f in own)]
-                if waits:
-                    wait = p.variable(cost=float(self._microbatches))
-                    self._waits.append(wait)
-                    terms.append((wait, 1.0))
-                p.row(terms, low=-seconds)
-            last, before = queue, own

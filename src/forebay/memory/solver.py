@@ -7,14 +7,8 @@ says what is tried, and why a larger budget never makes a step longer.
 
 from __future__ import annotations
 
-import ctypes
-import math
-import os
-import sys
-import tempfile
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice, product
 from math import prod
@@ -318,105 +312,3 @@ def carried_items(step: IndexedTimeline, items: Sequence[Item], recompute: froze
         return plan.stall_seconds > tolerance or len(plan.release_at) < len(plan.offload)
 
     return bisect_left(range(1, len(items) + 1), True, key=waits)
-
-
-# --- mixed-integer programs, for `forebay.estimate.placement` -----------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Values by variable; `cost` is their sum of costs, and `gap` how far below it the least cost may be, as a share of it."""
-
-    values: tuple[float, ...]
-    cost: float
-    gap: float
-
-    def chosen(self, variable: int) -> bool:
-        """Whether a variable of 0 or 1 is 1."""
-        return self.values[variable] > 0.5
-
-
-class Program:
-    """Minimize the sum of cost x variable. Every variable is at least 0."""
-
-    def __init__(self) -> None:
-        self._costs: list[float] = []
-        self._uppers: list[float] = []
-        self._whole: list[int] = []
-        self._limits: list[tuple[float, float]] = []
-        self._entries: list[tuple[int, int, float]] = []  # row, variable, factor
-
-    def variable(self, cost: float = 0.0, upper: float = math.inf) -> int:
-        """A number between 0 and `upper`."""
-        self._costs.append(cost)
-        self._uppers.append(upper)
-        self._whole.append(0)
-        return len(self._costs) - 1
-
-    def choice(self, cost: float = 0.0) -> int:
-        """A variable of 0 or 1."""
-        number = self.variable(cost, 1.0)
-        self._whole[number] = 1
-        return number
-
-    def row(self, terms: Iterable[tuple[int, float]], low: float = -math.inf, high: float = math.inf) -> None:
-        """low <= sum of factor x variable <= high. A variable may be named more than once."""
-        number = len(self._limits)
-        self._limits.append((low, high))
-        self._entries.extend((number, variable, factor) for variable, factor in terms)
-
-    def solve(self, seconds: float, gap: float) -> Answer | None:
-        """The best values found.
-
-        Args:
-            seconds: time limit.
-            gap: share of the cost by which the answer may miss the least one.
-
-        Returns:
-            None if no values meet all rows, or none were found in time.
-        """
-        import numpy as np
-        from scipy.optimize import Bounds, LinearConstraint, milp
-        from scipy.sparse import csr_array
-
-        rows, columns, factors = zip(*self._entries, strict=True) if self._entries else ((), (), ())
-        matrix = csr_array((factors, (rows, columns)), shape=(len(self._limits), len(self._costs)))
-        lows, highs = zip(*self._limits, strict=True) if self._limits else ((), ())
-        with _without_debug_output():
-            found = milp(
-                np.array(self._costs),
-                integrality=np.array(self._whole),
-                bounds=Bounds(np.zeros(len(self._uppers)), np.array(self._uppers)),
-                constraints=LinearConstraint(matrix, np.array(lows, float), np.array(highs, float)) if lows else (),
-                options={"time_limit": seconds, "mip_rel_gap": gap},
-            )
-        if found.x is None:
-            return None
-        return Answer(tuple(map(float, found.x)), float(found.fun), float(found.mip_gap or 0.0))
-
-
-@contextmanager
-def _without_debug_output() -> Iterator[None]:
-    """HiGHS (in scipy 1.17) sometimes prints a debug line with C's printf, which would end up in the JSON of `forebay plan`.
-    Standard output goes to a file meanwhile, and all other lines are printed afterwards."""
-    try:
-        flush = ctypes.CDLL(None).fflush
-        before = os.dup(1)
-    except (OSError, TypeError, AttributeError):  # no C library (Windows), or no standard output
-        yield
-        return
-    with tempfile.TemporaryFile() as aside:
-        if sys.stdout is not None:
-            sys.stdout.flush()
-        flush(None)
-        os.dup2(aside.fileno(), 1)
-        try:
-            yield
-        finally:
-            flush(None)
-            os.dup2(before, 1)
-            os.close(before)
-            aside.seek(0)
-            others = [line for line in aside if not line.startswith(b"HighsMipSolverData::")]
-            if others:
-                os.write(1, b"".join(others))

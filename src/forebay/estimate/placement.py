@@ -207,7 +207,7 @@ def choose(
         used: bytes that the rank takes with these placements by path; by default, `levels` with each sublayer's bytes under its
             placement in place of those that it keeps.
     """
-    costs = _Costs(options, times, levels, microbatches, machine, waits)
+    costs = _ChoiceCosts(options, times, levels, microbatches, machine, waits)
     peak = cache(lambda chosen: used(costs.placements(chosen)) if used else costs.peak(chosen))
 
     def fits(chosen: Chosen) -> bool:
@@ -234,7 +234,7 @@ def choose(
     return Choice(rank, costs.placements(chosen), placed, seconds, waited, 0.0, peak(chosen))
 
 
-class _Costs:
+class _ChoiceCosts:
     """What choices cost and hold, and which are worth a try. Nothing here knows the budget. See `choose`."""
 
     def __init__(
@@ -260,13 +260,13 @@ class _Costs:
 
     def placements(self, chosen: Chosen) -> dict[str, str]:
         """By path, those that are not kept."""
-        return {o.path: o.placement for o, n in zip(self._picked(chosen), chosen, strict=True) if n}
+        return {o.path: o.placement for o in self._picked(chosen) if o.placement != "keep"}
 
     def placed(self, rank: int, chosen: Chosen) -> tuple[Placed, ...]:
         return tuple(
             Placed(o.path, o.placement, rank, options[0].held - o.held, o.seconds)
-            for options, o, n in zip(self._sublayers, self._picked(chosen), chosen, strict=True)
-            if n
+            for options, o in zip(self._sublayers, self._picked(chosen), strict=True)
+            if o.placement != "keep"
         )
 
     def order(self, chosen: Chosen) -> tuple[float, int, Chosen]:

@@ -164,6 +164,12 @@ def test_fsdp_makes_trained_weights_wide_and_only_those() -> None:
     assert lora.plain.step.seconds < full.plain.step.seconds
 
 
+def test_weights_are_loaded_not_initialized() -> None:
+    """On one GPU no weight is there twice: frozen ones, with little else, are most of the peak."""
+    plan = planned("lora_r=4", "max_length=8")
+    assert plan.managed.ranks[0].reserved < 2.2 * plan.managed.parameters
+
+
 def test_accumulation_under_fsdp_holds_whole_gradients() -> None:
     def gradients(*given: str) -> int:
         return planned("fsdp=true", "gradient_accumulation_steps=2", *given, world=4).plain.ranks[0].gradients

@@ -157,8 +157,8 @@ class PersistentState:
             if own:
                 allocator.malloc((sharing.frozen if frozen else sharing.parameter) * own, DEFAULT, PARAMETERS)
         last: Block | None = None
-        for _, _, elements, _, _ in self._order if random else ():
-            block = allocator.malloc(sharing.parameter * elements, DEFAULT)
+        for _, _, elements, _, frozen in self._order if random else ():
+            block = allocator.malloc((sharing.frozen if frozen else sharing.parameter) * elements, DEFAULT)
             if last is not None:
                 allocator.free(last)
             last = block

@@ -421,6 +421,7 @@ def _sharing(config: Config, world: int) -> Sharing:
         sums=several and p.reduce == "step",
         gpu=config.device.type != "cpu",
         fused=config.optimizer.fused,
+        random=not (m.path and m.weights == "load"),
     )
 
 

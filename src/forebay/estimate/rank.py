@@ -195,7 +195,7 @@ class RunEstimator:
             self.hidden * self.sharing.compute,
             turns,
             graph=c.memory.graph,
-            random=not (c.model.path and c.model.weights == "load"),
+            random=self.sharing.random,
             pipeline=pipeline,
             at_once=self._at_once(),
             tied=self.weights.tied,

@@ -77,6 +77,7 @@ class Sharing:
         sums: gradients of several microbatches are summed before they are reduced.
         gpu: there is a CUDA context, and the allocator rounds.
         fused: AdamW is one kernel; else its temporaries are as large as the shard.
+        random: parameters are whole on the device for a moment, one by one: they are initialized there, not loaded.
     """
 
     data: int = 1
@@ -92,6 +93,7 @@ class Sharing:
     sums: bool = True
     gpu: bool = True
     fused: bool = True
+    random: bool = True
 
     @property
     def adds_in_place(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from forebay.estimate.allocator import CachingAllocator
-from forebay.estimate.fsdp import ParamGroup, UnshardedLifecycle
+from forebay.estimate.fsdp import FsdpLifecycle, ParamGroup, UnshardedLifecycle
 from forebay.estimate.state import Sharing
 
 MIB = 1 << 20
@@ -82,3 +82,20 @@ def test_reductions_of_a_cuda_graph_reuse_the_memory_of_its_activations() -> Non
         allocator.end_graph()
         params.finish()
     assert allocator.reserved == taken
+
+
+def test_frozen_weights_are_gathered_and_not_reduced() -> None:
+    """A frozen weight of 128 MiB in bf16 beside a trained one of 8 MiB in fp32, both gathered in bf16 by two processes."""
+    own, whole = (32 << 20, 1 << 20), (64 << 20, 2 << 20)
+    group = ParamGroup(0, False, 2, own, whole, whole, ("", ""), ("w", "a"), (False, False), (True, False))
+    sharing = Sharing(data=2, sharded=True, parameter=4, compute=2, summed=2, frozen=2, sums=False)
+    allocator = CachingAllocator()
+    params = FsdpLifecycle(allocator, [group], sharing, "compute")
+    params.enter(0, True, True, True)
+    assert allocator.allocated == (128 + 4) * MIB
+    params.keeps(0, "a", allocator.malloc(4 * MIB, "compute"))
+    allocator.take_peak()
+    params.leave(0, False, True, True)
+    assert allocator.peak_allocated == (128 + 4 + 4) * MIB
+    params.end_step()
+    assert allocator.allocated == 4 * MIB  # of the trained weight's shard, in fp32

@@ -2,8 +2,9 @@
 
 Results go to standard output. A failure is one sentence on the error stream and an exit code: 1 failed while running (broken
 files, a full disk, a loss that is not finite, Ctrl-C, SIGTERM), 2 not possible as asked (a wrong key, pattern, budget, path or
-device), 3 the run does not fit (``plan --budget``). ``--debug`` also shows the traceback. Of the processes that torchrun
-started, one prints. Torch is imported only by the commands that need it, so that ``--help`` is quick.
+device), 3 the run does not fit (``plan --budget``), 130 Ctrl-C ended ``plan --search``. ``--debug`` also shows the traceback.
+Of the processes that torchrun started, one prints. Torch is imported only by the commands that need it, so that ``--help`` is
+quick.
 """
 
 import argparse
@@ -12,9 +13,10 @@ import gc
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from forebay.estimate.device import DeviceProfile
 
 _DOES_NOT_FIT = 3
+_INTERRUPTED = 130  # as shells have it for a process that SIGINT ended
+_EVERY = 3.0  # seconds between two lines of progress where the error stream is no terminal
 _WIDTH = 120  # of tables where the output is no terminal
 
 
@@ -50,7 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(error, getattr(error, "exit_code", UsageError.exit_code), options.debug)
     except KeyboardInterrupt as error:
         advice = "; earlier checkpoints are intact, continue with --resume" if options.command == "train" else ""
-        return _fail(RunError(f"stopped by Ctrl-C{advice}"), RunError.exit_code, options.debug, error)
+        code = _INTERRUPTED if getattr(options, "search", None) else RunError.exit_code
+        return _fail(RunError(f"stopped by Ctrl-C{advice}"), code, options.debug, error)
     except BrokenPipeError:  # the reader of the output ended, as `head` does
         # Without this, the interpreter's last flush prints an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -222,7 +227,8 @@ def _answer_plan(options: argparse.Namespace, budget: int | None) -> int:
     page = None if options.html is None else checked(options.html.expanduser())  # raises before any work
     _quiet_transformers()
     if options.search:
-        found = search(request, options.search, world, budget, options.skew, device, options.auto)
+        with _Progress() as progress:
+            found = search(request, options.search, world, budget, options.skew, device, options.auto, progress)
         config, plan, fit = found.config, found.plan, found.fit
     else:
         plan = plan_layers(config, world)
@@ -240,6 +246,9 @@ def _answer_plan(options: argparse.Namespace, budget: int | None) -> int:
         write_page(plan_page(Planned(plan, fit), config, options.config, found), page)
         if not options.json:
             print(f"page {page}")
+    if found is not None and found.interrupted:
+        print("forebay: the search was interrupted; this is the best so far", file=sys.stderr)
+        return _INTERRUPTED
     return _DOES_NOT_FIT if fit.fits is False else 0
 
 
@@ -264,6 +273,40 @@ def _answer_hf(options: argparse.Namespace, budget: int | None) -> int:
         console.print(plan.arguments.sentence(), highlight=False)
         console.print(plan.table(), highlight=False)
     return _DOES_NOT_FIT if plan.managed.fits is False else 0
+
+
+class _Progress:
+    """Shows how far a search is on standard error, after its first second: on one line of a terminal, else as lines.
+
+    Args:
+        console: default: of standard error.
+        clock: returns seconds.
+    """
+
+    def __init__(self, console: "Console | None" = None, clock: Callable[[], float] = time.monotonic):
+        from rich.console import Console
+
+        self._console, self._clock = console or Console(stderr=True), clock
+        self._next = clock() + 1.0
+        self._shown = ExitStack()
+        self._status: Any = None
+
+    def __enter__(self) -> "_Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._shown.close()
+
+    def __call__(self, sentence: str) -> None:
+        if self._clock() < self._next:
+            return
+        if not self._console.is_terminal:
+            self._console.print(sentence, highlight=False, soft_wrap=True)
+            self._next = self._clock() + _EVERY
+        elif self._status is None:
+            self._status = self._shown.enter_context(self._console.status(sentence))
+        else:
+            self._status.update(sentence)
 
 
 def _device(name: str) -> "DeviceProfile":

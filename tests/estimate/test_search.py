@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from forebay import cli
 from forebay.config import Config, from_mapping
 from forebay.errors import UsageError
+from forebay.estimate import search as search_module
 from forebay.estimate.device import load
-from forebay.estimate.fit import least_budget
+from forebay.estimate.fit import RankFit, least_budget
 from forebay.estimate.layers import plan_layers
-from forebay.estimate.plan import PlanRequest, ask, fit_run
+from forebay.estimate.plan import Fit, PlanRequest, ask, fit_run, least_total
 from forebay.estimate.search import Candidate, MeshShape, divisors, largest, meshes, ranked, search
 from forebay.estimate.trace_cache import TraceCache
 from forebay.train import hf_io
@@ -218,6 +223,117 @@ def test_meshes_are_ranked_and_refused_by_the_trainers_rules() -> None:
     assert "lowest peak" in found.sentence and found.table() is not None
     none = search(PlanRequest(config), "mesh", 6, least_budget(min(fine.values())) - 1)
     assert not none.found and none.sentence.startswith("No mesh fits") and "1 B more" in none.sentence
+
+
+def test_a_mesh_is_planned_until_it_is_known_not_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fits is found as without a stop. Of the others a bound is known: of parameters alone nothing is traced."""
+    request = PlanRequest(tiny(model={"config": {**TINY, "num_experts": 64, "hidden_size": 256}}))
+    exact = {c.mesh: c for c in search(request, "mesh", 4, None, device=load("h200")).candidates}
+    assert all(not c.at_least for c in exact.values())
+    peaks = sorted(c.peak for c in exact.values())
+    planned: list[MeshShape] = []
+
+    def counting(config: Config, *args: Any, **keywords: Any) -> Fit:
+        planned.append(MeshShape(config.parallel.pp, config.parallel.ep, 4 // config.parallel.pp // config.parallel.ep))
+        return fit_run(config, *args, **keywords)
+
+    monkeypatch.setattr(search_module, "fit_run", counting)
+    found = search(request, "mesh", 4, least_budget(peaks[1]), device=load("h200"))
+    assert sum(c.fits is True for c in found.candidates) == 2
+    for c in found.candidates:
+        assert c.at_least or c == replace(exact[c.mesh], fits=c.fits)
+        assert c.peak <= exact[c.mesh].peak and (c.peak > peaks[1]) == (c.fits is False)
+    assert any(c.at_least for c in found.candidates) and len(planned) == len(set(planned))
+    monkeypatch.setattr(search_module, "least_total", lambda config, *_: (1 << 50 if config.parallel.pp > 1 else 0, 0))
+    planned.clear()
+    found = search(request, "mesh", 4, least_budget(peaks[1]))
+    assert {mesh.pp for mesh in planned} == {1} and {c.mesh for c in found.candidates} == set(exact)
+    monkeypatch.undo()
+    nearest = search(request, "mesh", 4, least_budget(peaks[0]) - 1).candidates[0]
+    assert nearest.peak == peaks[0] and not nearest.at_least and nearest.fits is False
+
+
+@pytest.mark.parametrize(
+    "parallel", [{}, {"ep": 2}, {"pp": 2}, {"pp": 2, "ep": 2}, {"overlap": True, "ep": 2}, {"pp": 4}]
+)
+@pytest.mark.parametrize("reshard", [False, True])
+def test_no_peak_is_below_its_bound(parallel: dict[str, Any], reshard: bool) -> None:
+    for gradients in ("float32", "compute"):
+        config = tiny(
+            parallel={**parallel, "reshard": reshard, "gradients": gradients},
+            model={"dtype": "float32", "compute": "bfloat16"},
+        )
+        plan, traces = plan_layers(config, 4), TraceCache()
+        assert 0 < least_total(config, plan, 4, traces)[0] <= fit_run(config, plan, 4, traces=traces).fullest.total
+
+
+class FakePlanner:
+    """Fits of one rank, whose bytes are a million for each pipeline rank or sequence; Ctrl-C at call `stops_at`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, stops_at: int = -1):
+        self.calls, self.stops_at = 0, stops_at
+        real = plan_layers(tiny(), 1)
+        monkeypatch.setattr(search_module, "plan_layers", lambda *_: real)
+        monkeypatch.setattr(search_module, "least_total", lambda *_: (0, 0))
+        monkeypatch.setattr(search_module, "fit_run", self)
+
+    def __call__(self, config: Config, plan: Any, world: int, *_: Any, **__: Any) -> Fit:
+        if self.calls == self.stops_at:
+            raise KeyboardInterrupt
+        self.calls += 1
+        size = 1_000_000 * config.parallel.pp * config.train.microbatch
+        ranks = tuple(RankFit(n, size, 0, 0, 0, 0, 0, "here") for n in range(config.parallel.pp))
+        return Fit(ranks, world, 1, None, (), ())
+
+
+def test_an_interrupted_search_has_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakePlanner(monkeypatch, stops_at=2)
+    said: list[str] = []
+    found = search(PlanRequest(tiny()), "mesh", 4, 1 << 40, progress=said.append)
+    assert found.interrupted and found.settings == {"parallel.pp": 1, "parallel.ep": 1} and len(found.candidates) == 2
+    assert found.sentence.startswith("The search was interrupted after 2 of 6 meshes. 2 of 2 meshes")
+    assert said[0] == "0 of 6 meshes planned"
+    assert said[2] == "2 of 6 meshes planned; best so far PP 1 x EP 1 x FSDP 4, 976.56 KiB"
+    assert found.as_dict()["interrupted"] is True
+    FakePlanner(monkeypatch, stops_at=2)
+    said.clear()
+    found = search(PlanRequest(tiny(batch=64)), "microbatch", 1, 20_000_000, progress=said.append)
+    assert found.interrupted and not found.found and "No microbatch fits" in found.sentence
+    assert said[1] == "planned runs: 1; next is 32 sequences"
+    for what in ("mesh", "microbatch"):
+        FakePlanner(monkeypatch, stops_at=0)
+        with pytest.raises(KeyboardInterrupt):
+            search(PlanRequest(tiny()), what, 4, 1 << 40)
+
+
+def test_progress_begins_after_a_second_and_is_lines_in_a_pipe() -> None:
+    now = [0.0]
+    out = StringIO()
+    with cli._Progress(Console(file=out, force_terminal=False, width=20), lambda: now[0]) as progress:
+        for now[0] in (0.5, 1.5, 2.0, 4.4, 4.6):
+            progress(f"{now[0]} of 41 meshes planned, a line that is not wrapped")
+    lines = [f"{at} of 41 meshes planned, a line that is not wrapped" for at in (1.5, 4.6)]
+    assert out.getvalue().splitlines() == lines
+    out, now[0] = StringIO(), 0.0
+    with cli._Progress(Console(file=out, force_terminal=True), lambda: now[0]) as progress:
+        progress("too early")
+        now[0] = 1.0
+        progress("first")
+    assert "first" in out.getvalue() and "too early" not in out.getvalue() and out.getvalue().endswith("\x1b[2K")
+
+
+@pytest.mark.parametrize(("stops_at", "code"), [(2, 130), (0, 130), (-1, 0)])
+def test_an_interrupted_command(
+    stops_at: int, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Standard output has nothing but JSON; the code is the shell's for Ctrl-C."""
+    FakePlanner(monkeypatch, stops_at)
+    small = [f"--set=model.config.{name}={value}" for name, value in TINY.items()]
+    search_arguments = ["--gpus=4", "--search=mesh", "--budget=1GiB", "--json"]
+    assert cli.main(["plan", "qwen3-30b-a3b", *small, *search_arguments]) == code
+    out, err = capsys.readouterr()
+    assert ("interrupted" in err or "Ctrl-C" in err) == (code == 130)
+    assert (json.loads(out)["search"]["interrupted"] is (stops_at > 0)) if out else stops_at == 0
 
 
 def test_meshes_by_time_where_a_device_is_named() -> None:

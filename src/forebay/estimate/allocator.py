@@ -92,7 +92,7 @@ class CachingAllocator:
 
     Attributes:
         reserved, allocated: bytes of segments, and of blocks in use; `by_role` are the latter by role.
-        peak_reserved, peak_allocated: their peaks, the latter since `take_peak`; `peak_by_role` is `by_role` at the latter.
+        peak_reserved, peak_allocated: their peaks, the latter since `take_peak`.
         segments: address to bytes.
     """
 
@@ -103,7 +103,8 @@ class CachingAllocator:
         granule: int = MIN_BLOCK,
     ):
         self.reserved = self.allocated = self.peak_reserved = self.peak_allocated = 0
-        self.by_role, self.peak_by_role = [0] * len(ROLES), [0] * len(ROLES)
+        self.by_role, self._at_peak = [0] * len(ROLES), [0] * len(ROLES)
+        self._rising = False  # the peak is now
         self.segments: dict[int, int] = {}
         self._limit, self._place, self._granule = limit, place, granule
         self._pools: dict[tuple[Hashable, bool, Hashable], _FreeBlocks] = {}
@@ -138,18 +139,22 @@ class CachingAllocator:
             if after is not None:
                 after.before = left
             left.before, block.after, block.size = block, left, size
-            pool.add(left)
+            key = rest << _ADDRESS_BITS | left.address
+            insort(keys, key)
+            pool.blocks[key] = left
         block.in_use = True
         block.role = role
         self.by_role[role] += block.size
         self.allocated += block.size
         if self.allocated > self.peak_allocated:
             self.peak_allocated = self.allocated
-            self.peak_by_role = self.by_role.copy()
+            self._rising = True
         return block
 
     def set_role(self, block: Block, role: int) -> None:
         """The block holds something else from here on, such as an output that is saved."""
+        if self._rising:
+            self._keep_peak()
         self.by_role[block.role] -= block.size
         self.by_role[role] += block.size
         block.role = role
@@ -162,6 +167,8 @@ class CachingAllocator:
         """
         if not block.in_use:
             raise ValueError(f"the block at {block.address} was freed before")
+        if self._rising:
+            self._keep_peak()
         self.allocated -= block.size
         self.by_role[block.role] -= block.size
         if block.streams:
@@ -198,10 +205,16 @@ class CachingAllocator:
         self._graph = None
 
     def take_peak(self) -> list[int]:
-        """`peak_by_role` since the last call; the peak of allocated bytes begins anew."""
-        found = self.peak_by_role
-        self.peak_allocated, self.peak_by_role = self.allocated, self.by_role.copy()
+        """Bytes by role at the peak since the last call; the peak of allocated bytes begins anew."""
+        if self._rising:
+            self._keep_peak()
+        found = self._at_peak
+        self.peak_allocated, self._at_peak = self.allocated, self.by_role.copy()
         return found
+
+    def _keep_peak(self) -> None:
+        """Bytes are about to fall, or to change their role."""
+        self._at_peak, self._rising = self.by_role.copy(), False
 
     def _segment(self, pool: _FreeBlocks, size: int) -> Block:
         if pool.small:
@@ -245,21 +258,26 @@ class CachingAllocator:
     def _merge(self, block: Block) -> None:
         block.in_use = False
         pool = block.pool
+        keys, blocks = pool.keys, pool.blocks
         before, after = block.before, block.after
         if before is not None and not before.in_use:
-            pool.drop(before)
+            key = before.size << _ADDRESS_BITS | before.address
+            del keys[bisect_left(keys, key)], blocks[key]
             before.size += block.size
             before.after = after
             if after is not None:
                 after.before = before
             block = before
         if after is not None and not after.in_use:
-            pool.drop(after)
+            key = after.size << _ADDRESS_BITS | after.address
+            del keys[bisect_left(keys, key)], blocks[key]
             block.size += after.size
-            block.after = after.after
-            if after.after is not None:
-                after.after.before = block
-        pool.add(block)
+            after = block.after = after.after
+            if after is not None:
+                after.before = block
+        key = block.size << _ADDRESS_BITS | block.address
+        insort(keys, key)
+        blocks[key] = block
 
     def _release(self, pool: _FreeBlocks) -> list[int]:
         given = []

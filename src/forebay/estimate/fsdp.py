@@ -101,6 +101,18 @@ def _group(place: int, weights: Sequence[Weight], s: Sharing, *kinds: str) -> Pa
     )
 
 
+def least_bytes(groups: Sequence[ParamGroup], sharing: Sharing) -> int:
+    """Bytes that every step holds at once before its first forward: parameters, both moments, and an engine's gathered
+    parameters and sums of gradients, without the embedding's, which may come later."""
+    s = sharing
+    found = 3 * s.parameter * sum(sum(group.own) for group in groups)
+    if s.gathered and s.sharded:
+        found += s.compute * sum(sum(group.own) * group.processes for group in groups)
+        pairs = [pair for group in groups for pair in zip(group.kinds, group.whole, strict=True)]
+        found += s.summed * sum(whole for kind, whole in pairs if kind != "embedding")
+    return found
+
+
 class ParamLifecycle:
     """The events of a step that parameters and gradients react to; by default they do nothing.
 

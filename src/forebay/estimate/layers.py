@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from forebay.config import Config, check_world
 from forebay.estimate.trace_cache import TraceCache
+from forebay.estimate.types import StageLayers
 from forebay.pipeline.costs import partition_of, pipeline_shape, priced
 from forebay.pipeline.partition import Partition, even_partition, in_flight
 from forebay.policy import format_bytes
@@ -40,6 +41,15 @@ class LayerPlan:
     partition: Partition
     even: Partition
     in_flight: tuple[int, ...]
+
+    def stages(self, rank: int) -> dict[int, StageLayers]:
+        """The stages of a pipeline rank."""
+        layers, found, before = self.partition.layers, dict[int, StageLayers](), 0
+        for number in self.partition.stages(rank):
+            places = tuple(range(before, before + len(layers[number])))
+            found[number] = StageLayers(layers[number], places, number == 0, number == len(layers) - 1)
+            before += len(places)
+        return found
 
     def rows(self) -> list[dict[str, Any]]:
         """By pipeline rank: its stages with their layers and microbatches in flight, share of time, and bytes."""

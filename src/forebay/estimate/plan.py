@@ -19,10 +19,11 @@ from forebay.errors import UsageError, nearest
 from forebay.estimate.device import DEFAULT, DeviceProfile
 from forebay.estimate.device import load as load_device
 from forebay.estimate.fit import ALLOWANCE, RankFit, largest_total
+from forebay.estimate.fsdp import least_bytes, param_groups
 from forebay.estimate.layers import LayerPlan
 from forebay.estimate.placement import Choice, Option, by_kind, sentences
-from forebay.estimate.rank import RankEstimate, RunEstimator, StepTimer, machine_of
-from forebay.estimate.state import Sharing, all_to_all_bytes, symmetric_bytes
+from forebay.estimate.rank import RankEstimate, RunEstimator, StepTimer, layers_and_ends, machine_of
+from forebay.estimate.state import Sharing, all_to_all_bytes, outside_bytes, symmetric_bytes
 from forebay.estimate.step_time import StepTime
 from forebay.estimate.trace_cache import TraceCache
 from forebay.estimate.types import GPU_BLOCK, Shape
@@ -279,6 +280,7 @@ def fit_run(
     auto: int | None = None,
     traces: TraceCache | None = None,
     sharing: Sharing | None = None,
+    stop_above: int | None = None,
 ) -> Fit:
     """Estimate the run of `plan` on `world` processes.
 
@@ -290,6 +292,8 @@ def fit_run(
         auto: choose placements with which a process fits so many bytes, instead of those of the configuration.
         traces: to reuse, and to add to.
         sharing: of another trainer; default: what Forebay's does under `config`.
+        stop_above: stop at the first rank that does not fit a budget of so many bytes. The result lacks the ranks that were not
+            estimated, and the step's time if placements are chosen.
 
     Raises:
         UsageError: a model that cannot be traced, experts that the processes do not divide, a pattern that matches nothing, or a
@@ -298,7 +302,12 @@ def fit_run(
     estimator, notes = _estimator(
         config, plan, world, budget, skew, device, auto, traces or TraceCache(), sharing or _sharing(config, world)
     )
-    ranks = [estimator.rank(number) for number in range(config.parallel.pp)]
+    estimates: dict[int, RankEstimate] = {}
+    for number in range(config.parallel.pp) if stop_above is None else _fullest_first(plan):
+        estimates[number] = estimator.rank(number)
+        if stop_above is not None and estimates[number].fit.headroom(stop_above) < 0:
+            break
+    ranks = [estimates[number] for number in sorted(estimates)]
     choices = tuple(rank.choice for rank in ranks if rank.choice is not None)
     placements = dict(estimator.placements)
     for choice in choices:
@@ -311,10 +320,30 @@ def fit_run(
             f"a budget of {format_bytes(budget)} is below the parameters alone: rank {most.rank} holds "
             f"{format_bytes(most.parameters)} of them; valid is more than that"
         )
-    step = None if device is None else _step_timer(estimator, placements, ranks).on(device)
+    step = None
+    if device is not None and (len(ranks) == config.parallel.pp or not estimator.chooses):
+        step = _step_timer(estimator, placements, estimates).on(device)
     sublayers = tuple(sublayer for rank in ranks for sublayer in rank.sublayers)
     levels = tuple(rank.levels for rank in ranks)
     return Fit(fits, world, estimator.weights.total, budget, sublayers, tuple(notes), step, choices, levels)
+
+
+def _fullest_first(plan: LayerPlan) -> list[int]:
+    """Pipeline ranks by their activations."""
+    memory = plan.partition.memory
+    assert memory is not None
+    return sorted(range(len(memory)), key=lambda rank: -memory[rank])
+
+
+def least_total(config: Config, plan: LayerPlan, world: int, traces: TraceCache) -> tuple[int, int]:
+    """Bytes below which the peak of a run's fullest process is not, and its pipeline rank: parameters and what a step makes of
+    them, without activations. It needs no trace."""
+    declared = hf_io.configuration(config.model, load_tokenizer(config.data.tokenizer).vocabulary)
+    weights, sharing = traces.facts(config.model, declared).weights, _sharing(config, world)
+    ranks = [layers_and_ends(plan.stages(number)) for number in range(config.parallel.pp)]
+    sizes = [least_bytes(param_groups(weights, *rank, sharing), sharing) for rank in ranks]
+    most = max(range(len(sizes)), key=sizes.__getitem__)
+    return sizes[most] + outside_bytes(sharing), most
 
 
 def _estimator(
@@ -362,9 +391,11 @@ def _estimator(
     ), notes
 
 
-def _step_timer(run: RunEstimator, placements: Mapping[str, str], ranks: Sequence[RankEstimate]) -> StepTimer:
+def _step_timer(run: RunEstimator, placements: Mapping[str, str], estimates: Mapping[int, RankEstimate]) -> StepTimer:
     actions = None if run.actions is None else [[a for a in mine if a.computes] for mine in run.actions]
-    parameters, stages = [rank.fit.parameters for rank in ranks], [rank.stages for rank in ranks]
+    ranks = range(run.config.parallel.pp)
+    parameters = [estimates[n].fit.parameters if n in estimates else run.parameters(n) for n in ranks]
+    stages = [run.plan.stages(n) for n in ranks]
     return StepTimer(
         run.config, run.plan, run.trace, run.weights, run.sharing, run.prefix, placements, parameters, stages, actions
     )

@@ -62,7 +62,6 @@ class RankEstimate:
         over: the rank and by how much it exceeds the limit, if no placements fit.
     """
 
-    stages: Mapping[int, StageLayers]
     fit: RankFit
     levels: tuple[StepLevel, ...]
     sublayers: tuple[Option, ...]
@@ -109,8 +108,12 @@ class RunEstimator:
 
     def rank(self, number: int) -> RankEstimate:
         """Estimate pipeline rank `number`."""
-        stages = _stages(self.plan, number)
+        stages = self.plan.stages(number)
         return self._chosen(number, stages) if self.chooses else self._estimate(number, stages, self.placements)
+
+    def parameters(self, number: int) -> int:
+        """Bytes of a rank's parameters."""
+        return walk(self._run(number, self.plan.stages(number), {}), steps=0).parameters
 
     def _chosen(self, number: int, stages: Mapping[int, StageLayers]) -> RankEstimate:
         """The cheapest estimate within the limit, or the nearest to it.
@@ -169,7 +172,7 @@ class RunEstimator:
             for stage in stages.values()
             for path, part in parts_by_path(self.trace, stage, self.prefix).items()
         ]
-        return RankEstimate(stages, self._fit(number, walked), walked.levels, tuple(sublayers), walked.before)
+        return RankEstimate(self._fit(number, walked), walked.levels, tuple(sublayers), walked.before)
 
     def _fit(self, number: int, walked: Walked) -> RankFit:
         cached = walked.reserved - walked.peak.allocated if self.sharing.gpu else 0
@@ -179,7 +182,7 @@ class RunEstimator:
 
     def _run(self, number: int, stages: Mapping[int, StageLayers], placements: Mapping[str, str]) -> RankRun:
         c, pipeline = self.config, self.config.parallel.pp > 1
-        layers, embedding, head = _layers_and_ends(stages)
+        layers, embedding, head = layers_and_ends(stages)
         actions = self._actions(number) if self.actions is None else self.actions[number]
         parts = {
             n: placed_parts(self.trace, stage, placements, prefix=self.prefix, recompute=c.memory.recompute)
@@ -277,16 +280,7 @@ def _only(placement: str, options: Sequence[Option]) -> list[Option]:
     return [option for option in options if option.placement == placement] or list(options[:1])
 
 
-def _stages(plan: LayerPlan, rank: int) -> dict[int, StageLayers]:
-    found, last, before = {}, len(plan.partition.layers) - 1, 0
-    for number in plan.partition.stages(rank):
-        layers = plan.partition.layers[number]
-        found[number] = StageLayers(layers, tuple(range(before, before + len(layers))), number == 0, number == last)
-        before += len(layers)
-    return found
-
-
-def _layers_and_ends(stages: Mapping[int, StageLayers]) -> tuple[list[int], bool, bool]:
+def layers_and_ends(stages: Mapping[int, StageLayers]) -> tuple[list[int], bool, bool]:
     """The numbers of a rank's layers, and whether it has embedding and head."""
     every = stages.values()
     return [n for s in every for n in s.layers], any(s.embedding for s in every), any(s.head for s in every)

@@ -2,12 +2,14 @@
 
 Input: a `PlanRequest`, what to search, a number of processes, a budget. Output: a `Search`: the settings that were
 found, the plan and the fit of that run, and why the next one does not fit. Each candidate is planned as ``forebay plan``
-plans it. Traces live as long as the search.
+plans it, but a mesh only until it is known not to fit. Ctrl-C ends a search with the best so far. Traces live as long as
+the search.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,7 @@ from forebay.errors import UsageError
 from forebay.estimate.device import DeviceProfile
 from forebay.estimate.fit import ALLOWANCE, headroom
 from forebay.estimate.layers import LayerPlan, plan_layers
-from forebay.estimate.plan import Fit, PlanRequest, fit_run
+from forebay.estimate.plan import Fit, PlanRequest, fit_run, least_total
 from forebay.estimate.trace_cache import TraceCache
 from forebay.policy import format_bytes
 from forebay.train import hf_io
@@ -40,36 +42,46 @@ class Largest:
     """The largest of some ascending values that fits.
 
     Attributes:
-        found: None if the first one does not fit.
-        next: the value after it, which does not fit; None if `found` is the last.
+        found: None if none fits.
+        next: the value after it, which does not fit; None if `found` is the last, or the search was interrupted.
         tried: all candidates, in the order in which they were tried.
+        interrupted: by Ctrl-C: `found` is the largest of those that were tried.
     """
 
     found: Tried | None
     next: Tried | None
     tried: tuple[Tried, ...]
+    interrupted: bool = False
 
 
 def largest(values: Sequence[int], headroom: Callable[[int], int], monotone: bool = True) -> Largest:
-    """Search `values`. `found` and `next` were both tried, whatever `headroom` does.
+    """Search `values`. Unless it was interrupted, `found` and `next` were both tried, whatever `headroom` does.
 
     Args:
         values: at least one, ascending.
         headroom: bytes that a value leaves; called rarely, since each call may be a trace.
         monotone: a larger value leaves less. Steps double until one does not fit; then interpolation and bisection take turns.
             Otherwise values are tried from the largest down, until one fits.
+
+    Raises:
+        KeyboardInterrupt: nothing was tried before it.
     """
-    tried: dict[int, int] = {}
+    tried: dict[int, Tried] = {}
 
     def left(place: int) -> int:
         if place not in tried:
-            tried[place] = headroom(values[place])
-        return tried[place]
+            tried[place] = Tried(values[place], headroom(values[place]))
+        return tried[place].headroom
 
-    found = _bisect(len(values), left) if monotone else _down(len(values), left)
-    seen = {place: Tried(values[place], room) for place, room in tried.items()}
+    try:
+        found = _bisect(len(values), left) if monotone else _down(len(values), left)
+    except KeyboardInterrupt:
+        if not tried:
+            raise
+        most = max((t for t in tried.values() if t.headroom >= 0), key=lambda t: t.value, default=None)
+        return Largest(most, None, tuple(tried.values()), interrupted=True)
     after = 0 if found is None else found + 1
-    return Largest(None if found is None else seen[found], seen.get(after), tuple(seen.values()))
+    return Largest(None if found is None else tried[found], tried.get(after), tuple(tried.values()))
 
 
 def _down(count: int, left: Callable[[int], int]) -> int | None:
@@ -115,7 +127,8 @@ class Candidate:
         peak: bytes of its fullest process.
         rank: the pipeline rank of that process.
         fits: None without a budget.
-        seconds: of a step; None without a device.
+        seconds: of a step; None without a device, or if it was not needed.
+        at_least: the peak may be higher: planning stopped where it did not fit.
     """
 
     mesh: MeshShape
@@ -123,6 +136,7 @@ class Candidate:
     rank: int
     fits: bool | None
     seconds: float | None
+    at_least: bool = False
 
 
 def meshes(gpus: int) -> Iterator[MeshShape]:
@@ -134,14 +148,7 @@ def meshes(gpus: int) -> Iterator[MeshShape]:
 
 def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
     """Those that fit first; among them the fastest; without times, those with the lowest peak."""
-    return sorted(
-        candidates,
-        key=lambda c: (
-            c.fits is False,
-            (0.0 if c.seconds is None else c.seconds) if c.fits is not False else 0.0,
-            c.peak,
-        ),
-    )
+    return sorted(candidates, key=lambda c: (c.fits is False, (c.fits is not False and c.seconds) or 0.0, c.peak))
 
 
 def divisors(number: int) -> list[int]:
@@ -167,6 +174,7 @@ class Search:
         config, plan, fit: of the run that was found; if none fits, of the nearest.
         tried: candidates; empty for "mesh".
         candidates, refused: for "mesh": those that can run, the best first, and the others with the reason.
+        interrupted: Ctrl-C ended it: a better one may exist.
     """
 
     what: str
@@ -178,6 +186,7 @@ class Search:
     tried: tuple[Tried, ...] = ()
     candidates: tuple[Candidate, ...] = ()
     refused: tuple[tuple[MeshShape, str], ...] = ()
+    interrupted: bool = False
 
     @property
     def found(self) -> bool:
@@ -187,6 +196,7 @@ class Search:
         return {
             "what": self.what,
             "found": self.settings or None,
+            "interrupted": self.interrupted,
             "sentence": self.sentence,
             "tried": [asdict(t) for t in self.tried],
             "meshes": [asdict(c) for c in self.candidates],
@@ -199,32 +209,37 @@ class Search:
             return None
         from rich.table import Table
 
-        table = Table(title=f"meshes of {self.fit.world} GPUs, the best first", caption=self._left_out())
+        timed = any(c.seconds is not None for c in self.candidates)
+        table = Table(title=f"meshes of {self.fit.world} GPUs, the best first", caption=self._caption(timed))
         table.caption_justify = "left"
-        for name in ("PP", "EP", "FSDP", "peak", "on rank", "headroom", *(["seconds"] if self._timed else [])):
+        for name in ("PP", "EP", "FSDP", "peak", "on rank", "headroom", *(["seconds"] if timed else [])):
             table.add_column(name, justify="right")
         for c in self.candidates[:_SHOWN]:
-            room = "" if self.fit.budget is None else _signed(headroom(c.peak, self.fit.budget))
-            time = [f"{c.seconds:.3f}"] if c.seconds is not None else []
+            peak = "> " * c.at_least + format_bytes(c.peak)
+            room = "" if self.fit.budget is None else _room(c, self.fit.budget)
+            time = "" if c.seconds is None else f"{c.seconds:.3f}"
             table.add_row(
-                str(c.mesh.pp), str(c.mesh.ep), str(c.mesh.fsdp), format_bytes(c.peak), str(c.rank), room, *time
+                str(c.mesh.pp), str(c.mesh.ep), str(c.mesh.fsdp), peak, str(c.rank), room, *([time] if timed else [])
             )
         return table
 
-    @property
-    def _timed(self) -> bool:
-        return any(c.seconds is not None for c in self.candidates)
-
-    def _left_out(self) -> str:
+    def _caption(self, timed: bool) -> str:
         lines = []
         if len(self.candidates) > _SHOWN:
             lines.append(f"{len(self.candidates) - _SHOWN} more can be run; --json has them all.")
-        if not self._timed:
+        if any(c.at_least for c in self.candidates[:_SHOWN]):
+            lines.append("> is what one rank takes: planning stops where a mesh does not fit.")
+        if not timed:
             lines.append("In the order of their peaks: without a device their speed is not known.")
         if self.refused:
             mesh, reason = self.refused[0]
             lines.append(f"{len(self.refused)} cannot be run, such as {mesh}: {reason}")
         return "\n".join(lines)
+
+
+def _room(c: Candidate, budget: int) -> str:
+    room = headroom(c.peak, budget)
+    return format_bytes(room) if room >= 0 else "< " * c.at_least + f"-{format_bytes(-room)}"
 
 
 def search(
@@ -235,6 +250,7 @@ def search(
     skew: float = 1.0,
     device: DeviceProfile | None = None,
     auto: bool = False,
+    progress: Callable[[str], None] = lambda sentence: None,
 ) -> Search:
     """Search on `world` processes.
 
@@ -244,18 +260,20 @@ def search(
         skew: see `fit_run`.
         device: for step times; the best mesh is then the fastest that fits, else the one with the lowest peak.
         auto: choose placements for the budget, instead of those of the configuration.
+        progress: called before each candidate, with a sentence about those before.
 
     Raises:
         UsageError: no budget, or nothing can run: why the first value, or every mesh, is refused.
+        KeyboardInterrupt: nothing was planned before it.
     """
     if what not in SEARCHES:
         raise UsageError(f"--search {what!r} is unknown; valid are {', '.join(SEARCHES)}")
     runs = _Runs(asked, world, skew, device, budget if auto else None)
     if what == "mesh":
-        return _mesh(runs, budget)
+        return _mesh(runs, budget, progress)
     if budget is None:
         raise UsageError(f"--search {what} needs --budget, such as --budget 80GiB: it looks for the largest that fits")
-    return _size(runs, what, budget)
+    return _size(runs, what, budget, progress)
 
 
 class _Runs:
@@ -263,7 +281,9 @@ class _Runs:
 
     def __init__(self, asked: PlanRequest, world: int, skew: float, device: DeviceProfile | None, auto: int | None):
         self.asked, self.world, self.skew, self.device, self.auto = asked, world, skew, device, auto
-        self._traces = TraceCache()
+        self.traces = TraceCache()
+        vocabulary = load_tokenizer(asked.config.data.tokenizer).vocabulary
+        self.declared = hf_io.configuration(asked.config.model, vocabulary)
 
     def changed(self, settings: dict[str, Any]) -> Config:
         """The request's configuration with other settings; a default batch follows.
@@ -283,48 +303,59 @@ class _Runs:
         check_world(config, self.world)
         return config
 
-    def declared(self, config: Config) -> Any:
-        return hf_io.configuration(config.model, load_tokenizer(config.data.tokenizer).vocabulary)
+    def plan(self, settings: dict[str, Any]) -> tuple[Config, LayerPlan]:
+        config = self.changed(settings)
+        return config, plan_layers(config, self.world, self.traces)
 
-    def fit(self, config: Config) -> tuple[LayerPlan, Fit]:
-        plan = plan_layers(config, self.world, self._traces)
-        return plan, fit_run(
-            config, plan, self.world, None, self.skew, device=self.device, auto=self.auto, traces=self._traces
-        )
+    def fit(self, config: Config, plan: LayerPlan, budget: int | None, stop: bool = False) -> Fit:
+        """`stop`: at the first rank that does not fit."""
+        fit = fit_run(
+            config, plan, self.world, None, self.skew, device=self.device, auto=self.auto, traces=self.traces,
+            stop_above=budget if stop else None,
+        )  # fmt: skip
+        return replace(fit, budget=budget)
 
 
-def _size(runs: _Runs, what: str, budget: int) -> Search:
+# --- sizes --------------------------------------------------------------------------------------------------------------
+
+_NAMES = {"microbatch": ("microbatch", "sequence"), "sequence": ("sequence", "token"), "layers": ("depth", "layer")}
+"""What is searched, and what it is counted in."""
+
+
+def _size(runs: _Runs, what: str, budget: int, progress: Callable[[str], None]) -> Search:
     values, monotone, last = _values(runs, what)
-    fits: dict[int, tuple[Config, LayerPlan, Fit]] = {}
+    planned: dict[int, tuple[Config, LayerPlan, Fit]] = {}
 
     def room(value: int) -> int:
-        config = runs.changed(_settings(runs, what, value))
-        fits[value] = config, *runs.fit(config)
-        return fits[value][2].fullest.headroom(budget)
+        fitting = max((v for v, (_, _, fit) in planned.items() if fit.fits), default=None)
+        best = "" if fitting is None else f"; best so far {_count(what, fitting)}"
+        progress(f"planned runs: {len(planned)}{best}; next is {_count(what, value)}")
+        config, plan = runs.plan(_settings(runs, what, value))
+        planned[value] = config, plan, runs.fit(config, plan, budget)
+        return planned[value][2].fullest.headroom(budget)
 
     result = largest(values, room, monotone)
-    value = result.found.value if result.found else values[0]
-    config, plan, fit = fits[value]
-    fit = replace(fit, budget=budget)
+    value = result.found.value if result.found else min(t.value for t in result.tried)
+    config, plan, fit = planned[value]
     settings = {}
     if result.found:
         settings = _settings(runs, what, value)
         if runs.asked.rebatch and what == "microbatch":
             settings["train.batch"] = config.train.batch
-    following = replace(fits[result.next.value][2], budget=budget) if result.next else None
+    following = planned[result.next.value][2] if result.next else None
+    last = "the search was interrupted before larger ones were excluded" if result.interrupted else last
     sentence = _sized(what, result, fit, following, last, budget)
-    return Search(what, settings, sentence, config, plan, fit, result.tried)
+    return Search(what, settings, sentence, config, plan, fit, result.tried, interrupted=result.interrupted)
 
 
 def _settings(runs: _Runs, what: str, value: int) -> dict[str, Any]:
     if what != "layers":
         return {f"train.{what}": value}
-    section = runs.asked.config.model
     settings: dict[str, Any] = {"model.config.num_hidden_layers": value}
-    kinds = getattr(runs.declared(runs.asked.config), "layer_types", None)
-    if kinds and section.path:  # a folder's config.json names the kind of each layer: repeat its pattern
-        settings["model.config.layer_types"] = [kinds[n % len(kinds)] for n in range(value)]
-    if section.path:  # its weights have one depth
+    if runs.asked.config.model.path:
+        # A folder's config.json names the kind of each layer: repeat its pattern. Its weights have one depth.
+        if kinds := getattr(runs.declared, "layer_types", None):
+            settings["model.config.layer_types"] = [kinds[n % len(kinds)] for n in range(value)]
         settings["model.weights"] = "random"
     return settings
 
@@ -337,7 +368,7 @@ def _values(runs: _Runs, what: str) -> tuple[Sequence[int], bool, str]:
     """
     config = runs.asked.config
     if what == "sequence":
-        longest = getattr(runs.declared(config).get_text_config(), "max_position_embeddings", None) or _LONGEST
+        longest = getattr(runs.declared.get_text_config(), "max_position_embeddings", None) or _LONGEST
         step = _TOKENS if longest >= _TOKENS else 1
         return range(step, longest + 1, step), True, f"the model's max_position_embeddings are {longest}"
     if what == "layers":
@@ -345,40 +376,32 @@ def _values(runs: _Runs, what: str) -> tuple[Sequence[int], bool, str]:
     if runs.asked.rebatch:
         return range(1, _WIDEST + 1), True, "no more were looked at"
     sharing = max(1, runs.world // config.parallel.pp)
-    whole = max(1, config.train.batch // sharing)
-    valid = [n for n in divisors(whole) if _valid(runs, n)]
+    valid = []
+    for microbatch in divisors(max(1, config.train.batch // sharing)):
+        with suppress(UsageError):
+            runs.changed({"train.microbatch": microbatch})
+            valid.append(microbatch)
     if not valid:
         runs.changed({"train.microbatch": 1})  # raises the reason
     return valid, False, f"train.batch = {config.train.batch} allows no larger one"
 
 
-def _valid(runs: _Runs, microbatch: int) -> bool:
-    try:
-        runs.changed({"train.microbatch": microbatch})
-    except UsageError:
-        return False
-    return True
-
-
-_UNITS: Mapping[str, str] = {"microbatch": "sequence", "sequence": "token", "layers": "layer"}
-_NAMES: Mapping[str, str] = {"microbatch": "microbatch", "sequence": "sequence", "layers": "depth"}
+def _count(what: str, value: int) -> str:
+    return f"{value} {_NAMES[what][1]}{'s' * (value != 1)}"
 
 
 def _sized(what: str, result: Largest, fit: Fit, following: Fit | None, last: str, budget: int) -> str:
-    name = _NAMES[what]
-
-    def count(value: int) -> str:
-        return f"{value} {_UNITS[what]}{'s' * (value != 1)}"
-
+    name, size = _NAMES[what][0], format_bytes(budget)
     if result.found is None:
-        return f"No {name} fits {format_bytes(budget)}: {_stopped(fit, budget, 'even with ' + count(result.tried[-1].value))}."
+        tried = _count(what, min(t.value for t in result.tried))
+        return f"No {name} fits {size}: {_stopped(fit, budget, f'even with {tried}')}."
     found = (
-        f"The largest {name} that fits {format_bytes(budget)} is {count(result.found.value)}, with "
+        f"The largest {name} that fits {size} is {_count(what, result.found.value)}, with "
         f"{format_bytes(result.found.headroom)} to spare on rank {fit.fullest.rank}, {ALLOWANCE}"
     )
     if following is None or result.next is None:
         return f"{found}; {last}."
-    return f"{found}; {_stopped(following, budget, 'with ' + count(result.next.value))}."
+    return f"{found}; {_stopped(following, budget, f'with {_count(what, result.next.value)}')}."
 
 
 def _stopped(fit: Fit, budget: int, subject: str) -> str:
@@ -399,41 +422,84 @@ def _stopped(fit: Fit, budget: int, subject: str) -> str:
     )
 
 
-def _mesh(runs: _Runs, budget: int | None) -> Search:
-    candidates, refused = [], []
-    experts = experts_in(runs.declared(runs.asked.config))
-    for mesh in meshes(runs.world):
-        try:
-            check_experts(mesh.ep, experts)
-            config = runs.changed(_mesh_settings(mesh))
-            plan, fit = runs.fit(config)
-        except UsageError as error:
-            refused.append((mesh, str(error)))
-            continue
-        most = fit.fullest
-        fits = None if budget is None else most.headroom(budget) >= 0
-        time = None if fit.step is None else fit.step.seconds
-        candidates.append(Candidate(mesh, most.total, most.rank, fits, time))
-    if not candidates:
+# --- meshes -------------------------------------------------------------------------------------------------------------
+
+
+_Planned = tuple[Candidate, Config, LayerPlan, Fit]
+
+
+def _mesh(runs: _Runs, budget: int | None, progress: Callable[[str], None]) -> Search:
+    every, experts = list(meshes(runs.world)), experts_in(runs.declared)
+    candidates: list[Candidate] = []
+    refused: list[tuple[MeshShape, str]] = []
+    best: _Planned | None = None  # of those that were planned whole
+    interrupted = False
+    try:
+        for done, mesh in enumerate(every):
+            progress(f"{done} of {len(every)} meshes planned{_so_far(best)}")
+            try:
+                check_experts(mesh.ep, experts)
+                candidate, whole = _plan_mesh(runs, mesh, budget, budget is not None)
+            except UsageError as error:
+                refused.append((mesh, str(error)))
+                continue
+            candidates.append(candidate)
+            best = _better(best, whole)
+        candidates = ranked(candidates)
+        while candidates and candidates[0].at_least:  # none fits: the nearest is wanted
+            progress(f"no mesh fits; planning all of {candidates[0].mesh}{_so_far(best)}")
+            candidate, whole = _plan_mesh(runs, candidates[0].mesh, budget, False)
+            candidates, best = ranked([candidate, *candidates[1:]]), _better(best, whole)
+    except KeyboardInterrupt:
+        if best is None:
+            raise
+        candidates, interrupted = ranked(candidates), True
+    if best is None:
         mesh, reason = refused[0]
         raise UsageError(f"no mesh of {runs.world} GPUs can be run: {mesh} is refused, for {reason}")
-    order = ranked(candidates)
-    best = order[0].mesh
-    config = runs.changed(_mesh_settings(best))
-    plan, fit = runs.fit(config)
-    fit = replace(fit, budget=budget)
-    settings = {} if order[0].fits is False else _mesh_settings(best)
-    return Search(
-        "mesh", settings, _meshed(order, fit, budget), config, plan, fit, (), tuple(order), tuple(refused)
-    )  # fmt: skip
+    found, config, plan, fit = best
+    sentence = _meshed(candidates, found, fit)
+    if interrupted:
+        done = len(candidates) + len(refused)
+        sentence = f"The search was interrupted after {done} of {len(every)} meshes. {sentence}"
+    settings = {} if found.fits is False else _mesh_settings(found.mesh)
+    lists = tuple(candidates), tuple(refused)
+    return Search("mesh", settings, sentence, config, plan, fit, (), *lists, interrupted)
+
+
+def _plan_mesh(runs: _Runs, mesh: MeshShape, budget: int | None, stop: bool) -> tuple[Candidate, _Planned | None]:
+    """`stop`: as soon as it is known not to fit. The second result is None then."""
+    config, plan = runs.plan(_mesh_settings(mesh))
+    if stop and budget is not None:
+        least, rank = least_total(config, plan, runs.world, runs.traces)
+        if headroom(least, budget) < 0:
+            return Candidate(mesh, least, rank, False, None, at_least=True), None
+    fit = runs.fit(config, plan, budget, stop)
+    most, seconds, whole = fit.fullest, None if fit.step is None else fit.step.seconds, len(fit.ranks) == mesh.pp
+    candidate = Candidate(mesh, most.total, most.rank, fit.fits, seconds, at_least=not whole)
+    return candidate, (candidate, config, plan, fit) if whole else None
+
+
+def _better(best: _Planned | None, other: _Planned | None) -> _Planned | None:
+    if best is None or other is None:
+        return best or other
+    return best if ranked([best[0], other[0]])[0] is best[0] else other
+
+
+def _so_far(best: _Planned | None) -> str:
+    if best is None:
+        return ""
+    c = best[0]
+    time = "" if c.seconds is None else f", {c.seconds:.1f} s a step"
+    return f"; {'nearest' if c.fits is False else 'best'} so far {c.mesh}, {format_bytes(c.peak)}{time}"
 
 
 def _mesh_settings(mesh: MeshShape) -> dict[str, Any]:
     return {"parallel.pp": mesh.pp, "parallel.ep": mesh.ep}
 
 
-def _meshed(order: Sequence[Candidate], fit: Fit, budget: int | None) -> str:
-    best = order[0]
+def _meshed(order: Sequence[Candidate], best: Candidate, fit: Fit) -> str:
+    budget = fit.budget
     rank = "expected to be the fastest" if best.seconds is not None else "the one with the lowest peak"
     if budget is None:
         return f"Of {len(order)} meshes that can be run, {best.mesh} is {rank}: {format_bytes(best.peak)}."
@@ -444,7 +510,3 @@ def _meshed(order: Sequence[Candidate], fit: Fit, budget: int | None) -> str:
         f"{fitting} of {len(order)} meshes that can be run fit {format_bytes(budget)}; {best.mesh} is {rank}, with "
         f"{format_bytes(headroom(best.peak, budget))} to spare, {ALLOWANCE}."
     )
-
-
-def _signed(size: int) -> str:
-    return format_bytes(size) if size >= 0 else f"-{format_bytes(-size)}"

@@ -637,7 +637,9 @@ class _StepRun:
         """The gradient of its input. `deferred`: without the experts' weight gradients."""
         part, events, blocks = run.part, run.part.events, run.blocks
         elsewhere = part.expert_grads if deferred or (self._run.sharing.adds_in_place and part.deferred) else ()
-        backward = tuple(event for event in events.backward if event[0] not in elsewhere)
+        backward = events.backward
+        if elsewhere:
+            backward = tuple(event for event in backward if event[0] not in elsewhere)
         if part.placement == "recompute" and not blocks:
             self._allocator.free((yield from self._recompute(run)))
         blocks[events.gradient] = dy
@@ -717,9 +719,20 @@ class _StepRun:
             thread: whose cuBLAS workspace is used; 1 is autograd's.
             on_mark: called at marks; that of `ALL_TO_ALL_END` when the experts' weight gradients have been made.
         """
-        transfers = 0
+        transfers, transferred = 0, part.events.transferred
+        malloc, free = self._allocator.malloc, self._allocator.free
         for number, size in events:
-            if number < 0 and size == ALL_TO_ALL_END:
+            if number >= 0 and size:
+                blocks[number] = malloc(size, self._transfer_stream if number in transferred else self._stream)
+            elif number >= 0:
+                block = blocks.pop(number, None)
+                if block is not None and not (
+                    number in weight_grads and self._params.keeps(part.place, part.events.weight_grads[number], block)
+                ):
+                    free(block)
+            elif size != ALL_TO_ALL_END:
+                self._mark(size, part, thread, transfers, on_mark)
+            else:
                 if self._run.engine:
                     yield
                 if weight_grads and transfers:  # after the experts' backward
@@ -730,17 +743,6 @@ class _StepRun:
                 if not transfers:
                     self._params.compute_experts(part.place, True)
                 transfers += 1
-            elif number < 0:
-                self._mark(size, part, thread, transfers, on_mark)
-            elif size:
-                stream = self._transfer_stream if number in part.events.transferred else self._stream
-                blocks[number] = self._allocator.malloc(size, stream)
-            elif number in blocks:
-                block = blocks.pop(number)
-                if number not in weight_grads or not self._params.keeps(
-                    part.place, part.events.weight_grads[number], block
-                ):
-                    self._allocator.free(block)
 
     def _mark(
         self, mark: int, part: Part, thread: int, transfers: int, on_mark: Mapping[int, Callable[[], None]]

@@ -467,7 +467,8 @@ def _meshes(found: Search) -> Html:
     for c in found.candidates[:_MESHES]:
         left = None if budget is None else _room(headroom(c.peak, budget))
         time = None if c.seconds is None else duration(c.seconds)
-        rows.append((f"{c.mesh.pp} x {c.mesh.ep} x {c.mesh.fsdp}", format_bytes(c.peak), str(c.rank), left, time))
+        peak = "> " * c.at_least + format_bytes(c.peak)
+        rows.append((f"{c.mesh.pp} x {c.mesh.ep} x {c.mesh.fsdp}", peak, str(c.rank), left, time))
     notes = []
     if len(found.candidates) > _MESHES:
         notes.append(f"{len(found.candidates) - _MESHES} more can run.")

@@ -8,7 +8,7 @@ the search.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -318,7 +318,11 @@ class _Runs:
 
 # --- sizes --------------------------------------------------------------------------------------------------------------
 
-_NAMES = {"microbatch": ("microbatch", "sequence"), "sequence": ("sequence", "token"), "layers": ("depth", "layer")}
+_NAMES: Mapping[str, tuple[str, str]] = {
+    "microbatch": ("microbatch", "sequence"),
+    "sequence": ("sequence", "token"),
+    "layers": ("depth", "layer"),
+}
 """What is searched, and what it is counted in."""
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _DOES_NOT_FIT = 3
 _INTERRUPTED = 130  # as shells have it for a process that SIGINT ended
-_EVERY = 3.0  # seconds between two lines of progress where the error stream is no terminal
+_EVERY = 5.0  # seconds between two lines of progress where the error stream is no terminal
 _WIDTH = 120  # of tables where the output is no terminal
 
 
@@ -276,7 +276,7 @@ def _answer_hf(options: argparse.Namespace, budget: int | None) -> int:
 
 
 class _Progress:
-    """Shows how far a search is on standard error, after its first second: on one line of a terminal, else as lines.
+    """Shows how far a search is on standard error: on a terminal in one line, after a second; else in a line every few seconds.
 
     Args:
         console: default: of standard error.
@@ -287,7 +287,7 @@ class _Progress:
         from rich.console import Console
 
         self._console, self._clock = console or Console(stderr=True), clock
-        self._next = clock() + 1.0
+        self._next = clock() + (1.0 if self._console.is_terminal else _EVERY)
         self._shown = ExitStack()
         self._status: Any = None
 

@@ -196,7 +196,7 @@ class Search:
         return {
             "what": self.what,
             "found": self.settings or None,
-            "interrupted": self.interrupted,
+            **({"interrupted": True} if self.interrupted else {}),
             "sentence": self.sentence,
             "tried": [asdict(t) for t in self.tried],
             "meshes": [asdict(c) for c in self.candidates],

@@ -258,6 +258,22 @@ def test_a_closed_store_says_so() -> None:
 # --- death ------------------------------------------------------------------------------------------------------------
 
 
+def test_a_ticket_that_outlives_its_arena_gives_back_to_it(new: NewStore) -> None:
+    store = new((3, 3))
+    old = store._memory
+    assert old is not None
+    before = put(store, a := (wide(5, store.device), 5))
+    store.resize(4, 3)
+    after = put(store, b := (wide(5, store.device), 5))
+    assert store.live_tickets == 2 and fetched(store, before, a) and fetched(store, after, b)
+    assert old.free.state.tolist()[:2] == [5, 6]
+    del before
+    assert old.free.state.tolist()[:2] == [5, 11], "to its own stack"
+    assert free(store)[0] == 5 and fetched(store, after, b)
+    del after
+    assert whole(store) and store.live_tickets == 0
+
+
 def test_tickets_outlive_a_closed_store(new: NewStore) -> None:
     store = new((3, 3))
     first, second = put(store, a := (wide(3, store.device), 2)), put(store, b := (wide(3, store.device), 3))

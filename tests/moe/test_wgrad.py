@@ -626,3 +626,37 @@ def test_on_the_gpu_deferred_is_at_once_and_never_waits(gpt_oss: bool, save_h: b
         case.run(deferred=store, save_h=save_h).backward(dy)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("save_h", [True, False])
+def test_on_the_gpu_the_peaks_of_both_parts(save_h: bool) -> None:
+    case, dy = gpu_case(gpt_oss=False, tokens=16384)
+    rows, hidden, width, store = case.ids.numel(), 512, 256, WeightGradients()
+    case.tensors["x"].requires_grad_(True)
+
+    def step() -> Callable[[], None]:
+        return collect(store, case.run(deferred=store, save_h=save_h), dy).pop()
+
+    step()()  # whatever is allocated once
+    for t in case.tensors.values():
+        t.grad = None
+    torch.cuda.synchronize()
+    base = torch.cuda.memory_allocated()
+    small = 2**23  # the routing, dx, the routing weights' gradient, rounding of the allocator
+
+    y = case.run(deferred=store, save_h=save_h)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with store.collecting() as pending:
+        y.backward(dy)
+    assert torch.cuda.max_memory_allocated() - before <= 2 * rows * (hidden + 3 * width) + dy.nbytes + small
+    del y
+    held = torch.cuda.memory_allocated() - base - case.tensors["x"].nbytes  # dx, which is x's size
+    assert held <= 6 * rows * width + small
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    parameters = 2 * 16 * 3 * hidden * width
+    pending.pop()()
+    assert torch.cuda.max_memory_allocated() - before <= 2 * rows * hidden + parameters + small
+    assert torch.cuda.memory_allocated() - base <= parameters + case.tensors["x"].nbytes + small

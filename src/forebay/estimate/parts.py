@@ -1,7 +1,7 @@
 """The parts of a stage with their events under a placement, and the offload plan that a run's manager would make of them.
 
 Input: a `ModelTrace`, a `StageLayers` and placements; for the offload plan the actions of a step, seconds by part and
-the link's rates. Output: `Part`s in forward order, which `forebay.estimate.reserved` plays on an allocator, and the `Plan`
+the link's rates. Output: `Part`s in forward order, which `forebay.estimate.walk` plays on an allocator, and the `Plan`
 of `forebay.memory.offload_plan` for a timeline that is traced instead of measured. Nothing is kept.
 """
 

@@ -110,7 +110,7 @@ def model_costs(model: nn.Module, sequence: int, microbatch: int, attention: str
         raise ValueError(f"{type(model).__name__} has no output embedding; a *ForCausalLM is needed")
     tokens = sequence * microbatch
     vocabulary, hidden = head.weight.shape
-    loss = _F32 * hidden * (tokens + vocabulary)  # gradients that `forebay.models.linear_cross_entropy` keeps in fp32
+    loss = _F32 * hidden * (tokens + vocabulary)  # gradients that `forebay.models.fused_loss` keeps in fp32
     saved = tokens * (_F32 + _BF16) * hidden + loss  # with the final norm
     head_work = PartCost(_FORWARD_AND_BACKWARD * vocabulary * hidden * tokens, 0, saved, 0)
     return Costs(

@@ -184,6 +184,16 @@ def test_damage_is_named_and_an_earlier_one_offered(tmp_path: Path, damage: Any,
     checkpoint.load(earlier, model, optimizer)
 
 
+def test_another_model_is_named(tmp_path: Path) -> None:
+    path = Checkpoints(tmp_path).save(1, *make(width=4), {})
+    with pytest.raises(RunError, match=r"0\.weight has shape \[4, 3\], this model needs \[8, 3\]"):
+        checkpoint.load(path, make(width=8)[0])
+    with pytest.raises(RunError, match=r"another model: it has no 2\.weight"):
+        checkpoint.load(path, nn.Sequential(*make()[0], nn.Linear(2, 2)))
+    with pytest.raises(RunError, match=r"another model: this one has no 1\.weight"):
+        checkpoint.load(path, make()[0][:1])
+
+
 def test_find(tmp_path: Path) -> None:
     path = Checkpoints(tmp_path / "run" / "checkpoints").save(1, *make(), {})
     for given in (tmp_path / "run", tmp_path / "run" / "checkpoints", path):

@@ -138,6 +138,15 @@ def test_an_epoch_is_every_window_once_and_epochs_differ() -> None:
     assert epochs[0] != epochs[1]
 
 
+def test_batches_depend_on_position_and_seed_alone() -> None:
+    tokens = np.arange(401, dtype=np.uint16)
+    fresh, used = Windows(tokens, 10, 4, 0), Windows(tokens, 10, 4, 0)
+    for number in range(5):
+        used(number)
+    assert torch.equal(fresh(7)[0], used(7)[0])
+    assert not torch.equal(fresh(7)[0], Windows(tokens, 10, 4, 1)(7)[0])
+
+
 def test_two_processes_share_a_batch() -> None:
     tokens = np.arange(401, dtype=np.uint16)
     whole = Windows(tokens, 10, 4, 0)(3)[0]

@@ -85,6 +85,16 @@ def test_bfloat16_trains(tiny: Callable[..., Config]) -> None:
         assert [trainer.step(n).cross_entropy_loss for n in (2, 3, 4)][-1] < first
 
 
+@pytest.mark.parametrize(("validation", "eval_every"), [(0.25, 1), (0.0, 0)])
+def test_validation_data_is_not_trained_on(tiny: Callable[..., Config], validation: float, eval_every: int) -> None:
+    with Trainer(tiny(data={"validation": validation}, train={"eval_every": eval_every})) as trainer:
+        tokens, held_out = trainer.corpus.tokens, trainer._held_out
+        cut = len(tokens) - int(validation * len(tokens))
+        assert trainer._windows.tokens.tolist() == tokens[:cut].tolist()
+        assert (held_out is not None) == bool(eval_every)
+        assert held_out is None or held_out.tokens.tolist() == tokens[cut:].tolist()
+
+
 def test_evaluation_changes_nothing(tiny: Callable[..., Config]) -> None:
     config = tiny(train={"eval_every": 1, "eval_batches": 2})
     with Trainer(config) as trainer:

@@ -161,14 +161,15 @@ def test_what_a_page_mentions_exists(page: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_the_source_and_the_log_name_pages_and_results_that_exist() -> None:
-    """Comments and profiles cite docs/ and benchmarks/ as the evidence of a figure."""
+    """Comments and profiles cite docs/ and benchmarks/ as the evidence of a figure, docstrings modules and their members."""
     log = ROOT / "benchmarks" / "LOG.md"
     assert broken_links(log, log.read_text("utf-8")) == []
     cited = re.compile(r"\b(?:docs|benchmarks)/[\w./-]+\.(?:md|json|py)\b")
     for file in sorted((ROOT / "src").rglob("*")):
         if file.suffix in (".py", ".json", ".toml"):
-            missing = [path for path in cited.findall(file.read_text("utf-8")) if not (ROOT / path).exists()]
-            assert missing == [], file
+            text = file.read_text("utf-8")
+            assert [path for path in cited.findall(text) if not (ROOT / path).exists()] == [], file
+            assert wrong_names(" ".join(re.findall(r"`forebay\.[\w.]+`", text))) == [], file
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/estimator.md"])

@@ -126,6 +126,23 @@ def test_the_first_step_is_counted_and_the_arena_made_for_it(new: NewStore) -> N
     assert report.pages_out == 33 and not report.resized and store.generation == 1
 
 
+@pytest.mark.parametrize(
+    ("rows", "live", "pages"), [(10, None, (10, 0)), (8, 0, (1, 7))], ids=["no margin beyond the bound", "no live rows"]
+)
+def test_the_arena_holds_what_tickets_can_need(rows: int, live: int | None, pages: tuple[int, int]) -> None:
+    store = new_store()
+    report = store.end_step()
+    assert store._memory is None and not report.resized and report.pages_out == 0, "a step without tickets"
+    put(store, (wide(rows), live))
+    assert store.end_step().resized and pages_of(store) == pages
+    ticket = put(store, saved := (wide(rows), None))
+    assert fetched(store, ticket, saved)
+    del ticket
+    assert spilled(store) == (pages[1] > 0)
+    store.end_step()
+    assert store.device_pages == rows, "and learns from the next step"
+
+
 def test_no_host_page_goes_out_while_there_are_pages_on_the_device(new: NewStore) -> None:
     """Rounds that take more pages than the device has, but never at once. The link is a hundred times slower than memory."""
     store = new((8, 24))

@@ -168,7 +168,7 @@ def test_plan_says_whether_it_fits(run: Run, plan: Plan, config: str) -> None:
     (rank,) = fit["ranks"]
     parts = ("parameters", "gradients", "optimizer", "activations", "transient", "other")
     assert rank["total"] == sum(rank[part] for part in parts) > rank["parameters"] > 0
-    least = rank["total"] + rank["total"] // 50
+    least = rank["total"] + int(0.05 * rank["total"])
     assert plan(f"--budget={least}")["fit"]["fits"] is True
     code, out, error = run("plan", config, f"--budget={least - 1}")
     assert code == 3 and not error and "Does not fit" in out and "1 B are missing" in out

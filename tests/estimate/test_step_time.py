@@ -195,7 +195,7 @@ STEP = StepTime("h200", 8.0, 8.0, 0.5, 0.25, 1.25, 6.0, (8.0, 6.0), (0.0, 0.0), 
 def test_a_step_is_the_sum_of_its_parts() -> None:
     assert (STEP.gradients, STEP.seconds, STEP.tokens_per_second) == (8.75, 10, 100)
     assert STEP.bubble == (0, 0.25) and not STEP.limited_by_host
-    assert STEP.sentence() == "expected on h200: 10.000 s a step, 100 tokens/s; bubble 0 to 25 %."
+    assert STEP.sentence() == "expected on h200: 10.000 s a step to within 15 %, 100 tokens/s; bubble 0 to 25 %."
     around = replace(STEP, around=2.0)
     assert (around.gradients, around.seconds) == (8.75, 12)
     assert replace(STEP, device="h100", measured=False).sentence().startswith("expected on h100, from data sheets: 10")

@@ -18,7 +18,7 @@ from forebay.config import Config, apply_override, check_experts, from_mapping, 
 from forebay.errors import UsageError, nearest
 from forebay.estimate.device import DEFAULT, DeviceProfile
 from forebay.estimate.device import load as load_device
-from forebay.estimate.fit import ALLOWANCE, RankFit, largest_total
+from forebay.estimate.fit import ALLOWANCE, ERROR, RankFit, largest_total
 from forebay.estimate.fsdp import least_bytes, param_groups
 from forebay.estimate.layers import LayerPlan
 from forebay.estimate.placement import Choice, Option, by_kind, sentences
@@ -198,7 +198,7 @@ class Fit:
         most = self.fullest
         what = f"the peak is {format_bytes(most.total)} on rank {most.rank}, at {most.where}"
         if self.budget is None:
-            return f"{what[0].upper()}{what[1:]}; give --budget for a verdict."
+            return f"{what[0].upper()}{what[1:]}, to within {100 * ERROR:.0f} %; give --budget for a verdict."
         room = most.headroom(self.budget)
         if room >= 0:
             return f"Fits {format_bytes(self.budget)} with {format_bytes(room)} to spare, {ALLOWANCE}: {what}."
@@ -220,6 +220,7 @@ class Fit:
             "budget_bytes": self.budget,
             "fits": self.fits,
             "verdict": self.verdict(),
+            "error": ERROR,
             "ranks": [
                 {
                     **asdict(rank),

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from torch import nn
 
 from forebay.models.families import decoder_layers, moe_block
 
@@ -121,12 +124,19 @@ def weight_shapes(model: Any) -> WeightShapes:
     for path, layer in decoder_layers(model):
         block = moe_block(f"{path}.mlp", layer.mlp)
         experts = {id(p) for p in block.experts.parameters()} if block is not None else set()
-        mine = [id(p) for p in layer.parameters()]
+        mine = [id(p) for p in _in_fsdp_order(layer)]
         layers.append(tuple(named[p]._replace(experts=p in experts) for p in mine))
         seen.update(mine)
     tied = any(id(p) in embedding for p in model.lm_head.parameters())
     rest = tuple(weight for p, weight in named.items() if p not in seen)
     return WeightShapes(tuple(named[p] for p in embedding), rest, tuple(layers), tied)
+
+
+def _in_fsdp_order(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Children first: FSDP2 goes through gradients in this order (torch 2.11, `_get_managed_modules`)."""
+    for child in module.children():
+        yield from _in_fsdp_order(child)
+    yield from module.parameters(recurse=False)
 
 
 def shard_length(shape: tuple[int, ...], processes: int, experts: bool) -> int:

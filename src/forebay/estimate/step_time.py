@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from forebay.estimate.device import DeviceProfile
+from forebay.estimate.fit import TIME_ERROR
 from forebay.estimate.state import Sharing
 from forebay.estimate.types import OpCost
 from forebay.pipeline.schedule import Action
@@ -210,7 +211,8 @@ class StepTime:
     def sentence(self) -> str:
         sheets = "" if self.measured else ", from data sheets"
         parts = [
-            f"expected on {self.device}{sheets}: {self.seconds:.3f} s a step, {self.tokens_per_second:,.0f} tokens/s"
+            f"expected on {self.device}{sheets}: {self.seconds:.3f} s a step to within {100 * TIME_ERROR:.0f} %, "
+            f"{self.tokens_per_second:,.0f} tokens/s"
         ]
         if len(self.busy) > 1:
             parts.append(f"bubble {100 * min(self.bubble):.0f} to {100 * max(self.bubble):.0f} %")
@@ -223,6 +225,7 @@ class StepTime:
             "device": self.device,
             "measured": self.measured,
             "seconds": self.seconds,
+            "error": TIME_ERROR,
             "tokens_per_second": self.tokens_per_second,
             "schedule_seconds": self.schedule,
             "launched_seconds": self.launched,

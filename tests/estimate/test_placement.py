@@ -76,8 +76,13 @@ class Case:
                 if path:
                     live[path] += change
 
-    def choose(self, budget: int, waits: bool = False) -> Choice | None:
-        return choose(0, self.options, self.times, self.levels, self.microbatches, budget, self.machine, waits)
+    def choose(self, budget: int, waits: bool = False) -> Choice:
+        arguments = self.options, self.times, self.levels, self.microbatches, budget, self.machine, waits
+        return choose(0, *arguments, self.used)
+
+    def used(self, placements: Mapping[str, str]) -> int:
+        picked = [next(o for o in own if o.placement == placements.get(o.path, "keep")) for own in self.options[0]]
+        return self.figures(picked)[1]
 
     def every(self) -> list[tuple[float, int]]:
         """(seconds, peak) of all placements with a link that carries everything."""
@@ -103,10 +108,10 @@ def test_no_placement_within_the_budget_costs_less(seed: int) -> None:
         budget = low + (high - low) * k // 6
         best = min(s for s, p in every if p <= budget)
         choice = case.choose(budget)
-        assert choice is not None and choice.peak <= budget
+        assert choice.peak <= budget
         assert choice.seconds <= best * (1 + 5e-3) + 1e-6
     lowest = case.choose(low - 1)  # does not fit: the lowest peak
-    assert lowest is not None and lowest.peak == low
+    assert lowest.peak == low
 
 
 @given(
@@ -123,13 +128,12 @@ def test_a_larger_budget_never_costs_more(seed: int, layers: int, waits: bool, s
     case = Case(seed, layers, speed=speed)
 
     def used(placements: Mapping[str, str]) -> int:
-        picked = [next(o for o in own if o.placement == placements.get(o.path, "keep")) for own in case.options[0]]
-        return case.figures(picked)[1] + zlib.crc32(repr(placements).encode()) % (noise + 1)
+        return case.used(placements) + zlib.crc32(repr(placements).encode()) % (noise + 1)
 
     def chosen(budget: int) -> Choice:
         arguments = case.options, case.times, case.levels, case.microbatches, budget, case.machine, waits
         choice = choose(0, *arguments, used=used)
-        assert choice is not None and choice.peak == used(choice.placements)
+        assert choice.peak == used(choice.placements)
         return choice
 
     least, kept = chosen(0).peak, used({})
@@ -147,15 +151,14 @@ def test_a_larger_budget_never_costs_more(seed: int, layers: int, waits: bool, s
 
 def test_a_budget_with_room_changes_nothing() -> None:
     choice = Case(0, speed=1e3).choose(10**6)
-    assert choice is not None and not choice.placements and choice.seconds == 0 and not by_kind([choice])
+    assert not choice.placements and choice.seconds == 0 and not by_kind([choice])
 
 
 def test_what_is_placed_is_listed() -> None:
     case = Case(2, speed=1e3)
     kept = case.choose(10**6)
-    assert kept is not None
     choice = case.choose(kept.peak - 60)
-    assert choice is not None and choice.placements
+    assert choice.placements
     rows = by_kind([choice])
     assert {p.path: p.placement for p in choice.placed} == dict(choice.placements)
     assert sum(p.freed for p in choice.placed) == sum(row["freed_bytes"] * len(row["layers"]) for row in rows)
@@ -182,14 +185,14 @@ def test_placements_of_a_sublayer(placement: str, recompute: str, held: int, bac
 
 def test_a_link_without_time_carries_nothing() -> None:
     kept = Case(0, speed=1e3).choose(10**6)
-    assert kept is not None and not kept.placements
+    assert not kept.placements
     slow = Case(0, speed=1e-3).choose(kept.peak - 40)
-    assert slow is not None and "offload" not in slow.placements.values() and slow.peak <= kept.peak - 40
+    assert "offload" not in slow.placements.values() and slow.peak <= kept.peak - 40
     alone = frozenset({"offload"})
     stuck = Case(0, allowed=alone, speed=1e-3).choose(kept.peak - 40)
-    assert stuck is not None and not stuck.placements and stuck.peak == kept.peak
+    assert not stuck.placements and stuck.peak == kept.peak
     waiting = Case(0, allowed=alone, speed=10.0).choose(kept.peak - 40, waits=True)
-    assert waiting is not None and waiting.waits > 0 and waiting.peak <= kept.peak - 40
+    assert waiting.waits > 0 and waiting.peak <= kept.peak - 40
 
 
 def test_the_link_by_hand() -> None:
@@ -206,8 +209,9 @@ def test_the_link_by_hand() -> None:
         options = [[Option("embedding", "keep", 1, 1)]]
         options += [[Option(p, "keep", 100, 100), Option(p, "offload", 100, 0, moved=100)] for p in paths]
         options += [[Option("head", "keep", 1, 1)]]
-        choice = choose(0, {0: options}, times, levels, 1, 1, machine(rate), False)
-        assert choice is not None
+        choice = choose(
+            0, {0: options}, times, levels, 1, 1, machine(rate), False, lambda placements: 5000 - 100 * len(placements)
+        )
         left[rate] = len(choice.placements)
     assert left == {100.0: 12, 50.0: 6, 20.0: 0}
 
@@ -216,10 +220,9 @@ def test_a_long_model_is_placed() -> None:
     """61 layers on one process: the peak is within the budget."""
     case = Case(0, layers=61, speed=30.0)
     kept = case.choose(10**9)
-    assert kept is not None
     budget = kept.peak - (kept.peak - 1000) // 3
     choice = case.choose(budget)
-    assert choice is not None and choice.peak <= budget and choice.placements
+    assert choice.peak <= budget and choice.placements
 
 
 def test_every_budget_that_recomputation_reaches_is_met_and_less_memory_costs_no_less_time() -> None:

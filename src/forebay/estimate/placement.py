@@ -95,7 +95,6 @@ class Choice:
         placed: the same, in forward order, with what they free and cost.
         seconds: cost of a step, waits for the link included.
         waits: seconds of waits among them.
-        gap: share by which the cost may exceed the optimum; 0 as it is not known.
         peak: bytes that the rank takes.
     """
 
@@ -104,7 +103,6 @@ class Choice:
     placed: tuple[Placed, ...]
     seconds: float
     waits: float
-    gap: float
     peak: int
 
 
@@ -194,9 +192,9 @@ def choose(
     budget: int,
     machine: Machine,
     waits: bool,
-    used: Callable[[Mapping[str, str]], int] | None = None,
-) -> Choice | None:
-    """Choose an option for every sublayer. None if the link cannot carry what has to leave.
+    used: Callable[[Mapping[str, str]], int],
+) -> Choice:
+    """Choose an option for every sublayer.
 
     Args:
         options: see `rank_options`.
@@ -204,17 +202,16 @@ def choose(
         levels: of a walk with all sublayers kept.
         budget: bytes that the rank may take; if no choice fits, the one that takes least is returned.
         waits: the run may wait for the link; else no more is offloaded than the link carries.
-        used: bytes that the rank takes with these placements by path; by default, `levels` with each sublayer's bytes under its
-            placement in place of those that it keeps.
+        used: bytes that the rank takes with these placements by path.
     """
     costs = _ChoiceCosts(options, times, levels, microbatches, machine, waits)
-    peak = cache(lambda chosen: used(costs.placements(chosen)) if used else costs.peak(chosen))
+    peak = cache(lambda chosen: used(costs.placements(chosen)))
 
     def fits(chosen: Chosen) -> bool:
         return bool(peak(chosen) <= budget)
 
     simple = costs.simple()
-    found, ends = [chosen for chosen in (costs.first,) if chosen in simple and fits(chosen)], []
+    found, ends = [chosen for chosen in (costs.first,) if fits(chosen)], []
     for ordered in costs.fronts() if not found else ():
         ends.append(ordered[-1])
         if (best := first_that_fits(ordered, fits)) is not None:
@@ -226,12 +223,10 @@ def choose(
         if fits(chosen):
             found.append(chosen)
     tried = found or sorted({*ends, *simple}, key=lambda chosen: (peak(chosen), costs.order(chosen)))[:1]
-    if not tried:
-        return None
     chosen = min(tried, key=costs.order)
     seconds, waited = costs.seconds(chosen)
     placed = costs.placed(rank, chosen)
-    return Choice(rank, costs.placements(chosen), placed, seconds, waited, 0.0, peak(chosen))
+    return Choice(rank, costs.placements(chosen), placed, seconds, waited, peak(chosen))
 
 
 class _ChoiceCosts:
@@ -246,7 +241,7 @@ class _ChoiceCosts:
         machine: Machine,
         waits: bool,
     ):
-        self._stages, self._times, self._levels = stages, times, levels
+        self._stages, self._times = stages, times
         self._microbatches, self._waits = microbatches, waits
         self._rates = machine.out_rate, machine.back_rate
         self._sublayers = [options for sublayers in stages.values() for options in sublayers]
@@ -274,16 +269,6 @@ class _ChoiceCosts:
         seconds, _ = self.seconds(chosen)
         moved = sum(o.moved for o in self._picked(chosen))
         return seconds + _MOVING * moved * sum(1 / rate for rate in self._rates), self._held(chosen), chosen
-
-    def peak(self, chosen: Chosen) -> int:
-        """The highest of the levels, with what each sublayer holds and needs under its placement."""
-        mine = {o.path: (o, o.held - own[0].held) for o, own in zip(self._picked(chosen), self._sublayers, strict=True)}
-
-        def level(kept: StepLevel) -> int:
-            more = sum(n * mine[path][1] for path, n in kept.live.items() if path in mine)
-            return kept.allocated + more + sum(getattr(mine[p][0], way) for way, p in kept.runs.items() if p in mine)
-
-        return max(map(level, self._levels))
 
     def simple(self) -> list[Chosen]:
         """The same placement for all attention and for all MLPs, or all choices if they are few; the cheapest first."""

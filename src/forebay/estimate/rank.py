@@ -49,7 +49,6 @@ from forebay.pipeline.schedule import Action, turns
 from forebay.policy import format_bytes, parse_bytes
 
 _LEAST, _LEAST_PIPELINE = 1 << 20, 16 << 20  # bytes below which the manager does not offload a tensor
-_ATTEMPTS = 3  # at a choice: what the allocator reserves besides depends on the placements, but little
 
 
 @dataclass(frozen=True)
@@ -116,12 +115,7 @@ class RunEstimator:
         return walk(self._run(number, self.plan.stages(number), {}), steps=0).parameters
 
     def _chosen(self, number: int, stages: Mapping[int, StageLayers]) -> RankEstimate:
-        """The cheapest estimate within the limit, or the nearest to it.
-
-        The program counts bytes in use, from the levels of a walk in which all is kept. What a walk with its answer takes is
-        known only afterwards: if that is above the limit, the program is solved again for as much less. If that does not lead to
-        an answer either, one placement for all sublayers may. The trainer's own choice limits bytes in use only.
-        """
+        """The cheapest estimate within the limit, or the nearest to it. The trainer's own choice limits bytes in use only."""
         memory = self.config.memory
         options = rank_options(self.trace, stages, self._allowed(), self.machine, self.prefix, memory.recompute)
         times = {own[0].path: self.machine.seconds(self._part(own[0].path)) for o in options.values() for own in o}
@@ -129,31 +123,13 @@ class RunEstimator:
         kept = self._estimate(number, stages, {})
         limit = self._limit(kept)
 
-        def used(estimate: RankEstimate) -> int:
-            return estimate.fit.total if self.auto is not None else estimate.fit.allocated
+        def used(placements: Mapping[str, str]) -> int:
+            fit = self._estimate(number, stages, placements).fit
+            return fit.total if self.auto is not None else fit.allocated
 
-        def within(budget: int, among: Mapping[int, Sequence[Sequence[Option]]]) -> Choice | None:
-            return choose(number, among, times, kept.levels, self.plan.microbatches, budget, self.machine, waits)
-
-        def chosen(choice: Choice) -> RankEstimate:
-            return replace(self._estimate(number, stages, choice.placements), choice=choice)
-
-        besides = used(kept) - max(level.allocated for level in kept.levels)
-        target = limit - besides
-        found = [replace(kept, choice=Choice(number, {}, (), 0.0, 0.0, 0.0, used(kept) - besides))]
-        while used(found[-1]) > limit and len(found) <= _ATTEMPTS and (choice := within(target, options)):
-            found.append(chosen(choice))
-            target = min(target, choice.peak) - max(used(found[-1]) - limit, 0)
-        if used(found[-1]) > limit:
-            for placement in sorted(self._allowed()):
-                same = {n: [_only(placement, own) for own in sublayers] for n, sublayers in options.items()}
-                if choice := within(limit, same):
-                    found.append(chosen(choice))
-        fitting = [estimate for estimate in found if used(estimate) <= limit]
-        if fitting:
-            return min(fitting, key=lambda estimate: estimate.choice.seconds if estimate.choice else inf)
-        nearest = min(found, key=used)
-        return replace(nearest, over=f"rank {number} by {format_bytes(used(nearest) - limit)}")
+        choice = choose(number, options, times, kept.levels, self.plan.microbatches, limit, self.machine, waits, used)
+        over = f"rank {number} by {format_bytes(choice.peak - limit)}" if choice.peak > limit else ""
+        return replace(self._estimate(number, stages, choice.placements), choice=choice, over=over)
 
     def _estimate(self, number: int, stages: Mapping[int, StageLayers], placements: Mapping[str, str]) -> RankEstimate:
         run = self._run(number, stages, placements)
@@ -273,11 +249,6 @@ class RunEstimator:
             return self.trace.head if path == "head" else self.trace.embedding
         *_, number, name = path.split(".")
         return dict(self.trace.layers[int(number)].sublayers)[name]
-
-
-def _only(placement: str, options: Sequence[Option]) -> list[Option]:
-    """The option of this placement; "keep" if there is none."""
-    return [option for option in options if option.placement == placement] or list(options[:1])
 
 
 def layers_and_ends(stages: Mapping[int, StageLayers]) -> tuple[list[int], bool, bool]:

@@ -1,5 +1,5 @@
-"""`forebay plan --auto` on random runs and budgets: is there an answer whenever recomputing everything fits, does a larger budget never
-cost more, and how far is it from the best of all placements of two and three layers? Needs no GPU.
+"""`forebay plan --auto` on random runs and budgets: is there an answer whenever recomputing everything fits, does a larger
+budget never cost more, and how far is it from the best of all placements of two and three layers? Needs no GPU.
 
     python benchmarks/solver_auto.py --pairs 200 --out benchmarks/results/solver_auto.json
 """

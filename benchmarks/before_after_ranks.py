@@ -25,14 +25,16 @@ from typing import Any
 
 EP: dict[str, Any] = {"overlap": True, "reshard": False, "gradients": "compute", "dispatch": "symmetric"}
 STASH = {"*.mlp.experts": "stash"}
+# "even", because versions differ in what they think layers cost.
+PIPE = {"pp": 2, "reshard": False, "partition": "even"}
 # Arm -> model, batch, memory, parallel.
 ARMS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "EP, capacity": ("qwen3-30b-a3b", 32, {}, {**EP, "capacity_factor": 2.0}),
     "EP, stash": ("qwen3-30b-a3b", 32, {"policy": STASH}, {**EP, "capacity_factor": 2.0}),
     "EP, stash, graph": ("qwen3-30b-a3b", 32, {"policy": STASH, "graph": True}, {**EP, "capacity_factor": 2.0}),
-    "dualpipev": ("deepseek-v2-lite", 32, {}, {"pp": 2, "reshard": False}),
-    "dualpipev, graph": ("deepseek-v2-lite", 32, {"graph": True}, {"pp": 2, "reshard": False}),
-    "dualpipev, offload": ("deepseek-v2-lite", 32, {"policy": "offload"}, {"pp": 2, "reshard": False}),
+    "dualpipev": ("deepseek-v2-lite", 32, {}, PIPE),
+    "dualpipev, graph": ("deepseek-v2-lite", 32, {"graph": True}, PIPE),
+    "dualpipev, offload": ("deepseek-v2-lite", 32, {"policy": "offload"}, PIPE),
 }
 
 

@@ -49,6 +49,7 @@ from ep import force_balance
 
 from forebay import Managed
 from forebay.config import Config, from_mapping
+from forebay.estimate.layers import plan_layers
 from forebay.memory.host_store import timing_event
 from forebay.memory.offload_plan import plan_interleaved
 from forebay.memory.recorder import requested
@@ -129,7 +130,8 @@ class Running:
         config = settings(args, name, arm, dist.get_world_size())
         self.args, self.name, self.arm, self.alone = args, name, arm, alone
         self.mesh = stack.enter_context(Mesh.open(config))
-        self.trainer = stack.enter_context(Trainer(config, self.mesh))
+        partition = plan_layers(config, self.mesh.size).partition
+        self.trainer = stack.enter_context(Trainer(config, self.mesh, partition))
         assert self.trainer.pipeline is not None
         self.engine = self.trainer.pipeline
         self.steps: list[tuple[float, float, float, float, float]] = []

@@ -24,6 +24,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,14 @@ def planned(entry: Entry, skew: float | None, traces: TraceCache | None = None) 
         "ranks": ranks,
         "placements": fit["placements"],
     }
+
+
+def as_run(entry: Entry, row: dict[str, Any]) -> Entry:
+    """The entry with the layers by stage that its pipeline ran with: costs of layers may have changed since."""
+    if layers := next((rank["layers"] for rank in row["ranks"] if rank and rank.get("layers")), None):
+        parallel = {**entry.sections["parallel"], "partition": layers}
+        return replace(entry, sections={**entry.sections, "parallel": parallel})
+    return entry
 
 
 def skew_of(row: dict[str, Any], entry: Entry) -> float | None:
@@ -133,7 +142,7 @@ def verdicts(entries: dict[str, Entry], rows: Iterable[dict[str, Any]]) -> list[
     for row in rows:
         if "error" in row and not row["oom"]:
             continue
-        entry = entries[row["name"]]
+        entry = as_run(entries[row["name"]], row)
         plan, oom = planned(entry, skew_of(row, entry) if not row.get("error") else entry.skew), bool(row.get("oom"))
         # With the allowance for the plan's error that `forebay plan --budget` makes.
         fits = headroom(plan["reserved"], row["limit"]) >= 0
@@ -156,7 +165,7 @@ def compare(options: argparse.Namespace, entries: dict[str, Entry]) -> None:
     rows = read(options.measured)
     lines = []
     for row in filter(on_gpus, rows):
-        entry = entries[row["name"]]
+        entry = as_run(entries[row["name"]], row)
         skew = skew_of(row, entry)
         lines.append(compared(entry, row, planned(entry, skew), skew))
     totals = summary(lines, "group", "placement")

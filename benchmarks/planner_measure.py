@@ -51,6 +51,7 @@ from common import balanced_ids, force_routing, popular_ids, popularity_of
 from planner_grid import Entry
 
 from forebay.config import Config, from_mapping
+from forebay.estimate.layers import plan_layers
 from forebay.models.families import moe_blocks
 from forebay.train.data import load_corpus, load_tokenizer
 from forebay.train.distributed import Mesh
@@ -321,7 +322,8 @@ def measured(entry: Entry, limit: int | None, trace: Path | None) -> dict[str, A
     memory.limit(limit)
     history = History(trace) if trace is not None and entry.trace and gpu else None
     row: dict[str, Any] = {"outside_before": memory.outside()}
-    with Mesh.open(config) as mesh, Trainer(config, mesh) as trainer:
+    partition = plan_layers(config, entry.gpus).partition if config.parallel.pp > 1 else None
+    with Mesh.open(config) as mesh, Trainer(config, mesh, partition) as trainer:
         loads = Loads(trainer.model, config, entry.skew) if config.parallel.ep > 1 else None
         row |= {
             "build_peak": memory.saw(),

@@ -111,11 +111,11 @@ PIPELINE = ["--set=model.config.num_hidden_layers=12", "--set=train.batch=8", "-
 
 
 def test_plan(run: Run, plan: Plan, config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Needs neither data nor other processes. At a vocabulary of 65536 the head takes the time of several of these tiny layers,
+    """Needs neither data nor other processes. At a vocabulary of 16 million the head takes the time of several layers,
     so an even split is far from balanced."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     (tmp_path / "text.txt").unlink()
-    large = [*PIPELINE, "--set=model.config.vocab_size=65536"]
+    large = [*PIPELINE, "--set=model.config.vocab_size=16777216"]
     code, out, error = run("plan", config, "--pp", "2", *large)
     assert code == 0 and not error
     assert "dualpipev, 8 microbatches of 16 tokens" in out

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from forebay.config import Config
     from forebay.estimate.device import DeviceProfile
+    from forebay.pipeline.partition import Partition
 
 _DOES_NOT_FIT = 3
 _INTERRUPTED = 130  # as shells have it for a process that SIGINT ended
@@ -190,7 +191,18 @@ def _train(options: argparse.Namespace) -> None:
     from forebay.train.loop import train
 
     _quiet_transformers()
-    train(config, _console(), options.resume)
+    train(config, _console(), options.resume, _planned_partition(config))
+
+
+def _planned_partition(config: "Config") -> "Callable[[], Partition] | None":
+    """What assigns layers to the stages of a pipeline by their cost; None if nothing has to be traced for that."""
+    if config.parallel.pp == 1 or config.parallel.partition != "auto":
+        return None
+    from forebay.estimate.layers import plan_layers
+    from forebay.train.world import World
+
+    world = World.of_environment().size
+    return lambda: plan_layers(config, world).partition
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -215,6 +227,7 @@ def _answer_plan(options: argparse.Namespace, budget: int | None) -> int:
     from forebay.estimate.layers import plan_layers
     from forebay.estimate.plan import ask, fit_run
     from forebay.estimate.search import search
+    from forebay.estimate.trace_cache import TraceCache
     from forebay.report.html import checked, write_page
     from forebay.report.plan_page import Planned, plan_page
 
@@ -231,8 +244,9 @@ def _answer_plan(options: argparse.Namespace, budget: int | None) -> int:
             found = search(request, options.search, world, budget, options.skew, device, options.auto, progress)
         config, plan, fit = found.config, found.plan, found.fit
     else:
-        plan = plan_layers(config, world)
-        fit = fit_run(config, plan, world, budget, options.skew, device=device, auto=auto)
+        traces = TraceCache()
+        plan = plan_layers(config, world, traces)
+        fit = fit_run(config, plan, world, budget, options.skew, device=device, auto=auto, traces=traces)
     if options.json:
         more = {} if found is None else {"search": found.as_dict()}
         print(json.dumps({**plan.as_dict(), "fit": fit.as_dict(), "settings": request.chosen, **more}, indent=1))
@@ -344,7 +358,7 @@ def _profile(options: argparse.Namespace) -> None:
     from forebay.train.loop import profile
     from forebay.train.world import World
 
-    ranks = profile(config)
+    ranks = profile(config, _planned_partition(config))
     if World.of_environment().is_main and options.json:
         print(json.dumps([rank.as_dict() for rank in ranks], indent=1))
     elif World.of_environment().is_main:

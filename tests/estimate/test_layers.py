@@ -4,15 +4,14 @@ import copy
 from unittest import mock
 
 import pytest
-import torch
 
 from forebay.config import Config, from_mapping
 from forebay.estimate import rank
-from forebay.estimate.layers import plan_layers
+from forebay.estimate.layers import layer_costs, plan_layers, shape_of, sharing_of
 from forebay.estimate.plan import fit_run
-from forebay.pipeline.costs import costs_of, model_costs, partition_of
+from forebay.estimate.trace_cache import TraceCache
 from forebay.pipeline.model import adds_at_once
-from forebay.pipeline.partition import partition_layers
+from forebay.pipeline.partition import ModelCosts, even_partition, partition_layers, partition_of
 from forebay.train import hf_io
 
 
@@ -41,24 +40,44 @@ def config(**parallel: object) -> Config:
     )
 
 
-def test_auto_is_partition_layers_of_the_models_costs() -> None:
+def costs_of(c: Config, world: int, traces: TraceCache | None = None) -> ModelCosts:
+    return layer_costs(c, hf_io.configuration(c.model, 257), sharing_of(c, world), traces or TraceCache())
+
+
+def test_auto_is_partition_layers_of_the_traced_costs() -> None:
     """Also with flash attention, which is not installed here: nothing runs."""
-    c = config(pp=2, ep=2)
+    c, traces = config(pp=2, ep=2), TraceCache()
     declared = hf_io.configuration(c.model, 257)
     before = copy.deepcopy(declared)
-    costs = costs_of(c, declared, sharing=2)
+    costs = layer_costs(c, declared, sharing_of(c, 4), traces)
     assert declared.to_dict() == before.to_dict() and declared._attn_implementation == before._attn_implementation
 
-    section = from_mapping({"model": {**vars(c.model), "attention": "sdpa"}}).model
-    model = hf_io.build(section, 257, torch.device("cpu"))
-    assert costs == model_costs(model, 32, 2, ep=2)
+    trace = traces.trace(c.model, declared, shape_of(c, declared, sharing_of(c, 4)))
+    assert [cost.memory for cost in costs.layers] == [y.saved + trace.balance * y.is_moe for y in trace.layers]
+    assert (costs.embedding.memory, costs.head.memory) == (trace.embedding.saved, trace.head.saved)
+    assert len(set(costs.layers)) == 2 and len(set(costs.layers[1:])) == 1
 
-    found = partition_of(c, declared, sharing=2)
-    wanted = partition_layers(
+    found = plan_layers(c).partition
+    assert found == partition_layers(
         costs.layers, "dualpipev", 2, embedding=costs.embedding, head=costs.head, microbatches=32 // 2 // 2
     )
-    assert found == wanted and found.time is not None and found.memory is not None
-    assert plan_layers(c).partition == found
+    assert found == partition_of(c, 10, 2, costs) and found.time is not None and found.memory is not None
+    assert partition_of(c, 10, 2) == even_partition(10, "dualpipev", 2)
+
+
+def test_a_heavy_layer_is_worth_several_others() -> None:
+    """A dense layer that is as wide as all others together gets a stage, and no time is counted twice."""
+    wide = {"intermediate_size": 1 << 22, "num_hidden_layers": 6}
+    before = config(pp=2, schedule="1f1b")
+    c = from_mapping({**before.to_dict(), "model": {**vars(before.model), "config": {**before.model.config, **wide}}})
+    costs = costs_of(c, 2)
+    assert costs.layers[0].time > sum(cost.time for cost in (*costs.layers[1:], costs.head))
+    assert plan_layers(c).partition.counts == (1, 5)
+
+
+def test_all_to_alls_count_where_nothing_hides_them() -> None:
+    alone, together = (costs_of(config(pp=2, ep=2, schedule=name), 4).layers[1] for name in ("zbv", "dualpipev"))
+    assert alone.time > together.time and alone.memory == together.memory
 
 
 @pytest.mark.parametrize(("microbatches", "at_once"), [(16, False), (17, True)])

@@ -12,6 +12,7 @@ import pytest
 from forebay.config import stages_of
 from forebay.pipeline.partition import (
     LayerCost,
+    ModelCosts,
     Partition,
     even_partition,
     in_flight,
@@ -124,7 +125,10 @@ def test_interleaved_is_close_to_the_best(pp: int, chunks: int, n: int, seed: in
     every = every_partition(n, "interleaved-1f1b", pp, chunks)
     best = min(max(figures(p, layers, "interleaved-1f1b", **more)[1]) for p in every)
     assert found.time is not None and max(found.time) <= best + 1
-    even = with_costs(even_partition(n, "interleaved-1f1b", pp, chunks), layers, "interleaved-1f1b", **more)
+    costs = ModelCosts(tuple(layers), more["embedding"], more["head"])
+    even = with_costs(
+        even_partition(n, "interleaved-1f1b", pp, chunks), costs, "interleaved-1f1b", more["microbatches"]
+    )
     assert even.time is not None and max(found.time) <= max(even.time)
 
 
@@ -137,7 +141,8 @@ def test_by_hand() -> None:
     assert found.ranks == (0, 1, 1, 0) and found.stages(0) == (0, 3)
     assert found.time == (8, 8) and found.balance == 1
     assert found.memory == (4 * 3 + 1 * 1, 3 * 4 + 2 * 4)
-    even = with_costs(even_partition(12, "dualpipev", 2), equal(12), "dualpipev", **more)
+    costs = ModelCosts(tuple(equal(12)), more["embedding"], more["head"])
+    even = with_costs(even_partition(12, "dualpipev", 2), costs, "dualpipev", more["microbatches"])
     assert even.time == (10, 6) and even.balance == 10 / 8
     more = {"embedding": LayerCost(3, 0), "head": LayerCost(1, 0), "microbatches": 8}
     assert partition_layers(equal(8), "1f1b", 3, **more).counts == (1, 4, 3)

@@ -17,12 +17,12 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 
 from forebay.cli import main
 from forebay.errors import UsageError
+from forebay.estimate.layers import plan_layers
+from forebay.estimate.trace import trace_model
 from forebay.models.families import moe_blocks
 from forebay.moe import experts_op
-from forebay.pipeline.costs import partition_of
-from forebay.pipeline.partition import even_partition
+from forebay.pipeline.partition import even_partition, partition_of
 from forebay.pipeline.schedule import make_plan
-from forebay.train import hf_io
 from forebay.train.distributed import Mesh
 from forebay.train.engines import keep_stages
 from forebay.train.trainer import Trainer
@@ -197,7 +197,7 @@ def test_a_partition_that_does_not_fit_the_model(layers: int, parallel: dict[str
     sizes = {**WIDE, "num_hidden_layers": layers}
     asked = config("/nowhere", sizes, train={"batch": 8, "microbatch": 1}, parallel={"pp": 2, **parallel})
     with pytest.raises(UsageError, match=message) as caught:
-        partition_of(asked, hf_io.configuration(asked.model, 257), 1)
+        partition_of(asked, layers, 1)
     assert "\n" not in str(caught.value)
 
 
@@ -214,6 +214,36 @@ def test_tied_embeddings_need_a_v() -> None:
     for rank in range(2):
         with pytest.raises(UsageError, match=message):
             keep_stages(model, make_plan("1f1b", 2, 4), even_partition(4, "1f1b", 2), rank)
+
+
+def given_partition(rank: int, world: int, path: str) -> tuple[Any, int]:
+    """What the command gives the trainer, and how often it traced a model in this process."""
+    with (
+        mock.patch("forebay.train.loop.Trainer", side_effect=UsageError("seen")) as trainer,
+        mock.patch("forebay.estimate.trace_cache.trace_model", wraps=trace_model) as traced,
+    ):
+        assert main(["train", path]) == UsageError.exit_code
+    return trainer.call_args.args[2], traced.call_count
+
+
+@pytest.mark.parametrize(("partition", "traces"), [("auto", 1), ("even", 0)])
+def test_ranks_of_a_run_take_one_partition_and_trace_only_for_costs(folder: str, partition: str, traces: int) -> None:
+    """A dense first layer as wide as all others together: the even partition is another one."""
+    sizes = {**WIDE, "num_hidden_layers": 6, "mlp_only_layers": [0], "intermediate_size": 1 << 22}
+    parallel = {"pp": 2, "schedule": "1f1b", "partition": partition}
+    settings = config(folder, sizes, train={"batch": 4, "microbatch": 1}, parallel=parallel)
+    path = Path(folder) / "c.toml"
+    path.write_text(to_toml(settings))
+    found = run_ranks(given_partition, 2, str(path))
+    wanted = plan_layers(settings, 2).partition if traces else None
+    assert found == [(wanted, traces), (wanted, 0)]
+    assert wanted is None or wanted.counts == (1, 5)
+
+
+def test_one_process_traces_nothing(folder: str) -> None:
+    path = Path(folder) / "c.toml"
+    path.write_text(to_toml(config(folder, WIDE)))
+    assert given_partition(0, 1, str(path)) == (None, 0)
 
 
 def breaks(call: int, path: str) -> int:

@@ -412,7 +412,7 @@ class _TrainerRun:
         adapt = partial(add_lora, rank=a.lora_r, targets=a.lora_target_modules, dtype=dtype) if a.lora_r else None
         shape = {"autocast": a.bf16, "balance": self.sums_balance}
         traces = TraceCache(adapt, **shape)
-        plan = plan_layers(config, self.world)
+        plan = plan_layers(config, self.world, traces)
         return fit_run(
             config, plan, self.world, budget, device=device, auto=auto, traces=traces, sharing=self._sharing()
         )

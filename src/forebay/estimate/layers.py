@@ -1,22 +1,37 @@
 """Which layers each pipeline rank of a run has, and what they cost it.
 
-Input: a valid `Config`. Output: the `LayerPlan` that ``forebay plan`` prints. The model is built on the meta device, and only
-its shapes are read.
+Input: a valid `Config`. Output: the `LayerPlan` that ``forebay plan`` prints, and whose partition ``forebay train`` takes. What
+layers cost is the trace of a microbatch; no device, weights or other processes are needed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import add
 from typing import TYPE_CHECKING, Any
 
-from forebay.config import Config, check_world
+from forebay.config import Config, check_experts, check_world
+from forebay.estimate.device import DEFAULT
+from forebay.estimate.device import load as load_device
+from forebay.estimate.state import Sharing
+from forebay.estimate.step_time import Clock, Elements, KernelTime, ShardingTime, dispatch_wait
 from forebay.estimate.trace_cache import TraceCache
-from forebay.estimate.types import StageLayers
-from forebay.pipeline.costs import partition_of, pipeline_shape, priced
-from forebay.pipeline.partition import Partition, even_partition, in_flight
+from forebay.estimate.types import GPU_BLOCK, PartTrace, Shape, StageLayers
+from forebay.pipeline.partition import (
+    LayerCost,
+    ModelCosts,
+    Partition,
+    even_partition,
+    in_flight,
+    partition_of,
+    pipeline_shape,
+    with_costs,
+)
 from forebay.policy import format_bytes
 from forebay.train import hf_io
 from forebay.train.data import load_tokenizer
+from forebay.train.distributed import needs_group
+from forebay.train.parallel import experts_in
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -110,7 +125,7 @@ class LayerPlan:
     def _caption(self) -> str:
         return (
             f"Slowest rank over the mean: {self.partition.balance:.3f}; with layers split evenly {self.even.balance:.3f}. "
-            "Time is estimated for an H200. Activations are an estimate in bfloat16, all of them kept."
+            "Time is estimated for an H200. Activations are those of a run that keeps all."
         )
 
 
@@ -127,14 +142,15 @@ def plan_layers(config: Config, world: int = 0, traces: TraceCache | None = None
         traces: to reuse, and to add to.
 
     Raises:
-        UsageError: what `check_world`, `forebay.train.hf_io.configuration` and `partition_of` raise.
+        UsageError: what `check_world`, `forebay.train.hf_io.configuration`, `TraceCache.trace` and `partition_of` raise.
     """
     world = world or config.parallel.pp * config.parallel.ep
     check_world(config, world)
     declared = hf_io.configuration(config.model, load_tokenizer(config.data.tokenizer).vocabulary)
+    check_experts(config.parallel.ep, experts_in(declared))
     sharing = world // config.parallel.pp
-    costs = (traces or TraceCache()).costs(config, declared, sharing)
-    asked = partition_of(config, declared, sharing, costs)
+    costs = layer_costs(config, declared, sharing_of(config, world), traces or TraceCache())
+    asked = partition_of(config, len(costs.layers), sharing, costs)
     schedule, pp, chunks, microbatches = pipeline_shape(config, sharing)
     even = even_partition(len(costs.layers), schedule, pp, chunks)
     return LayerPlan(
@@ -142,6 +158,84 @@ def plan_layers(config: Config, world: int = 0, traces: TraceCache | None = None
         microbatches,
         config.microbatch(sharing) * config.train.sequence,
         asked,
-        priced(even, costs, schedule, microbatches),
+        with_costs(even, costs, schedule, microbatches),
         tuple(in_flight(schedule, s, pp, microbatches, chunks) for s in range(len(asked.layers))),
+    )
+
+
+def layer_costs(config: Config, declared: Any, sharing: Sharing, traces: TraceCache) -> ModelCosts:
+    """Seconds on an H200 and saved bytes of each part for one microbatch.
+
+    The seconds are those of the traced operations; in layers also of adding gradients up and of waiting for the exact sizes of a
+    token dispatch. Where all-to-alls run beside another microbatch, a layer takes the longer of computing and all-to-alls.
+    """
+    facts = traces.facts(config.model, declared)
+    trace = traces.trace(config.model, declared, shape_of(config, declared, sharing))
+    device = load_device(DEFAULT)
+    schedule, *_, microbatches = pipeline_shape(config, sharing.data)
+    clock, hidden = Clock(device, sharing.ep, sharing.compute == 4), schedule == "dualpipev"
+    summed = ShardingTime(device, sharing, microbatches)
+
+    def times(part: PartTrace) -> tuple[KernelTime, KernelTime]:
+        return clock.kernel_time(part.forward_ops), clock.kernel_time(part.backward_ops)
+
+    def layer(number: int) -> LayerCost:
+        traced = trace.layers[number]
+        forward, backward = map(add, times(traced.attention), times(traced.mlp))
+        more = summed.layer(Elements.of(facts.weights.layers[number], sharing.ep), forward, backward)
+        wait = dispatch_wait(config.parallel) if traced.is_moe else 0.0
+        saved = traced.saved + (trace.balance if traced.is_moe else 0)
+        both = forward + backward + KernelTime(sum(more) + wait)
+        return LayerCost(max(both.computing, both.all_to_all) if hidden else both.alone, saved)
+
+    def end(part: PartTrace) -> LayerCost:
+        forward, backward = times(part)
+        return LayerCost(forward.alone + backward.alone, part.saved)
+
+    return ModelCosts(tuple(map(layer, range(len(trace.layers)))), end(trace.embedding), end(trace.head))
+
+
+def shape_of(config: Config, declared: Any, sharing: Sharing, skew: float = 1.0) -> Shape:
+    """The microbatch of a process."""
+    c, p = config, config.parallel
+    engine = p.pp > 1 or p.overlap
+    return Shape(
+        c.train.sequence,
+        c.microbatch(sharing.data),
+        c.model.experts,
+        c.model.loss,
+        stages=engine or p.ep > 1,
+        ep=p.ep,
+        skew=skew,
+        capacity_factor=p.capacity_factor if p.dispatch in ("auto", "symmetric") else 0.0,
+        compiled=c.memory.compile,
+        balance=hf_io.balance_coefficient(declared) != 0,
+        block=GPU_BLOCK if sharing.gpu else 1,
+        gpu=sharing.gpu,
+        deferred_weight_grads=engine,
+    )
+
+
+def sharing_of(config: Config, world: int) -> Sharing:
+    """How `world` processes share the model."""
+    p, m = config.parallel, config.model
+    size = {"float32": 4, "bfloat16": 2}
+    parameter, compute = size[m.dtype], size[m.compute or m.dtype]
+    data = world // p.pp
+    engine = p.pp > 1 or p.overlap
+    several = config.train.batch // data // config.microbatch(data) > 1
+    return Sharing(
+        data,
+        p.ep,
+        p.pp,
+        sharded=world > 1 or needs_group(config),
+        parameter=parameter,
+        compute=compute,
+        summed=4 if p.gradients == "float32" else compute,
+        gathered=engine,
+        reshard=p.reshard,
+        sums=several and p.reduce == "step",
+        gpu=config.device.type != "cpu",
+        fused=config.optimizer.fused,
+        random=not (m.path and m.weights == "load"),
     )

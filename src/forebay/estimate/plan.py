@@ -20,19 +20,18 @@ from forebay.estimate.device import DEFAULT, DeviceProfile
 from forebay.estimate.device import load as load_device
 from forebay.estimate.fit import ALLOWANCE, ERROR, RankFit, largest_total
 from forebay.estimate.fsdp import least_bytes, param_groups
-from forebay.estimate.layers import LayerPlan
+from forebay.estimate.layers import LayerPlan, shape_of, sharing_of
 from forebay.estimate.placement import Choice, Option, by_kind, sentences
 from forebay.estimate.rank import RankEstimate, RunEstimator, StepTimer, layers_and_ends, machine_of
 from forebay.estimate.state import Sharing, all_to_all_bytes, outside_bytes, symmetric_bytes
 from forebay.estimate.step_time import StepTime
 from forebay.estimate.trace_cache import TraceCache
-from forebay.estimate.types import GPU_BLOCK, Shape
+from forebay.estimate.types import Shape
 from forebay.estimate.walk import StepLevel
 from forebay.models.catalog import PUBLISHED, find
 from forebay.policy import PLACEMENTS, format_bytes, resolve
 from forebay.train import hf_io
 from forebay.train.data import load_tokenizer
-from forebay.train.distributed import needs_group
 from forebay.train.parallel import experts_in
 
 if TYPE_CHECKING:
@@ -301,7 +300,7 @@ def fit_run(
             budget below the parameters alone.
     """
     estimator, notes = _estimator(
-        config, plan, world, budget, skew, device, auto, traces or TraceCache(), sharing or _sharing(config, world)
+        config, plan, world, budget, skew, device, auto, traces or TraceCache(), sharing or sharing_of(config, world)
     )
     estimates: dict[int, RankEstimate] = {}
     for number in range(config.parallel.pp) if stop_above is None else _fullest_first(plan):
@@ -340,7 +339,7 @@ def least_total(config: Config, plan: LayerPlan, world: int, traces: TraceCache)
     """Bytes below which the peak of a run's fullest process is not, and its pipeline rank: parameters and what a step makes of
     them, without activations. It needs no trace."""
     declared = hf_io.configuration(config.model, load_tokenizer(config.data.tokenizer).vocabulary)
-    weights, sharing = traces.facts(config.model, declared).weights, _sharing(config, world)
+    weights, sharing = traces.facts(config.model, declared).weights, sharing_of(config, world)
     ranks = [layers_and_ends(plan.stages(number)) for number in range(config.parallel.pp)]
     sizes = [least_bytes(param_groups(weights, *rank, sharing), sharing) for rank in ranks]
     most = max(range(len(sizes)), key=sizes.__getitem__)
@@ -369,7 +368,7 @@ def _estimator(
         placements, recompute_experts = _placements(
             c, list(facts.paths), facts.prefix, len(facts.weights.layers), notes
         )
-    shape = _shape(c, world // p.pp, skew, sharing.gpu, hf_io.balance_coefficient(declared) != 0)
+    shape = shape_of(c, declared, sharing, skew)
     actions = None
     if p.pp > 1:
         # Chosen placements may offload nothing: then weight gradients wait as the schedule says.
@@ -402,26 +401,6 @@ def _step_timer(run: RunEstimator, placements: Mapping[str, str], estimates: Map
     )
 
 
-def _shape(config: Config, data: int, skew: float, gpu: bool, balance: bool) -> Shape:
-    c, p = config, config.parallel
-    engine = p.pp > 1 or p.overlap
-    return Shape(
-        c.train.sequence,
-        c.microbatch(data),
-        c.model.experts,
-        c.model.loss,
-        stages=engine or p.ep > 1,
-        ep=p.ep,
-        skew=skew,
-        capacity_factor=p.capacity_factor if p.dispatch in ("auto", "symmetric") else 0.0,
-        compiled=c.memory.compile,
-        balance=balance,
-        block=GPU_BLOCK if gpu else 1,
-        gpu=gpu,
-        deferred_weight_grads=engine,
-    )
-
-
 def _dispatcher_bytes(config: Config, text: Any, shape: Shape, sharing: Sharing) -> int:
     """Bytes of the token dispatcher outside of the allocator, on a GPU."""
     p = config.parallel
@@ -431,30 +410,6 @@ def _dispatcher_bytes(config: Config, text: Any, shape: Shape, sharing: Sharing)
         tokens = shape.sequence * shape.microbatch
         return symmetric_bytes(p.ep, tokens, text.hidden_size, text.num_experts_per_tok, sharing.compute)
     return all_to_all_bytes(p.ep)
-
-
-def _sharing(config: Config, world: int) -> Sharing:
-    p, m = config.parallel, config.model
-    size = {"float32": 4, "bfloat16": 2}
-    parameter, compute = size[m.dtype], size[m.compute or m.dtype]
-    data = world // p.pp
-    engine = p.pp > 1 or p.overlap
-    several = config.train.batch // data // config.microbatch(data) > 1
-    return Sharing(
-        data,
-        p.ep,
-        p.pp,
-        sharded=world > 1 or needs_group(config),
-        parameter=parameter,
-        compute=compute,
-        summed=4 if p.gradients == "float32" else compute,
-        gathered=engine,
-        reshard=p.reshard,
-        sums=several and p.reduce == "step",
-        gpu=config.device.type != "cpu",
-        fused=config.optimizer.fused,
-        random=not (m.path and m.weights == "load"),
-    )
 
 
 def _placements(

@@ -28,7 +28,7 @@ from forebay.estimate.placement import (
     rank_options,
     shared_bytes,
 )
-from forebay.estimate.state import Sharing, Weight, WeightShapes, outside_bytes
+from forebay.estimate.state import Sharing, WeightShapes, outside_bytes
 from forebay.estimate.step_time import (
     NO_TIME,
     Clock,
@@ -38,6 +38,7 @@ from forebay.estimate.step_time import (
     StageTime,
     StepOverhead,
     StepTime,
+    dispatch_wait,
     schedule_time,
 )
 from forebay.estimate.types import LayerTrace, ModelTrace, PartTrace, StageLayers
@@ -271,10 +272,6 @@ ALL_TO_ALL_LAUNCHES = 15
 STASH_LAUNCHES = 55
 """Host time of pages in a sublayer's forward or backward: 85 ms in 128 layers, stash against capacity, both eager
 (benchmarks/results/paging_ep2_memory.md)."""
-_SYNCHRONIZED: Mapping[str, float] = {"nccl": 3.0e-3, "symmetric": 1.4e-3}
-"""Seconds by which a dispatch of exact sizes is slower, for each layer and microbatch: the host waits in it, and has no launches
-ahead afterwards. Calibrated: nccl against capacity in benchmarks/results/paging_ep2_qwen3.md, and Qwen3's own routing against
-float32 in ep.md. The dispatch alone, in ep_exchange_4gpu.md, is slower by 0.6 and 0.1 ms."""
 
 
 @dataclass(frozen=True)
@@ -388,7 +385,7 @@ class StepTimer:
             f, b = self._sublayer(clock, part, self._placement(number, name))
             forward, backward = forward + f, backward + b
         if layer.is_moe:
-            waits = self._synchronized()
+            waits = dispatch_wait(self.config.parallel)
             forward = forward + KernelTime(compute=waits, launches=waits / clock.device.at("launch"))
         return forward, backward
 
@@ -402,25 +399,14 @@ class StepTimer:
         more += CUT_LAUNCHES if p.pp > 1 or p.overlap or p.ep > 1 else SUBLAYER_LAUNCHES
         return _with_launches(forward, part.forward_ops, more), _with_launches(backward, part.backward_ops, more)
 
-    def _synchronized(self) -> float:
-        """Seconds by which a dispatch of exact sizes is slower than one with a capacity."""
-        p = self.config.parallel
-        if p.ep == 1:
-            return 0.0
-        if p.dispatch == "nccl" or (p.dispatch == "auto" and p.ep > 8):
-            return _SYNCHRONIZED["nccl"]
-        return 0.0 if p.capacity_factor else _SYNCHRONIZED["symmetric"]
-
     def _elements(self, number: int) -> Elements:
-        every = self.weights.layers[number]
-        experts = sum(w.elements for w in every if w.experts)
-        return Elements(_count(every) - experts, experts // self.sharing.ep, _frozen(every))
+        return Elements.of(self.weights.layers[number], self.sharing.ep)
 
     def _overhead(self, device: DeviceProfile, rank: int) -> StepOverhead:
         mine = self.stages[rank].values()
         layers = [self._elements(n) for stage in mine for n in stage.layers]
         outside = [w for s in mine for w in self.weights.embedding * s.embedding + self.weights.head * s.head]
-        ends = Elements(_count(outside), frozen=_frozen(outside))
+        ends = Elements.of(outside)
         fused, clips = self.config.optimizer.fused, self.config.train.clip > 0
         frozen = self.sharing.frozen * sum(e.frozen for e in (*layers, ends))
         trained = self.parameters[rank] - frozen // (self.sharing.data if self.sharing.sharded else 1)
@@ -459,11 +445,3 @@ def _wait(kernel_times: Sequence[KernelTime], copies: float) -> KernelTime:
 def _with_launches(kernel_time: KernelTime, ops: Sequence[Any], more: int) -> KernelTime:
     transfers = sum(op.kind == "all_to_all" for op in ops)
     return replace(kernel_time, launches=kernel_time.launches + ALL_TO_ALL_LAUNCHES * transfers + more)
-
-
-def _frozen(weights: Sequence[Weight]) -> int:
-    return sum(weight.elements for weight in weights if weight.frozen)
-
-
-def _count(weights: Sequence[Weight]) -> int:
-    return sum(weight.elements for weight in weights)

@@ -13,9 +13,10 @@ from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any
 
+from forebay.config import Parallel
 from forebay.estimate.device import DeviceProfile
 from forebay.estimate.fit import TIME_ERROR
-from forebay.estimate.state import Sharing
+from forebay.estimate.state import Sharing, Weight
 from forebay.estimate.types import OpCost
 from forebay.pipeline.schedule import Action
 
@@ -132,6 +133,21 @@ class Clock:
 
     def moved(self, count: float) -> float:
         return count / self.device.at("bandwidth", count)
+
+
+_SYNCHRONIZED: Mapping[str, float] = {"nccl": 3.0e-3, "symmetric": 1.4e-3}
+"""Seconds by which a dispatch of exact sizes is slower, for each layer and microbatch: the host waits in it, and has no launches
+ahead afterwards. Calibrated: nccl against capacity in benchmarks/results/paging_ep2_qwen3.md, and Qwen3's own routing against
+float32 in ep.md. The dispatch alone, in ep_exchange_4gpu.md, is slower by 0.6 and 0.1 ms."""
+
+
+def dispatch_wait(parallel: Parallel) -> float:
+    """Seconds by which a dispatch of exact sizes is slower than one with a capacity."""
+    if parallel.ep == 1:
+        return 0.0
+    if parallel.dispatch == "nccl" or (parallel.dispatch == "auto" and parallel.ep > 8):
+        return _SYNCHRONIZED["nccl"]
+    return 0.0 if parallel.capacity_factor else _SYNCHRONIZED["symmetric"]
 
 
 @dataclass(frozen=True)
@@ -417,6 +433,13 @@ class Elements:
     rest: int
     experts: int = 0
     frozen: int = 0
+
+    @classmethod
+    def of(cls, weights: Sequence[Weight], ep: int = 1) -> Elements:
+        """Elements of `weights`, whose experts `ep` processes share."""
+        experts = sum(w.elements for w in weights if w.experts)
+        frozen = sum(w.elements for w in weights if w.frozen)
+        return cls(sum(w.elements for w in weights) - experts, experts // ep, frozen)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""Caches what a plan computes about a model (traces, pipeline actions, layer costs) for as long as a plan or search lasts.
+"""Caches what a plan computes about a model (traces, pipeline actions) for as long as a plan or search lasts.
 
-Input: a `[model]` section and the Hugging Face configuration it declares. Output: `ModelFacts`, the trace of any `Shape`,
-pipeline actions and layer costs. Many meshes and sizes of one model share most of these, and traces take most of a
-plan's time. A trace uses its model up, so the model is built again for the next one, on the meta device.
+Input: a `[model]` section and the Hugging Face configuration it declares. Output: `ModelFacts`, the trace of any `Shape` and
+pipeline actions. Many meshes and sizes of one model share most of these, and traces take most of a plan's time. A trace
+uses its model up, so the model is built again for the next one, on the meta device.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from forebay.config import Config, Model
+from forebay.config import Model
 from forebay.errors import UsageError, first_line
 from forebay.estimate.state import WeightShapes, weight_shapes
 from forebay.estimate.trace import base_path, trace_model
 from forebay.estimate.types import ModelTrace, Shape
-from forebay.pipeline.costs import Costs, costs_of
+from forebay.models.families import LAYERS, has_known_layers
 from forebay.pipeline.schedule import Action, make_plan
 
 
@@ -47,17 +47,21 @@ class TraceCache:
         self._unused: dict[str, Any] = {}  # models that were not used up by a trace
         self._traces: dict[tuple[str, Shape], ModelTrace] = {}
         self._actions: dict[Any, tuple[tuple[Action, ...], ...]] = {}
-        self._costs: dict[Any, Costs] = {}
 
     def facts(self, section: Model, declared: Any) -> ModelFacts:
         """The facts of a model.
 
         Raises:
-            UsageError: attention that the family does not support.
+            UsageError: attention that the family does not support, or layers of an unknown family.
         """
         key = _key(section, declared)
         if key not in self._facts:
             model, attention = self._skeleton(section, declared)
+            if not has_known_layers(model):
+                raise UsageError(
+                    f"the layers of this model cannot be planned: {type(model).__name__} has no decoder layers that Forebay "
+                    f"knows; known are {', '.join(LAYERS)}"
+                )
             paths = tuple(name for name, _ in model.named_modules())
             self._facts[key] = ModelFacts(weight_shapes(model), paths, f"{base_path(model)}.layers", attention)
             self._unused[key] = model
@@ -83,14 +87,6 @@ class TraceCache:
         if self._adapt is not None:
             self._adapt(model)
         return model, attention
-
-    def costs(self, config: Config, declared: Any, sharing: int) -> Costs:
-        """See `forebay.pipeline.costs.costs_of`."""
-        sizes = config.train.sequence, config.microbatch(sharing), config.parallel.ep
-        key = (_key(config.model, declared), *sizes)
-        if key not in self._costs:
-            self._costs[key] = costs_of(config, declared, sharing)
-        return self._costs[key]
 
     def actions(self, *schedule: Any) -> tuple[tuple[Action, ...], ...]:
         """The actions of each rank in a step; arguments as for `make_plan`."""

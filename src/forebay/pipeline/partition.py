@@ -1,8 +1,8 @@
 """Assigns decoder layers to pipeline stages by cost.
 
-Input: a `LayerCost` for every decoder layer, the embedding and the head; a schedule; the number of pipeline ranks and of
-microbatches. Output: a `Partition`. Stages are numbered along the forward; stage 0 also has the embedding, the last stage
-the head. Nothing here needs a device or tensors.
+Input: a `LayerCost` for every decoder layer, the embedding and the head, which the caller knows; a schedule; the number of
+pipeline ranks and of microbatches. Output: a `Partition`. Stages are numbered along the forward; stage 0 also has the
+embedding, the last stage the head. Nothing here needs a device or tensors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-from forebay.config import stages_of
+from forebay.config import Config, stages_of
+from forebay.errors import UsageError
 
 _V = ("zbv", "dualpipev")
 _ALIKE = 100  # ranks that differ by one part in this many are equally fast
@@ -29,6 +30,15 @@ class LayerCost:
 
     time: float
     memory: float
+
+
+@dataclass(frozen=True)
+class ModelCosts:
+    """Costs of one microbatch in each part of a model; `layers` are in forward order."""
+
+    layers: tuple[LayerCost, ...]
+    embedding: LayerCost
+    head: LayerCost
 
 
 @dataclass(frozen=True)
@@ -142,20 +152,53 @@ def of_counts(counts: Sequence[int], n_layers: int, schedule: str, pp: int, chun
     return Partition(layers, tuple(rank_of(schedule, s, pp) for s in range(stages)))
 
 
-def with_costs(
-    partition: Partition,
-    layers: Sequence[LayerCost],
-    schedule: str,
-    *,
-    embedding: LayerCost,
-    head: LayerCost,
-    microbatches: int,
-) -> Partition:
+def partition_of(config: Config, layers: int, sharing: int, costs: ModelCosts | None = None) -> Partition:
+    """The partition that ``parallel.partition`` names, with time and memory of every rank if `costs` are given.
+
+    Args:
+        layers: number of decoder layers.
+        sharing: number of processes that share the batch, which are those of one stage.
+        costs: of a microbatch on one of these; without them "auto" is `even_partition`.
+
+    Raises:
+        UsageError: the layers cannot be cut that way.
+    """
+    schedule, pp, chunks, microbatches = pipeline_shape(config, sharing)
+    asked = config.parallel.partition
+    try:
+        if isinstance(asked, tuple):
+            chosen = of_counts(asked, layers, schedule, pp, chunks)
+        elif costs is None or asked == "even":
+            chosen = even_partition(layers, schedule, pp, chunks)
+        else:
+            return partition_layers(
+                costs.layers,
+                schedule,
+                pp,
+                embedding=costs.embedding,
+                head=costs.head,
+                microbatches=microbatches,
+                chunks=chunks,
+            )
+    except ValueError as error:
+        raise UsageError(f"parallel.partition = {asked!r}: {error}") from error
+    return chosen if costs is None else with_costs(chosen, costs, schedule, microbatches)
+
+
+def pipeline_shape(config: Config, sharing: int) -> tuple[str, int, int, int]:
+    """Schedule, ranks, chunks and microbatches. No pipeline is a single stage of 1f1b."""
+    p = config.parallel
+    microbatches = config.train.batch // sharing // config.microbatch(sharing)
+    return (p.schedule if p.pp > 1 else "1f1b"), p.pp, p.chunks, microbatches
+
+
+def with_costs(partition: Partition, costs: ModelCosts, schedule: str, microbatches: int) -> Partition:
     """The same partition with time and memory of every rank."""
     pp, stages = max(partition.ranks) + 1, len(partition.layers)
     time, memory = [0.0] * pp, [0.0] * pp
     for stage, (numbers, rank) in enumerate(zip(partition.layers, partition.ranks, strict=True)):
-        parts = [layers[n] for n in numbers] + [embedding] * (stage == 0) + [head] * (stage == stages - 1)
+        parts = [costs.layers[n] for n in numbers]
+        parts += [costs.embedding] * (stage == 0) + [costs.head] * (stage == stages - 1)
         time[rank] += sum(part.time for part in parts)
         held = in_flight(schedule, stage, pp, microbatches, stages // pp)
         memory[rank] += held * sum(part.memory for part in parts)
@@ -204,7 +247,7 @@ def partition_layers(
     costs = _Costs.of(layers, embedding, head, held, [rank_of(schedule, s, pp) for s in range(stages)])
     cuts = _interleaved(costs) if schedule == "interleaved-1f1b" else _exact(_Groups(costs, schedule in _V))
     found = of_counts([b - a for a, b in pairwise(cuts)], len(layers), schedule, pp, chunks)
-    return with_costs(found, layers, schedule, embedding=embedding, head=head, microbatches=microbatches)
+    return with_costs(found, ModelCosts(tuple(layers), embedding, head), schedule, microbatches)
 
 
 def _check_stages(stages: int, n_layers: int, schedule: str, pp: int) -> None:

@@ -20,6 +20,7 @@ from forebay.estimate.placement import Choice, by_kind
 from forebay.estimate.plan import Fit, fit_run
 from forebay.estimate.search import Search
 from forebay.estimate.step_time import StepTime
+from forebay.estimate.trace_cache import TraceCache
 from forebay.policy import PLACEMENTS, format_bytes
 from forebay.report.charts import (
     COLUMNS,
@@ -98,8 +99,9 @@ def plan_run(config: Config, world: int) -> Planned:
     Raises:
         UsageError: see `forebay.estimate.layers.plan_layers` and `forebay.estimate.plan.fit_run`.
     """
-    plan = plan_layers(config, world)
-    return Planned(plan, fit_run(config, plan, world))
+    traces = TraceCache()
+    plan = plan_layers(config, world, traces)
+    return Planned(plan, fit_run(config, plan, world, traces=traces))
 
 
 def plan_page(planned: Planned, config: Config, name: str, found: Search | None = None) -> str:

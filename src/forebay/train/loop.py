@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from forebay.config import Config, check_world, from_mapping
 from forebay.errors import Interrupted, ReportedElsewhere, RunError, UsageError
 from forebay.memory.step import StepReport
+from forebay.pipeline.partition import Partition
 from forebay.train import checkpoint, hf_io, run_folder
 from forebay.train.data import load_tokenizer
 from forebay.train.distributed import Mesh, World
@@ -65,11 +66,14 @@ class StopRequest:
                 signal.signal(number, handler)
 
 
-def train(config: Config, console: Console, resume: str | None = None) -> Path:
+def train(
+    config: Config, console: Console, resume: str | None = None, partition: Callable[[], Partition] | None = None
+) -> Path:
     """Train until `train.steps`, printing to `console`.
 
     Args:
         resume: see `forebay.train.run_folder.claim_start`.
+        partition: returns the layers of each stage; called on the main process. None: see `Trainer`.
 
     Returns:
         The run's folder.
@@ -89,12 +93,20 @@ def train(config: Config, console: Console, resume: str | None = None) -> Path:
     ):
         start = mesh.on_main(lambda: claim_start(config, resume, lock))
         advice = partial(_intact_checkpoint, start)
-        with _heartbeat(config, mesh, advice) as heart, Trainer(config, mesh) as trainer, _naming_lost(heart, advice):
+        layers = None if partition is None else mesh.on_main(partition)
+        with (
+            _heartbeat(config, mesh, advice) as heart,
+            Trainer(config, mesh, layers) as trainer,
+            _naming_lost(heart, advice),
+        ):
             return _TrainingRun(config, console, start, trainer, stop).run()
 
 
-def profile(config: Config) -> list[PipelineProfile]:
+def profile(config: Config, partition: Callable[[], Partition] | None = None) -> list[PipelineProfile]:
     """What autograd saves in the first step, by rank of this process's pipeline. Changes no parameter and writes no file.
+
+    Args:
+        partition: as for `train`.
 
     Raises:
         ReportedElsewhere: the profile failed and another process reports why.
@@ -106,7 +118,7 @@ def profile(config: Config) -> list[PipelineProfile]:
         Mesh.open(config, world) as mesh,
         _reported_once(mesh),
         _heartbeat(config, mesh, lambda: "nothing was written") as heart,
-        Trainer(config, mesh) as trainer,
+        Trainer(config, mesh, None if partition is None else mesh.on_main(partition)) as trainer,
         _naming_lost(heart, lambda: "nothing was written"),
     ):
         return profile_ranks(trainer)

@@ -25,8 +25,7 @@ from forebay.managed import Managed, manage
 from forebay.models.families import moe_blocks
 from forebay.models.router import RouterStats
 from forebay.moe.dispatch import TokenDispatcher
-from forebay.pipeline.costs import partition_of
-from forebay.pipeline.partition import Partition
+from forebay.pipeline.partition import Partition, partition_of
 from forebay.pipeline.schedule import PipelinePlan
 from forebay.train import hf_io, parallel
 from forebay.train.capacity_retry import CapacityRetries
@@ -70,6 +69,8 @@ class Trainer:
 
     Args:
         mesh: the processes, which the caller closes; None for this process alone.
+        partition: layers by stage of a pipeline, the same on all processes. Without one, ``parallel.partition = "auto"`` is the
+            even partition: the trainer does not know what layers cost (`forebay.estimate.layers.plan_layers` does).
 
     Attributes:
         model: a transformers `*ForCausalLM`, managed; sharded if there is a process group.
@@ -81,15 +82,15 @@ class Trainer:
         UsageError, RunError: as `Mesh.open`, `load_corpus`, `hf_io.build` and `forebay.train.parallel` raise.
     """
 
-    def __init__(self, config: Config, mesh: Mesh | None = None):
+    def __init__(self, config: Config, mesh: Mesh | None = None, partition: Partition | None = None):
         with ExitStack() as stack:
             self.mesh = Mesh.open(config, ALONE) if mesh is None else mesh
             if mesh is None:
                 stack.callback(self.mesh.close)
-            self._build(config, self.mesh)
+            self._build(config, self.mesh, partition)
             self._close_mesh = stack.pop_all().close
 
-    def _build(self, config: Config, mesh: Mesh) -> None:
+    def _build(self, config: Config, mesh: Mesh, partition: Partition | None) -> None:
         self.config, self.device = config, mesh.device
         if config.device.threads:
             torch.set_num_threads(config.device.threads)
@@ -97,7 +98,7 @@ class Trainer:
         self.corpus = load_corpus(config.data, tokenizer)
         self._windows, self._held_out = self._split_corpus()
         seed_all(config.train.seed)
-        experts = self._build_model(tokenizer.vocabulary)
+        experts = self._build_model(tokenizer.vocabulary, partition)
         self.dispatcher = parallel.dispatcher_of(self.model, mesh, config)
         self.memory = _manage(self.model, config, self.dispatcher)
         self._router = RouterStats(self.model) if moe_blocks(self.model) else None
@@ -128,7 +129,7 @@ class Trainer:
         cut = len(tokens) - int(len(tokens) * self.config.data.validation)
         return windows(tokens[:cut]), windows(tokens[cut:], what="validation data") if section.eval_every else None
 
-    def _build_model(self, vocabulary: int) -> int:
+    def _build_model(self, vocabulary: int, partition: Partition | None) -> int:
         """Build this process's part of the model; returns the number of experts of a MoE layer, over all processes."""
         config, mesh = self.config, self.mesh
         declared = hf_io.configuration(config.model, vocabulary)
@@ -138,7 +139,8 @@ class Trainer:
         self._stages: tuple[PipelinePlan, Partition] | None = None
         keep = None
         if mesh.pp > 1:
-            plan, partition = plan_of(config, mesh), partition_of(config, declared, mesh.batch.size)
+            plan, layers = plan_of(config, mesh), declared.get_text_config().num_hidden_layers
+            partition = partition or partition_of(config, layers, mesh.batch.size)
             self._stages = plan, partition
             keep = partial(keep_stages, plan=plan, partition=partition, rank=mesh.pp_rank)
 

@@ -290,7 +290,8 @@ def _answer_hf(options: argparse.Namespace, budget: int | None) -> int:
 
 
 class _Progress:
-    """Shows how far a search is on standard error: on a terminal in one line, after a second; else in a line every few seconds.
+    """Shows how far a search is on standard error, from the first second on: on a terminal in one line, else in a line every few
+    seconds.
 
     Args:
         console: default: of standard error.
@@ -301,7 +302,7 @@ class _Progress:
         from rich.console import Console
 
         self._console, self._clock = console or Console(stderr=True), clock
-        self._next = clock() + (1.0 if self._console.is_terminal else _EVERY)
+        self._next = clock() + 1.0
         self._shown = ExitStack()
         self._status: Any = None
 

@@ -302,11 +302,7 @@ def fit_run(
     estimator, notes = _estimator(
         config, plan, world, budget, skew, device, auto, traces or TraceCache(), sharing or sharing_of(config, world)
     )
-    estimates: dict[int, RankEstimate] = {}
-    for number in range(config.parallel.pp) if stop_above is None else _fullest_first(plan):
-        estimates[number] = estimator.rank(number)
-        if stop_above is not None and estimates[number].fit.headroom(stop_above) < 0:
-            break
+    estimates = _estimates(estimator, plan, stop_above)
     ranks = [estimates[number] for number in sorted(estimates)]
     choices = tuple(rank.choice for rank in ranks if rank.choice is not None)
     placements = dict(estimator.placements)
@@ -315,17 +311,34 @@ def fit_run(
     if over := [rank.over for rank in ranks if rank.over]:
         notes.append(f"No placements were found that are within the budget; the nearest exceed it: {', '.join(over)}.")
     fits = tuple(rank.fit for rank in ranks)
-    if budget is not None and (most := max(fits, key=lambda r: r.parameters)).parameters > budget:
-        raise UsageError(
-            f"a budget of {format_bytes(budget)} is below the parameters alone: rank {most.rank} holds "
-            f"{format_bytes(most.parameters)} of them; valid is more than that"
-        )
+    _check_parameters(fits, budget)
     step = None
     if device is not None and (len(ranks) == config.parallel.pp or not estimator.chooses):
         step = _step_timer(estimator, placements, estimates).on(device)
     sublayers = tuple(sublayer for rank in ranks for sublayer in rank.sublayers)
     levels = tuple(rank.levels for rank in ranks)
     return Fit(fits, world, estimator.weights.total, budget, sublayers, tuple(notes), step, choices, levels)
+
+
+def _estimates(estimator: RunEstimator, plan: LayerPlan, stop_above: int | None) -> dict[int, RankEstimate]:
+    """By pipeline rank; see `fit_run`."""
+    if stop_above is None:
+        return {number: estimator.rank(number) for number in range(estimator.config.parallel.pp)}
+    found: dict[int, RankEstimate] = {}
+    for number in _fullest_first(plan):
+        found[number] = estimator.rank(number)
+        if found[number].fit.headroom(stop_above) < 0:
+            break
+    return found
+
+
+def _check_parameters(fits: Sequence[RankFit], budget: int | None) -> None:
+    most = max(fits, key=lambda r: r.parameters)
+    if budget is not None and most.parameters > budget:
+        raise UsageError(
+            f"a budget of {format_bytes(budget)} is below the parameters alone: rank {most.rank} holds "
+            f"{format_bytes(most.parameters)} of them; valid is more than that"
+        )
 
 
 def _fullest_first(plan: LayerPlan) -> list[int]:

@@ -403,9 +403,9 @@ def _launch_rows(
         starts = packed("starts", starts, peers.base, [at.ranks + 1], [torch.int32])
     lists = 0 if ids is None else at.ranks * max(1, triton.cdiv(n_tokens, LIST_BLOCK))
     tiles = triton.cdiv(min(n_tokens, at.chunk_tokens), block_rows)
-    stagers = 0 if x is None else max(1, min(_STAGERS * peers.programs, tiles))
+    stagers = _programs(x, _STAGERS * peers.programs, tiles)
     tiles = at.ranks * triton.cdiv(min(capacity, at.tokens), block_rows)
-    fetchers = 0 if out is None else max(1, min(_FETCHERS * peers.programs, tiles))
+    fetchers = _programs(out, _FETCHERS * peers.programs, tiles)
     with on_device_of(peers.base):
         _rows_kernel[(lists + stagers + fetchers,)](
             None if x is None else x.view(torch.int32), ids, weights, places,
@@ -421,6 +421,11 @@ def _launch_rows(
             WORDS=at.words, BLOCK_R=block_rows, BLOCK_W=at.block_words(), LIST_BLOCK=LIST_BLOCK, SLOT_BLOCK=_SLOT_BLOCK,
             TAIL=128, WAIT=peers.meet is None, num_warps=_WARPS,
         )  # fmt: skip
+
+
+def _programs(rows: Tensor | None, most: int, tiles: int) -> int:
+    """Programs that move rows: at most one for each tile, at least one if there are rows to move."""
+    return 0 if rows is None else max(1, min(most, tiles))
 
 
 def dispatch_reference(

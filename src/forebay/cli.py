@@ -3,7 +3,7 @@
 Results go to standard output. A failure is one sentence on the error stream and an exit code: 1 failed while running (broken
 files, a full disk, a loss that is not finite, Ctrl-C, SIGTERM), 2 not possible as asked (a wrong key, pattern, budget, path or
 device), 3 the run does not fit (``plan --budget``), 130 Ctrl-C ended ``plan --search``. ``--debug`` also shows the traceback.
-Of the processes that torchrun started, one prints. Torch is imported only by the commands that need it, so that ``--help`` is
+One of the processes that torchrun started prints. Torch is imported only by the commands that need it, so that ``--help`` is
 quick.
 """
 

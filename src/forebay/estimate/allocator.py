@@ -17,7 +17,7 @@ LARGE_SEGMENT = 20 << 20
 LARGE_REQUEST = 10 << 20
 ROUND_SEGMENT = 2 << 20
 ROLES = ("parameters", "gradients", "optimizer", "activations", "transient")
-"""What a block holds: activations are those saved for backward; all that only the running operation needs is transient."""
+"""Roles of blocks. Activations are saved for backward; the running operation alone needs transient blocks."""
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, TRANSIENT = 0, 1, 2, 3, 4
 _ADDRESS_BITS = 48  # a key is (size, address) in one integer, which compares twice as fast as a pair
 

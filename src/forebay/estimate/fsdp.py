@@ -189,7 +189,7 @@ class PersistentState:
                     self._allocator.free(block)
 
     def _sizes(self, vectors: bool) -> list[int]:
-        """Of the trained shards."""
+        """Bytes of the trained shards."""
         return [
             self._s.parameter * own
             for _, own, _, vector, frozen in self._order

@@ -323,7 +323,7 @@ _NAMES: Mapping[str, tuple[str, str]] = {
     "sequence": ("sequence", "token"),
     "layers": ("depth", "layer"),
 }
-"""What is searched, and what it is counted in."""
+"""Name of what each search looks for, and the unit in which it counts."""
 
 
 def _size(runs: _Runs, what: str, budget: int, progress: Callable[[str], None]) -> Search:

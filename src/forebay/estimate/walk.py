@@ -93,7 +93,7 @@ class RankRun:
 
 @dataclass(frozen=True)
 class StepLevel:
-    """What is in use at the highest point while a part runs.
+    """Bytes in use at the highest point while a part runs.
 
     Attributes:
         action: of the schedule, such as "F0"; "" outside of them.
@@ -116,7 +116,7 @@ class StepLevel:
 
 @dataclass(frozen=True)
 class Walked:
-    """What a walk found.
+    """The result of a walk.
 
     Attributes:
         reserved: peak bytes of segments.

@@ -60,7 +60,6 @@ class Option:
     Attributes:
         saved: that autograd saves.
         held: on the device from forward to backward.
-        forward, backward: while it runs, besides what it needs if it is kept.
         seconds: that the placement costs.
         moved: over the link, each way.
     """
@@ -69,8 +68,6 @@ class Option:
     placement: str
     saved: int
     held: int
-    forward: int = 0
-    backward: int = 0
     seconds: float = 0.0
     moved: int = 0
 
@@ -167,19 +164,17 @@ def option(
     saved, seconds = part.saved, machine.seconds(part)[0]
     match placement:
         case "recompute" if part.light is not None and recompute != "full":
-            held, backward = part.light  # "save-dispatch" holds less, and is counted as "light"
-            again = LIGHT_RECOMPUTE_SHARE * seconds
-            return Option(path, placement, saved, held + more, 0, backward - part.backward, again)
+            held, _ = part.light  # "save-dispatch" holds less, and is counted as "light"
+            return Option(path, placement, saved, held + more, LIGHT_RECOMPUTE_SHARE * seconds)
         case "recompute":
-            again = max(part.forward - part.backward, saved)
-            return Option(path, placement, saved, min(part.inputs, saved) + more, 0, again, seconds)
-        case "offload":  # two sublayers are in transfer at any time
+            return Option(path, placement, saved, min(part.inputs, saved) + more, seconds)
+        case "offload":
             leaves = saved if carried is None else min(carried, saved)
-            return Option(path, placement, saved, saved - leaves + more, leaves, 2 * leaves, 0.0, leaves)
+            return Option(path, placement, saved, saved - leaves + more, moved=leaves)
         case "stash":  # one more write in forward, and a read
             capacity, arrived = part.stash
-            less, copies = capacity - arrived, 2 * arrived / machine.copy_rate
-            return Option(path, placement, saved, saved - less + more, 0, less, copies)
+            copies = 2 * arrived / machine.copy_rate
+            return Option(path, placement, saved, saved - capacity + arrived + more, copies)
     return Option(path, "keep", saved, saved + more)
 
 

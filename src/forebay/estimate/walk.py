@@ -99,14 +99,12 @@ class StepLevel:
         action: of the schedule, such as "F0"; "" outside of them.
         where: the part or parts that run.
         by_role: bytes by `forebay.estimate.allocator.ROLES`.
-        runs: "forward" or "backward" to the part that runs.
         live: sublayer to the number of microbatches whose saved tensors it has when the part begins.
     """
 
     action: str
     where: str
     by_role: tuple[int, ...]
-    runs: Mapping[str, str] = field(default_factory=dict)
     live: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -208,11 +206,9 @@ class AllocatorRun:
             self._before + held[OPTIMIZER], tuple(by_step),
         )  # fmt: skip
 
-    def _note(
-        self, action: str, where: str, runs: Mapping[str, str] = NOTHING, live: Mapping[str, int] = NOTHING
-    ) -> None:
+    def _note(self, action: str, where: str, live: Mapping[str, int] = NOTHING) -> None:
         """Record the highest level since the last call."""
-        level = StepLevel(action, where, tuple(self.allocator.take_peak()), dict(runs), dict(live))
+        level = StepLevel(action, where, tuple(self.allocator.take_peak()), dict(live))
         self._levels.append(level)
         if level.allocated > self.peak.allocated:
             self.peak = level
@@ -359,8 +355,8 @@ class _StepRun:
         self._transfer_stream = _TRANSFERS if run.engine else stream
         self._workspace, self._note = workspace, note
         self._action = ""
-        self._running: dict[str, str] = {}  # see `StepLevel.runs` and `live`
-        self._live: dict[str, int] = {}
+        self._running: dict[str, str] = {}  # "forward" or "backward" to the part that runs
+        self._live: dict[str, int] = {}  # see `StepLevel`
         self._part_runs: dict[tuple[int, int], list[_PartRun]] = {}
         self._arrived: dict[tuple[str, int, int], Block] = {}
         self._sent: list[Block] = []
@@ -469,7 +465,7 @@ class _StepRun:
 
     def _end_part(self, way: str) -> None:
         running = [f"{self._running[w]} {w}" for w in ("forward", "backward") if w in self._running]
-        self._note(self._action, " and ".join(running), self._running, self._live)
+        self._note(self._action, " and ".join(running), self._live)
         path = self._running.pop(way)
         self._live[path] = self._live.get(path, 0) + (1 if way == "forward" else -1)
 

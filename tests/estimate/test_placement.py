@@ -55,7 +55,6 @@ class Case:
             shared=5,
             balance=3,
             kinds=2,
-            head_gradient=10,
         )
         numbers = tuple(range(layers))
         stages = {0: StageLayers(numbers, numbers, True, True)}

@@ -119,18 +119,26 @@ class RunEstimator:
         """The cheapest estimate within the limit, or the nearest to it. The trainer's own choice limits bytes in use only."""
         memory = self.config.memory
         options = rank_options(self.trace, stages, self._allowed(), self.machine, self.prefix, memory.recompute)
-        times = {own[0].path: self.machine.seconds(self._part(own[0].path)) for o in options.values() for own in o}
+        times = {path: self.machine.seconds(part) for path, part in self._parts(stages).items()}
         waits = self.auto is None or memory.offload == "all"
-        kept = self._estimate(number, stages, {})
-        limit = self._limit(kept)
+        known: dict[frozenset[tuple[str, str]], RankEstimate] = {}  # a walk takes most of the time
+
+        def estimate(placements: Mapping[str, str]) -> RankEstimate:
+            key = frozenset(placements.items())
+            if key not in known:
+                known[key] = self._estimate(number, stages, placements)
+            return known[key]
 
         def used(placements: Mapping[str, str]) -> int:
-            fit = self._estimate(number, stages, placements).fit
+            fit = estimate(placements).fit
             return fit.total if self.auto is not None else fit.allocated
+
+        kept = estimate({})
+        limit = self._limit(kept)
 
         choice = choose(number, options, times, kept.levels, self.plan.microbatches, limit, self.machine, waits, used)
         over = f"rank {number} by {format_bytes(choice.peak - limit)}" if choice.peak > limit else ""
-        return replace(self._estimate(number, stages, choice.placements), choice=choice, over=over)
+        return replace(estimate(choice.placements), choice=choice, over=over)
 
     def _estimate(self, number: int, stages: Mapping[int, StageLayers], placements: Mapping[str, str]) -> RankEstimate:
         run = self._run(number, stages, placements)
@@ -204,10 +212,11 @@ class RunEstimator:
 
     def _timed(self, stages: Mapping[int, StageLayers], parts: Mapping[int, Sequence[Part]]) -> dict[int, list[Part]]:
         found: dict[int, list[Part]] = {}
+        traces = self._parts(stages)
         for number in stages:
             found[number] = []
             for part in parts[number]:
-                forward, backward = self.machine.seconds(self._part(part.path))
+                forward, backward = self.machine.seconds(traces[part.path])
                 if part.light:
                     backward += LIGHT_RECOMPUTE_SHARE * forward
                 elif part.placement == "recompute":
@@ -245,11 +254,12 @@ class RunEstimator:
         own = kept.before + kept.fit.other + parse_bytes(self.config.memory.budget)
         return own if self.budget is None else min(own, largest_total(self.budget))
 
-    def _part(self, path: str) -> PartTrace:
-        if path in ("embedding", "head"):
-            return self.trace.head if path == "head" else self.trace.embedding
-        *_, number, name = path.split(".")
-        return dict(self.trace.layers[int(number)].sublayers)[name]
+    def _parts(self, stages: Mapping[int, StageLayers]) -> dict[str, PartTrace]:
+        """The traces of all stages' parts by path."""
+        found: dict[str, PartTrace] = {}
+        for stage in stages.values():
+            found |= parts_by_path(self.trace, stage, self.prefix)
+        return found
 
 
 def layers_and_ends(stages: Mapping[int, StageLayers]) -> tuple[list[int], bool, bool]:

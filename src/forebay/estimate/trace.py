@@ -175,13 +175,13 @@ class TraceRun:
 
     Attributes:
         parts: by module path, "embedding" or "head".
-        balance, head_gradient: see `ModelTrace`.
+        balance: see `ModelTrace`.
     """
 
     def __init__(self, model: Any, base: Any, shape: Shape):
         self.model, self.base, self.shape = model, base, shape
         self.parts: dict[str, PartTrace] = {}
-        self.balance = self.head_gradient = 0
+        self.balance = 0
         self._recorder = OpRecorder(shape.block, shape.deferred_weight_grads, shape.compiled)
         self._open: dict[str, _TracedPart] = {}
         self._known: set[int] = (
@@ -430,8 +430,6 @@ class TraceRun:
         self._recorder.log.append(Mark(FINAL_NORM_END))
         head = self.model.lm_head
         if self.shape.loss == "fused":
-            weight = head.weight
-            self.head_gradient = 4 * weight.numel() if weight.requires_grad else 0
             return head_loss(head.forward, hidden, labels, shift_labels=labels, num_items_in_batch=labels.numel())
         return self.model.loss_function(
             logits=head(hidden),
@@ -497,7 +495,6 @@ def trace_model(model: Any, shape: Shape) -> ModelTrace:
         first.saved - sublayers[kinds[numbers[0]]].attention.saved,
         run.balance,
         len(sublayers),
-        run.head_gradient,
     )
 
 

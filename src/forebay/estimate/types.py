@@ -235,7 +235,6 @@ class ModelTrace:
         shared: bytes that the first layer of a stage saves for all of them, such as rotary tables.
         balance: bytes that the load-balancing loss saves for each MoE layer.
         kinds: number of different layers.
-        head_gradient: bytes of the head's `saved` that are its weight's gradient.
     """
 
     embedding: PartTrace
@@ -244,7 +243,6 @@ class ModelTrace:
     shared: int
     balance: int
     kinds: int
-    head_gradient: int
 
     def recompute_experts(self, numbers: Container[int]) -> ModelTrace:
         """The model with light recomputation of the experts of layers `numbers`."""

@@ -191,7 +191,8 @@ def held_by_rank(trainer: Trainer, last: StepReport) -> list[dict[str, Any]]:
 
 
 def profile_forward(trainer: Trainer) -> str:
-    """What a forward pass saves without placements, or each pipeline rank in a step; JSON as of ``forebay profile --json``."""
+    """The bytes saved by a forward pass without placements, or by each pipeline rank in a step, as the JSON text that
+    ``forebay profile --json`` prints."""
     if trainer.pipeline is None:
         return trainer.memory.profile(trainer.forward).to_json()
     with trainer.pipeline.eager():  # a replayed CUDA graph runs no hooks

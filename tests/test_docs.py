@@ -1,8 +1,9 @@
 """The documentation is true: code runs, links lead somewhere, and every file, name, key, option and make target in it exists.
 
 Checked are README.md, CONTRIBUTING.md, docs/ and benchmarks/README.md. Blocks that begin with ```python run in the order of
-the page and in one namespace a page, with the working directory empty. ```python gpu runs only where there is a GPU; other
-languages do not run, but what they name is checked. A ```console block is a `forebay` command and lines of its output.
+the page and in one namespace a page, with the working directory empty. ```python gpu runs only where there is a GPU, and
+```python integration under the marker of that name, together with the page's other blocks; other languages do not run, but
+what they name is checked. A ```console block is a `forebay` command and lines of its output.
 """
 
 import dataclasses
@@ -16,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 
 from forebay import cli
 from forebay.config import Config, from_mapping
@@ -53,10 +53,10 @@ def blocks(text: str) -> list[Block]:
     ]
 
 
-def run(page: str, text: str, gpu: bool) -> int:
-    """Execute the page's Python blocks; how many. Tracebacks show the page's own line numbers."""
+def run(page: str, text: str, *words: str) -> int:
+    """Execute the page's ```python blocks, and those marked with one of `words`; how many. Tracebacks show the page's lines."""
     namespace: dict[str, object] = {"__name__": "__docs__"}
-    wanted = [b for b in blocks(text) if b.info in (("python",), ("python", "gpu")) and (gpu or "gpu" not in b.info)]
+    wanted = [b for b in blocks(text) if b.info in (("python",), *(("python", word) for word in words))]
     for block in wanted:
         exec(compile("\n" * (block.line - 1) + block.code, page, "exec"), namespace)
     return len(wanted)
@@ -138,14 +138,26 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_
 @each_page
 def test_code_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run(str(page), page.read_text("utf-8"), gpu=False)
+    run(str(page), page.read_text("utf-8"))
+
+
+def _pages_with(word: str) -> pytest.MarkDecorator:
+    found = [p for p in PAGES if any(b.info == ("python", word) for b in blocks(p.read_text("utf-8")))]
+    return pytest.mark.parametrize("page", found, ids=lambda p: str(p.relative_to(ROOT)))
+
+
+@pytest.mark.integration
+@_pages_with("integration")
+def test_integration_code_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run(str(page), page.read_text("utf-8"), "integration")
 
 
 @pytest.mark.gpu
-@each_page
+@_pages_with("gpu")
 def test_gpu_code_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run(str(page), page.read_text("utf-8"), gpu=torch.cuda.is_available())
+    run(str(page), page.read_text("utf-8"), "gpu")
 
 
 @each_page
@@ -215,13 +227,19 @@ not python
 ```python gpu
 raise SystemExit
 ```
+```python integration
+x = 2
+```
 ```python
-assert x == 1
+if x == 2:
+    raise KeyError
 ```
 """
-    assert run("page", page, gpu=False) == 2
+    assert run("page", page) == 2
+    with pytest.raises(KeyError):
+        run("page", page, "integration")
     with pytest.raises(ZeroDivisionError) as caught:
-        run("page", "one\n\n```python\n1 / 0\n```\n", gpu=False)
+        run("page", "one\n\n```python\n1 / 0\n```\n")
     assert caught.traceback[-1].lineno == 3  # counted from 0
 
 

@@ -1,0 +1,245 @@
+"""LoRA fine-tuning on one GPU: transformers with PEFT, with gradient checkpointing, with Liger's loss, and Forebay.
+
+The model is Qwen3-MoE at the widths of Qwen3-30B-A3B in bf16 with random weights, all frozen but the adapters (r = 16, on q, k, v
+and o; with ``--experts`` on the experts' stacked weights too, which PEFT calls `target_parameters`). A step is forward and
+backward. The base (memory held before a step) holds weights, adapters and the adapters' gradients.
+
+Columns: median step time by CUDA events and its ratio to the first arm, memory after forward and peak over the base, reserved
+memory, loss of the first step. Arms named by a budget get that share of checkpointing's peak.
+
+    python benchmarks/lora.py                       # 6 layers, vocabulary 32768, 4 x 4096 tokens
+    python benchmarks/lora.py --experts             # adapters on the experts as well
+    python benchmarks/lora.py --layers 48 --vocabulary 151936 --batch 1 --sequence 16384 --name lora_30b
+    python benchmarks/lora.py --layers 48 --vocabulary 151936 --batch 1 --longest --name lora_30b_longest
+"""
+
+import argparse
+import gc
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from common import GIB, median_ms, settle_memory, until_settled, write
+from peft import LoraConfig, get_peft_model
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+import forebay
+from forebay.policy import BudgetError
+
+LIGHT = {"*": "keep", "*.mlp": "recompute"}
+STEP = 8192
+"""``--longest`` tries multiples of this many tokens."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """How a step holds its activations: options of `forebay.manage`, or transformers' own means."""
+
+    name: str
+    manage: dict[str, Any] | None = None
+    budget_share: float | None = None
+    """The budget, as a share of checkpointing's peak."""
+    checkpointing: bool = False
+    liger: bool = False
+
+
+def arms(shares: list[float]) -> list[Arm]:
+    found = [
+        Arm("transformers + PEFT"),
+        Arm("the same, gradient checkpointing", checkpointing=True),
+        Arm("forebay keep", {"policy": "keep"}),
+        Arm("forebay, experts recomputed", {"policy": LIGHT}),
+        Arm("forebay offload", {"policy": "offload"}),
+        *(Arm(f"forebay auto, {s:g} of checkpointing's peak", {"policy": "auto"}, s) for s in shares),
+    ]
+    if importlib.util.find_spec("liger_kernel") is not None:
+        found.insert(2, Arm("checkpointing, Liger's loss", checkpointing=True, liger=True))
+    return found
+
+
+def build(options: argparse.Namespace, sequence: int) -> Any:
+    """The adapted model on the GPU, in training mode; B starts random, or the adapters' A would get no gradient."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        hidden_size=2048,
+        num_hidden_layers=options.layers,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        vocab_size=options.vocabulary,
+        norm_topk_prob=True,
+        max_position_embeddings=sequence,
+        use_cache=False,
+    )
+    with torch.device("cuda"):
+        model = Qwen3MoeForCausalLM._from_config(config, dtype=torch.bfloat16)
+        stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if options.experts else None
+        lora = LoraConfig(
+            r=16, lora_alpha=32, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], target_parameters=stacks
+        )
+        model = get_peft_model(model, lora)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.01)
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    return model.train()
+
+
+@contextmanager
+def installed(model: Any, arm: Arm, budget: int | None) -> Iterator[Any]:
+    """`model` under the arm; yields the `forebay.Managed`, or None."""
+    if arm.liger:
+        from liger_kernel.transformers import apply_liger_kernel_to_qwen3_moe
+
+        apply_liger_kernel_to_qwen3_moe(
+            rope=False, cross_entropy=False, fused_linear_cross_entropy=True, rms_norm=False, swiglu=False,
+            model=model.get_base_model(),
+        )  # fmt: skip
+    if arm.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    if arm.manage is None:
+        yield None
+        return
+    with forebay.manage(model, compile=True, budget=budget, **arm.manage) as managed:
+        yield managed
+
+
+def measure(arm: Arm, options: argparse.Namespace, sequence: int, budget: int | None) -> dict[str, Any]:
+    model = build(options, sequence)
+    generator = torch.Generator(device="cuda").manual_seed(1)
+    size = (options.batch, sequence)
+    batches = [torch.randint(0, options.vocabulary, size, device="cuda", generator=generator) for _ in range(4)]
+
+    def forward() -> torch.Tensor:
+        batches.append(batches.pop(0))
+        loss: torch.Tensor = model(input_ids=batches[0], labels=batches[0]).loss
+        return loss
+
+    with installed(model, arm, budget) as managed:
+        loss = forward()
+        first = loss.item()
+        loss.backward()
+        del loss
+        if managed is not None:
+            until_settled(managed, lambda: forward().backward())
+        for _ in range(3):
+            forward().backward()
+        settle_memory()
+        base = torch.cuda.memory_allocated()
+        loss = forward()
+        after_forward = torch.cuda.memory_allocated() - base
+        loss.backward()
+        del loss
+        peak, reserved = torch.cuda.max_memory_allocated() - base, torch.cuda.max_memory_reserved()
+        ms, times = median_ms(lambda: forward().backward(), options.steps)
+    return {
+        "arm": arm.name,
+        "tokens": options.batch * sequence,
+        "ms": ms,
+        "spread ms": max(times) - min(times),
+        "tokens/s": options.batch * sequence / ms * 1e3,
+        "after forward GiB": after_forward / GIB,
+        "peak over base GiB": peak / GIB,
+        "base GiB": base / GIB,
+        "reserved GiB": reserved / GIB,
+        "loss": first,
+    }
+
+
+def attempt(arm: Arm, options: argparse.Namespace, sequence: int, budget: int | None) -> dict[str, Any]:
+    """`measure`, or a row with the error: out of memory, or a budget that cannot be met."""
+    failed = None
+    try:
+        return measure(arm, options, sequence, budget)
+    except (torch.OutOfMemoryError, BudgetError) as error:
+        failed = {
+            "arm": arm.name,
+            "tokens": options.batch * sequence,
+            "error": f"{type(error).__name__}: {error}"[:300],
+        }
+    finally:
+        # Outside the `except`: its traceback holds the tensors of the failed step.
+        torch._dynamo.reset()
+        gc.collect()
+        torch.cuda.empty_cache()
+    return failed
+
+
+def table(options: argparse.Namespace) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    checkpointed: dict[str, Any] = {}
+    for arm in arms(options.shares):
+        if options.only and not any(word in arm.name for word in options.only):
+            continue
+        budget = None
+        if arm.budget_share is not None:
+            if "ms" not in checkpointed:
+                continue
+            budget = int(arm.budget_share * checkpointed["peak over base GiB"] * GIB)
+        row = attempt(arm, options, options.sequence, budget)
+        if budget is not None:
+            row["budget GiB"] = budget / GIB
+        if arm.checkpointing and not arm.liger:
+            checkpointed = row
+        rows.append(row)
+        for name, other in (("ratio", rows[0]), ("ratio to checkpointing", checkpointed)):
+            if "ms" in row and "ms" in other:
+                row[name] = row["ms"] / other["ms"]
+        print(row, flush=True)
+    return rows
+
+
+def longest(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """For each arm the longest sequence that runs, by bisection between 1 and ``--most`` times `STEP`, and its figures."""
+    rows = []
+    for arm in arms([]):
+        if options.only and not any(word in arm.name for word in options.only):
+            continue
+        row = _longest(lambda n, arm=arm: attempt(arm, options, n * STEP, None), options.most)  # type: ignore[misc]
+        rows.append(row)
+        print(row, flush=True)
+    return rows
+
+
+def _longest(run: Callable[[int], dict[str, Any]], most: int) -> dict[str, Any]:
+    """The row of the largest n of 1 to `most` for which `run(n)` has a time; that of 1 if none has. n doubles, then bisects."""
+    best = run(1)
+    works, fails = 1, most + 1
+    while "ms" in best and fails - works > 1:
+        n = min(2 * works, most) if fails > most else (works + fails) // 2
+        row = run(n)
+        if "ms" in row:
+            works, best = n, row
+        else:
+            fails = n
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--vocabulary", type=int, default=32768)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--sequence", type=int, default=4096)
+    parser.add_argument("--experts", action="store_true", help="adapters on the experts as well")
+    parser.add_argument("--shares", type=float, nargs="*", default=[1.0, 0.5, 0.35], help="of checkpointing's peak")
+    parser.add_argument("--only", nargs="*", help="arms whose name contains one of these")
+    parser.add_argument("--longest", action="store_true", help="the longest sequence of each arm")
+    parser.add_argument("--most", type=int, default=64, help=f"with --longest: in units of {STEP} tokens")
+    parser.add_argument("--name", dest="file", help="of the result file")
+    options = parser.parse_args()
+    rows = longest(options) if options.longest else table(options)
+    write(options.file or ("lora_experts" if options.experts else "lora"), rows, **vars(options))
+
+
+if __name__ == "__main__":
+    main()

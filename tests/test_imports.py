@@ -44,7 +44,13 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "doctor": _MANAGED,
         "cli": ("doctor", "report", *_REPORT),
         "__main__": ("cli",),
-        "<root>": ("managed", "models", "moe", "policy"),  # __init__: the public names, loaded when they are first used
+        "<root>": (
+            "integrations",
+            "managed",
+            "models",
+            "moe",
+            "policy",
+        ),  # __init__: the public names, loaded when they are first used
     }
 )
 # Inside "pipeline", this module is device-free: the planner reads it.

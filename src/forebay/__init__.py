@@ -7,17 +7,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from forebay.integrations.transformers import ForebayCallback
     from forebay.managed import Managed, manage
     from forebay.models.fused_loss import linear_cross_entropy
     from forebay.moe.experts import experts
     from forebay.policy import BudgetError, PolicyError
 
-__all__ = ["BudgetError", "Managed", "PolicyError", "experts", "linear_cross_entropy", "manage"]
+__all__ = ["BudgetError", "ForebayCallback", "Managed", "PolicyError", "experts", "linear_cross_entropy", "manage"]
 
 
 def __getattr__(name: str) -> Any:
     modules = {
         "BudgetError": "forebay.policy",
+        "ForebayCallback": "forebay.integrations.transformers",
         "Managed": "forebay.managed",
         "PolicyError": "forebay.policy",
         "experts": "forebay.moe.experts",

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import PreTrainedModel
 
-from forebay.memory.hooks import Manager
+from forebay.memory.hooks import Manager, check_claims
 from forebay.memory.overrides import CallSite, ForwardFn, InnerForward, install, is_managed, is_patched
 from forebay.memory.page_store import PageStore
 from forebay.memory.profiler import Profiler, SavedProfile
@@ -40,7 +40,7 @@ from forebay.models.placements import (
     switch_recompute_experts,
 )
 from forebay.moe.dispatch import TokenDispatcher
-from forebay.policy import PLACEMENTS, RECOMPUTE_MODES, PolicyError, parse_bytes
+from forebay.policy import PLACEMENTS, RECOMPUTE_MODES, Claim, PolicyError, check_placements, parse_bytes
 
 
 class Managed:
@@ -203,7 +203,22 @@ def manage(
         UserWarning: the loss or the layers are not supported and left as they are; later, a step in which no region ran, and
             gradient checkpointing that is suspended.
     """
-    _check_options(model, policy, compile, experts, loss, recompute, dispatcher, min_bytes)
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"forebay.manage takes a torch.nn.Module, got {model!r} ({type(model).__name__}); load the model first, such as with "
+            "transformers.AutoModelForCausalLM.from_pretrained(...)"
+        )
+    check_options(
+        policy,
+        budget=budget,
+        compile=compile,
+        experts=experts,
+        loss=loss,
+        offload=offload,
+        recompute=recompute,
+        dispatcher=dispatcher,
+        min_bytes=min_bytes,
+    )
     model, prefix = unwrap(model)
     if prefix and not isinstance(policy, str):
         policy = _without_prefix(policy, f"{prefix}.")
@@ -244,26 +259,33 @@ def manage(
     return managed
 
 
-def _check_options(
-    model: Any,
+def check_options(
     policy: Any,
-    compile: Any,
-    experts: str | None,
-    loss: str | None,
-    recompute: str,
-    dispatcher: Any,
-    min_bytes: Any,
+    *,
+    budget: Any = None,
+    compile: Any = False,
+    experts: Any = "forebay",
+    loss: Any = "fused",
+    offload: Any = "fit",
+    recompute: Any = "light",
+    dispatcher: Any = None,
+    min_bytes: Any = None,
 ) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"forebay.manage takes a torch.nn.Module, got {model!r} ({type(model).__name__}); load the model first, such as with "
-            "transformers.AutoModelForCausalLM.from_pretrained(...)"
-        )
+    """Raise PolicyError if arguments of `manage` are invalid for any model."""
     if not isinstance(policy, (str, Mapping)):
         raise PolicyError(
             f"policy={policy!r} is not a policy; write one placement ({', '.join(PLACEMENTS)}), 'auto' with a budget, or a "
             "mapping from module-path patterns to placements; 'keep' leaves saved tensors where they are"
         )
+    pairs = [(policy, policy)] if isinstance(policy, str) else list(policy.items())
+    if isinstance(policy, str) and policy not in (*PLACEMENTS, "auto"):
+        raise PolicyError(
+            f"policy={policy!r} is unknown; valid are {', '.join(PLACEMENTS)}, auto, or a mapping from patterns"
+        )
+    if not isinstance(policy, str):
+        check_placements(policy)
+    # "stash" is checked with the model; here the pattern stands for the paths that it will match.
+    check_claims([Claim(p, placement, p) for p, placement in pairs if placement != "stash"], _as_bytes(budget), offload)
     if not isinstance(compile, bool):
         raise PolicyError(f"compile={compile!r} must be True or False")
     if recompute not in RECOMPUTE_MODES:

@@ -87,11 +87,8 @@ def resolve(
     known = list(paths)
     sealed = sealed or {}
     claims: dict[str, Claim] = {}
+    check_placements(policy)
     for pattern, placement in policy.items():
-        if not isinstance(pattern, str):
-            raise PolicyError(f"{pattern!r} is no pattern on module paths; write a text such as 'model.layers.*.mlp'")
-        if placement not in PLACEMENTS:
-            raise PolicyError(f"{pattern!r}: placement {placement!r} is unknown; valid are {', '.join(PLACEMENTS)}")
         matched = [p for p in known if fnmatchcase(p, pattern)]
         if not matched:
             raise PolicyError(_no_match(pattern, known, sealed))
@@ -99,6 +96,15 @@ def resolve(
             claims[path] = Claim(path, placement, pattern)
     _refuse_nesting(claims, experts)
     return [claims[p] for p in known if p in claims]
+
+
+def check_placements(policy: Mapping[str, str]) -> None:
+    """Raise PolicyError for a pattern that is not a text or a placement that is unknown."""
+    for pattern, placement in policy.items():
+        if not isinstance(pattern, str):
+            raise PolicyError(f"{pattern!r} is no pattern on module paths; write a text such as 'model.layers.*.mlp'")
+        if placement not in PLACEMENTS:
+            raise PolicyError(f"{pattern!r}: placement {placement!r} is unknown; valid are {', '.join(PLACEMENTS)}")
 
 
 def outermost(paths: Iterable[str]) -> list[str]:

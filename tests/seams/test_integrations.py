@@ -1,7 +1,7 @@
 """Forebay under PEFT, Accelerate, transformers' Trainer and TRL: what they train is what they train without it."""
 
 import copy
-from collections.abc import Callable
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -264,14 +264,13 @@ def _figures(trainer: Any) -> dict[str, Any]:
     assert len(losses) == 3
     trained = {n: p.detach() for n, p in trainer.model.named_parameters() if p.requires_grad}
     measured = [metrics["eval_loss"], metrics.get("eval_accuracy", 0.0)]
-    return {"losses": losses, "eval": measured, "trained": trained}
+    return {"losses": losses, "eval": measured, "trained": trained, "model": trainer.model}
 
 
-def _with_trainer(folder: Path, manage: Callable[[Any], Any], **options: Any) -> dict[str, Any]:
+def _with_trainer(folder: Path, callbacks: list[Any], **options: Any) -> dict[str, Any]:
     from transformers import Trainer, TrainingArguments, default_data_collator
 
     model = tiny()
-    manage(model)
     rows: Any = _rows()
     trainer = Trainer(
         model=model,
@@ -280,6 +279,7 @@ def _with_trainer(folder: Path, manage: Callable[[Any], Any], **options: Any) ->
         eval_dataset=rows[:4],
         data_collator=default_data_collator,
         compute_metrics=_accuracy,
+        callbacks=callbacks,
     )
     found = _figures(trainer)
     predicted = trainer.predict(rows[:4]).predictions
@@ -294,14 +294,26 @@ def _near(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
         torch.testing.assert_close(torch.tensor(ours["predicted"]), wanted, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("policy", ["recompute", "offload"])
+def _callback(policy: str, **options: Any) -> Any:
+    return forebay.ForebayCallback(policy, min_bytes=1, **options)
+
+
+def _installed(model: Any) -> list[str]:
+    """Modules with anything of Forebay's on the instance."""
+    return [path for path, m in model.named_modules() if any(name.startswith("_forebay") for name in vars(m))]
+
+
+@pytest.mark.parametrize("policy", ["keep", "recompute", "offload"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "gradient_checkpointing"])
 def test_transformers_trainer(tmp_path: Path, policy: str, checkpointing: bool) -> None:
-    plain, ours = (
-        _with_trainer(tmp_path, manage, gradient_checkpointing=checkpointing)
-        for manage in (lambda model: None, lambda model: forebay.manage(model, policy, min_bytes=1))
-    )
+    plain = _with_trainer(tmp_path, [], gradient_checkpointing=checkpointing)
+    callback = _callback(policy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        ours = _with_trainer(tmp_path, [callback], gradient_checkpointing=checkpointing)
     _near(ours, plain)
+    assert policy in callback.plan and not _installed(ours["model"])
+    assert ours["model"].is_gradient_checkpointing is checkpointing, "as the trainer left it"
 
 
 def _tokenizer() -> Any:
@@ -317,12 +329,11 @@ def _tokenizer() -> Any:
 
 
 def _with_sft(
-    folder: Path, manage: Callable[[Any], Any], targets: dict[str, Any] | None = None, **options: Any
+    folder: Path, callbacks: list[Any], targets: dict[str, Any] | None = None, **options: Any
 ) -> dict[str, Any]:
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
     model = tiny()
-    manage(model)
     rows = [{"text": " ".join(f"w{n}" for n in row["input_ids"])} for row in _rows()]
     more: dict[str, Any] = {"compute_metrics": _accuracy}
     if targets is not None:
@@ -334,6 +345,7 @@ def _with_sft(
         train_dataset=datasets.Dataset.from_list(rows),
         eval_dataset=datasets.Dataset.from_list(rows[:4]),
         processing_class=_tokenizer(),
+        callbacks=callbacks,
         **more,
     )
     assert trainer.args.gradient_checkpointing == options.get("gradient_checkpointing", True), "TRL's default"
@@ -346,21 +358,15 @@ def _with_sft(
 def test_sft_trainer(tmp_path: Path, policy: str, checkpointing: bool | None, lora: bool) -> None:
     options = {} if checkpointing is None else {"gradient_checkpointing": checkpointing}
     targets = _TARGETS["both"] if lora else None
-    plain = _with_sft(tmp_path, lambda model: None, targets, **options)
-    _near(_with_sft(tmp_path, lambda model: forebay.manage(model, policy, min_bytes=1), targets, **options), plain)
+    plain = _with_sft(tmp_path, [], targets, **options)
+    _near(_with_sft(tmp_path, [_callback(policy)], targets, **options), plain)
 
 
 def test_sft_with_adapters_and_the_models_own_experts_is_bitwise_trls(tmp_path: Path) -> None:
-    mems: list[Any] = []
-
-    def manage(model: Any) -> None:
-        mems.append(forebay.manage(model, "offload", offload="all", experts=None, min_bytes=1))
-
+    callback = _callback("offload", offload="all", experts=None)
     targets = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]}
-    plain = _with_sft(tmp_path, lambda model: None, targets)
-    ours = _with_sft(tmp_path, manage, targets)
+    plain = _with_sft(tmp_path, [], targets)
+    ours = _with_sft(tmp_path, [callback], targets)
     assert ours["losses"] == plain["losses"]
     assert all(torch.equal(ours["trained"][n], p) for n, p in plain["trained"].items()) and plain["trained"]
-    assert mems[0].report().moved_bytes > 0
-    mems[0].detach()
-    mems[0].detach()
+    assert callback.memory.report().moved_bytes > 0

@@ -96,7 +96,7 @@ class Manager:
         recompute: str = "light",
         min_bytes: int | None = None,
     ):
-        _check(claims, budget, offload)
+        check_claims(claims, budget, offload)
         chosen = {claim.path: claim.placement for claim in claims}
         self.ledger = Ledger()
         self._recompute = recompute
@@ -584,7 +584,8 @@ class Manager:
                 region.light(on)
 
 
-def _check(claims: list[Claim], budget: int | None, offload: str) -> None:
+def check_claims(claims: list[Claim], budget: int | None, offload: str) -> None:
+    """Raise PolicyError if no `Manager` can be made with these claims and options."""
     if offload not in ("fit", "all"):
         raise PolicyError(f"offload={offload!r} is unknown; valid are 'fit' (what the link carries) and 'all'")
     placements = {c.placement for c in claims}

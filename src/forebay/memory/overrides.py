@@ -114,12 +114,7 @@ def install(
     Returns:
         A function that removes it. A second call does nothing.
     """
-    installed = _installed(module)
-    forward = module.__dict__.get("forward")
-    # Trap: a wrapper around ours may hide it (a lambda has no `__wrapped__`). Ours on top of it once more would call itself.
-    if not (_reaches_ours(forward) or (installed.replaced and _is_foreign(module))):
-        _replace_forward(module)
-    installed.replaced = True
+    installed = hold_place(module)
     entry = _Entry(installed.top, traceable)
     entry.run = make(InnerForward(module, entry))
     installed.top = entry
@@ -132,6 +127,21 @@ def install(
             _clean(module, installed)
 
     return remove
+
+
+def hold_place(module: nn.Module) -> Installed:
+    """Put Forebay's forward on the instance, where it only calls the forward from before.
+
+    What wraps the forward from then on (Accelerate's autocast) also wraps what `install` puts there later. A forward without a
+    wrapper comes off with the last callable.
+    """
+    installed = _installed(module)
+    forward = module.__dict__.get("forward")
+    # Trap: a wrapper around ours may hide it (a lambda has no `__wrapped__`). Ours on top of it once more would call itself.
+    if not (_reaches_ours(forward) or (installed.replaced and _is_foreign(module))):
+        _replace_forward(module)
+    installed.replaced = True
+    return installed
 
 
 def is_managed(module: nn.Module) -> bool:

@@ -23,7 +23,7 @@ from forebay.models.blocks import Sublayers
 from forebay.models.families import absent_paths, all_layers, has_known_layers, innermost, moe_blocks
 from forebay.models.hf_experts import light_recompute_of
 from forebay.moe.dispatch import TokenDispatcher
-from forebay.policy import PLACEMENTS, Claim, PolicyError, outermost, resolve
+from forebay.policy import Claim, PolicyError, outermost, resolve
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,6 @@ def _is_inside(path: str, others: Iterable[str]) -> bool:
 
 def _uniform_claims(model: nn.Module, default: Sequence[str], placement: str) -> list[Claim]:
     """Claims of one placement, or "auto", on every default region."""
-    if placement not in (*PLACEMENTS, "auto"):
-        raise PolicyError(
-            f"policy={placement!r} is unknown; valid are {', '.join(PLACEMENTS)}, auto, or a mapping from patterns"
-        )
     if not default:
         raise PolicyError(
             f"{type(model).__name__} has no decoder layers and no module lists to take as regions; "

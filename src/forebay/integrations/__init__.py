@@ -1,0 +1,1 @@
+"""Forebay in other trainers."""

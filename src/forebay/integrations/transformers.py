@@ -1,0 +1,167 @@
+"""Forebay in Hugging Face `Trainer` and the trainers of TRL, which are subclasses of it.
+
+Input: a policy and a budget, and a trainer that the callback is given to. Output: the trainer's model is managed while
+`train()` runs, and figures of its memory are in the trainer's logs. The callback owns the `Managed` and detaches it.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
+
+from forebay.errors import nearest
+from forebay.managed import Managed, check_options, manage, unwrap
+from forebay.memory.overrides import drop_setting, hold_place, put_setting, setting
+from forebay.policy import PolicyError
+from forebay.train.metrics import peak_bytes
+
+_OPTIONS = (
+    "compile",
+    "experts",
+    "loss",
+    "offload",
+    "recompute",
+    "min_bytes",
+)  # of `manage`; the others are for experts
+_OWNER = "trainer_callback"  # the setting of a managed model that says whose it is
+_GIB = 1 << 30
+
+
+class ForebayCallback(TrainerCallback):
+    """Puts the model under `forebay.manage` while the trainer trains, and takes it off at the end.
+
+    The trainer may apply PEFT, mixed precision, DDP and FSDP as it does without this. A placement for all regions, or "auto",
+    takes the place of gradient checkpointing; with a mapping, layers that it keeps stay checkpointed.
+
+    Each row of the trainer's logs gets ``memory/peak``, the highest allocated memory so far, and ``memory/offloaded``, what left
+    the device in the last step; both in GiB, of the first process. (Without a GPU the peak is the process's resident memory.)
+    One row gets ``memory/plan``, the number of regions by placement, when the plan is final.
+
+    After an exception in `train()` the model stays managed, until `train()` is called again or `detach()`.
+
+    Args:
+        policy: as for `forebay.manage`.
+        budget: bytes, or text such as ``"6GiB"``: how far a step's peak may rise over the memory held before it (parameters,
+            gradients and optimizer states).
+        options: `compile`, `experts`, `loss`, `offload`, `recompute` and `min_bytes` of `forebay.manage`. Compile only where
+            batches have few different shapes, such as packed ones.
+
+    Attributes:
+        memory: what `forebay.manage` returned in the last `train()`; None before.
+        plan: the number of regions by placement, such as ``"30 offload, 18 keep"``; empty until it is logged.
+
+    Raises:
+        PolicyError: an invalid policy, budget or option; when the trainer is made, a budget without a GPU; when training begins,
+            a pattern that matches nothing.
+        ValueError: when training begins: two of these callbacks, or a model that is managed already.
+    """
+
+    def __init__(self, policy: str | Mapping[str, str] = "auto", budget: int | str | None = None, **options: Any):
+        for name in options:
+            if name not in _OPTIONS:
+                valid = ", ".join(("policy", "budget", *_OPTIONS))
+                hint = nearest(name, _OPTIONS, "option")
+                raise PolicyError(f"ForebayCallback has no option {name!r}; {hint}valid are {valid}")
+        check_options(policy, budget=budget, **options)
+        self.memory: Managed | None = None
+        self._policy, self._options = policy, {"budget": budget, **options}
+        self._model: nn.Module | None = None
+        self._state: TrainerState | None = None
+        self._checkpointed: list[Any] = []  # layers whose gradient checkpointing is switched off
+        self._peak = 0
+        self.plan = ""
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
+    ) -> None:
+        """Before mixed precision and TRL wrap the model's forward: the fused loss must run inside of that."""
+        if self._options["budget"] is not None and args.device.type == "cpu" and not args.use_cpu:
+            raise PolicyError(
+                f"budget={self._options['budget']!r} limits GPU memory, and this process has no GPU: check "
+                "torch.cuda.is_available(), or pass use_cpu=True in the training arguments to try a budget on a CPU"
+            )
+        hold_place(unwrap(model)[0])
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
+    ) -> None:
+        """After `prepare`, with the model that is trained."""
+        inner, _prefix = unwrap(model)
+        owner = setting(inner, _OWNER)
+        if isinstance(owner, ForebayCallback):
+            owner.detach()  # its `train()` raised
+            if owner is not self and owner._state is state:
+                raise ValueError("this trainer has two ForebayCallbacks, and a model can be managed once: remove one")
+        self.detach()
+        _call_first(self)
+        if isinstance(self._policy, str):
+            layers: list[Any] = list(inner.modules())
+            self._checkpointed = [m for m in layers if m.__dict__.get("gradient_checkpointing")]
+        self._switch_checkpointing(False)
+        try:
+            self.memory = manage(model, self._policy, **self._options)
+        except BaseException:
+            self._switch_checkpointing(True)
+            raise
+        put_setting(inner, _OWNER, self)
+        self._model, self._state, self._peak, self.plan = inner, state, 0, ""
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        """Add the figures to the rows of training steps; for these the trainer has waited for the device already."""
+        last = logs is not None and "train_loss" in logs
+        if self._model is None or self.memory is None or logs is None or not ("loss" in logs or last):
+            return
+        self._peak = max(self._peak, peak_bytes(args.device), self.memory.manager.take_peak())
+        offloaded = self.memory.report().moved_bytes
+        found: dict[str, Any] = {"memory/peak": self._peak / _GIB, "memory/offloaded": offloaded / _GIB}
+        if not self.plan and (self.memory.settled or last):
+            counts = Counter(self.memory.placements.values())
+            self.plan = ", ".join(f"{count} {placement}" for placement, count in counts.most_common())
+            found["memory/plan"] = self.plan
+        logs.update(found)
+        if state.log_history:
+            state.log_history[-1].update(found)  # was copied from `logs` before
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.detach()
+
+    def detach(self) -> None:
+        """Restore the model, if it is managed by this callback."""
+        if self._model is None or self.memory is None:
+            return
+        self.memory.detach()
+        drop_setting(self._model, _OWNER)
+        self._switch_checkpointing(True)
+        self._model = self._state = None
+
+    def _switch_checkpointing(self, on: bool) -> None:
+        for layer in self._checkpointed:
+            layer.gradient_checkpointing = on
+        if on:
+            self._checkpointed = []
+
+
+def _call_first(callback: TrainerCallback) -> None:
+    """Move `callback` before the others of the trainer that calls it.
+
+    Reporters (report_to) come before the callbacks of users, and would not see what `on_log` adds. A callback is not told its
+    trainer, so it is looked for among the callers.
+    """
+    frame = sys._getframe(1)
+    while frame is not None and not isinstance(frame.f_locals.get("self"), CallbackHandler):
+        frame = frame.f_back  # type: ignore[assignment]
+    if frame is not None and callback in (callbacks := frame.f_locals["self"].callbacks):
+        # Trap: `callbacks` is being walked. Only those that have been called already change places.
+        callbacks.remove(callback)
+        callbacks.insert(0, callback)

@@ -40,7 +40,7 @@ setup-integrations: $(READY_INTEGRATIONS)
 
 $(READY_INTEGRATIONS): $(READY)
 	@echo "Installing PEFT, TRL and Accelerate into $(VENV) (once)"
-	@$(INSTALL) '.[dev,docs,integrations]'
+	@$(INSTALL) '.[dev,docs,trl]'
 	@touch $(READY_INTEGRATIONS)
 
 check: setup

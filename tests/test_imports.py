@@ -42,7 +42,7 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "integrations": _ESTIMATE,
         "report": _REPORT,
         "doctor": _MANAGED,
-        "cli": ("doctor", "report", *_REPORT),
+        "cli": ("__version__", "doctor", "report", *_REPORT),
         "__main__": ("cli",),
         "<root>": (
             "integrations",

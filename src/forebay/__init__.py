@@ -13,19 +13,21 @@ if TYPE_CHECKING:
     from forebay.moe.experts import experts
     from forebay.policy import BudgetError, PolicyError
 
+__version__ = "0.1.0"  # the only place that says it; pyproject.toml reads it from here
 __all__ = ["BudgetError", "ForebayCallback", "Managed", "PolicyError", "experts", "linear_cross_entropy", "manage"]
 
+if not TYPE_CHECKING:  # or a type checker would take every name for one of ours
 
-def __getattr__(name: str) -> Any:
-    modules = {
-        "BudgetError": "forebay.policy",
-        "ForebayCallback": "forebay.integrations.transformers",
-        "Managed": "forebay.managed",
-        "PolicyError": "forebay.policy",
-        "experts": "forebay.moe.experts",
-        "linear_cross_entropy": "forebay.models.fused_loss",
-        "manage": "forebay.managed",
-    }
-    if name not in modules:
-        raise AttributeError(f"module 'forebay' has no attribute {name!r}")
-    return getattr(import_module(modules[name]), name)
+    def __getattr__(name: str) -> Any:
+        modules = {
+            "BudgetError": "forebay.policy",
+            "ForebayCallback": "forebay.integrations.transformers",
+            "Managed": "forebay.managed",
+            "PolicyError": "forebay.policy",
+            "experts": "forebay.moe.experts",
+            "linear_cross_entropy": "forebay.models.fused_loss",
+            "manage": "forebay.managed",
+        }
+        if name not in modules:
+            raise AttributeError(f"module 'forebay' has no attribute {name!r}")
+        return getattr(import_module(modules[name]), name)

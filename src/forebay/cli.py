@@ -17,10 +17,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forebay import __version__
 from forebay.errors import ForebayError, ReportedElsewhere, RunError, UsageError
 from forebay.policy import BudgetError, PolicyError, parse_bytes
 
@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="forebay", description="Activation memory of Mixture-of-Experts training in PyTorch."
     )
-    parser.add_argument("--version", action="version", version=f"forebay {_version()}")
+    parser.add_argument("--version", action="version", version=f"forebay {__version__}")
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--debug", action="store_true", help="show the traceback of a failure")
     configured = argparse.ArgumentParser(add_help=False)
@@ -155,13 +155,6 @@ def _parser() -> argparse.ArgumentParser:
     add("source", metavar="RUN", type=Path, help="a run's folder, or one of its checkpoints")
     add("out", metavar="OUT", type=Path, help="folder to write; must not exist or be empty")
     return parser
-
-
-def _version() -> str:
-    try:
-        return metadata.version("forebay")
-    except metadata.PackageNotFoundError:  # run from a source tree
-        return "(not installed)"
 
 
 def _console() -> "Console":

@@ -86,5 +86,5 @@ def test_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(UsageError, match="needs matplotlib, which is not installed: pip install matplotlib"):
+    with pytest.raises(UsageError, match=r"needs matplotlib, which is not installed: pip install 'forebay\[plot\]'"):
         draw(RECORDS, tmp_path / "none.png")

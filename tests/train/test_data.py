@@ -227,7 +227,7 @@ def test_hf_dataset(tmp_path: Path) -> None:
 def test_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, package: str) -> None:
     (tmp_path / "a.parquet").write_text("x")
     monkeypatch.setitem(__import__("sys").modules, package, None)
-    with pytest.raises(UsageError, match=f"pip install {package}"):
+    with pytest.raises(UsageError, match=rf"package {package}: pip install 'forebay\[data\]'"):
         read(Data(source=source, path=str(tmp_path)))
 
 

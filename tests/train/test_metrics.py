@@ -93,7 +93,7 @@ def test_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         report.step(RECORD)
     assert list((tmp_path / "tensorboard").glob("events.*"))
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(UsageError, match="pip install tensorboard"):
+    with pytest.raises(UsageError, match=r"pip install .forebay\[tensorboard\]"):
         Reporter(tmp_path, console(), 15, tensorboard=True)
 
 

@@ -123,7 +123,7 @@ def draw(records: Iterable[ActionRecord], path: Path, title: str = "") -> None:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        advice = "a picture of the pipeline needs matplotlib, which is not installed: pip install matplotlib"
+        advice = "a picture of the pipeline needs matplotlib, which is not installed: pip install 'forebay[plot]'"
         raise UsageError(advice) from error
     ranks = _by_rank(records)
     begin, end = _span(ranks)

@@ -434,7 +434,7 @@ def _parquet(file: Path, field: str) -> Iterator[Piece]:
         import pyarrow
         import pyarrow.parquet as parquet
     except ModuleNotFoundError as error:
-        raise UsageError("data.source = 'parquet' needs the package pyarrow: pip install pyarrow") from error
+        raise UsageError("data.source = 'parquet' needs the package pyarrow: pip install 'forebay[data]'") from error
     try:
         with parquet.ParquetFile(file) as table:
             names = table.schema_arrow.names
@@ -453,7 +453,7 @@ def _hf(folder: Path, field: str) -> Iterator[Piece]:
     try:
         import datasets
     except ModuleNotFoundError as error:
-        raise UsageError("data.source = 'hf' needs the package datasets: pip install datasets") from error
+        raise UsageError("data.source = 'hf' needs the package datasets: pip install 'forebay[data]'") from error
     try:
         loaded = datasets.load_from_disk(str(folder))
     except (FileNotFoundError, ValueError) as error:

@@ -199,7 +199,9 @@ def _event_writer(folder: Path, after: int) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ModuleNotFoundError as error:
-        raise UsageError("log.tensorboard = true needs the package tensorboard: pip install tensorboard") from error
+        raise UsageError(
+            "log.tensorboard = true needs the package tensorboard: pip install 'forebay[tensorboard]'"
+        ) from error
     return SummaryWriter(str(folder), purge_step=after + 1 if after else None)
 
 

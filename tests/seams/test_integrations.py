@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import forebay
 from tests.models.conftest import build_tiny
+from tests.ranks import run_ranks
 from tests.seams.wrapping import (
     LENGTH,
     PLACEMENTS,
@@ -233,6 +235,82 @@ def test_the_fused_loss_is_below_accelerates_autocast(accelerator: Any) -> None:
         assert out.logits is None and out.loss.dtype == torch.float32
     assert bare(input_ids=ids, labels=ids).logits is not None
     assert not any("forward" in vars(m) for m in bare.modules())
+
+
+def _under_accelerate(rank: int, world: int, engine: str, mixed: str) -> list[Any]:
+    """Per arm: losses and norms of the gradients by step, whether the logits were never made, and bytes that were offloaded.
+
+    Arms: no Forebay; then Forebay with the model's own experts and loss, and with Forebay's, before and after `prepare`.
+    """
+    from accelerate import Accelerator, PartialState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    accelerator = Accelerator(cpu=True, mixed_precision=mixed, gradient_accumulation_steps=2)
+    if engine == "fsdp2":  # Accelerate takes the plugin on accelerators alone
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["Qwen3MoeDecoderLayer"],
+            reshard_after_forward=True,
+            cpu_ram_efficient_loading=True,
+        )
+        if mixed != "no":
+            plugin.set_mixed_precision(mixed)
+        accelerator.state.fsdp_plugin = plugin
+        accelerator.state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+        assert accelerator.is_fsdp2
+
+    def arm(options: dict[str, Any] | None, first: bool = True) -> Any:
+        model, mem = tiny(), None
+        if options is not None and first:
+            mem = forebay.manage(model, "offload", offload="all", min_bytes=1, **options)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        if options is not None and not first:
+            mem = forebay.manage(model, "offload", offload="all", min_bytes=1, **options)
+        steps, fused = [], True
+        for number in range(6):
+            ids = batch(world * number + rank)
+            with accelerator.accumulate(model):
+                out = model(input_ids=ids, labels=ids)
+                fused &= out.logits is None
+                accelerator.backward(out.loss)
+                norm = accelerator.clip_grad_norm_(model.parameters(), 1.0) if accelerator.sync_gradients else 0.0
+                optimizer.step()
+                optimizer.zero_grad()
+            steps += [out.loss.item(), float(norm.full_tensor() if isinstance(norm, DTensor) else norm)]
+        names = {type(m).__name__ for m in model.modules()}
+        moved = mem.report().moved_bytes if mem is not None else 0
+        if mem is not None:
+            mem.detach()
+        accelerator.free_memory()
+        return names, steps, fused, moved
+
+    return [arm(None), arm(THEIRS), arm(THEIRS, first=False), arm({}), arm({}, first=False)]
+
+
+@pytest.mark.parametrize("mixed", ["no", "bf16"])
+@pytest.mark.parametrize(
+    ("engine", "wrapped"), [("ddp", "DistributedDataParallel"), ("fsdp2", "FSDPQwen3MoeDecoderLayer")]
+)
+def test_two_ranks_of_accelerate(engine: str, wrapped: str, mixed: str) -> None:
+    pytest.importorskip("accelerate")
+    address = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+        "ACCELERATE_USE_CPU": "true",
+    }  # the group is there already
+    ranks = run_ranks(_under_accelerate, 2, engine, mixed, **address)
+    assert ranks[0][0][1] != ranks[1][0][1], "ranks have batches of their own"
+    for arms in ranks:
+        plain = arms[0][1]
+        assert all(wrapped in names for names, *_ in arms)
+        for _, steps, fused, moved in arms[1:3]:
+            assert steps == plain and not fused and moved > 0
+        # Forebay's sums have an order of their own. In bf16, the fused loss rounds once where the logits are rounded too.
+        tolerance = {"no": 1e-5, "bf16": 5e-3}[mixed]
+        for _, steps, _, moved in arms[3:]:
+            assert steps == pytest.approx(plain, rel=tolerance) and moved > 0
+        assert arms[3][2], "managed before `prepare`, the model never makes its logits"
 
 
 # --- transformers' Trainer and TRL -----------------------------------------------------------------------------------

@@ -397,10 +397,15 @@ def test_gradient_checkpointing_of_layers_that_the_policy_keeps(reentrant, model
         expected = loss_and_gradients(model, tokens)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     model.enable_input_require_grads()
+    ran: list[int] = []
+    for number, layer in enumerate(model.model.layers):
+        layer.input_layernorm.register_forward_hook(lambda *_, number=number: ran.append(number))
     with forebay.manage(model, {"model.layers.0.mlp": "offload"}, offload="all"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "gradient checkpointing")
         for _ in range(3):
             assert equal(loss_and_gradients(model, tokens), expected)
+    assert (ran.count(0), ran.count(1)) == (3, 6), "layer 1 runs again in backward"
     with forebay.manage(model, "keep"), no_warnings():
         for _ in range(3):
             assert equal(loss_and_gradients(model, tokens), expected)
+    assert (ran.count(0), ran.count(1)) == (9, 12)

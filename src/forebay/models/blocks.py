@@ -22,12 +22,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from forebay.memory.overrides import ForwardFn, InnerForward, install, is_managed, is_patched
 from forebay.models.compile import check_compiler, compile_sublayer
 from forebay.models.families import LAYERS, MoeBlock, decoder_layers, innermost, moe_block
 from forebay.models.hf_experts import light_recompute_of
 from forebay.moe.dispatch import Front, MoeStages, TokenDispatcher
+
+# Transformers checkpoints a layer in its `__call__`, which runs our forward, but from 5.23 on in its class's forward, which ours
+# takes the place of.
+_CHECKPOINTED_FORWARD = "__call__" not in vars(GradientCheckpointingLayer)
 
 # --- sublayers as functions -------------------------------------------------------------------------------------------
 # A sublayer is a function of its layer and of tensors. It returns everything it makes, the router's outputs included, and
@@ -246,6 +251,14 @@ class SublayerForward:
         if self._wants_original(kwargs):
             original: Tensor = self._original(hidden_states, **kwargs)
             return original
+        if _CHECKPOINTED_FORWARD and self._layer.gradient_checkpointing and self._layer.training:
+            checkpointed: Tensor = self._layer._gradient_checkpointing_func(
+                partial(self._both, **kwargs), hidden_states
+            )
+            return checkpointed
+        return self._both(hidden_states, **kwargs)
+
+    def _both(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         x2 = self.attend(hidden_states, **kwargs)
         self.check_block()
         x3, logits, ids = self.mlp.call(x2)

@@ -7,11 +7,13 @@ language model to the layers of one pipeline rank; what remains keeps its names.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from forebay.memory.overrides import is_managed, is_patched
 
@@ -142,11 +144,18 @@ def _parts(path: str, block: Any, name: str) -> MoeBlock:
 def _refuse_override(path: str, module: nn.Module, base: type[nn.Module]) -> None:
     if is_managed(module):
         raise ValueError(f"{path!r} ({type(module).__name__}) is managed already: detach that first")
-    if is_patched(module) or type(module).forward is not base.forward:
+    if is_patched(module) or _own_forward(type(module)) is not _own_forward(base):
         raise ValueError(
             f"the forward of {path!r} ({type(module).__name__}) has been replaced and is no longer {base.__name__}'s: undo that "
             "first, or call forebay.manage before it"
         )
+
+
+def _own_forward(kind: type[nn.Module]) -> Any:
+    """The forward of a class. Transformers 5.23 wraps that of every subclass of a layer, FSDP2's too, to checkpoint it."""
+    return inspect.unwrap(
+        kind.forward, stop=lambda f: f.__globals__["__name__"] != GradientCheckpointingLayer.__module__
+    )
 
 
 class LocalLayers(nn.ModuleDict):

@@ -406,8 +406,10 @@ class _FusedForward:
         self._name, self._adds_aux = family.__name__, _FAMILIES[family.__name__]
         self._head, self._in_eval, self._inner = head, in_eval, inner
         self._module = sys.modules[family.__module__]
-        output_class = "MoeCausalLMOutputWithPast" if self._adds_aux else "CausalLMOutputWithPast"
-        self._output_class = getattr(self._module, output_class)
+        # A family's release decides which one it returns: DeepSeek-V3 has router logits in its outputs from transformers 5.23 on.
+        names = ("MoeCausalLMOutputWithPast", "CausalLMOutputWithPast")
+        self._output_class = next(getattr(self._module, name) for name in names if hasattr(self._module, name))
+        self._has_logits = "router_logits" in inspect.signature(self._output_class).parameters
         parameters = list(inspect.signature(family.forward).parameters.values())[1:]
         self._names = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
         self._warned_head = self._warned_eval = False
@@ -448,13 +450,13 @@ class _FusedForward:
             "hidden_states": outputs.hidden_states,
             "attentions": outputs.attentions,
         }
-        if self._adds_aux:
+        if self._has_logits:
             fields["router_logits"] = outputs.router_logits
-            if given["output_router_logits"]:
-                fields["aux_loss"] = aux_loss = self._module.load_balancing_loss_func(
-                    outputs.router_logits, model.num_experts, model.num_experts_per_tok, given.get("attention_mask")
-                )
-                loss = loss + model.router_aux_loss_coef * aux_loss.to(loss.device)
+        if self._adds_aux and given["output_router_logits"]:
+            fields["aux_loss"] = aux_loss = self._module.load_balancing_loss_func(
+                outputs.router_logits, model.num_experts, model.num_experts_per_tok, given.get("attention_mask")
+            )
+            loss = loss + model.router_aux_loss_coef * aux_loss.to(loss.device)
         output = self._output_class(loss=loss, logits=None, **fields)
         if return_dict is None:
             return_dict = model.config.return_dict

@@ -8,6 +8,7 @@ here that is an error that names the key and the valid values. Nothing is downlo
 
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,10 @@ def configuration(section: Model, vocabulary: int) -> Any:
     try:
         config = AutoConfig.for_model(family, **filled)
     except Exception as error:  # transformers raises many kinds here, one of them a private class
+        for name, value in filled.items():
+            with suppress(Exception):  # of a wrong type, which `error` is about
+                setattr(default, name, value)
+        _Sizes(default).check()  # newer releases refuse some of these sizes too, and do not name the key
         raise UsageError(
             f"[model.config] is not a valid {family} configuration: {' '.join(str(error).split())}"
         ) from error

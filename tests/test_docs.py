@@ -6,6 +6,7 @@ the page and in one namespace a page, with the working directory empty. ```pytho
 what they name is checked. A ```console block is a `forebay` command and lines of its output.
 """
 
+import argparse
 import dataclasses
 import importlib.util
 import inspect
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+import forebay
 from forebay import cli
 from forebay.config import Config, from_mapping
 from forebay.managed import Managed
@@ -199,6 +201,15 @@ def test_pages_show_output_that_is_real(
 def test_the_readme_is_short_and_shows_python() -> None:
     text = (ROOT / "README.md").read_text("utf-8")
     assert ("python",) in [block.info for block in blocks(text)] and len(text.splitlines()) <= 120
+
+
+def test_the_api_page_lists_the_public_names_and_commands() -> None:
+    page = (DOCS / "api.md").read_text("utf-8")
+    names = re.findall(r"`forebay\.([A-Za-z]\w*)`", page.partition("## Python\n")[2].partition("\n\n`")[0])
+    assert sorted(names) == sorted(forebay.__all__)
+    commands = re.findall(r"`forebay ([a-z]+)`", page.partition("## Command line\n")[2].partition("\n\n")[0])
+    (parsers,) = [a.choices for a in cli._parser()._actions if isinstance(a, argparse._SubParsersAction)]
+    assert sorted(commands) == sorted(parsers)
 
 
 def test_every_configuration_key_is_on_its_page() -> None:

@@ -38,6 +38,19 @@ def test_everything_is_looked_at() -> None:
         assert "ordinary memory" in findings["pinned memory"].value
 
 
+def test_a_release_outside_the_tested_range_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [doctor.rated("torch", v) for v in ("2.11.0+cu130", "2.13.9", "2.13.0a0+git")] == [
+        "2.11.0+cu130", "2.13.9", "2.13.0a0+git"
+    ]  # fmt: skip
+    assert doctor.rated("torch", "2.9.1") == "2.9.1 (older than 2.11, the oldest tested)"
+    monkeypatch.setattr("forebay.doctor.metadata.version", lambda _: "99.0.1")
+    newer = {name: f for name, f in found().items() if "newer than" in f.value}
+    assert newer.keys() == {"transformers", "peft", "trl", "accelerate", "Triton"} & {
+        n for n, f in found().items() if f.has
+    }
+    assert newer["transformers"].value == "99.0.1 (newer than 5.23, the newest tested)"
+
+
 @pytest.mark.gpu
 def test_with_a_gpu() -> None:
     findings = found()

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 import typing
 import zipfile
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from types import FunctionType
 import pytest
 
 import forebay
+from forebay.doctor import TESTED, rated
 
 ROOT = Path(__file__).parents[1]
 SRC = ROOT / "src" / "forebay"
@@ -168,6 +170,23 @@ def test_a_users_script_is_type_checked(installed: Path, tmp_path: Path) -> None
     found = re.findall(r"^script\.py:(\d+): error: .*\[(.*)\]$", checked.stdout, re.MULTILINE)
     typos = [str(n) for n, line in enumerate(USER_SCRIPT.splitlines(), 1) if "budge=" in line or "mange" in line]
     assert found == [(typos[0], "call-arg"), (typos[1], "attr-defined")], checked.stdout + checked.stderr
+
+
+def test_one_range_of_tested_releases() -> None:
+    """The doctor's is the one that the requirements begin with, that CI's pinned releases lie in, and that the pages state."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    required = [r for group in (project["dependencies"], *project["optional-dependencies"].values()) for r in group]
+    pins = dict(re.findall(r"^([\w-]+)==(.+)$", (ROOT / "constraints-cpu.txt").read_text("utf-8"), re.MULTILINE))
+    rows = [
+        line.split("|") for line in (ROOT / "docs" / "api.md").read_text("utf-8").splitlines() if line.count("|") == 4
+    ]
+    stated = {row[1].strip().lower(): [cell.split()[0] for cell in row[2:4]] for row in rows if row[2].strip()}
+    readme = (ROOT / "README.md").read_text("utf-8").lower()
+    for name, (oldest, newest) in TESTED.items():
+        assert any(r.split(";")[0] == f"{name}>={oldest}" for r in required), name
+        assert rated(name, pins[name]) == pins[name]
+        if name in ("torch", "transformers", "triton"):
+            assert stated[name] == [oldest, newest] and re.search(rf"{name} {re.escape(oldest)}\b", readme), name
 
 
 def test_public_functions_have_complete_annotations() -> None:

@@ -9,11 +9,12 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
 
@@ -27,6 +28,16 @@ from forebay.policy import format_bytes
 
 _COPY_BYTES = 256 << 20  # large enough for the link's full rate (H200: 54.2 GB/s at 16 MiB, 55.4 from 64 MiB on)
 _COPIES = 7  # median of
+# The oldest and the newest release that the tests ran with; the oldest are the bounds in pyproject.toml. Torch 2.11 ran on GPUs
+# only: there is no CPU build of it on PyPI.
+TESTED: Mapping[str, tuple[str, str]] = {
+    "accelerate": ("1.15", "1.15"),
+    "peft": ("0.21", "0.21"),
+    "torch": ("2.11", "2.13"),
+    "transformers": ("5.17", "5.23"),
+    "triton": ("3.6", "3.6"),
+    "trl": ("1.16", "1.16"),
+}
 
 
 @dataclass(frozen=True)
@@ -111,9 +122,12 @@ def _packages() -> list[Finding]:
         "an alternative loss; Forebay's own needs no torch support",
     )
     return [
-        Finding("torch", True, f"{torch.__version__}, {cuda}"),
+        Finding("torch", True, f"{rated('torch', torch.__version__)}, {cuda}"),
         Finding("linear_cross_entropy", fused, where, loss),
         _package("transformers", "models and checkpoints"),
+        _package("peft", "adapters, such as LoRA"),
+        _package("trl", "SFTTrainer, DPOTrainer and GRPOTrainer"),
+        _package("accelerate", "transformers' Trainer"),
         _package("pyarrow", "data.source = 'parquet'"),
         _package("datasets", "data.source = 'hf'"),
         _package("tensorboard", "log.tensorboard"),
@@ -123,7 +137,20 @@ def _packages() -> list[Finding]:
 def _package(name: str, enables: str) -> Finding:
     if importlib.util.find_spec(name) is None:
         return Finding(name, False, "not installed", enables)
-    return Finding(name, True, metadata.version(name), enables)
+    return Finding(name, True, rated(name, metadata.version(name)), enables)
+
+
+def rated(name: str, version: str) -> str:
+    """The version of a package, with a remark if it is outside the range that the tests ran with."""
+    oldest, newest = TESTED.get(name, (version, version))
+    if _release(version) > _release(newest):
+        return f"{version} (newer than {newest}, the newest tested)"
+    return f"{version} (older than {oldest}, the oldest tested)" if _release(version) < _release(oldest) else version
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Major and minor number."""
+    return tuple(int(re.match(r"\d*", part)[0] or 0) for part in version.split(".")[:2])  # type: ignore[index]
 
 
 def _gpus() -> list[Finding]:
@@ -194,7 +221,7 @@ def _triton() -> list[Finding]:
     enables = "Forebay's kernels on a GPU; a CPU uses plain PyTorch, and tests the kernels with TRITON_INTERPRET=1"
     if importlib.util.find_spec("triton") is None:
         return [Finding("Triton", False, "not installed", enables)]
-    version = metadata.version("triton")
+    version = rated("triton", metadata.version("triton"))
     if not torch.cuda.is_available():
         return [Finding("Triton", True, f"{version}; no GPU to compile for", enables)]
     import triton

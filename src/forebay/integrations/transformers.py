@@ -5,7 +5,6 @@ Input: a policy and a budget, and a trainer that the callback is given to. Outpu
 """
 
 import sys
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,22 +12,12 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
-from forebay.errors import nearest
-from forebay.managed import Managed, check_options, manage, unwrap
+from forebay.integrations.common import MemoryFigures, manage_arguments, plan_text
+from forebay.managed import Managed, manage, unwrap
 from forebay.memory.overrides import drop_setting, hold_place, put_setting, setting
 from forebay.policy import PolicyError
-from forebay.train.metrics import peak_bytes
 
-_OPTIONS = (
-    "compile",
-    "experts",
-    "loss",
-    "offload",
-    "recompute",
-    "min_bytes",
-)  # of `manage`; the others are for experts
 _OWNER = "trainer_callback"  # the setting of a managed model that says whose it is
-_GIB = 1 << 30
 
 
 class ForebayCallback(TrainerCallback):
@@ -61,27 +50,21 @@ class ForebayCallback(TrainerCallback):
     """
 
     def __init__(self, policy: str | Mapping[str, str] = "auto", budget: int | str | None = None, **options: Any):
-        for name in options:
-            if name not in _OPTIONS:
-                valid = ", ".join(("policy", "budget", *_OPTIONS))
-                hint = nearest(name, _OPTIONS, "option")
-                raise PolicyError(f"ForebayCallback has no option {name!r}; {hint}valid are {valid}")
-        check_options(policy, budget=budget, **options)
         self.memory: Managed | None = None
-        self._policy, self._options = policy, {"budget": budget, **options}
+        self._arguments = manage_arguments(type(self).__name__, policy, budget, options)
         self._model: nn.Module | None = None
         self._state: TrainerState | None = None
         self._checkpointed: list[Any] = []  # layers whose gradient checkpointing is switched off
-        self._peak = 0
+        self._figures: MemoryFigures | None = None
         self.plan = ""
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
     ) -> None:
         """Before mixed precision and TRL wrap the model's forward: the fused loss must run inside of that."""
-        if self._options["budget"] is not None and args.device.type == "cpu" and not args.use_cpu:
+        if self._arguments["budget"] is not None and args.device.type == "cpu" and not args.use_cpu:
             raise PolicyError(
-                f"budget={self._options['budget']!r} limits GPU memory, and this process has no GPU: check "
+                f"budget={self._arguments['budget']!r} limits GPU memory, and this process has no GPU: check "
                 "torch.cuda.is_available(), or pass use_cpu=True in the training arguments to try a budget on a CPU"
             )
         hold_place(unwrap(model)[0])
@@ -98,17 +81,18 @@ class ForebayCallback(TrainerCallback):
                 raise ValueError("this trainer has two ForebayCallbacks, and a model can be managed once: remove one")
         self.detach()
         _call_first(self)
-        if isinstance(self._policy, str):
+        if isinstance(self._arguments["policy"], str):
             layers: list[Any] = list(inner.modules())
             self._checkpointed = [m for m in layers if m.__dict__.get("gradient_checkpointing")]
         self._switch_checkpointing(False)
         try:
-            self.memory = manage(model, self._policy, **self._options)
+            self.memory = manage(model, **self._arguments)
         except BaseException:
             self._switch_checkpointing(True)
             raise
         put_setting(inner, _OWNER, self)
-        self._model, self._state, self._peak, self.plan = inner, state, 0, ""
+        self._model, self._state, self.plan = inner, state, ""
+        self._figures = MemoryFigures(self.memory)
 
     def on_log(
         self,
@@ -120,14 +104,11 @@ class ForebayCallback(TrainerCallback):
     ) -> None:
         """Add the figures to the rows of training steps; for these the trainer has waited for the device already."""
         last = logs is not None and "train_loss" in logs
-        if self._model is None or self.memory is None or logs is None or not ("loss" in logs or last):
+        if self.memory is None or self._figures is None or logs is None or not ("loss" in logs or last):
             return
-        self._peak = max(self._peak, peak_bytes(args.device), self.memory.manager.take_peak())
-        offloaded = self.memory.report().moved_bytes
-        found: dict[str, Any] = {"memory/peak": self._peak / _GIB, "memory/offloaded": offloaded / _GIB}
+        found: dict[str, Any] = {**self._figures.read(args.device)}
         if not self.plan and (self.memory.settled or last):
-            counts = Counter(self.memory.placements.values())
-            self.plan = ", ".join(f"{count} {placement}" for placement, count in counts.most_common())
+            self.plan = plan_text(self.memory)
             found["memory/plan"] = self.plan
         logs.update(found)
         if state.log_history:
@@ -143,7 +124,7 @@ class ForebayCallback(TrainerCallback):
         self.memory.detach()
         drop_setting(self._model, _OWNER)
         self._switch_checkpointing(True)
-        self._model = self._state = None
+        self._model = self._state = self._figures = None
 
     def _switch_checkpointing(self, on: bool) -> None:
         for layer in self._checkpointed:

@@ -8,6 +8,7 @@ what they name is checked. A ```console block is a `forebay` command and lines o
 
 import argparse
 import dataclasses
+import importlib
 import importlib.util
 import inspect
 import pkgutil
@@ -84,14 +85,27 @@ def anchors(page: Path) -> set[str]:
 
 
 def wrong_names(text: str) -> list[str]:
-    """Dotted names below `forebay` that neither import nor attribute access finds."""
+    """Dotted names below `forebay` that neither import nor attribute access finds. A module whose own imports are not installed
+    here is not looked into."""
     wrong = []
     for name in dict.fromkeys(_NAME.findall(text)):
         try:
             pkgutil.resolve_name(name)
         except (AttributeError, ModuleNotFoundError):
-            wrong.append(name)
+            if not _lacks_a_package(name):
+                wrong.append(name)
     return wrong
+
+
+def _lacks_a_package(name: str) -> bool:
+    """Whether a module on the way to `name` is there and imports a package that is not."""
+    parts = name.split(".")
+    for end in range(1, len(parts) + 1):
+        try:
+            importlib.import_module(".".join(parts[:end]))
+        except ModuleNotFoundError as error:
+            return (error.name or "").split(".")[0] != "forebay"
+    return False
 
 
 def wrong_files(text: str) -> list[str]:
@@ -260,7 +274,9 @@ def test_what_is_wrong_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[st
         "# The title\n[a](missing.md) [b](page.md#the-title) [c](#nothing) [d](https://example.org/x)\n```text\n[e](e.md)\n```\n"
     )
     assert broken_links(page, page.read_text("utf-8")) == ["missing.md", "#nothing"]
-    assert wrong_names("`forebay.manage` `forebay.memory.hooks.Nothing`") == ["forebay.memory.hooks.Nothing"]
+    assert wrong_names("`forebay.manage` `forebay.memory.hooks.Nothing` `forebay.nothing.a`") == [
+        "forebay.memory.hooks.Nothing", "forebay.nothing.a"
+    ]  # fmt: skip
     assert wrong_files("`memory/hooks.py` `memory/nothing.py` `nothing.json` `tests/none`") == [
         "memory/nothing.py", "nothing.json", "tests/none"
     ]  # fmt: skip

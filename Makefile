@@ -11,18 +11,22 @@ HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 # With a GPU, pip chooses the releases; without, CI's pinned ones.
 CONSTRAINTS := $(if $(HAS_GPU),,--constraint constraints-cpu.txt)
 WORKERS ?= 2
+NEWEST := $(VENV)/newest
+# What `make test-newest` installs, in any pip syntax. CI names the newest release that is supported.
+RELEASES ?= transformers peft trl accelerate
 SMOKE := runs/smoke
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) --editable
 # worksteal: the files differ in length by a factor of a hundred, and a worker that is done takes tests from the other.
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: help setup setup-integrations check format docs smoke test test-integrations test-all test-gpu quickstart clean
+.PHONY: help setup setup-integrations check format docs smoke test test-integrations test-newest test-all test-gpu quickstart clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 	@echo 'make check        formatter, linter and type checker (make format mends the first two)'
 	@echo 'make docs         the documentation as a site, in build/site'
 	@echo 'make test-integrations  the tests with PEFT, TRL, Accelerate and Lightning (installs them)'
+	@echo 'make test-newest  the tests that depend on transformers, with the newest releases of it, PEFT, TRL and Accelerate'
 	@echo 'make test-all     every test that needs no GPU, the slow ones included'
 	@echo 'make test-gpu     the tests that need a GPU, one at a time'
 
@@ -69,6 +73,18 @@ test: check docs smoke
 
 test-integrations: setup-integrations
 	$(PYTEST) -m "integration and not slow and not gpu and not multi"
+
+# An environment on top of $(VENV) that has other releases of a few packages; torch stays as it is.
+test-newest: setup-integrations
+	@rm -rf $(NEWEST)
+	@$(BIN)/python -m venv --without-pip $(NEWEST)
+	@$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" > $(NEWEST)/below.pth
+	@mv $(NEWEST)/below.pth $(NEWEST)/lib/python*/site-packages/
+	@$(BIN)/python -c "from importlib.metadata import version; print('torch==' + version('torch'))" > $(NEWEST)/torch.txt
+	@$(BIN)/python -m pip --python $(NEWEST)/bin/python install --quiet --disable-pip-version-check --upgrade \
+	  --constraint $(NEWEST)/torch.txt $(RELEASES)
+	$(subst $(BIN),$(NEWEST)/bin,$(PYTEST)) -m "not slow and not gpu and not multi" tests/models tests/seams tests/test_managed.py \
+	  tests/estimate/test_trace.py tests/estimate/test_hf_trainer.py tests/train/test_hf_io.py
 
 test-all: check docs smoke setup-integrations
 	$(PYTEST) -m "not gpu and not multi"

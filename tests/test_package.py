@@ -181,6 +181,7 @@ def test_one_range_of_tested_releases() -> None:
         line.split("|") for line in (ROOT / "docs" / "api.md").read_text("utf-8").splitlines() if line.count("|") == 4
     ]
     stated = {row[1].strip().lower(): [cell.split()[0] for cell in row[2:4]] for row in rows if row[2].strip()}
+    assert f"transformers=={TESTED['transformers'][1]}." in (ROOT / ".ci" / "run").read_text("utf-8")
     readme = (ROOT / "README.md").read_text("utf-8").lower()
     for name, (oldest, newest) in TESTED.items():
         assert any(r.split(";")[0] == f"{name}>={oldest}" for r in required), name

@@ -1,6 +1,7 @@
 """The experts operation: against a loop over slots in fp64, and what it saves, to the byte."""
 
 from dataclasses import dataclass, field
+from unittest import mock
 
 import pytest
 import torch
@@ -8,11 +9,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from forebay.moe import experts_op
+from forebay.moe import grouped
 from forebay.moe.experts import experts
-from forebay.moe.experts_op import rows_by_matrix, rows_by_rows
+from forebay.moe.grouped import rows_by_matrix, rows_by_rows
+from forebay.moe.low_rank import LowRank
+from forebay.moe.wgrad import WeightGradients
 
 T, H, WIDTH, E, K = 13, 16, 24, 5, 3
+SCALES = {"gate_up": 0.75, "down": 1.5}  # of the low-rank updates
 FORWARD_FLOPS = 2 * T * K * 3 * H * WIDTH
 H_FLOPS = 2 * T * K * 2 * H * WIDTH  # to recompute h
 
@@ -34,6 +38,7 @@ class Case:
         return experts(
             t["x"], self.ids, t["weights"], t["gate_up"], t["down"],
             gate_up_bias=t.get("gate_up_bias"), down_bias=t.get("down_bias"),
+            **{f"{n}_update": LowRank(t[f"{n}_a"], t[f"{n}_b"], SCALES[n]) for n in SCALES if f"{n}_a" in t},
             **self.settings, **more,
         )  # fmt: skip
 
@@ -51,6 +56,10 @@ def by_hand(case: Case) -> Tensor:
     gate_up, down = t["gate_up"], t["down"]
     if s.get("transposed"):
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    if "gate_up_a" in t:
+        gate_up = gate_up + SCALES["gate_up"] * t["gate_up_b"] @ t["gate_up_a"]
+    if "down_a" in t:
+        down = down + SCALES["down"] * t["down_b"] @ t["down_a"]
     tokens = []
     for token in range(case.ids.shape[0]):
         y = t["x"][token] * 0
@@ -76,7 +85,15 @@ def by_hand(case: Case) -> Tensor:
     return torch.stack(tokens)
 
 
-def make(ids: Tensor | None = None, *, gpt_oss: bool = False, width: int = WIDTH, hidden: int = H):
+def make(
+    ids: Tensor | None = None,
+    *,
+    gpt_oss: bool = False,
+    width: int = WIDTH,
+    hidden: int = H,
+    ranks: dict[str, int] | None = None,
+) -> Case:
+    """`ranks`: of the low-rank updates, by projection."""
     ids = torch.randint(0, E, (T, K)) if ids is None else ids
     shapes = {"gate_up": (E, 2 * width, hidden), "down": (E, hidden, width)}
     settings: dict = {}
@@ -88,8 +105,11 @@ def make(ids: Tensor | None = None, *, gpt_oss: bool = False, width: int = WIDTH
             "alpha": 1.702, "limit": 1.0,
         }  # fmt: skip
     shapes |= {"x": (ids.shape[0], hidden), "weights": tuple(ids.shape)}
+    for name, rank in (ranks or {}).items():
+        inputs, outputs = (hidden, 2 * width) if name == "gate_up" else (width, hidden)
+        shapes |= {f"{name}_a": (E, rank, inputs), f"{name}_b": (E, outputs, rank)}
     tensors = {n: torch.randn(s, dtype=torch.float64) for n, s in shapes.items()}
-    for name in ("gate_up", "down"):
+    for name in tensors.keys() - {"x", "weights", "gate_up_bias", "down_bias"}:
         tensors[name] *= 0.25  # rows of h and y near 1, on both sides of the clamp
     return Case(tensors, ids, settings)
 
@@ -109,6 +129,12 @@ IDS = {
     "one token": lambda: torch.tensor([[4, 0, 2]]),
     "one slot": lambda: torch.tensor([[1]]),
     "all sentinels": lambda: torch.full((T, K), E),
+}
+RANKS = {
+    "gate_up, 1": {"gate_up": 1},
+    "down, 4": {"down": 4},
+    "both, 16": {"gate_up": 16, "down": 16},
+    "both, 3 and 5": {"gate_up": 3, "down": 5},
 }
 # Relative to the largest entry. fp64: sums of a few hundred terms. fp32: the same, 2**-24 each.
 # bf16, fp16: h, act, da and dh are rounded once each on the way, 2**-9 and 2**-12 each (the inputs'
@@ -152,6 +178,33 @@ def test_against_the_definition(ids, gpt_oss: bool, dtype: torch.dtype, poisoned
         assert (got[name][unused] == 0).all()
 
 
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("gpt_oss", [False, True])
+@pytest.mark.parametrize("ids", ["sentinels", "experts without tokens", "all sentinels"])
+def test_low_rank_updates(ids, gpt_oss: bool, ranks: str, poisoned: None) -> None:
+    """Against weights that are updated before the product."""
+    made = make(IDS[ids](), gpt_oss=gpt_oss, ranks=RANKS[ranks])
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        case = made.to(dtype)
+        if gpt_oss and dtype == torch.bfloat16:
+            case.settings["limit"] = 7.0
+        dy = torch.randn(case.ids.shape[0], H).to(dtype)
+        got, truth = case.grads(dy), truth_of(case, dy)
+        assert all(g.dtype == dtype and g.is_contiguous() for g in got.values())
+        # bf16: in the truth the two terms of a sum are not rounded.
+        assert_close(got, truth, TOLERANCE[dtype] * (2 if dtype == torch.bfloat16 else 1))
+        assert_same_bits(got, case.grads(dy, save_h=False))
+        updates = {n: t for n, t in case.tensors.items() if n.endswith(("_a", "_b"))}
+        for factor in (n for n in updates if (case.ids == 0).sum() == 0):
+            assert (got[factor][0] == 0).all()
+        if dtype == torch.bfloat16:  # PEFT's are fp32, and views with other strides
+            for name, t in updates.items():
+                case.tensors[name] = t.detach().float().permute(2, 1, 0).contiguous().permute(2, 1, 0).requires_grad_()
+            masters = case.grads(dy)
+            assert all(masters[n].dtype == torch.float32 for n in updates)
+            assert_close(masters, truth, 2 * TOLERANCE[dtype])
+
+
 @pytest.mark.parametrize("gpt_oss", [False, True])
 @pytest.mark.parametrize(("width", "hidden"), [(WIDTH, H), (7, 9)])
 @pytest.mark.parametrize("setting", [None, "interleaved", "transposed"])
@@ -171,8 +224,9 @@ def test_settings_and_widths_that_no_grouped_gemm_takes(
 
 
 def test_no_tokens() -> None:
-    case = make(torch.zeros((0, K), dtype=torch.int64)).to(torch.float32)
+    case = make(torch.zeros((0, K), dtype=torch.int64), ranks={"gate_up": 3, "down": 4}).to(torch.float32)
     got = case.grads(torch.zeros(0, H))
+    assert all((got[f"{name}_{factor}"] == 0).all() for name in SCALES for factor in "ab")
     assert got["y"].shape == (0, H) and got["weights"].shape == (0, K)
     assert (got["gate_up"] == 0).all() and got["gate_up"].shape == (E, 2 * WIDTH, H)
 
@@ -212,14 +266,17 @@ ROUTING = 8 * T * K + 4 * E
 
 
 @pytest.mark.parametrize("gpt_oss", [False, True])
-def test_saves_exactly_the_residual(gpt_oss: bool) -> None:
-    case = make(gpt_oss=gpt_oss).to(torch.bfloat16)
+@pytest.mark.parametrize("ranks", [None, {"gate_up": 16, "down": 16}])
+def test_saves_exactly_the_residual(gpt_oss: bool, ranks: dict[str, int] | None) -> None:
+    """Low-rank updates add nothing to it."""
+    case = make(gpt_oss=gpt_oss, ranks=ranks).to(torch.bfloat16)
     assert saved(case)[0] == T * (2 * H + 4 * K * WIDTH) + ROUTING + 2 * T * K
     assert saved(case, save_h=False)[0] == T * 2 * H + ROUTING + 2 * T * K
 
 
 def test_frozen_tensors_save_less() -> None:
     case, biased = make().to(torch.bfloat16), make(gpt_oss=True).to(torch.bfloat16)
+    updated = make(ranks={"gate_up": 4, "down": 16}).to(torch.bfloat16)
     small, h, x = ROUTING + 2 * T * K, T * 4 * K * WIDTH, T * 2 * H
     for one, trained, wanted in (
         (case, ("x",), h + small),  # LoRA: x passes a gradient on, gate_up and down are frozen
@@ -227,6 +284,10 @@ def test_frozen_tensors_save_less() -> None:
         (case, ("down",), h + small),
         (case, ("gate_up",), x + h + small),
         (case, (), 0),
+        (updated, ("x", "gate_up_a"), x + h + small),
+        (updated, ("gate_up_b",), x + h + small),
+        (updated, ("x", "down_a", "down_b"), h + small),
+        (updated, ("down_b",), h + small),
         (biased, ("down_bias",), small),
     ):
         for name, t in one.tensors.items():
@@ -238,10 +299,11 @@ def test_frozen_tensors_save_less() -> None:
         assert saved(case)[0] == 0
 
 
+@pytest.mark.parametrize("ranks", [None, {"gate_up": 2, "down": 4}])
 @pytest.mark.parametrize("gpt_oss", [False, True])
 @pytest.mark.parametrize("save_h", [False, True])
-def test_each_gradient_alone_is_what_it_is_among_all(gpt_oss: bool, save_h: bool) -> None:
-    case = make(IDS["sentinels"](), gpt_oss=gpt_oss).to(torch.float32)
+def test_each_gradient_alone_is_what_it_is_among_all(gpt_oss: bool, save_h: bool, ranks: dict[str, int] | None) -> None:
+    case = make(IDS["sentinels"](), gpt_oss=gpt_oss, ranks=ranks).to(torch.float32)
     dy = torch.randn(T, H)
     everything = case.grads(dy)
     for name in case.tensors:
@@ -292,8 +354,9 @@ def test_an_autocast_region_changes_nothing() -> None:
 
 @pytest.mark.parametrize("gpt_oss", [False, True])
 @pytest.mark.parametrize("save_h", [False, True])
-def test_compiles_in_one_graph_and_saves_no_more(gpt_oss: bool, save_h: bool) -> None:
-    case = make(gpt_oss=gpt_oss).to(torch.bfloat16)
+@pytest.mark.parametrize("ranks", [None, {"gate_up": 4, "down": 16}])
+def test_compiles_in_one_graph_and_saves_no_more(gpt_oss: bool, save_h: bool, ranks: dict[str, int] | None) -> None:
+    case = make(gpt_oss=gpt_oss, ranks=ranks).to(torch.bfloat16)
     dy = torch.randn(T, H).bfloat16()
     eager, saved_bytes = case.grads(dy, save_h=save_h), saved(case, save_h=save_h)[0]
     torch._dynamo.reset()
@@ -302,19 +365,21 @@ def test_compiles_in_one_graph_and_saves_no_more(gpt_oss: bool, save_h: bool) ->
     assert saved(case, save_h=save_h)[0] == saved_bytes
 
 
-@pytest.mark.parametrize("gpt_oss", [False, True])
-def test_opcheck(gpt_oss: bool) -> None:
-    case = make(gpt_oss=gpt_oss).to(torch.float32)
+@pytest.mark.parametrize(("gpt_oss", "ranks"), [(True, {}), (False, {"gate_up": 4, "down": 3})])
+def test_opcheck(gpt_oss: bool, ranks: dict[str, int]) -> None:
+    case = make(gpt_oss=gpt_oss, ranks=ranks).to(torch.float32)
     t = case.tensors
     settings = (*case.settings.values(),) if gpt_oss else ("swiglu", False, False, 1.0, 0.0)
     rest = (t["weights"], t["gate_up"], t["down"], t.get("gate_up_bias"), t.get("down_bias"), *settings)
+    updates = [v for n, s in SCALES.items() for v in (t.get(f"{n}_a"), t.get(f"{n}_b"), s)]
     for save_h, max_rows in ((True, None), (False, None), (True, 20)):
-        torch.library.opcheck(torch.ops.forebay.experts.default, (t["x"], case.ids, *rest, save_h, max_rows))
+        torch.library.opcheck(torch.ops.forebay.experts.default, (t["x"], case.ids, *rest, save_h, max_rows, *updates))
     x, dy = t["x"].detach(), torch.randn(T, H)
     rest = tuple(a.detach() if isinstance(a, Tensor) else a for a in rest)
+    updates = [a.detach() if isinstance(a, Tensor) else a for a in updates]
     everything = (True,) * 4
     for max_rows in (None, 20):
-        _, h, *routing = torch.ops.forebay.experts(x, case.ids, *rest, True, max_rows)
+        _, h, *routing = torch.ops.forebay.experts(x, case.ids, *rest, True, max_rows, *updates)
         for kept, needs, deferred in (
             (h, everything, False),
             (None, everything, False),
@@ -322,7 +387,8 @@ def test_opcheck(gpt_oss: bool) -> None:
             (h, (True, False, False, True), True),
             (h, (False, False, True, False), True),
         ):
-            arguments = (dy, x, kept, *routing, *rest, *needs, gpt_oss, gpt_oss, deferred)
+            arguments = (dy, x, kept, *routing, *rest, *needs, gpt_oss, gpt_oss, deferred, *updates)
+            arguments = (*arguments, *[bool(ranks)] * 3, bool(ranks) and needs[0])
             torch.library.opcheck(torch.ops.forebay.experts_backward.default, arguments)
     order, _, offs = routing
     for tokens_first in (True, False):
@@ -331,7 +397,8 @@ def test_opcheck(gpt_oss: bool) -> None:
 
 
 def test_checkpointing_recomputes_it_unless_a_policy_names_it() -> None:
-    case = make(gpt_oss=True).to(torch.bfloat16)
+    case = make(gpt_oss=True, ranks={"gate_up": 4, "down": 8}).to(torch.bfloat16)
+    inputs, outputs = 2 * T * K * (4 * H + 8 * WIDTH), 2 * T * K * (4 * 2 * WIDTH + 8 * H)  # of the low-rank factors
     dy = torch.randn(T, H).bfloat16()
     plain = case.grads(dy)
 
@@ -343,7 +410,8 @@ def test_checkpointing_recomputes_it_unless_a_policy_names_it() -> None:
         with FlopCounterMode(display=False) as counter:
             grads = torch.autograd.grad(y, list(case.tensors.values()), dy)
         assert_same_bits(plain, {"y": y.detach(), **dict(zip(case.tensors, grads, strict=True))})
-        assert counter.get_total_flops() == (2 if kept else 3) * FORWARD_FLOPS
+        again = 0 if kept else FORWARD_FLOPS + inputs + outputs
+        assert counter.get_total_flops() == again + 2 * FORWARD_FLOPS + 3 * inputs + 2 * outputs
 
 
 @pytest.mark.parametrize("save_h", [False, True])
@@ -413,6 +481,7 @@ def test_a_bound_on_the_rows_saves_and_computes_no_more() -> None:
 def test_refusals() -> None:
     case = make().to(torch.float32)
     t = case.tensors
+    update = LowRank(torch.ones(E, 2, H), torch.ones(E, 2 * WIDTH, 2), 1.0)
     good = {"x": t["x"], "ids": case.ids, "weights": t["weights"], "gate_up": t["gate_up"], "down": t["down"]}
     for change, error, message in (
         ({"x": t["x"][:4]}, ValueError, "do not fit"),
@@ -421,6 +490,14 @@ def test_refusals() -> None:
         ({"down_bias": torch.zeros(E, 3)}, ValueError, "down_bias"),
         ({"down": t["down"].bfloat16()}, TypeError, "share a dtype"),
         ({"activation": "gelu"}, ValueError, "activation"),
+        (
+            {"down_update": LowRank(torch.ones(E, 2, H), torch.ones(E, H, 2), 1.0)},
+            ValueError,
+            r"down_update.*\[5, r, 24\]",
+        ),
+        ({"gate_up_update": update._replace(b=update.b.bfloat16())}, TypeError, "share a floating dtype"),
+        ({"gate_up_update": update, "pages": mock.Mock()}, ValueError, "stash"),
+        ({"gate_up_update": update, "deferred": WeightGradients()}, ValueError, "defer"),
     ):
         with pytest.raises(error, match=message):
             experts(**{**good, **change})
@@ -434,7 +511,7 @@ def test_the_loop_is_taken_only_where_it_must_be(monkeypatch: pytest.MonkeyPatch
         calls.append(args)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(experts_op.F, "grouped_mm", spy)
+    monkeypatch.setattr(grouped.F, "grouped_mm", spy)
     offs = torch.tensor([0, 3, 3, 8], dtype=torch.int32)
     for dtype, width, taken in [
         (torch.bfloat16, 8, True),

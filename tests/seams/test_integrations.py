@@ -117,19 +117,24 @@ def test_adapters_on_the_head() -> None:
             near(adapted_step(adapted, ids), want, 1e-4)
 
 
-def test_experts_with_adapters_that_are_recomputed_alone() -> None:
+@pytest.mark.parametrize("experts", [None, "forebay"])
+def test_experts_with_adapters_that_are_recomputed_alone(experts: str | None) -> None:
     """Where a recomputation would leave the adapters out, it says so; where it need not, it is right."""
     policy, ids, model = {"*.mlp.experts": "recompute"}, batch(0), tiny()
     want = adapted_step(_lora(copy.deepcopy(model), **_TARGETS["experts"]), ids)
     first = _lora(copy.deepcopy(model), **_TARGETS["experts"])
-    with forebay.manage(first, policy, recompute="full"):
+    with forebay.manage(first, policy, recompute="full", experts=experts):
         near(adapted_step(first, ids), want, 1e-4)
     compare(adapted_step(first, ids), want)  # after detach
     with forebay.manage(later := copy.deepcopy(model), policy):
         near(adapted_step(_lora(later, **_TARGETS["experts"]), ids), want, 1e-4)
-    forebay.manage(model, policy, recompute="full")
-    with pytest.raises(RuntimeError, match=r"parametrized.*get_peft_model"):
-        adapted_step(_lora(model, **_TARGETS["experts"]), ids)
+    forebay.manage(model, policy, recompute="full", experts=experts)
+    last = _lora(model, **_TARGETS["experts"])
+    if experts is None:
+        with pytest.raises(RuntimeError, match=r"parametrized.*get_peft_model"):
+            adapted_step(last, ids)
+    else:
+        near(adapted_step(last, ids), want, 1e-4)
 
 
 @pytest.mark.parametrize("recompute", ["light", "full"])
@@ -143,11 +148,11 @@ def test_two_forwards_before_a_backward(recompute: str) -> None:
             near(adapted_step(adapted, *batches), want, 1e-4)
 
 
-def test_adapters_on_parameters_do_not_compile() -> None:
+def test_adapters_on_a_routers_parameters_do_not_compile() -> None:
     model = tiny()
     forebay.manage(model, compile=True)
     with pytest.raises(RuntimeError, match=r"target_parameters.*without compile"):
-        adapted_step(_lora(model, **_TARGETS["experts"]), batch(0))
+        adapted_step(_lora(model, **_TARGETS["router"]), batch(0))
 
 
 def test_adapters_merge_and_unload_after_management() -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import _unsafe_preserve_version_counter
 from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 STATE = "_forebay"
@@ -359,7 +360,7 @@ def recomputed(
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        call = _RecomputedCall(region)
+        call = _RecomputedCall(region, [t for t in tree_leaves(kwargs) if isinstance(t, Tensor)])
         out = checkpoint(call.run, *args, **options, **kwargs)
         call.forward_done()
         return out
@@ -384,12 +385,14 @@ class _RegionForward:
 class _RecomputedCall:
     """One forward of a region and its reruns. The graph owns it.
 
-    A rerun raises if weights were written to or replaced since the forward, or buffers that the forward only reads (a router's
-    bias). Buffers that the forward writes (running statistics) are put back for the rerun, and get their present values after it.
+    A rerun raises if weights were written to or replaced since the forward, keyword arguments written to (torch checks positional
+    ones), or buffers that the forward only reads (a router's bias). Buffers that the forward writes (running statistics) are put
+    back for the rerun, and get their present values after it.
     """
 
-    def __init__(self, region: _RegionForward):
+    def __init__(self, region: _RegionForward, arguments: Sequence[Tensor] = ()):
         self._region = region
+        self._arguments = [(t, t._version) for t in arguments]
         called = region.modules()
         self._name = " and ".join(type(module).__name__ for module in called)
         modules = [m for module in called for m in module.modules()]
@@ -449,6 +452,9 @@ class _RecomputedCall:
                     "another one in its forward (torch.func.functional_call puts weights in a model for the time of its forward "
                     "only): run backward while they are there, or choose another placement than 'recompute'"
                 )
+        for argument, then in self._arguments:
+            if argument._version != then:
+                self._raise_modified("argument", str(list(argument.shape)), argument._version, then)
         written, count = self._region.written, len(self._weights)
         if written is None:
             return  # a backward within the first forward: it is not known yet what that writes

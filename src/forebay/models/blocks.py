@@ -27,7 +27,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from forebay.memory.overrides import ForwardFn, InnerForward, install, is_managed, is_patched
 from forebay.models.compile import check_compiler, compile_sublayer
 from forebay.models.families import LAYERS, MoeBlock, decoder_layers, innermost, moe_block
-from forebay.models.hf_experts import light_recompute_of
+from forebay.models.hf_experts import light_recompute_of, uses_forebay
+from forebay.models.low_rank import is_adapted, run_experts, why_unsupported
 from forebay.moe.dispatch import Front, MoeStages, TokenDispatcher
 
 # Transformers checkpoints a layer in its `__call__`, which runs our forward, but from 5.23 on in its class's forward, which ours
@@ -93,7 +94,7 @@ def moe_sublayer(layer: Any, names: tuple[str, str | None], direct: bool, x: Ten
     else:
         logits, weights, ids = route(normed)
         rows = normed.view(-1, normed.shape[-1])
-    y = layer.mlp.experts(rows, ids, weights).view(normed.shape)
+    y = run_experts(layer.mlp.experts, rows, ids, weights).view(normed.shape)
     if shared is not None:
         y = y + shared(normed)
     return x + y, logits, ids
@@ -127,9 +128,7 @@ def _is_plain(block: nn.Module, kind: type[nn.Module]) -> bool:
 
 def _experts(layer: Any, direct: bool, rows: Tensor, ids: Tensor, weights: Tensor, max_rows: int | None) -> Tensor:
     """Stage 3; unless `direct`, with the hooks of the experts module, in one of which FSDP2 unshards its parameters."""
-    experts = layer.mlp.experts.forward if direct else layer.mlp.experts
-    y: Tensor = experts(rows, ids, weights, max_rows=max_rows)
-    return y
+    return run_experts(layer.mlp.experts, rows, ids, weights, direct=direct, max_rows=max_rows)
 
 
 # --- sublayers in a model ---------------------------------------------------------------------------------------------
@@ -239,6 +238,7 @@ class SublayerForward:
         self._block = block
         self._block_class: type[nn.Module] = type(layer.mlp)  # type: ignore[assignment]
         self._compiled = compiled
+        self._warned = False
 
     def around(self, inner: InnerForward) -> ForwardFn:
         """For `forebay.memory.overrides.install`: the sublayers in place of the layer's own forward."""
@@ -278,25 +278,36 @@ class SublayerForward:
         return None if self._block is None else innermost(self._layer.mlp.experts)
 
     def check_block(self) -> None:
-        """Raise RuntimeError if a compiled or staged sublayer would skip something installed on its block since."""
+        """Raise RuntimeError if a compiled or staged sublayer would skip something installed on its block since; warn of adapters
+        on the experts that need PEFT's own forward."""
         staged = self.stages is not None
-        if not (self._compiled or staged):
-            return
-        if not _is_plain(self._layer.mlp, self._block_class):
+        plain = _is_plain(self._layer.mlp, self._block_class)
+        if not plain and (self._compiled or staged):
             why = "a compiled sublayer" if self._compiled else "a MoE sublayer in stages (dispatcher=...)"
             raise RuntimeError(
                 f"{self.mlp.path!r} is not the plain {self._block_class.__name__} any more that was managed (a module hook, a "
                 f"replaced forward, an adapter or a wrapper such as FSDP2), which {why} does not run: put it on the router, "
                 "the experts or the decoder layer instead" + (", or manage the model without compile" * self._compiled)
             )
-        if self._block is not None and not staged:
-            parts = [getattr(self._layer.mlp, name) for name in ("experts", self._block.names[0])]
-            if any(type(part).__name__ == "ParamWrapper" for part in parts):
-                raise RuntimeError(
-                    f"{self.mlp.path!r} has adapters on parameters (PEFT's target_parameters), which write to the weights in "
-                    "each forward and so cannot run in compiled code: manage the model without compile, or put the adapters on "
-                    "modules (target_modules)"
-                )
+        if plain and self._block is not None:
+            self._check_adapters(self._block, compiled=self._compiled and not staged)
+
+    def _check_adapters(self, block: MoeBlock, compiled: bool) -> None:
+        experts, router = self._layer.mlp.experts, getattr(self._layer.mlp, block.names[0])
+        why = why_unsupported(experts)
+        if compiled and (why or is_adapted(router)):
+            raise RuntimeError(
+                f"{self.mlp.path!r} has adapters on parameters (PEFT's target_parameters) that change weights in each forward, "
+                f"which compiled code cannot ({why or 'they are on the router'}): manage the model without compile, or put the "
+                "adapters on modules (target_modules)"
+            )
+        if why and not self._warned and uses_forebay(innermost(experts)):
+            self._warned = True
+            # No path in the text: Python shows equal warnings once.
+            warnings.warn(
+                f"adapters on experts run as PEFT runs them, which makes and saves all updated weights in each forward: {why}",
+                stacklevel=2,
+            )
 
     def run_router_hooks(self, logits: Tensor | None, ids: Tensor | None) -> None:
         """Run the router's forward hooks on its outputs, with empty arguments, where compiled code skipped them.

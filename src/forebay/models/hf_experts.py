@@ -22,6 +22,7 @@ from forebay.memory.storage import local
 from forebay.models.families import innermost, moe_blocks
 from forebay.moe.dispatch import TokenDispatcher
 from forebay.moe.experts import experts
+from forebay.moe.low_rank import LowRank
 
 NAME = "forebay"
 _INSTALLED = "forebay_experts"
@@ -105,7 +106,13 @@ def _run_experts(self: Any, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def experts_forward(
-    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, max_rows: int | None = None
+    self: Any,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    max_rows: int | None = None,
+    gate_up_update: LowRank | None = None,
+    down_update: LowRank | None = None,
 ) -> Tensor:
     """Forward of a transformers experts module: tokens [T, H] and routing [T, K] in, [T, H] out.
 
@@ -115,7 +122,7 @@ def experts_forward(
     weight gradients; ``forebay_pages`` (a `forebay.moe.experts.Pages`) stashes the rows.
 
     Args:
-        max_rows: see `forebay.moe.experts.experts`.
+        max_rows, gate_up_update, down_update: see `forebay.moe.experts.experts`.
 
     Raises:
         ValueError: an activation other than silu or GPT-OSS's.
@@ -139,6 +146,8 @@ def experts_forward(
         max_rows=max_rows,
         deferred=setting(self, "forebay_weight_gradients", None),
         pages=setting(self, "forebay_pages", None),
+        gate_up_update=gate_up_update,
+        down_update=down_update,
     )
 
 

@@ -22,6 +22,7 @@ from forebay.memory.page_store import PageStore
 from forebay.models.blocks import Sublayers
 from forebay.models.families import absent_paths, all_layers, has_known_layers, innermost, moe_blocks
 from forebay.models.hf_experts import light_recompute_of
+from forebay.models.low_rank import is_adapted, why_unsupported
 from forebay.moe.dispatch import TokenDispatcher
 from forebay.policy import Claim, PolicyError, outermost, resolve
 
@@ -70,11 +71,16 @@ def regions_of(
     # Regions that are kept have call sites too: copies are started and device memory is released when they are called.
     paths = active | {path for path in default if not _is_inside(path, active - {path})}
     sites: dict[str, CallSite] = {
-        path: sublayers[path] if path in sublayers else ModuleCallSite(module, light_recompute_of(module))
+        path: sublayers[path] if path in sublayers else ModuleCallSite(_called(module), light_recompute_of(module))
         for path, module in model.named_modules()
         if path in paths
     }
     return Regions(sites, [c for c in claims if c.path in sites], stashed, recompute_experts)
+
+
+def _called(module: nn.Module) -> nn.Module:
+    """The module whose forward runs: adapters on experts may be arguments of the experts' own (`forebay.models.low_rank`)."""
+    return innermost(module) if is_adapted(module) and why_unsupported(module) is None else module
 
 
 def _is_inside(path: str, others: Iterable[str]) -> bool:

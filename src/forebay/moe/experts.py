@@ -19,6 +19,7 @@ from torch import Tensor
 from forebay.kernels.paging import PagedRows, PageTable, restore, stash
 from forebay.kernels.swiglu import Glu
 from forebay.moe.experts_op import (
+    NO_UPDATES,
     ExpertParameters,
     ExpertSettings,
     NeededGradients,
@@ -29,6 +30,7 @@ from forebay.moe.experts_op import (
     refuse_second_derivative,
     saved_for_backward,
 )
+from forebay.moe.low_rank import LowRank
 from forebay.moe.routing import Routing, check_routed
 from forebay.moe.wgrad import DeferredWeightGradient, WeightEdges, WeightGradientOperands, WeightGradients
 
@@ -66,6 +68,8 @@ def experts(
     max_rows: int | None = None,
     deferred: WeightGradients | None = None,
     pages: Pages | None = None,
+    gate_up_update: LowRank | None = None,
+    down_update: LowRank | None = None,
 ) -> Tensor:
     """y [T, H] in x's dtype: each token's chosen experts, weighted and summed.
 
@@ -84,10 +88,13 @@ def experts(
             out. The default is T*K.
         deferred: defers the gradients of gate_up and down. Breaks the graph of `torch.compile`.
         pages: where x and h wait for backward, live rows only. Breaks the graph of `torch.compile`.
+        gate_up_update, down_update: low-rank updates (LoRA) of the two stacks, as matrices from inputs to outputs whatever
+            `transposed` says: a [E, r, H] and b [E, 2I, r] for gate_up, a [E, r, I] and b [E, H, r] for down. The updated weights
+            are never made. Training gate_up's update saves x (2H bytes a token in bf16); down's saves nothing besides h.
 
     Raises:
-        ValueError: shapes that do not fit, or an unknown activation.
-        TypeError: weights of several dtypes.
+        ValueError: shapes that do not fit, an unknown activation, or updates of experts with pages or deferred gradients.
+        TypeError: weights of several dtypes, or factors that are not floating point.
         RuntimeError: called under a transform of torch.func.
     """
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
@@ -96,13 +103,25 @@ def experts(
             "the model on its own experts (experts=None, or experts_implementation='eager')"
         )
     _check(x, ids, weights, gate_up, down, gate_up_bias, down_bias, transposed)
+    inner = down.shape[1] if transposed else down.shape[2]
+    _check_update("gate_up_update", gate_up_update, gate_up.shape[0], x.shape[1], 2 * inner)
+    _check_update("down_update", down_update, gate_up.shape[0], inner, x.shape[1])
     Glu(activation, interleaved, alpha, limit)
-    trained = (x, weights, gate_up, down, gate_up_bias, down_bias)
+    updated = gate_up_update is not None or down_update is not None
+    if updated and (pages is not None or (deferred is not None and (gate_up.requires_grad or down.requires_grad))):
+        raise ValueError(
+            "experts with low-rank updates (LoRA) can neither be stashed in pages nor defer their weights' gradients: "
+            "choose another placement than 'stash', or freeze the experts' own weights"
+        )
+    a1, b1, s1 = gate_up_update or (None, None, 1.0)
+    a2, b2, s2 = down_update or (None, None, 1.0)
+    trained = (x, weights, gate_up, down, gate_up_bias, down_bias, a1, b1, a2, b2)
     has_backward = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in trained)
     # Under autocast, autograd's own casts return the gradients in the caller's dtypes.
     inputs = (
         x.to(gate_up.dtype).contiguous(), ids, weights, gate_up, down, gate_up_bias, down_bias,
         activation, interleaved, transposed, alpha, limit, save_h and has_backward, max_rows,
+        a1, b1, s1, a2, b2, s2,
     )  # fmt: skip
     if deferred is None and (pages is None or not has_backward):
         y = experts_op(*inputs)[0]
@@ -146,10 +165,24 @@ def _check(
         raise TypeError(f"expert weights and biases must share a dtype, got {dtypes}")
 
 
+def _check_update(name: str, update: LowRank | None, num_experts: int, inputs: int, outputs: int) -> None:
+    if update is None:
+        return
+    a, b, _ = update
+    rank = a.shape[1] if a.dim() == 3 else 0
+    if rank < 1 or tuple(a.shape) != (num_experts, rank, inputs) or tuple(b.shape) != (num_experts, outputs, rank):
+        raise ValueError(
+            f"{name} must be a [{num_experts}, r, {inputs}] and b [{num_experts}, {outputs}, r] with r of 1 or more for these "
+            f"weights, got {tuple(a.shape)} and {tuple(b.shape)}"
+        )
+    if not a.is_floating_point() or a.dtype != b.dtype:
+        raise TypeError(f"{name}: a and b must share a floating dtype, got {a.dtype} and {b.dtype}")
+
+
 @torch.compiler.disable(reason="experts with pages or deferred weight gradients run in eager mode")
 def _eager_experts(inputs: tuple[Any, ...], store: WeightGradients | None, pages: Pages | None) -> Tensor:
     """y of `experts_op(*inputs)`."""
-    x, ids, weights, gate_up, down, gate_up_bias, down_bias, *settings, save_h, max_rows = inputs
+    x, ids, weights, gate_up, down, gate_up_bias, down_bias, *settings, save_h, max_rows = inputs[:14]
     trained = (x, weights, gate_up, down, gate_up_bias, down_bias)
     needs = NeededGradients(*(t is not None and t.requires_grad for t in trained))
     if not needs.da:
@@ -191,7 +224,9 @@ class _Experts(torch.autograd.Function):
         saves_x, saves_h = saved_for_backward(call.needs, call.save_h)
         parameters = ExpertParameters(gate_up, down, gate_up_bias, down_bias)
         if pages is None:
-            y, h, *routing = experts_op(x, ids, weights, *parameters, *call.settings, call.save_h, call.max_rows)
+            y, h, *routing = experts_op(
+                x, ids, weights, *parameters[:4], *call.settings, call.save_h, call.max_rows, *NO_UPDATES
+            )
         else:
             # Without a bound, x holds this rank's own tokens, which other modules save as well: moving them frees nothing.
             moves_x = saves_x and call.max_rows is not None
@@ -200,7 +235,7 @@ class _Experts(torch.autograd.Function):
                 x, ids, weights, parameters, call.settings, call.max_rows, ctx.paged.allocate
             )
             saves_x, saves_h = saves_x and not moves_x, False
-        ctx.save_for_backward(x if saves_x else None, h if saves_h else None, *routing, weights, *parameters)
+        ctx.save_for_backward(x if saves_x else None, h if saves_h else None, *routing, weights, *parameters[:4])
         return y
 
     @staticmethod
@@ -232,14 +267,15 @@ def _backward(ctx: Any, dy: Tensor, defer: bool) -> tuple[list[Tensor | None], l
     x, h, *routing, weights, gate_up, down, gate_up_bias, down_bias = ctx.saved_tensors
     parameters = ExpertParameters(gate_up, down, gate_up_bias, down_bias)
     if paged is None:
-        computed = experts_backward_op(dy, x, h, *routing, weights, *parameters, *call.settings, *call.needs, defer)
+        settings = (*parameters[:4], *call.settings, *call.needs[:6], defer, *NO_UPDATES, *call.needs[6:])
+        computed = experts_backward_op(dy, x, h, *routing, weights, *settings)
     else:
         x = paged.load_x if x is None else x
         computed = experts_backward(
             dy, x, paged.h, Routing(*routing), weights, parameters, call.settings, call.needs, defer
         )
     dx, d_weights, first, second, *d_biases = (
-        gradient if need else None for gradient, need in zip(computed, call.needs, strict=True)
+        gradient if need else None for gradient, need in zip(computed[:6], call.needs[:6], strict=True)
     )
     del computed
     if defer:

@@ -8,7 +8,7 @@ deterministic. In bf16 on CUDA nothing synchronizes with the host, and everythin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,9 +20,9 @@ from forebay.kernels.grouped_wgrad import add_rows_by_rows
 from forebay.kernels.paging import PageTable
 from forebay.kernels.permute import combine_rows, gather_rows
 from forebay.kernels.swiglu import Glu, swiglu_backward, swiglu_forward
+from forebay.moe.grouped import rows_by_matrix, rows_by_rows
+from forebay.moe.low_rank import Adapter, LowRank, adapter_of
 from forebay.moe.routing import Routing, route, routing_map, row_experts, slot_experts
-
-_GROUPED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class ExpertParameters(NamedTuple):
@@ -32,6 +32,12 @@ class ExpertParameters(NamedTuple):
     down: Tensor
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
+    gate_up_update: LowRank | None = None
+    down_update: LowRank | None = None
+
+
+NO_UPDATES = (None, None, 1.0) * 2
+"""The last arguments of `experts_op` for experts without low-rank updates."""
 
 
 class ExpertSettings(NamedTuple):
@@ -57,67 +63,30 @@ class NeededGradients(NamedTuple):
     down: bool
     gate_up_bias: bool
     down_bias: bool
+    gate_up_a: bool = False
+    gate_up_b: bool = False
+    down_a: bool = False
+    down_b: bool = False
+
+    @property
+    def gate_up_update(self) -> bool:
+        return self.gate_up_a or self.gate_up_b
+
+    @property
+    def down_update(self) -> bool:
+        return self.down_a or self.down_b
 
     @property
     def dh(self) -> bool:
-        return self.x or self.gate_up or self.gate_up_bias
+        return self.x or self.gate_up or self.gate_up_bias or self.gate_up_update
 
     @property
     def da(self) -> bool:
         return self.dh or self.weights
 
-
-def rows_by_matrix(rows: Tensor, matrices: Tensor, offs: Tensor) -> Tensor:
-    """Multiply the rows of each expert by its matrix: `rows[rows of e] @ matrices[e]`, a new tensor [R, N].
-
-    Uses `F.grouped_mm` where it accepts the operands (see `_accepted_by_grouped_mm`). Otherwise a loop over the experts reads
-    `offs` on the host: correct, but slow and not capturable.
-
-    Args:
-        rows: [R, M], sorted by expert. Rows from offs[-1] on are not read, and are uninitialized in the result.
-        matrices: [E, M, N], may be views.
-        offs: [E] int32, the end row of each expert, on the rows' device.
-    """
-    if rows.shape[0] == 0:
-        return rows.new_empty((0, matrices.shape[2]))
-    if _accepted_by_grouped_mm(rows, matrices):
-        return F.grouped_mm(rows, matrices, offs=offs.contiguous())
-    out = rows.new_empty((rows.shape[0], matrices.shape[2]))
-    start = 0
-    for e, end in enumerate(offs.tolist()):
-        torch.mm(rows[start:end], matrices[e], out=out[start:end])
-        start = end
-    return out
-
-
-def rows_by_rows(left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
-    """`left[rows of e].T @ right[rows of e]` for each expert: [E, M, N] contiguous, of left [R, M] and right [R, N].
-
-    An expert without rows gets exact zeros. See `rows_by_matrix` for the implementation.
-    """
-    if left.shape[0] == 0:
-        return left.new_zeros((offs.shape[0], left.shape[1], right.shape[1]))
-    if _accepted_by_grouped_mm(left, right):
-        return F.grouped_mm(left.t(), right, offs=offs.contiguous())
-    out = left.new_empty((offs.shape[0], left.shape[1], right.shape[1]))
-    start = 0
-    for e, end in enumerate(offs.tolist()):
-        torch.mm(left[start:end].t(), right[start:end], out=out[e])
-        start = end
-    return out
-
-
-def _accepted_by_grouped_mm(a: Tensor, b: Tensor) -> bool:
-    """`F.grouped_mm` needs strides and addresses that are multiples of 16 bytes, and has no fp64."""
-    return a.dtype in _GROUPED_DTYPES and _aligned(a) and _aligned(b)
-
-
-def _aligned(t: Tensor) -> bool:
-    """One unit stride among the last two; every other stride and the address are multiples of 16 bytes."""
-    unit = [s for s in t.stride()[-2:] if s == 1]
-    others = [s for i, s in enumerate(t.stride()) if s != 1 or i < t.dim() - 2]
-    multiples = all(s * t.element_size() % 16 == 0 and s > 0 for s in others)
-    return len(unit) == 1 and multiples and t.data_ptr() % 16 == 0
+    @property
+    def act(self) -> bool:
+        return self.down or self.down_update
 
 
 def experts_forward(
@@ -136,7 +105,8 @@ def experts_forward(
         act    = w * glu(h + gate_up_bias)
         y      = combine(act @ down) + M @ down_bias        M [T, E]: token t's weight for expert e
 
-    The routing weight is applied before the down projection, so its gradient does not need that projection's output.
+    The routing weight is applied before the down projection, so its gradient does not need that projection's output. A low-rank
+    update (`forebay.moe.low_rank`) adds its own term to h, and to y before the sum over a token's slots.
 
     Peak of temporary memory, for N = T*K rows of bf16: 2N(H + 3I) bytes, of which 4NI are h.
 
@@ -152,22 +122,24 @@ def experts_forward(
         order, inverse, offs = routing
         pages = pages_of(routing) if pages_of is not None else None
         row_expert = _row_experts(routing, parameters)
-        x_rows = gather_rows(x, order, offs, ids.shape[1])
-        h = rows_by_matrix(x_rows, _matrix(parameters.gate_up, settings.transposed), offs)
-        del x_rows
+        h = _first_product(x, order, offs, ids.shape[1], parameters, settings.transposed)
         act = swiglu_forward(
             h, weights, order, offs, glu, bias=parameters.gate_up_bias, row_expert=row_expert, pages=pages
         )
         if pages is not None:
             h = x.new_empty(0)
-        y_rows = rows_by_matrix(act, _matrix(parameters.down, settings.transposed), offs)
-        del act
-        bias_sum = None
+        added = None
         if parameters.down_bias is not None and row_expert is not None:
             slot_expert = slot_experts(routing, row_expert, num_experts)
             weight_map = routing_map(weights, slot_expert, num_experts)
-            bias_sum = weight_map.to(parameters.down_bias.dtype) @ parameters.down_bias
-        y = combine_rows(y_rows, inverse, init=bias_sum)
+            added = weight_map.to(parameters.down_bias.dtype) @ parameters.down_bias
+        second = adapter_of(parameters.down_update, x.dtype)
+        if second is not None:
+            # Summed over slots before the weights' own product exists: one [R, H] at a time.
+            added = combine_rows(second.widen(second.narrow(act, offs), offs), inverse, init=added)
+        y_rows = rows_by_matrix(act, _matrix(parameters.down, settings.transposed), offs)
+        del act
+        y = combine_rows(y_rows, inverse, init=added)
     return y, h, routing
 
 
@@ -187,12 +159,19 @@ def experts_op(
     limit: float,
     save_h: bool,
     max_rows: int | None,
+    gate_up_a: Tensor | None,
+    gate_up_b: Tensor | None,
+    gate_up_scale: float,
+    down_a: Tensor | None,
+    down_b: Tensor | None,
+    down_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(y, h, order, inverse, offs). All that backward reads is an output, so that a checkpoint policy can keep it.
 
-    h is empty without save_h.
+    h is empty without save_h. A projection without a low-rank update has None for a and b.
     """
-    parameters = ExpertParameters(gate_up, down, gate_up_bias, down_bias)
+    updates = _update(gate_up_a, gate_up_b, gate_up_scale), _update(down_a, down_b, down_scale)
+    parameters = ExpertParameters(gate_up, down, gate_up_bias, down_bias, *updates)
     settings = ExpertSettings(activation, interleaved, transposed, alpha, limit)
     y, h, routing = experts_forward(x, ids, weights, parameters, settings, max_rows)
     return y, h if save_h else x.new_empty(0), *routing
@@ -201,7 +180,7 @@ def experts_op(
 @experts_op.register_fake
 def _(
     x, ids, weights, gate_up, down, gate_up_bias, down_bias,
-    activation, interleaved, transposed, alpha, limit, save_h, max_rows,
+    activation, interleaved, transposed, alpha, limit, save_h, max_rows, *updates,
 ):  # fmt: skip
     slots = ids.shape[0] * ids.shape[1]
     slots = slots if max_rows is None else torch.sym_min(slots, max_rows)
@@ -223,7 +202,7 @@ def experts_backward(
     settings: ExpertSettings,
     needs: NeededGradients,
     defer_weight_gradients: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients in the order of `NeededGradients`; those that are not needed are empty.
 
         dy_rows      = gather(dy)
@@ -232,6 +211,8 @@ def experts_backward(
         d_down[e]    = dy_rows.T @ act
         dx           = combine(dh @ gate_up.T)
         d_gate_up[e] = x_rows.T @ dh
+
+    and the terms of low-rank updates (`forebay.moe.low_rank`), whose `low` is recomputed from act and x_rows.
 
     Each tensor of N = T*K rows is freed after its last use. Peak of temporary memory in bf16: 2N(H + 3I) bytes while d_down is
     computed, then 2N(H + 2I) beside the weight gradients. Recomputing h adds nothing, because dh is written over it.
@@ -244,18 +225,30 @@ def experts_backward(
             operands of `experts_weight_backward_op`.
     """
     order, inverse, offs = routing
-    dx, d_gate_up, d_down, d_gate_up_bias = (dy.new_empty(0) for _ in range(4))
+    dx, d_gate_up, d_down, d_gate_up_bias, d_a1, d_b1, d_a2, d_b2 = (dy.new_empty(0) for _ in range(8))
     with torch.autocast(dy.device.type, enabled=False):
         dy = dy.contiguous()
         row_expert = _row_experts(routing, parameters)
-        dh, act, dw, dy_rows = _through_activation(dy, x, h, routing, weights, parameters, settings, row_expert, needs)
+        first, second = (adapter_of(p, dy.dtype) for p in (parameters.gate_up_update, parameters.down_update))
+        dh, act, dw, dy_rows, dlow = _through_activation(
+            dy, x, h, routing, weights, parameters, settings, row_expert, needs, second
+        )
         if needs.down:
             assert act is not None and dy_rows is not None
             d_down = act if defer_weight_gradients else _weight_gradient(dy_rows, act, offs, not settings.transposed)
+        if needs.down_update:
+            assert second is not None and act is not None and dy_rows is not None and dlow is not None
+            d_a2, d_b2 = second.gradients(act, dy_rows, dlow, offs, needs.down_a, needs.down_b)
         del dy_rows, act
+        dlow = None if first is None or dh is None else first.narrow_gradient(dh, offs)
         if needs.x:
             assert dh is not None
-            dx = combine_rows(rows_by_matrix(dh, _matrix(parameters.gate_up, not settings.transposed), offs), inverse)
+            added = None
+            if first is not None and dlow is not None:
+                added = combine_rows(first.widen_gradient(dlow, offs), inverse)
+            dx_rows = rows_by_matrix(dh, _matrix(parameters.gate_up, not settings.transposed), offs)
+            dx = combine_rows(dx_rows, inverse, init=added)
+            del dx_rows
         if needs.gate_up_bias:
             assert dh is not None
             d_gate_up_bias = _sum_by_expert(dh, offs)
@@ -266,11 +259,17 @@ def experts_backward(
                 if defer_weight_gradients
                 else _gathered_gradient(_loaded(x), dh, order, offs, inverse.shape[1], settings.transposed)
             )
+        if needs.gate_up_update:
+            assert first is not None and dh is not None and dlow is not None
+            assert x is not None, "x is saved wherever gate_up's update is trained"
+            x_rows = gather_rows(_loaded(x), order, offs, inverse.shape[1])
+            d_a1, d_b1 = first.gradients(x_rows, dh, dlow, offs, needs.gate_up_a, needs.gate_up_b)
+            del x_rows
         del dh
         d_weights, d_down_bias = _routing_and_down_bias_gradients(
             dy, dw, routing, row_expert, weights, parameters, needs
         )
-    return dx, d_weights, d_gate_up, d_down, d_gate_up_bias, d_down_bias
+    return dx, d_weights, d_gate_up, d_down, d_gate_up_bias, d_down_bias, d_a1, d_b1, d_a2, d_b2
 
 
 @torch.library.custom_op("forebay::experts_backward", mutates_args=())
@@ -300,15 +299,33 @@ def experts_backward_op(
     # Trap: no default. torch's compile cache on disk has calls by the names of defaulted parameters, but not the names in its
     # key: after a renaming, another version's compiled code would be run.
     defer_weight_gradients: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    gate_up_a: Tensor | None,
+    gate_up_b: Tensor | None,
+    gate_up_scale: float,
+    down_a: Tensor | None,
+    down_b: Tensor | None,
+    down_scale: float,
+    need_gate_up_a: bool,
+    need_gate_up_b: bool,
+    need_down_a: bool,
+    need_down_b: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`experts_backward` of saved tensors."""
+    updates = _update(gate_up_a, gate_up_b, gate_up_scale), _update(down_a, down_b, down_scale)
     return experts_backward(
         dy, x, h, Routing(order, inverse, offs), weights,
-        ExpertParameters(gate_up, down, gate_up_bias, down_bias),
+        ExpertParameters(gate_up, down, gate_up_bias, down_bias, *updates),
         ExpertSettings(activation, interleaved, transposed, alpha, limit),
-        NeededGradients(need_x, need_weights, need_gate_up, need_down, need_gate_up_bias, need_down_bias),
+        NeededGradients(
+            need_x, need_weights, need_gate_up, need_down, need_gate_up_bias, need_down_bias,
+            need_gate_up_a, need_gate_up_b, need_down_a, need_down_b,
+        ),
         defer_weight_gradients,
     )  # fmt: skip
+
+
+def _update(a: Tensor | None, b: Tensor | None, scale: float) -> LowRank | None:
+    return None if a is None or b is None else LowRank(a, b, scale)
 
 
 @experts_backward_op.register_fake
@@ -316,6 +333,8 @@ def _(
     dy, x, h, order, inverse, offs, weights, gate_up, down, gate_up_bias, down_bias,
     activation, interleaved, transposed, alpha, limit,
     need_x, need_weights, need_gate_up, need_down, need_gate_up_bias, need_down_bias, defer_weight_gradients,
+    gate_up_a, gate_up_b, gate_up_scale, down_a, down_b, down_scale,
+    need_gate_up_a, need_gate_up_b, need_down_a, need_down_b,
 ):  # fmt: skip
     def like(t, need):
         return t.new_empty(t.shape) if need else dy.new_empty(0)
@@ -331,6 +350,10 @@ def _(
         like(second, need_down),
         like(gate_up_bias, need_gate_up_bias),
         like(down_bias, need_down_bias),
+        like(gate_up_a, need_gate_up_a),
+        like(gate_up_b, need_gate_up_b),
+        like(down_a, need_down_a),
+        like(down_b, need_down_b),
     )
 
 
@@ -373,42 +396,48 @@ def add_weight_gradient(
 
 def saved_for_backward(needs: NeededGradients, save_h: bool) -> tuple[bool, bool]:
     """Whether x and h are saved."""
-    reads_h = needs.da or needs.down
-    return needs.gate_up or (reads_h and not save_h), reads_h and save_h
+    reads_h = needs.da or needs.act
+    return needs.gate_up or needs.gate_up_update or (reads_h and not save_h), reads_h and save_h
 
 
 def save_for_backward(ctx, inputs, output) -> None:
     """Save on an autograd context what backward reads; R is T*K, or `max_rows`.
 
-    x [T, H]       once per token, for gate_up's gradient or to recompute h      2H bytes a token in bf16
+    x [T, H]       once per token, for the gradient of gate_up or of its low-rank update, or to recompute h
+                                                                                2H bytes a token in bf16
     h [R, 2I]      the first grouped GEMM's output, before its bias              4KI
     routing        order [R], inverse [T, K], offs [E], all int32                8K
     weights [T, K], and the parameters
     """
-    x, _, weights, gate_up, down, gate_up_bias, down_bias, *settings, save_h, _ = inputs
+    x, _, weights, gate_up, down, gate_up_bias, down_bias, *settings, save_h, _ = inputs[:14]
+    gate_up_a, gate_up_b, gate_up_scale, down_a, down_b, down_scale = inputs[14:]
     _, h, order, inverse, offs = output
     ctx.set_materialize_grads(False)
     # Callers cannot train through the outputs that exist to be saved.
     ctx.mark_non_differentiable(h, order, inverse, offs)
     need_x, _, *needs = ctx.needs_input_grad[:7]
-    ctx.needs = NeededGradients(need_x, *needs)
-    ctx.settings = settings
+    ctx.needs = NeededGradients(need_x, *needs, *(ctx.needs_input_grad[i] for i in (14, 15, 17, 18)))
+    ctx.settings, ctx.scales = settings, (gate_up_scale, down_scale)
     saves_x, saves_h = saved_for_backward(ctx.needs, save_h)
     ctx.save_for_backward(
         x if saves_x else None,
         h if saves_h else None,
         order, inverse, offs, weights, gate_up, down, gate_up_bias, down_bias,
+        gate_up_a, gate_up_b, down_a, down_b,
     )  # fmt: skip
 
 
 def _gradients(ctx, dy: Tensor | None, *_):
     """The gradients of all arguments of `experts_op`."""
     if dy is None:
-        return (None,) * 14
+        return (None,) * 20
     refuse_second_derivative()
-    grads = experts_backward_op(dy, *ctx.saved_tensors, *ctx.settings, *ctx.needs, False)
+    *saved, gate_up_a, gate_up_b, down_a, down_b = ctx.saved_tensors
+    updates = gate_up_a, gate_up_b, ctx.scales[0], down_a, down_b, ctx.scales[1]
+    grads = experts_backward_op(dy, *saved, *ctx.settings, *ctx.needs[:6], False, *updates, *ctx.needs[6:])
     dx, *rest = (g if need else None for g, need in zip(grads, ctx.needs, strict=True))
-    return (dx, None, *rest, *(None,) * 7)
+    parameters, (d_gate_up_a, d_gate_up_b, d_down_a, d_down_b) = rest[:5], rest[5:]
+    return (dx, None, *parameters, *(None,) * 7, d_gate_up_a, d_gate_up_b, None, d_down_a, d_down_b, None)
 
 
 def refuse_second_derivative() -> None:
@@ -431,12 +460,19 @@ experts_op.register_autograd(_gradients, setup_context=save_for_backward)
 @register_flop_formula(torch.ops.forebay.experts)
 def _experts_flop(
     x, ids, weights, gate_up, down, gate_up_bias, down_bias,
-    activation, interleaved, transposed, alpha, limit, save_h, max_rows, out_shape=None, **kwargs,
+    activation, interleaved, transposed, alpha, limit, save_h, max_rows,
+    gate_up_a, gate_up_b, gate_up_scale, down_a, down_b, down_scale, out_shape=None, **kwargs,
 ) -> int:  # fmt: skip
-    """2 * R * 3IH. All rows count, sentinels included: only shapes are known."""
+    """2 * R * 3IH, and 2 * R * r(in + out) for an update. All rows count, sentinels included: only shapes are known."""
     slots = ids[0] * ids[1]
     rows = slots if max_rows is None else min(slots, max_rows)
-    return 2 * rows * (gate_up[1] * gate_up[2] + down[1] * down[2])
+    updates = sum(_elements(t) for t in (gate_up_a, gate_up_b, down_a, down_b))
+    return 2 * rows * (gate_up[1] * gate_up[2] + down[1] * down[2] + updates)
+
+
+def _elements(stack: Sequence[int] | None) -> int:
+    """Of one expert's matrix, by the stack's shape."""
+    return 0 if stack is None else stack[1] * stack[2]
 
 
 @register_flop_formula(torch.ops.forebay.experts_backward)
@@ -444,13 +480,25 @@ def _experts_backward_flop(
     dy, x, h, order, inverse, offs, weights, gate_up, down, gate_up_bias, down_bias,
     activation, interleaved, transposed, alpha, limit,
     need_x, need_weights, need_gate_up, need_down, need_gate_up_bias, need_down_bias,
-    defer_weight_gradients, out_shape=None, **kwargs,
+    defer_weight_gradients, gate_up_a, gate_up_b, gate_up_scale, down_a, down_b, down_scale,
+    need_gate_up_a, need_gate_up_b, need_down_a, need_down_b, out_shape=None, **kwargs,
 ) -> int:  # fmt: skip
-    """One product of a projection for each gradient that is computed here, and one to recompute h."""
-    needs = NeededGradients(need_x, need_weights, need_gate_up, need_down, need_gate_up_bias, need_down_bias)
-    first = (h is None and (needs.da or need_down)) + need_x + (need_gate_up and not defer_weight_gradients)
+    """One product of a projection for each gradient that is computed here, and one to recompute h. An update has besides `low`,
+    for b's gradient, and `dlow`."""
+    needs = NeededGradients(
+        need_x, need_weights, need_gate_up, need_down, need_gate_up_bias, need_down_bias,
+        need_gate_up_a, need_gate_up_b, need_down_a, need_down_b,
+    )  # fmt: skip
+    recompute = h is None and (needs.da or needs.act)
+    first = recompute + need_x + (need_gate_up and not defer_weight_gradients)
     second = needs.da + (need_down and not defer_weight_gradients)
-    return 2 * order[0] * (gate_up[1] * gate_up[2] * first + down[1] * down[2] * second)
+    low_rank = (
+        _elements(gate_up_a) * (recompute + need_x + need_gate_up_a + need_gate_up_b)
+        + _elements(gate_up_b) * (recompute + needs.dh + need_gate_up_b)
+        + _elements(down_a) * (needs.da + need_down_a + need_down_b)
+        + _elements(down_b) * (needs.da or needs.act) + _elements(down_b) * need_down_b
+    )  # fmt: skip
+    return 2 * order[0] * (gate_up[1] * gate_up[2] * first + down[1] * down[2] * second + low_rank)
 
 
 @register_flop_formula(torch.ops.forebay.experts_weight_backward)
@@ -475,32 +523,48 @@ def _through_activation(
     settings: ExpertSettings,
     row_expert: Tensor | None,
     needs: NeededGradients,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """(dh, act, dw, dy_rows), None where not needed; down's gradient is computed from dy_rows and act."""
+    second: Adapter | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """(dh, act, dw, dy_rows, dlow), None where not needed; the last four give the gradients of down and of its update."""
     order, inverse, offs = routing
     transposed, bias = settings.transposed, parameters.gate_up_bias
-    if not (needs.da or needs.down):
-        return None, None, None, None
+    if not (needs.da or needs.act):
+        return None, None, None, None, None
     recomputed = h is None
     if h is None:
         assert x is not None, "x is saved wherever h is not"
-        x_rows = gather_rows(_loaded(x), order, offs, inverse.shape[1])
-        h = rows_by_matrix(x_rows, _matrix(parameters.gate_up, transposed), offs)
-        del x_rows
+        h = _first_product(_loaded(x), order, offs, inverse.shape[1], parameters, transposed)
     dy_rows = gather_rows(dy, order, offs, inverse.shape[1])
+    dlow = None if second is None else second.narrow_gradient(dy_rows, offs)
     if not needs.da:
         assert isinstance(h, Tensor), "without a gradient through the activation h is not in pages"
         activation = swiglu_forward(h, weights, order, offs, settings.glu, bias=bias, row_expert=row_expert)
-        return None, activation, None, dy_rows
+        return None, activation, None, dy_rows, dlow
     da = rows_by_matrix(dy_rows, _matrix(parameters.down, not transposed), offs)
-    kept = dy_rows if needs.down else None
+    if second is not None and dlow is not None:
+        da += second.widen_gradient(dlow, offs)
+    kept = dy_rows if needs.act else None
     del dy_rows
     # da may be written over, and h too if it was recomputed; a saved h belongs to autograd.
     dh, act, dw = swiglu_backward(
         h, da, weights, order, offs, settings.glu, bias=bias, row_expert=row_expert,
-        need_dh=needs.dh, need_act=needs.down, need_dw=needs.weights, over_h=recomputed, over_da=True,
+        need_dh=needs.dh, need_act=needs.act, need_dw=needs.weights, over_h=recomputed, over_da=True,
     )  # fmt: skip
-    return dh, act, dw, kept
+    return dh, act, dw, kept, dlow
+
+
+def _first_product(
+    x: Tensor, order: Tensor, offs: Tensor, slots_per_token: int, parameters: ExpertParameters, transposed: bool
+) -> Tensor:
+    """h [R, 2I] before its bias; backward recomputes it with this function, bitwise the same."""
+    first = adapter_of(parameters.gate_up_update, x.dtype)
+    x_rows = gather_rows(x, order, offs, slots_per_token)
+    h = rows_by_matrix(x_rows, _matrix(parameters.gate_up, transposed), offs)
+    if first is not None:
+        low = first.narrow(x_rows, offs)
+        del x_rows
+        h += first.widen(low, offs)
+    return h
 
 
 def _weight_gradient(token_rows: Tensor, rows: Tensor, offs: Tensor, tokens_first: bool) -> Tensor:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 
 import forebay
 from forebay import cli
@@ -215,6 +216,13 @@ def test_pages_show_output_that_is_real(
 def test_the_readme_is_short_and_shows_python() -> None:
     text = (ROOT / "README.md").read_text("utf-8")
     assert ("python",) in [block.info for block in blocks(text)] and len(text.splitlines()) <= 120
+
+
+def test_every_page_is_in_the_navigation_and_on_the_first_page() -> None:
+    pages = {page.name for page in DOCS.glob("*.md")}
+    assert set(yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))["nav"]) == pages
+    linked = {m["target"].partition("#")[0] for m in _LINK.finditer((DOCS / "index.md").read_text("utf-8"))}
+    assert pages - linked == {"index.md"}
 
 
 def test_the_api_page_lists_the_public_names_and_commands() -> None:

@@ -1,6 +1,8 @@
 """What tests ask of stores, pools and ledgers beyond their own interface, streams that are kept busy, and TOML."""
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,3 +71,10 @@ def fill_free_parts() -> list[torch.Tensor]:
         if segment["segment_type"] == "large" and block["state"] == "inactive"
     ]
     return [torch.empty(size, dtype=torch.uint8, device="cuda") for size in sorted(free, reverse=True)]
+
+
+@contextmanager
+def no_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield

@@ -27,7 +27,7 @@ from forebay.memory.step import StepReport
 from forebay.memory.timeline import Plan
 from forebay.models.blocks import Sublayers, install_sublayers
 from forebay.models.compile import compile_sublayer
-from forebay.models.families import UnknownLayerError, has_known_layers
+from forebay.models.families import UnknownLayerError, has_decoder_layers
 from forebay.models.fused_loss import install_fused_loss
 from forebay.models.hf_experts import install_experts
 from forebay.models.placements import (
@@ -359,11 +359,11 @@ def _install_operations(
 
 
 def _sublayers(model: nn.Module, compile: bool, dispatcher: TokenDispatcher | None, fallbacks: list[str]) -> Sublayers:
-    """The sublayers of the known decoder layers; none for a model without any, unless an option needs them."""
+    """The sublayers of the decoder layers; none for a model whose layers are not two sublayers, unless an option needs them."""
     if compile or dispatcher is not None:
         return install_sublayers(model, compile, dispatcher)
     try:
-        return install_sublayers(model) if has_known_layers(model) else Sublayers()
+        return install_sublayers(model) if has_decoder_layers(model) else Sublayers()
     except UnknownLayerError as error:
         fallbacks.append(f"{error}; the children of module lists are the regions instead, such as whole decoder layers")
         return Sublayers()

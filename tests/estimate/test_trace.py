@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from forebay.estimate.trace import PlannedDispatcher, trace_model
 from forebay.estimate.types import GPU_BLOCK, ModelTrace, PartTrace, Shape
 from forebay.managed import manage
+from forebay.models.families import decoder_layers
 from forebay.moe.dispatch import aligned
 from tests.products import cover, first
 
@@ -188,13 +189,11 @@ def test_lower_bounds_of_peaks() -> None:
 
 def test_backward_peak_of_a_dense_sublayer_against_the_real_one() -> None:
     """The same recorder around the same backward on real tensors."""
-    from functools import partial
-
     from forebay.estimate.op_recorder import OpRecorder
-    from forebay.models.blocks import dense_sublayer
 
     model = built("llama")
     layer: Any = model.model.layers[0]  # type: ignore[union-attr]
+    half = next(decoder_layers(model)).halves.feed_forward()
     for parameter in layer.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     x = torch.randn(BATCH, SEQUENCE, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
@@ -203,7 +202,7 @@ def test_backward_peak_of_a_dense_sublayer_against_the_real_one() -> None:
         recorder.ignore(parameter)
     recorder.ignore(x)
     with recorder:
-        out = partial(dense_sublayer, layer)(x)[0]
+        out = half(layer, x)
         assert recorder.peak == traced("llama").layers[1].mlp.forward
         recorder.peak = recorder.now
         begin = recorder.now
@@ -263,9 +262,11 @@ def test_only_the_model_that_is_traced_is_used_up() -> None:
 
 
 def test_layers_that_are_not_known_are_refused() -> None:
-    from transformers import AutoModelForCausalLM, GPT2Config
+    from transformers import AutoModelForCausalLM, CohereConfig
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(GPT2Config(n_layer=1, n_embd=16, n_head=2))
-    with pytest.raises(ValueError, match="GPT2LMHeadModel has no decoder layers that Forebay knows"):
+        model = AutoModelForCausalLM.from_config(
+            CohereConfig(num_hidden_layers=1, hidden_size=16, num_attention_heads=2)
+        )
+    with pytest.raises(ValueError, match="CohereDecoderLayer, whose forward is not two sublayers"):
         trace_model(model, Shape(8, 1))

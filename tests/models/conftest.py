@@ -66,6 +66,86 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     ),
 }
 MOE_FAMILIES = sorted(FAMILIES.keys() - {"llama", "qwen3"})
+# Families that are built for the test of all families only. Where a family can mix them, layer 0 is dense or has another mixer.
+_FEW = {**_COMMON, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": WIDTH}
+_LOCAL = {**_COMMON, "num_local_experts": 8, "num_experts_per_tok": 2}
+_GRANITE = {**_LOCAL, "logits_scaling": 6.0, "residual_multiplier": 0.3, "embedding_multiplier": 2.0}
+_HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
+_DELTA = {
+    **_HYBRID,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_GATED = {**_FEW, "shared_expert_intermediate_size": 32}
+_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": HIDDEN,
+    "patch_size": 4,
+}
+MORE_FAMILIES: dict[str, tuple[str, dict]] = {
+    "afmoe": ("AfmoeConfig", {**_FEW, "num_dense_layers": 1}),
+    "axk1": ("AXK1Config", _LATENT),
+    "deepseek_v32": ("DeepseekV32Config", {**_LATENT, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8}),
+    "dots1": ("Dots1Config", {**_SHARED, "head_dim": HEAD}),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeConfig",
+        {**_COMMON, "moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": WIDTH, "moe_num_shared_experts": 1},
+    ),
+    "exaone_moe": ("ExaoneMoeConfig", {**_FEW, "num_shared_experts": 1}),
+    "flex_olmo": ("FlexOlmoConfig", {**_FEW, "num_key_value_heads": HEADS}),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", _LATENT),
+    "granitemoe": ("GraniteMoeConfig", _GRANITE),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        {
+            **_GRANITE,
+            "shared_intermediate_size": 32,
+            "layer_types": ["mamba", "attention"],
+            "mamba_n_heads": 8,
+            "mamba_d_state": 8,
+            "mamba_chunk_size": 8,
+        },
+    ),
+    "granitemoeshared": ("GraniteMoeSharedConfig", {**_GRANITE, "shared_intermediate_size": 32}),
+    "hunyuan_v1_moe": ("HunYuanMoEV1Config", {**_COMMON, "head_dim": HEAD, "num_experts": 8, "moe_topk": 2}),
+    "hy_v3": ("HYV3Config", {**_FEW, "head_dim": HEAD}),
+    "jamba": (
+        "JambaConfig",
+        {
+            **_FEW,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "mamba_d_state": 4,
+            "mamba_dt_rank": 4,
+            "use_mamba_kernels": False,
+        },
+    ),
+    "laguna": ("LagunaConfig", {**_FEW, "head_dim": HEAD}),
+    "lfm2_moe": ("Lfm2MoeConfig", {**_FEW, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]}),
+    "mellum": ("MellumConfig", {**_FEW, "head_dim": HEAD}),
+    "mimo_v2_flash": ("MiMoV2FlashConfig", {**_SHARED, "head_dim": HEAD}),
+    "minimax": ("MiniMaxConfig", {**_LOCAL, **_HYBRID, "head_dim": HEAD, "block_size": 4}),
+    "minimax_m2": ("MiniMaxM2Config", {**_LOCAL, "head_dim": HEAD}),
+    "phimoe": ("PhimoeConfig", {**_LOCAL, "input_jitter_noise": 0.0, "router_jitter_noise": 0.0}),
+    "qwen2_moe": ("Qwen2MoeConfig", {**_GATED, "mlp_only_layers": [0]}),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**_GATED, **_DELTA, "head_dim": HEAD}),
+    "qwen3_next": ("Qwen3NextConfig", {**_GATED, **_DELTA, "head_dim": HEAD}),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoeConfig",
+        {
+            "text_config": {**_FEW, "head_dim": HEAD},
+            "vision_config": {**_VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+        },
+    ),
+    "solar_open": ("SolarOpenConfig", {**_SHARED, "head_dim": HEAD}),
+}
 # With the families of which Forebay knows the loss alone.
 CAUSAL_LMS: dict[str, tuple[str, dict]] = {
     **FAMILIES,
@@ -79,10 +159,13 @@ def build_tiny(family: str, dtype: torch.dtype = torch.float32, **fields: object
     """A `*ForCausalLM` in training mode, seeded."""
     import transformers
 
-    name, defaults = CAUSAL_LMS[family]
+    name, defaults = {**CAUSAL_LMS, **MORE_FAMILIES}[family]
     config = getattr(transformers, name)(**{**defaults, **fields})
     torch.manual_seed(1)
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+    kind = (
+        transformers.AutoModelForImageTextToText if "vision_config" in defaults else transformers.AutoModelForCausalLM
+    )
+    return kind.from_config(config, dtype=dtype).train()
 
 
 @pytest.fixture

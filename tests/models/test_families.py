@@ -8,7 +8,9 @@ from torch import Tensor, nn
 
 import forebay
 from forebay.models.families import LocalLayers, all_layers, decoder_layers, keep_part, moe_blocks
-from tests.models.conftest import FAMILIES, build_tiny
+from forebay.models.hf_experts import uses_forebay
+from tests.helpers import no_warnings
+from tests.models.conftest import FAMILIES, MORE_FAMILIES, build_tiny, equal, loss_and_gradients
 
 # Of 5 layers: (indices, embedding, head). Two pipeline ranks of one stage each; and of two, which is a V.
 CHAIN = ((range(2), True, False), (range(2, 5), False, True))
@@ -35,7 +37,7 @@ def test_the_parts_are_the_whole(family: str, cut: Any) -> None:
         assert not own.keys() & found.keys()
         found |= own
         blocks += [b.path for b in moe_blocks(part)]
-        mine = [path for path, _ in decoder_layers(part)]
+        mine = [parts.path for parts in decoder_layers(part)]
         assert mine == [f"model.layers.{n}" for n in numbers]
         layers += mine
         assert ("model.embed_tokens.weight" in own) == embedding == (part.get_input_embeddings() is not None)
@@ -53,7 +55,7 @@ def test_the_parts_are_the_whole(family: str, cut: Any) -> None:
             keep_part(part, [0], True, True)
     assert found == shapes
     assert sorted(blocks) == sorted(b.path for b in moe_blocks(whole))
-    assert sorted(layers) == sorted(path for path, _ in decoder_layers(whole))
+    assert sorted(layers) == sorted(parts.path for parts in decoder_layers(whole))
     assert all_layers(whole) == tuple(whole.model.layers)
 
 
@@ -78,6 +80,26 @@ def test_a_part_is_managed_and_its_layers_run(family: str, tokens: Tensor) -> No
             for n in numbers:
                 x = part.model.layers[str(n)](x, **given[n])
                 assert torch.equal(x, hidden[n]), n
+
+
+@pytest.mark.parametrize("family", MORE_FAMILIES)
+def test_every_family_is_managed_in_full(family: str, tokens: Tensor) -> None:
+    """Sublayers change no bit. Forebay's experts and loss round differently: 1e-5 of a gradient's largest value, in fp32."""
+    model = build_tiny(family)
+    expected = loss_and_gradients(model, tokens)
+    assert (
+        all(g.isfinite().all() for g in expected) and sum(g.count_nonzero() > 0 for g in expected) > len(expected) // 3
+    )
+    with no_warnings(), forebay.manage(model, "recompute", experts=None, loss=None) as memory:
+        assert len(memory.sublayers) == 4
+        assert equal(loss_and_gradients(model, tokens), expected)
+        assert [site.calls for site in memory.sublayers.values()] == [1] * 4
+    with no_warnings(), forebay.manage(model, "keep"):
+        assert moe_blocks(model) and all(uses_forebay(block.experts) for block in moe_blocks(model))
+        for got, want in zip(loss_and_gradients(model, tokens), expected, strict=True):
+            assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+        assert model(input_ids=tokens, labels=tokens).logits is None
+    assert equal(loss_and_gradients(model, tokens), expected)
 
 
 @pytest.mark.parametrize("embedding", [True, False])

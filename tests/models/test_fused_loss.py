@@ -51,13 +51,6 @@ def check_fused(model: nn.Module, **inputs: Any) -> tuple[Any, Any]:
     return got, want
 
 
-def test_every_supported_class_is_tested() -> None:
-    with torch.device("meta"):
-        models = {type(build_tiny(name)).__name__: name for name in CAUSAL_LMS}
-    assert models.keys() == set(fused_loss._FAMILIES)
-    assert tuple(sorted(models[name] for name, aux in fused_loss._FAMILIES.items() if aux)) == WITH_AUX
-
-
 @pytest.mark.parametrize("family", CAUSAL_LMS)
 def test_loss_and_every_gradient(family: str) -> None:
     check_fused(build_tiny(family), **batch())
@@ -107,9 +100,6 @@ def test_positional_arguments_and_tuples() -> None:
     install_fused_loss(model)
     torch.testing.assert_close(model(*args).loss, want)
     torch.testing.assert_close(model(*args, return_dict=False)[0], want)
-    model.config.return_dict = False
-    torch.testing.assert_close(model(*args)[0], want)
-    model.config.return_dict = True
     with pytest.raises(TypeError, match="input_ids"):
         model(inputs["input_ids"], input_ids=inputs["input_ids"], labels=inputs["labels"])
 
@@ -244,12 +234,11 @@ def test_a_subclass_made_on_the_fly_is_taken() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda model: nn.Linear(2, 2), "Linear is not a supported model"),
+        (lambda model: nn.Linear(2, 2), "Linear is not a model of transformers"),
         (
             lambda model: transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**CAUSAL_LMS["qwen3"][1])),
-            "final_logit_softcapping=30",
+            r"more with its logits.*final_logit_softcapping",
         ),
-        (lambda model: build_tiny("granite", logits_scaling=2.0), "logits_scaling=2"),
         (lambda model: setattr(model, "loss_function", print), "custom loss_function"),
         (
             lambda model: setattr(model.lm_head, "__class__", type("Adapter", (nn.Linear,), {"forward": None})),

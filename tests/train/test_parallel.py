@@ -64,7 +64,7 @@ def refused(rank: int, world: int, raws: list[dict[str, Any]]) -> list[str]:
 def test_models_that_cannot_be_shared(tiny: Callable[..., Config]) -> None:
     dense = {"family": "llama", "config": DENSE}
     odd = {"config": {**tiny().model.config, "num_experts": 5}}
-    strange = {"family": "gpt2", "loss": "transformers", "config": {"n_layer": 1, "n_embd": 8, "n_head": 1}}
+    strange = {"family": "cohere", "loss": "transformers", "config": DENSE}
     raws = [
         tiny(model=dense, parallel={"ep": 2}).to_dict(),
         tiny(model=odd, parallel={"ep": 2}).to_dict(),
@@ -73,7 +73,7 @@ def test_models_that_cannot_be_shared(tiny: Callable[..., Config]) -> None:
     for messages in run_ranks(refused, 2, raws):
         assert messages[0] == "parallel.ep = 2, but this model has no experts; valid is 1"
         assert messages[1] == "parallel.ep = 2 does not divide the model's 5 experts; valid are 1, 5"
-        assert "GPT2LMHeadModel has no decoder layers that Forebay knows; train it in one process" in messages[2]
+        assert "CohereDecoderLayer, whose forward is not two sublayers" in messages[2]
 
 
 def test_nothing_to_clip(tiny: Callable[..., Config]) -> None:

@@ -14,7 +14,7 @@ from forebay.train import hf_io
 from forebay.train.distributed import pick_device
 from forebay.train.hf_io import balance_coefficient
 from forebay.train.trainer import Trainer, decay_groups, lr_factor
-from tests.train.common import CPU, GLM, differing, state_of
+from tests.train.common import CPU, DENSE, GLM, differing, state_of
 
 PLAIN = {"experts": "transformers", "loss": "transformers"}
 BIASED = {"family": "glm4_moe", "config": {**GLM, "num_hidden_layers": 1, "first_k_dense_replace": 0}}
@@ -149,8 +149,8 @@ def test_cuda_absent_but_asked_for() -> None:
         ({"train": {"sequence": 100_000}}, r"train\.sequence = 100000 needs 100001 tokens"),
         ({"train": {"sequence": 600, "eval_every": 1}}, r"validation data has"),
         (
-            {"model": {"family": "gpt2", "config": {"n_layer": 1, "n_embd": 8, "n_head": 1}}},
-            "GPT2LMHeadModel is not a supported model",
+            {"model": {"family": "gemma2", "config": DENSE}},
+            "Gemma2ForCausalLM does more with its logits",
         ),
     ],
 )

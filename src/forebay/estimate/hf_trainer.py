@@ -217,10 +217,11 @@ def add_lora(model: Any, rank: int, targets: Sequence[str], dtype: torch.dtype) 
         )
     model.requires_grad_(False)
     adapted = set()
-    for _, layer in decoder_layers(model):
+    for parts in decoder_layers(model):
+        attention = getattr(parts.module, parts.mixer)
         for name in targets:
-            if isinstance(base := getattr(layer.self_attn, name, None), nn.Linear):
-                setattr(layer.self_attn, name, LoraLinear(base, rank, dtype))
+            if isinstance(base := getattr(attention, name, None), nn.Linear):
+                setattr(attention, name, LoraLinear(base, rank, dtype))
                 adapted.add(name)
     if missing := [name for name in targets if name not in adapted]:
         raise UsageError(f"lora_target_modules: no attention of {type(model).__name__} has a {missing[0]!r}")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from forebay.models.families import decoder_layers, moe_block
+from forebay.models.families import decoder_layers
 
 CONTEXT = 960 << 20
 """Bytes of a CUDA context (0.60 GiB before anything ran) with the kernels of torch, cuBLAS, cuDNN and Triton (0.94 GiB after some
@@ -121,10 +121,9 @@ def weight_shapes(model: Any) -> WeightShapes:
     }
     embedding = [id(p) for p in model.get_submodule(model.base_model_prefix).embed_tokens.parameters()]
     layers, seen = [], set(embedding)
-    for path, layer in decoder_layers(model):
-        block = moe_block(f"{path}.mlp", layer.mlp)
-        experts = {id(p) for p in block.experts.parameters()} if block is not None else set()
-        mine = [id(p) for p in _in_fsdp_order(layer)]
+    for parts in decoder_layers(model):
+        experts = {id(p) for p in parts.moe.experts.parameters()} if parts.moe is not None else set()
+        mine = [id(p) for p in _in_fsdp_order(parts.module)]
         layers.append(tuple(named[p]._replace(experts=p in experts) for p in mine))
         seen.update(mine)
     tied = any(id(p) in embedding for p in model.lm_head.parameters())

@@ -39,7 +39,7 @@ from forebay.estimate.types import (
     Shape,
 )
 from forebay.models.blocks import SublayerCallSite, install_sublayers
-from forebay.models.families import decoder_layers, moe_block, moe_blocks
+from forebay.models.families import decoder_layers, moe_blocks
 from forebay.models.fused_loss import head_loss, install_fused_loss
 from forebay.models.hf_experts import register
 from forebay.models.router import balance_loss
@@ -412,7 +412,7 @@ class TraceRun:
         dispatcher = self._dispatcher
         if dispatcher is None:
             return
-        experts: Any = moe_block(site.path, site.module.mlp).experts  # type: ignore[union-attr, arg-type]
+        experts: Any = moe_blocks(site.module)[0].experts
         hidden, size = self.model.config.get_text_config().hidden_size, experts.gate_up_proj.element_size()
         width = experts.gate_up_proj[0].numel() // hidden  # of h
         shared = dispatcher.size > 1
@@ -474,7 +474,7 @@ def trace_model(model: Any, shape: Shape) -> ModelTrace:
         ValueError: layers, experts or a loss that Forebay does not know, or `ep` does not divide the experts.
     """
     base = model.get_submodule(model.base_model_prefix)
-    layers: list[Any] = [layer for _, layer in decoder_layers(model)]
+    layers: list[Any] = [parts.module for parts in decoder_layers(model)]
     if not layers:
         raise ValueError(f"{type(model).__name__} has no decoder layers that Forebay knows")
     kinds = [_kind(layer) for layer in layers]
@@ -531,7 +531,7 @@ def _by_sublayer(
         path = f"{base_path(run.model)}.layers.{place}"
         attention[kinds[number][0]] = run.parts[f"{path}.self_attn"]
         mlp[kinds[number][1]] = run.parts[f"{path}.mlp"]
-    is_moe = {kind[1]: moe_block("mlp", layer.mlp) is not None for kind, layer in zip(kinds, layers, strict=True)}
+    is_moe = {kind[1]: bool(moe_blocks(layer)) for kind, layer in zip(kinds, layers, strict=True)}
     return {kind: LayerTrace(attention[kind[0]], mlp[kind[1]], is_moe[kind[1]]) for kind in set(kinds)}
 
 

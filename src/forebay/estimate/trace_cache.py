@@ -19,7 +19,7 @@ from forebay.errors import UsageError, first_line
 from forebay.estimate.state import WeightShapes, weight_shapes
 from forebay.estimate.trace import base_path, trace_model
 from forebay.estimate.types import ModelTrace, Shape
-from forebay.models.families import LAYERS, has_known_layers
+from forebay.models.families import UnknownLayerError, decoder_layers
 from forebay.pipeline.schedule import Action, make_plan
 
 
@@ -57,10 +57,14 @@ class TraceCache:
         key = _key(section, declared)
         if key not in self._facts:
             model, attention = self._skeleton(section, declared)
-            if not has_known_layers(model):
+            try:
+                sublayers = {name for parts in decoder_layers(model) for name in (parts.mixer, parts.block)}
+            except UnknownLayerError as error:
+                raise UsageError(f"the layers of this model cannot be planned: {error}") from error
+            if sublayers != {"self_attn", "mlp"}:
                 raise UsageError(
-                    f"the layers of this model cannot be planned: {type(model).__name__} has no decoder layers that Forebay "
-                    f"knows; known are {', '.join(LAYERS)}"
+                    f"the layers of this model cannot be planned: {type(model).__name__} has the sublayers "
+                    f"{', '.join(sorted(sublayers)) or 'none'}, and plans know self_attn and mlp"
                 )
             paths = tuple(name for name, _ in model.named_modules())
             self._facts[key] = ModelFacts(weight_shapes(model), paths, f"{base_path(model)}.layers", attention)

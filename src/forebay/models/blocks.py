@@ -1,7 +1,7 @@
-"""Hugging Face decoder layers as two sublayers: attention, and MoE (or dense MLP).
+"""Decoder layers of transformers models as two sublayers: attention or another mixer, and MoE or dense MLP.
 
-Input: a model whose decoder layers are of a class in `forebay.models.families.LAYERS`. Output of `install_sublayers`: the
-same model, whose layers run
+Input: a model whose decoder layers `forebay.models.families.decoder_layers` finds. Output of `install_sublayers`: the same model,
+whose layers run, with the norms, multipliers and branches that their family has,
 
     x2 = x + self_attn(input_layernorm(x))                                     attention sublayer
     x3, logits, ids = x2 + mlp(post_attention_layernorm(x2)), router outputs   MoE sublayer
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from forebay.memory.overrides import ForwardFn, InnerForward, install, is_managed, is_patched
 from forebay.models.compile import check_compiler, compile_sublayer
-from forebay.models.families import LAYERS, MoeBlock, decoder_layers, innermost, moe_block
+from forebay.models.families import LayerParts, MoeBlock, check_block, decoder_layers, innermost
 from forebay.models.hf_experts import light_recompute_of, uses_forebay
 from forebay.models.low_rank import is_adapted, run_experts, why_unsupported
 from forebay.moe.dispatch import Front, MoeStages, TokenDispatcher
@@ -56,68 +56,50 @@ _NOT_FOR_ATTENTION = frozenset(
     }
 )
 
-_Functions = Mapping[Callable[..., Any], Callable[..., Any]]
-"""A sublayer's function -> itself, or compiled."""
 MoeOutput = tuple[Tensor, Tensor | None, Tensor | None]
 
 
-def attention_sublayer(layer: Any, direct: bool, x: Tensor, **kwargs: Any) -> Tensor:
-    """x + self_attn(input_layernorm(x)); x and the result are [B, S, H]. `direct` skips the module hooks of `self_attn`."""
-    attention = layer.self_attn.forward if direct else layer.self_attn
-    return x + attention(hidden_states=layer.input_layernorm(x), **kwargs)[0]
+def attention_sublayer(half: Callable[..., Tensor], layer: Any, x: Tensor, **kwargs: Any) -> Tensor:
+    """x + self_attn(input_layernorm(x)); x and the result are [B, S, H]. For `half` see `Halves.attention`."""
+    return half(layer, x, **kwargs)
 
 
-def dense_sublayer(layer: Any, x: Tensor) -> MoeOutput:
-    """x + mlp(post_attention_layernorm(x)); x is [B, S, H]. There are no router outputs."""
-    return x + layer.mlp(layer.post_attention_layernorm(x)), None, None
+def dense_sublayer(half: Callable[..., Tensor], layer: Any, x: Tensor) -> MoeOutput:
+    """x + mlp(post_attention_layernorm(x)); x is [B, S, H]. There are no router outputs. For `half` see `Halves.feed_forward`."""
+    return half(layer, x), None, None
 
 
-def moe_sublayer(layer: Any, names: tuple[str, str | None], direct: bool, x: Tensor) -> MoeOutput:
+def moe_sublayer(half: Callable[..., MoeOutput], block: Callable[..., Any], layer: Any, x: Tensor) -> MoeOutput:
     """x + experts(post_attention_layernorm(x)), shared experts included; x is [B, S, H].
 
     The MoE block is spelled out instead of called, so that the router's outputs leave a compiled graph.
 
     Args:
-        names: see `forebay.models.families.MoeBlock`.
-        direct: skip the module hooks of the router.
+        half: see `Halves.moe`.
+        block: see `RoutedForward.block`.
 
     Returns:
         The sum [B, S, H], the router's logits [B * S, E] and its ids [B * S, K].
     """
-    normed = layer.post_attention_layernorm(x)
-    route, shared = _route_and_shared(layer.mlp, names, direct)
-    # The order of the blocks' own forwards: with shared experts, the router gets the unflattened tensor before the
-    # experts' view is made. In another order gradients would be added in another order.
-    if shared is None:
-        rows = normed.view(-1, normed.shape[-1])
-        logits, weights, ids = route(rows)
-    else:
-        logits, weights, ids = route(normed)
-        rows = normed.view(-1, normed.shape[-1])
-    y = run_experts(layer.mlp.experts, rows, ids, weights).view(normed.shape)
-    if shared is not None:
-        y = y + shared(normed)
-    return x + y, logits, ids
+    return half(layer, x, block, run_experts)
 
 
-def moe_front(layer: Any, names: tuple[str, str | None], direct: bool, x: Tensor) -> Front:
-    """Stage 1 of `moe_sublayer` under expert parallelism: everything before dispatch; x is [B, S, H]."""
-    normed = layer.post_attention_layernorm(x)
-    route, shared = _route_and_shared(layer.mlp, names, direct)
-    rows = normed.view(-1, normed.shape[-1])
-    logits, weights, ids = route(rows if shared is None else normed)
-    residual = x if shared is None else x + shared(normed)
-    return Front(residual.view(-1, x.shape[-1]), rows, ids, weights, logits)
+def moe_front(half: Callable[..., Any], block: Callable[..., Any], layer: Any, x: Tensor) -> Front:
+    """Stage 1 of `moe_sublayer` under expert parallelism: everything before dispatch; x is [B, S, H].
+
+    Args:
+        half: see `Halves.front`.
+        block: see `RoutedForward.front`.
+    """
+    residual, routed = half(layer, x, block)
+    return Front(residual.view(-1, x.shape[-1]), *routed)
 
 
-def _route_and_shared(block: Any, names: tuple[str, str | None], direct: bool) -> tuple[Any, Any]:
-    router = getattr(block, names[0])
-    return router.forward if direct else router, None if names[1] is None else getattr(block, names[1])
-
-
-def _plain_or_whole(kind: type[nn.Module], sublayer: Callable[..., Any], layer: Any, x: Tensor) -> MoeOutput:
+def _plain_or_whole(
+    kind: type[nn.Module], name: str, sublayer: Callable[..., Any], whole: Callable[..., Any], layer: Any, x: Tensor
+) -> MoeOutput:
     """`sublayer(x)`, or a call of the layer's block if it is no longer a plain one of class `kind`."""
-    return sublayer(x) if _is_plain(layer.mlp, kind) else dense_sublayer(layer, x)
+    return sublayer(layer, x) if _is_plain(getattr(layer, name), kind) else whole(layer, x)
 
 
 def _is_plain(block: nn.Module, kind: type[nn.Module]) -> bool:
@@ -126,9 +108,11 @@ def _is_plain(block: nn.Module, kind: type[nn.Module]) -> bool:
     return type(block) is kind and not any(hooks) and not is_patched(block) and not is_managed(block)
 
 
-def _experts(layer: Any, direct: bool, rows: Tensor, ids: Tensor, weights: Tensor, max_rows: int | None) -> Tensor:
+def _experts(
+    layer: Any, name: str, direct: bool, rows: Tensor, ids: Tensor, weights: Tensor, max_rows: int | None
+) -> Tensor:
     """Stage 3; unless `direct`, with the hooks of the experts module, in one of which FSDP2 unshards its parameters."""
-    return run_experts(layer.mlp.experts, rows, ids, weights, direct=direct, max_rows=max_rows)
+    return run_experts(getattr(layer, name).experts, rows, ids, weights, direct=direct, max_rows=max_rows)
 
 
 # --- sublayers in a model ---------------------------------------------------------------------------------------------
@@ -138,8 +122,10 @@ class SublayerCallSite:
     """The place in a layer's forward from which a sublayer is called.
 
     Attributes:
-        path: module path of the sublayer's main module, `...self_attn` or `...mlp`.
+        path: module path of the sublayer's main module, such as `...self_attn` or `...mlp`.
         module: the decoder layer; all its parameters are weights of the sublayer.
+        names: names in the layer of what the sublayer calls.
+        is_attention: whether it is the layer's first sublayer.
         call: the sublayer with all wrappers: `call(x, attention_mask=..., position_embeddings=..., ...) -> x2` for
             attention, `call(x2) -> (x3, logits | None, ids | None)` for the MLP.
         calls: how often a wrapped sublayer was called; stages count one by one.
@@ -152,6 +138,8 @@ class SublayerCallSite:
         self,
         path: str,
         module: nn.Module,
+        names: Sequence[str],
+        is_attention: bool,
         call: Callable[..., Any],
         light_recompute: Callable[[bool], None] | None = None,
         front: Callable[..., Any] | None = None,
@@ -159,15 +147,16 @@ class SublayerCallSite:
     ):
         self.path = path
         self.module = module
+        self.names = names
+        self.is_attention = is_attention
         self.calls = 0
         self.light_recompute = light_recompute
         self.call, self.front, self.experts = self._bare = (call, front, experts)
 
     def called_modules(self) -> Sequence[nn.Module]:
         """See `forebay.memory.overrides.CallSite.called_modules`."""
-        is_attention = self.path.endswith("self_attn")
-        names = ("self_attn", "input_layernorm") if is_attention else ("mlp", "post_attention_layernorm")
-        return [getattr(self.module, name) for name in names]
+        found = (getattr(self.module, name, None) for name in self.names)
+        return [module for module in found if isinstance(module, nn.Module)]
 
     def wrap(self, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Put ``wrapper(call)`` in the place of `call`, and of each stage."""
@@ -223,22 +212,25 @@ class SublayerForward:
 
     def __init__(
         self,
-        layer: nn.Module,
+        parts: LayerParts,
         attention: SublayerCallSite,
         mlp: SublayerCallSite,
-        block: MoeBlock | None,
         compiled: bool,
     ):
         self.attention = attention
         self.mlp = mlp
         self.stages: MoeStages | None = mlp.call if isinstance(mlp.call, MoeStages) else None
-        self._layer: Any = layer
+        self._layer = parts.module
+        self._parts = parts
         self._original: Callable[..., Any]  # set by `around`
-        self._names = tuple(inspect.signature(type(layer).forward).parameters)[2:]
-        self._block = block
-        self._block_class: type[nn.Module] = type(layer.mlp)  # type: ignore[assignment]
+        self._names = tuple(inspect.signature(type(parts.module).forward).parameters)[2:]
+        self._block_class = type(self._block)
         self._compiled = compiled
         self._warned = False
+
+    @property
+    def _block(self) -> Any:
+        return getattr(self._layer, self._parts.block)
 
     def around(self, inner: InnerForward) -> ForwardFn:
         """For `forebay.memory.overrides.install`: the sublayers in place of the layer's own forward."""
@@ -268,20 +260,20 @@ class SublayerForward:
     def attend(self, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any) -> Tensor:
         """The attention sublayer, [B, S, H] to [B, S, H], with the keywords that a model gives its layers."""
         if self._compiled:
-            _refuse_hooks(self.attention.path, self._layer.self_attn, forward_hooks_too=True)
+            _refuse_hooks(self.attention.path, getattr(self._layer, self._parts.mixer), forward_hooks_too=True)
         others = {k: v for k, v in kwargs.items() if k not in _NOT_FOR_ATTENTION}
         return self.attention.call(hidden_states, attention_mask=attention_mask, **others)
 
     @property
     def experts(self) -> nn.Module | None:
         """The module that holds the experts' weights; None for a dense layer."""
-        return None if self._block is None else innermost(self._layer.mlp.experts)
+        return None if self._parts.moe is None else innermost(self._block.experts)
 
     def check_block(self) -> None:
         """Raise RuntimeError if a compiled or staged sublayer would skip something installed on its block since; warn of adapters
         on the experts that need PEFT's own forward."""
         staged = self.stages is not None
-        plain = _is_plain(self._layer.mlp, self._block_class)
+        plain = _is_plain(self._block, self._block_class)
         if not plain and (self._compiled or staged):
             why = "a compiled sublayer" if self._compiled else "a MoE sublayer in stages (dispatcher=...)"
             raise RuntimeError(
@@ -289,11 +281,11 @@ class SublayerForward:
                 f"replaced forward, an adapter or a wrapper such as FSDP2), which {why} does not run: put it on the router, "
                 "the experts or the decoder layer instead" + (", or manage the model without compile" * self._compiled)
             )
-        if plain and self._block is not None:
-            self._check_adapters(self._block, compiled=self._compiled and not staged)
+        if plain and self._parts.moe is not None:
+            self._check_adapters(self._parts.moe, compiled=self._compiled and not staged)
 
-    def _check_adapters(self, block: MoeBlock, compiled: bool) -> None:
-        experts, router = self._layer.mlp.experts, getattr(self._layer.mlp, block.names[0])
+    def _check_adapters(self, moe: MoeBlock, compiled: bool) -> None:
+        experts, router = self._block.experts, getattr(self._block, moe.routing.router)
         why = why_unsupported(experts)
         if compiled and (why or is_adapted(router)):
             raise RuntimeError(
@@ -314,13 +306,15 @@ class SublayerForward:
 
         Transformers' ``output_router_logits`` and `forebay.models.router.RouterStats` are such hooks.
         """
-        if not self._compiled or self._block is None:
+        moe = self._parts.moe
+        if not self._compiled or moe is None:
             return
-        path, router = self._block.path, getattr(self._layer.mlp, self._block.names[0])
+        path, router = moe.path, getattr(self._block, moe.routing.router)
+        output = moe.routing.output(logits, ids)
         _refuse_hooks(f"{path}'s router", router, forward_hooks_too=False)
         for key, hook in tuple(router._forward_hooks.items()):
             arguments: tuple[Any, ...] = ((), {}) if key in router._forward_hooks_with_kwargs else ((),)
-            if hook(router, *arguments, (logits, None, ids)) is not None:
+            if hook(router, *arguments, output) is not None:
                 raise RuntimeError(
                     f"a forward hook on {path}'s router returned a value, which a compiled sublayer cannot use: manage the "
                     "model without compile"
@@ -371,64 +365,83 @@ def install_sublayers(model: nn.Module, compile: bool = False, dispatcher: Token
             experts. Only stage 1 is compiled then; the experts are called as modules.
 
     Raises:
-        ValueError: no supported layer, an unsupported decoder layer, or one with a replaced forward; with `compile` or
-            `dispatcher` also an unsupported MLP; with `dispatcher`, experts that are not Forebay's or of another number.
+        ValueError: no decoder layer, one that is not two sublayers, or one with a replaced forward; with `compile` or
+            `dispatcher` also a MoE block that cannot be spelled out; with `dispatcher`, experts that are not Forebay's, are of
+            another number, or have their sum scaled.
         RuntimeError: `compile` without a compiler for the model's device.
     """
     layers = list(decoder_layers(model))
     if not layers:
         raise ValueError(
-            f"{type(model).__name__} has no decoder layers that Forebay knows; supported are {', '.join(LAYERS)}"
+            f"{type(model).__name__} has no decoder layers of transformers that are two sublayers, mixer and feed-forward"
         )
-    strict = compile or dispatcher is not None
-    blocks = [_block_of(f"{path}.mlp", layer.mlp, strict) for path, layer in layers]
-    if dispatcher is not None:
-        for block in blocks:
-            if block is not None:
-                _check_experts(block, dispatcher)
-    functions: _Functions = {f: f for f in (attention_sublayer, moe_sublayer, dense_sublayer, moe_front)}
+    for parts in layers if compile or dispatcher is not None else ():
+        check_block(parts)
+        if parts.moe is not None and dispatcher is not None:
+            _check_experts(parts.moe, dispatcher)
     if compile:
         check_compiler(next(model.parameters()).device.type)
-        functions = {f: compile_sublayer(f, attention=f is attention_sublayer) for f in functions}
+    make = _Maker(compile, dispatcher)
     sublayers = Sublayers()
-    for (path, layer), block in zip(layers, blocks, strict=True):
-        attention = SublayerCallSite(f"{path}.self_attn", layer, partial(functions[attention_sublayer], layer, compile))
-        mlp = _mlp_site(f"{path}.mlp", layer, block, functions, compile, dispatcher)
-        sublayers.add(layer, SublayerForward(layer, attention, mlp, block, compile))
+    for parts in layers:
+        sublayers.add(parts.module, SublayerForward(parts, make.attention(parts), make.block(parts), compile))
     return sublayers
 
 
-def _mlp_site(
-    path: str,
-    layer: Any,
-    block: MoeBlock | None,
-    functions: _Functions,
-    compile: bool,
-    dispatcher: TokenDispatcher | None,
-) -> SublayerCallSite:
-    if block is None:
-        return SublayerCallSite(path, layer, partial(functions[dense_sublayer], layer))
-    light_recompute = light_recompute_of(block.experts)
-    if dispatcher is not None:
-        front = partial(functions[moe_front], layer, block.names, compile)
-        stages = MoeStages(front, partial(_experts, layer, False), dispatcher)
-        # An engine runs stage 3 without the module's hooks: FSDP2's would take the end of stage 3's backward for the end
-        # of the step's, and reshard everything. Such an engine has unsharded the parameters itself.
-        return SublayerCallSite(path, layer, stages, light_recompute, front, partial(_experts, layer, True))
-    sublayer = partial(functions[moe_sublayer], layer, block.names, compile)
-    if not compile:
-        sublayer = partial(_plain_or_whole, type(layer.mlp), sublayer, layer)
-    return SublayerCallSite(path, layer, sublayer, light_recompute)
+class _Maker:
+    """Makes the call sites of layers. Layers of a class have the same functions, so that compiled graphs serve all of them."""
 
+    def __init__(self, compile: bool, dispatcher: TokenDispatcher | None):
+        self._direct = compile
+        self._dispatcher = dispatcher
+        self._made: dict[tuple[object, ...], Any] = {}
+        functions = (attention_sublayer, moe_sublayer, dense_sublayer, moe_front)
+        self._functions: dict[Callable[..., Any], Callable[..., Any]] = {f: f for f in functions}
+        if compile:
+            self._functions = {f: compile_sublayer(f, attention=f is attention_sublayer) for f in functions}
 
-def _block_of(path: str, mlp: nn.Module, strict: bool) -> MoeBlock | None:
-    """The parts of a MoE block; None for one that is called as it is: dense, or, unless `strict`, unsupported."""
-    try:
-        return moe_block(path, mlp)
-    except ValueError:
-        if strict:
-            raise
-        return None
+    def attention(self, parts: LayerParts) -> SublayerCallSite:
+        half = self._once(parts.halves.attention, parts.mixer if self._direct else None)
+        call = partial(self._functions[attention_sublayer], half, parts.module)
+        return SublayerCallSite(parts.attention_path, parts.module, parts.halves.first, True, call)
+
+    def block(self, parts: LayerParts) -> SublayerCallSite:
+        layer, moe = parts.module, parts.moe
+        whole = partial(self._functions[dense_sublayer], self._once(parts.halves.feed_forward))
+        site = partial(SublayerCallSite, parts.block_path, layer, parts.halves.second, False)
+        if moe is None:
+            return site(partial(whole, layer))
+        light_recompute = light_recompute_of(moe.experts)
+        if self._dispatcher is not None:
+            front = self._front(parts, moe)
+            experts = partial(_experts, layer, parts.block)
+            stages = MoeStages(front, partial(experts, False), self._dispatcher)
+            # An engine runs stage 3 without the module's hooks: FSDP2's would take the end of stage 3's backward for the end
+            # of the step's, and reshard everything. Such an engine has unsharded the parameters itself.
+            return site(stages, light_recompute, front, partial(experts, True))
+        half = self._once(parts.halves.moe, parts.block)
+        sublayer = partial(self._functions[moe_sublayer], half, self._once(moe.routing.block, self._direct))
+        if self._direct:
+            return site(partial(sublayer, layer), light_recompute)
+        kind = type(getattr(layer, parts.block))
+        return site(partial(_plain_or_whole, kind, parts.block, sublayer, whole, layer), light_recompute)
+
+    def _front(self, parts: LayerParts, moe: MoeBlock) -> Callable[[Tensor], Front]:
+        block, shared = self._once(moe.routing.front, self._direct) or (None, False)
+        half = self._once(parts.halves.front, parts.block, shared)
+        if block is None or half is None:
+            raise ValueError(
+                f"{parts.block_path!r} ({type(getattr(parts.module, parts.block)).__name__}) does not just add the output of its "
+                "experts to the hidden states: expert parallelism is not supported for it"
+            )
+        return partial(self._functions[moe_front], half, block, parts.module)
+
+    def _once(self, make: Callable[..., Any], *arguments: Any) -> Any:
+        """``make(*arguments)``, a method of a structure, called once."""
+        key = (make, *arguments)
+        if key not in self._made:
+            self._made[key] = make(*arguments)
+        return self._made[key]
 
 
 def _check_experts(block: MoeBlock, dispatcher: TokenDispatcher) -> None:

@@ -1,14 +1,15 @@
-"""Supported transformers classes, the parts of their layers, and models cut down to some of their layers.
+"""Decoder layers and MoE blocks of transformers models, and models cut down to some of their layers.
 
-Input: a model. Output: its decoder layers and MoE blocks, or an error that names the unknown class and the supported
-ones. A class is known by its name and module, and only while it runs its own forward. `keep_part` reduces a causal
-language model to the layers of one pipeline rank; what remains keeps its names.
+Input: a model. Output: its decoder layers and MoE blocks, found by the structure of their forward methods
+(`forebay.models.structure`), or an error that names the class without that structure. A module counts as its class only
+while it runs that class's own forward. `keep_part` reduces a causal language model to the layers of one pipeline rank;
+what remains keeps its names.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,42 +17,11 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from forebay.memory.overrides import is_managed, is_patched
-
-# Decoder layers whose forward is exactly the two residual sublayers (read in transformers 5.17).
-LAYERS = (
-    "DeepseekV2DecoderLayer",
-    "DeepseekV3DecoderLayer",
-    "Glm4MoeDecoderLayer",
-    "GptOssDecoderLayer",
-    "LlamaDecoderLayer",
-    "MixtralDecoderLayer",
-    "OlmoeDecoderLayer",
-    "Qwen3DecoderLayer",
-    "Qwen3MoeDecoderLayer",
-)
-# MoE block -> (attribute of its router, attribute of its shared experts or None).
-_MOE_BLOCKS: Mapping[str, tuple[str, str | None]] = {
-    "DeepseekV2Moe": ("gate", "shared_experts"),
-    "DeepseekV3MoE": ("gate", "shared_experts"),
-    "Glm4MoeMoE": ("gate", "shared_experts"),
-    "GptOssMLP": ("router", None),
-    "MixtralSparseMoeBlock": ("gate", None),
-    "OlmoeSparseMoeBlock": ("gate", None),
-    "Qwen3MoeSparseMoeBlock": ("gate", None),
-}
-# Dense MLPs map a tensor to a tensor.
-_DENSE_BLOCKS = (
-    "DeepseekV2MLP",
-    "DeepseekV3MLP",
-    "Glm4MoeMLP",
-    "LlamaMLP",
-    "Qwen3MLP",
-    "Qwen3MoeMLP",
-)
+from forebay.models.structure import Halves, RoutedForward, halves_of, own_function, routing_of
 
 
 class UnknownLayerError(ValueError):
-    """A model has decoder layers of an unsupported transformers class."""
+    """A model has decoder layers that are not two sublayers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,60 +30,96 @@ class MoeBlock:
 
     path: str
     router: nn.Module
-    """Maps [T, H] to (logits [T, E], weights [T, K], ids [T, K] int64)."""
+    """Maps [T, H] to what `routing.outputs` names: logits [T, E], weights [T, K], ids [T, K] int64."""
     experts: nn.Module
     """The module that holds the experts' weights, inside any adapter."""
-    shared: nn.Module | None
-    names: tuple[str, str | None]
-    """The block's attributes for router and shared experts. Look them up at each call: they may be replaced."""
+    routing: RoutedForward
+    """Has the name of the router. Look it up at each call: it may be replaced."""
 
 
-def has_known_layers(model: nn.Module) -> bool:
-    """Whether some module below `model` is a decoder layer of a class in `LAYERS`."""
-    return any(transformers_base(module, LAYERS) is not None for module in model.modules())
+@dataclass(frozen=True, eq=False)
+class LayerParts:
+    """A decoder layer as two sublayers.
+
+    Attributes:
+        path, module: of the layer.
+        mixer, block: names in the layer of the modules that give the sublayers their paths, such as "self_attn" and "mlp". Look
+            them up at each call: they may be replaced.
+        moe: the block's parts; None for a dense one, or one whose forward is not its class's.
+    """
+
+    path: str
+    module: Any
+    halves: Halves
+    mixer: str
+    block: str
+    moe: MoeBlock | None
+
+    @property
+    def attention_path(self) -> str:
+        """Path of the attention sublayer."""
+        return f"{self.path}.{self.mixer}"
+
+    @property
+    def block_path(self) -> str:
+        """Path of the MoE or dense sublayer."""
+        return f"{self.path}.{self.block}"
+
+
+def has_decoder_layers(model: nn.Module) -> bool:
+    """Whether `decoder_layers` finds any, or raises."""
+    return any(_layer_base(module) is not None for module in model.modules())
 
 
 def moe_blocks(model: nn.Module) -> list[MoeBlock]:
-    """The MoE blocks of supported classes below `model`, in module order."""
-    found = ((path, module, transformers_base(module, _MOE_BLOCKS)) for path, module in model.named_modules())
-    return [_parts(path, module, base.__name__) for path, module, base in found if base is not None]
+    """The MoE blocks below `model` that call their experts with the output of a router, in module order."""
+    known = _Known()
+    found = (known.block(path, module) for path, module in model.named_modules())
+    return [block for block in found if block is not None]
 
 
-def decoder_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Path and module of every decoder layer below `model`.
+def decoder_layers(model: nn.Module) -> Iterator[LayerParts]:
+    """Every decoder layer below `model`, in module order.
 
     Raises:
-        UnknownLayerError: a transformers layer of an unsupported class.
+        UnknownLayerError: a transformers layer that is not two sublayers.
         ValueError: a layer whose forward is replaced, or that is managed already.
     """
+    known = _Known()
     for path, module in model.named_modules():
-        base = transformers_base(module, LAYERS)
-        if base is not None:
-            _refuse_override(path, module, base)
-            yield path, module
-        elif type(module).__name__.endswith("DecoderLayer") and type(module).__module__.startswith("transformers."):
+        base = _layer_base(module)
+        if base is None:
+            continue
+        halves = known.halves(base)
+        if halves is None:
             raise UnknownLayerError(
-                f"{path!r} is a {type(module).__name__}, which is not known to be two residual sublayers; supported are "
-                f"{', '.join(LAYERS)}"
+                f"{path!r} is a {type(module).__name__}, whose forward is not two sublayers, mixer and feed-forward, "
+                "with one value between them"
             )
+        _refuse_override(path, module, base)
+        mixer, block = _main_module(module, halves.first), _main_module(module, halves.second)
+        inner = getattr(module, block)
+        moe = None if _override_of(inner) or not halves.calls_once(block) else known.block(f"{path}.{block}", inner)
+        yield LayerParts(path, module, halves, mixer, block, moe)
 
 
-def moe_block(path: str, mlp: nn.Module) -> MoeBlock | None:
-    """The parts of a decoder layer's MLP if it is a MoE block; None if it is dense.
-
-    Raises:
-        ValueError: an unsupported class, a replaced forward, or a Mixtral block with router jitter.
-    """
-    base = transformers_base(mlp, (*_MOE_BLOCKS, *_DENSE_BLOCKS))
+def check_block(parts: LayerParts) -> None:
+    """Raise ValueError if the block cannot be spelled out: another library's class, a replaced forward, or unknown routing."""
+    path, block = parts.block_path, getattr(parts.module, parts.block)
+    base = transformers_base(block)
     if base is None:
         raise ValueError(
-            f"{path!r} is a {type(mlp).__name__}, which is not supported; supported are "
-            f"{', '.join((*_MOE_BLOCKS, *_DENSE_BLOCKS))}"
+            f"{path!r} is a {type(block).__name__}, which is not a class of transformers: it is not supported here"
         )
-    _refuse_override(path, mlp, base)
-    if getattr(mlp, "jitter_noise", 0):
-        raise ValueError(f"{path!r} has router_jitter_noise, which is not supported here; set it to 0")
-    return None if base.__name__ in _DENSE_BLOCKS else _parts(path, mlp, base.__name__)
+    _refuse_override(path, block, base)
+    if parts.moe is None and any(name.rpartition(".")[2] == "experts" for name, _ in block.named_modules()):
+        raise ValueError(
+            f"{path!r} is a {type(block).__name__}, which does not call its experts with the output of a router as rows, ids and "
+            "weights: it is not supported here"
+        )
+    for name in ("jitter_noise", "input_jitter_noise"):
+        if getattr(block, name, 0):
+            raise ValueError(f"{path!r} has router_jitter_noise ({name}), which is not supported here; set it to 0")
 
 
 def innermost(module: Any) -> nn.Module:
@@ -124,38 +130,77 @@ def innermost(module: Any) -> nn.Module:
     return inner
 
 
-def transformers_base(module: nn.Module, names: Container[str]) -> type[nn.Module] | None:
-    """The transformers class in `names` that `module` is an instance of; None if there is none.
+def transformers_base(module: nn.Module) -> type[nn.Module] | None:
+    """The transformers model class whose forward `module` has by its class; None if there is none.
 
     FSDP2 and parametrizations make a subclass on the fly, so the bases count.
     """
     for base in type(module).__mro__:
-        if base.__name__ in names and base.__module__.startswith("transformers.models."):
+        if "forward" in vars(base) and base.__module__.startswith("transformers.models."):
             return base
     return None
 
 
-def _parts(path: str, block: Any, name: str) -> MoeBlock:
-    router, shared = _MOE_BLOCKS[name]
-    shared_experts = None if shared is None else getattr(block, shared)
-    return MoeBlock(path, innermost(getattr(block, router)), innermost(block.experts), shared_experts, (router, shared))
+class _Known:
+    """Structures by class. One object for each question about a model, so that layers of a class share their functions."""
+
+    def __init__(self) -> None:
+        self._halves: dict[type[nn.Module], Halves | None] = {}
+        self._routing: dict[type[nn.Module], RoutedForward | None] = {}
+
+    def halves(self, base: type[nn.Module]) -> Halves | None:
+        if base not in self._halves:
+            self._halves[base] = halves_of(base.forward)
+        return self._halves[base]
+
+    def block(self, path: str, module: Any) -> MoeBlock | None:
+        if not isinstance(module._modules.get("experts"), nn.Module) or isinstance(module, GradientCheckpointingLayer):
+            return None
+        base = transformers_base(module)
+        if base is None:
+            return None
+        if base not in self._routing:
+            self._routing[base] = routing_of(base.forward, module._modules)
+        routing = self._routing[base]
+        if routing is None:
+            return None
+        return MoeBlock(path, innermost(getattr(module, routing.router)), innermost(module.experts), routing)
+
+
+def _layer_base(module: nn.Module) -> type[nn.Module] | None:
+    """The transformers class of a decoder layer: one that is given hidden states and a KV cache. None for other modules."""
+    if not isinstance(module, GradientCheckpointingLayer):
+        return None
+    base = transformers_base(module)
+    if base is None or not {"hidden_states", "past_key_values"} <= inspect.signature(base.forward).parameters.keys():
+        return None
+    return base
+
+
+def _main_module(layer: nn.Module, names: Sequence[str]) -> str:
+    """The one of `names` with experts, or with the most modules inside: a norm has none."""
+    found = {name: module for name in names if isinstance(module := getattr(layer, name, None), nn.Module)}
+    return max(
+        found,
+        key=lambda name: (hasattr(found[name], "experts"), sum(1 for _ in found[name].modules()), names.index(name)),
+    )
+
+
+def _override_of(module: nn.Module) -> bool:
+    base = transformers_base(module)
+    if base is None or is_managed(module) or is_patched(module):
+        return True
+    return own_function(type(module).forward) is not own_function(base.forward)
 
 
 def _refuse_override(path: str, module: nn.Module, base: type[nn.Module]) -> None:
     if is_managed(module):
         raise ValueError(f"{path!r} ({type(module).__name__}) is managed already: detach that first")
-    if is_patched(module) or _own_forward(type(module)) is not _own_forward(base):
+    if _override_of(module):
         raise ValueError(
             f"the forward of {path!r} ({type(module).__name__}) has been replaced and is no longer {base.__name__}'s: undo that "
             "first, or call forebay.manage before it"
         )
-
-
-def _own_forward(kind: type[nn.Module]) -> Any:
-    """The forward of a class. Transformers 5.23 wraps that of every subclass of a layer, FSDP2's too, to checkpoint it."""
-    return inspect.unwrap(
-        kind.forward, stop=lambda f: f.__globals__["__name__"] != GradientCheckpointingLayer.__module__
-    )
 
 
 class LocalLayers(nn.ModuleDict):
@@ -225,15 +270,10 @@ def all_layers(model: Any) -> tuple[nn.Module, ...]:
     return layers.everything if isinstance(layers, LocalLayers) else tuple(layers)
 
 
-def absent_paths(model: Any) -> list[str]:
-    """Module paths in the decoder layers that a part does not hold; a policy of the whole model may name them."""
+def absent_layers(model: Any) -> list[tuple[str, nn.Module]]:
+    """Path and module of the decoder layers that a part does not hold; a policy of the whole model may name their modules."""
     prefix = getattr(model, "base_model_prefix", "")
     layers = getattr(getattr(model, prefix, None), "layers", None)
     if not isinstance(layers, LocalLayers):
         return []
-    return [
-        f"{prefix}.layers.{number}" + (f".{name}" if name else "")
-        for number, layer in enumerate(layers.everything)
-        if number not in layers.numbers
-        for name, _ in layer.named_modules()
-    ]
+    return [(f"{prefix}.layers.{n}", layer) for n, layer in enumerate(layers.everything) if n not in layers.numbers]

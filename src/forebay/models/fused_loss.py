@@ -9,10 +9,10 @@ training mode, and returns what undoes it. `head_loss` is the loss of a model's 
 
 from __future__ import annotations
 
+import ast
 import inspect
-import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -20,11 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers.utils.generic import can_return_tuple
 
 from forebay.kernels.cross_entropy import cross_entropy_
 from forebay.kernels.scale import scale
 from forebay.memory.overrides import InnerForward, install, is_managed, is_outermost, is_patched
 from forebay.models.families import transformers_base
+from forebay.models.structure import called, expression, rewritten, source_of
 
 # Time and peak memory on an H200, T 16384, bf16, forward and backward, torch 2.11:
 #     V 32768,  H 2048:  9.9 ms,  672 MiB (torch's linear and cross entropy: 14.9 ms, 6176 MiB)
@@ -344,30 +346,6 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None)
             raise ValueError(f"{name} is on {other.device}, hidden on {hidden.device}")
 
 
-# Class name -> does its forward add the router's auxiliary loss? (Read in transformers 5.17.)
-_FAMILIES: Mapping[str, bool] = {
-    "DeepseekV2ForCausalLM": False,
-    "DeepseekV3ForCausalLM": False,
-    "Glm4MoeForCausalLM": False,
-    "GptOssForCausalLM": True,
-    "GraniteForCausalLM": False,  # with logits_scaling 1
-    "LlamaForCausalLM": False,
-    "MistralForCausalLM": False,
-    "MixtralForCausalLM": True,
-    "OlmoeForCausalLM": True,
-    "Qwen2ForCausalLM": False,
-    "Qwen3ForCausalLM": False,
-    "Qwen3MoeForCausalLM": True,
-}
-# Configuration fields that change the logits after the head, unless they are 1: Gemma, Cohere, Granite and others.
-_LOGIT_TRANSFORMS = (
-    "final_logit_softcapping",
-    "logit_scale",
-    "logits_scaling",
-    "lm_head_multiplier",
-)
-
-
 def install_fused_loss(model: nn.Module, in_eval: bool = False) -> Callable[[], None]:
     """Make `model(labels=...)` compute its loss without logits in training mode, until the returned call undoes it.
 
@@ -377,21 +355,21 @@ def install_fused_loss(model: nn.Module, in_eval: bool = False) -> Callable[[], 
     and, with a warning, if the head was changed since. A deep copy has the family's own loss.
 
     Args:
-        model: a transformers model of a class in `_FAMILIES` (FSDP2's subclasses included), with neither `forward` nor
-            `lm_head.forward` replaced on the instance.
+        model: a transformers model whose forward has the structure that `_fused` needs (FSDP2's subclasses included), with
+            neither `forward` nor `lm_head.forward` replaced on the instance.
         in_eval: fuse the loss in `eval()` too.
 
     Returns:
         Removes both overrides, also under a forward installed on top. A second call does nothing.
 
     Raises:
-        ValueError: an unsupported class, a transformation of the logits, a custom loss function, a head that is not a plain
+        ValueError: a forward that does more with its logits than its loss, a custom loss function, a head that is not a plain
             linear layer, or a replaced forward.
     """
-    family = _check_model(model)
+    fused = _check_model(model)
     head: nn.Module = model.lm_head  # type: ignore[assignment]
     undo = ExitStack()
-    undo.callback(install(model, partial(_FusedForward, family, head, in_eval)))
+    undo.callback(install(model, partial(_FusedForward, model, fused, head, in_eval)))
     undo.callback(install(head, lambda inner: _head_forward))
     return undo.close
 
@@ -402,28 +380,20 @@ class _FusedForward:
     FSDP2's hooks on the head unshard the weight before and reduce its gradient after that call.
     """
 
-    def __init__(self, family: type[nn.Module], head: nn.Module, in_eval: bool, inner: InnerForward):
-        self._name, self._adds_aux = family.__name__, _FAMILIES[family.__name__]
+    def __init__(
+        self, model: nn.Module, fused: Callable[..., Any], head: nn.Module, in_eval: bool, inner: InnerForward
+    ):
+        self._name, self._fused = type(model).__name__, fused
         self._head, self._in_eval, self._inner = head, in_eval, inner
-        self._module = sys.modules[family.__module__]
-        # A family's release decides which one it returns: DeepSeek-V3 has router logits in its outputs from transformers 5.23 on.
-        names = ("MoeCausalLMOutputWithPast", "CausalLMOutputWithPast")
-        self._output_class = next(getattr(self._module, name) for name in names if hasattr(self._module, name))
-        self._has_logits = "router_logits" in inspect.signature(self._output_class).parameters
-        parameters = list(inspect.signature(family.forward).parameters.values())[1:]
-        self._names = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
+        self._names = tuple(inspect.signature(type(model).forward).parameters)[1:]
         self._warned_head = self._warned_eval = False
 
     def __call__(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(self._names, args, strict=False)) | kwargs
-        labels = given.pop("labels", None)
+        labels = kwargs.get("labels", dict(zip(self._names, args, strict=False)).get("labels"))
         if labels is None or torch._C._are_functorch_transforms_active():
             return self._inner(*args, **kwargs)
         if not (model.training or self._in_eval):
             return self._warn_in_backward(self._inner(*args, **kwargs))
-        if len(given) + 1 < len(args) + len(kwargs):
-            # Too many arguments, or one given twice: the original raises Python's own TypeError.
-            return self._inner(*args, **kwargs)
         change = _change_of(model.lm_head, self._head)
         if change is not None:
             if not self._warned_head:
@@ -434,33 +404,7 @@ class _FusedForward:
                     stacklevel=2,
                 )
             return self._inner(*args, **kwargs)
-        return self._run(model, labels, given)
-
-    def _run(self, model: Any, labels: Tensor, given: dict[str, Any]) -> Any:
-        return_dict = given.pop("return_dict", None)
-        logits_to_keep = given.pop("logits_to_keep", 0)
-        if self._adds_aux and given.get("output_router_logits") is None:
-            given["output_router_logits"] = model.config.output_router_logits
-        # Explicit, because a config with return_dict=False would otherwise give a tuple here.
-        outputs = model.model(**given, return_dict=True)
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        loss = head_loss(model.lm_head, outputs.last_hidden_state[:, kept, :], labels, **given)
-        fields = {
-            "past_key_values": outputs.past_key_values,
-            "hidden_states": outputs.hidden_states,
-            "attentions": outputs.attentions,
-        }
-        if self._has_logits:
-            fields["router_logits"] = outputs.router_logits
-        if self._adds_aux and given["output_router_logits"]:
-            fields["aux_loss"] = aux_loss = self._module.load_balancing_loss_func(
-                outputs.router_logits, model.num_experts, model.num_experts_per_tok, given.get("attention_mask")
-            )
-            loss = loss + model.router_aux_loss_coef * aux_loss.to(loss.device)
-        output = self._output_class(loss=loss, logits=None, **fields)
-        if return_dict is None:
-            return_dict = model.config.return_dict
-        return output if return_dict else output.to_tuple()
+        return self._fused(model, _loss_of_hidden, *args, **kwargs)
 
     def _warn_in_backward(self, output: Any) -> Any:
         """Warn once if an output of `eval()` is trained on: `from_pretrained` returns a model in `eval()`."""
@@ -493,6 +437,11 @@ def _change_of(now: nn.Module, head: nn.Module) -> str | None:
         if not str(getattr(hook, "__module__", None)).startswith(("torch.distributed.", "forebay.")):
             return f"got the module hook {hook!r}"
     return None
+
+
+def _loss_of_hidden(head: Any, logits: Tensor, labels: Tensor, vocab_size: Any = None, **options: Any) -> Tensor:
+    """Takes the place of a family's ``loss_function`` where `logits` are the hidden states before the head."""
+    return head_loss(head, logits, labels, **options)
 
 
 def _head_forward(self: nn.Linear, hidden: Tensor, targets: Tensor | None = None, **options: Any) -> Tensor:
@@ -536,21 +485,15 @@ def head_loss(
     return loss / num_items_in_batch
 
 
-def _check_model(model: nn.Module) -> type[nn.Module]:
-    """The transformers class whose forward `model` runs. Raises ValueError if its loss cannot be fused."""
+def _check_model(model: nn.Module) -> Callable[..., Any]:
+    """The model's forward with a fused loss, see `_fused`. Raises ValueError if its loss cannot be fused."""
     name = type(model).__name__
-    config = getattr(model, "config", None)
-    for field in _LOGIT_TRANSFORMS:
-        value = getattr(config, field, None)
-        if value not in (None, 1):
-            raise ValueError(
-                f"fused loss: {name} transforms its logits (config.{field}={value!r}), which is not supported"
-            )
-    family = transformers_base(model, _FAMILIES)
+    family = transformers_base(model)
     if family is None:
-        raise ValueError(f"fused loss: {name} is not a supported model; supported are {', '.join(_FAMILIES)}")
+        raise ValueError(f"fused loss: {name} is not a model of transformers")
     if inspect.getattr_static(type(model), "forward") is not family.forward:
         raise ValueError(f"fused loss: {name} overrides the forward of {family.__name__}, whose loss it would replace")
+    fused = _fused(family)
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     if model.loss_function is not ForCausalLMLoss:
@@ -570,4 +513,73 @@ def _check_model(model: nn.Module) -> type[nn.Module]:
                 f"fused loss: {path} of this {name} is already replaced on the instance (by a fused loss, Accelerate or a "
                 "hook); install the fused loss before that"
             )
-    return family
+    return fused
+
+
+def _fused(family: type[nn.Module]) -> Callable[..., Any]:
+    """The forward of a `*ForCausalLM` without logits: ``f(model, loss, *args, **kwargs)``.
+
+    What the forward has as ``logits`` are the hidden states before the head, ``loss(lm_head, logits, labels, ...)`` takes
+    the place of ``self.loss_function``, and the output has no logits. All else, such as the router's auxiliary loss, is the
+    family's own code.
+
+    Raises:
+        ValueError: a forward in which the head's output is used otherwise. It may be multiplied or divided by a number, which is
+            done to the hidden states then.
+    """
+    source = source_of(family.forward)
+    if source is None or set(source.decorators) - {"can_return_tuple"}:
+        raise ValueError(
+            f"fused loss: the source of {family.__name__}.forward cannot be read, or it has unknown decorators"
+        )
+    calls = [name for name, _ in called(source.tree.body)]
+    if calls.count("lm_head") != 1 or calls.count("loss_function") != 1:
+        raise ValueError(
+            f"fused loss: {family.__name__} does not compute its loss by one call of lm_head and one of loss_function"
+        )
+    body = rewritten(source.tree.body, {"loss_function": _loss_call})
+    at = next(i for i, statement in enumerate(body) if any(name == "lm_head" for name, _ in called([statement])))
+    body[at] = _hidden_for_logits(body[at])
+    for statement in body[at:]:
+        if not _spares_logits(statement):
+            raise ValueError(
+                f"fused loss: {family.__name__} does more with its logits than its loss, which is not supported: "
+                f"{ast.unparse(statement).splitlines()[0]}"
+            )
+    made = source.make(body, "_loss", own=True)
+    return can_return_tuple(made) if source.decorators else made
+
+
+def _loss_call(call: ast.Call) -> str:
+    return f"_loss(self.lm_head, {ast.unparse(call).partition('(')[2]}"
+
+
+def _hidden_for_logits(statement: ast.stmt) -> ast.stmt:
+    """``logits = self.lm_head(hidden)`` without the head, and without a cast of its output: the loss is computed in fp32."""
+    match statement:
+        case ast.Assign([ast.Name("logits")], ast.Call(ast.Attribute(ast.Call(_, [hidden], []), "float"), [], [])):
+            statement.value = hidden
+        case ast.Assign([ast.Name("logits")], ast.Call(ast.Attribute(ast.Name("self"), "lm_head"), [hidden], [])):
+            statement.value = hidden
+    return statement
+
+
+def _spares_logits(statement: ast.stmt) -> bool:
+    """Whether a statement of the head or after it uses logits for the loss alone. Takes them out of what is returned."""
+    match statement:
+        case ast.Assign([ast.Name("logits")], ast.BinOp(ast.Name("logits"), ast.Mult() | ast.Div(), ast.Attribute())):
+            return True
+        case ast.Return(ast.Call(keywords=keywords)):
+            for keyword in keywords:
+                if keyword.arg == "logits":
+                    keyword.value = expression("None", keyword.value)
+    loss = {
+        n
+        for c in ast.walk(statement)
+        if isinstance(c, ast.Call) and ast.unparse(c.func) == "_loss"
+        for n in ast.walk(c)
+    }
+    uses = [
+        n for n in ast.walk(statement) if isinstance(n, ast.Name) and n.id == "logits" and isinstance(n.ctx, ast.Load)
+    ]
+    return not any(name == "lm_head" for name, _ in called([statement])) and loss.issuperset(uses)

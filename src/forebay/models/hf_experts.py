@@ -169,7 +169,7 @@ def activation_of(module: Any) -> str:
         if owner.__name__ == "GptOssExperts" and not module.is_concatenated:
             return "clamped_swiglu"
         raise ValueError(f"{name} has a gated activation of its own: {advice}")
-    if not isinstance(module.act_fn, (nn.SiLU, SiLUActivation)):
+    if not isinstance(module.act_fn, (nn.SiLU, SiLUActivation)) and module.act_fn is not nn.functional.silu:
         raise ValueError(f"{name} uses {module.act_fn}, not silu: {advice}")
     return "swiglu"
 

@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from forebay.memory.overrides import CallSite, ModuleCallSite, drop_setting, put_setting
 from forebay.memory.page_store import PageStore
 from forebay.models.blocks import Sublayers
-from forebay.models.families import absent_paths, all_layers, has_known_layers, innermost, moe_blocks
+from forebay.models.families import absent_layers, decoder_layers, innermost, moe_blocks
 from forebay.models.hf_experts import light_recompute_of
 from forebay.models.low_rank import is_adapted, why_unsupported
 from forebay.moe.dispatch import TokenDispatcher
@@ -72,7 +71,7 @@ def regions_of(
     paths = active | {path for path in default if not _is_inside(path, active - {path})}
     sites: dict[str, CallSite] = {
         path: sublayers[path] if path in sublayers else ModuleCallSite(_called(module), light_recompute_of(module))
-        for path, module in model.named_modules()
+        for path, module in _in_forward_order(model, sublayers)
         if path in paths
     }
     return Regions(sites, [c for c in claims if c.path in sites], stashed, recompute_experts)
@@ -81,6 +80,15 @@ def regions_of(
 def _called(module: nn.Module) -> nn.Module:
     """The module whose forward runs: adapters on experts may be arguments of the experts' own (`forebay.models.low_rank`)."""
     return innermost(module) if is_adapted(module) and why_unsupported(module) is None else module
+
+
+def _in_forward_order(model: nn.Module, sublayers: Sublayers) -> Iterator[tuple[str, nn.Module]]:
+    """Paths and modules in the model's order, with the modules of sublayers in the order in which their layer calls them."""
+    modules = dict(model.named_modules())
+    called = iter(sublayers)
+    for path in modules:
+        ordered = next(called) if path in sublayers else path
+        yield ordered, modules[ordered]
 
 
 def _is_inside(path: str, others: Iterable[str]) -> bool:
@@ -110,9 +118,12 @@ def _claims(
 ) -> list[Claim]:
     """Claims of a mapping on the modules that are here; its patterns may also match layers that other ranks hold."""
     here = [path for path, _ in model.named_modules() if path not in sealed]
-    # Paths inside a compiled sublayer are sealed on other ranks too.
-    unsealed = (".self_attn", ".mlp") if dispatcher is None else (".self_attn", ".mlp", ".mlp.experts")
-    elsewhere = [p for p in absent_paths(model) if not sealed or p.endswith(unsealed) or p.count(".") == 2]
+    elsewhere = [
+        f"{path}.{name}" if name else path
+        for path, layer in absent_layers(model)
+        # Paths inside a compiled sublayer are sealed on other ranks too.
+        for name in (_unsealed(layer, dispatcher) if sealed else (name for name, _ in layer.named_modules()))
+    ]
     light = []
     if recompute == "light":
         light = [
@@ -123,9 +134,15 @@ def _claims(
     return [claim for claim in resolve(policy, [*here, *elsewhere], sealed, light) if claim.path in local]
 
 
+def _unsealed(layer: nn.Module, dispatcher: TokenDispatcher | None) -> list[str]:
+    """Paths in a decoder layer that are not inside a compiled sublayer."""
+    (parts,) = decoder_layers(layer)
+    return ["", parts.mixer, parts.block] + ([f"{parts.block}.experts"] if dispatcher is not None else [])
+
+
 def _layers_of(model: nn.Module) -> Sequence[nn.Module]:
-    """All decoder layers of the whole model, or the model itself if it has none that are known."""
-    return all_layers(model) if isinstance(model, PreTrainedModel) and has_known_layers(model) else [model]
+    """What has the blocks of the whole model: all decoder layers if `model` is a part, else itself."""
+    return [model, *(layer for _, layer in absent_layers(model))]
 
 
 def _children_of_lists(model: nn.Module) -> list[str]:
@@ -144,14 +161,12 @@ def sealed_in_sublayers(model: nn.Module, sublayers: Sublayers, dispatcher: Toke
     With a token dispatcher, experts run between two compiled parts.
     """
     between = {f"{block.path}.experts" for block in moe_blocks(model)} if dispatcher is not None else set()
-    layers = {path.rpartition(".")[0] for path in sublayers}
+    inside = {f"{path.rpartition('.')[0]}.{name}": path for path, site in sublayers.items() for name in site.names}
     sealed = {}
     for path, _ in model.named_modules():
-        for layer in layers:
-            if path.startswith(f"{layer}.") and path not in sublayers and path not in between:
-                inner = path.removeprefix(f"{layer}.")
-                sublayer = "self_attn" if inner.startswith(("self_attn", "input_layernorm")) else "mlp"
-                sealed[path] = f"{layer}.{sublayer}"
+        for top, sublayer in inside.items():
+            if (path == top or path.startswith(f"{top}.")) and path not in sublayers and path not in between:
+                sealed[path] = sublayer
     return sealed
 
 

@@ -116,10 +116,11 @@ class CutModel:
                 "the model cannot be cut"
             )
         for path, placement in memory.placements.items():
-            if placement != "keep" and f"{path}.self_attn" in memory.sublayers:
+            inside = [sublayer for sublayer in memory.sublayers if sublayer.rpartition(".")[0] == path]
+            if placement != "keep" and inside:
                 raise ValueError(
                     f"the policy places the whole layer {path!r} as {placement!r}, but an engine runs its sublayers "
-                    f"separately; name {path}.self_attn and {path}.mlp"
+                    f"separately; name {' and '.join(inside)}"
                 )
         self.head_sum: Tensor | None = None
         self.embedded: list[tuple[Tensor, Tensor]] | None = None

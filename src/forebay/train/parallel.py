@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from forebay.config import Config, check_experts
 from forebay.errors import RunError, UsageError
 from forebay.memory.storage import local
-from forebay.models.families import all_layers, decoder_layers, moe_blocks
+from forebay.models.families import absent_layers, decoder_layers, moe_blocks
 from forebay.models.hf_experts import cut_experts
 from forebay.moe.dispatch import LocalDispatcher, TokenDispatcher
 from forebay.train.distributed import Mesh
@@ -102,7 +102,7 @@ def shard(model: nn.Module, mesh: Mesh, config: Config) -> Shards:
     """
     assert mesh.data is not None, "sharding needs a process group"
     try:
-        layers = [layer for _, layer in decoder_layers(model)]
+        layers = [parts.module for parts in decoder_layers(model)]
     except ValueError as error:
         raise UsageError(f"several processes or model.compute: {error}") from error
     if not layers:
@@ -162,7 +162,7 @@ def experts_in(configuration: Any) -> int:
 
 def experts_of(model: nn.Module) -> int:
     """Experts of a MoE layer over all processes; 0 for a dense model. Layers that this part of the model lacks count too."""
-    blocks = [block for layer in all_layers(model) for block in moe_blocks(layer)]
+    blocks = [*moe_blocks(model), *(block for _, layer in absent_layers(model) for block in moe_blocks(layer))]
     return int(blocks[0].experts.num_experts) if blocks else 0  # type: ignore[arg-type]
 
 

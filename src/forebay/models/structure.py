@@ -1,0 +1,445 @@
+"""Parts of transformers modules, read from the source of their forward methods.
+
+Input: a class. Output: functions that run a part of its forward, statement by statement as the class has it, so that no family
+has to be known by name; None where the source does not have the structure. A decoder layer is cut in two where a single value
+passes from one half to the other (`halves_of`); a MoE block also returns what its router said, or stops before its experts
+(`routing_of`). Made functions have the file and the line numbers of the original, so tracebacks show the family's own code.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import CodeType, FunctionType
+from typing import Any
+
+Call = Callable[[ast.Call], str]
+"""The text of the expression that takes the place of a call."""
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardSource:
+    """A function and its syntax tree, without docstring and decorators.
+
+    Attributes:
+        decorators: those that do more than documentation.
+    """
+
+    function: FunctionType
+    tree: ast.FunctionDef
+    decorators: tuple[str, ...] = ()
+
+    @property
+    def parameters(self) -> frozenset[str]:
+        """Names of all parameters but ``self``."""
+        a = self.tree.args
+        every = [*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, (a.vararg, a.kwarg))]
+        return frozenset(arg.arg for arg in every) - {"self"}
+
+    def make(self, body: Sequence[ast.stmt], *parameters: str, own: bool = False) -> FunctionType:
+        """A function of `body` in the original's module: ``f(self, *parameters)``, with `own` followed by its own parameters."""
+        arguments = copy.copy(self.tree.args)
+        after = arguments.args[1:] if own else []
+        if not own:
+            arguments = ast.arguments([], [], None, [], [], None, [])
+        arguments.args = [ast.arg("self"), *map(ast.arg, parameters), *after]
+        tree = ast.copy_location(ast.FunctionDef(self.tree.name, arguments, list(body), []), self.tree)
+        made = FunctionType(_code(tree, self.function), self.function.__globals__)
+        if own:
+            made.__defaults__, made.__kwdefaults__ = self.function.__defaults__, self.function.__kwdefaults__
+        return made
+
+
+def source_of(function: Any) -> ForwardSource | None:
+    """The source of a function inside transformers' decorators; None if there is none, or if it is not what runs."""
+    function = own_function(function)
+    try:
+        lines, first = inspect.getsourcelines(function)
+        # An indented method keeps its indentation, which texts of several lines contain, in a block of its own.
+        indented = lines[0][:1].isspace()
+        tree: ast.AST = ast.parse("".join(["if True:\n"] * indented + lines)).body[0]
+        tree = tree.body[0] if isinstance(tree, ast.If) else tree
+    except (OSError, TypeError, SyntaxError):
+        return None
+    if not isinstance(tree, ast.FunctionDef) or not isinstance(function, FunctionType) or function.__closure__:
+        return None
+    ast.increment_lineno(tree, first - 1 - indented)
+    decorators = tuple(d for d in map(ast.unparse, tree.decorator_list) if not d.startswith("auto_docstring"))
+    tree.decorator_list = []
+    # A file that was changed since its import is not what runs. The instructions themselves depend on the file's imports.
+    if any(
+        getattr(_code(tree, function), f) != getattr(function.__code__, f)
+        for f in ("co_names", "co_varnames", "co_consts")
+    ):
+        return None
+    if ast.get_docstring(tree) is not None:
+        tree.body = tree.body[1:]
+    return ForwardSource(function, tree, decorators)
+
+
+def own_function(function: Any) -> Any:
+    """A function inside the wrappers that transformers puts on it, such as 5.23's on the forward of every decoder layer."""
+
+    def is_foreign(wrapper: Any) -> bool:
+        return not getattr(wrapper, "__globals__", {}).get("__name__", "").startswith("transformers.")
+
+    return inspect.unwrap(function, stop=is_foreign)
+
+
+def _code(tree: ast.FunctionDef, original: FunctionType) -> CodeType:
+    module = ast.fix_missing_locations(ast.Module([tree], []))
+    constants = compile(module, original.__code__.co_filename, "exec", dont_inherit=True).co_consts
+    return next(c for c in constants if isinstance(c, CodeType) and c.co_name == tree.name)
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def called(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, ast.Call]]:
+    """Each call ``self.NAME(...)`` below `nodes`, with its NAME."""
+    for node in (n for top in nodes for n in ast.walk(top)):
+        match node:
+            case ast.Call(ast.Attribute(ast.Name("self"), name)):
+                yield name, node
+
+
+def _names(*nodes: ast.AST, context: type[ast.expr_context] = ast.Load) -> set[str]:
+    found = (n for top in nodes for n in ast.walk(top) if isinstance(n, ast.Name))
+    return {n.id for n in found if isinstance(n.ctx, context)}
+
+
+def _needed(statements: Sequence[ast.stmt]) -> set[str]:
+    """Names that the statements may read before they write them."""
+    needed: set[str] = set()
+    written: set[str] = set()
+    for statement in statements:
+        needed |= _names(statement) - written
+        if isinstance(statement, ast.AugAssign):
+            needed |= _names(statement.target, context=ast.Store) - written
+        if isinstance(statement, (ast.Assign, ast.AnnAssign)):
+            written |= _names(statement, context=ast.Store)
+    return needed
+
+
+def _returns(statements: Sequence[ast.stmt]) -> list[ast.Return]:
+    return [node for top in statements for node in ast.walk(top) if isinstance(node, ast.Return)]
+
+
+def _returns_a_tuple(statements: Sequence[ast.stmt]) -> bool:
+    values = [node.value for node in _returns(statements)]
+    names = {value.id for value in values if isinstance(value, ast.Name)}
+    for node in (n for top in statements for n in ast.walk(top)):
+        match node:
+            case ast.Assign([ast.Name(name)], ast.Tuple()) if name in names:
+                return True
+    return not values or any(value is None or isinstance(value, ast.Tuple) for value in values)
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+class _Rewriter(ast.NodeTransformer):
+    def __init__(self, calls: Mapping[str, Call], result: str | None):
+        self._calls, self._result = calls, result
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        name = next((name for name, found in called([node]) if found is node), None)
+        return node if name is None or name not in self._calls else expression(self._calls[name](node), node)
+
+    def visit_Return(self, node: ast.Return) -> ast.AST:
+        self.generic_visit(node)
+        if self._result is not None:
+            node.value = expression(self._result.format(ast.unparse(node.value or ast.Constant(None))), node)
+        return node
+
+
+def rewritten(body: Sequence[ast.stmt], calls: Mapping[str, Call], result: str | None = None) -> list[ast.stmt]:
+    """A copy of `body` with other calls of ``self.NAME(...)``, and with `result` in place of what is returned (``{}`` in it)."""
+    rewriter = _Rewriter(calls, result)
+    return [rewriter.visit(copy.deepcopy(statement)) for statement in body]
+
+
+def expression(text: str, where: ast.AST) -> ast.expr:
+    """The expression `text` at the line of `where`."""
+    made = ast.parse(text, mode="eval").body
+    for node in ast.walk(made):
+        ast.copy_location(node, where)
+    return made
+
+
+def _text(nodes: Iterable[ast.AST]) -> str:
+    return ", ".join(map(ast.unparse, nodes))
+
+
+def _without_hooks(call: ast.Call) -> str:
+    return f"{ast.unparse(call.func)}.forward({_text([*call.args, *call.keywords])})"
+
+
+class _NotAddedError(Exception):
+    """What the experts give is not just added to the rest."""
+
+
+class _Stopped:
+    """The statements of a function without the summand that the call ``self.<name>(...)`` gives to what is returned.
+
+    The statement `stop`, with the call's arguments in ``{}``, takes the place of the call. `rest` names the variable that the
+    call's result is added to; None for nothing. The result is (rest of the sum or None, _stop).
+
+    Raises:
+        _NotAddedError: the call's result is scaled, normed, or used in another way than as a summand.
+    """
+
+    def __init__(self, body: Sequence[ast.stmt], name: str, rest: str | None, stop: str):
+        self._name, self._rest, self._stop = name, rest, stop
+        self._sums: dict[
+            str, bool
+        ] = {}  # variables that have the call's result in them -> whether they have anything else
+        self.body: list[ast.stmt] = []
+        self.has_rest = False
+        for statement in copy.deepcopy(list(body)):
+            self._where = statement
+            match statement:
+                case ast.Assign([target], value) if self._is_in(value):
+                    self._assign(target, self._without(value))
+                case ast.Return(ast.Tuple([value, *_]) | (ast.expr() as value)) if self._is_in(
+                    value
+                ):  # GPT-OSS also returns its scores
+                    kept = self._without(value)
+                    self.has_rest = kept is not None
+                    result = ast.Tuple([kept or ast.Constant(None), ast.Name("_stop", ast.Load())], ast.Load())
+                    self._add(ast.Return(result))
+                case ast.Assign() if not self._is_in(statement):
+                    for written in _names(statement, context=ast.Store):
+                        self._sums.pop(written, None)
+                    self._add(statement)
+                case ast.If(ast.Call(ast.Name("isinstance"), [ast.Name(name), ast.Name("tuple")])) if (
+                    name in self._sums
+                ):
+                    pass  # a block that returns more than hidden states, of which only these are here
+                case _ if self._is_in(statement) or _names(statement, context=ast.Store) & self._sums.keys():
+                    raise _NotAddedError
+                case ast.Return():
+                    raise _NotAddedError
+                case _:
+                    self._add(statement)
+
+    def _add(self, statement: ast.stmt) -> None:
+        ast.copy_location(statement, self._where)
+        self.body.append(statement)
+
+    def _is_in(self, node: ast.AST) -> bool:
+        return bool(_names(node) & self._sums.keys()) or any(name == self._name for name, _ in called([node]))
+
+    def _assign(self, target: ast.expr, kept: ast.expr | None) -> None:
+        target = target.elts[0] if isinstance(target, ast.Tuple) else target
+        if not isinstance(target, ast.Name):
+            raise _NotAddedError
+        self._sums[target.id] = kept is not None
+        if kept is not None:
+            self._add(ast.Assign([target], kept))
+
+    def _without(self, node: ast.expr) -> ast.expr | None:
+        """An expression with the call's result in it, without that; None if nothing is left."""
+        match node:
+            case ast.Name(name) if name in self._sums:
+                return node if self._sums[name] else None
+            case ast.Call(args=arguments) if (self._name, node) in called([node]) and not any(
+                map(self._is_in, arguments)
+            ):
+                for statement in ast.parse(self._stop.format(_text(arguments))).body:
+                    self._add(statement)
+                return None if self._rest is None else ast.Name(self._rest, ast.Load())
+            case ast.Call(ast.Attribute(value, "view" | "reshape" as method), arguments, []) if self._is_in(value):
+                kept = self._without(value)
+                return None if kept is None else ast.Call(ast.Attribute(kept, method, ast.Load()), arguments, [])
+            case ast.BinOp(left, ast.Add(), right) if self._is_in(left) != self._is_in(right):
+                summand, other = (left, right) if self._is_in(left) else (right, left)
+                kept = self._without(summand)
+                if kept is None:
+                    return other
+                return ast.BinOp(*((kept, node.op, other) if summand is left else (other, node.op, kept)))
+        raise _NotAddedError
+
+
+# --- decoder layers ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Halves:
+    """A decoder layer's forward in two: x2 = first(x, ...); x3 = second(x2).
+
+    Attributes:
+        first, second: names of what each half calls as ``self.NAME(...)``, in order.
+    """
+
+    first: tuple[str, ...]
+    second: tuple[str, ...]
+    _source: ForwardSource
+    _at: int
+    _carried: str
+
+    def attention(self, direct: str | None = None) -> FunctionType:
+        """``f(layer, x, **keywords) -> x2``; skips the module hooks of the mixer `direct`."""
+        body = self._source.tree.body
+        calls = {} if direct is None else {direct: _without_hooks}
+        last = ast.Return(ast.Name(self._carried, ast.Load()))
+        return self._source.make(
+            [*rewritten(body[: self._at], calls), ast.copy_location(last, body[self._at])], own=True
+        )
+
+    def feed_forward(self) -> FunctionType:
+        """``f(layer, x2) -> x3``."""
+        return self._source.make(self._tail, self._carried)
+
+    def moe(self, block: str) -> FunctionType:
+        """``f(layer, x2, run, experts) -> (x3, logits, ids)``, which calls ``run(layer.<block>, experts, normed)``; see
+        `RoutedForward.block`."""
+
+        def run(call: ast.Call) -> str:
+            return f"(_out := _run({ast.unparse(call.func)}, _experts, {_text(call.args)}))[0]"
+
+        return self._source.make(
+            rewritten(self._tail, {block: run}, "({}, _out[1], _out[2])"), self._carried, "_run", "_experts"
+        )
+
+    def front(self, block: str, shared: bool) -> FunctionType | None:
+        """``f(layer, x2, run) -> (residual, (rows, ids, weights, logits))`` with the ``run`` of `RoutedForward.front`.
+
+        None if the block's result is not just added.
+        """
+        stop = f"_shared, _stop = _run(self.{block}, {{}})"
+        try:
+            stopped = _Stopped(self._tail, block, "_shared" if shared else None, stop)
+        except _NotAddedError:
+            return None
+        return self._source.make(stopped.body, self._carried, "_run")
+
+    @property
+    def _tail(self) -> list[ast.stmt]:
+        return self._source.tree.body[self._at :]
+
+    def calls_once(self, block: str) -> bool:
+        """Whether the second half calls the module `block` once, with hidden states alone."""
+        calls = [call for name, call in called(self._tail) if name == block]
+        return len(calls) == 1 and len(calls[0].args) == 1 and not calls[0].keywords
+
+
+def halves_of(forward: Any) -> Halves | None:
+    """The two halves of a decoder layer's forward.
+
+    The cut comes after the first statement that leaves one value to all later ones, which may read no parameter either. So the
+    mixer is in the first half with what the model gives its layers, and the residual sum.
+    """
+    source = source_of(forward)
+    if source is None or source.decorators:
+        return None
+    body = source.tree.body
+    for at in range(1, len(body)):
+        head, tail = body[:at], body[at:]
+        written = _names(*head, context=ast.Store)
+        carried = _needed(tail) & (written | source.parameters)
+        first, second = (tuple(dict.fromkeys(name for name, _ in called(part))) for part in (head, tail))
+        if len(carried) == 1 and carried <= written and first and second:
+            if _returns(head) or _returns_a_tuple(tail):
+                return None
+            return Halves(first, second, source, at, carried.pop())
+    return None
+
+
+# --- MoE blocks -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class RoutedForward:
+    """The forward of a MoE block that calls ``self.experts(rows, ids, weights)``.
+
+    Attributes:
+        router: name of the module that routes.
+        outputs: what it returns, in its order: "logits", "weights", "ids" or "" for anything else; ("logits",) for logits alone.
+    """
+
+    router: str
+    outputs: tuple[str, ...]
+    _source: ForwardSource
+
+    def block(self, direct: bool) -> FunctionType:
+        """``f(block, experts, x) -> (what the block returns, logits or None, ids)``; `direct` skips the router's module hooks.
+
+        It calls ``experts(block.experts, rows, ids, weights)``.
+        """
+        return self._source.make(self._rewritten(direct, f"({{}}, {self._logits}, _ids)"), "_experts", own=True)
+
+    def front(self, direct: bool) -> tuple[FunctionType, bool] | None:
+        """``f(block, x) -> (shared or None, (rows, ids, weights, logits))``, and whether there is a shared part.
+
+        None if the result of the experts is not just added.
+        """
+        body = self._rewritten(direct, None, name_ids=False)
+        try:
+            stopped = _Stopped(body, "experts", None, f"_stop = (*({{}},), {self._logits})")
+        except _NotAddedError:
+            return None
+        return self._source.make(stopped.body, own=True), stopped.has_rest
+
+    def output(self, logits: Any, ids: Any) -> Any:
+        """What the router's hooks get in place of its output, which has no weights."""
+        if self.outputs == ("logits",):
+            return logits
+        return tuple({"logits": logits, "ids": ids}.get(name) for name in self.outputs)
+
+    @property
+    def _logits(self) -> str:
+        if self.outputs == ("logits",):
+            return "_route"
+        return f"_route[{self.outputs.index('logits')}]" if "logits" in self.outputs else "None"
+
+    def _rewritten(self, direct: bool, result: str | None, name_ids: bool = True) -> list[ast.stmt]:
+        def route(call: ast.Call) -> str:
+            return f"(_route := {_without_hooks(call) if direct else ast.unparse(call)})"
+
+        def experts(call: ast.Call) -> str:
+            rows, ids, weights = map(ast.unparse, call.args)
+            return f"_experts(self.experts, {rows}, (_ids := {ids}), {weights})"
+
+        return rewritten(
+            self._source.tree.body, {self.router: route} | ({"experts": experts} if name_ids else {}), result
+        )
+
+
+def routing_of(forward: Any, modules: Container[str]) -> RoutedForward | None:
+    """How a MoE block routes: its experts are called once, with ids and weights that come from a call of its router.
+
+    Args:
+        modules: names of the block's modules.
+    """
+    source = source_of(forward)
+    if source is None or source.decorators:
+        return None
+    calls = [call for name, call in called(source.tree.body) if name == "experts"]
+    if len(calls) != 1 or len(calls[0].args) != 3 or calls[0].keywords:
+        return None
+    roles = {"ids": calls[0].args[1], "weights": calls[0].args[2]}
+    wanted = _names(*roles.values())
+    before = [s for s in source.tree.body if s.lineno < calls[0].lineno]
+    for statement in reversed(before):
+        if not isinstance(statement, ast.Assign) or not _names(statement, context=ast.Store) & wanted:
+            continue
+        target, value = statement.targets[0], statement.value
+        if isinstance(value, ast.Call) and (
+            name := next((n for n, c in called([value]) if c is value and n in modules), None)
+        ):
+            if isinstance(target, ast.Name):
+                return RoutedForward(name, ("logits",), source)
+            if isinstance(target, ast.Tuple):
+                by_name = {ast.unparse(expr): role for role, expr in roles.items()}
+                found = [by_name.get(ast.unparse(element), "") for element in target.elts]
+                if {"ids", "weights"} <= set(found):
+                    if len(found) == 3:
+                        found[found.index("")] = "logits"
+                    return RoutedForward(name, tuple(found), source)
+        wanted |= _names(value)
+    return None

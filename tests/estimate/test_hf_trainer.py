@@ -92,6 +92,9 @@ def test_arguments_are_those_of_the_trainer_by_name_or_from_files(tmp_path: Path
     assert (found.per_device_train_batch_size, found.bf16, found.optim) == (4, False, "adamw_torch")
     assert found.fsdp and found.reshard_after_forward and found.gradient_checkpointing
     assert found.lora_target_modules == ("k_proj", "v_proj")
+    assert read_arguments(["activation_checkpointing=true"]).gradient_checkpointing, (
+        "its name from transformers 5.23 on"
+    )
     sharded = read_arguments(
         ["fsdp=shard_grad_op", "accelerator_config={gradient_accumulation_kwargs: {sync_each_batch: true}}"]
     )
@@ -110,6 +113,7 @@ def test_arguments_are_those_of_the_trainer_by_name_or_from_files(tmp_path: Path
         (["fsdp=full_shard offload"], "'offload' is not counted"),
         (["fsdp=true", 'fsdp_config={"cpu_offload": true}'], "cpu_offload=True is not counted"),
         (["gradient_checkpointing_kwargs={every_n_layers: 2}"], "every_n_layers is not counted"),
+        (["activation_checkpointing_kwargs={every_n_layers: 2}"], "every_n_layers is not counted"),
         (["fsdp_config={"], "--hf fsdp_config cannot be read"),
         (["fsdp_config=3"], "--hf fsdp_config must be a table"),
         (["nowhere.json"], "neither NAME=VALUE nor a JSON or YAML file"),

@@ -102,6 +102,9 @@ def read_arguments(given: Iterable[str]) -> TrainerArguments:
     for text in given:
         name, equals, value = text.partition("=")
         found |= {name.strip(): _parsed(value, f"--hf {name.strip()}")} if equals else _file(text)
+    for name in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):  # the names before transformers 5.23
+        newer = found.pop(name.replace("gradient", "activation"), None)
+        found |= {} if newer is None else {name: newer}
     for name in _REFUSED:
         if found.get(name):
             raise UsageError(f"--hf {name}={found[name]} is not counted by this plan; valid is a run without it")

@@ -107,6 +107,19 @@ def test_pages_stay_with_the_original(model, tokens):
         assert setting(twin.model.layers[1].mlp.experts, "forebay_pages") is None
 
 
+@pytest.mark.parametrize("numbered", [True, False])
+def test_blocks_in_a_dict_are_regions_if_their_names_are_numbers(numbered: bool) -> None:
+    """torchtitan keeps its blocks so; other dicts hold parts that are no layers (PEFT's adapters)."""
+    names = ("0", "1") if numbered else ("encoder", "decoder")
+    model = nn.ModuleDict({"blocks": nn.ModuleDict({name: nn.Linear(4, 4) for name in names})})
+    if numbered:
+        with forebay.manage(model, "offload") as mem:
+            assert mem.placements == {"blocks.0": "offload", "blocks.1": "offload"}
+    else:
+        with pytest.raises(forebay.PolicyError, match="no module lists"):
+            forebay.manage(model, "offload")
+
+
 def test_a_forward_that_was_there_before_is_copied_too():
     def twice(self, x):
         return 2 * nn.Linear.forward(self, x)

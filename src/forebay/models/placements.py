@@ -146,13 +146,19 @@ def _layers_of(model: nn.Module) -> Sequence[nn.Module]:
 
 
 def _children_of_lists(model: nn.Module) -> list[str]:
-    """Paths of the children of the outermost module lists."""
-    lists = [path for path, module in model.named_modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
+    """Paths of the children of the outermost module lists. A `ModuleDict` whose keys are numbers is one (torchtitan)."""
+    lists = [path for path, module in model.named_modules() if _is_list(module)]
     return [
         f"{top}.{name}" if top else name
         for top in outermost(lists)
         for name, _ in model.get_submodule(top).named_children()
     ]
+
+
+def _is_list(module: nn.Module) -> bool:
+    if isinstance(module, nn.ModuleDict):
+        return len(module) > 0 and all(key.isdigit() for key in module)
+    return isinstance(module, (nn.ModuleList, nn.Sequential))
 
 
 def sealed_in_sublayers(model: nn.Module, sublayers: Sublayers, dispatcher: TokenDispatcher | None) -> dict[str, str]:

@@ -42,7 +42,7 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "integrations": _ESTIMATE,
         "report": _REPORT,
         "doctor": _MANAGED,
-        "cli": ("__version__", "doctor", "report", *_REPORT),
+        "cli": ("__version__", "doctor", "integrations", "report", *_REPORT),
         "__main__": ("cli",),
         "<root>": (
             "integrations",

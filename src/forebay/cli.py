@@ -1,4 +1,4 @@
-"""The command line: ``forebay train | plan | profile | doctor | report | export``.
+"""The command line: ``forebay train | run | plan | profile | doctor | report | export``.
 
 Results go to standard output. A failure is one sentence on the error stream and an exit code: 1 failed while running (broken
 files, a full disk, a loss that is not finite, Ctrl-C, SIGTERM), 2 not possible as asked (a wrong key, pattern, budget, path or
@@ -106,6 +106,14 @@ def _parser() -> argparse.ArgumentParser:
     resume = "continue from a run or checkpoint folder; without PATH, from the newest in log.folder"
     add("--resume", nargs="?", const="", metavar="PATH", help=resume)
 
+    managed = "run a program with the models of its Hugging Face trainers under forebay.manage"
+    usage = "forebay run [--policy POLICY] [--budget SIZE] -- COMMAND ..."
+    add = command("run", _run, help=managed, usage=usage)
+    policies = "auto (default), a placement for all regions, or PATTERN=PLACEMENT, which may be repeated"
+    add("--policy", action="append", default=[], metavar="POLICY", help=policies)
+    add("--budget", metavar="SIZE", help="how far a step's peak may rise over the memory held before it, such as 6GiB")
+    add("program", nargs=argparse.REMAINDER, metavar="COMMAND", help="such as: python train.py, or torchrun ...")
+
     add = command(
         "plan",
         _plan,
@@ -185,6 +193,13 @@ def _train(options: argparse.Namespace) -> None:
 
     _quiet_transformers()
     train(config, _console(), options.resume, _planned_partition(config))
+
+
+def _run(options: argparse.Namespace) -> None:
+    from forebay.integrations.run import run
+
+    separator = options.program[:1] == ["--"]
+    run(options.policy or ["auto"], options.budget, options.program[separator:])
 
 
 def _planned_partition(config: "Config") -> "Callable[[], Partition] | None":

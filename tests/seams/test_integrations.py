@@ -1,9 +1,7 @@
-"""Forebay under PEFT, Accelerate, transformers' Trainer and TRL: what they train is what they train without it."""
+"""Forebay under PEFT and Accelerate: what they train is what they train without it."""
 
 import copy
-import warnings
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +13,6 @@ import forebay
 from tests.models.conftest import build_tiny
 from tests.ranks import run_ranks
 from tests.seams.wrapping import (
-    LENGTH,
     PLACEMENTS,
     THEIRS,
     VOCABULARY,
@@ -316,140 +313,3 @@ def test_two_ranks_of_accelerate(engine: str, wrapped: str, mixed: str) -> None:
         for _, steps, _, moved in arms[3:]:
             assert steps == pytest.approx(plain, rel=tolerance) and moved > 0
         assert arms[3][2], "managed before `prepare`, the model never makes its logits"
-
-
-# --- transformers' Trainer and TRL -----------------------------------------------------------------------------------
-
-
-def _rows(count: int = 12) -> list[dict[str, list[int]]]:
-    g = torch.Generator().manual_seed(7)
-    rows = [torch.randint(3, VOCABULARY, (LENGTH,), generator=g).tolist() for _ in range(count)]
-    return [{"input_ids": row, "attention_mask": [1] * LENGTH, "labels": row} for row in rows]
-
-
-def _accuracy(prediction: Any) -> dict[str, float]:
-    logits, labels = prediction.predictions, prediction.label_ids
-    logits = logits[0] if isinstance(logits, tuple) else logits
-    assert logits.shape[-1] == VOCABULARY, "compute_metrics gets logits"
-    return {"accuracy": float((logits[:, :-1].argmax(-1) == labels[:, 1:]).mean())}
-
-
-_BATCHES = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
-_QUIET: dict[str, Any] = {"logging_steps": 1, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
-_COMMON: dict[str, Any] = {"max_steps": 3, "use_cpu": True, "seed": 3, "learning_rate": 1e-2, **_BATCHES, **_QUIET}
-
-
-def _figures(trainer: Any) -> dict[str, Any]:
-    """Train and evaluate; losses by step, metrics of the evaluation, and the parameters that were trained."""
-    trainer.train()
-    metrics = trainer.evaluate()
-    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    assert len(losses) == 3
-    trained = {n: p.detach() for n, p in trainer.model.named_parameters() if p.requires_grad}
-    measured = [metrics["eval_loss"], metrics.get("eval_accuracy", 0.0)]
-    return {"losses": losses, "eval": measured, "trained": trained, "model": trainer.model}
-
-
-def _with_trainer(folder: Path, callbacks: list[Any], **options: Any) -> dict[str, Any]:
-    from transformers import Trainer, TrainingArguments, default_data_collator
-
-    model = tiny()
-    rows: Any = _rows()
-    trainer = Trainer(
-        model=model,
-        args=TrainingArguments(output_dir=str(folder), **_COMMON, **options),
-        train_dataset=rows,
-        eval_dataset=rows[:4],
-        data_collator=default_data_collator,
-        compute_metrics=_accuracy,
-        callbacks=callbacks,
-    )
-    found = _figures(trainer)
-    predicted = trainer.predict(rows[:4]).predictions
-    return {**found, "predicted": predicted[0] if isinstance(predicted, tuple) else predicted}
-
-
-def _near(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    assert ours["losses"] == pytest.approx(theirs["losses"], abs=1e-5)
-    assert ours["eval"] == pytest.approx(theirs["eval"], abs=1e-5)
-    if "predicted" in theirs:
-        wanted = torch.tensor(theirs["predicted"])
-        torch.testing.assert_close(torch.tensor(ours["predicted"]), wanted, rtol=1e-3, atol=1e-4)
-
-
-def _callback(policy: str, **options: Any) -> Any:
-    return forebay.ForebayCallback(policy, min_bytes=1, **options)
-
-
-def _installed(model: Any) -> list[str]:
-    """Modules with anything of Forebay's on the instance."""
-    return [path for path, m in model.named_modules() if any(name.startswith("_forebay") for name in vars(m))]
-
-
-@pytest.mark.parametrize("policy", ["keep", "recompute", "offload"])
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "gradient_checkpointing"])
-def test_transformers_trainer(tmp_path: Path, policy: str, checkpointing: bool) -> None:
-    plain = _with_trainer(tmp_path, [], gradient_checkpointing=checkpointing)
-    callback = _callback(policy)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        ours = _with_trainer(tmp_path, [callback], gradient_checkpointing=checkpointing)
-    _near(ours, plain)
-    assert policy in callback.plan and not _installed(ours["model"])
-    assert ours["model"].is_gradient_checkpointing is checkpointing, "as the trainer left it"
-
-
-def _tokenizer() -> Any:
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import WhitespaceSplit
-    from transformers import PreTrainedTokenizerFast
-
-    words = {"<pad>": 0, "<bos>": 1, "<eos>": 2, **{f"w{n}": n for n in range(3, VOCABULARY)}}
-    made = Tokenizer(WordLevel(words, unk_token="<pad>"))
-    made.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
-
-
-def _with_sft(
-    folder: Path, callbacks: list[Any], targets: dict[str, Any] | None = None, **options: Any
-) -> dict[str, Any]:
-    trl = pytest.importorskip("trl")
-    datasets = pytest.importorskip("datasets")
-    model = tiny()
-    rows = [{"text": " ".join(f"w{n}" for n in row["input_ids"])} for row in _rows()]
-    more: dict[str, Any] = {"compute_metrics": _accuracy}
-    if targets is not None:
-        peft = pytest.importorskip("peft")
-        more = {"peft_config": peft.LoraConfig(r=2, **targets)}
-    trainer = trl.SFTTrainer(
-        model=model,
-        args=trl.SFTConfig(output_dir=str(folder), bf16=False, max_length=LENGTH + 2, **{**_COMMON, **options}),
-        train_dataset=datasets.Dataset.from_list(rows),
-        eval_dataset=datasets.Dataset.from_list(rows[:4]),
-        processing_class=_tokenizer(),
-        callbacks=callbacks,
-        **more,
-    )
-    assert trainer.args.gradient_checkpointing == options.get("gradient_checkpointing", True), "TRL's default"
-    return _figures(trainer)
-
-
-@pytest.mark.parametrize("lora", [False, True], ids=["", "lora"])
-@pytest.mark.parametrize("policy", ["recompute", "offload"])
-@pytest.mark.parametrize("checkpointing", [None, False], ids=["its defaults", "gradient_checkpointing=False"])
-def test_sft_trainer(tmp_path: Path, policy: str, checkpointing: bool | None, lora: bool) -> None:
-    options = {} if checkpointing is None else {"gradient_checkpointing": checkpointing}
-    targets = _TARGETS["both"] if lora else None
-    plain = _with_sft(tmp_path, [], targets, **options)
-    _near(_with_sft(tmp_path, [_callback(policy)], targets, **options), plain)
-
-
-def test_sft_with_adapters_and_the_models_own_experts_is_bitwise_trls(tmp_path: Path) -> None:
-    callback = _callback("offload", offload="all", experts=None)
-    targets = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]}
-    plain = _with_sft(tmp_path, [], targets)
-    ours = _with_sft(tmp_path, [callback], targets)
-    assert ours["losses"] == plain["losses"]
-    assert all(torch.equal(ours["trained"][n], p) for n, p in plain["trained"].items()) and plain["trained"]
-    assert callback.memory.report().moved_bytes > 0

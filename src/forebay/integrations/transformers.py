@@ -76,8 +76,9 @@ class ForebayCallback(TrainerCallback):
         inner, _prefix = unwrap(model)
         owner = setting(inner, _OWNER)
         if isinstance(owner, ForebayCallback):
+            twice = owner is not self and owner._state is state
             owner.detach()  # its `train()` raised
-            if owner is not self and owner._state is state:
+            if twice:
                 raise ValueError("this trainer has two ForebayCallbacks, and a model can be managed once: remove one")
         self.detach()
         _call_first(self)

@@ -170,11 +170,12 @@ def test_training_is_that_without_forebay(kind: str, lora: bool, policy: str) ->
     assert trainer.model.is_gradient_checkpointing, "as the trainer left it"
 
 
-def test_policies_change_no_bit_of_sft() -> None:
-    """With the model's own experts, training is bitwise TRL's."""
-    trainer = trainer_of("sft", [mine := callback("offload", offload="all", experts=None)], True)
+@pytest.mark.parametrize("kind", ["trainer", "sft", "dpo", "grpo"])
+def test_placements_change_no_bit(kind: str) -> None:
+    """With the model's own experts and loss."""
+    trainer = trainer_of(kind, [mine := callback("offload", offload="all", experts=None, loss=None)], True)
     trainer.train()
-    without, _ = plain("sft", True)
+    without, _ = plain(kind, True)
     assert figures(trainer) == figures(without)
     assert all(torch.equal(trained(trainer)[n], weight) for n, weight in trained(without).items())
     assert mine.memory.report().moved_bytes > 0

@@ -166,6 +166,14 @@ def test_what_a_family_does_not_have_falls_back_with_one_warning(policy, name, l
     assert all(part in message for part in says)
 
 
+def test_experts_of_another_activation_stay_the_models_own(tokens):
+    model = build_tiny("qwen3_moe", hidden_act="gelu")
+    expected = loss_and_gradients(model, tokens)
+    says = r"'model.layers.1.mlp.experts' runs as the model's own experts: Qwen3MoeExperts uses GELU.*not silu"
+    with pytest.warns(UserWarning, match=says), forebay.manage(model, "recompute", loss=None):
+        assert equal(loss_and_gradients(model, tokens), expected)
+
+
 def test_known_layers_beside_unknown_ones(tokens):
     model = build("Qwen3")
     model.model.layers[1] = build("Cohere").model.layers[0]

@@ -29,7 +29,7 @@ from forebay.models.blocks import Sublayers, install_sublayers
 from forebay.models.compile import compile_sublayer
 from forebay.models.families import UnknownLayerError, has_decoder_layers
 from forebay.models.fused_loss import install_fused_loss
-from forebay.models.hf_experts import install_experts
+from forebay.models.hf_experts import experts_modules, install_experts, why_own
 from forebay.models.placements import (
     Regions,
     install_stash,
@@ -340,9 +340,14 @@ def _pretrained_models(model: nn.Module) -> list[PreTrainedModel]:
 def _install_operations(
     model: PreTrainedModel, experts: str | None, loss: str | None, undo: ExitStack, fallbacks: list[str]
 ) -> None:
-    """Forebay's experts and the fused loss; `fallbacks` gets a message if the model's own loss has to stay."""
+    """Forebay's experts and the fused loss; `fallbacks` gets a message of what has to stay the model's own."""
     if experts is not None:
         undo.callback(install_experts(model))
+        own = next(((path, why) for path, m in experts_modules(model) if (why := why_own(m)) is not None), None)
+        if own is not None:
+            fallbacks.append(
+                f"{own[0]!r} runs as the model's own experts: {own[1]} (pass experts=None to silence this)"
+            )
     if loss is None or model.get_output_embeddings() is None:  # no head, or not in this part of the model
         return
     try:

@@ -9,9 +9,24 @@ from torch import Tensor, nn
 import forebay
 from forebay.models.families import LocalLayers, all_layers, decoder_layers, keep_part, moe_blocks
 from forebay.models.hf_experts import uses_forebay
+from forebay.models.router import RouterStats
+from forebay.moe.dispatch import LocalDispatcher
 from tests.helpers import no_warnings
 from tests.models.conftest import FAMILIES, MORE_FAMILIES, build_tiny, equal, loss_and_gradients
 
+# Their experts' output is scaled, normed, or added under a condition.
+NOT_JUST_ADDED = (
+    "afmoe",
+    "axk1",
+    "ernie4_5_moe",
+    "flex_olmo",
+    "granitemoe",
+    "granitemoehybrid",
+    "granitemoeshared",
+    "hy_v3",
+    "laguna",
+    "minimax",
+)
 # Of 5 layers: (indices, embedding, head). Two pipeline ranks of one stage each; and of two, which is a V.
 CHAIN = ((range(2), True, False), (range(2, 5), False, True))
 V = (((0, 4), True, True), ((1, 2, 3), False, False))
@@ -99,7 +114,28 @@ def test_every_family_is_managed_in_full(family: str, tokens: Tensor) -> None:
         for got, want in zip(loss_and_gradients(model, tokens), expected, strict=True):
             assert (got - want).abs().max() <= 1e-5 * want.abs().max()
         assert model(input_ids=tokens, labels=tokens).logits is None
+    dispatcher = LocalDispatcher(moe_blocks(model)[0].experts.num_experts)  # type: ignore[arg-type]
+    if family in NOT_JUST_ADDED:
+        with pytest.raises(ValueError, match="does not just add the output of its experts"):
+            forebay.manage(model, "keep", dispatcher=dispatcher)
+    else:
+        with no_warnings(), forebay.manage(model, "keep", dispatcher=dispatcher):
+            for got, want in zip(loss_and_gradients(model, tokens), expected, strict=True):
+                assert (got - want).abs().max() <= 1e-5 * want.abs().max()
     assert equal(loss_and_gradients(model, tokens), expected)
+
+
+def test_routers_that_return_other_things(tokens: Tensor) -> None:
+    """Granite returns its logits last, Jamba's router returns them alone."""
+    model = build_tiny("granitemoe")
+    stats = RouterStats(model)
+    with forebay.manage(model, "keep"), stats.recording():
+        model(tokens)
+    assert [tuple(r.logits.shape) for r in stats.records] == [(32, 8)] * 2
+    for record in stats.records:
+        assert torch.equal(record.logits.topk(2).indices.sort().values, record.ids.sort().values)
+    with pytest.raises(ValueError, match=r"feed_forward' \(Linear\) does not return logits and ids"):
+        RouterStats(build_tiny("jamba"))
 
 
 @pytest.mark.parametrize("embedding", [True, False])

@@ -1,6 +1,6 @@
 """Hugging Face experts modules on `forebay.moe.experts`.
 
-Input: a transformers model whose MoE blocks are of a supported family (`forebay.models.families`). `install_experts` puts
+Input: a transformers model whose experts other implementations may compute (`use_experts_implementation`). `install_experts` puts
 `experts_forward` around the forward of its experts modules until it is removed; `register` offers it to transformers as
 the implementation "forebay". `keep_local_experts` leaves each rank of expert parallelism its own experts. Router and
 parameters stay the model's own.
@@ -8,7 +8,7 @@ parameters stay the model's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -75,15 +75,14 @@ def register() -> str:
 
 
 def install_experts(model: nn.Module) -> Callable[[], None]:
-    """Run the experts of every MoE block of `model` on `experts_forward`, until the returned call removes it.
+    """Run all experts of `model` that Forebay can on `experts_forward`, until the returned call removes it.
 
-    Experts that use "forebay" by their configuration, whose forward is replaced, or that are not transformers' are left
-    alone. Copies and pickles of the model have their own experts.
+    Experts that use "forebay" by their configuration, whose forward is replaced, or that `why_own` refuses are left alone.
+    Copies and pickles of the model have their own experts.
     """
     undo = ExitStack()
-    for block in moe_blocks(model):
-        module = block.experts
-        if hasattr(type(module), "_apply_gate") and not uses_forebay(module) and not is_patched(module):
+    for _, module in experts_modules(model):
+        if why_own(module) is None and not uses_forebay(module) and not is_patched(module):
             put_setting(module, _INSTALLED, True)
             undo.callback(drop_setting, module, _INSTALLED)
             undo.callback(install(module, lambda _: _run_experts, traceable=True))
@@ -157,21 +156,34 @@ def activation_of(module: Any) -> str:
     Raises:
         ValueError: any other activation.
     """
+    why = why_own(module)
+    if why is not None:
+        raise ValueError(
+            f'{why}: leave this model on its own experts (experts=None, or experts_implementation="eager")'
+        )
+    return "swiglu" if type(module)._apply_gate is _default_apply_gate else "clamped_swiglu"
+
+
+def why_own(module: Any) -> str | None:
+    """Why an experts module of transformers has to compute by itself; None if Forebay's experts know its activation."""
     name = type(module).__name__
-    advice = 'leave this model on its own experts (experts=None, or experts_implementation="eager")'
     if not module.has_gate:
-        raise ValueError(f"{name} has no gate projection: {advice}")
+        return f"{name} has no gate projection"
     # A module with its own gated activation overrides `_apply_gate`. Only GPT-OSS's is known here; the attributes `alpha`
     # and `limit` prove nothing, other families use them with other formulas.
     if type(module)._apply_gate is not _default_apply_gate:
         # The defining class counts: FSDP2 makes a subclass on the fly.
         owner = next(kind for kind in type(module).__mro__ if "_apply_gate" in vars(kind))
-        if owner.__name__ == "GptOssExperts" and not module.is_concatenated:
-            return "clamped_swiglu"
-        raise ValueError(f"{name} has a gated activation of its own: {advice}")
+        known = owner.__name__ == "GptOssExperts" and not module.is_concatenated
+        return None if known else f"{name} has a gated activation of its own"
     if not isinstance(module.act_fn, (nn.SiLU, SiLUActivation)) and module.act_fn is not nn.functional.silu:
-        raise ValueError(f"{name} uses {module.act_fn}, not silu: {advice}")
-    return "swiglu"
+        return f"{name} uses {module.act_fn}, not silu"
+    return None
+
+
+def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Path and module of all experts that transformers lets other implementations compute."""
+    return ((path, module) for path, module in model.named_modules() if hasattr(type(module), "_apply_gate"))
 
 
 def light_recompute_of(experts: nn.Module) -> Callable[[bool], None] | None:

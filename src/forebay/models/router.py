@@ -35,13 +35,19 @@ class RouterStats:
     """Records routers through forward hooks, which are installed only within `recording()` and `counting()`.
 
     Raises:
-        ValueError: `model` has no MoE block of a supported class.
+        ValueError: `model` has no MoE block, or one whose router does not return logits and ids.
     """
 
     def __init__(self, model: nn.Module):
         self._blocks = moe_blocks(model)
         if not self._blocks:
             raise ValueError(f"{type(model).__name__} has no MoE block that Forebay knows")
+        for block in self._blocks:
+            if not {"logits", "ids"} <= set(block.routing.outputs):
+                raise ValueError(
+                    f"the router of {block.path!r} ({type(block.router).__name__}) does not return logits and ids, which "
+                    "losses and counts of the routing need"
+                )
         self.records: list[RouterOutput] = []
         self._counts: dict[str, Tensor] = {}
 
@@ -64,7 +70,7 @@ class RouterStats:
 
     @contextmanager
     def _hooked(self, hook: Callable[..., None]) -> Iterator[None]:
-        handles = [b.router.register_forward_hook(partial(hook, b.path)) for b in self._blocks]
+        handles = [b.router.register_forward_hook(partial(hook, b)) for b in self._blocks]
         try:
             yield
         finally:
@@ -155,18 +161,18 @@ class RouterStats:
             path: self._counts.get(path, none) + counts.get(path, none) for path in {**self._counts, **counts}
         }
 
-    def _record(self, path: str, router: nn.Module, inputs: Any, output: Any) -> None:
+    def _record(self, block: MoeBlock, router: nn.Module, inputs: Any, output: Any) -> None:
         # A forward inside a backward pass is a recomputation.
         if torch._C._current_graph_task_id() != -1:
             return
-        self.records.append(RouterOutput(path, output[0], output[2]))
-        self._count(path, router, inputs, output)
+        self.records.append(RouterOutput(block.path, *block.routing.logits_and_ids(output)))
+        self._count(block, router, inputs, output)
 
-    def _count(self, path: str, router: nn.Module, inputs: Any, output: Any) -> None:
-        logits, _, ids = output
+    def _count(self, block: MoeBlock, router: nn.Module, inputs: Any, output: Any) -> None:
+        logits, ids = block.routing.logits_and_ids(output)
         counted = _count(ids.detach(), logits.shape[1]).to(torch.int64)
-        previous = self._counts.get(path)
-        self._counts[path] = counted if previous is None else previous + counted
+        previous = self._counts.get(block.path)
+        self._counts[block.path] = counted if previous is None else previous + counted
 
     def _count_of(self, block: MoeBlock) -> Tensor:
         counted = self._counts.get(block.path)

@@ -391,6 +391,10 @@ class RoutedForward:
             return logits
         return tuple({"logits": logits, "ids": ids}.get(name) for name in self.outputs)
 
+    def logits_and_ids(self, output: Any) -> tuple[Any, Any]:
+        """Of what the router returned. Raises ValueError if it does not return both."""
+        return output[self.outputs.index("logits")], output[self.outputs.index("ids")]
+
     @property
     def _logits(self) -> str:
         if self.outputs == ("logits",):

@@ -101,7 +101,7 @@ class Trainer:
         experts = self._build_model(tokenizer.vocabulary, partition)
         self.dispatcher = parallel.dispatcher_of(self.model, mesh, config)
         self.memory = _manage(self.model, config, self.dispatcher)
-        self._router = RouterStats(self.model) if moe_blocks(self.model) else None
+        self._router = _router_stats(self.model)
         self._balance = hf_io.balance_coefficient(self.model.config)
         self.engine = self._build_engine(experts)
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -402,6 +402,15 @@ def decay_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, 
             (plain if parameter.ndim < 2 or name.endswith("bias") else decayed).append(parameter)
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
     return [g for g in groups if g["params"]]
+
+
+def _router_stats(model: Any) -> RouterStats | None:
+    if not moe_blocks(model):
+        return None
+    try:
+        return RouterStats(model)
+    except ValueError as error:
+        raise UsageError(f"model.family: {error}") from error
 
 
 def _manage(model: Any, config: Config, dispatcher: TokenDispatcher | None) -> Managed:

@@ -183,7 +183,8 @@ def why_own(module: Any) -> str | None:
 
 def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Path and module of all experts that transformers lets other implementations compute."""
-    return ((path, module) for path, module in model.named_modules() if hasattr(type(module), "_apply_gate"))
+    # What its decorator sets; some experts have an `_apply_gate` without it.
+    return ((path, module) for path, module in model.named_modules() if hasattr(module, "is_concatenated"))
 
 
 def light_recompute_of(experts: nn.Module) -> Callable[[bool], None] | None:

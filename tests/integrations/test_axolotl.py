@@ -1,15 +1,17 @@
-"""Forebay's plugin under Axolotl's plugin manager. It needs `pip install --no-deps axolotl addict`, not the rest of Axolotl."""
+"""Forebay's plugin under Axolotl's plugin manager. It needs `pip install --no-deps axolotl addict colorama`, not the rest."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from tests.seams.wrapping import LENGTH, THEIRS, VOCABULARY, tiny
 
 pytestmark = pytest.mark.integration
 NAME = "forebay.integrations.axolotl.ForebayPlugin"
+EXAMPLE = yaml.safe_load((Path(__file__).parents[2] / "examples" / "axolotl_lora.yaml").read_text("utf-8"))
 
 
 @pytest.fixture
@@ -23,19 +25,13 @@ def manager() -> Any:
     base.PluginManager._instance = None
 
 
-def _configuration(manager: Any, **keys: Any) -> Any:
-    """Keys as Axolotl hands them on: checked in a class that has the plugins' keys as well as its own."""
+def _configuration(**keys: Any) -> Any:
+    """The example's keys and these, as Axolotl hands them on: checked in its class, into which it merges those of plugins."""
+    from axolotl.integrations.config import merge_input_args
     from axolotl.utils.dict import DictDefault
-    from pydantic import BaseModel, create_model
 
-    class Theirs(BaseModel):
-        base_model: str
-        activation_offloading: bool | str | None = None
-
-    (path,) = manager.get_input_args()
-    module, _, name = path.rpartition(".")
-    merged = create_model("Merged", __base__=(Theirs, getattr(__import__(module, fromlist=[name]), name)))
-    return DictDefault(merged(base_model="tiny", **keys).model_dump(exclude_none=True))
+    merged = merge_input_args()[1]
+    return DictDefault(merged(**{**EXAMPLE, **keys}).model_dump(exclude_none=True))
 
 
 def _losses(folder: Path, callbacks: list[Any]) -> list[float]:
@@ -54,17 +50,18 @@ def _losses(folder: Path, callbacks: list[Any]) -> list[float]:
 
 @pytest.mark.parametrize("policy", ["offload", {"*.mlp": "recompute"}])
 def test_its_callback_trains_as_without_forebay(manager: Any, policy: Any, tmp_path: Path) -> None:
-    cfg = _configuration(manager, forebay_policy=policy, forebay_options={"offload": "all", "min_bytes": 1, **THEIRS})
+    options = {"offload": "all", "min_bytes": 1, **THEIRS}
+    cfg = _configuration(forebay_policy=policy, forebay_budget=None, forebay_options=options)
     callbacks = manager.add_callbacks_pre_trainer(cfg=cfg, model=None)
     assert _losses(tmp_path, callbacks) == _losses(tmp_path, [])
     (callback,) = callbacks
     assert callback.plan == ("4 offload" if policy == "offload" else "2 keep, 2 recompute")
 
 
-def test_without_keys_it_asks_for_a_budget(manager: Any) -> None:
-    with pytest.raises(ValueError, match="budget"):
-        _configuration(manager)
-    cfg = _configuration(manager, forebay_budget="60GiB")
+def test_the_example_is_read(manager: Any) -> None:
+    cfg = _configuration()
+    assert EXAMPLE["plugins"] == [NAME]
+    assert (cfg.forebay_policy, cfg.forebay_budget) == ("auto", "16GiB")
     assert len(manager.add_callbacks_pre_trainer(cfg=cfg, model=None)) == 1
 
 
@@ -72,14 +69,15 @@ def test_without_keys_it_asks_for_a_budget(manager: Any) -> None:
     ("keys", "message"),
     [
         ({"forebay_policy": "offlod"}, "offlod"),
-        ({"forebay_policy": "auto", "forebay_budget": "6 bananas"}, "6 bananas"),
-        ({"forebay_policy": "offload", "forebay_options": {"ofload": "all"}}, "forebay_options has no option 'ofload'"),
+        ({"forebay_budget": None}, "budget"),
+        ({"forebay_budget": "6 bananas"}, "6 bananas"),
+        ({"forebay_options": {"ofload": "all"}}, "forebay_options has no option 'ofload'"),
         (
-            {"forebay_policy": "offload", "activation_offloading": "disk"},
-            "activation_offloading: 'disk' and ForebayPlugin",
+            {"activation_offloading": True, "gradient_checkpointing": True},
+            "activation_offloading: True and ForebayPlugin",
         ),
     ],
 )
 def test_a_wrong_configuration_is_refused_when_it_is_read(manager: Any, keys: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        _configuration(manager, **keys)
+        _configuration(**keys)

@@ -49,7 +49,7 @@ def _run(path: str, folder: str) -> None:
 def test_an_example_runs(path: Path, tmp_path: Path) -> None:
     process = start(_run, str(path), str(tmp_path))
     try:
-        out, errors = process.communicate(timeout=120)
+        out, errors = process.communicate(timeout=250)
         assert process.returncode == 0, errors
         assert out.strip(), "an example prints what it did"
     finally:

@@ -105,6 +105,22 @@ def test_fit_is_as_without_forebay_and_logs_memory(package: str, tmp_path: Path)
         )
 
 
+@pytest.mark.gpu
+def test_fit_on_a_gpu_within_a_budget(tmp_path: Path) -> None:
+    """The budget is ample here; what is tested is that Lightning's device and compiled sublayers meet."""
+    plain, ours = module("lightning"), module("lightning")
+    options = {"accelerator": "gpu", "precision": "bf16-mixed", "max_steps": 8}
+    fit("lightning", plain, [], **options)
+    added = callback("auto", "1GiB", compile=True, min_bytes=1)
+    logger = importlib.import_module("lightning.pytorch.loggers").CSVLogger(tmp_path)
+    fit("lightning", ours, [added], logger=logger, log_every_n_steps=1, **options)
+    assert ours.losses == pytest.approx(plain.losses, rel=1e-2) and is_restored(
+        ours.model
+    )  # bf16, other orders of sums
+    logged = list(csv.DictReader((Path(logger.log_dir) / "metrics.csv").open()))
+    assert len(logged) == 8 and all(0 < float(row["memory/peak"]) < 1 for row in logged)
+
+
 def test_an_exception_detaches() -> None:
     added, failing = callback(**PLACEMENTS["offload"]), module("lightning", fails_at=2)
     with pytest.raises(KeyError, match="a batch that fails"):

@@ -97,7 +97,8 @@ def test_fit_is_as_without_forebay_and_logs_memory(package: str, tmp_path: Path)
     again = callback("auto", "1GiB", model="model")
     for _ in range(2):  # a callback serves for more than one fit
         fused = module(package)
-        fit(package, fused, [again], precision="bf16-mixed")
+        with pytest.warns(UserWarning, match="budget='1GiB' limits GPU memory, and this run is on CPUs"):
+            fit(package, fused, [again], precision="bf16-mixed")
         assert (
             len(fused.losses) == 4
             and fused.losses == pytest.approx(plain.losses, rel=5e-3)
@@ -165,5 +166,8 @@ def test_what_is_wrong_is_named() -> None:
     with pytest.raises(ValueError, match=r"model='modle' is no module of Module; its children are model, judge"):
         fit("lightning", two, [callback("offload", model="modle")])
     two.judge.requires_grad_(False)
+    with pytest.raises(ValueError, match="managed already"):
+        fit("lightning", two, [callback("offload"), callback("keep")])
+    assert is_restored(two.model)
     fit("lightning", two, [added := callback("offload")])
     assert added.memory is not None

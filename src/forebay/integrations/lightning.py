@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -58,6 +58,8 @@ class LightningForebayCallback(Callback):
         self._announced = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._arguments["budget"] is not None and trainer.strategy.root_device.type == "cpu":
+            rank_zero_warn(f"budget={self._arguments['budget']!r} limits GPU memory, and this run is on CPUs")
         self.memory = manage(_trained_model(pl_module, self._path), **self._arguments)
         self._figures, self._announced = MemoryFigures(self.memory), False
 

@@ -229,6 +229,8 @@ def test_the_api_page_lists_the_public_names_and_commands() -> None:
     page = (DOCS / "api.md").read_text("utf-8")
     names = re.findall(r"`forebay\.([A-Za-z]\w*)`", page.partition("## Python\n")[2].partition("\n\n`")[0])
     assert sorted(names) == sorted(forebay.__all__)
+    members = re.findall(r"`(\w+)(?:\(\w*\))?`", page.partition("| `forebay.Managed` |")[2].partition("\n")[0])
+    assert [m for m in members if m != "manage" and not hasattr(Managed, m)] == [] and len(members) > 5
     commands = re.findall(r"`forebay ([a-z]+)`", page.partition("## Command line\n")[2].partition("\n\n")[0])
     (parsers,) = [a.choices for a in cli._parser()._actions if isinstance(a, argparse._SubParsersAction)]
     assert sorted(commands) == sorted(parsers)

@@ -113,7 +113,7 @@ def third_party(tree: ast.AST) -> Iterator[tuple[str, str]]:
         for child in ast.iter_child_nodes(node):
             yield from walk(child, handlers)
 
-    ours = {*sys.stdlib_module_names, "forebay"}
+    ours = {*sys.stdlib_module_names, "forebay", "sitecustomize"}
     return ((module, handlers) for module, handlers in walk(tree, "") if module.split(".")[0] not in ours)
 
 

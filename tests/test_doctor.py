@@ -1,14 +1,20 @@
 """The doctor answers on every machine, says what it turns on, and survives a check that breaks."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from rich.console import Console
 
 from forebay import doctor
+from forebay.cli import main
 from forebay.doctor import Finding, examine
 from tests.conftest import Run
+from tests.models.conftest import MOE_FAMILIES, MORE_FAMILIES
+
+ROOT = Path(__file__).parents[1]
 
 NAMES = (
     "torch",
@@ -49,6 +55,23 @@ def test_a_release_outside_the_tested_range_is_named(monkeypatch: pytest.MonkeyP
         n for n, f in found().items() if f.has
     }
     assert newer["transformers"].value == "99.0.1 (newer than 5.23, the newest tested)"
+
+
+def test_the_families_are_those_of_the_page_and_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
+    """And those that the tests build run in full."""
+    page, readme = ((ROOT / path).read_text("utf-8") for path in ("docs/models.md", "README.md"))
+    release = ".".join(transformers.__version__.split(".")[:2])
+    if f"## MoE families of transformers {release}\n" not in page:
+        pytest.skip(f"the page is not of transformers {release}")
+    assert main(["doctor", "--models"]) == 0
+    printed = capsys.readouterr().out
+    assert page.endswith(f"\n\n{printed}")
+    rows = [line.strip("| ").split(" | ") for line in printed.splitlines()[2:]]
+    full = [row[0] for row in rows if row[2:5] == ["yes"] * 3]
+    assert f"| {len(full)} MoE families of transformers: {', '.join(full)} (" in readme
+    assert {*MOE_FAMILIES, *MORE_FAMILIES} <= set(full)
+    assert "its own experts" in next(row for row in rows if row[0] == "llama4")[5]
+    assert f"gradient of {len(MOE_FAMILIES) + len(MORE_FAMILIES)} of these families" in page
 
 
 @pytest.mark.gpu

@@ -151,6 +151,11 @@ def _parser() -> argparse.ArgumentParser:
 
     add = command("doctor", _doctor, help="show what this machine has, and the features that this enables")
     add("--json", action="store_true", help="as JSON")
+    add(
+        "--models",
+        action="store_true",
+        help="show what of each MoE family of transformers runs (half a minute), and no machine",
+    )
     measure = "measure this machine's GPU for plan --device (a minute) and write FILE; with torchrun, collectives too"
     add("--save-profile", metavar="FILE", type=Path, help=measure)
 
@@ -382,8 +387,16 @@ def _doctor(options: argparse.Namespace) -> None:
         if (profile := save_profile(path)) is not None:
             print(f"{path} is now a profile of {profile.title}; give it to forebay plan as --device {path}")
         return
-    from forebay.doctor import examine
+    from forebay.doctor import examine, examine_models
 
+    if options.models:
+        _quiet_transformers()
+        models = examine_models()
+        if options.json or not sys.stdout.isatty():
+            print(models.to_json() if options.json else models.markdown())
+        else:
+            _console().print(models.table())
+        return
     report = examine()
     if options.json:
         print(report.to_json())

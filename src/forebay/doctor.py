@@ -14,9 +14,10 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +27,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from forebay.errors import first_line
 from forebay.policy import format_bytes
 
+if TYPE_CHECKING:
+    from forebay.models.support import FamilySupport
+
 _COPY_BYTES = 256 << 20  # large enough for the link's full rate (H200: 54.2 GB/s at 16 MiB, 55.4 from 64 MiB on)
 _COPIES = 7  # median of
+_FAMILY_TITLES = ("family", "model_type", "experts", "sublayers", "loss", "what falls back")
 # The oldest and the newest release that the tests ran with; the oldest are the bounds in pyproject.toml. Torch 2.11 ran on GPUs
 # only: there is no CPU build of it on PyPI.
 TESTED: Mapping[str, tuple[str, str]] = {
@@ -76,6 +81,43 @@ class Report:
             mark = {True: "yes", False: "no", None: ""}[f.has]
             table.add_row(f.name, mark, f.value, f.enables)
         return table
+
+
+@dataclass(frozen=True)
+class ModelsReport:
+    """What of each MoE family of the installed transformers runs."""
+
+    families: "tuple[FamilySupport, ...]"
+
+    def to_json(self) -> str:
+        """A JSON list of objects with the fields of `forebay.models.support.FamilySupport`."""
+        return json.dumps([asdict(family) for family in self.families], indent=2)
+
+    def table(self) -> Table:
+        """For a terminal."""
+        table = Table(title=f"MoE families of transformers {metadata.version('transformers')}", title_justify="left")
+        for title in _FAMILY_TITLES:
+            table.add_column(title, overflow="fold")
+        for row in self._rows():
+            table.add_row(*row)
+        return table
+
+    def markdown(self) -> str:
+        """The table of docs/models.md."""
+        rows = (_FAMILY_TITLES, ("---",) * len(_FAMILY_TITLES), *self._rows())
+        return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        for f in self.families:
+            marks = ("yes" if has else "no" for has in (f.experts, f.sublayers, f.loss))
+            yield f.family, f.model_type, *marks, f.falls_back
+
+
+def examine_models() -> ModelsReport:
+    """Build a small model of each family on the meta device. Takes half a minute."""
+    from forebay.models.support import families
+
+    return ModelsReport(tuple(families()))
 
 
 def examine() -> Report:

@@ -87,9 +87,11 @@ _VISION = {
     "out_hidden_size": HIDDEN,
     "patch_size": 4,
 }
+_SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
 MORE_FAMILIES: dict[str, tuple[str, dict]] = {
     "afmoe": ("AfmoeConfig", {**_FEW, "num_dense_layers": 1}),
     "axk1": ("AXK1Config", _LATENT),
+    "axk2": ("AXK2Config", _LATENT),
     "deepseek_v32": ("DeepseekV32Config", {**_LATENT, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8}),
     "dots1": ("Dots1Config", {**_SHARED, "head_dim": HEAD}),
     "ernie4_5_moe": (
@@ -99,7 +101,15 @@ MORE_FAMILIES: dict[str, tuple[str, dict]] = {
     "exaone_moe": ("ExaoneMoeConfig", {**_FEW, "num_shared_experts": 1}),
     "flex_olmo": ("FlexOlmoConfig", {**_FEW, "num_key_value_heads": HEADS}),
     "glm4_moe_lite": ("Glm4MoeLiteConfig", _LATENT),
+    "glm4v_moe": (
+        "Glm4vMoeConfig",
+        {
+            "text_config": {**_SHARED, "head_dim": HEAD, "rope_parameters": _SECTIONS},
+            "vision_config": {**_VISION, "image_size": 16},
+        },
+    ),
     "granitemoe": ("GraniteMoeConfig", _GRANITE),
+    "granitemoe_swa": ("GraniteMoeSWAConfig", _GRANITE),
     "granitemoehybrid": (
         "GraniteMoeHybridConfig",
         {
@@ -125,6 +135,20 @@ MORE_FAMILIES: dict[str, tuple[str, dict]] = {
             "mamba_d_state": 4,
             "mamba_dt_rank": 4,
             "use_mamba_kernels": False,
+        },
+    ),
+    "kimi_linear": (
+        "KimiLinearConfig",
+        {
+            **_LATENT,
+            **_HYBRID,
+            "num_experts": 8,
+            "num_experts_per_token": 2,
+            "num_shared_experts": 1,
+            "mlp_layer_types": ["dense", "sparse"],
+            "linear_head_dim": 8,
+            "linear_num_heads": 2,
+            "model_max_length": 64,
         },
     ),
     "laguna": ("LagunaConfig", {**_FEW, "head_dim": HEAD}),

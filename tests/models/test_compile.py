@@ -84,7 +84,7 @@ def saved_by(tokens):
     return measure
 
 
-@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "gpt_oss", "granitemoe", "qwen3_moe"])
 def test_close_to_the_original_and_bitwise_under_checkpoints(family, tokens):
     model = build_tiny(family)
     expected = loss_and_gradients(model, tokens)

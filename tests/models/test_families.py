@@ -21,6 +21,7 @@ NOT_JUST_ADDED = (
     "ernie4_5_moe",
     "flex_olmo",
     "granitemoe",
+    "granitemoe_swa",
     "granitemoehybrid",
     "granitemoeshared",
     "hy_v3",

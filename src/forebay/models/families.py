@@ -61,6 +61,14 @@ class LayerParts:
         return f"{self.path}.{self.mixer}"
 
     @property
+    def is_added(self) -> bool:
+        """Whether a MoE block's experts only add to the hidden states, as expert parallelism needs; True without experts."""
+        if self.moe is None:
+            return True
+        front = self.moe.routing.front(direct=False)
+        return front is not None and self.halves.front(self.block, front[1]) is not None
+
+    @property
     def block_path(self) -> str:
         """Path of the MoE or dense sublayer."""
         return f"{self.path}.{self.block}"

@@ -49,7 +49,7 @@ class Managed:
     Attributes:
         manager: runs the regions and owns their store (see `forebay.memory.hooks.Manager`).
         ledger: live tickets and bytes by region and call.
-        sublayers: the sublayers of the known decoder layers.
+        sublayers: the sublayers of the decoder layers.
         pages: where stashed rows wait; None if nothing is stashed. Call its `end_step` after every step's last backward.
     """
 
@@ -151,9 +151,9 @@ def manage(
 ) -> Managed:
     """Put the saved tensors of `model` under a policy.
 
-    Regions are the attention and MLP sublayers (`...self_attn`, `...mlp`, each with its norm and residual sum) of the decoder
-    layers that Forebay knows, or else the children of module lists. A pattern may name any other module, unless it runs inside
-    compiled code.
+    Regions are the two sublayers of each decoder layer, mixer and feed-forward with their norms and residual sums, under the
+    paths of their modules (`...self_attn`, `...mlp`; `docs/models.md` has the families), or else the children of module lists. A
+    pattern may name any other module, unless it runs inside compiled code.
 
     Adapters (PEFT), FSDP, DDP and Accelerate may be applied before or after this. Inside ``torch.compile`` a managed model runs
     uncompiled (`compile=True` compiles its layers). ``copy.deepcopy`` and pickle (``torch.save(model)``) give an unmanaged,

@@ -1,5 +1,6 @@
 """Parts of every family: the names of the whole, all of it together, and what Forebay does to a model also done to a part."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -135,8 +136,11 @@ def test_routers_that_return_other_things(tokens: Tensor) -> None:
     assert [tuple(r.logits.shape) for r in stats.records] == [(32, 8)] * 2
     for record in stats.records:
         assert torch.equal(record.logits.topk(2).indices.sort().values, record.ids.sort().values)
-    with pytest.raises(ValueError, match=r"feed_forward' \(Linear\) does not return logits and ids"):
-        RouterStats(build_tiny("jamba"))
+    jamba = build_tiny("jamba")
+    alone = moe_blocks(jamba)[0].routing.outputs == ("logits",)  # until transformers 5.23
+    refusal = pytest.raises(ValueError, match=r"feed_forward' \(Linear\) does not return logits and ids")
+    with refusal if alone else nullcontext():
+        RouterStats(jamba)
 
 
 @pytest.mark.parametrize("embedding", [True, False])

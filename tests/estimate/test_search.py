@@ -360,10 +360,10 @@ def test_searches_that_cannot_be() -> None:
 def test_traces_are_shared_and_change_nothing() -> None:
     """A run planned after others is the run planned alone."""
     traces = TraceCache()
-    runs = [tiny(), tiny(parallel={"ep": 2}), tiny(microbatch=2), tiny(sequence=64), tiny(parallel={"pp": 2}), tiny()]
-    for config in runs:
-        shared = fit_run(config, plan_layers(config, 2, traces), 2, traces=traces)
-        assert shared == fit_run(config, plan_layers(config, 2, TraceCache()), 2, traces=TraceCache())
+    meshes: list[dict[str, int]] = [{}, {"ep": 2}, {"ep": 4}, {"pp": 2}, {"pp": 2, "ep": 2}, {}]
+    for config in (tiny(), tiny(microbatch=2), tiny(sequence=64), *(tiny(parallel=mesh) for mesh in meshes)):
+        shared = fit_run(config, plan_layers(config, 4, traces), 4, traces=traces)
+        assert shared == fit_run(config, plan_layers(config, 4, TraceCache()), 4, traces=TraceCache())
 
 
 def test_a_bare_model_has_settings_that_follow_the_gpus() -> None:

@@ -237,6 +237,26 @@ def test_expert_parallelism_receives_rows() -> None:
     assert sum(four.layers[1].mlp.deferred) > 0 and not four.layers[0].mlp.deferred
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_trace_like_another_is_the_trace_alone(family: str, compiled: bool) -> None:
+    options: dict[str, Any] = {"block": GPU_BLOCK, "gpu": True, "compiled": compiled, "stages": True, "balance": True}
+    asked = Shape(SEQUENCE, BATCH, ep=4, skew=1.5, deferred_weight_grads=True, **options)
+    other = Shape(SEQUENCE, BATCH, ep=2, capacity_factor=2.0, **options)
+    attention = "eager" if family == "gpt_oss" else "sdpa"
+    assert asked.without_experts() == other.without_experts()
+    alone, like = (trace_model(built(family, "meta", attention=attention), shape) for shape in (asked, other))
+    found = trace_model(built(family, "meta", attention=attention), asked, like)
+    assert alone.layers != like.layers
+    assert (found.layers, found.head, found.shared, found.balance) == (
+        alone.layers,
+        alone.head,
+        alone.shared,
+        alone.balance,
+    )
+    assert found.embedding.saved == alone.embedding.saved
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_rows_of_a_planned_dispatcher_are_those_of_random_routing(ranks: int) -> None:
     tokens, experts, slots = 4096, 64, 4

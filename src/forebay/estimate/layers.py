@@ -192,7 +192,9 @@ def layer_costs(config: Config, declared: Any, sharing: Sharing, traces: TraceCa
         forward, backward = times(part)
         return LayerCost(forward.alone + backward.alone, part.saved)
 
-    return ModelCosts(tuple(map(layer, range(len(trace.layers)))), end(trace.embedding), end(trace.head))
+    first = {id(traced): number for number, traced in reversed(list(enumerate(trace.layers)))}  # of each kind
+    by_kind = {kind: layer(number) for kind, number in first.items()}
+    return ModelCosts(tuple(by_kind[id(t)] for t in trace.layers), end(trace.embedding), end(trace.head))
 
 
 def shape_of(config: Config, declared: Any, sharing: Sharing, skew: float = 1.0) -> Shape:

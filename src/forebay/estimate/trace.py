@@ -9,10 +9,11 @@ own, whose forward and backward are recorded (`forebay.estimate.op_recorder`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -173,14 +174,17 @@ class TraceRun:
 
     Fake tensors are on the CPU, because torch's CPU wheels abort where autograd meets a fake CUDA tensor.
 
+    Args:
+        known: parts that need not run, by module path or "head".
+
     Attributes:
         parts: by module path, "embedding" or "head".
         balance: see `ModelTrace`.
     """
 
-    def __init__(self, model: Any, base: Any, shape: Shape):
+    def __init__(self, model: Any, base: Any, shape: Shape, known: Mapping[str, PartTrace] = MappingProxyType({})):
         self.model, self.base, self.shape = model, base, shape
-        self.parts: dict[str, PartTrace] = {}
+        self.parts: dict[str, PartTrace] = dict(known)
         self.balance = 0
         self._recorder = OpRecorder(shape.block, shape.deferred_weight_grads, shape.compiled)
         self._open: dict[str, _TracedPart] = {}
@@ -219,6 +223,8 @@ class TraceRun:
             x = self._part("embedding", None, lambda: self.base.embed_tokens(ids))
             self._last = x
             self.base(inputs_embeds=x, use_cache=False)  # its last norm runs again as a part of the head
+            if "head" in self.parts:
+                return
             self._part("head", self._last, partial(self._head, labels=labels))
             if self.shape.balance and self._routed:
                 self._part("balance", None, lambda: balance_loss(self._routed))
@@ -262,6 +268,9 @@ class TraceRun:
 
         def sublayer(x: Tensor, **keywords: Any) -> Any:
             found: list[Any] = []
+            if site.path in self.parts:
+                self._last = torch.empty_like(x)
+                return self._last if site.path.endswith(".self_attn") else (self._last, None, None)
             if "attention_mask" in keywords and self._needs_no_mask(site.module):
                 keywords["attention_mask"] = None
             for shared in tree_leaves(keywords):
@@ -462,8 +471,11 @@ class _Root(torch.autograd.Function):
         return ctx.given.pop(), None
 
 
-def trace_model(model: Any, shape: Shape) -> ModelTrace:
+def trace_model(model: Any, shape: Shape, like: ModelTrace | None = None) -> ModelTrace:
     """Trace `model`, which is on the meta device, in the dtype of computation, and not usable afterwards.
+
+    `like` is a trace of the same model, with the same `Shape.without_experts`: only embedding and MoE sublayers run, and the rest
+    is taken from it.
 
     Saved bytes are counted as `forebay.memory.profiler` does: distinct storages that autograd saves first in this part, without
     parameters and their views. With compiled sublayers, saved bytes are an upper bound. A weight gradient is counted in the peak
@@ -478,24 +490,39 @@ def trace_model(model: Any, shape: Shape) -> ModelTrace:
     if not layers:
         raise ValueError(f"{type(model).__name__} has no decoder layers that Forebay knows")
     kinds = [_kind(layer) for layer in layers]
-    numbers = sorted(n for k in set(kinds) for n in [i for i, kind in enumerate(kinds) if kind == k][:2])
+    several = 2 if like is None else 1  # what layers share, the first one saves
+    numbers = sorted(n for k in set(kinds) for n in [i for i, kind in enumerate(kinds) if kind == k][:several])
     base.layers = _Chosen(layers[n] for n in numbers)
     model.config.use_cache = False
     with torch.enable_grad(), FakeTensorMode(), _GpuFunctions() if shape.gpu else nullcontext():
         _make_fake(model)
-        run = TraceRun(model.train(), base, shape)
+        run = TraceRun(model.train(), base, shape, {} if like is None else _without_experts(like, numbers, model))
         run.forward()
         run.backward()
     sublayers = _by_sublayer(run, numbers, layers, kinds)
-    first = run.parts[f"{base_path(model)}.layers.0.self_attn"]
+    shared, balance = run.parts[f"{base_path(model)}.layers.0.self_attn"].saved, run.balance
+    shared -= sublayers[kinds[0]].attention.saved
+    if like is not None:
+        shared, balance = like.shared, like.balance
     return ModelTrace(
         run.parts["embedding"],
         tuple(sublayers[kind] for kind in kinds),
         run.parts["head"],
-        first.saved - sublayers[kinds[numbers[0]]].attention.saved,
-        run.balance,
+        shared,
+        balance,
         len(sublayers),
     )
+
+
+def _without_experts(trace: ModelTrace, numbers: list[int], model: Any) -> dict[str, PartTrace]:
+    """The head, attention and dense sublayers of a trace, by the path that layer `numbers[n]` has as the n-th."""
+    found = {"head": trace.head}
+    for place, number in enumerate(numbers):
+        layer, path = trace.layers[number], f"{base_path(model)}.layers.{place}"
+        found[f"{path}.self_attn"] = layer.attention
+        if not layer.is_moe:
+            found[f"{path}.mlp"] = layer.mlp
+    return found
 
 
 def base_path(model: Any) -> str:

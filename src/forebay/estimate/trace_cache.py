@@ -1,8 +1,8 @@
 """Caches what a plan computes about a model (traces, pipeline actions) for as long as a plan or search lasts.
 
 Input: a `[model]` section and the Hugging Face configuration it declares. Output: `ModelFacts`, the trace of any `Shape` and
-pipeline actions. Many meshes and sizes of one model share most of these, and traces take most of a plan's time. A trace
-uses its model up, so the model is built again for the next one, on the meta device.
+pipeline actions. Many meshes and sizes of one model share most of these: traces that differ in how experts are shared have all
+but the MoE sublayers in common. A trace uses its model up, so the model is built again for the next one, on the meta device.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class TraceCache:
         self._facts: dict[str, ModelFacts] = {}
         self._unused: dict[str, Any] = {}  # models that were not used up by a trace
         self._traces: dict[tuple[str, Shape], ModelTrace] = {}
+        self._alike: dict[tuple[str, Shape], ModelTrace] = {}  # by `Shape.without_experts`
         self._actions: dict[Any, tuple[tuple[Action, ...], ...]] = {}
 
     def facts(self, section: Model, declared: Any) -> ModelFacts:
@@ -80,10 +81,12 @@ class TraceCache:
         key, shape = _key(section, declared), replace(shape, **self._shape)
         if (key, shape) not in self._traces:
             model = self._unused.pop(key, None) or self._skeleton(section, declared)[0]
+            like = key, shape.without_experts()
             try:
-                self._traces[key, shape] = trace_model(model, shape)
+                self._traces[key, shape] = trace_model(model, shape, self._alike.get(like))
             except ValueError as error:
                 raise UsageError(f"this model cannot be traced: {first_line(error)}") from error
+            self._alike.setdefault(like, self._traces[key, shape])
         return self._traces[key, shape]
 
     def _skeleton(self, section: Model, declared: Any) -> tuple[Any, str]:

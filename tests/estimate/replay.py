@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from forebay.estimate.allocator import Block, CachingAllocator
+from forebay.estimate.types import AllocEvent, Freed, Mark, Op
 
 _ELSEWHERE = 1 << 46  # addresses of segments that the history does not have
 
@@ -52,6 +53,23 @@ class Replay:
     model_peak: int
     real_allocated: int
     model_allocated: int
+
+
+def peak_of(events: Sequence[AllocEvent | Op | Freed | Mark], begin: int = 0) -> int:
+    """How far live bytes rise above their level before entry `begin`, from there on; of a part's events, or of a log."""
+    sizes: dict[int, int] = {}
+    base = peak = 0
+    for at, entry in enumerate(events):
+        if at == begin:
+            base = peak = sum(sizes.values())
+        if isinstance(entry, Op):
+            sizes |= {m.number: m.size for m in entry.made}
+        elif isinstance(entry, Freed) or (not isinstance(entry, Mark) and not entry[1]):
+            sizes.pop(entry[0], None)
+        elif not isinstance(entry, Mark) and entry[0] >= 0:
+            sizes[entry[0]] = entry[1]
+        peak = max(peak, sum(sizes.values()))
+    return peak - base
 
 
 def read_history(path: Path) -> list[tuple[str, int, int, int]]:

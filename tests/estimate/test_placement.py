@@ -19,26 +19,31 @@ from forebay.estimate.layers import plan_layers
 from forebay.estimate.placement import Choice, Machine, Option, by_kind, choose, option, rank_options, sentences
 from forebay.estimate.plan import fit_run
 from forebay.estimate.trace_cache import TraceCache
-from forebay.estimate.types import LayerTrace, ModelTrace, PartTrace, StageLayers
+from forebay.estimate.types import LayerTrace, ModelTrace, OpCost, PartTrace, StageLayers
 from forebay.estimate.walk import StepLevel
 
 FAST = 1e30  # a link that carries everything at once
 EVERY = frozenset({"recompute", "offload", "stash"})
-PLAIN = PartTrace(saved=90, inputs=11, forward=120, backward=70, forward_flops=100, backward_flops=200)
-MOE = replace(PLAIN, light=(40, 75), stash=(30, 20))
+
+
+def traced(saved: int, inputs: int, forward: int, backward: int) -> PartTrace:
+    """A part whose forward and backward take so many hundredths of a second on `machine()`."""
+    ops = [(OpCost("gemm", flops, 0),) for flops in (forward, backward)]
+    return PartTrace(saved, inputs, forward_ops=ops[0], backward_ops=ops[1])
+
+
+PLAIN = traced(90, 11, 100, 200)
+MOE = replace(PLAIN, light=40, stash=(30, 20))
 
 
 def machine(rate: float = FAST) -> Machine:
-    return Machine(lambda part: (part.forward_flops / 100, part.backward_flops / 100), rate, rate, 1e3)
+    return Machine(lambda part: (part.forward_ops[0].flops / 100, part.backward_ops[0].flops / 100), rate, rate, 1e3)
 
 
 def part(chance: random.Random, moe: bool) -> PartTrace:
     saved = chance.randint(50, 200)
-    figures = [chance.randint(*limits) for limits in ((5, 20), (20, 80), (20, 80), (100, 300), (200, 600))]
-    plain = PartTrace(saved, *figures)
-    if not moe:
-        return plain
-    return replace(plain, light=(saved // 2, plain.backward + 9), stash=(saved // 3, saved // 5))
+    plain = traced(saved, *(chance.randint(*limits) for limits in ((5, 20), (100, 300), (200, 600))))
+    return replace(plain, light=saved // 2, stash=(saved // 3, saved // 5)) if moe else plain
 
 
 class Case:
@@ -49,9 +54,9 @@ class Case:
         chance = random.Random(seed)
         self.machine, self.microbatches = machine(speed), 1 + seed % 2
         trace = ModelTrace(
-            embedding=PartTrace(2, 0, 10, 12, 1, 2),
+            embedding=traced(2, 0, 1, 2),
             layers=tuple(LayerTrace(part(chance, False), part(chance, True), True) for _ in range(layers)),
-            head=PartTrace(30, 8, 40, 25, 50, 100),
+            head=traced(30, 8, 50, 100),
             shared=5,
             balance=3,
             kinds=2,

@@ -59,21 +59,6 @@ def part_events(
     )  # fmt: skip
 
 
-def peak_of(events: Iterable[AllocEvent], sizes: dict[int, int]) -> int:
-    """How far live bytes rise above their begin. `sizes` has the storages that are live before; it is updated."""
-    level = peak = 0
-    for number, size in events:
-        if number < 0:
-            continue
-        if size:
-            sizes[number] = size
-            level += size
-            peak = max(peak, level)
-        else:
-            level -= sizes.pop(number, 0)
-    return peak
-
-
 def _never_freed(events: Sequence[AllocEvent]) -> list[int]:
     freed = {n for n, size in events if not size}
     return [n for n, size in events if size and n >= 0 and n not in freed]

@@ -1,7 +1,7 @@
-"""Records what runs on fake tensors: live bytes and their peak, FLOPs, costs, and the order of allocations and frees.
+"""Records what runs on fake tensors: costs, and the order of allocations and frees.
 
-Input: an `OpRecorder` is entered around code that makes fake tensors. Output: `now`, `peak`, `flops`, `tally`, and a
-`log` for `forebay.estimate.events`. A storage counts from the operation that makes it until no tensor refers to it;
+Input: an `OpRecorder` is entered around code that makes fake tensors. Output: `tally`, and a `log` for
+`forebay.estimate.events`. A storage counts from the operation that makes it until no tensor refers to it;
 the recorder holds weak references only. It also tracks the origins of each storage: the inputs and the results of
 GEMMs, attention, opaque operations and reductions from which compiled code could recompute it.
 """
@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from forebay.estimate.events import peak_of
 from forebay.estimate.op_costs import Tally
 from forebay.estimate.types import ALL_TO_ALL_BEGIN, ALL_TO_ALL_END, MATMUL, Freed, Log, Mark, NewStorage, Op
 from forebay.estimate.workspaces import EAGER_ONLY, FREE_ARGUMENT, WorkspaceStep, workspace_steps
@@ -37,8 +36,7 @@ _TRANSFERS = frozenset(f"forebay.{name}.default" for name in ("dispatch", "combi
 class OpRecorder(TorchDispatchMode):
     """See the module docstring.
 
-    FLOPs are those of `torch.utils.flop_counter`: attention counts masked pairs too. Workspaces of operations that are opaque to
-    autograd, such as `forebay::experts`, come from `forebay.estimate.workspaces`.
+    Workspaces of operations that are opaque to autograd, such as `forebay::experts`, come from `forebay.estimate.workspaces`.
 
     Args:
         block: bytes to which the allocator rounds a storage; 512 on CUDA, 1 on a CPU.
@@ -46,8 +44,6 @@ class OpRecorder(TorchDispatchMode):
         fused: the code is compiled.
 
     Attributes:
-        now, peak: bytes of storages made inside; assign `now` to `peak` to measure from here.
-        flops: of all operations since it was last set to 0.
         tally: costs of the operations.
         transferred: storages that the token dispatcher made.
         experts: of the last experts that ran, the numbers of their rows and of their first product; -1 if that is not saved.
@@ -57,7 +53,6 @@ class OpRecorder(TorchDispatchMode):
     def __init__(self, block: int, deferred_weight_grads: bool = False, fused: bool = False):
         super().__init__()
         self.tally = Tally(fused, self.origins, self.origin_size)
-        self.now = self.peak = self.flops = 0
         self.log: Log = []
         self.transferred: set[int] = set()
         self.experts, self.head_sum = (-1, -1), -1
@@ -108,12 +103,11 @@ class OpRecorder(TorchDispatchMode):
         self._record(func, packet, args, kwargs, out)
         formula = flop_registry.get(packet)
         flops = int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
-        self.flops += flops
         self.tally.see(func, args, kwargs, out, flops)
         return out
 
     def _record(self, func: Any, packet: Any, args: Any, kwargs: Any, out: Any) -> None:
-        before, name = self.now, str(func)
+        name = str(func)
         results = _tensors(out)
         sources = _tensors((args, kwargs))
         new = [self._add(leaf, sources if packet in self._recomputable else None) for leaf in results]
@@ -130,7 +124,6 @@ class OpRecorder(TorchDispatchMode):
             self.log += [Mark(ALL_TO_ALL_BEGIN), Op(False, reads, made), Mark(ALL_TO_ALL_END)]
         elif steps:
             self._log_workspace(reads, args, new, steps)
-            self.peak = max(self.peak, before + self._workspace_peak(results, steps))
         elif made or (results and not getattr(func, "is_view", False)):
             if name in _MATMULS:
                 self.log.append(Mark(MATMUL))
@@ -152,8 +145,6 @@ class OpRecorder(TorchDispatchMode):
             self._add_origin(key, size, number)
         else:
             self._origins[key] = frozenset().union(*map(self.origins, sources))
-        self.now += size
-        self.peak = max(self.peak, self.now)
         weakref.finalize(storage, self._drop, key).atexit = False
         origins = frozenset(self._origin_storages[o] for o in self._origins[key])
         return NewStorage(number, size, recomputable, origins)
@@ -164,7 +155,7 @@ class OpRecorder(TorchDispatchMode):
         self._origin_storages.append(number)
 
     def _drop(self, key: int) -> None:
-        self.now -= self._sizes.pop(key)
+        del self._sizes[key]
         self._origins.pop(key, None)
         self.tally.forget(key)
         number = self._numbers.pop(key)
@@ -214,16 +205,6 @@ class OpRecorder(TorchDispatchMode):
         if unmade:
             self.log.append(Op(False, reads, tuple(unmade.values())))
         self.log += [Freed(n) for n in workspaces.values()]
-
-    def _workspace_peak(self, results: list[Tensor], steps: tuple[WorkspaceStep, ...]) -> int:
-        numbers: dict[Any, int] = {}
-        events = []
-        for key, size in steps:
-            number = numbers.setdefault(key, len(numbers))
-            given = self.size(results[key]) if isinstance(key, int) and key < len(results) else self._rounded(size)
-            if given or not isinstance(key, int):
-                events.append((number, given))
-        return peak_of(events, {})
 
     def _rounded(self, size: int) -> int:
         return -(-size // self._block) * self._block

@@ -164,8 +164,8 @@ def option(
     saved, seconds = part.saved, machine.seconds(part)[0]
     match placement:
         case "recompute" if part.light is not None and recompute != "full":
-            held, _ = part.light  # "save-dispatch" holds less, and is counted as "light"
-            return Option(path, placement, saved, held + more, LIGHT_RECOMPUTE_SHARE * seconds)
+            # "save-dispatch" holds less, and is counted as "light".
+            return Option(path, placement, saved, part.light + more, LIGHT_RECOMPUTE_SHARE * seconds)
         case "recompute":
             return Option(path, placement, saved, min(part.inputs, saved) + more, seconds)
         case "offload":

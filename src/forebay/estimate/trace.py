@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from forebay.estimate.events import NamedStorages, part_events, peak_of
+from forebay.estimate.events import NamedStorages, part_events
 from forebay.estimate.op_recorder import OpRecorder
 from forebay.estimate.state import weight_name
 from forebay.estimate.types import (
@@ -135,8 +135,6 @@ class _TracedPart:
     output: Tensor
     x: Tensor | None
     saved: int
-    forward: int
-    flops: int
     log: slice
     kept: tuple[int, ...]
     compiled: bool
@@ -144,8 +142,6 @@ class _TracedPart:
     forward_ops: tuple[OpCost, ...]
     experts: tuple[int, int]
     head_sum: int
-    backward: int = 0
-    backward_flops: int = 0
     stash: tuple[int, int] = (0, 0)
     deferred: tuple[int, ...] = ()
     token_rows: int = 0
@@ -155,8 +151,7 @@ class _TracedPart:
 
     def result(self, inputs: int, light: _TracedPart | None) -> PartTrace:
         return PartTrace(
-            self.saved, inputs, self.forward, self.backward, self.flops, self.backward_flops,
-            None if light is None else (light.saved, light.backward), self.stash, self.deferred, self.token_rows,
+            self.saved, inputs, None if light is None else light.saved, self.stash, self.deferred, self.token_rows,
             self.forward_ops, self.backward_ops, () if light is None else light.backward_ops,
             self.events, None if light is None else light.events,
         )  # fmt: skip
@@ -317,7 +312,7 @@ class TraceRun:
             if not self.shape.compiled:
                 no_grad = self._without_graph(leaf, run, forget)
         self._restart()
-        begin, at = recorder.now, len(recorder.log)
+        at = len(recorder.log)
         saved: dict[StorageWeakRef, _SavedStorage] = {}
         with saved_tensors_hooks(partial(self._pack, saved), lambda tensor: tensor):
             output = run() if leaf is None else run(leaf)
@@ -332,13 +327,12 @@ class TraceRun:
             size = min(size, sum(map(recorder.origin_size, origins)))
             kept = tuple(sorted(map(recorder.origin_storage, origins))) if compiled else kept
         self._open[path] = _TracedPart(
-            output, leaf, size, recorder.peak - begin, recorder.flops, slice(at, len(recorder.log)), kept, compiled,
-            no_grad, recorder.tally.take([output]), recorder.experts, recorder.head_sum,
+            output, leaf, size, slice(at, len(recorder.log)), kept, compiled, no_grad, recorder.tally.take([output]),
+            recorder.experts, recorder.head_sum,
         )  # fmt: skip
         return output.detach()
 
     def _restart(self) -> None:
-        self._recorder.peak, self._recorder.flops = self._recorder.now, 0
         self._recorder.experts, self._recorder.head_sum = (-1, -1), -1
         self._recorder.tally.take()
 
@@ -370,8 +364,7 @@ class TraceRun:
         recorder = self._recorder
         output, part.output = part.output, part.output.new_empty(0)
         self._restart()
-        begin, out, width = recorder.now, recorder.number(output), recorder.size(output)
-        at, self._weight_grads = len(recorder.log), {}
+        out, at, self._weight_grads = recorder.number(output), len(recorder.log), {}
         gradient = torch.empty_like(output)
         given = recorder.number(gradient)
         if output.requires_grad:
@@ -380,7 +373,6 @@ class TraceRun:
             del output, gradient
             root.backward()
             del root
-        part.backward, part.backward_flops = recorder.peak - begin, recorder.flops
         x = dx = -1
         grads: list[Tensor] = []
         if part.x is not None:
@@ -395,11 +387,7 @@ class TraceRun:
         transferred = frozenset(recorder.transferred)
         named = NamedStorages(x, out, given, dx, self._weight_grads, part.kept, transferred, *part.experts)
         events = part_events(recorder.log[part.log], log, named, part.compiled, part.no_grad)
-        part.events = events = replace(events, head_sum=_derived(part.head_sum, log))
-        if part.compiled:
-            sizes = dict(e for e in events.forward if e[1] and e[0] >= 0)
-            part.forward = peak_of(events.forward, {})
-            part.backward = peak_of(((given, width), *events.backward), sizes)
+        part.events = replace(events, head_sum=_derived(part.head_sum, log))
 
     def _drop_weight_grad(self, parameter: Tensor) -> None:
         """The sum that it is added to is counted elsewhere."""

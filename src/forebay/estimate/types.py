@@ -160,15 +160,12 @@ class OpCost:
 
 @dataclass(frozen=True)
 class PartTrace:
-    """One microbatch in one part of a model: embedding, sublayer, or head with its loss. Bytes and FLOPs.
+    """One microbatch in one part of a model: embedding, sublayer, or head with its loss. Figures are bytes.
 
     Attributes:
         saved: for backward.
         inputs: of the input hidden states, which recomputing the part keeps.
-        forward: how far memory rises above the level at which forward begins, without the input.
-        backward: how far it rises above the level at which backward begins, the incoming gradient included.
-        forward_flops, backward_flops: torch's formulas, which count masked pairs of attention too.
-        light: `saved` and `backward` under light recomputation of the experts, or None.
+        light: `saved` under light recomputation of the experts, or None.
         stash: bytes of the experts' x and h in buffers of the capacity, and of the rows that arrive; (0, 0) without expert
             parallelism..
         deferred: bytes of each tensor that deferred weight gradients of the experts keep (`forebay.moe.wgrad`).
@@ -179,11 +176,7 @@ class PartTrace:
 
     saved: int
     inputs: int
-    forward: int
-    backward: int
-    forward_flops: int
-    backward_flops: int
-    light: tuple[int, int] | None = None
+    light: int | None = None
     stash: tuple[int, int] = (0, 0)
     deferred: tuple[int, ...] = ()
     token_rows: int = 0
@@ -197,9 +190,8 @@ class PartTrace:
         """The part with light recomputation in place of its own figures; itself if it has none."""
         if self.light is None:
             return self
-        saved, backward = self.light
         return replace(
-            self, saved=saved, backward=backward, backward_ops=self.light_ops, events=self.light_events,
+            self, saved=self.light, backward_ops=self.light_ops, events=self.light_events,
             light=None, light_ops=(), light_events=None,
         )  # fmt: skip
 

@@ -384,7 +384,8 @@ class TraceRun:
         log = recorder.log[at:]
         if part.x is not None:
             part.x.grad = None
-        transferred = frozenset(recorder.transferred)
+        own = {m.number for entry in (*recorder.log[part.log], *log) if isinstance(entry, Op) for m in entry.made}
+        transferred = frozenset(recorder.transferred & own)
         named = NamedStorages(x, out, given, dx, self._weight_grads, part.kept, transferred, *part.experts)
         events = part_events(recorder.log[part.log], log, named, part.compiled, part.no_grad)
         part.events = replace(events, head_sum=_derived(part.head_sum, log))

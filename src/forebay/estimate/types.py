@@ -135,8 +135,8 @@ class Shape:
     autocast: bool = False
 
     def without_experts(self) -> Shape:
-        """The shape without that on which only MoE sublayers depend. Other parts tell whether there are transfers at all."""
-        return replace(self, ep=min(self.ep, 2), skew=1.0, capacity_factor=0.0, deferred_weight_grads=False)
+        """The shape without that on which only MoE sublayers depend."""
+        return replace(self, ep=1, skew=1.0, capacity_factor=0.0, deferred_weight_grads=False)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import functools
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,6 +36,15 @@ def _no_collection_of_modules() -> None:
 def _one_thread_and_a_seed() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _accelerate_starts_anew() -> Iterator[None]:
+    """Trainers and `Accelerator` keep their settings, such as the precision, for as long as the process lives."""
+    yield
+    if (state := sys.modules.get("accelerate.state")) is not None:
+        state.AcceleratorState._reset_state(True)
+        state.GradientState._reset_state()
 
 
 @pytest.fixture

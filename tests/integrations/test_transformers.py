@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 import forebay
+import forebay.integrations.trl
 import forebay.models.fused_loss
 from forebay.integrations.run import parse_policy
 from forebay.managed import unwrap
@@ -232,6 +233,30 @@ def test_the_fused_loss_runs_inside_of_mixed_precision(lora: bool, monkeypatch: 
         losses.append([row["loss"] for row in figures(trainer)])
     assert dtypes == [torch.bfloat16] * 8
     torch.testing.assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=2e-2, atol=0)  # of bf16
+
+
+@pytest.mark.parametrize(("lora", "loss", "calls"), [(True, "fused", 8), (False, "fused", 0), (True, None, 0)])
+def test_log_probabilities_of_sft(lora: bool, loss: Any, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forebay's where the head is frozen, in training alone, under mixed precision, and in a second `train` too. The test above
+    shows that the figures are TRL's."""
+    seen: list[torch.dtype] = []
+    ours = forebay.integrations.trl.linear_log_probs
+
+    def counted(hidden: Tensor, *args: Any, **options: Any) -> Any:
+        seen.append(torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else hidden.dtype)
+        return ours(hidden, *args, **options)
+
+    monkeypatch.setattr(forebay.integrations.trl, "linear_log_probs", counted)
+    rows = []
+    for callbacks in ([], [callback("offload", loss=loss)]):
+        trainer = trainer_of("sft", callbacks, lora, max_steps=4, bf16=True)
+        theirs = unwrap(trainer.model)[0].forward
+        trainer.train(), trainer.evaluate(), trainer.train()
+        assert theirs.__func__ is unwrap(trainer.model)[0].forward.__func__ or not lora, "TRL's forward is back"
+        rows.append(figures(trainer))
+    assert seen == [torch.bfloat16] * calls
+    for theirs, mine in zip(*rows, strict=True):
+        assert mine == pytest.approx(theirs, rel=2e-2, abs=0.1)  # of bf16; an accuracy may differ by one token of 20
 
 
 class _Reporter(TrainerCallback):

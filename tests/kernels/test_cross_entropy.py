@@ -40,7 +40,17 @@ def check(
     x = logits.double().clone().requires_grad_()
     want = F.cross_entropy(x, targets, ignore_index=ignore, reduction="none")
     (want_grad,) = torch.autograd.grad(want.sum(), x)
-    loss = cross_entropy_(logits, targets, ignore_index=ignore, backend=backend)
+    log_p = x.detach().log_softmax(-1)
+    counted = targets != ignore
+    entropy = torch.full(targets.shape, NAN, dtype=torch.promote_types(logits.dtype, torch.float32), device=DEVICE)
+    top1 = torch.ones_like(targets, dtype=torch.bool)
+    # As torch has it for a clean tensor: NaN logits are only in rows that do not count.
+    is_top1 = (x.nan_to_num().argmax(-1) == targets) & counted
+    stats = (entropy, top1)
+    loss = cross_entropy_(logits, targets, ignore_index=ignore, stats=stats, backend=backend)
+    want_entropy = -(log_p.exp() * log_p.masked_fill(log_p == -INF, 0)).sum(-1).masked_fill(~counted, 0)
+    torch.testing.assert_close(entropy.double(), want_entropy, rtol=1e-5, atol=2e-5)
+    assert torch.equal(top1, is_top1)
     loss_tolerance = 1e-7 if logits.dtype == torch.float64 else 1e-5
     torch.testing.assert_close(loss.double(), want.detach(), rtol=loss_tolerance, atol=loss_tolerance)
     rtol = tolerance or GRAD_TOLERANCE[logits.dtype]

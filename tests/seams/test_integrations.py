@@ -171,14 +171,7 @@ def test_adapters_merge_and_unload_after_management() -> None:
 
 @pytest.fixture
 def accelerator() -> Any:
-    accelerate = pytest.importorskip("accelerate")
-    from accelerate.state import AcceleratorState, GradientState
-
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    yield accelerate.Accelerator(mixed_precision="bf16", cpu=True)
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
+    return pytest.importorskip("accelerate").Accelerator(mixed_precision="bf16", cpu=True)
 
 
 @ORDERS

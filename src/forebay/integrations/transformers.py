@@ -5,7 +5,7 @@ Input: a policy and a budget, and a trainer that the callback is given to. Outpu
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -13,6 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import CallbackHandler
 
 from forebay.integrations.common import MemoryFigures, manage_arguments, plan_text
+from forebay.integrations.trl import install_log_probs
 from forebay.managed import Managed, manage, unwrap
 from forebay.memory.overrides import drop_setting, hold_place, put_setting, setting
 from forebay.policy import PolicyError
@@ -56,6 +57,7 @@ class ForebayCallback(TrainerCallback):
         self._state: TrainerState | None = None
         self._checkpointed: list[Any] = []  # layers whose gradient checkpointing is switched off
         self._figures: MemoryFigures | None = None
+        self._remove_log_probs: Callable[[], None] | None = None
         self.plan = ""
 
     def on_init_end(
@@ -88,6 +90,7 @@ class ForebayCallback(TrainerCallback):
         self._switch_checkpointing(False)
         try:
             self.memory = manage(model, **self._arguments)
+            self._remove_log_probs = install_log_probs(inner)
         except BaseException:
             self._switch_checkpointing(True)
             raise
@@ -122,6 +125,8 @@ class ForebayCallback(TrainerCallback):
         """Restore the model, if it is managed by this callback."""
         if self._model is None or self.memory is None:
             return
+        if self._remove_log_probs is not None:
+            self._remove_log_probs()
         self.memory.detach()
         drop_setting(self._model, _OWNER)
         self._switch_checkpointing(True)

@@ -1,8 +1,9 @@
 """Cross entropy over a block of logits, with the gradient written over the logits.
 
-Input: logits [C, V] and targets [C]. Output: the loss of each row [C], and optionally the logits overwritten by
-`softmax(logits) - onehot(target)`. The caller owns the logits. The gradient-in-forward method and the in-place overwrite are
-those of Liger-Kernel's `fused_linear_cross_entropy` (BSD-2-Clause); this code is written anew.
+Input: logits [C, V] and targets [C]. Output: the loss of each row [C], and optionally its entropy, whether the target is the
+first of its largest logits, and the logits overwritten by `softmax(logits) - onehot(target)`. The caller owns the logits. The
+gradient-in-forward method and the in-place overwrite are those of Liger-Kernel's `fused_linear_cross_entropy` (BSD-2-Clause);
+this code is written anew.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ _MAX_BLOCK = 8192
 
 @triton.jit
 def _cross_entropy_kernel(
-    logits_ptr, targets_ptr, loss_ptr,
+    logits_ptr, targets_ptr, loss_ptr, entropy_ptr, top1_ptr,
     row_stride, ignore_index,
-    V: tl.constexpr, WRITE_GRAD: tl.constexpr, BLOCK: tl.constexpr,
+    V: tl.constexpr, WRITE_GRAD: tl.constexpr, STATS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Row `program_id(0)` of logits [C, V]. First pass: running max and sum of exp(x - max). Second pass: the gradient.
 
@@ -38,6 +39,9 @@ def _cross_entropy_kernel(
     target = tl.load(targets_ptr + row)
     if target == ignore_index:
         tl.store(loss_ptr + row, 0.0)
+        if STATS:
+            tl.store(entropy_ptr + row, 0.0)
+            tl.store(top1_ptr + row, False)
         if WRITE_GRAD:
             for start in range(0, V, BLOCK):
                 cols = start + tl.arange(0, BLOCK)
@@ -51,16 +55,26 @@ def _cross_entropy_kernel(
 
     m = tl.full((), float("-inf"), tl.float32)
     s = tl.zeros((), tl.float32)
+    weighted = tl.zeros((), tl.float32)  # sum of exp(x - m) x
+    before = tl.full((), float("-inf"), tl.float32)  # the largest logit before the target's
     for start in range(0, V, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         x = tl.load(row_ptr + cols, mask=cols < V, other=float("-inf")).to(tl.float32)
         m_new = tl.maximum(m, tl.max(x, 0))
         # While all seen is -inf, subtract 0 instead: -inf - -inf is NaN, exp(-inf - 0) is 0.
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        s = s * tl.exp(m - m_safe) + tl.sum(tl.exp(x - m_safe), 0)
+        scale = tl.exp(m - m_safe)
+        e = tl.exp(x - m_safe)
+        s = s * scale + tl.sum(e, 0)
+        if STATS:
+            weighted = weighted * scale + tl.sum(tl.where(e > 0, e * x, 0.0), 0)
+            before = tl.maximum(before, tl.max(tl.where(cols < target, x, float("-inf")), 0))
         m = m_new
     # Subtract m from the target's logit first: log(s) + m - x loses digits when m is large.
     tl.store(loss_ptr + row, tl.log(s) - (x_target - m))
+    if STATS:
+        tl.store(entropy_ptr + row, tl.log(s) + (m - weighted / s))
+        tl.store(top1_ptr + row, (x_target >= m) & (x_target > before))
 
     if WRITE_GRAD:
         one_over_s = tl.where(in_range, 1.0 / s, float("nan"))
@@ -72,7 +86,9 @@ def _cross_entropy_kernel(
             tl.store(row_ptr + cols, grad.to(logits_ptr.dtype.element_ty), mask=cols < V)
 
 
-def _reference(logits: Tensor, targets: Tensor, ignore_index: int, write_grad: bool) -> Tensor:
+def _reference(
+    logits: Tensor, targets: Tensor, ignore_index: int, write_grad: bool, stats: tuple[Tensor, Tensor] | None
+) -> Tensor:
     """Plain PyTorch form of `cross_entropy_`, with one more temporary [C, V] in fp32 (fp64 for fp64 logits)."""
     n_cols = logits.shape[1]
     compute = torch.float64 if logits.dtype == torch.float64 else torch.float32
@@ -83,6 +99,10 @@ def _reference(logits: Tensor, targets: Tensor, ignore_index: int, write_grad: b
     log_p = torch.log_softmax(logits, dim=-1, dtype=compute)
     loss = -log_p.gather(1, column).squeeze(1)
     loss.masked_fill_(bad, float("nan")).masked_fill_(ignored, 0.0)
+    if stats is not None:
+        entropy, top1 = stats
+        entropy.copy_(torch.special.entr(log_p.exp()).sum(-1).masked_fill_(ignored, 0.0))
+        top1.copy_((log_p.argmax(-1) == targets) & ~ignored)
     if write_grad:
         grad = log_p.exp_()
         grad.scatter_add_(1, column, grad.new_full((), -1.0).expand_as(column))
@@ -98,6 +118,7 @@ def cross_entropy_(
     *,
     ignore_index: int = -100,
     write_grad: bool = True,
+    stats: tuple[Tensor, Tensor] | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
     """Cross entropy of each row; overwrites `logits` by their gradient for an upstream gradient of one if `write_grad`.
@@ -111,6 +132,8 @@ def cross_entropy_(
         logits: [C, V], V >= 1, last dimension contiguous. Rows may be further apart than V; they must not overlap if
             `write_grad`.
         targets: [C] int64, on the same device, any stride.
+        stats: two contiguous tensors [C] to write: the entropy of each row, in the dtype of the result, and (bool) whether the
+            target is the first of the row's largest logits. 0 and False for an ignored row.
         backend: "auto" is Triton on a CUDA device (except for fp64), PyTorch elsewhere.
 
     Returns:
@@ -131,14 +154,14 @@ def cross_entropy_(
     if write_grad:
         check_written("logits", logits)
     if not use_triton(backend, logits):
-        return _reference(logits, targets, ignore_index, write_grad)
+        return _reference(logits, targets, ignore_index, write_grad, stats)
     loss = torch.empty(rows, device=logits.device, dtype=torch.float32)
     if rows == 0:
         return loss
     block = min(max(triton.next_power_of_2(n_cols), _MIN_BLOCK), _MAX_BLOCK)
     with on_device_of(logits):
         _cross_entropy_kernel[(rows,)](
-            logits, targets, loss, logits.stride(0), ignore_index,
-            V=n_cols, WRITE_GRAD=write_grad, BLOCK=block, num_warps=8 if block == _MAX_BLOCK else 4,
+            logits, targets, loss, *(stats or (loss, loss)), logits.stride(0), ignore_index,
+            V=n_cols, WRITE_GRAD=write_grad, STATS=stats is not None, BLOCK=block, num_warps=8 if block == _MAX_BLOCK else 4,
         )  # fmt: skip
     return loss

@@ -13,7 +13,7 @@ from forebay.models.hf_experts import uses_forebay
 from forebay.models.router import RouterStats
 from forebay.moe.dispatch import LocalDispatcher
 from tests.helpers import no_warnings
-from tests.models.conftest import FAMILIES, MORE_FAMILIES, build_tiny, equal, loss_and_gradients
+from tests.models.conftest import FAMILIES, MOE_FAMILIES, MORE_FAMILIES, build_tiny, equal, loss_and_gradients
 
 # Their experts' output is scaled, normed, or added under a condition.
 NOT_JUST_ADDED = (
@@ -99,7 +99,7 @@ def test_a_part_is_managed_and_its_layers_run(family: str, tokens: Tensor) -> No
                 assert torch.equal(x, hidden[n]), n
 
 
-@pytest.mark.parametrize("family", MORE_FAMILIES)
+@pytest.mark.parametrize("family", [*MOE_FAMILIES, *MORE_FAMILIES])
 def test_every_family_is_managed_in_full(family: str, tokens: Tensor) -> None:
     """Sublayers change no bit. Forebay's experts and loss round differently: 1e-5 of a gradient's largest value, in fp32."""
     model = build_tiny(family)

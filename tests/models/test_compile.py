@@ -99,9 +99,16 @@ def test_close_to_the_original_and_bitwise_under_checkpoints(family, tokens):
     assert _close(loss_and_gradients(model, tokens), expected)
 
 
-def test_qwen3_moe_saves_these_bytes(saved_by):
-    """The attention sublayer: its input, q, k and v before norm and rotation, the output, and sums."""
+@pytest.mark.parametrize("r", [0, pytest.param(4, marks=pytest.mark.integration)])
+def test_qwen3_moe_saves_these_bytes(saved_by, r):
+    """The attention sublayer: its input, q, k and v before norm and rotation, the output, and sums.
+
+    With LoRA of rank r on the four projections and everything else frozen: the same, and for each its r numbers a token.
+    """
     model = build_tiny("qwen3_moe", torch.bfloat16)
+    if r:
+        peft = pytest.importorskip("peft")
+        peft.get_peft_model(model, peft.LoraConfig(r=r, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]))
     sublayers = _compiled(model)
     attention = (
         BF16 * HIDDEN  # its input
@@ -109,6 +116,7 @@ def test_qwen3_moe_saves_these_bytes(saved_by):
         + (BF16 * HEAD + FP32) * (HEADS + KV_HEADS)  # q and k as projected, and of their norms
         + BF16 * HEAD * KV_HEADS  # v
         + (BF16 * HEAD + FP32) * HEADS  # attention's output and log-sum-exp
+        + FP32 * 4 * r  # PEFT's factors are fp32
     )
     assert saved_by(model, sublayers["model.layers.1.self_attn"]) == TOKENS * attention
     moe = (

@@ -29,7 +29,7 @@ from forebay.models.blocks import Sublayers, install_sublayers
 from forebay.models.compile import compile_sublayer
 from forebay.models.families import UnknownLayerError, has_decoder_layers
 from forebay.models.fused_loss import install_fused_loss
-from forebay.models.hf_experts import experts_modules, install_experts, why_own
+from forebay.models.hf_experts import experts_modules, install_experts, quantized_weight, why_own
 from forebay.models.placements import (
     Regions,
     install_stash,
@@ -343,7 +343,9 @@ def _install_operations(
     """Forebay's experts and the fused loss; `fallbacks` gets a message of what has to stay the model's own."""
     if experts is not None:
         undo.callback(install_experts(model))
-        own = next(((path, why) for path, m in experts_modules(model) if (why := why_own(m)) is not None), None)
+        own = next(
+            ((path, why) for path, m in experts_modules(model) if (why := why_own(m) or quantized_weight(m))), None
+        )
         if own is not None:
             fallbacks.append(
                 f"{own[0]!r} runs as the model's own experts: {own[1]} (pass experts=None to silence this)"

@@ -1,9 +1,12 @@
 """Storages are known again by where they are and how often they were written to."""
 
+from types import SimpleNamespace
+
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing._internal.two_tensor import TwoTensor
 
-from forebay.memory.storage import storable, storage_key
+from forebay.memory.storage import RegionWeights, storable, storage_key
 
 
 def test_a_key_is_of_one_storage_and_version_while_a_weak_reference_lives() -> None:
@@ -28,3 +31,18 @@ def test_what_a_store_may_take() -> None:
     assert storable(tensor, cpu, 1, {tensor.data_ptr()}) is None
     assert storable(torch.zeros(0), cpu, 0, none) is None
     assert storable(torch.eye(4).to_sparse(), cpu, 1, none) is None
+
+
+def test_the_parts_of_a_weight_that_is_a_tensor_subclass_are_weights() -> None:
+    """As a quantized weight's payload and scales, which compiled code saves instead of the weight."""
+    a, b, scale = torch.randn(3, 4), torch.randn(3, 4), torch.randn(3)
+    inner = TwoTensor(a, b)
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(TwoTensor(inner, b.clone()))
+    module.plain = torch.nn.Parameter(torch.randn(3, 4))
+    module.weight.state = SimpleNamespace(nested=SimpleNamespace(scale=scale))  # type: ignore[assignment]
+    module.plain.note = SimpleNamespace(activation=torch.randn(3))  # type: ignore[attr-defined]
+    weights = RegionWeights(module)
+    cpu = torch.device("cpu")
+    assert [storable(t, cpu, 1, weights) for t in (a, b.t(), scale, module.plain.t())] == [None] * 4
+    assert storable(module.plain.note.activation, cpu, 1, weights) is not None  # type: ignore[union-attr]

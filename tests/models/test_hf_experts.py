@@ -9,6 +9,7 @@ import transformers
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+import forebay
 from forebay.models import hf_experts
 from forebay.models.families import moe_blocks
 from tests.models.conftest import FAMILIES, HIDDEN, MOE_FAMILIES, VOCABULARY, build_tiny
@@ -143,3 +144,14 @@ def test_refuses_what_it_would_compute_wrongly(change: Callable[[nn.Module], Non
     change(module)
     with pytest.raises(ValueError, match=message):
         module(torch.randn(3, HIDDEN), torch.randint(0, 8, (3, 2)), torch.rand(3, 2))
+
+
+def test_quantized_experts_are_left_alone() -> None:
+    model = build("qwen3_moe")
+    blocks = moe_blocks(model)
+    for block in blocks:
+        stack = block.experts.down_proj
+        block.experts.down_proj = nn.Parameter(stack.detach().to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.warns(UserWarning, match=r"own experts: down_proj .* is quantized \(torch.float8_e4m3fn\)") as caught:
+        forebay.manage(model)
+    assert len(caught) == 1 and not any(hf_experts.uses_forebay(block.experts) for block in blocks)

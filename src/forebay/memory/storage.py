@@ -46,12 +46,29 @@ class RegionWeights(Container[int]):
 
 def _weight_pointers(module: torch.nn.Module) -> frozenset[int]:
     found = set()
-    for parameter in (*module.parameters(), *module.buffers(), *_fsdp1_views(module)):
-        # Expert-parallel weights stay DTensors while unsharded; autograd saves their local part.
-        tensor = local(parameter.data)
-        if _is_plain(tensor):
-            found.add(tensor.untyped_storage().data_ptr())
+    for weight in (*module.parameters(), *module.buffers(), *_fsdp1_views(module)):
+        found |= {tensor.untyped_storage().data_ptr() for tensor in plain_tensors(weight)}
     return frozenset(found)
+
+
+def plain_tensors(weight: object, depth: int = 3) -> Iterator[torch.Tensor]:
+    """The plain tensors that hold a weight: itself, or the payload and the scales of a quantized one.
+
+    Those are attributes of a tensor subclass (torchao, bitsandbytes), or of an attribute: `quant_state` and its own state.
+    Compiled code saves them instead of the weight.
+    """
+    owners = [weight]
+    if isinstance(weight, torch.Tensor):
+        # Expert-parallel weights stay DTensors while unsharded; autograd saves their local part.
+        tensor = local(weight.data)
+        if _is_plain(tensor):
+            yield tensor
+        if type(weight) in _PLAIN:
+            return
+        owners.append(tensor)
+    for value in [v for owner in owners for v in getattr(owner, "__dict__", {}).values()] if depth else ():
+        if hasattr(value, "__dict__") and not isinstance(value, (torch.nn.Module, type)):
+            yield from plain_tensors(value, depth - 1)
 
 
 def _fsdp1_views(module: torch.nn.Module) -> Iterator[torch.Tensor]:

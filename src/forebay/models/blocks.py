@@ -27,7 +27,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from forebay.memory.overrides import ForwardFn, InnerForward, install, is_managed, is_patched
 from forebay.models.compile import check_compiler, compile_sublayer
 from forebay.models.families import LayerParts, MoeBlock, check_block, decoder_layers, innermost
-from forebay.models.hf_experts import light_recompute_of, uses_forebay
+from forebay.models.hf_experts import light_recompute_of, quantized_weight, uses_forebay
 from forebay.models.low_rank import is_adapted, run_experts, why_unsupported
 from forebay.moe.dispatch import Front, MoeStages, TokenDispatcher
 
@@ -286,6 +286,12 @@ class SublayerForward:
 
     def _check_adapters(self, moe: MoeBlock, compiled: bool) -> None:
         experts, router = self._block.experts, getattr(self._block, moe.routing.router)
+        forebays = uses_forebay(innermost(experts))
+        if forebays and (quantized := quantized_weight(innermost(experts))):
+            raise RuntimeError(
+                f"{self.mlp.path!r}: {quantized}, which Forebay's experts cannot read: quantize before forebay.manage, or leave "
+                "the model on its own experts (experts=None)"
+            )
         why = why_unsupported(experts)
         if compiled and (why or is_adapted(router)):
             raise RuntimeError(
@@ -293,7 +299,7 @@ class SublayerForward:
                 f"which compiled code cannot ({why or 'they are on the router'}): manage the model without compile, or put the "
                 "adapters on modules (target_modules)"
             )
-        if why and not self._warned and uses_forebay(innermost(experts)):
+        if why and not self._warned and forebays:
             self._warned = True
             # No path in the text: Python shows equal warnings once.
             warnings.warn(

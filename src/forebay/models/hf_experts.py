@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers.activations import SiLUActivation
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
@@ -77,12 +78,13 @@ def register() -> str:
 def install_experts(model: nn.Module) -> Callable[[], None]:
     """Run all experts of `model` that Forebay can on `experts_forward`, until the returned call removes it.
 
-    Experts that use "forebay" by their configuration, whose forward is replaced, or that `why_own` refuses are left alone.
-    Copies and pickles of the model have their own experts.
+    Experts that use "forebay" by their configuration, whose forward is replaced, that are quantized, or that `why_own` refuses
+    are left alone. Copies and pickles of the model have their own experts.
     """
     undo = ExitStack()
     for _, module in experts_modules(model):
-        if why_own(module) is None and not uses_forebay(module) and not is_patched(module):
+        refused = why_own(module) or quantized_weight(module)
+        if not refused and not uses_forebay(module) and not is_patched(module):
             put_setting(module, _INSTALLED, True)
             undo.callback(drop_setting, module, _INSTALLED)
             undo.callback(install(module, lambda _: _run_experts, traceable=True))
@@ -178,6 +180,16 @@ def why_own(module: Any) -> str | None:
         return None if known else f"{name} has a gated activation of its own"
     if not isinstance(module.act_fn, (nn.SiLU, SiLUActivation)) and module.act_fn is not nn.functional.silu:
         return f"{name} uses {module.act_fn}, not silu"
+    return None
+
+
+def quantized_weight(experts: nn.Module) -> str | None:
+    """A description of the first weight that is no plain tensor of 16 bits or more; None if there is none."""
+    for name, weight in experts.named_parameters():
+        tensor = local(weight.data)
+        if type(tensor) not in (Tensor, FakeTensor) or not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+            kind = type(weight).__name__ if type(weight) is not nn.Parameter else str(tensor.dtype)
+            return f"{name} of {type(experts).__name__} is quantized ({kind})"
     return None
 
 

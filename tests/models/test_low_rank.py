@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import forebay
 from forebay.models.families import moe_blocks
 from forebay.models.low_rank import run_experts
-from tests.models.conftest import build_tiny, token_ids
+from forebay.moe.dispatch import LocalDispatcher
+from tests.models.conftest import EXPERTS, build_tiny, token_ids
 
 pytestmark = pytest.mark.integration
 peft = pytest.importorskip("peft")
@@ -246,6 +247,22 @@ def test_what_cannot_run_so_runs_as_peft_runs_it_and_says_why() -> None:
         model.base_model.model.model.layers[1].mlp.experts.register_forward_hook(lambda *_: None)
         with pytest.raises(RuntimeError, match=r"compiled code cannot \(an adapter has a module hook"):
             step(model)
+
+
+def test_in_the_stages_of_expert_parallelism() -> None:
+    """Same results there; rows of experts with adapters cannot be stashed."""
+    model = adapted(model_of())
+    with forebay.manage(model), no_updated_weights():
+        want = step(model)
+    dispatcher = LocalDispatcher(EXPERTS)
+    for policy in ("keep", "recompute"):
+        with forebay.manage(model, policy, dispatcher=dispatcher), no_updated_weights():
+            assert_near(step(model), want, WHOLE_MODEL)
+    with (
+        forebay.manage(model, "stash", dispatcher=dispatcher),
+        pytest.raises(ValueError, match=r"LoRA.*stash"),
+    ):
+        step(model)
 
 
 def test_a_recomputation_notices_changed_factors() -> None:

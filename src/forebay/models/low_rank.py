@@ -90,7 +90,7 @@ def _update(wrapper: Any, name: str) -> LowRank:
     """
     a, b, count = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight, wrapper.num_experts
     scale = float(wrapper.scaling[name])
-    return LowRank(a.view(count, -1, a.shape[1]), b.view(b.shape[0], -1, count).permute(2, 0, 1), scale)
+    return LowRank(a.reshape(count, -1, a.shape[1]), b.reshape(b.shape[0], -1, count).permute(2, 0, 1), scale)
 
 
 def _joined(updates: list[LowRank]) -> LowRank:

@@ -8,8 +8,8 @@ products of `forebay.moe.experts_op`, and the gradients of a and b. For N rows o
     dlow = dy @ (scale * b)                    [N, r]
     dx   = dy @ W + dlow @ a,   da = dlow.T @ rows,   db = scale * dy.T @ low
 
-`low` and `dlow` are never saved: r of 16 makes 2 % of the traffic that recomputing `low` costs. A row costs 2r(in + out) FLOPs in
-forward and twice that in backward, and as many again as forward's 2r * in for `low`.
+Nothing of this is saved: backward computes `low` again from the rows that a's gradient needs. A row costs 2r(in + out) FLOPs in
+forward, and in backward twice that and 2r * in for `low`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """The command line: ``forebay train | run | plan | profile | doctor | report | export``.
 
-Results go to standard output. A failure is one sentence on the error stream and an exit code: 1 failed while running (broken
-files, a full disk, a loss that is not finite, Ctrl-C, SIGTERM), 2 not possible as asked (a wrong key, pattern, budget, path or
-device), 3 the run does not fit (``plan --budget``), 130 Ctrl-C ended ``plan --search``. ``--debug`` also shows the traceback.
-One of the processes that torchrun started prints. Torch is imported only by the commands that need it, so that ``--help`` is
-quick.
+Results go to standard output. A failure is one sentence on the error stream and an exit code, which `forebay.errors` has by
+cause and docs/api.md lists. ``--debug`` also shows the traceback. One of the processes that torchrun started prints. Torch is
+imported only by the commands that need it, so that ``--help`` is quick.
 """
 
 import argparse
@@ -21,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forebay import __version__
-from forebay.errors import ForebayError, ReportedElsewhere, RunError, UsageError
+from forebay.errors import DoesNotFit, ForebayError, Interrupted, ReportedElsewhere, RunError, UsageError, exit_code_of
 from forebay.policy import BudgetError, PolicyError, parse_bytes
 
 if TYPE_CHECKING:
@@ -31,8 +29,6 @@ if TYPE_CHECKING:
     from forebay.estimate.device import DeviceProfile
     from forebay.pipeline.partition import Partition
 
-_DOES_NOT_FIT = 3
-_INTERRUPTED = 130  # as shells have it for a process that SIGINT ended
 _EVERY = 5.0  # seconds between two lines of progress where the error stream is no terminal
 _WIDTH = 120  # of tables where the output is no terminal
 
@@ -55,8 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(error, getattr(error, "exit_code", UsageError.exit_code), options.debug)
     except KeyboardInterrupt as error:
         advice = "; earlier checkpoints are intact, continue with --resume" if options.command == "train" else ""
-        code = _INTERRUPTED if getattr(options, "search", None) else RunError.exit_code
-        return _fail(RunError(f"stopped by Ctrl-C{advice}"), code, options.debug, error)
+        return _fail(Interrupted(f"stopped by Ctrl-C{advice}"), Interrupted.exit_code, options.debug, error)
     except BrokenPipeError:  # the reader of the output ended, as `head` does
         # Without this, the interpreter's last flush prints an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -65,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.debug:
             raise
         sentence = f"{type(error).__name__}: {error}; this is unexpected, --debug shows where it happened"
-        return _fail(RunError(sentence), RunError.exit_code, False)
+        return _fail(RunError(sentence), exit_code_of(error), False)
     return code
 
 
@@ -103,7 +98,10 @@ def _parser() -> argparse.ArgumentParser:
         return added.add_argument
 
     add = command("train", _train, configured, help="train a model")
-    resume = "continue from a run or checkpoint folder; without PATH, from the newest in log.folder"
+    resume = (
+        "continue from a run or checkpoint folder; without PATH, from the newest in log.folder; "
+        "with auto, from the newest if there is one, and start otherwise"
+    )
     add("--resume", nargs="?", const="", metavar="PATH", help=resume)
 
     managed = "run a program with the models of its Hugging Face trainers under forebay.manage"
@@ -275,8 +273,8 @@ def _answer_plan(options: argparse.Namespace, budget: int | None) -> int:
             print(f"page {page}")
     if found is not None and found.interrupted:
         print("forebay: the search was interrupted; this is the best so far", file=sys.stderr)
-        return _INTERRUPTED
-    return _DOES_NOT_FIT if fit.fits is False else 0
+        return Interrupted.exit_code
+    return DoesNotFit.exit_code if fit.fits is False else 0
 
 
 def _answer_hf(options: argparse.Namespace, budget: int | None) -> int:
@@ -299,7 +297,7 @@ def _answer_hf(options: argparse.Namespace, budget: int | None) -> int:
         console = _console()
         console.print(plan.arguments.sentence(), highlight=False)
         console.print(plan.table(), highlight=False)
-    return _DOES_NOT_FIT if plan.managed.fits is False else 0
+    return DoesNotFit.exit_code if plan.managed.fits is False else 0
 
 
 class _Progress:

@@ -7,6 +7,7 @@ can be seen without data, weights or a GPU raises `UsageError`, which names the 
 
 import dataclasses
 import math
+import re
 import tomllib
 import types
 import typing
@@ -92,6 +93,10 @@ class Train:
     router_bias_rate: float = key(0.001, "Step of the router's balancing bias (DeepSeek-V3 and GLM-4-MoE).", low=0.0)
     eval_every: int = key(0, "Steps between validations; 0 is never.", low=0)
     eval_batches: int = key(4, "Batches a validation.", low=1)
+    time_limit: str = key(
+        "",
+        "Time that a process may train, such as '3h50m'; it stops early enough to save a checkpoint. '' is no limit.",
+    )
 
 
 @dataclass(frozen=True)
@@ -465,12 +470,32 @@ def _model_and_data_mistakes(c: Config) -> Iterator[str]:
         yield "data.source = 'stdlib' takes no data.path; valid sources for a path are text, jsonl, parquet, hf"
 
 
+def parse_duration(text: str) -> float:
+    """Seconds of a text such as ``3h50m``, ``90m`` or ``45s``: whole numbers of days, hours, minutes and seconds.
+
+    Raises:
+        ValueError: not a duration, or 0.
+    """
+    found = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text.replace(" ", ""))
+    seconds = (
+        0 if found is None else sum(int(n or 0) * s for n, s in zip(found.groups(), (86400, 3600, 60, 1), strict=True))
+    )
+    if not seconds:
+        raise ValueError(f"{text!r} is no duration; valid are '3h50m', '90m', '1d12h', '45s'")
+    return float(seconds)
+
+
 def _training_mistakes(c: Config) -> Iterator[str]:
     warmup, decay, steps = c.schedule.warmup, c.schedule.decay, c.train.steps
     if c.train.batch % c.microbatch():
         yield f"train.batch = {c.train.batch} is no multiple of train.microbatch = {c.train.microbatch}"
     if c.train.eval_every and not c.data.validation:
         yield "train.eval_every needs data.validation above 0"
+    if c.train.time_limit:
+        try:
+            parse_duration(c.train.time_limit)
+        except ValueError as error:
+            yield f"train.time_limit: {error}"
     if not all(0.0 <= b < 1.0 for b in c.optimizer.betas):
         yield f"optimizer.betas = {list(c.optimizer.betas)} must be two numbers in [0, 1)"
     if c.schedule.kind == "wsd" and not decay:

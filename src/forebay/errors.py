@@ -17,13 +17,47 @@ class UsageError(ForebayError):
 
 
 class RunError(ForebayError):
-    """A failure while running: a broken file, a full disk, a loss that is not finite (exit code 1)."""
+    """A failure while running, such as a broken file or a full disk (exit code 1)."""
 
     exit_code = 1
 
 
-class Interrupted(RunError):
-    """The run stopped because of Ctrl-C or SIGTERM (exit code 1)."""
+class DoesNotFit(RunError):
+    """The run does not fit into the memory of the device or of the host (exit code 3, as of a plan that does not fit)."""
+
+    exit_code = 3
+
+
+class NotFinite(RunError):
+    """The loss or the gradient norm is NaN or infinite (exit code 4)."""
+
+    exit_code = 4
+
+
+class PeerLost(RunError):
+    """Another process of the run died or hangs (exit code 5), or failed: then `exit_code` is that of its failure."""
+
+    exit_code = 5
+
+    def __init__(self, message: str, exit_code: int = 5):
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class Stopped(RunError):
+    """The run stopped before its last step because it was asked to."""
+
+
+class Preempted(Stopped):
+    """SIGTERM, SIGUSR1 or `train.time_limit` stopped the run (exit code 75, which sysexits.h calls EX_TEMPFAIL)."""
+
+    exit_code = 75
+
+
+class Interrupted(Stopped):
+    """Ctrl-C stopped the run (exit code 130, as shells have it for a process that SIGINT ended)."""
+
+    exit_code = 130
 
 
 class ReportedElsewhere(ForebayError):
@@ -32,6 +66,15 @@ class ReportedElsewhere(ForebayError):
     def __init__(self, exit_code: int = 1):
         super().__init__("another process says why")
         self.exit_code = exit_code
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The exit code of a process that `error` ends."""
+    if isinstance(error, KeyboardInterrupt):
+        return Interrupted.exit_code
+    if isinstance(error, MemoryError):
+        return DoesNotFit.exit_code
+    return getattr(error, "exit_code", RunError.exit_code)
 
 
 def first_line(error: BaseException) -> str:

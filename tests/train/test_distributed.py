@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from forebay.cli import main
 from forebay.config import Config, check_world, from_mapping
-from forebay.errors import Interrupted, ReportedElsewhere, RunError, UsageError
+from forebay.errors import Preempted, ReportedElsewhere, RunError, UsageError
 from forebay.train.distributed import ALONE, Mesh, World
 from forebay.train.loop import train
 from forebay.train.trainer import Trainer
@@ -131,8 +131,8 @@ def whole_runs(rank: int, world: int, raw: dict[str, Any], stopping: dict[str, A
     Trainer.step = interrupted  # type: ignore[method-assign]
     try:
         train(from_mapping(stopping), quiet())
-    except (Interrupted, ReportedElsewhere) as error:
-        return [str(folder), type(error).__name__, str(error)]
+    except (Preempted, ReportedElsewhere) as error:
+        return [str(folder), type(error).__name__, str(error), error.exit_code]
     return []
 
 
@@ -142,9 +142,13 @@ def test_whole_runs(tiny: Callable[..., Config], tmp_path: Path) -> None:
     together = {"train": sizes, "checkpoint": {"last": False}, "parallel": {"ep": 2, "overlap": True}}
     raw = tiny(**together).to_dict()
     stopping = tiny(**{**together, "log": {"folder": str(tmp_path / "stopped")}}).to_dict()
-    (folder, kind, message), (same, other, _) = run_ranks(whole_runs, 2, raw, stopping)
+    (folder, kind, message, code), (same, other, _, its_code) = run_ranks(whole_runs, 2, raw, stopping)
     assert folder == same == str(tmp_path / "run-2"), "ranks took different folders"
-    assert (kind, other) == ("Interrupted", "ReportedElsewhere") and "stopped by SIGTERM after step 2 of 3" in message
+    assert (
+        (kind, other) == ("Preempted", "ReportedElsewhere")
+        and code == its_code == 75
+        and "stopped by SIGTERM after step 2 of 3" in message
+    )
     read = metrics(alone), metrics(Path(folder))
     assert len(read[0]) == len(read[1]) == 4  # three steps and a validation, each written once
     for one, many in zip(*read, strict=True):
@@ -192,7 +196,9 @@ def test_as_a_person_starts_it(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
         check=False,
     )
-    assert late.returncode == 1 and late.stderr.count("which is not finite") == 1, late.stderr
+    assert late.returncode == 1 and "exitcode  : 4" in late.stderr and late.stderr.count("which is not finite") == 1, (
+        late.stderr
+    )
     assert late.stdout.count("step 00000001/00000002") == 1 and "on 2 x CPU" in late.stdout
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from forebay.cli import main
-from forebay.errors import RunError
+from forebay.errors import PeerLost, RunError
 from forebay.train.heartbeat import Heartbeat
 from forebay.train.loop import _naming_lost
 from tests.ranks import Started, free_port, start, start_ranks
@@ -49,7 +49,7 @@ def test_a_dead_or_frozen_process_is_named(tmp_path: Path, how: signal.Signals, 
         processes[2].send_signal(how)
         others = [p for rank, p in enumerate(processes) if rank != 2]
         message = "".join("".join(p.communicate(timeout=90)) for p in others)
-        assert all(p.returncode == 1 for p in others), [p.returncode for p in others]
+        assert all(p.returncode == PeerLost.exit_code for p in others), [p.returncode for p in others]
         if how == signal.SIGKILL:  # on the same machine a death is known at once
             assert time.monotonic() - began < 40
     finally:
@@ -75,9 +75,9 @@ def test_no_process_is_blamed_while_it_beats_or_after_it_left() -> None:
     with hearts[0]:
         with hearts[1], hearts[2]:
             time.sleep(0.5)
-            assert hearts[0].describe_lost() == ""
+            assert hearts[0].find_lost() is None
         time.sleep(1.5)
-        assert hearts[0].describe_lost() == ""
+        assert hearts[0].find_lost() is None
     assert left == []
 
 
@@ -88,9 +88,9 @@ def test_silence_ends_the_others(capsys: pytest.CaptureFixture[str]) -> None:
     with Heartbeat(store, 0, 2, 1.0, lambda: "all is lost", period=0.05, leave=left.append) as heart:
         time.sleep(0.6)
         assert left == []
-        assert re.fullmatch(r"process 1 \(elsewhere, pid 77\) has not answered for \d s", heart.describe_lost())
+        assert re.fullmatch(r"process 1 \(elsewhere, pid 77\) has not answered for \d s", str(heart.find_lost()))
         time.sleep(1.0)
-        assert set(left) == {1}
+        assert set(left) == {5}
     message = capsys.readouterr().err
     assert (
         message.count("the run has ended; all is lost") == 1
@@ -107,11 +107,12 @@ def test_an_error_of_one_is_known_to_all(capsys: pytest.CaptureFixture[str]) -> 
             with pytest.raises(MemoryError), Heartbeat(store, 1, 3, 60.0, str, period=0.05):
                 time.sleep(0.3)
                 raise MemoryError("too large\nby far")
-            assert "failed: too large" in third.describe_lost()
+            assert "failed: too large" in str(third.find_lost())
             raise ValueError("connection closed by somebody")
-        assert re.fullmatch(r"process 1 \(\S+, pid \d+\) failed: too large", heart.describe_lost())
+        lost = heart.find_lost()
+        assert re.fullmatch(r"process 1 \(\S+, pid \d+\) failed: too large", str(lost))
         time.sleep(0.6)
-        assert set(left) == {1}
+        assert lost is not None and {lost.exit_code, *left} == {3}  # that of a MemoryError
     assert "failed: too large; the run has ended" in capsys.readouterr().err
 
 
@@ -135,8 +136,8 @@ def test_the_store_dies_with_its_process(tmp_path: Path, capsys: pytest.CaptureF
             time.sleep(0.3)
             holder.kill()
             time.sleep(1.5)
-            assert set(left) == {1}
-            assert first.describe_lost().endswith(f"pid {holder.pid}) died")
+            assert set(left) == {5}
+            assert str(first.find_lost()).endswith(f"pid {holder.pid}) died")
     finally:
         holder.kill()
     assert f"pid {holder.pid}) died; the run has ended" in capsys.readouterr().err
@@ -145,10 +146,10 @@ def test_the_store_dies_with_its_process(tmp_path: Path, capsys: pytest.CaptureF
 def raised(error: Exception, cause: Exception | None) -> tuple[str, int]:
     """The message of an error inside a run in which a process died, and how often the heartbeat was asked for a lost process."""
     heart = MagicMock()
-    heart.describe_lost.return_value = "process 2 (here, pid 7) died"
+    heart.find_lost.return_value = PeerLost("process 2 (here, pid 7) died", 3)
     with pytest.raises((RunError, OSError, RuntimeError)) as caught, _naming_lost(heart, lambda: "all is intact"):
         raise error from cause
-    return str(caught.value), heart.describe_lost.call_count
+    return str(caught.value), heart.find_lost.call_count
 
 
 def test_the_dead_process_is_named_for_what_a_collective_raised() -> None:

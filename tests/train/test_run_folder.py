@@ -72,10 +72,28 @@ def test_a_run_that_is_going_on_is_not_resumed(tiny: Callable[..., Config], tmp_
     folder = train(tiny(train={"steps": 1}), quiet())
     with FolderLock() as other:
         assert other.take(folder)
-        for resume in ("", str(folder), str(folder / "checkpoints" / "step-00000001")):
+        for resume in ("", "auto", str(folder), str(folder / "checkpoints" / "step-00000001")):
             with pytest.raises(UsageError, match=rf"the run {folder} is going on in process {os.getpid()} on .*resume"):
                 train(tiny(train={"steps": 2}), quiet(), resume=resume)
     train(tiny(train={"steps": 2}), quiet(), resume="")
+
+
+def test_auto_starts_or_resumes_and_passes_over_damage(tiny: Callable[..., Config], tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with FolderLock() as other:  # of this run in another job, which has no checkpoint yet
+        assert other.take(tmp_path / "run")
+        with pytest.raises(UsageError, match="is going on"):
+            train(tiny(), quiet(), resume="auto")
+    config = tiny(train={"steps": 3}, checkpoint={"every": 1})
+    folder = train(config, quiet(), resume="auto")
+    assert folder == tmp_path / "run" and len(whole := metrics(folder)) == 3
+    damaged = folder / "checkpoints" / "step-00000003" / "__0_0.distcp"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    out = io.StringIO()
+    assert train(config, Console(file=out, width=200), resume="auto") == folder
+    assert "step-00000003 is damaged" in out.getvalue() and "resumed after step 2" in out.getvalue()
+    again = metrics(folder)
+    assert [r["cross_entropy_loss"] for r in again] == [r["cross_entropy_loss"] for r in whole]
 
 
 def test_what_a_killed_run_left_is_taken_again(tiny: Callable[..., Config], tmp_path: Path) -> None:

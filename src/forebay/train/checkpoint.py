@@ -131,6 +131,10 @@ class PlainPlanner(DefaultLoadPlanner):
         raise RunError(f"{read_item.dest_index.fqn} is not a tensor in the checkpoint")
 
 
+class Damaged(RunError):
+    """A file of a checkpoint is missing or not as it was written."""
+
+
 _PREFIX, _PARTIAL = "step-", ".partial-"
 _BEFORE = "-before"  # suffix of a checkpoint while its step is saved again
 _SAME_MODEL = "resume with the configuration it was made with"
@@ -444,12 +448,12 @@ def _check_fits(path: Path, held: Mapping[str, Any], model: Mapping[str, Any]) -
             raise RunError(f"{another}: this one has no {name.removeprefix('model.')}; {_SAME_MODEL}")
 
 
-def _damaged(path: Path, what: str) -> RunError:
+def _damaged(path: Path, what: str) -> Damaged:
     others = [p for p in Checkpoints(path.parent).all() if p != path]
     advice = (
         f"resume from an earlier one: --resume {others[-1]}" if others else "there is no other checkpoint beside it"
     )
-    return RunError(f"checkpoint {path} is damaged: {what}; {advice}")
+    return Damaged(f"checkpoint {path} is damaged: {what}; {advice}")
 
 
 def cause_of(error: BaseException) -> BaseException:

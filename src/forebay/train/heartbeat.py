@@ -4,8 +4,8 @@ Input: the store through which the processes found each other. Output: a thread 
 store once a period and reads those of the others. A blocked collective cannot be interrupted, and the error of one that
 fails at once (gloo: "connection closed by peer") names no process. A process counts as lost when it has been silent for
 `patience` seconds, when it ran on this machine and its pid is gone, or when it left with an error, whose reason it wrote to
-the store. All others then end with exit code 1, and one of them reports which process was lost. `Heartbeat` owns its thread
-and its connection to the store.
+the store. All others then end, with the exit code of that error or of `PeerLost`, and one of them reports which process was
+lost. `Heartbeat` owns its thread and its connection to the store.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from forebay.errors import first_line
+from forebay.errors import PeerLost, Stopped, exit_code_of, first_line
 
 _GRACE = 5.0
 """Periods between the loss of a process and the end of this one, so that this one's own error, if it has one, is reported first.
@@ -40,6 +40,7 @@ class _Peer:
     beat: int = -1
     heard: float = 0.0
     fate: str = ""  # how it was lost; "" while it runs
+    exit_code: int = PeerLost.exit_code  # of the error with which it left
     lost_at: float = 0.0
     finished: bool = False  # left without an error
 
@@ -89,20 +90,22 @@ class Heartbeat:
         self._thread.join(timeout=2 * self._period)
         if self._thread.is_alive() or self._store_gone is not None:
             return  # the store does not answer
-        # A process that ends because another one was lost does not count as lost.
-        why = first_line(error) if error is not None and not self._lost(_GRACE * self._period) else ""
+        # A process that ends because another one was lost does not count as lost, and all stop together when asked to.
+        why, code = "", 0
+        if not (error is None or isinstance(error, Stopped) or self._lost(_GRACE * self._period)):
+            why, code = first_line(error), exit_code_of(error)
         with suppress(RuntimeError):
-            self._write(beat=0, left=True, why=why)
+            self._write(beat=0, left=True, why=why, code=code)
 
-    def describe_lost(self) -> str:
-        """A sentence that names the processes lost within the last seconds; "" if all are well. Waits some seconds for a loss."""
+    def find_lost(self) -> PeerLost | None:
+        """An error that names the processes lost within the last seconds; None if all are well. Waits some seconds for a loss."""
         deadline = time.monotonic() + (_GRACE + 2) * self._period
         while time.monotonic() < deadline:
             lost = self._lost(_GRACE * self._period)
             if lost:
-                return self._sentence(lost)
+                return PeerLost(self._sentence(lost), self._peers[lost[0]].exit_code)
             time.sleep(self._period / 4)
-        return self._sentence([])
+        return PeerLost(self._sentence([])) if self._store_gone is not None else None
 
     def _run(self) -> None:
         beat, before = 0, time.monotonic()
@@ -145,6 +148,7 @@ class Heartbeat:
             if message.get("left"):
                 peer.finished = not message["why"]
                 self._lose(peer, f"failed: {message['why']}" if message["why"] else "")
+                peer.exit_code = message["code"]
 
     def _lose(self, peer: _Peer, fate: str) -> None:
         if fate and not peer.fate:
@@ -161,7 +165,7 @@ class Heartbeat:
 
     def _sentence(self, lost: list[int]) -> str:
         if not lost:
-            return "" if self._store_gone is None else "the process that the others found each other through is gone"
+            return "the process that the others found each other through is gone"
         peers = {r: self._peers[r] for r in lost}
         fates = {r: p.fate or f"has not answered for {self._clock - p.heard:.0f} s" for r, p in peers.items()}
         return " and ".join(f"process {r} ({p.name}) {fates[r]}" for r, p in peers.items())
@@ -171,7 +175,7 @@ class Heartbeat:
             return
         if self._reports(lost):
             print(f"forebay: {self._sentence(lost)}; the run has ended; {self._advice()}", file=sys.stderr, flush=True)
-        self._leave(1)
+        self._leave(self._peers[lost[0]].exit_code if lost else PeerLost.exit_code)
 
     def _reports(self, lost: list[int]) -> bool:
         """Whether this process reports the loss: the first one that asks, or without the store the lowest rank that may live."""

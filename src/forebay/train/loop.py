@@ -2,20 +2,20 @@
 
 Input: a `Config` and what to resume. Output: the run's folder with ``run.json``, ``metrics.jsonl``, ``checkpoints/``, and
 the files of `forebay.train.run_folder`. The main process chooses the folder, writes and prints; all processes save their
-part of a checkpoint and evaluate. Ctrl-C or SIGTERM ends the run after the current step, with a checkpoint; a second Ctrl-C
-ends it at once. `train` owns the lock on the folder, the mesh, the heartbeat and the trainer for as long as it runs.
+part of a checkpoint and evaluate. Ctrl-C, SIGTERM or SIGUSR1 ends the run after the current step, with a checkpoint, and
+`train.time_limit` early enough to write one; a second Ctrl-C ends it at once. `train` owns the lock on the folder, the mesh,
+the heartbeat and the trainer for as long as it runs.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -23,8 +23,17 @@ import transformers
 from rich.console import Console
 from torch.distributed.fsdp import FSDPModule
 
-from forebay.config import Config, check_world, from_mapping
-from forebay.errors import Interrupted, ReportedElsewhere, RunError, UsageError
+from forebay.config import Config, check_world, from_mapping, parse_duration
+from forebay.errors import (
+    Interrupted,
+    PeerLost,
+    Preempted,
+    ReportedElsewhere,
+    RunError,
+    Stopped,
+    UsageError,
+    exit_code_of,
+)
 from forebay.memory.step import StepReport
 from forebay.pipeline.partition import Partition
 from forebay.train import checkpoint, hf_io, run_folder
@@ -35,35 +44,11 @@ from forebay.train.heartbeat import Heartbeat
 from forebay.train.metrics import Reporter, SilentReporter, StepRecord, Summary, summary_tables
 from forebay.train.pipeline_profile import PipelineProfile, profile_ranks
 from forebay.train.run_folder import PROFILE, RESULT, Start, claim_start, unwritable, write_result
+from forebay.train.stop import StopRequest, TimeLimit
 from forebay.train.trainer import Trainer
 
 # Settings that the order of the data depends on: a resumed run with another value would skip or repeat text.
 _SAME_ON_RESUME = (("train", "batch"), ("train", "sequence"), ("train", "seed"), ("data", "validation"))
-
-
-class StopRequest:
-    """Remembers the signal that asked the run to stop. A second Ctrl-C raises KeyboardInterrupt."""
-
-    def __init__(self) -> None:
-        self.signal: str | None = None
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.signal = signal.Signals(number).name
-
-    @contextmanager
-    def listening(self) -> Iterator[StopRequest]:
-        """Context that handles SIGINT and SIGTERM in the main thread; in other threads signals stay as they are."""
-        if threading.current_thread() is not threading.main_thread():
-            yield self
-            return
-        before = {s: signal.signal(s, self) for s in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 def train(
@@ -79,10 +64,12 @@ def train(
         The run's folder.
 
     Raises:
-        Interrupted: Ctrl-C or SIGTERM reached any process; the message says what was saved.
+        Interrupted, Preempted: a signal reached any process, or the time limit is near; the message says what was saved.
+        DoesNotFit, NotFinite, PeerLost: as `forebay.errors` says.
         ReportedElsewhere: the run failed and another process reports why.
         UsageError, RunError: as their messages say.
     """
+    limit = TimeLimit(parse_duration(config.train.time_limit) if config.train.time_limit else math.inf)
     world = World.of_environment()
     check_world(config, world.size)
     with (
@@ -99,7 +86,7 @@ def train(
             Trainer(config, mesh, layers) as trainer,
             _naming_lost(heart, advice),
         ):
-            return _TrainingRun(config, console, start, trainer, stop).run()
+            return _TrainingRun(config, console, start, trainer, stop, limit).run()
 
 
 def profile(config: Config, partition: Callable[[], Partition] | None = None) -> list[PipelineProfile]:
@@ -148,9 +135,10 @@ def _reported_once(mesh: Mesh) -> Iterator[None]:
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
-        if mesh.first_to_fail():
+        # All processes stop together, and the one that holds the store may be gone before another one asks it.
+        if mesh.world.is_main if isinstance(error, Stopped) else mesh.first_to_fail():
             raise
-        raise ReportedElsewhere(getattr(error, "exit_code", RunError.exit_code)) from error
+        raise ReportedElsewhere(exit_code_of(error)) from error
 
 
 @contextmanager
@@ -161,10 +149,10 @@ def _naming_lost(heart: Heartbeat | None, advice: Callable[[], str]) -> Iterator
     except (RuntimeError, RunError) as error:
         # The collectives of a checkpoint fail too, wrapped in an error which says that it was not written.
         raised = error if isinstance(error, RuntimeError) else checkpoint.cause_of(error.__cause__ or error)
-        lost = heart.describe_lost() if heart is not None and isinstance(raised, RuntimeError) else ""
-        if not lost:
+        lost = heart.find_lost() if heart is not None and isinstance(raised, RuntimeError) else None
+        if lost is None:
             raise
-        raise RunError(f"{lost}; {advice()}") from error
+        raise PeerLost(f"{lost}; {advice()}", lost.exit_code) from error
 
 
 def _heartbeat(config: Config, mesh: Mesh, advice: Callable[[], str]) -> AbstractContextManager[Heartbeat | None]:
@@ -184,18 +172,34 @@ def _intact_checkpoint(start: Start) -> str:
 class _TrainingRun:
     """The steps of a run, between the construction of the trainer and the closing tables."""
 
-    def __init__(self, config: Config, console: Console, start: Start, trainer: Trainer, stop: StopRequest):
-        self.config, self.console, self.start, self.trainer, self.stop = config, console, start, trainer, stop
+    def __init__(
+        self,
+        config: Config,
+        console: Console,
+        start: Start,
+        trainer: Trainer,
+        stop: StopRequest,
+        limit: TimeLimit,
+    ):
+        self.config, self.console, self.start, self.trainer = config, console, start, trainer
+        self.stop, self.limit = stop, limit
         self.mesh = trainer.mesh
         self.checkpoints = checkpoint.Checkpoints(start.checkpoints, config.checkpoint.keep)
         self.records: list[StepRecord] = []
-        self.saved_at = 0
+        self.saved_at, self.save_seconds = 0, 0.0
         self._graph_status: str | None = None
 
     def run(self) -> Path:
         """All steps; see `train`."""
         c = self.config
         done = self._resume() if self.start.resumed else 0
+        if done >= c.train.steps:
+            if self.mesh.world.is_main:
+                self.console.print(
+                    f"run {self.start.folder} is at step {done} of {c.train.steps}: nothing is left to do",
+                    soft_wrap=True,
+                )
+            return self.start.folder
         self.saved_at = done
         self.mesh.on_main(self._write_run_file)
         log = c.log
@@ -206,21 +210,15 @@ class _TrainingRun:
         )
         with reporter as report:
             self._announce(report, done)
+            self._check_stop(done)
             for number in range(done + 1, c.train.steps + 1):
                 self.records.append(self._step(number, report))
                 if number == c.train.steps:
                     last = self.trainer.memory.report()  # of a backward: before a validation pass
                 if c.train.eval_every and number % c.train.eval_every == 0:
                     report.validation(number, self.trainer.evaluate())
-                # All processes stop after the same step.
-                (asked,) = self.mesh.max(signal.Signals[self.stop.signal] if self.stop.signal else 0)
-                is_due = bool(c.checkpoint.every) and number % c.checkpoint.every == 0
-                if is_due or (c.checkpoint.last and (asked or number == c.train.steps)):
-                    about = {"data": self.trainer.corpus.identity, "config": c.to_dict()}
-                    self.checkpoints.save(number, self.trainer.model, self.trainer.optimizer, about)
-                    self.saved_at = number
-                if asked and number < c.train.steps:
-                    raise self._interrupted(number, signal.Signals(int(asked)).name)
+                self.limit.stepped()
+                self._check_stop(number)
         enough = self.trainer.enough_capacity()
         self._write_outputs(last)
         if self.mesh.world.is_main:
@@ -236,6 +234,27 @@ class _TrainingRun:
             for table in summary_tables(summary):
                 self.console.print(table)
         return self.start.folder
+
+    def _check_stop(self, number: int) -> None:
+        """Save after step `number` if a checkpoint is due, and raise `Stopped` if the run ends there: on all processes."""
+        c, is_last = self.config, number == self.config.train.steps
+        asked, is_near, needs_save = self.mesh.max(
+            self.stop.signal, self.limit.is_near, c.checkpoint.last and self.limit.needs_measured_save
+        )
+        is_due = bool(c.checkpoint.every) and number % c.checkpoint.every == 0
+        wants_save = is_due or needs_save or (c.checkpoint.last and (asked or is_near or is_last))
+        if wants_save and number > self.saved_at:
+            self._save(number)
+            (is_near,) = self.mesh.max(self.limit.is_near)  # the save may have taken the time that one more step needs
+        if is_last or not (asked or is_near):
+            return
+        by = signal.Signals(int(asked)).name if asked else f"train.time_limit = {c.train.time_limit}"
+        raise (Interrupted if asked == signal.SIGINT else Preempted)(self._stopped(number, by))
+
+    def _save(self, number: int) -> None:
+        about = {"data": self.trainer.corpus.identity, "config": self.config.to_dict()}
+        self.checkpoints.save(number, self.trainer.model, self.trainer.optimizer, about)
+        self.saved_at, self.save_seconds = number, self.limit.saved()
 
     def _write_outputs(self, last: StepReport) -> None:
         folder, main = self.start.folder, self.mesh.world.is_main
@@ -263,11 +282,24 @@ class _TrainingRun:
         return record
 
     def _resume(self) -> int:
-        path = self.start.resumed
-        assert path is not None
+        """Load the checkpoint to resume; returns its step. A damaged one is passed over if `Start` names others."""
+        assert self.start.resumed is not None
+        *others, oldest = (self.start.resumed, *self.start.earlier)
+        for path in others:
+            try:
+                return self._load(path)
+            except checkpoint.Damaged as error:
+                if self.mesh.world.is_main:
+                    self.console.print(str(error), soft_wrap=True)
+        return self._load(oldest)
+
+    def _load(self, path: Path) -> int:
         about = checkpoint.read_about(path)
         self._check_same(path, about)
         if about["step"] >= self.config.train.steps:
+            if self.start.is_auto:
+                checkpoint.verify(path)
+                return int(about["step"])
             raise UsageError(
                 f"checkpoint {path} is at step {about['step']}, and train.steps is {self.config.train.steps}: "
                 "nothing is left to do; set train.steps to more"
@@ -307,15 +339,16 @@ class _TrainingRun:
             f"run {self.start.folder}" + (f", resumed after step {done} from {self.start.resumed}" if done else "")
         )
 
-    def _interrupted(self, number: int, by: str) -> Interrupted:
+    def _stopped(self, number: int, by: str) -> str:
         resume = f"go on with --resume {self.start.folder}"
         if not self.saved_at:
-            saved = "there is no checkpoint, as checkpoint.last is false"
+            saved = "there is no checkpoint" + (", as checkpoint.last is false" if number else " yet")
         elif self.saved_at == number:
-            saved = f"its checkpoint is safe in {self.start.folder}; {resume}"
+            seconds = f", written in {self.save_seconds:.1f} s," if self.save_seconds else ""
+            saved = f"its checkpoint{seconds} is safe in {self.start.folder}; {resume}"
         else:
             saved = f"the checkpoint of step {self.saved_at} is safe; {resume}"
-        return Interrupted(f"stopped by {by} after step {number} of {self.config.train.steps}; {saved}")
+        return f"stopped by {by} after step {number} of {self.config.train.steps}; {saved}"
 
     def _write_run_file(self) -> None:
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}

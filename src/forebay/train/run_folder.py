@@ -31,14 +31,22 @@ from forebay.train.trainer import Trainer
 
 T = TypeVar("T")
 RESULT, PROFILE = "result.json", "profile.json"
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins: its folder and, when resumed, the checkpoint."""
+    """Where a run begins: its folder and, when resumed, the checkpoint.
+
+    Attributes:
+        is_auto: the command resumes what there is to resume, and starts otherwise.
+        earlier: checkpoints to resume if `resumed` is damaged, newest first; with `is_auto` only.
+    """
 
     folder: Path
     resumed: Path | None = None
+    is_auto: bool = False
+    earlier: tuple[Path, ...] = ()
 
     @property
     def checkpoints(self) -> Path:
@@ -50,19 +58,21 @@ def claim_start(config: Config, resume: str | None, lock: FolderLock) -> Start:
 
     Args:
         config: a new run takes the first free and unlocked one of `log.folder` = NAME, NAME-2, NAME-3, ...
-        resume: None starts a new run; else see `where_to_resume`.
+        resume: None starts a new run. "auto" resumes the newest of those that have a checkpoint, and starts if there is none.
+            Else see `where_to_resume`.
 
     Raises:
-        UsageError: there is nothing to resume, or another process trains in that folder.
+        UsageError: there is nothing to resume, or another process trains in that folder; with "auto" in any of them.
         RunError: the folder cannot be written.
     """
-    if resume is not None:
-        start = where_to_resume(config, resume)
-        if not _lock(start, lock):
-            raise UsageError(
-                f"the run {start.folder} is going on in {holder(start.folder)}; wait for its end or stop it, then --resume it"
-            )
+    start = _resumable(config) if resume == AUTO else None if resume is None else where_to_resume(config, resume)
+    if start is not None:
+        _lock_to_resume(start, lock)
         return start
+    if resume == AUTO:  # do not start beside a run that has no checkpoint yet: it is this one, in another job
+        for folder in takewhile(Path.is_dir, _numbered(config)):
+            _lock_to_resume(Start(folder), lock)
+            lock.release()
     for folder in filter(_is_free, _numbered(config)):
         start = Start(folder)
         if _lock(start, lock):
@@ -79,22 +89,38 @@ def where_to_resume(config: Config, resume: str) -> Start:
         UsageError: there is nothing to resume.
     """
     if resume:
-        found = checkpoint.find(Path(resume).expanduser())
-        return Start(found.parent.parent, found)
+        path = checkpoint.find(Path(resume).expanduser())
+        return Start(path.parent.parent, path)
+    found = _resumable(config)
+    if found is None:
+        raise UsageError(
+            f"{Path(config.log.folder).expanduser()} holds no checkpoint to resume; "
+            "start without --resume or with --resume auto, or name a run or checkpoint folder"
+        )
+    return Start(found.folder, found.resumed)
+
+
+def _resumable(config: Config) -> Start | None:
+    """What "auto" resumes: the newest checkpoint of the newest of the numbered runs that has one."""
     newest: Path | None = None
     for folder in takewhile(Path.is_dir, _numbered(config)):
         newest = checkpoint.Checkpoints(folder / "checkpoints").latest() or newest
     if newest is None:
-        raise UsageError(
-            f"{Path(config.log.folder).expanduser()} holds no checkpoint to resume; "
-            "start without --resume, or name a run or checkpoint folder"
-        )
-    return Start(newest.parent.parent, newest)
+        return None
+    others = [path for path in checkpoint.Checkpoints(newest.parent).all() if path != newest]
+    return Start(newest.parent.parent, newest, is_auto=True, earlier=tuple(reversed(others)))
 
 
 def unwritable(folder: Path, error: OSError) -> RunError:
     """The error for a run's folder that cannot be written."""
     return RunError(f"the run's folder {folder} cannot be written: {error.strerror}; set log.folder to another")
+
+
+def _lock_to_resume(start: Start, lock: FolderLock) -> None:
+    if not _lock(start, lock):
+        raise UsageError(
+            f"the run {start.folder} is going on in {holder(start.folder)}; wait for its end or stop it, then --resume it"
+        )
 
 
 def _lock(start: Start, lock: FolderLock) -> bool:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from forebay.config import Config, Schedule, check_experts
-from forebay.errors import RunError, UsageError
+from forebay.errors import NotFinite, UsageError
 from forebay.managed import Managed, manage
 from forebay.models.families import moe_blocks
 from forebay.models.router import RouterStats
@@ -207,7 +207,7 @@ class Trainer:
         """Train on the batch of step `number`, from 1.
 
         Raises:
-            RunError: the loss or the gradient norm is not finite. Parameters may hold NaN then: do not save them.
+            NotFinite: the loss or the gradient norm is not finite. Parameters may hold NaN then: do not save them.
             RuntimeError: another rank missed a token dispatch. Parameters and optimizer are unchanged.
         """
         started, held = time.perf_counter(), self._reset_peak()
@@ -233,7 +233,7 @@ class Trainer:
             self._router.update_bias(self.config.train.router_bias_rate)
         loss, imbalance, size = torch.cat([losses, norm.float()[None]]).tolist()  # the host waits for the device
         if not (math.isfinite(loss) and math.isfinite(size)):
-            raise RunError(
+            raise NotFinite(
                 f"step {number}: the loss is {loss} and the gradient norm {size}, which is not finite; "
                 "lower optimizer.lr or lengthen schedule.warmup, and go on from an earlier checkpoint with --resume"
             )

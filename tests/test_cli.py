@@ -398,6 +398,22 @@ def test_an_unexpected_error_is_one_sentence_too(run: Run, config: str, monkeypa
         run("train", config, "--debug")
 
 
+@pytest.mark.parametrize(("share", "advice"), [(0.9, "the planner finds placements that fit"), (0.7, "microbatch")])
+def test_out_of_memory_says_what_fits(
+    run: Run, config: str, monkeypatch: pytest.MonkeyPatch, share: float, advice: str
+) -> None:
+    """On a device that has less than the run's planned peak."""
+    fit = json.loads(run("plan", config, "--json")[1])["fit"]
+    budget = int(share * max(rank["total"] for rank in fit["ranks"]))
+
+    def out(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+
+    monkeypatch.setattr(Trainer, "step", out)
+    monkeypatch.setattr("forebay.train.loop.usable_bytes", lambda device: budget)
+    refused(run("train", config), "CUDA out of memory. Tried to allocate", advice, f"--budget {budget} --auto", code=3)
+
+
 def test_debug_shows_the_traceback(run: Run, config: str) -> None:
     code, _, error = run("train", config, "--set", "train.steps=0", "--debug")
     assert code == 2 and "Traceback" in error and error.splitlines()[-1].startswith("forebay: train.steps")

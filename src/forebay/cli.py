@@ -15,12 +15,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forebay import __version__
 from forebay.errors import DoesNotFit, ForebayError, Interrupted, ReportedElsewhere, RunError, UsageError, exit_code_of
-from forebay.policy import BudgetError, PolicyError, parse_bytes
+from forebay.policy import BudgetError, PolicyError, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -195,7 +196,31 @@ def _train(options: argparse.Namespace) -> None:
     from forebay.train.loop import train
 
     _quiet_transformers()
-    train(config, _console(), options.resume, _planned_partition(config))
+    what_fits = partial(_what_fits, config, options.config)
+    train(config, _console(), options.resume, _planned_partition(config), what_fits)
+
+
+def _what_fits(config: "Config", source: str, budget: int) -> str:
+    """What the planner would change for a run that needs more than `budget` bytes of its device."""
+    from forebay.estimate.layers import plan_layers
+    from forebay.estimate.placement import sentences
+    from forebay.estimate.plan import PlanRequest, fit_run
+    from forebay.estimate.search import search
+    from forebay.train.world import World
+
+    world, size = World.of_environment().size, format_bytes(budget)
+    more = f"forebay plan {source} --gpus {world} --budget {budget} --auto shows more"
+    try:
+        fit = fit_run(config, plan_layers(config, world), world, budget, auto=budget)
+        if fit.fits and not any(choice.placements for choice in fit.choices):
+            return (
+                f"the planner expects that placements are not needed for {size}, so its figures are wrong here; {more}"
+            )
+        if fit.fits:
+            return f"the planner finds placements that fit {size}: {' '.join(sentences(fit.choices))} {more}"
+        return f"{search(PlanRequest(config), 'microbatch', world, budget, auto=True).sentence} {more}"
+    except (UsageError, BudgetError) as error:
+        return f"the planner finds nothing that fits {size}: {error}"
 
 
 def _run(options: argparse.Namespace) -> None:

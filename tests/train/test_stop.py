@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from forebay.cli import main
-from forebay.errors import Preempted
-from forebay.train import checkpoint
+from forebay.errors import DoesNotFit, Preempted
+from forebay.train import checkpoint, loop
 from forebay.train.stop import TimeLimit
 from forebay.train.trainer import Trainer
 from tests.ranks import Started, start, start_ranks
@@ -130,3 +131,26 @@ def test_a_preempted_run_is_resumed_bitwise_by_the_same_command(
     job.start()
     codes, out, _ = job.ended()
     assert codes == [0] * processes and out.count("nothing is left to do") == 1
+
+
+def run_out_of_memory(command: list[str], ranks: list[int]) -> int:
+    def out(self: Trainer, number: int) -> Any:
+        if int(os.environ["RANK"]) in ranks:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return self.mesh.max(0)  # waits for a process that does not come
+
+    Trainer.step = out  # type: ignore[method-assign]
+    loop.usable_bytes = lambda device: 1 << 40  # enough for the plan, so that its advice is quick
+    return main(command)
+
+
+@pytest.mark.parametrize("ranks", [[1], [0, 1]])
+def test_all_processes_leave_with_the_code_of_the_one_that_is_out_of_memory(
+    tmp_path: Path, jobs: list[Job], ranks: list[int]
+) -> None:
+    job = Job(tmp_path / "job", 2)
+    jobs.append(job)
+    job.running = start_ranks(run_out_of_memory, 2, train_command(job.folder / "c.toml"), ranks)
+    codes, _, error = job.ended()
+    assert codes == [DoesNotFit.exit_code] * 2 == [3, 3], error
+    assert "forebay: CUDA out of memory; the planner expects" in error

@@ -13,7 +13,8 @@ import json
 import math
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from forebay.config import Config, check_world, from_mapping, parse_duration
 from forebay.errors import (
+    DoesNotFit,
     Interrupted,
     PeerLost,
     Preempted,
@@ -33,6 +35,7 @@ from forebay.errors import (
     Stopped,
     UsageError,
     exit_code_of,
+    first_line,
 )
 from forebay.memory.step import StepReport
 from forebay.pipeline.partition import Partition
@@ -41,7 +44,7 @@ from forebay.train.data import load_tokenizer
 from forebay.train.distributed import Mesh, World
 from forebay.train.durable import FolderLock, replace_text
 from forebay.train.heartbeat import Heartbeat
-from forebay.train.metrics import Reporter, SilentReporter, StepRecord, Summary, summary_tables
+from forebay.train.metrics import Reporter, SilentReporter, StepRecord, Summary, summary_tables, usable_bytes
 from forebay.train.pipeline_profile import PipelineProfile, profile_ranks
 from forebay.train.run_folder import PROFILE, RESULT, Start, claim_start, unwritable, write_result
 from forebay.train.stop import StopRequest, TimeLimit
@@ -51,14 +54,22 @@ from forebay.train.trainer import Trainer
 _SAME_ON_RESUME = (("train", "batch"), ("train", "sequence"), ("train", "seed"), ("data", "validation"))
 
 
+_PLANNING = 60.0  # seconds that processes wait for advice on memory; a plan of one pipeline rank takes 4 s
+
+
 def train(
-    config: Config, console: Console, resume: str | None = None, partition: Callable[[], Partition] | None = None
+    config: Config,
+    console: Console,
+    resume: str | None = None,
+    partition: Callable[[], Partition] | None = None,
+    what_fits: Callable[[int], str] | None = None,
 ) -> Path:
     """Train until `train.steps`, printing to `console`.
 
     Args:
         resume: see `forebay.train.run_folder.claim_start`.
         partition: returns the layers of each stage; called on the main process. None: see `Trainer`.
+        what_fits: returns what to change for a run that needs more than so many bytes of a device, for the error's message.
 
     Returns:
         The run's folder.
@@ -83,6 +94,7 @@ def train(
         layers = None if partition is None else mesh.on_main(partition)
         with (
             _heartbeat(config, mesh, advice) as heart,
+            _advising_memory(mesh, what_fits),
             Trainer(config, mesh, layers) as trainer,
             _naming_lost(heart, advice),
         ):
@@ -146,6 +158,8 @@ def _naming_lost(heart: Heartbeat | None, advice: Callable[[], str]) -> Iterator
     """Context that turns the error of a collective, whose text names no process, into one that names the lost process."""
     try:
         yield
+    except torch.OutOfMemoryError:  # a RuntimeError too
+        raise
     except (RuntimeError, RunError) as error:
         # The collectives of a checkpoint fail too, wrapped in an error which says that it was not written.
         raised = error if isinstance(error, RuntimeError) else checkpoint.cause_of(error.__cause__ or error)
@@ -153,6 +167,31 @@ def _naming_lost(heart: Heartbeat | None, advice: Callable[[], str]) -> Iterator
         if lost is None:
             raise
         raise PeerLost(f"{lost}; {advice()}", lost.exit_code) from error
+
+
+@contextmanager
+def _advising_memory(mesh: Mesh, what_fits: Callable[[int], str] | None) -> Iterator[None]:
+    """Context that turns a lack of memory into `DoesNotFit`, with advice if it is the device's."""
+    try:
+        yield
+    except MemoryError as error:
+        raise DoesNotFit(f"the host is out of memory: {first_line(error)}") from error
+    except torch.OutOfMemoryError as error:
+        advice = "" if what_fits is None else _advice_of_first(mesh, partial(what_fits, usable_bytes(mesh.device)))
+        raise DoesNotFit("; ".join(filter(None, (first_line(error), advice)))) from error
+
+
+def _advice_of_first(mesh: Mesh, advise: Callable[[], str]) -> str:
+    """The advice of the first process that ran out of memory: the others wait, as torchrun ends all when one of them ends."""
+    asked, answer = "forebay/out-of-memory", "forebay/what-fits"
+    if mesh.size == 1 or mesh.store is None:
+        return advise()
+    with suppress(RuntimeError):  # DistError too: a plan that takes too long, or the process with the store is gone
+        if mesh.store.add(asked, 1) == 1:
+            mesh.store.set(answer, advise())
+        mesh.store.wait([answer], timedelta(seconds=_PLANNING))
+        return str(mesh.store.get(answer).decode())
+    return ""
 
 
 def _heartbeat(config: Config, mesh: Mesh, advice: Callable[[], str]) -> AbstractContextManager[Heartbeat | None]:

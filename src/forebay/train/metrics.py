@@ -93,6 +93,11 @@ def reserved_bytes(device: torch.device) -> int:
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
 
 
+def usable_bytes(device: torch.device) -> int:
+    """Bytes of a CUDA device that this process holds or could have: without those of other processes and of CUDA's context."""
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+
+
 class Reporter:
     """Writes the lines and metric files of a run. A context manager that owns the progress bar and the open files.
 

@@ -182,6 +182,9 @@ class Checkpoint:
 
     every: int = key(0, "Steps between checkpoints; 0 is only at the end.", low=0)
     keep: int = key(2, "Newest checkpoints that stay.", low=1)
+    keep_hours: float = key(
+        0.0, "Also keep the first checkpoint, and one for each so many hours after it; 0 keeps none.", low=0.0
+    )
     last: bool = key(True, "Write one at the end of the run, and at Ctrl-C.")
 
 

@@ -98,6 +98,18 @@ def test_the_newest_stay(tmp_path: Path, keep: int, saved: tuple[int, ...], left
     assert checkpoints.latest() == path and checkpoint.load(path, make()[0])["number"] == len(saved) - 1
 
 
+@pytest.mark.parametrize(
+    ("hours", "left"), [(0.0, (8, 9)), (2.5, (1, 4, 7, 8, 9)), (4.0, (1, 5, 8, 9)), (100.0, (1, 8, 9))]
+)
+def test_some_older_ones_stay_by_age(tmp_path: Path, hours: float, left: tuple[int, ...]) -> None:
+    """Nine checkpoints, each written an hour after the one before."""
+    checkpoints = Checkpoints(tmp_path, 2, hours)
+    for step in range(1, 10):
+        path = checkpoints.save(step, *make(), {})
+        os.utime(path / "manifest.json", (3600 * step, 3600 * step))
+    assert [p.name for p in checkpoints.all()] == [f"step-{step:08d}" for step in left]
+
+
 def fail_with(error: BaseException) -> Any:
     """A replacement of torch's function that writes the tensors: it writes half a file and raises `error`."""
 

@@ -152,14 +152,15 @@ class Checkpoints:
 
     Args:
         folder: ``<run>/checkpoints``; created with the first checkpoint.
-        keep: number of checkpoints that stay.
+        keep: number of newest checkpoints that stay.
+        keep_hours: hours between older ones that stay too; 0 for none.
     """
 
-    def __init__(self, folder: Path, keep: int = 2):
-        self.folder, self.keep = folder, keep
+    def __init__(self, folder: Path, keep: int = 2, keep_hours: float = 0.0):
+        self.folder, self.keep, self.keep_hours = folder, keep, keep_hours
 
     def save(self, step: int, model: Any, optimizer: torch.optim.Optimizer, about: Mapping[str, Any]) -> Path:
-        """Write a checkpoint, point ``latest`` to it, and delete all but the newest `keep`. Gradients must be None.
+        """Write a checkpoint, point ``latest`` to it, and delete those that need not stay. Gradients must be None.
 
         Args:
             step: number of the last finished step.
@@ -232,8 +233,19 @@ class Checkpoints:
             raise
         sync(self.folder)
         others = [p for p in self.all() if p not in (final, before)]
-        for old in [*([before] if before.exists() else []), *others[: -(self.keep - 1) or None]]:
+        spared = self._by_age(others)
+        older = [p for p in others[: -(self.keep - 1) or None] if p not in spared]
+        for old in [*([before] if before.exists() else []), *older]:
             _discard(old)
+
+    def _by_age(self, paths: list[Path]) -> set[Path]:
+        """Of checkpoints in the order in which they were written, those that stay because of `keep_hours`."""
+        spared: dict[Path, float] = {}
+        for path in paths if self.keep_hours else ():
+            written = (path / "manifest.json").stat().st_mtime
+            if not spared or written - max(spared.values()) >= 3600 * self.keep_hours:
+                spared[path] = written
+        return set(spared)
 
     def _roll_back(self, before: Path | None, final: Path, pointed: str | None) -> None:
         """Undo `_publish`: ``latest`` first, or it could name the old checkpoint as if it were new."""

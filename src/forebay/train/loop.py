@@ -223,7 +223,9 @@ class _TrainingRun:
         self.config, self.console, self.start, self.trainer = config, console, start, trainer
         self.stop, self.limit = stop, limit
         self.mesh = trainer.mesh
-        self.checkpoints = checkpoint.Checkpoints(start.checkpoints, config.checkpoint.keep)
+        self.checkpoints = checkpoint.Checkpoints(
+            start.checkpoints, config.checkpoint.keep, config.checkpoint.keep_hours
+        )
         self.records: list[StepRecord] = []
         self.saved_at, self.save_seconds = 0, 0.0
         self._graph_status: str | None = None

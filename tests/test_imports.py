@@ -40,9 +40,10 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "train": _TRAIN,
         "estimate": _ESTIMATE,
         "integrations": _ESTIMATE,
+        "launch": LOWEST,
         "report": _REPORT,
         "doctor": _MANAGED,
-        "cli": ("__version__", "doctor", "integrations", "report", *_REPORT),
+        "cli": ("__version__", "doctor", "launch", "integrations", "report", *_REPORT),
         "__main__": ("cli",),
         "<root>": (
             "integrations",

@@ -158,6 +158,18 @@ def _parser() -> argparse.ArgumentParser:
     measure = "measure this machine's GPU for plan --device (a minute) and write FILE; with torchrun, collectives too"
     add("--save-profile", metavar="FILE", type=Path, help=measure)
 
+    job = "write the file with which a cluster runs a training, and submit it"
+    add = command("launch", _launch, configured, help=job)
+    add("--on", choices=("slurm", "kubernetes", "skypilot", "ray"), required=True, help="what runs the cluster")
+    add("--nodes", type=int, default=1, metavar="N", help="machines; default: 1")
+    each = "GPUs of a machine, one process each; with device.type = 'cpu', processes; default: 8"
+    add("--gpus-per-node", type=int, default=8, metavar="N", help=each)
+    add("--time-limit", default="", metavar="TIME", help="time that the job may take, such as 3h50m")
+    add("--image", default="", metavar="IMAGE", help="container image that has Forebay")
+    add("--out", metavar="FILE", type=Path, help="the file; default: standard output")
+    add("--force", action="store_true", help="overwrite FILE")
+    add("--submit", action="store_true", help="also submit FILE, with the engine's own program")
+
     page = "write an HTML page about a run: planned and measured memory, placements, losses, timeline"
     add = command("report", _report, help=page)
     add("source", metavar="RUN", type=Path, help="a run's folder")
@@ -425,6 +437,22 @@ def _doctor(options: argparse.Namespace) -> None:
         print(report.to_json())
     else:
         _console().print(report.table())
+
+
+def _launch(options: argparse.Namespace) -> None:
+    from forebay.launch.job import describe
+    from forebay.launch.submit import launch
+
+    job = describe(
+        options.config,
+        options.overrides,
+        options.nodes,
+        options.gpus_per_node,
+        options.time_limit,
+        options.image,
+    )
+    out = None if options.out is None else options.out.expanduser()
+    launch(job, options.on, out, options.submit, options.force)
 
 
 def _report(options: argparse.Namespace) -> None:

@@ -1,0 +1,72 @@
+"""``forebay launch``: writes the job file of an engine, and hands it to the engine's own program.
+
+Input: a `Job` and an engine. Output: text on standard output or a new file, and the engine's answer. Everything that can be
+refused is refused before the file is written.
+"""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+
+from forebay.errors import RunError, UsageError
+from forebay.launch import kubernetes, ray, skypilot, slurm
+from forebay.launch.job import Job
+
+ENGINES: Mapping[str, ModuleType] = MappingProxyType(
+    {"slurm": slurm, "kubernetes": kubernetes, "skypilot": skypilot, "ray": ray}
+)
+
+
+def launch(job: Job, on: str, out: Path | None = None, submit: bool = False, force: bool = False) -> None:
+    """Write the job file of engine `on` and, with `submit`, submit it.
+
+    Args:
+        out: the file; None is standard output.
+        force: overwrite the file.
+
+    Raises:
+        UsageError: an option that the engine does not have, a file that exists, or an engine that is not installed.
+        RunError: the engine refused the job; the message is the engine's.
+    """
+    engine = ENGINES[on]
+    _check(job, on, engine, out, submit, force)
+    for sentence in job.warnings:
+        print(f"forebay: {sentence}", file=sys.stderr)
+    text = engine.write(job)
+    if out is None:
+        print(text, end="")
+        return
+    try:
+        out.write_text(text, "utf-8")
+    except OSError as error:
+        raise UsageError(f"--out {out} cannot be written: {error.strerror}") from error
+    command = engine.submission(str(out))
+    if not submit:
+        print(f"wrote {out}; submit it with: {' '.join(command)}")
+        return
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    print(done.stdout, end="")
+    if done.returncode:
+        said = done.stderr.strip() or f"exit code {done.returncode}"
+        raise RunError(f"{engine.PROGRAM} did not take {out}: {said}")
+
+
+def _check(job: Job, on: str, engine: ModuleType, out: Path | None, submit: bool, force: bool) -> None:
+    if job.seconds and on in ("skypilot", "ray"):
+        raise UsageError(f"--time-limit is for slurm and kubernetes; for {on} give --set train.time_limit=3h50m")
+    if job.image and on == "ray":
+        raise UsageError("--image is for slurm, kubernetes and skypilot; Ray's workers have the image of the cluster")
+    if submit and out is None:
+        raise UsageError("--submit submits a file, which also continues the run later; name it with --out FILE")
+    if submit and on == "kubernetes" and not job.image:
+        raise UsageError("--submit on kubernetes needs --image, a container image with Forebay")
+    if submit and shutil.which(engine.PROGRAM) is None:
+        raise UsageError(
+            f"--submit needs {on}'s program {engine.PROGRAM!r}, which is not on the PATH; "
+            "without --submit the file is written, and can be submitted elsewhere"
+        )
+    if out is not None and out.exists() and not force:
+        raise UsageError(f"--out {out} exists; --force overwrites it")

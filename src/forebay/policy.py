@@ -107,6 +107,15 @@ def check_placements(policy: Mapping[str, str]) -> None:
             raise PolicyError(f"{pattern!r}: placement {placement!r} is unknown; valid are {', '.join(PLACEMENTS)}")
 
 
+def refuse_stash(owner: str, policy: str | Mapping[str, str]) -> None:
+    """Raise PolicyError for a policy with "stash", which needs a token dispatcher that `owner` does not take."""
+    if policy == "stash" or (not isinstance(policy, str) and "stash" in policy.values()):
+        raise PolicyError(
+            f"{owner} has no 'stash', which needs expert parallelism: valid are keep, recompute, offload and auto; "
+            "or use forebay train, or forebay.manage with a dispatcher"
+        )
+
+
 def outermost(paths: Iterable[str]) -> list[str]:
     """The paths that have no ancestor among `paths`, in their order."""
     chosen = list(paths)

@@ -21,6 +21,7 @@ import forebay.models.fused_loss
 from forebay.integrations.run import parse_policy
 from forebay.managed import unwrap
 from forebay.memory.overrides import is_managed
+from forebay.policy import PolicyError
 from tests.seams.wrapping import LENGTH, VOCABULARY, tiny
 
 pytestmark = pytest.mark.integration
@@ -317,6 +318,8 @@ def test_after_an_exception_the_model_is_usable_and_trains_again() -> None:
         ({"policy": "offload", "budget": "much"}, "'much' is no size"),
         ({"policy": "keep", "compiled": True}, "no option 'compiled'; the nearest valid option is 'compile'"),
         ({"policy": "keep", "dispatcher": None}, "no option 'dispatcher'"),
+        ({"polciy": "keep"}, "the nearest valid option is 'policy'"),
+        ({"policy": {"*.mlp": "stash"}}, "ForebayCallback has no 'stash'"),
     ],
 )
 def test_a_wrong_argument_is_refused_at_once(arguments: dict[str, Any], message: str) -> None:
@@ -396,6 +399,7 @@ def test_forebay_run_says_if_there_was_no_trainer(tmp_path: Path) -> None:
         (["--policy", "*.mlp=away", "--", "true"], "placement 'away' is unknown"),
         (["--policy", "keep", "--policy", "*.mlp=offload", "--", "true"], "--policy keep is for all regions"),
         (["--policy", "offload", "--budget", "x", "--", "true"], "'x' is no size"),
+        (["--policy", "offload", "--budget", "1GiB", "--", "true"], "--budget 1GiB needs --policy auto"),
     ],
 )
 def test_forebay_run_refuses(run: Any, arguments: list[str], message: str) -> None:
@@ -405,4 +409,9 @@ def test_forebay_run_refuses(run: Any, arguments: list[str], message: str) -> No
 
 def test_forebay_run_takes_patterns() -> None:
     assert parse_policy(["*.self_attn=offload", "*.mlp=keep"]) == {"*.self_attn": "offload", "*.mlp": "keep"}
+    later = parse_policy(["*.mlp=keep", "*.layers.0.mlp=offload", "*.mlp=recompute"])
+    assert list(later.items()) == [("*.layers.0.mlp", "offload"), ("*.mlp", "recompute")]
+    for stash in (["stash"], ["*.mlp=stash"]):
+        with pytest.raises(PolicyError, match="forebay run has no 'stash'"):
+            parse_policy(stash)
     assert parse_policy(["auto"]) == "auto"

@@ -231,6 +231,22 @@ def test_a_subclass_made_on_the_fly_is_taken() -> None:
     check_fused(model, **batch())
 
 
+def head_with_bias(model: Any) -> Any:
+    model.lm_head = nn.Linear(model.lm_head.in_features, model.lm_head.out_features)
+    return model
+
+
+def test_a_loss_function_that_is_set_later_is_called() -> None:
+    model = build_tiny("qwen3")
+    remove = install_fused_loss(model)
+    own = model.loss_function
+    model.loss_function = lambda *args, **kwargs: 3 * own(*args, **kwargs)
+    with pytest.warns(UserWarning, match="loss_function has become"):
+        got = model(**batch()).loss
+    remove()
+    torch.testing.assert_close(got, model(**batch()).loss, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -240,6 +256,7 @@ def test_a_subclass_made_on_the_fly_is_taken() -> None:
             r"more with its logits.*final_logit_softcapping",
         ),
         (lambda model: setattr(model, "loss_function", print), "custom loss_function"),
+        (lambda model: head_with_bias(build_tiny("granitemoe")), "scales the logits of a head with a bias"),
         (
             lambda model: setattr(model.lm_head, "__class__", type("Adapter", (nn.Linear,), {"forward": None})),
             "lm_head is a Adapter",

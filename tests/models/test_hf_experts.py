@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -121,6 +122,20 @@ def test_a_subclass_gates_as_the_class_that_says_how() -> None:
     module.__class__ = type("GptOssExpertsOfMine", (kind,), {"_apply_gate": lambda self, x: x})
     with pytest.raises(ValueError, match="GptOssExpertsOfMine has a gated activation of its own"):
         hf_experts.activation_of(module)
+
+
+def test_experts_with_a_forward_of_another_library_are_left_alone() -> None:
+    model = build("qwen3_moe")
+    kind = type(experts_of(model))
+
+    def doubled(self: Any, *args: Any) -> torch.Tensor:
+        return 2 * kind.forward(self, *args)
+
+    experts_of(model).__class__ = type("Doubled", (kind,), {"forward": doubled})
+    remove = hf_experts.install_experts(model)
+    assert not hf_experts.uses_forebay(experts_of(model))
+    assert hf_experts.why_own(experts_of(model)) == "Doubled has a forward that is not of transformers"
+    remove()
 
 
 def test_register_is_idempotent_and_known_to_transformers() -> None:

@@ -242,11 +242,29 @@ def test_what_cannot_run_so_runs_as_peft_runs_it_and_says_why() -> None:
     ours, want = copy.deepcopy(theirs), step(theirs)
     with forebay.manage(ours), pytest.warns(UserWarning, match="PEFT runs them.*gate_up_proj_bias"):
         assert_near(step(ours), want, 1e-4)
+    theirs = adapted(model_of())
+    ours, want = copy.deepcopy(theirs), step(theirs)
+    with forebay.manage(ours):
+        for block in moe_blocks(ours):
+            module = block.experts
+            module.forward = lambda rows, ids, weights, inner=module.forward: inner(rows, ids, weights)
+        with pytest.warns(UserWarning, match="the forward of the experts is wrapped"):
+            assert_near(step(ours), want, WHOLE_MODEL)
     model = adapted(model_of())
     with forebay.manage(model, compile=True):
         model.base_model.model.model.layers[1].mlp.experts.register_forward_hook(lambda *_: None)
         with pytest.raises(RuntimeError, match=r"compiled code cannot \(an adapter has a module hook"):
             step(model)
+
+
+def test_experts_that_peft_copies_train() -> None:
+    torch.manual_seed(3)
+    config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["experts"])
+    theirs = peft.get_peft_model(model_of(), config)
+    ours, want = copy.deepcopy(theirs), step(theirs)
+    assert any("modules_to_save" in name for name in want)
+    with forebay.manage(ours, "recompute"):
+        assert_near(step(ours), want, WHOLE_MODEL)
 
 
 def test_in_the_stages_of_expert_parallelism() -> None:

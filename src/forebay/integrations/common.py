@@ -11,7 +11,7 @@ import torch
 
 from forebay.errors import nearest
 from forebay.managed import Managed, check_options
-from forebay.policy import PolicyError
+from forebay.policy import PolicyError, refuse_stash
 from forebay.train.metrics import peak_bytes
 
 # Options of `manage` that a trainer can pass on. The others are for expert parallelism.
@@ -33,8 +33,10 @@ def manage_arguments(
     for name in options:
         if name not in OPTIONS:
             valid = ", ".join(("policy", "budget", *OPTIONS))
-            raise PolicyError(f"{owner} has no option {name!r}; {nearest(name, OPTIONS, 'option')}valid are {valid}")
+            hint = nearest(name, ("policy", "budget", *OPTIONS), "option")
+            raise PolicyError(f"{owner} has no option {name!r}; {hint}valid are {valid}")
     check_options(policy, budget=budget, **options)
+    refuse_stash(owner, policy)
     return {"policy": policy, "budget": budget, **options}
 
 

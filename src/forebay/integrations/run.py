@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from forebay.errors import UsageError
-from forebay.policy import PLACEMENTS, PolicyError, check_placements, parse_bytes
+from forebay.policy import PLACEMENTS, PolicyError, check_placements, parse_bytes, refuse_stash
 
 _ARGUMENTS, _ROOT = "FOREBAY_RUN", "FOREBAY_RUN_ROOT"  # also read by startup/sitecustomize.py
 
@@ -48,10 +48,16 @@ def parse_policy(given: Sequence[str]) -> str | dict[str, str]:
     Raises:
         PolicyError: more than one policy without a pattern, or an unknown placement.
     """
-    pairs = dict(text.rsplit("=", 1) for text in given if "=" in text)
+    pairs: dict[str, str] = {}
+    for text in given:
+        if "=" in text:
+            pattern, placement = text.rsplit("=", 1)
+            pairs.pop(pattern, None)  # later rules win, by their position
+            pairs[pattern] = placement
     names = [text for text in given if "=" not in text]
     if not names:
         check_placements(pairs)
+        refuse_stash("forebay run", pairs)
         return pairs
     if len(given) > 1:
         raise PolicyError(f"--policy {names[0]} is for all regions; give it alone, or PATTERN=PLACEMENT each time")
@@ -59,12 +65,15 @@ def parse_policy(given: Sequence[str]) -> str | dict[str, str]:
         raise PolicyError(
             f"--policy {names[0]!r} is unknown; valid are {', '.join(PLACEMENTS)}, auto and PATTERN=PLACEMENT"
         )
+    refuse_stash("forebay run", names[0])
     return names[0]
 
 
 def _environment(policy: str | Mapping[str, str], budget: str | None, command: Sequence[str]) -> dict[str, str]:
     if budget is not None:
         parse_bytes(budget)
+        if policy != "auto":
+            raise PolicyError(f"--budget {budget} needs --policy auto: other policies are followed at any size")
     elif policy == "auto":
         raise PolicyError(
             "--policy auto needs --budget, such as 6GiB: what a step may add to the memory held before it"

@@ -64,17 +64,14 @@ class ForebayCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
     ) -> None:
         """Before mixed precision and TRL wrap the model's forward: the fused loss must run inside of that."""
-        if self._arguments["budget"] is not None and args.device.type == "cpu" and not args.use_cpu:
-            raise PolicyError(
-                f"budget={self._arguments['budget']!r} limits GPU memory, and this process has no GPU: check "
-                "torch.cuda.is_available(), or pass use_cpu=True in the training arguments to try a budget on a CPU"
-            )
+        self._check_device(args)
         hold_place(unwrap(model)[0])
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
     ) -> None:
         """After `prepare`, with the model that is trained."""
+        self._check_device(args)  # again, for a callback that was added later
         inner, _prefix = unwrap(model)
         owner = setting(inner, _OWNER)
         if isinstance(owner, ForebayCallback):
@@ -97,6 +94,13 @@ class ForebayCallback(TrainerCallback):
         put_setting(inner, _OWNER, self)
         self._model, self._state, self.plan = inner, state, ""
         self._figures = MemoryFigures(self.memory)
+
+    def _check_device(self, args: TrainingArguments) -> None:
+        if self._arguments["budget"] is not None and args.device.type == "cpu" and not args.use_cpu:
+            raise PolicyError(
+                f"budget={self._arguments['budget']!r} limits GPU memory, and this process has no GPU: check "
+                "torch.cuda.is_available(), or pass use_cpu=True in the training arguments to try a budget on a CPU"
+            )
 
     def on_log(
         self,

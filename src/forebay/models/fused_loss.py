@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils.generic import can_return_tuple
 
 from forebay.kernels.cross_entropy import cross_entropy_
@@ -394,12 +395,12 @@ class _FusedForward:
             return self._inner(*args, **kwargs)
         if not (model.training or self._in_eval):
             return self._warn_in_backward(self._inner(*args, **kwargs))
-        change = _change_of(model.lm_head, self._head)
+        change = _change_of(model, self._head)
         if change is not None:
             if not self._warned_head:
                 self._warned_head = True
                 warnings.warn(
-                    f"lm_head {change} since forebay.manage, which the fused loss leaves out: the model's own loss runs, and "
+                    f"{change} since forebay.manage, which the fused loss leaves out: the model's own loss runs, and "
                     "holds logits [tokens, vocabulary]; undo that, call manage() again, or pass loss=None to silence this",
                     stacklevel=2,
                 )
@@ -425,17 +426,19 @@ class _FusedForward:
         return output
 
 
-def _change_of(now: nn.Module, head: nn.Module) -> str | None:
-    """What the head `now` does that a call of `head` with targets would not, for a message; None if nothing."""
-    if now is not head:
-        return f"has become a {type(now).__name__} (an adapter or a new head)"
+def _change_of(model: Any, head: nn.Module) -> str | None:
+    """What the model's loss or head does now that a call of `head` with targets would not, for a message; None if nothing."""
+    if model.loss_function is not ForCausalLMLoss:
+        return f"loss_function has become {model.loss_function!r}"
+    if model.lm_head is not head:
+        return f"lm_head has become a {type(model.lm_head).__name__} (an adapter or a new head)"
     if not is_outermost(head):
-        return "got another forward"
+        return "lm_head got another forward"
     # A hook would get the loss where it expects logits. FSDP's hooks, which unshard the weight, look at neither.
     hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)
     for hook in (h for kind in hooks for h in kind.values()):
         if not str(getattr(hook, "__module__", None)).startswith(("torch.distributed.", "forebay.")):
-            return f"got the module hook {hook!r}"
+            return f"lm_head got the module hook {hook!r}"
     return None
 
 
@@ -493,9 +496,7 @@ def _check_model(model: nn.Module) -> Callable[..., Any]:
         raise ValueError(f"fused loss: {name} is not a model of transformers")
     if inspect.getattr_static(type(model), "forward") is not family.forward:
         raise ValueError(f"fused loss: {name} overrides the forward of {family.__name__}, whose loss it would replace")
-    fused = _fused(family)
-    from transformers.loss.loss_utils import ForCausalLMLoss
-
+    fused, scales = _fused(family)
     if model.loss_function is not ForCausalLMLoss:
         raise ValueError(
             f"fused loss: {name} has a custom loss_function ({model.loss_function!r}); only transformers' ForCausalLMLoss can "
@@ -507,6 +508,10 @@ def _check_model(model: nn.Module) -> Callable[..., Any]:
             f"fused loss: lm_head is a {type(head).__name__}, not a plain torch.nn.Linear (an adapter or a quantized layer "
             "cannot be fused)"
         )
+    if scales and head.bias is not None:
+        raise ValueError(
+            f"fused loss: {name} scales the logits of a head with a bias; only those of a head without one can be fused"
+        )
     for path, owner in (("forward", model), ("lm_head.forward", head)):
         if is_managed(owner) or is_patched(owner):
             raise ValueError(
@@ -516,8 +521,8 @@ def _check_model(model: nn.Module) -> Callable[..., Any]:
     return fused
 
 
-def _fused(family: type[nn.Module]) -> Callable[..., Any]:
-    """The forward of a `*ForCausalLM` without logits: ``f(model, loss, *args, **kwargs)``.
+def _fused(family: type[nn.Module]) -> tuple[Callable[..., Any], bool]:
+    """The forward of a `*ForCausalLM` without logits: ``f(model, loss, *args, **kwargs)``; and whether it scales its logits.
 
     What the forward has as ``logits`` are the hidden states before the head, ``loss(lm_head, logits, labels, ...)`` takes
     the place of ``self.loss_function``, and the output has no logits. All else, such as the router's auxiliary loss, is the
@@ -540,6 +545,7 @@ def _fused(family: type[nn.Module]) -> Callable[..., Any]:
     body = rewritten(source.tree.body, {"loss_function": _loss_call})
     at = next(i for i, statement in enumerate(body) if any(name == "lm_head" for name, _ in called([statement])))
     body[at] = _hidden_for_logits(body[at])
+    scales = any(_scales_logits(statement) for statement in body[at:])
     for statement in body[at:]:
         if not _spares_logits(statement):
             raise ValueError(
@@ -547,7 +553,7 @@ def _fused(family: type[nn.Module]) -> Callable[..., Any]:
                 f"{ast.unparse(statement).splitlines()[0]}"
             )
     made = source.make(body, "_loss", own=True)
-    return can_return_tuple(made) if source.decorators else made
+    return (can_return_tuple(made) if source.decorators else made), scales
 
 
 def _loss_call(call: ast.Call) -> str:
@@ -564,11 +570,19 @@ def _hidden_for_logits(statement: ast.stmt) -> ast.stmt:
     return statement
 
 
-def _spares_logits(statement: ast.stmt) -> bool:
-    """Whether a statement of the head or after it uses logits for the loss alone. Takes them out of what is returned."""
+def _scales_logits(statement: ast.stmt) -> bool:
+    """Whether it is ``logits = logits * self.config.factor``, or a division."""
     match statement:
         case ast.Assign([ast.Name("logits")], ast.BinOp(ast.Name("logits"), ast.Mult() | ast.Div(), ast.Attribute())):
             return True
+    return False
+
+
+def _spares_logits(statement: ast.stmt) -> bool:
+    """Whether a statement of the head or after it uses logits for the loss alone. Takes them out of what is returned."""
+    if _scales_logits(statement):
+        return True
+    match statement:
         case ast.Return(ast.Call(keywords=keywords)):
             for keyword in keywords:
                 if keyword.arg == "logits":

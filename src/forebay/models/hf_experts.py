@@ -8,6 +8,7 @@ parameters stay the model's own.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -167,8 +168,12 @@ def activation_of(module: Any) -> str:
 
 
 def why_own(module: Any) -> str | None:
-    """Why an experts module of transformers has to compute by itself; None if Forebay's experts know its activation."""
+    """Why an experts module of transformers has to compute by itself; None if Forebay's experts compute the same."""
     name = type(module).__name__
+    # transformers' decorator puts a function of its own in the place of the forward; a subclass or a patch has another one.
+    forward = inspect.getattr_static(type(module), "forward")
+    if not getattr(forward, "__globals__", {}).get("__name__", "").startswith("transformers."):
+        return f"{name} has a forward that is not of transformers"
     if not module.has_gate:
         return f"{name} has no gate projection"
     # A module with its own gated activation overrides `_apply_gate`. Only GPT-OSS's is known here; the attributes `alpha`
@@ -195,8 +200,13 @@ def quantized_weight(experts: nn.Module) -> str | None:
 
 def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Path and module of all experts that transformers lets other implementations compute."""
-    # What its decorator sets; some experts have an `_apply_gate` without it.
-    return ((path, module) for path, module in model.named_modules() if hasattr(module, "is_concatenated"))
+    # What its decorator sets; some experts have an `_apply_gate` without the rest.
+    # Asked of the class as well: PEFT's wrappers pass on what they do not have.
+    return (
+        (path, module)
+        for path, module in model.named_modules()
+        if hasattr(type(module), "_apply_gate") and hasattr(module, "is_concatenated")
+    )
 
 
 def light_recompute_of(experts: nn.Module) -> Callable[[bool], None] | None:

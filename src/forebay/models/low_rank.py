@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forebay.memory.overrides import is_managed, is_patched
+from forebay.memory.overrides import is_managed, is_outermost, is_patched
 from forebay.models.families import innermost
 from forebay.models.hf_experts import uses_forebay
 from forebay.moe.low_rank import LowRank
@@ -49,6 +49,8 @@ def why_unsupported(experts: Any) -> str | None:
         return None
     if not uses_forebay(module):
         return "the experts are the model's own"
+    if "forward" in module.__dict__ and not is_outermost(module):
+        return "the forward of the experts is wrapped"
     names = []
     for wrapper in _wrappers(experts):
         if not is_adapted(wrapper) or type(wrapper).__module__ != "peft.tuners.lora.layer":
@@ -57,6 +59,8 @@ def why_unsupported(experts: Any) -> str | None:
             return "an adapter has a module hook or a replaced forward"
         if wrapper.disable_adapters and wrapper.merged:
             return "merged adapters are disabled, and have to be unmerged first"
+        if getattr(wrapper, "_did_swap_in_out_features", None) is not (not module.is_transposed):
+            return "this release of PEFT sizes the factors of stacked weights in another way"
         names.append(wrapper.parameter_name)
     if not set(names) <= set(_STACKS) or len(set(names)) < len(names):
         return f"it adapts {', '.join(names)}; supported are one adapter each of {' and '.join(_STACKS)}"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import forebay
+from forebay.memory.overrides import is_managed
 from forebay.models.families import LocalLayers, all_layers, decoder_layers, keep_part, moe_blocks
 from forebay.models.hf_experts import uses_forebay
 from forebay.models.router import RouterStats
@@ -120,6 +121,7 @@ def test_every_family_is_managed_in_full(family: str, tokens: Tensor) -> None:
     if family in NOT_JUST_ADDED:
         with pytest.raises(ValueError, match="does not just add the output of its experts"):
             forebay.manage(model, "keep", dispatcher=dispatcher)
+        assert not [name for name, module in model.named_modules() if is_managed(module)]  # nor the dense layers
     else:
         with no_warnings(), forebay.manage(model, "keep", dispatcher=dispatcher):
             for got, want in zip(loss_and_gradients(model, tokens), expected, strict=True):

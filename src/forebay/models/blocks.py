@@ -388,9 +388,11 @@ def install_sublayers(model: nn.Module, compile: bool = False, dispatcher: Token
     if compile:
         check_compiler(next(model.parameters()).device.type)
     make = _Maker(compile, dispatcher)
+    # All are made before the first is installed: making one may raise, and nothing would remove those of earlier layers.
+    forwards = [SublayerForward(parts, make.attention(parts), make.block(parts), compile) for parts in layers]
     sublayers = Sublayers()
-    for parts in layers:
-        sublayers.add(parts.module, SublayerForward(parts, make.attention(parts), make.block(parts), compile))
+    for parts, forward in zip(layers, forwards, strict=True):
+        sublayers.add(parts.module, forward)
     return sublayers
 
 

@@ -611,6 +611,44 @@ def test_writing_between_forward_and_backward_raises(placement: str, step: int, 
             loss.backward()
 
 
+class Counts(nn.Module):
+    """Writes an argument that it reads, and reads two others."""
+
+    def forward(self, x: Tensor, count: Tensor, scale: dict[str, Tensor], shift: Tensor) -> Tensor:
+        count += 1
+        return (x + shift).sin() * scale["of"] * float(count)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_keyword_arguments_may_be_written_by_the_region_alone(placement: str) -> None:
+    """Also if the next region writes the same one; and one may come from inference mode."""
+    with torch.inference_mode():
+        shift = torch.randn(WIDTH)
+    scale = {"of": torch.randn(WIDTH)}
+
+    def step(model: nn.Sequential, x: Tensor) -> tuple[Tensor, Tensor]:
+        count = torch.zeros(())
+        for block in model:
+            x = block(x, count=count, scale=scale, shift=shift)
+        return x.sum(), count
+
+    managed = nn.Sequential(Counts(), Counts())
+    manage(managed, placement)
+    for _ in range(3):
+        x = torch.randn(4, WIDTH, requires_grad=True)
+        (wanted, _), (loss, count) = step(nn.Sequential(Counts(), Counts()), x), step(managed, x)
+        for again in (True, False):
+            assert same(
+                torch.autograd.grad(loss, x, retain_graph=again), torch.autograd.grad(wanted, x, retain_graph=True)
+            )
+        assert count == 2
+    loss, _ = step(managed, torch.randn(4, WIDTH, requires_grad=True))
+    scale["of"].mul_(2)
+    advice = r".*scale \(argument\).*Change a copy of 'scale'" if placement == "recompute" else ""
+    with pytest.raises(RuntimeError, match="modified by an inplace operation" + advice):
+        loss.backward()
+
+
 def _fsdp1(rank: int, world: int) -> None:
     def sharded(module: nn.Module, original: bool) -> nn.Module:
         return FullyShardedDataParallel(module, use_orig_params=original, device_id=torch.device("cpu"))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import _unsafe_preserve_version_counter
 from torch.nn.utils import parametrize
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 STATE = "_forebay"
@@ -336,6 +336,7 @@ class _SameParameters:
 # Mode -> operations whose results are kept. A recomputation would repeat them on all ranks.
 _KEPT_OPS: Mapping[str, frozenset[str]] = {"full": frozenset(), "save-dispatch": frozenset({"forebay::dispatch"})}
 _Key = tuple[int, str]  # of a module among the region's, and a buffer's name
+_AFTER_BACKWARD = "Change weights and buffers (optimizer.step(), a router's bias) after backward"
 
 
 def recomputed(
@@ -360,7 +361,7 @@ def recomputed(
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        call = _RecomputedCall(region, [t for t in tree_leaves(kwargs) if isinstance(t, Tensor)])
+        call = _RecomputedCall(region, kwargs)
         out = checkpoint(call.run, *args, **options, **kwargs)
         call.forward_done()
         return out
@@ -379,20 +380,26 @@ class _RegionForward:
 
     forward: Callable[..., Any]
     modules: Callable[[], Sequence[nn.Module]]
-    written: set[_Key] | None = None  # the buffers that the forward writes; None before it has run once
+    written: set[_Key | str] | None = None  # buffers and keyword arguments that it writes; None before it has run once
 
 
 class _RecomputedCall:
     """One forward of a region and its reruns. The graph owns it.
 
-    A rerun raises if weights were written to or replaced since the forward, keyword arguments written to (torch checks positional
-    ones), or buffers that the forward only reads (a router's bias). Buffers that the forward writes (running statistics) are put
-    back for the rerun, and get their present values after it.
+    A rerun raises if weights were written to or replaced since the forward, or keyword arguments (torch checks positional ones)
+    or buffers written to that the forward only reads (a router's bias). Buffers that the forward writes (running statistics) are
+    put back for the rerun, and get their present values after it. Keyword arguments that it writes are copies in the rerun.
     """
 
-    def __init__(self, region: _RegionForward, arguments: Sequence[Tensor] = ()):
+    def __init__(self, region: _RegionForward, arguments: Mapping[str, Any]):
         self._region = region
-        self._arguments = [(t, t._version) for t in arguments]
+        # Tensors made in inference mode have no version, and cannot be written to outside it.
+        self._arguments = [
+            (name, t, t._version)
+            for name, value in arguments.items()
+            for t in tree_leaves(value)
+            if isinstance(t, Tensor) and not t.is_inference()
+        ]
         called = region.modules()
         self._name = " and ".join(type(module).__name__ for module in called)
         modules = [m for module in called for m in module.modules()]
@@ -400,6 +407,11 @@ class _RecomputedCall:
         self._buffers = {(i, n): b for i, m in enumerate(modules) for n, b in m._buffers.items() if b is not None}
         # Before the first forward it is not known which ones are written: all are copied.
         known = region.written
+        self._written_arguments = {
+            id(t): t.detach().clone().requires_grad_(t.requires_grad)
+            for name, t, _ in self._arguments
+            if known is None or name in known
+        }
         self._copies = {key: b.clone() for key, b in self._buffers.items() if known is None or key in known}
         self._before = [b._version for b in self._buffers.values()]
         self._ran = False
@@ -411,6 +423,8 @@ class _RecomputedCall:
             self._ran = True
             return self._region.forward(*args, **kwargs)
         self._check()
+        if self._written_arguments:
+            kwargs = tree_map_only(Tensor, self._as_first_given, kwargs)
         present = {key: self._buffers[key].clone() for key in self._copies}
         self._set_buffers(self._copies)
         try:
@@ -419,15 +433,22 @@ class _RecomputedCall:
             self._set_buffers(present)
             self._versions = self._current_versions()  # adapters may write to weights in a forward
 
+    def _as_first_given(self, argument: Tensor) -> Tensor:
+        copy = self._written_arguments.get(id(argument))
+        return argument if copy is None else copy.clone()  # again: a retained graph may be run through several times
+
     def forward_done(self) -> None:
-        """Note which buffers the forward wrote, and drop the copies of the others."""
+        """Note which buffers and arguments the forward wrote, and drop the copies of the others."""
         pairs = zip(self._buffers.items(), self._before, strict=True)
-        written = {key for (key, buffer), version in pairs if buffer._version != version}
+        written: set[_Key | str] = {key for (key, buffer), version in pairs if buffer._version != version}
+        written |= {name for name, t, version in self._arguments if t._version != version}
         if self._region.written is None:
             # Trap: batch norm writes its statistics without a new version. Values are compared once, which waits for the device.
             written |= {key for key, copy in self._copies.items() if not torch.equal(copy, self._buffers[key])}
         self._region.written = written | (self._region.written or set())
         self._copies = {key: copy for key, copy in self._copies.items() if key in self._region.written}
+        kept = {id(t) for name, t, _ in self._arguments if name in self._region.written}
+        self._written_arguments = {key: copy for key, copy in self._written_arguments.items() if key in kept}
         self._versions = self._current_versions()
 
     def _current_versions(self) -> list[int]:
@@ -452,9 +473,10 @@ class _RecomputedCall:
                     "another one in its forward (torch.func.functional_call puts weights in a model for the time of its forward "
                     "only): run backward while they are there, or choose another placement than 'recompute'"
                 )
-        for argument, then in self._arguments:
-            if argument._version != then:
-                self._raise_modified("argument", str(list(argument.shape)), argument._version, then)
+        for name, argument, then in self._arguments:
+            if argument._version != then and id(argument) not in self._written_arguments:
+                advice = f"Change a copy of {name!r}, or change it after backward"
+                self._raise_modified("argument", name, argument._version, then, advice)
         written, count = self._region.written, len(self._weights)
         if written is None:
             return  # a backward within the first forward: it is not known yet what that writes
@@ -462,9 +484,8 @@ class _RecomputedCall:
             if version != then and key not in written:
                 self._raise_modified("buffer", key[1], version, then)
 
-    def _raise_modified(self, owner: str, name: str, version: int, then: int) -> None:
+    def _raise_modified(self, owner: str, name: str, version: int, then: int, advice: str = _AFTER_BACKWARD) -> None:
         raise RuntimeError(
             f"one of the variables needed for gradient computation has been modified by an inplace operation: {name} ({owner}), "
-            f"which a recomputed {self._name} reads, is at version {version}; expected version {then} "
-            "instead. Change weights and buffers (optimizer.step(), a router's bias) after backward"
+            f"which a recomputed {self._name} reads, is at version {version}; expected version {then} instead. {advice}"
         )

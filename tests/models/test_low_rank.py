@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import forebay
+from forebay.memory.storage import storable
 from forebay.models.families import moe_blocks
 from forebay.models.low_rank import run_experts
 from forebay.moe.dispatch import LocalDispatcher
@@ -291,3 +292,23 @@ def test_a_recomputation_notices_changed_factors() -> None:
             next(p for n, p in model.named_parameters() if "lora_A" in n).add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["adapters first", "manage first"])
+def test_factors_are_not_offloaded(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are arguments of the region, not its weights: their copies would free nothing."""
+    stored = set()
+
+    def watched(tensor: Tensor, *rest: Any) -> Any:
+        storage = storable(tensor, *rest)
+        stored.update(() if storage is None else (storage.data_ptr(),))
+        return storage
+
+    monkeypatch.setattr("forebay.memory.hooks.storable", watched)
+    model = adapted(model_of()) if first else model_of()
+    with forebay.manage(model, {"**.experts": "offload"}, offload="all", min_bytes=1) as mem:
+        model = model if first else adapted(model)
+        for _ in range(3):
+            step(model)
+        assert mem.report().moved_bytes > 0
+    assert stored and not [n for n, p in model.named_parameters() if p.untyped_storage().data_ptr() in stored]

@@ -34,6 +34,7 @@ from forebay.memory.storage import (
     RegionWeights,
     SavedAlias,
     View,
+    given_parameters,
     raise_modified_inplace,
     storable,
     storage_bytes,
@@ -341,7 +342,7 @@ class Manager:
             if self._saves_nothing_new(call, placement):
                 out = forward(*args, **kwargs)
             else:
-                out = self._run_packed(region, call, partial(forward, *args, **kwargs))
+                out = self._run_packed(region, call, forward, args, kwargs)
             if self._recording is not None:
                 self._recording.region_left(call.key, call.items, region.light is not None, self._transfers.mark)
                 self._saved_by[call.key] = sum(call.items)
@@ -351,13 +352,13 @@ class Manager:
         self._watch(call, out)
         return out
 
-    def _run_packed(self, region: Region, call: RegionCall, forward: Callable[[], Any]) -> Any:
+    def _run_packed(self, region: Region, call: RegionCall, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The forward of a call that may offload something."""
-        weights = self._weights_of(region)
+        weights = self._weights_of(region).with_arguments((args, kwargs))
         call.compute = self.store.lanes.compute_stream()
         call.offload = self._tuner.lookup.offload.get(call.key, frozenset()) if self.plan is not None else None
         with saved_tensors_hooks(partial(self._pack, call, weights), partial(self._unpack, region.path)):
-            out = forward()
+            out = forward(*args, **kwargs)
         self._transfers.send(call)
         self._step.saved_bytes += sum(call.items)
         self._tuner.outgrown = self._tuner.outgrown or self._exceeds_plan(call)
@@ -431,7 +432,7 @@ class Manager:
         if self._in_force(region) == "recompute" and region.light is None:
             self._kept_bytes[region.path] = self._input_bytes(args, kwargs)  # a checkpoint keeps these and nothing else
             return forward
-        weights = RegionWeights(region.site.module)
+        weights = RegionWeights(region.site.module).with_arguments((args, kwargs))
         counted: dict[tuple[int, int], StorageWeakRef] = {}
 
         def count(tensor: torch.Tensor) -> SavedAlias:
@@ -449,7 +450,8 @@ class Manager:
 
     def _input_bytes(self, args: Any, kwargs: Any) -> int:
         tensors = (t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
-        storages = (storable(t, self._device, self._min_bytes, frozenset()) for t in tensors)
+        weights = given_parameters((args, kwargs))
+        storages = (storable(t, self._device, self._min_bytes, weights) for t in tensors)
         return sum({s.data_ptr(): s.nbytes() for s in storages if s is not None}.values())
 
     # --- pack and unpack ----------------------------------------------------------------------------------------------

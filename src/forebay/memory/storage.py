@@ -10,6 +10,7 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -32,13 +33,21 @@ class RegionWeights(Container[int]):
     def __init__(self, module: torch.nn.Module, steady: bool = False):
         self._module = module
         self._pointers = _weight_pointers(module)
+        self._given: frozenset[int] = frozenset()
         # FSDP may unshard a module inside the region (experts have a mesh of their own): those weights get their storage after
         # the region was entered. So an unknown pointer is looked up again.
         self._unsharded_inside = not steady and any(
             isinstance(m, (FSDPModule, FullyShardedDataParallel)) for m in module.modules() if m is not module
         )
 
+    def with_arguments(self, arguments: object) -> "RegionWeights":
+        """This object, to which the parameters among a call's arguments now belong too."""
+        self._given |= given_parameters(arguments)
+        return self
+
     def __contains__(self, pointer: object) -> bool:
+        if pointer in self._given:
+            return True
         if pointer not in self._pointers and self._unsharded_inside:
             self._pointers = _weight_pointers(self._module)
         return pointer in self._pointers
@@ -48,6 +57,19 @@ def _weight_pointers(module: torch.nn.Module) -> frozenset[int]:
     found = set()
     for weight in (*module.parameters(), *module.buffers(), *_fsdp1_views(module)):
         found |= {tensor.untyped_storage().data_ptr() for tensor in plain_tensors(weight)}
+    return frozenset(found)
+
+
+def given_parameters(arguments: object) -> frozenset[int]:
+    """Data pointers of the storages of the parameters that `arguments`, a pytree, has or has views of.
+
+    The adapters of experts are arguments of the experts' forward, whose module does not have them.
+    """
+    found = set()
+    for leaf in tree_leaves(arguments):
+        weight = leaf._base if isinstance(leaf, torch.Tensor) and leaf._base is not None else leaf
+        if isinstance(weight, torch.nn.Parameter):
+            found |= {tensor.untyped_storage().data_ptr() for tensor in plain_tensors(weight)}
     return frozenset(found)
 
 

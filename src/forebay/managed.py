@@ -272,20 +272,7 @@ def check_options(
     min_bytes: Any = None,
 ) -> None:
     """Raise PolicyError if arguments of `manage` are invalid for any model."""
-    if not isinstance(policy, (str, Mapping)):
-        raise PolicyError(
-            f"policy={policy!r} is not a policy; write one placement ({', '.join(PLACEMENTS)}), 'auto' with a budget, or a "
-            "mapping from module-path patterns to placements; 'keep' leaves saved tensors where they are"
-        )
-    pairs = [(policy, policy)] if isinstance(policy, str) else list(policy.items())
-    if isinstance(policy, str) and policy not in (*PLACEMENTS, "auto"):
-        raise PolicyError(
-            f"policy={policy!r} is unknown; valid are {', '.join(PLACEMENTS)}, auto, or a mapping from patterns"
-        )
-    if not isinstance(policy, str):
-        check_placements(policy)
-    # "stash" is checked with the model; here the pattern stands for the paths that it will match.
-    check_claims([Claim(p, placement, p) for p, placement in pairs if placement != "stash"], _as_bytes(budget), offload)
+    _check_policy(policy, budget, offload)
     if not isinstance(compile, bool):
         raise PolicyError(f"compile={compile!r} must be True or False")
     if recompute not in RECOMPUTE_MODES:
@@ -300,6 +287,23 @@ def check_options(
             raise PolicyError(f"{option}={value!r} is unknown; valid are {choices} and None (the model's own)")
     if min_bytes is not None and (isinstance(min_bytes, bool) or not isinstance(min_bytes, int) or min_bytes < 0):
         raise PolicyError(f"min_bytes={min_bytes!r} must be an integer of at least 0, in bytes")
+
+
+def _check_policy(policy: Any, budget: Any, offload: Any) -> None:
+    if not isinstance(policy, (str, Mapping)):
+        raise PolicyError(
+            f"policy={policy!r} is not a policy; write one placement ({', '.join(PLACEMENTS)}), 'auto' with a budget, or a "
+            "mapping from module-path patterns to placements; 'keep' leaves saved tensors where they are"
+        )
+    pairs = [(policy, policy)] if isinstance(policy, str) else list(policy.items())
+    if isinstance(policy, str) and policy not in (*PLACEMENTS, "auto"):
+        raise PolicyError(
+            f"policy={policy!r} is unknown; valid are {', '.join(PLACEMENTS)}, auto, or a mapping from patterns"
+        )
+    if not isinstance(policy, str):
+        check_placements(policy)
+    # "stash" is checked with the model; here the pattern stands for the paths that it will match.
+    check_claims([Claim(p, placement, p) for p, placement in pairs if placement != "stash"], _as_bytes(budget), offload)
 
 
 def _without_prefix(policy: Mapping[str, str], prefix: str) -> dict[str, str]:

@@ -383,6 +383,17 @@ class _RegionForward:
     written: set[_Key | str] | None = None  # buffers and keyword arguments that it writes; None before it has run once
 
 
+def _with_versions(arguments: Mapping[str, Any]) -> list[tuple[str, Tensor, int]]:
+    """(argument's name, tensor, version) of the tensors in keyword arguments."""
+    return [
+        (name, t, t._version)
+        for name, value in arguments.items()
+        for t in tree_leaves(value)
+        # Those made in inference mode have no version, and cannot be written to outside it.
+        if isinstance(t, Tensor) and not t.is_inference()
+    ]
+
+
 class _RecomputedCall:
     """One forward of a region and its reruns. The graph owns it.
 
@@ -393,13 +404,7 @@ class _RecomputedCall:
 
     def __init__(self, region: _RegionForward, arguments: Mapping[str, Any]):
         self._region = region
-        # Tensors made in inference mode have no version, and cannot be written to outside it.
-        self._arguments = [
-            (name, t, t._version)
-            for name, value in arguments.items()
-            for t in tree_leaves(value)
-            if isinstance(t, Tensor) and not t.is_inference()
-        ]
+        self._arguments = _with_versions(arguments)
         called = region.modules()
         self._name = " and ".join(type(module).__name__ for module in called)
         modules = [m for module in called for m in module.modules()]

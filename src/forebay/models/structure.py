@@ -436,14 +436,27 @@ def routing_of(forward: Any, modules: Container[str]) -> RoutedForward | None:
         if isinstance(value, ast.Call) and (
             name := next((n for n, c in called([value]) if c is value and n in modules), None)
         ):
-            if isinstance(target, ast.Name):
-                return RoutedForward(name, ("logits",), source)
-            if isinstance(target, ast.Tuple):
-                by_name = {ast.unparse(expr): role for role, expr in roles.items()}
-                found = [by_name.get(ast.unparse(element), "") for element in target.elts]
-                if {"ids", "weights"} <= set(found):
-                    if len(found) == 3:
-                        found[found.index("")] = "logits"
-                    return RoutedForward(name, tuple(found), source)
+            outputs = _router_outputs(target, roles)
+            if outputs is not None:
+                return RoutedForward(name, outputs, source)
         wanted |= _names(value)
     return None
+
+
+def _router_outputs(target: ast.expr, roles: Mapping[str, ast.expr]) -> tuple[str, ...] | None:
+    """`RoutedForward.outputs` of a router whose result is assigned to `target`; None if ids and weights are not in it.
+
+    Args:
+        roles: the expressions that the experts are given as "ids" and "weights".
+    """
+    if isinstance(target, ast.Name):
+        return ("logits",)
+    if not isinstance(target, ast.Tuple):
+        return None
+    by_name = {ast.unparse(expr): role for role, expr in roles.items()}
+    found = [by_name.get(ast.unparse(element), "") for element in target.elts]
+    if not roles.keys() <= set(found):
+        return None
+    if len(found) == 3:
+        found[found.index("")] = "logits"
+    return tuple(found)

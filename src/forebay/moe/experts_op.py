@@ -243,12 +243,7 @@ def experts_backward(
         dlow = None if first is None or dh is None else first.narrow_gradient(dh, offs)
         if needs.x:
             assert dh is not None
-            added = None
-            if first is not None and dlow is not None:
-                added = combine_rows(first.widen_gradient(dlow, offs), inverse)
-            dx_rows = rows_by_matrix(dh, _matrix(parameters.gate_up, not settings.transposed), offs)
-            dx = combine_rows(dx_rows, inverse, init=added)
-            del dx_rows
+            dx = _input_gradient(dh, routing, _matrix(parameters.gate_up, not settings.transposed), first, dlow)
         if needs.gate_up_bias:
             assert dh is not None
             d_gate_up_bias = _sum_by_expert(dh, offs)
@@ -551,6 +546,16 @@ def _through_activation(
         need_dh=needs.dh, need_act=needs.act, need_dw=needs.weights, over_h=recomputed, over_da=True,
     )  # fmt: skip
     return dh, act, dw, kept, dlow
+
+
+def _input_gradient(
+    dh: Tensor, routing: Routing, matrices: Tensor, first: Adapter | None, dlow: Tensor | None
+) -> Tensor:
+    """dx [T, H]; the low-rank term is summed over slots before the weights' own product exists."""
+    added = None
+    if first is not None and dlow is not None:
+        added = combine_rows(first.widen_gradient(dlow, routing.offs), routing.inverse)
+    return combine_rows(rows_by_matrix(dh, matrices, routing.offs), routing.inverse, init=added)
 
 
 def _first_product(

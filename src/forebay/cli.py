@@ -1,4 +1,4 @@
-"""The command line: ``forebay train | run | plan | profile | doctor | report | export``.
+"""The command line: ``forebay train | run | plan | profile | doctor | launch | report | export``.
 
 Results go to standard output. A failure is one sentence on the error stream and an exit code, which `forebay.errors` has by
 cause and docs/api.md lists. ``--debug`` also shows the traceback. One of the processes that torchrun started prints. Torch is

@@ -34,7 +34,7 @@ class ForebayArgs(BaseModel):
 
     @model_validator(mode="after")
     def check_forebay(self) -> "ForebayArgs":
-        """What is invalid for any model, and what Axolotl would offload itself, is an error when the file is read."""
+        """Check the keys when the file is read. Raises for values that suit no model, and for Axolotl's own offloading."""
         manage_arguments("forebay_options", self.forebay_policy, self.forebay_budget, self.forebay_options)
         theirs = getattr(self, "activation_offloading", None)  # of the configuration that these keys are merged into
         if theirs:

@@ -30,11 +30,11 @@ def manage_arguments(
     Raises:
         PolicyError: an unknown option, or a value that is invalid for any model.
     """
+    valid = ("policy", "budget", *OPTIONS)
     for name in options:
         if name not in OPTIONS:
-            valid = ", ".join(("policy", "budget", *OPTIONS))
-            hint = nearest(name, ("policy", "budget", *OPTIONS), "option")
-            raise PolicyError(f"{owner} has no option {name!r}; {hint}valid are {valid}")
+            hint = nearest(name, valid, "option")
+            raise PolicyError(f"{owner} has no option {name!r}; {hint}valid are {', '.join(valid)}")
     check_options(policy, budget=budget, **options)
     refuse_stash(owner, policy)
     return {"policy": policy, "budget": budget, **options}

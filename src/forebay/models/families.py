@@ -107,7 +107,11 @@ def decoder_layers(model: nn.Module) -> Iterator[LayerParts]:
         _refuse_override(path, module, base)
         mixer, block = _main_module(module, halves.first), _main_module(module, halves.second)
         inner = getattr(module, block)
-        moe = None if _override_of(inner) or not halves.calls_once(block) else known.block(f"{path}.{block}", inner)
+        moe = (
+            None
+            if _forward_is_replaced(inner) or not halves.calls_once(block)
+            else known.block(f"{path}.{block}", inner)
+        )
         yield LayerParts(path, module, halves, mixer, block, moe)
 
 
@@ -194,7 +198,7 @@ def _main_module(layer: nn.Module, names: Sequence[str]) -> str:
     )
 
 
-def _override_of(module: nn.Module) -> bool:
+def _forward_is_replaced(module: nn.Module) -> bool:
     base = transformers_base(module)
     if base is None or is_managed(module) or is_patched(module):
         return True
@@ -204,7 +208,7 @@ def _override_of(module: nn.Module) -> bool:
 def _refuse_override(path: str, module: nn.Module, base: type[nn.Module]) -> None:
     if is_managed(module):
         raise ValueError(f"{path!r} ({type(module).__name__}) is managed already: detach that first")
-    if _override_of(module):
+    if _forward_is_replaced(module):
         raise ValueError(
             f"the forward of {path!r} ({type(module).__name__}) has been replaced and is no longer {base.__name__}'s: undo that "
             "first, or call forebay.manage before it"

@@ -195,9 +195,8 @@ class _Stopped:
 
     def __init__(self, body: Sequence[ast.stmt], name: str, rest: str | None, stop: str):
         self._name, self._rest, self._stop = name, rest, stop
-        self._sums: dict[
-            str, bool
-        ] = {}  # variables that have the call's result in them -> whether they have anything else
+        # variables that have the call's result in them -> whether they have anything else
+        self._sums: dict[str, bool] = {}
         self.body: list[ast.stmt] = []
         self.has_rest = False
         for statement in copy.deepcopy(list(body)):
@@ -392,7 +391,7 @@ class RoutedForward:
         return tuple({"logits": logits, "ids": ids}.get(name) for name in self.outputs)
 
     def logits_and_ids(self, output: Any) -> tuple[Any, Any]:
-        """Of what the router returned. Raises ValueError if it does not return both."""
+        """Both of the router's output. Raises ValueError if it does not have both."""
         return output[self.outputs.index("logits")], output[self.outputs.index("ids")]
 
     @property

@@ -466,7 +466,7 @@ def _experts_flop(
 
 
 def _elements(stack: Sequence[int] | None) -> int:
-    """Of one expert's matrix, by the stack's shape."""
+    """Elements of one expert's matrix, from the shape of the stack."""
     return 0 if stack is None else stack[1] * stack[2]
 
 

@@ -9,7 +9,7 @@ memory, loss of the first step. Arms named by a budget get that share of checkpo
 
     python benchmarks/lora.py                       # 6 layers, vocabulary 32768, 4 x 4096 tokens
     python benchmarks/lora.py --experts             # adapters on the experts as well
-    python benchmarks/lora.py --layers 48 --vocabulary 151936 --batch 1 --sequence 16384 --name lora_30b
+    python benchmarks/lora.py --layers 48 --vocabulary 151936 --batch 1 --sequence 16384 --memory 79 --name lora_30b
     python benchmarks/lora.py --layers 48 --vocabulary 151936 --batch 1 --longest --name lora_30b_longest
 """
 
@@ -235,8 +235,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="arms whose name contains one of these")
     parser.add_argument("--longest", action="store_true", help="the longest sequence of each arm")
     parser.add_argument("--most", type=int, default=64, help=f"with --longest: in units of {STEP} tokens")
+    parser.add_argument("--memory", type=float, help="GiB that this process may take, as on a smaller GPU")
     parser.add_argument("--name", dest="file", help="of the result file")
     options = parser.parse_args()
+    if options.memory is not None:
+        torch.cuda.set_per_process_memory_fraction(options.memory * GIB / torch.cuda.mem_get_info()[1])
     rows = longest(options) if options.longest else table(options)
     write(options.file or ("lora_experts" if options.experts else "lora"), rows, **vars(options))
 

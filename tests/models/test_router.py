@@ -236,7 +236,7 @@ def test_nothing_waits_for_the_device():
     mask = torch.ones(2, 16, device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
-        stats._record(block.path, block.router, None, (logits, None, ids))
+        stats._record(block, block.router, None, (logits, None, ids))
         stats.load_balancing_loss().backward()
         stats.load_balancing_loss(mask).backward()
         stats.load()

@@ -159,7 +159,9 @@ def activation_of(module: Any) -> str:
     Raises:
         ValueError: any other activation.
     """
-    why = why_own(module)
+    # Dynamo of torch 2.11 cannot trace `inspect` on Python 3.12. What compiles calls was installed after `why_own`, or by
+    # transformers' decorator, which leaves no other forward.
+    why = _why_other_formula(module) if torch.compiler.is_compiling() else why_own(module)
     if why is not None:
         raise ValueError(
             f'{why}: leave this model on its own experts (experts=None, or experts_implementation="eager")'
@@ -169,11 +171,16 @@ def activation_of(module: Any) -> str:
 
 def why_own(module: Any) -> str | None:
     """Why an experts module of transformers has to compute by itself; None if Forebay's experts compute the same."""
-    name = type(module).__name__
     # transformers' decorator puts a function of its own in the place of the forward; a subclass or a patch has another one.
     forward = inspect.getattr_static(type(module), "forward")
     if not getattr(forward, "__globals__", {}).get("__name__", "").startswith("transformers."):
-        return f"{name} has a forward that is not of transformers"
+        return f"{type(module).__name__} has a forward that is not of transformers"
+    return _why_other_formula(module)
+
+
+def _why_other_formula(module: Any) -> str | None:
+    """The part of `why_own` that looks at the activation."""
+    name = type(module).__name__
     if not module.has_gate:
         return f"{name} has no gate projection"
     # A module with its own gated activation overrides `_apply_gate`. Only GPT-OSS's is known here; the attributes `alpha`

@@ -7,6 +7,9 @@ backward. The base (memory held before a step) holds weights, adapters and the a
 Columns: median step time by CUDA events and its ratio to the first arm, memory after forward and peak over the base, reserved
 memory, loss of the first step. Arms named by a budget get that share of checkpointing's peak.
 
+``--longest`` finds the longest sequence of each arm, with attention that allocates and computes nothing (`hollow_attention.py`);
+``--hollow`` shows that a table's peaks are the same with it.
+
     python benchmarks/lora.py                       # 6 layers, vocabulary 32768, 4 x 4096 tokens
     python benchmarks/lora.py --experts             # adapters on the experts as well
     python benchmarks/lora.py --layers 48 --vocabulary 151936 --batch 1 --sequence 16384 --memory 79 --name lora_30b
@@ -23,6 +26,7 @@ from typing import Any
 
 import torch
 from common import GIB, median_ms, settle_memory, until_settled, write
+from hollow_attention import hollow_attention
 from peft import LoraConfig, get_peft_model
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -30,6 +34,9 @@ import forebay
 from forebay.policy import BudgetError
 
 LIGHT = {"*": "keep", "*.mlp": "recompute"}
+LAYERS = {"model.layers.*": "recompute"}
+HOST_LAYERS = {"model.layers.*": "recompute+offload"}
+HEADS, KV_HEADS, WIDTH = 32, 4, 128
 STEP = 8192
 """``--longest`` tries multiples of this many tokens."""
 
@@ -53,6 +60,8 @@ def arms(shares: list[float]) -> list[Arm]:
         Arm("forebay keep", {"policy": "keep"}),
         Arm("forebay, experts recomputed", {"policy": LIGHT}),
         Arm("forebay offload", {"policy": "offload"}),
+        Arm("forebay, layers recomputed", {"policy": LAYERS}),
+        Arm("forebay, layers recomputed from the host", {"policy": HOST_LAYERS, "offload": "all"}),
         *(Arm(f"forebay auto, {s:g} of checkpointing's peak", {"policy": "auto"}, s) for s in shares),
     ]
     if importlib.util.find_spec("liger_kernel") is not None:
@@ -66,9 +75,9 @@ def build(options: argparse.Namespace, sequence: int) -> Any:
     config = Qwen3MoeConfig(
         hidden_size=2048,
         num_hidden_layers=options.layers,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=WIDTH,
         num_experts=128,
         num_experts_per_tok=8,
         moe_intermediate_size=768,
@@ -154,17 +163,13 @@ def measure(arm: Arm, options: argparse.Namespace, sequence: int, budget: int | 
     }
 
 
-def attempt(arm: Arm, options: argparse.Namespace, sequence: int, budget: int | None) -> dict[str, Any]:
-    """`measure`, or a row with the error: out of memory, or a budget that cannot be met."""
+def _reclaimed(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `run` returns, or the error: out of memory, or a budget that cannot be met. Its memory is free afterwards."""
     failed = None
     try:
-        return measure(arm, options, sequence, budget)
+        return run()
     except (torch.OutOfMemoryError, BudgetError) as error:
-        failed = {
-            "arm": arm.name,
-            "tokens": options.batch * sequence,
-            "error": f"{type(error).__name__}: {error}"[:300],
-        }
+        failed = {"error": f"{type(error).__name__}: {error}"[:300]}
     finally:
         # Outside the `except`: its traceback holds the tensors of the failed step.
         torch._dynamo.reset()
@@ -184,7 +189,8 @@ def table(options: argparse.Namespace) -> list[dict[str, Any]]:
             if "ms" not in checkpointed:
                 continue
             budget = int(arm.budget_share * checkpointed["peak over base GiB"] * GIB)
-        row = attempt(arm, options, options.sequence, budget)
+        row = {"arm": arm.name, "tokens": options.batch * options.sequence}
+        row |= _reclaimed(lambda arm=arm, budget=budget: measure(arm, options, options.sequence, budget))  # type: ignore[misc]
         if budget is not None:
             row["budget GiB"] = budget / GIB
         if arm.checkpointing and not arm.liger:
@@ -198,29 +204,63 @@ def table(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def longest(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """For each arm the longest sequence that runs, by bisection between 1 and ``--most`` times `STEP`, and its figures."""
+    """For each arm the longest sequence that runs, in units of `STEP` tokens, without times: attention computes nothing."""
     rows = []
-    for arm in arms([]):
-        if options.only and not any(word in arm.name for word in options.only):
-            continue
-        row = _longest(lambda n, arm=arm: attempt(arm, options, n * STEP, None), options.most)  # type: ignore[misc]
-        rows.append(row)
-        print(row, flush=True)
+    with hollow_attention("cuda", HEADS, KV_HEADS, WIDTH):
+        for arm in arms([]):
+            if options.only and not any(word in arm.name for word in options.only):
+                continue
+            rows.append(_reclaimed(lambda arm=arm: _longest_of(arm, options)))  # type: ignore[misc]
+            print(rows[-1], flush=True)
     return rows
 
 
-def _longest(run: Callable[[int], dict[str, Any]], most: int) -> dict[str, Any]:
-    """The row of the largest n of 1 to `most` for which `run(n)` has a time; that of 1 if none has. n doubles, then bisects."""
-    best = run(1)
-    works, fails = 1, most + 1
-    while "ms" in best and fails - works > 1:
-        n = min(2 * works, most) if fails > most else (works + fails) // 2
-        row = run(n)
-        if "ms" in row:
-            works, best = n, row
-        else:
-            fails = n
-    return best
+def _longest_of(arm: Arm, options: argparse.Namespace) -> dict[str, Any]:
+    model = build(options, options.most * STEP)
+    room = options.memory * GIB if options.memory is not None else torch.cuda.mem_get_info()[1]
+    with installed(model, arm, None) as managed:
+
+        def peak(n: int) -> int | None:
+            """Peak of allocated bytes of a step of n * STEP tokens; None if memory does not suffice."""
+            try:
+                return _peak(model, managed, options, n * STEP)
+            except torch.OutOfMemoryError:
+                return None
+            finally:
+                gc.collect()
+                torch.cuda.empty_cache()
+
+        best, tried = _longest(peak, room, options.most)
+    peaks = {n * STEP: None if found is None else found / GIB for n, found in tried.items()}
+    return {"arm": arm.name, "tokens": best * STEP, "peak GiB": peaks.get(best * STEP), "peaks GiB": peaks}
+
+
+def _peak(model: Any, managed: Any, options: argparse.Namespace, sequence: int) -> int:
+    def step() -> None:
+        ids = torch.randint(0, options.vocabulary, (options.batch, sequence), device="cuda")
+        model(input_ids=ids, labels=ids).loss.backward()
+
+    step()
+    if managed is not None:
+        until_settled(managed, step)
+    settle_memory()
+    step()
+    return torch.cuda.max_memory_allocated()
+
+
+def _longest(peak: Callable[[int], int | None], room: float, most: int) -> tuple[int, dict[int, int | None]]:
+    """(the largest n up to `most` for which `peak(n)` is not None, or 0; what was tried). Peaks rise linearly: the line through
+    those of 1 and 2 says where to begin, then n moves by a thirty-second."""
+    tried: dict[int, int | None] = {n: peak(n) for n in range(1, min(most, 2) + 1)}
+    first, second = tried[1], tried.get(2)
+    if first is None or second is None:
+        return sum(found is not None for found in tried.values()), tried
+    n = max(2, min(most, 2 + int((room - second) / max(second - first, 1))))
+    while n <= most and n not in tried:
+        tried[n] = peak(n)
+        move = max(1, n // 32)
+        n = min(n + move, most) if tried[n] is not None else n - move
+    return max(n for n, found in tried.items() if found is not None), tried
 
 
 def main() -> None:
@@ -235,12 +275,19 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="arms whose name contains one of these")
     parser.add_argument("--longest", action="store_true", help="the longest sequence of each arm")
     parser.add_argument("--most", type=int, default=64, help=f"with --longest: in units of {STEP} tokens")
+    parser.add_argument("--hollow", action="store_true", help="attention computes nothing: compare peaks, not times")
     parser.add_argument("--memory", type=float, help="GiB that this process may take, as on a smaller GPU")
     parser.add_argument("--name", dest="file", help="of the result file")
     options = parser.parse_args()
     if options.memory is not None:
         torch.cuda.set_per_process_memory_fraction(options.memory * GIB / torch.cuda.mem_get_info()[1])
-    rows = longest(options) if options.longest else table(options)
+    if options.longest:
+        rows = longest(options)
+    elif options.hollow:
+        with hollow_attention("cuda", HEADS, KV_HEADS, WIDTH):
+            rows = table(options)
+    else:
+        rows = table(options)
     write(options.file or ("lora_experts" if options.experts else "lora"), rows, **vars(options))
 
 

@@ -362,6 +362,24 @@ def test_torch_compile_runs_what_is_managed_uncompiled(model, tokens):
         assert mem.report().moved_bytes > 0
 
 
+@pytest.mark.parametrize("compile", [False, True])
+def test_whole_layers_run_again_from_inputs_on_the_host(compile: bool, model, tokens):
+    truth = build_tiny("qwen3_moe", **SMALL)
+    truth.load_state_dict(model.state_dict())
+    forebay.manage(truth, compile=compile)
+    managed = forebay.manage(model, {"model.layers.*": "recompute+offload"}, compile=compile, offload="all")
+    for _ in range(3):  # measured, planned, followed
+        wanted, got = loss_and_gradients(truth, tokens), loss_and_gradients(model, tokens)
+        assert equal(got, wanted)
+    layers = len(model.model.layers)
+    assert set(managed.placements.values()) == {"recompute+offload"} and managed.report().recomputed == layers
+    saved = managed.report().saved_bytes_by_placement
+    assert saved == {"offload": layers * tokens.numel() * SMALL["hidden_size"] * 4}, (
+        "each layer's input and nothing else"
+    )
+    assert managed.ledger.live_tickets == 0
+
+
 def test_a_forward_in_which_no_region_ran_warns_once(model, tokens):
     with forebay.manage(model, "offload"):
         model.model.layers = nn.ModuleList(copy.deepcopy(layer) for layer in model.model.layers)

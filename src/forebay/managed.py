@@ -40,7 +40,7 @@ from forebay.models.placements import (
     switch_recompute_experts,
 )
 from forebay.moe.dispatch import TokenDispatcher
-from forebay.policy import PLACEMENTS, RECOMPUTE_MODES, Claim, PolicyError, check_placements, parse_bytes
+from forebay.policy import MANAGED_PLACEMENTS, RECOMPUTE_MODES, Claim, PolicyError, check_placements, parse_bytes
 
 
 class Managed:
@@ -172,10 +172,10 @@ def manage(
     Args:
         model: the model, or a PEFT, DDP, FSDP or torch.compile wrapper of it. The model inside is managed, and module paths are
             its own (patterns may have the wrapper's prefix).
-        policy: pattern on module paths to placement (``keep``, ``recompute``, ``offload``, and ``stash`` for the experts of MoE
-            layers with a `dispatcher`); later rules win. Experts may be recomputed inside an offloaded sublayer (if compiled:
-            with a `dispatcher`) if `recompute` is "light", so that fewer bytes are copied. Or one placement for every region;
-            or ``"auto"``, which needs a budget.
+        policy: pattern on module paths to placement (``keep``, ``recompute``, ``offload``, ``recompute+offload``, which offloads
+            a recomputed region's inputs, and ``stash`` for the experts of MoE layers with a `dispatcher`); later rules win.
+            Experts may be recomputed inside an offloaded sublayer (if compiled: with a `dispatcher`) if `recompute` is
+            "light", so that fewer bytes are copied. Or one placement for every region; or ``"auto"``, which needs a budget.
         budget: bytes, or text such as ``"6GiB"``: how far a step's peak may rise over the memory held before it.
         compile: compile the sublayers of the decoder layers, so that autograd saves fewer tensors.
         experts: ``"forebay"`` for experts that save few tensors for backward, None to leave the model's own.
@@ -292,13 +292,13 @@ def check_options(
 def _check_policy(policy: Any, budget: Any, offload: Any) -> None:
     if not isinstance(policy, (str, Mapping)):
         raise PolicyError(
-            f"policy={policy!r} is not a policy; write one placement ({', '.join(PLACEMENTS)}), 'auto' with a budget, or a "
-            "mapping from module-path patterns to placements; 'keep' leaves saved tensors where they are"
+            f"policy={policy!r} is not a policy; write one placement ({', '.join(MANAGED_PLACEMENTS)}), 'auto' with a budget, "
+            "or a mapping from module-path patterns to placements; 'keep' leaves saved tensors where they are"
         )
     pairs = [(policy, policy)] if isinstance(policy, str) else list(policy.items())
-    if isinstance(policy, str) and policy not in (*PLACEMENTS, "auto"):
+    if isinstance(policy, str) and policy not in (*MANAGED_PLACEMENTS, "auto"):
         raise PolicyError(
-            f"policy={policy!r} is unknown; valid are {', '.join(PLACEMENTS)}, auto, or a mapping from patterns"
+            f"policy={policy!r} is unknown; valid are {', '.join(MANAGED_PLACEMENTS)}, auto, or a mapping from patterns"
         )
     if not isinstance(policy, str):
         check_placements(policy)

@@ -5,6 +5,9 @@ assigned placement) for each region, or a `PolicyError` that names the pattern a
 ``fnmatch`` pattern on module paths (``*`` crosses dots) and applies to the outermost paths that it matches: ``model.layers.*``
 assigns a placement to each layer, not to its children. Where two patterns apply to a path, the later one wins. Regions with a
 placement other than ``keep`` cannot be nested, except that experts inside an offloaded region may be recomputed.
+
+``recompute+offload`` runs a region again in backward and offloads its inputs. It is in `MANAGED_PLACEMENTS`, which
+`forebay.manage` takes, and not in `PLACEMENTS`, which the trainer and the estimator know as well.
 """
 
 import difflib
@@ -13,6 +16,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 PLACEMENTS = ("keep", "recompute", "offload", "stash")
+RECOMPUTE_AND_OFFLOAD = "recompute+offload"
+MANAGED_PLACEMENTS = (*PLACEMENTS, RECOMPUTE_AND_OFFLOAD)
 # How "recompute" treats an MoE sublayer: "light" repeats the experts' first GEMM, the others checkpoint the sublayer.
 RECOMPUTE_MODES = ("light", "full", "save-dispatch")
 _SUFFIXES = (
@@ -103,8 +108,9 @@ def check_placements(policy: Mapping[str, str]) -> None:
     for pattern, placement in policy.items():
         if not isinstance(pattern, str):
             raise PolicyError(f"{pattern!r} is no pattern on module paths; write a text such as 'model.layers.*.mlp'")
-        if placement not in PLACEMENTS:
-            raise PolicyError(f"{pattern!r}: placement {placement!r} is unknown; valid are {', '.join(PLACEMENTS)}")
+        if placement not in MANAGED_PLACEMENTS:
+            valid = ", ".join(MANAGED_PLACEMENTS)
+            raise PolicyError(f"{pattern!r}: placement {placement!r} is unknown; valid are {valid}")
 
 
 def refuse_stash(owner: str, policy: str | Mapping[str, str]) -> None:

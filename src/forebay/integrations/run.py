@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from forebay.errors import UsageError
-from forebay.policy import PLACEMENTS, PolicyError, check_placements, parse_bytes, refuse_stash
+from forebay.policy import MANAGED_PLACEMENTS, PolicyError, check_placements, parse_bytes, refuse_stash
 
 _ARGUMENTS, _ROOT = "FOREBAY_RUN", "FOREBAY_RUN_ROOT"  # also read by startup/sitecustomize.py
 
@@ -61,9 +61,9 @@ def parse_policy(given: Sequence[str]) -> str | dict[str, str]:
         return pairs
     if len(given) > 1:
         raise PolicyError(f"--policy {names[0]} is for all regions; give it alone, or PATTERN=PLACEMENT each time")
-    if names[0] not in (*PLACEMENTS, "auto"):
+    if names[0] not in (*MANAGED_PLACEMENTS, "auto"):
         raise PolicyError(
-            f"--policy {names[0]!r} is unknown; valid are {', '.join(PLACEMENTS)}, auto and PATTERN=PLACEMENT"
+            f"--policy {names[0]!r} is unknown; valid are {', '.join(MANAGED_PLACEMENTS)}, auto and PATTERN=PLACEMENT"
         )
     refuse_stash("forebay run", names[0])
     return names[0]

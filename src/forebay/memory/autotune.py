@@ -23,7 +23,7 @@ from forebay.memory.offload_plan import (
 from forebay.memory.recorder import Peaks, Recorder, TimelineRecorder, TimingRecorder, TrialRecorder
 from forebay.memory.solver import Allowed, Solver
 from forebay.memory.timeline import Assignment, CallFigures, EventName, Key, Plan, Rates, Timeline, simulate
-from forebay.policy import BudgetError, PolicyError, format_bytes
+from forebay.policy import RECOMPUTE_AND_OFFLOAD, BudgetError, PolicyError, format_bytes
 
 MAX_TRIAL_STEPS = 40  # steps of all trials together, those that do not count included
 _WARMUP_STEPS = 1  # after a change of plan; not counted, because the allocator and the host memory adapt to the plan
@@ -326,7 +326,7 @@ class Autotuner:
 
     Args:
         store: carries plans out.
-        placements: region path to keep, recompute, offload or auto.
+        placements: region path to keep, recompute, offload, recompute+offload or auto.
         budget: bytes that a step's peak may rise over its base, or None.
         offload: "fit" or "all", see `forebay.memory.hooks.Manager`.
         switch_light: turns the light recomputation of regions on or off.
@@ -353,7 +353,8 @@ class Autotuner:
     ):
         self._store, self._device = store, store.device
         self._auto = frozenset(path for path, placement in placements.items() if placement == "auto")
-        self._offload_paths = frozenset(path for path, placement in placements.items() if placement == "offload")
+        offloaded = ("offload", RECOMPUTE_AND_OFFLOAD)
+        self._offload_paths = frozenset(path for path, placement in placements.items() if placement in offloaded)
         self._budget, self._offload, self._switch_light, self._mark = budget, offload, switch_light, mark
         self.peaks = Peaks()
         self.state = TuneState.MEASURE

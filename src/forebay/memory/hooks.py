@@ -42,9 +42,10 @@ from forebay.memory.storage import (
     version_counter,
 )
 from forebay.memory.timeline import Key, Plan, Timeline
-from forebay.policy import Claim, PolicyError
+from forebay.policy import RECOMPUTE_AND_OFFLOAD, Claim, PolicyError
 
 _MIN_BYTES_CUDA = 1 << 20  # a 1 MiB copy reaches 40 of 55 GB/s (H200); below that launches cost more than they free
+_RECOMPUTED = ("recompute", RECOMPUTE_AND_OFFLOAD)
 _MAX_ITEM_GROWTH = 1.5  # a microbatch's storages over the measured ones, where rows vary between ranks
 _CHECKPOINT = "activation checkpointing of the caller's"
 _MAX_SHARING_DISTANCE = 2  # calls; a storage that is saved again within so many calls may still be offloaded
@@ -102,10 +103,12 @@ class Manager:
         self.ledger = Ledger()
         self._recompute = recompute
         self._regions = {
-            path: Region(path, chosen.get(path, "keep"), site, site.light_recompute if recompute == "light" else None)
+            path: Region(path, placement := chosen.get(path, "keep"), site, _light(site, placement, recompute))
             for path, site in sites.items()
         }
-        self._plans = any(region.placement in ("offload", "auto") for region in self._regions.values())
+        self._plans = any(
+            region.placement in ("offload", RECOMPUTE_AND_OFFLOAD, "auto") for region in self._regions.values()
+        )
         self._budget, self._offload, self._wanted_min_bytes = budget, offload, min_bytes
         self._backwards: list[Key] = []
         self._steady = False
@@ -120,7 +123,7 @@ class Manager:
         self._shared: set[Key] = set()  # calls with a storage that another call of the same step saves too
         self._manage_on(device)
         for region in self._regions.values():
-            if region.placement == "recompute":
+            if region.placement in _RECOMPUTED:
                 _refuse_nested_checkpointing(region.path, region.site.module)
         for region in self._regions.values():
             self._install(region)
@@ -189,7 +192,7 @@ class Manager:
             h2d_gbps=back_rate / 1e9 if back_rate else None,
             wait_ms=self._transfers.wait_ms(),
             saved_bytes_by_placement=self._saved_by_placement(),
-            recomputed=sum(placement == "recompute" for placement in self.placements.values()),
+            recomputed=sum(placement in _RECOMPUTED for placement in self.placements.values()),
         )
 
     def _saved_by_placement(self) -> dict[str, int]:
@@ -328,8 +331,8 @@ class Manager:
         placement = self._in_force(region)
         if region.path not in self._kept_bytes and (placement == "recompute" or region.placement == "keep"):
             forward = self._count_kept(region, forward, args, kwargs)
-        if placement == "recompute" and region.light is None:
-            forward = checkpointed
+        if placement in _RECOMPUTED and region.light is None:
+            forward = checkpointed  # its inputs pass the hooks of `_run_packed`
         if not self._plans:
             return forward(*args, **kwargs)
         call = self._step.new_call(region.path)
@@ -400,10 +403,13 @@ class Manager:
         if region.placement in ("keep", "recompute"):
             return region.placement
         if self.plan is None:
-            return "offload" if region.placement == "offload" else None
+            return None if region.placement == "auto" else region.placement
         if region.path in self.plan.recompute:
             return "recompute"
-        return "offload" if region.path in self._tuner.lookup.regions else "keep"
+        offloaded = region.path in self._tuner.lookup.regions
+        if region.placement == RECOMPUTE_AND_OFFLOAD:
+            return RECOMPUTE_AND_OFFLOAD if offloaded else "recompute"
+        return "offload" if offloaded else "keep"
 
     def _saves_nothing_new(self, call: RegionCall, placement: str | None) -> bool:
         """Whether the call can run without hooks: it offloads nothing, saves nothing again that another call offloads, and is not
@@ -586,6 +592,11 @@ class Manager:
                 region.light(on)
 
 
+def _light(site: CallSite, placement: str, recompute: str) -> Callable[[bool], None] | None:
+    """How a region recomputes by itself. Under "recompute+offload" its inputs are all that is left to offload."""
+    return site.light_recompute if recompute == "light" and placement != RECOMPUTE_AND_OFFLOAD else None
+
+
 def check_claims(claims: list[Claim], budget: int | None, offload: str) -> None:
     """Raise PolicyError if no `Manager` can be made with these claims and options."""
     if offload not in ("fit", "all"):
@@ -595,13 +606,13 @@ def check_claims(claims: list[Claim], budget: int | None, offload: str) -> None:
         if claim.placement == "stash":
             raise PolicyError(
                 f"{claim.pattern!r} asks for 'stash', but {claim.path!r} is no paged region; "
-                "valid here are keep, recompute, offload"
+                "valid here are keep, recompute, offload, recompute+offload"
             )
     if "auto" in placements and budget is None:
         raise PolicyError(
             "policy='auto' needs a budget, such as budget='6GiB': the peak over the memory allocated before a step"
         )
-    if budget is not None and not placements & {"auto", "offload"}:
+    if budget is not None and not placements & {"auto", "offload", RECOMPUTE_AND_OFFLOAD}:
         raise PolicyError(
             "a budget needs policy='auto' or regions placed 'offload'; with keep and recompute nothing is left to decide"
         )

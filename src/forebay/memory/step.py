@@ -53,7 +53,7 @@ class Region:
     """A managed region. `light` switches how it recomputes by itself; None: under a checkpoint."""
 
     path: str
-    placement: str  # keep, recompute, offload or auto
+    placement: str  # keep, recompute, offload, recompute+offload or auto
     site: CallSite
     light: Callable[[bool], None] | None
 

@@ -152,7 +152,11 @@ class Parallel:
         "auto", "Layers of each stage: 'auto' balances cost and memory, 'even', or a list with a count for each stage."
     )
     ep: int = key(1, "Processes that share the experts of a layer.", low=1)
-    dispatch: str = key("auto", "Token dispatcher.", choices=("auto", "nccl", "symmetric", "deepep"))
+    dispatch: str = key(
+        "auto",
+        "Token dispatcher; 'auto' chooses by where the expert group's processes run.",
+        choices=("auto", "nccl", "symmetric", "hierarchical", "deepep"),
+    )
     capacity_factor: float = key(
         0.0,
         "Rows that 'symmetric' has room for, relative to even routing, without host synchronization; a step that needs "

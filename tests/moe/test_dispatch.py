@@ -29,6 +29,7 @@ from forebay.moe.dispatch import (
     make_dispatcher,
 )
 from forebay.moe.experts import experts
+from forebay.moe.topology import Topology
 from tests.moe.layers import CASES, INNER, E, H, K, equal, group, inputs, layer, relative
 from tests.ranks import run_ranks
 
@@ -368,6 +369,7 @@ def test_backends_by_name(backends: None) -> None:
 def test_auto_is_symmetric_where_peers_are_reachable(
     backends: None, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], wanted: str
 ) -> None:
+    monkeypatch.setattr(choose, "topology_of", lambda group: Topology((0, 0)))
     monkeypatch.setattr(choose, "_peers_are_reachable", lambda group: True)
     assert type(make("auto", **more)).__name__ == wanted
     monkeypatch.setattr(choose, "_peers_are_reachable", lambda group: False)
@@ -383,7 +385,9 @@ def test_a_capacity_below_an_even_load_and_an_unknown_name_are_refused_first(
         for factor in (0.99, 0.0, -1.0, float("nan")):
             with pytest.raises(ValueError, match="capacity_factor must be at least 1"):
                 make(backend, size, capacity_factor=factor)
-    with pytest.raises(ValueError, match=r"'nvshmem' is unknown; valid are auto, nccl, symmetric, deepep"):
+    with pytest.raises(
+        ValueError, match=r"'nvshmem' is unknown; valid are auto, nccl, symmetric, hierarchical, deepep"
+    ):
         make("nvshmem", size)
 
 

@@ -3,9 +3,10 @@
 P ranks hold E experts, rank p the experts [p * E/P, (p+1) * E/P). Input: each rank's tokens x [T, H] (T may differ, and be 0)
 with ids and weights [T, K]. `dispatch` sends each token once to every rank that holds one of its experts, and `combine`
 returns the sums. This module has the interface, the dispatcher of a single rank, the one over a process group's all-to-all,
-the operations with their gradients, and `MoeStages`; `forebay.moe.symmetric` and `forebay.moe.deepep` have the other
-dispatchers. A dispatcher owns what lasts: the process group and buffers. The autograd graph and the caller's frame own a
-handle, so a forward without a backward, a checkpoint that stops early and an exception all free it.
+the operations with their gradients, and `MoeStages`; `forebay.moe.symmetric`, `forebay.moe.hierarchical` and
+`forebay.moe.deepep` have the other dispatchers. A dispatcher owns what lasts: the process group and buffers. The autograd
+graph and the caller's frame own a handle, so a forward without a backward, a checkpoint that stops early and an exception all
+free it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +28,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from forebay.kernels.permute import combine_rows
 from forebay.moe.routing import check_routed
+from forebay.moe.topology import Topology, topology_of
 
-BACKENDS = ("auto", "nccl", "symmetric", "deepep")
+BACKENDS = ("auto", "nccl", "symmetric", "hierarchical", "deepep")
 
 Handle = list[Tensor]
 """What `spread` and `collect` need to know of a `dispatch`: an ordinary output of `forebay::dispatch`."""
@@ -43,8 +46,9 @@ class TokenDispatcher(OpaqueBase):
     All operations are collective: every rank of the group runs them in the same order, on streams that are ordered among
     themselves. `combine` is `collect`; the gradient of combine is `spread`, the gradient of dispatch is `collect`.
 
-    Received rows are ordered by sending rank, then by token. Ids of other ranks' experts become -1, and so do all ids of the
-    unused rows at the end. Those rows and their weights may be uninitialized memory, which nothing may read.
+    Received rows are ordered by sending rank, then by token; over several nodes the backend may have another order. Ids of
+    other ranks' experts become -1, and so do all ids of the unused rows at the end. Those rows and their weights may be
+    uninitialized memory, which nothing may read.
 
     A dispatcher with a *capacity* bounds what a rank receives. It drops the rows above it and sets a flag on the device; the
     caller of `lost_flag` can repeat the work within `exactly` (`forebay.train.capacity_retry`).
@@ -52,6 +56,7 @@ class TokenDispatcher(OpaqueBase):
     Attributes:
         rank, size: this process in the group, and the group's P.
         num_experts: E, over all ranks.
+        about: which dispatcher `make_dispatcher` made, and why.
 
     Raises:
         ValueError: E is no multiple of P.
@@ -60,6 +65,7 @@ class TokenDispatcher(OpaqueBase):
     rank: int
     size: int
     num_experts: int
+    about: str = ""
 
     def __init__(self, rank: int, size: int, num_experts: int):
         if num_experts % size:
@@ -314,22 +320,26 @@ def make_dispatcher(
     slots_per_token: int,
     dtype: torch.dtype,
     capacity_factor: float | None = None,
+    timeout: timedelta | None = None,
 ) -> TokenDispatcher:
     """Make the dispatcher of a group. Collective: all ranks call it with the same arguments, and each closes the result.
 
+    "auto" is "symmetric" where the group's GPUs can read each other's memory. Over several nodes of more than one rank it is
+    "deepep" where that is installed and takes these rows, else "hierarchical". Otherwise it is "nccl".
+
     Args:
-        backend: "nccl" (gloo on CPUs), "symmetric", "deepep", or "auto": symmetric where the group's GPUs can read each other's
-            memory, else nccl.
+        backend: "nccl" (gloo on CPUs), "symmetric", "hierarchical", "deepep", or "auto".
         group: None, or a group of one rank, gives a `LocalDispatcher`.
         num_experts: E, over all ranks.
         tokens: T, the most that a rank sends at once.
         hidden, slots_per_token, dtype: H, K, and the rows' dtype.
         capacity_factor: for "symmetric": receive up to this times the even load without host synchronization; None for exact
             sizes, with one host synchronization a layer.
+        timeout: of process groups that "hierarchical" makes; None is torch's own.
 
     Raises:
         ValueError: an unknown backend, a capacity factor below 1, experts that the ranks do not divide, shapes that the
-            backend does not support.
+            backend does not support, "hierarchical" on nodes with different numbers of ranks.
         RuntimeError: the backend is not available here.
     """
     if backend not in BACKENDS:
@@ -341,13 +351,15 @@ def make_dispatcher(
     if group is None or group.size() == 1:
         return LocalDispatcher(num_experts)
     from forebay.moe.deepep import DeepEpDispatcher
-    from forebay.moe.symmetric import DTYPES, SymmetricDispatcher
+    from forebay.moe.hierarchical import HierarchicalDispatcher
+    from forebay.moe.symmetric import SymmetricDispatcher
 
+    why, topology = "as asked for", None
     if backend == "auto":
-        fits = dtype in DTYPES and hidden * dtype.itemsize % 16 == 0
-        backend = "symmetric" if fits and _peers_are_reachable(group) else "nccl"
+        backend, why, topology = _choose(group, hidden, dtype)
+    made: TokenDispatcher
     if backend == "symmetric":
-        return SymmetricDispatcher(
+        made = SymmetricDispatcher(
             group,
             num_experts,
             tokens=tokens,
@@ -357,9 +369,52 @@ def make_dispatcher(
             capacity_factor=capacity_factor or 1.0,
             exact=capacity_factor is None,
         )
-    if backend == "deepep":
-        return DeepEpDispatcher(group, num_experts, hidden=hidden, dtype=dtype)
-    return NcclDispatcher(group, num_experts)
+    elif backend == "deepep":
+        made = DeepEpDispatcher(group, num_experts, hidden=hidden, dtype=dtype)
+    elif backend == "hierarchical":
+        topology = topology or topology_of(group)
+        if topology.count == 1 or topology.per_node in (None, 1):
+            raise ValueError(
+                "hierarchical needs several nodes with the same number of ranks, 2 or more, which are neighbors; this group "
+                f"has {topology}; valid are auto and nccl"
+            )
+
+        def inside(ranks: dist.ProcessGroup, experts: int, nodes: int) -> TokenDispatcher:
+            return make_dispatcher(
+                "auto",
+                ranks,
+                experts,
+                tokens=aligned(nodes * tokens),
+                hidden=hidden,
+                slots_per_token=slots_per_token,
+                dtype=dtype,
+            )
+
+        made = HierarchicalDispatcher(group, num_experts, topology.per_node, inside, timeout)
+        why = f"{why}: {topology}, {made.about}" if why == "as asked for" else f"{why}, {made.about}"
+    else:
+        made = NcclDispatcher(group, num_experts)
+    made.about = f"{backend} ({why})"
+    return made
+
+
+def _choose(group: dist.ProcessGroup, hidden: int, dtype: torch.dtype) -> tuple[str, str, Topology | None]:
+    """What "auto" is for a group, why, and the group's topology if that was asked for. Collective."""
+    from forebay.moe.symmetric import DTYPES
+
+    fits = dtype in DTYPES and hidden * dtype.itemsize % 16 == 0
+    if fits and _peers_are_reachable(group):
+        return "symmetric", "its GPUs read each other's memory", None
+    topology = topology_of(group)
+    if topology.count == 1:
+        why = "its ranks cannot read each other's memory" if fits else f"symmetric takes no rows of {hidden} in {dtype}"
+        return "nccl", f"one node, {why}", topology
+    deepep = topology.has_deepep and topology.per_node == 8  # DeepEP's own number of GPUs a host
+    if deepep and dtype == torch.bfloat16 and not hidden % 8 and "nccl" in dist.get_backend_config(group):
+        return "deepep", f"{topology}, and deep_ep is installed", topology
+    if topology.per_node in (None, 1):
+        return "nccl", str(topology), topology
+    return "hierarchical", str(topology), topology
 
 
 def _peers_are_reachable(group: dist.ProcessGroup) -> bool:

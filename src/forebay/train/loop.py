@@ -375,6 +375,8 @@ class _TrainingRun:
         layers = f", layers over {self.mesh.pp} ({self.config.parallel.schedule})" if self.mesh.pp > 1 else ""
         shared = layers + (f", experts over {self.mesh.ep}" if self.mesh.ep > 1 else "")
         report.say(f"{_class_name(model)}: {count / 1e6:,.1f} M parameters, {dtype}, on {many}{name}{shared}")
+        if self.trainer.dispatcher is not None and self.trainer.dispatcher.about:
+            report.say(f"tokens travel by {self.trainer.dispatcher.about}")
         report.say(f"data {self.trainer.corpus.description}")
         report.say(
             f"run {self.start.folder}" + (f", resumed after step {done} from {self.start.resumed}" if done else "")

@@ -13,6 +13,7 @@ before `forebay.manage`, whose regions then lie inside FSDP2's hooks.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -190,6 +191,7 @@ def dispatcher_of(model: Any, mesh: Mesh, config: Config) -> TokenDispatcher | N
             slots_per_token=text.num_experts_per_tok,
             dtype=getattr(torch, config.model.compute or config.model.dtype),
             capacity_factor=config.parallel.capacity_factor or None,
+            timeout=timedelta(seconds=config.parallel.timeout),
         )
     except (ValueError, RuntimeError, ImportError) as error:
         raise UsageError(f"parallel.dispatch = {config.parallel.dispatch!r}: {error}") from error

@@ -380,6 +380,15 @@ def test_whole_layers_run_again_from_inputs_on_the_host(compile: bool, model, to
     assert managed.ledger.live_tickets == 0
 
 
+def test_a_star_is_every_region_and_a_list_is_none(model, tokens):
+    with forebay.manage(model, {"*": "recompute", "model.layers.0.mlp": "keep"}) as managed, no_warnings():
+        loss_and_gradients(model, tokens)
+        paths = [f"model.layers.{n}.{name}" for n in range(2) for name in ("self_attn", "mlp")]
+        assert managed.placements == {**dict.fromkeys(paths, "recompute"), "model.layers.0.mlp": "keep"}
+    with pytest.raises(PolicyError, match=r"'model\.layers' matches no module.*'model\.layers\.0'"):
+        forebay.manage(model, {"model.layers": "offload"})
+
+
 def test_a_forward_in_which_no_region_ran_warns_once(model, tokens):
     with forebay.manage(model, "offload"):
         model.model.layers = nn.ModuleList(copy.deepcopy(layer) for layer in model.model.layers)

@@ -23,6 +23,9 @@ def test_patterns_claim_the_outermost_of_what_they_match_and_later_rules_win() -
     chosen = placed({"*.self_attn": "offload", "*.mlp.experts": "recompute", "*": "keep"})  # keep is no nesting
     assert chosen["model.layers.2.self_attn"] == "offload" and chosen["model.layers.2.mlp.experts"] == "recompute"
     assert outermost(["", "a", "a.b"]) == [""]
+    regions = [p for p in PATHS if p.endswith(("self_attn", "mlp"))]
+    both = resolve({"*": "offload", "model.layers.1.mlp": "keep"}, PATHS, everything=regions)
+    assert {c.path: c.placement for c in both} == {**dict.fromkeys(regions, "offload"), "model.layers.1.mlp": "keep"}
 
 
 def test_experts_may_be_recomputed_inside_what_is_offloaded() -> None:

@@ -3,15 +3,16 @@
 Input: a mapping from pattern to placement, and the module paths that can be regions. Output: a `Claim` (a path and its
 assigned placement) for each region, or a `PolicyError` that names the pattern and the nearest paths. A pattern is an
 ``fnmatch`` pattern on module paths (``*`` crosses dots) and applies to the outermost paths that it matches: ``model.layers.*``
-assigns a placement to each layer, not to its children. Where two patterns apply to a path, the later one wins. Regions with a
-placement other than ``keep`` cannot be nested, except that experts inside an offloaded region may be recomputed.
+assigns a placement to each layer, not to its children; ``*`` alone assigns it to every region of a single placement. Where
+two patterns apply to a path, the later one wins. Regions with a placement other than ``keep`` cannot be nested, except that
+experts inside an offloaded region may be recomputed.
 
 ``recompute+offload`` runs a region again in backward and offloads its inputs. It is in `MANAGED_PLACEMENTS`, which
 `forebay.manage` takes, and not in `PLACEMENTS`, which the trainer and the estimator know as well.
 """
 
 import difflib
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -77,6 +78,7 @@ def resolve(
     paths: Iterable[str],
     sealed: Mapping[str, str] | None = None,
     experts: Container[str] = (),
+    everything: Sequence[str] = (),
 ) -> list[Claim]:
     """Assign placements to module paths by a policy; in the order of `paths`.
 
@@ -85,6 +87,7 @@ def resolve(
         paths: every module path that can be a region.
         sealed: paths that cannot be regions because they run inside compiled code, with the path of the compiled region.
         experts: paths of experts that support light recomputation, and so may be recomputed inside an offloaded region.
+        everything: what the pattern ``*`` stands for; empty for the outermost of `paths`.
 
     Raises:
         PolicyError: unknown placement, a pattern that matches nothing, or nested placements.
@@ -94,7 +97,7 @@ def resolve(
     claims: dict[str, Claim] = {}
     check_placements(policy)
     for pattern, placement in policy.items():
-        matched = [p for p in known if fnmatchcase(p, pattern)]
+        matched = everything if pattern == "*" and everything else [p for p in known if fnmatchcase(p, pattern)]
         if not matched:
             raise PolicyError(_no_match(pattern, known, sealed))
         for path in outermost(matched):

@@ -441,7 +441,7 @@ def _placements(
     found: dict[str, str] = {}
     uncounted: list[str] = []
     recompute_experts: set[int] = set()
-    for claim in resolve(policy, paths, experts=_light_experts(config, paths)):
+    for claim in resolve(policy, paths, experts=_light_experts(config, paths), everything=sublayers):
         inside = [h for h in sublayers if not claim.path or f"{h}.".startswith(f"{claim.path}.")]
         moe_path = claim.path.removesuffix(".experts")
         if inside:

@@ -63,7 +63,7 @@ def regions_of(
     if isinstance(policy, str):
         claims = _uniform_claims(model, default, policy)
     else:
-        claims = _claims(model, policy, sealed, dispatcher, recompute)
+        claims = _claims(model, policy, default, sealed, dispatcher, recompute)
     claims, stashed = split_stash(model, claims, dispatcher)
     claims, recompute_experts = split_recompute_experts(claims)
     active = {c.path for c in claims if c.placement != "keep"}
@@ -112,12 +112,16 @@ def _uniform_claims(model: nn.Module, default: Sequence[str], placement: str) ->
 def _claims(
     model: nn.Module,
     policy: Mapping[str, str],
+    default: Sequence[str],
     sealed: Mapping[str, str],
     dispatcher: TokenDispatcher | None,
     recompute: str,
 ) -> list[Claim]:
-    """Claims of a mapping on the modules that are here; its patterns may also match layers that other ranks hold."""
-    here = [path for path, _ in model.named_modules() if path not in sealed]
+    """Claims of a mapping on the modules that are here; its patterns may also match layers that other ranks hold. A module
+    list is never called, so it is no region."""
+    here = [
+        path for path, m in model.named_modules() if path not in sealed and type(m).forward is not nn.Module.forward
+    ]
     elsewhere = [
         f"{path}.{name}" if name else path
         for path, layer in absent_layers(model)
@@ -131,7 +135,7 @@ def _claims(
         ]
         light += [path for path in elsewhere if path.endswith(".experts")]
     local = set(here)
-    return [claim for claim in resolve(policy, [*here, *elsewhere], sealed, light) if claim.path in local]
+    return [claim for claim in resolve(policy, [*here, *elsewhere], sealed, light, default) if claim.path in local]
 
 
 def _unsealed(layer: nn.Module, dispatcher: TokenDispatcher | None) -> list[str]:

@@ -20,7 +20,7 @@ def test_patterns_claim_the_outermost_of_what_they_match_and_later_rules_win() -
     offloaded = {f"model.layers.{i}": "offload" for i in range(3)}
     assert placed({"model.layers.*": "offload"}) == offloaded
     assert placed({"model.layers.*": "offload", "model.layers.1": "keep"}) == {**offloaded, "model.layers.1": "keep"}
-    chosen = placed({"*.self_attn": "offload", "*.mlp.experts": "recompute", "*": "keep"})  # keep is no nesting
+    chosen = placed({"*": "keep", "*.self_attn": "offload", "*.mlp.experts": "recompute"})  # keep is no nesting
     assert chosen["model.layers.2.self_attn"] == "offload" and chosen["model.layers.2.mlp.experts"] == "recompute"
     assert outermost(["", "a", "a.b"]) == [""]
     regions = [p for p in PATHS if p.endswith(("self_attn", "mlp"))]

@@ -16,9 +16,9 @@ from typing import Any
 
 from forebay.errors import UsageError
 from forebay.estimate.fit import largest_total, least_budget
-from forebay.estimate.layers import plan_layers
+from forebay.estimate.layers import plan_layers, sharing_of
 from forebay.estimate.placement import _ChoiceCosts, rank_options
-from forebay.estimate.plan import _estimator, _sharing, ask
+from forebay.estimate.plan import _estimator, ask
 from forebay.estimate.rank import RunEstimator
 from forebay.estimate.trace_cache import TraceCache
 from forebay.models.catalog import PUBLISHED
@@ -42,7 +42,7 @@ def drawn(chance: random.Random, traces: TraceCache) -> tuple[str, RunEstimator]
         try:
             config = ask(name, settings, world).config
             run, _ = _estimator(
-                config, plan_layers(config, world), world, None, 1.0, None, 1, traces, _sharing(config, world)
+                config, plan_layers(config, world), world, None, 1.0, None, 1, traces, sharing_of(config, world)
             )
         except UsageError:
             continue
@@ -61,10 +61,10 @@ def row(name: str, run: RunEstimator) -> dict[str, Any]:
     recomputed = {o.path: o.placement for own in sublayers for o in own if o.placement == "recompute"}
     least = total(run, recomputed)
     most = max(total(run, {}), least)
-    plain = run.plan.microbatches * sum(sum(run.machine.seconds(run._part(own[0].path))) for own in sublayers)
+    times = {path: run.machine.seconds(part) for path, part in run._parts(run.plan.stages(0)).items()}
+    plain = run.plan.microbatches * sum(map(sum, times.values()))
     every = []
     if math.prod(map(len, sublayers)) <= SMALL:
-        times = {own[0].path: run.machine.seconds(run._part(own[0].path)) for own in sublayers}
         costs = _ChoiceCosts(options, times, (), run.plan.microbatches, run.machine, False)
         for chosen in product(*(range(len(own)) for own in sublayers)):
             seconds, waited = costs.seconds(chosen)

@@ -274,6 +274,7 @@ def _plan(options: argparse.Namespace) -> int:
 def _answer_plan(options: argparse.Namespace, budget: int | None) -> int:
     from forebay.estimate.layers import plan_layers
     from forebay.estimate.plan import ask, fit_run
+    from forebay.estimate.processes import usable
     from forebay.estimate.search import search
     from forebay.estimate.trace_cache import TraceCache
     from forebay.report.html import checked, write_page
@@ -289,12 +290,16 @@ def _answer_plan(options: argparse.Namespace, budget: int | None) -> int:
     _quiet_transformers()
     if options.search:
         with _Progress() as progress:
-            found = search(request, options.search, world, budget, options.skew, device, options.auto, progress)
+            found = search(
+                request, options.search, world, budget, options.skew, device, options.auto, progress, usable()
+            )
         config, plan, fit = found.config, found.plan, found.fit
     else:
         traces = TraceCache()
         plan = plan_layers(config, world, traces)
-        fit = fit_run(config, plan, world, budget, options.skew, device=device, auto=auto, traces=traces)
+        fit = fit_run(
+            config, plan, world, budget, options.skew, device=device, auto=auto, traces=traces, processes=usable()
+        )
     if options.json:
         more = {} if found is None else {"search": found.as_dict()}
         print(json.dumps({**plan.as_dict(), "fit": fit.as_dict(), "settings": request.chosen, **more}, indent=1))

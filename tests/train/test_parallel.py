@@ -76,6 +76,14 @@ def test_models_that_cannot_be_shared(tiny: Callable[..., Config]) -> None:
         assert "CohereDecoderLayer, whose forward is not two sublayers" in messages[2]
 
 
+def test_experts_have_several_names_in_configurations() -> None:
+    from transformers import AriaTextConfig, DeepseekV3Config, Ernie4_5_MoeConfig, GptOssConfig, Qwen3Config
+
+    numbers = AriaTextConfig(moe_num_experts=6), DeepseekV3Config(n_routed_experts=4), GptOssConfig(num_local_experts=3)
+    found = [parallel.experts_in(config) for config in (*numbers, Ernie4_5_MoeConfig(moe_num_experts=5), Qwen3Config())]
+    assert found == [6, 4, 3, 5, 0]
+
+
 def test_nothing_to_clip(tiny: Callable[..., Config]) -> None:
     with Trainer(tiny()) as trainer:
         with pytest.raises(RunError, match=r"no parameter has a gradient to clip: .*backward"):

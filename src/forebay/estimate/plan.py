@@ -22,6 +22,7 @@ from forebay.estimate.fit import ALLOWANCE, ERROR, RankFit, largest_total
 from forebay.estimate.fsdp import least_bytes, param_groups
 from forebay.estimate.layers import LayerPlan, shape_of, sharing_of
 from forebay.estimate.placement import Choice, Option, by_kind, sentences
+from forebay.estimate.processes import forked_map
 from forebay.estimate.rank import RankEstimate, RunEstimator, StepTimer, layers_and_ends, machine_of
 from forebay.estimate.state import Sharing, all_to_all_bytes, outside_bytes, symmetric_bytes
 from forebay.estimate.step_time import StepTime
@@ -281,6 +282,7 @@ def fit_run(
     traces: TraceCache | None = None,
     sharing: Sharing | None = None,
     stop_above: int | None = None,
+    processes: int = 1,
 ) -> Fit:
     """Estimate the run of `plan` on `world` processes.
 
@@ -294,6 +296,7 @@ def fit_run(
         sharing: of another trainer; default: what Forebay's does under `config`.
         stop_above: stop at the first rank that does not fit a budget of so many bytes. The result lacks the ranks that were not
             estimated, and the step's time if placements are chosen.
+        processes: that may estimate ranks at the same time; see `forked_map`.
 
     Raises:
         UsageError: a model that cannot be traced, experts that the processes do not divide, a pattern that matches nothing, or a
@@ -302,7 +305,7 @@ def fit_run(
     estimator, notes = _estimator(
         config, plan, world, budget, skew, device, auto, traces or TraceCache(), sharing or sharing_of(config, world)
     )
-    estimates = _estimates(estimator, plan, stop_above)
+    estimates = _estimates(estimator, plan, stop_above, processes)
     ranks = [estimates[number] for number in sorted(estimates)]
     choices = tuple(rank.choice for rank in ranks if rank.choice is not None)
     placements = dict(estimator.placements)
@@ -320,15 +323,20 @@ def fit_run(
     return Fit(fits, world, estimator.weights.total, budget, sublayers, tuple(notes), step, choices, levels)
 
 
-def _estimates(estimator: RunEstimator, plan: LayerPlan, stop_above: int | None) -> dict[int, RankEstimate]:
+def _estimates(
+    estimator: RunEstimator, plan: LayerPlan, stop_above: int | None, processes: int
+) -> dict[int, RankEstimate]:
     """By pipeline rank; see `fit_run`."""
     if stop_above is None:
-        return {number: estimator.rank(number) for number in range(estimator.config.parallel.pp)}
-    found: dict[int, RankEstimate] = {}
-    for number in _fullest_first(plan):
-        found[number] = estimator.rank(number)
-        if found[number].fit.headroom(stop_above) < 0:
+        numbers = range(estimator.config.parallel.pp)
+        return dict(zip(numbers, forked_map(estimator.rank, numbers, processes), strict=True))
+    fullest, *others = _fullest_first(plan)
+    found = {fullest: estimator.rank(fullest)}  # alone: most plans that do not fit end here
+    estimates = forked_map(estimator.rank, others, processes)
+    for number in others:
+        if any(rank.fit.headroom(stop_above) < 0 for rank in found.values()):
             break
+        found[number] = next(estimates)
     return found
 
 

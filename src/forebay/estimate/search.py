@@ -251,6 +251,7 @@ def search(
     device: DeviceProfile | None = None,
     auto: bool = False,
     progress: Callable[[str], None] = lambda sentence: None,
+    processes: int = 1,
 ) -> Search:
     """Search on `world` processes.
 
@@ -261,6 +262,7 @@ def search(
         device: for step times; the best mesh is then the fastest that fits, else the one with the lowest peak.
         auto: choose placements for the budget, instead of those of the configuration.
         progress: called before each candidate, with a sentence about those before.
+        processes: see `fit_run`.
 
     Raises:
         UsageError: no budget, or nothing can run: why the first value, or every mesh, is refused.
@@ -268,7 +270,7 @@ def search(
     """
     if what not in SEARCHES:
         raise UsageError(f"--search {what!r} is unknown; valid are {', '.join(SEARCHES)}")
-    runs = _Runs(asked, world, skew, device, budget if auto else None)
+    runs = _Runs(asked, world, skew, device, budget if auto else None, processes)
     if what == "mesh":
         return _mesh(runs, budget, progress)
     if budget is None:
@@ -279,8 +281,17 @@ def search(
 class _Runs:
     """Runs that differ from the request in some settings."""
 
-    def __init__(self, asked: PlanRequest, world: int, skew: float, device: DeviceProfile | None, auto: int | None):
+    def __init__(
+        self,
+        asked: PlanRequest,
+        world: int,
+        skew: float,
+        device: DeviceProfile | None,
+        auto: int | None,
+        processes: int,
+    ):
         self.asked, self.world, self.skew, self.device, self.auto = asked, world, skew, device, auto
+        self._processes = processes
         self.traces = TraceCache()
         vocabulary = load_tokenizer(asked.config.data.tokenizer).vocabulary
         self.declared = hf_io.configuration(asked.config.model, vocabulary)
@@ -311,7 +322,7 @@ class _Runs:
         """`stop`: at the first rank that does not fit."""
         fit = fit_run(
             config, plan, self.world, None, self.skew, device=self.device, auto=self.auto, traces=self.traces,
-            stop_above=budget if stop else None,
+            stop_above=budget if stop else None, processes=self._processes,
         )  # fmt: skip
         return replace(fit, budget=budget)
 

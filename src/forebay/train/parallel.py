@@ -157,7 +157,7 @@ def _shard_vocabulary(model: Any, mesh: Mesh, options: dict[str, Any]) -> None:
 def experts_in(configuration: Any) -> int:
     """Experts of a MoE layer according to a Hugging Face configuration of any family; 0 for a dense model."""
     text = configuration.get_text_config()
-    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    names = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
     return next((int(n) for name in names if (n := getattr(text, name, None))), 0)
 
 

@@ -1,0 +1,78 @@
+"""Ranks that several processes estimate: the results of one process, in order, and no process outlives the map."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+
+import pytest
+
+from forebay.config import from_mapping
+from forebay.errors import RunError, UsageError
+from forebay.estimate.layers import plan_layers
+from forebay.estimate.plan import fit_run
+from forebay.estimate.processes import forked_map, usable
+from forebay.estimate.trace_cache import TraceCache
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+
+
+def square_and_process(number: int) -> tuple[int, int]:
+    return number * number, os.getpid()
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 9])
+@pytest.mark.parametrize("count", [0, 1, 2, 7])
+def test_results_are_in_order_and_shared_between_processes(processes: int, count: int) -> None:
+    found = list(forked_map(square_and_process, range(count), processes))
+    assert [square for square, _ in found] == [n * n for n in range(count)]
+    assert len({process for _, process in found}) == min(processes, count)
+    assert not multiprocessing.active_children()
+
+
+def test_an_error_of_any_process_is_raised_here() -> None:
+    def refuse(number: int) -> int:
+        if number == 4:
+            raise UsageError("not four")
+        return number
+
+    with pytest.raises(UsageError, match="not four"):
+        list(forked_map(refuse, range(6), 3))
+    assert not multiprocessing.active_children()
+
+
+def test_a_process_that_dies_is_an_error() -> None:
+    def die(number: int) -> int:
+        if number == 1:
+            os._exit(9)
+        return number
+
+    with pytest.raises(RunError, match="out of memory"):
+        list(forked_map(die, range(2), 2))
+
+
+def test_processes_end_with_the_iterator() -> None:
+    found = forked_map(lambda number: number, range(100), 2)
+    assert next(found) == 0 and len(multiprocessing.active_children()) == 1
+    found.close()  # type: ignore[attr-defined]
+    assert not multiprocessing.active_children()
+    assert usable() >= 1
+
+
+def test_a_plan_is_the_same_in_several_processes() -> None:
+    model = {"family": "qwen3_moe", "config": {"num_hidden_layers": 8, "hidden_size": 64, "vocab_size": 512}}
+    config = from_mapping(
+        {
+            "model": model,
+            "train": {"batch": 16, "microbatch": 1, "sequence": 64},
+            "parallel": {"pp": 4},
+            "device": {"type": "cuda"},
+        }
+    )
+    traces = TraceCache()
+    plan = plan_layers(config, 4, traces)
+    alone = fit_run(config, plan, 4, traces=traces)
+    assert fit_run(config, plan, 4, traces=traces, processes=3) == alone
+    for stop in (0, alone.ranks[3].total, 2 * alone.fullest.total):
+        stopped = fit_run(config, plan, 4, traces=traces, stop_above=stop)
+        assert fit_run(config, plan, 4, traces=traces, stop_above=stop, processes=3) == stopped

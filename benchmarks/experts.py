@@ -7,6 +7,10 @@ its GEMMs' FLOPs over all of the time, and the peak of allocated memory over inp
 
     python benchmarks/experts.py
     python benchmarks/experts.py --gpt-oss -K 4 -H 2880 -I 2880 -E 32
+    python benchmarks/experts.py --low-rank 16      # updates of this rank on frozen experts
+
+With ``--low-rank``, each product of the updates is timed beside the grouped GEMM and the additions that it stands for
+("grouped_mm"), and the operation without updates, with gate_up and down frozen, beside the operation with them.
 """
 
 import argparse
@@ -16,10 +20,12 @@ from typing import Any
 import torch
 from common import GIB, median_ms, settle_memory, write
 
+from forebay.kernels.low_rank import Gathered, add_widened, narrow_rows, sum_outer
 from forebay.kernels.permute import combine_rows, gather_rows
 from forebay.kernels.swiglu import Glu, swiglu_backward, swiglu_forward
 from forebay.moe.experts import experts
 from forebay.moe.experts_op import rows_by_matrix, rows_by_rows
+from forebay.moe.low_rank import LowRank
 from forebay.moe.routing import route
 
 
@@ -137,13 +143,124 @@ def operation(args: argparse.Namespace) -> list[dict]:
     return table
 
 
+def low_rank_products(args: argparse.Namespace) -> list[dict]:
+    """The products of updates of gate_up and down, each against the grouped GEMMs and additions that it stands for.
+
+    Results are compared before anything is timed. "all products" is a forward and backward.
+    """
+    tokens, k, hidden, inner, num, rank = args.T, args.K, args.H, args.I, args.E, args.low_rank
+    rows = tokens * k
+    order, inverse, offs = route(torch.rand(tokens, num, device="cuda").topk(k).indices, num)
+    x, low, narrow = randn(tokens, hidden), randn(rows, rank), {}
+    gathered, x_rows = Gathered(x, order, k), gather_rows(x, order, offs, k)
+    wide = {width: randn(rows, width) for width in (hidden, 2 * inner, inner)}
+    for width in wide:
+        narrow[width] = randn(num, rank, width, scale=0.1)
+    sums = {width: torch.empty(num, rank, width, device="cuda") for width in wide}
+
+    def gather() -> torch.Tensor:
+        return gather_rows(x, order, offs, k)
+
+    def narrowed(source: torch.Tensor) -> torch.Tensor:
+        return rows_by_matrix(source, narrow[source.shape[1]].transpose(1, 2), offs)
+
+    def low_of(source: Any, width: int, **more: Any) -> torch.Tensor:
+        return narrow_rows(source, narrow[width], offs, **more)[0]
+
+    def widened(width: int) -> torch.Tensor:
+        return rows_by_matrix(low, narrow[width], offs)
+
+    def outer(source: Any, width: int) -> torch.Tensor:
+        sum_outer(source, low, offs, sums[width])
+        return sums[width]
+
+    def add(to: torch.Tensor) -> torch.Tensor:
+        add_widened(to, low, narrow[to.shape[1]], offs)
+        return to
+
+    def add_and_combine(width: int) -> torch.Tensor:
+        return combine_rows(add(torch.zeros_like(wide[width])), inverse)
+
+    h, both = hidden, 2 * inner
+    # name; how many of it; bytes that the one kernel moves; before; now; now for the comparison, if another.
+    products: list[tuple[str, int, int, Callable[[], Any], Callable[[], Any], Callable[[], Any] | None]] = [
+        ("gather, low", 2, 4 * h, lambda: narrowed(gather()), lambda: low_of(gathered, h, keep_rows=True), None),
+        ("low of x", 1, 2 * h, lambda: narrowed(x_rows), lambda: low_of(gathered, h), None),
+        ("dlow of dh", 1, 2 * both, lambda: narrowed(wide[both]), lambda: low_of(wide[both], both), None),
+        ("low of act", 2, 2 * inner, lambda: narrowed(wide[inner]), lambda: low_of(wide[inner], inner), None),
+        ("h +=", 1, 4 * both, lambda: wide[both].add_(widened(both)), lambda: add(wide[both]), None),
+        ("da +=", 1, 4 * inner, lambda: wide[inner].add_(widened(inner)), lambda: add(wide[inner]), None),
+        ("y +=, dx +=", 2, 4 * h, lambda: combine_rows(widened(h), inverse), lambda: add(wide[h]), lambda: add_and_combine(h)),
+        ("x by low", 1, 2 * h, lambda: rows_by_rows(low, gather(), offs), lambda: outer(gathered, h), None),
+        ("dy by low", 1, 2 * h, lambda: rows_by_rows(low, x_rows, offs), lambda: outer(gathered, h), None),
+        ("dh by low", 1, 2 * both, lambda: rows_by_rows(low, wide[both], offs), lambda: outer(wide[both], both), None),
+        ("act by low", 1, 2 * inner, lambda: rows_by_rows(low, wide[inner], offs), lambda: outer(wide[inner], inner), None),
+    ]  # fmt: skip
+    table: list[dict] = []
+    totals = [0.0, 0.0]
+    for name, count, moved, before, now, compared in products:
+        kept = {width: t.clone() for width, t in wide.items()}
+        want = before().float()
+        wide.update(kept)
+        error = ((compared or now)().float() - want).abs().max() / want.abs().max()
+        if not error < 2e-2:
+            raise SystemExit(f"{name} is wrong, not timed: off by {error:.3g} of the largest value")
+        pair = [timed(f"{name}: grouped_mm", before), timed(f"{name}: one kernel", now, moved * rows)]
+        totals = [total + count * row["ms"] for total, row in zip(totals, pair, strict=True)]
+        table += pair
+    return [
+        *table,
+        *({"what": f"all products: {n}", "ms": t} for n, t in zip(("grouped_mm", "one kernel"), totals, strict=True)),
+    ]
+
+
+def low_rank_operation(args: argparse.Namespace) -> list[dict]:
+    """Forward and backward of `experts` with frozen stacks, without updates and with them (fp32 factors, laid out as PEFT's)."""
+    tokens, k, hidden, inner, num, rank = args.T, args.K, args.H, args.I, args.E, args.low_rank
+    x, weights, dy = randn(tokens, hidden), torch.rand(tokens, k, device="cuda"), randn(tokens, hidden)
+    ids = torch.rand(tokens, num, device="cuda").topk(k).indices
+    gate_up, down = randn(num, 2 * inner, hidden, scale=0.02), randn(num, hidden, inner, scale=0.02)
+    factors = {
+        name: (torch.randn(num * rank, inputs, device="cuda"), torch.randn(outputs, rank * num, device="cuda") * 0.01)
+        for name, inputs, outputs in (("gate_up", hidden, 2 * inner), ("down", inner, hidden))
+    }
+    updates = {
+        f"{name}_update": LowRank(
+            a.requires_grad_().view(num, rank, -1), b.requires_grad_().view(-1, rank, num).permute(2, 0, 1), 2.0
+        )
+        for name, (a, b) in factors.items()
+    }
+    for t in (x, weights):
+        t.requires_grad_()
+    table = []
+    for name, given in (("without updates", {}), ("with updates", updates)):
+        trained = [x, weights, *(t for pair in factors.values() for t in pair if given)]
+        for save_h in (True, False):
+
+            def step(given: Any = given, trained: Any = trained, save_h: bool = save_h) -> None:
+                y = experts(x, ids, weights, gate_up, down, save_h=save_h, **given)
+                torch.autograd.grad(y, trained, dy)
+
+            row = timed(f"experts {name}{'' if save_h else ', h made again'}", step)
+            settle_memory()
+            base = torch.cuda.memory_allocated()
+            step()
+            row["peak MiB"] = (torch.cuda.max_memory_allocated() - base) / 2**20
+            table.append(row)
+    return table
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     for name, default in (("T", 16384), ("K", 8), ("H", 2048), ("I", 768), ("E", 128)):
         parser.add_argument(f"-{name}", type=int, default=default)
     parser.add_argument("--gpt-oss", action="store_true", help="biases, interleaved, clamped")
+    parser.add_argument("--low-rank", type=int, metavar="R", help="updates of this rank instead")
     args = parser.parse_args()
     torch.manual_seed(0)
+    if args.low_rank:
+        write("experts-low-rank", low_rank_products(args) + low_rank_operation(args))
+        return
     write("experts-gpt-oss" if args.gpt_oss else "experts", kernels(args) + operation(args))
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from forebay.kernels.grouped_wgrad import add_rows_by_rows
+from forebay.kernels.low_rank import Gathered
 from forebay.kernels.paging import PageTable
 from forebay.kernels.permute import combine_rows, gather_rows
 from forebay.kernels.swiglu import Glu, swiglu_backward, swiglu_forward
@@ -106,7 +107,7 @@ def experts_forward(
         y      = combine(act @ down) + M @ down_bias        M [T, E]: token t's weight for expert e
 
     The routing weight is applied before the down projection, so its gradient does not need that projection's output. A low-rank
-    update (`forebay.moe.low_rank`) adds its own term to h, and to y before the sum over a token's slots.
+    update (`forebay.moe.low_rank`) adds its own term to h, and to the rows of y before they are combined.
 
     Peak of temporary memory, for N = T*K rows of bf16: 2N(H + 3I) bytes, of which 4NI are h.
 
@@ -134,11 +135,11 @@ def experts_forward(
             weight_map = routing_map(weights, slot_expert, num_experts)
             added = weight_map.to(parameters.down_bias.dtype) @ parameters.down_bias
         second = adapter_of(parameters.down_update, x.dtype)
-        if second is not None:
-            # Summed over slots before the weights' own product exists: one [R, H] at a time.
-            added = combine_rows(second.widen(second.narrow(act, offs), offs), inverse, init=added)
+        low = None if second is None else second.narrow(act, offs)
         y_rows = rows_by_matrix(act, _matrix(parameters.down, settings.transposed), offs)
         del act
+        if second is not None and low is not None:
+            second.add(y_rows, low, offs)
         y = combine_rows(y_rows, inverse, init=added)
     return y, h, routing
 
@@ -236,10 +237,12 @@ def experts_backward(
         if needs.down:
             assert act is not None and dy_rows is not None
             d_down = act if defer_weight_gradients else _weight_gradient(dy_rows, act, offs, not settings.transposed)
+        del dy_rows
         if needs.down_update:
-            assert second is not None and act is not None and dy_rows is not None and dlow is not None
-            d_a2, d_b2 = second.gradients(act, dy_rows, dlow, offs, needs.down_a, needs.down_b)
-        del dy_rows, act
+            assert second is not None and act is not None and dlow is not None
+            tokens = Gathered(dy, order, inverse.shape[1])
+            d_a2, d_b2 = second.gradients(act, tokens, dlow, offs, needs.down_a, needs.down_b)
+        del act
         dlow = None if first is None or dh is None else first.narrow_gradient(dh, offs)
         if needs.x:
             assert dh is not None
@@ -257,9 +260,8 @@ def experts_backward(
         if needs.gate_up_update:
             assert first is not None and dh is not None and dlow is not None
             assert x is not None, "x is saved wherever gate_up's update is trained"
-            x_rows = gather_rows(_loaded(x), order, offs, inverse.shape[1])
-            d_a1, d_b1 = first.gradients(x_rows, dh, dlow, offs, needs.gate_up_a, needs.gate_up_b)
-            del x_rows
+            tokens = Gathered(_loaded(x), order, inverse.shape[1])
+            d_a1, d_b1 = first.gradients(tokens, dh, dlow, offs, needs.gate_up_a, needs.gate_up_b)
         del dh
         d_weights, d_down_bias = _routing_and_down_bias_gradients(
             dy, dw, routing, row_expert, weights, parameters, needs
@@ -520,7 +522,7 @@ def _through_activation(
     needs: NeededGradients,
     second: Adapter | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """(dh, act, dw, dy_rows, dlow), None where not needed; the last four give the gradients of down and of its update."""
+    """(dh, act, dw, dy_rows, dlow), None where not needed; dy_rows and act give down's gradient, act and dlow its update's."""
     order, inverse, offs = routing
     transposed, bias = settings.transposed, parameters.gate_up_bias
     if not (needs.da or needs.act):
@@ -529,16 +531,19 @@ def _through_activation(
     if h is None:
         assert x is not None, "x is saved wherever h is not"
         h = _first_product(_loaded(x), order, offs, inverse.shape[1], parameters, transposed)
-    dy_rows = gather_rows(dy, order, offs, inverse.shape[1])
-    dlow = None if second is None else second.narrow_gradient(dy_rows, offs)
+    dlow = None
+    if second is None:
+        dy_rows = gather_rows(dy, order, offs, inverse.shape[1])
+    else:
+        dy_rows, dlow = second.gather_and_narrow_gradient(Gathered(dy, order, inverse.shape[1]), offs)
     if not needs.da:
         assert isinstance(h, Tensor), "without a gradient through the activation h is not in pages"
         activation = swiglu_forward(h, weights, order, offs, settings.glu, bias=bias, row_expert=row_expert)
         return None, activation, None, dy_rows, dlow
     da = rows_by_matrix(dy_rows, _matrix(parameters.down, not transposed), offs)
     if second is not None and dlow is not None:
-        da += second.widen_gradient(dlow, offs)
-    kept = dy_rows if needs.act else None
+        second.add_gradient(da, dlow, offs)
+    kept = dy_rows if needs.down else None
     del dy_rows
     # da may be written over, and h too if it was recomputed; a saved h belongs to autograd.
     dh, act, dw = swiglu_backward(
@@ -551,11 +556,11 @@ def _through_activation(
 def _input_gradient(
     dh: Tensor, routing: Routing, matrices: Tensor, first: Adapter | None, dlow: Tensor | None
 ) -> Tensor:
-    """dx [T, H]; the low-rank term is summed over slots before the weights' own product exists."""
-    added = None
+    """dx [T, H]."""
+    dx_rows = rows_by_matrix(dh, matrices, routing.offs)
     if first is not None and dlow is not None:
-        added = combine_rows(first.widen_gradient(dlow, routing.offs), routing.inverse)
-    return combine_rows(rows_by_matrix(dh, matrices, routing.offs), routing.inverse, init=added)
+        first.add_gradient(dx_rows, dlow, routing.offs)
+    return combine_rows(dx_rows, routing.inverse)
 
 
 def _first_product(
@@ -563,12 +568,12 @@ def _first_product(
 ) -> Tensor:
     """h [R, 2I] before its bias; backward recomputes it with this function, bitwise the same."""
     first = adapter_of(parameters.gate_up_update, x.dtype)
-    x_rows = gather_rows(x, order, offs, slots_per_token)
-    h = rows_by_matrix(x_rows, _matrix(parameters.gate_up, transposed), offs)
-    if first is not None:
-        low = first.narrow(x_rows, offs)
-        del x_rows
-        h += first.widen(low, offs)
+    matrices = _matrix(parameters.gate_up, transposed)
+    if first is None:
+        return rows_by_matrix(gather_rows(x, order, offs, slots_per_token), matrices, offs)
+    x_rows, low = first.gather_and_narrow(Gathered(x, order, slots_per_token), offs)
+    h = rows_by_matrix(x_rows, matrices, offs)
+    first.add(h, low, offs)
     return h
 
 

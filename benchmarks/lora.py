@@ -5,13 +5,15 @@ and o; with ``--experts`` on the experts' stacked weights too, which PEFT calls 
 backward. The base (memory held before a step) holds weights, adapters and the adapters' gradients.
 
 Columns: median step time by CUDA events and its ratio to the first arm, memory after forward and peak over the base, reserved
-memory, loss of the first step. Arms named by a budget get that share of checkpointing's peak.
+memory, loss of the first step. Arms named by a budget get that share of checkpointing's peak. With ``--profile`` every arm prints
+where the GPU's time goes, how long it idles and what the host does meanwhile (`step_profile.py`).
 
 ``--longest`` finds the longest sequence of each arm, with attention that allocates and computes nothing (`hollow_attention.py`);
 ``--hollow`` shows that a table's peaks are the same with it.
 
     python benchmarks/lora.py                       # 6 layers, vocabulary 32768, 4 x 4096 tokens
     python benchmarks/lora.py --experts             # adapters on the experts as well
+    python benchmarks/lora.py --experts --profile --only keep
     python benchmarks/lora.py --layers 48 --vocabulary 151936 --batch 1 --sequence 16384 --memory 79 --name lora_30b
     python benchmarks/lora.py --layers 48 --vocabulary 151936 --batch 1 --longest --name lora_30b_longest
 """
@@ -28,6 +30,7 @@ import torch
 from common import GIB, median_ms, settle_memory, until_settled, write
 from hollow_attention import hollow_attention
 from peft import LoraConfig, get_peft_model
+from step_profile import print_profile
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import forebay
@@ -149,6 +152,8 @@ def measure(arm: Arm, options: argparse.Namespace, sequence: int, budget: int | 
         del loss
         peak, reserved = torch.cuda.max_memory_allocated() - base, torch.cuda.max_memory_reserved()
         ms, times = median_ms(lambda: forward().backward(), options.steps)
+        if options.profile:
+            print_profile(arm.name, lambda: forward().backward())
     return {
         "arm": arm.name,
         "tokens": options.batch * sequence,
@@ -273,6 +278,7 @@ def main() -> None:
     parser.add_argument("--experts", action="store_true", help="adapters on the experts as well")
     parser.add_argument("--shares", type=float, nargs="*", default=[1.0, 0.5, 0.35], help="of checkpointing's peak")
     parser.add_argument("--only", nargs="*", help="arms whose name contains one of these")
+    parser.add_argument("--profile", action="store_true", help="where the steps of each arm spend their time")
     parser.add_argument("--longest", action="store_true", help="the longest sequence of each arm")
     parser.add_argument("--most", type=int, default=64, help=f"with --longest: in units of {STEP} tokens")
     parser.add_argument("--hollow", action="store_true", help="attention computes nothing: compare peaks, not times")

@@ -1,8 +1,10 @@
 """A process that dies is named by the others, which end."""
 
 import json
+import os
 import re
 import signal
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -114,6 +116,34 @@ def test_an_error_of_one_is_known_to_all(capsys: pytest.CaptureFixture[str]) -> 
         time.sleep(0.6)
         assert lost is not None and {lost.exit_code, *left} == {3}  # that of a MemoryError
     assert "failed: too large; the run has ended" in capsys.readouterr().err
+
+
+def test_a_process_without_its_torchrun_ends(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The others learn why; a shell that ends is no torchrun."""
+    store, left = store_of_one(), []
+
+    def leave(code: int) -> None:
+        left.append(("orphan", code))
+        sys.exit()  # its thread ends, where os._exit would end the process
+
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
+    orphan = Heartbeat(store, 1, 2, 60.0, str, period=0.05, leave=leave)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    agent = os.getppid()
+    with (
+        orphan,
+        Heartbeat(store, 0, 2, 60.0, str, period=0.05, leave=lambda code: left.append(("other", code))) as heart,
+    ):
+        time.sleep(0.3)
+        assert left == []
+        monkeypatch.setattr(os, "getppid", lambda: 1)
+        time.sleep(0.3)
+        assert str(heart.find_lost()).endswith(f"failed: the torchrun that started it (pid {agent}) is gone")
+        time.sleep(0.5)
+    assert set(left) == {("orphan", 5), ("other", 5)}
+    assert "is gone; the run has ended" in capsys.readouterr().err
 
 
 def hold_the_store(port: int) -> None:

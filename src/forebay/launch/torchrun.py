@@ -4,18 +4,20 @@ Input: torchrun's arguments and environment variables. Plain torchrun ends with 
 schedulers decide by the exit code whether to start a job again. It also kills processes that are still saving 30 s after a
 SIGTERM. This one passes SIGTERM and SIGUSR1 on to its processes and waits until they end by themselves. It ends with the
 exit code of the process that failed first, or 128 + n if signal n ended that process. A process that SIGTERM or SIGUSR1 ended
-had nothing to save yet: then the code is that of `Preempted`.
+had nothing to save yet: then the code is that of `Preempted`. Where the other agents are not found or get lost, it ends with
+the code of `PeerLost`.
 """
 
 import os
 import signal
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from forebay.errors import Preempted
+from forebay.errors import PeerLost, Preempted, first_line
 
 _FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
 _TORCHRUNS = "--signals-to-handle=SIGINT,SIGHUP,SIGQUIT"  # torchrun would replace the handlers of any others
@@ -25,18 +27,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Start the processes and wait for them; returns the exit code. `arguments` defaults to this process's own."""
     for number in _FORWARDED:
         signal.signal(number, _forward)
-    from torch.distributed import run
+    from torch.distributed import DistError, run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
 
     options = run.parse_args([_TORCHRUNS, *(sys.argv[1:] if arguments is None else arguments)])
+    if options.max_restarts:
+        # Or an agent that takes the place of a lost one waits for a store that the others think it knows (torch 2.11 to 2.13).
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     try:
         run.run(options)
+    except (RendezvousError, DistError) as error:
+        print(f"forebay: {_unmet(options, error)}", file=sys.stderr, flush=True)
+        return PeerLost.exit_code
     except ChildFailedError as error:
         code = error.get_first_failure()[1].exitcode
         if -code in _FORWARDED:
             return Preempted.exit_code
         return code if code > 0 else 128 - code
     return 0
+
+
+def _unmet(options: Namespace, error: Exception) -> str:
+    """Why this agent is without the others, and what to do."""
+    at = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
+    why = first_line(error.__cause__ or error)
+    return (
+        f"this agent did not find the others at {at}, or lost them ({why}): one agent runs on that host, all {options.nnodes} "
+        "have the same host, port and --rdzv-id, and no firewall is between them; start all again with the same command, and "
+        "a run with --resume auto goes on"
+    )
 
 
 def _forward(number: int, frame: FrameType | None) -> None:

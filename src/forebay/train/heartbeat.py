@@ -5,7 +5,8 @@ store once a period and reads those of the others. A blocked collective cannot b
 fails at once (gloo: "connection closed by peer") names no process. A process counts as lost when it has been silent for
 `patience` seconds, when it ran on this machine and its pid is gone, or when it left with an error, whose reason it wrote to
 the store. All others then end, with the exit code of that error or of `PeerLost`, and one of them reports which process was
-lost. `Heartbeat` owns its thread and its connection to the store.
+lost. A process whose torchrun is gone ends too, or it would hold its GPU while another torchrun starts in that one's place.
+`Heartbeat` owns its thread and its connection to the store.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ class Heartbeat:
         self._peers: dict[int, _Peer] = {}
         self._clock = 0.0
         self._store_gone: float | None = None
+        self._agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="forebay-heartbeat", daemon=True)
 
@@ -114,6 +116,8 @@ class Heartbeat:
             # Silence is measured by a clock that stops while this process is stopped: a machine that slept blames no other.
             self._clock += min(now - before, 2 * self._period)
             before, beat = now, beat + 1
+            if self._agent not in (None, os.getppid()):
+                self._orphaned()
             if self._store_gone is None:
                 try:
                     self._write(beat=beat)
@@ -176,6 +180,13 @@ class Heartbeat:
         if self._reports(lost):
             print(f"forebay: {self._sentence(lost)}; the run has ended; {self._advice()}", file=sys.stderr, flush=True)
         self._leave(self._peers[lost[0]].exit_code if lost else PeerLost.exit_code)
+
+    def _orphaned(self) -> None:
+        """End, and let the others report that this process left: nobody reads what it prints."""
+        why = f"the torchrun that started it (pid {self._agent}) is gone"
+        with suppress(RuntimeError):
+            self._write(beat=0, left=True, why=why, code=PeerLost.exit_code)
+        self._leave(PeerLost.exit_code)
 
     def _reports(self, lost: list[int]) -> bool:
         """Whether this process reports the loss: the first one that asks, or without the store the lowest rank that may live."""

@@ -1,0 +1,204 @@
+"""Two agents of torchrun on this machine stand for two nodes: one is killed, comes back, stays away, or is never found."""
+
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forebay import cli
+from forebay.errors import PeerLost
+from forebay.launch import torchrun
+from tests.conftest import Run
+from tests.ranks import Started, free_port, start, start_ranks
+from tests.test_cli import one_sentence
+from tests.train.common import config, metrics, to_toml, write_text
+
+ROOT = Path(__file__).parents[2]
+STEPS = 40
+
+
+def agent(arguments: list[str]) -> None:
+    sys.exit(torchrun.main(arguments))
+
+
+def configure(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    settings = config(
+        write_text(folder, 200),
+        train={"batch": 8, "steps": STEPS},
+        parallel={"timeout": 60},
+        checkpoint={"every": 4, "keep": 100},
+        optimizer={"lr": 1e-4},
+    )
+    (folder / "c.toml").write_text(to_toml(settings))
+    return folder / "c.toml"
+
+
+def losses(run: Path) -> list[float]:
+    """By step. A run that resumes repeats the steps after its checkpoint."""
+    found = {record["step"]: record["cross_entropy_loss"] for record in metrics(run)}
+    assert list(found) == list(range(1, STEPS + 1))
+    return list(found.values())
+
+
+def steps_of(run: Path) -> int:
+    try:
+        return metrics(run)[-1]["step"]
+    except (FileNotFoundError, IndexError, ValueError):
+        return 0
+
+
+def processes_run(folder: Path, count: int, *arguments: str) -> list[float]:
+    """Losses of a run, or of the rest of one, by processes without agents."""
+    started = start_ranks(cli.main, count, ["train", str(folder / "c.toml"), *arguments])
+    try:
+        for one in started:
+            _, said = one.communicate(120)
+            assert one.returncode == 0, said
+    finally:
+        for one in started:
+            one.kill()
+    return losses(folder / "run")
+
+
+def children(pid: int) -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(stat.parent.name))
+        except OSError:
+            pass
+    return found
+
+
+def kill(one: Started, workers: bool) -> None:
+    """SIGKILL for an agent, and for its processes, which would be told by their kernel if the machine were gone."""
+    theirs = children(one.pid)
+    one.kill()
+    for worker in theirs if workers else []:
+        os.kill(worker, signal.SIGKILL)
+
+
+def wait_for(condition: Callable[[], Any], what: str) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+Agents = Callable[..., Started]
+
+
+@pytest.fixture
+def start_agent() -> Iterator[Agents]:
+    """``start_agent(FILE, NUMBER, PORT)``. Agent 0 has the store through which the agents find each other."""
+    started: list[Started] = []
+
+    def call(file: Path, number: int, port: int, nodes: str = "2", wait: int = 120) -> Started:
+        conf = f"is_host={int(number == 0)},last_call_timeout=1,join_timeout={wait},read_timeout={wait}"
+        options = [
+            f"--nnodes={nodes}",
+            "--nproc-per-node=1",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint=127.0.0.1:{port}",
+        ]
+        options += ["--rdzv-id=7", f"--rdzv-conf={conf}", "--max-restarts=3", "--monitor-interval=0.1"]
+        paths = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
+        words = [*options, "-m", "forebay", "train", str(file), "--resume", "auto"]
+        started.append(start(agent, words, PYTHONPATH=paths, OMP_NUM_THREADS="1"))
+        return started[-1]
+
+    yield call
+    for one in started:
+        kill(one, workers=True)
+
+
+@pytest.mark.slow
+def test_a_killed_agent_comes_back(tmp_path: Path, start_agent: Agents) -> None:
+    """Same mesh: bitwise the losses of the uninterrupted run. Another mesh: within 1e-6.
+
+    First an agent and its process are killed, and only that agent starts again. Then the agent is killed that has the store:
+    the other one ends, and both start again. The command is always the same.
+    """
+    uninterrupted = processes_run(configure(tmp_path / "whole").parent, 2)
+    file, port = configure(tmp_path / "killed"), free_port()
+    done = file.parent / "run"
+    first, second = start_agent(file, 0, port), start_agent(file, 1, port)
+    wait_for(lambda: steps_of(done) >= 6, "no steps")
+    (dead,) = children(second.pid)
+    kill(second, workers=True)
+    second = start_agent(file, 1, port)
+    wait_for(lambda: steps_of(done) >= 14, "the agent did not come back")
+    for world in (1, 4):
+        shutil.copytree(file.parent, tmp_path / str(world))
+
+    kill(first, workers=False)
+    began = time.monotonic()
+    _, said = second.communicate(60)
+    assert second.returncode == PeerLost.exit_code and time.monotonic() - began < 60
+    assert f"this agent did not find the others at 127.0.0.1:{port}, or lost them" in said, said
+    both = [start_agent(file, number, port) for number in range(2)]
+    texts = [one.communicate(120)[1] for one in both]
+    assert [one.returncode for one in both] == [0, 0], texts
+    assert losses(done) == uninterrupted
+    _, said = first.communicate(5)
+    assert f"pid {dead}) died; the run has ended" in said or f"pid {dead}) died; the checkpoint" in said, said
+
+    for world in (1, 4):
+        folder = tmp_path / str(world)
+        (folder / "c.toml").write_text(file.read_text().replace(str(file.parent), str(folder)))
+        resumed = processes_run(folder, world, "--resume", str(folder / "run"))
+        assert resumed[:8] == uninterrupted[:8]
+        assert resumed == pytest.approx(uninterrupted, rel=1e-6), world
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_fewer_processes_and_then_with_more(tmp_path: Path, start_agent: Agents) -> None:
+    """With ``--nnodes 1:2``. The process of a killed agent ends by itself."""
+    uninterrupted = processes_run(configure(tmp_path / "whole").parent, 2)
+    file, port = configure(tmp_path / "killed"), free_port()
+    done = file.parent / "run"
+    first, second = (start_agent(file, number, port, "1:2") for number in range(2))
+    wait_for(lambda: steps_of(done) >= 6, "no steps")
+    kill(second, workers=False)
+    wait_for(lambda: steps_of(done) >= 14, "the run did not go on")
+    second = start_agent(file, 1, port, "1:2")
+    (out, said), (other, more) = (one.communicate(120) for one in (first, second))
+    assert (first.returncode, second.returncode) == (0, 0), said + more
+    together = " ".join((out + other).split())
+    assert "float32, on CPU" in together and together.count("float32, on 2 x CPU") >= 2, together
+    assert losses(done) == pytest.approx(uninterrupted, rel=1e-6)
+
+
+@pytest.mark.parametrize("where", ["port", "host", "alone"])
+def test_no_rendezvous_ends_soon_and_says_so(where: str, tmp_path: Path) -> None:
+    """A port on which nothing listens, a host that does not exist, and agents that do not come."""
+    endpoint = f"{'nowhere.invalid' if where == 'host' else '127.0.0.1'}:{free_port()}"
+    conf = f"is_host={int(where == 'alone')},read_timeout=2,join_timeout=2"
+    options = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=7", f"--rdzv-conf={conf}"]
+    began = time.monotonic()
+    one = start(agent, [*options, str(tmp_path / "never-runs.py")])
+    try:
+        _, said = one.communicate(60)
+    finally:
+        one.kill()
+    assert one.returncode == PeerLost.exit_code and time.monotonic() - began < 60
+    assert f"forebay: this agent did not find the others at {endpoint}" in said and "--rdzv-id" in said
+    assert "Traceback" not in said, said
+
+
+def test_nodes_that_do_not_divide_the_mesh_are_refused(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ("launch", "quickstart", "--on", "slurm", "--nodes", "3", "--gpus-per-node", "8", "--out", "job")
+    code, out, error = run(*arguments, "--set", "parallel.ep=16", "--set", "train.batch=24")
+    assert code == 2 and not out and "parallel.ep = 16 does not divide the 24 processes" in one_sentence(error)
+    assert not Path("job").exists()

@@ -9,6 +9,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
+import forebay
 from forebay.models import compile as compile_module
 from forebay.models.blocks import install_sublayers
 from forebay.models.compile import check_compiler, compile_sublayer
@@ -273,6 +274,17 @@ def test_more_shapes_than_torchs_default_limit_and_caches_of_their_own(monkeypat
     assert _graphs() - before == 10
     other(torch.ones(5))
     assert _graphs() - before == 11
+
+
+def test_what_cannot_be_traced_is_an_error_that_says_what_to_do(tokens):
+    model = build_tiny("qwen3_moe")
+    projection = model.model.layers[0].self_attn.q_proj
+    projection.forward = lambda x: torch.nn.functional.linear(x, projection.weight) * (1 if x.sum() > 0 else 2)
+    with (
+        forebay.manage(model, compile=True),
+        pytest.raises(RuntimeError, match=r"attention_sublayer of Qwen3MoeDecoderLayer.*compile=False"),
+    ):
+        model(input_ids=tokens, labels=tokens)
 
 
 def test_a_missing_compiler_is_named(monkeypatch):

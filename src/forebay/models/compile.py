@@ -59,7 +59,7 @@ def compile_sublayer(sublayer: Callable[..., Any], *, attention: bool = False) -
         attention: prefer the attention kernels of `attention_backends`.
 
     Raises (the returned function, when it compiles):
-        torch._dynamo.exc.Unsupported: something in `sublayer` cannot be part of one graph.
+        RuntimeError: something in `sublayer` cannot be part of one graph; its cause, torch's own error, says where.
         torch._dynamo.exc.FailOnRecompileLimitHit: more than `_MOST_GRAPHS` shapes and structures.
     """
     # Dynamo caches graphs on the code object. A copy has a cache of its own, which other models do not count against and
@@ -72,7 +72,15 @@ def compile_sublayer(sublayer: Callable[..., Any], *, attention: bool = False) -
     def call(*args: Any, **kwargs: Any) -> Any:
         backends = attention_backends() if attention else nullcontext()
         with torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS), backends:
-            return compiled(*args, **kwargs)
+            try:
+                return compiled(*args, **kwargs)
+            except torch._dynamo.exc.Unsupported as error:
+                layer = next((type(a).__name__ for a in args if isinstance(a, torch.nn.Module)), "the model")
+                raise RuntimeError(
+                    f"{sublayer.__name__} of {layer} cannot be compiled as one graph ({str(error).splitlines()[0]}); manage the "
+                    "model with compile=False (memory.compile = false), or without what the error above names, such as an "
+                    "adapter of a kind that torch.compile cannot trace"
+                ) from error
 
     return call
 

@@ -121,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
         description="CONFIG may also be a published model, such as qwen3-30b-a3b, or a model's folder with a config.json.",
     )
     add("--pp", type=int, metavar="N", help="pipeline ranks; the same as --set parallel.pp=N")
-    processes = "processes, one a GPU; default: parallel.pp x parallel.ep"
+    processes = "processes, one a GPU; default: parallel.replicate x pp x ep"
     add("--gpus", "--world", dest="world", type=int, default=0, metavar="N", help=processes)
     devices = "h200 (default), h100, b200, a100, rtx4090, or a file of doctor --save-profile"
     add("--device", default="h200", metavar="NAME", help=f"GPU whose step time is estimated: {devices}")
@@ -283,7 +283,7 @@ def _answer_plan(options: argparse.Namespace, budget: int | None) -> int:
     given = [] if options.pp is None else [f"parallel.pp={options.pp}"]
     request = ask(options.config, [*options.overrides, *given], options.world)
     config, found = request.config, None
-    world = options.world or config.parallel.pp * config.parallel.ep
+    world = options.world or config.processes
     device = _device(options.device)
     auto = budget if options.auto else None
     page = None if options.html is None else checked(options.html.expanduser())  # raises before any work

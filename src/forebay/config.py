@@ -141,10 +141,18 @@ class Memory:
 class Parallel:
     """[parallel]: how the processes that torchrun started share a model.
 
-    The decoder layers are cut into stages, which `pp` groups of processes hold. The processes of a group share the batch.
-    Experts are sharded over `ep` processes and then over the groups of `ep`; all other weights over the whole group.
+    Each of `replicate` replicas has a whole model and a part of the batch; its processes are numbered without a gap, so that
+    a replica lies on as few machines as possible. In a replica, the decoder layers are cut into stages, which `pp` groups of
+    processes hold. The processes of a group share the replica's part of the batch. Experts are sharded over `ep` of them and
+    then over the groups of `ep`; all other weights over the whole group.
     """
 
+    replicate: int = key(
+        1,
+        "Replicas (HSDP): weights are gathered, and gradients reduce-scattered, inside a replica; then gradients are "
+        "all-reduced across replicas.",
+        low=1,
+    )
     pp: int = key(1, "Pipeline ranks: groups of processes that hold different layers.", low=1)
     schedule: str = key("dualpipev", "Order of the microbatches through the stages.", choices=SCHEDULES)
     chunks: int = key(2, "Stages of each pipeline rank; 'interleaved-1f1b' only.", low=2)
@@ -241,6 +249,11 @@ class Config:
         return self.train.microbatch or self.train.batch // world_size
 
     @property
+    def processes(self) -> int:
+        """The fewest processes that can run this: one for each replica, pipeline rank and part of the experts."""
+        return self.parallel.replicate * self.parallel.pp * self.parallel.ep
+
+    @property
     def stages(self) -> int:
         """Number of pipeline stages of all ranks; 1 without pipeline parallelism."""
         p = self.parallel
@@ -330,19 +343,25 @@ def _raise_first(mistakes: Iterator[str]) -> None:
 
 
 def _world_mistakes(c: Config, size: int) -> Iterator[str]:
-    pp, ep = c.parallel.pp, c.parallel.ep
-    if size == 1 and pp * ep > 1:
-        asked = " with ".join(f"parallel.{name} = {n}" for name, n in (("pp", pp), ("ep", ep)) if n > 1)
+    replicate, pp, ep = c.parallel.replicate, c.parallel.pp, c.parallel.ep
+    if size == 1 and c.processes > 1:
+        groups = (("replicate", replicate), ("pp", pp), ("ep", ep))
+        asked = " with ".join(f"parallel.{name} = {n}" for name, n in groups if n > 1)
         yield (
-            f"{asked} needs {pp * ep} processes or a multiple of that, but only one runs; "
-            f"start them with: torchrun --nproc-per-node {pp * ep} -m forebay train CONFIG"
+            f"{asked} needs {c.processes} processes or a multiple of that, but only one runs; "
+            f"start them with: torchrun --nproc-per-node {c.processes} -m forebay train CONFIG"
         )
-    if size % pp:
-        yield f"parallel.pp = {pp} does not divide the {size} processes; valid are {_divisors(size)}"
+    if size % replicate:
+        yield f"parallel.replicate = {replicate} does not divide the {size} processes; valid are {_divisors(size)}"
+    replica = size // replicate
+    whose = f"{size} processes" if replicate == 1 else f"{replica} processes of a replica ({size} / {replicate})"
+    if replica % pp:
+        yield f"parallel.pp = {pp} does not divide the {whose}; valid are {_divisors(replica)}"
+    stage = replica // pp
+    if stage % ep:
+        whose = whose if pp == 1 else f"{stage} processes of a pipeline stage ({replica} / {pp})"
+        yield f"parallel.ep = {ep} does not divide the {whose}; valid are {_divisors(stage)}"
     sharing = size // pp
-    if sharing % ep:
-        whose = f"{size} processes" if pp == 1 else f"{sharing} processes of a pipeline stage ({size} / {pp})"
-        yield f"parallel.ep = {ep} does not divide the {whose}; valid are {_divisors(sharing)}"
     batch, microbatch = c.train.batch, c.train.microbatch
     if batch % sharing:
         yield (

@@ -84,6 +84,41 @@ def test_reductions_of_a_cuda_graph_reuse_the_memory_of_its_activations() -> Non
     assert allocator.reserved == taken
 
 
+@pytest.mark.parametrize("dtype", [4, 2])
+@pytest.mark.parametrize("processes", [2, 1])
+def test_replicas_all_reduce_what_their_shards_have_reduced(processes: int, dtype: int) -> None:
+    """A weight of 64 MiB in fp32, two microbatches: each is reduced into a partial sum in fp32, and the last one is all-reduced.
+
+    If it is cast then, FSDP2 keeps it beside its copy until the end of the backward.
+    """
+    group = ParamGroup(
+        0, False, processes, (16 * MIB // processes,), (16 * MIB,), (16 * MIB,), ("",), ("w",), (False,), (False,)
+    )
+    sharing = Sharing(data=processes, replicate=2, sharded=True, parameter=dtype, compute=2, summed=4, sums=False)
+    allocator = CachingAllocator()
+    params = FsdpLifecycle(allocator, [group], sharing, "compute")
+    shard, held = 64 // processes, []
+    for last in (False, True):
+        params.enter(0, True, True, last)
+        params.keeps(0, "w", allocator.malloc(32 * MIB, "compute"))
+        params.leave(0, False, True, last)
+        params._reshard(0)
+        held.append(allocator.allocated // MIB)
+    kept = 0 if dtype == 4 else 64 // processes
+    assert held == [64 + shard, 64 + shard * dtype // 4 + kept]  # what was sent stays until the next reduction
+    params.end_step()
+    assert allocator.allocated == shard * dtype // 4 * MIB
+
+
+def test_an_engines_replicas_reduce_in_place() -> None:
+    """Of one process each: a sum becomes the gradient where it is."""
+    group = ParamGroup(-1, False, 1, (ELEMENTS,), (ELEMENTS,), (ELEMENTS,), ("head",), ("head",), (False,), (False,))
+    allocator = CachingAllocator()
+    sharing = Sharing(replicate=2, sharded=True, parameter=4, compute=2, summed=4, gathered=True, pp=2)
+    params = UnshardedLifecycle(allocator, [group], sharing, "compute", late=False, keep=True)
+    assert [step(allocator, params) for _ in range(2)] == [[256, 256, 256, 256]] * 2
+
+
 def test_frozen_weights_are_gathered_and_not_reduced() -> None:
     """A frozen weight of 128 MiB in bf16 beside a trained one of 8 MiB in fp32, both gathered in bf16 by two processes."""
     own, whole = (32 << 20, 1 << 20), (64 << 20, 2 << 20)

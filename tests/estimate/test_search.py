@@ -84,6 +84,17 @@ def test_meshes_are_all_there_are(gpus: int) -> None:
     assert [len(divisors(n)) for n in (1, 7, 12)] == [1, 2, 6]
 
 
+def test_replicas_have_whole_hosts_unless_their_number_is_given() -> None:
+    found = list(meshes(16, node=8))
+    assert {m.replicate for m in found} == {1, 2} and all(m.replicate * m.pp * m.ep * m.fsdp == 16 for m in found)
+    assert [m for m in found if m.replicate == 2] == [replace(m, replicate=2) for m in meshes(8)]
+    for node in (None, 8):
+        assert list(meshes(16, 4, node)) == [replace(m, replicate=4) for m in meshes(4)] and not list(
+            meshes(16, 3, node)
+        )
+    assert str(MeshShape(1, 4, 2, 2)) == "PP 1 x EP 4 x FSDP 2 x 2 replicas"
+
+
 def candidate(name: int, peak: int, fits: bool | None, seconds: float | None = None) -> Candidate:
     return Candidate(MeshShape(name, 1, 1), peak, 0, fits, seconds)
 

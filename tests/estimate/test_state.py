@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,10 +93,10 @@ def _two(rank: int, world: int, mapping: dict[str, Any]) -> dict[str, int]:
         return held(trainer)
 
 
-@pytest.mark.parametrize("ep", [1, 2])
-def test_two_processes(tmp_path: Path, ep: int) -> None:
-    """Shards of rank 0, the larger ones if two do not divide a length; experts by rank or by shard."""
-    mapping = sections(tmp_path, parallel={"ep": ep}, train={"microbatch": 1})
+@pytest.mark.parametrize("parallel", [{"ep": 1}, {"ep": 2}, {"replicate": 2}], ids=str)
+def test_two_processes(tmp_path: Path, parallel: dict[str, int]) -> None:
+    """Shards of rank 0, the larger ones if two do not divide a length; experts by rank or by shard; replicas hold everything."""
+    mapping = sections(tmp_path, parallel=parallel, train={"microbatch": 1})
     config = from_mapping(mapping)
     real = run_ranks(_two, 2, mapping)
     assert planned(config, 2) == real[0]
@@ -130,6 +131,10 @@ def test_a_gpu_takes_its_share() -> None:
     # All processes; those with the same layers; an expert group; the ranks of the same experts; two neighbors' four channels.
     assert outside_bytes(Sharing()) == CONTEXT
     assert outside_bytes(everything) == CONTEXT + 4 * COMMUNICATOR + 4 * CHANNEL
+    replicated = replace(everything, replicate=2)
+    assert outside_bytes(replicated) == outside_bytes(everything) + COMMUNICATOR  # of the replicas
+    # All processes, and those of a replica; the processes of the other replicas.
+    assert outside_bytes(Sharing(data=4, replicate=2, sharded=True)) == CONTEXT + 3 * COMMUNICATOR
     assert outside_bytes(Sharing(sharded=True)) == CONTEXT + COMMUNICATOR_ALONE
     assert outside_bytes(Sharing(gpu=False)) == 0
 

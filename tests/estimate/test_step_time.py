@@ -272,6 +272,20 @@ def test_fsdp_options(sharing: dict[str, Any], expected: tuple[float, float]) ->
     assert ShardingTime(DEVICE, replace(FOUR, **sharing), 8).layer(PART, LONG, LONG) == pytest.approx(expected)
 
 
+def test_replicas_all_reduce_a_shard_once_a_step() -> None:
+    """A quarter of the weights, half of it from each of two replicas, sent and received, between nodes."""
+    links = device(node=4, all_gather=10, reduce_scatter=10, all_gather_between=1, reduce_scatter_between=1)
+    across = 250 * 4 / 2 * (1 + 1)
+    engine = ShardingTime(links, replace(ENGINE, replicate=2), 8)
+    assert overhead(engine, PART).reduce == pytest.approx(REDUCED + REDUCED_SENT + across)
+    assert overhead(engine, PART).gather == pytest.approx(COPIED + SENT + ZEROS)  # inside a node
+    # FSDP2 does both at once, and the longer one counts. Each microbatch is reduced inside the replica.
+    ends = overhead(ShardingTime(links, replace(FOUR, replicate=2, sums=False), 4), ends=1000)
+    assert ends.reduce == pytest.approx(REDUCED + max(REDUCED_SENT, across / 4))
+    alone = ShardingTime(links, replace(FOUR, data=1, replicate=2, gathered=True), 1)
+    assert overhead(alone, ends=1000).reduce == pytest.approx(1000 * 4 / 2 * (1 / 10 + 1 / 10))
+
+
 def test_gradients_of_embedding_and_head_are_added_up_too() -> None:
     """The last 3 of 4 microbatches, in bf16: each reads two gradients and writes one. One process gathers nothing."""
     alone = ShardingTime(DEVICE, Sharing(parameter=2, compute=2, summed=4), 4)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forebay.config import Config, from_mapping
+from forebay.config import Config, Parallel, from_mapping
 from forebay.errors import RunError
 from forebay.memory.page_store import PageReport
 from forebay.moe import dispatch as dispatchers
@@ -226,7 +226,7 @@ class Pages:
 
 
 def retries(pages: Any, **options: Any) -> CapacityRetries:
-    mesh = Mesh(ALONE, CPU, 1, 1, timedelta(1), False, None)
+    mesh = Mesh(ALONE, CPU, Parallel(), timedelta(1), False, None)
     return CapacityRetries(mesh, None, pages, None, **options)
 
 

@@ -17,7 +17,7 @@ from forebay.train.distributed import ALONE, Mesh
 from forebay.train.loop import export
 from forebay.train.trainer import Trainer
 from tests.ranks import run_ranks
-from tests.train.common import WIDE, config, digest, union, write_text
+from tests.train.common import WIDE, config, digest, digests, union, write_text
 
 
 def layers_of(folder: str, layers: int, **parallel: Any) -> Any:
@@ -46,6 +46,37 @@ def test_a_pipelines_checkpoint_is_a_whole_model_for_transformers(tmp_path: Path
     assert export(path, tmp_path / "exported") == path
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     assert {n: digest(p) for n, p in model.named_parameters()} == union(found for found, _ in ranks)
+
+
+def with_and_without_replicas(rank: int, world: int, folder: str) -> list[Any]:
+    """Digests of what is loaded and of the parameters after a step, on a mesh with replicas, without, and with them again."""
+    found: list[Any] = []
+    last = None
+    for step, replicate in ((1, 2), (2, 1), (3, 2)):
+        settings = layers_of(folder, 3, replicate=replicate, ep=2, dispatch="nccl")
+        with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
+            if last is not None:
+                checkpoint.load(last, trainer.model, trainer.optimizer)
+                found.append(digests(trainer))
+            trainer.step(step)
+            found.append(digests(trainer))
+            store = Checkpoints(Path(folder) / "checkpoints", keep=3)
+            last = store.save(step, trainer.model, trainer.optimizer, {"config": settings.to_dict()})
+    return found
+
+
+def test_replicas_write_each_tensor_once_and_their_number_may_change(tmp_path: Path) -> None:
+    one, *others = run_ranks(with_and_without_replicas, 4, write_text(tmp_path))
+    assert all(other == one for other in others)  # replicas are equal, and stay so
+    first, loaded, second, again, third = one
+    assert loaded == first and again == second and first != second != third
+    for path in Checkpoints(tmp_path / "checkpoints").all():
+        described = checkpoint.PlainReader(path).read_metadata()
+        # Of a tensor that two processes write, the description knows one place.
+        known = sum(place.length for place in described.storage_data.values())
+        assert known == sum(file.stat().st_size for file in path.glob("*.distcp"))
+        for tensor in described.state_dict_metadata.values():
+            assert sum(chunk.sizes.numel() for chunk in tensor.chunks) == tensor.size.numel()
 
 
 def refusing(rank: int, world: int, folder: str, path: str) -> list[str]:

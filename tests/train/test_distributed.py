@@ -51,6 +51,17 @@ def test_world_of_environment() -> None:
         ({"parallel": {"pp": 4}}, 6, "parallel.pp = 4 does not divide the 6 processes; valid are 1, 2, 3, 6$"),
         ({"parallel": {"pp": 2, "ep": 4}}, 12,
          r"parallel.ep = 4 does not divide the 6 processes of a pipeline stage \(12 / 2\); valid are 1, 2, 3, 6$"),
+        ({"parallel": {"replicate": 2, "pp": 2, "ep": 2}}, 1,
+         "replicate = 2 with parallel.pp = 2 with parallel.ep = 2 needs 8 processes .* --nproc-per-node 8 -m"),
+        ({"parallel": {"replicate": 4}}, 6, "parallel.replicate = 4 does not divide the 6 processes; valid are 1, 2, 3, 6$"),
+        ({"parallel": {"replicate": 16}}, 8, "parallel.replicate = 16 does not divide the 8 .*; valid are 1, 2, 4, 8$"),
+        ({"parallel": {"replicate": 2, "pp": 4}}, 12,
+         r"parallel.pp = 4 does not divide the 6 processes of a replica \(12 / 2\); valid are 1, 2, 3, 6$"),
+        ({"parallel": {"replicate": 4, "ep": 4}}, 8,
+         r"parallel.ep = 4 does not divide the 2 processes of a replica \(8 / 4\); valid are 1, 2$"),
+        ({"parallel": {"replicate": 2, "pp": 2, "ep": 4}}, 8,
+         r"parallel.ep = 4 does not divide the 2 processes of a pipeline stage \(4 / 2\); valid are 1, 2$"),
+        ({"parallel": {"replicate": 2}, "train": {"batch": 6}}, 4, "batch = 6 is no multiple of the 4 processes that share"),
         ({"parallel": {"pp": 2}, "train": {"batch": 7}}, 4, "batch = 7 is no multiple of the 2 .*; the nearest above is 8"),
         ({"parallel": {"ep": 2}, "model": {"family": "qwen3_moe", "experts": "transformers"}}, 2, "experts = 'forebay'"),
         ({"parallel": {"ep": 2}, "memory": {"policy": "auto", "budget": "1GiB", "recompute": "full"}}, 2,
@@ -80,12 +91,13 @@ def refuse() -> None:
     raise UsageError("main says no")
 
 
-def talk(rank: int, world: int, pp: int, ep: int) -> dict[str, Any]:
-    settings = with_keys(parallel={"pp": pp, "ep": ep}, train={"batch": 16, "microbatch": 1}, device={"type": "cpu"})
+def talk(rank: int, world: int, replicate: int, pp: int, ep: int) -> dict[str, Any]:
+    parallel = {"replicate": replicate, "pp": pp, "ep": ep, "schedule": "1f1b"}
+    settings = with_keys(parallel=parallel, train={"batch": 16, "microbatch": 1}, device={"type": "cpu"})
     with Mesh.open(settings) as mesh:
         assert mesh.data is not None
-        grid = [mesh.grid.get_group(name) for name in ("fsdp", "ep")] if mesh.grid else []
-        groups = [*([mesh.pipeline] if mesh.pipeline else []), mesh.data.get_group(), *grid]
+        grid = [mesh.grid.get_group(name) for name in mesh.grid.mesh_dim_names or ()] if mesh.grid else []
+        groups = [*([mesh.pipeline] if mesh.pipeline else []), *mesh.data.get_all_groups(), *grid]
         found = {
             "rank": (mesh.pp_rank, mesh.batch.rank, mesh.batch.size, mesh.batch.local_rank, mesh.rank, mesh.size),
             "groups": [dist.get_process_group_ranks(group) for group in groups],
@@ -102,10 +114,29 @@ def talk(rank: int, world: int, pp: int, ep: int) -> dict[str, Any]:
     return {**found, "group is left to its owner": dist.is_initialized()}
 
 
+@pytest.mark.parametrize(("replicate", "pp", "ep"), [(2, 2, 2), (2, 1, 4), (8, 1, 1)])
+def test_replicas_of_eight_processes(replicate: int, pp: int, ep: int) -> None:
+    """A replica has processes with neighboring numbers, and in it a stage has."""
+    everyone = [(r, s, n) for r in range(replicate) for s in range(pp) for n in range(8 // replicate // pp)]
+    numbers = {place: rank for rank, place in enumerate(everyone)}
+    shards = 8 // replicate // pp
+    for (replica, stage, shard), found in zip(everyone, run_ranks(talk, 8, replicate, pp, ep), strict=True):
+        batch = replica * shards + shard
+        assert found["rank"][:3] == (stage, batch, replicate * shards)
+        pipeline = [[numbers[replica, s, shard] for s in range(pp)]] if pp > 1 else []
+        across = [numbers[r, stage, shard] for r in range(replicate)]
+        those = [numbers[replica, stage, n] for n in range(shards)]
+        column = [numbers[replica, stage, n] for n in range(shards) if n % ep == shard % ep]
+        row = [numbers[replica, stage, n] for n in range(shards) if n // ep == shard // ep]
+        assert found["groups"] == [*pipeline, across, those, *([across, column, row] if ep > 1 else [])]
+        sharing = [numbers[r, stage, n] for r in range(replicate) for n in range(shards)]
+        assert found["sums"] == (28, sum(sharing)) and found["timeouts"] == {600}
+
+
 @pytest.mark.parametrize(("pp", "ep"), [(1, 2), (2, 1), (2, 2), (4, 1)])
 def test_four_processes(pp: int, ep: int) -> None:
     sharing = 4 // pp
-    for rank, found in enumerate(run_ranks(talk, 4, pp, ep)):
+    for rank, found in enumerate(run_ranks(talk, 4, 1, pp, ep)):
         stage, own = divmod(rank, sharing)
         those = list(range(stage * sharing, (stage + 1) * sharing))  # neighbors share the batch
         column = [r for r in those if r % ep == rank % ep]

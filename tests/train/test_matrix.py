@@ -107,6 +107,10 @@ def rows() -> list[Row]:
     found.append(Row(4, 1, 2, "1f1b", [], {"reshard": False}, "deepseek_v2"))
     found.append(Row(2, 1, 2, "1f1b", [], {"reshard": False}, "glm4_moe"))
     found.append(Row(4, 1, 2, "1f1b", [], {}, "qwen3_moe tied"))
+    found.append(Row(8, 2, 2, "zbv", ["mixed"], {"replicate": 2}))
+    found.append(Row(4, 1, 2, "1f1b", ["mixed"], {"replicate": 2}, "glm4_moe"))  # experts are not sharded in a replica
+    found.append(Row(4, 2, 1, "dualpipev", [], {"replicate": 2}, "qwen3_moe tied"))  # nor is anything
+    found.append(Row(4, 1, 1, "1f1b", [], {"replicate": 2, "reduce": "microbatch"}))
     found += [Row(2, 2, 1, "dualpipev", [], {}, model) for model in ("qwen3_moe tied", "deepseek_v3", "qwen3")]
     return found
 
@@ -307,7 +311,12 @@ def not_as_configured(trainer: Trainer, memory: dict[str, Any]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("row", rows(), ids=str)
+def param(row: Row) -> Any:
+    """Eight processes on the few cores of a test machine take their time."""
+    return pytest.param(row, marks=[pytest.mark.slow] if row.world > 4 else [], id=str(row))
+
+
+@pytest.mark.parametrize("row", [param(row) for row in rows()])
 def test_row(alone: Callable[[Row], tuple[str, Alone]], row: Row) -> None:
     folder, one = alone(row)
     found = run_ranks(on_a_rank, row.world, folder, row)

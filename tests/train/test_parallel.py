@@ -45,6 +45,7 @@ def test_compute_in_bfloat16(tiny: Callable[..., Config]) -> None:
     assert not torch.distributed.is_initialized(), "the trainer's own group outlived it"
     assert alone == pytest.approx(wanted, rel=2**-8) and alone != wanted
     raws = [tiny(train=train, model=mixed, parallel={"ep": ep}).to_dict() for ep in (1, 2)]
+    raws.append(tiny(train=train, model=mixed, parallel={"replicate": 2}).to_dict())
     for results in run_ranks(in_bfloat16, 2, raws):
         for losses, dtypes, validation in results:
             assert [*losses, validation] == pytest.approx(wanted, rel=2**-8)
@@ -90,7 +91,7 @@ def test_nothing_to_clip(tiny: Callable[..., Config]) -> None:
             parallel.clip_gradients(trainer.model.parameters(), 1.0, trainer.mesh)
 
         class Two:
-            size, device = 2, torch.device("cpu")
+            size, replicate, device = 2, 1, torch.device("cpu")
 
             def sum(self, tensor: torch.Tensor) -> torch.Tensor:
                 return tensor + 9.0  # the other one's

@@ -19,13 +19,13 @@ from tests.ranks import run_ranks
 from tests.train.common import MODEL, config, differing, local, whole, write_text
 
 
-def pipelined(folder: str, vocabulary: int, **more: Any) -> Any:
+def pipelined(folder: str, vocabulary: int, replicate: int = 1, **more: Any) -> Any:
     return config(
         folder,
         {**MODEL, "num_hidden_layers": 4, "vocab_size": vocabulary, **more},
         model={"dtype": "float32", "compute": "bfloat16"},
         train={"batch": 8, "microbatch": 1, "steps": 2},
-        parallel={"pp": 2, "ep": 1, "schedule": "dualpipev", "dispatch": "nccl"},
+        parallel={"replicate": replicate, "pp": 2, "ep": 1, "schedule": "dualpipev", "dispatch": "nccl"},
     )
 
 
@@ -42,8 +42,8 @@ def contents(left: Any) -> list[torch.Tensor]:
     return found
 
 
-def reduced(rank: int, world: int, folder: str, vocabulary: int) -> dict[str, Any]:
-    settings = pipelined(folder, vocabulary)
+def reduced(rank: int, world: int, folder: str, vocabulary: int, replicate: int) -> dict[str, Any]:
+    settings = pipelined(folder, vocabulary, replicate)
     found: dict[str, Any] = {"spread": []}
     with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
         engine: Any = trainer.engine
@@ -141,14 +141,15 @@ def test_a_sum_that_is_added_to_at_once_has_the_same_bits(tmp_path: Path, tied: 
         assert f["other"] > 0 and (f["padding"] > 0) == tied
 
 
-# 289 is not cut evenly: FSDP2 puts both halves together, with padding.
-@pytest.mark.parametrize("vocabulary", [288, 289])
-def test_the_embeddings_sum_is_made_in_the_memory_of_the_heads(tmp_path: Path, vocabulary: int) -> None:
-    for found in run_ranks(reduced, 4, write_text(tmp_path), vocabulary):
+# 289 is not cut evenly: FSDP2 puts both halves together, with padding. Replicas of one process a stage cut nothing.
+@pytest.mark.parametrize(("vocabulary", "replicate"), [(288, 1), (289, 1), (289, 2)])
+def test_the_embeddings_sum_is_made_in_the_memory_of_the_heads(tmp_path: Path, vocabulary: int, replicate: int) -> None:
+    for found in run_ranks(reduced, 4, write_text(tmp_path), vocabulary, replicate):
         assert found["at once, False"] and found["at once, True"]
         assert found["as FSDP2"] and found["taken"] and found["called"] and found["replayed"]
         assert found["held"] and found["forgotten"]
-        # After the head's reduction, once a step; on the rank that has both.
-        assert found["spread"] == ([(True, True)] if found["ends"] else [])
+        # After the head's reduction, once a step; on the rank that has both. A sum that is not cut becomes the gradient itself.
+        assert found["spread"] == ([(True, replicate == 1)] if found["ends"] else [])
         # Weights in groups of their own, head, embedding and last norm, are sent from where they are.
-        assert (1 in found["copied"]) == (found["ends"] and vocabulary % 2 == 1)
+        assert (1 in found["copied"]) == (found["ends"] and vocabulary % 2 == 1 and replicate == 1)
+        assert not found["copied"] or replicate == 1

@@ -19,6 +19,7 @@ from forebay.estimate.state import Sharing, Weight, WeightShapes, shard_length
 
 GATHER = "gather"
 REDUCE = "reduce"
+ALL_REDUCE = "all-reduce"
 DEFAULT = "default"
 
 
@@ -29,7 +30,7 @@ class ParamGroup:
     Attributes:
         place: a layer's place among the rank's, or -1 for embedding, last norm and head.
         experts: they are the experts of a MoE layer, in a group of their own.
-        processes: that share it.
+        processes: of a replica that share it.
         own: of the rank's shard.
         whole: of what the rank computes with.
         drawn: of the parameter that is initialized.
@@ -234,6 +235,8 @@ class _Sharded(ParamLifecycle):
         self._sums: dict[int, list[Block]] = {}
         self._shards: dict[int, list[Block]] = {}  # gradients of shards
         self._sending: list[Block] = []
+        self._partial: dict[int, Block] = {}  # sums of earlier microbatches, to be all-reduced
+        self._all_reduced: list[Block] = []  # that FSDP2 keeps until the end of the backward
 
     def _gather(self, number: int, buffers: Any) -> list[Block]:
         """Cast the shards and gather them into a buffer, which is to be freed after `_copy_out`; a single process has none."""
@@ -266,12 +269,12 @@ class _Sharded(ParamLifecycle):
     def _reshard(self, number: int) -> None:
         self._free(self._whole.pop(number, ()))
 
-    def _reduce(self, number: int) -> None:
+    def _reduce(self, number: int, last: bool = True) -> None:
         group, s = self._groups[number], self._s
         sums = self._sums.pop(number, [])
         if not sums:
             return
-        if group.processes == 1:
+        if self._stays(group):
             # Not sharded: the trainer, not FSDP2, casts them one by one.
             if s.summed != s.parameter:
                 for i, own in enumerate(group.own):
@@ -289,14 +292,32 @@ class _Sharded(ParamLifecycle):
         reduced = self._allocator.malloc(s.summed * own, self._reducing, GRADIENTS)
         if in_place:
             self._free_sums(sums)
+        if group.processes == 1:  # a temporary, divided by 1
+            self._allocator.free(self._allocator.malloc(s.summed * own, self._reducing))
+        if s.replicate > 1 and not last:
+            if number in self._partial:  # added to it
+                self._allocator.free(reduced)
+            else:
+                self._partial[number] = reduced
+            return
         if s.summed != s.parameter:
-            cast = self._allocator.malloc(s.parameter * own, self._reducing, GRADIENTS)
-            self._allocator.free(reduced)
-            reduced = cast
+            reduced = self._cast(reduced, s.parameter * own)
+        if number in self._partial:
+            self._allocator.free(self._partial.pop(number))
         if number in self._shards:  # added to those of earlier microbatches
             self._allocator.free(reduced)
         else:
             self._shards[number] = [reduced]
+
+    def _cast(self, reduced: Block, size: int) -> Block:
+        """A block for the shards' gradients in the dtype of the parameters."""
+        cast = self._allocator.malloc(size, self._reducing, GRADIENTS)
+        self._allocator.free(reduced)
+        return cast
+
+    def _stays(self, group: ParamGroup) -> bool:
+        """Whether the sums become the gradients where they are."""
+        return group.processes == 1
 
     def _in_place(self, number: int) -> bool:
         return False
@@ -306,7 +327,8 @@ class _Sharded(ParamLifecycle):
 
     def _reduced(self) -> None:
         self._free(self._sending)
-        self._sending = []
+        self._free(self._all_reduced)
+        self._sending, self._all_reduced = [], []
 
     def zero_grad(self) -> None:
         """Free the gradients in the order of the parameters, a reduced group's with its last one."""
@@ -329,8 +351,9 @@ class FsdpLifecycle(_Sharded):
     Gathers allocate the cast shards and the buffer on the stream `GATHER`, and the unsharded parameters on the compute
     stream. The buffer is freed by the next gather's copy out (forward), or at once (backward). Reductions copy the
     gradients into one buffer on the compute stream, freed by the next reduction; the shards' gradients are views of the
-    result, on the stream `REDUCE`. With `reshard`, layers are resharded after their forward and gathered again.
-    Embedding, last norm and head belong to one module, the model itself.
+    result, on the stream `REDUCE`. Replicas all-reduce it in place, once a step; if it is cast, the shards' gradients are on the
+    stream `ALL_REDUCE`, and FSDP2 keeps what was cast until the end of the backward. With `reshard`, layers are resharded
+    after their forward and gathered again. Embedding, last norm and head belong to one module, the model itself.
     """
 
     def __init__(self, allocator: CachingAllocator, groups: Sequence[ParamGroup], sharing: Sharing, stream: Any):
@@ -389,7 +412,7 @@ class FsdpLifecycle(_Sharded):
             # FSDP2 goes through gradients in the order of the parameters.
             named = sorted(self._gradients.pop(n, []), key=lambda found: group.names.index(found[0]))
             gradients = [block for _, block in named]
-            alone = group.processes == 1
+            alone = self._stays(group)
             if n in self._sums:
                 self._free(gradients)
             elif gradients and s.summed != s.compute and (alone or not (last or not s.sums)):
@@ -401,7 +424,7 @@ class FsdpLifecycle(_Sharded):
             elif gradients:
                 self._sums[n] = gradients
             if (last or not s.sums) and not alone:
-                self._reduce(n)
+                self._reduce(n, last)
 
     def keeps(self, place: Any, name: str, block: Block) -> bool:
         numbers = self._ends if place in ("embedding", "head") else self._layers[place]
@@ -420,6 +443,15 @@ class FsdpLifecycle(_Sharded):
         for blocks in (self._arriving, *self._prefetched.values()):
             self._free(blocks)
         self._arriving, self._prefetched = [], {}
+
+    def _stays(self, group: ParamGroup) -> bool:
+        return group.processes == 1 and self._s.replicate == 1
+
+    def _cast(self, reduced: Block, size: int) -> Block:
+        if self._s.replicate == 1:
+            return super()._cast(reduced, size)
+        self._all_reduced.append(reduced)
+        return self._allocator.malloc(size, ALL_REDUCE, GRADIENTS)
 
     def _wanted(self, place: Any, mlp: bool, backward: bool) -> list[int]:
         if place in ("embedding", "head"):

@@ -136,7 +136,7 @@ def _named(stage: dict[str, Any]) -> str:
 
 
 def plan_layers(config: Config, world: int = 0, traces: TraceCache | None = None) -> LayerPlan:
-    """The plan of a run on `world` processes; 0 means as few as `config` can run on: ``parallel.pp`` x ``parallel.ep``.
+    """The plan of a run on `world` processes; 0 means as few as `config` can run on: `Config.processes`.
 
     Args:
         traces: to reuse, and to add to.
@@ -144,7 +144,7 @@ def plan_layers(config: Config, world: int = 0, traces: TraceCache | None = None
     Raises:
         UsageError: what `check_world`, `forebay.train.hf_io.configuration`, `TraceCache.trace` and `partition_of` raise.
     """
-    world = world or config.parallel.pp * config.parallel.ep
+    world = world or config.processes
     check_world(config, world)
     declared = hf_io.configuration(config.model, load_tokenizer(config.data.tokenizer).vocabulary)
     check_experts(config.parallel.ep, experts_in(declared))
@@ -172,7 +172,7 @@ def layer_costs(config: Config, declared: Any, sharing: Sharing, traces: TraceCa
     facts = traces.facts(config.model, declared)
     trace = traces.trace(config.model, declared, shape_of(config, declared, sharing))
     device = load_device(DEFAULT)
-    schedule, *_, microbatches = pipeline_shape(config, sharing.data)
+    schedule, *_, microbatches = pipeline_shape(config, sharing.batch)
     clock, hidden = Clock(device, sharing.ep, sharing.compute == 4), schedule == "dualpipev"
     summed = ShardingTime(device, sharing, microbatches)
 
@@ -203,7 +203,7 @@ def shape_of(config: Config, declared: Any, sharing: Sharing, skew: float = 1.0)
     engine = p.pp > 1 or p.overlap
     return Shape(
         c.train.sequence,
-        c.microbatch(sharing.data),
+        c.microbatch(sharing.batch),
         c.model.experts,
         c.model.loss,
         stages=engine or p.ep > 1,
@@ -223,13 +223,14 @@ def sharing_of(config: Config, world: int) -> Sharing:
     p, m = config.parallel, config.model
     size = {"float32": 4, "bfloat16": 2}
     parameter, compute = size[m.dtype], size[m.compute or m.dtype]
-    data = world // p.pp
+    batch = world // p.pp
     engine = p.pp > 1 or p.overlap
-    several = config.train.batch // data // config.microbatch(data) > 1
+    several = config.train.batch // batch // config.microbatch(batch) > 1
     return Sharing(
-        data,
+        batch // p.replicate,
         p.ep,
         p.pp,
+        p.replicate,
         sharded=world > 1 or needs_group(config),
         parameter=parameter,
         compute=compute,

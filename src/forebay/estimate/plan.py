@@ -134,10 +134,10 @@ def _filled(raw: dict[str, Any], source: str, processes: int) -> PlanRequest:
         choose(name, value)
     so_far = from_mapping({**raw, "train": {"batch": raw["train"]["microbatch"], **raw["train"]}}, origin=source)
     family, experts = _family_and_experts(so_far)
-    pp = so_far.parallel.pp
-    processes = processes or pp * raw.get("parallel", {}).get("ep", 1)
+    groups = so_far.parallel.replicate * so_far.parallel.pp
+    processes = processes or groups * raw.get("parallel", {}).get("ep", 1)
     choose("model.attention", "eager" if family in EAGER else "sdpa")
-    choose("parallel.ep", _expert_processes(processes // pp, experts))
+    choose("parallel.ep", _expert_processes(processes // groups, experts))
     choose("train.batch", _batch(so_far.train.microbatch, processes))
     return PlanRequest(from_mapping(raw, origin=source), chosen)
 

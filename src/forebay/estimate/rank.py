@@ -424,9 +424,8 @@ class StepTimer:
 
     def _message(self, device: DeviceProfile) -> float:
         """Seconds of a microbatch's hidden states to the next rank."""
-        size = self.trace.layers[0].attention.inputs
-        world = self.sharing.data * self.sharing.pp
-        return size / device.link("all_to_all", world <= device.node, size) + device.at("kernel")
+        size, replica = self.trace.layers[0].attention.inputs, self.sharing.data * self.sharing.pp
+        return size / device.link("all_to_all", replica <= device.node, size) + device.at("kernel")
 
 
 def machine_of(device: DeviceProfile, ep: int, sharing: Sharing) -> Machine:
@@ -444,7 +443,7 @@ def _clock(device: DeviceProfile, ep: int, sharing: Sharing) -> Clock:
 
 
 def _host_rates(device: DeviceProfile, sharing: Sharing) -> tuple[float, ...]:
-    return device.host(sharing.data * sharing.pp, sharing.pp > 1)
+    return device.host(sharing.world, sharing.pp > 1)
 
 
 def _wait(kernel_times: Sequence[KernelTime], copies: float) -> KernelTime:

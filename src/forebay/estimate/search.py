@@ -109,14 +109,17 @@ def _bisect(count: int, left: Callable[[int], int]) -> int | None:
 
 @dataclass(frozen=True)
 class MeshShape:
-    """`pp` pipeline ranks, each of `ep` x `fsdp` processes that share its layers; `ep` of them share the experts."""
+    """`replicate` replicas of `pp` pipeline ranks, each of `ep` x `fsdp` processes that share its layers; `ep` of them share the
+    experts."""
 
     pp: int
     ep: int
     fsdp: int
+    replicate: int = 1
 
     def __str__(self) -> str:
-        return f"PP {self.pp} x EP {self.ep} x FSDP {self.fsdp}"
+        replicas = f" x {self.replicate} replicas" if self.replicate > 1 else ""
+        return f"PP {self.pp} x EP {self.ep} x FSDP {self.fsdp}{replicas}"
 
 
 @dataclass(frozen=True)
@@ -139,11 +142,18 @@ class Candidate:
     at_least: bool = False
 
 
-def meshes(gpus: int) -> Iterator[MeshShape]:
-    """Every mesh of `gpus` GPUs, whether a model can use it or not."""
-    for pp in divisors(gpus):
-        for ep in divisors(gpus // pp):
-            yield MeshShape(pp, ep, gpus // pp // ep)
+def meshes(gpus: int, replicate: int = 1, node: int | None = None) -> Iterator[MeshShape]:
+    """Every mesh of `gpus` GPUs, whether a model can use it or not.
+
+    Args:
+        replicate: number of replicas.
+        node: GPUs of a host: one replica, and replicas of whole hosts, across which an all-reduce may cost less than gathers.
+    """
+    for replicas in divisors(gpus):
+        if replicas == replicate or (node and replicate == 1 and gpus // replicas % node == 0):
+            for pp in divisors(gpus // replicas):
+                for ep in divisors(gpus // replicas // pp):
+                    yield MeshShape(pp, ep, gpus // replicas // pp // ep, replicas)
 
 
 def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -212,15 +222,15 @@ class Search:
         timed = any(c.seconds is not None for c in self.candidates)
         table = Table(title=f"meshes of {self.fit.world} GPUs, the best first", caption=self._caption(timed))
         table.caption_justify = "left"
-        for name in ("PP", "EP", "FSDP", "peak", "on rank", "headroom", *(["seconds"] if timed else [])):
+        replicas = ["replicas"] if any(c.mesh.replicate > 1 for c in self.candidates) else []
+        for name in (*replicas, "PP", "EP", "FSDP", "peak", "on rank", "headroom", *(["seconds"] if timed else [])):
             table.add_column(name, justify="right")
         for c in self.candidates[:_SHOWN]:
             peak = "> " * c.at_least + format_bytes(c.peak)
             room = "" if self.fit.budget is None else _room(c, self.fit.budget)
             time = "" if c.seconds is None else f"{c.seconds:.3f}"
-            table.add_row(
-                str(c.mesh.pp), str(c.mesh.ep), str(c.mesh.fsdp), peak, str(c.rank), room, *([time] if timed else [])
-            )
+            numbers = [c.mesh.replicate] * len(replicas) + [c.mesh.pp, c.mesh.ep, c.mesh.fsdp]
+            table.add_row(*map(str, numbers), peak, str(c.rank), room, *([time] if timed else []))
         return table
 
     def _caption(self, timed: bool) -> str:
@@ -444,7 +454,10 @@ _Planned = tuple[Candidate, Config, LayerPlan, Fit]
 
 
 def _mesh(runs: _Runs, budget: int | None, progress: Callable[[str], None]) -> Search:
-    every, experts = list(meshes(runs.world)), experts_in(runs.declared)
+    # Replicas only save time: without a device they are not looked for.
+    node = runs.device.node if runs.device is not None else None
+    every = list(meshes(runs.world, runs.asked.config.parallel.replicate, node))
+    experts = experts_in(runs.declared)
     candidates: list[Candidate] = []
     refused: list[tuple[MeshShape, str]] = []
     best: _Planned | None = None  # of those that were planned whole
@@ -510,7 +523,8 @@ def _so_far(best: _Planned | None) -> str:
 
 
 def _mesh_settings(mesh: MeshShape) -> dict[str, Any]:
-    return {"parallel.pp": mesh.pp, "parallel.ep": mesh.ep}
+    found = {"parallel.pp": mesh.pp, "parallel.ep": mesh.ep}
+    return {"parallel.replicate": mesh.replicate, **found} if mesh.replicate > 1 else found
 
 
 def _meshed(order: Sequence[Candidate], best: Candidate, fit: Fit) -> str:

@@ -68,9 +68,10 @@ class Sharing:
     """How the processes of one pipeline stage share their layers.
 
     Attributes:
-        data: processes that share the batch.
+        data: processes of a replica that its layers are sharded over.
         ep: those of them that share the experts of a layer.
         pp: pipeline ranks.
+        replicate: replicas.
         sharded: FSDP2 is used, because there are several processes or two dtypes.
         parameter, compute, summed: bytes of an element of parameters (also of moments and of shards of gradients), of unsharded
             parameters, and of gradients that are summed and reduced.
@@ -86,6 +87,7 @@ class Sharing:
     data: int = 1
     ep: int = 1
     pp: int = 1
+    replicate: int = 1
     sharded: bool = False
     parameter: int = 4
     compute: int = 4
@@ -97,6 +99,16 @@ class Sharing:
     gpu: bool = True
     fused: bool = True
     random: bool = True
+
+    @property
+    def batch(self) -> int:
+        """Processes that share the batch."""
+        return self.data * self.replicate
+
+    @property
+    def world(self) -> int:
+        """All processes."""
+        return self.batch * self.pp
 
     @property
     def adds_in_place(self) -> bool:
@@ -159,9 +171,9 @@ def outside_bytes(s: Sharing) -> int:
     """Bytes of a rank that are not the allocator's: CUDA's context and communicators."""
     if not s.gpu:
         return 0
-    world = s.data * s.pp
-    groups = (world > 1) + (s.pp > 1 and s.data > 1) + (s.ep > 1) + (s.ep > 1 and s.data > s.ep)
-    alone = COMMUNICATOR_ALONE if s.sharded and world == 1 else 0
+    shards = s.data > 1 and s.data < s.world  # else they are all processes
+    groups = (s.world > 1) + shards + (s.replicate > 1) + (s.ep > 1) + (s.ep > 1 and s.data > s.ep)
+    alone = COMMUNICATOR_ALONE if s.sharded and s.world == 1 else 0
     return CONTEXT + groups * COMMUNICATOR + alone + 4 * min(s.pp - 1, 2) * CHANNEL
 
 

@@ -470,7 +470,8 @@ class ShardingTime:
     Engines (`forebay.train.unsharded_step`) gather once before a step and reduce once after it, and nothing hides that; resharded
     experts are gathered for each forward and backward. FSDP2 gathers the next layer while one runs, and reduces one
     while the next runs: a layer waits for the seconds that the link is longer than it, and copies are never hidden.
-    Embedding and head are gathered and reduced where nothing hides it.
+    Embedding and head are gathered and reduced where nothing hides it. Replicas all-reduce their shards once a step; FSDP2 does
+    that beside the reduce-scatters, an engine after each of them.
 
     Attributes:
         microbatches: of a process in a step.
@@ -556,12 +557,24 @@ class ShardingTime:
     def _reduce(self, elements: int, processes: int) -> TransferTime:
         """Gradients are copied in chunks and summed, and the own shard is cast. One process only casts."""
         s = self.sharing
+        across = self._across(elements / processes)
         if processes == 1:
-            cast = 0 if s.summed == s.parameter else elements * (s.summed + s.parameter)
-            return TransferTime(self._clock.moved(cast))
+            moved = 0.0 if s.summed == s.parameter else elements * (s.summed + s.parameter)
+            if s.replicate > 1 and not s.gathered:  # FSDP2 copies them, divides by 1, and copies again
+                moved += 6 * elements * s.summed
+            return TransferTime(self._clock.moved(moved), across)
         moved = 2 * elements * s.summed + elements / processes * (s.summed + s.parameter)
         sent = elements * s.summed * (processes - 1) / processes
-        return TransferTime(self._clock.moved(moved), sent / self.device.link("reduce_scatter", self._within))
+        inside = sent / self.device.link("reduce_scatter", self._within)
+        return TransferTime(self._clock.moved(moved), inside + across if s.gathered else max(inside, across))
+
+    def _across(self, elements: float) -> float:
+        """Seconds of all-reducing a shard's gradients over the replicas: a reduce-scatter and an all-gather of it."""
+        s = self.sharing
+        within = s.world <= self.device.node
+        sent = elements * s.summed * (s.replicate - 1) / s.replicate
+        seconds = sum(sent / self.device.link(name, within) for name in ("reduce_scatter", "all_gather"))
+        return seconds if s.gathered or s.sums else seconds / self.microbatches
 
     def _adding(self, part: Elements) -> float:
         """Add a microbatch's gradients to zeros (engines) or to those of earlier microbatches."""

@@ -470,7 +470,8 @@ def _meshes(found: Search) -> Html:
         left = None if budget is None else _room(headroom(c.peak, budget))
         time = None if c.seconds is None else duration(c.seconds)
         peak = "> " * c.at_least + format_bytes(c.peak)
-        rows.append((f"{c.mesh.pp} x {c.mesh.ep} x {c.mesh.fsdp}", peak, str(c.rank), left, time))
+        replicas = f" x {c.mesh.replicate} replicas" if c.mesh.replicate > 1 else ""
+        rows.append((f"{c.mesh.pp} x {c.mesh.ep} x {c.mesh.fsdp}{replicas}", peak, str(c.rank), left, time))
     notes = []
     if len(found.candidates) > _MESHES:
         notes.append(f"{len(found.candidates) - _MESHES} more can run.")

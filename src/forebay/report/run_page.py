@@ -116,8 +116,7 @@ class RunFolder:
     @property
     def processes(self) -> int:
         """Number of processes; the smallest possible number if the run did not write it."""
-        p = self.config.parallel
-        return int(self.machine.get("processes", p.pp * p.ep))
+        return int(self.machine.get("processes", self.config.processes))
 
     @property
     def on_gpu(self) -> bool:

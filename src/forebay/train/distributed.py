@@ -8,7 +8,7 @@ where there is one process.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from forebay.config import Config, check_world
+from forebay.config import Config, Parallel, check_world
 from forebay.config import Device as DeviceSection
 from forebay.errors import ForebayError, RunError, UsageError
 from forebay.train.world import ALONE, World
@@ -71,52 +71,66 @@ def _picklable(error: Exception, rank: int) -> Exception:
 
 
 class Mesh:
-    """The processes of a run as a mesh: pipeline stages x processes that share the batch. A context manager; made by `open`.
+    """The processes of a run as a mesh: replicas x pipeline stages x processes that share a stage. A context manager, made by
+    `open`.
 
-    N processes hold the layers in `pp` groups of D = N / pp that share the batch, with expert groups of P = `ep`::
+    N processes are R = `replicate` replicas of N / R. A replica holds the layers in `pp` groups of D = N / R / pp, with expert
+    groups of P = `ep`::
 
-        rank = D * pp_rank + batch rank           neighbors share the batch: pipeline stages may be machines apart
-        batch rank = P * row + column
+        rank = N / R * replica + D * pp_rank + shard rank      replicas, then pipeline stages, may be machines apart
+        shard rank = P * row + column
+        batch rank = D * replica + shard rank                  each has a part of the batch
 
-        data  [D]                                 the layers of a stage are sharded over it; each has a part of the batch
-        grid  [D / P, P], dims ("fsdp", "ep")     a row shares the experts of a layer (neighbors: the same machine);
-                                                  a column holds the same experts, and shards their weights further
-        pipeline  pp processes                    those of one batch rank, between which microbatches travel
+        data  [R, D], dims ("replicate", "shard")              layers of a stage: sharded inside a replica, the same across
+        grid  [R, D / P, P], dims ("replicate", "fsdp", "ep")  a row shares the experts of a layer (neighbors: the same
+                                                               machine); a column holds the same experts, sharded further
+        pipeline  pp processes                                 of one batch rank, between which microbatches travel
 
-    Without torchrun there is one process and no group, unless mixed precision needs one for FSDP2.
+    With one replica, both meshes lack the dimension "replicate". Without torchrun there is one process and no group, unless
+    mixed precision needs one for FSDP2.
 
     Attributes:
         world: rank and size among all processes, and local rank.
         batch: rank and size among the processes that share the batch. Rank 0 exists once in each pipeline stage.
-        pp, pp_rank: number of groups that hold different layers, and the group of this process.
+        replicate: number of replicas.
+        pp, pp_rank: number of groups of a replica that hold different layers, and the group of this process.
+        shards: D, the number of processes that the layers of a stage are sharded over.
+        pipelines: the ranks of every pipeline, [R D, pp].
         data: None without a process group.
         store: rendezvous store; None without a group, and if somebody else made the group.
         grid: None if `ep` is 1.
         pipeline: None if `pp` is 1.
     """
 
-    def __init__(
-        self, world: World, device: torch.device, pp: int, ep: int, timeout: timedelta, owns: bool, store: Any
-    ):
-        self.world, self.device, self.pp, self.ep = world, device, pp, ep
-        sharing = world.size // pp
-        self.batch = World(world.rank % sharing, sharing, world.local_rank)
-        self.pp_rank = world.rank // sharing
+    def __init__(self, world: World, device: torch.device, p: Parallel, timeout: timedelta, owns: bool, store: Any):
+        self.world, self.device = world, device
+        self.replicate, self.pp, self.ep = p.replicate, p.pp, p.ep
+        self.shards = world.size // p.replicate // p.pp
+        replica, within = divmod(world.rank, self.shards * p.pp)
+        self.pp_rank, shard = divmod(within, self.shards)
+        self.batch = World(self.shards * replica + shard, self.shards * p.replicate, world.local_rank)
+        ranks = torch.arange(world.size).view(p.replicate, p.pp, self.shards)
+        self.pipelines: list[list[int]] = ranks.transpose(1, 2).flatten(0, 1).tolist()
         self._owns, self.store = owns, store
         self.data: DeviceMesh | None = None
         self.grid: DeviceMesh | None = None
         self.pipeline: dist.ProcessGroup | None = None
         if not dist.is_initialized() or (world.size == 1 and dist.get_world_size() > 1):
             return  # this run has one process, though its process group may have more
-        group = dist.group.WORLD
-        ranks = torch.arange(world.size).view(pp, sharing)
-        if pp > 1:
-            group = _own_group(ranks, timeout)
-            self.pipeline = _own_group(ranks.t(), timeout)
-        assert group is not None
-        self.data = DeviceMesh.from_group(group, device.type, mesh_dim_names=("data",))
-        if ep > 1:
-            self.grid = _grid(ranks.view(pp, -1, ep), self.pp_rank, device.type, timeout)
+        shared = dist.group.WORLD
+        if p.pp * p.replicate > 1:
+            shared = _own_group(ranks.flatten(0, 1).tolist(), timeout)
+        if p.pp > 1:
+            self.pipeline = _own_group(self.pipelines, timeout)
+        across = _own_group(ranks.flatten(1).t().tolist(), timeout) if p.replicate > 1 else None
+        stage = ranks[:, self.pp_rank]
+        self.data = _mesh(stage, {"replicate": across, "shard": shared}, device.type)
+        if p.ep > 1:
+            rows = ranks.view(-1, self.shards // p.ep, p.ep)  # [R pp, D / P, P]
+            column = _own_group(rows.transpose(1, 2).flatten(0, 1).tolist(), timeout)
+            row = _own_group(rows.flatten(0, 1).tolist(), timeout)
+            groups = {"replicate": across, "fsdp": column, "ep": row}
+            self.grid = _mesh(stage.reshape(p.replicate, -1, p.ep), groups, device.type)
 
     @classmethod
     def open(cls, config: Config, world: World | None = None) -> Mesh:
@@ -137,7 +151,7 @@ class Mesh:
         timeout = timedelta(seconds=config.parallel.timeout)
         starts = not dist.is_initialized() and (world.size > 1 or needs_group(config))
         store = _start_group(world, device, timeout) if starts else None
-        return cls(world, device, config.parallel.pp, config.parallel.ep, timeout, owns=starts, store=store)
+        return cls(world, device, config.parallel, timeout, owns=starts, store=store)
 
     @property
     def rank(self) -> int:
@@ -152,6 +166,13 @@ class Mesh:
         """The processes that share the experts of a layer; None if `ep` is 1."""
         return None if self.grid is None else self.grid.get_group("ep")
 
+    @property
+    def experts(self) -> DeviceMesh | None:
+        """The processes that hold the same experts, as FSDP2 takes them; None if `ep` is 1."""
+        if self.grid is None:
+            return None
+        return self.grid["replicate", "fsdp"] if self.replicate > 1 else self.grid["fsdp"]
+
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum over all processes, in place. The host does not wait."""
         if self.size > 1:
@@ -160,9 +181,10 @@ class Mesh:
 
     def sum_batch(self, values: torch.Tensor) -> torch.Tensor:
         """Sum over the processes that share the batch and hold the same layers, in place. The host does not wait."""
-        if self.batch.size > 1:
+        for dim in range(self.data.ndim if self.data is not None else 0):
             assert self.data is not None
-            dist.all_reduce(values, group=self.data.get_group())
+            if self.data.size(dim) > 1:
+                dist.all_reduce(values, group=self.data.get_group(dim))
         return values
 
     def max(self, *values: float) -> list[float]:
@@ -261,15 +283,17 @@ def _start_group(world: World, device: torch.device, timeout: timedelta) -> Any:
     return store
 
 
-def _own_group(ranks: torch.Tensor, timeout: timedelta) -> dist.ProcessGroup:
+def _own_group(ranks: list[list[int]], timeout: timedelta) -> dist.ProcessGroup:
     """Create the process groups `ranks` [groups, members]; returns the one that this process is in."""
-    own, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timeout)
+    own, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout)
     return own
 
 
-def _grid(ranks: torch.Tensor, pp_rank: int, device_type: str, timeout: timedelta) -> DeviceMesh:
-    """The mesh of the processes that share the batch, out of `ranks` [pp, rows, columns]."""
-    # `init_device_mesh` would make the groups with a timeout of its own.
-    column = _own_group(ranks.transpose(1, 2).flatten(0, 1), timeout)
-    row = _own_group(ranks.flatten(0, 1), timeout)
-    return DeviceMesh.from_group([column, row], device_type, mesh=ranks[pp_rank], mesh_dim_names=("fsdp", "ep"))
+def _mesh(ranks: torch.Tensor, groups: Mapping[str, dist.ProcessGroup | None], device_type: str) -> DeviceMesh:
+    """The mesh of `ranks`, with a dimension for each of `groups`; one without a group has size 1 and is left out.
+
+    `init_device_mesh` would make the groups with a timeout of its own.
+    """
+    found = {name: group for name, group in groups.items() if group is not None}
+    held = ranks.view(ranks.shape[-len(found) :]).contiguous()
+    return DeviceMesh.from_group(list(found.values()), device_type, mesh=held, mesh_dim_names=tuple(found))

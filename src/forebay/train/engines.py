@@ -231,9 +231,8 @@ class PipelinedGradients(GradientEngine):
         super().__init__(model, cut, config, mesh, router)
         self.plan, self.partition, self.ran = plan, partition, list[Action]()
         self._rank, self._memory = mesh.pp_rank, memory
-        pipelines = torch.arange(mesh.size).view(mesh.pp, -1).t().tolist()
         confirmed = confirmed_by(plan, mesh.pp_rank)
-        self._links: Links = DistLinks(mesh.pipeline, neighbors(plan.ranks), mesh.device, pipelines, confirmed)
+        self._links: Links = DistLinks(mesh.pipeline, neighbors(plan.ranks), mesh.device, mesh.pipelines, confirmed)
         self._balance = StageBalance(experts, balance, mesh.device) if experts else None
         self._stages = {s: self._stage(s) for s in plan.stages(mesh.pp_rank)}
         memory.manager.follow(self._backward_order(), steady=not config.parallel.reshard)

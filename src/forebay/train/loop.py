@@ -373,7 +373,8 @@ class _TrainingRun:
         dtype = self.config.model.dtype + (f" ({compute} to compute)" if (compute := self.config.model.compute) else "")
         many = f"{self.mesh.size} x " if self.mesh.size > 1 else ""
         layers = f", layers over {self.mesh.pp} ({self.config.parallel.schedule})" if self.mesh.pp > 1 else ""
-        shared = layers + (f", experts over {self.mesh.ep}" if self.mesh.ep > 1 else "")
+        replicas = f", {self.mesh.replicate} replicas" if self.mesh.replicate > 1 else ""
+        shared = replicas + layers + (f", experts over {self.mesh.ep}" if self.mesh.ep > 1 else "")
         report.say(f"{_class_name(model)}: {count / 1e6:,.1f} M parameters, {dtype}, on {many}{name}{shared}")
         if self.trainer.dispatcher is not None and self.trainer.dispatcher.about:
             report.say(f"tokens travel by {self.trainer.dispatcher.about}")

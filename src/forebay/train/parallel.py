@@ -1,10 +1,11 @@
 """Spreads a model over N processes: experts over expert groups, every weight sharded by FSDP2.
 
 Input: a model with all weights on every process, or on the meta device, and the `Mesh`. Output: the same model, whose
-parameters are DTensors of which each process holds a part that no other has, and a `Shards` that controls FSDP2 during a
-step. Expert parameters [E, ...] are `Shard(0)` over "ep", then sharded by FSDP2 over "fsdp". The rest of a decoder layer is
-sharded over all processes that share the batch and gathered for the layer's forward and backward; embedding, norm and head
-are gathered for the whole step. Gradients are *sums* over processes: each process's loss is the sum over its own tokens
+parameters are DTensors of which each process holds a part that no other of its replica has, and a `Shards` that controls
+FSDP2 during a step. Expert parameters [E, ...] are `Shard(0)` over "ep", then sharded by FSDP2 over "fsdp". The rest of a
+decoder layer is sharded over the processes that share its stage and gathered for the layer's forward and backward;
+embedding, norm and head are gathered for the whole step. Replicas all-reduce what their processes have reduced (FSDP2's
+two-dimensional mesh). Gradients are *sums* over processes: each process's loss is the sum over its own tokens
 divided by the number of all tokens, so any split of tokens is right. Under mixed precision shards, gradients and optimizer
 states have the parameters' dtype, sums of gradients are fp32, and everything else has the compute dtype. Apply `shard`
 before `forebay.manage`, whose regions then lie inside FSDP2's hooks.
@@ -45,6 +46,7 @@ class Shards:
     def microbatch(self, last: bool) -> None:
         """Call before each forward of a step. After the backward of the `last` one gradients are complete."""
         self._root.set_requires_gradient_sync(last or self._reduce_each)
+        self._root.set_requires_all_reduce(last)  # each microbatch is reduced inside the replica only
         self._root.set_reshard_after_backward(last or self._reshard)
         self._root.set_is_last_backward(last)
         for module in self._own:
@@ -119,14 +121,14 @@ def shard(model: nn.Module, mesh: Mesh, config: Config) -> Shards:
         "reshard_after_forward": config.parallel.reshard,
     }
     check_experts(mesh.ep, experts_of(model))
-    if mesh.grid is not None:
+    if mesh.grid is not None and mesh.experts is not None:
         for block in moe_blocks(model):
             # This process's part of each parameter [E, ...], as a DTensor with the shape of the whole.
             ep = mesh.grid["ep"]
             whole = partial(DTensor.from_local, device_mesh=ep, placements=[Shard(0)], run_check=False)
             cut_experts(block.experts, ep.get_local_rank(), ep.size(), whole)
-            placement = partial(_even_dimension, size=mesh.batch.size // mesh.ep)
-            fully_shard(block.experts, mesh=mesh.grid["fsdp"], shard_placement_fn=placement, **options)
+            placement = partial(_even_dimension, size=mesh.shards // mesh.ep)
+            fully_shard(block.experts, mesh=mesh.experts, shard_placement_fn=placement, **options)
     for layer in layers:
         fully_shard(layer, mesh=mesh.data, **options)
     if mesh.pp > 1:
@@ -202,7 +204,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, mesh: Mesh)
     """Scale gradients so that their norm over all processes is at most `limit`; 0 leaves them unchanged.
 
     The host does not wait. `torch.nn.utils.clip_grad_norm_` does not mix DTensors of two meshes. The parts of a DTensor are
-    disjoint, so one all-reduce adds up the squares.
+    disjoint within a replica, so one all-reduce adds up the squares. It is one over all replicas, which hold the same
+    gradients: they get the same norm to the last bit, and stay the same.
 
     Returns:
         The norm before, on the device.
@@ -221,7 +224,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, mesh: Mesh)
     else:
         norm = torch.zeros((), device=mesh.device)
     if mesh.size > 1:
-        norm = mesh.sum(norm.float().square()).sqrt()
+        norm = mesh.sum(norm.float().square()).div_(mesh.replicate).sqrt()
     if limit and grads:
         # Bitwise as torch.nn.utils.clip_grad_norm_.
         torch._foreach_mul_(grads, torch.clamp(limit / (norm + 1e-6), max=1.0))

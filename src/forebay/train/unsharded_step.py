@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 
 from forebay.memory.overrides import drop_setting, put_setting
 from forebay.memory.storage import local
@@ -125,9 +126,11 @@ class UnshardedStep:
                 # A process that has its weights alone (experts, with one process a column) reduces nothing: the sums stay where
                 # they are for `forebay.train.parallel.Shards.finish`. FSDP2 would copy them twice.
                 group.reduce_grads, group.reshard_after_backward = group.mesh_info.mesh.size() > 1, True
-                if group.reduce_grads and len(group.fsdp_params) == 1:
+                if group.reduce_grads:
                     _reduce_in_place(group)
                 group.post_backward()
+                # FSDP2 keeps what it all-reduced until the last group is done, as its streams differ. Here they do not.
+                group._all_reduce_state = None
             # Waits for the reductions and drops what was sent.
             fully_shard.state(self._model)._root_post_backward_final_callback()  # type: ignore[attr-defined]
 
@@ -246,13 +249,14 @@ class UnshardedStep:
         return None
 
     def _spread(self, rows: EmbeddingRows) -> None:
-        """Make the embedding's gradient, in the memory of the head's if that was reduced.
+        """Make the embedding's gradient, in the memory of the head's sum if that is free.
 
-        It was not if the weights are tied, and if this process has the head alone, whose sum then is its gradient.
+        It is not if the weights are tied, and if no other process of the replica has a part of the head, whose sum then is its
+        gradient.
         """
         total = rows.head_sum
         weight = self._cut.embedding.weight
-        if total is None or rows.head.unsharded_accumulated_grad is not None or total.shape != weight.shape:
+        if total is None or _holds(rows.head, total) or total.shape != weight.shape:
             total = torch.empty_like(weight, dtype=torch.float32)
         _add(rows.embedding, self._cut.spread(rows.collected, total))
 
@@ -308,15 +312,16 @@ class UnshardedStep:
     def _on_current_stream(self) -> Iterator[None]:
         """Context in which FSDP2 reduces on the current stream.
 
-        Its own stream hides reductions behind a backward: none is left.
+        Its own streams hide reductions behind a backward: none is left.
         """
         group = self._groups()[0]
         shared = group.comm_ctx
-        own, shared.reduce_scatter_stream = shared.reduce_scatter_stream, group.device_handle.current_stream()
+        own = shared.reduce_scatter_stream, shared.all_reduce_stream
+        shared.reduce_scatter_stream = shared.all_reduce_stream = group.device_handle.current_stream()
         try:
             yield
         finally:
-            shared.reduce_scatter_stream = own
+            shared.reduce_scatter_stream, shared.all_reduce_stream = own
 
 
 class DeferredExperts:
@@ -366,27 +371,46 @@ def _summed_in_fp32(record: Any) -> bool:
     return record.reduce_dtype == torch.float32 != record.unsharded_param.dtype
 
 
-def _reduce_in_place(group: Any) -> None:
-    """Reduce the gradient of a group's only weight without a copy. FSDP2 finds no gradient left.
+def _holds(record: Any, total: Tensor) -> bool:
+    """Whether a gradient of the record is in the memory of `total`, or has still to be reduced."""
+    reduced = record.sharded_param.grad
+    return record.unsharded_accumulated_grad is not None or (
+        reduced is not None and local(reduced).data_ptr() == total.data_ptr()
+    )
 
-    That takes a gradient in the reduction's dtype that divides evenly along its first dimension: each process's part is
-    contiguous.
+
+def _reduce_in_place(group: Any) -> None:
+    """Reduce gradients without a copy where that is possible. FSDP2 finds no gradient left.
+
+    It is for weights that are not sharded in the replica, and for a group's only weight if that divides evenly along its first
+    dimension: each process's part is contiguous.
     """
-    (record,) = group.fsdp_params
-    accumulated = record.unsharded_accumulated_grad
-    gradient = record.unsharded_param.grad if accumulated is None else accumulated
-    gradient = None if gradient is None else local(gradient)
-    world = group.mesh_info.mesh.size()
-    if gradient is None or record.fsdp_placement.dim or gradient.shape[0] % world or not gradient.is_contiguous():
+    info = group.mesh_info
+    if info.shard_mesh_size > 1 and len(group.fsdp_params) > 1:
         return
-    if record.reduce_dtype not in (None, gradient.dtype):
-        return
-    own = gradient.new_empty(gradient.shape[0] // world, *gradient.shape[1:])
+    for record in group.fsdp_params:
+        accumulated = record.unsharded_accumulated_grad
+        gradient = record.unsharded_param.grad if accumulated is None else accumulated
+        gradient = None if gradient is None else local(gradient)
+        if gradient is None or not gradient.is_contiguous() or record.reduce_dtype not in (None, gradient.dtype):
+            continue
+        if info.shard_mesh_size > 1:
+            if record.fsdp_placement.dim or gradient.shape[0] % info.shard_mesh_size:
+                continue
+            gradient = _reduce_scattered(group, gradient)
+        if isinstance(info, HSDPMeshInfo):
+            dist.all_reduce(gradient, group=info.replicate_process_group)
+        record.unsharded_accumulated_grad = record.unsharded_param.grad = None
+        add_to_shard(record, gradient)
+
+
+def _reduce_scattered(group: Any, gradient: Tensor) -> Tensor:
+    """This process's part of the sum over the processes that share the group's only weight, along the first dimension."""
+    own = gradient.new_empty(gradient.shape[0] // group.mesh_info.shard_mesh_size, *gradient.shape[1:])
     # As FSDP2 does; torch 2.11 has no process group for reductions alone.
     processes = getattr(group, "_reduce_scatter_process_group", None) or group.mesh_info.shard_process_group
     group._reduce_scatter_comm(output_tensor=own, input_tensor=gradient, group=processes, op=dist.ReduceOp.SUM)
-    record.unsharded_accumulated_grad = record.unsharded_param.grad = None
-    add_to_shard(record, own)
+    return own
 
 
 def _add(record: Any, gradient: Tensor) -> None:

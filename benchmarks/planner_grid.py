@@ -102,6 +102,7 @@ class Entry:
         p = self.sections["parallel"]
         shared = [f"PP {p['pp']} {p.get('schedule', '')}".strip()] if p.get("pp", 1) > 1 else []
         shared += [f"EP {p['ep']}"] if p.get("ep", 1) > 1 else []
+        shared += [f"{p['replicate']} replicas"] if p.get("replicate", 1) > 1 else []
         return (
             f"{self.gpus} GPU" + ", " * bool(shared) + " x ".join(shared) + ", FSDP2" * (self.gpus > 1 and not shared)
         )
@@ -200,6 +201,7 @@ def _one() -> list[Entry]:
 
 def _two() -> list[Entry]:
     ep, pp = {"ep": 2}, {"pp": 2, "schedule": "1f1b", "reshard": False}
+    replicas = {"replicate": 2}
     return [
         entry("qwen3", 4, 4096, gpus=2, batch=4, more="fsdp"),
         entry("olmoe", 6, 8192, gpus=2, batch=4, memory={"policy": "recompute"}, parallel={"reshard": False}, more="fsdp"),
@@ -230,6 +232,9 @@ def _two() -> list[Entry]:
         entry("qwen3", 6, 4096, gpus=2, batch=8, parallel={**pp, "schedule": "zbv"}, more="zbv"),
         entry("olmoe", 8, 4096, gpus=2, batch=8, microbatch=2, parallel={**pp, "schedule": "interleaved-1f1b"},
               more="interleaved"),
+        entry("qwen3", 2, 4096, gpus=2, batch=4, parallel=replicas, more="replicas"),
+        entry("dsv2", 3, 4096, gpus=2, batch=4, bf16=True, parallel={**replicas, "reduce": "microbatch"}, more="replicas-bf16"),
+        entry("qwen3", 2, 4096, gpus=2, batch=4, parallel={**replicas, **OVERLAP}, more="replicas-overlap"),
     ]  # fmt: skip
 
 
@@ -258,6 +263,12 @@ def _four() -> list[Entry]:
               more="dualpipev"),
         entry("olmoe", 8, 4096, gpus=4, batch=8, parallel=four, more="1f1b"),
         entry("qwen3", 8, 4096, gpus=4, batch=8, parallel=four, memory={"policy": "recompute"}, more="1f1b"),
+        entry("qwen3", 4, 4096, gpus=4, batch=8, parallel={"replicate": 2}, more="replicas"),
+        entry("olmoe", 4, 4096, gpus=4, batch=8, bf16=True, parallel={"replicate": 2, "reduce": "microbatch"},
+              more="replicas-bf16"),
+        entry("qwen3", 4, 4096, gpus=4, batch=8, parallel={"replicate": 2, "ep": 2}, skew=1, more="replicas-ep"),
+        entry("dsv2", 6, 4096, gpus=4, batch=8, parallel={"replicate": 2, "pp": 2, "schedule": "1f1b", "reshard": False},
+              more="replicas-1f1b"),
     ]  # fmt: skip
 
 

@@ -121,14 +121,14 @@ def shard(model: nn.Module, mesh: Mesh, config: Config) -> Shards:
         "reshard_after_forward": config.parallel.reshard,
     }
     check_experts(mesh.ep, experts_of(model))
-    if mesh.grid is not None and mesh.experts is not None:
+    if mesh.grid is not None and (sharing := mesh.experts) is not None:
         for block in moe_blocks(model):
             # This process's part of each parameter [E, ...], as a DTensor with the shape of the whole.
             ep = mesh.grid["ep"]
             whole = partial(DTensor.from_local, device_mesh=ep, placements=[Shard(0)], run_check=False)
             cut_experts(block.experts, ep.get_local_rank(), ep.size(), whole)
             placement = partial(_even_dimension, size=mesh.shards // mesh.ep)
-            fully_shard(block.experts, mesh=mesh.experts, shard_placement_fn=placement, **options)
+            fully_shard(block.experts, mesh=sharing, shard_placement_fn=placement, **options)
     for layer in layers:
         fully_shard(layer, mesh=mesh.data, **options)
     if mesh.pp > 1:

@@ -206,8 +206,12 @@ def _configured(options: argparse.Namespace) -> "Config":
 def _train(options: argparse.Namespace) -> None:
     config = _configured(options)  # before torch is imported: a wrong key answers at once
     from forebay.train.loop import train
+    from forebay.train.world import World, processes_of_node
 
     _quiet_transformers()
+    world = World.of_environment()
+    if world.is_main:
+        _warn_of_slow_link(config, world.size, processes_of_node())
     what_fits = partial(_what_fits, config, options.config)
     train(config, _console(), options.resume, _planned_partition(config), what_fits)
 
@@ -444,7 +448,19 @@ def _doctor(options: argparse.Namespace) -> None:
         _console().print(report.table())
 
 
+def _warn_of_slow_link(config: "Config", world: int, per_node: int) -> None:
+    """Print what expert groups over several nodes cost. Nodes have `per_node` processes each; 0 if that is not known."""
+    if not per_node or per_node >= world or per_node % config.parallel.ep == 0:
+        return  # before torch is imported
+    from forebay.estimate.device import DEFAULT
+    from forebay.estimate.slow_link import slow_link
+
+    _quiet_transformers()
+    print(f"forebay: {slow_link(config, world, per_node, _device(DEFAULT))}", file=sys.stderr, flush=True)
+
+
 def _launch(options: argparse.Namespace) -> None:
+    from forebay.config import load
     from forebay.launch.job import describe
     from forebay.launch.submit import launch
 
@@ -456,6 +472,7 @@ def _launch(options: argparse.Namespace) -> None:
         options.time_limit,
         options.image,
     )
+    _warn_of_slow_link(load(options.config, options.overrides), options.nodes * options.gpus_per_node, job.processes)
     out = None if options.out is None else options.out.expanduser()
     launch(job, options.on, out, options.submit, options.force)
 

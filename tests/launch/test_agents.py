@@ -14,10 +14,11 @@ import pytest
 from forebay import cli
 from forebay.errors import PeerLost
 from forebay.launch import torchrun
+from forebay.train.loop import train
 from tests.conftest import Run
 from tests.ranks import Started, free_port, start, start_ranks
 from tests.test_cli import one_sentence
-from tests.train.common import config, metrics, to_toml, write_text
+from tests.train.common import config, metrics, quiet, to_toml, write_text
 
 ROOT = Path(__file__).parents[2]
 STEPS = 40
@@ -192,6 +193,28 @@ def test_no_rendezvous_ends_soon_and_says_so(where: str, tmp_path: Path) -> None
     assert one.returncode == PeerLost.exit_code and time.monotonic() - began < 60
     assert f"forebay: this agent did not find the others at {endpoint}" in said and "--rdzv-id" in said
     assert "Traceback" not in said, said
+
+
+def test_experts_over_two_nodes_say_how_tokens_travel_and_at_what_cost(tmp_path: Path) -> None:
+    """Four processes, which stand for two nodes of two: the loss of one process, to what rounding leaves."""
+    settings = config(write_text(tmp_path, 200), train={"batch": 8, "steps": 3}, checkpoint={"last": False})
+    (tmp_path / "c.toml").write_text(to_toml(settings))
+    alone = train(settings, quiet())
+    place = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    words = ["train", str(tmp_path / "c.toml"), "--set", "parallel.ep=4"]
+    ranks = [start(cli.main, words, RANK=str(r), LOCAL_RANK=str(r % 2), **place) for r in range(4)]
+    try:
+        (out, said), *others = (one.communicate(120) for one in ranks)
+    finally:
+        for one in ranks:
+            one.kill()
+    assert [one.returncode for one in ranks] == [0] * 4, said
+    about = " ".join(out.split())
+    assert "tokens travel by hierarchical (2 nodes of 2 ranks, inside a node nccl (" in about, about
+    assert "parallel.ep = 4 puts groups that share experts over several nodes of 2: each process sends" in said
+    assert not any("several nodes" in text for _, text in others)
+    wanted, got = ([record["cross_entropy_loss"] for record in metrics(run)] for run in (alone, tmp_path / "run-2"))
+    assert got == pytest.approx(wanted, rel=1e-6)
 
 
 def test_nodes_that_do_not_divide_the_mesh_are_refused(

@@ -241,7 +241,9 @@ def test_bad_input_is_refused(
 def test_experts_that_cross_nodes_are_warned_about(run: Run, config: Path) -> None:
     arguments = ("launch", config, "--on", "slurm", "--nodes", "2", "--gpus-per-node", "6", "--set")
     code, out, error = run(*arguments, "parallel.ep=4")
-    assert code == 0 and out and "parallel.ep = 2 stays inside" in one_sentence(error)
+    said = one_sentence(error)
+    assert code == 0 and out and "over several nodes of 6: each process sends" in said
+    assert "GB a step over the network" in said and "parallel.ep = 2 stays inside" in said
     assert run(*arguments, "parallel.ep=3")[2] == ""
 
 

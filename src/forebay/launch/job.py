@@ -4,7 +4,6 @@ Input: the arguments of ``forebay launch``. Output: a `Job`, whose configuration
 that an engine's module only writes text. Imports no torch.
 """
 
-import math
 import re
 import shlex
 import sys
@@ -12,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from forebay.config import Config, check_world, load, parse_duration
+from forebay.config import check_world, load, parse_duration
 from forebay.errors import Preempted, UsageError
 
 EXIT_PREEMPTED = Preempted.exit_code
@@ -33,7 +32,6 @@ class Job:
         seconds: time limit; 0 is none.
         image: container image; "" is none.
         folder: absolute path of the directory in which the run starts. A relative `log.folder` is below it.
-        warnings: sentences for the person who launches.
     """
 
     name: str
@@ -46,7 +44,6 @@ class Job:
     seconds: int
     image: str
     folder: Path
-    warnings: tuple[str, ...]
 
     def arguments(self, source: str = "", *first: str) -> list[str]:
         """Arguments of ``forebay`` that start the run, or continue it if there is a checkpoint.
@@ -114,19 +111,7 @@ def describe(
         seconds=seconds,
         image=image,
         folder=Path.cwd(),
-        warnings=tuple(_warnings(config, nodes, gpus_per_node)),
     )
-
-
-def _warnings(config: Config, nodes: int, per_node: int) -> list[str]:
-    """`Mesh` numbers the processes of an expert group without a gap, and every engine those of a node."""
-    ep = config.parallel.ep
-    if nodes == 1 or per_node % ep == 0:
-        return []
-    return [
-        f"parallel.ep = {ep} puts groups that share experts over several nodes of {per_node}: every layer's tokens "
-        f"then cross the network, many times slower than links inside a node; parallel.ep = {math.gcd(ep, per_node)} stays inside"
-    ]
 
 
 def interpreter(job: Job) -> str:

@@ -6,7 +6,6 @@ refused is refused before the file is written.
 
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -33,8 +32,6 @@ def launch(job: Job, on: str, out: Path | None = None, submit: bool = False, for
     """
     engine = ENGINES[on]
     _check(job, on, engine, out, submit, force)
-    for sentence in job.warnings:
-        print(f"forebay: {sentence}", file=sys.stderr)
     text = engine.write(job)
     if out is None:
         print(text, end="")

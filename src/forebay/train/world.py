@@ -45,5 +45,11 @@ class World:
         return World(rank, size, local_rank)
 
 
+def processes_of_node(environment: Mapping[str, str] | None = None) -> int:
+    """Processes of this node, as torchrun says (LOCAL_WORLD_SIZE); 0 if that is not set to a whole number."""
+    given = (os.environ if environment is None else environment).get("LOCAL_WORLD_SIZE", "")
+    return int(given) if given.isdecimal() else 0
+
+
 ALONE = World()
 """A single process."""

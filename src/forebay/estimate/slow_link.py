@@ -1,0 +1,78 @@
+"""What expert groups over several nodes cost: the bytes of a step that cross the network, and their time.
+
+Input: a `Config`, its number of processes and those of a node, and a `DeviceProfile`. Output: a sentence for the person who
+starts the run. The count is that of `forebay.moe.hierarchical` and, where nodes divide a group unevenly or
+`parallel.dispatch` asks for it, of `NcclDispatcher`, with even routing. Nothing is traced.
+"""
+
+from __future__ import annotations
+
+import math
+
+from forebay.config import Config
+from forebay.errors import UsageError
+from forebay.estimate.device import DeviceProfile
+from forebay.estimate.trace_cache import TraceCache
+from forebay.train import hf_io
+from forebay.train.data import load_tokenizer
+from forebay.train.parallel import experts_in
+
+_TRANSFERS = 4  # dispatch, combine and their backwards
+
+
+def slow_link(config: Config, world: int, per_node: int, device: DeviceProfile) -> str:
+    """Says that expert groups are over several nodes, and what that costs; "" if none is.
+
+    Expert groups are consecutive processes, and nodes have `per_node` consecutive ones each.
+    """
+    ep = config.parallel.ep
+    if per_node >= world or per_node % ep == 0:
+        return ""
+    try:
+        count, transfer = _bytes_per_step(config, world, per_node)
+        rate = device.link("all_to_all", False, transfer)
+        cost = (
+            f"each process sends {count / 1e9:.2f} GB a step over the network, about {count / rate:.3f} s at "
+            f"{rate / 1e9:.1f} GB/s ({device.name}'s profile) where no computation hides it"
+        )
+    except UsageError:  # of a model that is not on this machine, or that plans do not know
+        cost = "every layer's tokens cross the network, many times slower than links inside a node"
+    return (
+        f"parallel.ep = {ep} puts groups that share experts over several nodes of {per_node}: {cost}; "
+        f"parallel.ep = {math.gcd(ep, per_node)} stays inside"
+    )
+
+
+def _bytes_per_step(config: Config, world: int, per_node: int) -> tuple[float, float]:
+    """Bytes that a process sends to other nodes in a step, and in each transfer of a microbatch.
+
+    Raises:
+        UsageError: a model that cannot be read.
+    """
+    c, ep, sharing = config, config.parallel.ep, world // config.parallel.pp
+    declared = hf_io.configuration(c.model, load_tokenizer(c.data.tokenizer).vocabulary)
+    layers = TraceCache().facts(c.model, declared).weights.layers
+    moe_layers = sum(any(weight.experts for weight in layer) for layer in layers) / c.parallel.pp
+    text, size = declared.get_text_config(), 2 if "bfloat16" in (c.model.compute or c.model.dtype) else 4
+    rows = rows_between_nodes(experts_in(declared), text.num_experts_per_tok, ep, per_node, c.parallel.dispatch)
+    row = text.hidden_size * size
+    tokens = c.train.batch * c.train.sequence / sharing
+    return _TRANSFERS * moe_layers * tokens * rows * row, c.microbatch(sharing) * c.train.sequence * rows * row
+
+
+def rows_between_nodes(experts: int, slots: int, ep: int, per_node: int, dispatch: str = "auto") -> float:
+    """Rows of a token that leave its node, if the `slots` experts of each token are any of the `experts` alike.
+
+    With 128 experts and 8 slots on 2 nodes of 8 that is 1.00, and 3.30 with "nccl".
+    """
+
+    def hit(held: int) -> float:
+        """The probability that one of a token's experts is among those `held`."""
+        return 1 - math.comb(experts - held, slots) / math.comb(experts, slots)
+
+    nodes, uneven = divmod(ep, per_node)
+    if uneven or per_node == 1 or dispatch in ("nccl", "symmetric"):
+        # Of a group that begins in the middle of a node, the fewest processes may be on the token's own: with 6 a node, 2 of 4.
+        elsewhere = ep - (per_node if not uneven else max(1, math.gcd(ep, per_node)))
+        return elsewhere * hit(experts // ep)
+    return (nodes - 1) * hit(experts // nodes)

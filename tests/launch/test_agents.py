@@ -18,7 +18,7 @@ from forebay.train.loop import train
 from tests.conftest import Run
 from tests.ranks import Started, free_port, start, start_ranks
 from tests.test_cli import one_sentence
-from tests.train.common import config, metrics, quiet, to_toml, write_text
+from tests.train.common import GPU_SIZES, MODEL, config, metrics, quiet, to_toml, write_text
 
 ROOT = Path(__file__).parents[2]
 STEPS = 40
@@ -28,14 +28,16 @@ def agent(arguments: list[str]) -> None:
     sys.exit(torchrun.main(arguments))
 
 
-def configure(folder: Path) -> Path:
+def configure(folder: Path, sizes: dict[str, Any] = MODEL, **changes: Any) -> Path:
     folder.mkdir(exist_ok=True)
     settings = config(
         write_text(folder, 200),
+        sizes,
         train={"batch": 8, "steps": STEPS},
         parallel={"timeout": 60},
         checkpoint={"every": 4, "keep": 100},
         optimizer={"lr": 1e-4},
+        **changes,
     )
     (folder / "c.toml").write_text(to_toml(settings))
     return folder / "c.toml"
@@ -102,7 +104,7 @@ def start_agent() -> Iterator[Agents]:
     """``start_agent(FILE, NUMBER, PORT)``. Agent 0 has the store through which the agents find each other."""
     started: list[Started] = []
 
-    def call(file: Path, number: int, port: int, nodes: str = "2", wait: int = 120) -> Started:
+    def call(file: Path, number: int, port: int, nodes: str = "2", wait: int = 120, **more: str) -> Started:
         conf = f"is_host={int(number == 0)},last_call_timeout=1,join_timeout={wait},read_timeout={wait}"
         options = [
             f"--nnodes={nodes}",
@@ -113,7 +115,7 @@ def start_agent() -> Iterator[Agents]:
         options += ["--rdzv-id=7", f"--rdzv-conf={conf}", "--max-restarts=3", "--monitor-interval=0.1"]
         paths = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
         words = [*options, "-m", "forebay", "train", str(file), "--resume", "auto"]
-        started.append(start(agent, words, PYTHONPATH=paths, OMP_NUM_THREADS="1"))
+        started.append(start(agent, words, PYTHONPATH=paths, OMP_NUM_THREADS="1", **more))
         return started[-1]
 
     yield call
@@ -176,6 +178,36 @@ def test_a_run_goes_on_with_fewer_processes_and_then_with_more(tmp_path: Path, s
     together = " ".join((out + other).split())
     assert "float32, on CPU" in together and together.count("float32, on 2 x CPU") >= 2, together
     assert losses(done) == pytest.approx(uninterrupted, rel=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.multi
+def test_agents_with_a_gpu_each(tmp_path: Path, start_agent: Agents) -> None:
+    """The killed agent comes back, over NCCL: bitwise the losses of two agents without interruption."""
+    sizes = {**GPU_SIZES, "num_experts": 8}
+    model = {
+        "family": "qwen3_moe",
+        "config": sizes,
+        "dtype": "float32",
+        "attention": "eager",
+    }  # a deterministic backward
+    found = []
+    for name in ("whole", "killed"):
+        file, port = configure(tmp_path / name, sizes, model=model, device={"type": "cuda"}), free_port()
+
+        def begin(number: int, file: Path = file, port: int = port) -> Started:
+            place = {"CUDA_VISIBLE_DEVICES": str(number), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+            return start_agent(file, number, port, **place)
+
+        first, second = begin(0), begin(1)
+        if name == "killed":
+            wait_for(lambda file=file: steps_of(file.parent / "run") >= 6, "no steps")
+            kill(second, workers=True)
+            second = begin(1)
+        said = [one.communicate(200)[1] for one in (first, second)]
+        assert (first.returncode, second.returncode) == (0, 0), said
+        found.append(losses(file.parent / "run"))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("where", ["port", "host", "alone"])

@@ -117,7 +117,7 @@ class Heartbeat:
             self._clock += min(now - before, 2 * self._period)
             before, beat = now, beat + 1
             if self._agent not in (None, os.getppid()):
-                self._orphaned()
+                return self._orphaned()
             if self._store_gone is None:
                 try:
                     self._write(beat=beat)

@@ -53,8 +53,9 @@ from planner_grid import Entry
 from forebay.config import Config, from_mapping
 from forebay.estimate.layers import plan_layers
 from forebay.models.families import moe_blocks
-from forebay.train.data import load_corpus, load_tokenizer
+from forebay.train.data import load_mixture
 from forebay.train.distributed import Mesh
+from forebay.train.tokenizer import load_tokenizer
 from forebay.train.trainer import Trainer
 
 # Seconds that a run may take, and one that compiles; the first runs of a machine wait for their imports.
@@ -262,7 +263,7 @@ def _phase(
 def _make_corpus(entry: Entry) -> None:
     """Tokenize the data once; all trainers read it from the cache."""
     data = from_mapping(entry.sections).data
-    load_corpus(data, load_tokenizer(data.tokenizer))
+    load_mixture(data, load_tokenizer(data.tokenizer))
 
 
 def _pack(path: Path, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The command line: ``forebay train | run | plan | profile | doctor | launch | report | export``.
+"""The command line: ``forebay train | data | run | plan | profile | doctor | launch | report | export``.
 
 Results go to standard output. A failure is one sentence on the error stream and an exit code, which `forebay.errors` has by
 cause and docs/api.md lists. ``--debug`` also shows the traceback. One of the processes that torchrun started prints. Torch is
@@ -104,6 +104,16 @@ def _parser() -> argparse.ArgumentParser:
         "with auto, from the newest if there is one, and start otherwise"
     )
     add("--resume", nargs="?", const="", metavar="PATH", help=resume)
+
+    tokens = "tokenize a configuration's data into shards, with several processes; what is there already is checked"
+    add = command("data", _data, configured, help=tokens)
+    add(
+        "out",
+        metavar="OUT",
+        type=Path,
+        nargs="?",
+        help="folder of the shards, for data.source = 'shards'; default: the cache",
+    )
 
     managed = "run a program with the models of its Hugging Face trainers under forebay.manage"
     usage = "forebay run [--policy POLICY] [--budget SIZE] -- COMMAND ..."
@@ -214,6 +224,18 @@ def _train(options: argparse.Namespace) -> None:
         _warn_of_slow_link(config, world.size, processes_of_node())
     what_fits = partial(_what_fits, config, options.config)
     train(config, _console(), options.resume, _planned_partition(config), what_fits)
+
+
+def _data(options: argparse.Namespace) -> None:
+    from forebay.config import load
+
+    config = load(options.config, options.overrides)  # with any number of processes: one is enough here
+    from forebay.train.data import prepare
+
+    _quiet_transformers()
+    out = None if options.out is None else options.out.expanduser()
+    for line in prepare(config.data, config.train, out, lambda line: print(line, flush=True)):
+        print(line)
 
 
 def _what_fits(config: "Config", source: str, budget: int) -> str:

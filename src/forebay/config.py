@@ -66,18 +66,50 @@ class Model:
     )
 
 
+_SOURCES = ("stdlib", "text", "jsonl", "parquet", "hf", "shards")
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """[data.mixture.NAME]: one of several corpora, and its weight."""
+
+    source: str = key("text", "As data.source.", choices=_SOURCES)
+    path: str | tuple[str, ...] = key("", "As data.path.")
+    field: str = key("text", "As data.field.")
+    weight: float = key(1.0, "Share of the tokens trained on, relative to the other weights; 0 is none.", low=0.0)
+
+
 @dataclass(frozen=True)
 class Data:
-    """[data]: text, tokenized once into a memory-mapped file in `cache`."""
+    """[data]: text, tokenized once into memory-mapped shards in `cache`."""
 
     source: str = key(
-        "stdlib", "'stdlib' is the source of Python's library.", choices=("stdlib", "text", "jsonl", "parquet", "hf")
+        "stdlib",
+        "'stdlib' is the source of Python's library; 'shards' is a folder that forebay data wrote.",
+        choices=_SOURCES,
     )
     path: str | tuple[str, ...] = key("", "File, folder or a list of them; not for 'stdlib'.")
     field: str = key("text", "Field or column that holds the text, for jsonl, parquet and hf.")
+    mixture: dict[str, DataSource] = key(
+        dict, "Several corpora instead of one: tables of source, path, field and weight, by name."
+    )
+    packing: str = key(
+        "joined",
+        "What a sequence of several documents is: with 'documents', positions restart and attention stays inside each.",
+        choices=("joined", "documents"),
+    )
     tokenizer: str = key("bytes", "'bytes', or a folder with a Hugging Face tokenizer.")
-    validation: float = key(0.02, "Fraction of the tokens, at the end, that is never trained on.", low=0.0, high=0.5)
+    validation: float = key(
+        0.02, "Fraction of the tokens, at the end of each corpus, that is never trained on.", low=0.0, high=0.5
+    )
     cache: str = key("", "Folder of tokenized data; '' is $XDG_CACHE_HOME/forebay/data or ~/.cache/forebay/data.")
+    workers: int = key(0, "Processes that tokenize; 0 is one for each CPU.", low=0)
+
+    def sources(self) -> dict[str, DataSource]:
+        """The corpora by name, in the order of their names, without those of weight 0. One without a mixture is ''."""
+        if not self.mixture:
+            return {"": DataSource(self.source, self.path, self.field)}
+        return {name: source for name, source in sorted(self.mixture.items()) if source.weight}
 
 
 @dataclass(frozen=True)
@@ -490,10 +522,37 @@ def _model_and_data_mistakes(c: Config) -> Iterator[str]:
         yield "[model] needs either family (such as 'qwen3_moe') or path (a folder), not both"
     if c.model.config and c.model.path and c.model.weights == "load":
         yield "[model.config] cannot change a model whose weights are loaded; set model.weights = 'random' or leave it out"
-    if c.data.source != "stdlib" and not c.data.path:
-        yield f"data.source = {c.data.source!r} needs data.path: a file, a folder or a list of them"
-    if c.data.source == "stdlib" and c.data.path:
-        yield "data.source = 'stdlib' takes no data.path; valid sources for a path are text, jsonl, parquet, hf"
+    yield from _source_mistakes("data", c.data)
+    for name, source in c.data.mixture.items():
+        yield from _source_mistakes(f"data.mixture.{name}", source)
+    if c.data.mixture and (c.data.source, c.data.path) != (Data.source, ""):
+        yield "data.mixture takes the place of data.source and data.path; give either"
+    if c.data.mixture and not c.data.sources():
+        yield "data.mixture has no weight above 0; give at least one"
+    yield from _packing_mistakes(c)
+
+
+def _source_mistakes(where: str, source: Data | DataSource) -> Iterator[str]:
+    if source.source != "stdlib" and not source.path:
+        yield f"{where}.source = {source.source!r} needs {where}.path: a file, a folder or a list of them"
+    if source.source == "stdlib" and source.path:
+        yield f"{where}.source = 'stdlib' takes no {where}.path; valid sources for a path are {', '.join(_SOURCES[1:])}"
+    if source.source == "shards" and not isinstance(source.path, str):
+        yield f"{where}.path of 'shards' is one folder; for several, give each a table in data.mixture"
+
+
+def _packing_mistakes(c: Config) -> Iterator[str]:
+    """Where the boundaries of documents would be ignored, there is no packing by documents."""
+    if c.data.packing != "documents":
+        return
+    if c.parallel.pp > 1 or c.parallel.overlap:
+        key = "parallel.overlap = true" if c.parallel.overlap else f"parallel.pp = {c.parallel.pp}"
+        yield f"data.packing = 'documents' needs masks of each microbatch, and {key} has one for all; use 'joined'"
+    if c.model.attention not in ("sdpa", "eager"):
+        yield (
+            f"data.packing = 'documents' with model.attention = {c.model.attention!r} would let attention cross documents; "
+            "valid are 'sdpa' and 'eager'"
+        )
 
 
 def parse_duration(text: str) -> float:
@@ -652,7 +711,7 @@ def build_section(section: Any, name: str, values: Mapping[str, Any]) -> Any:
             raise UsageError(
                 f"unknown key {option!r} in section [{name}]; {nearest(option, fields, 'key')}valid keys are {', '.join(fields)}"
             )
-        accepted, result = _fit(value, hints[option])
+        accepted, result = _fit(value, hints[option], f"{name}.{option}")
         if not accepted:
             raise UsageError(f"{name}.{option} = {value!r} has the wrong type: it must be {_describe(hints[option])}")
         _check_limits(f"{name}.{option}", result, fields[option].metadata)
@@ -672,14 +731,17 @@ def _check_limits(where: str, value: Any, limits: Mapping[str, Any]) -> None:
         raise UsageError(f"{where} = {value!r} is too large; it must be at most {high}")
 
 
-def _fit(value: Any, hint: Any) -> tuple[bool, Any]:
-    """Whether `value` is of the annotated type, and the value as that type (ints count as floats, lists as tuples)."""
+def _fit(value: Any, hint: Any, where: str = "") -> tuple[bool, Any]:
+    """Whether `value` is of the annotated type, and the value as that type (ints count as floats, lists as tuples).
+
+    `where` is the key, for messages about the tables in it.
+    """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         found = (_fit(value, option) for option in arguments)
         return next((answer for answer in found if answer[0]), (False, None))
     if origin is dict:
-        return _fit_table(value, arguments[1])
+        return _fit_table(value, arguments[1], where)
     if origin is tuple:
         return _fit_list(value, arguments)
     number = isinstance(value, (int, float)) and not isinstance(value, bool)  # a bool is an int in Python
@@ -691,7 +753,11 @@ def _fit(value: Any, hint: Any) -> tuple[bool, Any]:
     return isinstance(value, hint), value
 
 
-def _fit_table(value: Any, kind: Any) -> tuple[bool, Any]:
+def _fit_table(value: Any, kind: Any, where: str) -> tuple[bool, Any]:
+    if dataclasses.is_dataclass(kind):
+        if not isinstance(value, Mapping) or not all(isinstance(v, Mapping) for v in value.values()):
+            return False, None
+        return True, {name: build_section(kind, f"{where}.{name}", keys) for name, keys in value.items()}
     fits = isinstance(value, Mapping) and (kind is Any or all(isinstance(v, kind) for v in value.values()))
     return fits, dict(value) if fits else None
 
@@ -711,7 +777,7 @@ def _describe(hint: Any) -> str:
     if origin in (types.UnionType, typing.Union):
         return " or ".join(_describe(a) for a in arguments)
     if origin is dict:
-        return "a table"
+        return "a table of tables" if dataclasses.is_dataclass(arguments[1]) else "a table"
     if origin is tuple:
         count = "" if arguments[-1] is Ellipsis else f"{len(arguments)} "
         return f"a list of {count}{_PLURAL[arguments[0]]}"

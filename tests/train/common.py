@@ -96,6 +96,18 @@ def write_text(folder: Path, times: int = 400) -> str:
     return str(folder)
 
 
+def word_tokenizer(folder: Path, *words: str) -> Path:
+    """Write a tokenizer of "[U]" (0, unknown), "end" (1) and these words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    ids = {word: number for number, word in enumerate(("[U]", "end", *words))}
+    rust = Tokenizer(models.WordLevel(ids, unk_token="[U]"))
+    rust.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=rust, eos_token="end", unk_token="[U]").save_pretrained(folder)
+    return folder
+
+
 def quiet() -> Console:
     return Console(file=io.StringIO())
 

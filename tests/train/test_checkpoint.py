@@ -21,7 +21,7 @@ from forebay.config import Model
 from forebay.errors import RunError, UsageError
 from forebay.train import checkpoint, hf_io
 from forebay.train.checkpoint import Checkpoints, PlainReader
-from forebay.train.data import load_tokenizer
+from forebay.train.tokenizer import load_tokenizer
 
 
 def make(width: int = 4, seed: int = 0, **settings: Any) -> tuple[nn.Sequential, torch.optim.Optimizer]:

@@ -18,11 +18,13 @@ import pytest
 import torch
 from torch import nn
 
-from forebay.config import Data
+from forebay.config import Data, DataSource
 from forebay.errors import RunError
-from forebay.train import checkpoint, data
+from forebay.train import checkpoint, shards
 from forebay.train.checkpoint import Checkpoints
-from forebay.train.durable import LOCK, FolderLock
+from forebay.train.durable import LOCK
+from forebay.train.shards import Corpus, load_corpus
+from forebay.train.tokenizer import load_tokenizer
 
 _CALLS = ("fsync", "replace", "rename", "unlink", "remove", "rmdir", "mkdir")
 
@@ -260,21 +262,25 @@ def test_the_very_first_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert right(tmp_path / "cut" / "run" / "checkpoints", 0) == 0
 
 
-def corpus(home: Path) -> data.Corpus:
-    section = Data(source="text", path=str(home / "text"), cache=str(home / "cache" / "data"))
-    return data.load_corpus(section, data.load_tokenizer("bytes"))
+def corpus(home: Path) -> Corpus:
+    source = DataSource("text", str(home / "text"))
+    return load_corpus(source, Data(cache=str(home / "cache" / "data"), workers=1), load_tokenizer("bytes"))
 
 
 def test_crashes_and_errors_at_every_call_of_tokenization(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = [*b"a few words", 256]
+    """With two shards: the second run goes on with the ones that are whole."""
+    monkeypatch.setattr(shards, "SHARD_BYTES", 1)
+    names = {f"shard-0000{n}.{ending}" for n in (0, 1) for ending in ("bin", "ends", "json")}
 
     def check(home: Path) -> None:
-        assert corpus(home).tokens.tolist() == expected
+        found = corpus(home)
+        assert found.read(0, len(found)).tolist() == [*b"a few", 256, *b"words", 256]
         (folder,) = (home / "cache" / "data").iterdir()
-        assert {"meta.json", "tokens.bin"} <= {p.name for p in folder.iterdir()} <= {"meta.json", "tokens.bin", LOCK}
+        assert {p.name for p in folder.iterdir()} - {LOCK} == {*names, "index.json"}
 
-    (tmp_path / "before").mkdir()
-    (tmp_path / "before" / "text").write_text("a few words")
+    (tmp_path / "before" / "text").mkdir(parents=True)
+    (tmp_path / "before" / "text" / "a").write_text("a few")
+    (tmp_path / "before" / "text" / "b").write_text("words")
     number = points(tmp_path / "before", monkeypatch, corpus)
     for error in (False, True):
         for at in range(number):
@@ -289,17 +295,3 @@ def test_crashes_and_errors_at_every_call_of_tokenization(tmp_path: Path, monkey
             disk.close()
             check(home)
             check(cut)
-
-
-def test_what_another_process_is_writing_stays(tmp_path: Path) -> None:
-    (tmp_path / "text").write_text("a few words")
-    cache = tmp_path / "cache" / "data"
-    (cache / ".partial-live").mkdir(parents=True)
-    (cache / ".partial-dead").mkdir()
-    (cache / ".partial-dead" / "tokens.bin").write_bytes(b"half")
-    with FolderLock() as lock:
-        assert lock.take(cache / ".partial-live")
-        corpus(tmp_path)
-        assert (cache / ".partial-live").is_dir() and not (cache / ".partial-dead").exists()
-    corpus(tmp_path)
-    assert not list(cache.glob(".partial-*"))

@@ -1,113 +1,47 @@
-"""Sources of text, the token cache and the order of windows."""
+"""The order of windows: mixtures, documents, and that every token is read once whatever the processes are."""
 
 import json
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from forebay.config import Data
-from forebay.errors import ForebayError, RunError, UsageError
-from forebay.train.data import (
-    BYTES_END,
-    Corpus,
-    Tokenizer,
-    Windows,
-    cache_folder,
-    files,
-    load_corpus,
-    load_tokenizer,
-    permute,
-    pieces,
-)
-from forebay.train.world import World
+from forebay.config import Config, Data, DataSource, Train, from_mapping
+from forebay.errors import RunError, UsageError
+from forebay.train.data import IGNORE, WHOLE, Batches, Windows, load_mixture, permute, prepare, shares_of, source_of
+from forebay.train.tokenizer import load_tokenizer
+from forebay.train.world import ALONE, World
 
 
-def corpus_of(tmp_path: Path, content: str, name: str = "a.txt") -> Corpus:
-    (tmp_path / name).write_text(content)
-    data = Data(source="text", path=str(tmp_path / name), cache=str(tmp_path / "cache"))
-    return load_corpus(data, load_tokenizer("bytes"))
+class Numbers:
+    """A corpus whose tokens are their own positions."""
+
+    def __init__(self, count: int, ends: Sequence[int] = (), first: int = 0):
+        self.count, self.first, self._ends = count, first, np.array(ends, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        assert 0 <= start <= stop <= self.count
+        return np.arange(start, stop) + self.first
+
+    def ends(self, start: int, stop: int) -> np.ndarray:
+        return self._ends[(self._ends > start) & (self._ends <= stop)]
 
 
-def test_bytes_and_end_of_document(tmp_path: Path) -> None:
-    corpus = corpus_of(tmp_path, "añ")
-    assert corpus.tokens.tolist() == [97, 195, 177, BYTES_END]
-    assert corpus.tokens.dtype == np.uint16 and corpus.vocabulary == 257
+def windows_of(corpus: Any, sequence: int, seed: int = 0) -> Windows:
+    return Windows(corpus, 0, len(corpus), sequence, seed)
 
 
-def test_cache_is_read_the_second_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = corpus_of(tmp_path, "same")
-    monkeypatch.setattr("forebay.train.data._write_cache", lambda *_: pytest.fail("tokenized again"))
-    assert corpus_of(tmp_path, "same", "other name.txt").identity == first.identity
-
-
-def test_cache_follows_the_content(tmp_path: Path) -> None:
-    assert corpus_of(tmp_path, "one").identity != corpus_of(tmp_path, "two").identity
-    assert len(list((tmp_path / "cache").iterdir())) == 2
-
-
-def test_half_written_cache_leaves_nothing(tmp_path: Path) -> None:
-    (tmp_path / "a").write_text("good")
-    (tmp_path / "b").write_bytes(b"bad\0")
-    data = Data(source="text", path=(str(tmp_path / "a"), str(tmp_path / "b")), cache=str(tmp_path / "cache"))
-    with pytest.raises(RunError, match="binary"):
-        load_corpus(data, load_tokenizer("bytes"))
-    assert list((tmp_path / "cache").iterdir()) == []
-
-
-@pytest.mark.parametrize("file", ["tokens.bin", "meta.json"])
-def test_a_damaged_cache_is_named(tmp_path: Path, file: str) -> None:
-    corpus_of(tmp_path, "a few words")
-    (damaged,) = (tmp_path / "cache").glob(f"*/{file}")
-    raw = bytearray(damaged.read_bytes())
-    for content in (raw[:2], raw[:2] + bytes([raw[2] ^ 1]) + raw[3:]):
-        damaged.write_bytes(content)
-        with pytest.raises(RunError, match=f"{damaged.parent} is damaged.*delete that folder"):
-            corpus_of(tmp_path, "a few words")
-
-
-def test_cache_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "cache").write_text("a file")
-    with pytest.raises(RunError, match=r"cache.*cannot be written.*data\.cache"):
-        corpus_of(tmp_path, "x")
-
-
-def test_large_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
-    (tmp_path / "a").write_text("x")
-    wide = Tokenizer("wide", 70_000, None, lambda raw: np.array([69_999] * len(raw)))
-    corpus = load_corpus(Data(source="text", path=str(tmp_path / "a"), cache=str(tmp_path / "c")), wide)
-    assert corpus.tokens.tolist() == [69_999] and corpus.tokens.dtype == np.uint32
-
-
-def test_default_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert cache_folder(Data()) == Path("/somewhere/forebay/data")
-
-
-def test_hf_tokenizer_folder(tmp_path: Path) -> None:
-    from tokenizers import Tokenizer as Rust
-    from tokenizers import models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    rust = Rust(models.WordLevel({"[U]": 0, "end": 1, "big": 2, "cat": 3}, unk_token="[U]"))
-    rust.pre_tokenizer = pre_tokenizers.Whitespace()
-    folder = tmp_path / "tokenizer"
-    PreTrainedTokenizerFast(tokenizer_object=rust, eos_token="end", unk_token="[U]").save_pretrained(folder)
-    (tmp_path / "a").write_text("big cat\nbig dog")
-    tokenizer = load_tokenizer(str(folder))
-    corpus = load_corpus(Data(source="text", path=str(tmp_path / "a"), cache=str(tmp_path / "c")), tokenizer)
-    assert corpus.tokens.tolist() == [2, 3, 2, 0, 1]
-    assert corpus.vocabulary == 4
-
-
-def test_missing_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="neither 'bytes' nor a folder"):
-        load_tokenizer(str(tmp_path / "nowhere"))
-    (tmp_path / "config.json").write_text(json.dumps({}))
-    with pytest.raises(UsageError, match="holds no tokenizer"):
-        load_tokenizer(str(tmp_path))
+def batches_of(count: int, sequence: int, batch: int, seed: int = 0, world: World = ALONE) -> Batches:
+    return Batches([windows_of(Numbers(count), sequence, seed)], [WHOLE], batch, seed, world)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 17, 64, 65, 1000])
@@ -119,155 +53,239 @@ def test_permutation(count: int) -> None:
         assert len(orders) == 4 and tuple(range(count)) not in orders
 
 
-def test_permutation_never_changes() -> None:
+def test_the_order_never_changes() -> None:
     """A resumed run relies on these values in every later version."""
     assert [permute(i, 10, 0, 0) for i in range(10)] == [2, 4, 8, 9, 7, 5, 3, 6, 1, 0]
+    assert [source_of(i, (6000, 3000, 1000))[0] for i in range(10)] == [0, 1, 0, 1, 0, 0, 2, 0, 1, 0]
 
 
 def test_targets_are_the_next_tokens() -> None:
-    windows = Windows(np.arange(101, dtype=np.uint16), sequence=10, batch=3, seed=0)
-    inputs, targets = windows(0)
-    assert inputs.shape == targets.shape == (3, 10) and inputs.dtype == torch.int64
+    inputs, targets, positions = batches_of(101, sequence=10, batch=3)(0)
+    assert inputs.shape == targets.shape == (3, 10) and inputs.dtype == torch.int64 and positions is None
     assert torch.equal(targets, inputs + 1)
 
 
 def test_an_epoch_is_every_window_once_and_epochs_differ() -> None:
-    windows = Windows(np.arange(401, dtype=np.uint16), sequence=10, batch=4, seed=0)
-    epochs = [[int(row[0]) for n in range(10) for row in windows(10 * e + n)[0]] for e in (0, 1)]
+    batches = batches_of(401, sequence=10, batch=4)
+    epochs = [[int(row[0]) for n in range(10) for row in batches(10 * e + n).inputs] for e in (0, 1)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(0, 400, 10))
     assert epochs[0] != epochs[1]
 
 
 def test_batches_depend_on_position_and_seed_alone() -> None:
-    tokens = np.arange(401, dtype=np.uint16)
-    fresh, used = Windows(tokens, 10, 4, 0), Windows(tokens, 10, 4, 0)
+    fresh, used = batches_of(401, 10, 4), batches_of(401, 10, 4)
     for number in range(5):
         used(number)
-    assert torch.equal(fresh(7)[0], used(7)[0])
-    assert not torch.equal(fresh(7)[0], Windows(tokens, 10, 4, 1)(7)[0])
+    assert torch.equal(fresh(7).inputs, used(7).inputs)
+    assert not torch.equal(fresh(7).inputs, batches_of(401, 10, 4, seed=1)(7).inputs)
 
 
 def test_two_processes_share_a_batch() -> None:
-    tokens = np.arange(401, dtype=np.uint16)
-    whole = Windows(tokens, 10, 4, 0)(3)[0]
-    parts = [Windows(tokens, 10, 4, 0, World(rank, 2))(3)[0] for rank in (0, 1)]
+    whole = batches_of(401, 10, 4)(3).inputs
+    parts = [batches_of(401, 10, 4, world=World(rank, 2))(3).inputs for rank in (0, 1)]
     assert torch.equal(whole[0::2], parts[0]) and torch.equal(whole[1::2], parts[1])
     with pytest.raises(UsageError, match="batch = 4 is not a multiple of the 3 processes"):
-        Windows(tokens, 10, 4, 0, World(0, 3))
+        batches_of(401, 10, 4, world=World(0, 3))
 
 
 def test_sequence_longer_than_the_data() -> None:
     with pytest.raises(
         UsageError, match=r"train\.sequence = 10 needs 11 tokens, but the training data has 10.*at most 9"
     ):
-        Windows(np.arange(10, dtype=np.uint16), 10, 1, 0)
-    Windows(np.arange(11, dtype=np.uint16), 10, 1, 0)
+        windows_of(Numbers(10), 10)
+    windows_of(Numbers(11), 10)
 
 
-def read(data: Data) -> list[bytes]:
-    """Whole documents."""
-    documents, open_ = [], b""
-    for piece in pieces(data, files(data)):
-        open_ += piece.text
-        if piece.ends:
-            documents.append(open_)
-            open_ = b""
-    assert open_ == b""
-    return documents
+@st.composite
+def runs(draw: st.DrawFn) -> dict[str, Any]:
+    """Corpora, weights and a batch; and a run of segments, each with its own number of processes."""
+    sizes = draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
+    worlds = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
+    return {
+        "sequence": draw(st.integers(1, 5)),
+        "windows": sizes,
+        "weights": [draw(st.integers(1, 20)) for _ in sizes],
+        "batch": int(np.lcm.reduce(worlds)) * draw(st.integers(1, 2)),
+        "segments": [(world, draw(st.integers(1, 4))) for world in worlds],
+        "seed": draw(st.integers(0, 3)),
+    }
 
 
-def test_stdlib_has_source_in_a_fixed_order() -> None:
-    found = files(Data())
-    assert len(found) > 100 and found == files(Data())
-    assert not any("test" in f.parts or "site-packages" in f.parts for f in found)
-    assert any(f.name == "argparse.py" for f in found)
+@settings(max_examples=60, deadline=None)
+@given(runs())
+def test_every_token_is_read_once_however_often_the_processes_change(run: dict[str, Any]) -> None:
+    """At every stop, what was read of each corpus is whole epochs and a part of the next one, in which no token came twice."""
+    sequence, shares, batch, seed = run["sequence"], shares_of(run["weights"]), run["batch"], run["seed"]
+    corpora = [Numbers(n * sequence + 1, first=10_000 * i) for i, n in enumerate(run["windows"])]
+    counts: Counter[int] = Counter()
+    done = 0
+    for processes, steps in run["segments"]:  # each ends with a checkpoint, which the next one resumes
+        worlds = [World(rank, processes) for rank in range(processes)]
+        ranks = [Batches([windows_of(c, sequence, seed) for c in corpora], shares, batch, seed, w) for w in worlds]
+        for number in range(done, done + steps):
+            for batches in ranks:
+                inputs, targets, _ = batches(number)
+                assert torch.equal(targets, inputs + 1) and len(inputs) == batch // processes
+                counts.update(inputs.flatten().tolist())
+        done += steps
+        total = done * batch
+        assert sum(counts.values()) == total * sequence
+        for index, (windows, share) in enumerate(zip(run["windows"], shares, strict=True)):
+            own = [counts[10_000 * index + token] for token in range(windows * sequence)]
+            assert max(own) - min(own) <= 1
+            assert abs(sum(own) / sequence - total * share / WHOLE) <= len(shares) / 2 + 0.01
 
 
-def test_text_folder(tmp_path: Path) -> None:
-    (tmp_path / "b.txt").write_text("two\n")
-    (tmp_path / "a.txt").write_text("one")
-    (tmp_path / ".hidden").write_text("no")
-    assert read(Data(source="text", path=str(tmp_path))) == [b"one", b"two\n"]
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.floats(0.1, 100), min_size=1, max_size=6))
+def test_shares_are_the_weights_and_each_window_comes_in_its_turn(weights: list[float]) -> None:
+    shares = shares_of(weights)
+    assert sum(shares) == WHOLE
+    assert all(abs(s - WHOLE * w / sum(weights)) < 1 for s, w in zip(shares, weights, strict=True))
+    taken = [0] * len(shares)
+    for position in range(300):
+        source, own = source_of(position, shares)
+        assert own == taken[source]
+        taken[source] += 1
 
 
-def test_text_blocks_are_cut_at_line_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forebay.train.data.BLOCK", 5)
-    (tmp_path / "a").write_bytes("äöü\nlonger than a block\nend".encode())
-    data = Data(source="text", path=str(tmp_path / "a"), tokenizer="some-folder")
-    found = list(pieces(data, files(data)))
-    assert [p.text for p in found] == ["äöü\n".encode(), b"longer than a block\n", b"end"]
-    assert [p.ends for p in found] == [False, False, True]
+def test_a_weight_that_is_too_small() -> None:
+    with pytest.raises(UsageError, match=r"a weight of 1e-05, 1\.0e-05 of all; the smallest share is 0\.0001, or 0"):
+        shares_of([1.0, 1e-5])
 
 
-def test_jsonl(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"body": "x"}\n\n{"body": "y\\nz"}\n')
-    assert read(Data(source="jsonl", path=str(tmp_path), field="body")) == [b"x", b"y\nz"]
+def test_documents_are_apart() -> None:
+    """By hand: documents of 3, 4 and 5 tokens, windows of 6 tokens at 0 and at 6."""
+    windows = windows_of(Numbers(13, ends=(3, 7, 12)), 6)
+    inputs, targets, positions = Batches([windows], [WHOLE], 2, 0, apart=True)(0)
+    by_start = {int(row[0]): n for n, row in enumerate(inputs)}
+    assert positions is not None
+    assert positions[by_start[0]].tolist() == [0, 1, 2, 0, 1, 2]
+    assert targets[by_start[0]].tolist() == [1, 2, IGNORE, 4, 5, 6]
+    assert positions[by_start[6]].tolist() == [0, 0, 1, 2, 3, 4]
+    assert targets[by_start[6]].tolist() == [IGNORE, 8, 9, 10, 11, IGNORE]
 
 
-def test_parquet(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    import pyarrow.parquet as parquet
-
-    parquet.write_table(pyarrow.table({"text": ["x", "y"]}), tmp_path / "a.parquet")
-    assert read(Data(source="parquet", path=str(tmp_path))) == [b"x", b"y"]
-    with pytest.raises(UsageError, match=r"no column 'body'.*data\.field to one of text"):
-        read(Data(source="parquet", path=str(tmp_path), field="body"))
-    (tmp_path / "b.parquet").write_bytes(b"PAR1 nonsense")
-    with pytest.raises(RunError, match=r"b\.parquet is not a readable Parquet"):
-        read(Data(source="parquet", path=str(tmp_path)))
-
-
-def test_hf_dataset(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    datasets.Dataset.from_dict({"text": ["x", "y"]}).save_to_disk(str(tmp_path / "d"))
-    assert read(Data(source="hf", path=str(tmp_path / "d"))) == [b"x", b"y"]
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 7))
+def test_positions_count_from_the_start_of_document_or_window(lengths: list[int], sequence: int) -> None:
+    ends = np.cumsum([*lengths, 8]).tolist()
+    starts = [0, *ends[:-1]]
+    windows = windows_of(Numbers(ends[-1], ends), sequence)
+    batches = Batches([windows], [WHOLE], windows.count, 0, apart=True)
+    inputs, targets, positions = batches(0)
+    assert positions is not None
+    for row, row_targets, row_positions in zip(inputs.tolist(), targets.tolist(), positions.tolist(), strict=True):
+        for token, target, position in zip(row, row_targets, row_positions, strict=True):
+            assert position == token - max(row[0], max(s for s in starts if s <= token))
+            assert target == (IGNORE if token + 1 in ends else token + 1)
 
 
-@pytest.mark.parametrize(("source", "package"), [("hf", "datasets"), ("parquet", "pyarrow")])
-def test_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, package: str) -> None:
-    (tmp_path / "a.parquet").write_text("x")
-    monkeypatch.setitem(__import__("sys").modules, package, None)
-    with pytest.raises(UsageError, match=rf"package {package}: pip install 'forebay\[data\]'"):
-        read(Data(source=source, path=str(tmp_path)))
+def mixture(tmp_path: Path, **weights: float) -> Data:
+    tables = {}
+    for name, weight in weights.items():
+        (tmp_path / f"{name}.txt").write_text(name[0] * 600)
+        tables[name] = {"path": str(tmp_path / f"{name}.txt"), "weight": weight}
+    raw = {"model": {"family": "qwen3_moe"}, "data": {"mixture": tables, "cache": str(tmp_path / "cache")}}
+    return from_mapping(raw).data
+
+
+def test_a_mixture_is_what_its_weights_say(tmp_path: Path) -> None:
+    data = mixture(tmp_path, b=1, a=3, left_out=0)
+    found = load_mixture(data, load_tokenizer("bytes"))
+    assert found.names == ("a", "b") and found.shares == (7500, 2500)
+    assert found.description.startswith("a (75.00% of the tokens): text: 1 file, 1 documents, 601 tokens; b (25.00%")
+    training, held_out = found.batches(data, Train(batch=100, sequence=5, eval_every=1), ALONE)
+    assert held_out is not None and held_out.windows[0].count == 2  # 2 % of 601 tokens
+    batches = [[bytes(row[:1].tolist()) for row in training(number).inputs] for number in range(20)]
+    assert all(abs(batch.count(b"b") - 25) <= 1 for batch in batches)
+    assert sum(batch.count(b"b") for batch in batches) == 500
+    assert len({batch[0] for batch in batches}) == 2  # no process has only one of them
+
+
+def test_the_identity_of_a_mixture_has_its_weights(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer("bytes")
+    identities = [load_mixture(mixture(tmp_path, a=a, b=b), tokenizer).identity for a, b in ((1, 1), (2, 2), (1, 2))]
+    assert identities[0] == identities[1] != identities[2]
+
+
+def test_errors_name_the_corpus(tmp_path: Path) -> None:
+    data = mixture(tmp_path, good=1, bad=1)
+    (tmp_path / "bad.txt").write_bytes(b"\0")
+    with pytest.raises(RunError, match=r"data\.mixture\.bad: .*bad\.txt is binary"):
+        load_mixture(data, load_tokenizer("bytes"))
+    (tmp_path / "bad.txt").write_text("short")
+    with pytest.raises(UsageError, match=r"the training data of data\.mixture\.bad has 6"):
+        load_mixture(data, load_tokenizer("bytes")).batches(data, Train(sequence=20), World())
 
 
 @pytest.mark.parametrize(
-    ("source", "content", "tokenizer", "message"),
+    ("section", "message"),
     [
-        ("text", b"", "bytes", "is empty"),
-        ("jsonl", b"", "bytes", "is empty"),
-        ("text", b"abc\0def", "bytes", "binary (a NUL byte at offset 3)"),
-        ("text", bytes(range(1, 32)) * 9, "bytes", "binary (control characters"),
-        ("text", b"good\nbad \xff\n", "folder", "not UTF-8 text (byte 0xff at offset 9)"),
-        ("jsonl", b'{"text": "x"}\n{"text"\n', "bytes", "line 2: not a JSON object"),
-        ("jsonl", b'{"body": "x"}\n', "bytes", "line 1: no text in field 'text'; the record has 'body'"),
-        ("jsonl", b"[1]\n", "bytes", "line 1: no text in field 'text'"),
-        ("jsonl", b'{"text": "\0"}\n', "bytes", "binary (a NUL byte at offset 10)"),
+        (
+            {"mixture": {"a": {"path": "x", "weight": -1}}},
+            r"data\.mixture\.a\.weight = -1.* is too small; it must be at least 0",
+        ),
+        ({"mixture": {"a": {"path": "x", "weight": 0}}}, r"data\.mixture has no weight above 0"),
+        (
+            {"mixture": {"a": {"path": "x", "weigth": 1}}},
+            r"unknown key 'weigth' in section \[data\.mixture\.a\].*'weight'",
+        ),
+        ({"mixture": {"a": {"path": "x", "weight": "x"}}}, r"data\.mixture\.a\.weight = 'x' has the wrong type"),
+        ({"mixture": {"a": {}}}, r"data\.mixture\.a\.source = 'text' needs data\.mixture\.a\.path"),
+        ({"mixture": {"a": 3}}, r"data\.mixture = .* has the wrong type: it must be a table of tables"),
+        ({"mixture": {"a": {"path": "x"}}, "source": "text", "path": "y"}, r"data\.mixture takes the place of"),
+        ({"source": "shards", "path": ["a", "b"]}, r"data\.path of 'shards' is one folder"),
+        ({"source": "shards"}, r"data\.source = 'shards' needs data\.path"),
     ],
 )
-def test_bad_files_are_named(tmp_path: Path, source: str, content: bytes, tokenizer: str, message: str) -> None:
-    file = tmp_path / f"bad.{source}"
-    file.write_bytes(content)
-    with pytest.raises(RunError) as caught:
-        read(Data(source=source, path=str(file), tokenizer=tokenizer))
-    assert str(file) in str(caught.value) and message in str(caught.value)
-
-
-def test_latin_1_is_text_for_bytes(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes("é".encode("latin-1"))
-    assert read(Data(source="text", path=str(tmp_path / "a"))) == [b"\xe9"]
+def test_bad_sections(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        from_mapping({"model": {"family": "qwen3_moe"}, "data": section})
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("changes", "message"),
     [
-        ({"source": "text", "path": "nowhere"}, "'nowhere' does not exist"),
-        ({"source": "jsonl", "path": "."}, r"holds no \.jsonl or \.json file"),
-        ({"source": "hf", "path": "file"}, "save_to_disk"),
+        ({"parallel": {"pp": 2}}, r"parallel\.pp = 2 has one for all"),
+        ({"parallel": {"overlap": True}}, r"parallel\.overlap = true has one for all"),
+        ({"model": {"family": "qwen3_moe", "attention": "flash_attention_2"}}, r"would let attention cross documents"),
     ],
 )
-def test_bad_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], message: str) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").write_text(json.dumps("x"))
-    with pytest.raises(ForebayError, match=message):
-        files(Data(**values))
+def test_packing_where_boundaries_would_be_ignored(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        from_mapping({"model": {"family": "qwen3_moe"}, "data": {"packing": "documents"}, **changes})
+
+
+def test_a_configuration_with_a_mixture_survives_json(tmp_path: Path) -> None:
+    config = Config(data=mixture(tmp_path, a=1, b=2.5))
+    assert isinstance(config.data.mixture["b"], DataSource)
+    raw = json.loads(json.dumps(config.to_dict()))
+    raw["model"]["family"] = "qwen3_moe"
+    assert from_mapping(raw).data == config.data
+
+
+def test_prepare_writes_shards_that_a_run_reads(tmp_path: Path) -> None:
+    data, train = mixture(tmp_path, a=1, b=3), Train(steps=10, batch=4, sequence=20)
+    first, second = prepare(data, train, tmp_path / "out")
+    assert first.startswith("a (25.00% of the tokens): text: 1 file") and f"in {tmp_path}/out/a" in first
+    assert "1.03 epochs in train.steps = 10" in second
+    from_texts = load_mixture(data, load_tokenizer("bytes"))
+    tables = {n: {"source": "shards", "path": str(tmp_path / "out" / n), "weight": w} for n, w in (("a", 1), ("b", 3))}
+    raw = {"model": {"family": "qwen3_moe"}, "data": {"mixture": tables}}
+    assert load_mixture(from_mapping(raw).data, load_tokenizer("bytes")).identity == from_texts.identity
+
+
+def test_the_command(tmp_path: Path, run: Any) -> None:
+    """Also of a configuration for several processes."""
+    (tmp_path / "a.txt").write_text("some text. " * 50)
+    sets = [f"data.path={tmp_path}/a.txt", "data.source=text", "train.sequence=10", "parallel.ep=2"]
+    arguments = ["data", "quickstart", tmp_path / "out", *(part for text in sets for part in ("--set", text))]
+    line = f"text: 1 file, 1 documents, 551 tokens, 15.09 epochs in train.steps = 100; in {tmp_path}/out\n"
+    assert run(*arguments) == (0, f"1 of 1 shards\n{line}", "")
+    assert run(*arguments) == (0, line, "")
+    (tmp_path / "out" / "shard-00000.bin").write_bytes(b"short")
+    code, _, error = run(*arguments)
+    assert code == 1 and "shard-00000.bin is damaged: it has 5 bytes, not 1,102; delete its folder" in error
+    code, _, error = run(*arguments[:2], *arguments[3:], "--set", "data.path=/nowhere")
+    assert code == 2 and "data.path '/nowhere' does not exist" in error

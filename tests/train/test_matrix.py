@@ -23,6 +23,7 @@ import torch
 
 from forebay.train import checkpoint
 from forebay.train.checkpoint import Checkpoints
+from forebay.train.data import Batch
 from forebay.train.distributed import ALONE, Mesh
 from forebay.train.trainer import IGNORE, Trainer
 from tests.helpers import holdings
@@ -132,19 +133,20 @@ def settings_of(folder: str, of: Row, alone: bool, **memory: Any) -> Any:
 
 def mask_some(trainer: Trainer) -> None:
     """Make targets uneven over positions: the first half of some windows counts for nothing, one window is empty."""
-    windows = trainer._windows
+    batches = trainer._batches
 
-    def masked(number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs, targets = windows(number)
+    def masked(number: int) -> Batch:
+        batch = batches(number)
+        targets = batch.targets.clone()
         for row in range(len(targets)):
-            position = number * windows.batch + windows.world.rank + row * windows.world.size
+            position = number * batches.batch + batches.world.rank + row * batches.world.size
             if position % 3 == 0:
                 targets[row, : targets.shape[1] // 2] = IGNORE
             if position % 8 == 5:
                 targets[row] = IGNORE
-        return inputs, targets
+        return batch._replace(targets=targets)
 
-    trainer._windows = masked  # type: ignore[assignment]
+    trainer._batches = masked  # type: ignore[assignment]
 
 
 def step(trainer: Trainer, number: int) -> tuple[list[float], dict[str, torch.Tensor]]:

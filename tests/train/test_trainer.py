@@ -41,7 +41,7 @@ def test_a_step_is_what_plain_pytorch_does(tiny: Callable[..., Config]) -> None:
     config = tiny(model=PLAIN, train={"clip": 0.5}, schedule={"kind": "constant", "warmup": 2})
     with Trainer(config) as trainer:
         record = trainer.step(1)
-        inputs, targets = trainer._windows(0)
+        inputs, targets, _ = trainer._batches(0)
 
     torch.manual_seed(config.train.seed)
     model = hf_io.build(config.model, 257, CPU)
@@ -88,11 +88,15 @@ def test_bfloat16_trains(tiny: Callable[..., Config]) -> None:
 @pytest.mark.parametrize(("validation", "eval_every"), [(0.25, 1), (0.0, 0)])
 def test_validation_data_is_not_trained_on(tiny: Callable[..., Config], validation: float, eval_every: int) -> None:
     with Trainer(tiny(data={"validation": validation}, train={"eval_every": eval_every})) as trainer:
-        tokens, held_out = trainer.corpus.tokens, trainer._held_out
-        cut = len(tokens) - int(validation * len(tokens))
-        assert trainer._windows.tokens.tolist() == tokens[:cut].tolist()
+        count, held_out = len(trainer.corpus.corpora[0]), trainer._held_out
+        cut = count - int(validation * count)
+        (windows,) = trainer._batches.windows
+        starts = sorted(windows.start(place) for place in range(windows.count))
+        assert starts == list(range(0, 16 * ((cut - 1) // 16), 16))
         assert (held_out is not None) == bool(eval_every)
-        assert held_out is None or held_out.tokens.tolist() == tokens[cut:].tolist()
+        if held_out is not None:
+            (windows,) = held_out.windows
+            assert min(windows.start(place) for place in range(windows.count)) == cut
 
 
 def test_evaluation_changes_nothing(tiny: Callable[..., Config]) -> None:

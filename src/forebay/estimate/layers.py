@@ -29,9 +29,9 @@ from forebay.pipeline.partition import (
 )
 from forebay.policy import format_bytes
 from forebay.train import hf_io
-from forebay.train.data import load_tokenizer
 from forebay.train.distributed import needs_group
 from forebay.train.parallel import experts_in
+from forebay.train.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -32,8 +32,8 @@ from forebay.estimate.walk import StepLevel
 from forebay.models.catalog import PUBLISHED, find
 from forebay.policy import PLACEMENTS, format_bytes, resolve
 from forebay.train import hf_io
-from forebay.train.data import load_tokenizer
 from forebay.train.parallel import experts_in
+from forebay.train.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -22,8 +22,8 @@ from forebay.estimate.plan import Fit, PlanRequest, fit_run, least_total
 from forebay.estimate.trace_cache import TraceCache
 from forebay.policy import format_bytes
 from forebay.train import hf_io
-from forebay.train.data import load_tokenizer
 from forebay.train.parallel import experts_in
+from forebay.train.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -40,7 +40,6 @@ from forebay.errors import (
 from forebay.memory.step import StepReport
 from forebay.pipeline.partition import Partition
 from forebay.train import checkpoint, hf_io, run_folder
-from forebay.train.data import load_tokenizer
 from forebay.train.distributed import Mesh, World
 from forebay.train.durable import FolderLock, replace_text
 from forebay.train.heartbeat import Heartbeat
@@ -48,6 +47,7 @@ from forebay.train.metrics import Reporter, SilentReporter, StepRecord, Summary,
 from forebay.train.pipeline_profile import PipelineProfile, profile_ranks
 from forebay.train.run_folder import PROFILE, RESULT, Start, claim_start, unwritable, write_result
 from forebay.train.stop import StopRequest, TimeLimit
+from forebay.train.tokenizer import load_tokenizer
 from forebay.train.trainer import Trainer
 
 # Settings that the order of the data depends on: a resumed run with another value would skip or repeat text.

@@ -31,19 +31,20 @@ from forebay.train import hf_io, parallel
 from forebay.train.capacity_retry import CapacityRetries
 from forebay.train.checkpoint import seed_all
 from forebay.train.cuda_graph import CudaGraphStep
-from forebay.train.data import Windows, load_corpus, load_tokenizer
+from forebay.train.data import IGNORE, Batch, load_mixture
 from forebay.train.distributed import Mesh
 from forebay.train.engines import OverlappedGradients, PipelinedGradients, keep_stages, plan_of
 from forebay.train.metrics import StepRecord, peak_bytes, reserved_bytes
+from forebay.train.packing import check_documents_apart
+from forebay.train.tokenizer import load_tokenizer
 from forebay.train.world import ALONE
 
 # Smallest tensor that a pipeline offloads. A microbatch of a pipeline is short: the host takes as long to launch the copy
 # of a smaller tensor as the device takes to compute.
 _PIPELINE_MIN_BYTES = 16 << 20
-IGNORE = -100  # target without a loss, as in transformers
 
-Microbatch = tuple[Tensor, Tensor]
-"""Ids and shifted labels, int64 [B, S]."""
+Microbatch = tuple[Tensor, ...]
+"""Ids, shifted labels and, where documents are apart, positions; int64 [B, S]."""
 
 
 def lr_factor(schedule: Schedule, step: int, steps: int) -> float:
@@ -79,7 +80,7 @@ class Trainer:
         engine: runs the microbatches of a step; None if they run one after the other.
 
     Raises:
-        UsageError, RunError: as `Mesh.open`, `load_corpus`, `hf_io.build` and `forebay.train.parallel` raise.
+        UsageError, RunError: as `Mesh.open`, `load_mixture`, `hf_io.build` and `forebay.train.parallel` raise.
     """
 
     def __init__(self, config: Config, mesh: Mesh | None = None, partition: Partition | None = None):
@@ -95,8 +96,8 @@ class Trainer:
         if config.device.threads:
             torch.set_num_threads(config.device.threads)
         tokenizer = load_tokenizer(config.data.tokenizer)
-        self.corpus = load_corpus(config.data, tokenizer)
-        self._windows, self._held_out = self._split_corpus()
+        self.corpus = load_mixture(config.data, tokenizer)
+        self._batches, self._held_out = self.corpus.batches(config.data, config.train, mesh.batch)
         seed_all(config.train.seed)
         experts = self._build_model(tokenizer.vocabulary, partition)
         self.dispatcher = parallel.dispatcher_of(self.model, mesh, config)
@@ -119,16 +120,6 @@ class Trainer:
         if mesh.rank:
             seed_all(config.train.seed + mesh.rank)  # weights are the same on all processes, dropout is not
 
-    def _split_corpus(self) -> tuple[Windows, Windows | None]:
-        """Windows of the training data, and of the validation data if there is an evaluation."""
-        section = self.config.train
-        windows = partial(
-            Windows, sequence=section.sequence, batch=section.batch, seed=section.seed, world=self.mesh.batch
-        )
-        tokens = self.corpus.tokens
-        cut = len(tokens) - int(len(tokens) * self.config.data.validation)
-        return windows(tokens[:cut]), windows(tokens[cut:], what="validation data") if section.eval_every else None
-
     def _build_model(self, vocabulary: int, partition: Partition | None) -> int:
         """Build this process's part of the model; returns the number of experts of a MoE layer, over all processes."""
         config, mesh = self.config, self.mesh
@@ -149,6 +140,8 @@ class Trainer:
 
         on_meta = shard if mesh.data is not None else None
         self.model = hf_io.build(config.model, vocabulary, self.device, on_meta, config.train.seed, keep)
+        if config.data.packing == "documents":
+            check_documents_apart(self.model)
         longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         if longest is not None and config.train.sequence > longest:
             raise UsageError(
@@ -284,9 +277,9 @@ class Trainer:
         Returns:
             This process's part of the mean cross entropy and of the load balance, fp32 scalars on the device.
         """
-        inputs, targets = self._windows(number - 1)
-        microbatches = self._microbatches(inputs, targets)
-        count = self._count(targets)
+        batch = self._batches(number - 1)
+        microbatches = self._microbatches(batch)
+        count = self._count(batch.targets)
         run: Any = self.engine if self.engine is not None else self._run_in_turn
         with _no_collector():
             losses = run(microbatches, count, len(microbatches) * self.mesh.batch.size)
@@ -304,10 +297,10 @@ class Trainer:
         """One microbatch after the other; arguments and results as those of an engine."""
         cross_entropy = torch.zeros((), device=self.device)
         balance = torch.zeros((), device=self.device)
-        for index, (ids, labels) in enumerate(microbatches):
+        for index, microbatch in enumerate(microbatches):
             if self._shards is not None:
                 self._shards.microbatch(last=index == len(microbatches) - 1)
-            loss, own, imbalance = self._loss(ids, labels, count, parts)
+            loss, own, imbalance = self._loss(microbatch, count, parts)
             cross_entropy += own
             balance += imbalance
             loss.backward()
@@ -315,8 +308,8 @@ class Trainer:
 
     def forward(self) -> Tensor:
         """The loss of the first microbatch, with its autograd graph: for a profile of saved tensors."""
-        ids, labels = self._microbatches(*self._windows(0))[0]
-        return self._loss(ids, labels, labels.numel(), 1)[0]
+        microbatch = self._microbatches(self._batches(0))[0]
+        return self._loss(microbatch, microbatch[1].numel(), 1)[0]
 
     def evaluate(self) -> float:
         """Mean loss in nats per token over the validation batches, exact under a capacity.
@@ -330,13 +323,14 @@ class Trainer:
         try:
             with torch.no_grad(), self._retries.exactly():
                 for number in range(self.config.train.eval_batches):
-                    microbatches = self._microbatches(*self._held_out(number))
+                    batch = self._held_out(number)
+                    microbatches: Any = self._microbatches(batch)
                     if self.pipeline is not None:
                         total += float(self.pipeline.evaluate(microbatches))
                     else:
-                        total += sum(float(self._forward(ids, labels, 1)) for ids, labels in microbatches)
+                        total += sum(float(self._forward(microbatch, 1)) for microbatch in microbatches)
                     # Every pipeline rank has the same targets: count those of the first.
-                    count += sum(labels.numel() for _, labels in microbatches) if self.mesh.pp_rank == 0 else 0
+                    count += int((batch.targets != IGNORE).sum()) if self.mesh.pp_rank == 0 else 0
         finally:
             self.model.train()
         if self._shards is not None:
@@ -352,30 +346,33 @@ class Trainer:
             return own if self.cuda_graph is None else torch.tensor(own, device=self.device)
         return self.mesh.sum_batch(torch.full((), own, dtype=torch.int64, device=self.device))
 
-    def _loss(self, ids: Tensor, labels: Tensor, count: Tensor | int, parts: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _loss(self, microbatch: Microbatch, count: Tensor | int, parts: int) -> tuple[Tensor, Tensor, Tensor]:
         """The loss of a microbatch, and its detached shares of the cross entropy and of the load balance.
 
         `count` targets and `parts` microbatches are those of the step over all processes.
         """
         if self._router is None:
-            loss = self._forward(ids, labels, count)
+            loss = self._forward(microbatch, count)
             return loss, loss.detach(), torch.zeros_like(loss)
         with self._router.recording():
-            loss = self._forward(ids, labels, count)
+            loss = self._forward(microbatch, count)
         with torch.set_grad_enabled(self._balance != 0):
             imbalance = self._router.load_balancing_loss().float() / parts
         self._router.clear()
         return loss + self._balance * imbalance, loss.detach(), imbalance.detach()
 
-    def _forward(self, ids: Tensor, labels: Tensor, count: Tensor | int) -> Tensor:
+    def _forward(self, microbatch: Microbatch, count: Tensor | int) -> Tensor:
         """Sum of the cross entropies of [B, S] shifted targets, divided by `count`."""
-        output = self.model(input_ids=ids, labels=labels, shift_labels=labels, num_items_in_batch=count)
+        ids, labels, *positions = microbatch
+        # With a KV cache, which transformers makes in evaluation, it takes no notice of where positions restart.
+        apart = {"position_ids": positions[0], "use_cache": False} if positions else {}
+        output = self.model(input_ids=ids, labels=labels, shift_labels=labels, num_items_in_batch=count, **apart)
         return output.loss
 
-    def _microbatches(self, inputs: Tensor, targets: Tensor) -> list[Microbatch]:
+    def _microbatches(self, batch: Batch) -> list[Microbatch]:
         size = self.config.microbatch(self.mesh.batch.size)
-        ids = inputs.to(self.device, non_blocking=True).split(size)
-        return list(zip(ids, targets.to(self.device, non_blocking=True).split(size), strict=True))
+        parts = [t.to(self.device, non_blocking=True).split(size) for t in batch if t is not None]
+        return list(zip(*parts, strict=True))
 
 
 @contextmanager

@@ -1,0 +1,73 @@
+"""Text to token ids: bytes, or a Hugging Face tokenizer in a local folder.
+
+Input: ``data.tokenizer``. Output: a `Tokenizer`. Its name is a hash of the folder's files, which tells tokenizers apart on every
+machine.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forebay.errors import UsageError, first_line
+
+BYTES_END = 256  # end of document, the only special token of the "bytes" tokenizer
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Text to token ids."""
+
+    name: str  # "bytes", or "hf-" and a hash of the folder's files
+    vocabulary: int  # number of ids
+    end: int | None  # id after each document
+    encode: Callable[[bytes], np.ndarray]  # UTF-8 bytes to ids, int64 [n]
+    folder: Path | None = None  # Hugging Face folder, exported with the model; None for "bytes"
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """``"bytes"``, or a local Hugging Face tokenizer folder.
+
+    Raises:
+        UsageError: the folder does not exist or holds no tokenizer.
+    """
+    if name == "bytes":
+        return Tokenizer("bytes", 257, BYTES_END, lambda raw: np.frombuffer(raw, dtype=np.uint8).astype(np.int64))
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        raise UsageError(f"data.tokenizer = {name!r} is neither 'bytes' nor a folder with a Hugging Face tokenizer")
+    from transformers import AutoTokenizer
+
+    try:
+        # The folder may come from elsewhere: code in it is never run, and no question about it is asked on the terminal.
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(
+            f"data.tokenizer folder {folder} holds no tokenizer that transformers can load: {first_line(error)}"
+        ) from error
+
+    def encode(raw: bytes) -> np.ndarray:
+        ids = tokenizer(raw.decode("utf-8"), add_special_tokens=False, verbose=False)["input_ids"]
+        return np.asarray(ids, dtype=np.int64)
+
+    held = sorted(f for f in folder.iterdir() if f.is_file() and f.suffix in (".json", ".model", ".txt"))
+    name = f"hf-{hash_files(held)}"
+    return Tokenizer(name, len(tokenizer), tokenizer.eos_token_id, encode, folder)
+
+
+def hash_files(files: Iterable[Path]) -> str:
+    """Hash of the files' contents in their order, without names and times."""
+    total = hashlib.sha256()
+    with ThreadPoolExecutor() as pool:  # hashing releases the interpreter's lock
+        for digest in pool.map(_hash_file, files):
+            total.update(digest)
+    return total.hexdigest()
+
+
+def _hash_file(file: Path) -> bytes:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").digest()

@@ -1,0 +1,132 @@
+"""Documents in a packed sequence are apart: loss and gradients are those of each document on its own, in every tested family."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import forebay
+from forebay.config import Config
+from forebay.errors import UsageError
+from forebay.train.data import IGNORE
+from forebay.train.hf_io import TESTED
+from forebay.train.packing import check_documents_apart, makes_masks_from_positions
+from forebay.train.trainer import Trainer
+from tests.models.conftest import build_tiny, token_ids
+
+BOUNDARIES = ((7,), (3, 11))  # where a document begins, by row
+
+
+def documents(ids: torch.Tensor, boundaries: tuple[tuple[int, ...], ...]) -> Iterator[torch.Tensor]:
+    """Each document as a sequence of its own, [1, n]."""
+    for row, starts in zip(ids, boundaries, strict=True):
+        for first, last in zip((0, *starts), (*starts, len(row)), strict=True):
+            yield row[None, first:last]
+
+
+def packed(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Shifted labels and positions."""
+    labels = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], IGNORE)], 1)
+    positions = torch.arange(ids.shape[1]).repeat(len(ids), 1)
+    for row, starts in enumerate(BOUNDARIES):
+        for start in starts:
+            labels[row, start - 1] = IGNORE
+            positions[row, start:] = torch.arange(ids.shape[1] - start)
+    return labels, positions
+
+
+def gradients(model: Any, inputs: list[dict[str, Any]]) -> tuple[float, list[torch.Tensor]]:
+    model.zero_grad()
+    total = 0.0
+    for given in inputs:
+        loss = model(**given, num_items_in_batch=1).loss
+        loss.backward()
+        total += loss.item()
+    return total, [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", TESTED)
+def test_packed_documents_are_as_each_alone(family: str, attention: str) -> None:
+    """Or the family is refused: the check is right about each of them."""
+    model: Any = build_tiny(family, attn_implementation="eager" if family == "gpt_oss" else attention)
+    apart = makes_masks_from_positions(type(model.model).forward)
+    assert apart or family == "gpt_oss"
+    ids = token_ids()
+    labels, positions = packed(ids)
+    alone = []
+    for document in documents(ids, BOUNDARIES):
+        shifted = torch.cat([document[:, 1:], torch.full_like(document[:, :1], IGNORE)], 1)
+        alone.append({"input_ids": document, "labels": shifted, "shift_labels": shifted})
+    policy = {"*.layers.0.self_attn": "recompute", "*.layers.1.self_attn": "offload"}
+    with forebay.manage(model, policy, experts="forebay", loss="fused-always"):
+        expected, wanted = gradients(model, alone)
+        together = {"input_ids": ids, "labels": labels, "shift_labels": labels}
+        joined, _ = gradients(model, [together])
+        loss, grads = gradients(model, [{**together, "position_ids": positions}])
+    assert (loss == pytest.approx(expected, rel=1e-6)) == apart
+    if not apart:
+        with pytest.raises(UsageError, match=r"would let attention cross documents: GptOssModel of the installed"):
+            check_documents_apart(model)
+        return
+    check_documents_apart(model)
+    assert joined != pytest.approx(expected, rel=1e-4)
+    for found, want in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture
+def short(tmp_path: Path, tiny: Callable[..., Config]) -> Callable[..., Config]:
+    """Documents of 5 to 24 bytes; sequences of 16 tokens."""
+    lines = "".join(f'{{"text": "{"the water comes unevenly"[: 4 + n % 20]}"}}\n' for n in range(60))
+    (tmp_path / "short.jsonl").write_text(lines)
+
+    def make(**changes: dict[str, Any]) -> Config:
+        data = {"source": "jsonl", "path": str(tmp_path / "short.jsonl"), "packing": "documents"}
+        return tiny(**{**changes, "data": {**data, **changes.get("data", {})}})
+
+    return make
+
+
+def by_document(trainer: Trainer, batches: list[Any]) -> float:
+    """The mean loss of all documents' pieces, each on its own."""
+    total, count = 0.0, 0
+    for inputs, targets, positions in batches:
+        starts = tuple(tuple((row == 0).nonzero().flatten().tolist()[1:]) for row in positions)
+        with torch.no_grad():
+            for ids, labels in zip(documents(inputs, starts), documents(targets, starts), strict=True):
+                output = trainer.model(input_ids=ids, labels=labels, shift_labels=labels, num_items_in_batch=1)
+                total += float(output.loss) if (labels != IGNORE).any() else 0.0
+                count += int((labels != IGNORE).sum())
+    return total / count
+
+
+def test_a_step_and_an_evaluation(short: Callable[..., Config]) -> None:
+    with Trainer(short(train={"eval_every": 1, "eval_batches": 2})) as trainer:
+        assert trainer._held_out is not None
+        held_out = [trainer._held_out(n) for n in range(2)]
+        assert any((batch.targets == IGNORE).any() for batch in held_out)
+        assert trainer.evaluate() == pytest.approx(by_document(trainer, held_out), rel=1e-5)
+        expected = by_document(trainer, [trainer._batches(0)])
+        assert trainer.step(1).cross_entropy_loss == pytest.approx(expected, rel=1e-5)
+    with Trainer(short(data={"packing": "joined"})) as trainer:
+        assert trainer.step(1).cross_entropy_loss != pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "jamba"])
+def test_layers_that_carry_a_state_are_refused(family: str) -> None:
+    with pytest.raises(UsageError, match=r"needs attention in every layer, and .* has linear_attention"):
+        check_documents_apart(build_tiny(family))
+
+
+def test_a_run_asks(short: Callable[..., Config]) -> None:
+    family = {
+        "family": "gpt_oss",
+        "config": {"num_hidden_layers": 1, "hidden_size": 16, "head_dim": 8, "num_local_experts": 4},
+    }
+    sizes = {"intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "num_experts_per_tok": 2}
+    family["config"].update(sizes)  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match=r"would let attention cross documents: GptOssModel"):
+        Trainer(short(model={**family, "attention": "eager"}))

@@ -1,0 +1,33 @@
+"""Bytes, and tokenizers of Hugging Face in a folder."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from forebay.errors import UsageError
+from forebay.train.tokenizer import load_tokenizer
+from tests.train.common import word_tokenizer
+
+
+def test_bytes() -> None:
+    tokenizer = load_tokenizer("bytes")
+    assert tokenizer.encode("añ".encode()).tolist() == [97, 195, 177]
+    assert (tokenizer.vocabulary, tokenizer.end, tokenizer.folder) == (257, 256, None)
+
+
+def test_hf_folder(tmp_path: Path) -> None:
+    folder = word_tokenizer(tmp_path / "tokenizer", "big", "cat")
+    tokenizer = load_tokenizer(str(folder))
+    assert tokenizer.encode(b"big cat\nbig dog").tolist() == [2, 3, 2, 0]
+    assert (tokenizer.vocabulary, tokenizer.end, tokenizer.folder) == (4, 1, folder)
+    assert load_tokenizer(str(word_tokenizer(tmp_path / "copy", "big", "cat"))).name == tokenizer.name
+    assert load_tokenizer(str(word_tokenizer(tmp_path / "other", "big", "dog"))).name != tokenizer.name
+
+
+def test_missing_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="neither 'bytes' nor a folder"):
+        load_tokenizer(str(tmp_path / "nowhere"))
+    (tmp_path / "config.json").write_text(json.dumps({}))
+    with pytest.raises(UsageError, match="holds no tokenizer"):
+        load_tokenizer(str(tmp_path))

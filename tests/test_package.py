@@ -22,7 +22,14 @@ from forebay.doctor import TESTED, rated
 
 ROOT = Path(__file__).parents[1]
 SRC = ROOT / "src" / "forebay"
-FOR_USERS = ("data", "lightning", "plot", "tensorboard", "trl")  # extras; `dev` and `docs` are for this repository
+FOR_USERS = (
+    "data",
+    "lightning",
+    "plot",
+    "tensorboard",
+    "trl",
+    "wandb",
+)  # extras; `dev` and `docs` are for this repository
 USER_SCRIPT = """
 from typing import assert_type
 import forebay

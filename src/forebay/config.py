@@ -238,6 +238,13 @@ class Log:
 
     folder: str = key("runs/forebay", "The run's folder; a number is added when it already holds a run.")
     tensorboard: bool = key(False, "Write TensorBoard events.")
+    wandb: str = key("", "Project of Weights & Biases; '' is none. WANDB_MODE=offline needs no network.")
+    prometheus: str = key(
+        "", "File for node-exporter's textfile collector, such as /var/lib/node_exporter/training.prom; '' is none."
+    )
+    health: int = key(
+        20, "Steps between records of each process's time and memory and of each expert's load; 0 is never.", low=0
+    )
     progress: str = key("auto", "The progress line; 'auto' shows it on a terminal.", choices=("auto", "on", "off"))
     timeline: int = key(
         0, "Step of which pipeline.png and pipeline.json show what each pipeline rank ran; 0 is none.", low=0
@@ -507,6 +514,8 @@ def _mistakes(c: Config) -> Iterator[str]:
             "an even load, or 0 for exact sizes"
         )
     yield from _graph_mistakes(c)
+    if c.log.prometheus and not c.log.prometheus.endswith(".prom"):
+        yield f"log.prometheus = {c.log.prometheus!r} must end in .prom: node-exporter reads no other files"
     number = c.log.timeline
     if number and c.parallel.pp == 1:
         yield (

@@ -173,6 +173,7 @@ def _packages() -> list[Finding]:
         _package("pyarrow", "data.source = 'parquet'"),
         _package("datasets", "data.source = 'hf'"),
         _package("tensorboard", "log.tensorboard"),
+        _package("wandb", "log.wandb"),
     ]
 
 

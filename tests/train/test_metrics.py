@@ -1,7 +1,6 @@
 """The step's line to the letter, the metric files, the closing tables."""
 
 import io
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from forebay.errors import UsageError
 from forebay.memory.step import StepReport
 from forebay.train.capacity_retry import CapacityRetry
 from forebay.train.metrics import Reporter, StepRecord, Summary, peak_bytes, retry_line, step_line, summary_tables
@@ -85,16 +83,6 @@ def test_moving_line_only_on_a_terminal(tmp_path: Path) -> None:
             report.step(RECORD)
             assert (report._bar is not None) is expected
         assert step_line(RECORD, 15) in printed(out)
-
-
-def test_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("tensorboard")
-    with Reporter(tmp_path, console(), 15, tensorboard=True) as report:
-        report.step(RECORD)
-    assert list((tmp_path / "tensorboard").glob("events.*"))
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(UsageError, match=r"pip install .forebay\[tensorboard\]"):
-        Reporter(tmp_path, console(), 15, tensorboard=True)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")

@@ -31,8 +31,14 @@ class RouterOutput:
     """[T, K] int64; -1 means no choice."""
 
 
+_ENTROPY = ":entropy"  # no module's path has a colon
+
+
 class RouterStats:
     """Records routers through forward hooks, which are installed only within `recording()` and `counting()`.
+
+    Attributes:
+        measures_entropy: whether counting also adds up `entropy_sums`, with one softmax of the logits more.
 
     Raises:
         ValueError: `model` has no MoE block, or one whose router does not return logits and ids.
@@ -49,7 +55,8 @@ class RouterStats:
                     "losses and counts of the routing need"
                 )
         self.records: list[RouterOutput] = []
-        self._counts: dict[str, Tensor] = {}
+        self.measures_entropy = False
+        self._counts: dict[str, Tensor] = {}  # by path, and the sums of entropy by the path and _ENTROPY
 
     @property
     def has_bias(self) -> bool:
@@ -98,6 +105,20 @@ class RouterStats:
         """Choices of each expert since the last `reset_counts`: int64 [layers, E], in module order."""
         return torch.stack([self._count_of(block) for block in self._blocks])
 
+    @property
+    def layers(self) -> list[int]:
+        """The number in the path of each MoE block, in module order: that of its decoder layer."""
+        return [next((int(p) for p in b.path.split(".") if p.isdigit()), n) for n, b in enumerate(self._blocks)]
+
+    def entropy_sums(self) -> Tensor:
+        """The entropy of the softmax of the logits, in nats, summed over tokens, and the number of tokens: float64 [layers, 2].
+
+        Since the last `reset_counts`, while `measures_entropy` was set. Tokens without a choice do not count.
+        """
+        load = self.load()
+        none = torch.zeros(2, dtype=torch.float64, device=load.device)
+        return torch.stack([self._counts.get(block.path + _ENTROPY, none) for block in self._blocks])
+
     def sum_counts(self, add_up: Callable[[Tensor], Tensor]) -> None:
         """Sum the counts over processes, before `load` or `update_bias`. Reset them before counting on.
 
@@ -105,7 +126,7 @@ class RouterStats:
             add_up: maps int64 [layers, E] of this process to the sum over processes.
         """
         load = add_up(self.load())
-        self._counts = {block.path: counted for block, counted in zip(self._blocks, load.unbind(), strict=True)}
+        self._counts |= {block.path: counted for block, counted in zip(self._blocks, load.unbind(), strict=True)}
 
     @torch.no_grad()
     def update_bias(self, rate: float) -> None:
@@ -170,9 +191,13 @@ class RouterStats:
 
     def _count(self, block: MoeBlock, router: nn.Module, inputs: Any, output: Any) -> None:
         logits, ids = block.routing.logits_and_ids(output)
-        counted = _count(ids.detach(), logits.shape[1]).to(torch.int64)
-        previous = self._counts.get(block.path)
-        self._counts[block.path] = counted if previous is None else previous + counted
+        self._add(block.path, _count(ids.detach(), logits.shape[1]).to(torch.int64))
+        if self.measures_entropy:
+            self._add(block.path + _ENTROPY, _entropy(logits.detach(), ids))
+
+    def _add(self, name: str, counted: Tensor) -> None:
+        previous = self._counts.get(name)
+        self._counts[name] = counted if previous is None else previous + counted
 
     def _count_of(self, block: MoeBlock) -> Tensor:
         counted = self._counts.get(block.path)
@@ -237,3 +262,10 @@ def _count(ids: Tensor, experts: int) -> Tensor:
     flat = ids.reshape(-1)
     none = torch.zeros(experts, dtype=torch.int64, device=ids.device)
     return none.scatter_add_(0, flat.clamp(min=0), (flat >= 0).to(torch.int64))
+
+
+def _entropy(logits: Tensor, ids: Tensor) -> Tensor:
+    """See `RouterStats.entropy_sums`; float64 [2]."""
+    tokens = (ids >= 0).any(1).double()
+    entropy = torch.special.entr(logits.float().softmax(-1)).sum(-1)
+    return torch.stack([(entropy * tokens).sum(), tokens.sum()])

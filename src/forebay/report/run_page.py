@@ -8,6 +8,7 @@ Perfetto trace beside it (`write_run`).
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import statistics
@@ -54,6 +55,7 @@ from forebay.report.plan_page import (
 )
 
 _TRACE = "pipeline.json"
+_PROCESSES = 8  # the slowest ones that a page shows
 _COLORS = ("one", "two", "three", "four")
 _CPU = "a CPU does not count allocated memory"
 _RESIDENT = f"the largest resident size of a process, with Python and its libraries: {_CPU}"
@@ -98,6 +100,7 @@ class RunFolder:
         machine: see `forebay.train.run_folder.machine`; empty for a run that did not write it.
         steps: a `forebay.train.metrics.StepRecord` for each step.
         validations: (step, nats a token).
+        health: the last record of `log.health`, see `forebay.train.health`; empty without one.
         ranks: see `forebay.train.run_folder.held_by_rank`; empty unless the run finished.
         profile: what a forward saves (`log.profile`): of one process, or a list with one for each pipeline rank; None if absent.
         actions: actions of the step that `log.timeline` names; empty if absent.
@@ -112,6 +115,7 @@ class RunFolder:
     ranks: Sequence[Mapping[str, Any]]
     profile: Any
     actions: Sequence[ActionRecord]
+    health: Mapping[str, Any]
 
     @property
     def processes(self) -> int:
@@ -182,6 +186,7 @@ def read_run(folder: Path) -> RunFolder:
             ranks=result.get("ranks", []),
             profile=_json(folder / "profile.json"),
             actions=[] if trace is None else _actions(trace["traceEvents"]),
+            health=next((r for r in reversed(records) if "busy_seconds_by_process" in r), {}),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RunError(f"a file in {folder} is damaged: {type(error).__name__}: {error}") from error
@@ -251,6 +256,7 @@ def run_page(run: RunFolder, planned: Planned | str, trace: str | None) -> str:
         _saved_section(run),
         _placements_section(run, planned),
         _training_section(run),
+        _health_section(run),
         _pipeline_section(run, trace),
         about(run.config, notes, _versions(run)),
     ]
@@ -514,6 +520,35 @@ def _training_section(run: RunFolder) -> Section:
     body = join(_figure("Loss", "nats a token", loss, drawn), _figure("Speed", unit, speed, also_drawn))
     lead = "Speed is that of all processes together. The time of a step includes everything from forward to optimizer."
     return Section("training", title, lead, body)
+
+
+def _health_section(run: RunFolder) -> Section:
+    title = "Processes and experts"
+    found = run.health
+    if not found:
+        return empty("health", title, "No step of this run has a record: they come every log.health steps.")
+    tables = []
+    busy, peaks = found["busy_seconds_by_process"], found["peak_bytes_by_process"]
+    if len(busy) > 1:
+        slowest = sorted(range(len(busy)), key=lambda n: -busy[n])[:_PROCESSES]
+        rows = [(f"{n}", f"{busy[n]:.3f}", format_bytes(peaks[n])) for n in slowest]
+        tables.append(table("The processes with the most busy time", "process|busy seconds:n|peak:n", rows))
+    loads = {n.partition("/layer_")[2]: v for n, v in found.items() if n.startswith("expert_load_by_expert/")}
+    layers = [
+        (layer, f"{most:.2f}", str(load.count(0)), f"{found[f'router_entropy/layer_{layer}']:.3f}")
+        for layer, load in loads.items()
+        for most in [found[f"expert_load_max_over_mean/layer_{layer}"]]
+    ]
+    if layers:
+        heads = "layer|largest load over the mean:n|unused experts:n|router entropy in nats:n"
+        tables.append(table("Experts by layer", heads, layers))
+    lead = f"In step {found['step']}. Busy time leaves out the waits for other processes where gradients begin and end."
+    if loads:
+        lead += f" Even routing over {len(next(iter(loads.values())))} experts has a load of 1.00 and an entropy of "
+        lead += f"{math.log(len(next(iter(loads.values())))):.3f} nats."
+    if not tables:
+        return empty("health", title, "The run has one process and no experts.")
+    return Section("health", title, lead, join(*tables))
 
 
 def _pipeline_section(run: RunFolder, trace: str | None) -> Section:

@@ -195,6 +195,15 @@ class Mesh:
         dist.all_reduce(block, dist.ReduceOp.MAX)
         return block.tolist()
 
+    def gather(self, *values: float) -> list[list[float]]:
+        """The values of each process, exact to 53 bits. The host waits for the device."""
+        if self.size == 1:
+            return [list(values)]
+        own = torch.tensor(values, dtype=torch.float64, device=self.device)
+        found = own.new_empty(self.size, len(values))
+        dist.all_gather(list(found.unbind()), own)
+        return found.tolist()
+
     def all(self, condition: bool) -> bool:
         """Whether the condition holds on all processes. The host waits for the device."""
         (failed,) = self.max(not condition)

@@ -43,6 +43,7 @@ from forebay.train import checkpoint, hf_io, run_folder
 from forebay.train.distributed import Mesh, World
 from forebay.train.durable import FolderLock, replace_text
 from forebay.train.heartbeat import Heartbeat
+from forebay.train.loggers import Logger, open_loggers
 from forebay.train.metrics import Reporter, SilentReporter, StepRecord, Summary, summary_tables, usable_bytes
 from forebay.train.pipeline_profile import PipelineProfile, profile_ranks
 from forebay.train.run_folder import PROFILE, RESULT, Start, claim_start, unwritable, write_result
@@ -243,9 +244,10 @@ class _TrainingRun:
             return self.start.folder
         self.saved_at = done
         self.mesh.on_main(self._write_run_file)
-        log = c.log
+        loggers: list[Logger] = []
+        self.mesh.on_main(lambda: loggers.extend(open_loggers(c, self.start.folder, done)))
         reporter = (
-            Reporter(self.start.folder, self.console, c.train.steps, done, log.tensorboard, log.progress)
+            Reporter(self.start.folder, self.console, c.train.steps, done, loggers, c.log.progress)
             if self.mesh.world.is_main
             else SilentReporter()
         )

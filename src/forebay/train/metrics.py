@@ -1,7 +1,7 @@
-"""Shows and records a run: a line per step, ``metrics.jsonl``, TensorBoard, a progress bar and the closing tables.
+"""Shows and records a run: a line per step, ``metrics.jsonl``, a progress bar and the closing tables.
 
-Input: a `StepRecord` per step and a `Summary` at the end. Output: text on the console and files in the run's folder. Units are
-part of the names.
+Input: a `StepRecord` per step and a `Summary` at the end. Output: text on the console, a file in the run's folder, and figures
+for the loggers of `forebay.train.loggers`. Units are part of the names.
 """
 
 import io
@@ -10,21 +10,22 @@ import resource
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Self, TextIO
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from forebay.errors import UsageError
 from forebay.memory.step import StepReport
 from forebay.policy import format_bytes
 from forebay.train.capacity_retry import CapacityRetry
 from forebay.train.durable import replace_text
+from forebay.train.health import StepHealth
+from forebay.train.loggers import Logger
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class StepRecord:
     peak_bytes: int
     on_gpu: bool  # whether `peak_bytes` is device memory
     retry: CapacityRetry | None = None  # why the step was repeated
+    health: StepHealth | None = None  # every `log.health` steps
     peak_bytes_by_rank: tuple[int, ...] = ()  # of each pipeline rank
     reserved_bytes_by_rank: tuple[int, ...] = ()  # peak of each pipeline rank's caching allocator; empty on a CPU
 
@@ -104,11 +106,8 @@ class Reporter:
     Args:
         steps: number of the last step.
         after: step after which the run resumes. Records of later steps, which a killed run left, are dropped.
-        tensorboard: also write events to ``<folder>/tensorboard``.
+        loggers: receive the figures too, and are closed at the end.
         progress: progress bar: "on", "off", or "auto" (on a terminal).
-
-    Raises:
-        UsageError: TensorBoard is requested and not installed.
     """
 
     def __init__(
@@ -117,11 +116,11 @@ class Reporter:
         console: Console,
         steps: int,
         after: int = 0,
-        tensorboard: bool = False,
+        loggers: Sequence[Logger] = (),
         progress: str = "auto",
     ):
         self.console, self.steps = console, steps
-        self._events = _event_writer(folder / "tensorboard", after) if tensorboard else None
+        self._loggers, self._reruns = loggers, 0
         folder.mkdir(parents=True, exist_ok=True)
         _drop_after(folder / "metrics.jsonl", after)
         self._file: TextIO = (folder / "metrics.jsonl").open("a", encoding="utf-8")
@@ -139,23 +138,35 @@ class Reporter:
         if self._bar:
             self._bar.stop()
         self._file.close()
-        if self._events:
-            self._events.close()
+        for logger in self._loggers:
+            logger.close(failed=error is not None)
 
     def step(self, record: StepRecord) -> None:
         """Show and write one step."""
         if record.retry is not None:
             self.say(retry_line(record.step, self.steps, record.retry))
         self.say(step_line(record, self.steps))
-        values = asdict(record)
-        del values["on_gpu"], values["retry"]
+        values = asdict(replace(record, health=None))
+        del values["on_gpu"], values["retry"], values["health"]
         by_rank = {name: values.pop(name) for name in ("peak_bytes_by_rank", "reserved_bytes_by_rank")}
         values["run_again"] = int(record.retry is not None)
         if record.retry is not None and record.retry.factor is not None:
             values["enough_capacity_factor"] = record.retry.factor
         self.write(values, {name: figures for name, figures in by_rank.items() if figures})
+        self._reruns += record.retry is not None
+        if record.health is not None:
+            self.health(record.step, record.health)
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=record.step, loss=f"{record.cross_entropy_loss:.4f}")
+
+    def health(self, step: int, health: StepHealth) -> None:
+        """Show and write how processes and experts were doing in a step."""
+        if line := health.line():
+            self.say(f"step {step:08d}/{self.steps:08d} | {line}")
+        lists = health.lists()
+        self.write({"step": step, "rerun_steps": self._reruns, **health.scalars()}, lists)
+        for logger in self._loggers:
+            logger.lists(step, lists)
 
     def validation(self, step: int, loss: float) -> None:
         """Show and write the validation loss after a step, in nats per token."""
@@ -167,19 +178,20 @@ class Reporter:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def write(self, values: Mapping[str, float], lists: Mapping[str, Sequence[float]]) -> None:
-        """Append a line to ``metrics.jsonl`` and flush it; `values` are TensorBoard scalars too, `lists` are not."""
+        """Append a line to ``metrics.jsonl`` and flush it; `values` go to the loggers too."""
         self._file.write(json.dumps({**values, **lists}) + "\n")
         self._file.flush()
-        if self._events:
-            for name in values.keys() - {"step"}:
-                self._events.add_scalar(name, values[name], int(values["step"]))
+        scalars = {name: value for name, value in values.items() if name != "step"}
+        for logger in self._loggers:
+            logger.scalars(int(values["step"]), scalars)
 
 
 class SilentReporter(Reporter):
     """The reporter of processes other than the main one: it prints and writes nothing."""
 
     def __init__(self) -> None:
-        self.steps, self._bar, self._task, self._events, self._file = 0, None, None, None, io.StringIO()
+        self.steps, self._bar, self._task, self._file = 0, None, None, io.StringIO()
+        self._loggers, self._reruns = (), 0
 
     def say(self, text: str) -> None:
         """Do nothing."""
@@ -198,16 +210,6 @@ def _progress(console: Console) -> Progress:
         console=console,
         transient=True,
     )
-
-
-def _event_writer(folder: Path, after: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            "log.tensorboard = true needs the package tensorboard: pip install 'forebay[tensorboard]'"
-        ) from error
-    return SummaryWriter(str(folder), purge_step=after + 1 if after else None)
 
 
 def _drop_after(file: Path, step: int) -> None:

@@ -34,6 +34,7 @@ from forebay.train.cuda_graph import CudaGraphStep
 from forebay.train.data import IGNORE, Batch, load_mixture
 from forebay.train.distributed import Mesh
 from forebay.train.engines import OverlappedGradients, PipelinedGradients, keep_stages, plan_of
+from forebay.train.health import HealthRecorder, StepHealth
 from forebay.train.metrics import StepRecord, peak_bytes, reserved_bytes
 from forebay.train.packing import check_documents_apart
 from forebay.train.tokenizer import load_tokenizer
@@ -117,6 +118,7 @@ class Trainer:
             eager=self.engine.eager if self.engine is not None else nullcontext,
             on_resize=self.cuda_graph.release if self.cuda_graph is not None else lambda: None,
         )
+        self._health = HealthRecorder(mesh, self._router, config.log.health, self.cuda_graph is not None)
         if mesh.rank:
             seed_all(config.train.seed + mesh.rank)  # weights are the same on all processes, dropout is not
 
@@ -204,6 +206,7 @@ class Trainer:
             RuntimeError: another rank missed a token dispatch. Parameters and optimizer are unchanged.
         """
         started, held = time.perf_counter(), self._reset_peak()
+        self._health.begin(number)
         rate = self.config.optimizer.lr * lr_factor(self.config.schedule, number, self.config.train.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -221,6 +224,7 @@ class Trainer:
         norm = parallel.clip_gradients(self._parameters, self.config.train.clip, self.mesh)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        routing = self._health.routing()
         if self._router is not None and self._router.has_bias:
             self._router.sum_counts(self.mesh.sum_batch)
             self._router.update_bias(self.config.train.router_bias_rate)
@@ -230,7 +234,7 @@ class Trainer:
                 f"step {number}: the loss is {loss} and the gradient norm {size}, which is not finite; "
                 "lower optimizer.lr or lengthen schedule.warmup, and go on from an earlier checkpoint with --resume"
             )
-        seconds, peaks, reserved = self._measure(started, held)
+        seconds, peaks, reserved, health = self._measure(started, held, routing)
         return StepRecord(
             step=number,
             seconds=seconds,
@@ -242,6 +246,7 @@ class Trainer:
             peak_bytes=max(peaks),
             on_gpu=self.device.type == "cuda",
             retry=retry,
+            health=health,
             peak_bytes_by_rank=peaks,
             reserved_bytes_by_rank=reserved if any(reserved) else (),
         )
@@ -254,16 +259,20 @@ class Trainer:
         self.memory.manager.take_peak()
         return torch.cuda.memory_allocated(self.device)
 
-    def _measure(self, started: float, held: int) -> tuple[float, tuple[int, ...], tuple[int, ...]]:
-        """Seconds of the slowest process; by pipeline rank, the largest peak of allocated and of reserved bytes."""
+    def _measure(
+        self, started: float, held: int, routing: tuple[Tensor, Tensor] | None
+    ) -> tuple[float, tuple[int, ...], tuple[int, ...], StepHealth | None]:
+        """Seconds of the slowest process; by pipeline rank, the largest peak of allocated and of reserved bytes; the health."""
+        own_seconds = time.perf_counter() - started
         graph = self.cuda_graph
         # The allocator does not see a replay: its memory comes on top of what is held between steps.
         replayed = graph.peak_bytes - graph.result_bytes if graph is not None else 0
         peak = max(peak_bytes(self.device), self.memory.manager.take_peak(), held + replayed)
         reserved, own_rank = reserved_bytes(self.device), self.mesh.pp_rank
         own = [figure * (rank == own_rank) for rank in range(self.mesh.pp) for figure in (peak, reserved)]
-        seconds, *figures = self.mesh.max(time.perf_counter() - started, *own)
-        return seconds, tuple(map(int, figures[::2])), tuple(map(int, figures[1::2]))
+        seconds, *figures = self.mesh.max(own_seconds, *own)
+        health = self._health.finish(own_seconds, peak, routing)
+        return seconds, tuple(map(int, figures[::2])), tuple(map(int, figures[1::2])), health
 
     def enough_capacity(self) -> float | None:
         """See `CapacityRetries.factor`. Collective; the host waits for the device."""
@@ -278,6 +287,7 @@ class Trainer:
             This process's part of the mean cross entropy and of the load balance, fp32 scalars on the device.
         """
         batch = self._batches(number - 1)
+        self._health.meet()
         microbatches = self._microbatches(batch)
         count = self._count(batch.targets)
         run: Any = self.engine if self.engine is not None else self._run_in_turn
@@ -285,6 +295,7 @@ class Trainer:
             losses = run(microbatches, count, len(microbatches) * self.mesh.batch.size)
         if self._shards is not None:
             self._shards.finish()
+        self._health.meet()
         return losses
 
     def discard(self) -> None:

@@ -27,7 +27,7 @@ def test_a_real_run(tmp_path: Path, run: Run) -> None:
         "data": {"source": "text", "path": f"{tmp_path}/a.txt", "cache": f"{tmp_path}/cache", "validation": 0.1},
         "train": {"steps": 4, "batch": 4, "microbatch": 2, "sequence": 16, "eval_every": 2},
         "memory": {"policy": {"model.layers.0.*": "recompute"}},
-        "log": {"folder": str(tmp_path / "run"), "progress": "off", "profile": True},
+        "log": {"folder": str(tmp_path / "run"), "progress": "off", "profile": True, "health": 2},
         "device": {"type": "cpu"},
     }
     folder = train(from_mapping(settings), Console(file=io.StringIO()))
@@ -47,6 +47,11 @@ def test_a_real_run(tmp_path: Path, run: Run) -> None:
     assert compared["parameters"][2] == compared["optimizer"][2] == "exact"  # a CPU's plan is to the byte
     assert compared["saved by one microbatch without placements"][1] == format_bytes(profile["activation_bytes"])
     assert "a CPU does not count allocated memory" in page.sections["compared"]
+    health = [r for r in records if "busy_seconds_by_process" in r][-1]
+    assert health["step"] == 4 and "In step 4." in page.sections["health"]
+    assert [row[:2] for row in page.rows["health"][1:]] == [
+        [str(n), f"{health[f'expert_load_max_over_mean/layer_{n}']:.2f}"] for n in (0, 1)
+    ]
     assert "parallel.pp is 1" in page.sections["pipeline"]
     assert "recompute" in page.sections["placements"]
     # Everything that modules save is in the table.

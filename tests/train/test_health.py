@@ -23,7 +23,7 @@ from tests.train.common import GLM, config, metrics, quiet, write_text
 
 
 def test_figures_by_hand() -> None:
-    health = StepHealth(2, (1.0, 1.5, 3.0, 3.25), (10, 30, 20, 5), (0, 3), ((4, 0), (1, 3)), (0.5, 0.25))
+    health = StepHealth((0, 0, 1, 1), (1.0, 1.5, 3.0, 3.25), (10, 30, 20, 5), (0, 3), ((4, 0), (1, 3)), (0.5, 0.25))
     assert health.slowest == (
         1,
         0.25,
@@ -37,7 +37,7 @@ def test_figures_by_hand() -> None:
         "slowest-process 1 (0.250 sec behind the median) | fullest-process 1 (0.00 GB) | "
         "expert-load 2.00 of the mean in layer 0 | unused-experts 1 | router-entropy 0.3750"
     )
-    assert StepHealth(1, (1.0,), (10,)).line() == ""
+    assert StepHealth((0,), (1.0,), (10,)).line() == ""
 
 
 def test_entropy_is_that_of_the_logits() -> None:

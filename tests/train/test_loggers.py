@@ -14,7 +14,7 @@ from forebay.train.loop import train
 from forebay.train.metrics import Reporter, StepRecord
 from tests.train.common import metrics, quiet
 
-HEALTH = StepHealth(1, (1.0, 1.0, 1.25), (10, 30, 20), (0, 3), ((4, 0), (1, 3)), (0.5, 0.25))
+HEALTH = StepHealth((0, 0, 0), (1.0, 1.0, 1.25), (10, 30, 20), (0, 3), ((4, 0), (1, 3)), (0.5, 0.25))
 RECORD = StepRecord(1, 1.5, 2.5, 1.0, 1e-6, 1.0, 100.0, 10**9, True, health=HEALTH)
 
 

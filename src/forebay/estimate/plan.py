@@ -502,6 +502,11 @@ def _notes(config: Config, attention: str, experts: int) -> list[str]:
         notes.append(
             "Weight gradients are made before a rank waits for another one, earlier than the schedule has them."
         )
+    if config.data.packing == "documents":
+        notes.append(
+            "Not counted: the masks of data.packing = 'documents', a byte for each pair of tokens of a sequence, and that "
+            "attention is slower with them."
+        )
     if memory.graph:
         notes.append("A captured step's memory is its own: what the optimizer needs for a moment comes on top.")
     return notes

@@ -24,14 +24,14 @@ class StepHealth:
     """One step of all processes.
 
     Attributes:
-        stages: number of pipeline ranks; processes of a stage have neighboring numbers and hold the same layers.
+        stages: pipeline rank by process; those of one rank hold the same layers.
         busy_seconds, peak_bytes: by process.
         layers: number of each MoE layer.
         load: choices of each expert, by layer, over all processes.
         entropy: of the softmax of the router's logits, mean over tokens, in nats, by layer; even routing over E experts has ln E.
     """
 
-    stages: int
+    stages: tuple[int, ...]
     busy_seconds: tuple[float, ...]
     peak_bytes: tuple[int, ...]
     layers: tuple[int, ...] = ()
@@ -41,9 +41,14 @@ class StepHealth:
     @property
     def slowest(self) -> tuple[int, float]:
         """The process with the most busy time over the median of its pipeline stage, and how much that is."""
-        sharing = len(self.busy_seconds) // self.stages
-        medians = [statistics.median(self.busy_seconds[n * sharing : (n + 1) * sharing]) for n in range(self.stages)]
-        behind = [(own - medians[n // sharing], own, n) for n, own in enumerate(self.busy_seconds)]
+        of_stage: dict[int, list[float]] = {}
+        for stage, busy in zip(self.stages, self.busy_seconds, strict=True):
+            of_stage.setdefault(stage, []).append(busy)
+        medians = {stage: statistics.median(busy) for stage, busy in of_stage.items()}
+        behind = [
+            (busy - medians[stage], busy, number)
+            for number, (stage, busy) in enumerate(zip(self.stages, self.busy_seconds, strict=True))
+        ]
         most, _, number = max(behind)
         return number, most
 
@@ -153,12 +158,12 @@ class HealthRecorder:
         if not self._active:
             return None
         waited = sum(w if isinstance(w, float) else w[0].elapsed_time(w[1]) / 1e3 for w in self._waits)
-        of_all = self._mesh.gather(seconds - waited, peak)
+        of_all = self._mesh.gather(seconds - waited, peak, self._mesh.pp_rank)
         layers = self._layers(routing)
         return StepHealth(
-            self._mesh.pp,
-            tuple(busy for busy, _ in of_all),
-            tuple(int(size) for _, size in of_all),
+            tuple(int(stage) for *_, stage in of_all),
+            tuple(busy for busy, *_ in of_all),
+            tuple(int(size) for _, size, _ in of_all),
             tuple(layers),
             tuple(load for load, _ in layers.values()),
             tuple(entropy for _, entropy in layers.values()),

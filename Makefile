@@ -25,7 +25,7 @@ help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 	@echo 'make check        formatter, linter and type checker (make format mends the first two)'
 	@echo 'make docs         the documentation as a site, in build/site'
-	@echo 'make test-integrations  the tests with PEFT, TRL, Accelerate and Lightning (installs them)'
+	@echo 'make test-integrations  the tests with PEFT, TRL, Accelerate, Lightning and W&B (installs them)'
 	@echo 'make test-newest  the tests that depend on transformers, with the newest releases of it, PEFT, TRL and Accelerate'
 	@echo 'make test-all     every test that needs no GPU, the slow ones included'
 	@echo 'make test-gpu     the tests that need a GPU, one at a time'
@@ -43,8 +43,8 @@ $(READY): pyproject.toml constraints-cpu.txt
 setup-integrations: $(READY_INTEGRATIONS)
 
 $(READY_INTEGRATIONS): $(READY)
-	@echo "Installing PEFT, TRL, Accelerate and Lightning into $(VENV) (once)"
-	@$(INSTALL) '.[dev,docs,lightning,trl]'
+	@echo "Installing PEFT, TRL, Accelerate, Lightning and W&B into $(VENV) (once)"
+	@$(INSTALL) '.[dev,docs,lightning,trl,wandb]'
 	@touch $(READY_INTEGRATIONS)
 
 check: setup

@@ -117,7 +117,7 @@ def shared(rank: int, world: int, folder: str, parallel: dict[str, Any]) -> Any:
     return health.layers, health.load, [round(e, 4) for e in health.entropy]
 
 
-@pytest.mark.parametrize("parallel", [{"ep": 2}, {"pp": 2, "schedule": "1f1b"}])
+@pytest.mark.parametrize("parallel", [{"ep": 2}, {"pp": 2, "schedule": "1f1b"}, {"replicate": 2}])
 def test_experts_of_all_processes_and_stages(tmp_path: Path, parallel: dict[str, Any]) -> None:
     """The same figures as on one process, on every process."""
     folder = write_text(tmp_path)

@@ -23,15 +23,15 @@ def print_profile(name: str, step: Callable[[], Any]) -> None:
 
     torch.cuda.synchronize()
     before, host = torch.cuda.memory_stats(), []
-    gc.callbacks.append(collecting)
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
+        gc.callbacks.append(collecting)  # here, because starting and reading a profile collect as well
         for _ in range(STEPS):
             begin = time.perf_counter()
             step()
             host.append(round((time.perf_counter() - begin) * 1e3, 1))
         torch.cuda.synchronize()
-        gc.callbacks.remove(collecting)  # reading the profile collects as well
+        gc.callbacks.remove(collecting)
     print(
         f"{name}: host ms of each step {host}; {len(pauses) // 2} collections of garbage, {sum(pauses) * 1e3:.1f} ms in all"
     )

@@ -39,6 +39,7 @@ from forebay.models.placements import (
     sealed_in_sublayers,
     switch_recompute_experts,
 )
+from forebay.models.sinks import install_sinks
 from forebay.moe.dispatch import TokenDispatcher
 from forebay.policy import MANAGED_PLACEMENTS, RECOMPUTE_MODES, Claim, PolicyError, check_placements, parse_bytes
 
@@ -141,6 +142,7 @@ def manage(
     *,
     budget: int | str | None = None,
     compile: bool = False,
+    attention: str | None = "flex",
     experts: str | None = "forebay",
     loss: str | None = "fused",
     offload: str = "fit",
@@ -178,6 +180,8 @@ def manage(
             "light", so that fewer bytes are copied. Or one placement for every region; or ``"auto"``, which needs a budget.
         budget: bytes, or text such as ``"6GiB"``: how far a step's peak may rise over the memory held before it.
         compile: compile the sublayers of the decoder layers, so that autograd saves fewer tensors.
+        attention: ``"flex"`` runs attention with sinks (GPT-OSS), which transformers runs eagerly, on torch's compiled
+            `flex_attention`, with `compile` and on a GPU; all other attention stays the model's own. None to leave it all.
         experts: ``"forebay"`` for experts that save few tensors for backward, None to leave the model's own.
         loss: ``"fused"`` for the loss that never holds ``[tokens, vocabulary]`` and returns no logits, in training mode;
             ``"fused-always"`` in `eval()` as well, with an error for a model whose loss is not supported; None to leave the
@@ -212,6 +216,7 @@ def manage(
         policy,
         budget=budget,
         compile=compile,
+        attention=attention,
         experts=experts,
         loss=loss,
         offload=offload,
@@ -229,6 +234,8 @@ def manage(
             _install_operations(model, experts, loss, undo, fallbacks)
         sublayers = _sublayers(model, compile, dispatcher, fallbacks)
         undo.callback(sublayers.uninstall)
+        if compile and attention == "flex":
+            _run_sinks_on_flex(model, sublayers, fallbacks)
         if compile:
             undo.callback(_compile_final_norm(model))
         sealed = sealed_in_sublayers(model, sublayers, dispatcher) if compile else {}
@@ -264,6 +271,7 @@ def check_options(
     *,
     budget: Any = None,
     compile: Any = False,
+    attention: Any = "flex",
     experts: Any = "forebay",
     loss: Any = "fused",
     offload: Any = "fit",
@@ -281,7 +289,11 @@ def check_options(
         raise PolicyError(f"dispatcher={dispatcher!r} is not a token dispatcher; make one with forebay.moe.dispatch")
     if dispatcher is not None and experts is None:
         raise PolicyError("expert parallelism (dispatcher=...) needs experts='forebay'")
-    for option, value, valid in (("experts", experts, ("forebay",)), ("loss", loss, ("fused", "fused-always"))):
+    for option, value, valid in (
+        ("attention", attention, ("flex",)),
+        ("experts", experts, ("forebay",)),
+        ("loss", loss, ("fused", "fused-always")),
+    ):
         if value is not None and value not in valid:
             choices = ", ".join(map(repr, valid))
             raise PolicyError(f"{option}={value!r} is unknown; valid are {choices} and None (the model's own)")
@@ -378,6 +390,12 @@ def _sublayers(model: nn.Module, compile: bool, dispatcher: TokenDispatcher | No
     except UnknownLayerError as error:
         fallbacks.append(f"{error}; the children of module lists are the regions instead, such as whole decoder layers")
         return Sublayers()
+
+
+def _run_sinks_on_flex(model: nn.Module, sublayers: Sublayers, fallbacks: list[str]) -> None:
+    masks = install_sinks(model, [layer.mixer for layer in sublayers.layers], fallbacks)
+    if masks is not None:
+        sublayers.own_masks(masks)
 
 
 def _compile_final_norm(model: nn.Module) -> Callable[[], None]:

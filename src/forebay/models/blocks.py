@@ -29,6 +29,7 @@ from forebay.models.compile import check_compiler, compile_sublayer
 from forebay.models.families import LayerParts, MoeBlock, check_block, decoder_layers, innermost
 from forebay.models.hf_experts import light_recompute_of, quantized_weight, uses_forebay
 from forebay.models.low_rank import is_adapted, run_experts, why_unsupported
+from forebay.models.sinks import BlockMasks
 from forebay.moe.dispatch import Front, MoeStages, TokenDispatcher
 
 # Transformers checkpoints a layer in its `__call__`, which runs our forward, but from 5.23 on in its class's forward, which ours
@@ -186,6 +187,12 @@ class Sublayers(dict[str, SublayerCallSite]):
         self.layers: list[SublayerForward] = []
         self._undo = ExitStack()
 
+    def own_masks(self, masks: BlockMasks) -> None:
+        """Attention takes its masks from `masks`, which `uninstall` closes."""
+        self._undo.callback(masks.close)
+        for layer in self.layers:
+            layer.masks = masks
+
     def add(self, layer: nn.Module, forward: SublayerForward) -> None:
         for site in (forward.attention, forward.mlp):
             self[site.path] = site
@@ -208,7 +215,10 @@ class SublayerForward:
     Attributes:
         attention, mlp: the call sites.
         stages: the MoE sublayer in stages under expert parallelism, else None.
+        masks: makes the masks of attention with sinks that is not eager, else None.
     """
+
+    masks: BlockMasks | None = None
 
     def __init__(
         self,
@@ -227,6 +237,12 @@ class SublayerForward:
         self._block_class = type(self._block)
         self._compiled = compiled
         self._warned = False
+
+    @property
+    def mixer(self) -> nn.Module:
+        """The attention, or what the family has in its place."""
+        mixer: nn.Module = getattr(self._layer, self._parts.mixer)
+        return mixer
 
     @property
     def _block(self) -> Any:
@@ -260,7 +276,9 @@ class SublayerForward:
     def attend(self, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any) -> Tensor:
         """The attention sublayer, [B, S, H] to [B, S, H], with the keywords that a model gives its layers."""
         if self._compiled:
-            _refuse_hooks(self.attention.path, getattr(self._layer, self._parts.mixer), forward_hooks_too=True)
+            _refuse_hooks(self.attention.path, self.mixer, forward_hooks_too=True)
+        if self.masks is not None:
+            attention_mask = self.masks.of(attention_mask)
         others = {k: v for k, v in kwargs.items() if k not in _NOT_FOR_ATTENTION}
         return self.attention.call(hidden_states, attention_mask=attention_mask, **others)
 

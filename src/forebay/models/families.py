@@ -109,7 +109,7 @@ def decoder_layers(model: nn.Module) -> Iterator[LayerParts]:
         inner = getattr(module, block)
         moe = (
             None
-            if _forward_is_replaced(inner) or not halves.calls_once(block)
+            if forward_is_replaced(inner) or not halves.calls_once(block)
             else known.block(f"{path}.{block}", inner)
         )
         yield LayerParts(path, module, halves, mixer, block, moe)
@@ -198,7 +198,8 @@ def _main_module(layer: nn.Module, names: Sequence[str]) -> str:
     )
 
 
-def _forward_is_replaced(module: nn.Module) -> bool:
+def forward_is_replaced(module: nn.Module) -> bool:
+    """Whether `module` runs another forward than that of its transformers class."""
     base = transformers_base(module)
     if base is None or is_managed(module) or is_patched(module):
         return True
@@ -208,7 +209,7 @@ def _forward_is_replaced(module: nn.Module) -> bool:
 def _refuse_override(path: str, module: nn.Module, base: type[nn.Module]) -> None:
     if is_managed(module):
         raise ValueError(f"{path!r} ({type(module).__name__}) is managed already: detach that first")
-    if _forward_is_replaced(module):
+    if forward_is_replaced(module):
         raise ValueError(
             f"the forward of {path!r} ({type(module).__name__}) has been replaced and is no longer {base.__name__}'s: undo that "
             "first, or call forebay.manage before it"

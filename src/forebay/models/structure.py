@@ -459,3 +459,36 @@ def _router_outputs(target: ast.expr, roles: Mapping[str, ast.expr]) -> tuple[st
     if len(found) == 3:
         found[found.index("")] = "logits"
     return tuple(found)
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+def sinks_of(forward: Any) -> FunctionType | None:
+    """``f(attention, attend, *own parameters)``: an attention forward that calls `attend`, or its own eager attention for None.
+
+    None unless it passes its sinks to one (``s_aux=self.sinks``), and nothing that changes scores besides.
+    """
+    source = source_of(forward)
+    if source is None or source.decorators:
+        return None
+    body = copy.deepcopy(source.tree.body)
+    nodes = [node for top in body for node in ast.walk(top)]
+    calls = [n for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and _passes_sinks(n)]
+    if len(calls) != 1 or not {k.arg for k in calls[0].keywords} <= _ATTENTION_KEYWORDS:
+        return None
+    interface = ast.unparse(calls[0].func)  # = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
+    chosen = [
+        s for s in body if isinstance(s, (ast.Assign, ast.AnnAssign)) and _names(s, context=ast.Store) == {interface}
+    ]
+    if len(chosen) != 1 or not isinstance(chosen[0].value, ast.Call) or len(chosen[0].value.args) != 2:
+        return None
+    chosen[0].value = expression(f"_attend or {ast.unparse(chosen[0].value.args[1])}", chosen[0])
+    return source.make(body, "_attend", own=True)
+
+
+_ATTENTION_KEYWORDS = frozenset({"dropout", "scaling", "sliding_window", "s_aux", None})  # None: ``**kwargs``
+
+
+def _passes_sinks(call: ast.Call) -> bool:
+    return any(k.arg == "s_aux" and ast.unparse(k.value) == "self.sinks" for k in call.keywords)

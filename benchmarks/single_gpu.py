@@ -1,14 +1,18 @@
 """One GPU, one model, every way to hold its activations, side by side in one run.
 
 The model is `qwen3-moe-6l`: Qwen3-MoE, hidden 2048, 6 layers, 32 heads, 4 KV heads of 128, 128 experts top-8 of width
-768, vocabulary 32768, bf16, batch 4 x 4096. A step is forward and backward. Gradients stay allocated between steps, so
-the base (memory held before a step) holds weights and gradients, and every arm adds to the same buffers.
+768, vocabulary 32768, bf16, batch 4 x 4096. With ``--model gpt-oss`` it is GPT-OSS at the widths of its 20B: hidden 2880, 4
+layers, 64 heads, 8 KV heads of 64, 32 experts top-4 of width 2880, windows of 128 in every other layer, the same vocabulary,
+batch 2 x 4096; transformers runs it eagerly, and in one more arm on its own flex_attention. A step is forward and backward.
+Gradients stay allocated between steps, so the base (memory held before a step) holds weights and gradients, and every arm
+adds to the same buffers.
 
 Columns: median step time by CUDA events, its ratio to the first arm, memory after forward over the base, peak over the
 base, reserved memory, loss of the first step on freshly seeded weights. R is (peak of keep - peak) / planned bytes. The
 keep and offload arms run twice, each for four times the steps, because they differ by less than the noise of ten steps.
 
     python benchmarks/single_gpu.py            # the table
+    python benchmarks/single_gpu.py --model gpt-oss --quick --budgets checkpointing
     python benchmarks/single_gpu.py --pairs    # keep against offload, in turn on one model
     python benchmarks/single_gpu.py --check    # gradients, bit for bit, between placements (deterministic kernels)
 """
@@ -22,12 +26,14 @@ from typing import Any
 
 import torch
 from common import GIB, median_ms, settle_memory, until_settled, write
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, GptOssConfig, PreTrainedConfig, Qwen3MoeConfig
 
 import forebay
 
 
-def config(layers: int) -> Qwen3MoeConfig:
+def config(model: str, layers: int) -> PreTrainedConfig:
+    if model == "gpt-oss":
+        return GptOssConfig(num_hidden_layers=layers, num_local_experts=32, vocab_size=32768, use_cache=False)
     return Qwen3MoeConfig(
         hidden_size=2048,
         num_hidden_layers=layers,
@@ -44,10 +50,10 @@ def config(layers: int) -> Qwen3MoeConfig:
     )
 
 
-def build(layers: int) -> Qwen3MoeForCausalLM:
+def build(options: argparse.Namespace) -> Any:
     torch.manual_seed(0)
     with torch.device("cuda"):
-        model = Qwen3MoeForCausalLM._from_config(config(layers), dtype=torch.bfloat16)
+        model: Any = AutoModelForCausalLM.from_config(config(options.model, options.layers), dtype=torch.bfloat16)
     model.train()
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -73,6 +79,12 @@ def checkpointed(model: Any) -> Iterator[None]:
     yield
 
 
+@contextmanager
+def on_flex_attention(model: Any) -> Iterator[None]:
+    model.set_attn_implementation("flex_attention")
+    yield
+
+
 def trl_offload(model: Any) -> AbstractContextManager[Any]:
     from trl.models.activation_offloading import OffloadActivations
 
@@ -92,7 +104,7 @@ def measure(
     name: str, enter: Callable[[Any], AbstractContextManager[Any]], options: argparse.Namespace, per_step: bool
 ) -> dict[str, Any]:
     """Measure one arm on a new model. `per_step`: `enter` is entered around each forward, not around the whole run."""
-    model = build(options.layers)
+    model = build(options)
     batches = Batches(options.batch, options.sequence)
     outer = nullcontext() if per_step else enter(model)
     inner = (lambda: enter(model)) if per_step else nullcontext
@@ -142,11 +154,15 @@ def measure(
     return row
 
 
-def arms(options: argparse.Namespace) -> list[tuple[str, Callable[[Any], AbstractContextManager[Any]], bool]]:
+def arms(
+    options: argparse.Namespace, peak_of_checkpointing: Callable[[], int]
+) -> list[tuple[str, Callable[[Any], AbstractContextManager[Any]], bool]]:
     chosen: list[tuple[str, Callable[[Any], AbstractContextManager[Any]], bool]] = [
         ("transformers", lambda m: nullcontext(), False),
         ("transformers, gradient checkpointing", checkpointed, False),
     ]
+    if options.model == "gpt-oss":
+        chosen.append(("transformers, its flex_attention", on_flex_attention, False))
     if not options.quick:
         chosen.append(
             ("save_on_cpu(pin_memory=True)", lambda m: torch.autograd.graph.save_on_cpu(pin_memory=True), True)
@@ -161,17 +177,26 @@ def arms(options: argparse.Namespace) -> list[tuple[str, Callable[[Any], Abstrac
         ("forebay keep, again", lambda m: managed(m, policy="keep"), False),
         ("forebay offload, again", lambda m: managed(m, policy="offload"), False),
     ]
+
+    def auto(model: Any, budget: str) -> AbstractContextManager[Any]:
+        size = peak_of_checkpointing() if budget == "checkpointing" else budget
+        return managed(model, policy="auto", budget=size)
+
     for budget in options.budgets:
-        chosen.append((f"forebay auto {budget}", lambda m, b=budget: managed(m, policy="auto", budget=b), False))
+        chosen.append((f"forebay auto {budget}", lambda m, b=budget: auto(m, b), False))
     return chosen
 
 
 def table(options: argparse.Namespace) -> None:
     rows: list[dict[str, Any]] = []
-    for name, enter, per_step in arms(options):
+
+    def peak_of_checkpointing() -> int:
+        return int(GIB * next(row["peak over base GiB"] for row in rows if row["arm"].endswith("checkpointing")))
+
+    for name, enter, per_step in arms(options, peak_of_checkpointing):
         try:
             row = measure(name, enter, options, per_step)
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, StopIteration) as error:
             if options.strict:
                 raise
             row = {"arm": name, "error": f"{type(error).__name__}: {str(error)[:300]}"}
@@ -190,9 +215,8 @@ def table(options: argparse.Namespace) -> None:
             if "offload" in row["arm"]:  # recomputed regions would lower the peak by more than the planned bytes
                 row["R"] = (keeps[0]["peak over base GiB"] - row["peak over base GiB"]) / row["planned GiB"]
             row["ratio to keep"] = row["ms"] / keep_ms
-    write(
-        "single_gpu", rows, batch=options.batch, sequence=options.sequence, layers=options.layers, steps=options.steps
-    )
+    file = "single_gpu" if options.model == "qwen3-moe" else "single_gpu_gpt_oss"
+    write(file, rows, batch=options.batch, sequence=options.sequence, layers=options.layers, steps=options.steps)
 
 
 def gradients(
@@ -227,7 +251,7 @@ def gradients(
 def check(options: argparse.Namespace) -> None:
     """Compare loss and every gradient with those of keep; keep runs twice to show that it repeats itself."""
     torch.use_deterministic_algorithms(True)
-    model = build(options.layers)
+    model = build(options)
     reference = gradients(model, options, "keep")
     rows = []
     for name, policy, more in (
@@ -260,7 +284,7 @@ def check(options: argparse.Namespace) -> None:
 
 def pairs(options: argparse.Namespace) -> None:
     """Time keep and offload in turn on one model: they differ by less than two separate runs."""
-    model = build(options.layers)
+    model = build(options)
     batches = Batches(options.batch, options.sequence)
 
     def step() -> None:
@@ -288,17 +312,25 @@ def pairs(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--model", choices=("qwen3-moe", "gpt-oss"), default="qwen3-moe")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=0, help="default: 6, of gpt-oss 4")
+    parser.add_argument("--batch", type=int, default=0, help="default: 4, of gpt-oss 2")
     parser.add_argument("--sequence", type=int, default=4096)
-    parser.add_argument("--budgets", nargs="*", default=["3.8GiB", "4GiB", "4.9GiB", "6GiB"])
+    parser.add_argument(
+        "--budgets",
+        nargs="*",
+        default=["3.8GiB", "4GiB", "4.9GiB", "6GiB"],
+        help="'checkpointing' is that arm's peak in this run",
+    )
     parser.add_argument("--quick", action="store_true", help="leave out the arms that take seconds a step")
     parser.add_argument("--strict", action="store_true", help="stop at the first arm that fails")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--pairs", action="store_true", help="keep against offload, in turn")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
+    layers, batch = (4, 2) if options.model == "gpt-oss" else (6, 4)
+    options.layers, options.batch = options.layers or layers, options.batch or batch
     run = check if options.check else pairs if options.pairs else table
     run(options)
 

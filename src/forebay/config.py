@@ -56,7 +56,9 @@ class Model:
         "", "Dtype of forward and backward; '' is `dtype`. Sums stay in float32.", choices=("", "bfloat16")
     )
     attention: str = key(
-        "sdpa", "Attention implementation.", choices=("sdpa", "eager", "flash_attention_2", "flash_attention_3")
+        "sdpa",
+        "Attention implementation. 'flex' is for attention with sinks (GPT-OSS): torch's flex_attention; eager without a GPU.",
+        choices=("sdpa", "eager", "flex", "flash_attention_2", "flash_attention_3"),
     )
     experts: str = key("forebay", "Implementation of the experts.", choices=("forebay", "transformers"))
     loss: str = key(
@@ -529,6 +531,8 @@ def _mistakes(c: Config) -> Iterator[str]:
 def _model_and_data_mistakes(c: Config) -> Iterator[str]:
     if bool(c.model.family) == bool(c.model.path):
         yield "[model] needs either family (such as 'qwen3_moe') or path (a folder), not both"
+    if c.model.attention == "flex" and not c.memory.compile:
+        yield "model.attention = 'flex' needs memory.compile = true: uncompiled, flex_attention holds all scores"
     if c.model.config and c.model.path and c.model.weights == "load":
         yield "[model.config] cannot change a model whose weights are loaded; set model.weights = 'random' or leave it out"
     yield from _source_mistakes("data", c.data)

@@ -102,6 +102,26 @@ def test_causal_attention_computes_half_the_pairs() -> None:
     assert everything.flops == 2 * (2 * 2 * 3 * 16 * 16 * 8) == 2 * half.flops
 
 
+@pytest.mark.parametrize(
+    ("length", "window", "keys"), [(1024, None, 512), (1024, 127, 256), (1024, 128, 256), (256, 127, 128)]
+)
+def test_a_window_computes_whole_blocks_of_keys(length: int, window: int | None, keys: int) -> None:
+    """`flex_attention`: the block of the query and those that its window reaches, at most half of all pairs; backward computes
+    seven products of forward's two."""
+    aten = torch.ops.aten
+    with FakeTensorMode(), OpRecorder(1) as recorder:
+        q = torch.empty(2, length, 6, 16, dtype=torch.bfloat16, requires_grad=True)
+        k, v = (torch.empty(2, length, 3, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+        out, *_ = aten._flash_attention_forward(
+            q, k, v, None, None, length, length, 0.0, True, False, window_size_left=window
+        )
+        (forward,) = recorder.tally.take()
+        out.backward(torch.empty_like(out))
+        backward = [op for op in recorder.tally.take() if op.kind == "attention_backward"]
+    assert forward.kind == "attention" and forward.flops == 2 * (2 * 2 * length * 6 * keys * 16)
+    assert [op.flops for op in backward] == [7 * (2 * 2 * length * 6 * keys * 16)]
+
+
 def trace(**shape: Any) -> ModelTrace:
     config = Qwen3MoeConfig(
         hidden_size=HIDDEN,

@@ -138,6 +138,20 @@ def test_saved_bytes_of_eager_attention_with_windows() -> None:
     assert found == sum(size for path, size in real.items() if path)
 
 
+def test_saved_bytes_of_attention_with_sinks_on_a_gpu() -> None:
+    """Of a token: its hidden state, q, k, v, the output of flex_attention and lse, as compiled code saves them
+    (`tests/models/test_sinks.py` counts the same), and the norm's sum. 24 bytes are the stand-in's, for random numbers."""
+    options: dict[str, Any] = {"block": 1, "compiled": True, "flex": True}
+    trace = trace_model(built("gpt_oss", "meta", attention="eager"), Shape(SEQUENCE, BATCH, **options))
+    heads, groups, width = 4, 2, 16
+    token = 2 * HIDDEN + 4 + 2 * width * (heads + 2 * groups) + (2 * width + 4) * heads
+    assert trace.kinds == 2
+    assert [layer.attention.saved - SEQUENCE * BATCH * token for layer in trace.layers] == [24, 24, 24]
+    eager = trace_model(built("gpt_oss", "meta", attention="eager"), Shape(SEQUENCE, BATCH, block=1, compiled=True))
+    assert trace.layers[0].mlp.saved == eager.layers[0].mlp.saved
+    assert trace.layers[0].attention.saved < eager.layers[0].attention.saved
+
+
 @pytest.mark.parametrize("family", first(1, ["qwen3_moe", "deepseek_v3"]))
 def test_compiled_sublayers_save_no_more_than_is_planned(family: str) -> None:
     """torch's partitioner saves at most the plan's bytes, and not much less. Uncompiled sublayers save far more."""

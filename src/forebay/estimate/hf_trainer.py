@@ -334,7 +334,7 @@ def plan_trainer(
     recompute = {"policy": "recompute" if arguments.gradient_checkpointing else "keep"}
     plain = run.config(experts="transformers", loss="transformers", memory=recompute)
     plain = dataclasses.replace(plain, memory=dataclasses.replace(plain.memory, recompute=WHOLE_LAYER))
-    ours = run.config(memory=memory)
+    ours = run.config(memory=memory, **run.flex())
     managed = run.fit(ours, budget, device)
     if managed.fits is False and "policy" not in memory:
         managed = run.fit(ours, budget, device, auto=budget)
@@ -408,6 +408,11 @@ class _TrainerRun:
                 "device": {"type": "cuda"},
             }
         )
+
+    def flex(self) -> dict[str, str]:
+        """Attention with sinks where `forebay.manage` replaces it."""
+        given = self.model["attention"] == "eager" and not self.arguments.attn_implementation
+        return {"attention": "flex"} if self.compiled and given else {}
 
     def fit(self, config: Config, budget: int | None, device: DeviceProfile, auto: int | None = None) -> Fit:
         a = self.arguments

@@ -313,6 +313,35 @@ def _grouped_mm(tally: Tally, left: Tensor, right: Tensor, offs: Tensor, *_: Any
     return [OpCost("grouped_weights" if weights else "grouped", flops, size * (left.numel() + right.numel() + results))]
 
 
+_FLEX_BLOCK = 128
+"""Keys of a block that `flex_attention` skips or computes."""
+
+
+def _window_pairs(q: Tensor, window: int | None) -> int:
+    """Pairs of a query and a key that `flex_attention` computes under a causal mask, whose windows are whole blocks; q is
+    [B, S, H, D]."""
+    batch, length, heads, _ = q.shape
+    half = length // 2
+    keys = half if window is None else min(half, (-(-window // _FLEX_BLOCK) + 1) * _FLEX_BLOCK)
+    return batch * heads * length * keys
+
+
+def _window_attention(
+    tally: Tally, q: Tensor, k: Tensor, v: Tensor, *_: Any, window_size_left: int | None = None, **__: Any
+) -> list[OpCost]:
+    """`forebay.models.sinks` on a GPU; see `forebay.estimate.trace`."""
+    flops = 4 * _window_pairs(q, window_size_left) * q.shape[-1]
+    return [OpCost("attention", flops, 2 * _bytes(q) + _bytes(k) + _bytes(v))]
+
+
+def _window_attention_backward(
+    tally: Tally, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, window_size_left: int | None = None, **__: Any
+) -> list[OpCost]:
+    """Scores and their gradients are computed twice, for dq and for dk and dv: 7 products of forward's 2."""
+    flops = 14 * _window_pairs(q, window_size_left) * q.shape[-1]
+    return [OpCost("attention_backward", flops, 4 * _bytes(q) + 2 * (_bytes(k) + _bytes(v)))]
+
+
 def _all_to_all(tally: Tally, tensor: Tensor, *_: Any) -> list[OpCost]:
     """Rows [R, H] that ranks send each other; a rank's own share does not leave it."""
     rows = tally.received if tally.received is not None else tensor.shape[0]
@@ -320,6 +349,8 @@ def _all_to_all(tally: Tally, tensor: Tensor, *_: Any) -> list[OpCost]:
 
 
 _OPAQUE: Mapping[str, Callable[..., list[OpCost]]] = {
+    "aten._flash_attention_backward.default": _window_attention_backward,
+    "aten._flash_attention_forward.default": _window_attention,
     "aten._grouped_mm.default": _grouped_mm,
     "forebay.experts.default": _experts,
     "forebay.experts_backward.default": _experts_backward,

@@ -52,7 +52,7 @@ _SETTINGS: Mapping[str, Any] = {
 }
 """Settings of a bare model, unless an override gives them. Parameters and moments are in float32, sharded over all processes;
 gradients are reduced after each microbatch. `_filled` adds the rest."""
-EAGER = frozenset({"gpt_oss"})  # families for whose attention (sinks) torch has no fused kernel
+EAGER = frozenset({"gpt_oss"})  # families for whose attention (sinks) transformers has no fused kernel
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,8 @@ def _filled(raw: dict[str, Any], source: str, processes: int) -> PlanRequest:
     family, experts = _family_and_experts(so_far)
     groups = so_far.parallel.replicate * so_far.parallel.pp
     processes = processes or groups * raw.get("parallel", {}).get("ep", 1)
-    choose("model.attention", "eager" if family in EAGER else "sdpa")
+    sinks = "flex" if so_far.memory.compile and so_far.device.type != "cpu" else "eager"
+    choose("model.attention", sinks if family in EAGER else "sdpa")
     choose("parallel.ep", _expert_processes(processes // groups, experts))
     choose("train.batch", _batch(so_far.train.microbatch, processes))
     return PlanRequest(from_mapping(raw, origin=source), chosen)

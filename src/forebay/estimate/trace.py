@@ -40,10 +40,12 @@ from forebay.estimate.types import (
     Shape,
 )
 from forebay.models.blocks import SublayerCallSite, install_sublayers
-from forebay.models.families import decoder_layers, moe_blocks
+from forebay.models.families import decoder_layers, moe_blocks, transformers_base
 from forebay.models.fused_loss import head_loss, install_fused_loss
 from forebay.models.hf_experts import register
 from forebay.models.router import balance_loss
+from forebay.models.sinks import has_eager_sinks
+from forebay.models.structure import sinks_of
 from forebay.moe.dispatch import Handle, TokenDispatcher, aligned
 
 
@@ -296,6 +298,8 @@ class TraceRun:
         """Sequences are whole, so the kernel's causal mask does. transformers cannot tell that from fake tensors, and
         makes one."""
         window = getattr(layer.self_attn, "sliding_window", None) or self.shape.sequence
+        if self.shape.flex:
+            return True
         return self.model.config._attn_implementation == "sdpa" and window >= self.shape.sequence
 
     def _part(
@@ -469,7 +473,7 @@ def trace_model(model: Any, shape: Shape, like: ModelTrace | None = None) -> Mod
     Saved bytes are counted as `forebay.memory.profiler` does: distinct storages that autograd saves first in this part, without
     parameters and their views. With compiled sublayers, saved bytes are an upper bound. A weight gradient is counted in the peak
     of backward beside the sum it is added to; with one microbatch it is that sum, and the peak is too high by the gradients of
-    one sublayer. GPT-OSS, for whose attention torch has no fused kernel, is traced as "eager".
+    one sublayer.
 
     Raises:
         ValueError: layers, experts or a loss that Forebay does not know, or `ep` does not divide the experts.
@@ -485,6 +489,8 @@ def trace_model(model: Any, shape: Shape, like: ModelTrace | None = None) -> Mod
     model.config.use_cache = False
     with torch.enable_grad(), FakeTensorMode(), _GpuFunctions() if shape.gpu else nullcontext():
         _make_fake(model)
+        if shape.flex:
+            _fuse_sinks(model)
         run = TraceRun(model.train(), base, shape, {} if like is None else _without_experts(like, numbers, model))
         run.forward()
         run.backward()
@@ -600,3 +606,34 @@ def _attention(
     if attn_mask is None and q.shape[-1] == v.shape[-1]:
         return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
     return aten._scaled_dot_product_cudnn_attention(q, k, v, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
+
+
+def _fuse_sinks(model: nn.Module) -> None:
+    for module in model.modules():
+        base = transformers_base(module)
+        if base is not None and has_eager_sinks(module) and (flex := sinks_of(base.forward)) is not None:
+            module.forward = partial(flex, module, _sink_attention)  # type: ignore[method-assign]
+
+
+def _sink_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """`forebay.models.sinks.sink_attention`. A flash kernel with a window stands in for `flex_attention`, which saves the same
+    and which no dispatch mode sees; `forebay.estimate.op_costs` counts it as flex."""
+    assert s_aux is not None
+    dtype = torch.bfloat16 if torch.is_autocast_enabled("cpu") else query.dtype
+    q, k, v = (t.to(dtype).transpose(1, 2) for t in (query, key, value))
+    length, left = q.shape[1], None if sliding_window is None else sliding_window - 1
+    out, lse, *_rest = torch.ops.aten._flash_attention_forward(
+        q, k, v, None, None, length, length, 0.0, True, False, scale=scaling, window_size_left=left
+    )
+    share = torch.sigmoid(lse - s_aux.float()[:, None]).transpose(1, 2)
+    return (out * share[..., None]).to(dtype), None

@@ -21,6 +21,7 @@ from forebay.estimate.trace import base_path, trace_model
 from forebay.estimate.types import ModelTrace, Shape
 from forebay.models.families import UnknownLayerError, decoder_layers
 from forebay.pipeline.schedule import Action, make_plan
+from forebay.train import hf_io
 
 
 @dataclass(frozen=True)
@@ -110,15 +111,18 @@ def _skeleton(section: Model, declared: Any) -> tuple[Any, str]:
     """The model on the meta device in the dtype of computation, and the attention it is counted with."""
     from transformers import AutoModelForCausalLM
 
-    asked = "sdpa" if section.attention.startswith("flash") else section.attention
+    asked = "sdpa" if section.attention.startswith("flash") else hf_io.given_to_transformers(section.attention)
     dtype = getattr(torch, section.compute or section.dtype)
     for attention in (asked, "eager"):
         try:
             with torch.device("meta"):
-                return AutoModelForCausalLM.from_config(
+                model = AutoModelForCausalLM.from_config(
                     copy.deepcopy(declared), attn_implementation=attention, dtype=dtype
-                ), attention
+                )
         except ValueError as error:
             if attention == "eager" or section.attention == "sdpa":
                 raise UsageError(f"model.attention = {section.attention!r}: {first_line(error)}") from error
+        else:
+            hf_io.check_flex(model, section.attention)
+            return model, section.attention if section.attention == "flex" else attention
     raise AssertionError("a model has eager attention")

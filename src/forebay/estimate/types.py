@@ -117,6 +117,7 @@ class Shape:
         gpu: attention saves what a GPU's kernels save; else what this CPU's do, to compare with a run on it.
         deferred_weight_grads: the experts' weight gradients are made after all others of their backward.
         autocast: forwards run under bf16 autocast.
+        flex: attention with sinks runs as `forebay.models.sinks` runs it on a GPU.
     """
 
     sequence: int
@@ -133,6 +134,7 @@ class Shape:
     gpu: bool = True
     deferred_weight_grads: bool = False
     autocast: bool = False
+    flex: bool = False
 
     def without_experts(self) -> Shape:
         """The shape without that on which only MoE sublayers depend."""

@@ -17,6 +17,7 @@ import torch
 from forebay.config import Model
 from forebay.errors import RunError, UsageError, first_line, nearest
 from forebay.models.catalog import PUBLISHED, find
+from forebay.models.sinks import has_eager_sinks
 from forebay.train import hf_weights
 from forebay.train.distributed import on_all
 from forebay.train.durable import make_folder, sync, sync_tree
@@ -210,6 +211,20 @@ def _check_keys(kind: type, family: str, given: Mapping[str, Any]) -> None:
             )
 
 
+def given_to_transformers(attention: str) -> str:
+    """The attention implementation that transformers is given for `model.attention`."""
+    return "eager" if attention == "flex" else attention  # `forebay.manage` replaces it
+
+
+def check_flex(model: Any, attention: str) -> None:
+    """Raise UsageError if `model.attention` is "flex" for a model whose attention has no sinks."""
+    if attention == "flex" and not any(map(has_eager_sinks, model.modules())):
+        raise UsageError(
+            f"model.attention = 'flex' is for attention with sinks, which {type(model).__name__} does not have; valid are "
+            "'sdpa', 'eager', 'flash_attention_2' and 'flash_attention_3'"
+        )
+
+
 def _skeleton(config: Any, dtype: torch.dtype, attention: str) -> Any:
     """The model on the meta device."""
     from transformers import AutoModelForCausalLM
@@ -217,10 +232,14 @@ def _skeleton(config: Any, dtype: torch.dtype, attention: str) -> Any:
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+                config, dtype=dtype, attn_implementation=given_to_transformers(attention), trust_remote_code=False
             )
     except (ValueError, ImportError) as error:  # gpt_oss has no sdpa; flash attention may not be installed
-        raise UsageError(f"model.attention = {attention!r} is not available: {first_line(error)}") from error
+        raise UsageError(
+            f"model.attention = {attention!r} is not available: {first_line(error)}; valid are 'eager' and, for attention with "
+            "sinks, 'flex'"
+        ) from error
+    check_flex(model, attention)
     for module in model.modules():
         bias = getattr(module, "e_score_correction_bias", None)
         if isinstance(bias, torch.Tensor):  # bf16 would round its updates away; from_pretrained does the same
@@ -256,13 +275,14 @@ def _load(folder: Path, config: Any, dtype: torch.dtype, attention: str) -> Any:
             **_LOCAL,
             use_safetensors=True,  # a pickle may run code
             dtype=dtype,
-            attn_implementation=attention,
+            attn_implementation=given_to_transformers(attention),
             ignore_mismatched_sizes=True,  # lists them in `info` instead of raising
             output_loading_info=True,
         )
         model, info = loaded
     except (OSError, ValueError, RuntimeError) as error:
         raise RunError(f"the weights in {folder} cannot be loaded: {first_line(error)}") from error
+    check_flex(model, attention)
     if info["mismatched_keys"]:
         raise mis_shaped(folder, sorted(info["mismatched_keys"]))
     if info["missing_keys"]:

@@ -428,6 +428,7 @@ def _manage(model: Any, config: Config, dispatcher: TokenDispatcher | None) -> M
             policy=config.memory.policy,
             budget=config.memory.budget if config.memory.budget != "" else None,
             compile=config.memory.compile,
+            attention="flex" if config.model.attention == "flex" else None,
             experts="forebay" if config.model.experts == "forebay" else None,
             loss="fused-always" if config.model.loss == "fused" else None,  # evaluation has to fit as training does
             offload=config.memory.offload,

@@ -187,6 +187,13 @@ def test_placements_change_no_bit(kind: str) -> None:
     assert mine.memory.report().moved_bytes > 0
 
 
+def test_options() -> None:
+    """They are those of `forebay.manage`, and are checked when the callback is made."""
+    forebay.ForebayCallback("keep", compile=True, attention=None)
+    with pytest.raises(PolicyError, match="attention='flash' is unknown; valid are 'flex' and None"):
+        forebay.ForebayCallback("keep", attention="flash")
+
+
 def test_a_mapping_leaves_layers_that_it_keeps_under_gradient_checkpointing() -> None:
     mine = callback({"*.0.mlp": "offload"}, offload="all")
     trainer = trainer_of("trainer", [mine], gradient_checkpointing=True, max_steps=2)

@@ -14,7 +14,7 @@ from forebay.estimate.op_recorder import OpRecorder
 from forebay.estimate.parts import Part, placed_parts
 from forebay.estimate.state import Sharing, weight_shapes
 from forebay.estimate.trace import base_path, trace_model
-from forebay.estimate.types import PartEvents, Shape, StageLayers
+from forebay.estimate.types import PartEvents, PartTrace, Shape, StageLayers
 from forebay.estimate.walk import WORKSPACE, AllocatorRun, RankRun, local_actions, shortened, walk
 from forebay.managed import manage
 from forebay.pipeline.schedule import Action, turns
@@ -198,7 +198,7 @@ def test_weight_gradients_in_place_are_never_allocated(actions: tuple[str, ...])
     events = PartEvents(
         made, backward, made, x=0, output=3, gradient=4, dx=6, saves_x=True, weight_grads=EXPERTS, transferred=NONE
     )
-    sublayer = Part("l.0.mlp", 0, events, deferred=(20 * MIB,), token_rows=130 * MIB)
+    sublayer = Part("l.0.mlp", 0, events, trace=PartTrace(0, 0, deferred=(20 * MIB,), token_rows=130 * MIB))
 
     def most(summed: int) -> int:
         given = RankRun(

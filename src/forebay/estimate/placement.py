@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 from forebay.estimate.types import ModelTrace, PartTrace, StageLayers
 from forebay.estimate.walk import StepLevel
@@ -29,24 +29,18 @@ _FEW = 1000
 Chosen = tuple[int, ...]  # the number of the option of each sublayer, stage after stage
 
 
-class Seconds(Protocol):
-    """Seconds by part."""
-
-    def __call__(self, part: PartTrace) -> tuple[float, float]:
-        """Of a microbatch's forward and backward."""
-
-
 @dataclass(frozen=True)
 class Machine:
     """What placements cost on a device.
 
     Attributes:
+        seconds: of a microbatch's forward and backward through a part.
         out_rate, back_rate: bytes a second of the link to the host, with all GPUs of a host at once; see `Timeline`.
         copy_rate: bytes a second that a kernel reads or writes.
         end_rates: of a pipeline, the link's rates at the two ends of a step.
     """
 
-    seconds: Seconds
+    seconds: Callable[[PartTrace], tuple[float, float]]
     out_rate: float
     back_rate: float
     copy_rate: float

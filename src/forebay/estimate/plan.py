@@ -318,7 +318,11 @@ def fit_run(
     _check_parameters(fits, budget)
     step = None
     if device is not None and (len(ranks) == config.parallel.pp or not estimator.chooses):
-        step = _step_timer(estimator, placements, estimates).on(device)
+        parameters = [
+            estimates[n].fit.parameters if n in estimates else estimator.parameters(n)
+            for n in range(config.parallel.pp)
+        ]
+        step = StepTimer(estimator, placements, parameters).on(device)
     sublayers = tuple(sublayer for rank in ranks for sublayer in rank.sublayers)
     levels = tuple(rank.levels for rank in ranks)
     return Fit(fits, world, estimator.weights.total, budget, sublayers, tuple(notes), step, choices, levels)
@@ -411,16 +415,6 @@ def _estimator(
         auto=None if auto is None else largest_total(auto),
         machine=machine_of(device or load_device(DEFAULT), p.ep, sharing),
     ), notes
-
-
-def _step_timer(run: RunEstimator, placements: Mapping[str, str], estimates: Mapping[int, RankEstimate]) -> StepTimer:
-    actions = None if run.actions is None else [[a for a in mine if a.computes] for mine in run.actions]
-    ranks = range(run.config.parallel.pp)
-    parameters = [estimates[n].fit.parameters if n in estimates else run.parameters(n) for n in ranks]
-    stages = [run.plan.stages(n) for n in ranks]
-    return StepTimer(
-        run.config, run.plan, run.trace, run.weights, run.sharing, run.prefix, placements, parameters, stages, actions
-    )
 
 
 def _dispatcher_bytes(config: Config, text: Any, shape: Shape, sharing: Sharing) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import inf
 from typing import Any
 
@@ -17,7 +18,8 @@ from forebay.estimate.device import DeviceProfile
 from forebay.estimate.fit import RankFit, largest_total
 from forebay.estimate.fsdp import param_groups
 from forebay.estimate.layers import LayerPlan
-from forebay.estimate.parts import Part, offloaded_bytes, placed_parts, plan_link
+from forebay.estimate.offloading import Link, offloaded_bytes
+from forebay.estimate.parts import Part, placed_parts
 from forebay.estimate.placement import (
     Choice,
     Machine,
@@ -44,7 +46,7 @@ from forebay.estimate.step_time import (
 from forebay.estimate.types import LayerTrace, ModelTrace, PartTrace, StageLayers
 from forebay.estimate.walk import RankRun, StepLevel, Walked, local_actions, shortened, walk
 from forebay.memory.offload_plan import PIPELINE_WAIT_SHARE
-from forebay.memory.timeline import LIGHT_RECOMPUTE_SHARE, Plan
+from forebay.memory.timeline import LIGHT_RECOMPUTE_SHARE
 from forebay.pipeline.model import adds_at_once
 from forebay.pipeline.schedule import Action, turns
 from forebay.policy import format_bytes, parse_bytes
@@ -142,8 +144,12 @@ class RunEstimator:
 
     def _estimate(self, number: int, stages: Mapping[int, StageLayers], placements: Mapping[str, str]) -> RankEstimate:
         run = self._run(number, stages, placements)
-        carried = {} if run.link is None else offloaded_bytes(run.link, run.stages, run.hidden, run.least)
         walked, recompute = walk(run), self.config.memory.recompute
+        carried = {
+            part.path: offloaded_bytes(walked.plan, part, run.hidden, run.least)
+            for part in chain.from_iterable(run.stages.values())
+            if part.placement == "offload" and walked.plan is not None
+        }
         sublayers = [
             option(
                 path,
@@ -168,12 +174,12 @@ class RunEstimator:
     def _run(self, number: int, stages: Mapping[int, StageLayers], placements: Mapping[str, str]) -> RankRun:
         c, pipeline = self.config, self.config.parallel.pp > 1
         layers, embedding, head = layers_and_ends(stages)
-        actions = self._actions(number) if self.actions is None else self.actions[number]
+        actions = self.computations(number) if self.actions is None else self.actions[number]
         parts = {
             n: placed_parts(self.trace, stage, placements, prefix=self.prefix, recompute=c.memory.recompute)
             for n, stage in stages.items()
         }
-        run = RankRun(
+        return RankRun(
             param_groups(self.weights, layers, embedding, head, self.sharing),
             self.sharing,
             parts,
@@ -188,43 +194,24 @@ class RunEstimator:
             at_once=self._at_once(),
             tied=self.weights.tied,
             least=(_LEAST_PIPELINE if pipeline else _LEAST) if self.sharing.gpu else 1,
-        )
-        # Chosen placements have an offload plan already.
-        if self.chooses or "offload" not in placements.values():
-            return run
-        return replace(run, link=self._link(number, run, self._timed(stages, parts)))
-
-    def _link(self, number: int, run: RankRun, parts: Mapping[int, Sequence[Part]]) -> Plan:
-        """The plan of the run's manager; without an engine, for each microbatch anew. On a CPU a copy takes no time."""
-        actions = self._actions(number)
-        m = self.machine
-        rates = (
-            (m.out_rate, m.back_rate, *(m.end_rates or (None, None)), m.copy_rate) if self.sharing.gpu else (inf, inf)
-        )
-        return plan_link(
-            parts,
-            actions if self.engine else [action for action in actions if action.microbatch == 0],
-            rates,
-            hidden=run.hidden,
-            least=run.least,
-            everything=self.config.memory.offload == "all",
+            # The choice of placements counts on what the link carries already.
+            link=None if self.chooses or "offload" not in placements.values() else self._link(),
         )
 
-    def _timed(self, stages: Mapping[int, StageLayers], parts: Mapping[int, Sequence[Part]]) -> dict[int, list[Part]]:
-        found: dict[int, list[Part]] = {}
-        traces = self._parts(stages)
-        for number in stages:
-            found[number] = []
-            for part in parts[number]:
-                forward, backward = self.machine.seconds(traces[part.path])
-                if part.light:
-                    backward += LIGHT_RECOMPUTE_SHARE * forward
-                elif part.placement == "recompute":
-                    backward += forward
-                found[number].append(replace(part, seconds=(forward, backward)))
-        return found
+    def _link(self) -> Link:
+        """Of the run's manager. On a CPU a copy takes no time."""
+        m, gpu = self.machine, self.sharing.gpu
+        ends = m.end_rates or (None, None)
+        rates = (m.out_rate, m.back_rate, *ends, m.copy_rate) if gpu else (inf, inf)
+        return Link(rates, self._seconds, self.config.memory.offload == "all")
 
-    def _actions(self, number: int) -> list[Action]:
+    def _seconds(self, part: Part) -> tuple[float, float]:
+        forward, backward = self.machine.seconds(part.trace)
+        again = LIGHT_RECOMPUTE_SHARE if part.light else float(part.placement == "recompute")
+        return forward, backward + again * forward
+
+    def computations(self, number: int) -> list[Action]:
+        """The actions of a pipeline rank that compute."""
         if self.actions is None:
             return local_actions(self.plan.microbatches, self.config.parallel.overlap)
         return [action for action in self.actions[number] if action.computes]
@@ -294,38 +281,28 @@ class StepTimer:
     pipeline's step longer by the share that its plan may wait.
 
     Attributes:
-        prefix: module path of the layers.
         placements: sublayer path to placement; the default is "keep".
         parameters: by pipeline rank, bytes of its own shards.
-        stages: by pipeline rank, its stages by number.
-        actions: computations by pipeline rank; None without a pipeline.
     """
 
-    config: Config
-    plan: LayerPlan
-    trace: ModelTrace
-    weights: WeightShapes
-    sharing: Sharing
-    prefix: str
+    run: RunEstimator
     placements: Mapping[str, str]
     parameters: Sequence[int]
-    stages: Sequence[Mapping[int, StageLayers]]
-    actions: Sequence[Sequence[Action]] | None
 
     def on(self, device: DeviceProfile) -> StepTime:
-        p = self.config.parallel
-        engine = p.pp > 1 or p.overlap
-        times = {n: self._stage(device, stage, engine) for mine in self.stages for n, stage in mine.items()}
-        actions = self.actions or [local_actions(self.plan.microbatches, p.overlap)]
-        ranks = [next(r for r, mine in enumerate(self.stages) if n in mine) for n in sorted(times)]
-        message, contention = self._message(device) if p.pp > 1 else 0.0, device.at("contention")
+        config, pp, engine = self.run.config, self.run.config.parallel.pp, self.run.engine
+        stages = [self.run.plan.stages(rank) for rank in range(pp)]
+        actions = [self.run.computations(rank) for rank in range(pp)]
+        times = {n: self._stage(device, stage, engine) for mine in stages for n, stage in mine.items()}
+        ranks = [next(r for r, mine in enumerate(stages) if n in mine) for n in sorted(times)]
+        message, contention = self._message(device) if pp > 1 else 0.0, device.at("contention")
         on_device = schedule_time(actions, ranks, times, message, engine, contention)
-        launch = 0.0 if self.config.memory.graph else device.at("launch")
+        launch = 0.0 if config.memory.graph else device.at("launch")
         launched = on_device.seconds
         if launch:
             launched = schedule_time(actions, ranks, times, message, engine, contention, launch).seconds
         waits = 1 + PIPELINE_WAIT_SHARE if self._offloads_all and self._alternates else 1.0
-        overheads = [self._overhead(device, rank) for rank in range(len(self.stages))]
+        overheads = [self._overhead(device, rank, stages[rank]) for rank in range(pp)]
         slowest = max(overheads, key=lambda b: b.gather + b.reduce)
         return StepTime(
             device=device.name,
@@ -337,25 +314,25 @@ class StepTimer:
             host=max(on_device.launches) * launch,
             busy=on_device.busy,
             exposed=on_device.exposed,
-            tokens=self.config.train.batch * self.config.train.sequence,
+            tokens=config.train.batch * config.train.sequence,
             measured=bool(device.measured()),
             around=STEP_LAUNCHES * device.at("launch"),
         )
 
     @property
     def _offloads_all(self) -> bool:
-        return self.config.memory.offload == "all" and "offload" in self.placements.values()
+        return self.run.config.memory.offload == "all" and "offload" in self.placements.values()
 
     @property
     def _alternates(self) -> bool:
         """Forwards follow backwards, as in a pipeline with more microbatches than ranks: such plans wait little."""
-        return self.plan.microbatches > self.config.parallel.pp > 1
+        return self.run.plan.microbatches > self.run.config.parallel.pp > 1
 
     def _sharding(self, device: DeviceProfile) -> ShardingTime:
-        return ShardingTime(device, self.sharing, self.plan.microbatches)
+        return ShardingTime(device, self.run.sharing, self.run.plan.microbatches)
 
     def _stage(self, device: DeviceProfile, stage: StageLayers, engine: bool) -> StageTime:
-        clock, sharding = _clock(device, self.config.parallel.ep, self.sharing), self._sharding(device)
+        clock, sharding = _clock(device, self.run.config.parallel.ep, self.run.sharing), self._sharding(device)
         forward: list[KernelTime] = []
         backward: list[KernelTime] = []
         for number in stage.layers:
@@ -364,43 +341,43 @@ class StepTimer:
             forward.append(f + KernelTime(more[0]))
             backward.insert(0, b + KernelTime(more[1]))
         if stage.embedding:
-            part = self.trace.embedding
+            part = self.run.trace.embedding
             forward[0] = forward[0] + clock.kernel_time(part.forward_ops)
             if not engine:  # an engine adds the tokens' gradients to the vocabulary's once a step
                 backward[-1] = backward[-1] + clock.kernel_time(part.backward_ops)
         if stage.head:
-            head = self.trace.head
+            head = self.run.trace.head
             f, b = clock.kernel_time(head.forward_ops), clock.kernel_time(head.backward_ops)
             forward.append(f + b if engine else f)
             if not engine:
                 backward.insert(0, b)
         if self._offloads_all and not self._alternates:
             moved = sum(self._offloaded(number) for number in stage.layers)
-            out_rate, back_rate = _host_rates(device, self.sharing)[:2]
+            out_rate, back_rate = _host_rates(device, self.run.sharing)[:2]
             forward[-1] = forward[-1] + _wait(forward, moved / out_rate)
             backward[-1] = backward[-1] + _wait(backward, moved / back_rate)
         return StageTime(tuple(forward), tuple(backward))
 
     def _offloaded(self, number: int) -> int:
-        sublayers = self.trace.layers[number].sublayers
+        sublayers = self.run.trace.layers[number].sublayers
         return sum(p.saved for name, p in sublayers if self._placement(number, name) == "offload")
 
     def _placement(self, number: int, name: str) -> str:
-        return self.placements.get(f"{self.prefix}.{number}.{name}", "keep")
+        return self.placements.get(f"{self.run.prefix}.{number}.{name}", "keep")
 
     def _layer(self, clock: Clock, number: int) -> tuple[KernelTime, KernelTime]:
-        layer: LayerTrace = self.trace.layers[number]
+        layer: LayerTrace = self.run.trace.layers[number]
         forward = backward = NO_TIME
         for name, part in layer.sublayers:
             f, b = self._sublayer(clock, part, self._placement(number, name))
             forward, backward = forward + f, backward + b
         if layer.is_moe:
-            waits = dispatch_wait(self.config.parallel)
+            waits = dispatch_wait(self.run.config.parallel)
             forward = forward + KernelTime(compute=waits, launches=waits / clock.device.at("launch"))
         return forward, backward
 
     def _sublayer(self, clock: Clock, part: PartTrace, placement: str) -> tuple[KernelTime, KernelTime]:
-        p, memory = self.config.parallel, self.config.memory
+        p, memory = self.run.config.parallel, self.run.config.memory
         forward, backward = clock.kernel_time(part.forward_ops), clock.kernel_time(part.backward_ops)
         if placement == "recompute":
             light = part.light_ops if memory.recompute != "full" else ()
@@ -410,21 +387,24 @@ class StepTimer:
         return _with_launches(forward, part.forward_ops, more), _with_launches(backward, part.backward_ops, more)
 
     def _elements(self, number: int) -> Elements:
-        return Elements.of(self.weights.layers[number], self.sharing.ep)
+        return Elements.of(self.run.weights.layers[number], self.run.sharing.ep)
 
-    def _overhead(self, device: DeviceProfile, rank: int) -> StepOverhead:
-        mine = self.stages[rank].values()
-        layers = [self._elements(n) for stage in mine for n in stage.layers]
-        outside = [w for s in mine for w in self.weights.embedding * s.embedding + self.weights.head * s.head]
+    def _overhead(self, device: DeviceProfile, rank: int, stages: Mapping[int, StageLayers]) -> StepOverhead:
+        layers = [self._elements(n) for stage in stages.values() for n in stage.layers]
+        outside = [
+            w
+            for s in stages.values()
+            for w in self.run.weights.embedding * s.embedding + self.run.weights.head * s.head
+        ]
         ends = Elements.of(outside)
-        fused, clips = self.config.optimizer.fused, self.config.train.clip > 0
-        frozen = self.sharing.frozen * sum(e.frozen for e in (*layers, ends))
-        trained = self.parameters[rank] - frozen // (self.sharing.data if self.sharing.sharded else 1)
+        fused, clips = self.run.config.optimizer.fused, self.run.config.train.clip > 0
+        frozen = self.run.sharing.frozen * sum(e.frozen for e in (*layers, ends))
+        trained = self.parameters[rank] - frozen // (self.run.sharing.data if self.run.sharing.sharded else 1)
         return self._sharding(device).step(layers, ends, trained, fused, clips)
 
     def _message(self, device: DeviceProfile) -> float:
         """Seconds of a microbatch's hidden states to the next rank."""
-        size, replica = self.trace.layers[0].attention.inputs, self.sharing.data * self.sharing.pp
+        size, replica = self.run.trace.layers[0].attention.inputs, self.run.sharing.data * self.run.sharing.pp
         return size / device.link("all_to_all", replica <= device.node, size) + device.at("kernel")
 
 

@@ -33,10 +33,11 @@ from forebay.estimate.fsdp import (
     PlainLifecycle,
     UnshardedLifecycle,
 )
-from forebay.estimate.parts import MEASURED_STEPS, PAGE, Part, offloadable
+from forebay.estimate.offloading import MEASURED_STEPS, Link, OffloadManager, PartRun
+from forebay.estimate.parts import PAGE, Part
 from forebay.estimate.state import Sharing
 from forebay.estimate.types import ALL_TO_ALL_BEGIN, ALL_TO_ALL_END, FINAL_NORM_END, MATMUL, PAGES
-from forebay.memory.timeline import Key, Plan
+from forebay.memory.timeline import Plan
 from forebay.pipeline.schedule import Action
 
 WORKSPACE = 32 << 20
@@ -71,7 +72,7 @@ class RankRun:
         at_once: the engine adds the embedding's gradients as they are made.
         tied: embedding and head are one parameter.
         least: bytes below which nothing is offloaded.
-        link: what the manager offloads, and when; None offloads all of a sublayer, with two in transfer.
+        link: over which the manager plans to offload; None offloads all of a sublayer, with two in transfer.
     """
 
     groups: Sequence[ParamGroup]
@@ -88,7 +89,7 @@ class RankRun:
     at_once: bool = False
     tied: bool = False
     least: int = 1 << 20
-    link: Plan | None = None
+    link: Link | None = None
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,7 @@ class Walked:
         parameters, optimizer: bytes of the rank's parameters and of their moments.
         before: bytes in use before a forward, as a manager measures them in its second step, with all moments.
         by_step: bytes of segments after each step.
+        plan: what the manager offloads, and when.
     """
 
     reserved: int
@@ -132,6 +134,7 @@ class Walked:
     optimizer: int
     before: int
     by_step: tuple[int, ...]
+    plan: Plan | None = None
 
 
 def walk(run: RankRun, steps: int | None = None, limit: int | None = None) -> Walked:
@@ -179,8 +182,7 @@ class AllocatorRun:
         self._params = self._lifecycle(run)
         self._workspaces: list[Block] = []
         self._arena: Block | None = None
-        self._managed_steps = 0
-        self._before = 0
+        self._manager = OffloadManager(self.allocator, self._stream, run.link, run.hidden, run.least)
         self.peak = StepLevel("", "", (0,) * len(ROLES))
         self._levels: list[StepLevel] = []
         self._note("", "initialization")
@@ -203,7 +205,7 @@ class AllocatorRun:
             levels = [self.peak, *levels]
         return Walked(
             self.allocator.peak_reserved, self.peak, tuple(levels), held[PARAMETERS], held[OPTIMIZER],
-            self._before + held[OPTIMIZER], tuple(by_step),
+            self._manager.before + held[OPTIMIZER], tuple(by_step), self._manager.plan,
         )  # fmt: skip
 
     def _note(self, action: str, where: str, live: Mapping[str, int] = NOTHING) -> None:
@@ -225,15 +227,13 @@ class AllocatorRun:
             allocator.begin_graph("step")
         self._note("", "gathering of parameters")
         step = _StepRun(
-            self._run, allocator, params, self._stream, self._workspace, self._note, self._managed_steps,
+            self._run, allocator, params, self._stream, self._workspace, self._note, self._manager,
             self._arena is not None,
         )  # fmt: skip
         params.begin_step()
         step.run()
         params.end_step()
         token_grads = step.end()
-        self._managed_steps = step.managed_steps
-        self._before = step.before or self._before
         if unsharded and captured:
             unsharded.hold()
         if unsharded:
@@ -289,31 +289,6 @@ class AllocatorRun:
                 self.allocator.empty_cache()
 
 
-@dataclass(eq=False)
-class _PartRun:
-    """A part of a microbatch between forward and backward.
-
-    Attributes:
-        blocks: by storage.
-        x: its input, while it is held.
-        offloaded: bytes of the storages that were offloaded.
-        pages: without an arena, a block in place of its pages.
-        call: the number of its forwards before this one in the manager's step.
-    """
-
-    part: Part
-    blocks: dict[int, Block]
-    x: Block | None
-    offloaded: dict[int, int] = field(default_factory=dict)
-    balance: Block | None = None
-    pages: Block | None = None
-    call: int = 0
-
-    @property
-    def key(self) -> Key:
-        return self.part.path, self.call
-
-
 @dataclass
 class _DeferredGrads:
     """The deferred weight gradients of a split backward: transient bytes of making each, and the tensors that they wait with."""
@@ -326,8 +301,8 @@ class _DeferredGrads:
     def of(part: Part, in_place: bool) -> _DeferredGrads:
         """`in_place`: gradients are added to a sum as they are made, which needs rows of tokens only."""
         sizes = part.expert_grads
-        transient = (part.token_rows,) * len(sizes) if in_place else tuple(sizes.values())
-        return _DeferredGrads(transient, part.deferred)
+        transient = (part.trace.token_rows,) * len(sizes) if in_place else tuple(sizes.values())
+        return _DeferredGrads(transient, part.trace.deferred)
 
 
 class _StepRun:
@@ -336,7 +311,6 @@ class _StepRun:
     Args:
         workspace: allocates cuBLAS's workspace of a thread if it is not there.
         note: records the level of what ran since its last call, given the attributes of a `StepLevel`.
-        managed_steps: of the manager, begun before this step. An engine's is a step, else it is a microbatch.
         paged: there is an arena of pages.
     """
 
@@ -348,35 +322,27 @@ class _StepRun:
         stream: Any,
         workspace: Callable[[int], None],
         note: Callable[..., None],
-        managed_steps: int = 0,
-        paged: bool = False,
+        manager: OffloadManager,
+        paged: bool,
     ):
         self._run, self._allocator, self._params, self._stream = run, allocator, params, stream
         self._transfer_stream = _TRANSFERS if run.engine else stream
-        self._workspace, self._note = workspace, note
+        self._workspace, self._note, self._manager = workspace, note, manager
         self._action = ""
         self._running: dict[str, str] = {}  # "forward" or "backward" to the part that runs
         self._live: dict[str, int] = {}  # see `StepLevel`
-        self._part_runs: dict[tuple[int, int], list[_PartRun]] = {}
+        self._part_runs: dict[tuple[int, int], list[PartRun]] = {}
         self._arrived: dict[tuple[str, int, int], Block] = {}
         self._sent: list[Block] = []
-        self._offloading: list[_PartRun] = []
         self._token_grads: list[Block] = []
         self._deferred: dict[tuple[int, int], list[_DeferredGrads]] = {}
         self._paged = paged
-        self.managed_steps = managed_steps
-        self.before = 0
-        self._calls: dict[str, int] = {}
-        self._by_key: dict[Key, _PartRun] = {}
-        self._released_at: dict[tuple[str, Key], list[Key]] = {}
-        for key, event in (run.link.release_at if run.link is not None else {}).items():
-            self._released_at.setdefault(event, []).append(key)
         self.most_stashed = self._stashed = 0
         self._last = max((a.microbatch for action in run.actions for a in (action.parts or (action,))), default=0)
 
     def run(self) -> None:
         if self._run.engine:
-            self._begin_managed_step()
+            self._manager.begin_step()
         for action in self._run.actions:
             self._action = str(action)
             match action.kind:
@@ -423,11 +389,10 @@ class _StepRun:
     def _forward(self, stage: int, microbatch: int) -> Iterator[None]:
         """Yields after each of an engine's computations."""
         parts, engine = self._run.stages[stage], self._run.engine
-        runs: list[_PartRun] = []
+        runs: list[PartRun] = []
         self._part_runs[stage, microbatch] = runs
         if not engine:
-            self._begin_managed_step()
-            self._calls, self._by_key = {}, {}
+            self._manager.begin_step()
         x = self._arrived.pop(("F", stage, microbatch), None)
         if engine and parts[-1].path == "head":
             parts = parts[:-1]  # `_hand_on` runs it
@@ -475,7 +440,7 @@ class _StepRun:
         else:
             self._allocator.free(x)
 
-    def _part_forward(self, run: _PartRun, model_inputs: list[Block]) -> Generator[None, None, Block]:
+    def _part_forward(self, run: PartRun, model_inputs: list[Block]) -> Generator[None, None, Block]:
         events = run.part.events
         on_mark = {FINAL_NORM_END: partial(self._free_all, model_inputs), PAGES: partial(self._take_pages, run)}
         played = events.forward_no_grad if run.part.placement == "recompute" else events.forward
@@ -484,15 +449,13 @@ class _StepRun:
         self._place_saved(run)
         return output
 
-    def _begin_part(self, part: Part, x: Block | None, microbatch: int) -> _PartRun:
+    def _begin_part(self, part: Part, x: Block | None, microbatch: int) -> PartRun:
         if part.path != "embedding":
             self._workspace(0)  # rotary tables, which come before the layers, are matrix products
         self._running["forward"] = part.path
         self._params.enter(part.place, part.mlp, False, microbatch == self._last)
-        run = _PartRun(part, {}, x, call=self._calls.get(part.path, 0))
-        self._calls[part.path] = run.call + 1
-        self._by_key[run.key] = run
-        self._transfer_at("F", run)
+        run = PartRun(part, {}, x)
+        self._manager.begin_forward(run)
         return run
 
     def _hand_on(self, stage: int, microbatch: int, x: Block) -> None:
@@ -505,85 +468,17 @@ class _StepRun:
         else:
             self._send("F", stage + 1, microbatch, x)
 
-    def _place_saved(self, run: _PartRun) -> None:
+    def _place_saved(self, run: PartRun) -> None:
         part, blocks = run.part, run.blocks
         if part.placement == "recompute":
             self._free(blocks.values())
             blocks.clear()
-        elif part.placement == "offload" and self._plan is None:
-            self._offloading.append(run)
         elif part.stashed_x:
             self._allocator.free(blocks.pop(part.stashed_x[0]))
         held = [*blocks.values(), *([run.x] if run.x is not None and self._keeps_input(part) else [])]
         for block in held:
             self._allocator.set_role(block, ACTIVATIONS)
-
-    # --- offloading -----------------------------------------------------------------------------------------------
-
-    @property
-    def _plan(self) -> Plan | None:
-        """The manager's plan, after the steps that it measures."""
-        return self._run.link if self.managed_steps > MEASURED_STEPS else None
-
-    def _begin_managed_step(self) -> None:
-        self.managed_steps += 1
-        if self.managed_steps == MEASURED_STEPS:
-            self.before = self._allocator.allocated - self._allocator.by_role[OPTIMIZER]
-
-    def _transfer_at(self, kind: str, run: _PartRun, following: _PartRun | None = None) -> None:
-        """Settle and fetch what is due when a part's forward or backward begins.
-
-        While the manager measures, a sublayer's tensors are on the device until the next one begins, and again from one
-        before its backward.
-
-        Args:
-            following: the part whose backward is next.
-        """
-        if self._plan is None:
-            staying = self._offloading[-1:] if self._run.link is None else [run]
-            for other in [other for other in self._offloading if all(other is not mine for mine in staying)]:
-                self._offloading.remove(other)
-                self._release(other, None)
-        else:
-            event = kind, run.key
-            for key in self._released_at.get(event, ()):
-                if key in self._by_key:
-                    self._release(self._by_key[key], self._plan.offload[key])
-            for key in self._plan.fetch_at.get(event, ()):
-                if key in self._by_key:
-                    self._fetch(self._by_key[key])
-        if kind == "B":
-            self._fetch(run)
-            if following is not None and self._plan is None:
-                self._fetch(following)
-
-    def _release(self, run: _PartRun, chosen: frozenset[int] | None) -> None:
-        """Free what was offloaded: the chosen items, or all."""
-        events, least = run.part.events, self._run.least
-        if chosen is None:
-            leaving = [*run.blocks, events.x]
-        else:
-            items = offloadable(events, self._run.hidden, least)
-            leaving = [number for at, (number, _) in enumerate(items) if at in chosen]
-        for n in leaving:
-            if n == events.x and run.x is not None and run.x.size >= least:
-                run.offloaded[n] = run.x.size
-                self._allocator.free(run.x)
-                run.x = None
-            elif n in run.blocks and run.blocks[n].size >= least:
-                run.offloaded[n] = run.blocks[n].size
-                self._allocator.free(run.blocks.pop(n))
-
-    def _fetch(self, run: _PartRun) -> None:
-        if run in self._offloading:
-            self._offloading.remove(run)
-        for n, size in run.offloaded.items():
-            block = self._malloc(size, ACTIVATIONS)
-            if n == run.part.events.x:
-                run.x = block
-            else:
-                run.blocks[n] = block
-        run.offloaded = {}
+        self._manager.end_forward(run)
 
     # --- backward -------------------------------------------------------------------------------------------------
 
@@ -598,7 +493,7 @@ class _StepRun:
             run = runs.pop()
             part = run.part
             self._running["backward"] = part.path
-            self._transfer_at("B", run, runs[-1] if runs else None)
+            self._manager.begin_backward(run, runs[-1] if runs else None)
             if part.path == "embedding" and self._run.summed:
                 self._sum_token_grads(run, dy)
                 self._end_part("backward")
@@ -606,7 +501,9 @@ class _StepRun:
             self._params.enter(part.place, part.mlp, True, microbatch == self._last)
             if part.with_previous:
                 run.x = yield from self._recompute(runs[-1])
-            deferred = _DeferredGrads.of(part, self._run.sharing.adds_in_place) if split and part.deferred else None
+            deferred = (
+                _DeferredGrads.of(part, self._run.sharing.adds_in_place) if split and part.trace.deferred else None
+            )
             dx = yield from self._part_backward(run, dy, deferred is not None)
             if deferred is not None:
                 deferred.blocks = [self._malloc(size, ACTIVATIONS) for size in deferred.sizes]
@@ -621,7 +518,7 @@ class _StepRun:
         if waiting:
             self._deferred[stage, microbatch] = waiting
 
-    def _sum_token_grads(self, run: _PartRun, dy: Block) -> None:
+    def _sum_token_grads(self, run: PartRun, dy: Block) -> None:
         self._free(run.blocks.values())
         if self._run.at_once:
             self._free([self._malloc(self._run.summed), dy])
@@ -629,10 +526,10 @@ class _StepRun:
             self._token_grads.append(dy)
             self._allocator.set_role(dy, GRADIENTS)
 
-    def _part_backward(self, run: _PartRun, dy: Block, deferred: bool) -> Generator[None, None, Block | None]:
+    def _part_backward(self, run: PartRun, dy: Block, deferred: bool) -> Generator[None, None, Block | None]:
         """The gradient of its input. `deferred`: without the experts' weight gradients."""
         part, events, blocks = run.part, run.part.events, run.blocks
-        elsewhere = part.expert_grads if deferred or (self._run.sharing.adds_in_place and part.deferred) else ()
+        elsewhere = part.expert_grads if deferred or (self._run.sharing.adds_in_place and part.trace.deferred) else ()
         backward = events.backward
         if elsewhere:
             backward = tuple(event for event in backward if event[0] not in elsewhere)
@@ -651,7 +548,7 @@ class _StepRun:
             self._allocator.free(run.balance)
         return dx
 
-    def _recompute(self, run: _PartRun) -> Generator[None, None, Block]:
+    def _recompute(self, run: PartRun) -> Generator[None, None, Block]:
         """Run a part's forward again; its output."""
         yield from self._play(run.blocks, run.part.events.forward, run.part, thread=1)
         return run.blocks.pop(run.part.events.output)
@@ -661,6 +558,7 @@ class _StepRun:
         events = head.events
         blocks: dict[int, Block] = {}
         self._running["forward"] = head.path
+        self._manager.record("F", PartRun(head, blocks, None))
         self._params.enter("head", False, True, False)
         # The engine adds the head's weight gradient to a sum of its own.
         elsewhere = events.head_sum if self._run.summed else frozenset()
@@ -678,20 +576,20 @@ class _StepRun:
 
     # --- pages ----------------------------------------------------------------------------------------------------
 
-    def _take_pages(self, run: _PartRun) -> None:
+    def _take_pages(self, run: PartRun) -> None:
         """For x and h, before h is made. In the first step there is no arena: they have memory of their own."""
         if not self._paged:
             run.pages = self._malloc(run.part.pages, ACTIVATIONS)
         self._stashed += run.part.pages
         self.most_stashed = max(self.most_stashed, self._stashed)
 
-    def _read_pages(self, run: _PartRun) -> None:
+    def _read_pages(self, run: PartRun) -> None:
         """x is copied out of the pages; kernels read h there."""
         if run.part.stashed_x:
             number, size = run.part.stashed_x
             run.blocks[number] = self._malloc(size)
 
-    def _release_pages(self, run: _PartRun) -> None:
+    def _release_pages(self, run: PartRun) -> None:
         """After the experts' weight gradients."""
         if run.part.stashed_x:
             self._stashed -= run.part.pages

@@ -1,0 +1,105 @@
+"""The offload plan of a manager, recorded in a walk: a link counted by hand, and steps played with it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from forebay.estimate.offloading import Link, offloadable, offloaded_bytes
+from forebay.estimate.parts import Part
+from forebay.estimate.state import Sharing
+from forebay.estimate.types import PartEvents
+from forebay.estimate.walk import RankRun, Walked, local_actions, walk
+from forebay.memory.timeline import Plan
+from forebay.pipeline.schedule import Action, turns
+
+MIB = 1 << 20
+NAMES = ["l.0.mlp", "l.1.mlp", "l.2.mlp"]
+
+
+def events(size: int) -> PartEvents:
+    """Saves a storage of `size`, and one byte."""
+    return PartEvents(
+        forward=((1, size), (2, 1), (3, 16 * MIB)), backward=((6, 16 * MIB), (4, 0), (1, 0), (2, 0)),
+        forward_no_grad=(), x=0, output=3, gradient=4, dx=6, saves_x=False, weight_grads={}, transferred=frozenset(),
+        saved=(1, 2),
+    )  # fmt: skip
+
+
+EMBEDDING = Part("embedding", "embedding", PartEvents(
+    ((1, 16 * MIB),), ((2, 0),), (), -1, 1, 2, -1, False, {}, frozenset(),
+))  # fmt: skip
+
+
+def parts(size: int, kept: str = "") -> list[Part]:
+    return [Part(name, n, events(size), "keep" if name == kept else "offload") for n, name in enumerate(NAMES)]
+
+
+def ten_seconds(part: Part) -> tuple[float, float]:
+    """Each way; an embedding takes no time."""
+    return (0.0, 0.0) if part.path == "embedding" else (10.0, 10.0)
+
+
+def walked(stage: list[Part], rate: float, least: int, everything: bool = False, microbatches: int = 1) -> Walked:
+    run = RankRun(
+        [], Sharing(sharded=False, parameter=4, compute=4), {0: [EMBEDDING, *stage]}, local_actions(microbatches, False),
+        engine=False, summed=0, hidden=16 * MIB, turns=turns, random=False, least=least,
+        link=Link((rate, rate), ten_seconds, everything),
+    )  # fmt: skip
+    return walk(run)
+
+
+def planned(stage: list[Part], rate: float, least: int, everything: bool = False) -> Plan:
+    plan = walked(stage, rate, least, everything).plan
+    assert plan is not None
+    return plan
+
+
+def test_what_a_store_takes_is_saved_and_large_enough_in_order() -> None:
+    found = replace(events(8), saved=(2, 0, 1), saves_x=True)
+    assert offloadable(found, hidden=4, least=2) == [(0, 4), (1, 8)]
+    assert offloadable(found, hidden=4, least=1) == [(2, 1), (0, 4), (1, 8)]
+
+
+def test_a_link_counted_by_hand() -> None:
+    """1 MiB a second, events of 10 s: F0 F1 F2 B2 B1 B0, 5 MiB each. The first sublayer's leave from 10 to 15 s, and
+    are released at F2 (20 s); back they take 5 / 0.92 s up to 50 s, so they begin at B1 (40 s). The second's would have
+    to come back between 30 and 40 s; but at B2 no fetch may begin, because the turn has not passed. They stay, and so
+    do the third's."""
+    plan = planned(parts(5 * MIB), rate=MIB, least=2 * MIB)
+    first = (NAMES[0], 0)
+    assert plan.offload == {first: frozenset({0})}
+    assert plan.release_at == {first: ("F", (NAMES[2], 0))}
+    assert plan.fetch_at == {("B", (NAMES[1], 0)): (first,)}
+    assert [offloaded_bytes(plan, part, 4, 2 * MIB) for part in parts(5 * MIB)] == [5 * MIB, 0, 0]
+
+
+def test_everything_is_offloaded_on_request() -> None:
+    plan = planned(parts(5 * MIB, kept=NAMES[1]), rate=1e-3, least=2 * MIB, everything=True)
+    assert {path for path, _ in plan.offload} == {NAMES[0], NAMES[2]}
+    assert plan.stall_seconds > 0
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_steps_follow_the_plan_after_the_measured_ones(microbatches: int) -> None:
+    """The link carries the first of three sublayers' 64 MiB in 5 s. At the turn all but these are on the device."""
+    found = walked(parts(64 * MIB), 12.8 * MIB, MIB, microbatches=microbatches)
+    assert found.plan is not None and found.plan.planned_bytes == 64 * MIB
+    kept = [replace(part, placement="keep") for part in parts(64 * MIB)]
+    most = walked(kept, 12.8 * MIB, MIB, microbatches=microbatches).peak.allocated
+    assert most - found.peak.allocated == 64 * MIB
+
+
+def test_forwards_and_backwards_that_overlap_are_recorded_in_the_order_in_which_they_begin() -> None:
+    """Of a pipeline's last rank: the calls count microbatches, and the backward of the earlier one begins first."""
+    both = Action("OVERLAP_F_B", -1, -1, (Action("F", 0, 1), Action("B", 0, 0)))
+    actions = [Action("F", 0, 0), Action("RECV_B", 0, 0), both, Action("RECV_B", 0, 1), Action("B", 0, 1)]
+    stage = [replace(part, events=replace(part.events, transferred=frozenset({3}))) for part in parts(64 * MIB)]
+    run = RankRun(
+        [], Sharing(data=2, sharded=True, gathered=True, pp=2), {0: [EMBEDDING, *stage]}, actions,
+        engine=True, summed=0, hidden=16 * MIB, turns=turns, random=False, pipeline=True,
+        link=Link((MIB, MIB), ten_seconds, everything=True),
+    )  # fmt: skip
+    plan = walk(run).plan
+    assert plan is not None and {count for _, count in plan.offload} <= {0, 1}

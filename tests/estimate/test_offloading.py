@@ -11,8 +11,8 @@ from forebay.estimate.parts import Part
 from forebay.estimate.state import Sharing
 from forebay.estimate.types import PartEvents
 from forebay.estimate.walk import RankRun, Walked, local_actions, walk
-from forebay.memory.timeline import Plan
-from forebay.pipeline.schedule import Action, turns
+from forebay.memory.timeline import Plan, Timeline
+from forebay.pipeline.schedule import Action
 
 MIB = 1 << 20
 NAMES = ["l.0.mlp", "l.1.mlp", "l.2.mlp"]
@@ -42,9 +42,10 @@ def ten_seconds(part: Part) -> tuple[float, float]:
 
 
 def walked(stage: list[Part], rate: float, least: int, everything: bool = False, microbatches: int = 1) -> Walked:
+    alone = Sharing(sharded=False, parameter=4, compute=4, random=False)
     run = RankRun(
-        [], Sharing(sharded=False, parameter=4, compute=4), {0: [EMBEDDING, *stage]}, local_actions(microbatches, False),
-        engine=False, summed=0, hidden=16 * MIB, turns=turns, random=False, least=least,
+        [], alone, {0: [EMBEDDING, *stage]}, local_actions(microbatches, False),
+        summed=0, hidden=16 * MIB, least=least,
         link=Link((rate, rate), ten_seconds, everything),
     )  # fmt: skip
     return walk(run)
@@ -92,14 +93,27 @@ def test_steps_follow_the_plan_after_the_measured_ones(microbatches: int) -> Non
 
 
 def test_forwards_and_backwards_that_overlap_are_recorded_in_the_order_in_which_they_begin() -> None:
-    """Of a pipeline's last rank: the calls count microbatches, and the backward of the earlier one begins first."""
+    """Where the forward of microbatch 1 overlaps with the backward of microbatch 0, the latter begins."""
+    recorded: list[Timeline] = []
+
+    class Recording(Link):
+        def plan(self, timeline: Timeline, paths: frozenset[str]) -> Plan:
+            recorded.append(timeline)
+            return super().plan(timeline, paths)
+
     both = Action("OVERLAP_F_B", -1, -1, (Action("F", 0, 1), Action("B", 0, 0)))
     actions = [Action("F", 0, 0), Action("RECV_B", 0, 0), both, Action("RECV_B", 0, 1), Action("B", 0, 1)]
-    stage = [replace(part, events=replace(part.events, transferred=frozenset({3}))) for part in parts(64 * MIB)]
     run = RankRun(
-        [], Sharing(data=2, sharded=True, gathered=True, pp=2), {0: [EMBEDDING, *stage]}, actions,
-        engine=True, summed=0, hidden=16 * MIB, turns=turns, random=False, pipeline=True,
-        link=Link((MIB, MIB), ten_seconds, everything=True),
+        [], Sharing(data=2, sharded=True, gathered=True, pp=2, random=False), {0: [EMBEDDING, *parts(64 * MIB)]}, actions,
+        summed=0, hidden=16 * MIB, link=Recording((MIB, MIB), ten_seconds, everything=True),
     )  # fmt: skip
     plan = walk(run).plan
-    assert plan is not None and {count for _, count in plan.offload} <= {0, 1}
+    (timeline,) = recorded
+    names = [(event.kind, *timeline.calls[event.call].key) for event in timeline.events]
+    assert names[:4] == [*(("F", name, 0) for name in NAMES), ("B", NAMES[2], 0)]
+    assert names[-3:] == [("B", name, 1) for name in reversed(NAMES)]
+    overlapped = names[3:-3]
+    assert [name for name in overlapped if name[0] == "F"] == [("F", name, 1) for name in NAMES]
+    assert [name for name in overlapped if name[0] == "B"] == [("B", name, 0) for name in reversed(NAMES)]
+    assert all(event.seconds == 10.0 for event in timeline.events)
+    assert plan is not None and {path for path, _ in plan.offload} <= set(NAMES)

@@ -17,7 +17,7 @@ from forebay.estimate.trace import base_path, trace_model
 from forebay.estimate.types import PartEvents, PartTrace, Shape, StageLayers
 from forebay.estimate.walk import WORKSPACE, AllocatorRun, RankRun, local_actions, shortened, walk
 from forebay.managed import manage
-from forebay.pipeline.schedule import Action, turns
+from forebay.pipeline.schedule import Action
 from tests.estimate.replay import peak_of
 
 MIB = 1 << 20
@@ -36,7 +36,7 @@ def part(place: Any, name: str, saved: int, workspace: int, size: int = 16 * MIB
     return Part(name, place, events, **more)
 
 
-ALONE = Sharing(sharded=False, parameter=4, compute=4)
+ALONE = Sharing(sharded=False, parameter=4, compute=4, random=False)
 EMBEDDING = Part(
     "embedding",
     "embedding",
@@ -45,7 +45,7 @@ EMBEDDING = Part(
 
 
 def rank(parts: list[Part], microbatches: int = 1, groups: list[ParamGroup] | None = None, **more: Any) -> RankRun:
-    given = {"engine": False, "summed": 0, "hidden": 16 * MIB, "turns": turns, "random": False, **more}
+    given = {"summed": 0, "hidden": 16 * MIB, **more}
     actions = shortened(local_actions(microbatches, False), False)
     return RankRun(groups or [], ALONE, {0: [EMBEDDING, *parts]}, actions, **given)
 
@@ -107,7 +107,7 @@ def test_a_cuda_graph_has_memory_of_its_own() -> None:
     assert captured.peak.allocated == called.peak.allocated
 
 
-TWO = Sharing(data=2, sharded=True, parameter=4, compute=2, summed=4, gathered=True, pp=2)
+TWO = Sharing(data=2, sharded=True, parameter=4, compute=2, summed=4, gathered=True, pp=2, random=False)
 
 
 @pytest.mark.parametrize("at_once", [False, True])
@@ -117,7 +117,7 @@ def test_gradients_of_embedded_tokens_wait_unless_they_are_added_at_once(at_once
     def most(microbatches: int, spread: int = 32 * MIB) -> int:
         sublayer = part(0, "l.0.mlp", 8 * MIB, 4 * MIB)
         actions = [Action(kind, 0, n) for n in range(microbatches) for kind in ("F", "RECV_B", "B")]
-        given = rank([sublayer], engine=True, pipeline=True, summed=spread, at_once=at_once)
+        given = rank([sublayer], summed=spread, at_once=at_once)
         return walk(replace(given, sharing=TWO, actions=actions), steps=1).peak.allocated
 
     few, many, more = most(4), most(12), most(20)
@@ -184,7 +184,7 @@ def test_the_peak_is_that_of_a_real_step(
     parts = placed_parts(trace, stage, placements, prefix=prefix, recompute=mode)
     groups = param_groups(weights, range(4), True, True, ALONE)
     actions = local_actions(microbatches, False)
-    run = AllocatorRun(RankRun(groups, ALONE, {0: parts}, actions, False, 0, 0, turns, random=False))
+    run = AllocatorRun(RankRun(groups, ALONE, {0: parts}, actions, 0, 0))
     before = run.allocator.allocated
     run.gradients()
     assert run.peak.allocated - before == pytest.approx(peak_of(recorder.log), rel=0.02)
@@ -206,12 +206,8 @@ def test_weight_gradients_in_place_are_never_allocated(actions: tuple[str, ...])
             replace(TWO, summed=summed),
             {0: [EMBEDDING, sublayer]},
             [Action(kind, 0, 0) for kind in actions],
-            engine=True,
             summed=0,
             hidden=16 * MIB,
-            turns=turns,
-            random=False,
-            pipeline=True,
         )
         return walk(given, steps=1).peak.allocated
 

@@ -153,7 +153,7 @@ class PersistentState:
             tensors that FSDP2 casts.
     """
 
-    def __init__(self, allocator: CachingAllocator, groups: Sequence[ParamGroup], sharing: Sharing, random: bool):
+    def __init__(self, allocator: CachingAllocator, groups: Sequence[ParamGroup], sharing: Sharing):
         self._allocator, self._s = allocator, sharing
         self._moments: list[Block] = []
         self._order = sorted(
@@ -170,7 +170,7 @@ class PersistentState:
             if own:
                 allocator.malloc((sharing.frozen if frozen else sharing.parameter) * own, DEFAULT, PARAMETERS)
         last: Block | None = None
-        for _, _, elements, _, frozen in self._order if random else ():
+        for _, _, elements, _, frozen in self._order if sharing.random else ():
             block = allocator.malloc((sharing.frozen if frozen else sharing.parameter) * elements, DEFAULT)
             if last is not None:
                 allocator.free(last)

@@ -135,6 +135,11 @@ def _named(stage: dict[str, Any]) -> str:
     return "embedding + " * stage["embedding"] + numbers + " + head" * stage["head"]
 
 
+def declared_by(config: Config) -> Any:
+    """The Hugging Face configuration of a run's model."""
+    return hf_io.configuration(config.model, load_tokenizer(config.data.tokenizer).vocabulary)
+
+
 def plan_layers(config: Config, world: int = 0, traces: TraceCache | None = None) -> LayerPlan:
     """The plan of a run on `world` processes; 0 means as few as `config` can run on: `Config.processes`.
 
@@ -146,7 +151,7 @@ def plan_layers(config: Config, world: int = 0, traces: TraceCache | None = None
     """
     world = world or config.processes
     check_world(config, world)
-    declared = hf_io.configuration(config.model, load_tokenizer(config.data.tokenizer).vocabulary)
+    declared = declared_by(config)
     check_experts(config.parallel.ep, experts_in(declared))
     sharing = world // config.parallel.pp
     costs = layer_costs(config, declared, sharing_of(config, world), traces or TraceCache())
@@ -200,13 +205,12 @@ def layer_costs(config: Config, declared: Any, sharing: Sharing, traces: TraceCa
 def shape_of(config: Config, declared: Any, sharing: Sharing, skew: float = 1.0) -> Shape:
     """The microbatch of a process."""
     c, p = config, config.parallel
-    engine = p.pp > 1 or p.overlap
     return Shape(
         c.train.sequence,
         c.microbatch(sharing.batch),
         c.model.experts,
         c.model.loss,
-        stages=engine or p.ep > 1,
+        stages=sharing.gathered or p.ep > 1,
         ep=p.ep,
         skew=skew,
         capacity_factor=p.capacity_factor if p.dispatch in ("auto", "symmetric") else 0.0,
@@ -215,7 +219,7 @@ def shape_of(config: Config, declared: Any, sharing: Sharing, skew: float = 1.0)
         balance=hf_io.balance_coefficient(declared) != 0,
         block=GPU_BLOCK if sharing.gpu else 1,
         gpu=sharing.gpu,
-        deferred_weight_grads=engine,
+        deferred_weight_grads=sharing.gathered,
     )
 
 
@@ -225,7 +229,6 @@ def sharing_of(config: Config, world: int) -> Sharing:
     size = {"float32": 4, "bfloat16": 2}
     parameter, compute = size[m.dtype], size[m.compute or m.dtype]
     batch = world // p.pp
-    engine = p.pp > 1 or p.overlap
     several = config.train.batch // batch // config.microbatch(batch) > 1
     return Sharing(
         batch // p.replicate,
@@ -236,7 +239,7 @@ def sharing_of(config: Config, world: int) -> Sharing:
         parameter=parameter,
         compute=compute,
         summed=4 if p.gradients == "float32" else compute,
-        gathered=engine,
+        gathered=p.pp > 1 or p.overlap,
         reshard=p.reshard,
         sums=several and p.reduce == "step",
         gpu=config.device.type != "cpu",

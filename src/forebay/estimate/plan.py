@@ -20,7 +20,7 @@ from forebay.estimate.device import DEFAULT, DeviceProfile
 from forebay.estimate.device import load as load_device
 from forebay.estimate.fit import ALLOWANCE, ERROR, RankFit, largest_total
 from forebay.estimate.fsdp import least_bytes, param_groups
-from forebay.estimate.layers import LayerPlan, shape_of, sharing_of
+from forebay.estimate.layers import LayerPlan, declared_by, shape_of, sharing_of
 from forebay.estimate.placement import Choice, Option, by_kind, sentences
 from forebay.estimate.processes import forked_map
 from forebay.estimate.rank import RankEstimate, RunEstimator, StepTimer, layers_and_ends, machine_of
@@ -31,9 +31,7 @@ from forebay.estimate.types import Shape
 from forebay.estimate.walk import StepLevel
 from forebay.models.catalog import PUBLISHED, find
 from forebay.policy import PLACEMENTS, format_bytes, resolve
-from forebay.train import hf_io
 from forebay.train.parallel import experts_in
-from forebay.train.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -144,7 +142,7 @@ def _filled(raw: dict[str, Any], source: str, processes: int) -> PlanRequest:
 
 
 def _family_and_experts(config: Config) -> tuple[str, int]:
-    declared = hf_io.configuration(config.model, load_tokenizer(config.data.tokenizer).vocabulary)
+    declared = declared_by(config)
     return str(declared.model_type), experts_in(declared)
 
 
@@ -364,7 +362,7 @@ def _fullest_first(plan: LayerPlan) -> list[int]:
 def least_total(config: Config, plan: LayerPlan, world: int, traces: TraceCache) -> tuple[int, int]:
     """Bytes below which the peak of a run's fullest process is not, and its pipeline rank: parameters and what a step makes of
     them, without activations. It needs no trace."""
-    declared = hf_io.configuration(config.model, load_tokenizer(config.data.tokenizer).vocabulary)
+    declared = declared_by(config)
     weights, sharing = traces.facts(config.model, declared).weights, sharing_of(config, world)
     ranks = [layers_and_ends(plan.stages(number)) for number in range(config.parallel.pp)]
     sizes = [least_bytes(param_groups(weights, *rank, sharing), sharing) for rank in ranks]
@@ -384,7 +382,7 @@ def _estimator(
     sharing: Sharing,
 ) -> tuple[RunEstimator, list[str]]:
     c, p = config, config.parallel
-    declared = hf_io.configuration(c.model, load_tokenizer(c.data.tokenizer).vocabulary)
+    declared = declared_by(c)
     text, experts = declared.get_text_config(), experts_in(declared)
     check_experts(p.ep, experts)
     facts = traces.facts(c.model, declared)

@@ -48,7 +48,7 @@ from forebay.estimate.walk import RankRun, StepLevel, Walked, local_actions, sho
 from forebay.memory.offload_plan import PIPELINE_WAIT_SHARE
 from forebay.memory.timeline import LIGHT_RECOMPUTE_SHARE
 from forebay.pipeline.model import adds_at_once
-from forebay.pipeline.schedule import Action, turns
+from forebay.pipeline.schedule import Action
 from forebay.policy import format_bytes, parse_bytes
 
 _LEAST, _LEAST_PIPELINE = 1 << 20, 16 << 20  # bytes below which the manager does not offload a tensor
@@ -102,7 +102,7 @@ class RunEstimator:
 
     @property
     def engine(self) -> bool:
-        return self.config.parallel.pp > 1 or self.config.parallel.overlap
+        return self.sharing.gathered
 
     @property
     def chooses(self) -> bool:
@@ -184,13 +184,9 @@ class RunEstimator:
             self.sharing,
             parts,
             shortened(actions, self.engine),
-            self.engine,
             self.hidden * self.sharing.summed if self._sums_vocabulary() else 0,
             self.hidden * self.sharing.compute,
-            turns,
             graph=c.memory.graph,
-            random=self.sharing.random,
-            pipeline=pipeline,
             at_once=self._at_once(),
             tied=self.weights.tied,
             least=(_LEAST_PIPELINE if pipeline else _LEAST) if self.sharing.gpu else 1,

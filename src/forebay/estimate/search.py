@@ -17,13 +17,11 @@ from forebay.config import Config, check_experts, check_world, from_mapping
 from forebay.errors import UsageError
 from forebay.estimate.device import DeviceProfile
 from forebay.estimate.fit import ALLOWANCE, headroom
-from forebay.estimate.layers import LayerPlan, plan_layers
+from forebay.estimate.layers import LayerPlan, declared_by, plan_layers
 from forebay.estimate.plan import Fit, PlanRequest, fit_run, least_total
 from forebay.estimate.trace_cache import TraceCache
 from forebay.policy import format_bytes
-from forebay.train import hf_io
 from forebay.train.parallel import experts_in
-from forebay.train.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -303,8 +301,7 @@ class _Runs:
         self.asked, self.world, self.skew, self.device, self.auto = asked, world, skew, device, auto
         self._processes = processes
         self.traces = TraceCache()
-        vocabulary = load_tokenizer(asked.config.data.tokenizer).vocabulary
-        self.declared = hf_io.configuration(asked.config.model, vocabulary)
+        self.declared = declared_by(asked.config)
 
     def changed(self, settings: dict[str, Any]) -> Config:
         """The request's configuration with other settings; a default batch follows.

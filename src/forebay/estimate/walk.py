@@ -38,7 +38,7 @@ from forebay.estimate.parts import PAGE, Part
 from forebay.estimate.state import Sharing
 from forebay.estimate.types import ALL_TO_ALL_BEGIN, ALL_TO_ALL_END, FINAL_NORM_END, MATMUL, PAGES
 from forebay.memory.timeline import Plan
-from forebay.pipeline.schedule import Action
+from forebay.pipeline.schedule import Action, turns
 
 WORKSPACE = 32 << 20
 """Bytes of cuBLAS's workspace on Hopper for each handle and stream (`CUBLAS_WORKSPACE_CONFIG`, torch's notes on CUDA): one of the
@@ -49,9 +49,8 @@ GPT-OSS on two H200s reserved 4.3 GiB more in its third step, as it does here. A
 _MARGIN = 64  # the arena of `forebay.memory.page_store` has one page more for each so many
 _TRANSFERS = "transfers"
 NOTHING: Mapping[str, Any] = MappingProxyType({})
-_MICROBATCHES = (
-    3  # of a process without a pipeline: the first begins the gradients, the second finds them, the third repeats
-)
+# Of a process without a pipeline: the first begins the gradients, the second finds them, the third repeats.
+_MICROBATCHES = 3
 
 
 @dataclass(frozen=True)
@@ -61,14 +60,10 @@ class RankRun:
     Attributes:
         stages: by number, parts in forward order.
         actions: of a step; a pipeline's receives too.
-        engine: an engine runs the stages (a pipeline, or overlap): the token dispatcher has a stream of its own.
         summed: if the engine sums the vocabulary's gradients itself: bytes of a microbatch's gradients of embedded tokens in the
             dtype of the sum; else 0.
         hidden: bytes of a microbatch's hidden states.
-        turns: in what order a forward and a backward compute that run together; see `forebay.pipeline.schedule`.
         graph: the step is a CUDA graph.
-        random: parameters are initialized, not loaded.
-        pipeline: it is a pipeline.
         at_once: the engine adds the embedding's gradients as they are made.
         tied: embedding and head are one parameter.
         least: bytes below which nothing is offloaded.
@@ -79,17 +74,18 @@ class RankRun:
     sharing: Sharing
     stages: Mapping[int, Sequence[Part]]
     actions: Sequence[Action]
-    engine: bool
     summed: int
     hidden: int
-    turns: Callable[[Sequence[bool], Sequence[bool]], Sequence[str]]
     graph: bool = False
-    random: bool = True
-    pipeline: bool = False
     at_once: bool = False
     tied: bool = False
     least: int = 1 << 20
     link: Link | None = None
+
+    @property
+    def engine(self) -> bool:
+        """An engine runs the stages (a pipeline, or overlap): the token dispatcher has a stream of its own."""
+        return self.sharing.gathered
 
 
 @dataclass(frozen=True)
@@ -170,22 +166,21 @@ def _measured(run: RankRun) -> int:
 
 
 class AllocatorRun:
-    """A run so far, and its `allocator`."""
+    """A run so far, with what its steps share: `allocator`, compute `stream`, `params`, `manager`, and the `arena` of pages."""
 
     def __init__(self, run: RankRun, limit: int | None = None):
         self.allocator = CachingAllocator(limit, granule=MIN_BLOCK if run.sharing.gpu else 1)
         self._run = run
-        self._stream = (
-            "graph" if run.graph else DEFAULT
-        )  # a CUDA graph step has a stream of its own, from the first step on
-        self._weights = PersistentState(self.allocator, run.groups, run.sharing, run.random)
-        self._params = self._lifecycle(run)
+        # A CUDA graph step has a stream of its own, from the first step on.
+        self.stream = "graph" if run.graph else DEFAULT
+        self._weights = PersistentState(self.allocator, run.groups, run.sharing)
+        self.params = self._lifecycle(run)
         self._workspaces: list[Block] = []
-        self._arena: Block | None = None
-        self._manager = OffloadManager(self.allocator, self._stream, run.link, run.hidden, run.least)
+        self.arena: Block | None = None
+        self.manager = OffloadManager(self.allocator, self.stream, run.link, run.hidden, run.least)
         self.peak = StepLevel("", "", (0,) * len(ROLES))
         self._levels: list[StepLevel] = []
-        self._note("", "initialization")
+        self.note("", "initialization")
 
     def steps(self, number: int) -> Walked:
         """Play whole steps with their optimizer's. A CUDA graph step is captured after them, and replayed once."""
@@ -197,18 +192,18 @@ class AllocatorRun:
                 self._levels = []
                 self.gradients(captured=self._run.graph and n == number)
             self._weights.optimize()
-            self._note("", "optimizer")
-            self._params.zero_grad()
+            self.note("", "optimizer")
+            self.params.zero_grad()
             by_step.append(self.allocator.reserved)
         held, levels = self.allocator.by_role, self._levels
         if all(level.allocated < self.peak.allocated for level in levels):
             levels = [self.peak, *levels]
         return Walked(
             self.allocator.peak_reserved, self.peak, tuple(levels), held[PARAMETERS], held[OPTIMIZER],
-            self._manager.before + held[OPTIMIZER], tuple(by_step), self._manager.plan,
+            self.manager.before + held[OPTIMIZER], tuple(by_step), self.manager.plan,
         )  # fmt: skip
 
-    def _note(self, action: str, where: str, live: Mapping[str, int] = NOTHING) -> None:
+    def note(self, action: str, where: str, live: Mapping[str, int] = NOTHING) -> None:
         """Record the highest level since the last call."""
         level = StepLevel(action, where, tuple(self.allocator.take_peak()), dict(live))
         self._levels.append(level)
@@ -218,18 +213,15 @@ class AllocatorRun:
     def gradients(self, captured: bool = False) -> None:
         """Play all forwards and backwards of a step. A captured one allocates from a pool of its own, beside what the steps
         before it left when the cache is emptied."""
-        params, allocator = self._params, self.allocator
+        params, allocator = self.params, self.allocator
         unsharded = params if isinstance(params, UnshardedLifecycle) else None
         if unsharded:
             unsharded.gather()
         if captured:
             allocator.empty_cache()
             allocator.begin_graph("step")
-        self._note("", "gathering of parameters")
-        step = _StepRun(
-            self._run, allocator, params, self._stream, self._workspace, self._note, self._manager,
-            self._arena is not None,
-        )  # fmt: skip
+        self.note("", "gathering of parameters")
+        step = _StepRun(self, self._run)
         params.begin_step()
         step.run()
         params.end_step()
@@ -242,12 +234,12 @@ class AllocatorRun:
             allocator.end_graph()
         if unsharded:
             unsharded.finish()
-        self._note("", "reduction")
+        self.note("", "reduction")
         self._settle_arena(step.most_stashed)
 
     def _replay(self) -> None:
         """Gathers and reductions around a replay allocate from the graph's pool, whose own memory is free before and after it."""
-        params = self._params
+        params = self.params
         if isinstance(params, UnshardedLifecycle):
             self.allocator.begin_graph("step")
             params.gather()
@@ -266,25 +258,26 @@ class AllocatorRun:
                 self.allocator,
                 run.groups,
                 run.sharing,
-                self._stream,
+                self.stream,
                 late=run.summed > 0 and not run.at_once,
                 keep=run.graph,
                 tied=run.summed > 0 and run.tied,
             )
         if not run.sharing.sharded:
             return PlainLifecycle(self.allocator)
-        return FsdpLifecycle(self.allocator, run.groups, run.sharing, self._stream)
+        return FsdpLifecycle(self.allocator, run.groups, run.sharing, self.stream)
 
-    def _workspace(self, number: int) -> None:
+    def workspace(self, number: int) -> None:
+        """Allocate cuBLAS's workspace of a thread if it is not there."""
         if self._run.sharing.gpu and number >= len(self._workspaces):
-            self._workspaces.append(self.allocator.malloc(WORKSPACE, self._stream))
+            self._workspaces.append(self.allocator.malloc(WORKSPACE, self.stream))
 
     def _settle_arena(self, most: int) -> None:
         """The first step sizes the arena of pages, with a margin. Resizing it invalidates the CUDA graph and empties
         the cache."""
-        if self._arena is None and most:
+        if self.arena is None and most:
             pages = most // PAGE
-            self._arena = self.allocator.malloc((pages + -(-pages // _MARGIN)) * PAGE, self._stream, ACTIVATIONS)
+            self.arena = self.allocator.malloc((pages + -(-pages // _MARGIN)) * PAGE, self.stream, ACTIVATIONS)
             if self._run.graph:
                 self.allocator.empty_cache()
 
@@ -306,28 +299,12 @@ class _DeferredGrads:
 
 
 class _StepRun:
-    """One step.
+    """One step of a walk."""
 
-    Args:
-        workspace: allocates cuBLAS's workspace of a thread if it is not there.
-        note: records the level of what ran since its last call, given the attributes of a `StepLevel`.
-        paged: there is an arena of pages.
-    """
-
-    def __init__(
-        self,
-        run: RankRun,
-        allocator: CachingAllocator,
-        params: ParamLifecycle,
-        stream: Any,
-        workspace: Callable[[int], None],
-        note: Callable[..., None],
-        manager: OffloadManager,
-        paged: bool,
-    ):
-        self._run, self._allocator, self._params, self._stream = run, allocator, params, stream
-        self._transfer_stream = _TRANSFERS if run.engine else stream
-        self._workspace, self._note, self._manager = workspace, note, manager
+    def __init__(self, walk: AllocatorRun, run: RankRun):
+        self._walk, self._run, self._allocator = walk, run, walk.allocator
+        self._params, self._stream, self._manager = walk.params, walk.stream, walk.manager
+        self._transfer_stream = _TRANSFERS if run.engine else walk.stream
         self._action = ""
         self._running: dict[str, str] = {}  # "forward" or "backward" to the part that runs
         self._live: dict[str, int] = {}  # see `StepLevel`
@@ -336,7 +313,7 @@ class _StepRun:
         self._sent: list[Block] = []
         self._token_grads: list[Block] = []
         self._deferred: dict[tuple[int, int], list[_DeferredGrads]] = {}
-        self._paged = paged
+        self._paged = walk.arena is not None
         self.most_stashed = self._stashed = 0
         self._last = max((a.microbatch for action in run.actions for a in (action.parts or (action,))), default=0)
 
@@ -357,7 +334,7 @@ class _StepRun:
                         for size in deferred.transient:
                             self._allocator.free(self._malloc(size))
                         self._free_all(deferred.blocks)
-                    self._note(self._action, "weight gradients")
+                    self._walk.note(self._action, "weight gradients")
                 case "RECV_F" | "RECV_B":
                     self._arrived[action.kind[-1], action.stage, action.microbatch] = self._malloc(self._run.hidden)
 
@@ -372,11 +349,11 @@ class _StepRun:
         last."""
         f = self._forward(forward.stage, forward.microbatch)
         b = self._backward(backward.stage, backward.microbatch, False)
-        stages, pipeline = self._run.stages, self._run.pipeline
+        stages, pipeline = self._run.stages, self._run.sharing.pp > 1
         f_layers, b_layers = _have_experts(stages[forward.stage]), _have_experts(stages[backward.stage])[::-1]
         if pipeline and stages[forward.stage][-1].path == "head":
             f_layers.append(False)
-        order = list(self._run.turns(f_layers, b_layers))
+        order = list(turns(f_layers, b_layers))
         if pipeline:
             order.insert(len(order) - order[::-1].index("F"), "F")
         for turn in ["B", *order]:
@@ -430,7 +407,7 @@ class _StepRun:
 
     def _end_part(self, way: str) -> None:
         running = [f"{self._running[w]} {w}" for w in ("forward", "backward") if w in self._running]
-        self._note(self._action, " and ".join(running), self._live)
+        self._walk.note(self._action, " and ".join(running), self._live)
         path = self._running.pop(way)
         self._live[path] = self._live.get(path, 0) + (1 if way == "forward" else -1)
 
@@ -451,7 +428,7 @@ class _StepRun:
 
     def _begin_part(self, part: Part, x: Block | None, microbatch: int) -> PartRun:
         if part.path != "embedding":
-            self._workspace(0)  # rotary tables, which come before the layers, are matrix products
+            self._walk.workspace(0)  # rotary tables, which come before the layers, are matrix products
         self._running["forward"] = part.path
         self._params.enter(part.place, part.mlp, False, microbatch == self._last)
         run = PartRun(part, {}, x)
@@ -642,7 +619,7 @@ class _StepRun:
         self, mark: int, part: Part, thread: int, transfers: int, on_mark: Mapping[int, Callable[[], None]]
     ) -> None:
         if mark == MATMUL:
-            self._workspace(thread)
+            self._walk.workspace(thread)
         elif mark in (FINAL_NORM_END, PAGES) and mark in on_mark:
             on_mark[mark]()
         elif mark == ALL_TO_ALL_BEGIN and transfers:

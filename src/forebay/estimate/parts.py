@@ -7,7 +7,7 @@ allocator. Nothing is kept.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +15,6 @@ from forebay.estimate.types import PAGES, AllocEvent, ModelTrace, PartEvents, Pa
 
 PAGE = 256 << 10
 """Bytes of a page of `forebay.memory.page_store`, which the estimator does not import."""
-_UNTRACED = PartTrace(0, 0)
 _EXPERT_MATRICES = ("experts.gate_up_proj", "experts.down_proj")
 
 WHOLE_LAYER = "layer"
@@ -40,7 +39,7 @@ class Part:
     events: PartEvents
     placement: str = "keep"
     light: bool = False
-    trace: PartTrace = _UNTRACED
+    trace: PartTrace = field(default_factory=lambda: PartTrace(0, 0))
     balance: int = 0
     with_previous: bool = False
     stashed_x: tuple[int, int] | None = None

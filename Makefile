@@ -14,12 +14,16 @@ WORKERS ?= 2
 NEWEST := $(VENV)/newest
 # What `make test-newest` installs, in any pip syntax. CI names the newest release that is supported.
 RELEASES ?= transformers peft trl accelerate
+ENGINES := $(VENV)/engines
+ENGINE_PACKAGES := 'ray[default,train]' skypilot
+# The definition of TrainJob that Kubeflow Trainer publishes; `make test-engines` downloads it.
+TRAINJOB_CRD ?= build/trainjobs.yaml
 SMOKE := runs/smoke
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) --editable
 # worksteal: the files differ in length by a factor of a hundred, and a worker that is done takes tests from the other.
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: help setup setup-integrations check format docs smoke test test-integrations test-newest test-all test-gpu quickstart clean
+.PHONY: help setup setup-integrations check format docs smoke test test-integrations test-newest test-all test-engines test-gpu quickstart clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -28,6 +32,7 @@ help:
 	@echo 'make test-integrations  the tests with PEFT, TRL, Accelerate, Lightning and W&B (installs them)'
 	@echo 'make test-newest  the tests that depend on transformers, with the newest releases of it, PEFT, TRL and Accelerate'
 	@echo 'make test-all     every test that needs no GPU, the slow ones included'
+	@echo 'make test-engines job files on real engines: Slurm if it is installed, Ray, SkyPilot (installs both), TrainJob'
 	@echo 'make test-gpu     the tests that need a GPU, one at a time'
 
 setup: $(READY)
@@ -74,20 +79,31 @@ test: check docs smoke
 test-integrations: setup-integrations
 	$(PYTEST) -m "integration and not slow and not gpu and not multi"
 
-# An environment on top of $(VENV) that has other releases of a few packages; torch stays as it is.
+# $(call on_top,FOLDER,PACKAGES): an environment on top of $(VENV) that has a few packages of its own; torch stays as it is.
+define on_top
+	@rm -rf $(1)
+	@$(BIN)/python -m venv --without-pip $(1)
+	@$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" > $(1)/below.pth
+	@mv $(1)/below.pth $(1)/lib/python*/site-packages/
+	@$(BIN)/python -c "from importlib.metadata import version; print('torch==' + version('torch'))" > $(1)/torch.txt
+	@$(BIN)/python -m pip --python $(1)/bin/python install --quiet --disable-pip-version-check --upgrade \
+	  --constraint $(1)/torch.txt $(2)
+endef
+
 test-newest: setup-integrations
-	@rm -rf $(NEWEST)
-	@$(BIN)/python -m venv --without-pip $(NEWEST)
-	@$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" > $(NEWEST)/below.pth
-	@mv $(NEWEST)/below.pth $(NEWEST)/lib/python*/site-packages/
-	@$(BIN)/python -c "from importlib.metadata import version; print('torch==' + version('torch'))" > $(NEWEST)/torch.txt
-	@$(BIN)/python -m pip --python $(NEWEST)/bin/python install --quiet --disable-pip-version-check --upgrade \
-	  --constraint $(NEWEST)/torch.txt $(RELEASES)
+	$(call on_top,$(NEWEST),$(RELEASES))
 	$(subst $(BIN),$(NEWEST)/bin,$(PYTEST)) -m "not slow and not gpu and not multi" tests/models tests/integrations \
 	  tests/test_managed.py tests/train/test_hf_io.py
 
 test-all: check docs smoke setup-integrations
-	$(PYTEST) -m "not gpu and not multi"
+	$(PYTEST) -m "not gpu and not multi and not engine"
+
+# One at a time: Ray and Slurm each start two processes.
+test-engines: setup
+	$(call on_top,$(ENGINES),$(ENGINE_PACKAGES))
+	@test -f $(TRAINJOB_CRD) || curl --fail --silent --show-error --location --create-dirs --output $(TRAINJOB_CRD) \
+	  https://raw.githubusercontent.com/kubeflow/trainer/master/manifests/base/crds/trainer.kubeflow.org_trainjobs.yaml || true
+	TRAINJOB_CRD=$(TRAINJOB_CRD) $(ENGINES)/bin/python -m pytest -m engine -rs -v tests/launch/test_engines.py
 
 test-gpu: setup
 	$(BIN)/python -m pytest -q -m "gpu or multi"

@@ -214,6 +214,7 @@ REFUSED = {
     "no nodes": (["--nodes", "0"], "--nodes 0 is too small"),
     "wrong key": (["--set", "train.stpes=3"], "'stpes'"),
     "line break": (["--set", "data.field='''a\nb'''"], "control character"),
+    "too short": (["--time-limit", "2m"], "give 300 s or more"),
     "time": (["--time-limit", "soon"], "'soon' is no duration"),
     "nothing to submit": (["--submit"], "name it with --out FILE"),
     "no program": (["--submit", "--out", "new"], "program 'sbatch'"),
@@ -262,6 +263,12 @@ def test_submit_passes_on_what_the_engine_says(
     monkeypatch.setenv("SBATCH_PARTITION", "gpu")
     assert run(*arguments)[0] == 2  # the file of the first try is there
     assert run(*arguments, "--force") == (0, "job 5: job\n", "")
+    program(
+        tmp_path,
+        "sbatch",
+        "printf 'Traceback (most recent call last):\\n  File x\\n    y\\nNoCluster: start one\\n' >&2; exit 1",
+    )
+    assert one_sentence(run(*arguments, "--force")[2]).endswith("did not take job: NoCluster: start one\n")
 
 
 WORKER = """

@@ -4,14 +4,16 @@ Input: a `Job`. Output: a program that runs ``forebay train`` on each worker of 
 makes their process group, which the run uses, and starts all again if one fails.
 """
 
+from pathlib import Path
+
 from forebay.launch.job import Job
 
 PROGRAM = "ray"
 
 
 def submission(file: str) -> list[str]:
-    """The command that submits the file."""
-    return [PROGRAM, "job", "submit", "--no-wait", "--", "python", file]
+    """The command that submits the file. A job starts in a folder of the head node's choice, so the path is absolute."""
+    return [PROGRAM, "job", "submit", "--no-wait", "--", "python", str(Path(file).absolute())]
 
 
 def write(job: Job) -> str:
@@ -21,7 +23,7 @@ def write(job: Job) -> str:
     arguments = "".join(f"    {argument!r},\n" for argument in job.arguments())
     return f'''\
 # {job.summary("Ray Train")}
-# Start it with `python FILE` on the cluster, or `ray job submit -- python FILE`. Started again, it continues.
+# Start it with `python FILE` on the cluster, or `ray job submit -- python /PATH/FILE`. Started again, it continues.
 import os
 
 import ray.train

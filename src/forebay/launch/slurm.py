@@ -11,6 +11,10 @@ from pathlib import Path
 from forebay.launch.job import EXIT_PREEMPTED, PORT, Job, interpreter
 
 PROGRAM = "sbatch"
+WARNING = 120  # seconds between SIGUSR1 and the time limit
+SHORTEST = (
+    300  # seconds of a time limit: Slurm sends the signal up to 60 s early, and a run must get further than its start
+)
 
 
 def submission(file: str) -> list[str]:
@@ -34,7 +38,7 @@ def write(job: Job) -> str:
 {limit}
 ##SBATCH --partition=gpu           # EDIT, or set SBATCH_PARTITION
 ##SBATCH --account=project         # EDIT, or set SBATCH_ACCOUNT
-#SBATCH --signal=USR1@120          # EDIT: seconds before the time limit; more than a step and a save take
+#SBATCH --signal=USR1@{WARNING}          # EDIT: seconds before the time limit; more than a step and a save take
 #SBATCH --requeue
 #SBATCH --open-mode=append         # a requeued job goes on in the same file
 #SBATCH --output=%x-%j.out

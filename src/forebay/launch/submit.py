@@ -47,13 +47,24 @@ def launch(job: Job, on: str, out: Path | None = None, submit: bool = False, for
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     print(done.stdout, end="")
     if done.returncode:
-        said = done.stderr.strip() or f"exit code {done.returncode}"
+        said = _error(done.stderr.strip()) or f"exit code {done.returncode}"
         raise RunError(f"{engine.PROGRAM} did not take {out}: {said}")
+
+
+def _error(said: str) -> str:
+    """What a program said; of a Python traceback, which Ray and SkyPilot end with, only the exception."""
+    _, traceback, after = said.rpartition("Traceback (most recent call last):")
+    return after.rpartition("\n  ")[2].partition("\n")[2] if traceback else said
 
 
 def _check(job: Job, on: str, engine: ModuleType, out: Path | None, submit: bool, force: bool) -> None:
     if job.seconds and on in ("skypilot", "ray"):
         raise UsageError(f"--time-limit is for slurm and kubernetes; for {on} give --set train.time_limit=3h50m")
+    if on == "slurm" and 0 < job.seconds < slurm.SHORTEST:
+        raise UsageError(
+            f"--time-limit of {job.seconds} s is too short: Slurm says {slurm.WARNING} s before the limit, or up to a minute "
+            f"earlier, that it is near, and the run stops; give {slurm.SHORTEST} s or more"
+        )
     if job.image and on == "ray":
         raise UsageError("--image is for slurm, kubernetes and skypilot; Ray's workers have the image of the cluster")
     if submit and out is None:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from forebay.estimate.device import DeviceProfile
 from forebay.estimate.layers import LayerPlan, TraceCache, plan_layers
 from forebay.estimate.plan import Fit, ask, fit_run
 
@@ -57,12 +58,12 @@ RUNS = (
 PUBLISHED_RUN = Run("deepseek-v3", 2048, 16, 64)  # the mesh of arXiv:2412.19437
 
 
-def planned(run: Run, traces: TraceCache) -> tuple[LayerPlan, Fit]:
-    """The plan of a run. `traces` holds those of earlier runs."""
+def planned(run: Run, traces: TraceCache, device: DeviceProfile | None = None) -> tuple[LayerPlan, Fit]:
+    """The plan of a run, with the time of a step on `device`. `traces` holds those of earlier runs."""
     given = [f"parallel.pp={run.pp}", f"parallel.ep={run.ep}", *run.others]
     config = ask(run.model, given, run.gpus).config
     plan = plan_layers(config, run.gpus, traces)
-    return plan, fit_run(config, plan, run.gpus, traces=traces)
+    return plan, fit_run(config, plan, run.gpus, traces=traces, device=device)
 
 
 def row(run: Run, fit: Fit) -> str:

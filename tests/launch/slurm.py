@@ -98,6 +98,9 @@ def cluster(folder: Path, grace: int) -> Iterator[dict[str, str]]:
             time.sleep(1)
         _wait_until_idle(folder, given)
         yield given
+        # A job would outlive the daemons.
+        subprocess.run(["scancel", f"--user={os.getuid()}"], env={**os.environ, **given}, check=True)
+        _wait_until_idle(folder, given)
     finally:
         for process in reversed(started):
             process.send_signal(signal.SIGTERM)

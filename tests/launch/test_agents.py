@@ -1,5 +1,6 @@
 """Two agents of torchrun on this machine stand for two nodes: one is killed, comes back, stays away, or is never found."""
 
+import json
 import os
 import shutil
 import signal
@@ -21,32 +22,35 @@ from tests.test_cli import one_sentence
 from tests.train.common import GPU_SIZES, MODEL, config, metrics, quiet, to_toml, write_text
 
 ROOT = Path(__file__).parents[2]
-STEPS = 40
+STEPS, EVERY = 160, 10
+# Each token goes to all experts. Other meshes round sums differently, and with 2 of 4 experts a token now and then takes another
+# one for it: losses of 1, 2 and 4 processes then differ by up to 1.4e-6 in 3 of 320 steps, and else by 1.7e-7.
+SIZES = {**MODEL, "num_experts_per_tok": 4}
 
 
 def agent(arguments: list[str]) -> None:
     sys.exit(torchrun.main(arguments))
 
 
-def configure(folder: Path, sizes: dict[str, Any] = MODEL, **changes: Any) -> Path:
+def configure(folder: Path, sizes: dict[str, Any] = SIZES, **changes: Any) -> Path:
     folder.mkdir(exist_ok=True)
     settings = config(
         write_text(folder, 200),
         sizes,
         train={"batch": 8, "steps": STEPS},
         parallel={"timeout": 60},
-        checkpoint={"every": 4, "keep": 100},
-        optimizer={"lr": 1e-4},
+        checkpoint={"every": EVERY, "keep": 100},
+        optimizer={"lr": 1e-5},
+        schedule={"kind": "constant"},
         **changes,
     )
     (folder / "c.toml").write_text(to_toml(settings))
     return folder / "c.toml"
 
 
-def losses(run: Path) -> list[float]:
-    """By step. A run that resumes repeats the steps after its checkpoint."""
-    found = {record["step"]: record["cross_entropy_loss"] for record in metrics(run)}
-    assert list(found) == list(range(1, STEPS + 1))
+def losses(run: Path, steps: int = STEPS) -> list[float]:
+    found = {r["step"]: r["cross_entropy_loss"] for r in metrics(run) if "cross_entropy_loss" in r}
+    assert list(found) == list(range(1, steps + 1))
     return list(found.values())
 
 
@@ -57,17 +61,34 @@ def steps_of(run: Path) -> int:
         return 0
 
 
-def processes_run(folder: Path, count: int, *arguments: str) -> list[float]:
+def begun(run: Path) -> tuple[int, int]:
+    """When the run was started or resumed the last time, and with how many processes; zeros before that."""
+    try:
+        file = run / "run.json"
+        return file.stat().st_mtime_ns, json.loads(file.read_text())["machine"]["processes"]
+    except (FileNotFoundError, ValueError):
+        return 0, 0
+
+
+def wait_until_resumed(run: Path, before: tuple[int, int], processes: int) -> None:
+    """By so many processes, and until they have trained a step."""
+    wait_for(lambda: begun(run)[0] != before[0] and begun(run)[1] == processes, f"no {processes} processes go on")
+    done = steps_of(run)
+    wait_for(lambda: steps_of(run) > done, "they do not train")
+
+
+def processes_run(folder: Path, count: int, *arguments: str, steps: int = STEPS) -> list[float]:
     """Losses of a run, or of the rest of one, by processes without agents."""
-    started = start_ranks(cli.main, count, ["train", str(folder / "c.toml"), *arguments])
+    words = ["train", str(folder / "c.toml"), "--set", f"train.steps={steps}", *arguments]
+    started = start_ranks(cli.main, count, words)
     try:
         for one in started:
-            _, said = one.communicate(120)
+            _, said = one.communicate(300)
             assert one.returncode == 0, said
     finally:
         for one in started:
             one.kill()
-    return losses(folder / "run")
+    return losses(folder / "run", steps)
 
 
 def children(pid: int) -> list[int]:
@@ -134,11 +155,11 @@ def test_a_killed_agent_comes_back(tmp_path: Path, start_agent: Agents) -> None:
     file, port = configure(tmp_path / "killed"), free_port()
     done = file.parent / "run"
     first, second = start_agent(file, 0, port), start_agent(file, 1, port)
-    wait_for(lambda: steps_of(done) >= 6, "no steps")
-    (dead,) = children(second.pid)
+    wait_for(lambda: steps_of(done) > EVERY, "no checkpoint")
+    before, (dead,) = begun(done), children(second.pid)
     kill(second, workers=True)
     second = start_agent(file, 1, port)
-    wait_for(lambda: steps_of(done) >= 14, "the agent did not come back")
+    wait_until_resumed(done, before, 2)
     for world in (1, 4):
         shutil.copytree(file.parent, tmp_path / str(world))
 
@@ -148,7 +169,7 @@ def test_a_killed_agent_comes_back(tmp_path: Path, start_agent: Agents) -> None:
     assert second.returncode == PeerLost.exit_code and time.monotonic() - began < 60
     assert f"this agent did not find the others at 127.0.0.1:{port}, or lost them" in said, said
     both = [start_agent(file, number, port) for number in range(2)]
-    texts = [one.communicate(120)[1] for one in both]
+    texts = [one.communicate(300)[1] for one in both]
     assert [one.returncode for one in both] == [0, 0], texts
     assert losses(done) == uninterrupted
     _, said = first.communicate(5)
@@ -157,9 +178,11 @@ def test_a_killed_agent_comes_back(tmp_path: Path, start_agent: Agents) -> None:
     for world in (1, 4):
         folder = tmp_path / str(world)
         (folder / "c.toml").write_text(file.read_text().replace(str(file.parent), str(folder)))
-        resumed = processes_run(folder, world, "--resume", str(folder / "run"))
-        assert resumed[:8] == uninterrupted[:8]
-        assert resumed == pytest.approx(uninterrupted, rel=1e-6), world
+        newest = max(int(path.name.removeprefix("step-")) for path in folder.glob("run/checkpoints/step-*"))
+        steps = newest + 30
+        resumed = processes_run(folder, world, "--resume", str(folder / "run"), steps=steps)
+        assert resumed[:newest] == uninterrupted[:newest]
+        assert resumed == pytest.approx(uninterrupted[:steps], rel=1e-6), world
 
 
 @pytest.mark.slow
@@ -169,14 +192,15 @@ def test_a_run_goes_on_with_fewer_processes_and_then_with_more(tmp_path: Path, s
     file, port = configure(tmp_path / "killed"), free_port()
     done = file.parent / "run"
     first, second = (start_agent(file, number, port, "1:2") for number in range(2))
-    wait_for(lambda: steps_of(done) >= 6, "no steps")
+    wait_for(lambda: steps_of(done) > EVERY, "no checkpoint")
+    before = begun(done)
     kill(second, workers=False)
-    wait_for(lambda: steps_of(done) >= 14, "the run did not go on")
+    wait_until_resumed(done, before, 1)
+    before = begun(done)
     second = start_agent(file, 1, port, "1:2")
-    (out, said), (other, more) = (one.communicate(120) for one in (first, second))
-    assert (first.returncode, second.returncode) == (0, 0), said + more
-    together = " ".join((out + other).split())
-    assert "float32, on CPU" in together and together.count("float32, on 2 x CPU") >= 2, together
+    wait_until_resumed(done, before, 2)
+    said = [one.communicate(300)[1] for one in (first, second)]
+    assert (first.returncode, second.returncode) == (0, 0), said
     assert losses(done) == pytest.approx(uninterrupted, rel=1e-6)
 
 
@@ -201,7 +225,7 @@ def test_agents_with_a_gpu_each(tmp_path: Path, start_agent: Agents) -> None:
 
         first, second = begin(0), begin(1)
         if name == "killed":
-            wait_for(lambda file=file: steps_of(file.parent / "run") >= 6, "no steps")
+            wait_for(lambda file=file: steps_of(file.parent / "run") > EVERY, "no checkpoint")
             kill(second, workers=True)
             second = begin(1)
         said = [one.communicate(200)[1] for one in (first, second)]

@@ -26,6 +26,11 @@ def test_patterns_claim_the_outermost_of_what_they_match_and_later_rules_win() -
     regions = [p for p in PATHS if p.endswith(("self_attn", "mlp"))]
     both = resolve({"*": "offload", "model.layers.1.mlp": "keep"}, PATHS, everything=regions)
     assert {c.path: c.placement for c in both} == {**dict.fromkeys(regions, "offload"), "model.layers.1.mlp": "keep"}
+    # A whole layer after the star takes the place of its sublayers.
+    layer = [p for p in regions if not p.startswith("model.layers.1.")]
+    for before, after in (("keep", "offload"), ("recompute", "keep"), ("recompute", "offload")):
+        both = resolve({"*": before, "model.layers.1": after}, PATHS, everything=regions)
+        assert {c.path: c.placement for c in both} == {**dict.fromkeys(layer, before), "model.layers.1": after}
 
 
 def test_experts_may_be_recomputed_inside_what_is_offloaded() -> None:

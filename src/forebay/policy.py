@@ -4,8 +4,8 @@ Input: a mapping from pattern to placement, and the module paths that can be reg
 assigned placement) for each region, or a `PolicyError` that names the pattern and the nearest paths. A pattern is an
 ``fnmatch`` pattern on module paths (``*`` crosses dots) and applies to the outermost paths that it matches: ``model.layers.*``
 assigns a placement to each layer, not to its children; ``*`` alone assigns it to every region of a single placement. Where
-two patterns apply to a path, the later one wins. Regions with a placement other than ``keep`` cannot be nested, except that
-experts inside an offloaded region may be recomputed.
+two patterns apply to a path, the later one wins; a module placed after ``*`` replaces what ``*`` placed inside it. Regions
+with a placement other than ``keep`` cannot be nested, except that experts inside an offloaded region may be recomputed.
 
 ``recompute+offload`` runs a region again in backward and offloads its inputs. It is in `MANAGED_PLACEMENTS`, which
 `forebay.manage` takes, and not in `PLACEMENTS`, which the trainer and the estimator know as well.
@@ -100,7 +100,10 @@ def resolve(
         matched = everything if pattern == "*" and everything else [p for p in known if fnmatchcase(p, pattern)]
         if not matched:
             raise PolicyError(_no_match(pattern, known, sealed))
-        for path in outermost(matched):
+        chosen = outermost(matched)
+        if "*" in policy:
+            claims = {p: c for p, c in claims.items() if c.pattern != "*" or set(chosen).isdisjoint(_parents(p))}
+        for path in chosen:
             claims[path] = Claim(path, placement, pattern)
     _refuse_nesting(claims, experts)
     return [claims[p] for p in known if p in claims]

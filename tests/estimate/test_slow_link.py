@@ -52,6 +52,8 @@ def test_nothing_is_said_of_groups_inside_a_node_and_no_cost_of_an_unknown_model
     assert slow_link(settings(4), 16, 8, device) == slow_link(settings(8), 8, 8, device) == ""
     unknown = slow_link(settings(8, model={"path": "/nowhere"}), 8, 4, device)
     assert "every layer's tokens cross the network" in unknown
+    dense = settings(8, model={"family": "qwen3", "config": {"num_hidden_layers": 2}})
+    assert slow_link(dense, 8, 4, device) == "", "the run itself refuses it"
 
 
 def test_processes_of_a_node() -> None:

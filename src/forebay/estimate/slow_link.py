@@ -8,6 +8,7 @@ starts the run. The count is that of `forebay.moe.hierarchical` and, where nodes
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from forebay.config import Config
 from forebay.errors import UsageError
@@ -21,7 +22,7 @@ _TRANSFERS = 4  # dispatch, combine and their backwards
 
 
 def slow_link(config: Config, world: int, per_node: int, device: DeviceProfile) -> str:
-    """Says that expert groups are over several nodes, and what that costs; "" if none is.
+    """Says that expert groups are over several nodes, and what that costs; "" if none is, and for a model without experts.
 
     Expert groups are consecutive processes, and nodes have `per_node` consecutive ones each.
     """
@@ -29,7 +30,10 @@ def slow_link(config: Config, world: int, per_node: int, device: DeviceProfile) 
     if per_node >= world or per_node % ep == 0:
         return ""
     try:
-        count, transfer = _bytes_per_step(config, world, per_node)
+        declared = hf_io.configuration(config.model, load_tokenizer(config.data.tokenizer).vocabulary)
+        if not experts_in(declared):
+            return ""  # the run itself says why it cannot start
+        count, transfer = _bytes_per_step(config, declared, world, per_node)
         rate = device.link("all_to_all", False, transfer)
         cost = (
             f"each process sends {count / 1e9:.2f} GB a step over the network, about {count / rate:.3f} s at "
@@ -43,14 +47,13 @@ def slow_link(config: Config, world: int, per_node: int, device: DeviceProfile) 
     )
 
 
-def _bytes_per_step(config: Config, world: int, per_node: int) -> tuple[float, float]:
+def _bytes_per_step(config: Config, declared: Any, world: int, per_node: int) -> tuple[float, float]:
     """Bytes that a process sends to other nodes in a step, and in each transfer of a microbatch.
 
     Raises:
         UsageError: a model that cannot be read.
     """
     c, ep, sharing = config, config.parallel.ep, world // config.parallel.pp
-    declared = hf_io.configuration(c.model, load_tokenizer(c.data.tokenizer).vocabulary)
     layers = TraceCache().facts(c.model, declared).weights.layers
     moe_layers = sum(any(weight.experts for weight in layer) for layer in layers) / c.parallel.pp
     text, size = declared.get_text_config(), 2 if "bfloat16" in (c.model.compute or c.model.dtype) else 4

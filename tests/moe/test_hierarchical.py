@@ -138,9 +138,11 @@ def with_symmetric_inside(rank: int, world: int, folder: str) -> list[bool]:
 
     ours, nccl = HierarchicalDispatcher(dist.group.WORLD, E, 2, inside), made()  # type: ignore[arg-type]
     given = inputs(rank, (5, 0, 9, 3)[rank], "random", 1)
-    same = equal(layer(ours, given), layer(nccl, given))
+    wanted = layer(nccl, given)
+    same = equal(layer(ours, given), wanted)
     ours.close()
-    return same
+    nccl.close()
+    return [*same, *equal(layer(made(), given), wanted)]  # groups like those that were closed
 
 
 def test_symmetric_inside_the_nodes(tmp_path: Path) -> None:

@@ -97,25 +97,33 @@ class HierarchicalDispatcher(TokenDispatcher):
         self._inside.check()
 
     def close(self) -> None:
-        """Close the dispatcher inside the node, and destroy the process groups. Collective."""
+        """Close the dispatcher inside the node, and destroy the process groups that were split off. Collective.
+
+        Others stay until the default group is destroyed. torch names them by their ranks and by how many groups there are: a
+        later dispatcher's would have the same names, and find the addresses of these in the store.
+        """
         self._inside.close()
         groups, self._groups = self._groups, []
         for group in groups:
-            if dist.is_initialized():
+            if dist.is_initialized() and _can_split(group):
                 dist.destroy_process_group(group)
 
 
 def _own_part(group: Any, parts: list[list[int]], timeout: timedelta | None) -> Any:
     """The process group of this rank's part of `group`, whose ranks `parts` divides. Collective in `group` alone."""
-    backends = dist.get_backend_config(group)
     # torch splits a communicator off that of all processes if they are bound to devices, and then all would have to call
     # `new_group`, even those of other expert groups.
-    if dist.group.WORLD.bound_device_id is not None and "nccl" in backends:  # type: ignore[union-attr]
+    if _can_split(group):
         return dist.split_group(group, parts, timeout=timeout)
     ranks = dist.get_process_group_ranks(group)
     members = [ranks[p] for part in parts if group.rank() in part for p in part]
+    backends = dist.get_backend_config(group)
     backend = None if backends == dist.get_backend_config() else backends
     return dist.new_group(members, timeout=timeout, backend=backend, use_local_synchronization=True)
+
+
+def _can_split(group: Any) -> bool:
+    return dist.group.WORLD.bound_device_id is not None and "nccl" in dist.get_backend_config(group)  # type: ignore[union-attr]
 
 
 def _passed_on(inside: Sequence[Tensor]) -> int:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +16,7 @@ from forebay.estimate.layers import plan_layers
 from forebay.estimate.plan import fit_run
 from forebay.estimate.processes import forked_map, usable
 from forebay.estimate.trace_cache import TraceCache
+from forebay.train.heartbeat import _is_gone
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -57,6 +61,33 @@ def test_processes_end_with_the_iterator() -> None:
     found.close()  # type: ignore[attr-defined]
     assert not multiprocessing.active_children()
     assert usable() >= 1
+
+
+def test_processes_end_if_the_first_one_is_killed(tmp_path: Path) -> None:
+    """Their answers are larger than what a pipe holds, and nobody reads them any more."""
+
+    def large(number: int) -> bytes:
+        (tmp_path / str(os.getpid())).touch()
+        return bytes(1 << 20)
+
+    def plan() -> None:
+        found = forked_map(large, range(6), 3)
+        next(found)
+        time.sleep(60)
+
+    first = multiprocessing.get_context("fork").Process(target=plan)
+    first.start()
+    _until(lambda: len(list(tmp_path.iterdir())) == 3)
+    first.kill()
+    first.join()
+    _until(lambda: all(_is_gone(int(file.name)) for file in tmp_path.iterdir()))
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_a_plan_is_the_same_in_several_processes() -> None:

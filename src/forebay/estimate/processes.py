@@ -43,12 +43,11 @@ def forked_map(function: Callable[[T], R], arguments: Sequence[T], processes: in
     try:
         for first in range(1, count):
             receiver, sender = context.Pipe(duplex=False)
-            workers.append(
-                context.Process(target=_answer, args=(function, arguments[first::count], sender), daemon=True)
-            )
+            receivers.append(receiver)
+            share = function, arguments[first::count], sender, tuple(receivers)
+            workers.append(context.Process(target=_answer, args=share, daemon=True))
             workers[-1].start()
             sender.close()
-            receivers.append(receiver)
         for number, argument in enumerate(arguments):
             yield function(argument) if number % count == 0 else _received(receivers[number % count - 1])
     finally:
@@ -67,11 +66,17 @@ def _received(receiver: Connection) -> Any:
     return found
 
 
-def _answer(function: Callable[[T], R], arguments: Sequence[T], sender: Connection) -> None:
+def _answer(
+    function: Callable[[T], R], arguments: Sequence[T], sender: Connection, inherited: Sequence[Connection]
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process answers Ctrl-C, and kills this one
+    for receiver in inherited:  # while any process holds a pipe's other end, a write to it waits
+        receiver.close()
     for argument in arguments:
         try:
             sender.send((function(argument), None))
+        except BrokenPipeError:  # the first process was killed
+            return
         except Exception as error:
             sender.send((None, error))
             return

@@ -9,6 +9,7 @@ import ast
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -322,3 +323,11 @@ def test_torchrun_ends_with_the_code_of_the_run(what: str, sent: int, code: int,
         started.kill()
     if what == "listens":
         assert len(list(tmp_path.glob(f"*.{sent:d}"))) == 2
+
+
+def test_torchrun_says_that_its_port_is_taken() -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        command = ["-m", "forebay.launch.torchrun", "--master-port", port, "-m", "forebay", "doctor"]
+        done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 5 and f":{port}; choose another port with --master-port" in done.stderr, done.stderr

@@ -52,6 +52,8 @@ def _unmet(options: Namespace, error: Exception) -> str:
     """Why this agent is without the others, and what to do."""
     at = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
     why = first_line(error.__cause__ or error)
+    if "EADDRINUSE" in why:
+        return f"another process of this machine listens at {at}; choose another port with --master-port or --rdzv-endpoint"
     return (
         f"this agent did not find the others at {at}, or lost them ({why}): one agent runs on that host, all {options.nnodes} "
         "have the same host, port and --rdzv-id, and no firewall is between them; start all again with the same command, and "

@@ -232,6 +232,13 @@ class Checkpoint:
         0.0, "Also keep the first checkpoint, and one for each so many hours after it; 0 keeps none.", low=0.0
     )
     last: bool = key(True, "Write one at the end of the run, and at Ctrl-C.")
+    background: bool = key(
+        True, "Write from a copy in host memory while training goes on; false lets training wait, without the copy."
+    )
+    remote: str = key(
+        "",
+        "Folder that gets a copy of each checkpoint: a URL of fsspec such as 's3://bucket/run', or a path; '' is none.",
+    )
 
 
 @dataclass(frozen=True)

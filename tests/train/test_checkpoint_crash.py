@@ -117,8 +117,10 @@ def pair(number: float) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def save(folder: Path, step: int, number: int, keep: int = 2) -> None:
-    Checkpoints(folder, keep).save(step, *pair(number), {"number": number})
+def save(folder: Path, step: int, number: int, background: bool = False) -> None:
+    store = Checkpoints(folder)
+    assert store.start(step, *pair(number), {"number": number}, background) == background
+    store.wait()
 
 
 def right(folder: Path, acknowledged: int) -> int:
@@ -180,8 +182,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-@pytest.mark.parametrize("story", STORIES)
-def test_a_crash_at_every_call_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, story: str) -> None:
+@pytest.mark.parametrize(("story", "background"), [*((story, False) for story in STORIES), ("the next step", True)])
+def test_a_crash_at_every_call_of_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, story: str, background: bool
+) -> None:
     earlier, step, left = STORIES[story]
     number = len(earlier)
     for at in range(prepared(tmp_path, monkeypatch, story)):
@@ -190,7 +194,7 @@ def test_a_crash_at_every_call_of_a_save(tmp_path: Path, monkeypatch: pytest.Mon
         disk.start()
         with monkeypatch.context() as patched, suppress(Crash):
             disk.install(patched)
-            save(folder, step, number)
+            save(folder, step, number, background)
         cut = tmp_path / f"cut-{at}"
         disk.after_power_cut(cut)
         disk.close()

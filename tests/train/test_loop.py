@@ -140,7 +140,7 @@ def test_a_second_ctrl_c_ends_at_once_and_keeps_the_checkpoint(
         return step(self, number)
 
     monkeypatch.setattr(Trainer, "step", interrupted)
-    config = tiny(train={"steps": 6}, checkpoint={"every": 3})
+    config = tiny(train={"steps": 6}, checkpoint={"every": 3, "background": False})
     with pytest.raises(KeyboardInterrupt):
         train(config, quiet())
     found = where_to_resume(config, "").resumed

@@ -34,9 +34,41 @@ def test_a_time_limit_leaves_room_for_a_save(seed: int) -> None:
         watch.stepped()
         steps += 1
         if is_saved := watch.needs_measured_save or draw.random() < 0.1:
-            now += draw.uniform(slowest_save / 1.4, slowest_save)
-            watch.saved()
+            watch.save_began()
+            now += (seconds := draw.uniform(slowest_save / 1.4, slowest_save))
+            watch.saved(seconds)
     assert limit - 2.5 * (slowest_step + slowest_save) <= now <= limit - slowest_save * (not is_saved) and steps
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_time_limit_leaves_room_for_a_save_after_the_one_under_way(seed: int) -> None:
+    """Saves run beside the steps. After the last step, the one under way ends first and another one follows."""
+    draw = random.Random(seed)
+    now, limit, slowest_step, slowest_save = 0.0, draw.uniform(500, 2000), draw.uniform(0.1, 20), draw.uniform(0.1, 60)
+    watch = TimeLimit(limit, lambda: now)
+    now += 1.0
+    watch.stepped()
+    watch.save_began()
+    now += slowest_save
+    watch.saved(slowest_save)
+    end = seconds = -1.0  # of the save under way
+    while True:
+        now += draw.uniform(slowest_step / 1.4, slowest_step)
+        watch.stepped()
+        if 0 <= end <= now:
+            watch.saved(seconds)
+            end = -1.0
+        if watch.is_near:
+            now = max(now, end) + slowest_save
+            break
+        if end < 0 and draw.random() < 0.5:
+            watch.save_began()
+            seconds = draw.uniform(slowest_save / 1.4, slowest_save)
+            end = now + seconds
+            if watch.is_near:  # it is the last one
+                now = end
+                break
+    assert limit - 2.5 * 2 * (slowest_step + slowest_save) <= now <= limit
 
 
 def test_no_limit_is_never_near() -> None:

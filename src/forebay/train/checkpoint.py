@@ -2,9 +2,10 @@
 
 Input: a model, its optimizer, the random generators and the trainer's position. Output: a folder per checkpoint under the
 run's ``checkpoints/``, in the format of ``torch.distributed.checkpoint``, with names and shapes of the whole model, so that
-another number of processes or another layout reads it too. All processes call `Checkpoints.save` and `load` together. A
-checkpoint may come from elsewhere: all of it is read as plain data, JSON and tensors. The optimizer's settings are the
-configuration's; learning rate and data order are functions of the step, so they have no state to save.
+another number of processes or another layout reads it too. All processes call the methods of `Checkpoints` and `load` together.
+A save in the background writes from a copy in host memory, in a thread with a process group of its own. A checkpoint may come
+from elsewhere: all of it is read as plain data, JSON and tensors. The optimizer's settings are the configuration's; learning
+rate and data order are functions of the step, so they have no state to save.
 """
 
 import contextlib
@@ -16,14 +17,19 @@ import os
 import pickle
 import random
 import shutil
+import threading
+import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path, PurePath
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as described
@@ -41,6 +47,8 @@ from torch.distributed.checkpoint.state_dict import (
 from forebay.errors import RunError, UsageError, first_line
 from forebay.train.distributed import on_all, on_main, rank_and_size
 from forebay.train.durable import make_folder, replace_text, sync, sync_tree, write_synced
+from forebay.train.remote import MANIFEST, RemoteFolder
+from forebay.train.staging import HostCopies
 
 _DESCRIPTIONS = (
     described.BytesStorageMetadata,
@@ -140,6 +148,66 @@ _BEFORE = "-before"  # suffix of a checkpoint while its step is saved again
 _SAME_MODEL = "resume with the configuration it was made with"
 
 
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that was written.
+
+    Attributes:
+        seconds: from the call of `Checkpoints.start` until it was whole, and uploaded if there is a remote folder.
+        waited: why training waited although the save was to run in the background; "" if it did not.
+        not_uploaded: why the remote folder does not have it; "" if it does, or there is none.
+    """
+
+    path: Path
+    seconds: float
+    waited: str = ""
+    not_uploaded: str = ""
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """What a checkpoint holds.
+
+    Attributes:
+        tensors: by part and name; on the host if `is_copy`, else those that training changes.
+        generators: the states of this process's Python and NumPy generators.
+    """
+
+    tensors: Mapping[str, Mapping[str, Any]]
+    is_copy: bool
+    about: Mapping[str, Any]
+    generators: Mapping[str, Any]
+    config: Any  # the model's transformers configuration; None if it has none
+
+
+class _Commit(threading.Thread):
+    """Runs a save, in this thread or as one, and keeps what it returned or raised. A daemon: a second Ctrl-C does not wait."""
+
+    def __init__(self, save: Callable[[], Saved]):
+        super().__init__(name="forebay-checkpoint", daemon=True)
+        self._save = save
+        self.saved: Saved | None = None
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self.saved = self._save()
+        except BaseException as error:
+            self.error = error
+
+    def result(self) -> Saved:
+        if self.error is not None:
+            raise self.error
+        assert self.saved is not None
+        return self.saved
+
+
+# Ends only a save that waits for a lost process without a `Heartbeat`. A process may upload for longer than
+# `parallel.timeout` while others are done.
+_PATIENCE = timedelta(days=1)
+_COPY_AHEAD = 10_000_000  # bytes from the device while earlier ones are written; torch's default
+
+
 class Checkpoints:
     """The checkpoints of one run.
 
@@ -148,44 +216,195 @@ class Checkpoints:
     ``model/config.json`` (for export) and ``manifest.json`` (size and SHA-256 of every other file). It is written to
     ``.partial-step-...``, synced and renamed. ``latest`` holds the name of the newest and is written just before the
     rename; while it names a folder that does not exist, the newest that exists counts. So a crash, a full disk or a power
-    cut at any time leaves the newest whole checkpoint to be found, and the next `save` removes what it left behind.
+    cut at any time leaves the newest whole checkpoint to be found, and the next save removes what it left behind.
+
+    One save is under way at a time: `start` begins it, `wait` ends it.
 
     Args:
         folder: ``<run>/checkpoints``; created with the first checkpoint.
         keep: number of newest checkpoints that stay.
         keep_hours: hours between older ones that stay too; 0 for none.
+        remote: gets each checkpoint after it was written here, and keeps as many.
     """
 
-    def __init__(self, folder: Path, keep: int = 2, keep_hours: float = 0.0):
-        self.folder, self.keep, self.keep_hours = folder, keep, keep_hours
+    def __init__(self, folder: Path, keep: int = 2, keep_hours: float = 0.0, remote: RemoteFolder | None = None):
+        self.folder, self.keep, self.keep_hours, self.remote = folder, keep, keep_hours, remote
+        self._commit: _Commit | None = None
+        self._copies: HostCopies | None = None
+        self._group: dist.ProcessGroup | None = None  # gloo, for the thread alone
 
     def save(self, step: int, model: Any, optimizer: torch.optim.Optimizer, about: Mapping[str, Any]) -> Path:
+        """`start` and `wait`; returns the checkpoint."""
+        self.start(step, model, optimizer, about)
+        saved = self.wait()
+        assert saved is not None
+        return saved.path
+
+    def start(
+        self,
+        step: int,
+        model: Any,
+        optimizer: torch.optim.Optimizer,
+        about: Mapping[str, Any],
+        background: bool = False,
+    ) -> bool:
         """Write a checkpoint, point ``latest`` to it, and delete those that need not stay. Gradients must be None.
 
         Args:
             step: number of the last finished step.
             about: what else `load` returns; JSON.
+            background: return when the state is copied to host memory; a thread goes on. Else, and if there is no room for
+                the copy, the checkpoint is written when this returns.
+
+        Returns:
+            Whether a thread goes on.
+
+        Raises:
+            RunError: the state could not be collected; earlier checkpoints are unchanged.
+            RuntimeError: a save is under way.
+        """
+        if self._commit is not None:
+            raise RuntimeError("a save is under way; call wait() first")
+        began, final = time.monotonic(), self.folder / f"{_PREFIX}{step:08d}"
+        try:
+            tensors = _collect(model, optimizer)
+            copied, waited = self._copied(tensors) if background else (None, "")
+        except (RuntimeError, RunError) as error:
+            raise self._failed(final, error) from error
+        taken = _Snapshot(
+            tensors if copied is None else copied,
+            copied is not None,
+            {**about, "step": step},
+            _host_states(),
+            getattr(model, "config", None),
+        )
+        group = None if copied is None else self._group
+
+        def save() -> Saved:
+            self._write_whole(final, taken, group)
+            missing = self._upload(final, group) if self.remote is not None else ""
+            return Saved(final, time.monotonic() - began, waited, missing)
+
+        self._commit = _Commit(save)
+        (self._commit.run if copied is None else self._commit.start)()
+        return copied is not None
+
+    @property
+    def under_way(self) -> bool:
+        """Whether `start` was called and `wait` was not. The same on all processes."""
+        return self._commit is not None
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this process's thread runs."""
+        return self._commit is not None and self._commit.is_alive()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the save under way failed on this process."""
+        return self._commit is not None and self._commit.error is not None
+
+    def wait(self) -> Saved | None:
+        """The checkpoint that `start` began, when it is whole; None if no save is under way.
 
         Raises:
             RunError: it could not be written, such as on a full disk; earlier ones are unchanged.
         """
-        final = self.folder / f"{_PREFIX}{step:08d}"
+        commit, self._commit = self._commit, None
+        if commit is None:
+            return None
+        if commit.ident is None:  # it ran in this thread
+            return commit.result()
+        commit.join()
+        failed = on_all(lambda: commit.error is not None)  # a lost connection may show on some processes only
+        if any(failed) and commit.error is None:
+            raise RunError(f"the last checkpoint could not be written by process {failed.index(True)}")
+        return commit.result()
+
+    def close(self) -> BaseException | None:
+        """Wait for a save under way, if not for the other processes, and free its memory; returns the error of a failed one."""
+        commit, self._commit = self._commit, None
+        if commit is not None and commit.ident is not None:
+            commit.join()
+        if self._copies is not None:
+            self._copies.free()
+        return None if commit is None else commit.error
+
+    def _copied(self, tensors: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, dict[str, Any]] | None, str]:
+        """Copies of the tensors for the thread; None, and why, if it cannot have them."""
+        if self._copies is None:
+            self._copies = HostCopies()
+            if rank_and_size()[1] > 1:
+                self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        copied = self._copies.copy(tensors)
+        return copied, "" if copied is not None else "the host has no room for a copy of the state to write it from"
+
+    def _write_whole(self, final: Path, taken: _Snapshot, group: dist.ProcessGroup | None) -> None:
+        """Write and publish a checkpoint, or raise RunError and leave nothing of it."""
         partial = self.folder / f"{_PARTIAL}{final.name}"
         try:
-            on_main(lambda: self._begin(partial))
-            _write(partial, model, optimizer, {**about, "step": step})
-            on_main(lambda: self._publish(partial, final))
+            on_main(lambda: self._begin(partial), group)
+            _write(partial, taken, group)
+            on_main(lambda: self._publish(partial, final), group)
         except (CheckpointException, OSError, RuntimeError, RunError) as error:
             raise self._failed(final, error) from error
         finally:
             if rank_and_size()[0] == 0:
                 _discard(partial)
+
+    def _upload(self, path: Path, group: dist.ProcessGroup | None) -> str:
+        """Upload a checkpoint, each process a part of its files; returns why that failed, or ""."""
+        remote, (rank, size) = self.remote, rank_and_size()
+        assert remote is not None
+
+        def expire() -> None:
+            written = remote.names()
+            remote.remove(self._expired({name: written[name] for name in written if name != path.name}))
+
+        try:
+            on_main(lambda: remote.begin(path.name), group)
+            files = sorted(_manifest(path))
+            on_all(lambda: remote.put(path, files[rank::size]), group)
+            on_main(lambda: remote.finish(path), group)
+            on_main(expire, group)
+        except (OSError, RuntimeError, RunError) as error:
+            return f"checkpoint {path} is whole, but could not be uploaded: {first_line(error)}"
+        return ""
+
+    def fetch(self) -> Path | None:
+        """Download the remote folder's newest checkpoint if it was written after the newest one here. By one process only.
+
+        Raises:
+            RunError: it cannot be read from there or written here.
+        """
+        found = None if self.remote is None else self.remote.newest()
+        if self.remote is None or found is None:
+            return None
+        name, written = found
+        own = self.latest()
+        if own is not None and _written(own) >= written:
+            return None
+        partial, final = self.folder / f"{_PARTIAL}{name}", self.folder / name
+        try:
+            self._begin(partial)
+            self.remote.get(name, partial)
+            sync_tree(partial)
+            self._publish(partial, final)
+        except OSError as error:
+            raise RunError(
+                f"checkpoint {self.remote.url}/{name} cannot be written to {final}: {error.strerror}"
+            ) from error
+        finally:
+            _discard(partial)
         return final
 
     def all(self) -> list[Path]:
         """All checkpoints, whole or damaged, in the order in which they were written."""
-        found = [p for p in self.folder.glob(f"{_PREFIX}*") if (p / "manifest.json").is_file()]
-        return sorted(found, key=lambda p: ((p / "manifest.json").stat().st_mtime_ns, p.name))
+        found: list[tuple[int, str]] = []
+        for path in self.folder.glob(f"{_PREFIX}*"):
+            with contextlib.suppress(OSError):  # no manifest, or a thread removes the checkpoint now
+                found.append(((path / MANIFEST).stat().st_mtime_ns, path.name))
+        return [self.folder / name for _, name in sorted(found)]
 
     def latest(self) -> Path | None:
         """The checkpoint that ``latest`` names, else the newest; None if there is none."""
@@ -232,20 +451,21 @@ class Checkpoints:
                 self._roll_back(before if again else None, final, pointed)
             raise
         sync(self.folder)
-        others = [p for p in self.all() if p not in (final, before)]
-        spared = self._by_age(others)
-        older = [p for p in others[: -(self.keep - 1) or None] if p not in spared]
+        others = {p.name: (p / MANIFEST).stat().st_mtime for p in self.all() if p not in (final, before)}
+        older = [self.folder / name for name in self._expired(others)]
         for old in [*([before] if before.exists() else []), *older]:
             _discard(old)
 
-    def _by_age(self, paths: list[Path]) -> set[Path]:
-        """Of checkpoints in the order in which they were written, those that stay because of `keep_hours`."""
-        spared: dict[Path, float] = {}
-        for path in paths if self.keep_hours else ():
-            written = (path / "manifest.json").stat().st_mtime
-            if not spared or written - max(spared.values()) >= 3600 * self.keep_hours:
-                spared[path] = written
-        return set(spared)
+    def _expired(self, others: Mapping[str, float]) -> list[str]:
+        """Of checkpoints older than the newest, and when each was written, oldest first: those that need not stay."""
+        spared: list[float] = []
+        expired = []
+        for name in list(others)[: -(self.keep - 1) or None]:
+            if self.keep_hours and (not spared or others[name] - spared[-1] >= 3600 * self.keep_hours):
+                spared.append(others[name])
+            else:
+                expired.append(name)
+        return expired
 
     def _roll_back(self, before: Path | None, final: Path, pointed: str | None) -> None:
         """Undo `_publish`: ``latest`` first, or it could name the old checkpoint as if it were new."""
@@ -276,7 +496,7 @@ def find(given: Path) -> Path:
     Raises:
         UsageError: there is none.
     """
-    if (given / "manifest.json").is_file() or (given.name.startswith(_PREFIX) and given.is_dir()):
+    if (given / MANIFEST).is_file() or (given.name.startswith(_PREFIX) and given.is_dir()):
         return given
     for folder in (given / "checkpoints", given):
         found = Checkpoints(folder).latest()
@@ -295,9 +515,17 @@ def verify(path: Path) -> None:
     on_all(lambda: _compare(path, dict(list(_manifest(path).items())[rank::size])))
 
 
+def _written(path: Path) -> float:
+    """When a checkpoint was written, in seconds since 1970; 0 for one that is damaged or older than this entry."""
+    try:
+        return float(json.loads((path / MANIFEST).read_text(encoding="utf-8"))["written"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0.0
+
+
 def _manifest(path: Path) -> dict[str, tuple[int, str]]:
     """Size and digest of each file."""
-    manifest = path / "manifest.json"
+    manifest = path / MANIFEST
     try:
         return json.loads(manifest.read_text(encoding="utf-8"))["files"]
     except (OSError, ValueError, KeyError) as error:
@@ -401,41 +629,49 @@ def _discard(path: Path) -> None:
             gone.unlink(missing_ok=True)
 
 
-def _write(partial: Path, model: Any, optimizer: torch.optim.Optimizer, about: Mapping[str, Any]) -> None:
-    rank, size = rank_and_size()
-    state: dict[str, Any] = {"rng": _torch_rng(rank)}
+def _collect(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    """Tensors of generators, model and optimizer, which are the ones that training changes."""
+    state: dict[str, dict[str, Any]] = {"rng": _torch_rng(rank_and_size()[0])}
 
-    def collect() -> None:
+    def collect_own() -> None:
         state["model"] = get_model_state_dict(model)
         state["optimizer"], _ = _optimizer_state(model, optimizer)
 
-    on_all(collect)  # a process that runs out of memory here must not leave the others waiting in what follows
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # as in `_read_tensors`
-        # Trap: thread_count above 1 loses an exception of another thread (a full disk), and the file with it.
-        # Trap: sync_files of torch 2.11 to 2.13 syncs before Python's buffer is written, which loses the end of each file.
-        writer = dcp.FileSystemWriter(partial, thread_count=1, sync_files=False)
-        dcp.save(state, storage_writer=writer, no_dist=size == 1)
+    on_all(collect_own)  # a process that runs out of memory here must not leave the others waiting in what follows
+    # Not `catch_warnings`, whose end in a thread would undo what other threads did to the filters meanwhile.
+    warnings.filterwarnings("ignore", "torch.distributed is (disabled|uninitialized)", UserWarning)
+    return state
+
+
+def _write(partial: Path, taken: _Snapshot, group: dist.ProcessGroup | None) -> None:
+    rank, size = rank_and_size()
+    # Trap: thread_count above 1 loses an exception of another thread (a full disk), and the file with it.
+    # Trap: sync_files of torch 2.11 to 2.13 syncs before Python's buffer is written, which loses the end of each file.
+    # Trap: if torch copies ahead, it waits for the compute stream, even where nothing is on the device.
+    ahead = 0 if taken.is_copy else _COPY_AHEAD
+    writer = dcp.FileSystemWriter(partial, thread_count=1, sync_files=False, per_thread_copy_ahead=ahead)
+    dcp.save(dict(taken.tensors), storage_writer=writer, process_group=group, no_dist=size == 1)
 
     def sync_own() -> None:
         for file in partial.glob(f"__{rank}_*"):
             sync(file)
 
-    on_all(sync_own)
-    generators = on_all(_host_states)
+    on_all(sync_own, group)
+    generators = on_all(lambda: taken.generators, group)
 
     def write_once() -> None:
-        write_synced(partial / "trainer.json", json.dumps({"about": about, "rng": generators}))
-        if hasattr(model, "config"):
+        write_synced(partial / "trainer.json", json.dumps({"about": taken.about, "rng": generators}))
+        if taken.config is not None:
             (partial / "model").mkdir()
-            model.config.save_pretrained(partial / "model")
+            taken.config.save_pretrained(partial / "model")
 
-    on_main(write_once)
-    names = on_main(lambda: sorted(str(p.relative_to(partial)) for p in partial.rglob("*") if p.is_file()))
-    parts = on_all(lambda: {n: (os.path.getsize(partial / n), _digest(partial / n)) for n in names[rank::size]})
+    on_main(write_once, group)
+    names = on_main(lambda: sorted(str(p.relative_to(partial)) for p in partial.rglob("*") if p.is_file()), group)
+    parts = on_all(lambda: {n: (os.path.getsize(partial / n), _digest(partial / n)) for n in names[rank::size]}, group)
     files = {name: part[name] for name in names for part in parts if name in part}
-    on_main(lambda: write_synced(partial / "manifest.json", json.dumps({"files": files})))
-    on_main(lambda: sync_tree(partial))
+    manifest = {"files": files, "written": time.time()}
+    on_main(lambda: write_synced(partial / MANIFEST, json.dumps(manifest)), group)
+    on_main(lambda: sync_tree(partial), group)
 
 
 def _check_fits(path: Path, held: Mapping[str, Any], model: Mapping[str, Any]) -> None:

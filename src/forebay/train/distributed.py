@@ -32,8 +32,11 @@ def rank_and_size() -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
-def on_all(call: Callable[[], T]) -> list[T]:
+def on_all(call: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
     """Call `call()` on all processes; returns the results (picklable) by rank. No process waits for one that failed.
+
+    Args:
+        group: carries the results; a group of all processes, such as one that only this thread uses.
 
     Raises:
         Exception: the error of the first rank that failed, on all processes. An OSError keeps its number and text.
@@ -48,17 +51,17 @@ def on_all(call: Callable[[], T]) -> list[T]:
     except Exception as error:
         own, outcome = error, (False, _picklable(error, rank))
     outcomes: list[Any] = [None] * size
-    dist.all_gather_object(outcomes, outcome)
+    dist.all_gather_object(outcomes, outcome, group)
     for sender, (succeeded, value) in enumerate(outcomes):
         if not succeeded:
             raise value from (own if sender == rank else None)
     return [value for _, value in outcomes]
 
 
-def on_main(call: Callable[[], T]) -> T:
-    """Call `call()` on process 0 only; returns its result, or raises its error, on all."""
+def on_main(call: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Call `call()` on process 0 only; returns its result, or raises its error, on all. `group`: as for `on_all`."""
     rank, _ = rank_and_size()
-    return on_all(lambda: call() if rank == 0 else None)[0]  # type: ignore[return-value]
+    return on_all(lambda: call() if rank == 0 else None, group)[0]  # type: ignore[return-value]
 
 
 def _picklable(error: Exception, rank: int) -> Exception:

@@ -46,6 +46,7 @@ from forebay.train.heartbeat import Heartbeat
 from forebay.train.loggers import Logger, open_loggers
 from forebay.train.metrics import Reporter, SilentReporter, StepRecord, Summary, summary_tables, usable_bytes
 from forebay.train.pipeline_profile import PipelineProfile, profile_ranks
+from forebay.train.remote import RemoteFolder, open_checked
 from forebay.train.run_folder import PROFILE, RESULT, Start, claim_start, unwritable, write_result
 from forebay.train.stop import StopRequest, TimeLimit
 from forebay.train.tokenizer import load_tokenizer
@@ -90,7 +91,8 @@ def train(
         Mesh.open(config, world) as mesh,
         _reported_once(mesh),
     ):
-        start = mesh.on_main(lambda: claim_start(config, resume, lock))
+        remote = open_checked(config.checkpoint.remote)
+        start = mesh.on_main(lambda: claim_start(config, resume, lock, remote))
         advice = partial(_intact_checkpoint, start)
         layers = None if partition is None else mesh.on_main(partition)
         with (
@@ -99,7 +101,7 @@ def train(
             Trainer(config, mesh, layers) as trainer,
             _naming_lost(heart, advice),
         ):
-            return _TrainingRun(config, console, start, trainer, stop, limit).run()
+            return _TrainingRun(config, console, start, trainer, stop, limit, remote).run()
 
 
 def profile(config: Config, partition: Callable[[], Partition] | None = None) -> list[PipelineProfile]:
@@ -220,19 +222,36 @@ class _TrainingRun:
         trainer: Trainer,
         stop: StopRequest,
         limit: TimeLimit,
+        remote: RemoteFolder | None = None,
     ):
         self.config, self.console, self.start, self.trainer = config, console, start, trainer
         self.stop, self.limit = stop, limit
         self.mesh = trainer.mesh
         self.checkpoints = checkpoint.Checkpoints(
-            start.checkpoints, config.checkpoint.keep, config.checkpoint.keep_hours
+            start.checkpoints, config.checkpoint.keep, config.checkpoint.keep_hours, remote
         )
         self.records: list[StepRecord] = []
-        self.saved_at, self.save_seconds = 0, 0.0
+        self.save_began_at = self.saved_at = 0  # steps
+        self.saved: checkpoint.Saved | None = None
+        self._said_too_often = False
         self._graph_status: str | None = None
 
     def run(self) -> Path:
-        """All steps; see `train`."""
+        """All steps; see `train`. A failure waits for a save under way; a second Ctrl-C does not."""
+        try:
+            folder = self._run()
+        except Exception:
+            self._close()
+            raise
+        self._close()
+        return folder
+
+    def _close(self) -> None:
+        lost = self.checkpoints.close()
+        if lost is not None and self.mesh.world.is_main:
+            self.console.print(str(lost), soft_wrap=True, markup=False)  # gloo's texts name files in brackets
+
+    def _run(self) -> Path:
         c = self.config
         done = self._resume() if self.start.resumed else 0
         if done >= c.train.steps:
@@ -242,7 +261,7 @@ class _TrainingRun:
                     soft_wrap=True,
                 )
             return self.start.folder
-        self.saved_at = done
+        self.save_began_at = self.saved_at = done
         self.mesh.on_main(self._write_run_file)
         loggers: list[Logger] = []
         self.mesh.on_main(lambda: loggers.extend(open_loggers(c, self.start.folder, done)))
@@ -253,7 +272,7 @@ class _TrainingRun:
         )
         with reporter as report:
             self._announce(report, done)
-            self._check_stop(done)
+            self._check_stop(done, report)
             for number in range(done + 1, c.train.steps + 1):
                 self.records.append(self._step(number, report))
                 if number == c.train.steps:
@@ -261,7 +280,7 @@ class _TrainingRun:
                 if c.train.eval_every and number % c.train.eval_every == 0:
                     report.validation(number, self.trainer.evaluate())
                 self.limit.stepped()
-                self._check_stop(number)
+                self._check_stop(number, report)
         enough = self.trainer.enough_capacity()
         self._write_outputs(last)
         if self.mesh.world.is_main:
@@ -276,28 +295,64 @@ class _TrainingRun:
             )
             for table in summary_tables(summary):
                 self.console.print(table)
+        if self._missing_upload:
+            raise RunError(f"the run is done; {self._missing_upload}")
         return self.start.folder
 
-    def _check_stop(self, number: int) -> None:
+    def _check_stop(self, number: int, report: Reporter) -> None:
         """Save after step `number` if a checkpoint is due, and raise `Stopped` if the run ends there: on all processes."""
-        c, is_last = self.config, number == self.config.train.steps
-        asked, is_near, needs_save = self.mesh.max(
-            self.stop.signal, self.limit.is_near, c.checkpoint.last and self.limit.needs_measured_save
+        c, saves, is_last = self.config.checkpoint, self.checkpoints, number == self.config.train.steps
+        asked, is_near, needs_save, is_writing, failed = self.mesh.max(
+            self.stop.signal,
+            self.limit.is_near,
+            c.last and self.limit.needs_measured_save,
+            saves.is_writing,
+            saves.has_failed,
         )
-        is_due = bool(c.checkpoint.every) and number % c.checkpoint.every == 0
-        wants_save = is_due or needs_save or (c.checkpoint.last and (asked or is_near or is_last))
-        if wants_save and number > self.saved_at:
-            self._save(number)
-            (is_near,) = self.mesh.max(self.limit.is_near)  # the save may have taken the time that one more step needs
+        if saves.under_way and (failed or not is_writing):
+            self._finish_save(report)
+        ends, is_due = bool(asked or is_near or is_last), bool(c.every) and number % c.every == 0
+        wants_save = is_due or (c.last and (ends or (needs_save and not saves.under_way)))
+        if wants_save and number > self.save_began_at:
+            self._save(number, report, c.background and not (ends or needs_save))
+        if ends or needs_save:
+            self._finish_save(report)
+        if wants_save or needs_save:
+            (is_near,) = self.mesh.max(self.limit.is_near)  # it may have taken the time that one more step needs
         if is_last or not (asked or is_near):
             return
-        by = signal.Signals(int(asked)).name if asked else f"train.time_limit = {c.train.time_limit}"
+        self._finish_save(report)  # begun above, with just enough time left
+        by = signal.Signals(int(asked)).name if asked else f"train.time_limit = {self.config.train.time_limit}"
         raise (Interrupted if asked == signal.SIGINT else Preempted)(self._stopped(number, by))
 
-    def _save(self, number: int) -> None:
+    def _save(self, number: int, report: Reporter, background: bool) -> None:
+        """Begin to save, after the save under way."""
+        if self.checkpoints.under_way:
+            report.say(
+                f"step {number}: training waits, as the checkpoint of step {self.save_began_at} is not written yet"
+            )
+            self._finish_save(report)
         about = {"data": self.trainer.corpus.identity, "config": self.config.to_dict()}
-        self.checkpoints.save(number, self.trainer.model, self.trainer.optimizer, about)
-        self.saved_at, self.save_seconds = number, self.limit.saved()
+        self.limit.save_began()
+        self.save_began_at = number
+        if not self.checkpoints.start(number, self.trainer.model, self.trainer.optimizer, about, background):
+            self._finish_save(report)
+
+    def _finish_save(self, report: Reporter) -> None:
+        """Wait for the save under way, if there is one."""
+        before, saved = self.saved, self.checkpoints.wait()
+        if saved is None:
+            return
+        self.saved, self.saved_at = saved, self.save_began_at
+        self.limit.saved(saved.seconds)
+        if saved.waited and not (before and before.waited):
+            report.say(f"step {self.saved_at}: training waits while checkpoints are written: {saved.waited}")
+        if saved.not_uploaded:
+            report.say(saved.not_uploaded)
+
+    @property
+    def _missing_upload(self) -> str:
+        return self.saved.not_uploaded if self.saved is not None else ""
 
     def _write_outputs(self, last: StepReport) -> None:
         folder, main = self.start.folder, self.mesh.world.is_main
@@ -390,11 +445,12 @@ class _TrainingRun:
         if not self.saved_at:
             saved = "there is no checkpoint" + (", as checkpoint.last is false" if number else " yet")
         elif self.saved_at == number:
-            seconds = f", written in {self.save_seconds:.1f} s," if self.save_seconds else ""
+            seconds = f", written in {self.saved.seconds:.1f} s," if self.saved is not None else ""
             saved = f"its checkpoint{seconds} is safe in {self.start.folder}; {resume}"
         else:
             saved = f"the checkpoint of step {self.saved_at} is safe; {resume}"
-        return f"stopped by {by} after step {number} of {self.config.train.steps}; {saved}"
+        upload = f"; {self._missing_upload}" if self._missing_upload else ""
+        return f"stopped by {by} after step {number} of {self.config.train.steps}; {saved}{upload}"
 
     def _write_run_file(self) -> None:
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}

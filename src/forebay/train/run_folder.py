@@ -27,6 +27,7 @@ from forebay.train import checkpoint
 from forebay.train.distributed import Mesh
 from forebay.train.durable import LOCK, FolderLock, holder, make_folder, replace_text
 from forebay.train.pipeline_profile import profile_ranks
+from forebay.train.remote import RemoteFolder
 from forebay.train.trainer import Trainer
 
 T = TypeVar("T")
@@ -53,22 +54,53 @@ class Start:
         return self.folder / "checkpoints"
 
 
-def claim_start(config: Config, resume: str | None, lock: FolderLock) -> Start:
+def claim_start(config: Config, resume: str | None, lock: FolderLock, remote: RemoteFolder | None = None) -> Start:
     """Where a run begins, its folder locked until `lock` is released.
 
     Args:
         config: a new run takes the first free and unlocked one of `log.folder` = NAME, NAME-2, NAME-3, ...
         resume: None starts a new run. "auto" resumes the newest of those that have a checkpoint, and starts if there is none.
             Else see `where_to_resume`.
+        remote: with "" and "auto", its newest checkpoint is downloaded if there is none here that was written later.
 
     Raises:
-        UsageError: there is nothing to resume, or another process trains in that folder; with "auto" in any of them.
-        RunError: the folder cannot be written.
+        UsageError: there is nothing to resume, or another process trains in that folder; with "auto" in any of them. A new run
+            whose remote folder holds checkpoints.
+        RunError: the folder cannot be written, or the remote one cannot be read.
     """
-    start = _resumable(config) if resume == AUTO else None if resume is None else where_to_resume(config, resume)
+    if resume is None and remote is not None and remote.names():
+        raise UsageError(
+            f"checkpoint.remote = {remote.url!r} holds the checkpoints of a run; "
+            "go on with it by --resume auto, or set checkpoint.remote to another folder"
+        )
+    start = _found(config, resume, remote is not None)
     if start is not None:
         _lock_to_resume(start, lock)
-        return start
+    else:
+        start = _claim_free(config, resume, lock)
+    if resume in (AUTO, ""):
+        start = _with_remote(config, start, resume == AUTO, remote)
+    if resume == "" and start.resumed is None:
+        raise _nothing_to_resume(config)
+    return start
+
+
+def _found(config: Config, resume: str | None, may_be_remote: bool) -> Start | None:
+    """The checkpoint of this machine that is resumed; None for a new run, and if there is none where there need not be one."""
+    if resume is None:
+        return None
+    if resume == AUTO:
+        return _resumable(config)
+    try:
+        return where_to_resume(config, resume)
+    except UsageError:
+        if resume or not may_be_remote:
+            raise
+        return None
+
+
+def _claim_free(config: Config, resume: str | None, lock: FolderLock) -> Start:
+    """The first free folder of `log.folder`, locked."""
     if resume == AUTO:  # do not start beside a run that has no checkpoint yet: it is this one, in another job
         for folder in takewhile(Path.is_dir, _numbered(config)):
             _lock_to_resume(Start(folder), lock)
@@ -82,6 +114,17 @@ def claim_start(config: Config, resume: str | None, lock: FolderLock) -> Start:
     raise AssertionError("there is always another folder")
 
 
+def _with_remote(config: Config, start: Start, is_auto: bool, remote: RemoteFolder | None) -> Start:
+    """`start`, or what resumes the checkpoint that was downloaded to its folder because it is newer."""
+    c = config.checkpoint
+    checkpoints = checkpoint.Checkpoints(start.checkpoints, c.keep, c.keep_hours, remote)
+    fetched = checkpoints.fetch()
+    if fetched is None:
+        return start
+    others = [path for path in checkpoints.all() if path != fetched] if is_auto else []
+    return Start(start.folder, fetched, is_auto, tuple(reversed(others)))
+
+
 def where_to_resume(config: Config, resume: str) -> Start:
     """The checkpoint to resume: that of a run or checkpoint folder, or for "" of the newest of the numbered runs that has one.
 
@@ -93,11 +136,15 @@ def where_to_resume(config: Config, resume: str) -> Start:
         return Start(path.parent.parent, path)
     found = _resumable(config)
     if found is None:
-        raise UsageError(
-            f"{Path(config.log.folder).expanduser()} holds no checkpoint to resume; "
-            "start without --resume or with --resume auto, or name a run or checkpoint folder"
-        )
+        raise _nothing_to_resume(config)
     return Start(found.folder, found.resumed)
+
+
+def _nothing_to_resume(config: Config) -> UsageError:
+    return UsageError(
+        f"{Path(config.log.folder).expanduser()} holds no checkpoint to resume; "
+        "start without --resume or with --resume auto, or name a run or checkpoint folder"
+    )
 
 
 def _resumable(config: Config) -> Start | None:

@@ -1,8 +1,8 @@
 """Why a run stops before its last step: a signal, or a time limit that is near.
 
 `StopRequest` remembers signals while its context is open. `TimeLimit` is told when steps and saves end, and says when the time
-that is left is just enough for one more step and a save. Both know this process only; the loop asks all processes after each
-step, so that all stop after the same one.
+that is left is just enough for one more step and a save, after a save that is under way. Both know this process only; the loop
+asks all processes after each step, so that all stop after the same one.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class TimeLimit:
         self._first: float | None = None
         self._step = 0.0
         self._save: float | None = None
+        self._save_began: float | None = None
 
     def stepped(self) -> None:
         """A step ended, with its validation."""
@@ -73,16 +74,28 @@ class TimeLimit:
         else:
             self._step = max(self._step, seconds)
 
-    def saved(self) -> float:
-        """A save ended that began at the end of the step; returns its seconds."""
-        seconds = self._since_mark()
+    def save_began(self) -> None:
+        """A save began, and training goes on: the time since the last step is none of the next step's."""
+        self._save_began = self._mark = self._clock()
+
+    def saved(self, seconds: float) -> None:
+        """The save that began took so many seconds."""
         self._save = max(self._save or 0.0, seconds)
-        return seconds
+        self._save_began = None
+        self._mark = self._clock()
 
     @property
     def is_near(self) -> bool:
-        """Whether one more step and a save may end after the limit, judged by the slowest so far."""
-        return self._left < _MARGIN * ((self._step or self._first or 0.0) + (self._save or 0.0))
+        """Whether one more step, the rest of a save under way and another save may end after the limit.
+
+        Each is taken for as slow as the slowest so far.
+        """
+        save, rest = self._save or 0.0, 0.0
+        if self._save_began is not None:
+            ran = self._clock() - self._save_began
+            save = max(save, ran)
+            rest = save - ran
+        return self._left < _MARGIN * ((self._step or self._first or 0.0) + save + rest)
 
     @property
     def needs_measured_save(self) -> bool:

@@ -1,0 +1,227 @@
+"""Saves in the background hold the state of the step that began them, one at a time, and a failed one reaches all processes."""
+
+import errno
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from forebay.cli import main
+from forebay.config import Config
+from forebay.errors import Interrupted, RunError
+from forebay.train import checkpoint, staging
+from forebay.train.checkpoint import Checkpoints, Saved
+from forebay.train.distributed import ALONE, Mesh
+from forebay.train.loop import train
+from forebay.train.trainer import Trainer
+from tests.ranks import run_ranks, start, start_ranks
+from tests.train.common import config, differing, quiet, state_of, to_toml, train_command, write_text
+
+
+class Gate:
+    """Holds the thread of a save until it is opened, before it writes tensors."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.entered, self._open = threading.Event(), threading.Event()
+        write = dcp.FileSystemWriter.write_data
+
+        def gated(*arguments: Any) -> Any:
+            self.entered.set()
+            assert self._open.wait(60)
+            return write(*arguments)
+
+        patch.setattr(dcp.FileSystemWriter, "write_data", gated)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+def saved_while_training(rank: int, world: int, folder: str, **parallel: Any) -> list[str]:
+    """What differs between the state at the start of a save and its checkpoint, when two steps ran meanwhile; twice."""
+    settings = config(folder, parallel=parallel)
+    differ = []
+    with Mesh.open(settings, ALONE if world == 1 else None) as mesh, Trainer(settings, mesh) as trainer:
+        store = Checkpoints(Path(folder) / "checkpoints", keep=1)
+        for first in (1, 4):
+            trainer.step(first)
+            before, draws = state_of(trainer), torch.get_rng_state()
+            with pytest.MonkeyPatch.context() as patch:
+                gate = Gate(patch)
+                assert store.start(first, trainer.model, trainer.optimizer, {}, background=True)
+                trainer.step(first + 1)
+                trainer.step(first + 2)
+                torch.rand(3)
+                assert store.is_writing and not store.has_failed
+                gate.open()
+                saved = store.wait()
+            assert isinstance(saved, Saved) and not store.under_way and saved.path.name == f"step-{first:08d}"
+            assert len(differing(before, state_of(trainer))) > 5
+            checkpoint.load(saved.path, trainer.model, trainer.optimizer)
+            differ += differing(before, state_of(trainer))
+            if not torch.equal(draws, torch.get_rng_state()):
+                differ.append("random generator")
+        assert [path.name for path in store.all()] == ["step-00000004"]
+        assert store.close() is None
+    return differ
+
+
+def test_a_checkpoint_is_the_state_at_its_start(tmp_path: Path) -> None:
+    assert saved_while_training(0, 1, write_text(tmp_path)) == []
+
+
+def saved_by_a_pipeline(rank: int, world: int, folder: str) -> list[str]:
+    return saved_while_training(rank, world, folder, pp=2, schedule="zbv")
+
+
+def saved_by_experts(rank: int, world: int, folder: str) -> list[str]:
+    return saved_while_training(rank, world, folder, ep=2)
+
+
+@pytest.mark.parametrize("of_rank", [saved_by_experts, saved_by_a_pipeline])
+def test_of_two_processes(tmp_path: Path, of_rank: Callable[..., list[str]]) -> None:
+    assert run_ranks(of_rank, 2, write_text(tmp_path)) == [[], []]
+
+
+def pair(seed: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(3, 2)
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def test_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Checkpoints(tmp_path)
+    assert store.wait() is None and not store.under_way
+    gate = Gate(monkeypatch)
+    assert store.start(1, *pair(), {}, background=True)
+    with pytest.raises(RuntimeError, match="under way"):
+        store.start(2, *pair(), {}, background=True)
+    gate.open()
+    assert store.close() is None and not store.under_way
+    assert [path.name for path in store.all()] == ["step-00000001"]
+
+
+def test_retention_by_count_and_by_age(tmp_path: Path) -> None:
+    """Nine checkpoints, each written an hour after the one before."""
+    store = Checkpoints(tmp_path, 2, 2.5)
+    for step in range(1, 10):
+        store.start(step, *pair(), {}, background=True)
+        saved = store.wait()
+        assert saved is not None
+        os.utime(saved.path / "manifest.json", (3600 * step, 3600 * step))
+    assert [p.name for p in store.all()] == [f"step-{step:08d}" for step in (1, 4, 7, 8, 9)]
+
+
+def test_without_room_for_a_copy_training_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "available_bytes", lambda: 20)
+    store = Checkpoints(tmp_path)
+    assert not store.start(1, *pair(), {}, background=True)
+    assert not store.is_writing and store.under_way
+    saved = store.wait()
+    assert saved is not None and "no room" in saved.waited
+    checkpoint.verify(saved.path)
+
+
+def test_available_memory_is_the_containers(tmp_path: Path) -> None:
+    files = {
+        "proc/meminfo": "MemTotal:       2000 kB\nMemAvailable:    1000 kB\n",
+        "sys/fs/cgroup/memory.max": "500000\n",
+        "sys/fs/cgroup/memory.current": "450000\n",
+        "sys/fs/cgroup/memory.stat": "anon 50000\nactive_file 100000\ninactive_file 300000\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert staging.available_bytes(tmp_path) == 450_000
+    (tmp_path / "sys/fs/cgroup/memory.max").write_text("max\n")
+    assert staging.available_bytes(tmp_path) == 1000 << 10
+    assert staging.available_bytes() > 0
+
+
+def full_disk(file: Path) -> str:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_failed_save_ends_the_run_and_leaves_the_checkpoint_before_it(
+    tiny: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_save = Checkpoints.start
+
+    def third_fails(self: Checkpoints, step: int, *arguments: Any, **options: Any) -> bool:
+        if step == 6:
+            monkeypatch.setattr(checkpoint, "_digest", full_disk)
+        return start_save(self, step, *arguments, **options)
+
+    monkeypatch.setattr(Checkpoints, "start", third_fails)
+    settings = tiny(train={"steps": 100}, checkpoint={"every": 2})
+    with pytest.raises(RunError, match=r"step-00000006 could not be written: No space left .*/step-00000004 is intact"):
+        train(settings, quiet())
+    newest = checkpoint.find(Path(settings.log.folder))
+    monkeypatch.undo()
+    assert newest.name == "step-00000004"
+    checkpoint.verify(newest)
+    assert sorted(p.name for p in newest.parent.iterdir()) == ["latest", "step-00000002", "step-00000004"]
+
+
+def run_on_a_full_disk(command: list[str]) -> int:
+    if os.environ["RANK"] == "1":
+        digest = checkpoint._digest
+
+        def second_save_fails(file: Path) -> str:
+            return full_disk(file) if "step-00000004" in str(file) else digest(file)
+
+        checkpoint._digest = second_save_fails
+    return main(command)
+
+
+def test_all_processes_end_at_the_same_step_when_one_cannot_write(tmp_path: Path) -> None:
+    settings = config(write_text(tmp_path), train={"steps": 10000}, checkpoint={"every": 2}, parallel={"ep": 2})
+    (tmp_path / "c.toml").write_text(to_toml(settings))
+    running = start_ranks(run_on_a_full_disk, 2, train_command(tmp_path / "c.toml"))
+    try:
+        error = "".join(process.communicate(timeout=60)[1] for process in running)
+        assert [process.returncode for process in running] == [1, 1], error
+        assert (
+            error.count("forebay:") == 1 == error.count("step-00000004 could not be written: No space left on device")
+        )
+        assert "step-00000002 is intact" in error
+        checkpoint.verify(checkpoint.find(tmp_path / "run"))
+    finally:
+        for process in running:
+            process.kill()
+
+
+def run_slowly(command: list[str]) -> int:
+    """Saves after the first take a minute, and the second begins two Ctrl-C."""
+    digest = checkpoint._digest
+
+    def slow(file: Path) -> str:
+        if "step-00000004" in str(file):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(60)
+        return digest(file)
+
+    checkpoint._digest = slow
+    return main(command)
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_save_under_way(tmp_path: Path) -> None:
+    settings = config(write_text(tmp_path), train={"steps": 10000}, checkpoint={"every": 2})
+    (tmp_path / "c.toml").write_text(to_toml(settings))
+    process = start(run_slowly, train_command(tmp_path / "c.toml"))
+    try:
+        _, error = process.communicate(timeout=40)
+        assert process.returncode == Interrupted.exit_code, error
+        newest = checkpoint.find(tmp_path / "run")
+        assert newest.name == "step-00000002"
+        checkpoint.verify(newest)
+    finally:
+        process.kill()

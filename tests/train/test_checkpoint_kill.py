@@ -1,0 +1,142 @@
+"""Kill -9 at random moments of a run that always saves in the background: nothing is lost, and no process hangs.
+
+A life of the run ends when one of its processes is killed: in most lives after some steps, in some while it starts. The newest
+checkpoint is whole then, and no older than the last one that the run took for written. All lives together leave the losses
+of a run that was never killed.
+"""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forebay.cli import main
+from forebay.errors import PeerLost, UsageError
+from forebay.train import checkpoint
+from forebay.train.checkpoint import Checkpoints
+from tests.ranks import Started, start, start_ranks
+from tests.train.common import config, metrics, to_toml, train_command, write_text
+
+TIMEOUT = 30  # parallel.timeout: the others end within this many seconds
+
+
+def run(command: list[str], noted: str) -> int:
+    """The command line, which notes each checkpoint that the run takes for written."""
+    wait = Checkpoints.wait
+
+    def noting(self: Checkpoints) -> Any:
+        saved = wait(self)
+        if saved is not None and os.environ.get("RANK", "0") == "0":
+            with open(noted, "a") as stream:
+                stream.write(f"{saved.path.name}\n")
+        return saved
+
+    Checkpoints.wait = noting  # type: ignore[method-assign]  # this process ends with the run
+    return main(command)
+
+
+class Run:
+    """A run on `processes` processes and its lives."""
+
+    def __init__(self, folder: Path, processes: int) -> None:
+        parallel = {"ep": 2, "timeout": TIMEOUT} if processes > 1 else {}
+        sections = {"schedule": {"kind": "constant"}, "checkpoint": {"every": 1}, "parallel": parallel}
+        settings = config(write_text(folder), train={"steps": 1_000_000}, **sections)
+        (folder / "c.toml").write_text(to_toml(settings))
+        self.folder, self.processes, self.noted = folder, processes, folder / "noted"
+        self.noted.touch()
+        self.running: list[Started] = []
+
+    def start(self, *overrides: str) -> None:
+        command = [*train_command(self.folder / "c.toml", *overrides), "--resume", "auto"]
+        given = command, str(self.noted)
+        self.running = start_ranks(run, self.processes, *given) if self.processes > 1 else [start(run, *given)]
+
+    def written(self) -> list[str]:
+        return self.noted.read_text().split()
+
+    def live(self, draw: random.Random) -> float:
+        """One life; returns the seconds in which the others ended."""
+        before, limit = len(self.written()), time.monotonic() + 120
+        self.start()
+        if trains := draw.random() < 0.9:
+            while len(self.written()) == before:
+                assert time.monotonic() < limit and self.running[0].returncode is None, "the run does not start"
+                time.sleep(0.01)
+            time.sleep(draw.uniform(0, 0.3))
+        else:
+            time.sleep(draw.uniform(0, 2))
+        victim = draw.choice(self.running)
+        victim.kill()
+        killed = time.monotonic()
+        for other in self.running:
+            code = other.wait(
+                timeout=TIMEOUT if trains else TIMEOUT + 10
+            )  # that may begin to wait for the others only now
+            expected = -signal.SIGKILL if other is victim else PeerLost.exit_code
+            assert code == expected or not trains, other.stderr.read()
+        self.running.clear()
+        return time.monotonic() - killed
+
+    def check(self) -> None:
+        """The newest checkpoint is whole, and no older than the last one noted."""
+        noted = self.written()
+        try:
+            newest = checkpoint.find(self.folder / "run")
+        except UsageError:
+            assert not noted
+            return
+        checkpoint.verify(newest)
+        assert newest.name >= (noted[-1] if noted else "")
+
+    def finish(self) -> list[tuple[float, ...]]:
+        """Losses of all steps, after three more."""
+        done = checkpoint.read_about(checkpoint.find(self.folder / "run"))["step"]
+        self.start(f"train.steps={done + 3}")
+        for process in self.running:
+            _, error = process.communicate(timeout=120)
+            assert process.returncode == 0, error
+        names = {entry.name for entry in (self.folder / "run" / "checkpoints").iterdir()}
+        assert names == {"latest", f"step-{done + 2:08d}", f"step-{done + 3:08d}"}
+        return losses(self.folder / "run")
+
+
+def losses(folder: Path) -> list[tuple[float, ...]]:
+    return [(r["step"], r["cross_entropy_loss"], r["gradient_norm"]) for r in metrics(folder)]
+
+
+def survive(folder: Path, processes: int, kills: int, seed: int) -> None:
+    draw, lives = random.Random(seed), Run(folder, processes)
+    try:
+        seconds = []
+        for _ in range(kills):
+            seconds.append(lives.live(draw))
+            lives.check()
+        found = lives.finish()
+        saved, steps = len(lives.written()), len(found)
+        print(
+            f"{processes} processes, {kills} kills: {saved} checkpoints noted, none lost; others ended in {max(seconds):.1f} s"
+        )
+        lives.start(f"train.steps={steps}", "checkpoint.every=0", f"log.folder={folder}/whole")
+        for process in lives.running:
+            assert process.wait(timeout=600) == 0
+        assert losses(folder / "whole") == found
+    finally:
+        for process in lives.running:
+            process.kill()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_killed_at_two_moments(tmp_path: Path, processes: int) -> None:
+    survive(tmp_path, processes, 2, seed=random.randrange(1 << 30))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_killed_at_a_hundred_moments(tmp_path: Path, processes: int) -> None:
+    survive(tmp_path, processes, 100, seed=processes)

@@ -45,7 +45,7 @@ class Gate:
 
 def saved_while_training(rank: int, world: int, folder: str, **parallel: Any) -> list[str]:
     """What differs between the state at the start of a save and its checkpoint, when two steps ran meanwhile; twice."""
-    settings = config(folder, parallel=parallel)
+    settings = config(folder, train={"microbatch": 2}, parallel=parallel)
     differ = []
     with Mesh.open(settings, ALONE if world == 1 else None) as mesh, Trainer(settings, mesh) as trainer:
         store = Checkpoints(Path(folder) / "checkpoints", keep=1)
@@ -77,7 +77,7 @@ def test_a_checkpoint_is_the_state_at_its_start(tmp_path: Path) -> None:
 
 
 def saved_by_a_pipeline(rank: int, world: int, folder: str) -> list[str]:
-    return saved_while_training(rank, world, folder, pp=2, schedule="zbv")
+    return saved_while_training(rank, world, folder, pp=2, schedule="1f1b")
 
 
 def saved_by_experts(rank: int, world: int, folder: str) -> list[str]:

@@ -59,8 +59,8 @@ class Run:
     def written(self) -> list[str]:
         return self.noted.read_text().split()
 
-    def live(self, draw: random.Random) -> float:
-        """One life; returns the seconds in which the others ended."""
+    def live(self, draw: random.Random) -> tuple[bool, float]:
+        """One life; returns whether it came to train, and the seconds in which the other processes ended."""
         before, limit = len(self.written()), time.monotonic() + 120
         self.start()
         if trains := draw.random() < 0.9:
@@ -74,13 +74,12 @@ class Run:
         victim.kill()
         killed = time.monotonic()
         for other in self.running:
-            code = other.wait(
-                timeout=TIMEOUT if trains else TIMEOUT + 10
-            )  # that may begin to wait for the others only now
+            # While it starts, it may wait for the others several times, each time for as long.
+            code = other.wait(timeout=TIMEOUT if trains else 4 * TIMEOUT)
             expected = -signal.SIGKILL if other is victim else PeerLost.exit_code
             assert code == expected or not trains, other.stderr.read()
         self.running.clear()
-        return time.monotonic() - killed
+        return trains, time.monotonic() - killed
 
     def check(self) -> None:
         """The newest checkpoint is whole, and no older than the last one noted."""
@@ -112,14 +111,16 @@ def losses(folder: Path) -> list[tuple[float, ...]]:
 def survive(folder: Path, processes: int, kills: int, seed: int) -> None:
     draw, lives = random.Random(seed), Run(folder, processes)
     try:
-        seconds = []
+        ends: dict[bool, list[float]] = {True: [0.0], False: [0.0]}
         for _ in range(kills):
-            seconds.append(lives.live(draw))
+            trained, seconds = lives.live(draw)
+            ends[trained].append(seconds)
             lives.check()
         found = lives.finish()
         saved, steps = len(lives.written()), len(found)
         print(
-            f"{processes} processes, {kills} kills: {saved} checkpoints noted, none lost; others ended in {max(seconds):.1f} s"
+            f"{processes} processes, {kills} kills: {saved} checkpoints noted, none lost; others ended in "
+            f"{max(ends[True]):.1f} s, in {max(ends[False]):.1f} s of {len(ends[False]) - 1} that were killed at the start"
         )
         lives.start(f"train.steps={steps}", "checkpoint.every=0", f"log.folder={folder}/whole")
         for process in lives.running:

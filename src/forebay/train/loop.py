@@ -328,9 +328,12 @@ class _TrainingRun:
     def _save(self, number: int, report: Reporter, background: bool) -> None:
         """Begin to save, after the save under way."""
         if self.checkpoints.under_way:
-            report.say(
-                f"step {number}: training waits, as the checkpoint of step {self.save_began_at} is not written yet"
-            )
+            if background and not self._said_too_often:
+                self._said_too_often = True
+                report.say(
+                    f"step {number}: training waits until the checkpoint of step {self.save_began_at} is whole; "
+                    "a larger checkpoint.every avoids that"
+                )
             self._finish_save(report)
         about = {"data": self.trainer.corpus.identity, "config": self.config.to_dict()}
         self.limit.save_began()

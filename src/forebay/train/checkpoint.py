@@ -279,8 +279,11 @@ class Checkpoints:
             getattr(model, "config", None),
         )
         group = None if copied is None else self._group
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
         def save() -> Saved:
+            if device is not None:
+                torch.cuda.set_device(device)  # a new thread begins on device 0, and would make a context there
             self._write_whole(final, taken, group)
             missing = self._upload(final, group) if self.remote is not None else ""
             return Saved(final, time.monotonic() - began, waited, missing)

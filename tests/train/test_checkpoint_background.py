@@ -128,6 +128,27 @@ def test_without_room_for_a_copy_training_waits(tmp_path: Path, monkeypatch: pyt
     checkpoint.verify(saved.path)
 
 
+def without_gloo(rank: int, world: int, folder: str) -> tuple[bool, str]:
+    def no_group(**_: Any) -> Any:
+        if rank:
+            raise RuntimeError("no interface")
+        return torch.distributed.group.WORLD
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "new_group", no_group)
+        store = Checkpoints(Path(folder))
+        started = store.start(1, *pair(), {}, background=True)
+        saved = store.wait()
+    assert saved is not None
+    checkpoint.verify(saved.path)
+    return started, saved.waited
+
+
+def test_without_a_group_for_the_thread_training_waits(tmp_path: Path) -> None:
+    waited = "the processes cannot reach each other with gloo as well: no interface"
+    assert run_ranks(without_gloo, 2, str(tmp_path)) == [(False, waited)] * 2
+
+
 def test_available_memory_is_the_containers(tmp_path: Path) -> None:
     files = {
         "proc/meminfo": "MemTotal:       2000 kB\nMemAvailable:    1000 kB\n",

@@ -202,9 +202,9 @@ class _Commit(threading.Thread):
         return self.saved
 
 
-# Ends only a save that waits for a lost process without a `Heartbeat`. A process may upload for longer than
-# `parallel.timeout` while others are done.
-_PATIENCE = timedelta(days=1)
+# How long processes wait for each other in a save: longer than in a step, as one may sync or upload while others are done.
+# A lost process is noticed sooner, by `Heartbeat`.
+_PATIENCE = timedelta(minutes=30)
 _COPY_AHEAD = 10_000_000  # bytes from the device while earlier ones are written; torch's default
 
 
@@ -232,6 +232,7 @@ class Checkpoints:
         self._commit: _Commit | None = None
         self._copies: HostCopies | None = None
         self._group: dist.ProcessGroup | None = None  # gloo, for the thread alone
+        self._unconnected = ""  # why there is no such group
 
     def save(self, step: int, model: Any, optimizer: torch.optim.Optimizer, about: Mapping[str, Any]) -> Path:
         """`start` and `wait`; returns the checkpoint."""
@@ -337,10 +338,22 @@ class Checkpoints:
         """Copies of the tensors for the thread; None, and why, if it cannot have them."""
         if self._copies is None:
             self._copies = HostCopies()
-            if rank_and_size()[1] > 1:
-                self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+            self._unconnected = self._connect()
+        if self._unconnected:
+            return None, f"the processes cannot reach each other with gloo as well: {self._unconnected}"
         copied = self._copies.copy(tensors)
         return copied, "" if copied is not None else "the host has no room for a copy of the state to write it from"
+
+    def _connect(self) -> str:
+        """Make the thread's process group; returns why one of the processes could not, or ""."""
+        if rank_and_size()[1] == 1:
+            return ""
+        own = ""
+        try:
+            self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        except RuntimeError as error:
+            own = first_line(error)
+        return next(filter(None, on_all(lambda: own)), "")
 
     def _write_whole(self, final: Path, taken: _Snapshot, group: dist.ProcessGroup | None) -> None:
         """Write and publish a checkpoint, or raise RunError and leave nothing of it."""

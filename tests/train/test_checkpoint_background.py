@@ -17,7 +17,7 @@ from forebay.cli import main
 from forebay.config import Config
 from forebay.errors import Interrupted, RunError
 from forebay.train import checkpoint, staging
-from forebay.train.checkpoint import Checkpoints, Saved
+from forebay.train.checkpoint import Checkpoints, SavedCheckpoint
 from forebay.train.distributed import ALONE, Mesh
 from forebay.train.loop import train
 from forebay.train.trainer import Trainer
@@ -61,7 +61,7 @@ def saved_while_training(rank: int, world: int, folder: str, **parallel: Any) ->
                 assert store.is_writing and not store.has_failed
                 gate.open()
                 saved = store.wait()
-            assert isinstance(saved, Saved) and not store.under_way and saved.path.name == f"step-{first:08d}"
+            assert isinstance(saved, SavedCheckpoint) and not store.under_way and saved.path.name == f"step-{first:08d}"
             assert len(differing(before, state_of(trainer))) > 5
             checkpoint.load(saved.path, trainer.model, trainer.optimizer)
             differ += differing(before, state_of(trainer))

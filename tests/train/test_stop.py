@@ -116,7 +116,10 @@ class Job:
 
     def losses(self) -> list[tuple[float, ...]]:
         names = ("step", "cross_entropy_loss", "load_balance_loss", "gradient_norm")
-        return [tuple(record[name] for name in names) for record in metrics(self.folder / "run")]
+        records = (
+            record for record in metrics(self.folder / "run") if "gradient_norm" in record
+        )  # not those of health
+        return [tuple(record[name] for name in names) for record in records]
 
     def saved_step(self) -> int:
         newest = checkpoint.find(self.folder / "run")

@@ -149,7 +149,7 @@ _SAME_MODEL = "resume with the configuration it was made with"
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedCheckpoint:
     """A checkpoint that was written.
 
     Attributes:
@@ -183,10 +183,10 @@ class _Snapshot:
 class _Commit(threading.Thread):
     """Runs a save, in this thread or as one, and keeps what it returned or raised. A daemon: a second Ctrl-C does not wait."""
 
-    def __init__(self, save: Callable[[], Saved]):
+    def __init__(self, save: Callable[[], SavedCheckpoint]):
         super().__init__(name="forebay-checkpoint", daemon=True)
         self._save = save
-        self.saved: Saved | None = None
+        self.saved: SavedCheckpoint | None = None
         self.error: BaseException | None = None
 
     def run(self) -> None:
@@ -195,7 +195,7 @@ class _Commit(threading.Thread):
         except BaseException as error:
             self.error = error
 
-    def result(self) -> Saved:
+    def result(self) -> SavedCheckpoint:
         if self.error is not None:
             raise self.error
         assert self.saved is not None
@@ -204,7 +204,7 @@ class _Commit(threading.Thread):
 
 # How long processes wait for each other in a save: longer than in a step, as one may sync or upload while others are done.
 # A lost process is noticed sooner, by `Heartbeat`.
-_PATIENCE = timedelta(minutes=30)
+_PATIENCE = 1800.0  # seconds
 _COPY_AHEAD = 10_000_000  # bytes from the device while earlier ones are written; torch's default
 
 
@@ -282,12 +282,12 @@ class Checkpoints:
         group = None if copied is None else self._group
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
-        def save() -> Saved:
+        def save() -> SavedCheckpoint:
             if device is not None:
                 torch.cuda.set_device(device)  # a new thread begins on device 0, and would make a context there
             self._write_whole(final, taken, group)
             missing = self._upload(final, group) if self.remote is not None else ""
-            return Saved(final, time.monotonic() - began, waited, missing)
+            return SavedCheckpoint(final, time.monotonic() - began, waited, missing)
 
         self._commit = _Commit(save)
         (self._commit.run if copied is None else self._commit.start)()
@@ -308,7 +308,7 @@ class Checkpoints:
         """Whether the save under way failed on this process."""
         return self._commit is not None and self._commit.error is not None
 
-    def wait(self) -> Saved | None:
+    def wait(self) -> SavedCheckpoint | None:
         """The checkpoint that `start` began, when it is whole; None if no save is under way.
 
         Raises:
@@ -350,7 +350,7 @@ class Checkpoints:
             return ""
         own = ""
         try:
-            self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_PATIENCE))
         except RuntimeError as error:
             own = first_line(error)
         return next(filter(None, on_all(lambda: own)), "")

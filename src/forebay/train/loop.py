@@ -232,7 +232,7 @@ class _TrainingRun:
         )
         self.records: list[StepRecord] = []
         self.save_began_at = self.saved_at = 0  # steps
-        self.saved: checkpoint.Saved | None = None
+        self.saved: checkpoint.SavedCheckpoint | None = None
         self._said_too_often = False
         self._graph_status: str | None = None
 

@@ -30,6 +30,7 @@ from forebay.models.compile import compile_sublayer
 from forebay.models.families import UnknownLayerError, has_decoder_layers
 from forebay.models.fused_loss import install_fused_loss
 from forebay.models.hf_experts import experts_modules, install_experts, quantized_weight, why_own
+from forebay.models.low_rank import refuse_untraceable
 from forebay.models.placements import (
     Regions,
     install_stash,
@@ -239,6 +240,7 @@ def manage(
         if compile:
             undo.callback(_compile_final_norm(model))
         sealed = sealed_in_sublayers(model, sublayers, dispatcher) if compile else {}
+        refuse_untraceable(model, sealed)
         regions = regions_of(model, sublayers, policy, sealed, dispatcher, recompute)
         page_store = _install_pages(model, regions, device, pages, undo)
         switch_recompute_experts(model, regions.recompute_experts, True)

@@ -258,6 +258,20 @@ def test_what_cannot_run_so_runs_as_peft_runs_it_and_says_why() -> None:
             step(model)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [peft.LoraConfig(target_modules=["q_proj"], use_dora=True), peft.LoHaConfig(target_modules=["q_proj"])],
+    ids=["DoRA", "LoHa"],
+)
+def test_adapters_that_cannot_be_traced_are_refused_early(options: Any) -> None:
+    model = peft.get_peft_model(model_of(), options)
+    with pytest.raises(
+        ValueError, match=r"model\.layers\.0\.self_attn\.q_proj' has an adapter that torch.compile cannot trace"
+    ):
+        forebay.manage(model, compile=True)
+    forebay.manage(model).detach()
+
+
 def test_experts_that_peft_copies_train() -> None:
     torch.manual_seed(3)
     config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["experts"])

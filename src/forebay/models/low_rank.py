@@ -8,7 +8,7 @@ called. The factors stay PEFT's parameters, so that merging, saving and switchin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -35,6 +35,19 @@ def run_experts(experts: Any, *args: Any, direct: bool = False, **kwargs: Any) -
         experts = innermost(experts)
     y: Tensor = (experts.forward if direct else experts)(*args, **kwargs)
     return y
+
+
+def refuse_untraceable(model: nn.Module, compiled: Iterable[str]) -> None:
+    """Raise ValueError if a module at one of the paths `compiled` has an adapter of PEFT that torch.compile cannot trace."""
+    for path in compiled:
+        module = model.get_submodule(path)
+        kinds = {kind.__name__ for kind in type(module).__mro__}
+        dora = getattr(module, "use_dora", None)
+        if kinds & {"LoHaLayer", "LoKrLayer"} or (isinstance(dora, Mapping) and any(dora.values())):
+            name = "DoRA" if dora else type(module).__name__
+            raise ValueError(
+                f"{path!r} has an adapter that torch.compile cannot trace ({name}): use compile=False, or LoRA without DoRA"
+            )
 
 
 def is_adapted(module: nn.Module) -> bool:

@@ -48,8 +48,8 @@ $(READY): pyproject.toml constraints-cpu.txt
 setup-integrations: $(READY_INTEGRATIONS)
 
 $(READY_INTEGRATIONS): $(READY)
-	@echo "Installing PEFT, TRL, Accelerate, Lightning, W&B and an S3 server into $(VENV) (once)"
-	@$(INSTALL) '.[dev,docs,lightning,s3,trl,wandb]' 'moto[server]>=5'
+	@echo "Installing PEFT, TRL, Accelerate, Lightning and W&B into $(VENV) (once)"
+	@$(INSTALL) '.[dev,docs,lightning,trl,wandb]'
 	@touch $(READY_INTEGRATIONS)
 
 check: setup

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -131,15 +131,19 @@ def put(page: str, name: str, table: str) -> str:
     return page[: found.start()] + begin + table + "\n" + end + page[found.end() :]
 
 
-def main() -> None:
-    tables = {"scale": scale(), "published": published(), "times": times()}
+def show(tables: Mapping[str, str], file: Path) -> None:
+    """Print `tables`, or with ``--write`` put them into the page `file`."""
     if sys.argv[1:] == ["--write"]:
-        page = PAGE.read_text("utf-8")
+        page = file.read_text("utf-8")
         for name, table in tables.items():
             page = put(page, name, table)
-        PAGE.write_text(page, "utf-8")
+        file.write_text(page, "utf-8")
     else:
         print("\n\n".join(tables.values()))
+
+
+def main() -> None:
+    show({"scale": scale(), "published": published(), "times": times()}, PAGE)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,11 @@ makes a part of the tables again.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.scale import GIB, Run, planned, put
+from benchmarks.scale import GIB, Run, planned, show
 from forebay.estimate.device import DeviceProfile, Figure, load
 from forebay.estimate.layers import TraceCache
 from forebay.estimate.plan import Fit
@@ -222,14 +221,7 @@ def lost(stops: float, written: float, failures: float) -> float:
 
 
 def main() -> None:
-    tables = {"steps": steps(), "published": published(), "clusters": clusters()}
-    if sys.argv[1:] == ["--write"]:
-        page = PAGE.read_text("utf-8")
-        for name, table in tables.items():
-            page = put(page, name, table)
-        PAGE.write_text(page, "utf-8")
-    else:
-        print("\n\n".join(tables.values()))
+    show({"steps": steps(), "published": published(), "clusters": clusters()}, PAGE)
 
 
 if __name__ == "__main__":

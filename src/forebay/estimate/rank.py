@@ -195,7 +195,7 @@ class RunEstimator:
         )
 
     def _link(self) -> Link:
-        """Of the run's manager. On a CPU a copy takes no time."""
+        """The link with which the walk's manager plans. On a CPU a copy takes no time."""
         m, gpu = self.machine, self.sharing.gpu
         ends = m.end_rates or (None, None)
         rates = (m.out_rate, m.back_rate, *ends, m.copy_rate) if gpu else (inf, inf)

@@ -13,9 +13,8 @@ from typing import Any
 from forebay.config import Config
 from forebay.errors import UsageError
 from forebay.estimate.device import DeviceProfile
+from forebay.estimate.layers import declared_by
 from forebay.estimate.trace_cache import TraceCache
-from forebay.train import hf_io
-from forebay.train.data import load_tokenizer
 from forebay.train.parallel import experts_in
 
 _TRANSFERS = 4  # dispatch, combine and their backwards
@@ -30,7 +29,7 @@ def slow_link(config: Config, world: int, per_node: int, device: DeviceProfile) 
     if per_node >= world or per_node % ep == 0:
         return ""
     try:
-        declared = hf_io.configuration(config.model, load_tokenizer(config.data.tokenizer).vocabulary)
+        declared = declared_by(config)
         if not experts_in(declared):
             return ""  # the run itself says why it cannot start
         count, transfer = _bytes_per_step(config, declared, world, per_node)
@@ -75,7 +74,7 @@ def rows_between_nodes(experts: int, slots: int, ep: int, per_node: int, dispatc
 
     nodes, uneven = divmod(ep, per_node)
     if uneven or per_node == 1 or dispatch in ("nccl", "symmetric"):
-        # Of a group that begins in the middle of a node, the fewest processes may be on the token's own: with 6 a node, 2 of 4.
+        # A group may begin in the middle of a node, and then few of its processes share a node: with 6 a node, 2 of a group of 4.
         elsewhere = ep - (per_node if not uneven else max(1, math.gcd(ep, per_node)))
         return elsewhere * hit(experts // ep)
     return (nodes - 1) * hit(experts // nodes)

@@ -49,7 +49,7 @@ GPT-OSS on two H200s reserved 4.3 GiB more in its third step, as it does here. A
 _MARGIN = 64  # the arena of `forebay.memory.page_store` has one page more for each so many
 _TRANSFERS = "transfers"
 NOTHING: Mapping[str, Any] = MappingProxyType({})
-# Of a process without a pipeline: the first begins the gradients, the second finds them, the third repeats.
+# Microbatches to walk without a pipeline: the first begins the gradients, the second finds them, the third repeats.
 _MICROBATCHES = 3
 
 

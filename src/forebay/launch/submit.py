@@ -52,7 +52,7 @@ def launch(job: Job, on: str, out: Path | None = None, submit: bool = False, for
 
 
 def _error(said: str) -> str:
-    """What a program said; of a Python traceback, which Ray and SkyPilot end with, only the exception."""
+    """The message to show: what a program said, or the exception alone if it ended with a Python traceback."""
     _, traceback, after = said.rpartition("Traceback (most recent call last):")
     return after.rpartition("\n  ")[2].partition("\n")[2] if traceback else said
 

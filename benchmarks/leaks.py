@@ -30,7 +30,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from forebay.memory.overrides import recomputed
-from forebay.moe.dispatch import TokenDispatcher, combine, dispatch, make_dispatcher
+from forebay.moe.backends import make_dispatcher
+from forebay.moe.dispatch import TokenDispatcher, combine, dispatch
 from forebay.moe.experts import experts
 
 TOKENS, EXPERTS, SLOTS, HIDDEN, WIDTH = 24, 8, 3, 64, 32

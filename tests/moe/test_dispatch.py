@@ -16,20 +16,17 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from forebay.moe import deepep, symmetric
-from forebay.moe import dispatch as choose
+from forebay.moe import backends as choose
+from forebay.moe.backends import BACKENDS, Topology, make_dispatcher
 from forebay.moe.dispatch import (
     ALIGNMENT,
-    BACKENDS,
     LocalDispatcher,
     NcclDispatcher,
     TokenDispatcher,
     combine,
     dispatch,
-    make_dispatcher,
 )
 from forebay.moe.experts import experts
-from forebay.moe.topology import Topology
 from tests.moe.layers import CASES, INNER, E, H, K, equal, group, inputs, layer, relative
 from tests.ranks import run_ranks
 
@@ -331,8 +328,8 @@ class Made:
 @pytest.fixture
 def backends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand-ins for the two backends that this machine cannot run."""
-    for module, kind in ((symmetric, "SymmetricDispatcher"), (deepep, "DeepEpDispatcher")):
-        monkeypatch.setattr(module, kind, type(kind, (Made,), {}))
+    for kind in ("SymmetricDispatcher", "DeepEpDispatcher"):
+        monkeypatch.setattr(choose, kind, type(kind, (Made,), {}))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

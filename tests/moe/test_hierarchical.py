@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from forebay.moe import dispatch as choose
-from forebay.moe.dispatch import NcclDispatcher, TokenDispatcher, combine, dispatch, make_dispatcher
+from forebay.moe import backends as choose
+from forebay.moe.backends import Topology, make_dispatcher, node_name
+from forebay.moe.dispatch import NcclDispatcher, TokenDispatcher, combine, dispatch
 from forebay.moe.experts import experts
 from forebay.moe.hierarchical import HierarchicalDispatcher
-from forebay.moe.topology import Topology, node_name
 from tests.moe.layers import CASES, INNER, E, H, K, equal, inputs, layer, relative
 from tests.moe.test_symmetric import MappedDispatcher, ranks_or_skip
 from tests.pipeline import nets

@@ -18,7 +18,7 @@ from torch import Tensor
 from forebay.config import Config, Parallel, from_mapping
 from forebay.errors import RunError
 from forebay.memory.page_store import PageReport
-from forebay.moe import dispatch as dispatchers
+from forebay.moe import backends as dispatchers
 from forebay.moe.dispatch import Handle, NcclDispatcher
 from forebay.train.capacity_retry import CapacityRetries, CapacityRetry
 from forebay.train.distributed import ALONE, Mesh

@@ -55,11 +55,6 @@ class FamilySupport:
     loss: bool
     falls_back: str
 
-    @property
-    def is_full(self) -> bool:
-        """Whether experts, sublayers and loss are Forebay's."""
-        return self.experts and self.sublayers and self.loss
-
 
 def families() -> Iterator[FamilySupport]:
     """A row for each MoE family, in alphabetical order."""

@@ -4,19 +4,17 @@ P ranks hold E experts, rank p the experts [p * E/P, (p+1) * E/P). Input: each r
 with ids and weights [T, K]. `dispatch` sends each token once to every rank that holds one of its experts, and `combine`
 returns the sums. This module has the interface, the dispatcher of a single rank, the one over a process group's all-to-all,
 the operations with their gradients, and `MoeStages`; `forebay.moe.symmetric`, `forebay.moe.hierarchical` and
-`forebay.moe.deepep` have the other dispatchers. A dispatcher owns what lasts: the process group and buffers. The autograd
-graph and the caller's frame own a handle, so a forward without a backward, a checkpoint that stops early and an exception all
-free it.
+`forebay.moe.deepep` have the other dispatchers, and `forebay.moe.backends` chooses one. A dispatcher owns what lasts: the process
+group and buffers. The autograd graph and the caller's frame own a handle, so a forward without a backward, a checkpoint that
+stops early and an exception all free it.
 """
 
 from __future__ import annotations
 
-import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -28,9 +26,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from forebay.kernels.permute import combine_rows
 from forebay.moe.routing import check_routed
-from forebay.moe.topology import Topology, topology_of
-
-BACKENDS = ("auto", "nccl", "symmetric", "hierarchical", "deepep")
 
 Handle = list[Tensor]
 """What `spread` and `collect` need to know of a `dispatch`: an ordinary output of `forebay::dispatch`."""
@@ -308,128 +303,6 @@ def _from_int32(words: Tensor, dtype: torch.dtype) -> Tensor:
     """The inverse of `_as_int32`: [R, K] in `dtype`, new memory."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     return words.contiguous().view(wide).to(dtype)
-
-
-def make_dispatcher(
-    backend: str,
-    group: dist.ProcessGroup | None,
-    num_experts: int,
-    *,
-    tokens: int,
-    hidden: int,
-    slots_per_token: int,
-    dtype: torch.dtype,
-    capacity_factor: float | None = None,
-    timeout: timedelta | None = None,
-) -> TokenDispatcher:
-    """Make the dispatcher of a group. Collective: all ranks call it with the same arguments, and each closes the result.
-
-    "auto" is "symmetric" where the group's GPUs can read each other's memory. Over several nodes of more than one rank it is
-    "deepep" where that is installed and takes these rows, else "hierarchical". Otherwise it is "nccl".
-
-    Args:
-        backend: "nccl" (gloo on CPUs), "symmetric", "hierarchical", "deepep", or "auto".
-        group: None, or a group of one rank, gives a `LocalDispatcher`.
-        num_experts: E, over all ranks.
-        tokens: T, the most that a rank sends at once.
-        hidden, slots_per_token, dtype: H, K, and the rows' dtype.
-        capacity_factor: for "symmetric": receive up to this times the even load without host synchronization; None for exact
-            sizes, with one host synchronization a layer.
-        timeout: of process groups that "hierarchical" makes; None is torch's own.
-
-    Raises:
-        ValueError: an unknown backend, a capacity factor below 1, experts that the ranks do not divide, shapes that the
-            backend does not support, "hierarchical" on nodes with different numbers of ranks.
-        RuntimeError: the backend is not available here.
-    """
-    if backend not in BACKENDS:
-        raise ValueError(f"dispatch backend {backend!r} is unknown; valid are {', '.join(BACKENDS)}")
-    if capacity_factor is not None and not capacity_factor >= 1:
-        raise ValueError(
-            f"capacity_factor must be at least 1 (an even load), or None for exact sizes; got {capacity_factor}"
-        )
-    if group is None or group.size() == 1:
-        return LocalDispatcher(num_experts)
-    from forebay.moe.deepep import DeepEpDispatcher
-    from forebay.moe.hierarchical import HierarchicalDispatcher
-    from forebay.moe.symmetric import SymmetricDispatcher
-
-    why, topology = "as asked for", None
-    if backend == "auto":
-        backend, why, topology = _choose(group, hidden, dtype)
-    made: TokenDispatcher
-    if backend == "symmetric":
-        made = SymmetricDispatcher(
-            group,
-            num_experts,
-            tokens=tokens,
-            hidden=hidden,
-            slots_per_token=slots_per_token,
-            dtype=dtype,
-            capacity_factor=capacity_factor or 1.0,
-            exact=capacity_factor is None,
-        )
-    elif backend == "deepep":
-        made = DeepEpDispatcher(group, num_experts, hidden=hidden, dtype=dtype)
-    elif backend == "hierarchical":
-        topology = topology or topology_of(group)
-        if topology.count == 1 or topology.per_node in (None, 1):
-            raise ValueError(
-                "hierarchical needs several nodes with the same number of ranks, 2 or more, which are neighbors; this group "
-                f"has {topology}; valid are auto and nccl"
-            )
-
-        def inside(ranks: dist.ProcessGroup, experts: int, nodes: int) -> TokenDispatcher:
-            return make_dispatcher(
-                "auto",
-                ranks,
-                experts,
-                tokens=aligned(nodes * tokens),
-                hidden=hidden,
-                slots_per_token=slots_per_token,
-                dtype=dtype,
-            )
-
-        made = HierarchicalDispatcher(group, num_experts, topology.per_node, inside, timeout)
-        why = f"{why}: {topology}, {made.about}" if why == "as asked for" else f"{why}, {made.about}"
-    else:
-        made = NcclDispatcher(group, num_experts)
-    made.about = f"{backend} ({why})"
-    return made
-
-
-def _choose(group: dist.ProcessGroup, hidden: int, dtype: torch.dtype) -> tuple[str, str, Topology | None]:
-    """What "auto" is for a group, why, and the group's topology if that was asked for. Collective."""
-    from forebay.moe.symmetric import DTYPES
-
-    fits = dtype in DTYPES and hidden * dtype.itemsize % 16 == 0
-    if fits and _peers_are_reachable(group):
-        return "symmetric", "its GPUs read each other's memory", None
-    topology = topology_of(group)
-    if topology.count == 1:
-        why = "its ranks cannot read each other's memory" if fits else f"symmetric takes no rows of {hidden} in {dtype}"
-        return "nccl", f"one node, {why}", topology
-    deepep = topology.has_deepep and topology.per_node == 8  # DeepEP's own number of GPUs a host
-    if deepep and dtype == torch.bfloat16 and not hidden % 8 and "nccl" in dist.get_backend_config(group):
-        return "deepep", f"{topology}, and deep_ep is installed", topology
-    if topology.per_node in (None, 1):
-        return "nccl", str(topology), topology
-    return "hierarchical", str(topology), topology
-
-
-def _peers_are_reachable(group: dist.ProcessGroup) -> bool:
-    """Whether each rank has its own GPU of one host and can read the memory of the others. Collective."""
-    if not torch.cuda.is_available() or "cuda:nccl" not in dist.get_backend_config(group):
-        return False
-    own = torch.cuda.current_device()
-    seen: list[tuple[str, int] | None] = [None] * group.size()
-    dist.all_gather_object(seen, (os.uname().nodename, own), group=group)
-    hosts, devices = {s[0] for s in seen if s}, [s[1] for s in seen if s]
-    fine = len(hosts) == 1 and len(set(devices)) == len(devices)
-    fine = fine and all(d == own or torch.cuda.can_device_access_peer(own, d) for d in devices)
-    answers: list[bool] = [False] * group.size()
-    dist.all_gather_object(answers, fine, group=group)
-    return all(answers)
 
 
 @dataclass(frozen=True, eq=False)

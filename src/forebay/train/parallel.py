@@ -180,7 +180,7 @@ def dispatcher_of(model: Any, mesh: Mesh, config: Config) -> TokenDispatcher | N
     if mesh.expert_group is None:
         in_stages = mesh.pp > 1 or config.parallel.overlap
         return LocalDispatcher(experts_of(model)) if in_stages and experts_of(model) else None
-    from forebay.moe.dispatch import make_dispatcher
+    from forebay.moe.backends import make_dispatcher
 
     text = model.config.get_text_config()
     try:

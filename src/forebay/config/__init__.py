@@ -1,0 +1,45 @@
+"""The configuration of a run: a TOML file or a preset, with overrides, as frozen dataclasses that are validated.
+
+`forebay.config.sections` has the keys, `forebay.config.loading` reads them, and `forebay.config.checks` refuses combinations.
+"""
+
+from forebay.config.checks import check_experts, check_world
+from forebay.config.loading import apply_override, build_section, from_mapping, load, presets
+from forebay.config.sections import (
+    SCHEDULES,
+    Config,
+    Data,
+    DataSource,
+    Device,
+    Log,
+    Model,
+    Parallel,
+    Schedule,
+    Train,
+    key,
+    parse_duration,
+    stages_of,
+)
+
+__all__ = [
+    "SCHEDULES",
+    "Config",
+    "Data",
+    "DataSource",
+    "Device",
+    "Log",
+    "Model",
+    "Parallel",
+    "Schedule",
+    "Train",
+    "apply_override",
+    "build_section",
+    "check_experts",
+    "check_world",
+    "from_mapping",
+    "key",
+    "load",
+    "parse_duration",
+    "presets",
+    "stages_of",
+]

@@ -1,0 +1,302 @@
+"""Combinations of keys that cannot work.
+
+Input: a `Config` whose keys are valid each by itself. Output: `UsageError` with the first mistake, which names the keys and what
+would be valid. `check` needs the configuration only, `check_world` the number of processes too, `check_experts` the model.
+"""
+
+from collections.abc import Iterator
+from itertools import count
+
+from forebay.config.sections import SOURCES, Config, Data, DataSource, Memory, parse_duration
+from forebay.errors import UsageError
+from forebay.policy import PLACEMENTS, PolicyError, parse_bytes
+
+
+def check(c: Config) -> None:
+    """Check what involves several keys, or more than a type and a range.
+
+    Raises:
+        UsageError: the first mistake.
+    """
+    _raise_first(_mistakes(c))
+
+
+def check_world(c: Config, size: int) -> None:
+    """Check that `size` processes can share this run. Reads only the configuration.
+
+    Raises:
+        UsageError: groups that do not divide the processes, a batch that they cannot share, or options that exclude each other.
+    """
+    _raise_first(_world_mistakes(c, size))
+
+
+def check_experts(ep: int, experts: int) -> None:
+    """Raise `UsageError` unless `ep` divides the number of `experts` (0 for a dense model)."""
+    if ep > 1 and not experts:
+        raise UsageError(f"parallel.ep = {ep}, but this model has no experts; valid is 1")
+    if experts % ep:
+        raise UsageError(
+            f"parallel.ep = {ep} does not divide the model's {experts} experts; valid are {_divisors(experts)}"
+        )
+
+
+def _raise_first(mistakes: Iterator[str]) -> None:
+    for mistake in mistakes:
+        raise UsageError(mistake)
+
+
+def _mistakes(c: Config) -> Iterator[str]:
+    yield from _model_and_data_mistakes(c)
+    yield from _training_mistakes(c)
+    yield from _memory_mistakes(c.memory)
+    yield from _pipeline_mistakes(c)
+    yield from _overlap_mistakes(c)
+    if 0 < c.parallel.capacity_factor < 1:
+        yield (
+            f"parallel.capacity_factor = {c.parallel.capacity_factor} is too small; it must be at least 1.0, which is room for "
+            "an even load, or 0 for exact sizes"
+        )
+    yield from _graph_mistakes(c)
+    if c.log.prometheus and not c.log.prometheus.endswith(".prom"):
+        yield f"log.prometheus = {c.log.prometheus!r} must end in .prom: node-exporter reads no other files"
+    number = c.log.timeline
+    if number and c.parallel.pp == 1:
+        yield (
+            f"log.timeline = {number} shows what pipeline ranks run, but parallel.pp is 1; "
+            "set parallel.pp to more, or leave log.timeline out"
+        )
+    if number > c.train.steps:
+        yield f"log.timeline = {number} is after the last step, train.steps = {c.train.steps}"
+
+
+def _model_and_data_mistakes(c: Config) -> Iterator[str]:
+    if bool(c.model.family) == bool(c.model.path):
+        yield "[model] needs either family (such as 'qwen3_moe') or path (a folder), not both"
+    if c.model.attention == "flex" and not c.memory.compile:
+        yield "model.attention = 'flex' needs memory.compile = true: uncompiled, flex_attention holds all scores"
+    if c.model.config and c.model.path and c.model.weights == "load":
+        yield "[model.config] cannot change a model whose weights are loaded; set model.weights = 'random' or leave it out"
+    yield from _source_mistakes("data", c.data)
+    for name, source in c.data.mixture.items():
+        yield from _source_mistakes(f"data.mixture.{name}", source)
+    if c.data.mixture and (c.data.source, c.data.path) != (Data.source, ""):
+        yield "data.mixture takes the place of data.source and data.path; give either"
+    if c.data.mixture and not c.data.sources():
+        yield "data.mixture has no weight above 0; give at least one"
+    yield from _packing_mistakes(c)
+
+
+def _source_mistakes(where: str, source: Data | DataSource) -> Iterator[str]:
+    if source.source != "stdlib" and not source.path:
+        yield f"{where}.source = {source.source!r} needs {where}.path: a file, a folder or a list of them"
+    if source.source == "stdlib" and source.path:
+        yield f"{where}.source = 'stdlib' takes no {where}.path; valid sources for a path are {', '.join(SOURCES[1:])}"
+    if source.source == "shards" and not isinstance(source.path, str):
+        yield f"{where}.path of 'shards' is one folder; for several, give each a table in data.mixture"
+
+
+def _packing_mistakes(c: Config) -> Iterator[str]:
+    """Where the boundaries of documents would be ignored, there is no packing by documents."""
+    if c.data.packing != "documents":
+        return
+    if c.parallel.pp > 1 or c.parallel.overlap:
+        key = "parallel.overlap = true" if c.parallel.overlap else f"parallel.pp = {c.parallel.pp}"
+        yield f"data.packing = 'documents' needs masks of each microbatch, and {key} has one for all; use 'joined'"
+    if c.model.attention not in ("sdpa", "eager"):
+        yield (
+            f"data.packing = 'documents' with model.attention = {c.model.attention!r} would let attention cross documents; "
+            "valid are 'sdpa' and 'eager'"
+        )
+
+
+def _training_mistakes(c: Config) -> Iterator[str]:
+    warmup, decay, steps = c.schedule.warmup, c.schedule.decay, c.train.steps
+    if c.train.batch % c.microbatch():
+        yield f"train.batch = {c.train.batch} is no multiple of train.microbatch = {c.train.microbatch}"
+    if c.train.eval_every and not c.data.validation:
+        yield "train.eval_every needs data.validation above 0"
+    if c.train.time_limit:
+        try:
+            parse_duration(c.train.time_limit)
+        except ValueError as error:
+            yield f"train.time_limit: {error}"
+    if not all(0.0 <= b < 1.0 for b in c.optimizer.betas):
+        yield f"optimizer.betas = {list(c.optimizer.betas)} must be two numbers in [0, 1)"
+    if c.schedule.kind == "wsd" and not decay:
+        yield "schedule.kind = 'wsd' needs schedule.decay: the number of steps of the decay at the end"
+    if c.schedule.kind == "wsd" and warmup + decay > steps:
+        yield f"schedule.warmup = {warmup} and schedule.decay = {decay} do not fit into train.steps = {steps}"
+    if c.schedule.kind != "wsd" and decay:
+        yield f"schedule.decay is for schedule.kind = 'wsd', not {c.schedule.kind!r}"
+
+
+def _memory_mistakes(memory: Memory) -> Iterator[str]:
+    policy = memory.policy
+    if isinstance(policy, str) and policy not in (*PLACEMENTS, "auto"):
+        yield f"memory.policy = {policy!r} is unknown; valid are {', '.join(PLACEMENTS)}, auto, or a table"
+    for pattern, placement in () if isinstance(policy, str) else policy.items():
+        if placement not in PLACEMENTS:
+            yield f"memory.policy: {pattern!r} = {placement!r} is unknown; valid are {', '.join(PLACEMENTS)}"
+    if policy == "auto" and memory.budget == "":
+        yield "memory.policy = 'auto' needs memory.budget, such as '2.5GiB'"
+    if policy != "auto" and memory.budget != "":
+        yield "memory.budget is for memory.policy = 'auto' only"
+    for name, size in (("budget", memory.budget), ("pages", memory.pages)):
+        try:
+            parse_bytes(size or 0)
+        except PolicyError as error:
+            yield f"memory.{name}: {error}"
+    if memory.pages != "" and "stash" not in memory.placements:
+        yield "memory.pages is for regions that memory.policy puts 'stash' on, and there are none"
+
+
+def _pipeline_mistakes(c: Config) -> Iterator[str]:
+    p, counts = c.parallel, c.parallel.partition
+    if isinstance(counts, str) and counts not in ("auto", "even"):
+        yield (
+            f"parallel.partition = {counts!r} is unknown; valid are 'auto', 'even' or a list: how many layers each stage has"
+        )
+    if p.schedule != "interleaved-1f1b" and p.chunks != 2:
+        yield f"parallel.chunks is for parallel.schedule = 'interleaved-1f1b', not {p.schedule!r}"
+    if not isinstance(counts, str):  # against the number of stages: the model's layers are not known yet
+        if p.pp == 1:
+            yield "parallel.partition as a list is for parallel.pp above 1; set it to 'auto' or leave it out"
+        if len(counts) != c.stages:
+            yield (
+                f"parallel.partition has {len(counts)} entries, but parallel.schedule = {p.schedule!r} with "
+                f"parallel.pp = {p.pp} has {c.stages} stages; give one number for each"
+            )
+        if min(counts) < 1:
+            yield f"parallel.partition = {list(counts)} leaves a stage without layers; every stage needs at least 1"
+    if p.pp == 1:
+        return
+    if p.overlap:
+        yield (
+            f"parallel.overlap = true is for parallel.pp = 1; with parallel.pp = {p.pp}, parallel.schedule = 'dualpipev' "
+            "overlaps by itself: leave parallel.overlap out"
+        )
+    if c.model.loss != "fused":
+        yield f"parallel.pp = {p.pp} needs model.loss = 'fused', not {c.model.loss!r}"
+    if c.memory.policy == "auto":
+        yield (
+            f"parallel.pp = {p.pp} does not support memory.policy = auto; "
+            "valid are 'keep', 'recompute', 'offload', 'stash', or a table of them"
+        )
+    if c.memory.recompute != "light":
+        yield (
+            f"parallel.pp = {p.pp} needs memory.recompute = 'light', not {c.memory.recompute!r}: "
+            "the other modes recompute a whole sublayer, which the schedule may split"
+        )
+
+
+def _overlap_mistakes(c: Config) -> Iterator[str]:
+    if not c.parallel.overlap:
+        return
+    placements = c.memory.placements
+    if not placements <= {"keep", "recompute", "stash"} or c.memory.recompute != "light":
+        yield (
+            "parallel.overlap = true supports memory.policy = 'keep', 'stash' or 'recompute' with memory.recompute = 'light', "
+            f"not {', '.join(sorted(placements))} with {c.memory.recompute!r}"
+        )
+    if c.model.loss != "fused":
+        yield "parallel.overlap = true needs model.loss = 'fused'"
+
+
+def _graph_mistakes(c: Config) -> Iterator[str]:
+    """A CUDA graph step needs no host synchronization, and weights that stay in the same memory."""
+    p = c.parallel
+    if not c.memory.graph:
+        return
+    if not p.overlap and p.pp == 1:
+        yield "memory.graph = true captures steps of parallel.overlap = true or of parallel.pp above 1; set one of them"
+    if p.reshard:
+        yield "memory.graph = true needs an unsharded step: set parallel.reshard = false"
+    if p.ep > 1 and (p.dispatch not in ("auto", "symmetric") or not p.capacity_factor):
+        yield (
+            f"memory.graph = true needs a token dispatcher without host synchronization, and parallel.dispatch = {p.dispatch!r} "
+            f"with parallel.capacity_factor = {p.capacity_factor} synchronizes once a layer; valid is 'symmetric' with one of at "
+            "least 1, such as 2"
+        )
+
+
+def _world_mistakes(c: Config, size: int) -> Iterator[str]:
+    replicate, pp, ep = c.parallel.replicate, c.parallel.pp, c.parallel.ep
+    if size == 1 and c.processes > 1:
+        groups = (("replicate", replicate), ("pp", pp), ("ep", ep))
+        asked = " with ".join(f"parallel.{name} = {n}" for name, n in groups if n > 1)
+        yield (
+            f"{asked} needs {c.processes} processes or a multiple of that, but only one runs; "
+            f"start them with: torchrun --nproc-per-node {c.processes} -m forebay train CONFIG"
+        )
+    if size % replicate:
+        yield f"parallel.replicate = {replicate} does not divide the {size} processes; valid are {_divisors(size)}"
+    replica = size // replicate
+    whose = f"{size} processes" if replicate == 1 else f"{replica} processes of a replica ({size} / {replicate})"
+    if replica % pp:
+        yield f"parallel.pp = {pp} does not divide the {whose}; valid are {_divisors(replica)}"
+    stage = replica // pp
+    if stage % ep:
+        whose = whose if pp == 1 else f"{stage} processes of a pipeline stage ({replica} / {pp})"
+        yield f"parallel.ep = {ep} does not divide the {whose}; valid are {_divisors(stage)}"
+    sharing = size // pp
+    batch, microbatch = c.train.batch, c.train.microbatch
+    if batch % sharing:
+        yield (
+            f"train.batch = {batch} is no multiple of the {sharing} processes that share the batch; "
+            f"the nearest above is {-(-batch // sharing) * sharing}"
+        )
+    if microbatch and batch % (microbatch * sharing):
+        yield (
+            f"train.batch = {batch} is no multiple of train.microbatch = {microbatch} on each of the {sharing} processes that "
+            f"share the batch; valid here for train.microbatch are {_divisors(batch // sharing)}"
+        )
+    if pp > 1:
+        yield from _microbatch_mistakes(c, sharing)
+    if ep > 1 and c.model.experts != "forebay":
+        yield f"parallel.ep = {ep} needs model.experts = 'forebay', not {c.model.experts!r}"
+    if ep > 1 and c.memory.policy == "auto" and c.memory.recompute != "light":
+        yield (
+            f"memory.recompute = {c.memory.recompute!r} repeats communication, but with memory.policy = 'auto' each process "
+            "chooses its own regions; set memory.recompute = 'light', or a policy of placements"
+        )
+
+
+def _microbatch_mistakes(c: Config, sharing: int) -> Iterator[str]:
+    """A step needs as many microbatches as fill the pipeline schedule."""
+    schedule, pp, size = c.parallel.schedule, c.parallel.pp, c.microbatch(sharing)
+    sequences = c.train.batch // sharing
+    given = sequences // size
+    if _fills(schedule, pp, given):
+        return
+    rule = {
+        "1f1b": f"at least {pp}, one for each of its stages",
+        "interleaved-1f1b": f"a multiple of {given // pp}, the rounds of {pp} that are in it",
+        "dualpipev": f"at least {2 * pp}, one for each of its stages",
+    }[schedule]
+    smaller = [n for n in range(1, sequences + 1) if sequences % n == 0 and _fills(schedule, pp, sequences // n)]
+    if smaller:
+        nearest_valid = min(smaller, key=lambda n: abs(n - size))
+        advice = f"the nearest valid train.microbatch for this batch is {nearest_valid}"
+    else:
+        more = next(n for n in count(given + 1) if _fills(schedule, pp, n))
+        advice = f"the nearest valid train.batch above is {more * size * sharing} with train.microbatch = {size}"
+    yield (
+        f"parallel.schedule = {schedule!r} with parallel.pp = {pp} needs {rule}, but a step gives a pipeline {given}: "
+        f"train.batch = {c.train.batch} over {sharing} processes that share the batch, {size} sequences a microbatch; {advice}"
+    )
+
+
+def _fills(schedule: str, pp: int, microbatches: int) -> bool:
+    """Whether torch's schedule takes this number of microbatches."""
+    match schedule:
+        case "1f1b":
+            return microbatches >= pp
+        case "interleaved-1f1b":
+            return microbatches % max(1, microbatches // pp) == 0
+        case "dualpipev":
+            return microbatches >= 2 * pp
+    return microbatches >= 1  # "zbv" leaves out what there is no microbatch for
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)

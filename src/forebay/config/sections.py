@@ -1,0 +1,341 @@
+"""All keys of a configuration, as frozen dataclasses: a class is a section, a field is a key.
+
+A field has the type, the default, the meaning that the documentation shows, and the key's own limits. What involves several
+keys is in `forebay.config.checks`. To add a key, add a field.
+"""
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from forebay.policy import RECOMPUTE_MODES
+
+SCHEDULES = ("1f1b", "interleaved-1f1b", "zbv", "dualpipev")
+
+
+def key(
+    default: Any, meaning: str, *, choices: tuple[str, ...] = (), low: float | None = None, high: float | None = None
+) -> Any:
+    """A dataclass field of a configuration section.
+
+    Args:
+        default: the default value, or a type that makes it, such as ``dict``.
+        meaning: what the documentation says about the key.
+        choices: the valid texts; empty for any.
+        low, high: inclusive limits of a number.
+    """
+    metadata = {"meaning": meaning, "choices": choices, "low": low, "high": high}
+    if isinstance(default, type):
+        return dataclasses.field(default_factory=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Model:
+    """[model]: a Hugging Face decoder, from a family's configuration or from a local folder. Give `family` or `path`."""
+
+    family: str = key(
+        "", "Model type in transformers (qwen3_moe) or a published model (qwen3-30b-a3b). The weights are random."
+    )
+    path: str = key("", "Folder with config.json and, unless weights is 'random', safetensors files.")
+    weights: str = key("load", "Whether the weights of `path` are loaded.", choices=("load", "random"))
+    config: dict[str, Any] = key(dict, "Keys of the family's own configuration, such as num_hidden_layers.")
+    dtype: str = key("float32", "Dtype of parameters, gradients and optimizer state.", choices=("float32", "bfloat16"))
+    compute: str = key(
+        "", "Dtype of forward and backward; '' is `dtype`. Sums stay in float32.", choices=("", "bfloat16")
+    )
+    attention: str = key(
+        "sdpa",
+        "Attention implementation. 'flex' is for attention with sinks (GPT-OSS): torch's flex_attention; eager without a GPU.",
+        choices=("sdpa", "eager", "flex", "flash_attention_2", "flash_attention_3"),
+    )
+    experts: str = key("forebay", "Implementation of the experts.", choices=("forebay", "transformers"))
+    loss: str = key(
+        "fused",
+        "'fused' computes the loss in chunks, without the logits of all tokens.",
+        choices=("fused", "transformers"),
+    )
+
+
+SOURCES = ("stdlib", "text", "jsonl", "parquet", "hf", "shards")
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """[data.mixture.NAME]: one of several corpora, and its weight."""
+
+    source: str = key("text", "As data.source.", choices=SOURCES)
+    path: str | tuple[str, ...] = key("", "As data.path.")
+    field: str = key("text", "As data.field.")
+    weight: float = key(1.0, "Share of the tokens trained on, relative to the other weights; 0 is none.", low=0.0)
+
+
+@dataclass(frozen=True)
+class Data:
+    """[data]: text, tokenized once into memory-mapped shards in `cache`."""
+
+    source: str = key(
+        "stdlib",
+        "'stdlib' is the source of Python's library; 'shards' is a folder that forebay data wrote.",
+        choices=SOURCES,
+    )
+    path: str | tuple[str, ...] = key("", "File, folder or a list of them; not for 'stdlib'.")
+    field: str = key("text", "Field or column that holds the text, for jsonl, parquet and hf.")
+    mixture: dict[str, DataSource] = key(
+        dict, "Several corpora instead of one: tables of source, path, field and weight, by name."
+    )
+    packing: str = key(
+        "joined",
+        "What a sequence of several documents is: with 'documents', positions restart and attention stays inside each.",
+        choices=("joined", "documents"),
+    )
+    tokenizer: str = key("bytes", "'bytes', or a folder with a Hugging Face tokenizer.")
+    validation: float = key(
+        0.02, "Fraction of the tokens, at the end of each corpus, that is never trained on.", low=0.0, high=0.5
+    )
+    cache: str = key("", "Folder of tokenized data; '' is $XDG_CACHE_HOME/forebay/data or ~/.cache/forebay/data.")
+    workers: int = key(0, "Processes that tokenize; 0 is one for each CPU.", low=0)
+
+    def sources(self) -> dict[str, DataSource]:
+        """The corpora by name, in the order of their names, without those of weight 0. One without a mixture is ''."""
+        if not self.mixture:
+            return {"": DataSource(self.source, self.path, self.field)}
+        return {name: source for name, source in sorted(self.mixture.items()) if source.weight}
+
+
+@dataclass(frozen=True)
+class Train:
+    """[train]: how many steps, of what size."""
+
+    steps: int = key(100, "Optimizer steps.", low=1)
+    batch: int = key(8, "Sequences a step, over all processes.", low=1)
+    microbatch: int = key(0, "Sequences a forward of each process; 0 is the process's whole part of the batch.", low=0)
+    sequence: int = key(256, "Tokens a sequence.", low=1)
+    seed: int = key(0, "Seed of weights, dropout and the order of the data.", low=0)
+    clip: float = key(1.0, "Largest gradient norm; 0 turns clipping off.", low=0.0)
+    router_bias_rate: float = key(0.001, "Step of the router's balancing bias (DeepSeek-V3 and GLM-4-MoE).", low=0.0)
+    eval_every: int = key(0, "Steps between validations; 0 is never.", low=0)
+    eval_batches: int = key(4, "Batches a validation.", low=1)
+    time_limit: str = key(
+        "",
+        "Time that a process may train, such as '3h50m'; it stops early enough to save a checkpoint. '' is no limit.",
+    )
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """[optimizer]: AdamW. Weight decay leaves out vectors and biases."""
+
+    lr: float = key(3e-4, "Highest learning rate.", low=0.0)
+    betas: tuple[float, float] = key((0.9, 0.95), "Decay rates of the two moments, each in [0, 1).")
+    eps: float = key(1e-8, "Added to the denominator.", low=0.0)
+    weight_decay: float = key(0.1, "Decoupled weight decay.", low=0.0)
+    fused: bool = key(True, "One kernel for all parameters, where torch has it.")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """[schedule]: the learning rate by step; see `forebay.train.trainer`."""
+
+    kind: str = key("cosine", "Shape of the curve after the warm-up.", choices=("cosine", "wsd", "constant"))
+    warmup: int = key(0, "Steps of the warm-up; a shorter run ends within it.", low=0)
+    decay: int = key(0, "Steps of the decay at the end; 'wsd' only.", low=0)
+    minimum: float = key(0.1, "Fraction of `optimizer.lr` at the last step.", low=0.0, high=1.0)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """[memory]: where saved activations wait for backward; the arguments of `forebay.manage`."""
+
+    policy: str | dict[str, str] = key("keep", "A placement, 'auto', or a table from module-path pattern to placement.")
+    budget: str | int = key("", "Device memory for 'auto', such as '2.5GiB'; '' is none.")
+    compile: bool = key(False, "Compile the decoder layers.")
+    offload: str = key("fit", "'fit' offloads what costs no time, 'all' as much as possible.", choices=("fit", "all"))
+    recompute: str = key("light", "What 'recompute' repeats of an MoE sublayer.", choices=RECOMPUTE_MODES)
+    pages: str | int = key(
+        "", "Device memory for the pages of 'stash'; the rest goes to the host. '' is as much as a step needs."
+    )
+    graph: bool = key(
+        False, "Capture forwards and backwards of a step in one CUDA graph; needs parallel.overlap or parallel.pp."
+    )
+
+    @property
+    def placements(self) -> frozenset[str]:
+        """Those that `policy` names, or "auto"."""
+        return frozenset({self.policy} if isinstance(self.policy, str) else self.policy.values())
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """[parallel]: how the processes that torchrun started share a model.
+
+    Each of `replicate` replicas has a whole model and a part of the batch; its processes are numbered without a gap, so that
+    a replica lies on as few machines as possible. In a replica, the decoder layers are cut into stages, which `pp` groups of
+    processes hold. The processes of a group share the replica's part of the batch. Experts are sharded over `ep` of them and
+    then over the groups of `ep`; all other weights over the whole group.
+    """
+
+    replicate: int = key(
+        1,
+        "Replicas (HSDP): weights are gathered, and gradients reduce-scattered, inside a replica; then gradients are "
+        "all-reduced across replicas.",
+        low=1,
+    )
+    pp: int = key(1, "Pipeline ranks: groups of processes that hold different layers.", low=1)
+    schedule: str = key("dualpipev", "Order of the microbatches through the stages.", choices=SCHEDULES)
+    chunks: int = key(2, "Stages of each pipeline rank; 'interleaved-1f1b' only.", low=2)
+    partition: str | tuple[int, ...] = key(
+        "auto", "Layers of each stage: 'auto' balances cost and memory, 'even', or a list with a count for each stage."
+    )
+    ep: int = key(1, "Processes that share the experts of a layer.", low=1)
+    dispatch: str = key(
+        "auto",
+        "Token dispatcher; 'auto' chooses by where the expert group's processes run.",
+        choices=("auto", "nccl", "symmetric", "hierarchical", "deepep"),
+    )
+    capacity_factor: float = key(
+        0.0,
+        "Rows that 'symmetric' has room for, relative to even routing, without host synchronization; a step that needs "
+        "more runs again with exact sizes. 0 is exact sizes, with one synchronization a layer.",
+        low=0.0,
+    )
+    timeout: int = key(600, "Seconds that a process waits for the others before it gives up.", low=1)
+    reshard: bool = key(True, "Free all-gathered weights after each use; false keeps them until the end of the step.")
+    reduce: str = key(
+        "step",
+        "When gradients are reduced over processes; 'microbatch' holds only this process's shard of them in float32, "
+        "and sends more.",
+        choices=("step", "microbatch"),
+    )
+    gradients: str = key(
+        "float32",
+        "Dtype in which gradients are accumulated and reduced; 'compute' is model.compute: half the memory, every sum "
+        "rounded to it.",
+        choices=("float32", "compute"),
+    )
+    overlap: bool = key(False, "Run the forward of a microbatch together with the backward of the one before.")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """[checkpoint]: checkpoints in the run's folder."""
+
+    every: int = key(0, "Steps between checkpoints; 0 is only at the end.", low=0)
+    keep: int = key(2, "Newest checkpoints that stay.", low=1)
+    keep_hours: float = key(
+        0.0, "Also keep the first checkpoint, and one for each so many hours after it; 0 keeps none.", low=0.0
+    )
+    last: bool = key(True, "Write one at the end of the run, and at Ctrl-C.")
+    background: bool = key(
+        True, "Write from a copy in host memory while training goes on; false lets training wait, without the copy."
+    )
+    remote: str = key(
+        "",
+        "Folder that gets a copy of each checkpoint: a URL of fsspec such as 's3://bucket/run', or a path; '' is none.",
+    )
+
+
+@dataclass(frozen=True)
+class Log:
+    """[log]: what the run writes and shows."""
+
+    folder: str = key("runs/forebay", "The run's folder; a number is added when it already holds a run.")
+    tensorboard: bool = key(False, "Write TensorBoard events.")
+    wandb: str = key("", "Project of Weights & Biases; '' is none. WANDB_MODE=offline needs no network.")
+    prometheus: str = key(
+        "", "File for node-exporter's textfile collector, such as /var/lib/node_exporter/training.prom; '' is none."
+    )
+    health: int = key(
+        20, "Steps between records of each process's time and memory and of each expert's load; 0 is never.", low=0
+    )
+    progress: str = key("auto", "The progress line; 'auto' shows it on a terminal.", choices=("auto", "on", "off"))
+    timeline: int = key(
+        0, "Step of which pipeline.png and pipeline.json show what each pipeline rank ran; 0 is none.", low=0
+    )
+    profile: bool = key(
+        False,
+        "At the end, write profile.json: what one more forward saves. It runs without placements, so it needs the memory "
+        "of 'keep'.",
+    )
+
+
+@dataclass(frozen=True)
+class Device:
+    """[device]: where the model lives."""
+
+    type: str = key("auto", "'auto' is cuda where there is one.", choices=("auto", "cpu", "cuda"))
+    threads: int = key(0, "CPU threads; 0 leaves torch's default.", low=0)
+
+
+@dataclass(frozen=True)
+class Config:
+    """All sections. Build one with `load` or `from_mapping`, which validate; the constructor alone does not."""
+
+    model: Model = Model()
+    data: Data = Data()
+    train: Train = Train()
+    optimizer: Optimizer = Optimizer()
+    schedule: Schedule = Schedule()
+    memory: Memory = Memory()
+    parallel: Parallel = Parallel()
+    checkpoint: Checkpoint = Checkpoint()
+    log: Log = Log()
+    device: Device = Device()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain nested dict; `from_mapping` of it gives an equal `Config`."""
+        return dataclasses.asdict(self)
+
+    def microbatch(self, world_size: int = 1) -> int:
+        """Sequences a forward of each of the `world_size` processes that share the batch, with 0 resolved."""
+        return self.train.microbatch or self.train.batch // world_size
+
+    @property
+    def processes(self) -> int:
+        """The fewest processes that can run this: one for each replica, pipeline rank and part of the experts."""
+        return self.parallel.replicate * self.parallel.pp * self.parallel.ep
+
+    @property
+    def stages(self) -> int:
+        """Number of pipeline stages of all ranks; 1 without pipeline parallelism."""
+        p = self.parallel
+        return stages_of(p.schedule, p.pp, p.chunks) if p.pp > 1 else 1
+
+    @property
+    def weights_early(self) -> bool:
+        """Whether the schedule runs weight gradients as early as it can (`early` of `make_plan`).
+
+        True where memory comes before time (offload = "all") and the schedule is `dualpipev`, which splits only the first and
+        last backwards of a step. `zbv` needs late weight gradients to fill its bubbles.
+        """
+        everything = self.memory.offload == "all" and "offload" in self.memory.placements
+        return everything and self.parallel.schedule == "dualpipev"
+
+
+def stages_of(schedule: str, pp: int, chunks: int = 2) -> int:
+    """Number of stages of all `pp` pipeline ranks; only "interleaved-1f1b" reads `chunks`.
+
+    Raises:
+        ValueError: an unknown schedule, or fewer than one rank or chunk.
+    """
+    if schedule not in SCHEDULES:
+        raise ValueError(f"the pipeline schedule {schedule!r} is unknown; valid are {', '.join(SCHEDULES)}")
+    if pp < 1 or chunks < 1:
+        raise ValueError(f"{pp} pipeline ranks with {chunks} stages each are not possible; both must be at least 1")
+    return pp * {"1f1b": 1, "interleaved-1f1b": chunks}.get(schedule, 2)
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of a text such as ``3h50m``, ``90m`` or ``45s``: whole numbers of days, hours, minutes and seconds.
+
+    Raises:
+        ValueError: not a duration, or 0.
+    """
+    found = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text.replace(" ", ""))
+    seconds = (
+        0 if found is None else sum(int(n or 0) * s for n, s in zip(found.groups(), (86400, 3600, 60, 1), strict=True))
+    )
+    if not seconds:
+        raise ValueError(f"{text!r} is no duration; valid are '3h50m', '90m', '1d12h', '45s'")
+    return float(seconds)

@@ -43,7 +43,7 @@ def measure(config: Config, saves: int, between: int, folder: Path) -> dict[str,
             return time.perf_counter() - began
 
         for _ in range(_WARM):
-            step()
+            print(f"step {number + 1}: {step():.2f} s", flush=True)
         checkpoints = Checkpoints(folder, keep=1)
         for save in range(saves + 1):
             began, saving = time.perf_counter(), list[float]()
@@ -54,6 +54,10 @@ def measure(config: Config, saves: int, between: int, folder: Path) -> dict[str,
             saved = checkpoints.wait()
             if saved is None or saved.waited:
                 raise SystemExit(f"nothing was saved in the background: {saved and saved.waited}")
+            print(
+                f"save {save}: called {called[-1]:.1f} s, committed after {saved.seconds:.1f} s, {len(saving)} steps",
+                flush=True,
+            )
             after = [step() for _ in range(between)]
             if save:
                 committed.append(saved.seconds)

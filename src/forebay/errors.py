@@ -35,7 +35,7 @@ class NotFinite(RunError):
 
 
 class PeerLost(RunError):
-    """Another process of the run died or hangs (exit code 5), or failed: then `exit_code` is that of its failure."""
+    """Another process of the run died, hangs or never came (exit code 5), or failed: then `exit_code` is that of its failure."""
 
     exit_code = 5
 

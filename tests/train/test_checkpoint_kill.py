@@ -13,15 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from forebay.cli import main
 from forebay.errors import PeerLost, UsageError
-from forebay.train import checkpoint
+from forebay.train import checkpoint, loop
 from forebay.train.checkpoint import Checkpoints
+from forebay.train.heartbeat import Heartbeat
 from tests.ranks import Started, start, start_ranks
 from tests.train.common import config, metrics, to_toml, train_command, write_text
 
 TIMEOUT = 30  # parallel.timeout: the others end within this many seconds
+LATE = 1.5  # times TIMEOUT, for others that start: theirs begins when they look for each other, which a busy machine delays
 
 
 def run(command: list[str], noted: str) -> int:
@@ -74,10 +77,9 @@ class Run:
         victim.kill()
         killed = time.monotonic()
         for other in self.running:
-            # While it starts, it may wait for the others several times, each time for as long.
-            code = other.wait(timeout=TIMEOUT if trains else 4 * TIMEOUT)
+            code = other.wait(timeout=TIMEOUT if trains else LATE * TIMEOUT)
             expected = -signal.SIGKILL if other is victim else PeerLost.exit_code
-            assert code == expected or not trains, other.stderr.read()
+            assert code == expected, other.stderr.read()
         self.running.clear()
         return trains, time.monotonic() - killed
 
@@ -129,6 +131,48 @@ def survive(folder: Path, processes: int, kills: int, seed: int) -> None:
     finally:
         for process in lives.running:
             process.kill()
+
+
+# Where a process that starts is killed: before it looks for the others, before the process group, before its first beat, and
+# before the model is built.
+MOMENTS = {
+    "alone": (dist, "rendezvous"),
+    "met": (dist, "init_process_group"),
+    "grouped": (Heartbeat, "__enter__"),
+    "building": (loop, "Trainer"),
+}
+
+
+def run_or_die(command: list[str], victim: int, moment: str) -> int:
+    def die(*args: Any, **kwargs: Any) -> None:
+        time.sleep(0.5)  # the other process waits by now
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if int(os.environ["RANK"]) == victim:
+        setattr(*MOMENTS[moment], die)
+    return main(command)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("moment", list(MOMENTS))
+def test_killed_while_starting(tmp_path: Path, moment: str, victim: int) -> None:
+    settings = config(write_text(tmp_path), parallel={"ep": 2, "timeout": (timeout := 5)})
+    (tmp_path / "c.toml").write_text(to_toml(settings))
+    processes = start_ranks(run_or_die, 2, train_command(tmp_path / "c.toml"), victim, moment)
+    try:
+        assert processes[victim].wait(timeout=60) == -signal.SIGKILL
+        died = time.monotonic()
+        _, error = processes[1 - victim].communicate(timeout=60)
+    finally:
+        for process in processes:
+            process.kill()
+    assert processes[1 - victim].returncode == PeerLost.exit_code, error
+    reasons = ["could not find each other"] if moment in ("alone", "met") else [f"process {victim} "]
+    if victim == 0:  # it held the store, and may have died before its beat was read
+        reasons.append("the process that the others found each other through is gone")
+    assert any(reason in error for reason in reasons), error
+    assert error.count("forebay: ") == 1 and "Traceback" not in error
+    assert time.monotonic() - died < LATE * timeout + 5, "a busy machine takes a few seconds to start both"
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from forebay.cli import main
 from forebay.errors import PeerLost, RunError
-from forebay.train.heartbeat import Heartbeat
+from forebay.train.heartbeat import Heartbeat, ending_after
 from forebay.train.loop import _naming_lost
 from tests.ranks import Started, free_port, start, start_ranks
 from tests.train.common import config, to_toml, train_command, write_text
@@ -156,7 +156,7 @@ def test_the_store_dies_with_its_process(tmp_path: Path, capsys: pytest.CaptureF
         left: list[int] = []
         first, second = (Heartbeat(store, r, 3, 60.0, str, period=0.05, leave=left.append) for r in (1, 2))
         with first, second:
-            while 0 not in first._peers:
+            while not first._peers[0].beat:
                 time.sleep(0.05)
             time.sleep(0.3)
             holder.kill()
@@ -166,6 +166,35 @@ def test_the_store_dies_with_its_process(tmp_path: Path, capsys: pytest.CaptureF
     finally:
         holder.kill()
     assert f"pid {holder.pid}) died; the run has ended" in capsys.readouterr().err
+
+
+def wait_for_a_store(port: int) -> None:
+    with ending_after(0.5, "no process is there"):
+        dist.TCPStore("127.0.0.1", port, 2, False, timeout=timedelta(seconds=60))
+
+
+def test_a_wait_inside_torch_is_ended() -> None:
+    waiting = start(wait_for_a_store, free_port())
+    try:
+        assert (waiting.wait(timeout=30), waiting.stderr.read()) == (5, "forebay: no process is there\n")
+    finally:
+        waiting.kill()
+
+
+def test_a_wait_that_is_over_ends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    left: list[int] = []
+    with ending_after(0.2, "too late", left.append):
+        pass
+    time.sleep(0.4)
+    assert (left, capsys.readouterr().err) == ([], "")
+
+
+def test_a_process_that_died_before_its_first_beat_is_lost(capsys: pytest.CaptureFixture[str]) -> None:
+    store, left = store_of_one(), []
+    with Heartbeat(store, 0, 2, 0.5, lambda: "it had not begun", period=0.05, leave=left.append):
+        time.sleep(1.2)
+    assert set(left) == {5}
+    assert "process 1 (not heard of since the start) has not answered" in capsys.readouterr().err
 
 
 def raised(error: Exception, cause: Exception | None) -> tuple[str, int]:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from forebay.config import Config, Parallel, check_world
 from forebay.config import Device as DeviceSection
-from forebay.errors import ForebayError, RunError, UsageError
+from forebay.errors import ForebayError, PeerLost, RunError, UsageError, first_line
 from forebay.train.world import ALONE, World
 
 T = TypeVar("T")
@@ -144,7 +144,7 @@ class Mesh:
 
         Raises:
             UsageError: the configuration does not fit the processes, or CUDA is requested and missing.
-            RunError: the other processes do not answer within `parallel.timeout`.
+            PeerLost: the other processes do not answer. Torch may wait several times `parallel.timeout`.
         """
         world = World.of_environment() if world is None else world
         check_world(config, world.size)
@@ -288,11 +288,16 @@ def _start_group(world: World, device: torch.device, timeout: timedelta) -> Any:
         groups = dist.PrefixStore("groups", store)
         dist.init_process_group(backend, store=groups, rank=rank, world_size=size, timeout=timeout, device_id=bound)
     except (ValueError, RuntimeError) as error:  # DistError is a RuntimeError
-        raise RunError(
-            f"the {world.size} processes could not find each other within {timeout.seconds} s: {error}; "
-            "start them all with torchrun"
-        ) from error
+        raise not_found(world, timeout.total_seconds(), f": {first_line(error)}") from error
     return store
+
+
+def not_found(world: World, seconds: float, why: str = "") -> PeerLost:
+    """The error of a process that waited so long for the others at the start."""
+    return PeerLost(
+        f"the {world.size} processes could not find each other within {seconds:.0f} s{why}; one of them died at the start, or "
+        "was never started: start them all with torchrun"
+    )
 
 
 def _own_group(ranks: list[list[int]], timeout: timedelta) -> dist.ProcessGroup:

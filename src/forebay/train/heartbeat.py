@@ -6,7 +6,7 @@ fails at once (gloo: "connection closed by peer") names no process. A process co
 `patience` seconds, when it ran on this machine and its pid is gone, or when it left with an error, whose reason it wrote to
 the store. All others then end, with the exit code of that error or of `PeerLost`, and one of them reports which process was
 lost. A process whose torchrun is gone ends too, or it would hold its GPU while another torchrun starts in that one's place.
-`Heartbeat` owns its thread and its connection to the store.
+`Heartbeat` owns its thread and its connection to the store. `ending_after` limits what comes before there is a store.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -35,10 +35,10 @@ Also the beats that a process may miss before a failed collective is blamed on i
 class _Peer:
     """What is known of another process. Times are those of the observer's clock."""
 
-    name: str  # host and pid
-    place: str
-    pid: int
-    beat: int = -1
+    name: str = "not heard of since the start"  # host and pid
+    place: str = ""
+    pid: int = 0
+    beat: int = 0  # its number; 0 before the first
     heard: float = 0.0
     fate: str = ""  # how it was lost; "" while it runs
     exit_code: int = PeerLost.exit_code  # of the error with which it left
@@ -46,10 +46,32 @@ class _Peer:
     finished: bool = False  # left without an error
 
 
+@contextmanager
+def ending_after(seconds: float, why: str, leave: Callable[[int], Any] = os._exit) -> Iterator[None]:
+    """Context that ends this process with the code of `PeerLost`, and prints `why`, if it takes longer.
+
+    Torch's own limits add up while processes look for each other: connecting to a store on which no process listens takes 2.3
+    times its timeout, and each process group waits once more.
+    """
+
+    def end() -> None:
+        print(f"forebay: {why}", file=sys.stderr, flush=True)
+        leave(PeerLost.exit_code)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 class Heartbeat:
     """Writes beats for this process and watches the others. A context manager; leaving it with an error tells the others to end.
 
-    Beats come from a thread, so a long compilation or checkpoint does not look like a death.
+    Beats come from a thread, so a long compilation or checkpoint does not look like a death. The first one is written when the
+    context is entered, which all processes do within `patience` of each other.
 
     Args:
         store: of torch.distributed. A clone is used, so that a wait of another thread does not block the beats.
@@ -73,8 +95,7 @@ class Heartbeat:
         self._store.set_timeout(timedelta(seconds=max(patience / 2, 4 * period)))
         self._patience, self._advice, self._period, self._leave = patience, advice, period, leave
         self._self = {"name": f"{os.uname().nodename}, pid {os.getpid()}", "place": _place(), "pid": os.getpid()}
-        self._unheard = [r for r in range(size) if r != rank]
-        self._peers: dict[int, _Peer] = {}
+        self._peers = {r: _Peer() for r in range(size) if r != rank}
         self._clock = 0.0
         self._store_gone: float | None = None
         self._agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
@@ -82,6 +103,8 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="forebay-heartbeat", daemon=True)
 
     def __enter__(self) -> Heartbeat:
+        with suppress(RuntimeError):  # the thread finds out that the store is gone
+            self._write(beat=1)
         self._thread.start()
         return self
 
@@ -97,7 +120,7 @@ class Heartbeat:
         if not (error is None or isinstance(error, Stopped) or self._lost(_GRACE * self._period)):
             why, code = first_line(error), exit_code_of(error)
         with suppress(RuntimeError):
-            self._write(beat=0, left=True, why=why, code=code)
+            self._write(beat=-1, left=True, why=why, code=code)
 
     def find_lost(self) -> PeerLost | None:
         """An error that names the processes lost within the last seconds; None if all are well. Waits some seconds for a loss."""
@@ -110,7 +133,7 @@ class Heartbeat:
         return PeerLost(self._sentence([])) if self._store_gone is not None else None
 
     def _run(self) -> None:
-        beat, before = 0, time.monotonic()
+        beat, before = 1, time.monotonic()
         while not self._over.wait(self._period):
             now = time.monotonic()
             # Silence is measured by a clock that stops while this process is stopped: a machine that slept blames no other.
@@ -137,10 +160,9 @@ class Heartbeat:
         self._store.set(f"forebay/beat/{self._rank}", json.dumps({**self._self, **values}))
 
     def _read(self) -> None:
-        for rank in [r for r in self._unheard if self._store.check([f"forebay/beat/{r}"])]:
-            self._unheard.remove(rank)
-            self._peers[rank] = _Peer("", "", 0, heard=self._clock)
-        ranks = [r for r, peer in self._peers.items() if not peer.finished]
+        # A key that is not there yet would make multi_get wait.
+        waiting = [r for r, peer in self._peers.items() if not peer.finished]
+        ranks = [r for r in waiting if self._peers[r].beat or self._store.check([f"forebay/beat/{r}"])]
         if not ranks:
             return
         for rank, raw in zip(ranks, self._store.multi_get([f"forebay/beat/{r}" for r in ranks]), strict=True):
@@ -160,9 +182,8 @@ class Heartbeat:
 
     def _lost(self, patience: float) -> list[int]:
         """Processes that ended badly or were silent for `patience` seconds, in the order in which they were lost."""
-        peers = list(self._peers.items())  # the thread may add one meanwhile
-        lost = {r: p.lost_at for r, p in peers if p.fate}
-        silent = {r: p.heard for r, p in peers if not (p.fate or p.finished)}
+        lost = {r: p.lost_at for r, p in self._peers.items() if p.fate}
+        silent = {r: p.heard for r, p in self._peers.items() if not (p.fate or p.finished)}
         if self._store_gone is None:  # without the store all are silent
             lost |= {r: heard for r, heard in silent.items() if self._clock - heard > patience}
         return sorted(lost, key=lambda r: (lost[r], r))
@@ -185,7 +206,7 @@ class Heartbeat:
         """End, and let the others report that this process left: nobody reads what it prints."""
         why = f"the torchrun that started it (pid {self._agent}) is gone"
         with suppress(RuntimeError):
-            self._write(beat=0, left=True, why=why, code=PeerLost.exit_code)
+            self._write(beat=-1, left=True, why=why, code=PeerLost.exit_code)
         self._leave(PeerLost.exit_code)
 
     def _reports(self, lost: list[int]) -> bool:
@@ -194,7 +215,9 @@ class Heartbeat:
             if self._store_gone is None:
                 return self._store.add("forebay/dead", 1) == 1
         # Without torchrun process 0 holds the store: it is gone.
-        return not [r for r, p in self._peers.items() if 0 < r < self._rank and not p.finished and r not in lost]
+        return not [
+            r for r, p in self._peers.items() if 0 < r < self._rank and p.beat and not p.finished and r not in lost
+        ]
 
 
 def _place() -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -27,6 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 from forebay.config import Config, check_world, from_mapping, parse_duration
 from forebay.errors import (
     DoesNotFit,
+    ForebayError,
     Interrupted,
     PeerLost,
     Preempted,
@@ -40,9 +42,9 @@ from forebay.errors import (
 from forebay.memory.step import StepReport
 from forebay.pipeline.partition import Partition
 from forebay.train import checkpoint, hf_io, run_folder
-from forebay.train.distributed import Mesh, World
+from forebay.train.distributed import Mesh, World, not_found
 from forebay.train.durable import FolderLock, replace_text
-from forebay.train.heartbeat import Heartbeat
+from forebay.train.heartbeat import Heartbeat, ending_after
 from forebay.train.loggers import Logger, open_loggers
 from forebay.train.metrics import Reporter, SilentReporter, StepRecord, Summary, summary_tables, usable_bytes
 from forebay.train.pipeline_profile import PipelineProfile, profile_ranks
@@ -85,22 +87,24 @@ def train(
     limit = TimeLimit(parse_duration(config.train.time_limit) if config.train.time_limit else math.inf)
     world = World.of_environment()
     check_world(config, world.size)
+    start: Start | None = None
+
+    def advice() -> str:
+        return "it had not begun" if start is None else _intact_checkpoint(start)
+
     with (
         StopRequest().listening() as stop,
         FolderLock() as lock,
-        Mesh.open(config, world) as mesh,
+        _join(config, world) as mesh,
         _reported_once(mesh),
+        _heartbeat(config, mesh, advice) as heart,
+        _advising_memory(mesh, what_fits),
+        _naming_lost(heart, advice),
     ):
         remote = open_checked(config.checkpoint.remote)
         start = mesh.on_main(lambda: claim_start(config, resume, lock, remote))
-        advice = partial(_intact_checkpoint, start)
         layers = None if partition is None else mesh.on_main(partition)
-        with (
-            _heartbeat(config, mesh, advice) as heart,
-            _advising_memory(mesh, what_fits),
-            Trainer(config, mesh, layers) as trainer,
-            _naming_lost(heart, advice),
-        ):
+        with Trainer(config, mesh, layers) as trainer:
             return _TrainingRun(config, console, start, trainer, stop, limit, remote).run()
 
 
@@ -117,11 +121,11 @@ def profile(config: Config, partition: Callable[[], Partition] | None = None) ->
     world = World.of_environment()
     check_world(config, world.size)
     with (
-        Mesh.open(config, world) as mesh,
+        _join(config, world) as mesh,
         _reported_once(mesh),
         _heartbeat(config, mesh, lambda: "nothing was written") as heart,
-        Trainer(config, mesh, None if partition is None else mesh.on_main(partition)) as trainer,
         _naming_lost(heart, lambda: "nothing was written"),
+        Trainer(config, mesh, None if partition is None else mesh.on_main(partition)) as trainer,
     ):
         return profile_ranks(trainer)
 
@@ -144,6 +148,15 @@ def export(run: Path, out: Path) -> Path:
     return path
 
 
+def _join(config: Config, world: World) -> Mesh:
+    """The other processes, if all are there within `parallel.timeout`: from then on, `Heartbeat` watches them."""
+    if world.size == 1:
+        return Mesh.open(config, world)
+    at = f" at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    with ending_after(config.parallel.timeout, str(not_found(world, config.parallel.timeout, at))):
+        return Mesh.open(config, world)
+
+
 @contextmanager
 def _reported_once(mesh: Mesh) -> Iterator[None]:
     """Context whose error stays itself on the first process that fails, and becomes `ReportedElsewhere` on the others."""
@@ -163,8 +176,8 @@ def _naming_lost(heart: Heartbeat | None, advice: Callable[[], str]) -> Iterator
         yield
     except torch.OutOfMemoryError:  # a RuntimeError too
         raise
-    except (RuntimeError, RunError) as error:
-        # The collectives of a checkpoint fail too, wrapped in an error which says that it was not written.
+    except (RuntimeError, ForebayError) as error:
+        # Collectives fail inside of a save and of the choice of a dispatcher too, which wrap what they raise.
         raised = error if isinstance(error, RuntimeError) else checkpoint.cause_of(error.__cause__ or error)
         lost = heart.find_lost() if heart is not None and isinstance(raised, RuntimeError) else None
         if lost is None:

@@ -239,7 +239,7 @@ def _data(options: argparse.Namespace) -> None:
 
 
 def _what_fits(config: "Config", source: str, budget: int) -> str:
-    """What the planner would change for a run that needs more than `budget` bytes of its device."""
+    """Advice for a run that needs more than `budget` bytes of its device: placements or a microbatch that fit."""
     from forebay.estimate.layers import plan_layers
     from forebay.estimate.placement import sentences
     from forebay.estimate.plan import PlanRequest, fit_run
@@ -269,7 +269,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _planned_partition(config: "Config") -> "Callable[[], Partition] | None":
-    """What assigns layers to the stages of a pipeline by their cost; None if nothing has to be traced for that."""
+    """A function that divides the layers among the stages of a pipeline by their cost; None if nothing has to be traced."""
     if config.parallel.pp == 1 or config.parallel.partition != "auto":
         return None
     from forebay.estimate.layers import plan_layers

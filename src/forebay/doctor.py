@@ -85,7 +85,7 @@ class Report:
 
 @dataclass(frozen=True)
 class ModelsReport:
-    """What of each MoE family of the installed transformers runs."""
+    """Support of each MoE family of the installed transformers."""
 
     families: "tuple[FamilySupport, ...]"
 

@@ -108,9 +108,9 @@ class Managed:
         return replace(report, saved_bytes_by_placement={**report.saved_bytes_by_placement, **stashed})
 
     def profile(self, step: Callable[[], Any]) -> SavedProfile:
-        """What autograd saves in one call of `step` (a forward that returns its loss), by region and operation.
+        """Profile what autograd saves in one call of `step` (a forward that returns its loss), by region and operation.
 
-        Placements are off during the call. What is saved inside a compiled sublayer counts for the sublayer.
+        Placements are off during the call. Tensors that are saved inside a compiled sublayer count for the sublayer.
         """
         profiler = Profiler(self._model)
         with self.suspended(profiler.region):

@@ -1,7 +1,7 @@
 """All keys of a configuration, as frozen dataclasses: a class is a section, a field is a key.
 
-A field has the type, the default, the meaning that the documentation shows, and the key's own limits. What involves several
-keys is in `forebay.config.checks`. To add a key, add a field.
+A field has the type, the default, the meaning that the documentation shows, and the key's own limits. `forebay.config.checks`
+refuses combinations of keys. To add a key, add a field.
 """
 
 import dataclasses
@@ -162,7 +162,7 @@ class Memory:
 
     @property
     def placements(self) -> frozenset[str]:
-        """Those that `policy` names, or "auto"."""
+        """The placements that `policy` names, or "auto"."""
         return frozenset({self.policy} if isinstance(self.policy, str) else self.policy.values())
 
 

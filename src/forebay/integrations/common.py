@@ -1,4 +1,4 @@
-"""What the integrations share: the arguments that they pass on to `forebay.manage`, and figures for a trainer's log.
+"""Shared by the integrations: the arguments that they pass on to `forebay.manage`, and figures for a trainer's log.
 
 Input: what a user gave to a callback or plugin, and later what `forebay.manage` returned. The callbacks own the `Managed`.
 """

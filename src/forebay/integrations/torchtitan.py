@@ -86,12 +86,12 @@ def memory(
 
 
 def _check_configuration(config: Mapping[str, Any], policy: str | Mapping[str, str]) -> None:
-    """Raise PolicyError for what of torchtitan's runs around regions, or would differ between ranks."""
+    """Raise PolicyError for features of torchtitan that run around regions, or would differ between ranks."""
     parallel, compiled = config["parallelism"], config["compile"]
     degrees = {
         f"{name}_parallel_degree": parallel[f"{name}_parallel_degree"] for name in ("tensor", "context", "pipeline")
     }
-    # What has to change -> whether it has to.
+    # Advice -> whether the configuration needs it.
     wrong = {
         "activation checkpointing: use the subcommand activation-checkpoint:none, and the policy 'recompute' or 'auto'": (
             config["activation_checkpoint"] is not None

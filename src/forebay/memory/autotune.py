@@ -268,7 +268,7 @@ def _placement_key(plan: Plan) -> tuple[object, ...]:
 
 @dataclass(frozen=True)
 class PlanLookup:
-    """What the plan in force means for a region call.
+    """The plan in force, indexed by region call and by event.
 
     Attributes:
         regions: those that offload something.
@@ -303,7 +303,7 @@ class PlanLookup:
 
 
 class TuneState(enum.Enum):
-    """What steps are for. The legal transitions are in `_TRANSITIONS`."""
+    """The purpose of the next steps. The legal transitions are in `_TRANSITIONS`."""
 
     MEASURE = "measure"  # everything that may be offloaded is, one call at a time, and the step is recorded
     TRY = "try"  # plans are tried: policy="auto" on one GPU

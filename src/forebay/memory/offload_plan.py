@@ -93,7 +93,7 @@ def plan_interleaved(timeline: Timeline, paths: frozenset[str], everything: bool
     """Offload the items of the regions `paths` that lower the peak, as far as the link carries them without waits.
 
     The link carries both ways all the time and memory is level for most of a step, so *kinds* of items are chosen: the same
-    storage of the same region in all microbatches. Those that wait longest come first. A kind is accepted if memory falls
+    storage of the same region in all microbatches. The kinds that wait longest come first. A kind is accepted if memory falls
     where it is high, and if the copies leave the device's memory bandwidth to its kernels. At last items whose absence lowers
     no peak are kept.
 

@@ -42,7 +42,7 @@ class _Entry:
 
 
 class Installed:
-    """What Forebay has on one module. Copies and pickles of it are None."""
+    """Everything that Forebay has installed on one module. Copies and pickles of it are None."""
 
     def __init__(self) -> None:
         self.top: _Entry | None = None
@@ -389,7 +389,7 @@ def _with_versions(arguments: Mapping[str, Any]) -> list[tuple[str, Tensor, int]
         (name, t, t._version)
         for name, value in arguments.items()
         for t in tree_leaves(value)
-        # Those made in inference mode have no version, and cannot be written to outside it.
+        # Tensors made in inference mode have no version, and cannot be written to outside it.
         if isinstance(t, Tensor) and not t.is_inference()
     ]
 

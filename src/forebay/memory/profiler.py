@@ -1,4 +1,4 @@
-"""What autograd saves for backward: bytes by region and by operation, weights apart from activations.
+"""Profiles the tensors that autograd saves for backward: bytes by region and by operation, weights apart from activations.
 
 Input: a model and a step that returns a loss with its graph. Output: a `SavedProfile`, figures that keep no tensor alive. A
 storage is counted once and whole, for the region and operation that saved it first: saving a view keeps the whole storage.
@@ -175,7 +175,7 @@ def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 class _ProfiledTensor(NamedTuple):
-    """What the graph owns while it is profiled."""
+    """The graph owns this in place of a saved tensor while it is profiled."""
 
     numbers: tuple[int, ...]  # of its storages
     alias: Tensor

@@ -78,7 +78,7 @@ class Recorder:
     def after_waits(
         self, kind: str, key: Key, marks: Marks | None = None, device_bytes: int = 0, host_bytes: int = 0
     ) -> None:
-        """What is due at the event was released and fetched.
+        """The releases and fetches that are due at the event are done.
 
         Args:
             kind: "F" or "B" of the call `key`.

@@ -41,7 +41,7 @@ def first_that_fits(ordered: Sequence[T], fits: Callable[[T], bool]) -> T | None
 
 
 def front(candidates: Iterable[T], cost: Callable[[T], tuple[object, ...]], size: Callable[[T], int]) -> list[T]:
-    """Those that no cheaper one is as small as: the cheapest first, each smaller than the one before."""
+    """The candidates that are smaller than every cheaper one, the cheapest first."""
     found: list[T] = []
     for candidate in sorted(set(candidates), key=cost):  # type: ignore[arg-type]
         if not found or size(candidate) < size(found[-1]):
@@ -103,8 +103,8 @@ class Solver:
         return self._plan(self._front[-1])
 
     def with_one_changed(self, plan: Plan, budget: int) -> list[Plan]:
-        """Plans within the budget in which one region as a whole is placed differently; the fastest first. Of many such changes
-        as many are simulated as between two candidates, taken evenly."""
+        """Plans within the budget in which one region as a whole is placed differently; the fastest first. If there are
+        many such changes, an even selection of as many as between two candidates is simulated."""
         numbers = {call.key: number for number, call in enumerate(self._timeline.calls)}
         offload = frozenset((numbers[key], item) for key, items in plan.offload.items() for item in items)
         start = Proposal(plan.recompute, offload)
@@ -128,7 +128,7 @@ class Solver:
         return self._plans[candidate]
 
     def _cost(self, candidate: Proposal) -> tuple[object, ...]:
-        """What candidates are compared by. Where nothing takes time, as on a CPU, little should be recomputed; then moved."""
+        """Sort key of candidates. Where nothing takes time, as on a CPU, it prefers little recomputation, then few copies."""
         plan = self._plan(candidate)
         seconds = float(f"{plan.step_seconds:.5e}")
         return (
@@ -256,7 +256,7 @@ class Solver:
         return found
 
     def _kind(self, path: str) -> object:
-        """What equal regions have in common; of few regions all are different."""
+        """Equal for regions that are interchangeable; if there are few regions, different for each."""
         if len(self._placements) < _MANY_REGIONS:
             return path
         calls = [self._timeline.calls[c] for c in self._calls[path]]

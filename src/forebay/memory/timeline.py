@@ -34,7 +34,7 @@ EventName = tuple[str, Key]  # ("F" or "B", call)
 
 @dataclass(frozen=True)
 class CallFigures:
-    """What one region call saves and costs.
+    """Saved bytes and seconds of one region call.
 
     Attributes:
         key: region and call.
@@ -159,7 +159,7 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the manager carries out. Events and calls are named by key, so that a plan outlives its timeline."""
+    """The plan of a step, which the manager carries out. Events and calls are named by key, so that it outlives its timeline."""
 
     offload: Mapping[Key, frozenset[int]]
     recompute: frozenset[str]
@@ -421,7 +421,7 @@ class PipelineTimeline(IndexedTimeline):
     Attributes:
         needed: call to the first backward that reads one of its items.
         each: seconds of each event; 1 on a CPU, which has no times. `total`: their sum.
-        starts: nominal start of each event, and the end of the step. What other ranks send comes at these times.
+        starts: nominal start of each event, and the end of the step. Data from other ranks arrives at these times.
         saved: bytes that all calls save.
     """
 
@@ -525,7 +525,7 @@ class InterleavedSchedule(CopySchedule):
         return True
 
     def _must_wait(self, event: int, pending_bytes: int, on_host: int) -> bool:
-        # What comes back counts from its backward on: when its copy begins is not known yet.
+        # Fetched bytes count from their backward on: when the copy begins is not known yet.
         now = self.events[event]
         return now.kind == "F" and self.step.resident[event] - on_host + now.other + now.transient > self.level
 

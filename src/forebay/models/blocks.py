@@ -355,7 +355,7 @@ class SublayerForward:
             return True
         from transformers.utils.output_capturing import _active_collector
 
-        # What the transformers model that is running now was asked to collect.
+        # Outputs that the transformers model that is running now was asked to collect.
         collected = _active_collector.get() or {}
         return bool(kwargs.get("output_attentions")) or "attentions" in collected
 

@@ -220,7 +220,7 @@ class LocalLayers(nn.ModuleDict):
     """The decoder layers of one pipeline rank, by their index in the whole model.
 
     Attributes:
-        everything: all layers of the whole model, in order. Those that are not kept are not children of this module, so
+        everything: all layers of the whole model, in order. Layers that are not kept are not children of this module, so
             they get no memory; their structure can still be inspected.
     """
 
@@ -240,7 +240,7 @@ def keep_part(model: Any, layers: Iterable[int], embedding: bool, head: bool) ->
     """Cut a `*ForCausalLM` down in place, so that a pipeline rank makes, reads, shards and saves its own layers only.
 
     ``model.model.layers`` becomes a `LocalLayers`; without the embedding ``embed_tokens`` is None; without the head the
-    last norm is ``nn.Identity()`` and ``lm_head`` None. What is kept has its names of the whole model, so the same
+    last norm is ``nn.Identity()`` and ``lm_head`` None. Modules that are kept have the names of the whole model, so the same
     random weights and checkpoint keys belong to it. Do not call the part's own forward: the pipeline calls its layers.
 
     Args:

@@ -122,7 +122,7 @@ def linear_cross_entropy_into(
     """The summed loss, a scalar, whose gradient of the weight is added to `weight_sum` in forward.
 
     For gradient accumulation: autograd would hold a gradient [V, H] of each microbatch in fp32, and another one in the
-    weight's dtype, before adding them. What is added is the gradient of *this sum of losses*: a later factor (one over the
+    weight's dtype, before adding them. The gradient that is added is that of *this sum of losses*: a later factor (one over the
     number of targets) is the caller's to apply to `weight_sum`. The gradient of hidden is autograd's, factors included;
     the weight gets none.
 
@@ -427,7 +427,7 @@ class _FusedForward:
 
 
 def _change_of(model: Any, head: nn.Module) -> str | None:
-    """What the model's loss or head does now that a call of `head` with targets would not, for a message; None if nothing."""
+    """Why the model's loss or head no longer equals a call of `head` with targets, for a message; None if it does."""
     if model.loss_function is not ForCausalLMLoss:
         return f"loss_function has become {model.loss_function!r}"
     if model.lm_head is not head:

@@ -88,5 +88,5 @@ class _LogProbs(torch.autograd.Function):
         (d_hidden,) = ctx.saved_tensors
         if d_log_probs is None or not ctx.needs_input_grad[0]:
             return None, None, None, None
-        # What was saved is the gradient of the losses, which are the negative log-probabilities.
+        # The saved gradient is that of the losses, which are the negative log-probabilities.
         return (d_hidden * -d_log_probs.unsqueeze(1)).to(d_hidden.dtype), None, None, None

@@ -145,7 +145,7 @@ def _unsealed(layer: nn.Module, dispatcher: TokenDispatcher | None) -> list[str]
 
 
 def _layers_of(model: nn.Module) -> Sequence[nn.Module]:
-    """What has the blocks of the whole model: all decoder layers if `model` is a part, else itself."""
+    """The modules that hold the blocks of the whole model: `model`, and the decoder layers that a part of a model lacks."""
     return [model, *(layer for _, layer in absent_layers(model))]
 
 

@@ -95,7 +95,7 @@ def sink_attention(
 
 @dataclass(eq=False)
 class MaskRequest:
-    """What transformers gives a function that makes masks. Layers of a kind share one in a forward.
+    """The arguments that transformers gives a function that makes masks. Layers of a kind share one in a forward.
 
     Attributes:
         arguments: the keyword arguments of an entry in ``ALL_MASK_ATTENTION_FUNCTIONS``.

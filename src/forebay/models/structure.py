@@ -385,7 +385,7 @@ class RoutedForward:
         return self._source.make(stopped.body, own=True), stopped.has_rest
 
     def output(self, logits: Any, ids: Any) -> Any:
-        """What the router's hooks get in place of its output, which has no weights."""
+        """The router's output without weights, as its hooks get it."""
         if self.outputs == ("logits",):
             return logits
         return tuple({"logits": logits, "ids": ids}.get(name) for name in self.outputs)

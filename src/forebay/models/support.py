@@ -1,4 +1,4 @@
-"""What Forebay runs of each MoE family of the installed transformers, found by building a small model of each.
+"""Support of each MoE family of the installed transformers, found by building a small model of each.
 
 Output of `families`: a row for each family, from the code that `forebay.manage` asks. Models are built on the meta device from
 the defaults of their configuration class with a few layers, so nothing is downloaded and nothing is computed.
@@ -37,7 +37,7 @@ _SIZES: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class FamilySupport:
-    """What Forebay runs of one family.
+    """The parts of one family that run on Forebay's code.
 
     Attributes:
         family: the folder of transformers that has the model.
@@ -110,7 +110,7 @@ def _asked(family: str, model_type: str, model: nn.Module) -> FamilySupport:
 
 
 def _limits(layers: list[LayerParts]) -> list[str]:
-    """What the sublayers do not do."""
+    """Features that the sublayers do not support."""
     try:
         for parts in layers:
             check_block(parts)

@@ -110,7 +110,7 @@ def make_dispatcher(
 
 
 def _choose(group: dist.ProcessGroup, hidden: int, dtype: torch.dtype) -> tuple[str, str, Topology | None]:
-    """What "auto" is for a group, why, and the group's topology if that was asked for. Collective."""
+    """The backend that "auto" is for a group, why, and the group's topology if that was asked for. Collective."""
     fits = dtype in DTYPES and hidden * dtype.itemsize % 16 == 0
     if fits and _peers_are_reachable(group):
         return "symmetric", "its GPUs read each other's memory", None
@@ -166,7 +166,7 @@ class Topology:
         return per_node if even else None
 
     def __str__(self) -> str:
-        """Such as ``2 nodes of 8 ranks``, or ``2 nodes of 3 and 1 ranks``."""
+        """For example ``2 nodes of 8 ranks``, or ``2 nodes of 3 and 1 ranks``."""
         sizes = [n for _, n in sorted(Counter(self.nodes).items())]
         each = str(sizes[0]) if len(set(sizes)) == 1 else " and ".join(map(str, sizes))
         scattered = "" if self.per_node or len(set(sizes)) > 1 else ", not neighbors"

@@ -28,7 +28,7 @@ from forebay.kernels.permute import combine_rows
 from forebay.moe.routing import check_routed
 
 Handle = list[Tensor]
-"""What `spread` and `collect` need to know of a `dispatch`: an ordinary output of `forebay::dispatch`."""
+"""Index tensors of a `dispatch`, which `spread` and `collect` read: an ordinary output of `forebay::dispatch`."""
 
 ALIGNMENT = 256
 """Receiving buffers are rounded up to this many rows where the host knows their number, so that the caching allocator finds
@@ -42,7 +42,7 @@ class TokenDispatcher(OpaqueBase):
     themselves. `combine` is `collect`; the gradient of combine is `spread`, the gradient of dispatch is `collect`.
 
     Received rows are ordered by sending rank, then by token; over several nodes the backend may have another order. Ids of
-    other ranks' experts become -1, and so do all ids of the unused rows at the end. Those rows and their weights may be
+    other ranks' experts become -1, and so do all ids of the unused rows at the end. The unused rows and their weights may be
     uninitialized memory, which nothing may read.
 
     A dispatcher with a *capacity* bounds what a rank receives. It drops the rows above it and sets a flag on the device; the

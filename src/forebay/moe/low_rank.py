@@ -46,7 +46,7 @@ class LowRank(NamedTuple):
 class Adapter:
     """A `LowRank` in the dtype of the rows, both factors as [E, r, *].
 
-    It is made from the parameters in each forward and backward: 2r(in + out) bytes an expert that nobody saves.
+    It is made from the parameters in each forward and backward: 2r(in + out) bytes an expert, which autograd does not save.
     """
 
     def __init__(self, update: LowRank, dtype: torch.dtype):

@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline ran in a step: a recorder, a picture, a Perfetto trace, and the idle share of each rank.
+"""Actions that the ranks of a pipeline ran in a step: a recorder, a picture, a Perfetto trace, and each rank's idle share.
 
 Input: the runtime's calls around each action (`ActionRecorder`), then the `ActionRecord`s of all ranks on one clock.
 Output: fractions (`bubble`), Chrome trace JSON (`trace_json`) and a PNG (`draw`). `ActionRecorder` owns the CUDA events of

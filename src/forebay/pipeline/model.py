@@ -127,7 +127,7 @@ class CutModel:
         self.embedded_sum: Tensor | None = None
         self._model, self._base = model, base
         self._dtype = dtype
-        # Of a whole model only: transformers' `get_input_embeddings` fails for a part without an embedding.
+        # Trap: transformers' `get_input_embeddings` fails for a part of a model without an embedding.
         self.embedding: Any = None if base.embed_tokens is None else base.get_input_embeddings()
         self.numbers = [int(name) for name, _ in base.layers.named_children()]
         self._given: list[dict[str, Any]] = []

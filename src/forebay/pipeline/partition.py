@@ -380,7 +380,7 @@ class _Groups:
     def _takes(
         self, group: int, low: int, high: int, most_time: int, most_memory: int, rest: tuple[int, int, int]
     ) -> Iterator[_Take]:
-        """What a group can take from [low, high) such that it and the groups after it stay within bounds."""
+        """The ways in which a group can take layers from [low, high) so that it and the groups after it stay within bounds."""
         first, second = self.pairs[group]
         costs, last = self.costs, group == len(self.pairs) - 1
         layers, rest_time, rest_memory = rest

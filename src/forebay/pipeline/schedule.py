@@ -135,8 +135,8 @@ def forward_plan(plan: PipelinePlan) -> PipelinePlan:
 
 
 def _one_forward_one_backward(rank: int, pp: int, microbatches: int) -> list[Any]:
-    """What torch's Schedule1F1B runs. Its own list is wrong: in 2.13, `_get_pipeline_order` begins the last stage with
-    microbatch 1."""
+    """The actions that torch's Schedule1F1B runs. Its own list is wrong: in 2.13, `_get_pipeline_order` begins the last
+    stage with microbatch 1."""
     ahead = min(microbatches, pp - rank)
     order = [torch_schedules._Action(rank, torch_schedules.FORWARD, m) for m in range(ahead)]
     for m in range(microbatches):

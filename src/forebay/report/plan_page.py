@@ -321,7 +321,7 @@ def time_tiles(step: StepTime) -> list[tuple[str, str, str]]:
 
 
 def time_section(step: StepTime) -> Section:
-    """What a step's time is made of, and what each rank runs."""
+    """The parts of a step's time, and the actions of each rank."""
     lead = (
         f"Expected {_device(step)}; --device names another GPU, or a file of forebay doctor --save-profile. "
         f"A step has {step.tokens:,} tokens."
@@ -449,7 +449,7 @@ def _largest_saved(fit: Fit) -> Html:
 
 
 def _search_section(found: Search) -> Section:
-    """What was searched, and what limits it. The rest of the page shows what was found, or what comes nearest."""
+    """The values that were searched, and what limits them. The rest of the page shows the value found, or the nearest one."""
     settings = " ".join(f"--set {name}={value}" for name, value in found.settings.items())
     used: tuple[Any, ...] = ("This page shows what was found: ", tag("code", settings))
     if not settings:

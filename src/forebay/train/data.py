@@ -152,7 +152,7 @@ def shares_of(weights: Sequence[float]) -> tuple[int, ...]:
     """Whole numbers that add up to `WHOLE`, as proportional to the weights as rounding allows (largest remainders).
 
     Raises:
-        UsageError: a weight that comes to 0.
+        UsageError: a weight so small that its share is rounded to 0.
     """
     total = sum(weights)
     exact = [WHOLE * weight / total for weight in weights]
@@ -192,7 +192,7 @@ class Mixture:
 
     @property
     def description(self) -> str:
-        """What there is, for the log."""
+        """Size and source of the data, for the log."""
         if len(self.corpora) == 1:
             return self.corpora[0].description
         return "; ".join(

@@ -33,7 +33,7 @@ Also the beats that a process may miss before a failed collective is blamed on i
 
 @dataclass
 class _Peer:
-    """What is known of another process. Times are those of the observer's clock."""
+    """The state of another process, as far as this one knows. Times are those of this process's clock."""
 
     name: str = "not heard of since the start"  # host and pid
     place: str = ""
@@ -203,7 +203,7 @@ class Heartbeat:
         self._leave(self._peers[lost[0]].exit_code if lost else PeerLost.exit_code)
 
     def _orphaned(self) -> None:
-        """End, and let the others report that this process left: nobody reads what it prints."""
+        """End, and let the others report that this process left: without torchrun, its own output is not read."""
         why = f"the torchrun that started it (pid {self._agent}) is gone"
         with suppress(RuntimeError):
             self._write(beat=-1, left=True, why=why, code=PeerLost.exit_code)

@@ -56,8 +56,6 @@ from forebay.train.trainer import Trainer
 
 # Settings that the order of the data depends on: a resumed run with another value would skip or repeat text.
 _SAME_ON_RESUME = (("train", "batch"), ("train", "sequence"), ("train", "seed"), ("data", "validation"))
-
-
 _PLANNING = 60.0  # seconds that processes wait for advice on memory; a plan of one pipeline rank takes 4 s
 
 
@@ -109,7 +107,7 @@ def train(
 
 
 def profile(config: Config, partition: Callable[[], Partition] | None = None) -> list[PipelineProfile]:
-    """What autograd saves in the first step, by rank of this process's pipeline. Changes no parameter and writes no file.
+    """Profile what autograd saves in the first step, by rank of this process's pipeline. Changes no parameter, writes no file.
 
     Args:
         partition: as for `train`.

@@ -1,4 +1,4 @@
-"""What autograd saves in a step of a pipeline, on this rank: by decoder layer, part and microbatch, and how much of it at once.
+"""Tensors that autograd saves in a step of a pipeline, on this rank: bytes by decoder layer, part and microbatch, and the peak.
 
 Input: a `Trainer` on a pipeline. Output: a `PipelineProfile`, plain figures. The forwards and backwards of one step run in the
 schedule's order with the placements off; the gradients are discarded. Storages are counted whole, as in
@@ -62,7 +62,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class PipelineProfile:
-    """What one rank saved in one step."""
+    """Bytes that one rank saved in one step."""
 
     schedule: str  # its name
     rank: int  # this pipeline rank
@@ -172,7 +172,7 @@ class Save(NamedTuple):
 
 
 class _TrackedTensor:
-    """What the graph owns in place of a saved tensor. Notes when it is made and when it dies."""
+    """The graph owns this in place of a saved tensor. It notes when it is made and when it dies."""
 
     __slots__ = ("_events", "_saves", "alias")
 

@@ -1,11 +1,11 @@
 """The folder of a run: which one it takes, and the files that it writes there for its report (`forebay report RUN`).
 
 Input: a `Config` and what to resume. Output: a `Start`. A run never writes into the folder of another run: it takes the first of
-NAME, NAME-2, NAME-3, ... that holds none, and a `FolderLock` keeps out a second run that starts at the same time. Of a `Trainer`:
-``result.json``, what each pipeline rank held and where its saved bytes waited; ``profile.json`` (with `log.profile`), what a
-forward pass saves; ``pipeline.json`` and ``pipeline.png`` (with `log.timeline`), what each pipeline rank ran in one step. They
-describe the first process of each stage, whose shards are the largest. All processes call `watch_step`, `held_by_rank` and
-`profile_forward`; the main one writes. Nothing is kept.
+NAME, NAME-2, NAME-3, ... that holds none, and a `FolderLock` keeps out a second run that starts at the same time. The files
+about a `Trainer` are ``result.json``, what each pipeline rank held and where its saved bytes waited; ``profile.json`` (with
+`log.profile`), what a forward pass saves; ``pipeline.json`` and ``pipeline.png`` (with `log.timeline`), what each pipeline
+rank ran in one step. They describe the first process of each stage, whose shards are the largest. All processes call
+`watch_step`, `held_by_rank` and `profile_forward`; the main one writes. Nothing is kept.
 """
 
 import json
@@ -148,7 +148,7 @@ def _nothing_to_resume(config: Config) -> UsageError:
 
 
 def _resumable(config: Config) -> Start | None:
-    """What "auto" resumes: the newest checkpoint of the newest of the numbered runs that has one."""
+    """The checkpoint that "auto" resumes: the newest one of the newest of the numbered runs that has one."""
     newest: Path | None = None
     for folder in takewhile(Path.is_dir, _numbered(config)):
         newest = checkpoint.Checkpoints(folder / "checkpoints").latest() or newest

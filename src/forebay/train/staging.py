@@ -2,7 +2,7 @@
 
 Input: dictionaries of tensors by name, of a few parts (model, optimizer, ...). Output: the same names with copies on the host.
 Copies of CUDA tensors lie in page-locked memory, which `HostCopies` owns and uses again for the next copy: pinning takes 0.32 s
-a GiB, copying 0.02 s. Copies of CPU tensors are ordinary memory, which is free when nobody holds them.
+a GiB, copying 0.02 s. Copies of CPU tensors are ordinary memory, which is freed with them.
 """
 
 import os

@@ -31,7 +31,7 @@ from forebay.train.parallel import add_to_shard, fsdp_group
 
 @dataclass(frozen=True)
 class EmbeddingRows:
-    """What `UnshardedStep.reduce` makes the embedding's gradient of."""
+    """Input of `UnshardedStep.reduce` for the embedding's gradient."""
 
     embedding: Any  # FSDP2's record (`FSDPParam`) of the embedding
     collected: list[
@@ -43,7 +43,7 @@ class EmbeddingRows:
 
 @dataclass(frozen=True)
 class UnreducedGradients:
-    """What a step leaves before `reduce`: for each trained weight its `grad` and FSDP2's sum, and the embedding's rows."""
+    """Gradients of a step before `reduce`: for each trained weight its `grad` and FSDP2's sum, and the embedding's rows."""
 
     gradients: list[tuple[Any, Tensor | None, Tensor | None]]
     rows: EmbeddingRows | None

@@ -103,13 +103,17 @@ def results_folder() -> Path:
     return folder
 
 
-def write(name: str, rows: list[dict[str, Any]], **more: Any) -> None:
-    """Print the rows as a Markdown table, and write them with the environment to ``results/NAME.json`` and ``.md``."""
-    table = markdown(rows)
-    print(table)
+def save(name: str, rows: list[dict[str, Any]], **more: Any) -> None:
+    """Write the rows with the environment to ``results/NAME.json``, and as a Markdown table to ``.md``."""
     payload = {"environment": environment(), **more, "rows": rows}
     (results_folder() / f"{name}.json").write_text(json.dumps(payload, indent=1) + "\n")
-    (results_folder() / f"{name}.md").write_text(table + "\n")
+    (results_folder() / f"{name}.md").write_text(markdown(rows) + "\n")
+
+
+def write(name: str, rows: list[dict[str, Any]], **more: Any) -> None:
+    """`save`, and print the table."""
+    print(markdown(rows))
+    save(name, rows, **more)
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:

@@ -8,17 +8,22 @@ its GEMMs' FLOPs over all of the time, and the peak of allocated memory over inp
     python benchmarks/experts.py
     python benchmarks/experts.py --gpt-oss -K 4 -H 2880 -I 2880 -E 32
     python benchmarks/experts.py --low-rank 16      # updates of this rank on frozen experts
+    python benchmarks/experts.py --sonic            # against SonicMoE at the shapes of three models
 
 With ``--low-rank``, each product of the updates is timed beside the grouped GEMM and the additions that it stands for
 ("grouped_mm"), and the operation without updates, with gate_up and down frozen, beside the operation with them.
+
+With ``--sonic``, outputs and gradients are compared before anything is timed; "held" is what a forward leaves allocated for its
+backward, "peak" the most that both together allocate, and the ratios are Forebay's figure over SonicMoE's.
 """
 
 import argparse
 from collections.abc import Callable
 from typing import Any
 
+import sonic
 import torch
-from common import GIB, median_ms, settle_memory, write
+from common import GIB, median_ms, save, settle_memory, write
 
 from forebay.kernels.low_rank import Gathered, add_widened, narrow_rows, sum_outer
 from forebay.kernels.permute import combine_rows, gather_rows
@@ -250,14 +255,85 @@ def low_rank_operation(args: argparse.Namespace) -> list[dict]:
     return table
 
 
+SONIC_SHAPES = {
+    "qwen3-30b-a3b": (16384, 8, 2048, 768, 128),
+    "deepseek-v2-lite": (16384, 6, 2048, 1408, 64),
+    "olmoe": (16384, 8, 2048, 1024, 64),
+}
+"""Routed experts of published models: tokens, experts a token, hidden, width of an expert, experts."""
+
+
+def measure_whole(forward: Callable[[], torch.Tensor], trained: list[torch.Tensor], dy: torch.Tensor) -> dict:
+    def step() -> None:
+        torch.autograd.grad(forward(), trained, dy)
+
+    both = timed("", step)["ms"]
+    row = {"forward ms": timed("", forward)["ms"], "forward + backward ms": both}
+    settle_memory()
+    base = torch.cuda.memory_allocated()
+    y = forward()
+    row["held MiB"] = (torch.cuda.memory_allocated() - base) / 2**20
+    torch.autograd.grad(y, trained, dy)
+    row["peak MiB"] = (torch.cuda.max_memory_allocated() - base) / 2**20
+    return row
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.float() - want.float()).norm() / want.float().norm())
+
+
+def against_sonic() -> None:
+    """Rows of both for each shape, written as they come; one that fails says why."""
+    compiles = sonic.compile_ahead(SONIC_SHAPES.values())
+    table: list[dict] = []
+    results: dict[str, tuple[torch.Tensor, ...]] = {}
+    for arm in ("forebay", "sonicmoe"):
+        for name, shape in SONIC_SHAPES.items():
+            torch.manual_seed(0)
+            given, dy = sonic.inputs(shape)
+            trained = [t for t in given if t.requires_grad]
+            row: dict[str, Any] = {"shape": name, "arm": arm}
+            try:
+                forward = sonic.experts(*given) if arm == "sonicmoe" else lambda given=given: experts(*given)
+                y = forward()
+                got = (y.detach(), *torch.autograd.grad(y, trained, dy))
+                del y
+                if arm == "sonicmoe":
+                    row["largest relative error"] = max(map(relative_error, got, results[name]))
+                    if not row["largest relative error"] < 0.05:
+                        raise RuntimeError(f"results differ by {row['largest relative error']:.3g}, not timed")
+                else:
+                    results[name] = got
+                del got
+                row |= measure_whole(forward, trained, dy)
+            except Exception as error:
+                row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
+            table.append(row)
+            print(row, flush=True)
+            save("experts-sonic", table)
+            del given, dy, trained
+        for process in compiles:
+            process.wait()
+    rows = {(row["shape"], row["arm"]): row for row in table if "peak MiB" in row}
+    for name in SONIC_SHAPES:
+        if (own := rows.get((name, "forebay"))) and (other := rows.get((name, "sonicmoe"))):
+            figures = ("forward ms", "forward + backward ms", "held MiB", "peak MiB")
+            table.append({"shape": name, "arm": "ratio"} | {key: own[key] / other[key] for key in figures})
+    write("experts-sonic", table)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     for name, default in (("T", 16384), ("K", 8), ("H", 2048), ("I", 768), ("E", 128)):
         parser.add_argument(f"-{name}", type=int, default=default)
     parser.add_argument("--gpt-oss", action="store_true", help="biases, interleaved, clamped")
     parser.add_argument("--low-rank", type=int, metavar="R", help="updates of this rank instead")
+    parser.add_argument("--sonic", action="store_true", help="against SonicMoE instead")
     args = parser.parse_args()
     torch.manual_seed(0)
+    if args.sonic:
+        against_sonic()
+        return
     if args.low_rank:
         write("experts-low-rank", low_rank_products(args) + low_rank_operation(args))
         return

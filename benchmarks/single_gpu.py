@@ -11,24 +11,36 @@ Columns: median step time by CUDA events, its ratio to the first arm, memory aft
 base, reserved memory, loss of the first step on freshly seeded weights. R is (peak of keep - peak) / planned bytes. The
 keep and offload arms run twice, each for four times the steps, because they differ by less than the noise of ten steps.
 
+With ``--stacks`` each arm without Forebay is compared with Forebay's fastest arm of at most the same peak; `auto` is given the
+peak of the fastest of those arms, and the lowest of their peaks. The last row has the largest of the ratios.
+
     python benchmarks/single_gpu.py            # the table
     python benchmarks/single_gpu.py --model gpt-oss --quick --budgets checkpointing
+    python benchmarks/single_gpu.py --stacks   # against SonicMoE, Liger, selective checkpointing (`stacks.py`)
     python benchmarks/single_gpu.py --pairs    # keep against offload, in turn on one model
     python benchmarks/single_gpu.py --check    # gradients, bit for bit, between placements (deterministic kernels)
 """
 
 import argparse
+import functools
 import importlib.util
 import statistics
+import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import sonic
+import stacks
 import torch
-from common import GIB, median_ms, settle_memory, until_settled, write
+from common import GIB, median_ms, save, settle_memory, until_settled, write
 from transformers import AutoModelForCausalLM, GptOssConfig, PreTrainedConfig, Qwen3MoeConfig
 
 import forebay
+
+Arm = tuple[str, Callable[[Any], AbstractContextManager[Any]], bool]
+"""Its name; what is entered; whether it is entered around each forward, and not around the whole run."""
 
 
 def config(model: str, layers: int) -> PreTrainedConfig:
@@ -154,10 +166,8 @@ def measure(
     return row
 
 
-def arms(
-    options: argparse.Namespace, peak_of_checkpointing: Callable[[], int]
-) -> list[tuple[str, Callable[[Any], AbstractContextManager[Any]], bool]]:
-    chosen: list[tuple[str, Callable[[Any], AbstractContextManager[Any]], bool]] = [
+def arms(options: argparse.Namespace, peak_of_checkpointing: Callable[[], int]) -> list[Arm]:
+    chosen: list[Arm] = [
         ("transformers", lambda m: nullcontext(), False),
         ("transformers, gradient checkpointing", checkpointed, False),
     ]
@@ -187,23 +197,31 @@ def arms(
     return chosen
 
 
+def attempt(arm: Arm, options: argparse.Namespace) -> dict[str, Any]:
+    """The row of an arm; of one that fails, why."""
+    name, enter, per_step = arm
+    started = time.perf_counter()
+    try:
+        row = measure(name, enter, options, per_step)
+    except Exception as error:
+        if options.strict:
+            raise
+        row = {"arm": name, "error": f"{type(error).__name__}: {str(error)[:300]}"}
+    torch._dynamo.reset()
+    settle_memory()
+    row["seconds"] = time.perf_counter() - started
+    print(row, flush=True)
+    return row
+
+
 def table(options: argparse.Namespace) -> None:
     rows: list[dict[str, Any]] = []
 
     def peak_of_checkpointing() -> int:
         return int(GIB * next(row["peak over base GiB"] for row in rows if row["arm"].endswith("checkpointing")))
 
-    for name, enter, per_step in arms(options, peak_of_checkpointing):
-        try:
-            row = measure(name, enter, options, per_step)
-        except (RuntimeError, ValueError, StopIteration) as error:
-            if options.strict:
-                raise
-            row = {"arm": name, "error": f"{type(error).__name__}: {str(error)[:300]}"}
-        torch._dynamo.reset()
-        settle_memory()
-        rows.append(row)
-        print(row, flush=True)
+    for arm in arms(options, peak_of_checkpointing):
+        rows.append(attempt(arm, options))
     first = rows[0]
     keeps = [r for r in rows if r["arm"].startswith("forebay keep") and "ms" in r]
     keep_ms = sum(r["ms"] for r in keeps) / max(len(keeps), 1)
@@ -217,6 +235,64 @@ def table(options: argparse.Namespace) -> None:
             row["ratio to keep"] = row["ms"] / keep_ms
     file = "single_gpu" if options.model == "qwen3-moe" else "single_gpu_gpt_oss"
     write(file, rows, batch=options.batch, sequence=options.sequence, layers=options.layers, steps=options.steps)
+
+
+def stack_arms(measured: list[dict[str, Any]], sonic_compiles: list[subprocess.Popen[bytes]]) -> Iterator[Arm]:
+    """The arms of ``--stacks``. Those of Forebay's `auto` take their budgets from the rows `measured` until then."""
+
+    def given(chosen: tuple[stacks.Stack, ...]) -> list[Arm]:
+        return [(stack.name, functools.partial(stacks.entered, stack), False) for stack in chosen]
+
+    yield from given(stacks.BEFORE_SONIC)
+    yield ("forebay keep", lambda m: managed(m, policy="keep"), False)
+    yield ("forebay offload", lambda m: managed(m, policy="offload"), False)
+    for process in sonic_compiles:
+        process.wait()
+    if sonic_compiles:
+        yield from given(stacks.WITH_SONIC)
+    others = [row for row in measured if "ms" in row and not row["arm"].startswith("forebay")]
+    fastest = min(others, key=lambda row: row["ms"])["peak over base GiB"]
+    lowest = min(row["peak over base GiB"] for row in others)
+    for budget in sorted({fastest, lowest}):
+        yield (
+            f"forebay auto {budget:.2f}GiB",
+            lambda m, b=budget: managed(m, policy="auto", budget=int(b * GIB)),
+            False,
+        )
+    if sonic_compiles:
+        yield from given(stacks.COMPILED)
+
+
+def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of `stack_arms` with the comparison that the module's docstring describes."""
+    ours = [row for row in rows if "ms" in row and row["arm"].startswith("forebay")]
+    done: list[dict[str, Any]] = []
+    for row in rows:
+        done.append(dict(row))
+        if "ms" in row and not row["arm"].startswith("forebay"):
+            within = [own for own in ours if own["peak over base GiB"] <= row["peak over base GiB"]]
+            best = min(within, key=lambda own: own["ms"], default=None)
+            done[-1]["forebay within its peak"] = best["arm"] if best else "none"
+            done[-1]["forebay / it"] = best["ms"] / row["ms"] if best else None
+    worst = max((row for row in done if row.get("forebay / it")), key=lambda row: row["forebay / it"], default=None)
+    last = {"arm": "the largest ratio (bar: 0.85)"}
+    return [
+        *done,
+        last | {"forebay within its peak": worst["arm"], "forebay / it": worst["forebay / it"]} if worst else last,
+    ]
+
+
+def against_stacks(options: argparse.Namespace) -> None:
+    tokens = options.batch * options.sequence
+    compiles = sonic.compile_ahead([(tokens, 8, 2048, 768, 128)]) if sonic.is_installed() else []
+    if not compiles:
+        print("sonic-moe and quack-kernels are not installed; their arms are left out")
+    sizes = {"batch": options.batch, "sequence": options.sequence, "layers": options.layers, "steps": options.steps}
+    rows: list[dict[str, Any]] = []
+    for arm in stack_arms(rows, compiles):
+        rows.append(attempt(arm, options))
+        save("single_gpu_stacks", compared(rows), **sizes)
+    write("single_gpu_stacks", compared(rows), **sizes)
 
 
 def gradients(
@@ -325,13 +401,14 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="leave out the arms that take seconds a step")
     parser.add_argument("--strict", action="store_true", help="stop at the first arm that fails")
+    parser.add_argument("--stacks", action="store_true", help="against what users combine, without --budgets")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--pairs", action="store_true", help="keep against offload, in turn")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     layers, batch = (4, 2) if options.model == "gpt-oss" else (6, 4)
     options.layers, options.batch = options.layers or layers, options.batch or batch
-    run = check if options.check else pairs if options.pairs else table
+    run = check if options.check else pairs if options.pairs else against_stacks if options.stacks else table
     run(options)
 
 

@@ -13,7 +13,6 @@ import re
 import shutil
 import statistics
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -133,7 +132,6 @@ def examine() -> Report:
         ("cuDNN attention", _cudnn_attention),
         ("grouped_mm", _grouped_mm),
         ("symmetric memory", _symmetric_memory),
-        ("NVSHMEM", _nvshmem),
     ]
     return Report(tuple(f for name, check in checks for f in _guarded(name, check)))
 
@@ -158,14 +156,8 @@ def _machine() -> list[Finding]:
 
 def _packages() -> list[Finding]:
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
-    fused = hasattr(F, "linear_cross_entropy")
-    where, loss = (
-        "in torch" if fused else "from torch 2.13 on",
-        "an alternative loss; Forebay's own needs no torch support",
-    )
     return [
         Finding("torch", True, f"{rated('torch', torch.__version__)}, {cuda}"),
-        Finding("linear_cross_entropy", fused, where, loss),
         _package("transformers", "models and checkpoints"),
         _package("peft", "adapters, such as LoRA"),
         _package("trl", "SFTTrainer, DPOTrainer and GRPOTrainer"),
@@ -330,14 +322,3 @@ def _symmetric_memory() -> list[Finding]:
     reached = all(torch.cuda.can_device_access_peer(0, i) for i in range(1, count))
     what = "in torch, and the GPUs reach each other" if reached else "in torch, but the GPUs do not reach each other"
     return [Finding("symmetric memory", reached, what, enables)]
-
-
-def _nvshmem() -> list[Finding]:
-    enables = "splits that stay on the GPU in expert parallelism"
-    if sys.platform != "linux" or not torch.cuda.is_available():
-        return [Finding("NVSHMEM", False, "no GPU", enables)]
-    import torch.distributed._symmetric_memory as symmetric_memory
-
-    known = getattr(symmetric_memory, "is_nvshmem_available", None)
-    has = bool(known and known())
-    return [Finding("NVSHMEM", has, "in the torch wheel" if has else "not found by torch", enables)]

@@ -85,14 +85,9 @@ def test_compiled_sublayers_are_recorded(tokens):
     assert torch.equal(stats.load(), load)
 
 
-@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_loss_and_gradient_are_those_of_transformers(family, masked, tokens):
+def test_loss_and_gradient_are_those_of_transformers(family, tokens):
     model = build_tiny(family)
-    mask = None
-    if masked:
-        mask = torch.ones_like(tokens)
-        mask[0, :5] = 0
     stats = RouterStats(model)
 
     def gradients(loss):
@@ -100,12 +95,12 @@ def test_loss_and_gradient_are_those_of_transformers(family, masked, tokens):
         loss.backward()
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
-    out = model(tokens, output_router_logits=True, attention_mask=mask)
-    expected = load_balancing_loss_func(out.router_logits, model.num_experts, model.num_experts_per_tok, mask)
+    out = model(tokens, output_router_logits=True)
+    expected = load_balancing_loss_func(out.router_logits, model.num_experts, model.num_experts_per_tok)
     wanted = gradients(expected)
     with stats.recording():
-        model(tokens, attention_mask=mask)
-    loss = stats.load_balancing_loss(mask)
+        model(tokens)
+    loss = stats.load_balancing_loss()
     assert torch.equal(loss, expected)
     got = gradients(loss)
     assert len(got) == len(wanted) > 0
@@ -183,8 +178,6 @@ def test_padding_does_not_count_in_the_balance() -> None:
     (wanted,) = torch.autograd.grad(expected, logits)
     torch.testing.assert_close(found, wanted)
     assert not found[~keep].any()
-    masked = balance_loss([(logits, ids)], keep.reshape(1, 7))
-    assert torch.equal(loss, masked)
 
 
 def test_a_single_choice_of_none() -> None:
@@ -198,12 +191,8 @@ def test_a_single_choice_of_none() -> None:
 
 def test_no_tokens_balance() -> None:
     logits, ids = routed()
-    for said, mask in (
-        ((logits[:0], ids[:0]), None),
-        ((logits, torch.full_like(ids, -1)), None),
-        ((logits, ids), torch.zeros(1, 7)),
-    ):
-        loss = balance_loss([said], mask)
+    for output in ((logits[:0], ids[:0]), (logits, torch.full_like(ids, -1))):
+        loss = balance_loss([output])
         assert loss == 0.0
         (grad,) = torch.autograd.grad(loss, logits)
         assert not grad.any()
@@ -233,12 +222,10 @@ def test_nothing_waits_for_the_device():
     block = stats._blocks[0]
     logits = torch.randn(32, 64, device="cuda", requires_grad=True)
     ids = logits.topk(4).indices
-    mask = torch.ones(2, 16, device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
         stats._record(block, block.router, None, (logits, None, ids))
         stats.load_balancing_loss().backward()
-        stats.load_balancing_loss(mask).backward()
         stats.load()
         stats.update_bias(0.001)
     finally:

@@ -88,18 +88,18 @@ class RouterStats:
         """Drop the records and the graph they hold."""
         self.records = []
 
-    def load_balancing_loss(self, attention_mask: Tensor | None = None) -> Tensor:
+    def load_balancing_loss(self) -> Tensor:
         """`balance_loss` over all records.
 
         It equals transformers' `load_balancing_loss_func`, except that the choices are the routers' own: transformers chooses
         again from probabilities in the logits' dtype, and in bf16 ties then fall differently.
 
         Raises:
-            ValueError: nothing is recorded, or the mask has a different number of tokens.
+            ValueError: nothing is recorded.
         """
         if not self.records:
             raise ValueError("no routing is recorded: run the model within `stats.recording()`")
-        return balance_loss([(r.logits, r.ids) for r in self.records], attention_mask)
+        return balance_loss([(r.logits, r.ids) for r in self.records])
 
     def load(self) -> Tensor:
         """Choices of each expert since the last `reset_counts`: int64 [layers, E], in module order."""
@@ -207,25 +207,20 @@ class RouterStats:
         return torch.zeros(weight.shape[0], dtype=torch.int64, device=weight.device)
 
 
-def balance_loss(router_outputs: Sequence[tuple[Tensor, Tensor]], attention_mask: Tensor | None = None) -> Tensor:
+def balance_loss(router_outputs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """The auxiliary loss of Switch Transformer: E * sum over experts of (share of choices) * (mean probability).
 
-    A token whose ids are all -1 (padding) does not count, as if it were masked. The loss of no tokens is 0, with gradients
-    of 0.
+    A token whose ids are all -1 (padding) does not count. The loss of no tokens is 0, with gradients of 0.
 
     Args:
         router_outputs: (logits [T, E], ids [T, K]) of each router; tokens of all layers count alike. T may be 0.
-        attention_mask: [B, S], 0 where a token does not count.
 
     Raises:
-        ValueError: no router, routers with different numbers of experts, or a mask with a different number of tokens.
+        ValueError: no router, or routers with different numbers of experts.
     """
     if not router_outputs:
         raise ValueError("balance_loss of no router: give (logits, ids) of at least one")
     device, experts = router_outputs[0][0].device, router_outputs[0][0].shape[1]
-    mask = None
-    if attention_mask is not None:
-        mask = attention_mask.reshape(-1).to(device, torch.float32)
     chosen = torch.zeros(experts, device=device)
     probability = torch.zeros(experts, device=device)
     rows = torch.zeros((), device=device)
@@ -237,13 +232,6 @@ def balance_loss(router_outputs: Sequence[tuple[Tensor, Tensor]], attention_mask
         shares = logits.to(device).softmax(-1).float()
         ids = ids.to(device)
         choices = (ids >= 0).float()  # without asking the device whether there is a -1
-        if mask is not None:
-            if mask.numel() != shares.shape[0]:
-                raise ValueError(
-                    f"attention_mask has {mask.numel()} tokens, but a router saw {shares.shape[0]}: "
-                    "pass the mask of that forward"
-                )
-            choices = choices * mask.unsqueeze(-1)
         tokens = choices.amax(1, keepdim=True)
         chosen = chosen.scatter_add(0, ids.reshape(-1).clamp(min=0), choices.reshape(-1))
         probability = probability + (shares * tokens).sum(0)

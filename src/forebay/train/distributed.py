@@ -207,6 +207,14 @@ class Mesh:
         dist.all_gather(list(found.unbind()), own)
         return found.tolist()
 
+    def of_pipeline(self, own: T) -> list[T]:
+        """The objects of the ranks of this process's pipeline, in their order; only `own` without a pipeline."""
+        if self.pipeline is None:
+            return [own]
+        found: list[Any] = [None] * self.pp
+        dist.all_gather_object(found, own, group=self.pipeline)
+        return found
+
     def all(self, condition: bool) -> bool:
         """Whether the condition holds on all processes. The host waits for the device."""
         (failed,) = self.max(not condition)

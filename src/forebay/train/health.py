@@ -178,8 +178,4 @@ class HealthRecorder:
                 number: (tuple(choices), entropy / max(1.0, tokens))
                 for number, choices, (entropy, tokens) in zip(self._router.layers, load, sums, strict=True)
             }
-        if self._mesh.pipeline is None:
-            return own
-        found: list[Any] = [None] * self._mesh.pp
-        dist.all_gather_object(found, own, group=self._mesh.pipeline)
-        return dict(sorted(pair for layers in found for pair in layers.items()))
+        return dict(sorted(pair for layers in self._mesh.of_pipeline(own) for pair in layers.items()))

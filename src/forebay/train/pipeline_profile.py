@@ -17,7 +17,6 @@ from functools import cached_property, partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -158,9 +157,7 @@ def profile_ranks(trainer: Trainer) -> list[PipelineProfile]:
     ):
         trainer.gradients(1)
     trainer.discard()
-    found: list[Any] = [None] * trainer.mesh.pp
-    dist.all_gather_object(found, collector.profile(engine.plan, trainer.mesh.pp_rank), group=trainer.mesh.pipeline)
-    return found
+    return trainer.mesh.of_pipeline(collector.profile(engine.plan, trainer.mesh.pp_rank))
 
 
 class Save(NamedTuple):

@@ -208,7 +208,7 @@ def watch_step(trainer: Trainer, step: Callable[[], T]) -> tuple[T, list[ActionR
     recorder = ActionRecorder(mesh.pp_rank, trainer.device)
     with engine.eager(), engine.watched(recorder):
         result = step()
-    return result, [record for records in _all_ranks(mesh, recorder.records()) for record in records]
+    return result, [record for records in mesh.of_pipeline(recorder.records()) for record in records]
 
 
 def write_timeline(records: list[ActionRecord], folder: Path, title: str) -> str:
@@ -260,7 +260,7 @@ def held_by_rank(trainer: Trainer, last: StepReport) -> list[dict[str, Any]]:
         "h2d_gbps": last.h2d_gbps,
         "wait_ms": last.wait_ms,
     }
-    return _all_ranks(trainer.mesh, own)
+    return trainer.mesh.of_pipeline(own)
 
 
 def profile_forward(trainer: Trainer) -> str:
@@ -278,12 +278,3 @@ def write_result(path: Path, text: str) -> None:
         replace_text(path, text)
     except OSError as error:
         raise RunError(f"{path} cannot be written: {error.strerror}; the run itself is done") from error
-
-
-def _all_ranks(mesh: Mesh, own: Any) -> list[Any]:
-    """The value of each rank of this process's pipeline."""
-    if mesh.pipeline is None:
-        return [own]
-    found: list[Any] = [None] * mesh.pp
-    dist.all_gather_object(found, own, group=mesh.pipeline)
-    return found

@@ -10,18 +10,42 @@ from torch import Tensor
 
 from forebay.kernels.permute import combine_rows
 from forebay.kernels.symm_dispatch import (
+    _empty_sums,
+    _launch_rows,
+    _launch_sums,
     dispatch_reference,
-    push_rows,
     receive_tokens,
-    receive_values,
     send_tokens,
-    send_values,
-    sum_rows,
 )
 from forebay.kernels.symm_mem import BEGUN, DONE, EPOCH, LISTS, TICKETS, PeerLayout, PeerMemory, read_counts
 from tests.kernels.common import DEVICE, moved_on, strided, turned
 
 LOCAL = 3  # experts of each rank
+
+
+# The two halves of `exchange_values` and of `return_rows`: here all ranks fill before any rank drains.
+
+
+def send_values(values: Tensor, peers: PeerMemory) -> None:
+    _launch_rows(peers, fill=(values, None, None, None))
+
+
+def receive_values(source: Tensor, starts: Tensor, width: int, dtype: torch.dtype, peers: PeerMemory) -> Tensor:
+    out = torch.empty((source.shape[0], width), dtype=dtype, device=peers.base.device)
+    _launch_rows(peers, drain=(out, None, None, source, starts))
+    return out
+
+
+def push_rows(rows: Tensor, narrow: Tensor | None, source: Tensor, starts: Tensor, peers: PeerMemory) -> None:
+    _launch_sums(peers, rows, narrow, source, starts)
+
+
+def sum_rows(
+    rows: Tensor, narrow: Tensor | None, starts: Tensor, places: Tensor, init: Tensor | None, peers: PeerMemory
+) -> tuple[Tensor, Tensor | None]:
+    sums = _empty_sums(rows, narrow, places)
+    _launch_sums(peers, rows, narrow, None, starts, drain=(places, init, *sums))
+    return sums
 
 
 class World:

@@ -17,8 +17,8 @@ Traffic of each rank: T rows copied, R rows over the link, R written.
 
 Combine: rows [C, H], and optionally values per slot `narrow` [C, K], are written to the memory of the ranks that own their
 tokens, and summed there: y[t] = init[t] + the sum of token t's rows over the ranks, in their order, in fp32 and rounded once,
-bitwise `permute.combine_rows` over the same rows. A rank's rows for its own tokens do not move. `push_rows` fills and `sum_rows`
-drains. Traffic of each rank: the rows of others over the link, R rows read again and T written.
+bitwise `permute.combine_rows` over the same rows. A rank's rows for its own tokens do not move.
+Traffic of each rank: the rows of others over the link, R rows read again and T written.
 """
 
 from __future__ import annotations
@@ -331,20 +331,8 @@ def exchange_tokens(
     return places, received
 
 
-def send_values(values: Tensor, peers: PeerMemory) -> None:
-    """Publish rows without slots."""
-    _launch_rows(peers, fill=(values, None, None, None))
-
-
-def receive_values(source: Tensor, starts: Tensor, width: int, dtype: torch.dtype, peers: PeerMemory) -> Tensor:
-    """Receive what all ranks published with `send_values`, in the rows of `source` and `starts`: [C, H]."""
-    out = torch.empty((source.shape[0], width), dtype=dtype, device=peers.base.device)
-    _launch_rows(peers, drain=(out, None, None, source, starts))
-    return out
-
-
 def exchange_values(values: Tensor, source: Tensor, starts: Tensor, peers: PeerMemory) -> Tensor:
-    """`send_values` and `receive_values` in one launch."""
+    """Send rows [T, H] without slots, in the places of an earlier `exchange_tokens`: [C, H], by its `source` and `starts`."""
     out = values.new_empty((source.shape[0], values.shape[1]))
     _launch_rows(peers, fill=(values, None, None, None), drain=(out, None, None, source, starts))
     return out
@@ -587,32 +575,6 @@ def _sums_kernel(
     leave(state_ptr, epoch, DRAIN)
 
 
-def push_rows(rows: Tensor, narrow: Tensor | None, source: Tensor, starts: Tensor, peers: PeerMemory) -> None:
-    """Write rows to the landing places of their owners.
-
-    Args:
-        rows: [C, H], rows of the layout's bytes; those from starts[-1] on are not read.
-        narrow: [C, K] of 2 or 4 bytes.
-        source, starts: [C] and [P + 1] int32, from `receive_tokens`.
-    """
-    _launch_sums(peers, rows, narrow, source, starts)
-
-
-def sum_rows(
-    rows: Tensor, narrow: Tensor | None, starts: Tensor, places: Tensor, init: Tensor | None, peers: PeerMemory
-) -> tuple[Tensor, Tensor | None]:
-    """Sum what landed here: y [T, H] in rows' dtype, and [T, K] in narrow's.
-
-    Args:
-        rows, narrow, starts: as pushed; this rank's rows for itself are read from there.
-        places: [T, P] int32, from `send_tokens`; landing places without a place are not read.
-        init: [T, H] in any floating dtype except fp64, added first.
-    """
-    sums = _empty_sums(rows, narrow, places)
-    _launch_sums(peers, rows, narrow, None, starts, drain=(places, init, *sums))
-    return sums
-
-
 def return_rows(
     rows: Tensor,
     narrow: Tensor | None,
@@ -622,7 +584,18 @@ def return_rows(
     init: Tensor | None,
     peers: PeerMemory,
 ) -> tuple[Tensor, Tensor | None]:
-    """`push_rows` and `sum_rows` in one launch."""
+    """Write rows to the landing places of their owners, and sum what landed here.
+
+    Args:
+        rows: [C, H], rows of the layout's bytes; those from starts[-1] on are not read.
+        narrow: [C, K] of 2 or 4 bytes.
+        source, starts: [C] and [P + 1] int32, from `receive_tokens`.
+        places: [T, P] int32, from `send_tokens`; landing places without a place are not read.
+        init: [T, H] in any floating dtype except fp64, added first.
+
+    Returns:
+        The sums, [T, H] in rows' dtype, and [T, K] in narrow's.
+    """
     sums = _empty_sums(rows, narrow, places)
     _launch_sums(peers, rows, narrow, source, starts, drain=(places, init, *sums))
     return sums

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from forebay.integrations.transformers import ForebayCallback
     from forebay.managed import Managed, manage
-    from forebay.models.fused_loss import linear_cross_entropy
+    from forebay.models.linear_cross_entropy import linear_cross_entropy
     from forebay.moe.experts import experts
     from forebay.policy import BudgetError, PolicyError
 
@@ -25,7 +25,7 @@ if not TYPE_CHECKING:  # or a type checker would take every name for one of ours
             "Managed": "forebay.managed",
             "PolicyError": "forebay.policy",
             "experts": "forebay.moe.experts",
-            "linear_cross_entropy": "forebay.models.fused_loss",
+            "linear_cross_entropy": "forebay.models.linear_cross_entropy",
             "manage": "forebay.managed",
         }
         if name not in modules:

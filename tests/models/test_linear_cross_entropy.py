@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from forebay.models import fused_loss as module
-from forebay.models.fused_loss import linear_cross_entropy, linear_cross_entropy_into
+from forebay.models import linear_cross_entropy as module
+from forebay.models.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_into
 
 T, H, V = 37, 8, 50
 

@@ -105,7 +105,7 @@ def _using(name: str, size: int, *steps: WorkspaceStep) -> list[WorkspaceStep]:
 def _cross_entropy_workspace(
     hidden: Tensor, weight: Tensor, bias: Any, targets: Tensor, ignore: int, chunk: int, needs: Any, *, deferred: bool
 ) -> list[WorkspaceStep]:
-    """One chunk of logits (`forebay.models.fused_loss`). Results: the loss, and the gradients of hidden,
+    """One chunk of logits (`forebay.models.linear_cross_entropy`). Results: the loss, and the gradients of hidden,
     weight and bias, in fp32 (fp64)."""
     rows = min(chunk, hidden.shape[0])
     logits = rows * weight.shape[0] * hidden.element_size()

@@ -1,9 +1,9 @@
 """Log-probabilities of targets under a frozen head, without the logits of all tokens.
 
 Input: hidden states [T, H], a weight [V, H] that needs no gradient, and targets [T]. Output: for each token the log-probability
-of its target, the entropy, and whether the target is the most likely token. As in `forebay.models.fused_loss`, the gradient of
-hidden is made in forward, chunk by chunk; the gradient of a token's log-probability only scales its row. (The gradient of a
-weight is a sum over tokens, and cannot be made before theirs are known.) The caller owns all tensors.
+of its target, the entropy, and whether the target is the most likely token. As in `forebay.models.linear_cross_entropy`, the
+gradient of hidden is made in forward, chunk by chunk; the gradient of a token's log-probability only scales its row. (The
+gradient of a weight is a sum over tokens, and cannot be made before theirs are known.) The caller owns all tensors.
 """
 
 from typing import Any, NamedTuple
@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from forebay.kernels.cross_entropy import cross_entropy_
-
-_CHUNK_BYTES = 256 * 2**20  # of logits; as in `forebay.models.fused_loss`
+from forebay.models.linear_cross_entropy import CHUNK_BYTES, cast_for_autocast
 
 
 class TokenLogProbs(NamedTuple):
@@ -41,11 +40,7 @@ def linear_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: T
     """
     if weight.requires_grad or (bias is not None and bias.requires_grad):
         raise ValueError("linear_log_probs makes no gradient of the weight and bias, and one of them needs it")
-    device_type = hidden.device.type
-    if torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+    hidden, weight, bias = cast_for_autocast(hidden, weight, bias)
     return TokenLogProbs(*_LogProbs.apply(hidden, weight, bias, targets))
 
 
@@ -59,7 +54,7 @@ class _LogProbs(torch.autograd.Function):
         log_probs, entropy = (hidden.new_empty(tokens, dtype=wide) for _ in range(2))
         is_top1 = hidden.new_empty(tokens, dtype=torch.bool)
         d_hidden = torch.empty_like(hidden) if needed else hidden.new_empty(0)
-        chunk = max(1, _CHUNK_BYTES // (weight.shape[0] * hidden.element_size()))
+        chunk = max(1, CHUNK_BYTES // (weight.shape[0] * hidden.element_size()))
         buffer = hidden.new_empty(min(chunk, tokens), weight.shape[0])
         with torch.autocast(hidden.device.type, enabled=False):  # the dtypes are settled
             for start in range(0, tokens, chunk):

@@ -21,7 +21,8 @@ from forebay.managed import Managed
 from forebay.memory.overrides import is_managed
 from forebay.models.blocks import SublayerForward
 from forebay.models.families import all_layers
-from forebay.models.fused_loss import head_loss, linear_cross_entropy_into
+from forebay.models.fused_loss import head_loss
+from forebay.models.linear_cross_entropy import linear_cross_entropy_into
 from forebay.moe.dispatch import Front, TokenDispatcher
 
 

@@ -193,7 +193,7 @@ import forebay, forebay.cli
 assert forebay.cli.main(["train", "quickstart", "--set", "train.stpes=3"]) == 2
 assert forebay.cli.main(["profile", "quickstart", "--set", "train.stpes=3"]) == 2
 assert not loaded("torch", "transformers"), "the command answers before torch is imported"
-import forebay.memory.overrides
+import forebay.memory.recompute
 assert not loaded("forebay.moe"), "it knows the operations by their names alone"
 import forebay.moe.dispatch
 assert not loaded(".deepep", ".symmetric", "deep_ep"), "exchanges are imported when they are asked for"

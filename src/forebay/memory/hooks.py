@@ -27,7 +27,8 @@ from torch.utils.checkpoint import checkpoint
 
 from forebay.memory.autotune import Autotuner, Trial, TuneState
 from forebay.memory.host_store import HostStore, Ledger, Ticket
-from forebay.memory.overrides import CallSite, recomputed
+from forebay.memory.overrides import CallSite
+from forebay.memory.recompute import recomputed
 from forebay.memory.recorder import TimelineRecorder
 from forebay.memory.step import KnownStorage, Region, RegionCall, Step, StepReport, Transfers
 from forebay.memory.storage import (

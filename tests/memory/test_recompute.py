@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from forebay.memory.overrides import recomputed
+from forebay.memory.recompute import recomputed
 from forebay.moe.dispatch import NcclDispatcher, combine, dispatch
 from forebay.moe.experts import experts
 from tests.ranks import run_ranks

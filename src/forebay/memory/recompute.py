@@ -1,0 +1,178 @@
+"""Runs a region's forward again in backward, under ``torch.utils.checkpoint``, and checks that the second run is the same.
+
+Input: a forward and the modules whose weights and buffers it reads. Output of `recomputed`: a callable with the same results,
+which saves its arguments for backward instead of what autograd saves in the forward. The graph owns each call.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import _unsafe_preserve_version_counter
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+# Mode -> operations whose results are kept. A recomputation would repeat them on all ranks.
+_KEPT_OPS: Mapping[str, frozenset[str]] = {"full": frozenset(), "save-dispatch": frozenset({"forebay::dispatch"})}
+_Key = tuple[int, str]  # of a module among the region's, and a buffer's name
+_AFTER_BACKWARD = "Change weights and buffers (optimizer.step(), a router's bias) after backward"
+
+
+def recomputed(
+    forward: Callable[..., Any], mode: str, modules: Callable[[], Sequence[nn.Module]]
+) -> Callable[..., Any]:
+    """`forward` under non-reentrant checkpointing with the RNG state restored, so the results are bitwise those of ``keep`` if it
+    is deterministic; a plain call if gradients are off.
+
+    A checkpoint saves neither weights nor buffers and does not see that its rerun reads others: `_RecomputedCall` checks that.
+
+    Args:
+        mode: "full" keeps only the arguments: expert parallelism's dispatch runs again, and combine if something after it in
+            `forward` was saved. "save-dispatch" keeps what dispatch returned, so backward does not repeat it. Its graph can be
+            walked once only: torch raises for a retained one.
+        modules: returns the modules whose weights and buffers `forward` reads.
+    """
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
+    if kept := _KEPT_OPS[mode]:
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_keep, kept))
+    region = _RegionForward(forward, modules)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        call = _RecomputedCall(region, kwargs)
+        out = checkpoint(call.run, *args, **options, **kwargs)
+        call.forward_done()
+        return out
+
+    return run
+
+
+def _keep(names: frozenset[str], _: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    # By name: this module does not import expert parallelism.
+    return CheckpointPolicy.MUST_SAVE if operation.name() in names else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@dataclass(eq=False)
+class _RegionForward:
+    """A region's forward that may run again, and what is known of it."""
+
+    forward: Callable[..., Any]
+    modules: Callable[[], Sequence[nn.Module]]
+    written: set[_Key | str] | None = None  # buffers and keyword arguments that it writes; None before it has run once
+
+
+def _with_versions(arguments: Mapping[str, Any]) -> list[tuple[str, Tensor, int]]:
+    """(argument's name, tensor, version) of the tensors in keyword arguments."""
+    return [
+        (name, t, t._version)
+        for name, value in arguments.items()
+        for t in tree_leaves(value)
+        # Tensors made in inference mode have no version, and cannot be written to outside it.
+        if isinstance(t, Tensor) and not t.is_inference()
+    ]
+
+
+class _RecomputedCall:
+    """One forward of a region and its reruns. The graph owns it.
+
+    A rerun raises if weights were written to or replaced since the forward, or keyword arguments (torch checks positional ones)
+    or buffers written to that the forward only reads (a router's bias). Buffers that the forward writes (running statistics) are
+    put back for the rerun, and get their present values after it. Keyword arguments that it writes are copies in the rerun.
+    """
+
+    def __init__(self, region: _RegionForward, arguments: Mapping[str, Any]):
+        self._region = region
+        self._arguments = _with_versions(arguments)
+        called = region.modules()
+        self._name = " and ".join(type(module).__name__ for module in called)
+        modules = [m for module in called for m in module.modules()]
+        self._weights = [(m, name, w) for m in modules for name, w in m._parameters.items() if w is not None]
+        self._buffers = {(i, n): b for i, m in enumerate(modules) for n, b in m._buffers.items() if b is not None}
+        # Before the first forward it is not known which ones are written: all are copied.
+        known = region.written
+        self._written_arguments = {
+            id(t): t.detach().clone().requires_grad_(t.requires_grad)
+            for name, t, _ in self._arguments
+            if known is None or name in known
+        }
+        self._copies = {key: b.clone() for key, b in self._buffers.items() if known is None or key in known}
+        self._before = [b._version for b in self._buffers.values()]
+        self._ran = False
+        self._versions = self._current_versions()  # a forward may run a backward within
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward, and in backward its rerun, which raises RuntimeError if weights or buffers are others."""
+        if not self._ran:
+            self._ran = True
+            return self._region.forward(*args, **kwargs)
+        self._check()
+        if self._written_arguments:
+            kwargs = tree_map_only(Tensor, self._as_first_given, kwargs)
+        present = {key: self._buffers[key].clone() for key in self._copies}
+        self._set_buffers(self._copies)
+        try:
+            return self._region.forward(*args, **kwargs)
+        finally:
+            self._set_buffers(present)
+            self._versions = self._current_versions()  # adapters may write to weights in a forward
+
+    def _as_first_given(self, argument: Tensor) -> Tensor:
+        copy = self._written_arguments.get(id(argument))
+        return argument if copy is None else copy.clone()  # again: a retained graph may be run through several times
+
+    def forward_done(self) -> None:
+        """Note which buffers and arguments the forward wrote, and drop the copies of the others."""
+        pairs = zip(self._buffers.items(), self._before, strict=True)
+        written: set[_Key | str] = {key for (key, buffer), version in pairs if buffer._version != version}
+        written |= {name for name, t, version in self._arguments if t._version != version}
+        if self._region.written is None:
+            # Trap: batch norm writes its statistics without a new version. Values are compared once, which waits for the device.
+            written |= {key for key, copy in self._copies.items() if not torch.equal(copy, self._buffers[key])}
+        self._region.written = written | (self._region.written or set())
+        self._copies = {key: copy for key, copy in self._copies.items() if key in self._region.written}
+        kept = {id(t) for name, t, _ in self._arguments if name in self._region.written}
+        self._written_arguments = {key: copy for key, copy in self._written_arguments.items() if key in kept}
+        self._versions = self._current_versions()
+
+    def _current_versions(self) -> list[int]:
+        return [t._version for t in (*(w for _, _, w in self._weights), *self._buffers.values())]
+
+    @torch.no_grad()
+    def _set_buffers(self, values: dict[_Key, Tensor]) -> None:
+        for key, value in values.items():
+            with _unsafe_preserve_version_counter(self._buffers[key]):
+                self._buffers[key].copy_(value)
+
+    def _check(self) -> None:
+        now = self._current_versions()
+        for (owner, name, weight), then, version in zip(self._weights, self._versions, now, strict=False):
+            # Trap: PEFT's target_parameters write frozen weights' own values to them in each forward.
+            if version != then and weight.requires_grad:
+                self._raise_modified(type(owner).__name__, name, version, then)
+            # FSDP puts unsharded weights in the place of sharded ones and back, with the same values.
+            if owner._parameters.get(name) is not weight and not getattr(owner, "_is_fsdp_managed_module", False):
+                raise RuntimeError(
+                    f"{name} of a {type(owner).__name__}, which a recomputed {self._name} reads, was "
+                    "another one in its forward (torch.func.functional_call puts weights in a model for the time of its forward "
+                    "only): run backward while they are there, or choose another placement than 'recompute'"
+                )
+        for name, argument, then in self._arguments:
+            if argument._version != then and id(argument) not in self._written_arguments:
+                advice = f"Change a copy of {name!r}, or change it after backward"
+                self._raise_modified("argument", name, argument._version, then, advice)
+        written, count = self._region.written, len(self._weights)
+        if written is None:
+            return  # a backward within the first forward: it is not known yet what that writes
+        for key, then, version in zip(self._buffers, self._versions[count:], now[count:], strict=True):
+            if version != then and key not in written:
+                self._raise_modified("buffer", key[1], version, then)
+
+    def _raise_modified(self, owner: str, name: str, version: int, then: int, advice: str = _AFTER_BACKWARD) -> None:
+        raise RuntimeError(
+            f"one of the variables needed for gradient computation has been modified by an inplace operation: {name} ({owner}), "
+            f"which a recomputed {self._name} reads, is at version {version}; expected version {then} instead. {advice}"
+        )

@@ -87,7 +87,7 @@ class Data:
     )
     packing: str = key(
         "joined",
-        "What a sequence of several documents is: with 'documents', positions restart and attention stays inside each.",
+        "How a sequence holds several documents: with 'documents', positions restart and attention stays inside each.",
         choices=("joined", "documents"),
     )
     tokenizer: str = key("bytes", "'bytes', or a folder with a Hugging Face tokenizer.")
@@ -152,7 +152,7 @@ class Memory:
     budget: str | int = key("", "Device memory for 'auto', such as '2.5GiB'; '' is none.")
     compile: bool = key(False, "Compile the decoder layers.")
     offload: str = key("fit", "'fit' offloads what costs no time, 'all' as much as possible.", choices=("fit", "all"))
-    recompute: str = key("light", "What 'recompute' repeats of an MoE sublayer.", choices=RECOMPUTE_MODES)
+    recompute: str = key("light", "The part of an MoE sublayer that 'recompute' repeats.", choices=RECOMPUTE_MODES)
     pages: str | int = key(
         "", "Device memory for the pages of 'stash'; the rest goes to the host. '' is as much as a step needs."
     )

@@ -180,7 +180,7 @@ def _without_hooks(call: ast.Call) -> str:
 
 
 class _NotAddedError(Exception):
-    """What the experts give is not just added to the rest."""
+    """The experts' result is used otherwise than in a sum."""
 
 
 class _Stopped:

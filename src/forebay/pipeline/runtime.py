@@ -73,7 +73,7 @@ class StageBalance:
 
     @torch.no_grad()
     def sums(self, router_outputs: RouterOutputs, before: Tensor | None) -> Tensor:
-        """[2E + 1]: choices per expert, summed probability per expert, and tokens; of these layers and those `before`."""
+        """[2E + 1]: choices per expert, summed probability per expert, and tokens. `before` is that of earlier layers, added."""
         total = torch.zeros(2 * self._experts + 1, device=self._device) if before is None else before
         for logits, ids in router_outputs:
             chosen = torch.zeros(self._experts, device=self._device)

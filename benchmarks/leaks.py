@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from forebay.memory.overrides import recomputed
+from forebay.memory.recompute import recomputed
 from forebay.moe.backends import make_dispatcher
 from forebay.moe.dispatch import TokenDispatcher, combine, dispatch
 from forebay.moe.experts import experts

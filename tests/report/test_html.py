@@ -13,7 +13,8 @@ from forebay.policy import PLACEMENTS
 from forebay.report.charts import PARTS
 from forebay.report.html import Html, data, join, ranges, tag
 from forebay.report.plan_page import plan_page
-from forebay.report.run_page import read_run, run_page
+from forebay.report.run_files import read_run
+from forebay.report.run_page import run_page
 from tests.report.pages import NASTY, PageText, config, plan_of, write_folder
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from forebay.report.plan_page import plan_page
-from forebay.report.run_page import read_run, run_page
+from forebay.report.run_files import read_run
+from forebay.report.run_page import run_page
 from tests.report.pages import config, plan_of, write_folder
 
 api = pytest.importorskip("playwright.sync_api", reason="pages are opened with playwright: pip install playwright")

@@ -12,7 +12,8 @@ from rich.console import Console
 from forebay.config import from_mapping
 from forebay.errors import RunError, UsageError
 from forebay.policy import format_bytes
-from forebay.report.run_page import read_run, run_page
+from forebay.report.run_files import read_run
+from forebay.report.run_page import run_page
 from forebay.train.loop import train
 from tests.conftest import Run
 from tests.report.pages import ACTIONS, GIB, PageText, chart_data, config, plan_of, write_folder

@@ -1,0 +1,138 @@
+"""Checks that the sizes of a decoder go together, before a model is built.
+
+Input: a Hugging Face configuration. Output: nothing, or a `UsageError` that names the key and the valid values. transformers
+builds most models whose sizes do not go together, and raises in the first forward.
+"""
+
+from typing import Any
+
+from forebay.errors import UsageError, nearest
+from forebay.train.parallel import experts_in
+
+_AT_LEAST_ONE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+
+
+def check_sizes(config: Any, where: str = "model.config") -> None:
+    """Raise UsageError if two sizes of a Hugging Face configuration do not go together.
+
+    Args:
+        where: what its keys belong to, for the message.
+    """
+    _Sizes(config, where).check()
+
+
+class _Sizes:
+    """The sizes of one configuration. Names that a family does not have are not checked."""
+
+    def __init__(self, config: Any, where: str):
+        self._text, self._where, self._experts = config.get_text_config(), where, experts_in(config)
+
+    def check(self) -> None:
+        from transformers.activations import ACT2FN
+
+        for name in _AT_LEAST_ONE:
+            if (value := self._number(name)) is not None and value < 1:
+                self._refuse(name, "it must be at least 1")
+        activation = getattr(self._text, "hidden_act", None)
+        if isinstance(activation, str) and activation not in ACT2FN:
+            known = list(ACT2FN)
+            hint = nearest(activation, known, "activation")
+            self._refuse("hidden_act", f"it is unknown; {hint}valid are {', '.join(known)}")
+        self._check_heads()
+        self._check_rotary()
+        if self._experts:
+            self._check_experts()
+
+    def _number(self, name: str) -> int | None:
+        """The value of a key if it is a whole number; some families have other types."""
+        value = getattr(self._text, name, None)
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+    def _refuse(self, name: str, why: str) -> None:
+        raise UsageError(f"{self._where}.{name} = {getattr(self._text, name)!r} does not fit: {why}")
+
+    def _check_heads(self) -> None:
+        heads, groups = self._number("num_attention_heads"), self._number("num_key_value_heads")
+        if heads is None:
+            return
+        latent = self._number("kv_lora_rank") is not None  # DeepSeek's attention: every head has its own keys
+        if self._number("head_dim") is None and not latent:
+            self._check_head_size(heads, groups)
+        if groups is None:
+            return
+        if latent:
+            # transformers' default for DeepSeek-V3 exceeds the number of heads, and has no effect on most kernels.
+            if heads // groups > 1:
+                self._refuse("num_key_value_heads", f"with kv_lora_rank it must be num_attention_heads = {heads}")
+        elif heads % groups:
+            self._refuse(
+                "num_key_value_heads",
+                f"num_attention_heads = {heads} is no multiple of it; valid are {_list(_divisors(heads))}",
+            )
+
+    def _check_head_size(self, heads: int, groups: int | None) -> None:
+        hidden = self._number("hidden_size")
+        if hidden is None or not hidden % heads:
+            return
+        even = [n for n in _divisors(hidden) if hidden // n % 2 == 0 or not self._has_rotary]
+        valid = [n for n in even if groups is None or n % groups == 0] or even
+        self._refuse(
+            "num_attention_heads",
+            f"hidden_size = {hidden} is no multiple of it; valid are {_list(valid)}, or set head_dim where the family has it",
+        )
+
+    @property
+    def _has_rotary(self) -> bool:
+        """Whether the family has rotary position embeddings."""
+        return bool(getattr(self._text, "rope_parameters", None) or getattr(self._text, "rope_theta", None))
+
+    def _check_rotary(self) -> None:
+        parameters = getattr(self._text, "rope_parameters", None)
+        inside = parameters.get("partial_rotary_factor") if isinstance(parameters, dict) else None
+        factors = inside, getattr(self._text, "partial_rotary_factor", None)
+        # Families with a factor have rotary positions in a part of a head only, and round its size differently.
+        if not self._has_rotary or any(factor not in (None, 1) for factor in factors):
+            return
+        name = "qk_rope_head_dim" if self._number("qk_rope_head_dim") is not None else "head_dim"
+        size = self._number(name)
+        if size is not None:
+            if size % 2:
+                self._refuse(
+                    name,
+                    f"rotary positions turn pairs of numbers, so it must be even, such as {size - 1 or 2} or {size + 1}",
+                )
+            return
+        hidden, heads = self._number("hidden_size"), self._number("num_attention_heads")
+        if hidden is not None and heads is not None and hidden // heads % 2:
+            valid = [n for n in _divisors(hidden) if hidden // n % 2 == 0]
+            self._refuse(
+                "num_attention_heads",
+                f"a head has hidden_size / num_attention_heads = {hidden // heads} numbers, and rotary positions turn pairs of "
+                f"them; valid are {_list(valid)}",
+            )
+
+    def _check_experts(self) -> None:
+        chosen = self._number("num_experts_per_tok")
+        if chosen is not None and not 1 <= chosen <= self._experts:
+            self._refuse("num_experts_per_tok", f"there are {self._experts} experts; valid are 1 to {self._experts}")
+        groups, taken = self._number("n_group"), self._number("topk_group")
+        if groups is None or groups == 1 or getattr(self._text, "topk_method", None) == "greedy":
+            return
+        # DeepSeek-V3's router ranks groups by their best two experts, V2's by their best one.
+        least = 1 if self._text.model_type == "deepseek_v2" else 2
+        valid = [n for n in _divisors(self._experts) if n == 1 or self._experts // n >= least]
+        if groups not in valid:
+            self._refuse("n_group", f"{self._experts} experts do not divide into such groups; valid are {_list(valid)}")
+        needed = -(-(chosen or 1) // (self._experts // groups))
+        if taken is not None and not needed <= taken <= groups:
+            self._refuse(
+                "topk_group", f"it is the number of used groups out of {groups}; valid are {needed} to {groups}"
+            )
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _list(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers)) or "none"

@@ -32,9 +32,9 @@ STALL_TOLERANCE = 1e-3  # share of the step; below it the measured figures canno
 
 
 def first_that_fits(ordered: Sequence[T], fits: Callable[[T], bool]) -> T | None:
-    """Bisect for the first that fits, as if all after it did too; None if none is found.
+    """Bisect for the first that fits, as if all after it fit too; None if none is found.
 
-    Whether they do or not: where more fits, as under a larger budget, what is found is never later.
+    If they do not, the result may not be the first. But where more fits, as under a larger budget, the result is never later.
     """
     found = bisect_left(range(len(ordered)), True, key=lambda index: fits(ordered[index]))
     return ordered[found] if found < len(ordered) else None

@@ -1,6 +1,6 @@
 """Token dispatcher of a group over several nodes: a token crosses the network once for each node that has one of its experts.
 
-Input and output are those of `forebay.moe.dispatch.TokenDispatcher`, but for the order of rows and sums. N nodes have L ranks
+Input and output are those of `forebay.moe.dispatch.TokenDispatcher`, in another order of rows and sums. N nodes have L ranks
 each, and rank p = n L + l is number l of node n. Dispatch has two hops: across, to rank l of the other node, and inside that
 node to the ranks of the experts. Combine goes the other way, and a node adds its ranks' rows before the sum crosses back:
 

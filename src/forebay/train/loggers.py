@@ -1,4 +1,4 @@
-"""Where the figures of a run go besides its folder: TensorBoard, Weights & Biases, a file for Prometheus.
+"""Sends the figures of a run to TensorBoard, Weights & Biases, or a file for Prometheus.
 
 Input: figures by name. A name may end in ``/layer_3``; a list's name ends in ``_by_`` and what it is by. Output: events, a W&B
 run, or a text file that node-exporter's textfile collector reads. Each logger owns its open files until `close`. None

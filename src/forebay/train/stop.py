@@ -75,7 +75,7 @@ class TimeLimit:
             self._step = max(self._step, seconds)
 
     def save_began(self) -> None:
-        """A save began, and training goes on: the time since the last step is none of the next step's."""
+        """A save began, and training goes on: the time since the last step does not count for the next step."""
         self._save_began = self._mark = self._clock()
 
     def saved(self, seconds: float) -> None:

@@ -375,7 +375,7 @@ class Trainer:
     def _forward(self, microbatch: Microbatch, count: Tensor | int) -> Tensor:
         """Sum of the cross entropies of [B, S] shifted targets, divided by `count`."""
         ids, labels, *positions = microbatch
-        # With a KV cache, which transformers makes in evaluation, it takes no notice of where positions restart.
+        # With a KV cache, which transformers makes in evaluation, the model ignores where positions restart.
         apart = {"position_ids": positions[0], "use_cache": False} if positions else {}
         output = self.model(input_ids=ids, labels=labels, shift_labels=labels, num_items_in_batch=count, **apart)
         return output.loss

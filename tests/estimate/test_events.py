@@ -60,9 +60,10 @@ def test_a_compiled_part_materializes_what_its_gemms_read() -> None:
     found = part_events(FORWARD, BACKWARD, NamedStorages(0, 5, 6, 12, (7, 11), frozenset([0, 2]), NONE), compiled=True)
     assert found.forward == ((1, 10), (2, 20), (1, 0), (4, 40), (5, 50), (4, 0))
     assert found.saves_x
-    # d + its gradient; da; then 10, where b is read for the last time, a, its gradient, x's last use, dx.
+    # d + its gradient; da = 8, which lives until the kernel that makes 10 because 9 is fused; there b is read for the last time;
+    # a, its gradient, x's last use, dx.
     assert found.backward == (
-        (4, 40), (7, 5), (4, 0), (7, 0), (8, 40), (6, 0), (8, 0), (10, 20), (2, 0),
+        (4, 40), (7, 5), (4, 0), (7, 0), (8, 40), (6, 0), (10, 20), (8, 0), (2, 0),
         (1, 10), (11, 5), (1, 0), (0, 0), (11, 0), (12, 10), (10, 0),
     )  # fmt: skip
 
@@ -70,7 +71,7 @@ def test_a_compiled_part_materializes_what_its_gemms_read() -> None:
 def test_a_storage_that_two_gemms_read_is_recomputed_once() -> None:
     log: list[Any] = [op((6, 1), (7, 5)), op((6, 1), (8, 5))]
     found = part_events(FORWARD, log, NamedStorages(0, 5, 6, -1, (7, 8), (0, 2), NONE), compiled=True)
-    assert found.backward == ((2, 0), (1, 10), (7, 5), (8, 5), (1, 0), (0, 0), (7, 0), (8, 0))
+    assert found.backward == ((2, 0), (1, 10), (7, 5), (8, 5), (6, 0), (1, 0), (0, 0), (7, 0), (8, 0))
 
 
 def test_marks_stay_around_transfers() -> None:
@@ -85,3 +86,29 @@ def test_marks_stay_around_transfers() -> None:
     found = part_events(log, [], NamedStorages(0, 3, -1, -1, (), frozenset([2]), frozenset([2])), compiled=False)
     assert found.forward == ((1, 8), (-1, ALL_TO_ALL_BEGIN), (2, 8), (-1, ALL_TO_ALL_END), (1, 0), (3, 8))
     assert found.backward == ((2, 0),)  # its free is not in the log
+
+
+def test_one_kernel_recomputes_all_that_comes_from_the_same_storages() -> None:
+    """d, and a copy of it that another GEMM reads later, come from b: both are made when the first of them is needed."""
+    forward = [
+        op((0,), (1, 10)),
+        op((1,), (2, 20)),
+        op((2,), (4, 40), fused=True, of=frozenset([2])),
+        op((4,), (5, 50), fused=True, of=frozenset([2])),
+        op((4, 5), (6, 60)),
+    ]
+    backward: list[Any] = [op((7, 4), (8, 5)), op((7, 5), (9, 5))]
+    found = part_events(forward, backward, NamedStorages(0, 6, 7, -1, (8, 9), (2,), NONE), compiled=True)
+    assert [e for e in found.backward if e[1]] == [(4, 40), (5, 50), (8, 5), (9, 5)]
+
+
+def test_a_saved_storage_lives_until_the_last_kernel_of_a_fused_run() -> None:
+    """8 is materialized, because it is no pointwise operation's, but the kernel that makes 9 makes it too and reads a = 1."""
+    forward = [op((0,), (1, 10)), op((1,), (2, 20), fused=True, of=frozenset([1])), op((2,), (3, 30))]
+    backward: list[Any] = [
+        Op(True, (6, 2), (NewStorage(8, 80, False, NONE),)),
+        op((8,), (9, 90), fused=True, of=frozenset([8])),
+        op((9,), (12, 5)),
+    ]
+    found = part_events(forward, backward, NamedStorages(0, 3, 6, 12, (), (1,), NONE), compiled=True)
+    assert found.backward.index((1, 0)) > found.backward.index((9, 90))

@@ -122,52 +122,58 @@ def _freed_after_last_read(log: Log, named: NamedStorages) -> Iterator[AllocEven
 
 
 def _compiled_forward(log: Log, named: NamedStorages, kept: set[int]) -> list[AllocEvent]:
-    last, stays = _last_reads(log), kept | {named.output}
+    stays = kept | {named.output}
     materialized = _read_unfused(log) | stays
+    last = _last_compiled_reads(log, materialized)
+    ends = _by_position(last)
     found: list[AllocEvent] = []
-    live: dict[int, bool] = {}  # materialized, and neither saved nor the output: whether it is recomputable
+    live: set[int] = set()  # materialized, and neither saved nor the output
     for at, entry in enumerate(log):
         if isinstance(entry, Mark):
             found.append((-1, entry.number))
-        elif isinstance(entry, Freed):
-            if not live.get(entry.number, True):
-                del live[entry.number]
-                found.append((entry.number, 0))
-        else:
+            continue
+        if isinstance(entry, Op):
             made = _materialized(entry, materialized)
             found += [(m.number, m.size) for m in made]
-            live |= {m.number: m.recomputable for m in made if m.number not in stays}
-            for n in entry.reads:
-                if n in live and last[n] == at:
-                    del live[n]
-                    found.append((n, 0))
-    return found + [(n, 0) for n in live]
+            live.update(m.number for m in made if m.number not in stays)
+        freed = ends.get(at, []) if isinstance(entry, Op) else [entry.number] if entry.number not in last else []
+        found += [(n, 0) for n in freed if n in live]
+        live.difference_update(freed)
+    return found + [(n, 0) for n in sorted(live)]
 
 
 def _compiled_backward(log: Log, named: NamedStorages, made: dict[int, NewStorage], kept: set[int]) -> list[AllocEvent]:
-    last = _last_reads(log)
     materialized = _read_unfused(log) | {named.dx, *named.weight_grads}
-    released = _releases(last, named, made, kept)
+    last = _last_compiled_reads(log, materialized)
+    ends, released = _by_position(last), _releases(last, named, made, kept)
+    waiting = _recomputed(log, made, kept)
     found: list[AllocEvent] = [(n, 0) for n in released.get(-1, ())]
-    live: set[int] = set()
-    recomputed: set[int] = set()
+    live = {named.gradient}
     for at, entry in enumerate(log):
         if isinstance(entry, Mark):
             found.append((-1, entry.number))
-        elif isinstance(entry, Freed):
-            if entry.number in live or entry.number == named.gradient:
-                live.discard(entry.number)
-                found.append((entry.number, 0))
-        else:
-            again = [] if entry.fused else [n for n in entry.reads if n in made and n not in kept | recomputed]
-            recomputed.update(again)
-            found += [(n, made[n].size) for n in again]
-            new = _materialized(entry, materialized)
-            live.update(m.number for m in new)
-            found += [(m.number, m.size) for m in new]
-            found += [(n, 0) for n in entry.reads if n in recomputed and last[n] == at]
-            found += [(n, 0) for n in released.get(at, ())]
+            continue
+        if isinstance(entry, Op):
+            again = [] if entry.fused else [n for n in entry.reads if n in waiting]
+            # One kernel makes all that comes from the same storages, such as a norm's result and its copy in fp32.
+            sources = {waiting[n] for n in again}
+            again += [n for n in waiting if n not in again and waiting[n] in sources]
+            new = {n: made[n].size for n in again} | {m.number: m.size for m in _materialized(entry, materialized)}
+            waiting = {n: origins for n, origins in waiting.items() if n not in again}
+            found += new.items()
+            live.update(new)
+            freed = [n for n in ends.get(at, []) if n not in named.weight_grads]
+        else:  # workspaces, and gradients once they are added to a parameter's
+            freed = [entry.number] if entry.number not in last or entry.number in named.weight_grads else []
+        found += [(n, 0) for n in freed if n in live]
+        live.difference_update(freed)
+        found += [(n, 0) for n in released.get(at, ())]
     return found
+
+
+def _recomputed(log: Log, made: dict[int, NewStorage], kept: set[int]) -> dict[int, frozenset[int]]:
+    """Storages of the forward that backward makes again, because an operation that is not fused reads them, and their origins."""
+    return {n: made[n].origins for n in sorted(_read_unfused(log)) if n in made and n not in kept}
 
 
 def _materialized(op: Op, wanted: set[int]) -> list[NewStorage]:
@@ -188,6 +194,38 @@ def _releases(
     for n, at in end.items():
         if n in kept or n in named.saved:
             found.setdefault(at, []).append(n)
+    return found
+
+
+def _last_compiled_reads(log: Log, materialized: set[int]) -> dict[int, int]:
+    """Positions of the operations that need each storage last.
+
+    A fused operation runs in the kernel of its readers, if its result is not materialized or no other kernel is between
+    them. What it reads is needed until then: the gradients of the GEMMs that read one input, for example, all live until
+    the kernel that adds them up.
+    """
+    needed: dict[int, int] = {}
+    near: dict[int, int] = {}  # the same, of readers in the run of fused operations that holds `at`
+    for at, entry in reversed(list(enumerate(log))):
+        if not isinstance(entry, Op):
+            continue
+        until = at
+        if not entry.fused:
+            near.clear()
+        elif entry.made:
+            readers = near if _materialized(entry, materialized) else needed
+            until = max(readers.get(m.number, at) for m in entry.made)
+        for n in entry.reads:
+            needed[n] = max(needed.get(n, at), until)
+            if entry.fused:
+                near[n] = max(near.get(n, at), until)
+    return needed
+
+
+def _by_position(positions: Mapping[int, int]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for n, at in positions.items():
+        found.setdefault(at, []).append(n)
     return found
 
 

@@ -230,15 +230,16 @@ def sharing_of(config: Config, world: int) -> Sharing:
     parameter, compute = size[m.dtype], size[m.compute or m.dtype]
     batch = world // p.pp
     several = config.train.batch // batch // config.microbatch(batch) > 1
+    sharded = world > 1 or needs_group(config)
     return Sharing(
         batch // p.replicate,
         p.ep,
         p.pp,
         p.replicate,
-        sharded=world > 1 or needs_group(config),
+        sharded=sharded,
         parameter=parameter,
         compute=compute,
-        summed=4 if p.gradients == "float32" else compute,
+        summed=4 if p.gradients == "float32" and sharded else compute,
         gathered=p.pp > 1 or p.overlap,
         reshard=p.reshard,
         sums=several and p.reduce == "step",

@@ -26,6 +26,9 @@ _KERNELS = frozenset(
     {"topk", "sort", "cumsum", "index_put", "index_put_", "embedding_dense_backward", "bincount", "_grouped_mm"}
 )
 """Operations of aten without a FLOP formula that Inductor calls as they are."""
+_DECOMPOSED = frozenset({torch.ops.aten._softmax})
+"""Operations that torch decomposes before it compiles, into pointwise ones and reductions whose results are small. Eager
+attention's probabilities come from the scores again."""
 _IN_PLACE = frozenset({"aten.scatter.src", "aten.scatter.value"})
 """Autograd's formulas run these in place on a result of their own, but not on subclasses of a tensor such as fake tensors."""
 _MATMULS = frozenset({"aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default"})
@@ -57,7 +60,7 @@ class OpRecorder(TorchDispatchMode):
         self.transferred: set[int] = set()
         self.experts, self.head_sum = (-1, -1), -1
         self._block, self._deferred, self._fused = block, deferred_weight_grads, fused
-        self._recomputable = recomputable_ops()
+        self._recomputable = recomputable_ops() | _DECOMPOSED
         self._count = 0
         # Of live storages, by address. An address is used again; numbers of storages and of origins are not.
         self._sizes: dict[int, int] = {}

@@ -251,15 +251,19 @@ def layers_and_ends(stages: Mapping[int, StageLayers]) -> tuple[list[int], bool,
     return [n for s in every for n in s.layers], any(s.embedding for s in every), any(s.head for s in every)
 
 
-SUBLAYER_LAUNCHES = 40
-"""Host time of a sublayer's forward or backward besides its kernels (guards, hooks, autograd), in operations of the profile's
-`launch`. Estimated as a quarter of a millisecond. Uncalibrated: no recorded run is sensitive to it."""
+SUBLAYER_LAUNCHES = 240
+"""Host time of a sublayer's forward or backward besides its kernels (guards, hooks, autograd, Triton's launches), in
+operations of the profile's `launch`: 1.4 ms. Calibrated on run 06 of benchmarks/results/planner_blind_1_measured.jsonl, 17
+compiled layers whose steps take what the host takes."""
+FSDP_LAUNCHES = 500
+"""The same for a group of FSDP2 in a microbatch's forward (a third) and backward: 3 ms. Calibrated on runs 01,
+04 and 21 there."""
 CUT_LAUNCHES = 320
 """The same for a sublayer that is split at the token dispatcher: segments, streams, FSDP2's experts. Calibrated with the H200's
 `launch`, on eager runs of several hosts: see docs/estimator.md."""
-STEP_LAUNCHES = 500
-"""Host time of a step in which the device is idle: the batch, the optimizer's groups, reading the loss. 3 ms. Calibrated on the
-grid, see docs/estimator.md."""
+STEP_LAUNCHES = 1000
+"""Host time of a step in which the device is idle: the batch, the optimizer's groups, reading the loss. 6 ms. Calibrated on the
+grid, see docs/estimator.md, and on runs 12, 13, 15 and 18 of the first blind draw."""
 ALL_TO_ALL_LAUNCHES = 15
 """Host time of an all-to-all: 0.09 ms eager (benchmarks/results/ep_exchange_4gpu.md)."""
 STASH_LAUNCHES = 55
@@ -331,14 +335,16 @@ class StepTimer:
         clock, sharding = _clock(device, self.run.config.parallel.ep, self.run.sharing), self._sharding(device)
         forward: list[KernelTime] = []
         backward: list[KernelTime] = []
+        fsdp = self.run.sharing.sharded and not self.run.sharing.gathered
+        group = FSDP_LAUNCHES if fsdp else 0
         for number in stage.layers:
             f, b = self._layer(clock, number)
             more = sharding.layer(self._elements(number), f, b)
-            forward.append(f + KernelTime(more[0]))
-            backward.insert(0, b + KernelTime(more[1]))
+            forward.append(f + KernelTime(more[0], launches=group / 3))
+            backward.insert(0, b + KernelTime(more[1], launches=2 * group / 3))
         if stage.embedding:
             part = self.run.trace.embedding
-            forward[0] = forward[0] + clock.kernel_time(part.forward_ops)
+            forward[0] = forward[0] + clock.kernel_time(part.forward_ops) + KernelTime(launches=group / 3)
             if not engine:  # an engine adds the tokens' gradients to the vocabulary's once a step
                 backward[-1] = backward[-1] + clock.kernel_time(part.backward_ops)
         if stage.head:
@@ -346,7 +352,7 @@ class StepTimer:
             f, b = clock.kernel_time(head.forward_ops), clock.kernel_time(head.backward_ops)
             forward.append(f + b if engine else f)
             if not engine:
-                backward.insert(0, b)
+                backward.insert(0, b + KernelTime(launches=2 * group / 3))
         if self._offloads_all and not self._alternates:
             moved = sum(self._offloaded(number) for number in stage.layers)
             out_rate, back_rate = _host_rates(device, self.run.sharing)[:2]

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forebay.kernels.launch import Backend, check_written, on_device_of, packed, use_triton
+from forebay.kernels.launch import Backend, check_written, next_power_of_2, on_device_of, packed, use_triton
 
 # Columns that the program of a row reads at a time. Not below 1024 on 4 warps: with less than a 16-byte vector a thread, Triton
 # gives one element to several threads, and in the second pass one would read what another has already overwritten.
@@ -158,7 +158,7 @@ def cross_entropy_(
     loss = torch.empty(rows, device=logits.device, dtype=torch.float32)
     if rows == 0:
         return loss
-    block = min(max(triton.next_power_of_2(n_cols), _MIN_BLOCK), _MAX_BLOCK)
+    block = min(max(next_power_of_2(n_cols), _MIN_BLOCK), _MAX_BLOCK)
     with on_device_of(logits):
         _cross_entropy_kernel[(rows,)](
             logits, targets, loss, *(stats or (loss, loss)), logits.stride(0), ignore_index,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forebay.kernels.launch import INDICES, Backend, check_written, on_device_of, packed, use_triton
+from forebay.kernels.launch import INDICES, Backend, cdiv, check_written, on_device_of, packed, use_triton
 
 # Swept on an H200 over two models' gate_up and down. 8 warps: 1.25 times as long; 2 stages 1.1; tiles of 128 x 64, 256 x 64 or
 # 64 x 256 elements 1.16 to 1.2. Also slower: loads by descriptors (TMA), a separate last round so that the others need no row
@@ -99,7 +99,7 @@ def add_rows_by_rows(total: Tensor, left: Tensor, right: Tensor, offs: Tensor, *
     left = left if left.stride(1) == 1 else left.contiguous()
     right = right if right.stride(1) == 1 else right.contiguous()
     with on_device_of(left):
-        _kernel[(experts * triton.cdiv(m, _BLOCK_M) * triton.cdiv(n, _BLOCK_N),)](
+        _kernel[(experts * cdiv(m, _BLOCK_M) * cdiv(n, _BLOCK_N),)](
             left, right, offs, total, m, n, left.stride(0), right.stride(0), total.stride(0), total.stride(1),
             BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N, BLOCK_K=_BLOCK_K_BYTES // left.element_size(), num_warps=_WARPS,
             num_stages=_STAGES,

@@ -18,7 +18,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forebay.kernels.launch import INDICES, Backend, check_written, on_device_of, packed, use_triton
+from forebay.kernels.launch import (
+    INDICES,
+    Backend,
+    cdiv,
+    check_written,
+    next_power_of_2,
+    on_device_of,
+    packed,
+    use_triton,
+)
 
 # Chosen by the compiled code for an H100 (r = 16, bf16), not timed yet. Per multiprocessor three programs of narrow_rows or
 # sum_outer fit, each with two or three tiles of 16 KiB on their way, and three of add_widened with 80 registers a thread (153 on
@@ -189,9 +198,9 @@ def narrow_rows(
         return low, kept
     if low.numel() and width:
         with on_device_of(source):
-            _narrow_kernel[(_tiles(n_rows, offs, _NARROW_ROWS), triton.cdiv(rank, _rank_block(rank)))](
+            _narrow_kernel[(_tiles(n_rows, offs, _NARROW_ROWS), cdiv(rank, _rank_block(rank)))](
                 source, order, matrices, offs, kept, low, width, rank, source.stride(0), slots, offs.shape[0],
-                GATHER=order is not None, WRITE_ROWS=keep_rows, EXPERTS=triton.next_power_of_2(offs.shape[0]),
+                GATHER=order is not None, WRITE_ROWS=keep_rows, EXPERTS=next_power_of_2(offs.shape[0]),
                 RANK=_rank_block(rank), BLOCK_R=_NARROW_ROWS, BLOCK_W=_NARROW_COLUMN_BYTES // source.element_size(),
                 num_warps=_WARPS, num_stages=_STAGES,
             )  # fmt: skip
@@ -225,9 +234,9 @@ def add_widened(rows: Tensor, low: Tensor, matrices: Tensor, offs: Tensor, *, ba
         return
     (n_rows, width), rank = rows.shape, low.shape[1]
     with on_device_of(rows):
-        _add_kernel[(_tiles(n_rows, offs, _ADD_ROWS), triton.cdiv(width, _ADD_COLUMNS))](
+        _add_kernel[(_tiles(n_rows, offs, _ADD_ROWS), cdiv(width, _ADD_COLUMNS))](
             rows, low, matrices, offs, width, rank, offs.shape[0],
-            EXPERTS=triton.next_power_of_2(offs.shape[0]), RANK=_rank_block(rank), BLOCK_R=_ADD_ROWS,
+            EXPERTS=next_power_of_2(offs.shape[0]), RANK=_rank_block(rank), BLOCK_R=_ADD_ROWS,
             BLOCK_W=_ADD_COLUMNS, num_warps=_ADD_WARPS, num_stages=1,
         )  # fmt: skip
 
@@ -264,7 +273,7 @@ def sum_outer(
     if out.numel() == 0:
         return
     with on_device_of(source):
-        _outer_kernel[(offs.shape[0] * triton.cdiv(width, _OUTER_COLUMNS), triton.cdiv(rank, _rank_block(rank)))](
+        _outer_kernel[(offs.shape[0] * cdiv(width, _OUTER_COLUMNS), cdiv(rank, _rank_block(rank)))](
             source, order, low, offs, out, width, rank, source.stride(0), slots, scale, *out.stride(),
             GATHER=order is not None, RANK=_rank_block(rank), BLOCK_R=_OUTER_ROW_BYTES // source.element_size(),
             BLOCK_W=_OUTER_COLUMNS, num_warps=_WARPS, num_stages=_STAGES,
@@ -297,7 +306,7 @@ def _tiles(n_rows: int, offs: Tensor, block: int) -> int:
 
 def _rank_block(rank: int) -> int:
     """16 at least, as `tl.dot` needs."""
-    return min(_MOST_RANK, max(16, triton.next_power_of_2(rank)))
+    return min(_MOST_RANK, max(16, next_power_of_2(rank)))
 
 
 def _rows_of(source: Tensor, order: Tensor | None, slots: int, start: int, end: int) -> Tensor:

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forebay.kernels.launch import INDICES, Backend, on_device_of, packed, use_triton
+from forebay.kernels.launch import INDICES, Backend, cdiv, next_power_of_2, on_device_of, packed, use_triton
 
 # Elements of `FreePages.state`.
 HEAD, TAIL, SHORT, MOST = 0, 1, 2, 3
@@ -446,8 +446,8 @@ def _part(tensor: Tensor, table: PageTable) -> _CopyPart:
     dtype = _WORDS[math.gcd(16, table.row_bytes, tensor.data_ptr())]
     size, fit = dtype.itemsize, table.page_rows
     row = table.row_bytes // size
-    tile = min(_TILE_WORDS, triton.next_power_of_2(fit * row))
-    tiles = table.pages.numel() * triton.cdiv(fit * row, tile)
+    tile = min(_TILE_WORDS, next_power_of_2(fit * row))
+    tiles = table.pages.numel() * cdiv(fit * row, tile)
     page, arena = table.arena.page_bytes // size, table.arena.device.view(dtype)
     return _CopyPart(tensor.view(-1).view(dtype), arena, page, row, fit, 16 // size, tile, tiles)
 
@@ -474,9 +474,9 @@ def check_table(table: PageTable) -> None:
         )
     if table.row_bytes > table.arena.page_bytes:
         raise ValueError(f"a row of {table.row_bytes} bytes does not fit on a page of {table.arena.page_bytes}")
-    if table.pages.shape != (triton.cdiv(table.rows, table.page_rows),):
+    if table.pages.shape != (cdiv(table.rows, table.page_rows),):
         raise ValueError(
-            f"{table.rows} rows, {table.page_rows} on a page, need {triton.cdiv(table.rows, table.page_rows)} entries, "
+            f"{table.rows} rows, {table.page_rows} on a page, need {cdiv(table.rows, table.page_rows)} entries, "
             f"got {tuple(table.pages.shape)}"
         )
     if not table.pages.is_contiguous():  # not copied, because a CUDA graph capture would keep the copy

@@ -13,7 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forebay.kernels.launch import INDICES, Backend, column_block, on_device_of, packed, use_triton
+from forebay.kernels.launch import (
+    INDICES,
+    Backend,
+    cdiv,
+    column_block,
+    next_power_of_2,
+    on_device_of,
+    packed,
+    use_triton,
+)
 
 # The sort compares chunks in blocks of 128 x 128 on 4 warps: 128 comparisons a thread at a time, in registers. Longer chunks
 # compare more, shorter ones make the cumulative sum longer.
@@ -107,8 +116,8 @@ def sort_slots(ids: Tensor, num_experts: int, *, backend: Backend = "auto") -> t
         return _sort_slots_reference(ids, num_experts)
     ids = ids.contiguous()
     n_slots = ids.numel()
-    n_chunks = triton.cdiv(n_slots, _CHUNK)
-    bins = triton.next_power_of_2(num_experts + 1)
+    n_chunks = cdiv(n_slots, _CHUNK)
+    bins = next_power_of_2(num_experts + 1)
     counts = torch.empty((num_experts + 1, n_chunks), dtype=torch.int32, device=ids.device)
     order = torch.empty(n_slots, dtype=torch.int32, device=ids.device)
     inverse = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
@@ -116,7 +125,7 @@ def sort_slots(ids: Tensor, num_experts: int, *, backend: Backend = "auto") -> t
     with on_device_of(ids):
         _count_kernel[(n_chunks,)](ids, counts, n_slots, num_experts, n_chunks, BINS=bins, CHUNK=_CHUNK, num_warps=4)
         ends = counts.view(-1).cumsum(0, dtype=torch.int32)
-        _place_kernel[(triton.cdiv(n_slots, _BLOCK),)](
+        _place_kernel[(cdiv(n_slots, _BLOCK),)](
             ids, counts, ends, order, inverse, offs, n_slots, num_experts, n_chunks,
             BINS=bins, BLOCK=_BLOCK, BLOCKS_PER_CHUNK=_BLOCKS_PER_CHUNK, num_warps=4,
         )  # fmt: skip
@@ -212,7 +221,7 @@ def gather_rows(x: Tensor, order: Tensor, offs: Tensor, slots_per_token: int, *,
     block_h = column_block(width, _GATHER_COLUMNS)
     block_r = _GATHER_TILE // block_h
     with on_device_of(x):
-        _gather_kernel[(triton.cdiv(n_rows, block_r), triton.cdiv(width, block_h))](
+        _gather_kernel[(cdiv(n_rows, block_r), cdiv(width, block_h))](
             x, order, n_live, out, n_rows, width, x.stride(0), slots_per_token,
             BLOCK_R=block_r, BLOCK_H=block_h, num_warps=_WARPS,
         )  # fmt: skip
@@ -256,7 +265,7 @@ def combine_rows(rows: Tensor, inverse: Tensor, *, init: Tensor | None = None, b
     block_h = column_block(width, _COLUMNS)
     block_t = _COLUMNS // block_h
     with on_device_of(rows):
-        _combine_kernel[(triton.cdiv(n_tokens, block_t), triton.cdiv(width, block_h))](
+        _combine_kernel[(cdiv(n_tokens, block_t), cdiv(width, block_h))](
             rows, inverse, init, y, n_tokens, width,
             HAS_INIT=init is not None, K=k, BLOCK_T=block_t, BLOCK_H=block_h, num_warps=_WARPS,
         )  # fmt: skip

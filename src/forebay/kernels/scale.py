@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forebay.kernels.launch import Backend, on_device_of, use_triton
+from forebay.kernels.launch import Backend, cdiv, on_device_of, use_triton
 
 _BLOCK = 4096
 
@@ -55,6 +55,6 @@ def scale(x: Tensor, factor: Tensor, dtype: torch.dtype, *, backend: Backend = "
     out = torch.empty_like(x, dtype=dtype)
     if x.numel():
         with on_device_of(x):
-            grid = (triton.cdiv(x.numel(), _BLOCK),)
+            grid = (cdiv(x.numel(), _BLOCK),)
             _scale_kernel[grid](x, factor, out, x.numel(), BLOCK=_BLOCK, num_warps=8)
     return out

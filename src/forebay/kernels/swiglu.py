@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forebay.kernels.launch import INDICES, Backend, column_block, on_device_of, packed, use_triton
+from forebay.kernels.launch import INDICES, Backend, cdiv, column_block, on_device_of, packed, use_triton
 from forebay.kernels.paging import PageTable, check_table, restore, row_places, stash
 
 # Elements of a program's tile in the [R, I] plane, at most 512 columns wide: 8 a thread and operand on 4 warps. Swept on an H200
@@ -287,7 +287,7 @@ def swiglu_forward(
     words, half, _ = _words(h.dtype, glu)
     arena, paged = _paged(pages, h.dtype, glu)
     with on_device_of(h):
-        _forward_kernel[(triton.cdiv(rows, block_r), triton.cdiv(inner, block_i))](
+        _forward_kernel[(cdiv(rows, block_r), cdiv(inner, block_i))](
             words(h), weights, order, offs[-1:], words(bias), row_expert, act, arena,
             None if pages is None else pages.pages, rows, glu.alpha, glu.limit,
             TO_PAGES=pages is not None, **paged, N_INNER=inner, CLAMPED=glu.kind == "clamped_swiglu",
@@ -357,7 +357,7 @@ def swiglu_backward(
     words, half, word = _words(dtype, glu)
     arena, paged = _paged(pages, dtype, glu)
     with on_device_of(da):
-        _backward_kernel[(triton.cdiv(rows, block_r),)](
+        _backward_kernel[(cdiv(rows, block_r),)](
             words(source) if arena is None else arena, da, weights, order, offs[-1:], words(bias), row_expert,
             words(dh), act, dw, None if pages is None else pages.pages, rows, glu.alpha, glu.limit,
             FROM_PAGES=pages is not None, **paged, N_INNER=inner, CLAMPED=glu.kind == "clamped_swiglu",

@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forebay.kernels.launch import column_block, on_device_of, packed
+from forebay.kernels.launch import cdiv, column_block, next_power_of_2, on_device_of, packed
 from forebay.kernels.symm_mem import (
     LIST_BLOCK,
     LISTS,
@@ -389,10 +389,10 @@ def _launch_rows(
     if source is not None and starts is not None:
         source = packed("source", source, peers.base, [capacity], [torch.int32])
         starts = packed("starts", starts, peers.base, [at.ranks + 1], [torch.int32])
-    lists = 0 if ids is None else at.ranks * max(1, triton.cdiv(n_tokens, LIST_BLOCK))
-    tiles = triton.cdiv(min(n_tokens, at.chunk_tokens), block_rows)
+    lists = 0 if ids is None else at.ranks * max(1, cdiv(n_tokens, LIST_BLOCK))
+    tiles = cdiv(min(n_tokens, at.chunk_tokens), block_rows)
     stagers = _programs(x, _STAGERS * peers.programs, tiles)
-    tiles = at.ranks * triton.cdiv(min(capacity, at.tokens), block_rows)
+    tiles = at.ranks * cdiv(min(capacity, at.tokens), block_rows)
     fetchers = _programs(out, _FETCHERS * peers.programs, tiles)
     with on_device_of(peers.base):
         _rows_kernel[(lists + stagers + fetchers,)](
@@ -404,7 +404,7 @@ def _launch_rows(
             at.chunk_tokens, peers.timeout_ns,
             at.half, at.flags_at, at.needs_at, at.rows_at, at.ids_at, at.weights_at, at.lists_at, at.counts_at,
             FILL=fill is not None, DRAIN=drain is not None, WITH_SLOTS=ids is not None or ids_out is not None,
-            RANKS=at.ranks, LANES=triton.next_power_of_2(at.ranks), K=at.slots, LANES_K=triton.next_power_of_2(at.slots),
+            RANKS=at.ranks, LANES=next_power_of_2(at.ranks), K=at.slots, LANES_K=next_power_of_2(at.slots),
             CHUNKS=at.chunks, LISTS_AT=LISTS, LIST_LANES=at.list_lanes(),
             WORDS=at.words, BLOCK_R=block_rows, BLOCK_W=at.block_words(), LIST_BLOCK=LIST_BLOCK, SLOT_BLOCK=_SLOT_BLOCK,
             TAIL=128, WAIT=peers.meet is None, num_warps=_WARPS,
@@ -637,7 +637,7 @@ def _launch_sums(
         places = packed("places", places, peers.base, [n_tokens, at.ranks], [torch.int32])
     if init is not None:
         init = packed("init", init, peers.base, [n_tokens, width])
-    tiles = (at.ranks - 1) * triton.cdiv(min(rows.shape[0], at.chunk_tokens), block_rows)
+    tiles = (at.ranks - 1) * cdiv(min(rows.shape[0], at.chunk_tokens), block_rows)
     pushers = 0 if source is None else max(1, min(_PUSHERS * peers.programs, tiles))
     adders = 0 if y is None else max(1, min(_ADDERS * peers.programs, n_tokens))
     with on_device_of(peers.base):
@@ -647,7 +647,7 @@ def _launch_sums(
             peers.rank, at.tokens, n_tokens, pushers, at.chunk_tokens, peers.timeout_ns,
             at.half, at.flags_at, at.landing_at, at.narrow_at,
             FILL=source is not None, DRAIN=drain is not None, WITH_INIT=init is not None, WITH_NARROW=narrow is not None,
-            RANKS=at.ranks, LANES=triton.next_power_of_2(at.ranks), K=at.slots, LANES_K=triton.next_power_of_2(at.slots),
+            RANKS=at.ranks, LANES=next_power_of_2(at.ranks), K=at.slots, LANES_K=next_power_of_2(at.slots),
             CHUNKS=at.chunks, WORDS=at.words, BLOCK_R=block_rows, BLOCK_W=at.block_words(),
             WIDTH=width, BLOCK_H=column_block(width, _SUM_COLUMNS), NARROW_T=128, WAIT=peers.meet is None,
             num_warps=_WARPS,

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
-from forebay.kernels.launch import column_block, on_device_of
+from forebay.kernels.launch import cdiv, column_block, next_power_of_2, on_device_of
 
 # A flag in memory holds the number of operations in which its chunk was filled. Flags only grow and are never reset, and the
 # count is on the device (`state`), so a captured CUDA graph can be replayed. Filled regions exist twice and are used in turn:
@@ -141,7 +141,7 @@ class PeerLayout:
 
     def list_lanes(self) -> int:
         """Blocks of LIST_BLOCK tokens, rounded up to a power of two."""
-        return triton.next_power_of_2(triton.cdiv(self.tokens, LIST_BLOCK))
+        return next_power_of_2(cdiv(self.tokens, LIST_BLOCK))
 
     def block_words(self) -> int:
         """Words of a row that a program moves at once, a power of two."""
@@ -352,7 +352,7 @@ def read_counts(peers: PeerMemory) -> Tensor:
     with on_device_of(counts):
         _counts_kernel[(1,)](
             counts, peers.base, peers.state, peers.timeout_ns, at.half, at.flags_at, at.counts_at,
-            RANKS=at.ranks, LANES=triton.next_power_of_2(2 * at.ranks), CHUNKS=at.chunks, WAIT=peers.meet is None,
+            RANKS=at.ranks, LANES=next_power_of_2(2 * at.ranks), CHUNKS=at.chunks, WAIT=peers.meet is None,
             num_warps=1,
         )  # fmt: skip
     return counts

@@ -60,7 +60,10 @@ def _accepted_by_grouped_mm(a: Tensor, b: Tensor) -> bool:
 
 def _aligned(t: Tensor) -> bool:
     """One unit stride among the last two; every other stride and the address are multiples of 16 bytes."""
-    unit = [s for s in t.stride()[-2:] if s == 1]
-    others = [s for i, s in enumerate(t.stride()) if s != 1 or i < t.dim() - 2]
-    multiples = all(s * t.element_size() % 16 == 0 and s > 0 for s in others)
-    return len(unit) == 1 and multiples and t.data_ptr() % 16 == 0
+    units, size, last_two = 0, t.element_size(), t.dim() - 2
+    for i, stride in enumerate(t.stride()):
+        if stride == 1 and i >= last_two:
+            units += 1
+        elif stride <= 0 or stride * size % 16:
+            return False
+    return units == 1 and t.data_ptr() % 16 == 0

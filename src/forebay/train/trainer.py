@@ -35,7 +35,7 @@ from forebay.train.data import IGNORE, Batch, load_mixture
 from forebay.train.distributed import Mesh
 from forebay.train.engines import OverlappedGradients, PipelinedGradients, keep_stages, plan_of
 from forebay.train.health import HealthRecorder, StepHealth
-from forebay.train.metrics import StepRecord, peak_bytes, reserved_bytes
+from forebay.train.metrics import StepRecord, allocator_bytes, peak_bytes, reserved_bytes
 from forebay.train.packing import check_documents_apart
 from forebay.train.tokenizer import load_tokenizer
 from forebay.train.world import ALONE
@@ -257,7 +257,7 @@ class Trainer:
             return 0
         torch.cuda.reset_peak_memory_stats(self.device)
         self.memory.manager.take_peak()
-        return torch.cuda.memory_allocated(self.device)
+        return allocator_bytes(self.device, "allocated", "current")
 
     def _measure(
         self, started: float, held: int, routing: tuple[Tensor, Tensor] | None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,31 @@ from forebay.estimate.allocator import Block, CachingAllocator
 from forebay.estimate.types import AllocEvent, Freed, Mark, Op
 
 _ELSEWHERE = 1 << 46  # addresses of segments that the history does not have
+
+
+class PlacedAllocator(CachingAllocator):
+    """An allocator whose new segments have the addresses that `place` returns, and whose freed blocks are reused when they are
+    complete: until then another stream may read them."""
+
+    def __init__(self, place: Callable[[int], int]):
+        super().__init__()
+        self._address, self._freed = place, list[Block]()
+
+    def complete(self, block: Block) -> None:
+        if block in self._freed:
+            self._freed.remove(block)
+            super()._merge(block)
+
+    def empty_cache(self) -> list[int]:
+        for block in list(self._freed):
+            self.complete(block)
+        return super().empty_cache()
+
+    def _merge(self, block: Block) -> None:
+        self._freed.append(block)
+
+    def _place(self, length: int) -> int:
+        return self._address(length)
 
 
 @dataclass(frozen=True)
@@ -103,7 +128,7 @@ def _fields(event: Mapping[str, Any] | Sequence[Any]) -> tuple[str, int, int, in
 
 class _ReplayRun:
     def __init__(self) -> None:
-        self._model = CachingAllocator(place=self._place)
+        self._model = PlacedAllocator(self._place)
         self._blocks: dict[int, Block] = {}  # by the real address
         self._leaving: dict[int, Block] = {}  # freed, and maybe read by other streams
         self._arrived: list[tuple[int, int]] = []  # the history's segments for the next request: address, bytes
@@ -166,14 +191,12 @@ class _ReplayRun:
             self._unknown += 1
             return
         self._live -= block.size
-        # The event completes the free, as if another stream read the block.
-        self._model.record_stream(block, ("until completed", address))
         self._model.free(block)
         self._leaving[address] = block
 
     def _completed(self, address: int) -> None:
-        if self._leaving.pop(address, None) is not None:
-            self._model.done(("until completed", address))
+        if (block := self._leaving.pop(address, None)) is not None:
+            self._model.complete(block)
 
     def _give_back(self, number: int, address: int) -> None:
         size = self._segments.pop(address, None)
@@ -186,7 +209,7 @@ class _ReplayRun:
         if address not in self._dropped and address in self._model.segments:
             self._differences.append(Difference(number, size, None))
 
-    def _place(self, size: int, _: Any) -> int:
+    def _place(self, size: int) -> int:
         self._made.append(size)
         for address, real in self._arrived:
             if real == size:

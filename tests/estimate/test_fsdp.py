@@ -62,7 +62,7 @@ def test_reductions_of_a_cuda_graph_reuse_the_memory_of_its_activations() -> Non
     allocator, params = ends("embedding", "head")
     params.gather()
     gathered = allocator.allocated
-    allocator.begin_graph("step")
+    allocator.begin_graph()
     params.begin_step()
     allocator.free(allocator.malloc(512 * MIB, "compute"))
     params.end_step()
@@ -75,7 +75,7 @@ def test_reductions_of_a_cuda_graph_reuse_the_memory_of_its_activations() -> Non
         assert allocator.allocated - gathered == (256 + 2 * 128) * MIB
         params.zero_grad()
         assert allocator.allocated - gathered == 256 * MIB  # the head's sum is the graph's
-        allocator.begin_graph("step")
+        allocator.begin_graph()
         params.gather()
         params.restore()
         params.reduce([], 16 * MIB)

@@ -8,7 +8,7 @@ peaks, and the segments. A GPU runs out of memory when segments no longer fit, h
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 
 MIN_BLOCK = 512
 SMALL = 1 << 20
@@ -22,20 +22,15 @@ PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, TRANSIENT = 0, 1, 2, 3, 4
 _ADDRESS_BITS = 48  # a key is (size, address) in one integer, which compares twice as fast as a pair
 
 
-class OutOfMemory(RuntimeError):
-    """A segment does not fit the limit, even after all cached segments were released."""
-
-
 class Block:
     """A piece of a segment.
 
     Attributes:
         address, size: bytes; the size is rounded up and may be larger than the request.
-        in_use: allocated, or freed and still read by another stream.
         role: what it holds; one of `ROLES`.
     """
 
-    __slots__ = ("address", "after", "before", "in_use", "pool", "role", "size", "streams")
+    __slots__ = ("address", "after", "before", "in_use", "pool", "role", "size")
 
     def __init__(self, pool: _FreeBlocks, address: int, size: int):
         self.pool, self.address, self.size = pool, address, size
@@ -43,23 +38,22 @@ class Block:
         self.after: Block | None = None
         self.in_use = False
         self.role = TRANSIENT
-        self.streams: set[Hashable] | None = None
 
 
 class _FreeBlocks:
-    """The free blocks of one stream and one kind, in the order of size and address."""
+    """The free blocks of one stream and one kind, in the order of size and address.
 
-    __slots__ = ("blocks", "keys", "least_rest", "owner", "small", "stream")
+    Attributes:
+        keys, blocks: ascending, and the block of each.
+        least_rest: bytes that a request has to leave of a block for the rest to stay free.
+    """
 
-    def __init__(self, stream: Hashable, small: bool, owner: Hashable, least_rest: int):
-        self.stream, self.small, self.owner, self.least_rest = stream, small, owner, least_rest
+    __slots__ = ("blocks", "keys", "least_rest", "small")
+
+    def __init__(self, small: bool, least_rest: int):
+        self.small, self.least_rest = small, least_rest
         self.keys: list[int] = []
         self.blocks: dict[int, Block] = {}
-
-    def add(self, block: Block) -> None:
-        key = block.size << _ADDRESS_BITS | block.address
-        insort(self.keys, key)
-        self.blocks[key] = block
 
     def drop(self, block: Block) -> None:
         key = block.size << _ADDRESS_BITS | block.address
@@ -77,17 +71,12 @@ class CachingAllocator:
     - If no block fits, a segment is allocated: 2 MiB for a small request, 20 MiB for one below 10 MiB, else the request rounded
       up to 2 MiB.
     - A freed block is merged with its free neighbors in its segment.
-    - A block that `record_stream` named for another stream is reused when that stream has finished the work that it had at the
-      free; the next request checks.
-    - If a segment exceeds the device's memory, all segments that are wholly free are released, and it is tried once more.
 
-    Not modeled, because they are off by default: expandable segments, `max_split_size_mb`, garbage collection by threshold,
-    rounding to divisions of powers of two.
+    Not modeled: blocks that `record_stream` names, which no plan has; that cached segments are released where a new one does not
+    fit; and what is off by default: expandable segments, `max_split_size_mb`, garbage collection by threshold, rounding to
+    divisions of powers of two.
 
     Args:
-        limit: bytes of segments that the device has room for; None for no limit.
-        place: the address of a new segment, from its size and stream. By default addresses ascend, and holes of released segments
-            are filled first.
         granule: bytes to which a request is rounded up; 1 to count what is allocated on a CPU.
 
     Attributes:
@@ -96,39 +85,26 @@ class CachingAllocator:
         segments: address to bytes.
     """
 
-    def __init__(
-        self,
-        limit: int | None = None,
-        place: Callable[[int, Hashable], int] | None = None,
-        granule: int = MIN_BLOCK,
-    ):
+    def __init__(self, granule: int = MIN_BLOCK):
         self.reserved = self.allocated = self.peak_reserved = self.peak_allocated = 0
         self.by_role, self._at_peak = [0] * len(ROLES), [0] * len(ROLES)
         self._rising = False  # the peak is now
         self.segments: dict[int, int] = {}
-        self._limit, self._place, self._granule = limit, place, granule
-        self._pools: dict[tuple[Hashable, bool, Hashable], _FreeBlocks] = {}
-        self._graph: Hashable = None  # the graph that is captured
-        self._waiting: list[Block] = []  # freed, and still read by other streams
-        self._done: set[Hashable] = set()
+        self._granule = granule
+        self._pools: dict[Hashable, tuple[_FreeBlocks, _FreeBlocks]] = {}  # large and small blocks by stream
+        self._outside, self._in_graph = self._pools, dict[Hashable, tuple[_FreeBlocks, _FreeBlocks]]()
         self._top = 1 << 32
         self._holes: list[tuple[int, int]] = []  # address, bytes
 
     def malloc(self, size: int, stream: Hashable = 0, role: int = TRANSIENT) -> Block:
-        """A block of at least `size` bytes.
-
-        Raises:
-            OutOfMemory: a segment does not fit the limit.
-        """
-        if self._done:
-            self._check_streams()
+        """A block of at least `size` bytes."""
         granule = self._granule
         size = (size + granule - 1) & -granule or granule
-        small = size <= SMALL
-        pool = self._pools.get((stream, small, self._graph))
-        if pool is None:
-            least_rest = granule if small or granule < MIN_BLOCK else SMALL + 1
-            pool = self._pools[stream, small, self._graph] = _FreeBlocks(stream, small, self._graph, least_rest)
+        pools = self._pools.get(stream)
+        if pools is None:
+            large_rest = SMALL + 1 if granule == MIN_BLOCK else granule
+            pools = self._pools[stream] = _FreeBlocks(False, large_rest), _FreeBlocks(True, granule)
+        pool = pools[size <= SMALL]
         keys = pool.keys
         at = bisect_left(keys, size << _ADDRESS_BITS)
         block = pool.blocks.pop(keys.pop(at)) if at < len(keys) else self._segment(pool, size)
@@ -171,38 +147,18 @@ class CachingAllocator:
             self._keep_peak()
         self.allocated -= block.size
         self.by_role[block.role] -= block.size
-        if block.streams:
-            self._waiting.append(block)
-        else:
-            self._merge(block)
-
-    def record_stream(self, block: Block, stream: Hashable) -> None:
-        if stream != block.pool.stream:
-            block.streams = (block.streams or set()) | {stream}
-
-    def done(self, stream: Hashable) -> None:
-        """The stream is done with its work; the next request checks."""
-        if self._waiting:
-            self._done.add(stream)
+        self._merge(block)
 
     def empty_cache(self) -> list[int]:
-        """Release every segment that is wholly free, after all streams are done. Returns their addresses."""
-        for block in self._waiting:
-            block.streams = None
-            self._merge(block)
-        self._waiting, self._done = [], set()
-        given: list[int] = []
-        for pool in self._pools.values():
-            if pool.owner is None:
-                given += self._release(pool)
-        return given
+        """Release every segment that is wholly free, except those of graphs. Returns their addresses."""
+        return [address for pools in self._outside.values() for pool in pools for address in self._release(pool)]
 
-    def begin_graph(self, graph: Hashable) -> None:
-        """Serve requests from this graph's pool from here on."""
-        self._graph = graph
+    def begin_graph(self) -> None:
+        """Serve requests from the pool of the CUDA graph from here on."""
+        self._pools = self._in_graph
 
     def end_graph(self) -> None:
-        self._graph = None
+        self._pools = self._outside
 
     def take_peak(self) -> list[int]:
         """Bytes by role at the peak since the last call; the peak of allocated bytes begins anew."""
@@ -223,37 +179,21 @@ class CachingAllocator:
             length = LARGE_SEGMENT
         else:
             length = -(-size // ROUND_SEGMENT) * ROUND_SEGMENT
-        if self._limit is not None and self.reserved + length > self._limit:
-            self.empty_cache()
-            if self.reserved + length > self._limit:
-                raise OutOfMemory(
-                    f"a segment of {length} bytes beside the {self.reserved} reserved exceeds the limit of {self._limit}"
-                )
-        address = self._hole(length) if self._place is None else self._place(length, pool.stream)
+        address = self._place(length)
         self.segments[address] = length
         self.reserved += length
         if self.reserved > self.peak_reserved:
             self.peak_reserved = self.reserved
         return Block(pool, address, length)
 
-    def _hole(self, length: int) -> int:
+    def _place(self, length: int) -> int:
+        """The address of a new segment: that of the first hole of released ones that is large enough, else above all others."""
         for i, (address, size) in enumerate(self._holes):
             if size >= length:
                 self._holes[i : i + 1] = [(address + length, size - length)] if size > length else []
                 return address
         self._top += length
         return self._top - length
-
-    def _check_streams(self) -> None:
-        done, self._done = self._done, set()
-        waiting, self._waiting = self._waiting, []
-        for block in waiting:
-            assert block.streams is not None
-            block.streams -= done
-            if block.streams:
-                self._waiting.append(block)
-            else:
-                self._merge(block)
 
     def _merge(self, block: Block) -> None:
         block.in_use = False
@@ -287,6 +227,5 @@ class CachingAllocator:
                 pool.drop(block)
                 given.append(block.address)
                 self.reserved -= self.segments.pop(block.address)
-                if self._place is None:
-                    insort(self._holes, (block.address, block.size))
+                insort(self._holes, (block.address, block.size))
         return given

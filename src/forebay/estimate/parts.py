@@ -50,10 +50,23 @@ class Part:
         named = self.events.weight_grads
         return {n: size for n, size in self.events.backward if size and named.get(n, "").endswith(_EXPERT_MATRICES)}
 
+    @cached_property
+    def without_expert_grads(self) -> tuple[AllocEvent, ...]:
+        """The events of a backward whose experts' weight gradients are made elsewhere, or in the memory of their sum."""
+        return tuple(event for event in self.events.backward if event[0] not in self.expert_grads)
+
     @property
     def pages(self) -> int:
         """Bytes of the pages of the rows of x and of h that arrive, with one page of each that is not full."""
         return (self.trace.stash[1] // PAGE + 2) * PAGE
+
+    @cached_property
+    def kept(self) -> int:
+        """Bytes of what a part that is kept makes in its forward and holds until its backward."""
+        events = self.events
+        made = {n: size for n, size in events.forward if n >= 0 and size}
+        gone = {events.output, *(n for n, size in events.forward if not size)}
+        return sum(size for n, size in made.items() if n not in gone) if self.placement == "keep" else 0
 
     @property
     def mlp(self) -> bool:

@@ -83,6 +83,19 @@ class RankRun:
     link: Link | None = None
 
     @property
+    def kept(self) -> int:
+        """The most bytes of what parts that are kept hold between actions; see `Part.kept`."""
+        # An engine's head runs its backward at once.
+        ends = ("head",) if self.engine else ()
+        kept = {n: sum(part.kept for part in parts if part.path not in ends) for n, parts in self.stages.items()}
+        now = most = 0
+        for action in self.actions:
+            for one in action.parts or (action,):
+                now += kept.get(one.stage, 0) * {"F": 1, "B": -1, "I": -1}.get(one.kind, 0)
+            most = max(most, now)
+        return most
+
+    @property
     def engine(self) -> bool:
         """An engine runs the stages (a pipeline, or overlap): the token dispatcher has a stream of its own."""
         return self.sharing.gathered
@@ -119,7 +132,6 @@ class Walked:
         levels: of the last step, in order; `peak` comes first if it is higher than all of them.
         parameters, optimizer: bytes of the rank's parameters and of their moments.
         before: bytes in use before a forward, as a manager measures them in its second step, with all moments.
-        by_step: bytes of segments after each step.
         plan: what the manager offloads, and when.
     """
 
@@ -129,17 +141,12 @@ class Walked:
     parameters: int
     optimizer: int
     before: int
-    by_step: tuple[int, ...]
     plan: Plan | None = None
 
 
-def walk(run: RankRun, steps: int | None = None, limit: int | None = None) -> Walked:
-    """Play whole steps; by default `STEPS` after those that the manager measures.
-
-    Raises:
-        forebay.estimate.allocator.OutOfMemory: they do not fit `limit`.
-    """
-    return AllocatorRun(run, limit).steps(steps if steps is not None else STEPS + _measured(run))
+def walk(run: RankRun, steps: int | None = None) -> Walked:
+    """Play whole steps; by default `STEPS` after those that the manager measures."""
+    return AllocatorRun(run).steps(steps if steps is not None else STEPS + _measured(run))
 
 
 def local_actions(microbatches: int, overlap: bool) -> list[Action]:
@@ -168,8 +175,8 @@ def _measured(run: RankRun) -> int:
 class AllocatorRun:
     """A run so far, with what its steps share: `allocator`, compute `stream`, `params`, `manager`, and the `arena` of pages."""
 
-    def __init__(self, run: RankRun, limit: int | None = None):
-        self.allocator = CachingAllocator(limit, granule=MIN_BLOCK if run.sharing.gpu else 1)
+    def __init__(self, run: RankRun):
+        self.allocator = CachingAllocator(MIN_BLOCK if run.sharing.gpu else 1)
         self._run = run
         # A CUDA graph step has a stream of its own, from the first step on.
         self.stream = "graph" if run.graph else DEFAULT
@@ -184,7 +191,6 @@ class AllocatorRun:
 
     def steps(self, number: int) -> Walked:
         """Play whole steps with their optimizer's. A CUDA graph step is captured after them, and replayed once."""
-        by_step = []
         for n in range(number + 2 * self._run.graph):
             if n > number:
                 self._replay()
@@ -194,13 +200,12 @@ class AllocatorRun:
             self._weights.optimize()
             self.note("", "optimizer")
             self.params.zero_grad()
-            by_step.append(self.allocator.reserved)
         held, levels = self.allocator.by_role, self._levels
         if all(level.allocated < self.peak.allocated for level in levels):
             levels = [self.peak, *levels]
         return Walked(
             self.allocator.peak_reserved, self.peak, tuple(levels), held[PARAMETERS], held[OPTIMIZER],
-            self.manager.before + held[OPTIMIZER], tuple(by_step), self.manager.plan,
+            self.manager.before + held[OPTIMIZER], self.manager.plan,
         )  # fmt: skip
 
     def note(self, action: str, where: str, live: Mapping[str, int] = NOTHING) -> None:
@@ -219,7 +224,7 @@ class AllocatorRun:
             unsharded.gather()
         if captured:
             allocator.empty_cache()
-            allocator.begin_graph("step")
+            allocator.begin_graph()
         self.note("", "gathering of parameters")
         step = _StepRun(self, self._run)
         params.begin_step()
@@ -241,7 +246,7 @@ class AllocatorRun:
         """Gathers and reductions around a replay allocate from the graph's pool, whose own memory is free before and after it."""
         params = self.params
         if isinstance(params, UnshardedLifecycle):
-            self.allocator.begin_graph("step")
+            self.allocator.begin_graph()
             params.gather()
             params.restore()
             params.reduce([], self._spread)
@@ -506,10 +511,8 @@ class _StepRun:
     def _part_backward(self, run: PartRun, dy: Block, deferred: bool) -> Generator[None, None, Block | None]:
         """The gradient of its input. `deferred`: without the experts' weight gradients."""
         part, events, blocks = run.part, run.part.events, run.blocks
-        elsewhere = part.expert_grads if deferred or (self._run.sharing.adds_in_place and part.trace.deferred) else ()
-        backward = events.backward
-        if elsewhere:
-            backward = tuple(event for event in backward if event[0] not in elsewhere)
+        elsewhere = deferred or (self._run.sharing.adds_in_place and part.trace.deferred)
+        backward = part.without_expert_grads if elsewhere else events.backward
         if part.placement == "recompute" and not blocks:
             self._allocator.free((yield from self._recompute(run)))
         blocks[events.gradient] = dy

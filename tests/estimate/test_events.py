@@ -44,14 +44,14 @@ BACKWARD: list[Any] = [
 
 
 def test_an_uncompiled_part_follows_its_log() -> None:
-    found = part_events(
-        FORWARD, BACKWARD, NamedStorages(0, 5, 6, 12, (7, 11), frozenset([1, 2, 4]), NONE), compiled=False
-    )
+    named = NamedStorages(0, 5, 6, 12, (7, 11), frozenset([1, 2, 4]), NONE)
+    no_grad: list[Any] = [op((0,), (20, 10)), op((20,), (21, 20)), Freed(20), op((21,), (22, 50)), Freed(21)]
+    found = part_events(FORWARD, BACKWARD, named, False, no_grad)
     assert found.forward == ((1, 10), (2, 20), (3, 30), (4, 40), (3, 0), (5, 50))
     assert [e for e in found.backward if e[1]] == [(7, 5), (8, 40), (9, 30), (10, 20), (11, 5), (12, 10)]
     assert not found.saves_x and found.weight_grads == (7, 11)
-    # Without saving, each is freed after its last reader.
-    assert found.forward_no_grad == ((1, 10), (2, 20), (1, 0), (3, 30), (2, 0), (4, 40), (3, 0), (5, 50), (4, 0))
+    # A forward without a graph has numbers of its own, except for the output.
+    assert found.forward_no_grad == ((20, 10), (21, 20), (20, 0), (5, 50), (21, 0))
 
 
 def test_a_compiled_part_materializes_what_its_gemms_read() -> None:

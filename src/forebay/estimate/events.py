@@ -8,7 +8,7 @@ experts) reads them: in forward they are freed after their last reader, and in b
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from forebay.estimate.types import MATMUL, AllocEvent, Freed, Log, Mark, NewStorage, Op, PartEvents
@@ -35,7 +35,7 @@ def part_events(
     """The events of a part.
 
     Args:
-        no_grad: log of its forward without a graph; without it, every storage is freed after its last reader.
+        no_grad: log of its forward without a graph; not read if `compiled`.
     """
     if compiled:
         made = {m.number: m for entry in forward if isinstance(entry, Op) for m in entry.made}
@@ -45,7 +45,7 @@ def part_events(
         alone = f + [(n, 0) for n in _never_freed(f) if n != named.output]
     else:
         f, b = _in_order(forward), _in_order(backward)
-        alone = _without_graph(no_grad, named) if no_grad else list(_freed_after_last_read(forward, named))
+        alone = _without_graph(no_grad or [], named)
     f, b, alone = (_first_matmul_only(events) for events in (f, b, alone))
     never_freed = _never_freed([*f, *b])
     f = _without(f, (named.x, named.output), frees=True)
@@ -101,24 +101,6 @@ def _without_graph(log: Log, named: NamedStorages) -> list[AllocEvent]:
     output = stays[-1] if stays else -1
     rest = [(n, 0) for n in stays[:-1]]
     return [(named.output if n == output else n, size) for n, size in events if n != output or size] + rest
-
-
-def _freed_after_last_read(log: Log, named: NamedStorages) -> Iterator[AllocEvent]:
-    last = _last_reads(log)
-    live = {m.number for entry in log if isinstance(entry, Op) for m in entry.made} - {named.output}
-    for at, entry in enumerate(log):
-        if isinstance(entry, Mark):
-            yield -1, entry.number
-        elif isinstance(entry, Freed):
-            if entry.number in live:
-                live.discard(entry.number)
-                yield entry.number, 0
-        else:
-            yield from ((m.number, m.size) for m in entry.made)
-            for n in dict.fromkeys((*entry.reads, *(m.number for m in entry.made))):
-                if n in live and last.get(n, at) == at:
-                    live.discard(n)
-                    yield n, 0
 
 
 def _compiled_forward(log: Log, named: NamedStorages, kept: set[int]) -> list[AllocEvent]:

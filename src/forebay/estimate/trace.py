@@ -553,7 +553,8 @@ def _by_sublayer(
         path = f"{base_path(run.model)}.layers.{place}"
         attention[kinds[number][0]] = run.parts[f"{path}.self_attn"]
         mlp[kinds[number][1]] = run.parts[f"{path}.mlp"]
-    is_moe = {kind[1]: bool(moe_blocks(layer)) for kind, layer in zip(kinds, layers, strict=True)}
+    one_of_each = {kind[1]: layer for kind, layer in zip(kinds, layers, strict=True)}
+    is_moe = {kind: bool(moe_blocks(layer)) for kind, layer in one_of_each.items()}
     return {kind: LayerTrace(attention[kind[0]], mlp[kind[1]], is_moe[kind[1]]) for kind in set(kinds)}
 
 

@@ -61,7 +61,7 @@ def row(name: str, run: RunEstimator) -> dict[str, Any]:
     recomputed = {o.path: o.placement for own in sublayers for o in own if o.placement == "recompute"}
     least = total(run, recomputed)
     most = max(total(run, {}), least)
-    times = {path: run.machine.seconds(part) for path, part in run._parts(run.plan.stages(0)).items()}
+    times = {path: run.machine.seconds(part) for path, part, _ in run._parts(run.plan.stages(0))}
     plain = run.plan.microbatches * sum(map(sum, times.values()))
     every = []
     if math.prod(map(len, sublayers)) <= SMALL:

@@ -102,13 +102,17 @@ def _group(place: int, weights: Sequence[Weight], s: Sharing, *kinds: str) -> Pa
     )
 
 
-def least_bytes(groups: Sequence[ParamGroup], sharing: Sharing) -> int:
+def least_bytes(groups: Sequence[ParamGroup], sharing: Sharing, experts: bool = True) -> int:
     """Bytes that every step holds at once before its first forward: parameters, both moments, and an engine's gathered
-    parameters and sums of gradients, without the embedding's, which may come later."""
+    parameters and sums of gradients, without the embedding's, which may come later.
+
+    Args:
+        experts: count the gathered experts, which may be resharded after their first forward.
+    """
     s = sharing
     found = 3 * s.parameter * sum(sum(group.own) for group in groups)
     if s.gathered and s.sharded:
-        found += s.compute * sum(sum(group.own) * group.processes for group in groups)
+        found += s.compute * sum(sum(g.own) * g.processes for g in groups if experts or not g.experts)
         pairs = [pair for group in groups for pair in zip(group.kinds, group.whole, strict=True)]
         found += s.summed * sum(whole for kind, whole in pairs if kind != "embedding")
     return found

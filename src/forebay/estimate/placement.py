@@ -114,8 +114,7 @@ def rank_options(
     found: dict[int, list[list[Option]]] = {}
     for number, stage in stages.items():
         found[number] = []
-        for path, part in parts_by_path(trace, stage, prefix).items():
-            more = shared_bytes(trace, stage, path, prefix)
+        for path, part, more in parts_of(trace, stage, prefix):
             kept = option(path, part, "keep", recompute, machine, more)
             others = [
                 option(path, part, p, recompute, machine, more) for p in sorted(allowed - {"keep"}) if "." in path
@@ -124,20 +123,15 @@ def rank_options(
     return found
 
 
-def parts_by_path(trace: ModelTrace, stage: StageLayers, prefix: str) -> dict[str, PartTrace]:
-    """The traces of a stage's parts by path, in forward order."""
-    parts = {"embedding": trace.embedding} if stage.embedding else {}
+def parts_of(trace: ModelTrace, stage: StageLayers, prefix: str) -> list[tuple[str, PartTrace, int]]:
+    """Path and trace of a stage's parts, in forward order, and bytes that each holds under any placement: what layers share, and
+    the load-balancing loss's."""
+    found = [("embedding", trace.embedding, 0)] if stage.embedding else []
     for number in stage.layers:
-        parts |= {f"{prefix}.{number}.{name}": part for name, part in trace.layers[number].sublayers}
-    return parts | ({"head": trace.head} if stage.head else {})
-
-
-def shared_bytes(trace: ModelTrace, stage: StageLayers, path: str, prefix: str) -> int:
-    """Bytes that a part holds whatever its placement: what layers share, and the load-balancing loss's."""
-    if path == f"{prefix}.{stage.layers[0]}.self_attn":
-        return trace.shared
-    moe = path.endswith(".mlp") and trace.layers[int(path.split(".")[-2])].is_moe
-    return trace.balance if moe else 0
+        layer, path = trace.layers[number], f"{prefix}.{number}"
+        found.append((f"{path}.self_attn", layer.attention, trace.shared if number == stage.layers[0] else 0))
+        found.append((f"{path}.mlp", layer.mlp, trace.balance if layer.is_moe else 0))
+    return found + ([("head", trace.head, 0)] if stage.head else [])
 
 
 def option(

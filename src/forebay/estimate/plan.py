@@ -19,12 +19,11 @@ from forebay.errors import UsageError, nearest
 from forebay.estimate.device import DEFAULT, DeviceProfile
 from forebay.estimate.device import load as load_device
 from forebay.estimate.fit import ALLOWANCE, ERROR, RankFit, largest_total
-from forebay.estimate.fsdp import least_bytes, param_groups
 from forebay.estimate.layers import LayerPlan, declared_by, shape_of, sharing_of
 from forebay.estimate.placement import Choice, Option, by_kind, sentences
 from forebay.estimate.processes import forked_map
-from forebay.estimate.rank import RankEstimate, RunEstimator, StepTimer, layers_and_ends, machine_of
-from forebay.estimate.state import Sharing, all_to_all_bytes, outside_bytes, symmetric_bytes
+from forebay.estimate.rank import RankEstimate, RunEstimator, StepTimer, machine_of
+from forebay.estimate.state import Sharing, all_to_all_bytes, symmetric_bytes
 from forebay.estimate.step_time import StepTime
 from forebay.estimate.trace_cache import TraceCache
 from forebay.estimate.types import Shape
@@ -294,7 +293,7 @@ def fit_run(
         traces: to reuse, and to add to.
         sharing: of another trainer; default: what Forebay's does under `config`.
         stop_above: stop at the first rank that does not fit a budget of so many bytes. The result lacks the ranks that were not
-            estimated, and the step's time if placements are chosen.
+            estimated, and the step's time.
         processes: that may estimate ranks at the same time; see `forked_map`.
 
     Raises:
@@ -315,12 +314,8 @@ def fit_run(
     fits = tuple(rank.fit for rank in ranks)
     _check_parameters(fits, budget)
     step = None
-    if device is not None and (len(ranks) == config.parallel.pp or not estimator.chooses):
-        parameters = [
-            estimates[n].fit.parameters if n in estimates else estimator.parameters(n)
-            for n in range(config.parallel.pp)
-        ]
-        step = StepTimer(estimator, placements, parameters).on(device)
+    if device is not None and len(ranks) == config.parallel.pp:
+        step = StepTimer(estimator, placements, [fit.parameters for fit in fits]).on(device)
     sublayers = tuple(sublayer for rank in ranks for sublayer in rank.sublayers)
     levels = tuple(rank.levels for rank in ranks)
     return Fit(fits, world, estimator.weights.total, budget, sublayers, tuple(notes), step, choices, levels)
@@ -359,15 +354,13 @@ def _fullest_first(plan: LayerPlan) -> list[int]:
     return sorted(range(len(memory)), key=lambda rank: -memory[rank])
 
 
-def least_total(config: Config, plan: LayerPlan, world: int, traces: TraceCache) -> tuple[int, int]:
-    """Bytes below which the peak of a run's fullest process is not, and its pipeline rank: parameters and what a step makes of
-    them, without activations. It needs no trace."""
-    declared = declared_by(config)
-    weights, sharing = traces.facts(config.model, declared).weights, sharing_of(config, world)
-    ranks = [layers_and_ends(plan.stages(number)) for number in range(config.parallel.pp)]
-    sizes = [least_bytes(param_groups(weights, *rank, sharing), sharing) for rank in ranks]
-    most = max(range(len(sizes)), key=sizes.__getitem__)
-    return sizes[most] + outside_bytes(sharing), most
+def least_total(
+    config: Config, plan: LayerPlan, world: int, traces: TraceCache, skew: float = 1.0, auto: int | None = None
+) -> tuple[int, int]:
+    """Bytes below which the peak of a run's fullest process is not, and its pipeline rank: parameters, what a step makes of them,
+    and what sublayers that are kept save. Arguments are those of `fit_run`."""
+    estimator, _ = _estimator(config, plan, world, None, skew, None, auto, traces, sharing_of(config, world))
+    return max((estimator.least(number), number) for number in range(config.parallel.pp))
 
 
 def _estimator(

@@ -16,7 +16,7 @@ from forebay.config import Config
 from forebay.estimate.allocator import ROLES
 from forebay.estimate.device import DeviceProfile
 from forebay.estimate.fit import RankFit, largest_total
-from forebay.estimate.fsdp import param_groups
+from forebay.estimate.fsdp import least_bytes, param_groups
 from forebay.estimate.layers import LayerPlan
 from forebay.estimate.offloading import Link, offloaded_bytes
 from forebay.estimate.parts import Part, placed_parts
@@ -26,9 +26,8 @@ from forebay.estimate.placement import (
     Option,
     choose,
     option,
-    parts_by_path,
+    parts_of,
     rank_options,
-    shared_bytes,
 )
 from forebay.estimate.state import Sharing, WeightShapes, outside_bytes
 from forebay.estimate.step_time import (
@@ -113,15 +112,18 @@ class RunEstimator:
         stages = self.plan.stages(number)
         return self._chosen(number, stages) if self.chooses else self._estimate(number, stages, self.placements)
 
-    def parameters(self, number: int) -> int:
-        """Bytes of a rank's parameters."""
-        return walk(self._run(number, self.plan.stages(number), {}), steps=0).parameters
+    def least(self, number: int) -> int:
+        """Bytes below which the peak of a rank is not. It needs no walk."""
+        run = self._run(number, self.plan.stages(number), self.placements)
+        kept = 0 if self.chooses else run.kept
+        later = least_bytes(run.groups, self.sharing, experts=not self.sharing.reshard) + kept
+        return max(least_bytes(run.groups, self.sharing), later) + outside_bytes(self.sharing)
 
     def _chosen(self, number: int, stages: Mapping[int, StageLayers]) -> RankEstimate:
         """The cheapest estimate within the limit, or the nearest to it. The trainer's own choice limits bytes in use only."""
         memory = self.config.memory
         options = rank_options(self.trace, stages, self._allowed(), self.machine, self.prefix, memory.recompute)
-        times = {path: self.machine.seconds(part) for path, part in self._parts(stages).items()}
+        times = {path: self.machine.seconds(part) for path, part, _ in self._parts(stages)}
         waits = self.auto is None or memory.offload == "all"
         known: dict[frozenset[tuple[str, str]], RankEstimate] = {}  # a walk takes most of the time
 
@@ -151,17 +153,8 @@ class RunEstimator:
             if part.placement == "offload" and walked.plan is not None
         }
         sublayers = [
-            option(
-                path,
-                part,
-                placements.get(path, "keep"),
-                recompute,
-                self.machine,
-                shared_bytes(self.trace, stage, path, self.prefix),
-                carried.get(path),
-            )
-            for stage in stages.values()
-            for path, part in parts_by_path(self.trace, stage, self.prefix).items()
+            option(path, part, placements.get(path, "keep"), recompute, self.machine, more, carried.get(path))
+            for path, part, more in self._parts(stages)
         ]
         return RankEstimate(self._fit(number, walked), walked.levels, tuple(sublayers), walked.before)
 
@@ -237,12 +230,8 @@ class RunEstimator:
         own = kept.before + kept.fit.other + parse_bytes(self.config.memory.budget)
         return own if self.budget is None else min(own, largest_total(self.budget))
 
-    def _parts(self, stages: Mapping[int, StageLayers]) -> dict[str, PartTrace]:
-        """The traces of all stages' parts by path."""
-        found: dict[str, PartTrace] = {}
-        for stage in stages.values():
-            found |= parts_by_path(self.trace, stage, self.prefix)
-        return found
+    def _parts(self, stages: Mapping[int, StageLayers]) -> list[tuple[str, PartTrace, int]]:
+        return [part for stage in stages.values() for part in parts_of(self.trace, stage, self.prefix)]
 
 
 def layers_and_ends(stages: Mapping[int, StageLayers]) -> tuple[list[int], bool, bool]:

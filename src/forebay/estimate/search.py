@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from forebay.config import Config, check_experts, check_world, from_mapping
 from forebay.errors import UsageError
 from forebay.estimate.device import DeviceProfile
-from forebay.estimate.fit import ALLOWANCE, headroom
+from forebay.estimate.fit import ALLOWANCE, headroom, least_budget
 from forebay.estimate.layers import LayerPlan, declared_by, plan_layers
 from forebay.estimate.plan import Fit, PlanRequest, fit_run, least_total
 from forebay.estimate.trace_cache import TraceCache
@@ -325,11 +325,11 @@ class _Runs:
         config = self.changed(settings)
         return config, plan_layers(config, self.world, self.traces)
 
-    def fit(self, config: Config, plan: LayerPlan, budget: int | None, stop: bool = False) -> Fit:
-        """`stop`: at the first rank that does not fit."""
+    def fit(self, config: Config, plan: LayerPlan, budget: int | None, stop: int | None = None) -> Fit:
+        """`stop`: at the first rank that does not fit so many bytes."""
         fit = fit_run(
             config, plan, self.world, None, self.skew, device=self.device, auto=self.auto, traces=self.traces,
-            stop_above=budget if stop else None, processes=self._processes,
+            stop_above=stop, processes=self._processes,
         )  # fmt: skip
         return replace(fit, budget=budget)
 
@@ -464,7 +464,7 @@ def _mesh(runs: _Runs, budget: int | None, progress: Callable[[str], None]) -> S
             progress(f"{done} of {len(every)} meshes planned{_so_far(best)}")
             try:
                 check_experts(mesh.ep, experts)
-                candidate, whole = _plan_mesh(runs, mesh, budget, budget is not None)
+                candidate, whole = _plan_mesh(runs, mesh, budget, budget)
             except UsageError as error:
                 refused.append((mesh, str(error)))
                 continue
@@ -472,8 +472,9 @@ def _mesh(runs: _Runs, budget: int | None, progress: Callable[[str], None]) -> S
             best = _better(best, whole)
         candidates = ranked(candidates)
         while candidates and candidates[0].at_least:  # none fits: the nearest is wanted
-            progress(f"no mesh fits; planning all of {candidates[0].mesh}{_so_far(best)}")
-            candidate, whole = _plan_mesh(runs, candidates[0].mesh, budget, False)
+            progress(f"no mesh fits; looking for the nearest: {candidates[0].mesh}{_so_far(best)}")
+            enough = None if best is None else least_budget(best[0].peak)
+            candidate, whole = _plan_mesh(runs, candidates[0].mesh, budget, enough)
             candidates, best = ranked([candidate, *candidates[1:]]), _better(best, whole)
     except KeyboardInterrupt:
         if best is None:
@@ -492,12 +493,12 @@ def _mesh(runs: _Runs, budget: int | None, progress: Callable[[str], None]) -> S
     return Search("mesh", settings, sentence, config, plan, fit, (), *lists, interrupted)
 
 
-def _plan_mesh(runs: _Runs, mesh: MeshShape, budget: int | None, stop: bool) -> tuple[Candidate, _Planned | None]:
-    """`stop`: as soon as it is known not to fit. The second result is None then."""
+def _plan_mesh(runs: _Runs, mesh: MeshShape, budget: int | None, stop: int | None) -> tuple[Candidate, _Planned | None]:
+    """`stop`: as soon as it is known not to fit so many bytes. The second result is None then."""
     config, plan = runs.plan(_mesh_settings(mesh))
-    if stop and budget is not None:
-        least, rank = least_total(config, plan, runs.world, runs.traces)
-        if headroom(least, budget) < 0:
+    if stop is not None:
+        least, rank = least_total(config, plan, runs.world, runs.traces, runs.skew, runs.auto)
+        if headroom(least, stop) < 0:
             return Candidate(mesh, least, rank, False, None, at_least=True), None
     fit = runs.fit(config, plan, budget, stop)
     most, seconds, whole = fit.fullest, None if fit.step is None else fit.step.seconds, len(fit.ranks) == mesh.pp

@@ -474,7 +474,7 @@ class UnshardedLifecycle(_Sharded):
 
     Everything is on the compute stream. The head's gradient is reduced first, then the embedding's. A single weight in equal
     shards is sent without a copy. The sums of a CUDA graph step, and the rows that its embedding's sum is made of, belong to the
-    graph: `hold` them after the capture, and `restore` them in place of a step.
+    graph: `hold` them after the capture.
 
     Args:
         late: the embedding's sum is made when it is reduced, in the memory of the head's.
@@ -496,7 +496,7 @@ class UnshardedLifecycle(_Sharded):
         self._late, self._keep, self._tied, self._reducing = late, keep, tied, stream
         self._embedding_sum: list[Block] = []  # until it is added to the head's
         self._expert_groups = {g.place: n for n, g in enumerate(groups) if g.experts and sharing.reshard}
-        self._graph_sums: dict[int, list[Block]] = {}
+        self._graph_sums: list[Block] = []
         self._reuses_head = late and bool(self._embedding())
         self._head_sum: Block | None = None  # after its reduction, for the embedding's sum
         first = {"head": 0, "embedding": 1}
@@ -551,10 +551,7 @@ class UnshardedLifecycle(_Sharded):
 
     def hold(self) -> None:
         """After the capture: the sums belong to the graph."""
-        self._graph_sums = {n: list(blocks) for n, blocks in self._sums.items()}
-
-    def restore(self) -> None:
-        self._sums = {n: list(blocks) for n, blocks in self._graph_sums.items()}
+        self._graph_sums = [block for blocks in self._sums.values() for block in blocks]
 
     def reduce(self, rows: list[Block], spread: int) -> None:
         """After `end_step`.
@@ -610,5 +607,5 @@ class UnshardedLifecycle(_Sharded):
 
     def _free_sums(self, sums: Iterable[Block]) -> None:
         """Free sums, except a graph's, and the head's if the embedding's sum reuses its memory."""
-        held = [block for blocks in self._graph_sums.values() for block in blocks]
-        self._free([b for b in sums if b is not self._head_sum and all(b is not other for other in held)])
+        kept = [*self._graph_sums, self._head_sum]
+        self._free([block for block in sums if all(block is not other for other in kept)])

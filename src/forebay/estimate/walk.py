@@ -190,13 +190,10 @@ class AllocatorRun:
         self.note("", "initialization")
 
     def steps(self, number: int) -> Walked:
-        """Play whole steps with their optimizer's. A CUDA graph step is captured after them, and replayed once."""
-        for n in range(number + 2 * self._run.graph):
-            if n > number:
-                self._replay()
-            else:
-                self._levels = []
-                self.gradients(captured=self._run.graph and n == number)
+        """Play whole steps with their optimizer's. A CUDA graph step is captured after them: a replay takes no more memory."""
+        for n in range(number + self._run.graph):
+            self._levels = []
+            self.gradients(captured=n == number)
             self._weights.optimize()
             self.note("", "optimizer")
             self.params.zero_grad()
@@ -234,28 +231,13 @@ class AllocatorRun:
         if unsharded and captured:
             unsharded.hold()
         if unsharded:
-            unsharded.reduce(token_grads, self._spread)
+            unsharded.reduce(token_grads, self._run.summed)
         if captured:
             allocator.end_graph()
         if unsharded:
             unsharded.finish()
         self.note("", "reduction")
         self._settle_arena(step.most_stashed)
-
-    def _replay(self) -> None:
-        """Gathers and reductions around a replay allocate from the graph's pool, whose own memory is free before and after it."""
-        params = self.params
-        if isinstance(params, UnshardedLifecycle):
-            self.allocator.begin_graph()
-            params.gather()
-            params.restore()
-            params.reduce([], self._spread)
-            self.allocator.end_graph()
-            params.finish()
-
-    @property
-    def _spread(self) -> int:
-        return self._run.summed
 
     def _lifecycle(self, run: RankRun) -> ParamLifecycle:
         if run.engine:

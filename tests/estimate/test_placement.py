@@ -59,10 +59,9 @@ class Case:
             head=traced(30, 8, 50, 100),
             shared=5,
             balance=3,
-            kinds=2,
         )
         numbers = tuple(range(layers))
-        stages = {0: StageLayers(numbers, numbers, True, True)}
+        stages = {0: StageLayers(numbers, True, True)}
         self.options = rank_options(trace, stages, allowed, self.machine, "m", "light")
         self.times = {own[0].path: (own[0].saved / 100, own[0].saved / 50) for own in self.options[0]}
         self.levels: list[StepLevel] = []

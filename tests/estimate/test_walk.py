@@ -179,7 +179,7 @@ def test_the_peak_is_that_of_a_real_step(
     meta = built("meta")
     weights, prefix = weight_shapes(meta), f"{base_path(meta)}.layers"
     trace = trace_model(meta, Shape(sequence, 1, block=512, gpu=False))
-    stage = StageLayers(tuple(range(4)), tuple(range(4)), True, True)
+    stage = StageLayers(tuple(range(4)), True, True)
     placements = {f"{prefix}.{n}.{sublayer}": placement for n in range(4) for sublayer in ("self_attn", "mlp")}
     parts = placed_parts(trace, stage, placements, prefix=prefix, recompute=mode)
     groups = param_groups(weights, range(4), True, True, ALONE)

@@ -28,7 +28,7 @@ class ParamGroup:
     """Parameters that FSDP2 gathers together. Sizes are elements of each parameter.
 
     Attributes:
-        place: a layer's place among the rank's, or -1 for embedding, last norm and head.
+        place: a layer's number, or -1 for embedding, last norm and head.
         experts: they are the experts of a MoE layer, in a group of their own.
         processes: of a replica that share it.
         own: of the rank's shard.
@@ -71,13 +71,13 @@ def param_groups(
         whole, last = [*first, *norm, *last], []
         kinds = ["embedding"] * len(first) + [""] * len(norm) + ["head"] * (len(whole) - len(first) - len(norm))
         found = [_group(-1, whole, s, *kinds)]
-    for place, number in enumerate(layers):
+    for number in layers:
         every = weights.layers[number]
         others, experts = [w for w in every if not w.experts], [w for w in every if w.experts]
         if s.sharded and s.ep > 1 and experts:
-            found += [_group(place, others, s), _group(place, experts, s)]
+            found += [_group(number, others, s), _group(number, experts, s)]
         else:
-            found.append(_group(place, every, s))
+            found.append(_group(number, every, s))
     found.append(_group(-1, last, s, "head"))
     return [group for group in found if group.own]
 
@@ -121,7 +121,8 @@ def least_bytes(groups: Sequence[ParamGroup], sharing: Sharing, experts: bool = 
 class ParamLifecycle:
     """The events of a step that parameters and gradients react to; by default they do nothing.
 
-    A `place` is a layer's, "embedding" or "head"; `mlp` tells a layer's second sublayer; `last` tells the step's last microbatch.
+    A `place` is a layer's number, "embedding" or "head"; `mlp` tells a layer's second sublayer; `last` tells the step's last
+    microbatch.
     """
 
     def begin_step(self) -> None:

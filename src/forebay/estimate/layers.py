@@ -59,12 +59,8 @@ class LayerPlan:
 
     def stages(self, rank: int) -> dict[int, StageLayers]:
         """The stages of a pipeline rank."""
-        layers, found, before = self.partition.layers, dict[int, StageLayers](), 0
-        for number in self.partition.stages(rank):
-            places = tuple(range(before, before + len(layers[number])))
-            found[number] = StageLayers(layers[number], places, number == 0, number == len(layers) - 1)
-            before += len(places)
-        return found
+        layers, last = self.partition.layers, len(self.partition.layers) - 1
+        return {n: StageLayers(layers[n], n == 0, n == last) for n in self.partition.stages(rank)}
 
     def rows(self) -> list[dict[str, Any]]:
         """By pipeline rank: its stages with their layers and microbatches in flight, share of time, and bytes."""

@@ -26,7 +26,7 @@ class Part:
     """A sublayer, embedding or head under its placement.
 
     Attributes:
-        place: a layer's place among the rank's, "embedding" or "head".
+        place: a layer's number, "embedding" or "head".
         events: those of light recomputation if `light`; then `placement` is "keep".
         trace: its own.
         balance: bytes that the load-balancing loss holds until its backward.
@@ -78,13 +78,13 @@ def placed_parts(
 ) -> list[Part]:
     """The parts of a stage in forward order. `prefix`: module path of the layers; `recompute`: of `[memory]` or `WHOLE_LAYER`."""
     found = [_part("embedding", "embedding", trace.embedding)] if stage.embedding else []
-    for number, place in zip(stage.layers, stage.places, strict=True):
+    for number in stage.layers:
         layer = trace.layers[number]
         for name, sublayer in layer.sublayers:
             path = f"{prefix}.{number}.{name}"
             placement = placements.get(path, "keep")
             light = placement == "recompute" and recompute != "full" and sublayer.light_events is not None
-            part = _part(path, place, sublayer, "keep" if light else placement, light)
+            part = _part(path, number, sublayer, "keep" if light else placement, light)
             with_previous = recompute == WHOLE_LAYER and placement == "recompute" and name == "mlp"
             balance = trace.balance if name == "mlp" and layer.is_moe else 0
             found.append(replace(part, balance=balance, with_previous=with_previous))

@@ -505,7 +505,6 @@ def trace_model(model: Any, shape: Shape, like: ModelTrace | None = None) -> Mod
         run.parts["head"],
         shared,
         balance,
-        len(sublayers),
     )
 
 

@@ -200,10 +200,9 @@ class PartTrace:
 
 @dataclass(frozen=True)
 class StageLayers:
-    """The layers of a stage: their numbers in the model, their places among the rank's own, and whether it has the ends."""
+    """The layers of a stage: their numbers in the model, and whether it has the ends."""
 
     layers: tuple[int, ...]
-    places: tuple[int, ...]
     embedding: bool
     head: bool
 
@@ -232,7 +231,6 @@ class ModelTrace:
     Attributes:
         shared: bytes that the first layer of a stage saves for all of them, such as rotary tables.
         balance: bytes that the load-balancing loss saves for each MoE layer.
-        kinds: number of different layers.
     """
 
     embedding: PartTrace
@@ -240,7 +238,6 @@ class ModelTrace:
     head: PartTrace
     shared: int
     balance: int
-    kinds: int
 
     def recompute_experts(self, numbers: Container[int]) -> ModelTrace:
         """The model with light recomputation of the experts of layers `numbers`."""
@@ -250,4 +247,4 @@ class ModelTrace:
             if number in numbers:
                 layer = by_kind.setdefault(id(layer), replace(layer, mlp=layer.mlp.recompute_experts()))
             layers.append(layer)
-        return replace(self, layers=tuple(layers), kinds=len({id(layer) for layer in layers}))
+        return replace(self, layers=tuple(layers))

@@ -34,8 +34,6 @@ from forebay.estimate.types import (
     Mark,
     ModelTrace,
     Op,
-    OpCost,
-    PartEvents,
     PartTrace,
     Shape,
 )
@@ -134,29 +132,19 @@ class _TracedPart:
         light: runs its forward with light recomputation of the experts.
     """
 
+    trace: PartTrace
     output: Tensor
     x: Tensor | None
-    saved: int
     log: slice
     kept: tuple[int, ...]
     compiled: bool
     no_grad: Log
-    forward_ops: tuple[OpCost, ...]
     experts: tuple[int, int]
     head_sum: int
-    stash: tuple[int, int] = (0, 0)
-    deferred: tuple[int, ...] = ()
-    token_rows: int = 0
     light: Callable[[], _TracedPart] | None = None
-    backward_ops: tuple[OpCost, ...] = ()
-    events: PartEvents | None = None
 
-    def result(self, inputs: int, light: _TracedPart | None) -> PartTrace:
-        return PartTrace(
-            self.saved, inputs, None if light is None else light.saved, self.stash, self.deferred, self.token_rows,
-            self.forward_ops, self.backward_ops, () if light is None else light.backward_ops,
-            self.events, None if light is None else light.events,
-        )  # fmt: skip
+    def with_light(self, light: PartTrace) -> PartTrace:
+        return replace(self.trace, light=light.saved, light_ops=light.backward_ops, light_events=light.events)
 
 
 @dataclass(frozen=True)
@@ -225,16 +213,17 @@ class TraceRun:
             self._part("head", self._last, partial(self._head, labels=labels))
             if self.shape.balance and self._routed:
                 self._part("balance", None, lambda: balance_loss(self._routed))
-                self.balance = self._open["balance"].saved // len(self._routed)
+                self.balance = self._open["balance"].trace.saved // len(self._routed)
 
     def backward(self) -> None:
         with self._recorder:
             for path, part in reversed(list(self._open.items())):
                 self._backward(part)
-                light = None if part.light is None else part.light()
-                if light is not None:
+                self.parts[path] = part.trace
+                if part.light is not None:
+                    light = part.light()
                     self._backward(light)
-                self.parts[path] = part.result(0 if part.x is None else self._recorder.size(part.x), light)
+                    self.parts[path] = part.with_light(light.trace)
 
     def _install_dispatcher(self, blocks: list[Any]) -> PlannedDispatcher | None:
         """Cut the experts to those of one rank, and plan what arrives there."""
@@ -330,10 +319,12 @@ class TraceRun:
             self._counted_origins |= origins
             size = min(size, sum(map(recorder.origin_size, origins)))
             kept = tuple(sorted(map(recorder.origin_storage, origins))) if compiled else kept
+        inputs = 0 if leaf is None else recorder.size(leaf)
+        trace = PartTrace(size, inputs, forward_ops=recorder.tally.take([output]))
+        log = slice(at, len(recorder.log))
         self._open[path] = _TracedPart(
-            output, leaf, size, slice(at, len(recorder.log)), kept, compiled, no_grad, recorder.tally.take([output]),
-            recorder.experts, recorder.head_sum,
-        )  # fmt: skip
+            trace, output, leaf, log, kept, compiled, no_grad, recorder.experts, recorder.head_sum
+        )
         return output.detach()
 
     def _restart(self) -> None:
@@ -382,7 +373,7 @@ class TraceRun:
         if part.x is not None:
             x = recorder.number(part.x)
             grads = [part.x.grad] if part.x.grad is not None else []
-        part.backward_ops = recorder.tally.take(grads)
+        ops = recorder.tally.take(grads)
         if grads:
             dx = recorder.number(grads.pop())
         log = recorder.log[at:]
@@ -392,7 +383,8 @@ class TraceRun:
         transferred = frozenset(recorder.transferred & own)
         named = NamedStorages(x, out, given, dx, self._weight_grads, part.kept, transferred, *part.experts)
         events = part_events(recorder.log[part.log], log, named, part.compiled, part.no_grad)
-        part.events = replace(events, head_sum=_derived(part.head_sum, log))
+        events = replace(events, head_sum=_derived(part.head_sum, log))
+        part.trace = replace(part.trace, backward_ops=ops, events=events)
 
     def _drop_weight_grad(self, parameter: Tensor) -> None:
         """The sum that it is added to is counted elsewhere."""
@@ -410,7 +402,7 @@ class TraceRun:
         return self._open.pop("light")
 
     def _size_rows(self, part: _TracedPart, site: SublayerCallSite) -> None:
-        """Fill in `stash`, `deferred` and `token_rows` of a MoE sublayer."""
+        """Fill in `stash`, `deferred` and `token_rows` of a MoE sublayer's trace."""
         dispatcher = self._dispatcher
         if dispatcher is None:
             return
@@ -420,12 +412,15 @@ class TraceRun:
         shared = dispatcher.size > 1
         rows = dispatcher.rows if shared else dispatcher.tokens  # on one rank, rows are the tokens themselves
         slots = dispatcher.slots if shared else dispatcher.live_slots
-        if shared:
-            capacity = size * (rows * hidden + slots * width)
-            part.stash = capacity, size * (dispatcher.live_rows * hidden + dispatcher.live_slots * width)
-        # The rows of x and of dy, the gradient of h, and the activation.
-        part.deferred = tuple(size * n for n in (rows * hidden, rows * hidden, slots * width, slots * (width // 2)))
-        part.token_rows = size * slots * hidden
+        capacity = size * (rows * hidden + slots * width)
+        arrive = size * (dispatcher.live_rows * hidden + dispatcher.live_slots * width)
+        part.trace = replace(
+            part.trace,
+            stash=(capacity, arrive) if shared else (0, 0),
+            # The rows of x and of dy, the gradient of h, and the activation.
+            deferred=tuple(size * n for n in (rows * hidden, rows * hidden, slots * width, slots * (width // 2))),
+            token_rows=size * slots * hidden,
+        )
 
     def _head(self, hidden: Tensor, labels: Tensor) -> Tensor:
         hidden = self.base.norm(hidden)

@@ -3,8 +3,9 @@
 Input: a model (a Hugging Face MoE or dense decoder, or any module) and a policy. Output: a `Managed`, which owns everything
 that was installed, reports on it and removes it. Installed in this order, and removed in reverse: Forebay's experts, the fused
 loss, the sublayers of each decoder layer (compiled on request), the placements of regions, and two guards around the base
-model's forward. Placements never change a bit of the results; the first three change the order of sums, and each can be left
-out. Everything is an attribute of the model's modules; copies and pickles of the model do not include it.
+model's forward. Placements never change a bit of the results unless rows are saved in 8 bits (`precision`); the first three
+change the order of sums, and each can be left out. Everything is an attribute of the model's modules; copies and pickles of the
+model do not include it.
 """
 
 import inspect
@@ -42,7 +43,15 @@ from forebay.models.placements import (
 )
 from forebay.models.sinks import install_sinks
 from forebay.moe.dispatch import TokenDispatcher
-from forebay.policy import MANAGED_PLACEMENTS, RECOMPUTE_MODES, Claim, PolicyError, check_placements, parse_bytes
+from forebay.policy import (
+    MANAGED_PLACEMENTS,
+    PRECISIONS,
+    RECOMPUTE_MODES,
+    Claim,
+    PolicyError,
+    check_placements,
+    parse_bytes,
+)
 
 
 class Managed:
@@ -151,6 +160,7 @@ def manage(
     dispatcher: TokenDispatcher | None = None,
     min_bytes: int | None = None,
     pages: int | str | None = None,
+    precision: str = "exact",
 ) -> Managed:
     """Put the saved tensors of `model` under a policy.
 
@@ -196,6 +206,9 @@ def manage(
         min_bytes: storages below this stay on the device. Default: 1 MiB on CUDA, 1 byte elsewhere.
         pages: with ``stash``, the most bytes of device memory for pages, or text; the rest goes to pages on the host. Default:
             as much as a step needs.
+        precision: ``"fp8"`` saves offloaded rows of bf16 in 33/64 of their bytes, as e4m3 numbers with a power of two for each 32
+            neighbors. Backward then reads rounded values, so gradients change; computation stays in bf16. ``"exact"`` saves
+            every bit.
 
     Raises:
         PolicyError: an invalid policy, budget or option.
@@ -224,6 +237,7 @@ def manage(
         recompute=recompute,
         dispatcher=dispatcher,
         min_bytes=min_bytes,
+        precision=precision,
     )
     model, prefix = unwrap(model)
     if prefix and not isinstance(policy, str):
@@ -255,6 +269,7 @@ def manage(
                 offload=offload,
                 recompute=recompute,
                 min_bytes=min_bytes,
+                precision=precision,
             )
         undo.callback(manager.detach)
         for inner in _pretrained_models(model):
@@ -280,11 +295,14 @@ def check_options(
     recompute: Any = "light",
     dispatcher: Any = None,
     min_bytes: Any = None,
+    precision: Any = "exact",
 ) -> None:
     """Raise PolicyError if arguments of `manage` are invalid for any model."""
     _check_policy(policy, budget, offload)
     if not isinstance(compile, bool):
         raise PolicyError(f"compile={compile!r} must be True or False")
+    if precision not in PRECISIONS:
+        raise PolicyError(f"precision={precision!r} is unknown; valid are {', '.join(PRECISIONS)}")
     if recompute not in RECOMPUTE_MODES:
         raise PolicyError(f"recompute={recompute!r} is unknown; valid are {', '.join(RECOMPUTE_MODES)}")
     if dispatcher is not None and not isinstance(dispatcher, TokenDispatcher):

@@ -21,6 +21,8 @@ RECOMPUTE_AND_OFFLOAD = "recompute+offload"
 MANAGED_PLACEMENTS = (*PLACEMENTS, RECOMPUTE_AND_OFFLOAD)
 # How "recompute" treats an MoE sublayer: "light" repeats the experts' first GEMM, the others checkpoint the sublayer.
 RECOMPUTE_MODES = ("light", "full", "save-dispatch")
+# How rows are saved that a placement moves or packs, and the experts' first product: to the bit, or in 8 bits an element.
+PRECISIONS = ("exact", "fp8")
 _SUFFIXES = (
     *((f"{prefix}iB", 1024**n) for n, prefix in enumerate("KMGT", 1)),
     *((f"{prefix}B", 1000**n) for n, prefix in enumerate("KMGT", 1)),

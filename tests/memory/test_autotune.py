@@ -283,7 +283,7 @@ def planned() -> Autotuner:
 
 def copies(traffic: Traffic, milliseconds: list[float]) -> None:
     for taken in milliseconds:
-        traffic.add(MB, Copied(taken))  # type: ignore[arg-type]
+        traffic.add(MB, MB, Copied(taken))  # type: ignore[arg-type]
 
 
 def test_a_measured_step_is_followed_by_a_plan_and_states_change_by_the_table_only() -> None:

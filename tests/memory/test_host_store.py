@@ -334,6 +334,21 @@ def test_a_ticket_that_dies_is_waited_for_once(noted: Noted) -> None:
     assert not noted.notes, "it came back, and compute has waited for that"
 
 
+def test_a_storage_is_compressed_between_the_streams_that_use_it_and_the_copy(noted: Noted) -> None:
+    noted.current_stream_is(noted.side)
+    ticket = noted.store.new_ticket(torch.ones(4096, dtype=torch.uint8), noted.compute, True)
+    noted.store.send([ticket])
+    order = [note[:2] for note in noted.notes]
+    # `side` wrote the storage, and may be the one that gets its block next.
+    assert order[:3] == [("compute", "wait"), ("compute", "enter"), ("side", "wait")]
+    assert order.index(("compute", "record")) > 2, "the copy waits for compute as of then"
+    noted.notes.clear()
+    assert ticket.compressed and noted.store.wait(ticket).numel() == 4096 and not ticket.compressed
+    order = [note[:2] for note in noted.notes]
+    # The copy out still reads the compressed block, which is dropped; `side` reads the expanded one.
+    assert ("compute", "wait") in order[order.index(("compute", "enter")) :] and order[-1] == ("side", "wait")
+
+
 def test_a_ticket_taken_back_while_leaving_is_waited_for_when_it_dies(noted: Noted) -> None:
     """Its memory may be unmapped under the copy that still reads it."""
     (ticket,) = noted.send(1)

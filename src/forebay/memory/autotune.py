@@ -501,8 +501,7 @@ class Autotuner:
     # --- plans ----------------------------------------------------------------------------------------------------
 
     def _make_plan(self, recorder: TimelineRecorder) -> None:
-        _, out_rate = self._store.outbound.measure()
-        _, back_rate = self._store.inbound.measure()
+        out_rate, back_rate = self._store.outbound.rate(slice(None)), self._store.inbound.rate(slice(None))
         timeline = recorder.timeline(out_rate, back_rate, self._mark)
         self.timeline = timeline = replace(timeline, memory_rate=self._store.memory_rate)
         self.alternating = is_interleaved(timeline)

@@ -26,7 +26,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from forebay.memory.autotune import Autotuner, Trial, TuneState
-from forebay.memory.host_store import HostStore, Ledger, Ticket
+from forebay.memory.compressed import holds_rows
+from forebay.memory.host_store import HostStore, Ledger, Ticket, TicketState
 from forebay.memory.overrides import CallSite
 from forebay.memory.recompute import recomputed
 from forebay.memory.recorder import TimelineRecorder
@@ -82,6 +83,8 @@ class Manager:
         recompute: "light" uses a call site's `light_recompute` where it has one; any other mode of `forebay.memory.recompute`
             checkpoints the whole region.
         min_bytes: storages below this stay on the device. Default: 1 MiB on CUDA, 1 elsewhere.
+        precision: "fp8" compresses the rows that are offloaded (`forebay.memory.compressed`), but not the inputs of regions that
+            run their forward again under a checkpoint: that has to be the same forward. "exact" compresses nothing.
 
     Raises:
         PolicyError: a budget without anything to decide, ``stash`` (no region is paged), an unknown `offload`.
@@ -98,11 +101,12 @@ class Manager:
         offload: str = "fit",
         recompute: str = "light",
         min_bytes: int | None = None,
+        precision: str = "exact",
     ):
         check_claims(claims, budget, offload)
         chosen = {claim.path: claim.placement for claim in claims}
         self.ledger = Ledger()
-        self._recompute = recompute
+        self._recompute, self._compresses = recompute, precision == "fp8"
         self._regions = {
             path: Region(path, placement := chosen.get(path, "keep"), site, _light(site, placement, recompute))
             for path, site in sites.items()
@@ -197,8 +201,8 @@ class Manager:
         )
 
     def _saved_by_placement(self) -> dict[str, int]:
-        offloaded = self._step.offloaded_bytes
-        totals = {"offload": offloaded, "keep": self._step.saved_bytes - offloaded}
+        kept = self._step.saved_bytes - self._step.offloaded_bytes
+        totals = {"offload": self._step.host_bytes, "keep": kept}
         totals = {placement: nbytes for placement, nbytes in totals.items() if nbytes}
         for path, region in self._regions.items():
             placement = self._in_force(region) or ""
@@ -337,6 +341,7 @@ class Manager:
         if not self._plans:
             return forward(*args, **kwargs)
         call = self._step.new_call(region.path)
+        call.rounds = self._compresses and forward is not checkpointed
         self._awaits_call = False
         self._transfers.on_event("F", call, self._tuner)
         recorder = self._tuner.recorder
@@ -471,9 +476,14 @@ class Manager:
         key = storage_key(storage, tensor._version)
         saved = self._saved_before(key)
         if saved is None:
-            ticket = self._record_saved(call, storage, key)
+            ticket = self._record_saved(call, storage, key, call.rounds and holds_rows(tensor))
         else:
             ticket = saved.ticket() if saved.ticket is not None else None
+            if ticket is not None and ticket.rounds and not (call.rounds and tensor.dtype is torch.bfloat16):
+                # Needed to the bit.
+                if ticket.state is not TicketState.UNSENT:
+                    return SavedAlias(tensor)
+                ticket.rounds = False
             if saved.ticket is not None and saved.key != call.key and saved.ticket not in call.tickets:
                 call.tickets.append(saved.ticket)
             if self._recording is not None:
@@ -495,14 +505,16 @@ class Manager:
             return None
         return saved
 
-    def _record_saved(self, call: RegionCall, storage: torch.UntypedStorage, key: tuple[int, int]) -> Ticket | None:
+    def _record_saved(
+        self, call: RegionCall, storage: torch.UntypedStorage, key: tuple[int, int], rounds: bool
+    ) -> Ticket | None:
         """Record a storage that this step saves for the first time. Returns its ticket if it is to be offloaded."""
         item = len(call.items)
         call.items.append(storage.nbytes())
         ticket: Ticket | None = None
         ref: weakref.ref[Ticket] | None = None
         if call.offload is None or item in call.offload:
-            ticket = self.store.new_ticket(storage_bytes(storage, self._device), call.compute)
+            ticket = self.store.new_ticket(storage_bytes(storage, self._device), call.compute, rounds)
             ref = weakref.ref(ticket)
             self.ledger.enter(ticket, *call.key)
             call.unsent.append(ticket)

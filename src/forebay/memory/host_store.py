@@ -4,7 +4,8 @@ Input: the uint8 view of a device storage. Output: a `Ticket`, which the autogra
 the `HostPool`. On a GPU the host memory is page-locked, copies run on two streams, and CUDA events order them: nothing calls
 ``record_stream``, which would release memory at an unknown time. On a CPU a copy is complete when `send` returns. The store and
 the `Ledger` keep no strong reference to a ticket. A ticket may die at any time and in any thread, also in a garbage collection
-within a call of the store or the pool: its death only enqueues waits and appends to a deque.
+within a call of the store or the pool: its death only enqueues waits and appends to a deque. Bytes that may be rounded are
+compressed on the device when they leave it and expanded there when they are read (`forebay.memory.compressed`).
 """
 
 import enum
@@ -23,6 +24,7 @@ import torch
 
 from forebay.kernels.flags import Flag, Flags
 from forebay.kernels.launch import memory_rate
+from forebay.memory.compressed import compress, expand
 
 CudaEvents = tuple[torch.cuda.Event, torch.cuda.Event]
 Copy = tuple[torch.Tensor, torch.Tensor]  # source, target
@@ -261,8 +263,10 @@ class Ticket:
 
     Attributes:
         nbytes: size of the storage.
+        rounds: the bytes may be compressed on their way out; then a view in another dtype does not come back.
+        compressed: they were, and are not expanded yet.
         state: where the bytes are; changed only through `advance`.
-        device_bytes: the uint8 device tensor, or None; until the ticket leaves, a view of the saved storage.
+        device_bytes: the uint8 device tensor, compressed or not, or None; until the ticket leaves, a view of the saved storage.
         compute: the stream that made the bytes and reads them again; None on a CPU.
         others: further streams that saved the storage or read it.
         out, back: the last copy out and the last copy back.
@@ -270,13 +274,14 @@ class Ticket:
     """
 
     __slots__ = (
-        *("__weakref__", "address", "back", "compute", "device_bytes", "nbytes"),
-        *("others", "out", "host_block", "state", "store"),
+        *("__weakref__", "address", "back", "compressed", "compute", "device_bytes", "nbytes"),
+        *("others", "out", "host_block", "rounds", "state", "store"),
     )
 
-    def __init__(self, store: "HostStore", device_bytes: torch.Tensor, compute: Any):
+    def __init__(self, store: "HostStore", device_bytes: torch.Tensor, compute: Any, rounds: bool):
         self.store = store
         self.nbytes = device_bytes.numel()
+        self.rounds, self.compressed = rounds, False
         self.device_bytes: torch.Tensor | None = device_bytes
         self.state = TicketState.UNSENT
         self.host_block: HostBlock | None = None
@@ -285,6 +290,11 @@ class Ticket:
         self.compute = compute
         self.others: tuple[Any, ...] = ()
         self.address = 0
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that were copied to the host, or would be uncompressed."""
+        return self.host_block.bytes_.numel() if self.host_block is not None else self.nbytes
 
     def advance(self, to: TicketState) -> None:
         """Go to another state.
@@ -325,13 +335,13 @@ class Ledger:
 
     @property
     def live_bytes(self) -> int:
-        """Bytes of the live tickets, wherever they are."""
+        """Bytes of the live tickets' storages, wherever they are."""
         return sum(ticket.nbytes for ticket, _, _ in self._live())
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the live tickets that have device memory now."""
-        return sum(ticket.nbytes for ticket, _, _ in self._live() if ticket.device_bytes is not None)
+        """Bytes of device memory that live tickets have now."""
+        return sum(held.numel() for ticket, _, _ in self._live() if (held := ticket.device_bytes) is not None)
 
     def by_region(self) -> dict[str, int]:
         """Live bytes by region path."""
@@ -559,26 +569,36 @@ def _clear_cuda_error() -> None:
 
 
 class Traffic:
-    """Copies in one direction since `reset_stats`."""
+    """Copies in one direction since `reset_stats`.
+
+    Attributes:
+        nbytes: of the storages that were copied; `copied`: the bytes that this took, fewer if they are compressed.
+        copies: the storages' bytes, and the end of their copy.
+    """
 
     def __init__(self) -> None:
-        self.nbytes = 0
+        self.nbytes = self.copied = 0
         self.copies: deque[tuple[int, CopyDone]] = deque(maxlen=4096)
 
-    def add(self, nbytes: int, done: CopyDone) -> None:
+    def add(self, nbytes: int, copied: int, done: CopyDone) -> None:
         self.nbytes += nbytes
+        self.copied += copied
         self.copies.append((nbytes, done))
 
     def reset_stats(self) -> None:
-        self.nbytes = 0
+        self.nbytes = self.copied = 0
         self.copies.clear()
 
     def measure(self) -> tuple[int, float | None]:
-        """(bytes, bytes a second while copying). Waits for the copies. See `rate`."""
-        return self.nbytes, self.rate(slice(None))
+        """(bytes copied, bytes a second while copying). Waits for the copies."""
+        rate = self.rate(slice(None))
+        return self.copied, rate and rate * self.copied / self.nbytes
 
     def rate(self, which: slice) -> float | None:
-        """Bytes a second of a part of the copies, in their order; None on a CPU, or if none was timed."""
+        """Bytes of storages a second of a part of the copies, in their order; None on a CPU, or if none was timed.
+
+        Plans count the bytes of storages: compressed, they fit on the link at a higher rate.
+        """
         timed, milliseconds = 0, 0.0
         for size, done in list(self.copies)[which]:
             taken = done.milliseconds()
@@ -627,13 +647,14 @@ class HostStore:
         """Bytes a second of the device's own memory, which copies read and write too."""
         return memory_rate(self.device)
 
-    def new_ticket(self, device_bytes: torch.Tensor, compute: Any) -> Ticket:
+    def new_ticket(self, device_bytes: torch.Tensor, compute: Any, rounds: bool = False) -> Ticket:
         """A ticket for the bytes of a storage (uint8, on the device), which stay there until `send`.
 
         Args:
             compute: the stream that made the bytes and reads them again; None on a CPU.
+            rounds: compress them on their way; see `forebay.memory.compressed.holds_rows`.
         """
-        ticket = Ticket(self, device_bytes, compute)
+        ticket = Ticket(self, device_bytes, compute, rounds)
         other = self.lanes.other_stream(compute)
         if other is not None:
             ticket.others = (other,)
@@ -659,8 +680,10 @@ class HostStore:
         copies: list[Copy] = []
         after: list[CopyDone] = []
         for ticket in unsent:
+            if ticket.rounds:
+                _compress(ticket)
             assert ticket.device_bytes is not None
-            ticket.host_block = ticket.host_block or self.pool.take(ticket.nbytes)
+            ticket.host_block = ticket.host_block or self.pool.take(ticket.device_bytes.numel())
             copies.append((ticket.device_bytes, ticket.host_block.bytes_))
             if ticket.host_block.last_read is not None:
                 after.append(ticket.host_block.last_read)
@@ -671,7 +694,7 @@ class HostStore:
             ticket.host_block.slab.last_written = out
             ticket.out, ticket.address = out, ticket.device_bytes.data_ptr()
             ticket.advance(TicketState.LEAVING)
-        self.outbound.add(sum(ticket.nbytes for ticket in unsent), out)
+        self.outbound.add(*_sizes(unsent), out)
 
     @_locked
     def release(self, ticket: Ticket) -> None:
@@ -710,11 +733,11 @@ class HostStore:
                 assert block is not None
                 ticket.back = block.last_read = block.slab.last_read = back
                 ticket.advance(TicketState.RETURNING)
-            self.inbound.add(sum(ticket.nbytes for ticket in tickets), back)
+            self.inbound.add(*_sizes(tickets), back)
 
     def _allocate_target(self, ticket: Ticket) -> Copy:
         assert ticket.host_block is not None
-        ticket.device_bytes = torch.empty(ticket.nbytes, dtype=torch.uint8, device=self.device)
+        ticket.device_bytes = torch.empty(ticket.host_bytes, dtype=torch.uint8, device=self.device)
         return ticket.host_block.bytes_, ticket.device_bytes
 
     def wait(self, ticket: Ticket) -> torch.Tensor:
@@ -726,6 +749,8 @@ class HostStore:
         """
         if ticket.state is not TicketState.ON_DEVICE or self.lanes.other_stream(ticket.compute) is not None:
             self.recall(ticket)
+        if ticket.rounds:
+            self._expand(ticket)
         assert ticket.device_bytes is not None
         if ticket.back is None and _is_emptied(ticket):
             raise RuntimeError(
@@ -753,6 +778,19 @@ class HostStore:
                 ticket.back.block(other)
             if other not in ticket.others:
                 ticket.others = (*ticket.others, other)
+
+    @_locked
+    def _expand(self, ticket: Ticket) -> None:
+        """Expand a compressed ticket on its compute stream, for the current one."""
+        if ticket.compressed:
+            assert ticket.device_bytes is not None
+            with on_stream(ticket.compute):
+                expanded = expand(ticket.device_bytes, ticket.nbytes)
+            _guard_block(ticket)  # the compressed block's
+            ticket.device_bytes, ticket.compressed = expanded, False
+        other = self.lanes.other_stream(ticket.compute)
+        if other is not None:
+            other.wait_stream(ticket.compute)
 
     def reset_stats(self) -> None:
         """Start anew to count traffic, and which slabs of host memory are used."""
@@ -785,6 +823,17 @@ class HostStore:
             ticket.device_bytes = None
 
 
+def _compress(ticket: Ticket) -> None:
+    """Give up the ticket's storage for a compressed copy. Streams that used it may get its block next: they wait for that."""
+    assert ticket.device_bytes is not None
+    for other in ticket.others:
+        ticket.compute.wait_stream(other)
+    with on_stream(ticket.compute):
+        ticket.device_bytes, ticket.compressed = compress(ticket.device_bytes), True
+    for other in ticket.others:
+        other.wait_stream(ticket.compute)
+
+
 def _guard_block(ticket: Ticket) -> None:
     """Before a ticket's device block returns to its allocator: the streams that may get it next wait for all that uses it.
 
@@ -802,7 +851,13 @@ def _guard_block(ticket: Ticket) -> None:
 
 def _is_emptied(ticket: Ticket) -> bool:
     """Whether the ticket's storage was resized to less than it held."""
-    return ticket.device_bytes is not None and ticket.device_bytes.untyped_storage().nbytes() < ticket.nbytes
+    held = ticket.device_bytes
+    return held is not None and held.untyped_storage().nbytes() < held.numel()
+
+
+def _sizes(tickets: Sequence[Ticket]) -> tuple[int, int]:
+    """Bytes of the tickets' storages, and on the host."""
+    return sum(ticket.nbytes for ticket in tickets), sum(ticket.host_bytes for ticket in tickets)
 
 
 def _by_stream(tickets: Iterable[Ticket]) -> Iterable[tuple[Any, list[Ticket]]]:

@@ -29,13 +29,13 @@ class StepReport:
 
     Attributes:
         planned_bytes: bytes that the step's plan takes off the device; 0 in a step that is measured for a plan.
-        moved_bytes: bytes copied to the host.
+        moved_bytes: bytes copied to the host: fewer than planned where they are compressed.
         d2h_gbps, h2d_gbps: 1e9 bytes a second while copying, out and back.
         wait_ms: time for which the compute stream waited for copies.
         saved_bytes_by_placement: bytes of the storages that regions saved for one backward: "offload" left the device,
-            "keep" stayed, "recompute" stayed for recomputed regions (their inputs). Small ones that are never offloaded
-            count only for regions that the policy keeps. A storage that two regions save counts for both. For a call that
-            offloads nothing by the plan, the bytes of the measured step count.
+            compressed if they are, "keep" stayed, "recompute" stayed for recomputed regions (their inputs). Small ones that are
+            never offloaded count only for regions that the policy keeps. A storage that two regions save counts for both. For a
+            call that offloads nothing by the plan, the bytes of the measured step count.
         recomputed: number of regions that run their forward again.
     """
 
@@ -80,6 +80,7 @@ class RegionCall:
         tickets: of the storages that the call saved; weak, because the graph owns them.
         unsent: tickets to be sent when the forward is over, owned until then.
         offload: indices of the items to be offloaded; None for all.
+        rounds: what is offloaded may be compressed.
         compute: the stream that the call runs on; None on a CPU.
         abandoned: no backward is expected: the forward failed, or a backward through its model's forward is over.
         hooks: on the outputs' gradients; they announce the call's backward.
@@ -93,6 +94,7 @@ class RegionCall:
     tickets: list["weakref.ref[Ticket]"] = field(default_factory=list)
     unsent: list[Ticket] = field(default_factory=list)
     offload: frozenset[int] | None = None
+    rounds: bool = False
     compute: Any = None
     backward_started: bool = False
     abandoned: bool = False
@@ -123,7 +125,7 @@ class Step:
         saved: storages by `forebay.memory.storage.storage_key`. `saved_by`: by their first call, only while measuring.
         unreleased: calls whose device memory is not released yet.
         weights: of regions, if a schedule says that they are steady within a step.
-        saved_bytes, offloaded_bytes: of regions whose storages may be offloaded.
+        saved_bytes, offloaded_bytes: of regions whose storages may be offloaded. `host_bytes`: the offloaded ones' on the host.
     """
 
     def __init__(self, backwards: Sequence[Key] = ()) -> None:
@@ -131,7 +133,7 @@ class Step:
         self.saved_by: dict[Key, list[KnownStorage]] = {}
         self.unreleased: list[weakref.ref[RegionCall]] = []
         self.weights: dict[str, RegionWeights] = {}
-        self.saved_bytes = self.offloaded_bytes = 0
+        self.saved_bytes = self.offloaded_bytes = self.host_bytes = 0
         self._calls: list[weakref.ref[RegionCall]] = []
         self._by_key: dict[Key, weakref.ref[RegionCall]] = {}
         self._counts: dict[str, int] = {}
@@ -294,6 +296,7 @@ class Transfers:
             unsent, call.unsent = call.unsent, []
             call.step.offloaded_bytes += sum(ticket.nbytes for ticket in unsent)
             self._store.send(unsent)
+            call.step.host_bytes += sum(ticket.host_bytes for ticket in unsent)
 
     def release(self, calls: Iterable[RegionCall]) -> None:
         """Wait for the calls' copies out on the compute stream, and free the device memory."""

@@ -1,0 +1,182 @@
+"""Rows in 8 bits an element: e4m3 numbers, and for each 32 neighbors of a row a power of two (the layout of MXFP8).
+
+Input: rows [R, W] in bf16. Output: bytes [R, W + ceil(W / 32)], which the caller owns: a row's W numbers, then its
+scales. A scale 2^(s - 127) is the byte s, the smallest with which the largest number of its group is at most 448; 255 stands for
+NaN. So for a finite group with the largest magnitude m, each x comes back with an error of at most
+
+    max(|x| * 2^-4, m * 2^-17)
+
+numbers of four significant bits from m * 2^-14 on come back exactly, and what came back once comes back again unchanged. A group
+with an infinity or a NaN comes back as NaN, a number above 1.9375 * 2^127 as infinity, and one below 2^-126 perhaps as zero.
+Example, a row [1.1, -3.0, 500.0]: m = 500 > 448, so the scale is 2^1 = 2 (s = 128), the numbers are 0.5625, -1.5 and 256, and the
+row comes back as [1.125, -3.0, 512.0]. Encoding moves 3.03 bytes an element, and so does decoding: for 65536 x 2048, 0.41 GB,
+0.10 ms at 4 TB/s.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from forebay.kernels.launch import Backend, on_device_of, packed, use_triton
+
+GROUP = 32
+"""Elements of a row that share a scale."""
+_GROUPS = 64  # a program's; 2048 elements are 16 a thread on 4 warps
+_LARGEST = 0x60_0000  # mantissa of 448, and of 448 times any power of two, in fp32
+_NATIVE_SINCE = (8, 9)  # compute capability from which GPUs convert to e4m3
+
+
+@triton.jit
+def group_scale(bits):
+    """The scales' bytes, from the largest magnitude of each group as the bits of its fp32 number."""
+    exponent = bits >> 23
+    # 448 is 1.75 * 2^8.
+    scale = tl.maximum(exponent - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32), 1)
+    return tl.where(exponent == 255, 255, scale)
+
+
+@triton.jit
+def to_e4m3(x, scale, NATIVE: tl.constexpr):
+    """The bytes, as int32, of fp32 numbers x divided by their scales (bytes as int32, of x's shape)."""
+    inverse = (tl.maximum(254 - scale, 0) << 23).to(tl.float32, bitcast=True)
+    x = x * inverse
+    if NATIVE:
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
+    else:
+        # To nearest, ties to even, in integers. Triton 3.6's interpreter rounds ties otherwise.
+        bits = x.to(tl.int32, bitcast=True)
+        size = bits & 0x7FFFFFFF
+        normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960  # the exponent's bias is 7, not 127
+        # Below 2^-6, numbers are multiples of 2^-9: what an fp32 number of 2^14 is rounded to.
+        small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+        return tl.where(size < 0x3C800000, small, normal) & 0x7F | ((bits >> 24) & 0x80)
+
+
+@triton.jit
+def from_e4m3(number, scale):
+    """The fp32 numbers of bytes and of their scales, both as int32 of one shape."""
+    x = (((number & 0x80) << 24) | ((number & 0x7F) << 20)).to(tl.float32, bitcast=True)
+    # A NaN among the numbers has the scale of a NaN.
+    times = tl.where(scale == 255, 0x7FC00000, scale << 23).to(tl.float32, bitcast=True)
+    return x * 1329227995784915872903807060280344576.0 * times  # 2^120: the exponent's bias is 7, not 127
+
+
+@triton.jit
+def _places(groups, n_groups, row_groups, width):
+    """Rows and columns of the elements of groups [G]: [G, 1] and [G, 32], and which of them exist."""
+    row = groups // row_groups
+    cols = ((groups - row * row_groups) * 32)[:, None] + tl.arange(0, 32)[None, :]
+    return row[:, None], cols, (groups < n_groups)[:, None] & (cols < width)
+
+
+@triton.jit
+def _encode_kernel(x_ptr, out_ptr, n_groups, row_groups, width, row_bytes, NATIVE: tl.constexpr, GROUPS: tl.constexpr):
+    """GROUPS groups of all rows."""
+    groups = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    row, cols, exists = _places(groups, n_groups, row_groups, width)
+    x = tl.load(x_ptr + row * width + cols, mask=exists, other=0.0).to(tl.float32)
+    scale = group_scale(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1))[:, None]
+    numbers = to_e4m3(x, scale, NATIVE)
+    tl.store(out_ptr + row * row_bytes + cols, numbers.to(tl.uint8), mask=exists)
+    at = row * row_bytes + width + (groups[:, None] - row * row_groups)
+    tl.store(out_ptr + at, scale.to(tl.uint8), mask=(groups < n_groups)[:, None])
+
+
+@triton.jit
+def _decode_kernel(rows_ptr, out_ptr, n_groups, row_groups, width, row_bytes, GROUPS: tl.constexpr):
+    """GROUPS groups of all rows."""
+    groups = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    row, cols, exists = _places(groups, n_groups, row_groups, width)
+    numbers = tl.load(rows_ptr + row * row_bytes + cols, mask=exists, other=0).to(tl.int32)
+    at = row * row_bytes + width + (groups[:, None] - row * row_groups)
+    scale = tl.load(rows_ptr + at, mask=(groups < n_groups)[:, None], other=0).to(tl.int32)
+    x = from_e4m3(numbers, scale)
+    tl.store(out_ptr + row * width + cols, x.to(out_ptr.dtype.element_ty), mask=exists)
+
+
+def encoded_width(width: int) -> int:
+    """Bytes of an encoded row of `width` elements."""
+    return width + -(-width // GROUP)
+
+
+def converts_natively(device: torch.device) -> bool:
+    """Whether the GPU has an instruction for `to_e4m3`."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _NATIVE_SINCE
+
+
+def encode_rows(x: Tensor, *, backend: Backend = "auto") -> Tensor:
+    """[R, encoded_width(W)] uint8.
+
+    Args:
+        x: [R, W] bf16, any strides.
+
+    Raises:
+        ValueError: x of another number of dimensions. TypeError: of another dtype.
+    """
+    x = packed("x", x, x, [None, None], [torch.bfloat16])
+    rows, width = x.shape
+    out = torch.empty((rows, encoded_width(width)), dtype=torch.uint8, device=x.device)
+    if out.numel() == 0:
+        return out
+    if not use_triton(backend, x):
+        scale = _reference_scales(x)
+        inverse = _power_of_two((254 - scale).clamp(min=0))
+        scaled = x.float() * _spread(inverse, width)
+        out[:, :width] = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
+        out[:, width:] = scale
+        return out
+    groups = out.shape[1] - width
+    with on_device_of(x):
+        _encode_kernel[(triton.cdiv(rows * groups, _GROUPS),)](
+            x, out, rows * groups, groups, width, out.shape[1],
+            NATIVE=converts_natively(x.device), GROUPS=_GROUPS, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def decode_rows(rows: Tensor, width: int, *, backend: Backend = "auto") -> Tensor:
+    """[R, width] bf16: what `encode_rows` was given, in 4 significant bits.
+
+    Args:
+        rows: [R, encoded_width(width)] uint8, any strides.
+
+    Raises:
+        ValueError: rows of another width. TypeError: rows that are not uint8.
+    """
+    rows = packed("rows", rows, rows, [None, encoded_width(width)], [torch.uint8])
+    out = torch.empty((rows.shape[0], width), dtype=torch.bfloat16, device=rows.device)
+    if out.numel() == 0:
+        return out
+    if not use_triton(backend, rows):
+        scale = rows[:, width:].int()
+        times = torch.where(scale == 255, torch.nan, _power_of_two(scale.clamp(max=254)))
+        out.copy_(rows[:, :width].contiguous().view(torch.float8_e4m3fn).float() * _spread(times, width))
+        return out
+    groups = rows.shape[1] - width
+    with on_device_of(rows):
+        _decode_kernel[(triton.cdiv(rows.shape[0] * groups, _GROUPS),)](
+            rows, out, rows.shape[0] * groups, groups, width, rows.shape[1], GROUPS=_GROUPS, num_warps=4
+        )
+    return out
+
+
+def _reference_scales(x: Tensor) -> Tensor:
+    """The plain PyTorch form of `group_scale`: [R, ceil(W / 32)] int32."""
+    rows, width = x.shape
+    padded = torch.nn.functional.pad(x.float(), (0, -width % GROUP)).view(rows, -1, GROUP)
+    bits = (padded.contiguous().view(torch.int32) & 0x7FFFFFFF).amax(2)
+    scale = ((bits >> 23) - 8 + ((bits & 0x7FFFFF) > _LARGEST).int()).clamp(min=1)
+    return torch.where(bits >> 23 == 255, 255, scale)
+
+
+def _power_of_two(biased: Tensor) -> Tensor:
+    """2^(biased - 127) in fp32; 0 for 0."""
+    return (biased.int() << 23).view(torch.float32)
+
+
+def _spread(by_group: Tensor, width: int) -> Tensor:
+    """[R, width]: each group's number for each of its elements."""
+    return by_group.repeat_interleave(GROUP, 1)[:, :width]

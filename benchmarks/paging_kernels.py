@@ -158,7 +158,7 @@ def pair(tokens: int, inner: int, k: int, num: int) -> dict[str, float]:
     again = torch.empty_like(h)
 
     def forward(pages: PageTable | None = None) -> Tensor:
-        return swiglu_forward(h, weights, order, offs, glu, pages=pages)
+        return swiglu_forward(h, weights, order, offs, glu, saved=pages)
 
     def backward(source: Tensor | PageTable) -> tuple[Tensor | None, ...]:
         return swiglu_backward(source, da, weights, order, offs, glu)

@@ -28,9 +28,16 @@ from forebay.memory.step import StepReport
 from forebay.memory.timeline import Plan
 from forebay.models.blocks import Sublayers, install_sublayers
 from forebay.models.compile import compile_sublayer
-from forebay.models.families import UnknownLayerError, has_decoder_layers
+from forebay.models.families import UnknownLayerError, absent_layers, has_decoder_layers, innermost, moe_blocks
 from forebay.models.fused_loss import install_fused_loss
-from forebay.models.hf_experts import experts_modules, install_experts, quantized_weight, why_own
+from forebay.models.hf_experts import (
+    experts_modules,
+    install_experts,
+    quantized_weight,
+    round_saved_rows,
+    uses_forebay,
+    why_own,
+)
 from forebay.models.low_rank import refuse_untraceable
 from forebay.models.placements import (
     Regions,
@@ -206,9 +213,9 @@ def manage(
         min_bytes: storages below this stay on the device. Default: 1 MiB on CUDA, 1 byte elsewhere.
         pages: with ``stash``, the most bytes of device memory for pages, or text; the rest goes to pages on the host. Default:
             as much as a step needs.
-        precision: ``"fp8"`` saves offloaded rows of bf16 in 33/64 of their bytes, as e4m3 numbers with a power of two for each 32
-            neighbors. Backward then reads rounded values, so gradients change; computation stays in bf16. ``"exact"`` saves
-            every bit.
+        precision: ``"fp8"`` saves rows of bf16 in 33/64 of their bytes, as e4m3 numbers with a power of two for each 32 of them:
+            those that are offloaded or stashed, and the first product of Forebay's experts wherever it is saved. Backward then
+            reads rounded values, so gradients change; computation stays in bf16. ``"exact"`` saves every bit.
 
     Raises:
         PolicyError: an invalid policy, budget or option.
@@ -247,6 +254,8 @@ def manage(
     with ExitStack() as undo:  # on an error, removes what is installed so far
         if isinstance(model, PreTrainedModel):
             _install_operations(model, experts, loss, undo, fallbacks)
+        if precision == "fp8":
+            undo.callback(round_saved_rows(model))
         sublayers = _sublayers(model, compile, dispatcher, fallbacks)
         undo.callback(sublayers.uninstall)
         if compile and attention == "flex":
@@ -256,6 +265,8 @@ def manage(
         sealed = sealed_in_sublayers(model, sublayers, dispatcher) if compile else {}
         refuse_untraceable(model, sealed)
         regions = regions_of(model, sublayers, policy, sealed, dispatcher, recompute)
+        if precision == "fp8":
+            _check_rounding(model, regions)
         page_store = _install_pages(model, regions, device, pages, undo)
         switch_recompute_experts(model, regions.recompute_experts, True)
         undo.callback(switch_recompute_experts, model, regions.recompute_experts, False)
@@ -437,6 +448,18 @@ def _install_pages(
         undo.callback(store.close)
         undo.callback(remove_stash, model)
     return store
+
+
+def _check_rounding(model: nn.Module, regions: Regions) -> None:
+    """Raise PolicyError if there are no rows to be rounded, neither offloaded or stashed nor those of Forebay's experts."""
+    moved = regions.stashed or any(claim.placement in ("offload", "auto") for claim in regions.claims)
+    # Other ranks of a pipeline may have the experts.
+    blocks = [block for layer in (model, *(part for _, part in absent_layers(model))) for block in moe_blocks(layer)]
+    if not moved and not any(uses_forebay(innermost(block.experts)) for block in blocks):
+        raise PolicyError(
+            "precision='fp8' has nothing to round: the policy puts neither 'offload' nor 'stash' on any region, and the model "
+            "has no experts that Forebay runs; leave it out"
+        )
 
 
 def _checkpointing_off(model: nn.Module, regions: Regions) -> Callable[[], AbstractContextManager[None]]:

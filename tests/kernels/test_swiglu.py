@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from forebay.kernels.paging import Arena, PageTable, restore
+from forebay.kernels.row_fp8 import decode_rows, encode_rows, encoded_width
 from forebay.kernels.swiglu import Glu, swiglu_backward, swiglu_forward
 from tests.kernels.common import DEVICE, backends
 
@@ -167,7 +168,7 @@ def paged(h: torch.Tensor, offs: torch.Tensor, device_share: float = 0.5, page_b
 def compare_paged(h, da, weights, order, offs, extra, glu, backend, **where) -> None:
     """Through pages and without: the same bits; and h as it was."""
     live, pages, rest = int(offs[-1]), paged(h, offs, **where), {"backend": backend, **extra}
-    act = swiglu_forward(h, weights, order, offs, glu, pages=pages, **rest)
+    act = swiglu_forward(h, weights, order, offs, glu, saved=pages, **rest)
     assert torch.equal(act, swiglu_forward(h, weights, order, offs, glu, **rest))
     saved = torch.full(h.shape, torch.nan, dtype=h.dtype, device=DEVICE)
     restore([pages], [saved], backend=backend)
@@ -183,6 +184,33 @@ def compare_paged(h, da, weights, order, offs, extra, glu, backend, **where) -> 
 def test_through_pages_the_same_bits(glu: Glu, dtype: torch.dtype, backend, poisoned: None) -> None:
     compare_paged(*make(19, 24, 15, dtype), glu, backend)
     compare_paged(*make(19, 24, 19, dtype, bias=True, weights_dtype=torch.bfloat16), glu, backend)
+
+
+@backends
+@pytest.mark.parametrize("glu", GLUS, ids=str)
+@pytest.mark.parametrize(
+    ("rows", "inner", "live"), [(0, 32, 0), (1, 32, 1), (5, 32, 0), (35, 32, 34), (9, 96, 8), (5, 544, 5), (3, 64, 3)]
+)
+def test_in_8_bits_h_is_what_its_rows_are_rounded_to(
+    glu: Glu, rows: int, inner: int, live: int, backend, poisoned: None
+) -> None:
+    h, da, weights, order, offs, extra = make(rows, inner, live, torch.bfloat16, bias=rows % 2 == 1)
+    h *= 2.0 ** torch.randint(-12, 12, h.shape, device=DEVICE)
+    h[:, 40:] *= 2.0**-20  # columns of a row need scales of their own
+    rest = {"backend": backend, **extra}
+    width = encoded_width(2 * inner)
+    small = torch.full((rows, width), 0xFF, dtype=torch.uint8, device=DEVICE)
+    act = swiglu_forward(h, weights, order, offs, glu, saved=small, **rest)
+    assert torch.equal(act, swiglu_forward(h, weights, order, offs, glu, **rest)), "act is that of h itself"
+    assert torch.equal(small[:live], encode_rows(h[:live], backend="reference"))
+    rounded = decode_rows(small, 2 * inner, backend="reference")
+    wanted = swiglu_backward(rounded, da, weights, order, offs, glu, **rest)
+    assert_equal(swiglu_backward(small, da, weights, order, offs, glu, **rest), wanted)
+    pages = paged(small, offs, page_bytes=4096)
+    assert torch.equal(swiglu_forward(h, weights, order, offs, glu, saved=pages, **rest), act)
+    assert_equal(swiglu_backward(pages, da.clone(), weights, order, offs, glu, over_da=True, **rest), wanted)
+    for act_or_gradient in wanted[:2]:
+        assert (act_or_gradient[live:] == 0).all()
 
 
 # Pages of 512 bytes hold 2 rows of 64 columns, 1 of 65, 64 of one pair in bf16; of 2816-byte rows a page of 8192 holds 2.
@@ -214,7 +242,7 @@ def test_where_pages_were_short_h_is_zeros(backend, poisoned: None) -> None:
         pages = paged(h, offs)
         pages = pages._replace(pages=torch.full_like(pages.pages, -1))
         before = pages.arena.device.clone(), pages.arena.host.clone()
-        act = swiglu_forward(h, weights, order, offs, glu, pages=pages, backend=backend, **extra)
+        act = swiglu_forward(h, weights, order, offs, glu, saved=pages, backend=backend, **extra)
         assert torch.equal(act, swiglu_forward(h, weights, order, offs, glu, backend=backend, **extra))
         assert torch.equal(pages.arena.device, before[0]) and torch.equal(pages.arena.host, before[1])
         got = swiglu_backward(pages, da, weights, order, offs, glu, backend=backend, **extra)
@@ -233,8 +261,11 @@ def test_refusals() -> None:
         (lambda: swiglu_forward(h, *rest, SWIGLU, bias=h[:3]), "row_expert"),
         (lambda: swiglu_backward(h.t().contiguous().t(), da, *rest, SWIGLU, over_h=True), "contiguous"),
         (lambda: swiglu_backward(pages, da, *rest, SWIGLU, over_h=True), "over_h needs a tensor"),
-        (lambda: swiglu_forward(h.bfloat16(), *rest, SWIGLU, pages=pages), "4 rows of 32 bytes"),
-        (lambda: swiglu_backward(pages, da.bfloat16(), *rest, SWIGLU), "da must be"),
+        (lambda: swiglu_forward(h.bfloat16(), *rest, SWIGLU, saved=pages), "4 rows of 32 bytes"),
+        (lambda: swiglu_backward(pages, da.bfloat16(), *rest, SWIGLU), "got 4 of 64"),
+        (lambda: swiglu_forward(h.bfloat16(), *rest, SWIGLU, saved=torch.zeros(4, 17).byte()), "I a multiple of 32"),
+        (lambda: swiglu_forward(h, *rest, SWIGLU, saved=torch.zeros(4, 16)), r"contiguous uint8 \[4, 17\]"),
+        (lambda: swiglu_backward(torch.zeros(4, 17).byte(), da, *rest, SWIGLU, over_h=True), "over_h needs a tensor"),
         (lambda: Glu("gelu"), "activation"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -284,7 +315,7 @@ def test_pages_with_more_elements_than_int32_counts(glu: Glu) -> None:
     )
     numbers = torch.arange(n_pages - 1, -1, -1, dtype=torch.int32, device="cuda")
     pages = PageTable(arena, numbers, offs, rows, 4 * inner)
-    swiglu_forward(h, weights, order, offs, glu, pages=pages)
+    swiglu_forward(h, weights, order, offs, glu, saved=pages)
     saved = torch.zeros_like(h)
     restore([pages], [saved])
     assert torch.equal(saved[:-1].view(torch.int16), h[:-1].view(torch.int16)) and (saved[-1] == 0).all()

@@ -47,9 +47,11 @@ def _experts_workspace(
     steps += [(2, 0)] if rows == slots else [("whole order", 4 * slots)]
     steps += [(3, 0), (4, 0), ("ends", counts), ("counts", 0), ("ends", 0)]
     steps += [] if rows == slots else [(2, 0), ("whole order", 0)]
-    h: str | int = 1 if save_h else "h"
+    h: str | int = 1 if save_h == "exact" else "h"
+    rounds = save_h == "fp8"
     steps += [("rows of x", e * rows * hidden), (h, 2 * e * rows * inner), ("rows of x", 0)]
-    steps += [("activation", e * rows * inner), ("rows of y", e * rows * hidden), ("activation", 0)]
+    steps += [(1, 0), ("activation", e * rows * inner), ("h", 0)] if rounds else [("activation", e * rows * inner)]
+    steps += [("rows of y", e * rows * hidden), ("activation", 0)]
     if down_bias is not None:
         steps += [("map", 4 * tokens * gate_up.shape[0]), ("bias", e * tokens * hidden)]
     steps += [(0, 0), ("rows of y", 0)]

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forebay.kernels.launch import Backend, on_device_of, packed, use_triton
+from forebay.kernels.launch import Backend, cdiv, on_device_of, packed, use_triton
 
 GROUP = 32
 """Elements of a row that share a scale."""
@@ -65,36 +65,37 @@ def from_e4m3(number, scale):
 
 
 @triton.jit
-def _places(groups, n_groups, row_groups, width):
-    """Rows and columns of the elements of groups [G]: [G, 1] and [G, 32], and which of them exist."""
-    row = groups // row_groups
-    cols = ((groups - row * row_groups) * 32)[:, None] + tl.arange(0, 32)[None, :]
-    return row[:, None], cols, (groups < n_groups)[:, None] & (cols < width)
+def _places(blocks, row_groups, width, row_bytes, GROUPS: tl.constexpr):
+    """Of this program's groups in its row: offsets of the elements [GROUPS, 32] in the rows, and in the compressed rows; which of
+    them exist; offsets of the scales [GROUPS], and which of those exist."""
+    row = tl.program_id(0) // blocks  # one division a program: those of each group would take longer than the loads
+    block = tl.program_id(0) - row * blocks
+    groups = block.to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    cols = (groups * 32)[:, None] + tl.arange(0, 32)[None, :]
+    row = row.to(tl.int64)
+    begin = row * row_bytes
+    return row * width + cols, begin + cols, cols < width, begin + width + groups, groups < row_groups
 
 
 @triton.jit
-def _encode_kernel(x_ptr, out_ptr, n_groups, row_groups, width, row_bytes, NATIVE: tl.constexpr, GROUPS: tl.constexpr):
-    """GROUPS groups of all rows."""
-    groups = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
-    row, cols, exists = _places(groups, n_groups, row_groups, width)
-    x = tl.load(x_ptr + row * width + cols, mask=exists, other=0.0).to(tl.float32)
-    scale = group_scale(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1))[:, None]
-    numbers = to_e4m3(x, scale, NATIVE)
-    tl.store(out_ptr + row * row_bytes + cols, numbers.to(tl.uint8), mask=exists)
-    at = row * row_bytes + width + (groups[:, None] - row * row_groups)
-    tl.store(out_ptr + at, scale.to(tl.uint8), mask=(groups < n_groups)[:, None])
+def _encode_kernel(x_ptr, out_ptr, blocks, row_groups, width, row_bytes, NATIVE: tl.constexpr, GROUPS: tl.constexpr):
+    """GROUPS groups of a row, of `blocks` times as many."""
+    at, out_at, inside, scales_at, exist = _places(blocks, row_groups, width, row_bytes, GROUPS)
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    scales = group_scale(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1))
+    tl.store(out_ptr + out_at, to_e4m3(x, scales[:, None], NATIVE).to(tl.uint8), mask=inside)
+    tl.store(out_ptr + scales_at, scales.to(tl.uint8), mask=exist)
 
 
 @triton.jit
-def _decode_kernel(rows_ptr, out_ptr, n_groups, row_groups, width, row_bytes, GROUPS: tl.constexpr):
-    """GROUPS groups of all rows."""
-    groups = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
-    row, cols, exists = _places(groups, n_groups, row_groups, width)
-    numbers = tl.load(rows_ptr + row * row_bytes + cols, mask=exists, other=0).to(tl.int32)
-    at = row * row_bytes + width + (groups[:, None] - row * row_groups)
-    scale = tl.load(rows_ptr + at, mask=(groups < n_groups)[:, None], other=0).to(tl.int32)
-    x = from_e4m3(numbers, scale)
-    tl.store(out_ptr + row * width + cols, x.to(out_ptr.dtype.element_ty), mask=exists)
+def _decode_kernel(rows_ptr, out_ptr, blocks, row_groups, width, row_bytes, GROUPS: tl.constexpr):
+    """GROUPS groups of a row, of `blocks` times as many."""
+    at, rows_at, inside, scales_at, exist = _places(blocks, row_groups, width, row_bytes, GROUPS)
+    numbers = tl.load(rows_ptr + rows_at, mask=inside, other=0).to(tl.int32)
+    # Loaded as [GROUPS, 1], each thread would load a scale eight times.
+    scales = tl.load(rows_ptr + scales_at, mask=exist, other=0).to(tl.int32)
+    x = from_e4m3(numbers, scales[:, None])
+    tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def encoded_width(width: int) -> int:
@@ -129,9 +130,10 @@ def encode_rows(x: Tensor, *, backend: Backend = "auto") -> Tensor:
         out[:, width:] = scale
         return out
     groups = out.shape[1] - width
+    blocks = cdiv(groups, _GROUPS)
     with on_device_of(x):
-        _encode_kernel[(triton.cdiv(rows * groups, _GROUPS),)](
-            x, out, rows * groups, groups, width, out.shape[1],
+        _encode_kernel[(rows * blocks,)](
+            x, out, blocks, groups, width, out.shape[1],
             NATIVE=converts_natively(x.device), GROUPS=_GROUPS, num_warps=4,
         )  # fmt: skip
     return out
@@ -156,9 +158,10 @@ def decode_rows(rows: Tensor, width: int, *, backend: Backend = "auto") -> Tenso
         out.copy_(rows[:, :width].contiguous().view(torch.float8_e4m3fn).float() * _spread(times, width))
         return out
     groups = rows.shape[1] - width
+    blocks = cdiv(groups, _GROUPS)
     with on_device_of(rows):
-        _decode_kernel[(triton.cdiv(rows.shape[0] * groups, _GROUPS),)](
-            rows, out, rows.shape[0] * groups, groups, width, rows.shape[1], GROUPS=_GROUPS, num_warps=4
+        _decode_kernel[(rows.shape[0] * blocks,)](
+            rows, out, blocks, groups, width, rows.shape[1], GROUPS=_GROUPS, num_warps=4
         )
     return out
 

@@ -2,14 +2,16 @@
 
 Input: h [R, 2I], the first grouped GEMM's output with rows sorted by expert; the routing weights by slot (slot = token * K +
 choice); `order` [R], row -> slot; `offs` [E], the end row of each expert. Output: new tensors that the caller owns. The forward
-can also write h to pages (`forebay.kernels.paging`), from which the backward reads it, with bitwise the same results.
+can also write h to pages (`forebay.kernels.paging`), from which the backward reads it, with bitwise the same results; or write it
+in 8 bits an element (`forebay.kernels.row_fp8`), to pages or to a tensor: 2.06I bytes more a row in the forward, and 1.94I fewer
+in the backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,6 +20,16 @@ from torch import Tensor
 
 from forebay.kernels.launch import INDICES, Backend, cdiv, column_block, on_device_of, packed, use_triton
 from forebay.kernels.paging import PageTable, check_table, restore, row_places, stash
+from forebay.kernels.row_fp8 import (
+    GROUP,
+    converts_natively,
+    decode_rows,
+    encode_rows,
+    encoded_width,
+    from_e4m3,
+    group_scale,
+    to_e4m3,
+)
 
 # Elements of a program's tile in the [R, I] plane, at most 512 columns wide: 8 a thread and operand on 4 warps. Swept on an H200
 # (1024 to 4096 elements, 128 to 512 columns, 4 and 8 warps): backward moves 4.03 TB/s at I = 768, 4.10 at 1408, 3.85 interleaved
@@ -87,29 +99,100 @@ def _load_h(h_ptr, row_at, cols, mask, N_INNER: tl.constexpr, INTERLEAVED: tl.co
 
 
 @triton.jit
-def _gate_up(
-    first, second,
-    bias_ptr,
-    expert, cols, mask,
-    N_INNER: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr, ELEMENT: tl.constexpr,
-    HALF: tl.constexpr,
-):  # fmt: skip
-    """Gate and up [rows, cols] in fp32 with the bias, from the result of `_load_h`."""
+def _numbers(first, second, INTERLEAVED: tl.constexpr, ELEMENT: tl.constexpr, HALF: tl.constexpr):
+    """Gate and up in fp32, from the result of `_load_h`."""
     if INTERLEAVED:
-        gate, up = _unpack(first, ELEMENT, HALF)
-        if HAS_BIAS:
+        return _unpack(first, ELEMENT, HALF)
+    else:
+        return first.to(tl.float32), second.to(tl.float32)
+
+
+@triton.jit
+def _add_bias(
+    gate, up, bias_ptr, expert, cols, mask,
+    N_INNER: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr, ELEMENT: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Gate and up [rows, cols] with the bias."""
+    if HAS_BIAS:
+        if INTERLEAVED:
             words = tl.load(bias_ptr + expert * N_INNER + cols, mask=mask, other=0)
             gate_bias, up_bias = _unpack(words, ELEMENT, HALF)
-            gate += gate_bias
-            up += up_bias
-    else:
-        gate = first.to(tl.float32)
-        up = second.to(tl.float32)
-        if HAS_BIAS:
+        else:
             at = bias_ptr + expert * (2 * N_INNER) + cols
-            gate += tl.load(at, mask=mask, other=0.0).to(tl.float32)
-            up += tl.load(at + N_INNER, mask=mask, other=0.0).to(tl.float32)
+            gate_bias = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+            up_bias = tl.load(at + N_INNER, mask=mask, other=0.0).to(tl.float32)
+        gate += gate_bias
+        up += up_bias
     return gate, up
+
+
+@triton.jit
+def _top(x, GROUP_COLS: tl.constexpr):
+    """The largest magnitude [rows, groups] of a tile's groups of columns, as the bits of its fp32 number."""
+    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.max(tl.reshape(bits, [x.shape[0], x.shape[1] // GROUP_COLS, GROUP_COLS]), 2)
+
+
+@triton.jit
+def _spread(scales, COLS: tl.constexpr):
+    """Scales [rows, groups] for each of the columns."""
+    wide = tl.broadcast_to(scales[:, :, None], [scales.shape[0], scales.shape[1], COLS // scales.shape[1]])
+    return tl.reshape(wide, [scales.shape[0], COLS])
+
+
+@triton.jit
+def _group_places(start, bytes_at, N_INNER: tl.constexpr, GROUP_COLS: tl.constexpr, BLOCK_I: tl.constexpr):
+    """Places of the scales [rows, groups] of a tile that begins at column `start`, and which groups exist. `bytes_at` [rows, 1]:
+    where the compressed rows begin. Interleaved pairs, and the gates of halves, have the first scales of a row."""
+    groups = start // GROUP_COLS + tl.arange(0, BLOCK_I // GROUP_COLS)[None, :]
+    return bytes_at + 2 * N_INNER + groups, groups < N_INNER // GROUP_COLS
+
+
+@triton.jit
+def _save_compressed(
+    words_ptr, bytes_ptr, words_at, bytes_at, start, gate, up, saved,
+    N_INNER: tl.constexpr, INTERLEAVED: tl.constexpr, NATIVE: tl.constexpr, BLOCK_I: tl.constexpr,
+):  # fmt: skip
+    """Write a tile to compressed rows. `words_ptr`, `words_at` in pairs if interleaved, else in bytes; `saved` [rows, 1]."""
+    GROUP_COLS: tl.constexpr = 16 if INTERLEAVED else 32
+    cols = start + tl.arange(0, BLOCK_I)[None, :]
+    place, exists = _group_places(start, bytes_at, N_INNER, GROUP_COLS, BLOCK_I)
+    inside = saved & (cols < N_INNER)
+    at = words_ptr + words_at + cols
+    if INTERLEAVED:
+        scales = group_scale(tl.maximum(_top(gate, GROUP_COLS), _top(up, GROUP_COLS)))
+        spread = _spread(scales, BLOCK_I)
+        pairs = to_e4m3(gate, spread, NATIVE) | (to_e4m3(up, spread, NATIVE) << 8)
+        tl.store(at, pairs.to(tl.int16), mask=inside)
+    else:
+        scales = group_scale(_top(gate, GROUP_COLS))
+        up_scales = group_scale(_top(up, GROUP_COLS))
+        tl.store(at, to_e4m3(gate, _spread(scales, BLOCK_I), NATIVE).to(tl.uint8), mask=inside)
+        tl.store(at + N_INNER, to_e4m3(up, _spread(up_scales, BLOCK_I), NATIVE).to(tl.uint8), mask=inside)
+        tl.store(bytes_ptr + place + N_INNER // GROUP_COLS, up_scales.to(tl.uint8), mask=saved & exists)
+    tl.store(bytes_ptr + place, scales.to(tl.uint8), mask=saved & exists)
+
+
+@triton.jit
+def _load_compressed(
+    words_ptr, bytes_ptr, words_at, bytes_at, start, has_h,
+    N_INNER: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_I: tl.constexpr,
+):  # fmt: skip
+    """Gate and up in fp32 of a tile of compressed rows; see `_save_compressed`. Zero where a row has no h."""
+    GROUP_COLS: tl.constexpr = 16 if INTERLEAVED else 32
+    cols = start + tl.arange(0, BLOCK_I)[None, :]
+    place, exists = _group_places(start, bytes_at, N_INNER, GROUP_COLS, BLOCK_I)
+    inside = has_h & (cols < N_INNER)
+    at = words_ptr + words_at + cols
+    scales = _spread(tl.load(bytes_ptr + place, mask=has_h & exists, other=0).to(tl.int32), BLOCK_I)
+    first = tl.load(at, mask=inside, other=0).to(tl.int32)
+    if INTERLEAVED:
+        return from_e4m3(first, scales), from_e4m3(first >> 8, scales)
+    else:
+        second = tl.load(at + N_INNER, mask=inside, other=0).to(tl.int32)
+        place += N_INNER // GROUP_COLS
+        up_scales = _spread(tl.load(bytes_ptr + place, mask=has_h & exists, other=0).to(tl.int32), BLOCK_I)
+        return from_e4m3(first, scales), from_e4m3(second, up_scales)
 
 
 @triton.jit
@@ -131,13 +214,13 @@ def _glu_parts(gate, up, alpha, limit, CLAMPED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["device_pages", "host_at"])
 def _forward_kernel(
-    h_ptr, weights_ptr, order_ptr, n_live_ptr, bias_ptr, row_expert_ptr, act_ptr, arena_ptr, pages_ptr,
+    h_ptr, weights_ptr, order_ptr, n_live_ptr, bias_ptr, row_expert_ptr, act_ptr, saved_ptr, bytes_ptr, pages_ptr,
     n_rows, alpha, limit, device_pages, host_at: tl.int64,
     N_INNER: tl.constexpr, CLAMPED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    TO_PAGES: tl.constexpr, PAGE_WORDS: tl.constexpr, WORDS_IN_16: tl.constexpr, HALF: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_I: tl.constexpr,
+    PAGED: tl.constexpr, COMPRESSED: tl.constexpr, NATIVE: tl.constexpr, PAGE_WORDS: tl.constexpr, SAVED_WORDS: tl.constexpr,
+    WORDS_IN_16: tl.constexpr, HALF: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
-    """One [BLOCK_R, BLOCK_I] tile of act."""
+    """One [BLOCK_R, BLOCK_I] tile of act. A row of h takes SAVED_WORDS where it is saved; `bytes_ptr` is `saved_ptr` in bytes."""
     # Scalar arguments are fp32 in eager Triton and fp64 under Inductor.
     alpha = tl.cast(alpha, tl.float32)
     limit = tl.cast(limit, tl.float32)
@@ -154,18 +237,26 @@ def _forward_kernel(
     ROW_WORDS: tl.constexpr = N_INNER if INTERLEAVED else 2 * N_INNER
     mask = live[:, None] & inside
     first, second = _load_h(h_ptr, rows[:, None] * ROW_WORDS, cols, mask, N_INNER, INTERLEAVED)
-    if TO_PAGES:
+    gate, up = _numbers(first, second, INTERLEAVED, act_ptr.dtype.element_ty, HALF)
+    place, saved = rows * SAVED_WORDS, live
+    if PAGED:
         place, has_page = row_places(
-            pages_ptr, rows, rows < n_rows, device_pages, host_at, PAGE_WORDS, ROW_WORDS, WORDS_IN_16,
+            pages_ptr, rows, rows < n_rows, device_pages, host_at, PAGE_WORDS, SAVED_WORDS, WORDS_IN_16,
         )  # fmt: skip
-        at = arena_ptr + place[:, None] + cols
-        saved = mask & has_page[:, None]
-        tl.store(at, first, mask=saved)
+        saved = live & has_page
+    if COMPRESSED:
+        bytes_at = (place * 2 if INTERLEAVED else place)[:, None]
+        _save_compressed(
+            saved_ptr, bytes_ptr, place[:, None], bytes_at, tl.program_id(1) * BLOCK_I, gate, up, saved[:, None],
+            N_INNER, INTERLEAVED, NATIVE, BLOCK_I,
+        )  # fmt: skip
+    elif PAGED:
+        at = saved_ptr + place[:, None] + cols
+        tl.store(at, first, mask=mask & saved[:, None])
         if not INTERLEAVED:
-            tl.store(at + N_INNER, second, mask=saved)
-    gate, up = _gate_up(
-        first, second, bias_ptr, expert[:, None], cols, mask,
-        N_INNER, INTERLEAVED, HAS_BIAS, act_ptr.dtype.element_ty, HALF,
+            tl.store(at + N_INNER, second, mask=mask & saved[:, None])
+    gate, up = _add_bias(
+        gate, up, bias_ptr, expert[:, None], cols, mask, N_INNER, INTERLEAVED, HAS_BIAS, act_ptr.dtype.element_ty, HALF,
     )  # fmt: skip
     silu, _, up, _ = _glu_parts(gate, up, alpha, limit, CLAMPED)
     act = (silu * up * w[:, None]).to(act_ptr.dtype.element_ty)
@@ -174,16 +265,18 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize=["device_pages", "host_at"])
 def _backward_kernel(
-    h_ptr, da_ptr, weights_ptr, order_ptr, n_live_ptr, bias_ptr, row_expert_ptr, dh_ptr, act_ptr, dw_ptr, pages_ptr,
+    h_ptr, bytes_ptr, da_ptr, weights_ptr, order_ptr, n_live_ptr, bias_ptr, row_expert_ptr, dh_ptr, act_ptr, dw_ptr, pages_ptr,
     n_rows, alpha, limit, device_pages, host_at: tl.int64,
     N_INNER: tl.constexpr, CLAMPED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    FROM_PAGES: tl.constexpr, PAGE_WORDS: tl.constexpr, WORDS_IN_16: tl.constexpr, WRITE_DH: tl.constexpr,
+    PAGED: tl.constexpr, COMPRESSED: tl.constexpr, PAGE_WORDS: tl.constexpr, SAVED_WORDS: tl.constexpr,
+    WORDS_IN_16: tl.constexpr, WRITE_DH: tl.constexpr,
     WRITE_ACT: tl.constexpr, WRITE_DW: tl.constexpr, HALF: tl.constexpr, WORD: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_R whole rows, so that dw needs neither a second pass nor an atomic.
 
-    dh may be h and act may be da: a tile is read before the same tile is written. With FROM_PAGES, h_ptr is the arena.
+    dh may be h and act may be da: a tile is read before the same tile is written. If PAGED, h_ptr is the arena; `bytes_ptr` is
+    h_ptr in bytes.
     """
     alpha = tl.cast(alpha, tl.float32)
     limit = tl.cast(limit, tl.float32)
@@ -196,13 +289,12 @@ def _backward_kernel(
     if HAS_BIAS:
         expert += tl.load(row_expert_ptr + rows, mask=live, other=0)
     row_inside = (rows < n_rows)[:, None]
-    ROW_WORDS: tl.constexpr = N_INNER if INTERLEAVED else 2 * N_INNER
     # Page numbers are loaded together with the live count, not after it: h waits for both.
-    row_at = rows[:, None] * ROW_WORDS
+    row_at = rows[:, None] * SAVED_WORDS
     has_h = live[:, None]
-    if FROM_PAGES:
+    if PAGED:
         place, has_page = row_places(
-            pages_ptr, rows, rows < n_rows, device_pages, host_at, PAGE_WORDS, ROW_WORDS, WORDS_IN_16,
+            pages_ptr, rows, rows < n_rows, device_pages, host_at, PAGE_WORDS, SAVED_WORDS, WORDS_IN_16,
         )  # fmt: skip
         row_at = place[:, None]
         has_h = has_h & has_page[:, None]
@@ -212,9 +304,16 @@ def _backward_kernel(
         inside = row_inside & (cols < N_INNER)
         at = rows[:, None] * N_INNER + cols
         da = tl.load(da_ptr + at, mask=inside & live[:, None], other=0.0).to(tl.float32)
-        first, second = _load_h(h_ptr, row_at, cols, inside & has_h, N_INNER, INTERLEAVED)
-        gate, up = _gate_up(
-            first, second, bias_ptr, expert[:, None], cols, inside & live[:, None],
+        if COMPRESSED:
+            gate, up = _load_compressed(
+                h_ptr, bytes_ptr, row_at, row_at * 2 if INTERLEAVED else row_at, start, row_inside & has_h,
+                N_INNER, INTERLEAVED, BLOCK_I,
+            )  # fmt: skip
+        else:
+            first, second = _load_h(h_ptr, row_at, cols, inside & has_h, N_INNER, INTERLEAVED)
+            gate, up = _numbers(first, second, INTERLEAVED, da_ptr.dtype.element_ty, HALF)
+        gate, up = _add_bias(
+            gate, up, bias_ptr, expert[:, None], cols, inside & live[:, None],
             N_INNER, INTERLEAVED, HAS_BIAS, da_ptr.dtype.element_ty, HALF,
         )  # fmt: skip
         silu, slope, up, up_slope = _glu_parts(gate, up, alpha, limit, CLAMPED)
@@ -247,13 +346,13 @@ def swiglu_forward(
     *,
     bias: Tensor | None = None,
     row_expert: Tensor | None = None,
-    pages: PageTable | None = None,
+    saved: PageTable | Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
     """act[r] = weights[order[r]] * glu(h[r] + bias[expert of r]): [R, I] in h's dtype, zero for sentinels.
 
     The mathematics is in fp32 (fp64 for fp64 tensors) with one rounding to the output's dtype. In bf16 the kernel moves 6I bytes
-    a row (R = 131072, I = 768: 0.60 GB, 0.15 ms at 4 TB/s), and 4I more with pages.
+    a row (R = 131072, I = 768: 0.60 GB, 0.15 ms at 4 TB/s), and 4I or 2.06I more to save h.
 
     Args:
         h: [R, 2I], any strides.
@@ -262,20 +361,21 @@ def swiglu_forward(
         offs: [E] int32 on h's device, end row of each expert. Rows from offs[-1] on are sentinels and are not read.
         bias: [E, 2I] in h's dtype, in the column layout of h.
         row_expert: [R] int32 or int64, the expert of each live row; needed with `bias`.
-        pages: where h's live rows are also written, without the bias; its `live` is offs[-1]. Rows without a page are lost.
+        saved: where h's live rows are also written, without the bias. Pages for rows of h (their `live` is offs[-1]; rows without
+            a page are lost), or for compressed ones, of `encoded_width(2I)` bytes, or a contiguous tensor of those, uint8
+            [R, encoded_width(2I)]. See `compresses`.
 
     Raises:
-        ValueError: shapes or devices that do not fit, or bias without row_expert.
+        ValueError: shapes or devices that do not fit, bias without row_expert, or compressed rows that `compresses` rules out.
         TypeError: weights or h that are not floating point, bias in another dtype than h, indices that are not int32 or int64.
     """
     h = packed("h", h, h, [None, None])
     weights, order, offs, bias, row_expert = _prepare(h, h.shape, weights, order, offs, bias, row_expert)
     rows, inner = h.shape[0], h.shape[1] // 2
-    if pages is not None:
-        _check_pages(pages, h.shape, h.dtype)
+    compressed = saved is not None and _check_saved(saved, h.shape, h.dtype)
     if not use_triton(backend, h):
-        if pages is not None:
-            stash([h], [pages], backend="reference")
+        if saved is not None:
+            _save_reference(h, saved, compressed)
         live = _live(h, offs)
         silu, _, up, _ = _reference_parts(h, glu, bias, row_expert, live)
         w = weights[order.long()].to(silu.dtype).unsqueeze(1)
@@ -285,14 +385,13 @@ def swiglu_forward(
         return act
     block_r, block_i = _tile(inner)
     words, half, _ = _words(h.dtype, glu)
-    arena, paged = _paged(pages, h.dtype, glu)
+    place = _place(saved, h.dtype, inner, glu)
     with on_device_of(h):
         _forward_kernel[(cdiv(rows, block_r), cdiv(inner, block_i))](
-            words(h), weights, order, offs[-1:], words(bias), row_expert, act, arena,
-            None if pages is None else pages.pages, rows, glu.alpha, glu.limit,
-            TO_PAGES=pages is not None, **paged, N_INNER=inner, CLAMPED=glu.kind == "clamped_swiglu",
-            INTERLEAVED=glu.interleaved, HAS_BIAS=bias is not None, HALF=half, BLOCK_R=block_r, BLOCK_I=block_i,
-            num_warps=_WARPS,
+            words(h), weights, order, offs[-1:], words(bias), row_expert, act, place.words, place.bytes_,
+            place.pages, rows, glu.alpha, glu.limit, **place.sizes, NATIVE=compressed and converts_natively(h.device),
+            N_INNER=inner, CLAMPED=glu.kind == "clamped_swiglu", INTERLEAVED=glu.interleaved, HAS_BIAS=bias is not None,
+            HALF=half, BLOCK_R=block_r, BLOCK_I=block_i, num_warps=_WARPS,
         )  # fmt: skip
     return act
 
@@ -323,9 +422,11 @@ def swiglu_backward(
     In bf16 the kernel moves 12I bytes a row (R = 131072, I = 768: 1.21 GB, 0.30 ms at 4 TB/s).
 
     Args:
-        h: [R, 2I], any strides, or the pages to which `swiglu_forward` wrote it; rows without a page count as zeros.
+        h: [R, 2I], any strides, or where `swiglu_forward` wrote it: pages, of which rows without a page count as zeros, or
+            compressed rows.
         da: [R, I], the gradient of act, in h's dtype.
-        over_h, over_da: write dh over h and act over da. They lower the peak by 4RI and 2RI bytes (bf16). Not for pages.
+        over_h, over_da: write dh over h and act over da. They lower the peak by 4RI and 2RI bytes (bf16). h has to be a tensor
+            [R, 2I].
         others: as in `swiglu_forward`.
 
     Raises:
@@ -333,7 +434,6 @@ def swiglu_backward(
             contiguous or starts at an odd element of its storage.
         TypeError: as in `swiglu_forward`, and da in another dtype than h.
     """
-    pages = h if isinstance(h, PageTable) else None
     _check_written_over(over_h and h, over_da and da)
     source, shape, dtype = _source_of_h(h, da, backend)
     rows, inner = shape[0], shape[1] // 2
@@ -341,7 +441,7 @@ def swiglu_backward(
         raise ValueError(f"da must be {(rows, inner)} for h {tuple(shape)}, got {tuple(da.shape)}")
     da = packed("da", da, da, [rows, inner], [dtype])
     weights, order, offs, bias, row_expert = _prepare(da, shape, weights, order, offs, bias, row_expert)
-    new_dh = source if over_h else torch.empty(shape, dtype=dtype, device=da.device)
+    new_dh = source if over_h and isinstance(source, Tensor) else torch.empty(shape, dtype=dtype, device=da.device)
     dh = new_dh if need_dh else None
     act = (da if over_da else torch.empty_like(da)) if need_act else None
     every_slot_has_a_row = weights.shape[0] == rows
@@ -349,18 +449,18 @@ def swiglu_backward(
     compute = torch.float64 if dtype == torch.float64 else torch.float32
     dw = new_dw(weights.shape[0], dtype=compute, device=da.device) if need_dw else None
     if not use_triton(backend, da):
+        assert isinstance(source, Tensor)
         _backward_reference(source, da, weights, order, offs, glu, bias, row_expert, dh, act, dw)
         return dh, act, dw
     if rows == 0:
         return dh, act, dw
     block_r, block_i = _tile(inner)
     words, half, word = _words(dtype, glu)
-    arena, paged = _paged(pages, dtype, glu)
+    place = _place(source, dtype, inner, glu)
     with on_device_of(da):
         _backward_kernel[(cdiv(rows, block_r),)](
-            words(source) if arena is None else arena, da, weights, order, offs[-1:], words(bias), row_expert,
-            words(dh), act, dw, None if pages is None else pages.pages, rows, glu.alpha, glu.limit,
-            FROM_PAGES=pages is not None, **paged, N_INNER=inner, CLAMPED=glu.kind == "clamped_swiglu",
+            place.words, place.bytes_, da, weights, order, offs[-1:], words(bias), row_expert, words(dh), act, dw,
+            place.pages, rows, glu.alpha, glu.limit, **place.sizes, N_INNER=inner, CLAMPED=glu.kind == "clamped_swiglu",
             INTERLEAVED=glu.interleaved, HAS_BIAS=bias is not None, WRITE_DH=need_dh, WRITE_ACT=need_act,
             WRITE_DW=need_dw, HALF=half, WORD=word, BLOCK_R=block_r, BLOCK_I=block_i, num_warps=_WARPS,
         )  # fmt: skip
@@ -370,23 +470,28 @@ def swiglu_backward(
 def _check_written_over(*tensors: Tensor | PageTable | bool) -> None:
     """Each of those that are to be written over, False for the others."""
     for t in tensors:
-        if isinstance(t, PageTable):
-            raise ValueError("h in pages cannot be written over: over_h needs a tensor")
+        if isinstance(t, PageTable) or (isinstance(t, Tensor) and t.dtype is torch.uint8):
+            raise ValueError("h in pages or in 8 bits cannot be written over: over_h needs a tensor [R, 2I]")
         if isinstance(t, Tensor) and (not t.is_contiguous() or t.storage_offset() % 2):
             raise ValueError("a tensor to be written over must be contiguous, from an even offset")
 
 
-def _source_of_h(h: Tensor | PageTable, da: Tensor, backend: Backend) -> tuple[Tensor, Sequence[int], torch.dtype]:
-    """The tensor from which the backward reads h, and h's shape and dtype."""
-    if isinstance(h, Tensor):
+def _source_of_h(
+    h: Tensor | PageTable, da: Tensor, backend: Backend
+) -> tuple[Tensor | PageTable, Sequence[int], torch.dtype]:
+    """Where the backward reads h, and h's shape and dtype. The plain form reads a tensor [R, 2I]."""
+    if isinstance(h, Tensor) and h.dtype is not torch.uint8:
         return packed("h", h, da, [None, None]), h.shape, h.dtype
-    shape = (h.rows, h.row_bytes // da.element_size())
-    _check_pages(h, shape, da.dtype)
+    shape = (h.rows if isinstance(h, PageTable) else h.shape[0], 2 * da.shape[1])
+    compressed = _check_saved(h, shape, da.dtype)
     if use_triton(backend, da):
-        return h.arena.device, shape, da.dtype  # the kernel finds the rows in the arena
-    rows = torch.zeros(shape, dtype=da.dtype, device=da.device)
-    restore([h], [rows], backend="reference")
-    return rows, shape, da.dtype
+        return h, shape, da.dtype  # the kernel finds the rows
+    if isinstance(h, PageTable):
+        kind = torch.uint8 if compressed else da.dtype
+        rows = torch.zeros((h.rows, h.row_bytes // kind.itemsize), dtype=kind, device=da.device)
+        restore([h], [rows], backend="reference")
+        h = rows
+    return decode_rows(h, shape[1], backend="reference") if compressed else h, shape, da.dtype
 
 
 def _tile(inner: int) -> tuple[int, int]:
@@ -412,28 +517,81 @@ def _words(dtype: torch.dtype, glu: Glu) -> tuple[Callable[[Tensor | None], Tens
     return words, half, word
 
 
-def _paged(pages: PageTable | None, dtype: torch.dtype, glu: Glu) -> tuple[Tensor | None, dict[str, int]]:
-    """The pages' device memory, viewed like h, and the kernel's arguments about them."""
-    if pages is None:
-        return None, {"device_pages": 0, "host_at": 0, "PAGE_WORDS": 0, "WORDS_IN_16": 0}
-    word = _INTEGERS[dtype.itemsize][2] if glu.interleaved else dtype
-    arena = pages.arena
-    return arena.device.view(word), {
+class _Place(NamedTuple):
+    """Where the kernels read or write h: the memory in their words and in bytes, the table of pages, and the kernels' arguments
+    about them."""
+
+    words: Tensor | None
+    bytes_: Tensor | None
+    pages: Tensor | None
+    sizes: dict[str, int | bool]
+
+
+def _place(where: PageTable | Tensor | None, dtype: torch.dtype, inner: int, glu: Glu) -> _Place:
+    """`where` is checked, and h is of `dtype`."""
+    compressed = _is_compressed(where, inner)
+    word = torch.int16 if compressed else _INTEGERS[dtype.itemsize][2]  # a pair
+    if not glu.interleaved:
+        word = torch.uint8 if compressed else dtype
+    row_bytes = encoded_width(2 * inner) if compressed else 2 * inner * dtype.itemsize
+    sizes = {"COMPRESSED": compressed, "SAVED_WORDS": row_bytes // word.itemsize, "PAGED": False}
+    if not isinstance(where, PageTable):
+        if where is not None and where.storage_offset() % 2:
+            where = where.clone()
+        words = None if where is None else where.view(word)
+        unpaged = {"device_pages": 0, "host_at": 0, "PAGE_WORDS": 0, "WORDS_IN_16": 0}
+        return _Place(words, where if compressed else None, None, {**sizes, **unpaged})
+    arena = where.arena
+    paged = {
+        "PAGED": True,
         "device_pages": arena.device_pages,
         "host_at": arena.host_at,
         "PAGE_WORDS": arena.page_bytes // word.itemsize,
         "WORDS_IN_16": 16 // word.itemsize,
     }
+    return _Place(arena.device.view(word), arena.device if compressed else None, where.pages, {**sizes, **paged})
 
 
-def _check_pages(pages: PageTable, shape: Sequence[int], dtype: torch.dtype) -> None:
-    check_table(pages)
-    rows, row_bytes = shape[0], shape[1] * dtype.itemsize
-    if (pages.rows, pages.row_bytes) != (rows, row_bytes):
+def compresses(dtype: torch.dtype, inner: int) -> bool:
+    """Whether h [R, 2 * inner] of this dtype can be saved in 8 bits an element: groups may not cross from gates to ups."""
+    return dtype is torch.bfloat16 and inner % GROUP == 0
+
+
+def _is_compressed(where: PageTable | Tensor | None, inner: int) -> bool:
+    if isinstance(where, PageTable):
+        return where.row_bytes == encoded_width(2 * inner)
+    return where is not None and where.dtype is torch.uint8
+
+
+def _check_saved(where: PageTable | Tensor, shape: Sequence[int], dtype: torch.dtype) -> bool:
+    """Check pages or compressed rows for h; returns whether they are compressed."""
+    rows, row_bytes, small = shape[0], shape[1] * dtype.itemsize, encoded_width(shape[1])
+    if isinstance(where, PageTable):
+        check_table(where)
+        if where.rows != rows or where.row_bytes not in (row_bytes, small):
+            raise ValueError(
+                f"pages for h {tuple(shape)} in {dtype} must be for {rows} rows of {row_bytes} bytes, or {small} in 8 bits, "
+                f"got {where.rows} of {where.row_bytes}"
+            )
+    elif where.dtype is not torch.uint8 or where.shape != (rows, small) or not where.is_contiguous():
         raise ValueError(
-            f"pages for h {tuple(shape)} in {dtype} must be for {rows} rows of {row_bytes} bytes, "
-            f"got {pages.rows} of {pages.row_bytes}"
+            f"compressed rows for h {tuple(shape)} must be contiguous uint8 {[rows, small]}, got {list(where.shape)} "
+            f"{where.dtype}, strides {where.stride()}"
         )
+    compressed = _is_compressed(where, shape[1] // 2)
+    if compressed and not compresses(dtype, shape[1] // 2):
+        raise ValueError(
+            f"h {tuple(shape)} in {dtype} cannot be saved in 8 bits: that takes bf16, and I a multiple of 32"
+        )
+    return compressed
+
+
+def _save_reference(h: Tensor, saved: PageTable | Tensor, compressed: bool) -> None:
+    rows = encode_rows(h, backend="reference") if compressed else h
+    if isinstance(saved, PageTable):
+        stash([rows], [saved], backend="reference")
+    else:
+        saved.copy_(rows)
 
 
 def _prepare(

@@ -92,6 +92,16 @@ def install_experts(model: nn.Module) -> Callable[[], None]:
     return undo.close
 
 
+def round_saved_rows(model: nn.Module) -> Callable[[], None]:
+    """Let Forebay's experts in `model` save their rows in 8 bits, until the returned call ends that."""
+    undo = ExitStack()
+    for _, module in experts_modules(model):
+        if uses_forebay(module):
+            put_setting(module, "forebay_precision", "fp8")
+            undo.callback(drop_setting, module, "forebay_precision")
+    return undo.close
+
+
 def uses_forebay(experts: nn.Module) -> bool:
     """Whether this experts module computes with `experts_forward`."""
     if setting(experts, _INSTALLED, False):
@@ -118,10 +128,11 @@ def experts_forward(
 ) -> Tensor:
     """Forward of a transformers experts module: tokens [T, H] and routing [T, K] in, [T, H] out.
 
-    DTensor parameters (expert parallelism) stand for their local part: ids count this rank's experts from 0. Three
+    DTensor parameters (expert parallelism) stand for their local part: ids count this rank's experts from 0. Four
     settings of the module (`forebay.memory.overrides.setting`) change what is saved: ``forebay_save_h`` False recomputes
-    the first product in backward; ``forebay_weight_gradients`` (a `forebay.moe.wgrad.WeightGradients`) may defer the
-    weight gradients; ``forebay_pages`` (a `forebay.moe.experts.Pages`) stashes the rows.
+    the first product in backward; ``forebay_precision`` "fp8" saves rows in 8 bits an element; ``forebay_weight_gradients``
+    (a `forebay.moe.wgrad.WeightGradients`) may defer the weight gradients; ``forebay_pages`` (a `forebay.moe.experts.Pages`)
+    stashes the rows.
 
     Args:
         max_rows, gate_up_update, down_update: see `forebay.moe.experts.experts`.
@@ -145,6 +156,7 @@ def experts_forward(
         alpha=float(self.alpha) if clamped else 1.0,
         limit=float(self.limit) if clamped else 0.0,
         save_h=setting(self, "forebay_save_h", True),
+        precision=setting(self, "forebay_precision", "exact"),
         max_rows=max_rows,
         deferred=setting(self, "forebay_weight_gradients", None),
         pages=setting(self, "forebay_pages", None),

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from forebay.kernels.paging import PagedRows, PageTable, restore, stash
-from forebay.kernels.swiglu import Glu
+from forebay.kernels.row_fp8 import decode_rows, encode_rows, encoded_width
+from forebay.kernels.swiglu import Glu, compresses
 from forebay.moe.experts_op import (
     NO_UPDATES,
     ExpertParameters,
@@ -65,6 +66,7 @@ def experts(
     alpha: float = 1.702,
     limit: float = 7.0,
     save_h: bool = True,
+    precision: str = "exact",
     max_rows: int | None = None,
     deferred: WeightGradients | None = None,
     pages: Pages | None = None,
@@ -84,6 +86,8 @@ def experts(
         activation: "swiglu" (silu) or "clamped_swiglu" (GPT-OSS; reads alpha and limit).
         interleaved: gate and up columns alternate instead of forming two halves.
         save_h: save h for backward (4KI bytes a token in bf16), or recompute it there.
+        precision: "fp8" saves h in 8 bits an element (`forebay.kernels.row_fp8`), and x too where it waits in pages: gradients
+            then come from rounded values. Experts that are not bf16, or whose I is no multiple of 32, are saved as they are.
         max_rows: bound on the live rows, where most ids are sentinels; see `forebay.moe.dispatch`. Live rows beyond it are left
             out. The default is T*K.
         deferred: defers the gradients of gate_up and down. Breaks the graph of `torch.compile`.
@@ -117,16 +121,17 @@ def experts(
     a2, b2, s2 = down_update or (None, None, 1.0)
     trained = (x, weights, gate_up, down, gate_up_bias, down_bias, a1, b1, a2, b2)
     has_backward = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in trained)
+    saved_h = "fp8" if precision == "fp8" and compresses(gate_up.dtype, inner) else "exact"
     # Under autocast, autograd's own casts return the gradients in the caller's dtypes.
     inputs = (
         x.to(gate_up.dtype).contiguous(), ids, weights, gate_up, down, gate_up_bias, down_bias,
-        activation, interleaved, transposed, alpha, limit, save_h and has_backward, max_rows,
+        activation, interleaved, transposed, alpha, limit, saved_h if save_h and has_backward else "", max_rows,
         a1, b1, s1, a2, b2, s2,
     )  # fmt: skip
     if deferred is None and (pages is None or not has_backward):
         y = experts_op(*inputs)[0]
     else:
-        y = _eager_experts(inputs, deferred, pages)
+        y = _eager_experts(inputs, deferred, pages, precision == "fp8")
     return y.to(x.dtype)
 
 
@@ -180,7 +185,7 @@ def _check_update(name: str, update: LowRank | None, num_experts: int, inputs: i
 
 
 @torch.compiler.disable(reason="experts with pages or deferred weight gradients run in eager mode")
-def _eager_experts(inputs: tuple[Any, ...], store: WeightGradients | None, pages: Pages | None) -> Tensor:
+def _eager_experts(inputs: tuple[Any, ...], store: WeightGradients | None, pages: Pages | None, rounds: bool) -> Tensor:
     """y of `experts_op(*inputs)`."""
     x, ids, weights, gate_up, down, gate_up_bias, down_bias, *settings, save_h, max_rows = inputs[:14]
     trained = (x, weights, gate_up, down, gate_up_bias, down_bias)
@@ -195,7 +200,7 @@ def _eager_experts(inputs: tuple[Any, ...], store: WeightGradients | None, pages
     edges = WeightEdges(gate_up, down, store.sums) if trains_stacks else None
     # The anchor makes y require a gradient where only gate_up and down do.
     anchor = torch.empty(0, device=x.device, requires_grad=True)
-    call = _ExpertsCall(ExpertSettings(*settings), save_h, max_rows, needs, edges, store)
+    call = _ExpertsCall(ExpertSettings(*settings), save_h, max_rows, needs, edges, store, rounds)
     stacks = gate_up.detach(), down.detach()
     y: Tensor = _Experts.apply(x, ids, weights, *stacks, gate_up_bias, down_bias, anchor, call, pages)
     return y
@@ -203,14 +208,16 @@ def _eager_experts(inputs: tuple[Any, ...], store: WeightGradients | None, pages
 
 @dataclass(frozen=True, eq=False)
 class _ExpertsCall:
-    """The arguments of `_Experts` that are no tensors; `edges` is None where gate_up and down are frozen."""
+    """The arguments of `_Experts` that are no tensors; `edges` is None where gate_up and down are frozen. `rounds`: x waits in
+    pages in 8 bits an element, if it is bf16; `save_h` says it of h."""
 
     settings: ExpertSettings
-    save_h: bool
+    save_h: str
     max_rows: int | None
     needs: NeededGradients
     edges: WeightEdges | None
     store: WeightGradients
+    rounds: bool
 
 
 class _Experts(torch.autograd.Function):
@@ -230,9 +237,11 @@ class _Experts(torch.autograd.Function):
         else:
             # Without a bound, x holds this rank's own tokens, which other modules save as well: moving them frees nothing.
             moves_x = saves_x and call.max_rows is not None
-            ctx.paged = _PagedInputs(pages, x if moves_x else None, ids, saves_h, parameters, call.settings)
+            width = gate_up.shape[2 if call.settings.transposed else 1]
+            h_bytes = encoded_width(width) if call.save_h == "fp8" else width * gate_up.element_size()
+            ctx.paged = _PagedInputs(pages, x if moves_x else None, ids, h_bytes if saves_h else 0, call.rounds)
             y, h, routing = experts_forward(
-                x, ids, weights, parameters, call.settings, call.max_rows, ctx.paged.allocate
+                x, ids, weights, parameters, call.settings, call.max_rows, "", ctx.paged.allocate
             )
             saves_x, saves_h = saves_x and not moves_x, False
         ctx.save_for_backward(x if saves_x else None, h if saves_h else None, *routing, weights, *parameters[:4])
@@ -296,23 +305,18 @@ def _backward(ctx: Any, dy: Tensor, defer: bool) -> tuple[list[Tensor | None], l
 class _PagedInputs:
     """x and h in pages, which are requested together once the device knows how many rows there are.
 
+    Args:
+        h_row_bytes: of a row of h as it is saved; 0 if it is recomputed.
+        rounds: save x in 8 bits an element, if it is bf16.
+
     Attributes:
         h: None if it is recomputed.
     """
 
-    def __init__(
-        self,
-        pages: Pages,
-        x: Tensor | None,
-        ids: Tensor,
-        saves_h: bool,
-        parameters: ExpertParameters,
-        settings: ExpertSettings,
-    ):
-        gate_up = parameters.gate_up
+    def __init__(self, pages: Pages, x: Tensor | None, ids: Tensor, h_row_bytes: int, rounds: bool):
         self._pages: Pages | None = pages
-        self._x, self._ids, self._saves_h = x, ids, saves_h
-        self._h_row_bytes = gate_up.shape[2 if settings.transposed else 1] * gate_up.element_size()
+        self._x, self._ids, self._h_row_bytes = x, ids, h_row_bytes
+        self._rounds = rounds and x is not None and x.dtype is torch.bfloat16
         self._ticket: RowsTicket | None = None
         self.h: PageTable | None = None
 
@@ -322,18 +326,20 @@ class _PagedInputs:
         pages, self._pages = self._pages, None
         x, self._x, ids, self._ids = self._x, None, self._ids, None  # type: ignore[assignment]
         assert pages is not None, "allocated once"
-        if self._saves_h:
+        if self._h_row_bytes:
             wanted.append(PagedRows(routing.offs[-1:], routing.order.shape[0], self._h_row_bytes))
         if x is not None:
             # Unused rows of x come last, and none of their slots is live.
             live = (ids >= 0).any(1).sum(dtype=torch.int32).view(1)
+            self._width = x.shape[1]
+            x = encode_rows(x) if self._rounds else x
             wanted.append(PagedRows(live, x.shape[0], x.shape[1] * x.element_size()))
         if wanted:
             self._ticket = pages.take(wanted)
             if x is not None:
                 stash([x], self._ticket.tables[-1:])
                 self._shape, self._dtype, self._device = x.shape, x.dtype, x.device
-            if self._saves_h:
+            if self._h_row_bytes:
                 self.h = self._ticket.tables[0]
         return self.h
 
@@ -342,4 +348,4 @@ class _PagedInputs:
         assert self._ticket is not None
         x = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         restore(self._ticket.tables[-1:], [x])
-        return x
+        return decode_rows(x, self._width) if self._rounds else x

@@ -20,6 +20,7 @@ from forebay.kernels.grouped_wgrad import add_rows_by_rows
 from forebay.kernels.low_rank import Gathered
 from forebay.kernels.paging import PageTable
 from forebay.kernels.permute import combine_rows, gather_rows
+from forebay.kernels.row_fp8 import decode_rows, encoded_width
 from forebay.kernels.swiglu import Glu, swiglu_backward, swiglu_forward
 from forebay.moe.grouped import rows_by_matrix, rows_by_rows
 from forebay.moe.low_rank import Adapter, LowRank, adapter_of
@@ -97,6 +98,7 @@ def experts_forward(
     parameters: ExpertParameters,
     settings: ExpertSettings,
     max_rows: int | None,
+    save_h: str,
     pages_of: Callable[[Routing], PageTable | None] | None = None,
 ) -> tuple[Tensor, Tensor, Routing]:
     """Compute (y, h, routing).
@@ -112,8 +114,9 @@ def experts_forward(
     Peak of temporary memory, for N = T*K rows of bf16: 2N(H + 3I) bytes, of which 4NI are h.
 
     Args:
+        save_h: "fp8" returns h in 8 bits an element: uint8 [R, encoded_width(2I)].
         pages_of: called once the routing is known. If it returns a table, the activation kernel also writes the live rows of h
-            to those pages, and the returned h is empty.
+            to those pages, in 8 bits if their rows are that wide.
     """
     glu = settings.glu
     num_experts = parameters.gate_up.shape[0]
@@ -124,10 +127,14 @@ def experts_forward(
         pages = pages_of(routing) if pages_of is not None else None
         row_expert = _row_experts(routing, parameters)
         h = _first_product(x, order, offs, ids.shape[1], parameters, settings.transposed)
+        rows = h.new_empty((h.shape[0], encoded_width(h.shape[1])), dtype=torch.uint8) if save_h == "fp8" else None
         act = swiglu_forward(
-            h, weights, order, offs, glu, bias=parameters.gate_up_bias, row_expert=row_expert, pages=pages
-        )
-        if pages is not None:
+            h, weights, order, offs, glu, bias=parameters.gate_up_bias, row_expert=row_expert,
+            saved=rows if rows is not None else pages,
+        )  # fmt: skip
+        if rows is not None:
+            h = rows
+        elif pages is not None:
             h = x.new_empty(0)
         added = None
         if parameters.down_bias is not None and row_expert is not None:
@@ -158,7 +165,7 @@ def experts_op(
     transposed: bool,
     alpha: float,
     limit: float,
-    save_h: bool,
+    save_h: str,
     max_rows: int | None,
     gate_up_a: Tensor | None,
     gate_up_b: Tensor | None,
@@ -169,12 +176,13 @@ def experts_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(y, h, order, inverse, offs). All that backward reads is an output, so that a checkpoint policy can keep it.
 
-    h is empty without save_h. A projection without a low-rank update has None for a and b.
+    h is empty if save_h is "", and as `experts_forward` returns it if that is "exact" or "fp8". A projection without a low-rank
+    update has None for a and b.
     """
     updates = _update(gate_up_a, gate_up_b, gate_up_scale), _update(down_a, down_b, down_scale)
     parameters = ExpertParameters(gate_up, down, gate_up_bias, down_bias, *updates)
     settings = ExpertSettings(activation, interleaved, transposed, alpha, limit)
-    y, h, routing = experts_forward(x, ids, weights, parameters, settings, max_rows)
+    y, h, routing = experts_forward(x, ids, weights, parameters, settings, max_rows, save_h)
     return y, h if save_h else x.new_empty(0), *routing
 
 
@@ -186,7 +194,9 @@ def _(
     slots = ids.shape[0] * ids.shape[1]
     slots = slots if max_rows is None else torch.sym_min(slots, max_rows)
     width = gate_up.shape[2] if transposed else gate_up.shape[1]
-    h = x.new_empty((slots, width)) if save_h else x.new_empty(0)
+    h = x.new_empty((slots, width) if save_h == "exact" else 0)
+    if save_h == "fp8":
+        h = x.new_empty((slots, encoded_width(width)), dtype=torch.uint8)
     order = ids.new_empty(slots, dtype=torch.int32)
     inverse = ids.new_empty(ids.shape, dtype=torch.int32)
     offs = ids.new_empty(gate_up.shape[0], dtype=torch.int32)
@@ -221,7 +231,8 @@ def experts_backward(
 
     Args:
         x: None where it was not saved; a callable loads it when it is needed.
-        h: None to recompute it, with the same kernel on the same operands: bitwise the same.
+        h: as `experts_forward` returned it, or its pages; None to recompute it, with the same kernel on the same operands:
+            bitwise the same.
         defer_weight_gradients: return dh [R, 2I] and act [R, I] in place of the gradients of gate_up and down. These are
             operands of `experts_weight_backward_op`.
     """
@@ -391,10 +402,10 @@ def add_weight_gradient(
         add_rows_by_rows(total, left, right, offs)
 
 
-def saved_for_backward(needs: NeededGradients, save_h: bool) -> tuple[bool, bool]:
+def saved_for_backward(needs: NeededGradients, save_h: str) -> tuple[bool, bool]:
     """Whether x and h are saved."""
     reads_h = needs.da or needs.act
-    return needs.gate_up or needs.gate_up_update or (reads_h and not save_h), reads_h and save_h
+    return needs.gate_up or needs.gate_up_update or (reads_h and not save_h), reads_h and save_h != ""
 
 
 def save_for_backward(ctx, inputs, output) -> None:
@@ -402,7 +413,7 @@ def save_for_backward(ctx, inputs, output) -> None:
 
     x [T, H]       once per token, for the gradient of gate_up or of its low-rank update, or to recompute h
                                                                                 2H bytes a token in bf16
-    h [R, 2I]      the first grouped GEMM's output, before its bias              4KI
+    h [R, 2I]      the first grouped GEMM's output, before its bias              4KI, or 2.06KI in 8 bits
     routing        order [R], inverse [T, K], offs [E], all int32                8K
     weights [T, K], and the parameters
     """
@@ -538,6 +549,7 @@ def _through_activation(
         dy_rows, dlow = second.gather_and_narrow_gradient(Gathered(dy, order, inverse.shape[1]), offs)
     if not needs.da:
         assert isinstance(h, Tensor), "without a gradient through the activation h is not in pages"
+        h = decode_rows(h, 2 * parameters.down.shape[1 if transposed else 2]) if h.dtype is torch.uint8 else h
         activation = swiglu_forward(h, weights, order, offs, settings.glu, bias=bias, row_expert=row_expert)
         return None, activation, None, dy_rows, dlow
     da = rows_by_matrix(dy_rows, _matrix(parameters.down, not transposed), offs)

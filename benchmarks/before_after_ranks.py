@@ -58,7 +58,9 @@ def configuration(arm: str, world: int, layers: int) -> Any:
         "parallel": {"ep": world // parallel.get("pp", 1), **parallel},
         "log": {"folder": tempfile.mkdtemp()},
     }
-    return first("forebay.config", "forebay.train.config").from_mapping(sections, origin=__file__)
+    from common import by_host
+
+    return first("forebay.config", "forebay.train.config").from_mapping(by_host(sections), origin=__file__)
 
 
 def worker(options: argparse.Namespace) -> None:

@@ -71,6 +71,18 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+# Keys that are "auto" otherwise. Versions of Forebay from before that know them too.
+_BY_HOST: dict[str, dict[str, Any]] = {
+    "memory": {"graph": False},
+    "parallel": {"overlap": False, "reshard": True, "capacity_factor": 0.0},
+}
+
+
+def by_host(sections: dict[str, Any]) -> dict[str, Any]:
+    """Sections of a configuration whose steps the host launches, one microbatch after the other, where they say nothing else."""
+    return {**sections, **{name: {**keys, **sections.get(name, {})} for name, keys in _BY_HOST.items()}}
+
+
 def environment() -> dict[str, Any]:
     """Hardware, versions, commit and command of this run."""
     import transformers

@@ -24,7 +24,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import GIB, MODELS, balanced_ids, force_routing, largest, ranks, settle_memory, timed_together, write
+from common import (
+    GIB,
+    MODELS,
+    balanced_ids,
+    by_host,
+    force_routing,
+    largest,
+    ranks,
+    settle_memory,
+    timed_together,
+    write,
+)
 
 from forebay.config import Config, from_mapping
 from forebay.models.families import moe_blocks
@@ -48,7 +59,7 @@ def settings(args: argparse.Namespace, model: str, parallel: dict[str, Any], wor
         "parallel": {"ep": world, "dispatch": args.dispatch, **parallel},
         "log": {"folder": "/tmp/forebay-ep"},
     }
-    return from_mapping(sections, origin="benchmarks/ep.py")
+    return from_mapping(by_host(sections), origin="benchmarks/ep.py")
 
 
 def force_balance(model: torch.nn.Module) -> None:

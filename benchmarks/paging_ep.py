@@ -10,6 +10,7 @@ compute is bf16, and the forward of a microbatch overlaps with the backward of t
     stash           the same with the experts' rows in pages
     graph           the same with forwards and backwards of the step in one CUDA graph
     graph, keep     as capacity, in one CUDA graph
+    auto            what `parallel.ep` alone gives
 
 A step is forward and backward of all microbatches, until the reduced gradients are on their shards. Columns:
 
@@ -38,6 +39,7 @@ from common import (
     GIB,
     MODELS,
     balanced_ids,
+    by_host,
     force_routing,
     largest,
     popular_ids,
@@ -65,6 +67,7 @@ ARMS: dict[str, dict[str, dict[str, Any]]] = {
         "memory": {"policy": {"*.mlp.experts": "stash"}, "graph": True},
     },
     "graph, keep": {"parallel": {"dispatch": "symmetric", "capacity_factor": 0.0}, "memory": {"graph": True}},
+    "auto": {},
 }  # fmt: skip
 # Calls of the same step before it is compared: the first sizes the page store, and Inductor may draw random numbers in it; a
 # graph is captured in the fourth.
@@ -73,7 +76,9 @@ CALLS = {"graph": 6}
 
 def settings(args: argparse.Namespace, model: str, arm: str, world: int) -> Config:
     own = ARMS[arm]
-    parallel = {"ep": world, "overlap": True, "reshard": False, "gradients": "compute", **own["parallel"]}
+    parallel = {"ep": world, "gradients": "compute"}
+    if own:
+        parallel |= {"overlap": True, "reshard": False, **own["parallel"]}
     if "capacity_factor" in parallel:
         parallel["capacity_factor"] = args.capacity
     sections = {
@@ -83,7 +88,7 @@ def settings(args: argparse.Namespace, model: str, arm: str, world: int) -> Conf
         "parallel": parallel,
         "log": {"folder": "/tmp/forebay-paging"},
     }
-    return from_mapping(sections, origin="benchmarks/paging_ep.py")
+    return from_mapping(by_host(sections) if own else sections, origin="benchmarks/paging_ep.py")
 
 
 def route(model: torch.nn.Module, skew: float) -> None:
@@ -135,7 +140,7 @@ def measure(
         report = pages.end_step() if pages is not None else None
         seconds = [s[0] for s in steps]
         arena = pages.device_bytes if pages is not None else 0  # held between steps, for the steps
-        graphed = config.memory.graph
+        graphed = trainer.config.step.graph
         if graphed:
             assert trainer.cuda_graph is not None and trainer.cuda_graph.eager_reason is None, trainer.graph_status
         row = {

@@ -44,7 +44,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from common import GIB, MODELS, ranks, results_folder, settle_memory, timed_together, write
+from common import GIB, MODELS, by_host, ranks, results_folder, settle_memory, timed_together, write
 from ep import force_balance
 
 from forebay import Managed
@@ -120,7 +120,7 @@ def settings(args: argparse.Namespace, model: str, arm: str, world: int) -> Conf
         },
         "log": {"folder": "/tmp/forebay-pipeline"},
     }
-    return from_mapping(sections, origin="benchmarks/pipeline.py")
+    return from_mapping(by_host(sections), origin="benchmarks/pipeline.py")
 
 
 class Running:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import GIB, environment, markdown, results_folder, write
+from common import GIB, by_host, environment, markdown, results_folder, write
 from planner_grid import GRID, Entry, tiny
 from planner_measure import measure
 
@@ -46,7 +46,7 @@ TIGHT = 20
 
 def planned(entry: Entry, skew: float | None, traces: TraceCache | None = None) -> dict[str, Any]:
     """The plan of an entry: bytes of the rank that uses most, and seconds of a step. `traces`: to reuse, and to add to."""
-    config, traces = from_mapping(entry.sections, origin=entry.name), traces or TraceCache()
+    config, traces = from_mapping(by_host(entry.sections), origin=entry.name), traces or TraceCache()
     plan = plan_layers(config, entry.gpus, traces)
     fit = fit_run(config, plan, entry.gpus, skew=skew or 1.0, device=load("h200"), traces=traces).as_dict()
     ranks = fit["ranks"]

@@ -47,7 +47,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import balanced_ids, force_routing, popular_ids, popularity_of
+from common import balanced_ids, by_host, force_routing, popular_ids, popularity_of
 from planner_grid import Entry
 
 from forebay.config import Config, from_mapping
@@ -316,7 +316,7 @@ def failure(error: Exception) -> dict[str, Any]:
 
 def measured(entry: Entry, limit: int | None, trace: Path | None) -> dict[str, Any]:
     """The figures of a trainer's life. It is gone when this returns."""
-    config = from_mapping(entry.sections, origin=entry.name)
+    config = from_mapping(by_host(entry.sections), origin=entry.name)
     started = time.perf_counter()
     gpu = config.device.type != "cpu" and torch.cuda.is_available()
     memory = Memory() if gpu else NoMemory()

@@ -16,7 +16,7 @@ from typing import Any
 
 from forebay.errors import UsageError
 from forebay.estimate.fit import largest_total, least_budget
-from forebay.estimate.layers import plan_layers, sharing_of
+from forebay.estimate.layers import fast_path_of, plan_layers, sharing_of
 from forebay.estimate.placement import _ChoiceCosts, rank_options
 from forebay.estimate.plan import _estimator, ask
 from forebay.estimate.rank import RunEstimator
@@ -40,7 +40,7 @@ def drawn(chance: random.Random, traces: TraceCache) -> tuple[str, RunEstimator]
         settings += ['memory.recompute="full"'] * (chance.random() < 0.2)
         name = chance.choice(list(PUBLISHED))
         try:
-            config = ask(name, settings, world).config
+            config = fast_path_of(ask(name, settings, world).config, world).config
             run, _ = _estimator(
                 config, plan_layers(config, world), world, None, 1.0, None, 1, traces, sharing_of(config, world)
             )

@@ -113,12 +113,31 @@ def test_overrides(tmp_path: Path) -> None:
         (PIPELINE | {"memory": {"policy": "auto", "budget": "1GiB"}}, ["memory.policy = auto", "keep", "'stash'"]),
         (with_key("memory", pages="1GiB"), ["memory.pages", "'stash'"]),
         (with_key("memory", policy={"*.mlp": "stash"}, pages="much"), ["memory.pages", "'much'"]),
-        (with_key("memory", graph=True), ["memory.graph", "parallel.overlap = true", "parallel.pp"]),
-        (PIPELINE | {"memory": {"graph": True}}, ["memory.graph", "parallel.reshard = false"]),
         (
-            with_key("memory", graph=True) | {"parallel": {"ep": 2, "overlap": True, "reshard": False}},
+            with_key("memory", graph=True) | {"parallel": {"overlap": False}},
+            ["memory.graph", "parallel.overlap = true", "parallel.pp"],
+        ),
+        (
+            with_key("memory", graph=True) | {"parallel": {"reshard": True}},
+            ["memory.graph", "parallel.reshard = false"],
+        ),
+        (
+            with_key("memory", graph=True) | {"parallel": {"ep": 2, "capacity_factor": 0}},
             ["memory.graph", "parallel.capacity_factor = 0.0", "'symmetric'"],
         ),
+        (
+            with_key("memory", graph=True) | {"parallel": {"ep": 2, "dispatch": "nccl"}},
+            ["memory.graph", "parallel.dispatch = 'nccl'"],
+        ),
+        (with_key("memory", graph=True, policy="offload"), ["parallel.overlap = true supports", "offload"]),
+        (with_key("memory", graph="yes"), ["memory.graph = 'yes'", "valid are auto, true or false"]),
+        (with_key("memory", graph=1), ["memory.graph", "true or false or a text"]),
+        (
+            with_key("parallel", capacity_factor="much"),
+            ["parallel.capacity_factor = 'much'", "valid are auto, a number"],
+        ),
+        (with_key("parallel", capacity_factor=0.5), ["parallel.capacity_factor = 0.5 is too small", "at least 1.0"]),
+        (with_key("parallel", capacity_factor=-1), ["parallel.capacity_factor = -1.0 is too small", "at least 0"]),
         (
             PIPELINE | {"memory": {"policy": "recompute", "recompute": "save-dispatch"}},
             ["recompute = 'light'", "'save-dispatch'"],

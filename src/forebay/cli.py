@@ -240,7 +240,7 @@ def _data(options: argparse.Namespace) -> None:
 
 def _what_fits(config: "Config", source: str, budget: int) -> str:
     """Advice for a run that needs more than `budget` bytes of its device: placements or a microbatch that fit."""
-    from forebay.estimate.layers import plan_layers
+    from forebay.estimate.layers import fast_path_of, plan_layers
     from forebay.estimate.placement import sentences
     from forebay.estimate.plan import PlanRequest, fit_run
     from forebay.estimate.search import search
@@ -249,6 +249,8 @@ def _what_fits(config: "Config", source: str, budget: int) -> str:
     world, size = World.of_environment().size, format_bytes(budget)
     more = f"forebay plan {source} --gpus {world} --budget {budget} --auto shows more"
     try:
+        if fast_path_of(config, world).is_fast:
+            more = f"steps with memory.graph=false and parallel.reshard=true hold less; {more}"
         fit = fit_run(config, plan_layers(config, world), world, budget, auto=budget)
         if fit.fits and not any(choice.placements for choice in fit.choices):
             return (

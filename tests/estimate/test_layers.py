@@ -7,7 +7,7 @@ import pytest
 
 from forebay.config import Config, from_mapping
 from forebay.estimate import rank
-from forebay.estimate.layers import layer_costs, plan_layers, shape_of, sharing_of
+from forebay.estimate.layers import fast_path_of, layer_costs, plan_layers, shape_of, sharing_of
 from forebay.estimate.plan import fit_run
 from forebay.estimate.trace_cache import TraceCache
 from forebay.pipeline.model import adds_at_once
@@ -41,12 +41,13 @@ def config(**parallel: object) -> Config:
 
 
 def costs_of(c: Config, world: int, traces: TraceCache | None = None) -> ModelCosts:
+    c = fast_path_of(c, world).config
     return layer_costs(c, hf_io.configuration(c.model, 257), sharing_of(c, world), traces or TraceCache())
 
 
 def test_auto_is_partition_layers_of_the_traced_costs() -> None:
     """Also with flash attention, which is not installed here: nothing runs."""
-    c, traces = config(pp=2, ep=2), TraceCache()
+    c, traces = fast_path_of(config(pp=2, ep=2), 4).config, TraceCache()
     declared = hf_io.configuration(c.model, 257)
     before = copy.deepcopy(declared)
     costs = layer_costs(c, declared, sharing_of(c, 4), traces)

@@ -29,8 +29,8 @@ def step(
         {
             "model": {"dtype": "float32", "compute": "bfloat16", **model},
             "train": {"steps": 9, "microbatch": 1, "sequence": 4096, "batch": 64, **train},
-            "memory": {"policy": "keep", "compile": True, **(memory or {})},
-            "parallel": parallel,
+            "memory": {"policy": "keep", "compile": True, "graph": False, **(memory or {})},
+            "parallel": {"overlap": False, "reshard": True, "capacity_factor": 0.0, **parallel},
             "device": {"type": "cuda"},
         },
         origin="a test",
@@ -106,7 +106,7 @@ def test_whole_steps_of_the_grid_are_planned_within_a_tenth(monkeypatch: pytest.
     errors = []
     for name in GRID_RUNS:
         entry, row = entries[name], rows[name]
-        config = from_mapping(entry.sections, origin=name)
+        config = from_mapping(importlib.import_module("common").by_host(entry.sections), origin=name)
         found = fit_run(
             config, plan_layers(config, entry.gpus), entry.gpus, skew=entry.skew or 1.0, device=load("h200")
         ).step

@@ -78,11 +78,16 @@ GPU_SIZES: dict[str, Any] = {
 
 
 def config(folder: Path | str, sizes: dict[str, Any] = MODEL, **changes: dict[str, Any]) -> Config:
-    """A Qwen3-MoE of `sizes` on the text file in `folder` (see `write_text`); `changes` update the sections."""
+    """A Qwen3-MoE of `sizes` on the text file in `folder` (see `write_text`); `changes` update the sections.
+
+    The host launches steps, one microbatch after the other, on GPUs too.
+    """
     sections: dict[str, dict[str, Any]] = {
         "model": {"family": "qwen3_moe", "config": sizes},
         "data": {"source": "text", "path": f"{folder}/text.txt", "cache": f"{folder}/cache"},
         "train": {"steps": 4, "batch": 4, "sequence": 16},
+        "memory": {"graph": False},
+        "parallel": {"overlap": False, "reshard": True, "capacity_factor": 0.0},
         "log": {"folder": f"{folder}/run", "progress": "off"},
         "device": {"type": "cpu", "threads": 1},
     }

@@ -1,9 +1,11 @@
 """The configuration of a run: a TOML file or a preset, with overrides, as frozen dataclasses that are validated.
 
-`forebay.config.sections` has the keys, `forebay.config.loading` reads them, and `forebay.config.checks` refuses combinations.
+`forebay.config.sections` has the keys, `forebay.config.loading` reads them, `forebay.config.checks` refuses combinations, and
+`forebay.config.fast_path` gives the keys that are "auto" their values.
 """
 
 from forebay.config.checks import check_experts, check_world
+from forebay.config.fast_path import Facts, FastPath, is_open, resolve
 from forebay.config.loading import apply_override, build_section, from_mapping, load, presets
 from forebay.config.sections import (
     SCHEDULES,
@@ -27,6 +29,8 @@ __all__ = [
     "Data",
     "DataSource",
     "Device",
+    "Facts",
+    "FastPath",
     "Log",
     "Model",
     "Parallel",
@@ -37,9 +41,11 @@ __all__ = [
     "check_experts",
     "check_world",
     "from_mapping",
+    "is_open",
     "key",
     "load",
     "parse_duration",
     "presets",
+    "resolve",
     "stages_of",
 ]

@@ -7,18 +7,19 @@ would be valid. `check` needs the configuration only, `check_world` the number o
 from collections.abc import Iterator
 from itertools import count
 
+from forebay.config.fast_path import implied
 from forebay.config.sections import SOURCES, Config, Data, DataSource, Memory, parse_duration
 from forebay.errors import UsageError
 from forebay.policy import PLACEMENTS, PolicyError, parse_bytes
 
 
 def check(c: Config) -> None:
-    """Check what involves several keys, or more than a type and a range.
+    """Check what involves several keys, or more than a type and a range. Keys that are "auto" agree with all others.
 
     Raises:
         UsageError: the first mistake.
     """
-    _raise_first(_mistakes(c))
+    _raise_first(_mistakes(implied(c)))
 
 
 def check_world(c: Config, size: int) -> None:
@@ -51,7 +52,7 @@ def _mistakes(c: Config) -> Iterator[str]:
     yield from _memory_mistakes(c.memory)
     yield from _pipeline_mistakes(c)
     yield from _overlap_mistakes(c)
-    if 0 < c.parallel.capacity_factor < 1:
+    if 0 < float(c.parallel.capacity_factor) < 1:
         yield (
             f"parallel.capacity_factor = {c.parallel.capacity_factor} is too small; it must be at least 1.0, which is room for "
             "an even load, or 0 for exact sizes"

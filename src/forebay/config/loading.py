@@ -122,17 +122,19 @@ def build_section(section: Any, name: str, values: Mapping[str, Any]) -> Any:
         accepted, result = _fit(value, hints[option], f"{name}.{option}")
         if not accepted:
             raise UsageError(f"{name}.{option} = {value!r} has the wrong type: it must be {_describe(hints[option])}")
-        _check_limits(f"{name}.{option}", result, fields[option].metadata)
+        _check_limits(f"{name}.{option}", result, fields[option].metadata, hints[option])
         checked[option] = result
     return section(**checked)
 
 
-def _check_limits(where: str, value: Any, limits: Mapping[str, Any]) -> None:
+def _check_limits(where: str, value: Any, limits: Mapping[str, Any], hint: Any) -> None:
     choices, low, high = limits.get("choices"), limits.get("low"), limits.get("high")
-    if choices and value not in choices:
-        raise UsageError(
-            f"{where} = {value!r} is unknown; {nearest(value, choices, 'value')}valid are {', '.join(choices)}"
-        )
+    if isinstance(value, str) and choices and value not in choices:
+        beside = [_SINGULAR[kind] for kind in typing.get_args(hint) if kind in (bool, int, float)]
+        valid = ", ".join([*choices, *beside])
+        raise UsageError(f"{where} = {value!r} is unknown; {nearest(value, choices, 'value')}valid are {valid}")
+    if isinstance(value, str):
+        return
     if low is not None and value < low:
         raise UsageError(f"{where} = {value!r} is too small; it must be at least {low}")
     if high is not None and value > high:

@@ -12,6 +12,7 @@ from typing import Any
 from forebay.policy import RECOMPUTE_MODES
 
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zbv", "dualpipev")
+AUTO = "auto"
 
 
 def key(
@@ -22,7 +23,7 @@ def key(
     Args:
         default: the default value, or a type that makes it, such as ``dict``.
         meaning: what the documentation says about the key.
-        choices: the valid texts; empty for any.
+        choices: the valid texts; empty for any. A number or a truth value beside them needs none.
         low, high: inclusive limits of a number.
     """
     metadata = {"meaning": meaning, "choices": choices, "low": low, "high": high}
@@ -156,8 +157,11 @@ class Memory:
     pages: str | int = key(
         "", "Device memory for the pages of 'stash'; the rest goes to the host. '' is as much as a step needs."
     )
-    graph: bool = key(
-        False, "Capture forwards and backwards of a step in one CUDA graph; needs parallel.overlap or parallel.pp."
+    graph: bool | str = key(
+        AUTO,
+        "Capture forwards and backwards of a step in one CUDA graph; needs parallel.overlap or parallel.pp. 'auto' captures "
+        "where that is known to be fastest.",
+        choices=(AUTO,),
     )
 
     @property
@@ -194,14 +198,19 @@ class Parallel:
         "Token dispatcher; 'auto' chooses by where the expert group's processes run.",
         choices=("auto", "nccl", "symmetric", "hierarchical", "deepep"),
     )
-    capacity_factor: float = key(
-        0.0,
+    capacity_factor: float | str = key(
+        AUTO,
         "Rows that 'symmetric' has room for, relative to even routing, without host synchronization; a step that needs "
-        "more runs again with exact sizes. 0 is exact sizes, with one synchronization a layer.",
+        "more runs again with exact sizes. 0 is exact sizes, with one synchronization a layer; 'auto' follows memory.graph.",
+        choices=(AUTO,),
         low=0.0,
     )
     timeout: int = key(600, "Seconds that a process waits for the others before it gives up.", low=1)
-    reshard: bool = key(True, "Free all-gathered weights after each use; false keeps them until the end of the step.")
+    reshard: bool | str = key(
+        AUTO,
+        "Free all-gathered weights after each use; false keeps them until the end of the step. 'auto' follows memory.graph.",
+        choices=(AUTO,),
+    )
     reduce: str = key(
         "step",
         "When gradients are reduced over processes; 'microbatch' holds only this process's shard of them in float32, "
@@ -214,7 +223,11 @@ class Parallel:
         "rounded to it.",
         choices=("float32", "compute"),
     )
-    overlap: bool = key(False, "Run the forward of a microbatch together with the backward of the one before.")
+    overlap: bool | str = key(
+        AUTO,
+        "Run the forward of a microbatch together with the backward of the one before. 'auto' follows memory.graph.",
+        choices=(AUTO,),
+    )
 
 
 @dataclass(frozen=True)
@@ -269,8 +282,21 @@ class Device:
 
 
 @dataclass(frozen=True)
+class StepSettings:
+    """How a step runs: the values of `memory.graph` and of parallel's `overlap`, `reshard` and `capacity_factor`."""
+
+    graph: bool
+    overlap: bool
+    reshard: bool
+    capacity_factor: float
+
+
+@dataclass(frozen=True)
 class Config:
-    """All sections. Build one with `load` or `from_mapping`, which validate; the constructor alone does not."""
+    """All sections. Build one with `load` or `from_mapping`, which validate; the constructor alone does not.
+
+    `forebay.config.fast_path.resolve` gives the keys that are "auto" their values, before a run or a plan reads them.
+    """
 
     model: Model = Model()
     data: Data = Data()
@@ -286,6 +312,20 @@ class Config:
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dict; `from_mapping` of it gives an equal `Config`."""
         return dataclasses.asdict(self)
+
+    @property
+    def step(self) -> StepSettings:
+        """How a step runs.
+
+        Raises:
+            ValueError: a key is "auto" still; see `forebay.config.fast_path.resolve`.
+        """
+        p = self.parallel
+        values = (self.memory.graph, p.overlap, p.reshard, p.capacity_factor)
+        if AUTO in values:
+            raise ValueError("memory.graph, parallel.overlap, reshard or capacity_factor is 'auto': resolve it first")
+        graph, overlap, reshard, capacity_factor = values
+        return StepSettings(bool(graph), bool(overlap), bool(reshard), float(capacity_factor))
 
     def microbatch(self, world_size: int = 1) -> int:
         """Sequences a forward of each of the `world_size` processes that share the batch, with 0 resolved."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from operator import add
 from typing import TYPE_CHECKING, Any
 
-from forebay.config import Config, check_experts, check_world
+from forebay.config import Config, Facts, FastPath, check_experts, check_world, is_open, resolve
 from forebay.estimate.device import DEFAULT
 from forebay.estimate.device import load as load_device
 from forebay.estimate.state import Sharing
@@ -35,6 +35,8 @@ from forebay.train.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+SAME_HOST = 8  # GPUs of one host, which reach each other's memory: dispatch = "auto" asks for that
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,17 @@ def declared_by(config: Config) -> Any:
     return hf_io.configuration(config.model, load_tokenizer(config.data.tokenizer).vocabulary)
 
 
+def fast_path_of(config: Config, world: int) -> FastPath:
+    """The fast path of a run on `world` processes, whose expert groups are assumed to be within hosts of 8 GPUs.
+
+    Raises:
+        UsageError: the model's configuration is wrong.
+    """
+    gpu, p = config.device.type != "cpu", config.parallel
+    family = str(declared_by(config).model_type) if gpu and is_open(config) else ""
+    return resolve(config, Facts(gpu, world, family, (p.ep if p.ep > 1 else world) <= SAME_HOST))
+
+
 def plan_layers(config: Config, world: int = 0, traces: TraceCache | None = None) -> LayerPlan:
     """The plan of a run on `world` processes; 0 means as few as `config` can run on: `Config.processes`.
 
@@ -147,6 +160,7 @@ def plan_layers(config: Config, world: int = 0, traces: TraceCache | None = None
     """
     world = world or config.processes
     check_world(config, world)
+    config = fast_path_of(config, world).config
     declared = declared_by(config)
     check_experts(config.parallel.ep, experts_in(declared))
     sharing = world // config.parallel.pp
@@ -184,7 +198,7 @@ def layer_costs(config: Config, declared: Any, sharing: Sharing, traces: TraceCa
         traced = trace.layers[number]
         forward, backward = map(add, times(traced.attention), times(traced.mlp))
         more = summed.layer(Elements.of(facts.weights.layers[number], sharing.ep), forward, backward)
-        wait = dispatch_wait(config.parallel) if traced.is_moe else 0.0
+        wait = dispatch_wait(config) if traced.is_moe else 0.0
         saved = traced.saved + (trace.balance if traced.is_moe else 0)
         both = forward + backward + KernelTime(sum(more) + wait)
         return LayerCost(max(both.computing, both.all_to_all) if hidden else both.alone, saved)
@@ -209,7 +223,7 @@ def shape_of(config: Config, declared: Any, sharing: Sharing, skew: float = 1.0)
         stages=sharing.gathered or p.ep > 1,
         ep=p.ep,
         skew=skew,
-        capacity_factor=p.capacity_factor if p.dispatch in ("auto", "symmetric") else 0.0,
+        capacity_factor=c.step.capacity_factor if p.dispatch in ("auto", "symmetric") else 0.0,
         compiled=c.memory.compile,
         flex=c.model.attention == "flex" and sharing.gpu,
         balance=hf_io.balance_coefficient(declared) != 0,
@@ -236,8 +250,8 @@ def sharing_of(config: Config, world: int) -> Sharing:
         parameter=parameter,
         compute=compute,
         summed=4 if p.gradients == "float32" and sharded else compute,
-        gathered=p.pp > 1 or p.overlap,
-        reshard=p.reshard,
+        gathered=p.pp > 1 or config.step.overlap,
+        reshard=config.step.reshard,
         sums=several and p.reduce == "step",
         gpu=config.device.type != "cpu",
         fused=config.optimizer.fused,

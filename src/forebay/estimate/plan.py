@@ -19,7 +19,7 @@ from forebay.errors import UsageError, nearest
 from forebay.estimate.device import DEFAULT, DeviceProfile
 from forebay.estimate.device import load as load_device
 from forebay.estimate.fit import ALLOWANCE, ERROR, RankFit, largest_total
-from forebay.estimate.layers import LayerPlan, declared_by, shape_of, sharing_of
+from forebay.estimate.layers import SAME_HOST, LayerPlan, declared_by, fast_path_of, shape_of, sharing_of
 from forebay.estimate.placement import Choice, Option, by_kind, sentences
 from forebay.estimate.processes import forked_map
 from forebay.estimate.rank import RankEstimate, RunEstimator, StepTimer, machine_of
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-_SAME_HOST = 8  # GPUs of one host, which reach each other's memory: dispatch = "auto" asks for that
 _MICROBATCHES = 4  # of a step for each process; of a pipeline, for each of its ranks
 _SETTINGS: Mapping[str, Any] = {
     "train.sequence": 4096,
@@ -152,7 +151,7 @@ def _batch(microbatch: int, processes: int) -> int:
 def _expert_processes(processes: int, experts: int) -> int:
     """The most that one host has and that divide both; 1 for a dense model."""
     both = gcd(processes, experts) if experts else 1
-    return max(n for n in range(1, _SAME_HOST + 1) if both % n == 0)
+    return max(n for n in range(1, SAME_HOST + 1) if both % n == 0)
 
 
 _COLUMNS = ("parameters", "gradients", "optimizer", "activations", "transient", "cached", "other")
@@ -300,11 +299,15 @@ def fit_run(
         UsageError: a model that cannot be traced, experts that the processes do not divide, a pattern that matches nothing, or a
             budget below the parameters alone.
     """
+    path = fast_path_of(config, world)
+    config = path.config
     estimator, notes = _estimator(
         config, plan, world, budget, skew, device, auto, traces or TraceCache(), sharing or sharing_of(config, world)
     )
     estimates = _estimates(estimator, plan, stop_above, processes)
     ranks = [estimates[number] for number in sorted(estimates)]
+    if path.is_fast:
+        notes.append(f"{path.line[0].upper()}{path.line[1:]}.")
     choices = tuple(rank.choice for rank in ranks if rank.choice is not None)
     placements = dict(estimator.placements)
     for choice in choices:
@@ -359,6 +362,7 @@ def least_total(
 ) -> tuple[int, int]:
     """Bytes below which the peak of a run's fullest process is not, and its pipeline rank: parameters, what a step makes of them,
     and what sublayers that are kept save. Arguments are those of `fit_run`."""
+    config = fast_path_of(config, world).config
     estimator, _ = _estimator(config, plan, world, None, skew, None, auto, traces, sharing_of(config, world))
     return max((estimator.least(number), number) for number in range(config.parallel.pp))
 
@@ -413,7 +417,7 @@ def _dispatcher_bytes(config: Config, text: Any, shape: Shape, sharing: Sharing)
     p = config.parallel
     if p.ep == 1 or not sharing.gpu:
         return 0
-    if p.dispatch == "symmetric" or (p.dispatch == "auto" and p.ep <= _SAME_HOST):
+    if p.dispatch == "symmetric" or (p.dispatch == "auto" and p.ep <= SAME_HOST):
         tokens = shape.sequence * shape.microbatch
         return symmetric_bytes(p.ep, tokens, text.hidden_size, text.num_experts_per_tok, sharing.compute)
     return all_to_all_bytes(p.ep)
@@ -465,7 +469,7 @@ def _placement_notes(uncounted: Sequence[str], recompute_experts: Iterable[int])
 def _light_experts(config: Config, paths: list[str]) -> list[str]:
     """Experts that a run can recompute inside an offloaded sublayer: Forebay's, outside of compiled code."""
     p, memory = config.parallel, config.memory
-    outside = p.pp > 1 or p.overlap or p.ep > 1 or not memory.compile
+    outside = p.pp > 1 or config.step.overlap or p.ep > 1 or not memory.compile
     if not outside or memory.recompute != "light" or config.model.experts != "forebay":
         return []
     return [path for path in paths if path.endswith(".experts")]
@@ -493,6 +497,6 @@ def _notes(config: Config, attention: str, experts: int) -> list[str]:
             "Not counted: the masks of data.packing = 'documents', a byte for each pair of tokens of a sequence, and that "
             "attention is slower with them."
         )
-    if memory.graph:
+    if config.step.graph:
         notes.append("A captured step's memory is its own: what the optimizer needs for a moment comes on top.")
     return notes

@@ -179,7 +179,7 @@ class RunEstimator:
             shortened(actions, self.engine),
             self.hidden * self.sharing.summed if self._sums_vocabulary() else 0,
             self.hidden * self.sharing.compute,
-            graph=c.memory.graph,
+            graph=c.step.graph,
             at_once=self._at_once(),
             tied=self.weights.tied,
             least=(_LEAST_PIPELINE if pipeline else _LEAST) if self.sharing.gpu else 1,
@@ -202,7 +202,7 @@ class RunEstimator:
     def computations(self, number: int) -> list[Action]:
         """The actions of a pipeline rank that compute."""
         if self.actions is None:
-            return local_actions(self.plan.microbatches, self.config.parallel.overlap)
+            return local_actions(self.plan.microbatches, self.config.step.overlap)
         return [action for action in self.actions[number] if action.computes]
 
     def _sums_vocabulary(self) -> bool:
@@ -220,7 +220,7 @@ class RunEstimator:
         if self.auto is None:
             return frozenset({"recompute", "offload"})
         found = {"recompute", *(("stash",) if self.config.parallel.ep > 1 else ())}
-        return frozenset(found if self.config.parallel.overlap else {*found, "offload"})
+        return frozenset(found if self.config.step.overlap else {*found, "offload"})
 
     def _limit(self, kept: RankEstimate) -> int:
         """Bytes that placements may use. For the trainer's own choice, `memory.budget` counts from what is held before a
@@ -286,7 +286,7 @@ class StepTimer:
         ranks = [next(r for r, mine in enumerate(stages) if n in mine) for n in sorted(times)]
         message, contention = self._message(device) if pp > 1 else 0.0, device.at("contention")
         on_device = schedule_time(actions, ranks, times, message, engine, contention)
-        launch = 0.0 if config.memory.graph else device.at("launch")
+        launch = 0.0 if config.step.graph else device.at("launch")
         launched = on_device.seconds
         if launch:
             launched = schedule_time(actions, ranks, times, message, engine, contention, launch).seconds
@@ -363,7 +363,7 @@ class StepTimer:
             f, b = self._sublayer(clock, part, self._placement(number, name))
             forward, backward = forward + f, backward + b
         if layer.is_moe:
-            waits = dispatch_wait(self.run.config.parallel)
+            waits = dispatch_wait(self.run.config)
             forward = forward + KernelTime(compute=waits, launches=waits / clock.device.at("launch"))
         return forward, backward
 
@@ -374,7 +374,7 @@ class StepTimer:
             light = part.light_ops if memory.recompute != "full" else ()
             backward = clock.kernel_time(light) if light else forward + backward
         more = STASH_LAUNCHES if placement == "stash" else 0
-        more += CUT_LAUNCHES if p.pp > 1 or p.overlap or p.ep > 1 else SUBLAYER_LAUNCHES
+        more += CUT_LAUNCHES if p.pp > 1 or self.run.config.step.overlap or p.ep > 1 else SUBLAYER_LAUNCHES
         return _with_launches(forward, part.forward_ops, more), _with_launches(backward, part.backward_ops, more)
 
     def _elements(self, number: int) -> Elements:

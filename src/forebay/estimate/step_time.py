@@ -13,7 +13,7 @@ from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any
 
-from forebay.config import Parallel
+from forebay.config import Config
 from forebay.estimate.device import DeviceProfile
 from forebay.estimate.fit import TIME_ERROR
 from forebay.estimate.state import Sharing, Weight
@@ -141,13 +141,14 @@ ahead afterwards. Calibrated: nccl against capacity in benchmarks/results/paging
 float32 in ep.md. The dispatch alone, in ep_exchange_4gpu.md, is slower by 0.6 and 0.1 ms."""
 
 
-def dispatch_wait(parallel: Parallel) -> float:
+def dispatch_wait(config: Config) -> float:
     """Seconds by which a dispatch of exact sizes is slower than one with a capacity."""
+    parallel = config.parallel
     if parallel.ep == 1:
         return 0.0
     if parallel.dispatch == "nccl" or (parallel.dispatch == "auto" and parallel.ep > 8):
         return _SYNCHRONIZED["nccl"]
-    return 0.0 if parallel.capacity_factor else _SYNCHRONIZED["symmetric"]
+    return 0.0 if config.step.capacity_factor else _SYNCHRONIZED["symmetric"]
 
 
 @dataclass(frozen=True)

@@ -111,12 +111,15 @@ def make_dispatcher(
 
 def _choose(group: dist.ProcessGroup, hidden: int, dtype: torch.dtype) -> tuple[str, str, Topology | None]:
     """The backend that "auto" is for a group, why, and the group's topology if that was asked for. Collective."""
-    fits = dtype in DTYPES and hidden * dtype.itemsize % 16 == 0
-    if fits and _peers_are_reachable(group):
+    if symmetric_reaches(group, hidden, dtype):
         return "symmetric", "its GPUs read each other's memory", None
     topology = topology_of(group)
     if topology.count == 1:
-        why = "its ranks cannot read each other's memory" if fits else f"symmetric takes no rows of {hidden} in {dtype}"
+        why = (
+            "its ranks cannot read each other's memory"
+            if _fits(hidden, dtype)
+            else f"symmetric takes no rows of {hidden} in {dtype}"
+        )
         return "nccl", f"one node, {why}", topology
     deepep = topology.has_deepep and topology.per_node == 8  # DeepEP's own number of GPUs a host
     if deepep and dtype == torch.bfloat16 and not hidden % 8 and "nccl" in dist.get_backend_config(group):
@@ -124,6 +127,15 @@ def _choose(group: dist.ProcessGroup, hidden: int, dtype: torch.dtype) -> tuple[
     if topology.per_node in (None, 1):
         return "nccl", str(topology), topology
     return "hierarchical", str(topology), topology
+
+
+def symmetric_reaches(group: dist.ProcessGroup, hidden: int, dtype: torch.dtype) -> bool:
+    """Whether "auto" is "symmetric": its kernels take rows of this width, and the ranks read each other's memory. Collective."""
+    return _fits(hidden, dtype) and _peers_are_reachable(group)
+
+
+def _fits(hidden: int, dtype: torch.dtype) -> bool:
+    return dtype in DTYPES and hidden * dtype.itemsize % 16 == 0
 
 
 def _peers_are_reachable(group: dist.ProcessGroup) -> bool:

@@ -53,7 +53,7 @@ class GradientEngine:
 
     def __init__(self, model: Any, cut: CutModel, config: Config, mesh: Mesh, router: RouterStats | None):
         self._cut, self._device, self._router = cut, mesh.device, router
-        self._unsharded = UnshardedStep(model, cut, config.parallel.reshard)
+        self._unsharded = UnshardedStep(model, cut, config.step.reshard)
         self._deferred = DeferredExperts(model)
         self._deferred.store.sums = self._unsharded.expert_sum
 
@@ -176,7 +176,7 @@ class OverlappedGradients(GradientEngine):
 
 def captures(config: Config, mesh: Mesh) -> bool:
     """Whether steps are captured in a CUDA graph. The configuration refuses `parallel.reshard` with it."""
-    return config.memory.graph and mesh.device.type == "cuda"
+    return config.step.graph and mesh.device.type == "cuda"
 
 
 def plan_of(config: Config, mesh: Mesh) -> PipelinePlan:
@@ -235,7 +235,7 @@ class PipelinedGradients(GradientEngine):
         self._links: Links = DistLinks(mesh.pipeline, neighbors(plan.ranks), mesh.device, mesh.pipelines, confirmed)
         self._balance = StageBalance(experts, balance, mesh.device) if experts else None
         self._stages = {s: self._stage(s) for s in plan.stages(mesh.pp_rank)}
-        memory.manager.follow(self._backward_order(), steady=not config.parallel.reshard)
+        memory.manager.follow(self._backward_order(), steady=not config.step.reshard)
         self._runtime = self._runtime_of(plan)
         self._forward_runtime: PipelineRuntime | None = None
         if captures(config, mesh):

@@ -25,7 +25,7 @@ import transformers
 from rich.console import Console
 from torch.distributed.fsdp import FSDPModule
 
-from forebay.config import Config, check_world, from_mapping, parse_duration
+from forebay.config import Config, FastPath, check_world, from_mapping, parse_duration
 from forebay.errors import (
     DoesNotFit,
     ForebayError,
@@ -44,6 +44,7 @@ from forebay.pipeline.partition import Partition
 from forebay.train import checkpoint, hf_io, run_folder
 from forebay.train.distributed import Mesh, World, not_found
 from forebay.train.durable import FolderLock, replace_text
+from forebay.train.fast_path import fast_path_of
 from forebay.train.heartbeat import Heartbeat, ending_after
 from forebay.train.loggers import Logger, open_loggers
 from forebay.train.metrics import Reporter, SilentReporter, StepRecord, Summary, summary_tables, usable_bytes
@@ -99,11 +100,13 @@ def train(
         _advising_memory(mesh, what_fits),
         _naming_lost(heart, advice),
     ):
+        path = fast_path_of(config, mesh)
+        config = path.config
         remote = open_checked(config.checkpoint.remote)
         start = mesh.on_main(lambda: claim_start(config, resume, lock, remote))
         layers = None if partition is None else mesh.on_main(partition)
         with Trainer(config, mesh, layers) as trainer:
-            return _TrainingRun(config, console, start, trainer, stop, limit, remote).run()
+            return _TrainingRun(path, console, start, trainer, stop, limit, remote).run()
 
 
 def profile(config: Config, partition: Callable[[], Partition] | None = None) -> list[PipelineProfile]:
@@ -227,7 +230,7 @@ class _TrainingRun:
 
     def __init__(
         self,
-        config: Config,
+        path: FastPath,
         console: Console,
         start: Start,
         trainer: Trainer,
@@ -235,7 +238,8 @@ class _TrainingRun:
         limit: TimeLimit,
         remote: RemoteFolder | None = None,
     ):
-        self.config, self.console, self.start, self.trainer = config, console, start, trainer
+        config = path.config
+        self.path, self.config, self.console, self.start, self.trainer = path, config, console, start, trainer
         self.stop, self.limit = stop, limit
         self.mesh = trainer.mesh
         self.checkpoints = checkpoint.Checkpoints(
@@ -301,7 +305,7 @@ class _TrainingRun:
                 report=last,
                 records=self.records,
                 folder=self.start.folder,
-                capacity_factor=c.parallel.capacity_factor if enough is not None else None,
+                capacity_factor=c.step.capacity_factor if enough is not None else None,
                 enough_capacity_factor=enough,
             )
             for table in summary_tables(summary):
@@ -449,6 +453,8 @@ class _TrainingRun:
         report.say(f"{_class_name(model)}: {count / 1e6:,.1f} M parameters, {dtype}, on {many}{name}{shared}")
         if self.trainer.dispatcher is not None and self.trainer.dispatcher.about:
             report.say(f"tokens travel by {self.trainer.dispatcher.about}")
+        if self.path.line:
+            report.say(self.path.line)
         report.say(f"data {self.trainer.corpus.description}")
         report.say(
             f"run {self.start.folder}" + (f", resumed after step {done} from {self.start.resumed}" if done else "")

@@ -37,7 +37,7 @@ class Shards:
 
     def __init__(self, model: nn.Module, config: Config):
         self._root: Any = model
-        self._reshard, self._reduce_each = config.parallel.reshard, config.parallel.reduce == "microbatch"
+        self._reshard, self._reduce_each = config.step.reshard, config.parallel.reduce == "microbatch"
         self._modules: list[Any] = [m for m in model.modules() if isinstance(m, FSDPModule)]
         # Weights that this process has whole (experts, with one process a column): there is nothing to gather or reduce.
         groups = [(m, fsdp_group(m)) for m in self._modules]
@@ -118,7 +118,7 @@ def shard(model: nn.Module, mesh: Mesh, config: Config) -> Shards:
             reduce_dtype=torch.float32 if config.parallel.gradients == "float32" else None,
             cast_forward_inputs=False,  # routing weights stay float32 in families where they are
         ),
-        "reshard_after_forward": config.parallel.reshard,
+        "reshard_after_forward": config.step.reshard,
     }
     check_experts(mesh.ep, experts_of(model))
     if mesh.grid is not None and (sharing := mesh.experts) is not None:
@@ -178,7 +178,7 @@ def dispatcher_of(model: Any, mesh: Mesh, config: Config) -> TokenDispatcher | N
         UsageError: the configured backend is not available.
     """
     if mesh.expert_group is None:
-        in_stages = mesh.pp > 1 or config.parallel.overlap
+        in_stages = mesh.pp > 1 or config.step.overlap
         return LocalDispatcher(experts_of(model)) if in_stages and experts_of(model) else None
     from forebay.moe.backends import make_dispatcher
 
@@ -192,7 +192,7 @@ def dispatcher_of(model: Any, mesh: Mesh, config: Config) -> TokenDispatcher | N
             hidden=text.hidden_size,
             slots_per_token=text.num_experts_per_tok,
             dtype=getattr(torch, config.model.compute or config.model.dtype),
-            capacity_factor=config.parallel.capacity_factor or None,
+            capacity_factor=config.step.capacity_factor or None,
             timeout=timedelta(seconds=config.parallel.timeout),
         )
     except (ValueError, RuntimeError, ImportError) as error:

@@ -34,6 +34,7 @@ from forebay.train.cuda_graph import CudaGraphStep
 from forebay.train.data import IGNORE, Batch, load_mixture
 from forebay.train.distributed import Mesh
 from forebay.train.engines import OverlappedGradients, PipelinedGradients, keep_stages, plan_of
+from forebay.train.fast_path import fast_path_of
 from forebay.train.health import HealthRecorder, StepHealth
 from forebay.train.metrics import StepRecord, allocator_bytes, peak_bytes, reserved_bytes
 from forebay.train.packing import check_documents_apart
@@ -75,6 +76,7 @@ class Trainer:
             even partition: the trainer does not know what layers cost (`forebay.estimate.layers.plan_layers` does).
 
     Attributes:
+        config: with a value for each key that was "auto"; see `forebay.config.fast_path`.
         model: a transformers `*ForCausalLM`, managed; sharded if there is a process group.
         memory: what `forebay.manage` returned.
         dispatcher: token dispatcher; None without expert parallelism.
@@ -89,7 +91,7 @@ class Trainer:
             self.mesh = Mesh.open(config, ALONE) if mesh is None else mesh
             if mesh is None:
                 stack.callback(self.mesh.close)
-            self._build(config, self.mesh, partition)
+            self._build(fast_path_of(config, self.mesh).config, self.mesh, partition)
             self._close_mesh = stack.pop_all().close
 
     def _build(self, config: Config, mesh: Mesh, partition: Partition | None) -> None:
@@ -157,7 +159,7 @@ class Trainer:
         try:
             if self._stages is not None:
                 return PipelinedGradients(*given, *self._stages, experts)
-            if self.config.parallel.overlap:
+            if self.config.step.overlap:
                 return OverlappedGradients(*given)
         except ValueError as error:
             raise UsageError(f"parallel.{'overlap' if self._stages is None else 'pp'}: {error}") from error
@@ -193,7 +195,7 @@ class Trainer:
         """Whether steps run as a CUDA graph, or why not; None without `memory.graph`, and while it is undecided."""
         graph = self.cuda_graph
         if graph is None:
-            return "there is no CUDA device to capture steps on" if self.config.memory.graph else None
+            return "there is no CUDA device to capture steps on" if self.config.step.graph else None
         if graph.eager_reason is not None:
             return f"steps cannot be captured and are launched by the host: {graph.eager_reason}"
         return "forwards and backwards of a step are one CUDA graph" if graph.is_captured else None

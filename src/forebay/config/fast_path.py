@@ -1,0 +1,225 @@
+"""Gives the keys that are "auto" a value: what is fast on these GPUs, before the first step of a run, and in its plan.
+
+Input: a `Config`, and `Facts` about processes, GPUs and model. Output: a `FastPath`: the configuration with a value for each of
+`memory.graph` and parallel's `overlap`, `reshard` and `capacity_factor`, and why it has it. Values that were given stay. All
+processes of a run, and its plan, call the same pure function.
+
+The fast path is chosen only for what ran on GPUs with these keys given by hand, in comparison with steps that the host launches:
+
+    expert parallelism   tests/train/test_cuda_graph_gpu.py (2 GPUs, bitwise), paging_ep2_*.json and paging_ep4.json of
+                         benchmarks/results
+    without its graph    the arms "capacity", "exact" and "nccl" of the same files; "own routing" of ep.json, which reshards
+    pipelines            tests/train/test_engines_gpu.py (2 GPUs, bitwise), benchmarks/results/pipeline_2gpu_*.json,
+                         pipeline_graph_pp4.json
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from forebay.config.sections import AUTO, Config
+
+GRAPH, _ROOM = "memory.graph", "parallel.capacity_factor"
+ROOM = 2.0
+"""`parallel.capacity_factor` of the fast path. Between 2 processes nothing can exceed it; the runs named above had it."""
+_FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v2")
+_PIPELINED_FAMILIES = ("qwen3_moe", "deepseek_v2")
+_PROCESSES = (2, 4)  # that shared a model in those runs
+_BESIDE = "memory.graph = true tries it"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a configuration does not say.
+
+    Attributes:
+        gpu: whether the processes compute on GPUs.
+        processes: their number.
+        family: model type in transformers.
+        reaches: whether the GPUs of each expert group read each other's memory, by the symmetric dispatcher's kernels; of a
+            pipeline alone, whether all processes are on one node.
+    """
+
+    gpu: bool
+    processes: int
+    family: str
+    reaches: bool
+
+
+@dataclass(frozen=True)
+class ChosenKey:
+    """A key that was "auto", its value, and why."""
+
+    key: str
+    value: Any
+    why: str
+
+
+@dataclass(frozen=True)
+class FastPath:
+    """A configuration without "auto" among these keys.
+
+    Attributes:
+        choices: the keys that were "auto".
+        obstacle: why the fast path was not chosen; "" if it was, or if no processes share experts or layers.
+    """
+
+    config: Config
+    choices: tuple[ChosenKey, ...] = ()
+    obstacle: str = ""
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether "auto" chose a part of it, where processes share experts or layers."""
+        return not self.obstacle and bool(self._taken) and self.config.parallel.ep * self.config.parallel.pp > 1
+
+    @property
+    def line(self) -> str:
+        """What is said before the first step; "" if there was nothing to choose."""
+        if self.config.parallel.ep * self.config.parallel.pp == 1:
+            return ""
+        by_host = self.obstacle or next((x.why for x in self.choices if x.key == GRAPH and not x.value), "")
+        if not self.is_fast:
+            return f"host-launched: {by_host}" if by_host else ""
+        path = ", ".join(what for _, _, what in self._taken) + (f"; launched by the host: {by_host}" if by_host else "")
+        return f"fast path: {path}; turned off by {', '.join(f'{key}={off}' for key, off, _ in self._taken)}"
+
+    @property
+    def _taken(self) -> list[tuple[str, str, str]]:
+        """The keys that "auto" turned on, what turns each off, and what it is."""
+        c, chosen = self.config, {choice.key for choice in self.choices}
+        parts = [
+            (GRAPH, "false", "one CUDA graph a step", c.memory.graph),
+            ("parallel.overlap", "false", "overlap", c.parallel.overlap),
+            ("parallel.reshard", "true", "weights gathered once a step", not c.parallel.reshard),
+            (_ROOM, "0", f"room for {c.parallel.capacity_factor} times even routing", c.parallel.capacity_factor),
+        ]
+        return [(key, off, what) for key, off, what, is_on in parts if is_on and key in chosen]
+
+
+def implied(c: Config) -> Config:
+    """`c` with the values that the given ones ask for: what `memory.graph = true` needs, else a step that the host launches."""
+    captured, p = c.memory.graph is True, c.parallel
+    return _with(
+        c,
+        graph=captured,
+        overlap=_given(p.overlap, captured and p.pp == 1),
+        reshard=_given(p.reshard, not captured),
+        capacity=_given(p.capacity_factor, ROOM if captured and p.ep > 1 else 0.0),
+    )
+
+
+def is_open(c: Config) -> bool:
+    """Whether any key is "auto"."""
+    return any(value == AUTO for value in _values(c).values())
+
+
+def resolve(c: Config, facts: Facts) -> FastPath:
+    """The fast path of a configuration that `forebay.config.checks.check` accepted."""
+    if not is_open(c):
+        return FastPath(c)
+    if c.memory.graph is True:
+        return _explained(c, implied(c), "memory.graph = true needs it")
+    if c.parallel.ep * c.parallel.pp == 1:
+        return _explained(c, implied(c), "no processes share experts or layers")
+    obstacle = next(_obstacles(c, facts), "")
+    if obstacle:
+        return _explained(c, implied(c), obstacle, obstacle)
+    return _fast(c)
+
+
+def _fast(c: Config) -> FastPath:
+    """For a configuration without obstacles; a value that was given may still prevent the graph."""
+    p = c.parallel
+    overlap, reshard = _given(p.overlap, p.pp == 1), _given(p.reshard, False)
+    has_room = p.ep > 1 and p.dispatch != "nccl" and not reshard
+    capacity = _given(p.capacity_factor, ROOM if has_room else 0.0)
+    reasons = {
+        "parallel.reshard = true": reshard,
+        "parallel.dispatch = 'nccl' waits for sizes": p.ep > 1 and p.dispatch == "nccl",
+        "parallel.capacity_factor = 0 waits for sizes": p.ep > 1 and not capacity,
+    }
+    obstacle = next((reason for reason, holds in reasons.items() if holds), "")
+    found = _with(c, graph=_given(c.memory.graph, not obstacle), overlap=overlap, reshard=reshard, capacity=capacity)
+    path = _explained(c, found, "the fastest that ran on such GPUs")
+    choices = (replace(x, why=obstacle) if x.key == GRAPH and obstacle else x for x in path.choices)
+    return replace(path, choices=tuple(choices))
+
+
+def _obstacles(c: Config, facts: Facts) -> Iterator[str]:
+    """Why a run with expert groups or a pipeline is not among those that ran in a graph."""
+    p, m = c.parallel, c.model
+    if p.overlap is False and p.pp == 1:
+        yield "parallel.overlap = false"
+    if not facts.gpu:
+        yield "there is no GPU to capture steps on"
+    if (m.dtype, m.compute) != ("float32", "bfloat16"):
+        yield f"model.dtype = 'float32' with model.compute = 'bfloat16' ran in a graph, this did not; {_BESIDE}"
+    families = _PIPELINED_FAMILIES if p.pp > 1 else _FAMILIES
+    if facts.family not in families:
+        ran = ", ".join(families)
+        yield f"no model of family {facts.family!r} ran in a graph on several GPUs, only of {ran}; {_BESIDE}"
+    if (m.experts, m.loss) != ("forebay", "fused") or m.attention not in ("sdpa", "eager"):
+        yield "it needs model.experts = 'forebay', model.loss = 'fused' and model.attention = 'sdpa' or 'eager'"
+    if c.data.packing != "joined":
+        yield "data.packing = 'documents' needs masks of each microbatch"
+    if p.reduce != "step":
+        yield "parallel.reduce = 'microbatch' did not run in a graph"
+    yield from _mesh_obstacles(c, facts)
+    yield from _placement_obstacles(c)
+
+
+def _mesh_obstacles(c: Config, facts: Facts) -> Iterator[str]:
+    p = c.parallel
+    if p.ep > 1 and p.pp > 1:
+        yield f"pipelines of expert groups ran in a graph with even routing only; {_BESIDE}"
+    if facts.processes != p.ep * p.pp:
+        yield f"nothing ran in a graph where more processes train than parallel.ep or parallel.pp has; {_BESIDE}"
+    if facts.processes not in _PROCESSES:
+        yield f"only 2 or 4 processes of one model ran in a graph, not {facts.processes}; {_BESIDE}"
+    if p.pp > 2 and p.schedule != "dualpipev":
+        yield f"more than 2 pipeline ranks ran in a graph with parallel.schedule = 'dualpipev' only; {_BESIDE}"
+    if p.ep > 1 and p.dispatch not in ("auto", "symmetric", "nccl"):
+        yield f"parallel.dispatch = {p.dispatch!r} asks the device for sizes"
+    if p.ep > 1 and p.dispatch == "auto" and not facts.reaches:
+        yield "the GPUs of an expert group do not read each other's memory"
+    if p.pp > 1 and not facts.reaches:
+        yield f"pipelines ran in a graph on one node only; {_BESIDE}"
+    sharing = facts.processes // p.pp
+    if p.pp == 1 and c.train.batch // sharing // c.microbatch(sharing) < 2:
+        yield "a step has one microbatch, and overlap needs two; a smaller train.microbatch gives more"
+
+
+def _placement_obstacles(c: Config) -> Iterator[str]:
+    ran = {"keep", "offload"} if c.parallel.pp > 1 else {"keep", "stash"}
+    others = sorted(c.memory.placements - ran)
+    if others or c.memory.recompute != "light":
+        what = f"memory.policy with {others[0]!r}" if others else f"memory.recompute = {c.memory.recompute!r}"
+        yield f"{what} did not run in a graph on several GPUs, only {' and '.join(sorted(ran))} did"
+
+
+def _given(value: Any, otherwise: Any) -> Any:
+    return otherwise if value == AUTO else value
+
+
+def _values(c: Config) -> dict[str, Any]:
+    p = c.parallel
+    return {
+        GRAPH: c.memory.graph,
+        "parallel.overlap": p.overlap,
+        "parallel.reshard": p.reshard,
+        _ROOM: p.capacity_factor,
+    }
+
+
+def _with(c: Config, *, graph: bool, overlap: bool, reshard: bool, capacity: float) -> Config:
+    parallel = replace(c.parallel, overlap=overlap, reshard=reshard, capacity_factor=capacity)
+    return replace(c, memory=replace(c.memory, graph=graph), parallel=parallel)
+
+
+def _explained(asked: Config, found: Config, why: str, obstacle: str = "") -> FastPath:
+    values = _values(found)
+    choices = (ChosenKey(key, values[key], why) for key, value in _values(asked).items() if value == AUTO)
+    return FastPath(found, tuple(choices), obstacle)

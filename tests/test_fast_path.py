@@ -1,0 +1,110 @@
+"""What "auto" chooses for `memory.graph`, `parallel.overlap`, `reshard` and `capacity_factor`, and what it says."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from forebay.config import Config, Facts, FastPath, from_mapping, resolve
+
+TWO = Facts(gpu=True, processes=2, family="qwen3_moe", reaches=True)
+FOUR = dataclasses.replace(TWO, processes=4)
+HOST = (False, False, True, 0.0)  # graph, overlap, reshard, capacity: a step that the host launches
+CAPTURED = (True, True, False, 2.0)
+
+
+def config(sections: dict[str, dict[str, Any]]) -> Config:
+    raw: dict[str, dict[str, Any]] = {
+        "model": {"family": "qwen3_moe", "dtype": "float32", "compute": "bfloat16"},
+        "train": {"batch": 32, "microbatch": 1},
+        "parallel": {"ep": 2},
+    }
+    return from_mapping({name: {**raw.get(name, {}), **sections.get(name, {})} for name in {**raw, **sections}})
+
+
+def values(path: FastPath) -> tuple[bool, bool, bool, float]:
+    step = path.config.step
+    return step.graph, step.overlap, step.reshard, step.capacity_factor
+
+
+PP = {"ep": 1, "pp": 2}
+TABLE: list[tuple[dict[str, dict[str, Any]], Facts, tuple[bool, bool, bool, float], str]] = [
+    # What is given, where it runs, what it becomes, a part of the line.
+    ({}, TWO, CAPTURED, "fast path: one CUDA graph a step, overlap, weights gathered once a step, room for 2.0 times"),
+    ({"parallel": {"ep": 4}}, FOUR, CAPTURED, "fast path: one CUDA graph"),
+    ({"memory": {"policy": {"*.mlp.experts": "stash"}}}, TWO, CAPTURED, "fast path: one CUDA graph"),
+    ({"model": {"family": "glm4_moe"}}, dataclasses.replace(TWO, family="glm4_moe"), CAPTURED, "fast path"),
+    ({"parallel": PP}, TWO, (True, False, False, 0.0), "fast path: one CUDA graph a step, weights gathered once a step; turned"),
+    ({"parallel": {**PP, "schedule": "1f1b"}, "memory": {"policy": "offload"}}, TWO, (True, False, False, 0.0), "fast path"),
+    ({"parallel": {"ep": 1, "pp": 4}}, FOUR, (True, False, False, 0.0), "fast path"),
+    # One key each turns a choice off; the rest stays as far as it ran that way.
+    ({"memory": {"graph": False}}, TWO, (False, True, False, 2.0), "fast path: overlap, weights gathered once a step, room"),
+    ({"parallel": {"overlap": False}}, TWO, HOST, "host-launched: parallel.overlap = false"),
+    ({"parallel": {"reshard": True}}, TWO, (False, True, True, 0.0), "launched by the host: parallel.reshard = true"),
+    ({"parallel": {"capacity_factor": 0}}, TWO, (False, True, False, 0.0), "launched by the host: parallel.capacity_factor = 0"),
+    ({"parallel": {"dispatch": "nccl"}}, TWO, (False, True, False, 0.0), "launched by the host: parallel.dispatch = 'nccl'"),
+    ({"parallel": {"capacity_factor": 1.5}}, TWO, (True, True, False, 1.5), "fast path: one CUDA graph"),
+    ({"parallel": {**PP, "reshard": True}}, TWO, HOST, "host-launched: parallel.reshard = true"),
+    # What did not run in a graph stays as it was.
+    ({}, dataclasses.replace(TWO, gpu=False), HOST, "host-launched: there is no GPU"),
+    ({}, dataclasses.replace(TWO, reaches=False), HOST, "host-launched: the GPUs of an expert group do not read each other's"),
+    ({}, FOUR, HOST, "more processes train than"),
+    ({"parallel": {"ep": 8}}, dataclasses.replace(TWO, processes=8), HOST, "only 2 or 4 processes of one model"),
+    ({"parallel": PP}, dataclasses.replace(TWO, reaches=False), HOST, "on one node only"),
+    ({"parallel": {"ep": 2, "pp": 2}}, FOUR, HOST, "pipelines of expert groups"),
+    ({"parallel": {"ep": 1, "pp": 4, "schedule": "zbv"}}, FOUR, HOST, "'dualpipev' only"),
+    ({"parallel": {"replicate": 2}}, FOUR, HOST, "more processes train than"),
+    ({"parallel": {"dispatch": "deepep"}}, TWO, HOST, "parallel.dispatch = 'deepep'"),
+    ({"parallel": {"reduce": "microbatch"}}, TWO, HOST, "parallel.reduce = 'microbatch'"),
+    ({}, dataclasses.replace(TWO, family="mixtral"), HOST, "no model of family 'mixtral'"),
+    ({"parallel": PP}, dataclasses.replace(TWO, family="glm4_moe"), HOST, "no model of family 'glm4_moe'"),
+    ({"model": {"compute": ""}}, TWO, HOST, "model.compute = 'bfloat16' ran in a graph"),
+    ({"model": {"dtype": "bfloat16"}}, TWO, HOST, "model.compute = 'bfloat16' ran in a graph"),
+    ({"model": {"loss": "transformers"}}, TWO, HOST, "model.loss = 'fused'"),
+    ({"memory": {"policy": "offload"}}, TWO, HOST, "memory.policy with 'offload'"),
+    ({"memory": {"policy": "recompute"}}, TWO, HOST, "memory.policy with 'recompute'"),
+    ({"parallel": PP, "memory": {"policy": {"*.mlp.experts": "stash"}}}, TWO, HOST, "memory.policy with 'stash'"),
+    ({"data": {"packing": "documents"}}, TWO, HOST, "data.packing"),
+    ({"train": {"microbatch": 16}}, TWO, HOST, "one microbatch"),
+    # Alone, or with FSDP2 only, nothing changes and nothing is said.
+    ({"parallel": {"ep": 1}}, dataclasses.replace(TWO, processes=1), HOST, ""),
+    ({"parallel": {"ep": 1}}, TWO, HOST, ""),
+    ({"parallel": {"ep": 1, "overlap": True}}, TWO, (False, True, True, 0.0), ""),
+    # A graph that is asked for takes what it needs, wherever it runs.
+    ({"memory": {"graph": True}}, FOUR, CAPTURED, "fast path"),
+    ({"memory": {"graph": True}, "parallel": {"ep": 1}}, FOUR, (True, True, False, 0.0), ""),
+    ({"memory": {"graph": True}, "parallel": PP}, dataclasses.replace(TWO, gpu=False), (True, False, False, 0.0), "fast path"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "facts", "wanted", "said"), TABLE)
+def test_what_is_chosen(
+    given: dict[str, dict[str, Any]], facts: Facts, wanted: tuple[bool, bool, bool, float], said: str
+) -> None:
+    asked = config(given)
+    path = resolve(asked, facts)
+    assert values(path) == wanted
+    assert (said in path.line) if said else not path.line
+    for section, keys in given.items():
+        for key, value in keys.items():
+            assert getattr(getattr(path.config, section), key) == value, "what was given stays"
+    assert from_mapping(path.config.to_dict()) == path.config, "valid by itself"
+    again = resolve(path.config, facts)
+    assert again.config == path.config and not again.choices and not again.line
+    assert all(choice.why for choice in path.choices)
+
+
+def test_every_key_that_is_off_is_named() -> None:
+    path = resolve(config({}), TWO)
+    assert path.line.endswith(
+        "turned off by memory.graph=false, parallel.overlap=false, parallel.reshard=true, parallel.capacity_factor=0"
+    )
+    assert [choice.key for choice in path.choices] == [
+        "memory.graph", "parallel.overlap", "parallel.reshard", "parallel.capacity_factor",
+    ]  # fmt: skip
+    assert path.is_fast and not resolve(config({}), FOUR).is_fast
+
+
+def test_a_step_cannot_run_with_what_is_not_chosen_yet() -> None:
+    with pytest.raises(ValueError, match="resolve it first"):
+        _ = config({}).step

@@ -19,11 +19,13 @@ ENGINE_PACKAGES := 'ray[default,train]' skypilot
 # The definition of TrainJob that Kubeflow Trainer publishes; `make test-engines` downloads it.
 TRAINJOB_CRD ?= build/trainjobs.yaml
 SMOKE := runs/smoke
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) --editable
+# Python compiles what is imported, which is a small part of what is installed: for pip to compile all takes as long as the rest.
+PIP_INSTALL := install --quiet --disable-pip-version-check --no-compile
+INSTALL := $(BIN)/python -m pip $(PIP_INSTALL) $(CONSTRAINTS) --editable
 # worksteal: the files differ in length by a factor of a hundred, and a worker that is done takes tests from the other.
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: help setup setup-integrations check format docs smoke test test-integrations test-newest test-all test-engines test-gpu quickstart clean
+.PHONY: help setup setup-integrations check lint types format docs smoke test test-integrations test-newest test-all test-engines test-gpu quickstart clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -52,9 +54,13 @@ $(READY_INTEGRATIONS): $(READY)
 	@$(INSTALL) '.[dev,docs,lightning,trl,wandb]'
 	@touch $(READY_INTEGRATIONS)
 
-check: setup
+check: lint types
+
+lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+
+types: setup
 	$(BIN)/mypy
 
 format: setup
@@ -72,12 +78,15 @@ smoke: setup
 	@rm -rf $(SMOKE)
 	$(BIN)/forebay train quickstart --set train.steps=6 --set schedule.warmup=2 --set train.eval_every=0 --set checkpoint.every=3 --set log.folder=$(SMOKE)
 
-test: check docs smoke
+# mypy alone takes as long as the others together.
+test: setup
+	$(MAKE) --jobs 2 --output-sync lint types docs smoke
 	$(PYTEST) -m "not slow and not integration and not gpu and not multi"
 	$(if $(HAS_GPU),$(MAKE) test-gpu)
 
 test-integrations: setup-integrations
-	$(PYTEST) -m "integration and not slow and not gpu and not multi"
+	$(PYTEST) -m "integration and not slow and not gpu and not multi" \
+	  $(shell grep --recursive --files-with-matches --word-regexp integration tests --include 'test_*.py')
 
 # $(call on_top,FOLDER,PACKAGES): an environment on top of $(VENV) that has a few packages of its own; torch stays as it is.
 define on_top
@@ -86,8 +95,7 @@ define on_top
 	@$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" > $(1)/below.pth
 	@mv $(1)/below.pth $(1)/lib/python*/site-packages/
 	@$(BIN)/python -c "from importlib.metadata import version; print('torch==' + version('torch'))" > $(1)/torch.txt
-	@$(BIN)/python -m pip --python $(1)/bin/python install --quiet --disable-pip-version-check --upgrade \
-	  --constraint $(1)/torch.txt $(2)
+	@$(BIN)/python -m pip --python $(1)/bin/python $(PIP_INSTALL) --upgrade --constraint $(1)/torch.txt $(2)
 endef
 
 test-newest: setup-integrations

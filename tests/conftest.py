@@ -14,6 +14,8 @@ Run = Callable[..., tuple[int, str, str]]
 # Before anything imports Triton: without a GPU its kernels run in the interpreter.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# Before anything imports Inductor: C++ without vectors takes the compiler two thirds of the time.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -86,3 +88,25 @@ def shared_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     _traces()  # made before its class is replaced
     for module in ("plan", "search", "layers"):
         monkeypatch.setattr(f"forebay.estimate.{module}.TraceCache", _traces)
+
+
+@pytest.fixture
+def no_codegen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor traces, rewrites and cuts graphs, and they run operation by operation. To generate and compile C++ takes seconds a
+    graph: the tests that compare results in tests/models/test_compile.py do so."""
+    stop_codegen(monkeypatch.setattr)
+
+
+def stop_codegen(set: Callable[[Any, str, Any], None] = setattr) -> None:
+    """`no_codegen` for a process of a test's own."""
+    from functorch.compile import make_boxed_func
+    from torch._inductor import compile_fx as inductor
+
+    whole = inductor.compile_fx
+
+    def compile_fx(*args: Any, **more: Any) -> Any:
+        as_it_is = {"inner_compile": lambda graph, inputs, **_: make_boxed_func(graph.forward)}
+        with torch._functorch.config.patch(enable_autograd_cache=False):  # it has the code that other tests generated
+            return whole(*args, **{**as_it_is, **more})
+
+    set(inductor, "compile_fx", compile_fx)

@@ -363,9 +363,8 @@ def test_torch_compile_runs_what_is_managed_uncompiled(model, tokens):
 
 
 @pytest.mark.parametrize("compile", [False, True])
-def test_whole_layers_run_again_from_inputs_on_the_host(compile: bool, model, tokens):
-    truth = build_tiny("qwen3_moe", **SMALL)
-    truth.load_state_dict(model.state_dict())
+def test_whole_layers_run_again_from_inputs_on_the_host(compile: bool, tokens):
+    truth, model = (build_tiny("qwen3_moe", **SMALL, mlp_only_layers=[]) for _ in range(2))
     forebay.manage(truth, compile=compile)
     managed = forebay.manage(model, {"model.layers.*": "recompute+offload"}, compile=compile, offload="all")
     for _ in range(3):  # measured, planned, followed

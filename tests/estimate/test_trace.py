@@ -153,7 +153,7 @@ def test_saved_bytes_of_attention_with_sinks_on_a_gpu() -> None:
 
 
 @pytest.mark.parametrize("family", first(1, ["qwen3_moe", "deepseek_v3"]))
-def test_compiled_sublayers_save_no_more_than_is_planned(family: str) -> None:
+def test_compiled_sublayers_save_no_more_than_is_planned(family: str, no_codegen: None) -> None:
     """torch's partitioner saves at most the plan's bytes, and not much less. Uncompiled sublayers save far more."""
     trace, real = traced(family, compiled=True), really(family, torch.bfloat16, "sdpa", compile=True)
     eager = traced(family)

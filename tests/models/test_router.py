@@ -66,8 +66,8 @@ def test_a_recomputation_is_not_recorded(how, model, tokens):
     assert len(runs) == (1 if how == "sublayers" else 2)
 
 
-def test_compiled_sublayers_are_recorded(tokens):
-    model = build_tiny("deepseek_v3", num_hidden_layers=3)
+def test_compiled_sublayers_are_recorded(tokens, no_codegen):
+    model = build_tiny("deepseek_v3", first_k_dense_replace=0)
     model.set_experts_implementation("eager")
     stats = RouterStats(model)
     with stats.recording():

@@ -155,14 +155,17 @@ def test_every_import_is_a_requirement_or_names_its_extra(wheel: Path) -> None:
 
 
 def test_an_installed_wheel_plans_and_trains(installed: Path, tmp_path: Path) -> None:
-    where = call([installed / "python", "-c", "import forebay; print(forebay.__file__)"], tmp_path)
-    assert Path(where.strip()).is_relative_to(installed.parent)
+    """The command, and in one process, since an interpreter takes seconds to import all, what the command calls."""
     assert call([installed / "forebay", "--version"], tmp_path) == f"forebay {forebay.__version__}\n"
-    assert "a process of 1 at its peak" in call([installed / "forebay", "plan", "quickstart"], tmp_path)
     settings = ("train.steps=2", "schedule.warmup=1", "train.eval_every=0", "checkpoint.every=0", "log.folder=run")
-    call([installed / "forebay", "train", "quickstart", *(f"--set={s}" for s in settings)], tmp_path)
+    train = ["train", "quickstart", *(f"--set={s}" for s in settings)]
+    commands = [["plan", "quickstart"], train, ["report", "run"]]
+    script = f"from forebay.cli import main, __file__ as file\nprint(file, [main(c) for c in {commands}])"
+    printed = call([installed / "python", "-c", script], tmp_path)
+    where, codes = printed.splitlines()[-1].split(" ", 1)
+    assert Path(where).is_relative_to(installed.parent) and codes == "[0, 0, 0]"
+    assert "a process of 1 at its peak" in printed
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
-    call([installed / "forebay", "report", "run"], tmp_path)
     assert (tmp_path / "run" / "report.html").is_file()
 
 

@@ -23,6 +23,7 @@ from forebay.kernels.paging import (
     take_pages,
 )
 from tests.kernels.common import DEVICE, backends, moved_on, strided, turned
+from tests.products import cover
 
 POISON = 0xA7
 
@@ -137,9 +138,9 @@ SHAPES = [
 
 
 @backends
-@pytest.mark.parametrize("where", ["device", "host", "mixed"])
-@pytest.mark.parametrize(("rows", "width", "dtype", "page_bytes"), SHAPES, ids=str)
-def test_rows_go_to_their_places_and_come_back(rows, width, dtype, page_bytes, where, backend) -> None:
+@pytest.mark.parametrize(("shape", "where"), cover(SHAPES, ["device", "host", "mixed"]))
+def test_rows_go_to_their_places_and_come_back(shape, where, backend) -> None:
+    rows, width, dtype, page_bytes = shape
     given = noise(rows, width, dtype)
     page_rows = page_bytes // (width * dtype.itemsize)
     n_pages = -(-rows // page_rows) + 2

@@ -1,4 +1,4 @@
-"""Two thousand steps in which the caller holds on to what callers hold on to: outputs, losses, tracebacks. Nothing grows."""
+"""A thousand steps in which the caller holds on to what callers hold on to: outputs, losses, tracebacks. Nothing grows."""
 
 import gc
 import tracemalloc
@@ -15,7 +15,7 @@ from forebay.policy import BudgetError
 from tests.helpers import used_bytes
 from tests.seams.fuzzing import forebay_objects, only_new_objects
 
-WIDTH, STEPS, WARM = 8, 2000, 60
+WIDTH, STEPS, WARM = 8, 1000, 60
 
 
 class Layer(nn.Module):
@@ -85,7 +85,7 @@ def loop(model: Net, steps: Iterable[int], held: deque[Any], aux_of_last: list[T
 
 
 @pytest.mark.parametrize("policy", ["offload", "auto"])
-def test_two_thousand_steps_leave_as_much_as_sixty(policy: str) -> None:
+def test_a_thousand_steps_leave_as_much_as_sixty(policy: str) -> None:
     model = Net()
     with only_new_objects():
         budget = 1 << 30 if policy == "auto" else None

@@ -392,18 +392,18 @@ def _plain(name: str) -> Any:
 
 
 def _pairs() -> list[Any]:
-    """(wrapper, placement): all where the wrapper works on what is saved, one or two of each where it is the model that changes,
-    and one where a compiler runs for seconds."""
+    """(wrapper, placement): all where the wrapper works on what is saved, one where a compiler runs for seconds. Where the model
+    changes, one in turn, so that each kind, module and order meets each placement, and a slow second one."""
     placements = [p for p in PLACEMENTS if p != "keep"]
     found = []
     for number, name in enumerate(ALL):
         chosen = placements
         if name in MODULE_CHANGES:
-            chosen = [placements[number % 4], placements[(number + number // 4 + 1) % 4]]
+            chosen = [placements[(number + number // 4) % 4], placements[(number + number // 4 + 1) % 4]]
         elif "compile" in name:
             chosen = ["offload"]
-        slow = [pytest.mark.slow] if name == "compile, manage" else []
-        found += [pytest.param(name, placement, marks=slow) for placement in dict.fromkeys(chosen)]
+        rare = 1 if name in MODULE_CHANGES else 0 if name == "compile, manage" else 4
+        found += [pytest.param(name, p, marks=[pytest.mark.slow][: n >= rare]) for n, p in enumerate(chosen)]
     return found
 
 

@@ -148,7 +148,7 @@ def check(raws: list[dict[str, Any]], world: int) -> None:
 
 
 def test_two_processes(tiny: Callable[..., Config]) -> None:
-    """Four microbatches a step."""
+    """Two microbatches a step and process."""
     offload = {"policy": {"*.mlp": "recompute", "*.self_attn": "offload"}, "offload": "all"}
     cases: list[tuple[str, dict[str, Any]]] = [
         ("qwen3_moe", {"parallel": {"reshard": False}}),
@@ -159,7 +159,8 @@ def test_two_processes(tiny: Callable[..., Config]) -> None:
     raws = []
     for name, changes in cases:
         parallel = {"ep": 2, **changes.get("parallel", {})}
-        raws.append(tiny(model=MODELS[name], train=TRAIN, **{**changes, "parallel": parallel}).to_dict())
+        train = {**TRAIN, "batch": 4}
+        raws.append(tiny(model=MODELS[name], train=train, **{**changes, "parallel": parallel}).to_dict())
     check(raws, 2)
 
 

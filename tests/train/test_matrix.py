@@ -83,8 +83,13 @@ class Row:
         return max(4, 2 * self.pp)
 
     @property
+    def batch(self) -> int:
+        """Microbatches of all pipelines: more than are in flight, and as many as the schedules and the processes can share."""
+        return 6 if (self.world, self.pp) == (2, 2) else 8
+
+    @property
     def reference(self) -> str:
-        return f"{self.model}-{self.layers}"
+        return f"{self.model}-{self.layers}-{self.batch}"
 
     def __str__(self) -> str:
         more = "".join(f"-{name}" for name in self.more)
@@ -120,11 +125,11 @@ def settings_of(folder: str, of: Row, alone: bool, **memory: Any) -> Any:
     parallel = {} if alone else {"pp": of.pp, "ep": of.ep, **of.more}
     if parallel and of.pp > 1:
         parallel["schedule"] = of.schedule
-    train = {"batch": 8, "microbatch": 1, "sequence": 12, "steps": 9, "eval_every": 1, "eval_batches": 1, "clip": 0.5}
+    train = {"microbatch": 1, "sequence": 12, "steps": 9, "eval_every": 1, "eval_batches": 1, "clip": 0.5}
     return config(
         folder,
         model={"family": of.model.split()[0], "config": {**MODELS[of.model], "num_hidden_layers": of.layers}},
-        train={**train, "router_bias_rate": 0.01},
+        train={**train, "batch": of.batch, "router_bias_rate": 0.01},
         optimizer={"lr": 1e-2, "eps": 1e-4},  # AdamW's first steps divide a gradient by its own size
         parallel={"dispatch": "nccl", **parallel},
         memory=memory,

@@ -72,7 +72,10 @@ def test_errors_are_planned_less_measured_over_measured(tmp_path):
     measured, limits = tmp_path / "m.jsonl", tmp_path / "limits.json"
     failed = {"name": "1g-tiny-2L-64x1-offload.all", "gpus": 1, "ranks": [None], "error": "took longer", "oom": False}
     measured.write_text(json.dumps(failed) + "\n" + json.dumps(row) + "\n")
-    out = run(tmp_path, "compare", "--tiny", "--measured", str(measured), "--tight", str(limits))
+    ran = tmp_path / "tight.jsonl"
+    ran.write_text(json.dumps({**row, "limit": 1 << 30, "error": "out of memory", "oom": True}) + "\n")
+    files = ["--measured", str(measured), "--tight", str(limits), "--ran-tight", str(ran)]
+    out = run(tmp_path, "compare", "--tiny", *files)
     assert "not measured: 1g-tiny-2L-64x1-offload.all: took longer" in out
     found = json.loads((tmp_path / "results" / "planner.json").read_text())
     (line,) = found["rows"]
@@ -82,9 +85,4 @@ def test_errors_are_planned_less_measured_over_measured(tmp_path):
     assert line["allocated %"] == pytest.approx(100 * (plan / (1 << 30) - 1))
     assert line["step s measured"] == 2.0
     assert json.loads(limits.read_text()) == {row["name"]: round(line["reserved planned"] * (1 << 30))}
-
-    ran = tmp_path / "tight.jsonl"
-    ran.write_text(json.dumps({**row, "limit": round(2 * plan), "error": "out of memory", "oom": True}) + "\n")
-    run(tmp_path, "compare", "--tiny", "--measured", str(measured), "--ran-tight", str(ran))
-    found = json.loads((tmp_path / "results" / "planner.json").read_text())
     assert [(v["says"], v["ran"], v["wrong"]) for v in found["tight"]] == [("fits", "out of memory", "yes")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -27,10 +28,25 @@ from forebay.train import hf_io
 pytestmark = pytest.mark.usefixtures("shared_traces")
 
 
-@pytest.mark.parametrize("seed", range(200))
-def test_the_largest_of_a_falling_headroom(seed: int) -> None:
+def seeds(count: int) -> Callable[[Callable[[random.Random], None]], Callable[[], None]]:
+    """The test with generators of this many seeds, in turn."""
+
+    def of(test: Callable[[random.Random], None]) -> Callable[[], None]:
+        def run() -> None:
+            for seed in range(count):
+                try:
+                    test(random.Random(seed))
+                except AssertionError as error:
+                    raise AssertionError(f"seed {seed}") from error
+
+        return run
+
+    return of
+
+
+@seeds(200)
+def test_the_largest_of_a_falling_headroom(rng: random.Random) -> None:
     """Lines, curves and steps: as brute force, in fewer tries than bisecting twice."""
-    rng = random.Random(seed)
     values = sorted(rng.sample(range(1, 10_000), rng.randint(1, 600)))
     power, scale, budget = rng.choice([0.3, 1, 2, 3]), rng.randint(1, 100), rng.randint(-100, 10**7)
     step = rng.choice([1, 1, 50])
@@ -47,10 +63,9 @@ def test_the_largest_of_a_falling_headroom(seed: int) -> None:
     assert all(t.headroom == headroom(t.value) for t in found.tried)
 
 
-@pytest.mark.parametrize("seed", range(100))
-def test_what_is_found_holds_whatever_the_headroom_does(seed: int) -> None:
+@seeds(100)
+def test_what_is_found_holds_whatever_the_headroom_does(rng: random.Random) -> None:
     """It fits, and its successor was tried and does not, even for noise."""
-    rng = random.Random(seed)
     rooms = [rng.randint(-5, 5) for _ in range(rng.randint(1, 60))]
     found = largest(range(len(rooms)), rooms.__getitem__)
     if found.found is None:
@@ -61,9 +76,8 @@ def test_what_is_found_holds_whatever_the_headroom_does(seed: int) -> None:
         assert at == len(rooms) - 1 if found.next is None else (found.next.value == at + 1 and rooms[at + 1] < 0)
 
 
-@pytest.mark.parametrize("seed", range(100))
-def test_without_monotony_the_largest_of_all_is_found(seed: int) -> None:
-    rng = random.Random(seed)
+@seeds(100)
+def test_without_monotony_the_largest_of_all_is_found(rng: random.Random) -> None:
     rooms = [rng.randint(-5, 1) for _ in range(rng.randint(1, 30))]
     found = largest(range(len(rooms)), rooms.__getitem__, monotone=False)
     fitting = [n for n, room in enumerate(rooms) if room >= 0]

@@ -82,7 +82,7 @@ def test_gradients_are_those_of_plain_steps(folder: str) -> None:
     assert run_ranks(compare, 2, folder) == [[], []]
 
 
-def test_alone_and_compiled(tmp_path: Path) -> None:
+def test_alone_and_compiled(tmp_path: Path, no_codegen: None) -> None:
     """One process hides no communication, but its layers are cut too, and the load-balancing loss is counted."""
     folder = write_text(tmp_path)
     found = []

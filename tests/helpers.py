@@ -1,5 +1,6 @@
 """What tests ask of stores, pools and ledgers beyond their own interface, streams that are kept busy, and TOML."""
 
+import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -71,6 +72,17 @@ def fill_free_parts() -> list[torch.Tensor]:
         if segment["segment_type"] == "large" and block["state"] == "inactive"
     ]
     return [torch.empty(size, dtype=torch.uint8, device="cuda") for size in sorted(free, reverse=True)]
+
+
+@contextmanager
+def no_collector() -> Iterator[None]:
+    """What is freed within is freed because nothing refers to it: cycles are not collected."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 @contextmanager

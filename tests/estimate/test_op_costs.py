@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from forebay.estimate.op_recorder import OpRecorder
 from forebay.estimate.trace import PlannedDispatcher, trace_model
 from forebay.estimate.types import ModelTrace, OpCost, Shape
 from forebay.kernels.scale import scale
+from tests.models.conftest import EXPERTS, HIDDEN, TOP_K, VOCABULARY, WIDTH, build_tiny
 
-HIDDEN, WIDTH, EXPERTS, TOP_K, SEQUENCE = 64, 32, 8, 2, 32
+SEQUENCE = 32
 
 
 def costs(run: Callable[..., Tensor], *shapes: tuple[int, ...], fused: bool = False) -> tuple[OpCost, ...]:
@@ -123,22 +123,8 @@ def test_a_window_computes_whole_blocks_of_keys(length: int, window: int | None,
 
 
 def trace(**shape: Any) -> ModelTrace:
-    config = Qwen3MoeConfig(
-        hidden_size=HIDDEN,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=EXPERTS,
-        num_experts_per_tok=TOP_K,
-        moe_intermediate_size=WIDTH,
-        intermediate_size=96,
-        mlp_only_layers=[0],
-        vocab_size=97,
-        use_cache=False,
-    )
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+        model = build_tiny("qwen3_moe", torch.bfloat16, attn_implementation="sdpa")
     return trace_model(model, Shape(SEQUENCE, 1, **shape))
 
 
@@ -171,7 +157,7 @@ def test_experts_and_head_by_hand() -> None:
     gate_up = next(op for op in moe.forward_ops if op.kind == "grouped")
     assert gate_up.bytes == 2 * (rows * HIDDEN + rows * 2 * WIDTH + EXPERTS * HIDDEN * 2 * WIDTH)
     assert flops(moe.light_ops, "grouped") == (3 + 2) * one  # light recomputation: two of three parts
-    assert flops(found.head.forward_ops) == 3 * 2 * SEQUENCE * HIDDEN * 97  # logits and two gradients
+    assert flops(found.head.forward_ops) == 3 * 2 * SEQUENCE * HIDDEN * VOCABULARY  # logits and two gradients
     theirs = trace(experts="transformers").layers[1].mlp
     assert flops(theirs.forward_ops, "grouped") == 3 * one
     assert flops(theirs.backward_ops, "grouped") == flops(theirs.backward_ops, "grouped_weights") == 3 * one

@@ -16,65 +16,20 @@ from forebay.managed import manage
 from forebay.models.families import decoder_layers
 from forebay.moe.dispatch import aligned
 from tests.estimate.replay import peak_of
+from tests.models.conftest import EXPERTS, HEAD, HIDDEN, MOE_FAMILIES, TOP_K, WIDTH, build_tiny
 from tests.products import cover, first
 
 SEQUENCE, BATCH = 32, 2
-HIDDEN, WIDTH, EXPERTS, TOP_K = 64, 24, 16, 4
-COMMON: dict[str, Any] = {
-    "hidden_size": HIDDEN,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 97,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "eos_token_id": None,
-    "use_cache": False,
-}
-MOE = {"num_experts_per_tok": TOP_K, "moe_intermediate_size": WIDTH, "intermediate_size": 96}
-DEEPSEEK = {**COMMON, **MOE, "n_routed_experts": EXPERTS, "n_shared_experts": 1, "first_k_dense_replace": 1}
-LATENT = {
-    **DEEPSEEK,
-    "num_key_value_heads": 4,
-    "n_group": 2,
-    "topk_group": 1,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 24,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 16,
-}
-GPT_OSS = {
-    **COMMON,
-    "head_dim": 16,
-    "num_experts_per_tok": TOP_K,
-    "num_local_experts": EXPERTS,
-    "intermediate_size": WIDTH,
-    "sliding_window": 8,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-}
-OLMOE = {**COMMON, "num_experts": EXPERTS, "num_experts_per_tok": TOP_K, "intermediate_size": WIDTH}
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "deepseek_v2": ("DeepseekV2Config", {**LATENT, "topk_method": "group_limited_greedy"}),
-    "deepseek_v3": ("DeepseekV3Config", LATENT),
-    "glm4_moe": ("Glm4MoeConfig", {**DEEPSEEK, "head_dim": 16, "attention_bias": True}),
-    "llama": ("LlamaConfig", {**COMMON, "intermediate_size": 96}),
-    "mixtral": ("MixtralConfig", {**COMMON, "num_local_experts": 8, "intermediate_size": 96}),
-    "olmoe": ("OlmoeConfig", OLMOE),
-    "gpt_oss": ("GptOssConfig", GPT_OSS),
-    "qwen3_moe": ("Qwen3MoeConfig", {**COMMON, **MOE, "head_dim": 16, "num_experts": EXPERTS, "mlp_only_layers": [0]}),
-}
+FAMILIES = ["llama", *MOE_FAMILIES]
+HEADS, KV_HEADS = 4, 2
 
 
 def built(family: str, device: str = "cpu", dtype: torch.dtype = torch.bfloat16, attention: str = "sdpa") -> nn.Module:
-    import transformers
-
-    name, fields = FAMILIES[family]
-    torch.manual_seed(1)
+    """Of three layers; where a family can mix them, the first one is dense."""
+    groups = HEADS if family in ("deepseek_v2", "deepseek_v3") else KV_HEADS
+    sizes = {"num_hidden_layers": 3, "num_attention_heads": HEADS, "num_key_value_heads": groups}
     with torch.device(device):
-        return transformers.AutoModelForCausalLM.from_config(
-            getattr(transformers, name)(**fields), dtype=dtype, attn_implementation=attention
-        ).train()
+        return build_tiny(family, dtype, **sizes, attn_implementation=attention)
 
 
 def traced(family: str, dtype: torch.dtype = torch.bfloat16, attention: str = "sdpa", **shape: Any) -> ModelTrace:
@@ -143,8 +98,7 @@ def test_saved_bytes_of_attention_with_sinks_on_a_gpu() -> None:
     (`tests/models/test_sinks.py` counts the same), and the norm's sum. 24 bytes are the stand-in's, for random numbers."""
     options: dict[str, Any] = {"block": 1, "compiled": True, "flex": True}
     trace = trace_model(built("gpt_oss", "meta", attention="eager"), Shape(SEQUENCE, BATCH, **options))
-    heads, groups, width = 4, 2, 16
-    token = 2 * HIDDEN + 4 + 2 * width * (heads + 2 * groups) + (2 * width + 4) * heads
+    token = 2 * HIDDEN + 4 + 2 * HEAD * (HEADS + 2 * KV_HEADS) + (2 * HEAD + 4) * HEADS
     assert len(set(map(id, trace.layers))) == 2
     assert [layer.attention.saved - SEQUENCE * BATCH * token for layer in trace.layers] == [24, 24, 24]
     eager = trace_model(built("gpt_oss", "meta", attention="eager"), Shape(SEQUENCE, BATCH, block=1, compiled=True))

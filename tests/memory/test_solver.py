@@ -24,6 +24,7 @@ from forebay.memory.solver import Allowed, Solver
 from forebay.memory.timeline import Assignment, CallFigures, Timeline, TimelineEvent, simulate
 from forebay.policy import BudgetError
 from tests.memory.timelines import paths_of, placements, random_timeline
+from tests.models.conftest import VOCABULARY, build_tiny
 from tests.products import cover, first
 
 TOLERANCE = 0.02
@@ -56,36 +57,12 @@ def test_no_placement_of_a_longer_one_is_faster(regions: int) -> None:
     assert max(check(random_timeline(random.Random(regions), regions))) <= TOLERANCE
 
 
-COMMON: dict[str, Any] = {
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 97,
-    "max_position_embeddings": 64,
-    "use_cache": False,
-}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3_moe": (
-        "Qwen3Moe",
-        {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 16},
-    ),
-    "mixtral": ("Mixtral", {"intermediate_size": 48, "num_local_experts": 8, "num_experts_per_tok": 2}),
-    "llama": ("Llama", {"intermediate_size": 96}),
-}
-
-
-@pytest.mark.parametrize(("family", "rate"), cover(list(MODELS), [4e9, 25e9, 100e9]))
+@pytest.mark.parametrize(("family", "rate"), cover(["qwen3_moe", "mixtral", "llama"], [4e9, 25e9, 100e9]))
 def test_no_placement_of_a_real_model_is_faster(family: str, rate: float) -> None:
     """What a model saved on this CPU, item by item, as if its bytes were a thousand times as many; each MoE sublayer takes twice
     the time of attention, and each event rises by its own region's bytes."""
-    import transformers
-
-    name, fields = MODELS[family]
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**COMMON, **fields)
-    model = getattr(transformers, f"{name}ForCausalLM")(config)
-    ids = torch.randint(0, 97, (2, 32))
+    model: Any = build_tiny(family, num_hidden_layers=3)
+    ids = torch.randint(0, VOCABULARY, (2, 32))
     with manage(model, policy="offload") as mem:
         for _ in range(2):
             model(input_ids=ids, labels=ids).loss.backward()

@@ -1,12 +1,10 @@
 """Deferred weight gradients: the same bits as at once, nothing too early, and nothing held afterwards."""
 
 import copy
-import gc
 import itertools
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -24,6 +22,7 @@ from forebay.moe import experts as experts_module
 from forebay.moe import experts_op, wgrad
 from forebay.moe.experts import experts
 from forebay.moe.wgrad import WeightGradients
+from tests.helpers import no_collector
 from tests.models.conftest import EXPERTS, HIDDEN, build_tiny
 from tests.moe.test_experts import (
     FORWARD_FLOPS,
@@ -266,17 +265,6 @@ def test_the_bytes_of_the_operands() -> None:
                 assert case.tensors["x"].data_ptr() in {s.data_ptr() for s in storages}
 
 
-@contextmanager
-def no_garbage_collector() -> Iterator[None]:
-    """What is freed within is freed because nothing refers to it: cycles are not collected."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 @pytest.mark.parametrize("ending", ["called", "dropped", "raised"])
 def test_nothing_is_held_afterwards(ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
     refs: list[weakref.ref] = []
@@ -288,7 +276,7 @@ def test_nothing_is_held_afterwards(ending: str, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(experts_module, "experts_backward_op", noting)
     case, store = make().to(torch.float32), WeightGradients()
-    with no_garbage_collector():
+    with no_collector():
         y = case.run(deferred=store)
         try:
             with store.collecting() as pending:
@@ -321,7 +309,7 @@ def test_operands_of_down_are_free_before_gate_up_is_computed(monkeypatch: pytes
 
     monkeypatch.setattr(wgrad, "experts_weight_backward_op", noting)
     case, store = make().to(torch.float32), WeightGradients()
-    with no_garbage_collector():
+    with no_collector():
         collect(store, case.run(deferred=store), torch.ones(T, H)).pop()()
     assert widths == [WIDTH, 2 * WIDTH]
 

@@ -4,11 +4,9 @@ Pipeline ranks are threads of this process where experts are on one rank, and gl
 `tests/train/test_matrix.py` runs whole models.
 """
 
-import gc
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +22,7 @@ from forebay.moe.dispatch import LocalDispatcher, NcclDispatcher, TokenDispatche
 from forebay.pipeline.p2p import DistLinks, Links, Message, Packet, neighbors
 from forebay.pipeline.runtime import PipelineRuntime, Stage, StageBalance
 from forebay.pipeline.schedule import Action, PipelinePlan, forward_plan, make_plan
+from tests.helpers import no_collector
 from tests.pipeline.nets import CPU, E, H, K, Moe, Net, equal, like, tokens
 from tests.ranks import run_ranks
 
@@ -294,16 +293,6 @@ def lifetimes(net: WatchedNet, plan: PipelinePlan, rank: int, links: Links | Non
 def test_boundaries_on_one_rank(name: str) -> None:
     with no_collector():
         assert lifetimes(WatchedNet(LocalDispatcher(E), "wdww"), make_plan(name, 1, 4), 0, None) == []
-
-
-@contextmanager
-def no_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def test_a_dispatch_input_on_one_rank_is_what_stage_3_reads() -> None:

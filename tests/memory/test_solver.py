@@ -146,7 +146,7 @@ def test_the_lowest_peak_is_that_of_all_placements() -> None:
 
 
 @given(st.integers(0, 10**6), st.integers(1, 14), st.lists(st.floats(0, 1.1), min_size=2, max_size=6), st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_a_larger_budget_never_makes_a_longer_step(seed: int, regions: int, shares: list[float], timed: bool) -> None:
     """Any budget from the lowest peak on can be met, whatever was asked before, and no plan is slower than keeping, recomputing
     or offloading everything, or recomputing what is light."""

@@ -319,8 +319,10 @@ def not_as_configured(trainer: Trainer, memory: dict[str, Any]) -> list[str]:
 
 
 def param(row: Row) -> Any:
-    """Eight processes on the few cores of a test machine take their time."""
-    return pytest.param(row, marks=[pytest.mark.slow] if row.world > 4 else [], id=str(row))
+    """Slow: eight processes on the few cores of a test machine, and two of four pipelines of four ranks. A row of those takes ten
+    seconds, their plans are tested in tests/pipeline, and what runs them is the same for all schedules and numbers of ranks."""
+    long = row.world > 4 or (row.pp == 4 and row.schedule in ("interleaved-1f1b", "zbv"))
+    return pytest.param(row, marks=[pytest.mark.slow][:long], id=str(row))
 
 
 @pytest.mark.parametrize("row", [param(row) for row in rows()])

@@ -126,9 +126,11 @@ def _compiled_forward(log: Log, named: NamedStorages, kept: set[int]) -> list[Al
 
 def _compiled_backward(log: Log, named: NamedStorages, made: dict[int, NewStorage], kept: set[int]) -> list[AllocEvent]:
     materialized = _read_unfused(log) | {named.dx, *named.weight_grads}
-    last = _last_compiled_reads(log, materialized)
-    ends, released = _by_position(last), _releases(last, named, made, kept)
-    waiting = _recomputed(log, made, kept)
+    needed = _last_compiled_reads(log, materialized)
+    released = _releases(needed, named, made, kept)
+    # A weight's gradient is freed where it has been added to the parameter's, which the log says, as of workspaces.
+    last = {n: at for n, at in needed.items() if n not in named.weight_grads}
+    ends, waiting = _by_position(last), _recomputed(log, made, kept)
     found: list[AllocEvent] = [(n, 0) for n in released.get(-1, ())]
     live = {named.gradient}
     for at, entry in enumerate(log):
@@ -136,21 +138,28 @@ def _compiled_backward(log: Log, named: NamedStorages, made: dict[int, NewStorag
             found.append((-1, entry.number))
             continue
         if isinstance(entry, Op):
-            again = [] if entry.fused else [n for n in entry.reads if n in waiting]
-            # One kernel makes all that comes from the same storages, such as a norm's result and its copy in fp32.
-            sources = {waiting[n] for n in again}
-            again += [n for n in waiting if n not in again and waiting[n] in sources]
-            new = {n: made[n].size for n in again} | {m.number: m.size for m in _materialized(entry, materialized)}
-            waiting = {n: origins for n, origins in waiting.items() if n not in again}
+            new = {n: made[n].size for n in _recomputed_for(entry, waiting)}
+            waiting = {n: origins for n, origins in waiting.items() if n not in new}
+            new |= {m.number: m.size for m in _materialized(entry, materialized)}
             found += new.items()
             live.update(new)
-            freed = [n for n in ends.get(at, []) if n not in named.weight_grads]
-        else:  # workspaces, and gradients once they are added to a parameter's
-            freed = [entry.number] if entry.number not in last or entry.number in named.weight_grads else []
+            freed = ends.get(at, [])
+        else:
+            freed = [] if entry.number in last else [entry.number]
         found += [(n, 0) for n in freed if n in live]
         live.difference_update(freed)
         found += [(n, 0) for n in released.get(at, ())]
     return found
+
+
+def _recomputed_for(op: Op, waiting: Mapping[int, frozenset[int]]) -> list[int]:
+    """Storages that are made again before `op`: those that it reads, and all others that come from the same storages, because one
+    kernel makes them, such as a norm's result and its copy in fp32."""
+    if op.fused:
+        return []
+    read = [n for n in op.reads if n in waiting]
+    sources = {waiting[n] for n in read}
+    return read + [n for n in waiting if n not in read and waiting[n] in sources]
 
 
 def _recomputed(log: Log, made: dict[int, NewStorage], kept: set[int]) -> dict[int, frozenset[int]]:

@@ -101,22 +101,15 @@ def experts(
         TypeError: weights of several dtypes, or factors that are not floating point.
         RuntimeError: called under a transform of torch.func.
     """
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        raise RuntimeError(
-            "Forebay's experts do not run under transforms of torch.func (grad, vmap, jvp): use torch.autograd.grad, or leave "
-            "the model on its own experts (experts=None, or experts_implementation='eager')"
-        )
+    _refuse_transforms()
     _check(x, ids, weights, gate_up, down, gate_up_bias, down_bias, transposed)
     inner = down.shape[1] if transposed else down.shape[2]
     _check_update("gate_up_update", gate_up_update, gate_up.shape[0], x.shape[1], 2 * inner)
     _check_update("down_update", down_update, gate_up.shape[0], inner, x.shape[1])
     Glu(activation, interleaved, alpha, limit)
-    updated = gate_up_update is not None or down_update is not None
-    if updated and (pages is not None or (deferred is not None and (gate_up.requires_grad or down.requires_grad))):
-        raise ValueError(
-            "experts with low-rank updates (LoRA) can neither be stashed in pages nor defer their weights' gradients: "
-            "choose another placement than 'stash', or freeze the experts' own weights"
-        )
+    defers = deferred is not None and (gate_up.requires_grad or down.requires_grad)
+    if gate_up_update is not None or down_update is not None:
+        _refuse_with_updates(pages is not None or defers)
     a1, b1, s1 = gate_up_update or (None, None, 1.0)
     a2, b2, s2 = down_update or (None, None, 1.0)
     trained = (x, weights, gate_up, down, gate_up_bias, down_bias, a1, b1, a2, b2)
@@ -168,6 +161,22 @@ def _check(
     dtypes = {t.dtype for t in (gate_up, down, gate_up_bias, down_bias) if t is not None}
     if len(dtypes) > 1:
         raise TypeError(f"expert weights and biases must share a dtype, got {dtypes}")
+
+
+def _refuse_transforms() -> None:
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            "Forebay's experts do not run under transforms of torch.func (grad, vmap, jvp): use torch.autograd.grad, or leave "
+            "the model on its own experts (experts=None, or experts_implementation='eager')"
+        )
+
+
+def _refuse_with_updates(refused: bool) -> None:
+    if refused:
+        raise ValueError(
+            "experts with low-rank updates (LoRA) can neither be stashed in pages nor defer their weights' gradients: "
+            "choose another placement than 'stash', or freeze the experts' own weights"
+        )
 
 
 def _check_update(name: str, update: LowRank | None, num_experts: int, inputs: int, outputs: int) -> None:

@@ -27,8 +27,8 @@ from tests.test_cli import one_sentence
 
 pytestmark = pytest.mark.slow
 SMALL = ("quickstart", "--gpus-per-node", "2", "--set", "train.eval_every=0", "--set", "log.folder=run")
-# The settings of a run that lasts long enough to be stopped.
-LONG = ("--set", "train.eval_every=0", "--set", "log.folder=run", "--set", "train.steps=60")
+# A loss does not depend on how many steps follow, so a run without a stop may be shorter.
+STEADY = ("--set", "train.eval_every=0", "--set", "log.folder=run", "--set", "schedule.kind=constant")
 
 
 @pytest.fixture
@@ -76,14 +76,12 @@ def test_a_slurm_script_stops_and_resumes(run: Run, folder: Path) -> None:
     assert losses(folder / "run") == losses(folder / "whole") and len(losses(folder / "run")) == 8
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """The losses of `LONG` without an engine and without a stop."""
-    folder = tmp_path_factory.mktemp("whole")
-    command = ["-m", "forebay.launch.torchrun", "--nproc-per-node=2", "-m", "forebay", "train", "quickstart", *LONG]
-    given = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, *command], cwd=folder, env=given, check=True, capture_output=True)
-    return losses(folder / "run")
+def whole(folder: Path, steps: int) -> dict[int, float]:
+    """The losses of `STEADY` without an engine and without a stop."""
+    settings = [*STEADY, "--set", f"train.steps={steps}", "--set", "log.folder=whole"]
+    command = ["-m", "forebay.launch.torchrun", "--nproc-per-node=2", "-m", "forebay", "train", "quickstart", *settings]
+    subprocess.run([sys.executable, *command], cwd=folder, check=True, capture_output=True)
+    return losses(folder / "whole")
 
 
 @pytest.fixture(scope="module")
@@ -101,12 +99,13 @@ def call(*command: str) -> str:
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.usefixtures("slurm")
 @pytest.mark.parametrize("stop", ["signal", "time limit", "requeue", "preempted"])
-def test_a_slurm_job_that_is_stopped_resumes(stop: str, run: Run, folder: Path, whole: dict[int, float]) -> None:
-    """The same job goes on by itself, and its losses are those of a run without a stop."""
-    assert run("launch", "quickstart", "--gpus-per-node", "2", *LONG, "--on", "slurm", "--out", "job")[0] == 0
+def test_a_slurm_job_that_is_stopped_resumes(stop: str, run: Run, folder: Path) -> None:
+    """The same job goes on by itself, and its losses are those of a run without a stop. It lasts until the test ends it."""
+    command = ("launch", "quickstart", "--gpus-per-node", "2", *STEADY, "--set", "train.steps=100000")
+    assert run(*command, "--on", "slurm", "--out", "job")[0] == 0
     number = call("sbatch", "--parsable", "job").strip()
     out = folder / f"forebay-quickstart-{number}.out"
     wait_for("step 00000003/", out)
@@ -126,11 +125,15 @@ def test_a_slurm_job_that_is_stopped_resumes(stop: str, run: Run, folder: Path, 
     time.sleep(10)
     call("scontrol", "update", f"JobId={number}", "StartTime=now", "TimeLimit=60")
     wait_for("resumed after step", out)
-    wait_for("loss first -> last", out)
-    assert losses(folder / "run") == whole
+    stopped = int(re.findall(r"resumed after step (\d+)", out.read_text())[0])
+    wait_for(f"step {stopped + 3:08d}/", out)
+    assert "Restarts=1 " in call("scontrol", "show", "job", number)
     assert (folder / "high").exists() == (stop == "preempted")
-    shown = call("scontrol", "show", "job", number)
-    assert "Restarts=1 " in shown
+    call("scancel", number)
+    while call("squeue", "--noheader", "--jobs", number).strip():
+        time.sleep(0.2)
+    expected, found = whole(folder, stopped + 3), losses(folder / "run")
+    assert len(expected) == stopped + 3 and {step: found[step] for step in expected} == expected
 
 
 @pytest.mark.engine
@@ -170,11 +173,11 @@ def ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.usefixtures("ray")
-def test_a_ray_job_goes_on_after_a_lost_worker(run: Run, folder: Path, whole: dict[int, float]) -> None:
-    every = ("--set", "checkpoint.every=3")
-    command = ("launch", "quickstart", "--gpus-per-node", "2", *LONG, *every, "--on", "ray", "--out", "job.py")
+def test_a_ray_job_goes_on_after_a_lost_worker(run: Run, folder: Path) -> None:
+    settings = (*STEADY, "--set", "checkpoint.every=3", "--set", "train.steps=40")
+    command = ("launch", "quickstart", "--gpus-per-node", "2", *settings, "--on", "ray", "--out", "job.py")
     code, out, error = run(*command, "--submit")
     assert code == 0, error
     (number,) = re.findall("Job '(.*)' submitted", out)
@@ -186,7 +189,7 @@ def test_a_ray_job_goes_on_after_a_lost_worker(run: Run, folder: Path, whole: di
     while "succeeded" not in (status := call("ray", "job", "status", number)):
         assert time.monotonic() < deadline and "failed" not in status, call("ray", "job", "logs", number)
         time.sleep(1)
-    assert losses(folder / "run") == whole
+    assert losses(folder / "run") == whole(folder, 40)
 
 
 def is_worker(stat: Path, folder: Path) -> bool:

@@ -38,7 +38,7 @@ def test_bytes_and_end_of_document(tmp_path: Path) -> None:
 
 def test_cache_is_read_the_second_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = corpus_of(tmp_path, "same")
-    monkeypatch.setattr(shards, "_write", lambda *_: pytest.fail("tokenized again"))
+    monkeypatch.setattr(shards._ShardFolder, "_write", lambda _: pytest.fail("tokenized again"))
     assert corpus_of(tmp_path, "same", "other name.txt").identity == first.identity
 
 

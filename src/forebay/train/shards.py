@@ -140,37 +140,9 @@ def load_corpus(
     key = _key_of(source, tokenizer, found)
     if folder is None:
         folder = cache_folder(data) / key[:32]
-    _complete(folder, key, source, data, tokenizer, found, say)
+    _ShardFolder(folder, key, source, data, tokenizer, found, say).complete()
     what = f"{source.source}: {len(found):,} file{'s' if len(found) > 1 else ''}"
     return open_corpus(folder, tokenizer, what, hashed)
-
-
-def _complete(
-    folder: Path,
-    key: str,
-    source: DataSource,
-    data: Data,
-    tokenizer: Tokenizer,
-    found: list[Path],
-    say: Callable[[str], None],
-) -> None:
-    """Write what is missing in a folder of shards, or wait until another process has done so."""
-    try:
-        while not (folder / INDEX).is_file():
-            make_folder(folder)
-            with FolderLock() as lock:
-                if not _take(lock, folder):
-                    time.sleep(_POLL)  # another process writes the same shards
-                elif not (folder / INDEX).is_file():
-                    if lock.locked:
-                        _remove_partial(folder)
-                    _write(folder, key, source, data, tokenizer, found, say)
-    except OSError as error:
-        raise RunError(
-            f"the tokens cannot be written into {folder}: {first_line(error)}; set data.cache to another folder"
-        ) from error
-    if _index(folder).get("key") != key:
-        raise UsageError(f"{folder} holds shards of other texts or of another tokenizer; name an empty folder")
 
 
 def open_corpus(folder: Path, tokenizer: Tokenizer, what: str, hashed: bool = False) -> Corpus:
@@ -221,19 +193,6 @@ def workers_of(data: Data) -> int:
 def _key_of(source: DataSource, tokenizer: Tokenizer, found: list[Path]) -> str:
     known = [_FORMAT, SHARD_BYTES, source.source, source.field, tokenizer.name, hash_files(found)]
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()
-
-
-def _take(lock: FolderLock, folder: Path) -> bool:
-    try:
-        return lock.take(folder)
-    except FileNotFoundError:  # another process failed, and took its empty folder away
-        return False
-
-
-def _remove_partial(folder: Path) -> None:
-    """Remove what killed processes left half written."""
-    for left in folder.glob(".*.new"):
-        left.unlink(missing_ok=True)
 
 
 def _index(folder: Path) -> dict[str, Any]:
@@ -295,40 +254,80 @@ class _Job:
     parts: tuple[text.TextPart, ...]
 
 
-def _write(
-    folder: Path,
-    key: str,
-    source: DataSource,
-    data: Data,
-    tokenizer: Tokenizer,
-    found: list[Path],
-    say: Callable[[str], None],
-) -> None:
-    """Write the shards that are missing, and the index."""
-    shards = [
-        _Job(folder, f"shard-{number:05d}", key, source, data.tokenizer, parts)
-        for number, parts in enumerate(_plan(text.parts(source, found)))
-    ]
-    missing = [job for job in shards if not _is_written(job)]
-    if len(missing) < len(shards):
-        say(f"{len(shards) - len(missing)} of {len(shards)} shards were written before")
-    workers = min(len(missing), workers_of(data))
-    done = len(shards) - len(missing)
-    for _ in _run(missing, workers, tokenizer):
-        done += 1
-        say(f"{done} of {len(shards)} shards")
-    written = [json.loads((folder / f"{job.name}.json").read_text(encoding="utf-8"))["shard"] for job in shards]
-    total = hashlib.sha256("".join(shard["identity"] for shard in written).encode())
-    index = {
-        "format": _FORMAT,
-        "key": key,
-        "tokenizer": tokenizer.name,
-        "vocabulary": tokenizer.vocabulary,
-        "dtype": _dtype(tokenizer).str,
-        "identity": total.hexdigest(),
-        "shards": written,
-    }
-    replace_text(folder / INDEX, json.dumps(index, indent=1))
+@dataclass(frozen=True)
+class _ShardFolder:
+    """A folder of shards to write: of the files `found`, which with the tokenizer have the hash `key`."""
+
+    folder: Path
+    key: str
+    source: DataSource
+    data: Data
+    tokenizer: Tokenizer
+    found: list[Path]
+    say: Callable[[str], None]
+
+    def complete(self) -> None:
+        """Write what is missing, or wait until another process has done so."""
+        try:
+            while not (self.folder / INDEX).is_file():
+                make_folder(self.folder)
+                with FolderLock() as lock:
+                    if not self._take(lock):
+                        time.sleep(_POLL)  # another process writes the same shards
+                    elif not (self.folder / INDEX).is_file():
+                        if lock.locked:
+                            self._remove_partial()
+                        self._write()
+        except OSError as error:
+            raise RunError(
+                f"the tokens cannot be written into {self.folder}: {first_line(error)}; set data.cache to another folder"
+            ) from error
+        if _index(self.folder).get("key") != self.key:
+            raise _of_other_texts(self.folder)
+
+    def _take(self, lock: FolderLock) -> bool:
+        try:
+            return lock.take(self.folder)
+        except FileNotFoundError:  # another process failed, and took its empty folder away
+            return False
+
+    def _remove_partial(self) -> None:
+        """Remove what killed processes left half written."""
+        for left in self.folder.glob(".*.new"):
+            left.unlink(missing_ok=True)
+
+    def _write(self) -> None:
+        """Write the shards that are missing, and the index."""
+        shards = [
+            _Job(self.folder, f"shard-{number:05d}", self.key, self.source, self.data.tokenizer, parts)
+            for number, parts in enumerate(_plan(text.parts(self.source, self.found)))
+        ]
+        missing = [job for job in shards if not _is_written(job)]
+        if len(missing) < len(shards):
+            self.say(f"{len(shards) - len(missing)} of {len(shards)} shards were written before")
+        workers = min(len(missing), workers_of(self.data))
+        done = len(shards) - len(missing)
+        for _ in _run(missing, workers, self.tokenizer):
+            done += 1
+            self.say(f"{done} of {len(shards)} shards")
+        written = [
+            json.loads((self.folder / f"{job.name}.json").read_text(encoding="utf-8"))["shard"] for job in shards
+        ]
+        total = hashlib.sha256("".join(shard["identity"] for shard in written).encode())
+        index = {
+            "format": _FORMAT,
+            "key": self.key,
+            "tokenizer": self.tokenizer.name,
+            "vocabulary": self.tokenizer.vocabulary,
+            "dtype": _dtype(self.tokenizer).str,
+            "identity": total.hexdigest(),
+            "shards": written,
+        }
+        replace_text(self.folder / INDEX, json.dumps(index, indent=1))
+
+
+def _of_other_texts(folder: Path) -> UsageError:
+    return UsageError(f"{folder} holds shards of other texts or of another tokenizer; name an empty folder")
 
 
 def _plan(parts: Iterable[text.TextPart]) -> list[tuple[text.TextPart, ...]]:
@@ -352,7 +351,7 @@ def _is_written(job: _Job) -> bool:
     except (OSError, ValueError, KeyError, TypeError):
         return False
     if key != job.key:
-        raise UsageError(f"{job.folder} holds shards of other texts or of another tokenizer; name an empty folder")
+        raise _of_other_texts(job.folder)
     return True
 
 
